@@ -1,0 +1,17 @@
+//! Compiles the commit into the program, so that a record says what was measured.
+
+use std::process::Command;
+
+fn main() {
+    for path in ["../.git/HEAD", "../.git/index"] {
+        println!("cargo::rerun-if-changed={path}");
+    }
+    let git = |args: &[&str]| {
+        let out = Command::new("git").args(args).output().ok().filter(|o| o.status.success())?;
+        Some(String::from_utf8_lossy(&out.stdout).trim().to_owned())
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
+    let dirty = git(&["status", "--porcelain"]).is_none_or(|s| !s.is_empty());
+    println!("cargo::rustc-env=FLASHOVER_COMMIT={commit}");
+    println!("cargo::rustc-env=FLASHOVER_DIRTY={dirty}");
+}

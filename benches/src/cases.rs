@@ -1,0 +1,195 @@
+//! What is measured: suites of cases, sized for what runs them.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+use anyhow::{Context, bail};
+use kernels::matmul::{Layout, MatmulProblem, Precision};
+use models::Fusion;
+use models::shapes::LLAMA_3_8B;
+use serde_json::Value;
+
+/// How much to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Suite {
+    /// Two minutes at most: one case of each kind.
+    Quick,
+    /// Every kernel in every precision and layout.
+    Kernels,
+    /// Also the products of whole models.
+    All,
+}
+
+impl FromStr for Suite {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "quick" => Ok(Self::Quick),
+            "kernels" => Ok(Self::Kernels),
+            "all" => Ok(Self::All),
+            _ => Err(format!("unknown suite `{s}`\nhint: one of quick, kernels, all")),
+        }
+    }
+}
+
+/// Whether the cases are for a GPU or for a few cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scale {
+    Gpu,
+    Host,
+}
+
+/// One case.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Case {
+    pub(crate) problem: MatmulProblem,
+    /// Whether Burn's own op runs beside it; its first call on a GPU tunes for up to 40 s.
+    pub(crate) peer: bool,
+}
+
+impl Case {
+    pub(crate) fn params(&self) -> BTreeMap<String, Value> {
+        matmul_params(&self.problem)
+    }
+
+    pub(crate) fn name(&self) -> String {
+        record::case_name("matmul", &self.params())
+    }
+}
+
+/// A matmul's parameters as records hold them.
+pub(crate) fn matmul_params(p: &MatmulProblem) -> BTreeMap<String, Value> {
+    let mut params = BTreeMap::from([
+        ("m".to_owned(), p.m.into()),
+        ("n".to_owned(), p.n.into()),
+        ("k".to_owned(), p.k.into()),
+        ("dtype".to_owned(), p.precision.name().into()),
+        ("lhs".to_owned(), p.lhs.layout.name().into()),
+        ("rhs".to_owned(), p.rhs.layout.name().into()),
+    ]);
+    if p.batch() > 1 {
+        params.insert("batch".to_owned(), p.batch().into());
+    }
+    if p.bias {
+        params.insert("bias".to_owned(), true.into());
+    }
+    params
+}
+
+const ROWS: [Layout; 2] = [Layout::Row, Layout::Row];
+/// A linear layer: the weight is `[n, k]`.
+const LINEAR: [Layout; 2] = [Layout::Row, Layout::Col];
+
+/// The cases of `suite` whose name contains `filter`.
+///
+/// # Errors
+/// A filter that matches nothing.
+pub(crate) fn select(
+    suite: Suite,
+    scale: Scale,
+    filter: Option<&str>,
+) -> anyhow::Result<Vec<Case>> {
+    let mut cases = all(suite, scale)?;
+    if let Some(filter) = filter {
+        cases.retain(|c| c.name().contains(filter));
+        if cases.is_empty() {
+            bail!(
+                "no case of this suite matches `{filter}`\nhint: names look like `{}`",
+                all(suite, scale)?.first().map(Case::name).unwrap_or_default()
+            );
+        }
+    }
+    Ok(cases)
+}
+
+fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    use Precision::{Bf16, F16, F32, Tf32};
+    let mut cases = Vec::new();
+    let mut add = |batch, sizes, layouts, precision, peer| -> anyhow::Result<()> {
+        let problem = MatmulProblem::dense(batch, sizes, layouts, precision)
+            .context("a case of the suite is invalid")?;
+        if !cases.iter().any(|c: &Case| c.problem == problem) {
+            cases.push(Case { problem, peer });
+        }
+        Ok(())
+    };
+    match (scale, suite) {
+        (Scale::Host, Suite::Quick) => {
+            add(1, [512; 3], ROWS, F32, true)?;
+            add(1, [1024; 3], ROWS, F32, true)?;
+            add(1, [512; 3], LINEAR, F32, true)?;
+            add(1, [512; 3], LINEAR, Bf16, true)?;
+            add(1, [1, 4096, 4096], LINEAR, F32, true)?;
+            add(1, [8, 2048, 2048], LINEAR, F32, true)?;
+        }
+        (Scale::Host, _) => {
+            for precision in [F32, F16, Bf16] {
+                for layouts in [ROWS, LINEAR] {
+                    for sizes in [[512; 3], [1024; 3], [1, 4096, 4096], [8, 4096, 4096]] {
+                        add(1, sizes, layouts, precision, true)?;
+                    }
+                }
+            }
+            add(8, [128, 128, 64], ROWS, F32, true)?;
+        }
+        (Scale::Gpu, Suite::Quick) => {
+            for precision in [Bf16, F16, Tf32, F32] {
+                add(1, [4096; 3], LINEAR, precision, precision == Bf16)?;
+            }
+            add(1, [4096; 3], ROWS, Bf16, true)?;
+            add(1, [512, 4096, 4096], LINEAR, Bf16, true)?;
+            add(1, [1, 14336, 4096], LINEAR, Bf16, true)?;
+            add(1, [8, 14336, 4096], LINEAR, Bf16, false)?;
+        }
+        (Scale::Gpu, _) => {
+            for precision in [Bf16, F16, Tf32, F32] {
+                for layouts in [ROWS, LINEAR] {
+                    for size in [1024, 4096, 8192] {
+                        let peer = precision == Bf16 || (precision == F16 && size == 4096);
+                        add(1, [size; 3], layouts, precision, peer && size > 1024)?;
+                    }
+                }
+            }
+            for layouts in [ROWS, LINEAR] {
+                add(1, [512, 4096, 4096], layouts, Bf16, layouts == LINEAR)?;
+                for m in [1, 8, 64] {
+                    add(1, [m, 14336, 4096], layouts, Bf16, m < 64 && layouts == LINEAR)?;
+                    add(1, [m, 4096, 14336], layouts, Bf16, false)?;
+                }
+            }
+            add(1, [64, 64, 65536], ROWS, Bf16, false)?;
+            add(64, [512, 512, 128], ROWS, Bf16, true)?;
+        }
+    }
+    if suite == Suite::All {
+        let rows: &[u32] = match scale {
+            Scale::Gpu => &[1, 8, 16, 512, 4096],
+            Scale::Host => &[1],
+        };
+        for linear in LLAMA_3_8B.linears(Fusion::Fused) {
+            for m in rows {
+                add(1, [*m, linear.n as u32, linear.k as u32], LINEAR, Bf16, false)?;
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// Prints the names of a suite's cases, those for a GPU and those for a CPU.
+pub(crate) fn list(suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
+    let (gpu, host) = (all(suite, Scale::Gpu)?, all(suite, Scale::Host)?);
+    let mut names: Vec<_> = gpu.iter().chain(&host).map(Case::name).collect();
+    names.extend(["copy".to_owned(), "mma".to_owned()]);
+    names.sort();
+    names.dedup();
+    if let Some(filter) = filter {
+        let known = names.first().cloned().unwrap_or_default();
+        names.retain(|n| n.contains(filter));
+        if names.is_empty() {
+            bail!("no case of this suite matches `{filter}`\nhint: names look like `{known}`");
+        }
+    }
+    names.iter().for_each(|n| println!("{n}"));
+    Ok(true)
+}

@@ -1,0 +1,110 @@
+//! The program that measures. It prints JSON lines ([`record::Line`]); `cargo xtask` turns them into
+//! tables. One process measures one backend.
+
+mod cases;
+mod emit;
+mod peers;
+mod provenance;
+mod run;
+mod tuning;
+mod verify;
+
+use std::process::ExitCode;
+
+use arch::{Backend, Device};
+use clap::{Parser, Subcommand};
+use tune::Policy;
+
+/// Measures and verifies kernels on one device, as JSON lines.
+#[derive(Parser)]
+#[command(name = "flashover-bench", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Which device, and what it may use.
+#[derive(clap::Args, Clone)]
+struct Target {
+    /// cuda, vulkan, webgpu or cpu
+    #[arg(long)]
+    backend: Backend,
+    /// Restrict the device to a recorded profile, such as rtx4090
+    #[arg(long)]
+    profile: Option<String>,
+}
+
+impl Target {
+    fn open(&self) -> anyhow::Result<Device> {
+        let device = Device::open(self.backend)?;
+        match &self.profile {
+            Some(name) => Ok(device.restrict(name)?),
+            None => Ok(device),
+        }
+    }
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Check, then time, the cases of a suite
+    Run {
+        #[command(flatten)]
+        target: Target,
+        #[arg(long, default_value = "quick")]
+        suite: cases::Suite,
+        /// Only cases whose name contains this
+        #[arg(long)]
+        filter: Option<String>,
+        /// What a case without a known config gets: frozen, default or measure
+        #[arg(long, default_value = "measure")]
+        policy: Policy,
+    },
+    /// Print the names of a suite's cases
+    List {
+        #[arg(long, default_value = "quick")]
+        suite: cases::Suite,
+        #[arg(long)]
+        filter: Option<String>,
+    },
+    /// Run every kernel over its edge shapes and compare with the reference
+    Verify {
+        #[command(flatten)]
+        target: Target,
+        #[arg(long)]
+        filter: Option<String>,
+        /// Also check every candidate config, not only the default one
+        #[arg(long)]
+        configs: bool,
+    },
+    /// Show, fill or merge the tune cache
+    #[command(subcommand)]
+    Tune(tuning::Command),
+}
+
+fn main() -> ExitCode {
+    env_logger::Builder::new().filter_level(log_level()).init();
+    let cli = Cli::parse();
+    let outcome = match cli.command {
+        Command::Run { target, suite, filter, policy } => {
+            run::run(&target, suite, filter.as_deref(), policy)
+        }
+        Command::List { suite, filter } => cases::list(suite, filter.as_deref()),
+        Command::Verify { target, filter, configs } => {
+            verify::verify(&target, filter.as_deref(), configs)
+        }
+        Command::Tune(command) => tuning::run(command),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Warnings of the runtimes are for people, on standard error.
+const fn log_level() -> log::LevelFilter {
+    log::LevelFilter::Error
+}

@@ -1,0 +1,206 @@
+//! One run: the card, the ceilings, then each case: right first, then fast.
+
+use std::collections::BTreeMap;
+
+use arch::{Backend, Device};
+use kernels::ceiling::{self, Multiply};
+use kernels::matmul::{Matmul, MatmulProblem, Precision};
+use record::{Line, Record, SCHEMA, Summary};
+use serde_json::Value;
+use tune::timing::{self, Effort, Timing};
+use tune::{Cost, Kernel, Policy, TuneError, Tuner};
+
+use crate::cases::{self, Case, Scale, Suite};
+use crate::emit::emit;
+use crate::{Target, peers, provenance, tuning};
+
+/// Runs a suite; false when a case failed.
+pub(crate) fn run(
+    target: &Target,
+    suite: Suite,
+    filter: Option<&str>,
+    policy: Policy,
+) -> anyhow::Result<bool> {
+    let device = target.open()?;
+    let mut card = provenance::card(&device)?;
+    let software = arch::report::describe(&device).software;
+    let host = device.backend() == Backend::Cpu || software;
+    let scale = if host { Scale::Host } else { Scale::Gpu };
+    let ceilings = |name: &str| filter.is_none_or(|f| name.contains(f));
+    let matmuls = match filter {
+        Some(f) if "copy".contains(f) || "mma".contains(f) => Vec::new(),
+        _ => cases::select(suite, scale, filter)?,
+    };
+    // The ceilings are always measured: every share is a share of them.
+    let copy = measure_copy(&device, &card)?;
+    let multiplies = measure_multiplies(&device, &card)?;
+    card.copy_gbps = copy.gbps;
+    card.peak_tflops = multiplies
+        .iter()
+        .filter_map(|r| Some((r.params.get("dtype")?.as_str()?.to_owned(), r.tflops?)))
+        .collect();
+    emit(&Line::Card(card.clone()))?;
+    let shown: Vec<_> =
+        std::iter::once(copy).chain(multiplies).filter(|r| ceilings(&r.case())).collect();
+    emit(&Line::Plan { cases: shown.len() + matmuls.len() })?;
+    for record in shown {
+        emit(&Line::Record(record))?;
+    }
+    let mut tuner = Tuner {
+        device: &device,
+        cache: tuning::open_cache()?,
+        policy,
+        commit: provenance::COMMIT.to_owned(),
+        date: provenance::now()?,
+    };
+    let mut good = true;
+    for case in matmuls {
+        emit(&Line::Begin { case: case.name() })?;
+        let line = matmul(&mut tuner, &case, &card)?;
+        good &= !matches!(&line, Line::Record(r) if r.error.is_some());
+        emit(&line)?;
+    }
+    Ok(good)
+}
+
+/// A record with the facts of `card` and nothing measured.
+fn blank(card: &record::Card, op: &str, params: BTreeMap<String, Value>, cost: Cost) -> Record {
+    Record {
+        schema: SCHEMA,
+        op: op.to_owned(),
+        params,
+        backend: card.backend.clone(),
+        arch_id: card.arch_id.clone(),
+        profile: card.profile.clone(),
+        median_ns: None,
+        p10_ns: None,
+        p90_ns: None,
+        samples: 0,
+        clock: String::new(),
+        flops: cost.flops,
+        bytes: cost.bytes,
+        tflops: None,
+        gbps: None,
+        share_of_ceiling: None,
+        peers: BTreeMap::new(),
+        max_err: None,
+        tolerance: None,
+        config: None,
+        config_source: None,
+        error: None,
+        commit: card.commit.clone(),
+        dirty: card.dirty,
+        date: card.date.clone(),
+    }
+}
+
+/// Fills in the times, and the rates that follow from them.
+fn timed(mut record: Record, timing: &Timing) -> Record {
+    let Some(Summary { median, p10, p90, samples }) = Summary::of(&timing.samples_ns) else {
+        record.error = Some("the clock gave no finite time".to_owned());
+        return record;
+    };
+    (record.median_ns, record.p10_ns, record.p90_ns) = (Some(median), Some(p10), Some(p90));
+    record.samples = samples;
+    record.clock = timing.clock.to_owned();
+    // Operations per nanosecond are GFLOP/s, bytes per nanosecond are GB/s.
+    record.tflops = (record.flops > 0).then(|| record.flops as f64 / median / 1e3);
+    record.gbps = (record.bytes > 0).then(|| record.bytes as f64 / median);
+    record
+}
+
+fn measure_copy(device: &Device, card: &record::Card) -> anyhow::Result<Record> {
+    let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
+    let bytes = (8 * cache).clamp(64 << 20, 1 << 30) / 4096 * 4096;
+    let from = kernels::noise(device, bytes / 4, arch::DType::F32, 1);
+    let to = device.client().empty(bytes);
+    let timing = timing::measure(device, Effort::REPORT, |_| {
+        ceiling::copy(device, &from, &to, bytes);
+    })?;
+    let params = BTreeMap::from([("mib".to_owned(), (bytes >> 20).into())]);
+    let cost = Cost { flops: 0, bytes: 2 * bytes as u64 };
+    Ok(timed(blank(card, "copy", params, cost), &timing))
+}
+
+fn measure_multiplies(device: &Device, card: &record::Card) -> anyhow::Result<Vec<Record>> {
+    let mut records = Vec::new();
+    for precision in Precision::ALL {
+        let Some(multiply) = Multiply::of(device.profile(), precision) else { continue };
+        let out = device.client().empty(multiply.out_len() * 4);
+        let timing = timing::measure(device, Effort::REPORT, |_| multiply.launch(device, &out))?;
+        let params = BTreeMap::from([("dtype".to_owned(), precision.name().into())]);
+        let cost = Cost { flops: multiply.flops(), bytes: 0 };
+        records.push(timed(blank(card, "mma", params, cost), &timing));
+    }
+    Ok(records)
+}
+
+fn matmul(tuner: &mut Tuner<'_>, case: &Case, card: &record::Card) -> anyhow::Result<Line> {
+    let problem = &case.problem;
+    let cost = problem.cost();
+    let mut record = blank(card, "matmul", case.params(), cost);
+    let choice = match tuner.choose::<Matmul>(problem) {
+        Ok(choice) => choice,
+        Err(e @ TuneError::Unsupported { .. }) => {
+            return Ok(Line::Skip { case: case.name(), reason: e.to_string() });
+        }
+        Err(e @ TuneError::Cache(_)) => return Err(e.into()),
+        Err(e) => {
+            record.error = Some(e.to_string());
+            return Ok(Line::Record(record));
+        }
+    };
+    record.config = Some(serde_json::to_value(choice.config)?);
+    record.config_source = Some(choice.source.to_string());
+    let device = tuner.device;
+    let sets = tune::operand_sets::<Matmul>(device, problem);
+    let launch = |i: usize| Matmul::launch(device, problem, &choice.config, &sets[i % sets.len()]);
+    launch(0);
+    match oracle::matmul::check_operands(device, problem, &sets[0], 7) {
+        Ok(verdict) => {
+            record.max_err = Some(verdict.comparison.max_err);
+            record.tolerance = Some(verdict.comparison.tolerance);
+            if !verdict.comparison.passed {
+                record.error = Some(format!("wrong result: {}", verdict.comparison));
+                return Ok(Line::Record(record));
+            }
+        }
+        Err(e) => {
+            record.error = Some(e.to_string());
+            return Ok(Line::Record(record));
+        }
+    }
+    match timing::measure(device, Effort::REPORT, launch) {
+        Ok(timing) => record = timed(record, &timing),
+        Err(e) => record.error = Some(e.to_string()),
+    }
+    record.share_of_ceiling = share(&record, card, problem.precision);
+    let n = sets.len();
+    drop(sets);
+    if case.peer && record.error.is_none() {
+        add_peer(&mut record, device, problem, n);
+    }
+    Ok(Line::Record(record))
+}
+
+fn add_peer(record: &mut Record, device: &Device, problem: &MatmulProblem, sets: usize) {
+    match peers::matmul(device, problem, sets) {
+        Ok(ns) => {
+            record.peers.insert(peers::name(device.backend()).to_owned(), ns);
+        }
+        Err(e) => eprintln!("{}: no figure of Burn's: {e}", record.case()),
+    }
+}
+
+/// Time at the tighter ceiling over time taken. Vulkan has no register-level ceiling to measure, so
+/// there only bandwidth counts, and a case bound by arithmetic has no share.
+fn share(record: &Record, card: &record::Card, precision: Precision) -> Option<f64> {
+    let median = record.median_ns?;
+    let moving = record.bytes as f64 / card.copy_gbps?;
+    let computing = match card.peak_tflops.get(precision.name()) {
+        Some(peak) => record.flops as f64 / (peak * 1e3),
+        None if record.flops > 200 * record.bytes => return None,
+        None => 0.0,
+    };
+    Some(moving.max(computing) / median)
+}

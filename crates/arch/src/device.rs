@@ -1,0 +1,222 @@
+//! Opening a device.
+
+use cubecl::client::Client;
+use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
+
+use crate::facts::{self, AdapterFacts};
+use crate::profile::UnknownProfile;
+use crate::{ArchId, ArchProfile, Backend, DType, MmaShape};
+
+/// An open handle to one processor through one backend.
+#[derive(Clone)]
+pub struct Device {
+    client: Client,
+    profile: ArchProfile,
+    raw: cubecl::Device,
+}
+
+/// Why a device could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// This machine has none, or something it needs is absent.
+    #[error("no {backend} device: {why}\nhint: {how}")]
+    Unavailable { backend: Backend, why: String, how: String },
+    #[error(transparent)]
+    UnknownProfile(#[from] UnknownProfile),
+    /// A profile of one backend was asked to restrict a device of another.
+    #[error(
+        "profile `{profile}` describes a {of} device, not {backend}\nhint: use it with --backend {of}"
+    )]
+    ForeignProfile { profile: String, of: Backend, backend: Backend },
+}
+
+impl Device {
+    /// Opens the first device of `backend`.
+    ///
+    /// # Errors
+    /// [`OpenError::Unavailable`] says what is missing and how to get it.
+    pub fn open(backend: Backend) -> Result<Self, OpenError> {
+        let gone = |why: String| OpenError::Unavailable {
+            backend,
+            why,
+            how: facts::how_to_get(backend).to_owned(),
+        };
+        if let Some(missing) = facts::missing(backend).into_iter().find(|m| m.fatal) {
+            return Err(OpenError::Unavailable { backend, why: missing.what, how: missing.how });
+        }
+        let raw = match backend {
+            Backend::Cuda => cubecl::Device::cuda(0),
+            Backend::Cpu => cubecl::Device::cpu(),
+            Backend::Vulkan => {
+                let adapter = facts::adapter(backend)
+                    .ok_or_else(|| gone("the Vulkan loader finds no hardware driver".to_owned()))?;
+                cubecl::Device::vulkan(adapter.kind)
+            }
+            Backend::WebGpu => {
+                let adapter = facts::adapter(backend)
+                    .ok_or_else(|| gone("EGL finds no OpenGL ES 3.1 driver".to_owned()))?;
+                cubecl::Device::gl(adapter.kind)
+            }
+        }
+        .map_err(|e| gone(format!("{e:?}")))?;
+        let client = raw.client();
+        if backend == Backend::Vulkan && client.name() != "wgpu<spirv>" {
+            return Err(gone(
+                "the driver lacks vulkanMemoryModel or bufferDeviceAddress, so SPIR-V kernels \
+                 cannot run"
+                    .to_owned(),
+            ));
+        }
+        let profile = profile_of(&client, backend);
+        Ok(Self { client, profile, raw })
+    }
+
+    /// This device limited to the recorded profile `name`.
+    ///
+    /// # Errors
+    /// An unknown profile, or one of another backend.
+    pub fn restrict(&self, name: &str) -> Result<Self, OpenError> {
+        let limit = ArchProfile::recorded(name)?;
+        if limit.backend != self.profile.backend {
+            return Err(OpenError::ForeignProfile {
+                profile: name.to_owned(),
+                of: limit.backend,
+                backend: self.profile.backend,
+            });
+        }
+        Ok(Self { profile: self.profile.restrict(name, &limit), ..self.clone() })
+    }
+
+    /// The client that allocates and launches.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// What this device can do.
+    pub fn profile(&self) -> &ArchProfile {
+        &self.profile
+    }
+
+    /// The backend that this device was opened through.
+    pub fn backend(&self) -> Backend {
+        self.profile.backend
+    }
+
+    /// The same device in CubeCL's terms, for sharing it with Burn.
+    pub fn raw(&self) -> &cubecl::Device {
+        &self.raw
+    }
+}
+
+fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
+    let properties = client.properties();
+    let (hw, features) = (&properties.hardware, &properties.features);
+    let adapter = match backend {
+        Backend::Vulkan | Backend::WebGpu => facts::adapter(backend),
+        Backend::Cuda | Backend::Cpu => None,
+    };
+    let compute_capability = match backend {
+        Backend::Cuda => properties.identity.fingerprint.trim_start_matches("ptx_sm").parse().ok(),
+        _ => None,
+    };
+    let processors = hw.num_streaming_multiprocessors.or(hw.num_cpu_cores);
+    let dtypes = [DType::F32, DType::F16, DType::Bf16, DType::I8, DType::U8, DType::I32];
+    let tf32 = features.matmul.mma.iter().any(|c| dtype_of(c.a_type) == Some(DType::Tf32));
+    let mut stored: std::collections::BTreeSet<_> = dtypes
+        .into_iter()
+        .filter(|d| {
+            let usage = properties.type_usage(elem_of(*d));
+            usage.contains(cubecl::features::TypeUsage::Buffer)
+        })
+        .collect();
+    if tf32 {
+        stored.insert(DType::Tf32);
+    }
+    let shapes = |set: &std::collections::BTreeSet<cubecl::features::MmaConfig>| {
+        set.iter()
+            .filter(|c| c.a_type == c.b_type)
+            .filter_map(|c| {
+                let (ab, acc) = (dtype_of(c.a_type)?, dtype_of(c.cd_type)?);
+                Some(MmaShape { ab, acc, m: c.m, n: c.n, k: c.k })
+            })
+            .collect()
+    };
+    let cube_mma = features
+        .matmul
+        .cube_mma
+        .iter()
+        .filter(|c| c.a_type == c.b_type)
+        .filter_map(|c| {
+            let (ab, acc) = (dtype_of(c.a_type)?, dtype_of(c.cd_type)?);
+            let (m, n, k) = (c.m_granularity, c.n_granularity, c.k_granularity);
+            Some(MmaShape { ab, acc, m, n, k })
+        })
+        .collect();
+    ArchProfile {
+        id: arch_id(backend, compute_capability, processors, adapter.as_ref()),
+        backend,
+        name: match backend {
+            Backend::Cpu => facts::cpu().name,
+            _ => properties.identity.name.clone(),
+        },
+        restricted_to: None,
+        compute_capability,
+        processors,
+        memory_bytes: properties.memory.max_memory().or_else(|| match backend {
+            Backend::Cpu => facts::host_memory_bytes(),
+            _ => None,
+        }),
+        cache_bytes: match backend {
+            Backend::Cuda => facts::cuda_l2_bytes(),
+            _ => hw.last_level_cache_size.map(|b| b as u64),
+        },
+        plane_size: (hw.plane_size_min, hw.plane_size_max),
+        max_shared_bytes: hw.max_shared_memory_size as u32,
+        max_units_per_cube: hw.max_units_per_cube,
+        load_bytes: hw.load_width / 8,
+        dtypes: stored,
+        mma: shapes(&features.matmul.mma),
+        cmma: shapes(&features.matmul.cmma),
+        cube_mma,
+        cube_mma_reserved_bytes: hw.cube_mma_reserved_shared_memory as u32,
+        async_copy: features.copy_async,
+        tma: !features.tma.is_empty(),
+        clusters: features.cube_cluster,
+    }
+}
+
+fn arch_id(
+    backend: Backend,
+    compute_capability: Option<u32>,
+    processors: Option<u32>,
+    adapter: Option<&AdapterFacts>,
+) -> ArchId {
+    let count = processors.map_or_else(|| "n".to_owned(), |p| p.to_string());
+    ArchId(match (backend, adapter) {
+        (Backend::Cuda, _) => {
+            let cc = compute_capability.map_or_else(|| "xx".to_owned(), |c| c.to_string());
+            format!("cuda-sm{cc}-{count}")
+        }
+        (Backend::Cpu, _) => format!("cpu-{}-{count}", facts::cpu().part),
+        (_, Some(a)) => format!("{backend}-{:04x}-{:04x}-{}", a.vendor, a.device, a.driver_slug()),
+        (_, None) => format!("{backend}-unknown"),
+    })
+}
+
+const fn elem_of(dtype: DType) -> ElemType {
+    match dtype {
+        DType::F32 => ElemType::Float(FloatKind::F32),
+        DType::Tf32 => ElemType::Float(FloatKind::TF32),
+        DType::F16 => ElemType::Float(FloatKind::F16),
+        DType::Bf16 => ElemType::Float(FloatKind::BF16),
+        DType::I8 => ElemType::Int(IntKind::I8),
+        DType::U8 => ElemType::UInt(UIntKind::U8),
+        DType::I32 => ElemType::Int(IntKind::I32),
+    }
+}
+
+fn dtype_of(elem: ElemType) -> Option<DType> {
+    [DType::F32, DType::Tf32, DType::F16, DType::Bf16, DType::I8, DType::U8, DType::I32]
+        .into_iter()
+        .find(|d| elem_of(*d) == elem)
+}

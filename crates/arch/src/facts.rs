@@ -1,0 +1,260 @@
+//! What the drivers say that CubeCL does not pass on, and what is missing when they are silent.
+
+use std::fs;
+
+use cubecl::device::WgpuDeviceKind;
+use nvml_wrapper::Nvml;
+use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
+
+use crate::Backend;
+
+/// Something that a backend needs or wants and this machine lacks.
+pub(crate) struct Missing {
+    pub(crate) what: String,
+    pub(crate) how: String,
+    /// Without it the backend cannot run at all.
+    pub(crate) fatal: bool,
+}
+
+/// One graphics adapter, as wgpu reports it.
+#[derive(Debug, Clone)]
+pub(crate) struct AdapterFacts {
+    pub(crate) kind: WgpuDeviceKind,
+    pub(crate) software: bool,
+    pub(crate) name: String,
+    pub(crate) vendor: u32,
+    pub(crate) device: u32,
+    pub(crate) driver: String,
+}
+
+impl AdapterFacts {
+    /// The driver's name and version with everything but letters, digits and dots dropped.
+    pub(crate) fn driver_slug(&self) -> String {
+        let words = self.driver.split(|c: char| !(c.is_ascii_alphanumeric() || c == '.'));
+        let kept: Vec<_> = words.filter(|w| !w.is_empty()).take(3).collect();
+        if kept.is_empty() { "driver".to_owned() } else { kept.join(".").to_lowercase() }
+    }
+}
+
+/// The adapter that `backend` would open: hardware for Vulkan, hardware or software for WebGPU.
+pub(crate) fn adapter(backend: Backend) -> Option<AdapterFacts> {
+    let api = match backend {
+        Backend::Vulkan => wgpu::Backends::VULKAN,
+        Backend::WebGpu => wgpu::Backends::GL,
+        Backend::Cuda | Backend::Cpu => return None,
+    };
+    let mut found = adapters(api);
+    if backend == Backend::Vulkan {
+        found.retain(|a| !a.software);
+    }
+    found.into_iter().next()
+}
+
+/// Every adapter of one graphics API, hardware first.
+fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
+    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    descriptor.backends = api;
+    let instance = wgpu::Instance::new(descriptor);
+    let found = cubecl::future::block_on(instance.enumerate_adapters(api));
+    let mut counts = [0usize; 4];
+    let mut next = |slot: usize| {
+        counts[slot] += 1;
+        counts[slot] - 1
+    };
+    let mut facts: Vec<_> = found
+        .iter()
+        .map(wgpu::Adapter::get_info)
+        .map(|info| {
+            let kind = match info.device_type {
+                wgpu::DeviceType::DiscreteGpu => WgpuDeviceKind::DiscreteGpu(next(0)),
+                wgpu::DeviceType::IntegratedGpu => WgpuDeviceKind::IntegratedGpu(next(1)),
+                wgpu::DeviceType::VirtualGpu => WgpuDeviceKind::VirtualGpu(next(2)),
+                wgpu::DeviceType::Other => WgpuDeviceKind::Other(next(3)),
+                wgpu::DeviceType::Cpu => WgpuDeviceKind::Cpu,
+            };
+            let renderer = info.name.to_lowercase();
+            AdapterFacts {
+                software: info.device_type == wgpu::DeviceType::Cpu
+                    || ["llvmpipe", "softpipe", "lavapipe", "swiftshader"]
+                        .iter()
+                        .any(|s| renderer.contains(s)),
+                kind,
+                name: info.name,
+                vendor: info.vendor,
+                device: info.device,
+                driver: format!("{} {}", info.driver, info.driver_info),
+            }
+        })
+        .collect();
+    facts.sort_by_key(|a| a.software);
+    facts
+}
+
+/// What stands in the way of `backend` on this machine.
+pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
+    let absent = |names: &[&str]| !names.iter().any(|n| has_library(n));
+    let mut out = Vec::new();
+    let mut need = |gone: bool, fatal: bool, what: &str, how: &str| {
+        if gone {
+            out.push(Missing { what: what.to_owned(), how: how.to_owned(), fatal });
+        }
+    };
+    match backend {
+        Backend::Cuda => {
+            need(
+                absent(&["libcuda.so.1"]),
+                true,
+                "the NVIDIA driver (libcuda.so.1) is not installed",
+                "install the NVIDIA driver, 570 or newer",
+            );
+            need(
+                nvrtc_version().is_none(),
+                true,
+                "NVRTC (libnvrtc.so), which compiles kernels, is not found",
+                "run through `cargo xtask`, which fetches it, or install the CUDA toolkit and set \
+                 CUDA_PATH",
+            );
+            need(
+                cuda_headers().is_none(),
+                true,
+                "the CUDA headers (cuda_fp16.h) are not found",
+                "run through `cargo xtask`, which fetches them, or set CUDA_PATH to a CUDA toolkit",
+            );
+        }
+        Backend::Vulkan => need(
+            absent(&["libvulkan.so.1"]),
+            true,
+            "the Vulkan loader (libvulkan.so.1) is not installed",
+            "install the package libvulkan1 and the driver of your card",
+        ),
+        Backend::WebGpu => need(
+            absent(&["libEGL.so.1"]),
+            true,
+            "EGL (libEGL.so.1) is not installed",
+            "install the packages libegl1 and libgl1-mesa-dri",
+        ),
+        Backend::Cpu => {}
+    }
+    out
+}
+
+/// How to get a device of `backend` on a machine that has its libraries but no driver.
+pub(crate) const fn how_to_get(backend: Backend) -> &'static str {
+    match backend {
+        Backend::Cuda => "check that `nvidia-smi` lists a card",
+        Backend::Vulkan => "install the Vulkan driver of your card; software Vulkan is not used",
+        Backend::WebGpu => "install the packages libegl1, libgles2 and libgl1-mesa-dri",
+        Backend::Cpu => "the CPU back end needs nothing but this program",
+    }
+}
+
+fn has_library(name: &str) -> bool {
+    // SAFETY: loading a system library runs its initialisers; these are the drivers that the back
+    // ends load in any case, and the handle is dropped at once.
+    unsafe { libloading::Library::new(name).is_ok() }
+}
+
+/// Version of the NVRTC library that would compile kernels.
+pub(crate) fn nvrtc_version() -> Option<String> {
+    // SAFETY: only tries to load each candidate name.
+    if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+        return None;
+    }
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: both out-parameters outlive the call.
+    let status = unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
+    (status == cudarc::nvrtc::sys::nvrtcResult::NVRTC_SUCCESS).then(|| format!("{major}.{minor}"))
+}
+
+/// The folder whose `include` holds the CUDA headers: the same search as CubeCL's.
+pub(crate) fn cuda_headers() -> Option<String> {
+    let roots = std::env::var("CUDA_PATH").into_iter();
+    let known = ["/usr/local/cuda", "/opt/cuda", "/usr"].map(str::to_owned);
+    roots.chain(known).find(|r| fs::exists(format!("{r}/include/cuda_fp16.h")).unwrap_or(false))
+}
+
+/// Bytes of L2 of the first CUDA device.
+pub(crate) fn cuda_l2_bytes() -> Option<u64> {
+    use cudarc::driver::result::device;
+    use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
+    let first = device::get(0).ok()?;
+    // SAFETY: `first` is a valid device handle, and the attribute only reads.
+    let bytes = unsafe { device::get_attribute(first, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE) }.ok()?;
+    u64::try_from(bytes).ok().filter(|b| *b > 0)
+}
+
+/// A processor of the host.
+pub(crate) struct Cpu {
+    pub(crate) name: String,
+    /// Vendor, family and model numbers: `genuineintel.6.143`.
+    pub(crate) part: String,
+}
+
+/// The first core in `/proc/cpuinfo`.
+pub(crate) fn cpu() -> Cpu {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    cpu_from(&text)
+}
+
+fn cpu_from(cpuinfo: &str) -> Cpu {
+    let field = |name: &str| {
+        let mut lines = cpuinfo.lines().filter_map(|l| l.split_once(':'));
+        lines.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
+    };
+    let numbers = [
+        field("vendor_id").or_else(|| field("CPU implementer")),
+        field("cpu family").or_else(|| field("CPU architecture")),
+        field("model").or_else(|| field("CPU part")),
+    ];
+    let part: Vec<_> = numbers.into_iter().flatten().map(|s| s.to_lowercase()).collect();
+    Cpu {
+        name: field("model name").unwrap_or_else(|| std::env::consts::ARCH.to_owned()),
+        part: if part.is_empty() { std::env::consts::ARCH.to_owned() } else { part.join(".") },
+    }
+}
+
+/// Physical memory of the host.
+pub(crate) fn host_memory_bytes() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|l| l.starts_with("MemTotal:"))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+/// What NVML says of the first card, as name and value.
+pub(crate) fn nvml_facts() -> Vec<(String, String)> {
+    let Ok(nvml) = Nvml::init() else { return Vec::new() };
+    let mut out = Vec::new();
+    if let Ok(driver) = nvml.sys_driver_version() {
+        out.push(("driver".to_owned(), driver));
+    }
+    let Ok(card) = nvml.device_by_index(0) else { return out };
+    let mhz = |clock| card.clock_info(clock).map(|c| format!("{c} MHz"));
+    let watts = |mw: u32| format!("{} W", mw / 1000);
+    let facts = [
+        ("sm clock", mhz(Clock::SM)),
+        ("memory clock", mhz(Clock::Memory)),
+        ("max sm clock", card.max_clock_info(Clock::SM).map(|c| format!("{c} MHz"))),
+        ("power", card.power_usage().map(watts)),
+        ("power limit", card.enforced_power_limit().map(watts)),
+        ("temperature", card.temperature(TemperatureSensor::Gpu).map(|t| format!("{t} C"))),
+    ];
+    out.extend(facts.into_iter().filter_map(|(name, v)| Some((name.to_owned(), v.ok()?))));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cpu_part_comes_from_the_numbers() {
+        let intel = "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\n\
+                     model name\t: Intel(R) Xeon(R)\n";
+        let cpu = cpu_from(intel);
+        assert_eq!(
+            (cpu.part.as_str(), cpu.name.as_str()),
+            ("genuineintel.6.143", "Intel(R) Xeon(R)")
+        );
+        assert_eq!(cpu_from("").part, std::env::consts::ARCH);
+    }
+}

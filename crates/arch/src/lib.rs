@@ -1,0 +1,15 @@
+//! What the GPU is: opening devices, and the facts that decide what can run on them.
+//!
+//! Only this crate opens a device. [`Device`] is an open handle, [`ArchProfile`] the plain facts that
+//! a kernel's feasibility depends on, [`ArchId`] the name under which tuned results are kept.
+//! `--profile rtx4090` is [`Device::restrict`]: a real card limited to what another one has.
+
+mod backend;
+mod device;
+mod facts;
+mod profile;
+pub mod report;
+
+pub use backend::{Backend, UnknownBackend};
+pub use device::{Device, OpenError};
+pub use profile::{ArchId, ArchProfile, DType, MmaShape, UnknownProfile, recorded};

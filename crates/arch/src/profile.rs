@@ -1,0 +1,209 @@
+//! The facts about a processor that decide which kernel configs can run on it.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Backend;
+
+/// An element type as kernels and matrix instructions see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    F32,
+    /// f32 storage, rounded to 10 mantissa bits when a tensor core reads it.
+    Tf32,
+    F16,
+    Bf16,
+    I8,
+    U8,
+    I32,
+}
+
+impl DType {
+    /// Bytes of one stored element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 | Self::Tf32 | Self::I32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+            Self::I8 | Self::U8 => 1,
+        }
+    }
+
+    /// The name used in flags, records and caches.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Tf32 => "tf32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::I8 => "i8",
+            Self::U8 => "u8",
+            Self::I32 => "i32",
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One matrix instruction: `acc[m, n] += a[m, k] · b[k, n]`, a and b of type `ab`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct MmaShape {
+    pub ab: DType,
+    pub acc: DType,
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+}
+
+/// Identity of an architecture for tuned results: runtime, part, number of processors and what
+/// compiles for it; `@profile` when restricted. Taken from the driver, never from an ordinal or a
+/// product name, so two machines with the same card share results and two cards never do.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ArchId(pub String);
+
+impl fmt::Display for ArchId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Plain facts of one processor as one backend sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArchProfile {
+    pub id: ArchId,
+    pub backend: Backend,
+    /// Name given by the driver; for people, never for decisions.
+    pub name: String,
+    /// Name of the recorded profile that restricts this one.
+    pub restricted_to: Option<String>,
+    /// CUDA compute capability as `major * 10 + minor`.
+    pub compute_capability: Option<u32>,
+    /// Streaming multiprocessors, or cores of a CPU, where the backend tells.
+    pub processors: Option<u32>,
+    pub memory_bytes: Option<u64>,
+    /// Last-level cache.
+    pub cache_bytes: Option<u64>,
+    /// Units that run in lock step (warp, subgroup).
+    pub plane_size: (u32, u32),
+    pub max_shared_bytes: u32,
+    pub max_units_per_cube: u32,
+    /// Bytes of the widest single load.
+    pub load_bytes: u32,
+    /// Types a kernel may compute in or store.
+    pub dtypes: BTreeSet<DType>,
+    /// Register-level matrix instructions (`mma.sync`).
+    pub mma: BTreeSet<MmaShape>,
+    /// Plane-scope cooperative matrices.
+    pub cmma: BTreeSet<MmaShape>,
+    /// Cube-scope cooperative matrices: granularity of each size.
+    pub cube_mma: BTreeSet<MmaShape>,
+    /// Shared memory that the driver keeps when cube-scope matrices are used.
+    pub cube_mma_reserved_bytes: u32,
+    /// Asynchronous global-to-shared copies (`cp.async`).
+    pub async_copy: bool,
+    /// Bulk tensor copies (TMA).
+    pub tma: bool,
+    /// Thread-block clusters.
+    pub clusters: bool,
+}
+
+impl ArchProfile {
+    /// This card limited to what `limit` also has: what is tuned and tested so would run there.
+    /// Compute capability and processor count stay the real ones, because code is compiled for and
+    /// run by the real card.
+    pub fn restrict(&self, name: &str, limit: &Self) -> Self {
+        let common = |a: &BTreeSet<MmaShape>, b: &BTreeSet<MmaShape>| a & b;
+        Self {
+            id: ArchId(format!("{}@{name}", self.id)),
+            restricted_to: Some(name.to_owned()),
+            max_shared_bytes: self.max_shared_bytes.min(limit.max_shared_bytes),
+            max_units_per_cube: self.max_units_per_cube.min(limit.max_units_per_cube),
+            load_bytes: self.load_bytes.min(limit.load_bytes),
+            memory_bytes: self.memory_bytes.min(limit.memory_bytes),
+            dtypes: &self.dtypes & &limit.dtypes,
+            mma: common(&self.mma, &limit.mma),
+            async_copy: self.async_copy && limit.async_copy,
+            tma: self.tma && limit.tma,
+            clusters: self.clusters && limit.clusters,
+            ..self.clone()
+        }
+    }
+
+    /// Whether a matrix instruction of [`ArchProfile::mma`] takes `ab` and accumulates in f32.
+    pub fn mma_for(&self, ab: DType) -> Option<MmaShape> {
+        self.mma.iter().filter(|s| s.ab == ab && s.acc == DType::F32).max_by_key(|s| s.k).copied()
+    }
+}
+
+/// A profile name that is not recorded.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown profile `{name}`\nhint: recorded profiles: {known}")]
+pub struct UnknownProfile {
+    pub name: String,
+    pub known: String,
+}
+
+const RECORDED: [(&str, &str); 4] = [
+    ("rtx4080", include_str!("../profiles/rtx4080.json")),
+    ("rtx4090", include_str!("../profiles/rtx4090.json")),
+    ("rtx5090", include_str!("../profiles/rtx5090.json")),
+    ("h200", include_str!("../profiles/h200.json")),
+];
+
+/// Names of the recorded profiles.
+pub fn recorded() -> impl Iterator<Item = &'static str> {
+    RECORDED.into_iter().map(|(name, _)| name)
+}
+
+impl ArchProfile {
+    /// A profile recorded in `crates/arch/profiles`, by file name.
+    ///
+    /// # Errors
+    /// [`UnknownProfile`] lists the names there are.
+    pub fn recorded(name: &str) -> Result<Self, UnknownProfile> {
+        let found = RECORDED.iter().find(|(n, _)| *n == name);
+        let (_, text) = found.ok_or_else(|| UnknownProfile {
+            name: name.to_owned(),
+            known: recorded().collect::<Vec<_>>().join(", "),
+        })?;
+        Ok(serde_json::from_str(text).expect("recorded profiles parse: tested below"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recorded_profiles_parse_and_match_the_cards() {
+        for (name, processors, shared) in [
+            ("rtx4080", 76, 99 << 10),
+            ("rtx4090", 128, 99 << 10),
+            ("rtx5090", 170, 99 << 10),
+            ("h200", 132, 227 << 10),
+        ] {
+            let p = ArchProfile::recorded(name).expect("listed in RECORDED");
+            assert_eq!((p.processors, p.max_shared_bytes), (Some(processors), shared), "{name}");
+            assert!(p.mma_for(DType::Bf16).is_some(), "{name}");
+        }
+        let unknown = ArchProfile::recorded("rtx9090").expect_err("no such card");
+        assert!(unknown.to_string().contains("rtx4090"));
+    }
+
+    #[test]
+    fn restriction_takes_the_smaller_of_both() {
+        let h200 = ArchProfile::recorded("h200").expect("recorded");
+        let r = h200.restrict("rtx4090", &ArchProfile::recorded("rtx4090").expect("recorded"));
+        assert_eq!(r.max_shared_bytes, 99 << 10);
+        assert!(!r.tma && !r.clusters && r.async_copy);
+        assert_eq!(r.processors, Some(132), "the real card runs the code");
+        assert!(r.id.0.ends_with("@rtx4090"));
+    }
+}

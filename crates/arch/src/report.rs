@@ -1,0 +1,173 @@
+//! What this machine has: every device, which one would be chosen and why, what is missing.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{ArchProfile, Backend, Device, OpenError, facts};
+
+/// One device that opened.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct DeviceReport {
+    pub backend: Backend,
+    pub name: String,
+    pub arch_id: String,
+    pub memory_bytes: Option<u64>,
+    /// A CPU pretending to be a GPU (llvmpipe).
+    pub software: bool,
+    /// Versions of driver and compilers, by name.
+    pub versions: BTreeMap<String, String>,
+    /// Clocks, power and temperature, where the driver tells.
+    pub clocks: BTreeMap<String, String>,
+    pub profile: ArchProfile,
+}
+
+/// Something that would make a backend work.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct MissingReport {
+    pub what: String,
+    pub needed_for: Backend,
+    pub how: String,
+}
+
+/// The backend that `auto` means here.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Choice {
+    pub backend: Backend,
+    pub why: String,
+}
+
+/// The whole survey.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Report {
+    pub devices: Vec<DeviceReport>,
+    pub chosen: Option<Choice>,
+    pub missing: Vec<MissingReport>,
+}
+
+impl Report {
+    /// Whether a device that is no CPU in disguise was found.
+    pub fn has_gpu(&self) -> bool {
+        self.devices.iter().any(is_gpu)
+    }
+}
+
+fn is_gpu(d: &DeviceReport) -> bool {
+    d.backend != Backend::Cpu && !d.software
+}
+
+/// Opens every backend once and reports what it found.
+pub fn survey() -> Report {
+    let mut report = Report { devices: Vec::new(), chosen: None, missing: Vec::new() };
+    for backend in Backend::ALL {
+        match open_or_say_why(backend) {
+            Ok(device) => report.devices.push(describe(&device)),
+            Err((what, how)) => {
+                report.missing.push(MissingReport { what, needed_for: backend, how });
+            }
+        }
+    }
+    report.chosen = choose(&report);
+    report
+}
+
+/// The first GPU in the order of [`Backend::ALL`], else the CPU.
+fn choose(report: &Report) -> Option<Choice> {
+    let gpu = report.devices.iter().find(|d| is_gpu(d));
+    let chosen = gpu.or_else(|| report.devices.iter().find(|d| d.backend == Backend::Cpu))?;
+    let why = match (gpu, chosen.backend) {
+        (Some(d), Backend::Cuda) => format!("{} answers through CUDA, the fastest path", d.name),
+        (Some(d), _) => format!("{} answers, and CUDA does not", d.name),
+        (None, _) => "no GPU answers".to_owned(),
+    };
+    Some(Choice { backend: chosen.backend, why })
+}
+
+/// A driver that is broken rather than absent makes CubeCL panic: that is a finding to report here,
+/// not a crash of the survey.
+fn open_or_say_why(backend: Backend) -> Result<Device, (String, String)> {
+    match std::panic::catch_unwind(|| Device::open(backend)) {
+        Ok(Ok(device)) => Ok(device),
+        Ok(Err(OpenError::Unavailable { why, how, .. })) => Err((why, how)),
+        Ok(Err(other)) => Err((other.to_string(), facts::how_to_get(backend).to_owned())),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+            let what = format!("the driver failed: {}", text.unwrap_or("no reason given"));
+            Err((what, facts::how_to_get(backend).to_owned()))
+        }
+    }
+}
+
+/// The facts of one open device.
+pub fn describe(device: &Device) -> DeviceReport {
+    let profile = device.profile().clone();
+    let adapter = facts::adapter(profile.backend);
+    let mut versions = BTreeMap::new();
+    let mut clocks: BTreeMap<_, _> = match profile.backend {
+        Backend::Cuda | Backend::Vulkan => facts::nvml_facts().into_iter().collect(),
+        Backend::WebGpu | Backend::Cpu => BTreeMap::new(),
+    };
+    if let Some(driver) = clocks.remove("driver") {
+        versions.insert("driver".to_owned(), driver);
+    }
+    match (profile.backend, &adapter) {
+        (Backend::Cuda, _) => {
+            if let Some(nvrtc) = facts::nvrtc_version() {
+                versions.insert("nvrtc".to_owned(), nvrtc);
+            }
+        }
+        (Backend::Cpu, _) => {
+            versions.insert("compiler".to_owned(), "LLVM JIT".to_owned());
+        }
+        (_, Some(a)) => {
+            versions.insert("driver".to_owned(), a.driver.clone());
+        }
+        (_, None) => {}
+    }
+    DeviceReport {
+        backend: profile.backend,
+        name: adapter.as_ref().map_or_else(|| profile.name.clone(), |a| a.name.clone()),
+        arch_id: profile.id.to_string(),
+        memory_bytes: profile.memory_bytes,
+        software: adapter.is_some_and(|a| a.software),
+        versions,
+        clocks,
+        profile,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(backend: Backend, software: bool) -> DeviceReport {
+        DeviceReport {
+            backend,
+            name: backend.to_string(),
+            arch_id: String::new(),
+            memory_bytes: None,
+            software,
+            versions: BTreeMap::new(),
+            clocks: BTreeMap::new(),
+            profile: ArchProfile::recorded("rtx4090").expect("recorded"),
+        }
+    }
+
+    #[test]
+    fn a_software_rasteriser_is_no_gpu() {
+        let devices = vec![device(Backend::WebGpu, true), device(Backend::Cpu, false)];
+        let report = Report { devices, chosen: None, missing: Vec::new() };
+        assert!(!report.has_gpu());
+        assert_eq!(choose(&report).expect("the CPU is there").backend, Backend::Cpu);
+    }
+
+    #[test]
+    fn cuda_comes_before_vulkan() {
+        let devices = vec![device(Backend::Vulkan, false), device(Backend::Cpu, false)];
+        let mut report = Report { devices, chosen: None, missing: Vec::new() };
+        assert_eq!(choose(&report).expect("a GPU is there").backend, Backend::Vulkan);
+        report.devices.insert(0, device(Backend::Cuda, false));
+        assert_eq!(choose(&report).expect("a GPU is there").backend, Backend::Cuda);
+    }
+}

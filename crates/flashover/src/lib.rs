@@ -1,0 +1,26 @@
+//! Flashover: a portable GPU engine for running and fine-tuning models.
+//!
+//! Kernels are written once and run through CUDA, Vulkan, WGSL and on the CPU; each is tuned for the
+//! card it runs on. This crate is the only public one: the others may change at any time.
+//!
+//! ```
+//! use flashover::{Backend, Device, HostTensor, MatmulOptions, Policy, matmul};
+//!
+//! let device = Device::open(Backend::Cpu)?;
+//! let lhs = HostTensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])?;
+//! let rhs = HostTensor::from_f32(&[3, 1], &[1.0, 0.0, -1.0])?;
+//! let out = matmul(&device, &lhs, &rhs, None, &MatmulOptions::default(), Policy::Default)?;
+//! assert_eq!((out.shape(), out.to_f32()?), (&[2, 1][..], vec![-2.0, -2.0]));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod op;
+mod tensor;
+
+pub use arch::{
+    ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile, report,
+};
+pub use kernels::matmul::{Layout, Precision};
+pub use op::{MatmulOptions, OpError, matmul, run_op};
+pub use tensor::{HostTensor, TensorError};
+pub use tune::Policy;

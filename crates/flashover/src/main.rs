@@ -1,0 +1,177 @@
+//! The `flashover` command.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use clap::{Parser, Subcommand};
+use flashover::report::{self, Report};
+use flashover::{Backend, DType, Device, HostTensor, Policy, run_op};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+
+/// Runs and inspects Flashover's kernels on this machine.
+#[derive(Parser)]
+#[command(name = "flashover", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Print every device, which one is chosen and why, what is missing and how to get it
+    Doctor {
+        #[arg(long)]
+        json: bool,
+        /// Exit with 2 unless a GPU answers
+        #[arg(long)]
+        require_gpu: bool,
+    },
+    /// Run one kernel on tensors of a safetensors file
+    ///
+    /// Example: flashover op matmul --input in.safetensors --output out.safetensors --backend cpu
+    Op {
+        /// matmul: takes lhs, rhs and optionally bias, gives out
+        name: String,
+        #[arg(long)]
+        input: PathBuf,
+        #[arg(long)]
+        output: PathBuf,
+        /// cuda, vulkan, webgpu or cpu
+        #[arg(long)]
+        backend: Backend,
+        /// Restrict the device to a recorded profile, such as rtx4090
+        #[arg(long)]
+        profile: Option<String>,
+        /// Settings of the op, such as rhs=col or tf32=true
+        #[arg(long = "set", value_parser = pair)]
+        settings: Vec<(String, String)>,
+        /// What an unknown shape gets: frozen, default or measure
+        #[arg(long, default_value = "default")]
+        policy: Policy,
+    },
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("not of the form key=value")?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+fn main() -> ExitCode {
+    env_logger::Builder::new().filter_level(log::LevelFilter::Error).init();
+    let outcome = match Cli::parse().command {
+        Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
+        Command::Op { name, input, output, backend, profile, settings, policy } => {
+            op(&name, &input, &output, backend, profile.as_deref(), &settings, policy)
+        }
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
+    let report = report::survey();
+    if json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print_report(&report);
+    }
+    if require_gpu && !report.has_gpu() {
+        bail!("no GPU answers\nhint: the lines under `missing` say what each back end needs");
+    }
+    Ok(())
+}
+
+fn print_report(report: &Report) {
+    let gib = |b: Option<u64>| {
+        b.map_or_else(String::new, |b| format!(", {:.1} GiB", b as f64 / 1073741824.0))
+    };
+    println!("devices");
+    for d in &report.devices {
+        let kind = if d.software { " (software)" } else { "" };
+        println!("  {:<7} {}{kind}{}", d.backend, d.name, gib(d.memory_bytes));
+        println!("          {}", d.arch_id);
+        for (name, value) in d.versions.iter().chain(&d.clocks) {
+            println!("          {name}: {value}");
+        }
+    }
+    match &report.chosen {
+        Some(c) => println!("chosen\n  {}: {}", c.backend, c.why),
+        None => println!("chosen\n  nothing: no back end answers"),
+    }
+    if !report.missing.is_empty() {
+        println!("missing");
+    }
+    for m in &report.missing {
+        println!("  {:<7} {}\n          hint: {}", m.needed_for, m.what, m.how);
+    }
+}
+
+fn op(
+    name: &str,
+    input: &Path,
+    output: &Path,
+    backend: Backend,
+    profile: Option<&str>,
+    settings: &[(String, String)],
+    policy: Policy,
+) -> anyhow::Result<()> {
+    let inputs = read_tensors(input)?;
+    let mut device = Device::open(backend)?;
+    if let Some(profile) = profile {
+        device = device.restrict(profile)?;
+    }
+    let outputs = run_op(name, &device, &inputs, settings, policy)?;
+    write_tensors(output, &outputs)
+}
+
+fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let file = SafeTensors::deserialize(&bytes)
+        .with_context(|| format!("{} is no safetensors file", path.display()))?;
+    file.tensors()
+        .into_iter()
+        .map(|(name, view)| {
+            let dtype = match view.dtype() {
+                Dtype::F32 => DType::F32,
+                Dtype::F16 => DType::F16,
+                Dtype::BF16 => DType::Bf16,
+                Dtype::I8 => DType::I8,
+                Dtype::U8 => DType::U8,
+                Dtype::I32 => DType::I32,
+                other => bail!("tensor `{name}` is {other:?}\nhint: f32, f16 or bf16"),
+            };
+            Ok((name, HostTensor::new(dtype, view.shape(), view.data().to_vec())?))
+        })
+        .collect()
+}
+
+/// Writes beside the target and renames, so that no half-written file is left.
+fn write_tensors(path: &Path, tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<()> {
+    let views: Vec<(&str, TensorView<'_>)> = tensors
+        .iter()
+        .map(|(name, t)| {
+            let dtype = match t.dtype() {
+                DType::F32 | DType::Tf32 => Dtype::F32,
+                DType::F16 => Dtype::F16,
+                DType::Bf16 => Dtype::BF16,
+                DType::I8 => Dtype::I8,
+                DType::U8 => Dtype::U8,
+                DType::I32 => Dtype::I32,
+            };
+            Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
+        })
+        .collect::<anyhow::Result<_>>()?;
+    let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let file = tempfile::NamedTempFile::new_in(dir)
+        .with_context(|| format!("cannot write into {}", dir.display()))?;
+    std::fs::write(file.path(), safetensors::serialize(views, None)?)?;
+    file.persist(path).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(())
+}

@@ -1,0 +1,267 @@
+//! One kernel on the caller's own tensors.
+
+use std::collections::BTreeMap;
+
+use arch::{DType, Device};
+use kernels::matmul::{
+    Batches, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
+};
+use tune::{Kernel, Policy, TuneCache, TuneError, Tuner};
+
+use crate::{HostTensor, TensorError};
+
+/// How the operands of [`matmul`] lie and how they are multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MatmulOptions {
+    /// `Col` takes lhs as `[.., k, m]`.
+    pub lhs: Layout,
+    /// `Col` takes rhs as `[.., n, k]`, as a linear layer stores its weight.
+    pub rhs: Layout,
+    /// Round f32 operands to tf32 on the tensor cores.
+    pub tf32: bool,
+}
+
+impl Default for MatmulOptions {
+    fn default() -> Self {
+        Self { lhs: Layout::Row, rhs: Layout::Row, tf32: false }
+    }
+}
+
+/// Why an op did not run.
+#[derive(Debug, thiserror::Error)]
+pub enum OpError {
+    #[error("unknown op `{0}`\nhint: one of matmul")]
+    UnknownOp(String),
+    #[error("unknown setting `{key}={value}`\nhint: {op} takes {known}")]
+    UnknownSetting { op: &'static str, key: String, value: String, known: &'static str },
+    #[error("input `{0}` is missing\nhint: the file must hold {1}")]
+    MissingInput(&'static str, &'static str),
+    #[error("input `{0}` is not used\nhint: the file must hold {1}")]
+    UnusedInput(String, &'static str),
+    #[error("{what} has {rank} axes\nhint: matmul takes two or more, batches first")]
+    Rank { what: &'static str, rank: usize },
+    #[error("k differs: lhs {lhs:?} has {lhs_k}, rhs {rhs:?} has {rhs_k}")]
+    Depth { lhs: Vec<usize>, lhs_k: usize, rhs: Vec<usize>, rhs_k: usize },
+    #[error("batches of lhs {lhs:?} and rhs {rhs:?} do not broadcast")]
+    Broadcast { lhs: Vec<usize>, rhs: Vec<usize> },
+    #[error("bias has shape {bias:?}, the product has {n} columns")]
+    Bias { bias: Vec<usize>, n: usize },
+    #[error("{what} is {have}, lhs is {need}\nhint: operands share one dtype")]
+    DType { what: &'static str, have: DType, need: DType },
+    #[error("matmul does not take {0}\nhint: f32, f16 or bf16")]
+    NotFloat(DType),
+    #[error("tf32 was asked for {0} operands\nhint: it is a way to multiply f32")]
+    Tf32(DType),
+    #[error("a size of {0} is too large for one matmul")]
+    TooLarge(usize),
+    #[error(transparent)]
+    Invalid(#[from] InvalidMatmul),
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    #[error(transparent)]
+    Tune(#[from] TuneError),
+    #[error("the kernel failed: {0}")]
+    Failed(String),
+}
+
+/// Runs the op called `name` on named inputs; settings are `key=value` pairs.
+///
+/// `matmul` takes `lhs`, `rhs` and optionally `bias`, with settings `lhs=row|col`, `rhs=row|col`,
+/// `tf32=true|false`, and gives `out`.
+///
+/// # Errors
+/// See [`OpError`].
+pub fn run_op(
+    name: &str,
+    device: &Device,
+    inputs: &BTreeMap<String, HostTensor>,
+    settings: &[(String, String)],
+    policy: Policy,
+) -> Result<BTreeMap<String, HostTensor>, OpError> {
+    const INPUTS: &str = "lhs, rhs and optionally bias";
+    if name != "matmul" {
+        return Err(OpError::UnknownOp(name.to_owned()));
+    }
+    if let Some(extra) = inputs.keys().find(|k| !["lhs", "rhs", "bias"].contains(&k.as_str())) {
+        return Err(OpError::UnusedInput(extra.clone(), INPUTS));
+    }
+    let get = |name: &'static str| inputs.get(name).ok_or(OpError::MissingInput(name, INPUTS));
+    let options = matmul_options(settings)?;
+    let out = matmul(device, get("lhs")?, get("rhs")?, inputs.get("bias"), &options, policy)?;
+    Ok(BTreeMap::from([("out".to_owned(), out)]))
+}
+
+fn matmul_options(settings: &[(String, String)]) -> Result<MatmulOptions, OpError> {
+    let mut options = MatmulOptions::default();
+    for (key, value) in settings {
+        let unknown = || OpError::UnknownSetting {
+            op: "matmul",
+            key: key.clone(),
+            value: value.clone(),
+            known: "lhs=row|col, rhs=row|col, tf32=true|false",
+        };
+        let layout = || match value.as_str() {
+            "row" => Ok(Layout::Row),
+            "col" => Ok(Layout::Col),
+            _ => Err(unknown()),
+        };
+        match key.as_str() {
+            "lhs" => options.lhs = layout()?,
+            "rhs" => options.rhs = layout()?,
+            "tf32" => options.tf32 = value.parse().map_err(|_| unknown())?,
+            _ => return Err(unknown()),
+        }
+    }
+    Ok(options)
+}
+
+/// `lhs · rhs + bias`, batches broadcast.
+///
+/// # Shapes
+/// lhs `[.., m, k]`, rhs `[.., k, n]` (the last two axes swapped where `options` says `Col`), bias
+/// `[n]`, result `[.., m, n]` in the operands' dtype.
+///
+/// # Errors
+/// See [`OpError`].
+pub fn matmul(
+    device: &Device,
+    lhs: &HostTensor,
+    rhs: &HostTensor,
+    bias: Option<&HostTensor>,
+    options: &MatmulOptions,
+    policy: Policy,
+) -> Result<HostTensor, OpError> {
+    let precision = precision_of(lhs, rhs, bias, options)?;
+    let (batch_l, m, k) = split("lhs", lhs, options.lhs == Layout::Col)?;
+    let (batch_r, n, depth) = split("rhs", rhs, options.rhs == Layout::Row)?;
+    if k != depth {
+        let (lhs, rhs) = (lhs.shape().to_vec(), rhs.shape().to_vec());
+        return Err(OpError::Depth { lhs, lhs_k: k, rhs, rhs_k: depth });
+    }
+    if let Some(bias) = bias
+        && bias.shape() != [n]
+    {
+        return Err(OpError::Bias { bias: bias.shape().to_vec(), n });
+    }
+    let batch = broadcast(batch_l, batch_r)?;
+    let size = |n: usize| u32::try_from(n).map_err(|_| OpError::TooLarge(n));
+    let count: usize = batch.iter().product();
+    let layouts = [options.lhs, options.rhs];
+    let dense =
+        MatmulProblem::dense(size(count)?, [size(m)?, size(n)?, size(k)?], layouts, precision)?;
+    // An operand without batches repeats by stride; one that repeats along some axes is spread out.
+    let elem = precision.storage().size();
+    let (lhs_bytes, lhs_step) = spread(lhs, batch_l, &batch, m * k, elem);
+    let (rhs_bytes, rhs_step) = spread(rhs, batch_r, &batch, k * n, elem);
+    let problem = MatmulProblem {
+        batches: Batches { lhs: (0, lhs_step as u64), rhs: (0, rhs_step as u64), ..dense.batches },
+        bias: bias.is_some(),
+        ..dense
+    };
+    let mut tuner = Tuner {
+        device,
+        cache: TuneCache::shipped(),
+        policy,
+        commit: String::new(),
+        date: String::new(),
+    };
+    let config = tuner.choose::<Matmul>(&problem)?.config;
+    let client = device.client();
+    let upload = |bytes: &[u8]| {
+        let mut words = bytes.to_vec();
+        words.resize(bytes.len().next_multiple_of(4), 0);
+        client.create_from_slice(&words)
+    };
+    let bytes = problem.extents()[2] * elem;
+    let operands = MatmulOperands {
+        lhs: upload(&lhs_bytes),
+        rhs: upload(&rhs_bytes),
+        out: client.empty(bytes.next_multiple_of(4)),
+        bias: bias.map(|b| upload(b.bytes())),
+    };
+    Matmul::launch(device, &problem, &config, &operands);
+    let out = client.read_one(operands.out).map_err(|e| OpError::Failed(format!("{e:?}")))?;
+    let shape: Vec<_> = batch.into_iter().chain([m, n]).collect();
+    Ok(HostTensor::new(lhs.dtype(), &shape, out[..bytes].to_vec())?)
+}
+
+fn precision_of(
+    lhs: &HostTensor,
+    rhs: &HostTensor,
+    bias: Option<&HostTensor>,
+    options: &MatmulOptions,
+) -> Result<Precision, OpError> {
+    let need = lhs.dtype();
+    for (what, tensor) in [("rhs", Some(rhs)), ("bias", bias)] {
+        if let Some(have) = tensor.map(HostTensor::dtype).filter(|d| *d != need) {
+            return Err(OpError::DType { what, have, need });
+        }
+    }
+    match (need, options.tf32) {
+        (DType::F32, true) => Ok(Precision::Tf32),
+        (DType::F32, false) => Ok(Precision::F32),
+        (DType::F16, false) => Ok(Precision::F16),
+        (DType::Bf16, false) => Ok(Precision::Bf16),
+        (DType::F16 | DType::Bf16, true) => Err(OpError::Tf32(need)),
+        (other, _) => Err(OpError::NotFloat(other)),
+    }
+}
+
+/// Batch axes, then the outer and the summed size; `swapped` when the summed axis comes first.
+fn split<'a>(
+    what: &'static str,
+    tensor: &'a HostTensor,
+    swapped: bool,
+) -> Result<(&'a [usize], usize, usize), OpError> {
+    match tensor.shape() {
+        [batch @ .., outer, k] if !swapped => Ok((batch, *outer, *k)),
+        [batch @ .., k, outer] => Ok((batch, *outer, *k)),
+        short => Err(OpError::Rank { what, rank: short.len() }),
+    }
+}
+
+/// NumPy's rule: align at the end, equal or 1.
+fn broadcast(lhs: &[usize], rhs: &[usize]) -> Result<Vec<usize>, OpError> {
+    let rank = lhs.len().max(rhs.len());
+    let at =
+        |shape: &[usize], i: usize| (i + shape.len()).checked_sub(rank).map_or(1, |i| shape[i]);
+    (0..rank)
+        .map(|i| match (at(lhs, i), at(rhs, i)) {
+            (a, b) if a == b || b == 1 => Ok(a),
+            (1, b) => Ok(b),
+            _ => Err(OpError::Broadcast { lhs: lhs.to_vec(), rhs: rhs.to_vec() }),
+        })
+        .collect()
+}
+
+/// The bytes of `tensor` for every batch of `batch` in order, and the elements between batches.
+fn spread(
+    tensor: &HostTensor,
+    own: &[usize],
+    batch: &[usize],
+    matrix: usize,
+    elem: usize,
+) -> (Vec<u8>, usize) {
+    if own.iter().product::<usize>() == 1 {
+        return (tensor.bytes().to_vec(), 0);
+    }
+    let missing = batch.len() - own.len();
+    if own == &batch[missing..] && batch[..missing].iter().all(|s| *s == 1) {
+        return (tensor.bytes().to_vec(), matrix);
+    }
+    let mut bytes = Vec::new();
+    for flat in 0..batch.iter().product() {
+        let (mut rest, mut at, mut step) = (flat, 0, 1);
+        for (i, size) in batch.iter().enumerate().rev() {
+            let index = rest % size;
+            rest /= size;
+            if let Some(own_size) = i.checked_sub(missing).map(|i| own[i]) {
+                at += if own_size == 1 { 0 } else { index * step };
+                step *= own_size;
+            }
+        }
+        let size = matrix * elem;
+        bytes.extend_from_slice(&tensor.bytes()[at * size..(at + 1) * size]);
+    }
+    (bytes, matrix)
+}

@@ -1,0 +1,30 @@
+//! Kernels against the reference: the one place that runs both. Kernel tests, `verify` and the bench
+//! all check through here.
+
+pub mod matmul;
+
+use reference::Comparison;
+
+/// Why a check has no verdict.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckError {
+    /// The kernel did not compile, launch or run.
+    #[error("the kernel failed: {0}")]
+    Kernel(String),
+    #[error(transparent)]
+    Reference(#[from] reference::Error),
+}
+
+/// A finished check.
+#[derive(Debug, Clone, Copy)]
+pub struct Verdict {
+    pub comparison: Comparison,
+    /// FNV-1a of the output's bytes: equal digests are equal results, to the last bit.
+    pub digest: u64,
+}
+
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
+}

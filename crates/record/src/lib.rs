@@ -1,0 +1,246 @@
+//! What a bench run says: one JSON line per fact, the only interface between the program that
+//! measures (`benches`) and the programs that report (`xtask`, anyone's script).
+//!
+//! A run is a stream of [`Line`]s on standard output: one [`Line::Card`], one [`Line::Plan`], then a
+//! [`Line::Record`] or [`Line::Skip`] per case. A saved baseline keeps the records alone, one per
+//! line.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+mod stats;
+pub use stats::Summary;
+
+/// Bumped when a field changes meaning; a reader refuses other versions.
+pub const SCHEMA: u32 = 1;
+
+/// One line of a run's standard output.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "lines are printed and dropped, never stored in bulk"
+)]
+pub enum Line {
+    /// The device under test; always first.
+    Card(Card),
+    /// How many cases follow, for a progress bar.
+    Plan { cases: usize },
+    /// A case is about to run.
+    Begin { case: String },
+    /// A measured case, or one that failed (no times, `error` set).
+    Record(Record),
+    /// A case that this device cannot run, and why.
+    Skip { case: String, reason: String },
+    /// One shape checked against the reference by `verify`.
+    Check(Check),
+}
+
+/// The facts of a device that a figure cannot be read without.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Card {
+    /// `cuda`, `vulkan`, `webgpu` or `cpu`.
+    pub backend: String,
+    /// Name given by the driver.
+    pub name: String,
+    pub arch_id: String,
+    /// Profile that restricts the run, when one was asked for.
+    pub profile: Option<String>,
+    pub driver: Option<String>,
+    /// Versions of what compiles and runs kernels (CUDA, NVRTC, Vulkan, LLVM), by name.
+    pub versions: BTreeMap<String, String>,
+    pub memory_bytes: Option<u64>,
+    /// Clock speeds, power limit and temperature, where the device tells.
+    pub clocks: BTreeMap<String, String>,
+    pub commit: String,
+    pub dirty: bool,
+    /// UTC, RFC 3339.
+    pub date: String,
+    /// Measured device-to-device copy rate, read and write counted.
+    pub copy_gbps: Option<f64>,
+    /// Measured matrix-multiply rate from registers, by precision (`bf16`, `f32`, ...).
+    pub peak_tflops: BTreeMap<String, f64>,
+}
+
+/// One measured case.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    pub schema: u32,
+    /// `matmul`, `copy`, `mma`, later `attention`, `nf4`, `decode`, ...
+    pub op: String,
+    /// Only what the op has: m, n, k, lhs, rhs, dtype, batch, heads, ...
+    pub params: BTreeMap<String, Value>,
+    pub backend: String,
+    pub arch_id: String,
+    pub profile: Option<String>,
+    /// Times of one launch, in nanoseconds; absent when the case failed.
+    pub median_ns: Option<f64>,
+    pub p10_ns: Option<f64>,
+    pub p90_ns: Option<f64>,
+    pub samples: usize,
+    /// `device` (timestamps taken by the device) or `host`.
+    pub clock: String,
+    pub flops: u64,
+    /// Bytes that must move at least: every input read once, every output written once.
+    pub bytes: u64,
+    pub tflops: Option<f64>,
+    pub gbps: Option<f64>,
+    /// Achieved over the tighter of the two measured ceilings of this device (0 to 1).
+    pub share_of_ceiling: Option<f64>,
+    /// Median nanoseconds of other implementations of the same case in the same process.
+    pub peers: BTreeMap<String, f64>,
+    /// Largest absolute error against the f64 reference, and the tolerance it had to meet.
+    pub max_err: Option<f64>,
+    pub tolerance: Option<f64>,
+    pub config: Option<Value>,
+    /// `tuned`, `recorded`, `default`: where the config came from.
+    pub config_source: Option<String>,
+    /// Why there is no time.
+    pub error: Option<String>,
+    pub commit: String,
+    pub dirty: bool,
+    /// UTC, RFC 3339.
+    pub date: String,
+}
+
+impl Record {
+    /// `matmul bf16 4096x4096x4096 rhs=col`: the op, then its parameters in a fixed order.
+    pub fn case(&self) -> String {
+        case_name(&self.op, &self.params)
+    }
+
+    /// What two runs must share to be compared.
+    pub fn key(&self) -> Key {
+        Key {
+            case: self.case(),
+            backend: self.backend.clone(),
+            arch_id: self.arch_id.clone(),
+            profile: self.profile.clone(),
+        }
+    }
+}
+
+/// Identity of a case across runs.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    pub case: String,
+    pub backend: String,
+    pub arch_id: String,
+    pub profile: Option<String>,
+}
+
+/// Result of one verified shape.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Check {
+    pub op: String,
+    pub params: BTreeMap<String, Value>,
+    pub backend: String,
+    pub config: Option<Value>,
+    pub max_err: Option<f64>,
+    pub tolerance: Option<f64>,
+    pub passed: bool,
+    pub error: Option<String>,
+    /// FNV-1a of the output bytes, to see which back ends agree to the last bit.
+    pub digest: Option<String>,
+}
+
+impl Check {
+    /// As [`Record::case`].
+    pub fn case(&self) -> String {
+        case_name(&self.op, &self.params)
+    }
+}
+
+/// Sizes first as `m x n x k`, then the rest as `name=value`; `dtype` stands bare.
+pub fn case_name(op: &str, params: &BTreeMap<String, Value>) -> String {
+    let text = |v: &Value| v.as_str().map_or_else(|| v.to_string(), str::to_owned);
+    let mut out = op.to_owned();
+    if let Some(dtype) = params.get("dtype") {
+        out += &format!(" {}", text(dtype));
+    }
+    let mnk: Vec<_> = ["m", "n", "k"].iter().filter_map(|s| params.get(*s)).map(text).collect();
+    if mnk.len() == 3 {
+        out += &format!(" {}", mnk.join("x"));
+    }
+    for (name, value) in params {
+        let size = mnk.len() == 3 && matches!(name.as_str(), "m" | "n" | "k");
+        if name != "dtype" && !size {
+            out += &format!(" {name}={}", text(value));
+        }
+    }
+    out
+}
+
+/// Why a baseline could not be used.
+#[derive(Debug)]
+pub enum ReadError {
+    /// Line number and reason.
+    Malformed(usize, String),
+    /// Line number and the schema found there.
+    Foreign(usize, u32),
+    /// The file has no record at all.
+    Empty,
+}
+
+impl fmt::Display for ReadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Malformed(line, why) => write!(f, "line {line} is not a bench record: {why}"),
+            Self::Foreign(line, found) => {
+                write!(f, "line {line} has schema {found}, this program reads schema {SCHEMA}")
+            }
+            Self::Empty => write!(f, "the file holds no bench record"),
+        }
+    }
+}
+
+impl std::error::Error for ReadError {}
+
+/// Reads a baseline: one record per line, blank lines allowed.
+///
+/// # Errors
+/// The first line that is not a record of this [`SCHEMA`], or an empty file.
+pub fn read_baseline(text: &str) -> Result<Vec<Record>, ReadError> {
+    let mut records = Vec::new();
+    for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+        let value: Value =
+            serde_json::from_str(line).map_err(|e| ReadError::Malformed(i + 1, e.to_string()))?;
+        match value.get("schema").and_then(Value::as_u64) {
+            Some(found) if found == u64::from(SCHEMA) => {}
+            Some(found) => return Err(ReadError::Foreign(i + 1, found as u32)),
+            None => return Err(ReadError::Malformed(i + 1, "no `schema` field".into())),
+        }
+        let record = serde_json::from_value(value)
+            .map_err(|e| ReadError::Malformed(i + 1, e.to_string()))?;
+        records.push(record);
+    }
+    if records.is_empty() { Err(ReadError::Empty) } else { Ok(records) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn case_names_put_sizes_first() {
+        let params = BTreeMap::from([
+            ("m".into(), 8.into()),
+            ("n".into(), 16.into()),
+            ("k".into(), 4.into()),
+            ("dtype".into(), "bf16".into()),
+            ("rhs".into(), "col".into()),
+        ]);
+        assert_eq!(case_name("matmul", &params), "matmul bf16 8x16x4 rhs=col");
+    }
+
+    #[test]
+    fn foreign_and_broken_baselines_are_named_by_line() {
+        assert!(matches!(read_baseline("\n\n"), Err(ReadError::Empty)));
+        assert!(matches!(read_baseline("\n{"), Err(ReadError::Malformed(2, _))));
+        assert!(matches!(read_baseline("{\"schema\":99}"), Err(ReadError::Foreign(1, 99))));
+        assert!(matches!(read_baseline("{\"a\":1}"), Err(ReadError::Malformed(1, _))));
+    }
+}

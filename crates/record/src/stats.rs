@@ -1,0 +1,48 @@
+//! Median and spread of a set of samples.
+
+/// Order statistics of timing samples, in the unit of the samples.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Summary {
+    pub median: f64,
+    pub p10: f64,
+    pub p90: f64,
+    pub samples: usize,
+}
+
+impl Summary {
+    /// `None` for no samples, or when one of them is not finite.
+    pub fn of(samples: &[f64]) -> Option<Self> {
+        if samples.is_empty() || samples.iter().any(|s| !s.is_finite()) {
+            return None;
+        }
+        let mut sorted = samples.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        Some(Self {
+            median: quantile(&sorted, 0.5),
+            p10: quantile(&sorted, 0.1),
+            p90: quantile(&sorted, 0.9),
+            samples: sorted.len(),
+        })
+    }
+}
+
+/// Linear interpolation between the two nearest ranks.
+fn quantile(sorted: &[f64], q: f64) -> f64 {
+    let at = q * (sorted.len() - 1) as f64;
+    let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
+    low + (high - low) * at.fract()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_interpolate() {
+        let s = Summary::of(&[4.0, 1.0, 3.0, 2.0]).expect("finite samples");
+        assert_eq!((s.median, s.samples), (2.5, 4));
+        assert!((s.p10 - 1.3).abs() < 1e-12 && (s.p90 - 3.7).abs() < 1e-12);
+        assert_eq!(Summary::of(&[]), None);
+        assert_eq!(Summary::of(&[1.0, f64::NAN]), None);
+    }
+}

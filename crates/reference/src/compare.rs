@@ -1,0 +1,218 @@
+//! The tolerance rule, the same for every kernel.
+//!
+//! `max|out - reference| <= 2 * max|naive - reference| + atol`, where `naive` is the same formula
+//! in the kernel's own formats with plain loops, and `atol` is four ulps of the output format at
+//! the reference's largest magnitude. A kernel may thus be twice as wrong as a simple one, and no
+//! more.
+//!
+//! Source: the rule of FlashAttention's tests (`hopper/test_flash_attn.py`), with an atol that
+//! follows from the format.
+
+use std::fmt;
+
+use crate::{DType, Error};
+
+/// How far an output is from the reference.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Comparison {
+    /// Largest |out - reference|; NaN or infinite where the output is of the wrong kind.
+    pub max_err: f64,
+    /// What `max_err` may be.
+    pub tolerance: f64,
+    /// Where `max_err` is; none for an empty output.
+    pub worst_index: Option<usize>,
+    /// The output there.
+    pub worst_out: f64,
+    /// The reference there.
+    pub worst_reference: f64,
+    pub passed: bool,
+}
+
+/// Compares `out`, of format `dtype`, with the exact `reference`, given a `naive` evaluation at the
+/// same places.
+///
+/// - Where the reference is finite, NaN fails. An infinity counts as the power of two where the
+///   format overflows, so that it is right only where the reference is past it or nearly so.
+/// - Where the reference is NaN or infinite, the output must be NaN or the same infinity.
+/// - Where `naive` itself breaks these rules there is no tolerance: nothing passes.
+///
+/// # Errors
+/// [`Error::Length`] when the three differ in length.
+pub fn compare(
+    out: &[f32],
+    reference: &[f64],
+    naive: &[f64],
+    dtype: DType,
+) -> Result<Comparison, Error> {
+    for (what, have) in [("out", out.len()), ("naive", naive.len())] {
+        if have != reference.len() {
+            return Err(Error::Length { what, need: reference.len(), have });
+        }
+    }
+    let rule = Rule::new(reference, dtype.storage());
+    let (naive_err, _) = rule.worst(naive.iter().copied(), reference);
+    let (max_err, worst_index) = rule.worst(out.iter().map(|&v| v.into()), reference);
+    let tolerance = if naive_err.is_finite() { 2.0 * naive_err + rule.atol } else { f64::NAN };
+    Ok(Comparison {
+        max_err,
+        tolerance,
+        worst_index,
+        worst_out: worst_index.map_or(0.0, |i| out[i].into()),
+        worst_reference: worst_index.map_or(0.0, |i| reference[i]),
+        passed: max_err <= tolerance, // False when either is NaN.
+    })
+}
+
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let relation = if self.passed { "within" } else { "exceeds" };
+        write!(f, "error {:.3e} {relation} {:.3e}", self.max_err, self.tolerance)?;
+        match self.worst_index {
+            Some(i) => write!(f, " at {i}: {:e}, exact {:e}", self.worst_out, self.worst_reference),
+            None => write!(f, " (nothing to compare)"),
+        }
+    }
+}
+
+struct Rule {
+    /// Where the output format overflows.
+    limit: f64,
+    atol: f64,
+}
+
+impl Rule {
+    fn new(reference: &[f64], dtype: DType) -> Self {
+        let limit = dtype.overflow();
+        let finite = reference.iter().filter(|r| r.is_finite());
+        let largest = finite.fold(0.0f64, |max, r| max.max(r.abs()));
+        Self { limit, atol: 4.0 * dtype.ulp_at(largest.min(limit / 2.0)) }
+    }
+
+    fn error(&self, out: f64, reference: f64) -> f64 {
+        if !reference.is_finite() {
+            let same = out == reference || (out.is_nan() && reference.is_nan());
+            return if same { 0.0 } else { f64::INFINITY };
+        }
+        let err = (self.clamp(out) - self.clamp(reference)).abs(); // NaN stays NaN.
+        if out.is_infinite() && err > self.atol { f64::INFINITY } else { err }
+    }
+
+    fn clamp(&self, x: f64) -> f64 {
+        x.clamp(-self.limit, self.limit)
+    }
+
+    /// The largest error and where it is first reached; NaN is larger than all.
+    fn worst(&self, out: impl Iterator<Item = f64>, reference: &[f64]) -> (f64, Option<usize>) {
+        let errors = out.zip(reference).map(|(out, &r)| self.error(out, r)).enumerate();
+        errors.fold((0.0, None), |(max, at), (i, err)| {
+            let worse = at.is_none() || err > max || (err.is_nan() && !max.is_nan());
+            if worse { (err, Some(i)) } else { (max, at) }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INF: f64 = f64::INFINITY;
+    const NAN: f64 = f64::NAN;
+
+    /// One output against one reference, beside a neighbour of magnitude one that is exact.
+    fn passes(out: f32, reference: f64, naive: f64, dtype: DType) -> bool {
+        let comparison =
+            compare(&[1.0, out], &[1.0, reference], &[1.0, naive], dtype).expect("lengths agree");
+        assert!(!comparison.passed || comparison.max_err <= comparison.tolerance);
+        comparison.passed
+    }
+
+    #[test]
+    fn twice_the_naive_error_and_four_ulps() -> Result<(), Error> {
+        let ulp = DType::Bf16.ulp_at(1.0);
+        let reference = [1.0, -1.5, 0.25];
+        let naive = [1.0, -1.5 + ulp, 0.25];
+        let at =
+            |err: f64| compare(&[(1.0 + err) as f32, -1.5, 0.25], &reference, &naive, DType::Bf16);
+        let limit = at(6.0 * ulp)?;
+        assert_eq!(
+            limit,
+            Comparison {
+                max_err: 6.0 * ulp,
+                tolerance: 6.0 * ulp,
+                worst_index: Some(0),
+                worst_out: 1.0 + 6.0 * ulp,
+                worst_reference: 1.0,
+                passed: true
+            }
+        );
+        assert!(!at(6.01 * ulp)?.passed);
+        assert!(!at(-6.01 * ulp)?.passed);
+        Ok(())
+    }
+
+    #[test]
+    fn the_output_of_a_tf32_kernel_is_f32() -> Result<(), Error> {
+        let one = [1.0];
+        let comparison = compare(&[1.0], &one, &one, DType::Tf32)?;
+        assert_eq!(comparison.tolerance, 4.0 * DType::F32.ulp_at(1.0));
+        Ok(())
+    }
+
+    #[test]
+    fn nan_fails_wherever_it_is_not_the_answer() -> Result<(), Error> {
+        for dtype in DType::ALL {
+            assert!(!passes(f32::NAN, 0.5, 0.5, dtype));
+            assert!(!passes(f32::NAN, INF, INF, dtype));
+            assert!(!passes(0.5, NAN, NAN, dtype));
+            assert!(!passes(f32::INFINITY, NAN, NAN, dtype));
+            assert!(passes(f32::NAN, NAN, NAN, dtype));
+            // A naive evaluation that broke down excuses nothing.
+            assert!(!passes(0.5, 0.5, NAN, dtype));
+            assert!(!passes(0.5, 0.5, INF, dtype));
+        }
+        let all = [NAN, 2.0, NAN];
+        let nan = compare(&[f32::NAN, f32::NAN, 7.0], &all, &all, DType::F32)?;
+        assert!(nan.max_err.is_nan() && nan.worst_index == Some(1));
+        Ok(())
+    }
+
+    #[test]
+    fn infinities_must_match() {
+        for dtype in DType::ALL {
+            assert!(passes(f32::INFINITY, INF, INF, dtype));
+            assert!(!passes(f32::NEG_INFINITY, INF, INF, dtype));
+            assert!(!passes(f32::MAX, INF, INF, dtype));
+            assert!(!passes(f32::INFINITY, 2.0, 2.0, dtype));
+        }
+    }
+
+    #[test]
+    fn overflow_of_the_output_format_is_right() {
+        assert!(passes(f32::INFINITY, 70_000.0, INF, DType::F16));
+        assert!(passes(f32::NEG_INFINITY, -1e9, -INF, DType::F16));
+        assert!(!passes(f32::NEG_INFINITY, 70_000.0, INF, DType::F16));
+        assert!(!passes(f32::INFINITY, 60_000.0, 60_000.0, DType::F16));
+        assert!(!passes(1000.0, 70_000.0, INF, DType::F16));
+        assert!(passes(65_504.0, 65_530.0, INF, DType::F16), "one ulp below infinity");
+        // What overflows in f16 is an ordinary value in f32.
+        assert!(!passes(f32::INFINITY, 70_000.0, 70_000.0, DType::F32));
+    }
+
+    #[test]
+    fn lengths_must_agree_and_nothing_passes() -> Result<(), Error> {
+        assert_eq!(
+            compare(&[1.0], &[1.0, 2.0], &[1.0, 2.0], DType::F32),
+            Err(Error::Length { what: "out", need: 2, have: 1 })
+        );
+        let empty = compare(&[], &[], &[], DType::F32)?;
+        assert!(empty.passed && empty.worst_index.is_none());
+        Ok(())
+    }
+
+    #[test]
+    fn reads_as_a_sentence() -> Result<(), Error> {
+        let bad = compare(&[2.0], &[1.0], &[1.0], DType::F32)?;
+        assert_eq!(bad.to_string(), "error 1.000e0 exceeds 4.768e-7 at 0: 2e0, exact 1e0");
+        Ok(())
+    }
+}

@@ -1,0 +1,415 @@
+//! ```text
+//! out = lhs·rhs + bias    lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]
+//!   for each output position [.., row, col]:
+//!     for p in 0..k: out += lhs[.., row, p]·rhs[.., p, col]
+//! ```
+//!
+//! Evaluated twice by the same loop: in `f64` from the stored values, which is the reference, and
+//! as a naive kernel would, with operands in the kernel's precision and `f32` sums, which sets the
+//! tolerance. An 8192^3 product is minutes of work here, so both can be limited to a [`Sample`].
+
+use std::ops::{AddAssign, Mul};
+
+use rand_chacha::rand_core::Rng;
+use rayon::prelude::*;
+
+use crate::compare::{Comparison, compare};
+use crate::inputs::stream;
+use crate::{DType, Error};
+
+/// Order of a matrix in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// Rows are contiguous.
+    Row,
+    /// Columns are contiguous.
+    Col,
+}
+
+/// How far apart an operand's neighbours lie along each axis, in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Strides {
+    /// One for each batch axis; 0 repeats the operand along it.
+    pub batch: Vec<usize>,
+    pub row: usize,
+    pub col: usize,
+}
+
+/// A batched matrix product; the output is row-major and contiguous.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Matmul {
+    /// Batch axes of the output, outermost first; empty for a single product.
+    pub batch: Vec<usize>,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub lhs: Strides,
+    pub rhs: Strides,
+    /// Precision of both operands.
+    pub dtype: DType,
+    /// Format of the output.
+    pub out_dtype: DType,
+}
+
+/// Output positions to evaluate: every combination of a batch, a row and a column, in this order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    /// Flat batch indices.
+    pub batches: Vec<usize>,
+    pub rows: Vec<usize>,
+    pub cols: Vec<usize>,
+}
+
+impl Strides {
+    /// Strides of a contiguous [batch.., rows, cols]. A batch axis of size 1 gets stride 0, and so
+    /// serves an output of any size along it.
+    pub fn contiguous(batch: &[usize], rows: usize, cols: usize, layout: Layout) -> Self {
+        let mut size = rows * cols;
+        let mut strides: Vec<_> = batch
+            .iter()
+            .rev()
+            .map(|&axis| {
+                let stride = if axis == 1 { 0 } else { size };
+                size *= axis;
+                stride
+            })
+            .collect();
+        strides.reverse();
+        match layout {
+            Layout::Row => Self { batch: strides, row: cols, col: 1 },
+            Layout::Col => Self { batch: strides, row: 1, col: rows },
+        }
+    }
+
+    /// Elements that a [batch.., rows, cols] operand reaches, the gaps included.
+    fn reach(&self, batch: &[usize], rows: usize, cols: usize) -> usize {
+        let axes = batch.iter().zip(&self.batch).chain([(&rows, &self.row), (&cols, &self.col)]);
+        axes.fold(1, |reach: usize, (&size, &stride)| {
+            if size == 0 || reach == 0 {
+                0
+            } else {
+                reach.saturating_add((size - 1).saturating_mul(stride))
+            }
+        })
+    }
+
+    /// Where the matrix of a flat batch index begins.
+    fn base(&self, batch: &[usize], mut index: usize) -> usize {
+        let mut base = 0;
+        for (&size, &stride) in batch.iter().zip(&self.batch).rev() {
+            base += index % size * stride;
+            index /= size;
+        }
+        base
+    }
+}
+
+impl Matmul {
+    /// Multiply-adds that [`Matmul::sample`] allows: about a tenth of a second on two cores in a
+    /// release build.
+    pub const BUDGET: usize = 1 << 28;
+
+    /// Contiguous operands of the output's batch axes; the output has the operands' storage format.
+    /// Change the fields for anything else.
+    pub fn contiguous(
+        batch: &[usize],
+        [m, n, k]: [usize; 3],
+        lhs: Layout,
+        rhs: Layout,
+        dtype: DType,
+    ) -> Self {
+        Self {
+            batch: batch.to_vec(),
+            m,
+            n,
+            k,
+            lhs: Strides::contiguous(batch, m, k, lhs),
+            rhs: Strides::contiguous(batch, k, n, rhs),
+            dtype,
+            out_dtype: dtype.storage(),
+        }
+    }
+
+    /// Elements of lhs, rhs and out.
+    pub fn lens(&self) -> [usize; 3] {
+        [
+            self.lhs.reach(&self.batch, self.m, self.k),
+            self.rhs.reach(&self.batch, self.k, self.n),
+            self.batches() * self.m * self.n,
+        ]
+    }
+
+    /// The exact product.
+    ///
+    /// Operands are taken as stored: they are rounded to the storage format of `dtype` first, which
+    /// changes nothing when they were decoded from it. So a tf32 kernel is measured against the
+    /// product of its f32 operands. The bias is taken as it is.
+    ///
+    /// # Shapes
+    /// lhs and rhs as their strides say, bias `[n]`; returns `[batch.., m, n]`.
+    ///
+    /// # Errors
+    /// A slice too short for its strides, a bias that is not n long, strides of the wrong rank.
+    pub fn run(&self, lhs: &[f32], rhs: &[f32], bias: Option<&[f32]>) -> Result<Vec<f64>, Error> {
+        self.run_at(&self.everything(), lhs, rhs, bias)
+    }
+
+    /// [`Matmul::run`] at the sampled positions, in the order of [`Matmul::indices`].
+    ///
+    /// # Errors
+    /// As [`Matmul::run`]; a sample of another problem.
+    pub fn run_at(
+        &self,
+        sample: &Sample,
+        lhs: &[f32],
+        rhs: &[f32],
+        bias: Option<&[f32]>,
+    ) -> Result<Vec<f64>, Error> {
+        let stored = self.dtype.storage();
+        self.evaluate(sample, [lhs, rhs], bias, |v| stored.round(v.into()))
+    }
+
+    /// What a naive kernel computes: operands rounded to `dtype`, products summed in order in
+    /// `f32`, the result rounded to `out_dtype`.
+    ///
+    /// # Shapes, Errors
+    /// As [`Matmul::run`].
+    pub fn naive(&self, lhs: &[f32], rhs: &[f32], bias: Option<&[f32]>) -> Result<Vec<f64>, Error> {
+        self.naive_at(&self.everything(), lhs, rhs, bias)
+    }
+
+    /// [`Matmul::naive`] at the sampled positions, in the order of [`Matmul::indices`].
+    ///
+    /// # Errors
+    /// As [`Matmul::run_at`].
+    pub fn naive_at(
+        &self,
+        sample: &Sample,
+        lhs: &[f32],
+        rhs: &[f32],
+        bias: Option<&[f32]>,
+    ) -> Result<Vec<f64>, Error> {
+        let read = |v: f32| self.dtype.round(v.into()) as f32;
+        let sums = self.evaluate(sample, [lhs, rhs], bias, read)?;
+        Ok(sums.into_par_iter().map(|v| self.out_dtype.storage().round(v.into())).collect())
+    }
+
+    /// Compares a kernel's output with the reference at the sampled positions, by the rule of
+    /// [`compare`]; `worst_index` points into `out`.
+    ///
+    /// # Shapes
+    /// As [`Matmul::run`]; out `[batch.., m, n]`, decoded from `out_dtype`.
+    ///
+    /// # Errors
+    /// As [`Matmul::run_at`]; an output of the wrong length.
+    pub fn check(
+        &self,
+        sample: &Sample,
+        lhs: &[f32],
+        rhs: &[f32],
+        bias: Option<&[f32]>,
+        out: &[f32],
+    ) -> Result<Comparison, Error> {
+        let [_, _, need] = self.lens();
+        if out.len() != need {
+            return Err(Error::Length { what: "out", need, have: out.len() });
+        }
+        let reference = self.run_at(sample, lhs, rhs, bias)?;
+        let naive = self.naive_at(sample, lhs, rhs, bias)?;
+        let indices: Vec<_> = self.indices(sample).collect();
+        let out: Vec<_> = indices.iter().map(|&i| out[i]).collect();
+        let mut comparison = compare(&out, &reference, &naive, self.out_dtype)?;
+        comparison.worst_index = comparison.worst_index.map(|i| indices[i]);
+        Ok(comparison)
+    }
+
+    /// All of the output.
+    pub fn everything(&self) -> Sample {
+        Sample {
+            batches: (0..self.batches()).collect(),
+            rows: (0..self.m).collect(),
+            cols: (0..self.n).collect(),
+        }
+    }
+
+    /// All of the output where that is affordable, else a seeded choice of about [`Matmul::BUDGET`]
+    /// multiply-adds: one row and one column of every stripe of equal width, and the outermost two
+    /// on each side. At 8192^3 this leaves no block of 128 x 128 without a sample.
+    pub fn sample(&self, seed: u64) -> Sample {
+        self.sample_within(seed, Self::BUDGET)
+    }
+
+    /// [`Matmul::sample`] with another budget, in multiply-adds.
+    pub fn sample_within(&self, seed: u64, budget: usize) -> Sample {
+        let mut counts = [self.batches(), self.m, self.n];
+        // A thin product costs more to read than to sum: count a read as 16 multiply-adds.
+        let cost = |[batches, rows, cols]: [usize; 3]| {
+            batches.saturating_mul(rows.saturating_mul(cols) + 16 * (rows + cols))
+        };
+        let affordable = (budget / self.k.max(1)).max(256);
+        while cost(counts) > affordable && counts != [1; 3] {
+            // Halving the most numerous axis keeps the samples evenly spread.
+            let most = (0..3).max_by_key(|&axis| counts[axis]).unwrap_or(0);
+            counts[most] = counts[most].div_ceil(2);
+        }
+        let mut rng = stream(seed);
+        Sample {
+            batches: stripes(self.batches(), counts[0], &mut rng),
+            rows: stripes(self.m, counts[1], &mut rng),
+            cols: stripes(self.n, counts[2], &mut rng),
+        }
+    }
+
+    /// Flat output indices of the sampled positions.
+    pub fn indices<'a>(&self, sample: &'a Sample) -> impl Iterator<Item = usize> + use<'a> {
+        let (m, n) = (self.m, self.n);
+        sample.batches.iter().flat_map(move |&b| {
+            sample
+                .rows
+                .iter()
+                .flat_map(move |&row| sample.cols.iter().map(move |&col| (b * m + row) * n + col))
+        })
+    }
+
+    fn batches(&self) -> usize {
+        self.batch.iter().product()
+    }
+
+    fn validate(
+        &self,
+        sample: &Sample,
+        [lhs, rhs]: [&[f32]; 2],
+        bias: Option<&[f32]>,
+    ) -> Result<(), Error> {
+        for (what, strides) in [("lhs", &self.lhs), ("rhs", &self.rhs)] {
+            let (need, have) = (self.batch.len(), strides.batch.len());
+            if need != have {
+                return Err(Error::BatchRank { what, need, have });
+            }
+        }
+        let [lhs_len, rhs_len, _] = self.lens();
+        for (what, need, have) in [("lhs", lhs_len, lhs.len()), ("rhs", rhs_len, rhs.len())] {
+            if have < need {
+                return Err(Error::Length { what, need, have });
+            }
+        }
+        match bias {
+            Some(bias) if bias.len() != self.n => {
+                return Err(Error::Length { what: "bias", need: self.n, have: bias.len() });
+            }
+            _ => {}
+        }
+        for (what, positions, len) in [
+            ("sampled batch", &sample.batches, self.batches()),
+            ("sampled row", &sample.rows, self.m),
+            ("sampled column", &sample.cols, self.n),
+        ] {
+            if let Some(&index) = positions.iter().find(|&&position| position >= len) {
+                return Err(Error::OutOfRange { what, index, len });
+            }
+        }
+        Ok(())
+    }
+
+    /// The product in arithmetic `T`, each operand read through `read`.
+    fn evaluate<T: Number>(
+        &self,
+        sample: &Sample,
+        [lhs, rhs]: [&[f32]; 2],
+        bias: Option<&[f32]>,
+        read: impl Fn(f32) -> T + Sync,
+    ) -> Result<Vec<T>, Error> {
+        self.validate(sample, [lhs, rhs], bias)?;
+        let scaled = |at: &[usize], stride| at.iter().map(|i| i * stride).collect::<Vec<_>>();
+        let depth: Vec<usize> = (0..self.k).collect();
+        let mut out =
+            Vec::with_capacity(sample.batches.len() * sample.rows.len() * sample.cols.len());
+        for &b in &sample.batches {
+            let lhs = &lhs[self.lhs.base(&self.batch, b).min(lhs.len())..];
+            let rhs = &rhs[self.rhs.base(&self.batch, b).min(rhs.len())..];
+            let (rows, across) = (scaled(&sample.rows, self.lhs.row), scaled(&depth, self.lhs.col));
+            let (down, cols) = (scaled(&depth, self.rhs.row), scaled(&sample.cols, self.rhs.col));
+            let lhs = gather(lhs, &rows, &across, &read); //                     [rows, k]
+            let rhs = gather(rhs, &down, &cols, &read); //                       [k, cols]
+            let mut product = multiply(&lhs, &rhs, sample.rows.len(), self.k, sample.cols.len());
+            if let Some(bias) = bias {
+                for row in product.chunks_mut(sample.cols.len().max(1)) {
+                    for (out, &col) in row.iter_mut().zip(&sample.cols) {
+                        *out += T::from(bias[col]);
+                    }
+                }
+            }
+            out.append(&mut product);
+        }
+        Ok(out)
+    }
+}
+
+/// Arithmetic that a product is summed in.
+trait Number: Copy + Default + Send + Sync + AddAssign + Mul<Output = Self> + From<f32> {}
+impl Number for f32 {}
+impl Number for f64 {}
+
+/// data[outer + inner], as a contiguous matrix [outer, inner].
+fn gather<T: Number>(
+    data: &[f32],
+    outer: &[usize],
+    inner: &[usize],
+    read: impl Fn(f32) -> T + Sync,
+) -> Vec<T> {
+    let mut out = vec![T::default(); outer.len() * inner.len()];
+    out.par_chunks_mut(inner.len().max(1)).zip(outer).for_each(|(out, &base)| {
+        for (out, &offset) in out.iter_mut().zip(inner) {
+            *out = read(data[base + offset]);
+        }
+    });
+    out
+}
+
+/// [rows, k] times [k, cols], contiguous. Each sum runs over k in order; the blocks only decide
+/// which sums run beside each other.
+fn multiply<T: Number>(lhs: &[T], rhs: &[T], rows: usize, k: usize, cols: usize) -> Vec<T> {
+    const ROWS: usize = 16;
+    const COLS: usize = 128;
+    let mut out = vec![T::default(); rows * cols];
+    if out.is_empty() {
+        return out;
+    }
+    out.par_chunks_mut(ROWS * cols).enumerate().for_each(|(i, out)| {
+        for first in (0..cols).step_by(COLS) {
+            let width = COLS.min(cols - first);
+            let mut sums = [[T::default(); COLS]; ROWS];
+            for p in 0..k {
+                let rhs = &rhs[p * cols + first..][..width];
+                for (row, sums) in sums.iter_mut().enumerate().take(out.len() / cols) {
+                    let lhs = lhs[(i * ROWS + row) * k + p];
+                    for (sum, &rhs) in sums.iter_mut().zip(rhs) {
+                        *sum += lhs * rhs;
+                    }
+                }
+            }
+            for (out, sums) in out.chunks_mut(cols).zip(&sums) {
+                out[first..][..width].copy_from_slice(&sums[..width]);
+            }
+        }
+    });
+    out
+}
+
+/// One position in each of `count` stripes of `size`, and the outermost two on both sides; all
+/// positions when `count` is `size`. Sorted, without repetition.
+fn stripes(size: usize, count: usize, rng: &mut impl Rng) -> Vec<usize> {
+    if count >= size {
+        return (0..size).collect();
+    }
+    let mut positions: Vec<_> = (0..count)
+        .map(|i| {
+            let (from, to) = (i * size / count, (i + 1) * size / count);
+            from + rng.next_u32() as usize % (to - from)
+        })
+        .chain([0, 1, size - 2, size - 1]) // size > count >= 1
+        .collect();
+    positions.sort_unstable();
+    positions.dedup();
+    positions
+}

@@ -1,0 +1,4 @@
+//! The reference against independent statements of the same thing.
+
+mod inputs;
+mod matmul;

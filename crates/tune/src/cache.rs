@@ -1,0 +1,358 @@
+//! TuneCache: what was measured, as text.
+//!
+//! One entry per line, sorted by key, so that two files merge and a diff reads well. A line that
+//! does not parse, or of another format, is reported and ignored; the others still count. Writing
+//! takes a lock file, reads again what another process wrote meanwhile, and replaces the file by
+//! rename: a crash in the middle leaves the old file.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use arch::ArchId;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::{Kernel, Source};
+
+/// Bumped when a field of [`Entry`] changes meaning.
+const FORMAT: u32 = 1;
+
+/// Results that ship with the program.
+const RECORDED: &[&str] = &[
+    include_str!("../recorded/cuda-sm90-132.jsonl"),
+    include_str!("../recorded/vulkan.jsonl"),
+    include_str!("../recorded/cpu.jsonl"),
+];
+
+/// The file that holds this user's results: `FLASHOVER_TUNE_CACHE`, else `flashover/tune.jsonl` in the
+/// cache folder; none on a machine that has neither.
+pub fn default_cache_path() -> Option<PathBuf> {
+    match std::env::var_os("FLASHOVER_TUNE_CACHE") {
+        Some(path) => Some(path.into()),
+        None => Some(dirs::cache_dir()?.join("flashover/tune.jsonl")),
+    }
+}
+
+/// What a result is valid for.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Key {
+    pub kernel: String,
+    pub version: u32,
+    pub arch_id: ArchId,
+    pub bucket: String,
+}
+
+impl Key {
+    /// The key of `problem` on `arch_id`.
+    pub fn of<K: Kernel>(arch_id: &ArchId, problem: &K::Problem) -> Self {
+        Self {
+            kernel: K::NAME.to_owned(),
+            version: K::VERSION,
+            arch_id: arch_id.clone(),
+            bucket: K::bucket(problem),
+        }
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} v{} {} [{}]", self.kernel, self.version, self.arch_id, self.bucket)
+    }
+}
+
+/// One candidate's outcome: a time, or why it has none.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    pub config: Value,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub median_ns: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// The outcome of tuning one key.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    pub format: u32,
+    #[serde(flatten)]
+    pub key: Key,
+    /// The problem that was measured; others of its bucket share the result.
+    pub problem: Value,
+    pub config: Value,
+    pub median_ns: f64,
+    /// Every candidate, in the order tried.
+    pub timings: Vec<Measured>,
+    pub commit: String,
+    /// UTC, RFC 3339.
+    pub date: String,
+}
+
+impl Entry {
+    pub(crate) const FORMAT: u32 = FORMAT;
+}
+
+/// A line that was ignored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning {
+    pub origin: String,
+    pub line: usize,
+    pub why: String,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}: ignored: {}", self.origin, self.line, self.why)
+    }
+}
+
+/// The cache file could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("tune cache {path}: {source}")]
+pub struct CacheError {
+    pub path: PathBuf,
+    pub source: io::Error,
+}
+
+/// Recorded and measured results.
+#[derive(Debug, Clone, Default)]
+pub struct TuneCache {
+    recorded: BTreeMap<Key, Entry>,
+    measured: BTreeMap<Key, Entry>,
+    path: Option<PathBuf>,
+    warnings: Vec<Warning>,
+}
+
+impl TuneCache {
+    /// The results that ship with the program, and nothing kept on disk.
+    pub fn shipped() -> Self {
+        let mut cache = Self::default();
+        for text in RECORDED {
+            let (entries, warnings) = parse(text, "recorded");
+            merge(&mut cache.recorded, entries);
+            cache.warnings.extend(warnings);
+        }
+        cache
+    }
+
+    /// The shipped results and those of the file at `path`, which need not exist yet.
+    ///
+    /// # Errors
+    /// A file that exists and cannot be read. Damaged lines are no error: see
+    /// [`TuneCache::warnings`].
+    pub fn open(path: &Path) -> Result<Self, CacheError> {
+        let mut cache = Self { path: Some(path.to_owned()), ..Self::shipped() };
+        let (entries, warnings) = read(path)?;
+        cache.measured = entries;
+        cache.warnings.extend(warnings);
+        Ok(cache)
+    }
+
+    /// Lines that were ignored while reading.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
+    }
+
+    /// The result for `key`: measured here first, shipped second.
+    pub fn get(&self, key: &Key) -> Option<(&Entry, Source)> {
+        let measured = self.measured.get(key).map(|e| (e, Source::Tuned));
+        measured.or_else(|| self.recorded.get(key).map(|e| (e, Source::Recorded)))
+    }
+
+    /// Every result, shipped ones hidden by measured ones, in key order.
+    pub fn entries(&self) -> impl Iterator<Item = (&Entry, Source)> {
+        let mut all: BTreeMap<_, _> =
+            self.recorded.iter().map(|(k, e)| (k, (e, Source::Recorded))).collect();
+        all.extend(self.measured.iter().map(|(k, e)| (k, (e, Source::Tuned))));
+        all.into_values()
+    }
+
+    /// Adds a result and, when the cache has a file, writes it.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn insert(&mut self, entry: Entry) -> Result<(), CacheError> {
+        self.measured.insert(entry.key.clone(), entry);
+        self.save()
+    }
+
+    /// Adds the results in `text`, the newer of two for one key; returns how many lines were taken.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn merge_text(&mut self, text: &str, origin: &str) -> Result<usize, CacheError> {
+        let (entries, warnings) = parse(text, origin);
+        let taken = entries.len();
+        merge(&mut self.measured, entries);
+        self.warnings.extend(warnings);
+        self.save()?;
+        Ok(taken)
+    }
+
+    /// The measured results as the file holds them.
+    pub fn to_text(&self) -> String {
+        render(&self.measured)
+    }
+
+    fn save(&mut self) -> Result<(), CacheError> {
+        let Some(path) = self.path.clone() else { return Ok(()) };
+        let wrap = |source| CacheError { path: path.clone(), source };
+        let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        fs::create_dir_all(dir).map_err(wrap)?;
+        let lock = File::create(path.with_extension("lock")).map_err(wrap)?;
+        lock.lock().map_err(wrap)?; // released when `lock` is dropped
+        let (theirs, _) = read(&path)?;
+        merge(&mut self.measured, theirs);
+        let temporary = path.with_extension(format!("new-{}", std::process::id()));
+        let mut file = File::create(&temporary).map_err(wrap)?;
+        file.write_all(render(&self.measured).as_bytes()).map_err(wrap)?;
+        file.sync_all().map_err(wrap)?;
+        fs::rename(&temporary, &path).map_err(wrap)
+    }
+}
+
+type Parsed = (BTreeMap<Key, Entry>, Vec<Warning>);
+
+fn read(path: &Path) -> Result<Parsed, CacheError> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(parse(&String::from_utf8_lossy(&bytes), &path.display().to_string())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Parsed::default()),
+        Err(source) => Err(CacheError { path: path.to_owned(), source }),
+    }
+}
+
+fn parse(text: &str, origin: &str) -> Parsed {
+    let (mut entries, mut warnings) = Parsed::default();
+    for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+        let mut ignore = |why: String| {
+            warnings.push(Warning { origin: origin.to_owned(), line: i + 1, why });
+        };
+        match serde_json::from_str::<Entry>(line) {
+            Ok(entry) if entry.format != FORMAT => {
+                ignore(format!("format {}, this program reads format {FORMAT}", entry.format));
+            }
+            Ok(entry) if !(entry.median_ns > 0.0) => {
+                ignore(format!("time {} is not positive", entry.median_ns));
+            }
+            Ok(entry) => merge(&mut entries, BTreeMap::from([(entry.key.clone(), entry)])),
+            Err(e) => ignore(format!("not a result: {e}")),
+        }
+    }
+    (entries, warnings)
+}
+
+/// The newer result of each key wins; dates are RFC 3339 in UTC, so they order as text.
+fn merge(into: &mut BTreeMap<Key, Entry>, from: BTreeMap<Key, Entry>) {
+    for (key, entry) in from {
+        let newer = into.get(&key).is_none_or(|have| have.date <= entry.date);
+        if newer {
+            into.insert(key, entry);
+        }
+    }
+}
+
+fn render(entries: &BTreeMap<Key, Entry>) -> String {
+    let line = |e: &Entry| serde_json::to_string(e).expect("plain data serialises") + "\n";
+    entries.values().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(bucket: &str, date: &str, ns: f64) -> Entry {
+        Entry {
+            format: FORMAT,
+            key: Key {
+                kernel: "matmul".into(),
+                version: 1,
+                arch_id: ArchId("cuda-sm89-128".into()),
+                bucket: bucket.into(),
+            },
+            problem: Value::Null,
+            config: serde_json::json!({ "tile_m": 128 }),
+            median_ns: ns,
+            timings: Vec::new(),
+            commit: "abc".into(),
+            date: date.into(),
+        }
+    }
+
+    #[test]
+    fn shipped_results_are_readable() {
+        assert_eq!(TuneCache::shipped().warnings(), &[]);
+    }
+
+    #[test]
+    fn damaged_and_foreign_lines_are_named_and_the_rest_counts() {
+        let good = serde_json::to_string(&entry("a", "2026-01-01T00:00:00Z", 5.0)).expect("plain");
+        let foreign = good.replace("\"format\":1", "\"format\":9").replace("\"a\"", "\"b\"");
+        let frozen = good.replace("5.0", "-1.0").replace("\"a\"", "\"c\"");
+        let text = format!("{good}\n{{\"format\":1,\n{foreign}\n{frozen}\n");
+        let (entries, warnings) = parse(&text, "f");
+        assert_eq!(entries.len(), 1);
+        assert_eq!(warnings.iter().map(|w| w.line).collect::<Vec<_>>(), [2, 3, 4]);
+    }
+
+    #[test]
+    fn the_newer_result_wins_whatever_the_order() {
+        let old = entry("a", "2026-01-01T00:00:00Z", 9.0);
+        let new = entry("a", "2026-02-01T00:00:00Z", 5.0);
+        for pair in [[&old, &new], [&new, &old]] {
+            let mut cache = TuneCache::default();
+            for e in pair {
+                let text = serde_json::to_string(e).expect("plain");
+                cache.merge_text(&text, "f").expect("no file to write");
+            }
+            let (found, source) = cache.get(&old.key).expect("merged");
+            assert_eq!((found.median_ns, source), (5.0, Source::Tuned));
+        }
+    }
+
+    #[test]
+    fn two_writers_keep_each_others_results() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("sub/tune.jsonl");
+        let mut one = TuneCache::open(&path).expect("absent file");
+        let mut two = TuneCache::open(&path).expect("absent file");
+        one.insert(entry("a", "2026-01-01T00:00:00Z", 1.0)).expect("writable");
+        two.insert(entry("b", "2026-01-01T00:00:00Z", 2.0)).expect("writable");
+        let both = TuneCache::open(&path).expect("readable");
+        assert_eq!(both.measured.len(), 2);
+        assert_eq!(both.warnings(), TuneCache::shipped().warnings());
+    }
+
+    #[test]
+    fn concurrent_writers_lose_nothing() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("tune.jsonl");
+        std::thread::scope(|scope| {
+            for t in 0..4 {
+                let path = &path;
+                scope.spawn(move || {
+                    for i in 0..8 {
+                        let mut cache = TuneCache::open(path).expect("readable");
+                        let bucket = format!("{t}-{i}");
+                        cache.insert(entry(&bucket, "2026-01-01T00:00:00Z", 1.0)).expect("written");
+                    }
+                });
+            }
+        });
+        assert_eq!(TuneCache::open(&path).expect("readable").measured.len(), 32);
+    }
+
+    #[test]
+    fn a_half_written_file_costs_its_last_line_only() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("tune.jsonl");
+        let mut cache = TuneCache::open(&path).expect("absent file");
+        cache.insert(entry("a", "2026-01-01T00:00:00Z", 1.0)).expect("writable");
+        cache.insert(entry("b", "2026-01-01T00:00:00Z", 1.0)).expect("writable");
+        let text = fs::read_to_string(&path).expect("written");
+        fs::write(&path, &text[..text.len() - 20]).expect("writable");
+        let cut = TuneCache::open(&path).expect("readable");
+        assert_eq!((cut.measured.len(), cut.warnings().len()), (1, 1));
+    }
+}

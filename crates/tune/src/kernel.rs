@@ -1,0 +1,95 @@
+//! The trait that every kernel family implements.
+
+use std::fmt::Debug;
+use std::hash::Hash;
+
+use arch::{ArchProfile, DType, Device};
+use cubecl::server::Handle;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// A kernel family: one computation, many ways to run it.
+///
+/// `candidates`, `check` and `cost` are pure: they see the facts of a device, never the device, so
+/// that they are tested for cards that are not there.
+pub trait Kernel: 'static {
+    /// What to compute: sizes, dtypes, layout and every flag that changes the answer.
+    type Problem: Clone + Debug + PartialEq + Serialize + Send + Sync;
+    /// How: tile sizes, stages, planes. The comptime argument of the kernel and the cached value.
+    type Config: Copy + Debug + Eq + Hash + Serialize + DeserializeOwned + Send + Sync;
+    /// Device buffers of one problem, inputs and output.
+    type Operands: Clone + Send;
+
+    const NAME: &'static str;
+    /// Bumped when the body changes, so that old timings are not believed.
+    const VERSION: u32;
+
+    /// Rounds only the sizes that may share a config; the text is the cache key.
+    fn bucket(problem: &Self::Problem) -> String;
+
+    /// Configs worth measuring, every one of which passes [`Kernel::check`]; the first is what runs
+    /// when nothing was measured. Empty when the device cannot serve the problem.
+    fn candidates(arch: &ArchProfile, problem: &Self::Problem) -> Vec<Self::Config>;
+
+    /// Whether `config` would compile and launch for `problem` on `arch`.
+    ///
+    /// # Errors
+    /// The first limit that is exceeded.
+    fn check(
+        arch: &ArchProfile,
+        problem: &Self::Problem,
+        config: &Self::Config,
+    ) -> Result<(), Infeasible>;
+
+    /// The least work that any implementation must do.
+    fn cost(problem: &Self::Problem) -> Cost;
+
+    /// The config with the least to go wrong; what others are compared with.
+    fn simplest(arch: &ArchProfile, problem: &Self::Problem) -> Option<Self::Config>;
+
+    /// Seeded random operands for measuring.
+    fn operands(device: &Device, problem: &Self::Problem, seed: u64) -> Self::Operands;
+
+    /// The buffer that a launch writes.
+    fn output(problem: &Self::Problem, operands: &Self::Operands) -> Output;
+
+    /// Enqueues the kernel. Failures to compile or launch surface when the output is read or checked.
+    fn launch(
+        device: &Device,
+        problem: &Self::Problem,
+        config: &Self::Config,
+        operands: &Self::Operands,
+    );
+}
+
+/// An output buffer.
+#[derive(Debug, Clone)]
+pub struct Output {
+    pub handle: Handle,
+    pub dtype: DType,
+    pub len: usize,
+    /// Largest difference between two right answers, relative to the largest magnitude.
+    pub tolerance: f64,
+}
+
+/// The least work of a problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cost {
+    /// Floating-point operations; a multiply-add counts two.
+    pub flops: u64,
+    /// Bytes of every input read once and every output written once.
+    pub bytes: u64,
+}
+
+/// Why a config cannot run a problem on an architecture.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Infeasible {
+    #[error("needs {need} bytes of shared memory, the device has {have}")]
+    SharedMemory { need: u32, have: u32 },
+    #[error("needs {need} units in a cube, the device has {have}")]
+    Units { need: u32, have: u32 },
+    #[error("needs {what}, which the device lacks")]
+    Feature { what: String },
+    #[error("{name} = {value} does not fit: {why}")]
+    Shape { name: &'static str, value: u64, why: String },
+}

@@ -1,0 +1,15 @@
+//! How fast a config is, remembered.
+//!
+//! A [`Kernel`] ties a problem (what to compute) to configs (how). The [`Tuner`] takes its feasible
+//! candidates, verifies each against the kernel's simplest config, measures it with [`timing`], and
+//! keeps the winner in a [`TuneCache`]: a text file keyed by kernel, version, architecture and bucket.
+//! Nothing is tuned by surprise: the caller says with a [`Policy`] what a miss means.
+
+mod cache;
+mod kernel;
+pub mod timing;
+mod tuner;
+
+pub use cache::{CacheError, Entry, Key, Measured, TuneCache, Warning, default_cache_path};
+pub use kernel::{Cost, Infeasible, Kernel, Output};
+pub use tuner::{Choice, Policy, Source, TuneError, Tuner, UnknownPolicy, operand_sets};

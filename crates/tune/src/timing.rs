@@ -1,0 +1,230 @@
+//! The one way to time a launch: the tuner and the bench share it.
+//!
+//! Device timestamps where the runtime has them. Launches shorter than the cost of launching are
+//! recorded into a graph and replayed, so that what is timed is the kernel and not the host. The
+//! caller's closure gets the launch number, to rotate among operand sets larger than the cache.
+
+use std::time::{Duration, Instant};
+
+use arch::{Backend, Device};
+use cubecl::future::block_on;
+use cubecl::profile::TimingMethod;
+
+/// How long to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Effort {
+    /// Samples to take when time allows.
+    pub samples: usize,
+    /// Samples to take even when it does not.
+    pub min_samples: usize,
+    /// Wall-clock limit of warm-up and samples together.
+    pub limit: Duration,
+}
+
+impl Effort {
+    /// For figures that are reported.
+    pub const REPORT: Self =
+        Self { samples: 60, min_samples: 5, limit: Duration::from_millis(1500) };
+    /// For choosing among candidates.
+    pub const TUNE: Self = Self { samples: 12, min_samples: 3, limit: Duration::from_millis(120) };
+}
+
+/// Nanoseconds of one launch, one value a sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Timing {
+    pub samples_ns: Vec<f64>,
+    /// `device` or `host`: whose clock.
+    pub clock: &'static str,
+    /// Whether launches were replayed from a graph.
+    pub graph: bool,
+}
+
+impl Timing {
+    /// The median sample.
+    pub fn median_ns(&self) -> f64 {
+        let mut sorted = self.samples_ns.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted[sorted.len() / 2]
+    }
+}
+
+/// Why nothing was timed.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum TimingError {
+    /// The kernel did not compile, launch or run.
+    #[error("{0}")]
+    Failed(String),
+    /// The runtime's clock gave no measurement.
+    #[error("the device clock gave no measurement")]
+    NoMeasurement,
+}
+
+/// Below this a launch is timed through a graph, where the backend can capture one.
+const GRAPH_BELOW_NS: f64 = 60_000.0;
+/// Work per sample that makes the clock's own error small.
+const SAMPLE_NS: f64 = 400_000.0;
+
+/// Times `launch`, which is given 0, 1, 2, ... and must be right to call any number of times.
+///
+/// # Errors
+/// A launch that fails, reported by the device at the first synchronisation.
+pub fn measure(
+    device: &Device,
+    effort: Effort,
+    launch: impl FnMut(usize),
+) -> Result<Timing, TimingError> {
+    measure_with(device, effort, true, launch)
+}
+
+/// As [`measure`], without graphs: for work that allocates, such as another library's ops.
+///
+/// # Errors
+/// As [`measure`].
+pub fn measure_launches(
+    device: &Device,
+    effort: Effort,
+    launch: impl FnMut(usize),
+) -> Result<Timing, TimingError> {
+    measure_with(device, effort, false, launch)
+}
+
+/// Times work that runs on the calling thread, by the host's clock.
+pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
+    let mut turn = 0;
+    let mut sample = || {
+        let start = Instant::now();
+        work(turn);
+        turn += 1;
+        start.elapsed().as_nanos() as f64
+    };
+    let start = Instant::now();
+    let mut last = sample();
+    while start.elapsed() < effort.limit / 3 {
+        let next = sample();
+        if (next - last).abs() <= 0.02 * last {
+            break;
+        }
+        last = next;
+    }
+    let mut samples_ns = Vec::with_capacity(effort.samples);
+    while samples_ns.len() < effort.samples
+        && (samples_ns.len() < effort.min_samples || start.elapsed() < effort.limit)
+    {
+        samples_ns.push(sample());
+    }
+    Timing { samples_ns, clock: "host", graph: false }
+}
+
+fn measure_with(
+    device: &Device,
+    effort: Effort,
+    graphs: bool,
+    mut launch: impl FnMut(usize),
+) -> Result<Timing, TimingError> {
+    let start = Instant::now();
+    let method = device.client().properties().timing_method;
+    let clock = if method == TimingMethod::Device { "device" } else { "host" };
+    let mut turn = 0;
+    let mut run = |n: usize| {
+        for _ in 0..n {
+            launch(turn);
+            turn += 1;
+        }
+    };
+    run(1);
+    sync(device)?;
+    let first = window(device, || run(1))?.min(window(device, || run(1))?);
+    let inner = (SAMPLE_NS / first.max(1000.0)).ceil().clamp(1.0, 256.0) as usize;
+
+    let graph = if graphs && first < GRAPH_BELOW_NS && device.backend() == Backend::Cuda {
+        Some(capture(device, inner, &mut run)?)
+    } else {
+        None
+    };
+    let mut sample = || -> Result<f64, TimingError> {
+        let elapsed = match &graph {
+            // SAFETY: the operands that the graph launches on are owned by the caller of `measure`
+            // and outlive it; nothing else runs on this stream meanwhile.
+            Some(graph) => window(device, || unsafe { graph.replay() }.map_err(failed))??,
+            None => window(device, || run(inner))?,
+        };
+        Ok(elapsed / inner as f64)
+    };
+    warm(effort, start, &mut sample)?;
+    let mut samples_ns = Vec::with_capacity(effort.samples);
+    while samples_ns.len() < effort.samples
+        && (samples_ns.len() < effort.min_samples || start.elapsed() < effort.limit)
+    {
+        samples_ns.push(sample()?);
+    }
+    sync(device)?;
+    Ok(Timing { samples_ns, clock, graph: graph.is_some() })
+}
+
+/// Runs until two samples in a row agree within 2%, or a third of the time is gone.
+fn warm(
+    effort: Effort,
+    start: Instant,
+    sample: &mut impl FnMut() -> Result<f64, TimingError>,
+) -> Result<(), TimingError> {
+    let mut last = sample()?;
+    while start.elapsed() < effort.limit / 3 {
+        let next = sample()?;
+        if (next - last).abs() <= 0.02 * last {
+            break;
+        }
+        last = next;
+    }
+    Ok(())
+}
+
+/// Nanoseconds that `work` takes on the device, and what it returned.
+fn window<T: Elapsed>(device: &Device, work: impl FnOnce() -> T) -> Result<T::Out, TimingError> {
+    let client = device.client();
+    let opened = client.profile_start().map_err(failed)?;
+    let out = work();
+    let closed = client.profile_end(opened).map_err(failed)?;
+    let ticks = block_on(closed.resolve()).ok_or(TimingError::NoMeasurement)?;
+    Ok(out.with(ticks.duration().as_nanos() as f64))
+}
+
+/// Lets [`window`] time both work that cannot fail and work that can.
+trait Elapsed {
+    type Out;
+    fn with(self, ns: f64) -> Self::Out;
+}
+
+impl Elapsed for () {
+    type Out = f64;
+    fn with(self, ns: f64) -> f64 {
+        ns
+    }
+}
+
+impl Elapsed for Result<(), TimingError> {
+    type Out = Result<f64, TimingError>;
+    fn with(self, ns: f64) -> Result<f64, TimingError> {
+        self.map(|()| ns)
+    }
+}
+
+fn capture(
+    device: &Device,
+    launches: usize,
+    run: &mut impl FnMut(usize),
+) -> Result<cubecl::client::Graph, TimingError> {
+    let client = device.client();
+    client.graph_prepare().map_err(failed)?;
+    run(launches);
+    client.start_capture().map_err(failed)?;
+    run(launches);
+    client.stop_capture().map_err(failed)
+}
+
+fn sync(device: &Device) -> Result<(), TimingError> {
+    block_on(device.client().sync()).map_err(failed)
+}
+
+fn failed(e: impl std::fmt::Debug) -> TimingError {
+    TimingError::Failed(format!("{e:?}"))
+}

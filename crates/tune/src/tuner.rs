@@ -1,0 +1,304 @@
+//! candidates, check, verify, measure, choose.
+
+use std::fmt;
+use std::str::FromStr;
+
+use arch::{DType, Device};
+use cubecl::future::block_on;
+use cubecl::prelude::*;
+
+use crate::timing::{self, Effort};
+use crate::{CacheError, Entry, Kernel, Key, Measured, Output, TuneCache};
+
+/// What a problem without a known config gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// An error: nothing runs that was not measured.
+    Frozen,
+    /// The first candidate, unmeasured.
+    Default,
+    /// The fastest candidate, measured now and remembered.
+    Measure,
+}
+
+/// A policy name that is none of the three.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("unknown policy `{0}`\nhint: one of frozen, default, measure")]
+pub struct UnknownPolicy(pub String);
+
+impl FromStr for Policy {
+    type Err = UnknownPolicy;
+
+    fn from_str(s: &str) -> Result<Self, UnknownPolicy> {
+        match s {
+            "frozen" => Ok(Self::Frozen),
+            "default" => Ok(Self::Default),
+            "measure" => Ok(Self::Measure),
+            _ => Err(UnknownPolicy(s.to_owned())),
+        }
+    }
+}
+
+/// Where a config came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// Measured on this machine.
+    Tuned,
+    /// Shipped with the program.
+    Recorded,
+    /// First candidate, unmeasured.
+    Default,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tuned => "tuned",
+            Self::Recorded => "recorded",
+            Self::Default => "default",
+        })
+    }
+}
+
+/// A config and its origin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice<C> {
+    pub config: C,
+    pub source: Source,
+}
+
+/// Why there is no config.
+#[derive(Debug, thiserror::Error)]
+pub enum TuneError {
+    /// The device cannot serve the problem at all.
+    #[error("{arch} has no way to run {kernel} {problem}")]
+    Unsupported { arch: String, kernel: &'static str, problem: String },
+    /// Nothing is known, and the policy forbids guessing and measuring.
+    #[error("no config is recorded for {0}\nhint: run with --policy measure, or default")]
+    Frozen(Key),
+    /// Every candidate failed.
+    #[error("no candidate of {key} ran: {first}")]
+    AllFailed { key: Key, first: String },
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+}
+
+/// Chooses configs for one device.
+pub struct Tuner<'a> {
+    pub device: &'a Device,
+    pub cache: TuneCache,
+    pub policy: Policy,
+    /// Written into new results.
+    pub commit: String,
+    /// UTC, RFC 3339; written into new results.
+    pub date: String,
+}
+
+/// A candidate is left out of further timing when it is this many times slower than the best.
+const HOPELESS: f64 = 3.0;
+/// A candidate must be this much faster than an earlier, simpler one to be preferred.
+const MARGIN: f64 = 0.98;
+
+impl Tuner<'_> {
+    /// The config for `problem`: the cache's, or what the policy says.
+    ///
+    /// # Errors
+    /// See [`TuneError`].
+    pub fn choose<K: Kernel>(
+        &mut self,
+        problem: &K::Problem,
+    ) -> Result<Choice<K::Config>, TuneError> {
+        let arch = self.device.profile();
+        let key = Key::of::<K>(&arch.id, problem);
+        let known = self.cache.get(&key).and_then(|(entry, source)| {
+            let config = serde_json::from_value(entry.config.clone()).ok()?;
+            K::check(arch, problem, &config).ok()?;
+            Some(Choice { config, source })
+        });
+        if let Some(choice) = known {
+            return Ok(choice);
+        }
+        let first = K::candidates(arch, problem).into_iter().next().ok_or_else(|| {
+            TuneError::Unsupported {
+                arch: arch.id.to_string(),
+                kernel: K::NAME,
+                problem: format!("{problem:?}"),
+            }
+        })?;
+        match self.policy {
+            Policy::Frozen => Err(TuneError::Frozen(key)),
+            Policy::Default => Ok(Choice { config: first, source: Source::Default }),
+            Policy::Measure => {
+                let config = self.measure::<K>(problem)?;
+                Ok(Choice { config, source: Source::Tuned })
+            }
+        }
+    }
+
+    /// Measures every candidate of `problem`, remembers the outcome and returns the winner.
+    ///
+    /// # Errors
+    /// No candidate ran, or the cache cannot be written.
+    pub fn measure<K: Kernel>(&mut self, problem: &K::Problem) -> Result<K::Config, TuneError> {
+        let arch = self.device.profile().clone();
+        let key = Key::of::<K>(&arch.id, problem);
+        let candidates = K::candidates(&arch, problem);
+        let sets = operand_sets::<K>(self.device, problem);
+        let expected = K::simplest(&arch, problem)
+            .map(|config| run_once::<K>(self.device, problem, &config, &sets[0]));
+        let mut best: Option<(K::Config, f64)> = None;
+        let mut timings = Vec::with_capacity(candidates.len());
+        for config in candidates {
+            let outcome = self.candidate::<K>(problem, &config, &sets, expected.as_ref(), &best);
+            let (median_ns, error) = match outcome {
+                Ok(ns) => (Some(ns), None),
+                Err(why) => (None, Some(why)),
+            };
+            if let Some(ns) = median_ns
+                && best.is_none_or(|(_, b)| ns < b * MARGIN)
+            {
+                best = Some((config, ns));
+            }
+            let config = serde_json::to_value(config).expect("a config is plain data");
+            timings.push(Measured { config, median_ns, error });
+        }
+        let Some((config, median_ns)) = best else {
+            let first = timings.into_iter().find_map(|m| m.error);
+            let first = first.unwrap_or_else(|| "there is none".to_owned());
+            return Err(TuneError::AllFailed { key, first });
+        };
+        self.cache.insert(Entry {
+            format: Entry::FORMAT,
+            key,
+            problem: serde_json::to_value(problem).expect("a problem is plain data"),
+            config: serde_json::to_value(config).expect("a config is plain data"),
+            median_ns,
+            timings,
+            commit: self.commit.clone(),
+            date: self.date.clone(),
+        })?;
+        Ok(config)
+    }
+
+    fn candidate<K: Kernel>(
+        &self,
+        problem: &K::Problem,
+        config: &K::Config,
+        sets: &[K::Operands],
+        expected: Option<&Result<Sample, String>>,
+        best: &Option<(K::Config, f64)>,
+    ) -> Result<f64, String> {
+        K::check(self.device.profile(), problem, config).map_err(|e| e.to_string())?;
+        let got = run_once::<K>(self.device, problem, config, &sets[0])?;
+        if let Some(expected) = expected {
+            let expected = expected.as_ref().map_err(|e| format!("simplest config failed: {e}"))?;
+            expected.agrees(&got)?;
+        }
+        let launch = |i: usize| K::launch(self.device, problem, config, &sets[i % sets.len()]);
+        let quick = Effort { samples: 1, min_samples: 1, ..Effort::TUNE };
+        let timed =
+            |effort| timing::measure(self.device, effort, launch).map_err(|e| e.to_string());
+        let first = timed(quick)?.median_ns();
+        if best.is_some_and(|(_, b)| first > HOPELESS * b) {
+            return Ok(first);
+        }
+        Ok(timed(Effort::TUNE)?.median_ns())
+    }
+}
+
+/// Enough operand sets that their bytes pass three times the last-level cache.
+pub fn operand_sets<K: Kernel>(device: &Device, problem: &K::Problem) -> Vec<K::Operands> {
+    let bytes = K::cost(problem).bytes.max(1);
+    let cache = device.profile().cache_bytes.unwrap_or(32 << 20);
+    let n = (3 * cache).div_ceil(bytes).clamp(1, 24);
+    (0..n).map(|seed| K::operands(device, problem, seed)).collect()
+}
+
+/// Parts of an output: its start, middle and end.
+struct Sample {
+    values: Vec<f32>,
+    tolerance: f64,
+}
+
+impl Sample {
+    fn agrees(&self, other: &Self) -> Result<(), String> {
+        let scale = self.values.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let tol = self.tolerance * f64::from(scale);
+        let pairs = self.values.iter().zip(&other.values);
+        let worst = pairs.map(|(a, b)| f64::from((a - b).abs()));
+        let worst = worst.fold(0f64, |m, e| if e.is_nan() { f64::NAN } else { m.max(e) });
+        if worst <= tol {
+            Ok(())
+        } else {
+            Err(format!("wrong: differs from the simplest config by {worst:.3e} > {tol:.3e}"))
+        }
+    }
+}
+
+const WINDOW: usize = 1 << 16;
+
+fn run_once<K: Kernel>(
+    device: &Device,
+    problem: &K::Problem,
+    config: &K::Config,
+    operands: &K::Operands,
+) -> Result<Sample, String> {
+    let output = K::output(problem, operands);
+    poison(device, &output);
+    K::launch(device, problem, config, operands);
+    let client = device.client();
+    block_on(client.sync_buffers([&output.handle])).map_err(|e| format!("{e:?}"))?;
+    let (size, len) = (output.dtype.size(), output.len);
+    let window = WINDOW.min(len);
+    let mut values = Vec::with_capacity(3 * window);
+    for start in [0, (len - window) / 2, len - window] {
+        let start = start / 4 * 4; // device offsets are aligned to whole words
+        let handle = output
+            .handle
+            .clone()
+            .offset_start((start * size) as u64)
+            .offset_end(((len - start - window) * size) as u64);
+        let bytes = client.read_one(handle).map_err(|e| format!("{e:?}"))?;
+        decode(output.dtype, &bytes, &mut values);
+    }
+    Ok(Sample { values, tolerance: output.tolerance })
+}
+
+fn decode(dtype: DType, bytes: &[u8], into: &mut Vec<f32>) {
+    match dtype {
+        DType::F32 | DType::Tf32 => into.extend(f32::from_bytes(bytes)),
+        DType::F16 => into.extend(half::f16::from_bytes(bytes).iter().map(|v| v.to_f32())),
+        DType::Bf16 => into.extend(half::bf16::from_bytes(bytes).iter().map(|v| v.to_f32())),
+        DType::I8 | DType::U8 => into.extend(bytes.iter().map(|v| f32::from(*v))),
+        DType::I32 => into.extend(i32::from_bytes(bytes).iter().map(|v| *v as f32)),
+    }
+}
+
+/// Overwrites an output with NaN, so that an element nobody wrote is seen.
+fn poison(device: &Device, output: &Output) {
+    let nan: Vec<u8> = match output.dtype {
+        DType::F32 | DType::Tf32 | DType::I32 => vec![0xff; 4],
+        DType::F16 | DType::Bf16 => vec![0xff; 2],
+        DType::I8 | DType::U8 => vec![0xff],
+    };
+    let words = (output.len * nan.len()).div_ceil(4);
+    let cubes = words.div_ceil(256).min(4096) as u32;
+    fill::launch(
+        device.client(),
+        CubeCount::Static(cubes, 1, 1),
+        CubeDim::new_1d(if device.profile().plane_size.1 == 1 { 1 } else { 256 }),
+        // SAFETY: device allocations are whole words, so the last word may be written in full.
+        unsafe { BufferArg::from_raw_parts(output.handle.clone(), words) },
+        u32::MAX,
+    );
+}
+
+#[cube(launch)]
+fn fill(out: &mut [u32], value: u32) {
+    let mut i = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    while i < out.len() {
+        out[i] = value;
+        i += stride;
+    }
+}

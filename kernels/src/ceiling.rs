@@ -1,0 +1,205 @@
+//! What the device can do at most: the two ceilings that every figure is a share of.
+//!
+//! *Copy*: every byte of a buffer read once and written once, 16 bytes a unit, the buffer several
+//! times the last-level cache. *Multiply*: independent matrix instructions (or multiply-adds) on
+//! registers alone, nothing loaded, nothing stored but what keeps the compiler honest.
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::matmul::Precision;
+
+/// Copies `bytes` (a multiple of 16) from one buffer to another.
+pub fn copy(device: &Device, from: &Handle, to: &Handle, bytes: usize) {
+    let vectors = bytes / 16;
+    let per_cube = if device.backend() == Backend::Cpu {
+        device.profile().processors.unwrap_or(1)
+    } else {
+        256
+    };
+    let cubes = vectors.div_ceil(per_cube as usize * 4).min(65_535) as u32;
+    let cubes = if device.backend() == Backend::Cpu { 1 } else { cubes };
+    // SAFETY: both buffers hold `vectors` vectors, and the kernel checks its index.
+    unsafe {
+        copy_kernel::launch_unchecked(
+            device.client(),
+            CubeCount::Static(cubes, 1, 1),
+            CubeDim::new_1d(per_cube),
+            BufferArg::from_raw_parts(from.clone(), vectors),
+            BufferArg::from_raw_parts(to.clone(), vectors),
+            device.backend() == Backend::Cpu,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn copy_kernel(
+    from: &[Vector<u32, Const<4>>],
+    to: &mut [Vector<u32, Const<4>>],
+    #[comptime] contiguous: bool,
+) {
+    if comptime!(contiguous) {
+        // A core copies one run of its own.
+        let run = from.len().div_ceil(CUBE_DIM as usize);
+        let start = run * UNIT_POS as usize;
+        let end = min(start + run, from.len());
+        for i in start..end {
+            to[i] = from[i];
+        }
+    } else {
+        let mut i = ABSOLUTE_POS;
+        let stride = CUBE_COUNT * CUBE_DIM as usize;
+        while i < from.len() {
+            to[i] = from[i];
+            i += stride;
+        }
+    }
+}
+
+/// One way to saturate the multipliers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Multiply {
+    pub precision: Precision,
+    /// Depth of the instruction; 0 for scalar or vector multiply-adds.
+    inst_k: u32,
+    cubes: u32,
+    units: u32,
+    steps: u32,
+    /// Elements of a vector multiply-add.
+    vector: u32,
+}
+
+/// Accumulators a plane or unit keeps in flight.
+const CHAINS: usize = 16;
+
+impl Multiply {
+    /// The loop for `precision` on `arch`, or none where the backend exposes no registers to
+    /// multiply in (cooperative matrices).
+    pub fn of(arch: &ArchProfile, precision: Precision) -> Option<Self> {
+        let processors = arch.processors.unwrap_or(64);
+        let cpu = arch.backend == Backend::Cpu;
+        let scalar = |vector| Self {
+            precision,
+            inst_k: 0,
+            cubes: if cpu { 1 } else { processors * 4 },
+            units: if cpu { processors } else { 256 },
+            steps: if cpu { 200_000 } else { 4096 },
+            vector,
+        };
+        match precision {
+            Precision::F32 if cpu => Some(scalar((arch.load_bytes / 4).clamp(4, 16))),
+            Precision::F32 => Some(scalar(1)),
+            _ if arch.backend == Backend::Cuda => {
+                let inst_k = arch.mma_for(precision.instruction())?.k;
+                let (cubes, units) = (processors, 256);
+                Some(Self { precision, inst_k, cubes, units, steps: 4096, vector: 1 })
+            }
+            _ => None,
+        }
+    }
+
+    /// Operations of one launch.
+    pub fn flops(&self) -> u64 {
+        let [cubes, units, steps] = [self.cubes, self.units, self.steps].map(u64::from);
+        let per_step = match self.inst_k {
+            0 => units * 2 * u64::from(self.vector),
+            k => units / 32 * 2 * 16 * 8 * u64::from(k),
+        };
+        cubes * steps * CHAINS as u64 * per_step
+    }
+
+    /// Elements of the buffer that [`Multiply::launch`] writes, f32.
+    pub fn out_len(&self) -> usize {
+        (self.cubes * self.units) as usize
+    }
+
+    pub fn launch(&self, device: &Device, out: &Handle) {
+        let dim = match self.inst_k {
+            0 => CubeDim::new_1d(self.units),
+            _ => CubeDim::new_2d(32, self.units / 32),
+        };
+        let elem = ElemType::Float(match self.precision.instruction() {
+            DType::Tf32 => cubecl::ir::FloatKind::TF32,
+            DType::F16 => cubecl::ir::FloatKind::F16,
+            DType::Bf16 => cubecl::ir::FloatKind::BF16,
+            _ => cubecl::ir::FloatKind::F32,
+        });
+        multiply_kernel::launch(
+            device.client(),
+            CubeCount::Static(self.cubes, 1, 1),
+            dim,
+            self.vector as usize,
+            // SAFETY: the buffer holds one element a unit.
+            unsafe { BufferArg::from_raw_parts(out.clone(), self.out_len()) },
+            self.steps,
+            self.inst_k,
+            elem,
+        );
+    }
+}
+
+#[cube(launch)]
+fn multiply_kernel<I: Float, W: Size>(
+    out: &mut [f32],
+    steps: u32,
+    #[comptime] inst_k: u32,
+    #[define(I)] _dtype: ElemType,
+) {
+    let seed = f32::cast_from(UNIT_POS) * 1.0e-3 + 1.0e-3;
+    if comptime!(inst_k == 0) {
+        let mut acc = Array::<Vector<f32, W>>::new(CHAINS);
+        let factor = Vector::<f32, W>::new(seed);
+        #[unroll]
+        for i in 0..CHAINS {
+            acc[i] = Vector::new(seed * comptime!(i as f32));
+        }
+        for _ in 0..steps {
+            #[unroll]
+            for i in 0..CHAINS {
+                acc[i] = fma(acc[i], factor, factor);
+            }
+        }
+        let mut sum = Vector::<f32, W>::new(0.0f32);
+        #[unroll]
+        for i in 0..CHAINS {
+            sum += acc[i];
+        }
+        out[ABSOLUTE_POS] = sum.extract(0usize);
+    } else {
+        let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, inst_k as usize);
+        let size!(NF) = def.vector_size(MatrixIdent::A);
+        let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+        let mut a = Array::<Vector<I, NF>>::new(4usize);
+        let mut b = Array::<Vector<I, NF>>::new(2usize);
+        #[unroll]
+        for i in 0..4usize {
+            a[i] = Vector::new(I::cast_from(seed));
+        }
+        #[unroll]
+        for i in 0..2usize {
+            b[i] = Vector::new(I::cast_from(seed));
+        }
+        let mut acc = Sequence::<Array<Vector<f32, NC>>>::new();
+        #[unroll]
+        for i in 0..CHAINS {
+            let mut c = Array::<Vector<f32, NC>>::new(2usize);
+            c[0] = Vector::new(seed * comptime!(i as f32));
+            c[1] = Vector::new(seed);
+            acc.push(c);
+        }
+        for _ in 0..steps {
+            #[unroll]
+            for i in 0..CHAINS {
+                def.execute_inplace(&a, &b, acc.index_mut(i));
+            }
+        }
+        let mut sum = 0.0f32;
+        #[unroll]
+        for i in 0..CHAINS {
+            sum += acc.index(i)[0].extract(0usize) + acc.index(i)[1].extract(0usize);
+        }
+        out[CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize] = sum;
+    }
+}

@@ -1,0 +1,476 @@
+//! How to compute it: configs, what they need, which are worth measuring.
+
+use arch::{ArchProfile, Backend, DType, MmaShape};
+use cubecl::prelude::{CubeCount, CubeDim};
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
+
+use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
+use super::cores::{CoresConfig, CoresPlan};
+use super::fma::{FmaConfig, FmaPlan};
+use super::mma::{MmaConfig, MmaPlan};
+use super::{Layout, MatmulProblem, Path, Precision};
+
+/// One way to run a matmul.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(tag = "path", rename_all = "lowercase")]
+pub enum MatmulConfig {
+    Mma(MmaConfig),
+    Cube(CubeConfig),
+    Plane(PlaneConfig),
+    Fma(FmaConfig),
+    Cores(CoresConfig),
+}
+
+const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MatmulConfig {
+    let [tile_m, tile_n, tile_k] = tiles;
+    let [planes_m, planes_n] = planes;
+    MatmulConfig::Mma(MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages })
+}
+
+const fn cube(tiles: [u32; 3], units: u32) -> MatmulConfig {
+    let [tile_m, tile_n, tile_k] = tiles;
+    MatmulConfig::Cube(CubeConfig { tile_m, tile_n, tile_k, units })
+}
+
+const fn plane(tiles: [u32; 3], planes: [u32; 2]) -> MatmulConfig {
+    let [tile_m, tile_n, tile_k] = tiles;
+    let [planes_m, planes_n] = planes;
+    MatmulConfig::Plane(PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n })
+}
+
+const fn fma(tiles: [u32; 3], units: [u32; 2]) -> MatmulConfig {
+    let [tile_m, tile_n, tile_k] = tiles;
+    let [units_m, units_n] = units;
+    MatmulConfig::Fma(FmaConfig { tile_m, tile_n, tile_k, units_m, units_n })
+}
+
+/// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
+const MMA: [MatmulConfig; 14] = [
+    mma([128, 128, 32], [2, 2], 3),
+    mma([128, 256, 32], [2, 4], 4),
+    mma([256, 128, 32], [4, 2], 4),
+    mma([128, 128, 64], [2, 2], 3),
+    mma([128, 128, 32], [2, 4], 4),
+    mma([128, 128, 64], [2, 4], 3),
+    mma([128, 256, 32], [2, 4], 3),
+    mma([128, 64, 64], [2, 2], 3),
+    mma([64, 128, 64], [2, 2], 3),
+    mma([64, 64, 64], [2, 2], 4),
+    mma([64, 64, 128], [2, 2], 2),
+    mma([32, 64, 128], [1, 4], 3),
+    mma([16, 64, 128], [1, 4], 4),
+    mma([16, 128, 128], [1, 4], 2),
+];
+const CUBE: [MatmulConfig; 4] = [
+    cube([128, 128, 32], 256),
+    cube([128, 256, 32], 256),
+    cube([64, 64, 64], 128),
+    cube([32, 64, 64], 128),
+];
+const PLANE: [MatmulConfig; 4] = [
+    plane([128, 128, 32], [2, 2]),
+    plane([64, 64, 32], [2, 2]),
+    plane([128, 64, 32], [2, 2]),
+    plane([16, 64, 32], [1, 2]),
+];
+const FMA: [MatmulConfig; 4] = [
+    fma([128, 128, 16], [16, 16]),
+    fma([64, 64, 16], [16, 16]),
+    fma([32, 32, 16], [8, 8]),
+    fma([8, 64, 32], [2, 32]),
+];
+/// What others are compared with: nothing asynchronous, no tensor core, small tiles.
+const SIMPLEST_GPU: MatmulConfig = fma([32, 32, 16], [8, 8]);
+
+pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
+    let halved = problem.precision.storage().size() == 4;
+    let depth = |config: MatmulConfig| match config {
+        MatmulConfig::Mma(c) if halved => {
+            MatmulConfig::Mma(MmaConfig { tile_k: c.tile_k / 2, ..c })
+        }
+        MatmulConfig::Plane(c) if halved => {
+            MatmulConfig::Plane(PlaneConfig { tile_k: c.tile_k / 2, ..c })
+        }
+        other => other,
+    };
+    let all: Vec<_> = match arch.backend {
+        Backend::Cpu => cores(arch),
+        Backend::Cuda => MMA.into_iter().chain(PLANE).chain(FMA).collect(),
+        Backend::Vulkan => CUBE.into_iter().chain(PLANE).chain(FMA).collect(),
+        Backend::WebGpu => FMA.to_vec(),
+    };
+    let mut feasible: Vec<_> =
+        all.into_iter().map(depth).filter(|c| check(arch, problem, c).is_ok()).collect();
+    let tensor = |c: &MatmulConfig| !matches!(c, MatmulConfig::Fma(_));
+    if feasible.iter().any(tensor) {
+        feasible.retain(tensor);
+    }
+    // The tile that covers the problem with the least waste and still fills the device comes first.
+    let fill = |c: &MatmulConfig| waste(arch, problem, c);
+    feasible.sort_by(|a, b| fill(a).total_cmp(&fill(b)));
+    feasible
+}
+
+/// Relative cost of covering the problem with whole tiles on whole waves, ignoring what only a
+/// measurement can tell. Equal costs keep the order of the lists above.
+fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> f64 {
+    let (tile_m, tile_n) = match config {
+        MatmulConfig::Mma(c) => (c.tile_m, c.tile_n),
+        MatmulConfig::Cube(c) => (c.tile_m, c.tile_n),
+        MatmulConfig::Plane(c) => (c.tile_m, c.tile_n),
+        MatmulConfig::Fma(c) => (c.tile_m, c.tile_n),
+        MatmulConfig::Cores(c) => (c.block_m, c.block_n),
+    };
+    let tiles = f64::from(problem.m.div_ceil(tile_m))
+        * f64::from(problem.n.div_ceil(tile_n))
+        * problem.batch() as f64;
+    let processors = f64::from(arch.processors.unwrap_or(32));
+    let waves = (tiles / processors).ceil();
+    // A larger tile reads each operand fewer times: the traffic of one tile is m + n a multiply.
+    let traffic = 1.0 / f64::from(tile_m) + 1.0 / f64::from(tile_n);
+    waves * f64::from(tile_m) * f64::from(tile_n) * (1.0 + 16.0 * traffic)
+}
+
+fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
+    let units = arch.processors.unwrap_or(1);
+    let vector = (arch.load_bytes / 4).clamp(4, 16);
+    let config = |block_m, vectors, block_k, rows| {
+        let block_n = vectors * vector;
+        MatmulConfig::Cores(CoresConfig { block_m, block_n, block_k, rows, vector, units })
+    };
+    vec![
+        config(64, 2, 256, 8),
+        config(64, 4, 128, 4),
+        config(32, 2, 256, 4),
+        config(16, 2, 256, 4),
+        config(8, 2, 512, 8),
+        config(4, 4, 256, 4),
+        config(1, 4, 256, 1),
+    ]
+}
+
+pub(super) fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Option<MatmulConfig> {
+    let config = match arch.backend {
+        Backend::Cpu => cores(arch).pop()?,
+        _ => SIMPLEST_GPU,
+    };
+    // Tf32 results differ from f32 ones by rounding, so its simplest config is a tensor-core one.
+    let config = match problem.precision {
+        Precision::Tf32 => candidates(arch, problem).into_iter().next()?,
+        _ => config,
+    };
+    check(arch, problem, &config).ok().map(|()| config)
+}
+
+pub(super) fn check(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    config: &MatmulConfig,
+) -> Result<(), Infeasible> {
+    let precision = problem.precision;
+    if !arch.dtypes.contains(&precision.storage()) {
+        return Err(lacks(format!("{} buffers", precision.storage())));
+    }
+    match config {
+        MatmulConfig::Mma(c) => check_mma(arch, problem, c),
+        MatmulConfig::Cube(c) => check_cube(arch, problem, c),
+        MatmulConfig::Plane(c) => check_plane(arch, problem, c),
+        MatmulConfig::Fma(c) => check_fma(arch, problem, c),
+        MatmulConfig::Cores(c) => check_cores(arch, problem, c),
+    }
+}
+
+fn lacks(what: String) -> Infeasible {
+    Infeasible::Feature { what }
+}
+
+fn shape(name: &'static str, value: u32, why: &str) -> Infeasible {
+    Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() }
+}
+
+fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible> {
+    if units > arch.max_units_per_cube {
+        return Err(Infeasible::Units { need: units, have: arch.max_units_per_cube });
+    }
+    if shared > arch.max_shared_bytes {
+        return Err(Infeasible::SharedMemory { need: shared, have: arch.max_shared_bytes });
+    }
+    Ok(())
+}
+
+fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Result<(), Infeasible> {
+    let precision = problem.precision;
+    let elem = precision.storage().size();
+    if precision == Precision::F32 {
+        return Err(lacks("f32 matrix instructions".into()));
+    }
+    let inst = arch
+        .mma_for(precision.instruction())
+        .ok_or_else(|| lacks(format!("{} matrix instructions", precision.name())))?;
+    if !arch.async_copy {
+        return Err(lacks("asynchronous copies".into()));
+    }
+    let powers = [("tile_m", c.tile_m), ("tile_n", c.tile_n), ("tile_k", c.tile_k)];
+    if let Some((name, value)) = powers.into_iter().find(|(_, v)| !v.is_power_of_two()) {
+        return Err(shape(name, value, "tiles are powers of two, or the swizzle leaves them"));
+    }
+    let (part_m, part_n) = c.plane_tile();
+    if part_m % 16 != 0 || part_m == 0 {
+        return Err(shape("tile_m", c.tile_m, "a plane needs a multiple of 16 rows"));
+    }
+    if part_n % 16 != 0 || part_n == 0 {
+        return Err(shape("tile_n", c.tile_n, "a plane needs a multiple of 16 columns"));
+    }
+    if c.tile_k % inst.k != 0 {
+        return Err(shape("tile_k", c.tile_k, "not a multiple of the instruction's depth"));
+    }
+    if c.stages < 2 {
+        return Err(shape("stages", c.stages, "a ring needs two"));
+    }
+    let units = c.units();
+    let tiles = [c.lhs_tile(problem.lhs.layout, elem), c.rhs_tile(problem.rhs.layout, elem)];
+    if tiles.iter().any(|t| t.len() / t.chunk() % units as usize != 0) {
+        return Err(shape("planes_m", c.planes_m, "the copies of a tile do not divide"));
+    }
+    if tiles.iter().any(|t| t.elem == 4 && t.transposed && t.cols < 32) {
+        return Err(shape("tile_n", c.tile_n, "a transposed 4-byte tile needs 32 columns"));
+    }
+    let accumulators = part_m * part_n / 32;
+    if accumulators > 128 {
+        return Err(shape("planes_n", c.planes_n, "more than 128 accumulators a unit spill"));
+    }
+    limits(arch, units, c.shared_bytes(elem))
+}
+
+fn check_cube(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &CubeConfig,
+) -> Result<(), Infeasible> {
+    let ab = problem.precision.instruction();
+    if problem.precision == Precision::F32 {
+        return Err(lacks("f32 cube-scope matrices".into()));
+    }
+    let fits = |s: &&MmaShape| s.ab == ab && s.acc == DType::F32;
+    if !arch
+        .cube_mma
+        .iter()
+        .filter(fits)
+        .any(|s| c.tile_m % s.m == 0 && c.tile_n % s.n == 0 && c.tile_k % s.k == 0)
+    {
+        return Err(lacks(format!("cube-scope {ab} matrices of that granularity")));
+    }
+    let spans = [problem.lhs.stride, problem.rhs.stride];
+    if spans.iter().any(|s| *s > u64::from(u32::MAX)) {
+        return Err(shape("stride", u32::MAX, "tensor layouts hold 32-bit strides"));
+    }
+    limits(arch, c.units, arch.cube_mma_reserved_bytes)
+}
+
+fn plane_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
+    let ab = precision.instruction();
+    let fits = |s: &&MmaShape| s.ab == ab && s.acc == DType::F32 && s.m == 16 && s.n == 16;
+    arch.cmma.iter().filter(fits).max_by_key(|s| s.k).copied()
+}
+
+fn check_plane(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &PlaneConfig,
+) -> Result<(), Infeasible> {
+    let precision = problem.precision;
+    if matches!(precision, Precision::F32 | Precision::Tf32) {
+        return Err(lacks(format!("{} plane-scope matrices", precision.name())));
+    }
+    let inst = plane_inst(arch, precision)
+        .ok_or_else(|| lacks(format!("16 x 16 plane-scope {} matrices", precision.name())))?;
+    let (plane, most) = arch.plane_size;
+    if plane != most {
+        return Err(lacks("one fixed plane size".into()));
+    }
+    if c.tile_m % (16 * c.planes_m) != 0 || c.tile_n % (16 * c.planes_n) != 0 {
+        return Err(shape("tile_m", c.tile_m, "planes hold multiples of 16 x 16"));
+    }
+    if c.tile_k % inst.k != 0 {
+        return Err(shape("tile_k", c.tile_k, "not a multiple of the instruction's depth"));
+    }
+    let rows = |l| l == Layout::Row;
+    let shared = c.shared_bytes(
+        rows(problem.lhs.layout),
+        rows(problem.rhs.layout),
+        precision.storage().size(),
+    );
+    limits(arch, c.planes_m * c.planes_n * plane, shared)
+}
+
+fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Result<(), Infeasible> {
+    if problem.precision == Precision::Tf32 {
+        return Err(lacks("tf32 without matrix instructions".into()));
+    }
+    if arch.backend == Backend::Cpu {
+        return Err(lacks("cheap barriers".into()));
+    }
+    if c.tile_m % c.units_m != 0 || c.tile_n % c.units_n != 0 {
+        return Err(shape("tile_m", c.tile_m, "not a multiple of the unit grid"));
+    }
+    limits(arch, c.units(), c.shared_bytes())
+}
+
+fn check_cores(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &CoresConfig,
+) -> Result<(), Infeasible> {
+    if arch.backend != Backend::Cpu {
+        return Err(lacks("a core per unit".into()));
+    }
+    if problem.precision == Precision::Tf32 {
+        return Err(lacks("tf32 matrix instructions".into()));
+    }
+    if c.block_n % c.vector != 0 || c.block_m % c.rows != 0 {
+        return Err(shape("block_m", c.block_m, "not a multiple of the register block"));
+    }
+    if c.stack_bytes() > 256 << 10 {
+        return Err(shape("block_k", c.block_k, "the panel outgrows a unit's stack"));
+    }
+    Ok(())
+}
+
+/// A config bound to a problem: comptime path, vector widths and grid.
+pub(super) struct Plan {
+    pub(super) path: Path,
+    /// Elements of a vector of lhs, rhs and out.
+    pub(super) widths: [usize; 3],
+    units: (u32, u32),
+    tile: (u32, u32),
+    /// Tiles of one cube.
+    per_cube: u32,
+}
+
+impl Plan {
+    pub(super) fn new(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> Self {
+        let elem = problem.precision.storage().size();
+        let widest = problem.widths(16 / elem as u64);
+        let (lhs, rhs) = (problem.lhs.layout, problem.rhs.layout);
+        let (lhs_rows, rhs_rows) = (lhs == Layout::Row, rhs == Layout::Row);
+        let exact = |tile_m, tile_n, tile_k| {
+            problem.m % tile_m == 0 && problem.n % tile_n == 0 && problem.k % tile_k == 0
+        };
+        match *config {
+            MatmulConfig::Mma(c) => Self {
+                path: Path::Mma(MmaPlan {
+                    config: c,
+                    lhs: c.lhs_tile(lhs, elem),
+                    rhs: c.rhs_tile(rhs, elem),
+                    inst_k: arch.mma_for(problem.precision.instruction()).map_or(0, |s| s.k),
+                    exact: exact(c.tile_m, c.tile_n, c.tile_k),
+                }),
+                widths: [widest[0], widest[1], widest[2].min(2)],
+                units: (32, c.planes_m * c.planes_n),
+                tile: (c.tile_m, c.tile_n),
+                per_cube: 1,
+            },
+            MatmulConfig::Cube(c) => Self {
+                path: Path::Cube(CubePlan { config: c, lhs_rows, rhs_rows }),
+                widths: [1; 3],
+                units: (c.units, 1),
+                tile: (c.tile_m, c.tile_n),
+                per_cube: 1,
+            },
+            MatmulConfig::Plane(c) => Self {
+                path: Path::Plane(PlanePlan {
+                    config: c,
+                    plane: arch.plane_size.0,
+                    inst_k: plane_inst(arch, problem.precision).map_or(0, |s| s.k),
+                    elem,
+                    lhs_rows,
+                    rhs_rows,
+                }),
+                widths: [widest[0].min(4), widest[1].min(4), 1],
+                units: (arch.plane_size.0, c.planes_m * c.planes_n),
+                tile: (c.tile_m, c.tile_n),
+                per_cube: 1,
+            },
+            MatmulConfig::Fma(c) => Self {
+                path: Path::Fma(FmaPlan {
+                    config: c,
+                    lhs_along_k: lhs_rows,
+                    rhs_along_k: !rhs_rows,
+                }),
+                widths: [widest[0].min(4), widest[1].min(4), 1],
+                units: (c.units(), 1),
+                tile: (c.tile_m, c.tile_n),
+                per_cube: 1,
+            },
+            MatmulConfig::Cores(c) => {
+                let whole = problem.widths(u64::from(c.vector));
+                let all_or_one = |w: usize| if w == c.vector as usize { w } else { 1 };
+                Self {
+                    path: Path::Cores(CoresPlan {
+                        config: c,
+                        lhs_along_k: lhs_rows,
+                        rhs_along_k: !rhs_rows,
+                    }),
+                    widths: [
+                        1,
+                        if rhs_rows { all_or_one(whole[1]) } else { 1 },
+                        all_or_one(whole[2]),
+                    ],
+                    units: (c.units, 1),
+                    tile: (c.block_m, c.block_n),
+                    per_cube: c.units,
+                }
+            }
+        }
+    }
+
+    pub(super) fn cube_dim(&self) -> CubeDim {
+        CubeDim::new_2d(self.units.0, self.units.1)
+    }
+
+    pub(super) fn cubes(&self, problem: &MatmulProblem, batch: u32) -> CubeCount {
+        let tiles = problem.m.div_ceil(self.tile.0) * problem.n.div_ceil(self.tile.1);
+        CubeCount::Static(tiles.div_ceil(self.per_cube), batch, 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(sizes: [u32; 3], layouts: [Layout; 2], precision: Precision) -> MatmulProblem {
+        MatmulProblem::dense(1, sizes, layouts, precision).expect("valid sizes")
+    }
+
+    #[test]
+    fn every_profile_has_a_candidate_and_every_candidate_passes_its_check() {
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for precision in Precision::ALL {
+                for lhs in [Layout::Row, Layout::Col] {
+                    for rhs in [Layout::Row, Layout::Col] {
+                        for sizes in [[1, 1, 1], [7, 129, 33], [4096, 4096, 4096]] {
+                            let p = problem(sizes, [lhs, rhs], precision);
+                            let found = candidates(&arch, &p);
+                            assert!(!found.is_empty(), "{name} {p:?}");
+                            for c in found {
+                                check(&arch, &p, &c).expect("candidates are checked");
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rtx_cards_never_get_more_shared_memory_than_they_have() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let p = problem([4096; 3], [Layout::Row, Layout::Row], Precision::Bf16);
+        let greedy = mma([256, 256, 64], [4, 4], 4);
+        let need = 4 * (256 + 256) * 64 * 2;
+        let have = 99 << 10;
+        assert_eq!(check(&arch, &p, &greedy), Err(Infeasible::SharedMemory { need, have }));
+    }
+}

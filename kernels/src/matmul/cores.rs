@@ -1,0 +1,227 @@
+//! The path of the CPU: one unit a core, vector registers, no shared memory and no barrier.
+//!
+//! A unit owns a block of C, held in f32 on its stack. For each slice of k it packs its panel of B
+//! into `[block_k, block_n]` once, whatever B's layout, and multiplies every row group of A against
+//! it: Goto's scheme with the panel sized for the first-level cache.
+
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::{Dims, bias_at};
+
+/// Block sizes of the CPU path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct CoresConfig {
+    /// Block of C that a unit owns.
+    pub block_m: u32,
+    pub block_n: u32,
+    /// Depth of the packed panel.
+    pub block_k: u32,
+    /// Rows that are multiplied at once, `rows * block_n / vector` vector registers.
+    pub rows: u32,
+    /// f32 elements of a vector register.
+    pub vector: u32,
+    /// Units, one a core.
+    pub units: u32,
+}
+
+impl CoresConfig {
+    /// Bytes on a unit's stack.
+    pub(crate) const fn stack_bytes(self) -> u32 {
+        (self.block_m + self.block_k) * self.block_n * 4
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct CoresPlan {
+    pub(crate) config: CoresConfig,
+    /// Whether k is the contiguous axis of each operand.
+    pub(crate) lhs_along_k: bool,
+    pub(crate) rhs_along_k: bool,
+}
+
+#[cube]
+pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    out: &mut [Vector<F, NO>],
+    bias: &[F],
+    dims: &Dims,
+    #[comptime] plan: CoresPlan,
+    #[comptime] biased: bool,
+) {
+    let config = comptime!(plan.config);
+    let (block_m, block_n) = comptime!((config.block_m, config.block_n));
+    let (block_k, rows) = comptime!((config.block_k, config.rows as usize));
+    let size!(W) = config.vector as usize;
+    let vectors = comptime!((block_n / config.vector) as usize);
+    let out_width = NO::value();
+
+    let blocks_n = dims.n.div_ceil(block_n);
+    let blocks_m = dims.m.div_ceil(block_m);
+    let block = CUBE_POS_X * CUBE_DIM + UNIT_POS;
+    if block < blocks_m * blocks_n {
+        let (row0, col0) = (block / blocks_n * block_m, block % blocks_n * block_n);
+        let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
+        let height = min(dims.m - row0, block_m);
+
+        let mut sums = Array::<Vector<f32, W>>::new(comptime!(block_m as usize * vectors));
+        for i in 0..comptime!(block_m as usize * vectors) {
+            sums[i] = Vector::new(0.0f32);
+        }
+        let mut panel = Array::<Vector<f32, W>>::new(comptime!(block_k as usize * vectors));
+
+        let mut k0 = 0u32;
+        while k0 < dims.k {
+            let depth = min(dims.k - k0, block_k);
+            for kk in 0..depth {
+                #[unroll]
+                for j in 0..vectors {
+                    let col = col0 + comptime!(j as u32 * config.vector);
+                    panel[kk as usize * vectors + j] = pack::<F, NR, W>(
+                        rhs,
+                        rhs_start,
+                        dims.rhs_stride,
+                        k0 + kk,
+                        col,
+                        dims.n,
+                        plan,
+                    );
+                }
+            }
+            let mut row = 0u32;
+            while row < height {
+                row_group::<F, NL, W>(
+                    lhs, &panel, &mut sums, lhs_start, dims, row0, row, k0, depth, plan, rows,
+                    vectors,
+                );
+                row += comptime!(rows as u32);
+            }
+            k0 += block_k;
+        }
+
+        for row in 0..height {
+            let line = out_start + (row0 + row) as usize * dims.out_stride;
+            #[unroll]
+            for j in 0..vectors {
+                let col = col0 + comptime!(j as u32 * config.vector);
+                let sum = sums[row as usize * vectors + j];
+                if comptime!(out_width == config.vector as usize) {
+                    if col < dims.n {
+                        let mut added = sum;
+                        if comptime!(biased) {
+                            #[unroll]
+                            for e in 0..W::value() {
+                                let b = bias_at(bias, col + comptime!(e as u32), biased);
+                                added.insert(e, sum.extract(e) + b);
+                            }
+                        }
+                        out[(line + col as usize) / NO::value()] = Vector::cast_from(added);
+                    }
+                } else {
+                    #[unroll]
+                    for e in 0..W::value() {
+                        let at = col + comptime!(e as u32);
+                        if at < dims.n {
+                            let added = sum.extract(e) + bias_at(bias, at, biased);
+                            out[line + at as usize] = Vector::new(F::cast_from(added));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One vector of B at depth `k`, columns `col..`, zero past `n`.
+#[cube]
+fn pack<F: Float, N: Size, W: Size>(
+    rhs: &[Vector<F, N>],
+    start: usize,
+    stride: usize,
+    k: u32,
+    col: u32,
+    n: u32,
+    #[comptime] plan: CoresPlan,
+) -> Vector<f32, W> {
+    let mut value = Vector::<f32, W>::new(0.0f32);
+    let width = N::value();
+    if comptime!(!plan.rhs_along_k && width == plan.config.vector as usize) {
+        if col < n {
+            let from = start + k as usize * stride + col as usize;
+            value = Vector::cast_from(rhs[from / N::value()]);
+        }
+    } else {
+        #[unroll]
+        for e in 0..W::value() {
+            let col = col + comptime!(e as u32);
+            if col < n {
+                let from = if comptime!(plan.rhs_along_k) {
+                    start + col as usize * stride + k as usize
+                } else {
+                    start + k as usize * stride + col as usize
+                };
+                value.insert(e, f32::cast_from(rhs[from].extract(0usize)));
+            }
+        }
+    }
+    value
+}
+
+/// `sums[row.., ..] += A[row0 + row.., k0..] · panel` for one group of rows. Rows past the end of A
+/// repeat its last row; they are never stored.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one operand, one panel, one block")]
+fn row_group<F: Float, N: Size, W: Size>(
+    lhs: &[Vector<F, N>],
+    panel: &Array<Vector<f32, W>>,
+    sums: &mut Array<Vector<f32, W>>,
+    start: usize,
+    dims: &Dims,
+    row0: u32,
+    row: u32,
+    k0: u32,
+    depth: u32,
+    #[comptime] plan: CoresPlan,
+    #[comptime] rows: usize,
+    #[comptime] vectors: usize,
+) {
+    let mut acc = Array::<Vector<f32, W>>::new(comptime!(rows * vectors));
+    let mut from = Array::<usize>::new(rows);
+    #[unroll]
+    for r in 0..rows {
+        let line = min(row0 + row + comptime!(r as u32), dims.m - 1) as usize;
+        from[r] = if comptime!(plan.lhs_along_k) {
+            start + line * dims.lhs_stride + k0 as usize
+        } else {
+            start + k0 as usize * dims.lhs_stride + line
+        };
+        #[unroll]
+        for j in 0..vectors {
+            acc[comptime!(r * vectors + j)] = sums[(row as usize + r) * vectors + j];
+        }
+    }
+    let mut step = 1usize;
+    if comptime!(!plan.lhs_along_k) {
+        step = dims.lhs_stride;
+    }
+    for kk in 0..depth as usize {
+        #[unroll]
+        for r in 0..rows {
+            let a = f32::cast_from(lhs[from[r] + kk * step].extract(0usize));
+            #[unroll]
+            for j in 0..vectors {
+                let at = comptime!(r * vectors + j);
+                acc[at] = fma(Vector::new(a), panel[kk * vectors + j], acc[at]);
+            }
+        }
+    }
+    #[unroll]
+    for r in 0..rows {
+        #[unroll]
+        for j in 0..vectors {
+            sums[(row as usize + r) * vectors + j] = acc[comptime!(r * vectors + j)];
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! The tensor-core path of CUDA: `mma.sync` fed by `ldmatrix` from a ring of `cp.async` stages.
+//!
+//! | loop                              | level                                             |
+//! |-----------------------------------|---------------------------------------------------|
+//! | `(tile_m, tile_n)` blocks of C    | cubes, grouped so that a wave reuses L2           |
+//! | `k0` in steps of `tile_k`         | ring of `stages` shared tiles, `stages - 1` ahead |
+//! | `(plane_m, plane_n)` parts        | planes, accumulators in registers                 |
+//! | `kk` in steps of the instruction  | fragments, loaded one step ahead                  |
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::{Dims, Layout, bias_at, tile_of_cube};
+use crate::tile::{TileShape, commit_copies, copy_tile, load_lhs, load_rhs, wait_copies};
+
+/// Tile sizes of the tensor-core path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MmaConfig {
+    /// Rows, columns and depth of a cube's tile.
+    pub tile_m: u32,
+    pub tile_n: u32,
+    pub tile_k: u32,
+    /// Grid of planes that share the tile.
+    pub planes_m: u32,
+    pub planes_n: u32,
+    /// Shared tiles in the ring.
+    pub stages: u32,
+}
+
+impl MmaConfig {
+    pub(crate) const fn units(self) -> u32 {
+        32 * self.planes_m * self.planes_n
+    }
+
+    /// Rows and columns of one plane's part.
+    pub(crate) const fn plane_tile(self) -> (u32, u32) {
+        (self.tile_m / self.planes_m, self.tile_n / self.planes_n)
+    }
+
+    /// The shared tile of the left operand, elements of `elem` bytes.
+    pub(crate) const fn lhs_tile(self, layout: Layout, elem: usize) -> TileShape {
+        shared_tile(self.tile_m, self.tile_k, matches!(layout, Layout::Col), elem)
+    }
+
+    /// The shared tile of the right operand.
+    pub(crate) const fn rhs_tile(self, layout: Layout, elem: usize) -> TileShape {
+        shared_tile(self.tile_n, self.tile_k, matches!(layout, Layout::Row), elem)
+    }
+
+    pub(crate) const fn shared_bytes(self, elem: usize) -> u32 {
+        self.stages * (self.tile_m + self.tile_n) * self.tile_k * elem as u32
+    }
+}
+
+/// `[outer, k]`, or `[k, outer]` when the outer axis is the contiguous one.
+const fn shared_tile(outer: u32, k: u32, transposed: bool, elem: usize) -> TileShape {
+    let (rows, cols) = if transposed { (k, outer) } else { (outer, k) };
+    TileShape { rows: rows as usize, cols: cols as usize, elem, transposed }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct MmaPlan {
+    pub(crate) config: MmaConfig,
+    pub(crate) lhs: TileShape,
+    pub(crate) rhs: TileShape,
+    /// Depth of the instruction.
+    pub(crate) inst_k: u32,
+    /// Every tile is full: no edge is checked.
+    pub(crate) exact: bool,
+}
+
+#[cube]
+pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    out: &mut [Vector<F, NO>],
+    bias: &[F],
+    dims: &Dims,
+    #[comptime] plan: MmaPlan,
+    #[comptime] biased: bool,
+) {
+    let config = comptime!(plan.config);
+    let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
+    let stages = comptime!(config.stages);
+    let units = comptime!(config.units() as usize);
+    let (wm, wn) = comptime!(config.plane_tile());
+    let (frags_m, frags_n) = comptime!((wm as usize / 16, wn as usize / 16));
+    let steps = comptime!(tile_k / plan.inst_k);
+    let (lhs_len, rhs_len) = comptime!((plan.lhs.len(), plan.rhs.len()));
+
+    let (width_lhs, width_rhs) = (NL::value(), NR::value());
+    let mut shared_lhs = Shared::<[Vector<F, NL>]>::new_aligned_slice(
+        comptime!(lhs_len * stages as usize / width_lhs),
+        128usize,
+    ); // [stages, tile_m, tile_k]
+    let mut shared_rhs = Shared::<[Vector<F, NR>]>::new_aligned_slice(
+        comptime!(rhs_len * stages as usize / width_rhs),
+        128usize,
+    ); // [stages, tile_n, tile_k]
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * 32 + lane;
+    let (block_m, block_n) = tile_of_cube(dims, tile_m, tile_n);
+    let (row0, col0) = (block_m * tile_m, block_n * tile_n);
+    let (rows_left, cols_left) = (dims.m - row0, dims.n - col0);
+    let part_m = plane / config.planes_n * wm;
+    let part_n = plane % config.planes_n * wn;
+    let (batch_lhs, batch_rhs, batch_out) = dims.batch(CUBE_POS_Y as usize);
+
+    let lhs_col = comptime!(plan.lhs.transposed);
+    let rhs_row = comptime!(plan.rhs.transposed);
+    let mut lhs_at = batch_lhs;
+    let mut lhs_step = tile_k as usize;
+    if lhs_col {
+        lhs_at += row0 as usize;
+        lhs_step *= dims.lhs_stride;
+    } else {
+        lhs_at += row0 as usize * dims.lhs_stride;
+    }
+    let mut rhs_at = batch_rhs;
+    let mut rhs_step = tile_k as usize;
+    if rhs_row {
+        rhs_at += col0 as usize;
+        rhs_step *= dims.rhs_stride;
+    } else {
+        rhs_at += col0 as usize * dims.rhs_stride;
+    }
+
+    let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, plan.inst_k as usize);
+    let size!(NF) = def.vector_size(MatrixIdent::A);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+    let mut acc = Sequence::<Array<Vector<f32, NC>>>::new(); // [wm / 16, wn / 8] fragments
+    #[unroll]
+    for _ in 0..comptime!(frags_m * frags_n * 2) {
+        let mut fragment = Array::<Vector<f32, NC>>::new(2usize);
+        fragment[0] = Vector::new(0.0f32);
+        fragment[1] = Vector::new(0.0f32);
+        acc.push(fragment);
+    }
+
+    let tiles = dims.k.div_ceil(tile_k);
+    let mut k_left = dims.k;
+
+    // Fill all stages but one.
+    #[unroll]
+    for s in 0..comptime!(stages - 1) {
+        if s < tiles {
+            fill_stage::<F, NL, NR>(
+                lhs,
+                rhs,
+                &mut shared_lhs,
+                &mut shared_rhs,
+                dims,
+                lhs_at,
+                rhs_at,
+                s,
+                rows_left,
+                cols_left,
+                k_left,
+                unit,
+                plan,
+                units,
+            );
+            lhs_at += lhs_step;
+            rhs_at += rhs_step;
+            k_left -= min(k_left, tile_k);
+        }
+        commit_copies();
+    }
+    let mut read = 0u32;
+    let mut write = comptime!(stages - 1).runtime();
+
+    for tile in 0..tiles {
+        wait_copies(comptime!(stages - 2));
+        sync_cube();
+        if tile + comptime!(stages - 1) < tiles {
+            fill_stage::<F, NL, NR>(
+                lhs,
+                rhs,
+                &mut shared_lhs,
+                &mut shared_rhs,
+                dims,
+                lhs_at,
+                rhs_at,
+                write,
+                rows_left,
+                cols_left,
+                k_left,
+                unit,
+                plan,
+                units,
+            );
+            lhs_at += lhs_step;
+            rhs_at += rhs_step;
+            k_left -= min(k_left, tile_k);
+        }
+        commit_copies();
+
+        let lhs_slot = read * comptime!(lhs_len as u32);
+        let rhs_slot = read * comptime!(rhs_len as u32);
+        #[unroll]
+        for step in 0..steps {
+            let k = comptime!(step * plan.inst_k).runtime();
+            let mut a = Sequence::<Array<Vector<I, NF>>>::new();
+            #[unroll]
+            for i in 0..frags_m {
+                let row = part_m + comptime!(16 * i as u32);
+                a.push(load_lhs::<F, I, NL, NF>(
+                    &shared_lhs,
+                    lhs_slot,
+                    row,
+                    k,
+                    lane,
+                    &def,
+                    plan.lhs,
+                ));
+            }
+            #[unroll]
+            for j in 0..frags_n {
+                let col = part_n + comptime!(16 * j as u32);
+                let (left, right) =
+                    load_rhs::<F, I, NR, NF>(&shared_rhs, rhs_slot, col, k, lane, &def, plan.rhs);
+                #[unroll]
+                for i in 0..frags_m {
+                    let at = comptime!((i * frags_n + j) * 2);
+                    def.execute_inplace(a.index(i), &left, acc.index_mut(at));
+                    def.execute_inplace(a.index(i), &right, acc.index_mut(comptime!(at + 1)));
+                }
+            }
+        }
+        read = select(read == comptime!(stages - 1), 0, read + 1);
+        write = select(write == comptime!(stages - 1), 0, write + 1);
+    }
+
+    // C fragment: rows lane / 4 and + 8, columns 2 * (lane % 4) and + 1.
+    #[unroll]
+    for i in 0..frags_m {
+        #[unroll]
+        for j in 0..comptime!(frags_n * 2) {
+            let fragment = acc.index(comptime!(i * frags_n * 2 + j));
+            #[unroll]
+            for half in 0..2usize {
+                let row = row0 + part_m + comptime!((16 * i + 8 * half) as u32) + lane / 4;
+                let col = col0 + part_n + comptime!(8 * j as u32) + lane % 4 * 2;
+                if comptime!(plan.exact) || row < dims.m {
+                    let at = batch_out + row as usize * dims.out_stride + col as usize;
+                    store_pair::<F, NC, NO>(
+                        out,
+                        bias,
+                        fragment[half],
+                        at,
+                        col,
+                        dims.n,
+                        plan.exact,
+                        biased,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Issues the copies of both operands' next tiles into stage `stage`.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "the two operands' cursors")]
+fn fill_stage<F: Float, NL: Size, NR: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    shared_lhs: &mut [Vector<F, NL>],
+    shared_rhs: &mut [Vector<F, NR>],
+    dims: &Dims,
+    lhs_at: usize,
+    rhs_at: usize,
+    stage: u32,
+    rows_left: u32,
+    cols_left: u32,
+    k_left: u32,
+    unit: u32,
+    #[comptime] plan: MmaPlan,
+    #[comptime] units: usize,
+) {
+    let (lhs_rows, lhs_cols) =
+        if comptime!(plan.lhs.transposed) { (k_left, rows_left) } else { (rows_left, k_left) };
+    let (rhs_rows, rhs_cols) =
+        if comptime!(plan.rhs.transposed) { (k_left, cols_left) } else { (cols_left, k_left) };
+    copy_tile::<F, NL>(
+        lhs,
+        shared_lhs,
+        lhs_at,
+        dims.lhs_stride,
+        stage * comptime!(plan.lhs.len() as u32),
+        lhs_rows,
+        lhs_cols,
+        unit,
+        units,
+        plan.lhs,
+        plan.exact,
+    );
+    copy_tile::<F, NR>(
+        rhs,
+        shared_rhs,
+        rhs_at,
+        dims.rhs_stride,
+        stage * comptime!(plan.rhs.len() as u32),
+        rhs_rows,
+        rhs_cols,
+        unit,
+        units,
+        plan.rhs,
+        plan.exact,
+    );
+}
+
+/// Stores two neighbouring results as one vector, or one by one where rows are not pair-aligned.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one pair, one place, one edge")]
+fn store_pair<F: Float, NC: Size, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    bias: &[F],
+    pair: Vector<f32, NC>,
+    at: usize,
+    col: u32,
+    n: u32,
+    #[comptime] exact: bool,
+    #[comptime] biased: bool,
+) {
+    let width = NO::value();
+    if comptime!(width == 2) {
+        if comptime!(exact) || col < n {
+            let mut sum = pair;
+            if comptime!(biased) {
+                sum.insert(0usize, pair.extract(0usize) + bias_at(bias, col, biased));
+                sum.insert(1usize, pair.extract(1usize) + bias_at(bias, col + 1, biased));
+            }
+            out[at / 2] = Vector::cast_from(sum);
+        }
+    } else {
+        #[unroll]
+        for e in 0..2usize {
+            let col = col + comptime!(e as u32);
+            if comptime!(exact) || col < n {
+                let sum = pair.extract(e) + bias_at(bias, col, biased);
+                out[at + e] = Vector::new(F::cast_from(sum));
+            }
+        }
+    }
+}

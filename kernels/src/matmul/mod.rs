@@ -1,0 +1,272 @@
+//! C = A·B + bias    A: `[batch, m, k]`   B: `[batch, k, n]`   bias: `[n]`   C: `[batch, m, n]`
+//!
+//! ```text
+//!   for each (tile_m x tile_n) block of C             // one cube (CPU: one unit)
+//!     for k0 in (0..k).step_by(tile_k)                // one stage: global -> shared
+//!       acc += A[.., k0..] · B[k0.., ..]              // one plane: shared -> registers, multiply
+//!     C = round(acc)
+//! ```
+//!
+//! Operands are stored in the problem's type; products are summed in f32; the sum is rounded once.
+//! [`Precision::F32`] multiplies in f32; [`Precision::Tf32`] rounds f32 operands to 10 mantissa bits
+//! on the tensor cores. Either operand may have its rows or its columns contiguous, with any leading
+//! dimension, and either may repeat over batches (stride 0).
+//!
+//! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
+//!
+//! One source, five ways through it, chosen by [`MatmulConfig`]:
+//!
+//! | path    | multiplies with            | feeds it by                        | where                   |
+//! |---------|----------------------------|------------------------------------|-------------------------|
+//! | `Mma`   | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
+//! | `Cube`  | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
+//! | `Plane` | plane-scope matrices       | shared memory                      | Vulkan, CUDA            |
+//! | `Fma`   | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
+//! | `Cores` | vector multiply-add        | packed panels on the stack         | CPU                     |
+//!
+//! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for the
+//! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
+
+mod cmma;
+mod config;
+mod cores;
+mod fma;
+mod mma;
+mod problem;
+
+use arch::{ArchProfile, DType, Device};
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use tune::{Cost, Infeasible, Kernel, Output};
+
+pub use cmma::{CubeConfig, PlaneConfig};
+pub use config::MatmulConfig;
+pub use cores::CoresConfig;
+pub use fma::FmaConfig;
+pub use mma::MmaConfig;
+pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
+
+use config::Plan;
+
+/// The matmul kernel family.
+pub struct Matmul;
+
+/// Device buffers of one matmul, each dense from its first element on.
+#[derive(Debug, Clone)]
+pub struct MatmulOperands {
+    pub lhs: Handle,
+    pub rhs: Handle,
+    pub out: Handle,
+    /// Present when the problem has one.
+    pub bias: Option<Handle>,
+}
+
+impl Kernel for Matmul {
+    type Problem = MatmulProblem;
+    type Config = MatmulConfig;
+    type Operands = MatmulOperands;
+
+    const NAME: &'static str = "matmul";
+    const VERSION: u32 = 1;
+
+    fn bucket(problem: &MatmulProblem) -> String {
+        problem.bucket()
+    }
+
+    fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
+        config::candidates(arch, problem)
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        problem: &MatmulProblem,
+        config: &MatmulConfig,
+    ) -> Result<(), Infeasible> {
+        config::check(arch, problem, config)
+    }
+
+    fn cost(problem: &MatmulProblem) -> Cost {
+        problem.cost()
+    }
+
+    fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Option<MatmulConfig> {
+        config::simplest(arch, problem)
+    }
+
+    fn operands(device: &Device, problem: &MatmulProblem, seed: u64) -> MatmulOperands {
+        let client = device.client();
+        let (size, [lhs, rhs, out]) = (problem.precision.storage().size(), problem.extents());
+        let make = |len: usize, seed| crate::noise(device, len, problem.precision.storage(), seed);
+        MatmulOperands {
+            lhs: make(lhs, 2 * seed),
+            rhs: make(rhs, 2 * seed + 1),
+            out: client.empty(out * size),
+            bias: problem.bias.then(|| make(problem.n as usize, 2 * seed + 7)),
+        }
+    }
+
+    fn output(problem: &MatmulProblem, operands: &MatmulOperands) -> Output {
+        let dtype = problem.precision.storage();
+        // Two roundings of the result, and two orders of summation of k products in f32.
+        let epsilon = match problem.precision {
+            Precision::F32 => 0.0,
+            Precision::Tf32 => 2f64.powi(-10),
+            Precision::F16 => 2f64.powi(-10),
+            Precision::Bf16 => 2f64.powi(-7),
+        };
+        let tolerance = epsilon + f64::from(problem.k).sqrt() * 2f64.powi(-22);
+        Output { handle: operands.out.clone(), dtype, len: problem.extents()[2], tolerance }
+    }
+
+    fn launch(
+        device: &Device,
+        problem: &MatmulProblem,
+        config: &MatmulConfig,
+        operands: &MatmulOperands,
+    ) {
+        let plan = Plan::new(device.profile(), problem, config);
+        let (client, [lhs_len, rhs_len, out_len]) = (device.client(), problem.extents());
+        let storage = elem(problem.precision.storage());
+        let instruction = match problem.precision {
+            Precision::Tf32 => ElemType::Float(FloatKind::TF32),
+            _ => storage,
+        };
+        let longest = lhs_len.max(rhs_len).max(out_len);
+        let address = if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
+        // A kernel without a bias still binds a buffer in its place, and never reads it.
+        let (bias, bias_len) = match &operands.bias {
+            Some(bias) => (bias, problem.n as usize),
+            None => (&operands.lhs, 1),
+        };
+        for slice in problem.batch_slices(device.profile().backend) {
+            let [width_lhs, width_rhs, width_out] = plan.widths;
+            // SAFETY: `plan` was derived from the problem whose extents the handles have; every
+            // path checks the edges that `plan.exact` does not rule out.
+            unsafe {
+                matmul::launch_unchecked(
+                    client,
+                    plan.cubes(problem, slice.count),
+                    plan.cube_dim(),
+                    address,
+                    width_lhs,
+                    width_rhs,
+                    width_out,
+                    BufferArg::from_raw_parts(operands.lhs.clone(), lhs_len / width_lhs),
+                    BufferArg::from_raw_parts(operands.rhs.clone(), rhs_len / width_rhs),
+                    BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
+                    BufferArg::from_raw_parts(bias.clone(), bias_len),
+                    slice.dims(problem),
+                    plan.path,
+                    problem.bias,
+                    [storage, instruction],
+                );
+            }
+        }
+    }
+}
+
+/// Sizes and strides of one launch, in elements.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Dims {
+    pub(crate) m: u32,
+    pub(crate) n: u32,
+    pub(crate) k: u32,
+    /// Distance between rows (or columns, where those are contiguous).
+    pub(crate) lhs_stride: usize,
+    pub(crate) rhs_stride: usize,
+    pub(crate) out_stride: usize,
+    /// First elements of this launch's first batch.
+    pub(crate) lhs_start: usize,
+    pub(crate) rhs_start: usize,
+    pub(crate) out_start: usize,
+    /// Distance between batches; 0 repeats an operand.
+    pub(crate) lhs_batch: usize,
+    pub(crate) rhs_batch: usize,
+    pub(crate) out_batch: usize,
+}
+
+#[cube]
+impl Dims {
+    /// Where the operands and the result of batch `batch` start.
+    pub(crate) fn batch(&self, batch: usize) -> (usize, usize, usize) {
+        (
+            self.lhs_start + batch * self.lhs_batch,
+            self.rhs_start + batch * self.rhs_batch,
+            self.out_start + batch * self.out_batch,
+        )
+    }
+}
+
+/// Comptime facts of a launch: which path, with what geometry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Path {
+    Mma(mma::MmaPlan),
+    Cube(cmma::CubePlan),
+    Plane(cmma::PlanePlan),
+    Fma(fma::FmaPlan),
+    Cores(cores::CoresPlan),
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn matmul<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    out: &mut [Vector<F, NO>],
+    bias: &[F],
+    dims: &Dims,
+    #[comptime] path: Path,
+    #[comptime] biased: bool,
+    #[define(F, I)] _dtypes: [ElemType; 2],
+) {
+    match path {
+        Path::Mma(plan) => {
+            mma::multiply::<F, I, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+        }
+        Path::Cube(plan) => {
+            cmma::multiply_cube::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+        }
+        Path::Plane(plan) => {
+            cmma::multiply_planes::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+        }
+        Path::Fma(plan) => fma::multiply::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased),
+        Path::Cores(plan) => {
+            cores::multiply::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+        }
+    }
+}
+
+/// What is added to column `col` of every row.
+#[cube]
+pub(crate) fn bias_at<F: Float>(bias: &[F], col: u32, #[comptime] biased: bool) -> f32 {
+    let mut value = 0.0f32;
+    if biased {
+        value = f32::cast_from(bias[col as usize]);
+    }
+    value
+}
+
+/// The `(m, n)` block of this cube. Cubes run down groups of eight block rows before they move one
+/// block to the right, so that the cubes of a wave share rows of A and columns of B in the L2.
+#[cube]
+pub(crate) fn tile_of_cube(
+    dims: &Dims,
+    #[comptime] tile_m: u32,
+    #[comptime] tile_n: u32,
+) -> (u32, u32) {
+    let group = comptime!(8u32);
+    let (rows, cols) = (dims.m.div_ceil(tile_m), dims.n.div_ceil(tile_n));
+    let per_group = group * cols;
+    let first = CUBE_POS_X / per_group * group;
+    let in_group = CUBE_POS_X % per_group;
+    let height = min(rows - first, group);
+    (first + in_group % height, in_group / height)
+}
+
+pub(crate) const fn elem(dtype: DType) -> ElemType {
+    match dtype {
+        DType::F16 => ElemType::Float(FloatKind::F16),
+        DType::Bf16 => ElemType::Float(FloatKind::BF16),
+        _ => ElemType::Float(FloatKind::F32),
+    }
+}

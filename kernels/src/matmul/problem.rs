@@ -1,0 +1,388 @@
+//! What to compute.
+
+use arch::{Backend, DType};
+use serde::{Deserialize, Serialize};
+use tune::Cost;
+
+use super::DimsLaunch;
+
+/// How operands are stored and multiplied. Results have the operands' storage type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// f32 storage, f32 arithmetic.
+    F32,
+    /// f32 storage; tensor cores read the operands rounded to 10 mantissa bits.
+    Tf32,
+    F16,
+    Bf16,
+}
+
+impl Precision {
+    pub const ALL: [Self; 4] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16];
+
+    /// The type that operands and results are stored in.
+    pub const fn storage(self) -> DType {
+        match self {
+            Self::F32 | Self::Tf32 => DType::F32,
+            Self::F16 => DType::F16,
+            Self::Bf16 => DType::Bf16,
+        }
+    }
+
+    /// The type that a matrix instruction reads; `F32` is multiplied without one.
+    pub const fn instruction(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Tf32 => DType::Tf32,
+            Self::F16 => DType::F16,
+            Self::Bf16 => DType::Bf16,
+        }
+    }
+
+    pub const fn name(self) -> &'static str {
+        self.instruction().name()
+    }
+}
+
+/// Which axis of an operand is contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Layout {
+    /// Rows are contiguous: `[m, k]` or `[k, n]` as written.
+    Row,
+    /// Columns are contiguous: the transpose is what lies in memory. A linear layer's weight
+    /// `[n, k]` is a `Col` right operand.
+    Col,
+}
+
+impl Layout {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Row => "row",
+            Self::Col => "col",
+        }
+    }
+}
+
+/// How one operand lies in its buffer, in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Operand {
+    pub layout: Layout,
+    /// Distance between rows (`Row`) or columns (`Col`).
+    pub stride: u64,
+    /// Index of the first element.
+    pub start: u64,
+}
+
+/// How batches map to matrices: `outer · inner` products; the strides (elements) of one step of
+/// each, 0 where an operand repeats. Results are dense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Batches {
+    pub outer: u32,
+    pub inner: u32,
+    pub lhs: (u64, u64),
+    pub rhs: (u64, u64),
+}
+
+/// One matmul. Build it with [`MatmulProblem::dense`] or [`MatmulProblem::new`], which check it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct MatmulProblem {
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    pub lhs: Operand,
+    pub rhs: Operand,
+    pub batches: Batches,
+    pub precision: Precision,
+    /// Whether a vector `[n]` is added to every row before rounding.
+    pub bias: bool,
+}
+
+/// A matmul that means nothing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidMatmul {
+    #[error("{axis} is 0\nhint: an empty product has no kernel to run; skip it")]
+    Empty { axis: &'static str },
+    #[error("{operand} stride {stride} is smaller than its contiguous axis {axis}")]
+    Stride { operand: &'static str, stride: u64, axis: u32 },
+}
+
+impl MatmulProblem {
+    /// `batch` products of dense operands.
+    ///
+    /// # Errors
+    /// A size of 0.
+    pub fn dense(
+        batch: u32,
+        [m, n, k]: [u32; 3],
+        [lhs, rhs]: [Layout; 2],
+        precision: Precision,
+    ) -> Result<Self, InvalidMatmul> {
+        let pick = |layout, row, col| u64::from(if layout == Layout::Row { row } else { col });
+        let operand = |layout, stride| Operand { layout, stride, start: 0 };
+        Self {
+            m,
+            n,
+            k,
+            lhs: operand(lhs, pick(lhs, k, m)),
+            rhs: operand(rhs, pick(rhs, n, k)),
+            batches: Batches {
+                outer: 1,
+                inner: batch,
+                lhs: (0, u64::from(m) * u64::from(k)),
+                rhs: (0, u64::from(k) * u64::from(n)),
+            },
+            precision,
+            bias: false,
+        }
+        .checked()
+    }
+
+    /// The problem itself, if it means something.
+    ///
+    /// # Errors
+    /// See [`InvalidMatmul`].
+    pub fn checked(self) -> Result<Self, InvalidMatmul> {
+        let sizes = [
+            ("m", self.m),
+            ("n", self.n),
+            ("k", self.k),
+            ("batch", self.batches.outer.min(self.batches.inner)),
+        ];
+        if let Some((axis, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(InvalidMatmul::Empty { axis });
+        }
+        let strides =
+            [("lhs", self.lhs, self.lhs_contiguous()), ("rhs", self.rhs, self.rhs_contiguous())];
+        for (operand, Operand { stride, .. }, axis) in strides {
+            if stride < u64::from(axis) {
+                return Err(InvalidMatmul::Stride { operand, stride, axis });
+            }
+        }
+        Ok(self)
+    }
+
+    /// Number of products.
+    pub fn batch(&self) -> u64 {
+        u64::from(self.batches.outer) * u64::from(self.batches.inner)
+    }
+
+    fn lhs_contiguous(&self) -> u32 {
+        if self.lhs.layout == Layout::Row { self.k } else { self.m }
+    }
+
+    fn rhs_contiguous(&self) -> u32 {
+        if self.rhs.layout == Layout::Row { self.n } else { self.k }
+    }
+
+    /// Elements that the buffers of lhs, rhs and out must hold.
+    pub fn extents(&self) -> [usize; 3] {
+        let Batches { outer, inner, lhs, rhs } = self.batches;
+        let last = |(o, i): (u64, u64)| u64::from(outer - 1) * o + u64::from(inner - 1) * i;
+        let matrix = |op: Operand, rows: u32, cols: u32| {
+            let (lines, line) = if op.layout == Layout::Row { (rows, cols) } else { (cols, rows) };
+            op.start + u64::from(lines - 1) * op.stride + u64::from(line)
+        };
+        [
+            (last(lhs) + matrix(self.lhs, self.m, self.k)) as usize,
+            (last(rhs) + matrix(self.rhs, self.k, self.n)) as usize,
+            (self.batch() * u64::from(self.m) * u64::from(self.n)) as usize,
+        ]
+    }
+
+    /// The widest vector (elements, at most `limit`) that divides every line and start of lhs, rhs
+    /// and out. Along k a vector must not straddle the end, since its tail would be multiplied.
+    pub(crate) fn widths(&self, limit: u64) -> [usize; 3] {
+        let Batches { lhs, rhs, .. } = self.batches;
+        let widest = |facts: &[u64]| {
+            let mut width = limit;
+            while facts.iter().any(|f| f % width != 0) {
+                width /= 2;
+            }
+            width as usize
+        };
+        let depth = u64::from(self.k);
+        let line = |op: Operand, along_k: bool| if along_k { depth } else { op.stride };
+        let (l, r) = (self.lhs, self.rhs);
+        let whole = self.extents();
+        [
+            widest(&[
+                l.stride,
+                l.start,
+                lhs.0,
+                lhs.1,
+                line(l, l.layout == Layout::Row),
+                whole[0] as u64,
+            ]),
+            widest(&[
+                r.stride,
+                r.start,
+                rhs.0,
+                rhs.1,
+                line(r, r.layout == Layout::Col),
+                whole[1] as u64,
+            ]),
+            widest(&[u64::from(self.n)]),
+        ]
+    }
+
+    /// The least work of the problem.
+    pub fn cost(&self) -> Cost {
+        let [m, n, k] = [self.m, self.n, self.k].map(u64::from);
+        let Batches { outer, inner, lhs, rhs } = self.batches;
+        let distinct = |(o, i): (u64, u64)| {
+            u64::from(if o == 0 { 1 } else { outer }) * u64::from(if i == 0 { 1 } else { inner })
+        };
+        let elements = distinct(lhs) * m * k
+            + distinct(rhs) * k * n
+            + self.batch() * m * n
+            + if self.bias { n } else { 0 };
+        Cost {
+            flops: 2 * self.batch() * m * n * k,
+            bytes: elements * self.precision.storage().size() as u64,
+        }
+    }
+
+    /// The cache key: layouts and precision exactly, alignment, sizes rounded to what may share a
+    /// config.
+    pub(crate) fn bucket(&self) -> String {
+        let [wl, wr, _] = self.widths(16 / self.precision.storage().size() as u64);
+        format!(
+            "{} {}{} w{wl}.{wr} m{} n{} k{} b{}{}",
+            self.precision.name(),
+            self.lhs.layout.name(),
+            self.rhs.layout.name(),
+            round_size(self.m),
+            round_size(self.n),
+            round_size(self.k),
+            self.batch().next_power_of_two(),
+            if self.bias { " bias" } else { "" },
+        )
+    }
+
+    /// The launches that the batches take: one where one batch stride each suffices.
+    pub(crate) fn batch_slices(&self, backend: Backend) -> Vec<BatchSlice> {
+        let Batches { outer, inner, lhs, rhs } = self.batches;
+        let limit = if backend == Backend::Cpu { u32::MAX } else { 65_535 };
+        let foldable = |(o, i): (u64, u64)| inner == 1 || o == i * u64::from(inner);
+        let (outer, inner, lhs, rhs) = if outer == 1 {
+            (1, inner, lhs, rhs)
+        } else if inner == 1 {
+            (1, outer, (0, lhs.0), (0, rhs.0))
+        } else if foldable(lhs) && foldable(rhs) {
+            (1, outer * inner, lhs, rhs)
+        } else {
+            (outer, inner, lhs, rhs)
+        };
+        let out = u64::from(self.m) * u64::from(self.n);
+        let mut slices = Vec::new();
+        for o in 0..u64::from(outer) {
+            let mut done = 0;
+            while done < inner {
+                let count = (inner - done).min(limit);
+                let i = u64::from(done);
+                slices.push(BatchSlice {
+                    count,
+                    lhs: (o * lhs.0 + i * lhs.1, lhs.1),
+                    rhs: (o * rhs.0 + i * rhs.1, rhs.1),
+                    out: ((o * u64::from(inner) + i) * out, out),
+                });
+                done += count;
+            }
+        }
+        slices
+    }
+}
+
+/// Batches of one launch: where the first starts and how far apart they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BatchSlice {
+    pub(crate) count: u32,
+    lhs: (u64, u64),
+    rhs: (u64, u64),
+    out: (u64, u64),
+}
+
+impl BatchSlice {
+    pub(crate) fn dims(&self, p: &MatmulProblem) -> DimsLaunch {
+        DimsLaunch::new(
+            p.m,
+            p.n,
+            p.k,
+            p.lhs.stride as usize,
+            p.rhs.stride as usize,
+            p.n as usize,
+            (p.lhs.start + self.lhs.0) as usize,
+            (p.rhs.start + self.rhs.0) as usize,
+            self.out.0 as usize,
+            self.lhs.1 as usize,
+            self.rhs.1 as usize,
+            self.out.1 as usize,
+        )
+    }
+}
+
+/// Small sizes exactly in powers of two, larger ones to half powers (64, 96, 128, 192, ...): configs
+/// differ by tile count, which these steps follow.
+fn round_size(size: u32) -> u32 {
+    let power = size.next_power_of_two();
+    let three_quarters = power / 4 * 3;
+    if size > 64 && size <= three_quarters { three_quarters } else { power }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dense(batch: u32, sizes: [u32; 3], layouts: [Layout; 2]) -> MatmulProblem {
+        MatmulProblem::dense(batch, sizes, layouts, Precision::Bf16).expect("valid sizes")
+    }
+
+    #[test]
+    fn sizes_of_zero_and_short_strides_are_refused() {
+        let rows = [Layout::Row, Layout::Row];
+        let zero = MatmulProblem::dense(1, [4, 0, 4], rows, Precision::F32);
+        assert_eq!(zero, Err(InvalidMatmul::Empty { axis: "n" }));
+        let mut short = dense(1, [4, 4, 4], rows);
+        short.rhs.stride = 3;
+        assert!(matches!(short.checked(), Err(InvalidMatmul::Stride { operand: "rhs", .. })));
+    }
+
+    #[test]
+    fn vectors_never_straddle_the_end_of_k() {
+        let p = dense(1, [64, 64, 36], [Layout::Row, Layout::Row]);
+        assert_eq!(p.widths(8), [4, 8, 8]);
+        let mut padded = p;
+        padded.lhs.stride = 40; // rows are 16-byte aligned, but k = 36 ends inside a vector of 8
+        assert_eq!(padded.widths(8)[0], 4);
+        assert_eq!(dense(1, [7, 5, 3], [Layout::Row, Layout::Col]).widths(8), [1, 1, 1]);
+    }
+
+    #[test]
+    fn batches_that_fold_take_one_launch() {
+        let rows = [Layout::Row, Layout::Row];
+        let mut p = dense(6, [2, 2, 2], rows);
+        assert_eq!(p.batch_slices(Backend::Cuda).len(), 1);
+        p.batches = Batches { outer: 2, inner: 3, lhs: (12, 4), rhs: (12, 4) };
+        assert_eq!(p.batch_slices(Backend::Cuda).len(), 1);
+        // lhs repeats over inner, rhs over outer: neither folds.
+        p.batches = Batches { outer: 2, inner: 3, lhs: (4, 0), rhs: (0, 4) };
+        let slices = p.batch_slices(Backend::Cuda);
+        assert_eq!(slices.len(), 2);
+        assert_eq!((slices[1].lhs, slices[1].rhs, slices[1].out), ((4, 0), (0, 4), (12, 4)));
+        assert_eq!(p.extents(), [8, 12, 24]);
+        assert_eq!(p.cost().bytes, 2 * (8 + 12 + 24));
+        let many = dense(70_000, [1, 1, 1], rows);
+        assert_eq!(many.batch_slices(Backend::Cuda).len(), 2);
+    }
+
+    #[test]
+    fn buckets_join_what_may_share_a_config() {
+        let cols = [Layout::Row, Layout::Col];
+        let bucket = |m| dense(1, [m, 4096, 4096], cols).bucket();
+        assert_eq!(bucket(4096), bucket(3500));
+        assert_ne!(bucket(1), bucket(2));
+        assert_ne!(bucket(4096), dense(1, [4096, 4096, 4095], cols).bucket());
+    }
+}

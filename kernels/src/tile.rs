@@ -1,0 +1,239 @@
+//! The vocabulary of tensor-core kernels: asynchronous copies, swizzled tiles, fragments.
+//!
+//! A *plane* is CUDA's warp and Vulkan's subgroup, a *unit* a thread, a *cube* a thread block.
+//! A shared tile is `[rows, cols]` with `cols` contiguous, cut into 16-byte chunks. `ldmatrix` reads
+//! the same chunk column of eight rows at once; stored as they come, those eight chunks fall into
+//! the same banks. XOR-ing the chunk with the row spreads them over all banks, for the copies in and
+//! the reads out alike.
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::frontend::barrier::{copy_async, copy_async_checked};
+use cubecl::prelude::*;
+
+/// A shared tile's geometry: comptime.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TileShape {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// Bytes of an element.
+    pub(crate) elem: usize,
+    /// Whether fragments read it across its rows (`ldmatrix.trans`, or scalar loads for 4 bytes).
+    pub(crate) transposed: bool,
+}
+
+impl TileShape {
+    /// Elements of a 16-byte chunk.
+    pub(crate) const fn chunk(self) -> usize {
+        16 / self.elem
+    }
+
+    pub(crate) const fn len(self) -> usize {
+        self.rows * self.cols
+    }
+
+    /// How the chunk index depends on the row: `chunk ^ (((row >> shift) & mask) << up)`.
+    const fn swizzle(self) -> (u32, u32, u32) {
+        let chunks = self.cols / self.chunk();
+        if self.elem == 4 && self.transposed {
+            // Scalar reads: four rows at a time, eight neighbouring elements (two chunks) of each.
+            return (0, 3, 1);
+        }
+        match chunks {
+            1 => (0, 0, 0),
+            2 => (2, 1, 0),
+            4 => (1, 3, 0),
+            _ => (0, 7, 0),
+        }
+    }
+}
+
+/// Offset in elements of `(row, col)` in a swizzled tile.
+#[cube]
+pub(crate) fn offset_in_tile(row: u32, col: u32, #[comptime] shape: TileShape) -> u32 {
+    let chunk = comptime!(shape.chunk() as u32);
+    let (shift, mask, up) = comptime!(shape.swizzle());
+    let twisted = (col / chunk) ^ (((row >> shift) & mask) << up);
+    row * comptime!(shape.cols as u32) + twisted * chunk + col % chunk
+}
+
+/// Closes the group of asynchronous copies issued since the last one.
+#[cube]
+pub(crate) fn commit_copies() {
+    gpu_asm!("cp.async.commit_group;", options(nomem));
+}
+
+/// Waits until at most `pending` groups of copies are under way.
+#[cube]
+pub(crate) fn wait_copies(#[comptime] pending: u32) {
+    gpu_asm!(
+        "cp.async.wait_group {pending};",
+        options(explicit_mem, reads_address_space shared, writes_address_space shared)
+    );
+}
+
+/// Fills a tile at `dst[slot..]` from the matrix corner at `src[corner..]` with leading dimension
+/// `stride` (all in elements). Rows past `rows_left` and columns past `cols_left` become zero.
+/// `units` work together; `exact` promises that nothing is past the edge.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
+pub(crate) fn copy_tile<F: Float, N: Size>(
+    src: &[Vector<F, N>],
+    dst: &mut [Vector<F, N>],
+    corner: usize,
+    stride: usize,
+    slot: u32,
+    rows_left: u32,
+    cols_left: u32,
+    unit: u32,
+    #[comptime] units: usize,
+    #[comptime] shape: TileShape,
+    #[comptime] exact: bool,
+) {
+    let width = N::value();
+    let per_row = comptime!((shape.cols / width) as u32);
+    let copies = comptime!(shape.len() / width / units);
+    #[unroll]
+    for i in 0..copies {
+        let at = unit + comptime!((i * units) as u32);
+        let row = at / per_row;
+        let col = (at % per_row) * comptime!(width as u32);
+        let from = (corner + row as usize * stride + col as usize) / width;
+        let to = (slot + offset_in_tile(row, col, shape)) as usize / width;
+        copy_vector::<F, N>(src, dst, from, to, row < rows_left && col < cols_left, shape, exact);
+    }
+}
+
+/// Copies one vector, or writes zero when `inside` is false.
+#[cube]
+fn copy_vector<F: Float, N: Size>(
+    src: &[Vector<F, N>],
+    dst: &mut [Vector<F, N>],
+    from: usize,
+    to: usize,
+    inside: bool,
+    #[comptime] shape: TileShape,
+    #[comptime] exact: bool,
+) {
+    let width = N::value();
+    let bytes = comptime!(width * shape.elem);
+    if comptime!(bytes < 4) {
+        // cp.async moves 4, 8 or 16 bytes: single half-precision elements go through a register.
+        let mut value = Vector::<F, N>::new(F::new(0.0));
+        if inside {
+            value = src[from];
+        }
+        dst[to] = value;
+    } else if comptime!(exact) {
+        copy_async(&src[from..from + 1], &mut dst[to..to + 1], comptime!(width as u32));
+    } else {
+        let from = select(inside, from, 0);
+        let valid = select(inside, 1usize, 0usize);
+        copy_async_checked(&src[from..from + valid], &mut dst[to..to + 1], comptime!(width as u32));
+    }
+}
+
+/// The registers of one 16-row fragment of the left operand at `(row, k)` of a `[m, k]` tile, or of
+/// a `[k, m]` tile when it is transposed.
+#[cube]
+pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
+    tile: &[Vector<F, N>],
+    slot: u32,
+    row: u32,
+    k: u32,
+    lane: u32,
+    def: &MmaDefinition<I, I, f32>,
+    #[comptime] shape: TileShape,
+) -> Array<Vector<I, NF>> {
+    let chunk = comptime!(shape.chunk() as u32);
+    let mut out = Array::<Vector<I, NF>>::new(4usize);
+    if comptime!(shape.elem == 4 && shape.transposed) {
+        #[unroll]
+        for r in 0..4u32 {
+            let (dm, dk) = comptime!((8 * (r % 2), 4 * (r / 2)));
+            let at = slot + offset_in_tile(k + dk + lane % 4, row + dm + lane / 4, shape);
+            out[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
+        }
+    } else {
+        let (r, j) = (lane % 8, lane / 8);
+        let at = if comptime!(shape.transposed) {
+            offset_in_tile(k + r + (j / 2) * 8, row + (j % 2) * 8, shape)
+        } else {
+            offset_in_tile(row + r + (j % 2) * 8, k + (j / 2) * chunk, shape)
+        };
+        let start = (slot + at) as usize / N::value();
+        let line = &tile[start..start + 1];
+        let raw = def.load_matrix::<Vector<F, N>, NF>(
+            line,
+            MatrixIdent::A,
+            4usize,
+            comptime!(shape.transposed),
+        );
+        #[unroll]
+        for i in 0..4usize {
+            out[i] = Vector::cast_from(raw[i]);
+        }
+    }
+    out
+}
+
+/// The registers of two neighbouring 8-column fragments of the right operand at `(k, col)` of a
+/// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
+#[cube]
+pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
+    tile: &[Vector<F, N>],
+    slot: u32,
+    col: u32,
+    k: u32,
+    lane: u32,
+    def: &MmaDefinition<I, I, f32>,
+    #[comptime] shape: TileShape,
+) -> (Array<Vector<I, NF>>, Array<Vector<I, NF>>) {
+    let chunk = comptime!(shape.chunk() as u32);
+    let mut left = Array::<Vector<I, NF>>::new(2usize);
+    let mut right = Array::<Vector<I, NF>>::new(2usize);
+    if comptime!(shape.elem == 4 && shape.transposed) {
+        #[unroll]
+        for r in 0..2u32 {
+            let dk = comptime!(4 * r);
+            let at = slot + offset_in_tile(k + dk + lane % 4, col + lane / 4, shape);
+            left[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
+            let at = slot + offset_in_tile(k + dk + lane % 4, col + 8 + lane / 4, shape);
+            right[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
+        }
+    } else {
+        let (r, j) = (lane % 8, lane / 8);
+        let at = if comptime!(shape.transposed) {
+            offset_in_tile(k + r + (j % 2) * 8, col + (j / 2) * 8, shape)
+        } else {
+            offset_in_tile(col + r + (j / 2) * 8, k + (j % 2) * chunk, shape)
+        };
+        let start = (slot + at) as usize / N::value();
+        let line = &tile[start..start + 1];
+        let raw = def.load_matrix::<Vector<F, N>, NF>(
+            line,
+            MatrixIdent::B,
+            4usize,
+            comptime!(shape.transposed),
+        );
+        #[unroll]
+        for i in 0..2usize {
+            left[i] = Vector::cast_from(raw[i]);
+            right[i] = Vector::cast_from(raw[i + 2]);
+        }
+    }
+    (left, right)
+}
+
+/// One element of a vectorised tile, rounded to the instruction's type.
+#[cube]
+fn one<F: Float, I: Float, N: Size, NF: Size>(tile: &[Vector<F, N>], at: u32) -> Vector<I, NF> {
+    let lanes = N::value();
+    let width = comptime!(lanes as u32);
+    let vector = tile[(at / width) as usize];
+    let value = if comptime!(width == 1) {
+        vector.extract(0usize)
+    } else {
+        vector.extract_dynamic((at % width) as usize)
+    };
+    Vector::new(I::cast_from(value))
+}

@@ -1,0 +1,76 @@
+//! Every kernel against the reference on the devices that need no GPU: the CPU runtime, and WGSL on a
+//! software rasteriser where one is installed.
+
+use arch::{ArchProfile, Backend, Device};
+use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
+use oracle::matmul::{EdgeCase, check, config_cases, edge_cases};
+use tune::Kernel;
+
+/// Opens `backend`, or says why its test is skipped.
+fn device(backend: Backend) -> Option<Device> {
+    match Device::open(backend) {
+        Ok(device) => Some(device),
+        Err(why) => {
+            println!("skipped: needs {backend}: {why}");
+            None
+        }
+    }
+}
+
+/// Checks each case with its default config and returns what went wrong.
+fn failures(device: &Device, cases: &[EdgeCase]) -> Vec<String> {
+    let arch = device.profile();
+    let mut failures = Vec::new();
+    for case in cases {
+        let Some(config) = Matmul::candidates(arch, &case.problem).first().copied() else {
+            failures.push(format!("no candidate for {case:?}"));
+            continue;
+        };
+        match check(device, case, &config) {
+            Ok(verdict) if verdict.comparison.passed => {}
+            Ok(verdict) => failures.push(format!("{case:?} {config:?}: {}", verdict.comparison)),
+            Err(e) => failures.push(format!("{case:?} {config:?}: {e}")),
+        }
+    }
+    failures
+}
+
+#[test]
+fn matmul_is_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for precision in [Precision::F32, Precision::F16, Precision::Bf16] {
+        let failures = failures(&device, &edge_cases(precision));
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+#[test]
+fn every_cpu_config_is_right() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for precision in [Precision::F32, Precision::Bf16] {
+        for case in config_cases(precision) {
+            for config in Matmul::candidates(device.profile(), &case.problem) {
+                let verdict = check(&device, &case, &config).expect("runs");
+                assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
+            }
+        }
+    }
+}
+
+#[test]
+fn matmul_is_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = failures(&device, &edge_cases(Precision::F32));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn a_precision_that_the_device_lacks_has_no_candidate() {
+    let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+    let problem =
+        MatmulProblem::dense(1, [64; 3], [Layout::Row; 2], Precision::Bf16).expect("valid");
+    let mut without = arch.clone();
+    without.dtypes.remove(&arch::DType::Bf16);
+    assert!(!Matmul::candidates(&arch, &problem).is_empty());
+    assert!(Matmul::candidates(&without, &problem).is_empty());
+}

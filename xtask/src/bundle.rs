@@ -1,0 +1,195 @@
+//! `cargo xtask bundle`: the programs in one archive, and a script that runs them elsewhere.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::bench::write_atomically;
+use crate::cli::BundleArgs;
+use crate::fail::{check, usage};
+use crate::place::{self, PROGRAMS, Place};
+use crate::programs::Programs;
+use crate::setup::{self, Cuda, Wants};
+
+/// Archive and script together, in bytes.
+const LIMIT: u64 = 40_000_000;
+const ARCHIVE: &str = "flashover.tar.xz";
+const SCRIPT: &str = include_str!("run.sh");
+
+/// Baselines and recorded configs are compiled into the programs, so nothing else is packed.
+pub(crate) fn run(args: &BundleArgs) -> Result<()> {
+    let place = Place::find()?;
+    place.workspace()?;
+    if args.out.exists() && !args.out.is_dir() {
+        return Err(usage(format!("{} is no folder", args.out.display()), "name a folder"));
+    }
+    setup::ensure_xz()?;
+    let (programs, _) = Programs::ready(&place, Wants { cuda: Cuda::Installed, gl: false })?;
+    fs::create_dir_all(&args.out).with_context(|| format!("cannot make {}", args.out.display()))?;
+    let bytes = pack(programs.dir(), &args.out, LIMIT)?;
+    println!("{}: {:.1} MB", args.out.display(), bytes as f64 / 1e6);
+    Ok(())
+}
+
+/// Writes both files, each complete or not at all, and returns their size.
+fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
+    let work = tempfile::Builder::new().prefix(".bundle-").tempdir_in(out)?;
+    let mut names: Vec<_> = PROGRAMS.into_iter().chain(["xtask"]).collect();
+    for name in &names {
+        let copy = work.path().join(name);
+        fs::copy(programs.join(name), &copy).with_context(|| format!("cannot copy {name}"))?;
+        strip(&copy)?;
+    }
+    let libraries = work.path().join("lib");
+    fs::create_dir(&libraries)?;
+    for name in PROGRAMS {
+        for library in libraries_of(&programs.join(name))? {
+            let name = library.file_name().context("a library has a name")?;
+            fs::copy(&library, libraries.join(name))
+                .with_context(|| format!("cannot copy {}", library.display()))?;
+        }
+    }
+    names.push("lib");
+    let archive = work.path().join(ARCHIVE);
+    let status = Command::new("tar")
+        .args(["--use-compress-program", "xz -T0 -9", "-cf"])
+        .arg(&archive)
+        .arg("-C")
+        .arg(work.path())
+        .args(&names)
+        .status()
+        .context("cannot start tar")?;
+    if !status.success() {
+        return Err(check("tar could not pack the programs"));
+    }
+    let bytes = fs::metadata(&archive)?.len() + SCRIPT.len() as u64;
+    if bytes > limit {
+        return Err(check(format!(
+            "the bundle has {:.1} MB, over its limit of {} MB",
+            bytes as f64 / 1e6,
+            limit / 1_000_000
+        )));
+    }
+    fs::rename(&archive, out.join(ARCHIVE))?;
+    let script = out.join("run.sh");
+    write_atomically(&script, SCRIPT)?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    Ok(bytes)
+}
+
+/// Removes the symbols from a copy, which halves it. Without the tool, which comes with the C
+/// compiler, the copy stays as it is and the limit decides.
+fn strip(program: &Path) -> Result<()> {
+    let Some(strip) = place::tool("strip") else { return Ok(()) };
+    let status = Command::new(strip).arg(program).status().context("cannot start strip")?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(check(format!("strip failed on {}", program.display())))
+    }
+}
+
+/// Shared libraries that another machine may lack. The script uses those that it does lack.
+fn libraries_of(program: &Path) -> Result<Vec<PathBuf>> {
+    let output = Command::new("ldd").arg(program).output().context("cannot start ldd")?;
+    if !output.status.success() {
+        return Err(check(format!("ldd cannot read {}", program.display())));
+    }
+    Ok(not_of_glibc(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// Paths out of lines such as `libz.so.1 => /lib/libz.so.1 (0x7f)`. What belongs to glibc is left
+/// out: its parts fit each other only.
+fn not_of_glibc(ldd: &str) -> Vec<PathBuf> {
+    const GLIBC: [&str; 7] = [
+        "libc.so.",
+        "libm.so.",
+        "libdl.so.",
+        "librt.so.",
+        "libpthread.so.",
+        "libresolv.so.",
+        "ld-linux",
+    ];
+    ldd.lines()
+        .filter_map(|line| line.trim().split_once(" => "))
+        .filter(|(name, _)| !GLIBC.iter().any(|part| name.starts_with(part)))
+        .filter_map(|(_, rest)| rest.split_whitespace().next())
+        .filter(|path| path.starts_with('/'))
+        .map(PathBuf::from)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_are_taken_unless_they_are_of_glibc() {
+        let ldd = "\tlinux-vdso.so.1 (0x00007ffd)\n\
+                   \tlibz3.so.4 => /lib/x86_64-linux-gnu/libz3.so.4 (0x00007f12)\n\
+                   \tlibm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f11)\n\
+                   \tlibgone.so.1 => not found\n\
+                   \t/lib64/ld-linux-x86-64.so.2 (0x00007f10)\n";
+        assert_eq!(not_of_glibc(ldd), [PathBuf::from("/lib/x86_64-linux-gnu/libz3.so.4")]);
+    }
+
+    /// A folder of scripts in place of programs, each of which logs how it was called.
+    fn fake_programs() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["flashover", "flashover-bench", "xtask"] {
+            // The real ones are no scripts, so `strip` accepts them: take `true` for a program.
+            fs::copy(place::tool("true").unwrap(), dir.path().join(name)).unwrap();
+        }
+        dir
+    }
+
+    #[test]
+    fn a_bundle_is_an_archive_and_a_script_and_nothing_else() {
+        let out = tempfile::tempdir().unwrap();
+        let bytes = pack(fake_programs().path(), out.path(), LIMIT).unwrap();
+        let mut names: Vec<_> = fs::read_dir(out.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        assert_eq!(names, [ARCHIVE, "run.sh"]);
+        let size = |name: &str| fs::metadata(out.path().join(name)).unwrap().len();
+        assert_eq!(bytes, size(ARCHIVE) + size("run.sh"));
+    }
+
+    #[test]
+    fn the_script_unpacks_runs_and_cleans_up() {
+        let out = tempfile::tempdir().unwrap();
+        let results = out.path().join("results");
+        let temp = out.path().join("tmp");
+        fs::create_dir(&temp).unwrap();
+        pack(fake_programs().path(), out.path(), LIMIT).unwrap();
+        let run = Command::new(out.path().join("run.sh"))
+            .args(["--backend", "cuda"])
+            .env("OUT", &results)
+            .env("TMPDIR", &temp)
+            .output()
+            .unwrap();
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+        assert!(results.join("bench.md").exists());
+        assert_eq!(fs::read_dir(&temp).unwrap().count(), 0, "the unpacked programs are removed");
+    }
+
+    #[test]
+    fn a_missing_program_leaves_nothing_behind() {
+        let (out, empty) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        assert!(pack(empty.path(), out.path(), LIMIT).is_err());
+        assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_bundle_over_the_limit_is_not_written() {
+        let out = tempfile::tempdir().unwrap();
+        let error = pack(fake_programs().path(), out.path(), 1000).unwrap_err();
+        assert!(error.to_string().contains("over its limit"), "{error}");
+        assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,263 @@
+//! The command line: what may be typed, nothing of what it does.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::devices::Selection;
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    about = "Builds, checks, measures and packs Flashover, and sets up what that needs",
+    after_help = "Example:\n  cargo xtask bench\n\n\
+                  Exit codes: 0 done, 1 a check failed or a case got slower, 2 bad input."
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Measure every kernel on the devices of this machine and print the table
+    Bench(BenchArgs),
+    /// Everything that CI runs: format, rules, lints, tests, targets, verification
+    Test(TestArgs),
+    /// Check every kernel over its edge shapes against the reference
+    Verify(VerifyArgs),
+    /// Print every device, what would be chosen and why, and what is missing
+    #[command(after_help = "Example:\n  cargo xtask doctor --json")]
+    Doctor(Rest),
+    /// Show, run or merge tuned configs
+    #[command(after_help = "Example:\n  cargo xtask tune show")]
+    Tune(Rest),
+    /// Compile every kernel for GPUs that are not here and report registers, spills and memory
+    #[command(after_help = "Example:\n  cargo xtask targets --json")]
+    Targets(Rest),
+    /// Install or fetch what the other commands need; they also do so by themselves
+    #[command(after_help = "Example:\n  cargo xtask setup")]
+    Setup,
+    /// Pack the programs and a script that verifies and measures on a machine without Rust
+    Bundle(BundleArgs),
+    /// Regenerate the tables in README.md from the committed records
+    Readme(ReadmeArgs),
+    /// Check the rules of the project that no compiler checks
+    #[command(after_help = "Example:\n  cargo xtask tidy")]
+    Tidy,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    args_override_self = true,
+    after_help = "Examples:\n  cargo xtask bench\n  \
+                  cargo xtask bench --suite kernels --backend cuda,vulkan --save now.jsonl\n  \
+                  cargo xtask bench --compare benches/baselines/cuda-sm90-132/kernels.jsonl"
+)]
+pub(crate) struct BenchArgs {
+    /// Which cases run
+    #[arg(long, value_enum, default_value_t = Suite::Quick)]
+    pub(crate) suite: Suite,
+    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
+    #[arg(long, default_value = "auto", value_name = "LIST")]
+    pub(crate) backend: Selection,
+    /// Restrict the device to what this GPU has, for example rtx4090
+    #[arg(long)]
+    pub(crate) profile: Option<String>,
+    /// Run the cases whose name contains this text
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) filter: Option<String>,
+    /// What to do about a shape that was never tuned
+    #[arg(long, value_enum)]
+    pub(crate) policy: Option<Policy>,
+    /// Refuse to run without a GPU
+    #[arg(long)]
+    pub(crate) require_gpu: bool,
+    /// Write the records to this file, one JSON line each
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save: Option<PathBuf>,
+    /// Compare with records saved before; exit 1 when a case got slower beyond noise
+    #[arg(long, value_name = "FILE")]
+    pub(crate) compare: Option<PathBuf>,
+    /// Slowdown in percent that `--compare` lets pass
+    #[arg(long, value_name = "PCT", default_value_t = 5.0, value_parser = percent, requires = "compare")]
+    pub(crate) threshold: f64,
+    /// How the result is printed on standard output
+    #[arg(long, value_enum, default_value_t = Format::Md)]
+    pub(crate) format: Format,
+    /// Also write one self-contained page with charts to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  cargo xtask test\n  cargo xtask test --fast")]
+pub(crate) struct TestArgs {
+    /// Only format, rules, lints and unit tests
+    #[arg(long)]
+    pub(crate) fast: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  cargo xtask verify --backend cuda,cpu --filter matmul")]
+pub(crate) struct VerifyArgs {
+    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
+    #[arg(long, default_value = "auto", value_name = "LIST")]
+    pub(crate) backend: Selection,
+    /// Check the cases whose name contains this text
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) filter: Option<String>,
+    /// Restrict the device to what this GPU has, for example rtx4090
+    #[arg(long)]
+    pub(crate) profile: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  cargo xtask bundle --out flashover-bundle")]
+pub(crate) struct BundleArgs {
+    /// Folder to write; made when it is missing
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  cargo xtask readme --check")]
+pub(crate) struct ReadmeArgs {
+    /// Change nothing; exit 1 and show what differs
+    #[arg(long)]
+    pub(crate) check: bool,
+}
+
+/// Arguments that go to the program unread.
+#[derive(Debug, Args)]
+pub(crate) struct Rest {
+    /// Passed on as they are; `-- --help` lists what there is
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
+    pub(crate) args: Vec<String>,
+}
+
+/// How much a bench runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Suite {
+    /// A few cases of each kernel, in under two minutes
+    Quick,
+    /// Every case of our kernels
+    Kernels,
+    /// Everything there is
+    All,
+}
+
+/// What a shape without a tuned config gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Policy {
+    /// It fails
+    Frozen,
+    /// It runs with the default config
+    Default,
+    /// It is tuned first
+    Measure,
+}
+
+/// How a bench is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// Tables: drawn on a terminal, Markdown elsewhere
+    Md,
+    /// One object with the cards and the records
+    Json,
+    /// One line per record
+    Csv,
+}
+
+/// The word that stands for a value on the command line.
+pub(crate) fn word(value: impl ValueEnum) -> String {
+    value.to_possible_value().expect("no value is hidden").get_name().to_owned()
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    match text.trim_end_matches('%').parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("expected a percentage such as 5".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn bench(args: &[&str]) -> Result<BenchArgs, clap::Error> {
+        let all = ["xtask", "bench"].iter().chain(args);
+        Cli::try_parse_from(all).map(|cli| match cli.command {
+            Command::Bench(args) => args,
+            other => panic!("parsed as {other:?}"),
+        })
+    }
+
+    #[test]
+    fn every_command_has_an_example() {
+        let cli = Cli::command();
+        cli.clone().debug_assert();
+        for command in cli.get_subcommands() {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let name = command.get_name();
+            assert!(help.contains(&format!("cargo xtask {name}")), "{name}: {help}");
+        }
+    }
+
+    #[test]
+    fn the_help_of_every_command() {
+        let mut cli = Cli::command().term_width(100);
+        cli.build();
+        let pages = cli.get_subcommands_mut().filter(|command| command.get_name() != "help");
+        let all: Vec<_> = pages.map(|command| command.render_long_help().to_string()).collect();
+        insta::assert_snapshot!(all.join("\n----\n\n"));
+    }
+
+    #[test]
+    fn bench_has_honest_defaults() {
+        let args = bench(&[]).unwrap();
+        assert_eq!((args.suite, args.format, args.threshold), (Suite::Quick, Format::Md, 5.0));
+        assert_eq!(args.backend, Selection::Auto);
+    }
+
+    #[test]
+    fn a_later_option_replaces_an_earlier_one() {
+        let args = bench(&["--suite", "kernels", "--suite", "quick"]).unwrap();
+        assert_eq!(args.suite, Suite::Quick);
+    }
+
+    #[test]
+    fn bad_input_exits_with_2() {
+        for bad in [
+            &["--suite", "fast"][..],
+            &["--backend", "metal"],
+            &["--backend", "auto,cuda"],
+            &["--compare", "x", "--threshold", "-1"],
+            &["--compare", "x", "--threshold", "NaN"],
+            &["--threshold", "3"],
+            &["--format", "xml"],
+        ] {
+            let error = bench(bad).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn options_of_the_programs_pass_unread() {
+        let cli = Cli::try_parse_from(["xtask", "doctor", "--json", "--require-gpu"]).unwrap();
+        let Command::Doctor(rest) = cli.command else { panic!("not doctor") };
+        assert_eq!(rest.args, ["--json", "--require-gpu"]);
+        let cli = Cli::try_parse_from(["xtask", "tune", "--", "--help"]).unwrap();
+        let Command::Tune(rest) = cli.command else { panic!("not tune") };
+        assert_eq!(rest.args, ["--help"]);
+    }
+
+    #[test]
+    fn words_are_those_of_the_command_line() {
+        assert_eq!(word(Suite::Kernels), "kernels");
+        assert_eq!(word(Policy::Default), "default");
+    }
+}

@@ -1,0 +1,257 @@
+//! Which devices the machine has, as `flashover doctor` tells, and which of them a command uses.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use serde::Deserialize;
+
+use crate::cli::word;
+use crate::fail::usage;
+use crate::programs::Programs;
+
+/// A way to run kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub(crate) enum Backend {
+    Cuda,
+    Vulkan,
+    Webgpu,
+    Cpu,
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&word(*self))
+    }
+}
+
+/// What `--backend` asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Selection {
+    /// The GPU backends that are present, else the CPU.
+    Auto,
+    /// Every device there is.
+    All,
+    /// These, in this order.
+    List(Vec<Backend>),
+}
+
+impl Selection {
+    /// Whether the selection may end up with this backend.
+    pub(crate) fn may_include(&self, backend: Backend) -> bool {
+        match self {
+            Self::All => true,
+            Self::Auto => backend != Backend::Webgpu,
+            Self::List(list) => list.contains(&backend),
+        }
+    }
+}
+
+impl FromStr for Selection {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => return Ok(Self::Auto),
+            "all" => return Ok(Self::All),
+            _ => {}
+        }
+        let mut list = Vec::new();
+        for name in text.split(',').map(str::trim) {
+            let backend = <Backend as ValueEnum>::from_str(name, false).map_err(|_| {
+                format!("`{name}` is no backend\nhint: auto, all, or a list out of {}", names())
+            })?;
+            if !list.contains(&backend) {
+                list.push(backend);
+            }
+        }
+        Ok(Self::List(list))
+    }
+}
+
+fn names() -> String {
+    Backend::value_variants().iter().map(Backend::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// One device, as the doctor lists it.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Device {
+    pub(crate) backend: String,
+    pub(crate) name: String,
+    pub(crate) arch_id: String,
+    /// A GPU that a CPU plays, such as llvmpipe.
+    pub(crate) software: bool,
+}
+
+/// Something that would make another device or tool usable.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Missing {
+    pub(crate) what: String,
+    pub(crate) needed_for: String,
+    pub(crate) how: String,
+}
+
+/// The report of `flashover doctor --json`, as far as xtask reads it.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Doctor {
+    pub(crate) devices: Vec<Device>,
+    pub(crate) missing: Vec<Missing>,
+}
+
+/// The backends that a command runs on, and why those.
+#[derive(Debug, Clone)]
+pub(crate) struct Chosen {
+    pub(crate) devices: Vec<(Backend, Device)>,
+    pub(crate) why: &'static str,
+}
+
+impl Doctor {
+    /// Asks the doctor of the built programs.
+    pub(crate) fn ask(programs: &Programs) -> Result<Self> {
+        let text = programs.output("flashover", &["doctor", "--json"])?;
+        serde_json::from_str(&text).context("`flashover doctor --json` printed something else")
+    }
+
+    /// The first device of a backend, which is the one that the programs open.
+    pub(crate) fn device(&self, backend: Backend) -> Option<&Device> {
+        let name = backend.to_string();
+        self.devices.iter().find(|device| device.backend == name)
+    }
+
+    /// Turns what was asked for into devices that are here.
+    pub(crate) fn choose(&self, selection: &Selection, require_gpu: bool) -> Result<Chosen> {
+        let present = |wanted: &[Backend]| -> Vec<(Backend, Device)> {
+            wanted.iter().filter_map(|b| Some((*b, self.device(*b)?.clone()))).collect()
+        };
+        let (devices, why) = match selection {
+            Selection::All => (present(Backend::value_variants()), "every device of this machine"),
+            Selection::List(list) => {
+                if let Some(absent) = list.iter().find(|b| self.device(**b).is_none()) {
+                    return Err(usage(
+                        format!("no device for backend `{absent}` on this machine"),
+                        self.how_to_get(&[*absent]),
+                    ));
+                }
+                (present(list), "as asked")
+            }
+            Selection::Auto => {
+                let mut gpus = present(&[Backend::Cuda, Backend::Vulkan]);
+                gpus.retain(|(_, device)| !device.software);
+                if gpus.is_empty() {
+                    (present(&[Backend::Cpu]), "no GPU was found")
+                } else {
+                    (gpus, "the GPU backends that are present")
+                }
+            }
+        };
+        let gpu =
+            |(backend, device): &(Backend, Device)| *backend != Backend::Cpu && !device.software;
+        if require_gpu && !devices.iter().any(gpu) {
+            return Err(usage(
+                "--require-gpu was given and no GPU would run",
+                self.how_to_get(&[Backend::Cuda, Backend::Vulkan]),
+            ));
+        }
+        if devices.is_empty() {
+            return Err(usage(
+                "no device can run kernels on this machine",
+                self.how_to_get(Backend::value_variants()),
+            ));
+        }
+        Ok(Chosen { devices, why })
+    }
+
+    /// What the doctor says is missing for these backends; all of it when it names none of them.
+    fn how_to_get(&self, backends: &[Backend]) -> String {
+        let line = |m: &Missing| format!("{} is missing (for {}): {}", m.what, m.needed_for, m.how);
+        let about: Vec<_> = self
+            .missing
+            .iter()
+            .filter(|m| backends.iter().any(|b| m.needed_for.contains(&b.to_string())))
+            .map(line)
+            .collect();
+        if !about.is_empty() {
+            return about.join("\n      ");
+        }
+        let all: Vec<_> = self.missing.iter().map(line).collect();
+        if all.is_empty() {
+            "`cargo xtask doctor` lists every device".into()
+        } else {
+            all.join("\n      ")
+        }
+    }
+}
+
+impl fmt::Display for Chosen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list: Vec<_> = self
+            .devices
+            .iter()
+            .map(|(backend, device)| format!("{backend} ({})", device.name))
+            .collect();
+        write!(f, "running on {}: {}", list.join(", "), self.why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn doctor(devices: &[(&str, bool)]) -> Doctor {
+        let devices: Vec<_> = devices
+            .iter()
+            .map(|(backend, software)| {
+                serde_json::json!({
+                    "backend": backend, "name": format!("{backend} card"), "arch_id": format!("{backend}-x"),
+                    "memory_bytes": 1, "software": software,
+                })
+            })
+            .collect();
+        let report = serde_json::json!({
+            "devices": devices,
+            "chosen": { "backend": "cpu", "why": "test" },
+            "missing": [{ "what": "libcuda.so.1", "needed_for": "cuda", "how": "install the driver" }],
+        });
+        serde_json::from_value(report).unwrap()
+    }
+
+    fn chosen(doctor: &Doctor, selection: &str) -> Result<Vec<String>> {
+        let chosen = doctor.choose(&selection.parse().unwrap(), false)?;
+        Ok(chosen.devices.iter().map(|(b, _)| b.to_string()).collect())
+    }
+
+    #[test]
+    fn auto_takes_real_gpus_and_else_the_cpu() {
+        let with_gpu =
+            doctor(&[("cuda", false), ("vulkan", false), ("webgpu", false), ("cpu", false)]);
+        assert_eq!(chosen(&with_gpu, "auto").unwrap(), ["cuda", "vulkan"]);
+        let without = doctor(&[("vulkan", true), ("webgpu", true), ("cpu", false)]);
+        assert_eq!(chosen(&without, "auto").unwrap(), ["cpu"]);
+        assert_eq!(chosen(&without, "all").unwrap(), ["vulkan", "webgpu", "cpu"]);
+    }
+
+    #[test]
+    fn a_named_backend_that_is_absent_is_the_callers_error() {
+        let error = chosen(&doctor(&[("cpu", false)]), "cpu,cuda").unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("`cuda`") && text.contains("hint: libcuda.so.1"), "{text}");
+        assert_eq!(crate::fail::report(&error), 2);
+    }
+
+    #[test]
+    fn software_does_not_satisfy_require_gpu() {
+        let soft = doctor(&[("vulkan", true), ("cpu", false)]);
+        assert!(soft.choose(&Selection::All, true).is_err());
+        assert!(soft.choose(&Selection::All, false).is_ok());
+        assert!(doctor(&[("cuda", false)]).choose(&Selection::Auto, true).is_ok());
+    }
+
+    #[test]
+    fn a_list_keeps_its_order_and_drops_repeats() {
+        let list: Selection = "cpu, cuda,cpu".parse().unwrap();
+        assert_eq!(list, Selection::List(vec![Backend::Cpu, Backend::Cuda]));
+        assert!("cpu,".parse::<Selection>().is_err());
+        assert!("".parse::<Selection>().unwrap_err().contains("hint:"));
+    }
+}

@@ -1,0 +1,85 @@
+//! The three ways in which a command ends badly, and their exit codes.
+//!
+//! Anything else (a file that cannot be written, a program that does not start) is an ordinary
+//! [`anyhow::Error`] and exits with 1.
+
+use std::fmt;
+
+/// An end that is not a defect of xtask.
+#[derive(Debug)]
+pub(crate) enum Fail {
+    /// The caller asked for something that cannot be done; exit code 2.
+    Usage { message: String, hint: String },
+    /// A check did not hold, or a program that it needs failed; exit code 1.
+    Check(String),
+    /// A program that shares our terminal failed and has already said why; its own exit code.
+    Child(u8),
+}
+
+impl Fail {
+    /// The process exit code for this end.
+    pub(crate) fn code(&self) -> u8 {
+        match self {
+            Self::Usage { .. } => 2,
+            Self::Check(_) => 1,
+            Self::Child(code) => *code,
+        }
+    }
+}
+
+impl fmt::Display for Fail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Usage { message, hint } => write!(f, "{message}\nhint: {hint}"),
+            Self::Check(message) => write!(f, "{message}"),
+            Self::Child(code) => write!(f, "the program ended with exit code {code}"),
+        }
+    }
+}
+
+impl std::error::Error for Fail {}
+
+/// A caller's mistake, with what to do about it.
+pub(crate) fn usage(message: impl Into<String>, hint: impl Into<String>) -> anyhow::Error {
+    Fail::Usage { message: message.into(), hint: hint.into() }.into()
+}
+
+/// A check that did not hold.
+pub(crate) fn check(message: impl Into<String>) -> anyhow::Error {
+    Fail::Check(message.into()).into()
+}
+
+/// Prints the error and returns the exit code it stands for.
+pub(crate) fn report(error: &anyhow::Error) -> u8 {
+    match error.downcast_ref::<Fail>() {
+        Some(Fail::Child(code)) => *code,
+        Some(fail) => {
+            eprintln!("error: {fail}");
+            fail.code()
+        }
+        None => {
+            eprintln!("error: {error:#}");
+            1
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_codes_tell_mistakes_from_failures() {
+        assert_eq!(report(&usage("no such suite", "take quick")), 2);
+        assert_eq!(report(&check("2 cases are slower")), 1);
+        assert_eq!(report(&Fail::Child(3).into()), 3);
+        assert_eq!(report(&anyhow::anyhow!("disk full")), 1);
+        assert_eq!(report(&usage("x", "y").context("while reading")), 2);
+    }
+
+    #[test]
+    fn a_hint_stands_on_its_own_line() {
+        let text = usage("no such suite", "take quick").to_string();
+        assert_eq!(text, "no such suite\nhint: take quick");
+    }
+}

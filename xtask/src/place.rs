@@ -1,0 +1,164 @@
+//! Where things are: the repository, the built programs, tools, and what the environment says.
+//!
+//! This is the only file of xtask that reads environment variables.
+
+use std::env;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::fail::usage;
+
+/// The programs that xtask drives.
+pub(crate) const PROGRAMS: [&str; 2] = ["flashover", "flashover-bench"];
+
+/// Where the programs come from.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Place {
+    /// A checkout: programs are built before they run.
+    Workspace(PathBuf),
+    /// A folder of finished programs, as `bundle` writes it: nothing is built or installed.
+    Bundle(PathBuf),
+}
+
+impl Place {
+    /// `FLASHOVER_PROGRAMS` first, then the checkout around the caller, then the folder of this
+    /// very program.
+    pub(crate) fn find() -> Result<Self> {
+        if let Some(dir) = env::var_os("FLASHOVER_PROGRAMS") {
+            let dir = PathBuf::from(dir);
+            return if has_programs(&dir) {
+                Ok(Self::Bundle(dir))
+            } else {
+                Err(usage(
+                    format!("FLASHOVER_PROGRAMS names {}, which lacks the programs", dir.display()),
+                    format!("the folder must hold {}", PROGRAMS.join(" and ")),
+                ))
+            };
+        }
+        let manifest = env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
+        let cwd = env::current_dir().context("the current folder cannot be read")?;
+        if let Some(root) = manifest.iter().chain([&cwd]).find_map(|dir| workspace_around(dir)) {
+            return Ok(Self::Workspace(root));
+        }
+        let exe = env::current_exe().context("the path of this program cannot be read")?;
+        match exe.parent() {
+            Some(dir) if has_programs(dir) => Ok(Self::Bundle(dir.to_owned())),
+            _ => Err(usage(
+                "neither a Flashover checkout nor its programs are here",
+                "run this inside a checkout, or beside the programs of a bundle",
+            )),
+        }
+    }
+
+    /// The root of the checkout, for commands that make no sense without one.
+    pub(crate) fn workspace(&self) -> Result<&Path> {
+        match self {
+            Self::Workspace(root) => Ok(root),
+            Self::Bundle(_) => Err(usage(
+                "this command needs a checkout of the repository",
+                "a bundle can run doctor, bench, verify, tune and targets",
+            )),
+        }
+    }
+}
+
+fn has_programs(dir: &Path) -> bool {
+    PROGRAMS.iter().all(|name| dir.join(name).is_file())
+}
+
+/// The nearest folder upward that is this workspace, told by its own two members.
+fn workspace_around(start: &Path) -> Option<PathBuf> {
+    start
+        .ancestors()
+        .find(|dir| {
+            ["Cargo.toml", "xtask/Cargo.toml", "benches/Cargo.toml"]
+                .iter()
+                .all(|file| dir.join(file).is_file())
+        })
+        .map(Path::to_owned)
+}
+
+/// The cargo that runs us, or the one on the search path.
+pub(crate) fn cargo() -> OsString {
+    env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+/// Path of a program on the search path, or in the folders that a plain user often lacks there.
+pub(crate) fn tool(name: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin"].map(PathBuf::from))
+        .map(|dir| dir.join(name))
+        .find(|file| file.is_file())
+}
+
+/// The C and C++ compilers that build scripts will use.
+pub(crate) fn compilers() -> [(OsString, &'static str); 2] {
+    [("CC", "cc"), ("CXX", "c++")].map(|(var, name)| {
+        (env::var_os(var).filter(|v| !v.is_empty()).unwrap_or_else(|| name.into()), name)
+    })
+}
+
+/// Roots under which a CUDA toolkit may be installed, best first.
+pub(crate) fn cuda_roots() -> Vec<PathBuf> {
+    let set = env::var_os("CUDA_PATH").filter(|v| !v.is_empty()).map(PathBuf::from);
+    set.into_iter().chain(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from)).collect()
+}
+
+/// `LD_LIBRARY_PATH` with `first` in front of what it holds now.
+pub(crate) fn library_path(first: &Path) -> Result<OsString> {
+    let old = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let rest = env::split_paths(&old).filter(|dir| !dir.as_os_str().is_empty());
+    env::join_paths([first.to_owned()].into_iter().chain(rest))
+        .with_context(|| format!("{} cannot stand in LD_LIBRARY_PATH", first.display()))
+}
+
+/// Folders in which the loader looks for shared libraries, as far as they can be known cheaply.
+pub(crate) fn library_dirs() -> Vec<PathBuf> {
+    let set = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let multiarch = format!("/usr/lib/{}-linux-gnu", env::consts::ARCH);
+    let fixed = [
+        multiarch.as_str(),
+        "/usr/lib64",
+        "/usr/lib",
+        "/usr/local/lib",
+        "/usr/local/nvidia/lib64",
+        "/usr/lib/wsl/lib",
+    ];
+    env::split_paths(&set).chain(fixed.iter().map(PathBuf::from)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checkout_is_found_from_a_folder_inside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        for member in ["xtask", "benches/src"] {
+            std::fs::create_dir_all(dir.path().join(member)).unwrap();
+        }
+        assert_eq!(workspace_around(&dir.path().join("benches/src")), None);
+        for file in ["Cargo.toml", "xtask/Cargo.toml", "benches/Cargo.toml"] {
+            std::fs::write(dir.path().join(file), "").unwrap();
+        }
+        assert_eq!(workspace_around(&dir.path().join("benches/src")).as_deref(), Some(dir.path()));
+    }
+
+    #[test]
+    fn a_folder_with_one_program_is_no_bundle() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("flashover"), "").unwrap();
+        assert!(!has_programs(dir.path()));
+        std::fs::write(dir.path().join("flashover-bench"), "").unwrap();
+        assert!(has_programs(dir.path()));
+    }
+
+    #[test]
+    fn a_bundle_refuses_what_needs_the_sources() {
+        let error = Place::Bundle("x".into()).workspace().unwrap_err();
+        assert!(error.to_string().contains("needs a checkout"), "{error}");
+    }
+}

@@ -1,0 +1,206 @@
+//! `cargo xtask readme`: the tables of README.md come from committed records, never from a keyboard.
+//!
+//! A block is `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on a line of its own; its
+//! table shows `benches/baselines/ARCH_ID/NAME.jsonl`.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use record::Record;
+
+use crate::bench::write_atomically;
+use crate::cli::ReadmeArgs;
+use crate::fail::{check, usage};
+use crate::place::Place;
+use crate::report::{Align, Style, Table, millis, peers, percent, rate};
+
+const OPEN: &str = "<!-- bench:";
+const CLOSE: &str = "<!-- /bench -->";
+
+pub(crate) fn run(args: &ReadmeArgs) -> Result<()> {
+    let place = Place::find()?;
+    let root = place.workspace()?;
+    if args.check {
+        return check_file(root);
+    }
+    let (old, new) = both(root)?;
+    if old != new {
+        write_atomically(&root.join("README.md"), &new)?;
+        eprintln!("README.md: tables regenerated");
+    }
+    Ok(())
+}
+
+/// Fails, with the lines that differ, when a table is not what its records say.
+pub(crate) fn check_file(root: &Path) -> Result<()> {
+    let (old, new) = both(root)?;
+    if old == new {
+        return Ok(());
+    }
+    Err(check(format!(
+        "README.md does not show the committed records:\n{}\nrun `cargo xtask readme`",
+        difference(&old, &new)
+    )))
+}
+
+/// README.md as it is and as it should be.
+fn both(root: &Path) -> Result<(String, String)> {
+    let old = fs::read_to_string(root.join("README.md")).context("cannot read README.md")?;
+    let new = regenerate(&old, |name| table_of(root, name))?;
+    Ok((old, new))
+}
+
+/// Replaces what stands inside every block.
+fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<String> {
+    let mut out = String::new();
+    let mut lines = text.lines().enumerate();
+    while let Some((i, line)) = lines.next() {
+        out += line;
+        out.push('\n');
+        let Some(rest) = line.trim().strip_prefix(OPEN) else { continue };
+        let name = rest.strip_suffix("-->").map(str::trim).with_context(|| {
+            format!("README.md line {}: the opening of a bench block has no end", i + 1)
+        })?;
+        let close = lines
+            .by_ref()
+            .map(|(_, line)| line)
+            .take_while(|line| !line.trim().starts_with(OPEN))
+            .find(|line| line.trim() == CLOSE);
+        if close.is_none() {
+            return Err(usage(
+                format!("README.md line {}: the block bench:{name} is not closed", i + 1),
+                format!("put `{CLOSE}` on a line of its own after the table"),
+            ));
+        }
+        out += &format!("\n{}\n{CLOSE}\n", table(name)?);
+    }
+    Ok(out)
+}
+
+/// The table of one committed file.
+fn table_of(root: &Path, name: &str) -> Result<String> {
+    let valid = name.split('/').count() == 2
+        && name.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
+    if !valid {
+        return Err(usage(
+            format!("README.md: `{name}` names no committed records"),
+            "write `bench:ARCH_ID/NAME` for benches/baselines/ARCH_ID/NAME.jsonl",
+        ));
+    }
+    let file = format!("benches/baselines/{name}.jsonl");
+    let text = fs::read_to_string(root.join(&file)).map_err(|why| {
+        usage(
+            format!("README.md asks for {file}, which cannot be read: {why}"),
+            format!("save it with `cargo xtask bench --save {file}`, or remove the block"),
+        )
+    })?;
+    let records = record::read_baseline(&text).with_context(|| file.clone())?;
+    Ok(table(&records).render(Style::Markdown))
+}
+
+fn table(records: &[Record]) -> Table {
+    let mut table = Table::new([
+        ("case", Align::Left),
+        ("median ms", Align::Right),
+        ("rate", Align::Right),
+        ("of measured ceiling", Align::Right),
+        ("speed vs peers", Align::Left),
+    ]);
+    for record in records {
+        let Some(median) = record.median_ns else { continue };
+        table.row([
+            record.case(),
+            millis(median),
+            rate(record),
+            record.share_of_ceiling.map(percent).unwrap_or_default(),
+            peers(record),
+        ]);
+    }
+    table.without_empty_columns()
+}
+
+/// The lines that only one of the texts has, in order of the longer common run.
+fn difference(old: &str, new: &str) -> String {
+    let (old, new): (Vec<_>, Vec<_>) = (old.lines().collect(), new.lines().collect());
+    let same_head = old.iter().zip(&new).take_while(|(a, b)| a == b).count();
+    let (old, new) = (&old[same_head..], &new[same_head..]);
+    let same_tail = old.iter().rev().zip(new.iter().rev()).take_while(|(a, b)| a == b).count();
+    let minus = old[..old.len() - same_tail].iter().map(|line| format!("- {line}\n"));
+    let plus = new[..new.len() - same_tail].iter().map(|line| format!("+ {line}\n"));
+    format!("from line {}:\n{}", same_head + 1, minus.chain(plus).collect::<String>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::sample;
+
+    fn with_block(inside: &str) -> String {
+        format!("# Title\n\n<!-- bench:cuda-x/quick -->\n{inside}<!-- /bench -->\n\nEnd.\n")
+    }
+
+    fn named(name: &str) -> Result<String> {
+        Ok(format!("| {name} |\n"))
+    }
+
+    #[test]
+    fn a_block_is_replaced_and_the_rest_is_kept() {
+        let new = regenerate(&with_block("old\ntable\n"), named).unwrap();
+        assert_eq!(new, with_block("\n| cuda-x/quick |\n\n"));
+        assert_eq!(regenerate(&new, named).unwrap(), new, "a second run changes nothing");
+    }
+
+    #[test]
+    fn a_text_without_blocks_is_kept() {
+        assert_eq!(regenerate("# Title\n\ntext\n", named).unwrap(), "# Title\n\ntext\n");
+    }
+
+    #[test]
+    fn an_open_block_does_not_swallow_what_follows() {
+        let open = "<!-- bench:a/b -->\ntext\n";
+        assert!(regenerate(open, named).unwrap_err().to_string().contains("not closed"));
+        let two = format!("{open}{}", with_block(""));
+        assert!(regenerate(&two, named).unwrap_err().to_string().contains("line 1"));
+    }
+
+    #[test]
+    fn a_name_cannot_leave_the_folder_of_baselines() {
+        let dir = tempfile::tempdir().unwrap();
+        for bad in ["x", "../x", "a/..", "a/b/c", "/etc/passwd"] {
+            let error = table_of(dir.path(), bad).unwrap_err();
+            assert!(error.to_string().contains("names no committed"), "{bad}: {error}");
+        }
+        let error = table_of(dir.path(), "a/b").unwrap_err();
+        assert!(error.to_string().contains("cannot be read"), "{error}");
+    }
+
+    #[test]
+    fn the_check_shows_what_differs() {
+        let dir = tempfile::tempdir().unwrap();
+        let baselines = dir.path().join("benches/baselines/cuda-x");
+        fs::create_dir_all(&baselines).unwrap();
+        let lines: Vec<_> =
+            sample::run()[0].records.iter().map(|r| serde_json::to_string(r).unwrap()).collect();
+        fs::write(baselines.join("quick.jsonl"), lines.join("\n")).unwrap();
+        let readme = dir.path().join("README.md");
+        fs::write(&readme, with_block("")).unwrap();
+
+        let error = check_file(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("+ | matmul bf16 4096x4096x4096"), "{error}");
+        let (_, new) = both(dir.path()).unwrap();
+        fs::write(&readme, new).unwrap();
+        check_file(dir.path()).unwrap();
+
+        let typed = fs::read_to_string(&readme).unwrap().replace("1.62x", "2.62x");
+        fs::write(&readme, typed).unwrap();
+        let error = check_file(dir.path()).unwrap_err();
+        assert!(error.to_string().contains("- | matmul"), "{error}");
+        assert_eq!(crate::fail::report(&error), 1);
+    }
+
+    #[test]
+    fn the_table_of_the_sample_records() {
+        insta::assert_snapshot!(table(&sample::run()[0].records).render(Style::Markdown));
+    }
+}

@@ -1,0 +1,156 @@
+//! Numbers and names as people read them.
+
+use std::collections::BTreeMap;
+
+use record::{Card, Record};
+use serde_json::Value;
+
+/// Three significant digits, without an exponent for anything that a table holds.
+pub(crate) fn digits(value: f64) -> String {
+    let magnitude = value.abs();
+    if magnitude == 0.0 || !value.is_finite() {
+        return value.to_string();
+    }
+    if magnitude < 1e-5 {
+        return format!("{value:.2e}");
+    }
+    let before_point = magnitude.log10().floor() as i32 + 1;
+    format!("{value:.*}", (3 - before_point).max(0) as usize)
+}
+
+/// Nanoseconds as milliseconds, without the unit.
+pub(crate) fn millis(nanos: f64) -> String {
+    digits(nanos / 1e6)
+}
+
+/// A share of one as a percentage.
+pub(crate) fn percent(share: f64) -> String {
+    let value = share * 100.0;
+    if value < 10.0 { format!("{value:.1}%") } else { format!("{value:.0}%") }
+}
+
+/// An error of a result, where only the order of magnitude matters.
+pub(crate) fn error(value: f64) -> String {
+    if value == 0.0 { "0".into() } else { format!("{value:.1e}") }
+}
+
+/// How many times.
+pub(crate) fn ratio(value: f64) -> String {
+    format!("{value:.2}x")
+}
+
+/// The rate that describes the case: arithmetic where there is any, else bytes moved.
+pub(crate) fn rate(record: &Record) -> String {
+    match (record.tflops, record.gbps) {
+        (Some(tflops), _) if record.flops > 0 => format!("{} TFLOP/s", digits(tflops)),
+        (_, Some(gbps)) => format!("{} GB/s", digits(gbps)),
+        _ => String::new(),
+    }
+}
+
+/// `1.62x burn, 0.98x cubek`: how many times faster we are than each.
+pub(crate) fn peers(record: &Record) -> String {
+    let Some(median) = record.median_ns else { return String::new() };
+    let of = |(name, nanos): (&String, &f64)| format!("{} {name}", ratio(nanos / median));
+    record.peers.iter().map(of).collect::<Vec<_>>().join(", ")
+}
+
+/// `tile_m=128 stages=3`; whatever is no flat object is shown as JSON.
+pub(crate) fn config(config: Option<&Value>) -> String {
+    match config {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::Object(fields)) => fields
+            .iter()
+            .map(|(name, value)| match value {
+                Value::String(text) => format!("{name}={text}"),
+                other => format!("{name}={other}"),
+            })
+            .collect::<Vec<_>>()
+            .join(" "),
+        Some(other) => other.to_string(),
+    }
+}
+
+/// The config and where it came from.
+pub(crate) fn config_and_source(record: &Record) -> String {
+    let config = config(record.config.as_ref());
+    match &record.config_source {
+        Some(source) if config.is_empty() => source.clone(),
+        Some(source) => format!("{config} ({source})"),
+        None => config,
+    }
+}
+
+/// Element type of a case, for a column of its own.
+pub(crate) fn dtype(params: &BTreeMap<String, Value>) -> String {
+    params
+        .get("dtype")
+        .map(|v| v.as_str().map_or_else(|| v.to_string(), str::to_owned))
+        .unwrap_or_default()
+}
+
+/// The case without its element type.
+pub(crate) fn shape(record: &Record) -> String {
+    let mut params = record.params.clone();
+    params.remove("dtype");
+    record::case_name(&record.op, &params)
+}
+
+/// What must be known about a device to read its figures, as (name, value).
+pub(crate) fn facts(card: &Card) -> Vec<(&'static str, String)> {
+    let pairs = |map: &BTreeMap<String, String>| {
+        map.iter().map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", ")
+    };
+    let peaks: Vec<_> =
+        card.peak_tflops.iter().map(|(name, peak)| format!("{name} {}", digits(*peak))).collect();
+    let dirty = if card.dirty { " with local changes" } else { "" };
+    let all = [
+        ("device", Some(card.name.clone())),
+        ("arch_id", Some(card.arch_id.clone())),
+        ("profile", card.profile.clone()),
+        ("memory", card.memory_bytes.map(|b| format!("{:.1} GiB", b as f64 / (1u64 << 30) as f64))),
+        ("driver", card.driver.clone()),
+        ("versions", Some(pairs(&card.versions))),
+        ("clocks", Some(pairs(&card.clocks))),
+        ("measured copy", card.copy_gbps.map(|gbps| format!("{} GB/s", digits(gbps)))),
+        ("measured peak TFLOP/s", Some(peaks.join(", "))),
+        ("commit", Some(format!("{}{dirty}", card.commit))),
+        ("date", Some(card.date.clone())),
+    ];
+    all.into_iter()
+        .filter_map(|(name, value)| Some((name, value.filter(|v| !v.is_empty())?)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_keep_three_digits() {
+        let shown: Vec<_> = [1234.5, 99.94, 9.994, 0.5, 0.0123, 0.00012, 0.0000012, 0.0]
+            .map(digits)
+            .into_iter()
+            .collect();
+        assert_eq!(shown, ["1234", "99.9", "9.99", "0.500", "0.0123", "0.000120", "1.20e-6", "0"]);
+        assert_eq!(digits(f64::NAN), "NaN");
+    }
+
+    #[test]
+    fn milliseconds_come_from_nanoseconds() {
+        assert_eq!(millis(1_500_000.0), "1.50");
+    }
+
+    #[test]
+    fn shares_are_percentages() {
+        assert_eq!((percent(0.7149).as_str(), percent(0.0123).as_str()), ("71%", "1.2%"));
+    }
+
+    #[test]
+    fn configs_read_as_words() {
+        let value = serde_json::json!({ "tile_m": 128, "path": "mma" });
+        assert_eq!(config(Some(&value)), "tile_m=128 path=mma");
+        assert_eq!(config(Some(&serde_json::json!([1]))), "[1]");
+        assert_eq!(config(None), "");
+    }
+}

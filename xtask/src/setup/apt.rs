@@ -1,0 +1,99 @@
+//! Packages of Debian and its relatives.
+
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use super::announce;
+use crate::fail::check;
+use crate::place;
+
+/// How commands that change the system can be run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rights {
+    Root,
+    /// `sudo` works without a password.
+    Sudo,
+    None,
+}
+
+/// Installs packages, after saying why. `Ok(Err(commands))` when this user may not, or there is no
+/// apt: the commands that a person with the right would type.
+///
+/// # Errors
+/// When apt itself fails.
+pub(super) fn install(packages: &[&str], why: &str) -> Result<Result<(), String>> {
+    let by_hand = commands("sudo ", packages);
+    let Some(apt) = place::tool("apt-get") else { return Ok(Err(by_hand)) };
+    let prefix: &[&str] = match rights() {
+        Rights::Root => &["env", "DEBIAN_FRONTEND=noninteractive"],
+        Rights::Sudo => &["sudo", "-n", "env", "DEBIAN_FRONTEND=noninteractive"],
+        Rights::None => return Ok(Err(by_hand)),
+    };
+    announce(&format!("{why}; installing {}", packages.join(" ")));
+    let run = |args: &[&str]| -> Result<()> {
+        let (program, first) = (prefix[0], &prefix[1..]);
+        let output = Command::new(program)
+            .args(first)
+            .arg(&apt)
+            .args(args)
+            .output()
+            .with_context(|| format!("cannot start {program}"))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let log = String::from_utf8_lossy(&output.stderr);
+        Err(check(format!("apt-get {} failed:\n{}", args.join(" "), log.trim_end())))
+    };
+    run(&["update", "-q"])?;
+    run(&[&["install", "-y", "-q", "--no-install-recommends"], packages].concat())?;
+    Ok(Ok(()))
+}
+
+/// Which of these packages are not installed; `None` where dpkg does not rule.
+pub(super) fn absent<'a>(packages: &[&'a str]) -> Option<Vec<&'a str>> {
+    let query = place::tool("dpkg-query")?;
+    let installed = |package: &str| {
+        let out = Command::new(&query).args(["-W", "-f=${db:Status-Status}", package]).output();
+        out.is_ok_and(|out| out.status.success() && out.stdout == b"installed")
+    };
+    Some(packages.iter().copied().filter(|package| !installed(package)).collect())
+}
+
+fn rights() -> Rights {
+    let user = Command::new("id").arg("-u").output();
+    if user.is_ok_and(|out| out.stdout.trim_ascii() == b"0") {
+        return Rights::Root;
+    }
+    let sudo = place::tool("sudo").is_some()
+        && Command::new("sudo").args(["-n", "true"]).output().is_ok_and(|out| out.status.success());
+    if sudo { Rights::Sudo } else { Rights::None }
+}
+
+/// What a person would type.
+fn commands(sudo: &str, packages: &[&str]) -> String {
+    format!(
+        "{sudo}apt-get update && {sudo}apt-get install -y --no-install-recommends {}",
+        packages.join(" ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_commands_can_be_pasted() {
+        assert_eq!(
+            commands("sudo ", &["g++", "libz3-dev"]),
+            "sudo apt-get update && sudo apt-get install -y --no-install-recommends g++ libz3-dev"
+        );
+    }
+
+    #[test]
+    fn dpkg_knows_what_is_not_installed() {
+        if let Some(absent) = absent(&["dpkg", "flashover-no-such-package"]) {
+            assert_eq!(absent, ["flashover-no-such-package"]);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! What must be on the machine before the programs can be built and run.
+//!
+//! A step looks first and changes the machine only when something is missing, after one line that
+//! says so. What a build cannot do without is an error with the commands that mend it; what only
+//! some checks need comes back as a [`Missing`] reason, for the caller to print as skipped.
+
+mod apt;
+mod cuda;
+mod gl;
+mod llvm;
+
+use anyhow::Result;
+
+pub(crate) use cuda::CudaHome;
+
+use crate::fail::usage;
+use crate::place::{self, Place};
+
+/// A reason why an optional part is absent: `needs ptxas (no network)`.
+pub(crate) type Missing = String;
+
+/// When CUDA tools are fetched for a machine that lacks them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cuda {
+    /// Use an installed toolkit; fetch nothing.
+    Installed,
+    /// Fetch the compiler when there is an NVIDIA driver that could run its output.
+    WithDriver,
+    /// Fetch compiler and assembler on any machine.
+    Always,
+}
+
+/// The optional parts that a command wants.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wants {
+    pub(crate) cuda: Cuda,
+    /// A GL driver, which backend `webgpu` runs on.
+    pub(crate) gl: bool,
+}
+
+/// What came of the optional parts.
+#[derive(Debug)]
+pub(crate) struct Ready {
+    pub(crate) cuda: Result<CudaHome, Missing>,
+    pub(crate) gl: Result<(), Missing>,
+}
+
+/// Prepares the machine. With a bundle nothing is installed or fetched.
+pub(crate) fn prepare(place: &Place, wants: Wants) -> Result<Ready> {
+    if let Place::Bundle(_) = place {
+        return Ok(Ready { cuda: cuda::installed().ok_or_else(cuda::absent), gl: gl::present() });
+    }
+    toolchain()?;
+    llvm::prepare()?;
+    let cuda = match wants.cuda {
+        Cuda::Installed => cuda::installed().ok_or_else(cuda::absent),
+        Cuda::WithDriver if !has_library("libcuda.so.1") => {
+            cuda::installed().ok_or_else(cuda::absent)
+        }
+        Cuda::WithDriver | Cuda::Always => cuda::installed_or_fetched()?,
+    };
+    let gl = if wants.gl { gl::prepare()? } else { gl::present() };
+    Ok(Ready { cuda, gl })
+}
+
+/// Says what a step is about to do to the machine.
+fn announce(what: &str) {
+    eprintln!("setup: {what}");
+}
+
+/// Build scripts compile C and C++.
+fn toolchain() -> Result<()> {
+    let absent: Vec<_> = place::compilers()
+        .into_iter()
+        .filter(|(compiler, _)| {
+            // `CC` may hold options or a wrapper after the program's name.
+            let text = compiler.to_string_lossy();
+            let program = text.split_whitespace().next().unwrap_or_default();
+            !std::path::Path::new(program).is_file() && place::tool(program).is_none()
+        })
+        .map(|(_, name)| name)
+        .collect();
+    if absent.is_empty() {
+        return Ok(());
+    }
+    let what = format!("no compiler `{}`, which build scripts call", absent.join("`, `"));
+    match apt::install(&["gcc", "g++", "libc6-dev"], &what)? {
+        Ok(()) => Ok(()),
+        Err(commands) => Err(usage(what, format!("install one, on Debian with: {commands}"))),
+    }
+}
+
+/// `bundle` packs with xz.
+pub(crate) fn ensure_xz() -> Result<()> {
+    if place::tool("xz").is_some() {
+        return Ok(());
+    }
+    match apt::install(&["xz-utils"], "the bundle is packed with xz")? {
+        Ok(()) => Ok(()),
+        Err(commands) => Err(usage("the bundle is packed with xz, which is missing", commands)),
+    }
+}
+
+/// Whether the loader would find a shared library of this name.
+fn has_library(name: &str) -> bool {
+    if place::library_dirs().iter().any(|dir| dir.join(name).exists()) {
+        return true;
+    }
+    let Some(ldconfig) = place::tool("ldconfig") else { return false };
+    std::process::Command::new(ldconfig).arg("-p").output().is_ok_and(|out| {
+        String::from_utf8_lossy(&out.stdout)
+            .lines()
+            .any(|line| line.split_whitespace().next() == Some(name))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_loader_finds_libc_and_no_nonsense() {
+        assert!(has_library("libc.so.6"));
+        assert!(!has_library("libflashover-is-not-a-library.so.1"));
+    }
+}

@@ -1,0 +1,245 @@
+//! `cargo xtask test`: everything that CI runs, in order, ending at the first failure.
+
+use std::fmt;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use crate::cli::TestArgs;
+use crate::devices::{Backend, Doctor};
+use crate::fail::check;
+use crate::place::{self, Place};
+use crate::programs::{Programs, build, release_dir, run_cargo};
+use crate::report::Style;
+use crate::setup::{self, Cuda, Ready, Wants};
+use crate::{readme, tidy, verify};
+
+pub(crate) fn run(args: &TestArgs) -> Result<()> {
+    let place = Place::find()?;
+    let root = place.workspace()?;
+    let mut steps = Steps::default();
+    let result =
+        if args.fast { fast(&place, root, &mut steps) } else { full(&place, root, &mut steps) };
+    println!("\n{steps}");
+    result
+}
+
+fn fast(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
+    steps.step("setup", |_| {
+        setup::prepare(place, Wants { cuda: Cuda::Installed, gl: false })?;
+        Ok(Outcome::Passed)
+    })?;
+    source(root, steps)?;
+    steps.step("unit tests", |counts| {
+        cargo_test(root, &["--lib", "--bins"], counts)?;
+        Ok(Outcome::Passed)
+    })
+}
+
+fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
+    let mut ready = None;
+    steps.step("setup", |_| {
+        ready = Some(setup::prepare(place, Wants { cuda: Cuda::Always, gl: true })?);
+        Ok(Outcome::Passed)
+    })?;
+    let ready = ready.context("setup left no result")?;
+    source(root, steps)?;
+    let mut built = None;
+    steps.step("build", |_| {
+        build(root)?;
+        built = Some(Programs::at(release_dir(root)?, &ready)?);
+        Ok(Outcome::Passed)
+    })?;
+    let programs = built.context("the build left no result")?;
+    steps.step("tests", |counts| {
+        cargo_test(root, &[], counts)?;
+        Ok(Outcome::Passed)
+    })?;
+    steps.step("targets", |_| targets(&programs, &ready))?;
+    for backend in [Backend::Cpu, Backend::Webgpu] {
+        steps.step(&format!("verify {backend}"), |_| verified(&programs, &ready, backend))?;
+    }
+    steps.step("readme", |_| {
+        readme::check_file(root)?;
+        Ok(Outcome::Passed)
+    })
+}
+
+/// The steps that look at the sources alone, cheapest first.
+fn source(root: &Path, steps: &mut Steps) -> Result<()> {
+    steps.step("format", |_| {
+        run_cargo(root, &["fmt", "--all", "--check"])?;
+        Ok(Outcome::Passed)
+    })?;
+    steps.step("tidy", |_| {
+        tidy::check_tree(root)?;
+        Ok(Outcome::Passed)
+    })?;
+    steps.step("clippy", |_| {
+        let args = ["clippy", "--workspace", "--all-targets", "--release", "--", "-D", "warnings"];
+        run_cargo(root, &args)?;
+        Ok(Outcome::Passed)
+    })
+}
+
+/// Compiles for GPUs that are not here; needs the CUDA tools but no GPU.
+fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
+    let home = match &ready.cuda {
+        Ok(home) => &home.root,
+        Err(reason) => return Ok(Outcome::Skipped(reason.clone())),
+    };
+    let args = ["targets".as_ref(), "--cuda-home".as_ref(), home.as_os_str()];
+    programs.pass_through("flashover-bench", &args)?;
+    Ok(Outcome::Passed)
+}
+
+/// Every kernel over its edge shapes on one backend, where there is a device for it.
+fn verified(programs: &Programs, ready: &Ready, backend: Backend) -> Result<Outcome> {
+    if Doctor::ask(programs)?.device(backend).is_none() {
+        let reason = match (&ready.gl, backend) {
+            (Err(reason), Backend::Webgpu) => reason.clone(),
+            _ => format!("needs a {backend} device"),
+        };
+        return Ok(Outcome::Skipped(reason));
+    }
+    let run = verify::columns(programs, &[backend], None, None)?;
+    println!("{}", verify::document(&run, Style::of_stdout()));
+    verify::verdict(&run)?;
+    Ok(Outcome::Passed)
+}
+
+/// Runs the tests and adds up what each test program reports.
+fn cargo_test(root: &Path, which: &[&str], counts: &mut Counts) -> Result<()> {
+    let mut child = Command::new(place::cargo())
+        .args(["test", "--workspace", "--release", "--no-fail-fast"])
+        .args(which)
+        .current_dir(root)
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("cannot start cargo")?;
+    let stdout = child.stdout.take().context("cargo has no standard output")?;
+    for line in BufReader::new(stdout).lines() {
+        let line = line?;
+        println!("{line}");
+        counts.add(&line);
+    }
+    if child.wait()?.success() { Ok(()) } else { Err(check("tests failed")) }
+}
+
+/// How a step that did not fail ended.
+#[derive(Debug)]
+enum Outcome {
+    Passed,
+    /// Why it could not run: `needs X`.
+    Skipped(String),
+}
+
+/// Tests that ran, over all test programs.
+#[derive(Debug, Default, PartialEq)]
+struct Counts {
+    passed: usize,
+    failed: usize,
+}
+
+impl Counts {
+    /// Reads `test result: ok. 3 passed; 0 failed; ...` and nothing else.
+    fn add(&mut self, line: &str) {
+        let Some(result) = line.strip_prefix("test result: ") else { return };
+        let number = |what: &str| {
+            let before = result.split_once(what)?.0.trim_end();
+            before.rsplit(' ').next()?.parse::<usize>().ok()
+        };
+        self.passed += number("passed").unwrap_or(0);
+        self.failed += number("failed;").unwrap_or(0);
+    }
+}
+
+/// What has been done so far, for the summary.
+#[derive(Debug, Default)]
+struct Steps {
+    done: Vec<(String, Duration, Option<Outcome>)>,
+    counts: Counts,
+}
+
+impl Steps {
+    fn step(
+        &mut self,
+        name: &str,
+        work: impl FnOnce(&mut Counts) -> Result<Outcome>,
+    ) -> Result<()> {
+        println!("\n== {name}");
+        let begin = Instant::now();
+        let result = work(&mut self.counts);
+        let time = begin.elapsed();
+        let (outcome, end) = match result {
+            Ok(outcome) => (Some(outcome), Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        let word = match &outcome {
+            Some(Outcome::Passed) => "passed".to_owned(),
+            Some(Outcome::Skipped(reason)) => format!("skipped: {reason}"),
+            None => "FAILED".to_owned(),
+        };
+        println!("== {name}: {word} ({:.1} s)", time.as_secs_f64());
+        self.done.push((name.to_owned(), time, outcome));
+        end
+    }
+}
+
+impl fmt::Display for Steps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let total: Duration = self.done.iter().map(|(_, time, _)| *time).sum();
+        for (name, time, outcome) in &self.done {
+            let word = match outcome {
+                Some(Outcome::Passed) => "passed".to_owned(),
+                Some(Outcome::Skipped(reason)) => format!("skipped: {reason}"),
+                None => "FAILED".to_owned(),
+            };
+            writeln!(f, "{name:<14} {:>8.1} s  {word}", time.as_secs_f64())?;
+        }
+        let skipped =
+            self.done.iter().filter(|(.., o)| matches!(o, Some(Outcome::Skipped(_)))).count();
+        let failed = self.done.iter().filter(|(.., o)| o.is_none()).count();
+        write!(
+            f,
+            "steps: {} passed, {failed} failed, {skipped} skipped; tests: {} passed, {} failed; {:.1} min",
+            self.done.len() - failed - skipped,
+            self.counts.passed,
+            self.counts.failed,
+            total.as_secs_f64() / 60.0
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_several_test_programs_add_up() {
+        let mut counts = Counts::default();
+        for line in [
+            "running 3 tests",
+            "test a::b ... ok",
+            "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s",
+            "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out",
+        ] {
+            counts.add(line);
+        }
+        assert_eq!(counts, Counts { passed: 13, failed: 2 });
+    }
+
+    #[test]
+    fn the_summary_tells_skipped_from_passed_and_failed() {
+        let mut steps = Steps::default();
+        steps.step("one", |_| Ok(Outcome::Passed)).unwrap();
+        steps.step("two", |_| Ok(Outcome::Skipped("needs ptxas".into()))).unwrap();
+        assert!(steps.step("three", |_| Err(check("no"))).is_err());
+        let text = steps.to_string();
+        assert!(text.contains("skipped: needs ptxas"), "{text}");
+        assert!(text.contains("steps: 1 passed, 1 failed, 1 skipped"), "{text}");
+    }
+}

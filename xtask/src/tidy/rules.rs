@@ -1,0 +1,243 @@
+//! The rules themselves, as functions of names and text.
+//!
+//! What a rule looks for is put together from pieces, so that these lines do not break it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// All that is visible in the root.
+const TOP_LEVEL: [&str; 10] = [
+    "Cargo.lock",
+    "Cargo.toml",
+    "LICENSE-APACHE",
+    "LICENSE-MIT",
+    "README.md",
+    "benches",
+    "crates",
+    "kernels",
+    "models",
+    "xtask",
+];
+
+/// Largest tracked file, in bytes.
+const SIZE: u64 = 2 << 20;
+
+/// Package, and what it must not depend on: the absences that keep the crate graph acyclic.
+const FORBIDDEN_DEPENDENCIES: [(&str, &[&str]); 4] = [
+    ("reference", &["kernels", "tune", "arch", "cubecl", "burn"]),
+    ("kernels", &["burn", "models", "flashover"]),
+    ("models", &["cubecl"]),
+    ("xtask", &["burn", "cubecl", "arch", "tune", "kernels", "models", "flashover"]),
+];
+
+/// Hosts that name one registry or mirror, where a program should let its tool choose.
+const HOSTS: [&str; 7] = [
+    concat!("crates", ".io"),
+    concat!("pypi", ".org"),
+    concat!("pythonhosted", ".org"),
+    concat!("deb.", "debian.org"),
+    concat!("security.", "debian.org"),
+    concat!("registry.", "npmjs.org"),
+    concat!("archive.", "ubuntu.com"),
+];
+
+/// Folders of one machine.
+const FOLDERS: [&str; 4] =
+    [concat!("/", "home/"), concat!("/", "root"), concat!("/", "work/"), concat!("/", "Users/")];
+
+/// The visible top level is exactly as agreed; tool settings are dotfiles.
+pub(super) fn top_level(files: &[String]) -> Vec<String> {
+    let found: BTreeSet<&str> = files
+        .iter()
+        .filter_map(|file| file.split('/').next())
+        .filter(|name| !name.starts_with('.'))
+        .collect();
+    let agreed = BTreeSet::from(TOP_LEVEL);
+    let extra = found.difference(&agreed).map(|name| format!("{name}: not of the top level"));
+    let absent = agreed.difference(&found).map(|name| format!("{name}: missing at the top level"));
+    extra.chain(absent).collect()
+}
+
+/// Files that a clone should not have to carry.
+pub(super) fn size(file: &str, bytes: u64) -> Option<String> {
+    (bytes > SIZE).then(|| format!("{file}: {bytes} bytes, over {SIZE}"))
+}
+
+/// Nothing depends on what it must not know.
+pub(super) fn dependencies(packages: &BTreeMap<String, Vec<String>>) -> Vec<String> {
+    let mut findings = Vec::new();
+    for (package, forbidden) in FORBIDDEN_DEPENDENCIES {
+        for dependency in packages.get(package).into_iter().flatten() {
+            if forbidden.contains(&dependency.as_str()) {
+                findings.push(format!("{package}: depends on {dependency}"));
+            }
+        }
+    }
+    findings
+}
+
+/// All rules about single lines of one file.
+pub(super) fn lines(file: &str, text: &str) -> Vec<String> {
+    let rust = file.ends_with(".rs");
+    let mut findings = Vec::new();
+    for (i, line) in text.lines().enumerate() {
+        let mut found = |what: &str| findings.push(format!("{file}:{}: {what}", i + 1));
+        // The lock file names its registry in every entry.
+        if file != "Cargo.lock" {
+            if let Some(host) = HOSTS.iter().find(|host| line.contains(**host)) {
+                found(&format!("names the host {host}"));
+            }
+            if FOLDERS.iter().any(|folder| mentions_folder(line, folder)) {
+                found("names a folder of one machine");
+            }
+        }
+        if rust {
+            source_line(file, line, &mut found);
+        }
+    }
+    findings
+}
+
+fn source_line(file: &str, line: &str, found: &mut impl FnMut(&str)) {
+    let name = file.rsplit('/').next().unwrap_or(file);
+    if line.contains(concat!("cfg", "(feature")) {
+        found("a build option; choices are made at run time");
+    }
+    if line.contains(concat!("#[al", "low(")) || line.contains(concat!("#![al", "low(")) {
+        found("a lint is silenced without a reason; use `expect` with one");
+    }
+    for unfinished in [
+        concat!("to", "do!"),
+        concat!("unimple", "mented!"),
+        concat!("dbg", "!("),
+        concat!("FIX", "ME"),
+    ] {
+        if line.contains(unfinished) {
+            found(&format!("unfinished: {unfinished}"));
+        }
+    }
+    if name != "timing.rs" && !file.starts_with("xtask/") && reads_clock(line) {
+        found("reads the clock; timing.rs is the one place that measures");
+    }
+    if file.starts_with("kernels/") && line.contains("burn::") {
+        found("kernels do not know Burn");
+    }
+    if file.starts_with("models/") && line.contains("cubecl") {
+        found("models do not know CubeCL");
+    }
+}
+
+/// An absolute path: what stands before the slash is no part of a longer relative one.
+fn mentions_folder(line: &str, folder: &str) -> bool {
+    let part = |c: char| c.is_alphanumeric() || "._-~})>*]".contains(c);
+    line.match_indices(folder).any(|(at, _)| {
+        let before = line[..at].chars().next_back();
+        let after = line[at + folder.len()..].chars().next();
+        let whole_name =
+            folder.ends_with('/') || !after.is_some_and(|c| c.is_alphanumeric() || c == '_');
+        !before.is_some_and(part) && whole_name
+    })
+}
+
+fn reads_clock(line: &str) -> bool {
+    let imported = line.contains("time::{") && line.contains("Instant");
+    imported || line.contains(concat!("Instant", "::now")) || line.contains("time::Instant")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(file: &str, line: &str) -> Option<String> {
+        let mut findings = lines(file, &format!("//! First.\n{line}\n"));
+        assert!(findings.len() <= 1, "{findings:?}");
+        findings.pop()
+    }
+
+    #[test]
+    fn the_top_level_is_exact() {
+        let all: Vec<String> = TOP_LEVEL
+            .iter()
+            .map(|n| format!("{n}/x"))
+            .chain([".cargo/config.toml".into()])
+            .collect();
+        assert!(top_level(&all).is_empty());
+        let mut other = all[1..].to_vec();
+        other.push("scripts/run".into());
+        assert_eq!(
+            top_level(&other),
+            ["scripts: not of the top level", "Cargo.lock: missing at the top level"]
+        );
+    }
+
+    #[test]
+    fn large_files_are_refused() {
+        assert!(size("a", SIZE).is_none());
+        assert!(size("a", SIZE + 1).is_some());
+    }
+
+    #[test]
+    fn forbidden_dependencies_are_named() {
+        let graph = |dependency: &str| {
+            BTreeMap::from([(
+                "reference".to_owned(),
+                vec!["half".to_owned(), dependency.to_owned()],
+            )])
+        };
+        assert!(dependencies(&graph("rand")).is_empty());
+        assert_eq!(dependencies(&graph("kernels")), ["reference: depends on kernels"]);
+    }
+
+    #[test]
+    fn hosts_and_machine_folders_are_found_in_any_text() {
+        for host in HOSTS {
+            assert!(one("README.md", &format!("from https://{host}/x")).is_some(), "{host}");
+            assert!(one("Cargo.lock", &format!("from https://{host}/x")).is_none());
+        }
+        for folder in FOLDERS {
+            let found = one("crates/a/src/lib.rs", &format!("let p = \"{folder}\";")).unwrap();
+            assert!(found.starts_with("crates/a/src/lib.rs:2: "), "{found}");
+            assert!(one("a.md", &format!("see target{folder}x")).is_none());
+        }
+        assert!(one("a.md", concat!("a /", "rooted tree")).is_none());
+    }
+
+    #[test]
+    fn sources_are_finished_and_explain_what_they_silence() {
+        for bad in [
+            concat!("#[cfg", "(feature = \"x\")]"),
+            concat!("#[al", "low(dead_code)]"),
+            concat!("#![al", "low(dead_code)]"),
+            concat!("to", "do!()"),
+            concat!("unimple", "mented!()"),
+            concat!("dbg", "!(x)"),
+            concat!("// FIX", "ME later"),
+        ] {
+            assert!(one("crates/a/src/lib.rs", bad).is_some(), "{bad}");
+            assert!(one("crates/a/README.md", bad).is_none(), "{bad}");
+        }
+        assert!(one("a.rs", "#[expect(dead_code, reason = \"x\")]").is_none());
+        assert!(one("a.rs", "#[cfg(test)]").is_none());
+    }
+
+    #[test]
+    fn the_clock_is_read_in_one_place() {
+        for line in [
+            concat!("let t = Instant", "::now();"),
+            "use std::time::Instant;",
+            "use std::time::{Duration, Instant};",
+        ] {
+            assert!(one("crates/tune/src/tuner.rs", line).is_some(), "{line}");
+            assert!(one("crates/tune/src/timing.rs", line).is_none());
+            assert!(one("xtask/src/test.rs", line).is_none());
+        }
+        assert!(one("benches/src/main.rs", "use std::time::{Duration, SystemTime};").is_none());
+    }
+
+    #[test]
+    fn layers_do_not_know_each_other() {
+        assert!(one("kernels/src/a.rs", "use burn::tensor::Tensor;").is_some());
+        assert!(one("kernels/src/a.rs", "//! As fast as Burn's.").is_none());
+        assert!(one("models/src/a.rs", "use cubecl::prelude::*;").is_some());
+        assert!(one("crates/ops/src/a.rs", "use cubecl::prelude::*;").is_none());
+    }
+}

@@ -1,0 +1,197 @@
+//! `cargo xtask verify`: every kernel against the reference, and the backends against each other.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::Result;
+use record::Check;
+
+use crate::bench::{print_all, problems, wants};
+use crate::cli::VerifyArgs;
+use crate::devices::{Backend, Doctor};
+use crate::fail::check;
+use crate::place::Place;
+use crate::programs::Programs;
+use crate::report::{self, Align, Style, Table};
+use crate::stream::{self, Column};
+
+pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
+    let (programs, _) = Programs::ready(&Place::find()?, wants(&args.backend))?;
+    let chosen = Doctor::ask(&programs)?.choose(&args.backend, false)?;
+    eprintln!("{chosen}");
+    let backends: Vec<_> = chosen.devices.iter().map(|(backend, _)| *backend).collect();
+    let run = columns(&programs, &backends, args.filter.as_deref(), args.profile.as_deref())?;
+    print_all(&document(&run, Style::of_stdout()))?;
+    verdict(&run)
+}
+
+/// One process per backend.
+pub(crate) fn columns(
+    programs: &Programs,
+    backends: &[Backend],
+    filter: Option<&str>,
+    profile: Option<&str>,
+) -> Result<Vec<Column>> {
+    let column = |backend: &Backend| {
+        let mut command = programs.command("flashover-bench");
+        command.args(["verify", "--backend", &backend.to_string()]);
+        for (name, value) in [("--filter", filter), ("--profile", profile)] {
+            if let Some(value) = value {
+                command.args([name, value]);
+            }
+        }
+        stream::gather(&backend.to_string(), command)
+    };
+    backends.iter().map(column).collect()
+}
+
+/// Exit code 1 when a check failed, a column is incomplete, or nothing at all was checked.
+pub(crate) fn verdict(run: &[Column]) -> Result<()> {
+    let mut wrong = problems(run);
+    for column in run.iter().filter(|c| c.checks.is_empty() && c.broken.is_none()) {
+        wrong.push(format!("{}: nothing was checked", column.backend));
+    }
+    if wrong.is_empty() { Ok(()) } else { Err(check(wrong.join("; "))) }
+}
+
+/// Both tables, then failures and skips in full.
+pub(crate) fn document(run: &[Column], style: Style) -> String {
+    let mut out = kernels(run).render(style);
+    if let Some(table) = agreement(run) {
+        out += "\nCases whose outputs are equal to the last bit:\n\n";
+        out += &table.render(style);
+    }
+    out.push('\n');
+    for column in run {
+        let notes = report::notes(column, style);
+        if !notes.is_empty() {
+            out += &format!("{}:\n{notes}", column.backend);
+        }
+    }
+    out
+}
+
+/// One row per kernel and backend.
+fn kernels(run: &[Column]) -> Table {
+    let mut table = Table::new([
+        ("kernel", Align::Left),
+        ("backend", Align::Left),
+        ("checks", Align::Right),
+        ("passed", Align::Right),
+        ("worst error / tolerance", Align::Right),
+        ("in case", Align::Left),
+    ]);
+    let ops: BTreeSet<&str> = run.iter().flat_map(|c| &c.checks).map(|c| c.op.as_str()).collect();
+    for op in ops {
+        for column in run {
+            let checks: Vec<_> = column.checks.iter().filter(|check| check.op == op).collect();
+            if checks.is_empty() {
+                continue;
+            }
+            let worst = checks
+                .iter()
+                .filter_map(|check| Some((used(check)?, check.case())))
+                .max_by(|a, b| a.0.total_cmp(&b.0));
+            table.row([
+                op.to_owned(),
+                column.backend.clone(),
+                checks.len().to_string(),
+                checks.iter().filter(|check| check.passed).count().to_string(),
+                worst.as_ref().map(|(share, _)| format!("{share:.2}")).unwrap_or_default(),
+                worst.map(|(_, case)| case).unwrap_or_default(),
+            ]);
+        }
+    }
+    table
+}
+
+/// How much of its tolerance a check used up; an exact result uses none, even of a tolerance of 0.
+fn used(check: &Check) -> Option<f64> {
+    let (err, tolerance) = (check.max_err?, check.tolerance?);
+    Some(if err == 0.0 { 0.0 } else { err / tolerance })
+}
+
+/// One row per pair of backends; `None` with fewer than two. A backend may check a case in several
+/// configs: two backends agree on it when an output of one equals an output of the other.
+fn agreement(run: &[Column]) -> Option<Table> {
+    let digests: Vec<BTreeMap<String, BTreeSet<&str>>> = run
+        .iter()
+        .map(|column| {
+            let mut of_case: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
+            for check in &column.checks {
+                if let Some(digest) = &check.digest {
+                    of_case.entry(check.case()).or_default().insert(digest);
+                }
+            }
+            of_case
+        })
+        .collect();
+    let mut table = Table::new([
+        ("backends", Align::Left),
+        ("common cases", Align::Right),
+        ("equal", Align::Right),
+    ]);
+    for a in 0..run.len() {
+        for b in a + 1..run.len() {
+            let common: Vec<_> = digests[a]
+                .iter()
+                .filter_map(|(case, ours)| Some((ours, digests[b].get(case)?)))
+                .collect();
+            let equal = common.iter().filter(|(ours, theirs)| !ours.is_disjoint(theirs)).count();
+            table.row([
+                format!("{} and {}", run[a].backend, run[b].backend),
+                common.len().to_string(),
+                equal.to_string(),
+            ]);
+        }
+    }
+    (!table.rows().is_empty()).then_some(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn column(backend: &str, checks: &[(u32, f64, &str)]) -> Column {
+        let checks = checks
+            .iter()
+            .map(|(m, err, digest)| Check {
+                op: "matmul".into(),
+                params: [("m", *m), ("n", 2), ("k", 3)].map(|(n, v)| (n.into(), v.into())).into(),
+                backend: backend.into(),
+                config: None,
+                max_err: Some(*err),
+                tolerance: Some(0.5),
+                passed: *err <= 0.5,
+                error: None,
+                digest: Some((*digest).into()),
+            })
+            .collect();
+        Column { backend: backend.into(), checks, ..Column::default() }
+    }
+
+    #[test]
+    fn both_tables_and_every_failure_are_shown() {
+        let run = [
+            column("cuda", &[(1, 0.0, "aa"), (2, 0.4, "bb"), (3, 0.2, "cc")]),
+            column(
+                "cpu",
+                &[(1, 0.0, "aa"), (2, 0.1, "b0"), (2, 0.1, "bb"), (3, 0.9, "c0"), (4, 0.0, "d")],
+            ),
+        ];
+        insta::assert_snapshot!(document(&run, Style::Markdown));
+        let error = verdict(&run).unwrap_err();
+        assert_eq!(error.to_string(), "cpu: 1 case failed");
+    }
+
+    #[test]
+    fn an_empty_column_does_not_pass() {
+        assert!(verdict(&[column("cuda", &[(1, 0.0, "aa")])]).is_ok());
+        let error = verdict(&[column("cuda", &[])]).unwrap_err();
+        assert_eq!(error.to_string(), "cuda: nothing was checked");
+    }
+
+    #[test]
+    fn one_backend_agrees_with_nobody() {
+        assert!(agreement(&[column("cuda", &[(1, 0.0, "aa")])]).is_none());
+    }
+}
