@@ -6,9 +6,11 @@ mod emit;
 mod peers;
 mod provenance;
 mod run;
+mod targets;
 mod tuning;
 mod verify;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use arch::{Backend, Device};
@@ -58,6 +60,9 @@ enum Command {
         /// What a case without a known config gets: frozen, default or measure
         #[arg(long, default_value = "measure")]
         policy: Policy,
+        /// Leave out Burn's ops, whose first call of a shape tunes for up to 40 s on a GPU
+        #[arg(long)]
+        no_peers: bool,
     },
     /// Print the names of a suite's cases
     List {
@@ -76,6 +81,14 @@ enum Command {
         #[arg(long)]
         configs: bool,
     },
+    /// Compile every config for sm_89, sm_90 and sm_120 without a GPU and report what it uses
+    Targets {
+        /// Folder of a CUDA 13 toolkit: bin/ptxas, include/, and NVRTC for the dynamic linker
+        #[arg(long)]
+        cuda_home: PathBuf,
+        #[arg(long)]
+        json: bool,
+    },
     /// Show, fill or merge the tune cache
     #[command(subcommand)]
     Tune(tuning::Command),
@@ -85,13 +98,14 @@ fn main() -> ExitCode {
     env_logger::Builder::new().filter_level(log_level()).init();
     let cli = Cli::parse();
     let outcome = match cli.command {
-        Command::Run { target, suite, filter, policy } => {
-            run::run(&target, suite, filter.as_deref(), policy)
+        Command::Run { target, suite, filter, policy, no_peers } => {
+            run::run(&target, suite, filter.as_deref(), policy, !no_peers)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),
         Command::Verify { target, filter, configs } => {
             verify::verify(&target, filter.as_deref(), configs)
         }
+        Command::Targets { cuda_home, json } => targets::run(&cuda_home, json),
         Command::Tune(command) => tuning::run(command),
     };
     match outcome {

@@ -20,6 +20,7 @@ pub(crate) fn run(
     suite: Suite,
     filter: Option<&str>,
     policy: Policy,
+    with_peers: bool,
 ) -> anyhow::Result<bool> {
     let device = target.open()?;
     let mut card = provenance::card(&device)?;
@@ -55,6 +56,7 @@ pub(crate) fn run(
     };
     let mut good = true;
     for case in matmuls {
+        let case = Case { peer: case.peer && with_peers, ..case };
         emit(&Line::Begin { case: case.name() })?;
         let line = matmul(&mut tuner, &case, &card)?;
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
@@ -197,7 +199,9 @@ fn add_peer(record: &mut Record, device: &Device, problem: &MatmulProblem, sets:
 fn share(record: &Record, card: &record::Card, precision: Precision) -> Option<f64> {
     let median = record.median_ns?;
     let moving = record.bytes as f64 / card.copy_gbps?;
-    let computing = match card.peak_tflops.get(precision.name()) {
+    // A CPU widens every precision and multiplies in f32.
+    let unit = if card.backend == "cpu" { "f32" } else { precision.name() };
+    let computing = match card.peak_tflops.get(unit) {
         Some(peak) => record.flops as f64 / (peak * 1e3),
         None if record.flops > 200 * record.bytes => return None,
         None => 0.0,

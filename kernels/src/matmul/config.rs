@@ -1,7 +1,7 @@
 //! How to compute it: configs, what they need, which are worth measuring.
 
 use arch::{ArchProfile, Backend, DType, MmaShape};
-use cubecl::prelude::{CubeCount, CubeDim};
+use cubecl::prelude::{AddressType, CubeCount, CubeDim};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
@@ -20,6 +20,19 @@ pub enum MatmulConfig {
     Plane(PlaneConfig),
     Fma(FmaConfig),
     Cores(CoresConfig),
+}
+
+impl MatmulConfig {
+    /// Units of one cube on `arch`.
+    pub fn units(&self, arch: &ArchProfile) -> u32 {
+        match self {
+            Self::Mma(c) => c.units(),
+            Self::Cube(c) => c.units,
+            Self::Plane(c) => c.planes_m * c.planes_n * arch.plane_size.0,
+            Self::Fma(c) => c.units(),
+            Self::Cores(c) => c.units,
+        }
+    }
 }
 
 const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MatmulConfig {
@@ -423,6 +436,12 @@ impl Plan {
                 }
             }
         }
+    }
+
+    /// Offsets past 2^32 elements need 64-bit indices, which cost registers.
+    pub(super) fn address(&self, problem: &MatmulProblem) -> AddressType {
+        let longest = problem.extents().into_iter().max().unwrap_or(0);
+        if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
     }
 
     pub(super) fn cube_dim(&self) -> CubeDim {

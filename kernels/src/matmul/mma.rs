@@ -111,22 +111,17 @@ pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
 
     let lhs_col = comptime!(plan.lhs.transposed);
     let rhs_row = comptime!(plan.rhs.transposed);
-    let mut lhs_at = batch_lhs;
-    let mut lhs_step = tile_k as usize;
-    if lhs_col {
-        lhs_at += row0 as usize;
-        lhs_step *= dims.lhs_stride;
+    let step = comptime!(tile_k as usize);
+    let (mut lhs_at, lhs_step) = if comptime!(lhs_col) {
+        (batch_lhs + row0 as usize, dims.lhs_stride * step)
     } else {
-        lhs_at += row0 as usize * dims.lhs_stride;
-    }
-    let mut rhs_at = batch_rhs;
-    let mut rhs_step = tile_k as usize;
-    if rhs_row {
-        rhs_at += col0 as usize;
-        rhs_step *= dims.rhs_stride;
+        (batch_lhs + row0 as usize * dims.lhs_stride, step.runtime())
+    };
+    let (mut rhs_at, rhs_step) = if comptime!(rhs_row) {
+        (batch_rhs + col0 as usize, dims.rhs_stride * step)
     } else {
-        rhs_at += col0 as usize * dims.rhs_stride;
-    }
+        (batch_rhs + col0 as usize * dims.rhs_stride, step.runtime())
+    };
 
     let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, plan.inst_k as usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);

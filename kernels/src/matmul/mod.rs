@@ -34,8 +34,10 @@ mod fma;
 mod mma;
 mod problem;
 
+use std::sync::Arc;
+
 use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
@@ -128,12 +130,8 @@ impl Kernel for Matmul {
         let plan = Plan::new(device.profile(), problem, config);
         let (client, [lhs_len, rhs_len, out_len]) = (device.client(), problem.extents());
         let storage = elem(problem.precision.storage());
-        let instruction = match problem.precision {
-            Precision::Tf32 => ElemType::Float(FloatKind::TF32),
-            _ => storage,
-        };
-        let longest = lhs_len.max(rhs_len).max(out_len);
-        let address = if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
+        let instruction = instruction(problem.precision);
+        let address = plan.address(problem);
         // A kernel without a bias still binds a buffer in its place, and never reads it.
         let (bias, bias_len) = match &operands.bias {
             Some(bias) => (bias, problem.n as usize),
@@ -166,6 +164,50 @@ impl Kernel for Matmul {
     }
 }
 
+/// The kernel that [`Matmul::launch`] would compile for `config` on a device with these properties:
+/// for compiling without one.
+pub fn program(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    config: &MatmulConfig,
+    properties: &Arc<DeviceProperties>,
+    target: &Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
+    let plan = Plan::new(arch, problem, config);
+    let storage = elem(problem.precision.storage());
+    let instruction = instruction(problem.precision);
+    let settings = KernelSettings::new(
+        plan.cube_dim().into(),
+        ExecutionMode::Unchecked,
+        plan.address(problem),
+    );
+    let buffer = || BufferCompilationArg { inplace: None };
+    let [width_lhs, width_rhs, width_out] = plan.widths;
+    Box::new(matmul::Matmul::new(
+        settings,
+        properties.clone(),
+        target.clone(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        Dims::compiled(),
+        width_lhs,
+        width_rhs,
+        width_out,
+        plan.path,
+        problem.bias,
+        [storage, instruction],
+    ))
+}
+
+const fn instruction(precision: Precision) -> ElemType {
+    match precision {
+        Precision::Tf32 => ElemType::Float(FloatKind::TF32),
+        other => elem(other.storage()),
+    }
+}
+
 /// Sizes and strides of one launch, in elements.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Dims {
@@ -184,6 +226,26 @@ pub(crate) struct Dims {
     pub(crate) lhs_batch: usize,
     pub(crate) rhs_batch: usize,
     pub(crate) out_batch: usize,
+}
+
+impl Dims {
+    /// Dims as a compilation sees them: every field is a run-time scalar.
+    fn compiled() -> DimsCompilationArg {
+        DimsCompilationArg {
+            m: (),
+            n: (),
+            k: (),
+            lhs_stride: (),
+            rhs_stride: (),
+            out_stride: (),
+            lhs_start: (),
+            rhs_start: (),
+            out_start: (),
+            lhs_batch: (),
+            rhs_batch: (),
+            out_batch: (),
+        }
+    }
 }
 
 #[cube]

@@ -1,0 +1,42 @@
+//! Registers, spills, shared memory and occupancy of every config, for cards that are not there.
+
+use std::path::Path;
+
+use offline::{Toolkit, sweep};
+
+/// Prints the sweep; false when a config spills or is too large.
+pub(crate) fn run(cuda_home: &Path, json: bool) -> anyhow::Result<bool> {
+    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?)?;
+    if json {
+        println!("{}", serde_json::json!({ "rows": rows, "findings": findings }));
+        return Ok(findings.is_empty());
+    }
+    println!(
+        "{:<8} {:<6} {:<13} {:>4} {:>6} {:>7} {:>5}  config",
+        "target", "kernel", "instance", "regs", "spill", "shared", "cubes"
+    );
+    for r in &rows {
+        println!(
+            "{:<8} {:<6} {:<13} {:>4} {:>6} {:>7} {:>5}  {}",
+            r.target,
+            r.kernel,
+            r.instance,
+            r.usage.registers,
+            r.usage.spill_stores + r.usage.spill_loads,
+            r.usage.shared,
+            r.occupancy,
+            serde_json::to_string(&r.config)?,
+        );
+    }
+    for f in &findings {
+        println!(
+            "failed: {} {} {}: {}",
+            f.target,
+            f.instance,
+            serde_json::to_string(&f.config)?,
+            f.what
+        );
+    }
+    println!("{} instances compiled, {} failed", rows.len(), findings.len());
+    Ok(findings.is_empty())
+}

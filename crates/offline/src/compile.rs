@@ -1,0 +1,238 @@
+//! CubeCL kernel to CUDA C++ to PTX to machine code.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use arch::{ArchProfile, DType};
+use cubecl::__private::Runtime;
+use cubecl::Compiler;
+use cubecl::features::TypeUsage;
+use cubecl::ir::{
+    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
+    MemoryDeviceProperties, TargetProperties, VectorSize,
+};
+use cubecl::prelude::CubeKernel;
+use cubecl::profile::TimingMethod;
+use cubecl_cpp::cuda::arch::CudaArchitecture;
+use cubecl_cpp::cuda::mma::CudaCmmaCompiler;
+use cubecl_cpp::shared::{CompilationOptions, CppCompiler};
+use cubecl_cpp::target::Cuda;
+use cudarc::nvrtc::CompileOptions;
+
+/// What a kernel's machine code uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Usage {
+    /// Registers of one unit.
+    pub registers: u32,
+    /// Bytes that spilled out of registers.
+    pub spill_stores: u32,
+    pub spill_loads: u32,
+    /// Bytes of local memory of one unit, spills included.
+    pub stack: u32,
+    /// Bytes of shared memory of one cube, static and dynamic.
+    pub shared: u32,
+}
+
+/// Why a kernel has no machine code.
+#[derive(Debug, thiserror::Error)]
+pub enum CompileError {
+    #[error(
+        "{path} is missing\nhint: point --cuda-home at a CUDA 13 toolkit, or let cargo xtask fetch it"
+    )]
+    Missing { path: PathBuf },
+    #[error("CubeCL: {0}")]
+    CubeCl(String),
+    #[error("NVRTC: {0}")]
+    Nvrtc(String),
+    #[error("ptxas: {0}")]
+    Ptxas(String),
+    #[error("cannot run ptxas: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// NVRTC, its headers and `ptxas`.
+#[derive(Debug, Clone)]
+pub struct Toolkit {
+    ptxas: PathBuf,
+    include: PathBuf,
+}
+
+impl Toolkit {
+    /// The toolkit under `home`; NVRTC itself is found by the dynamic linker.
+    ///
+    /// # Errors
+    /// A file that is not there.
+    pub fn at(home: &Path) -> Result<Self, CompileError> {
+        let tools = Self { ptxas: home.join("bin/ptxas"), include: home.join("include") };
+        for path in [&tools.ptxas, &tools.include.join("cuda_fp16.h")] {
+            if !path.exists() {
+                return Err(CompileError::Missing { path: path.clone() });
+            }
+        }
+        // SAFETY: only tries to load each candidate name.
+        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+            return Err(CompileError::Missing { path: PathBuf::from("libnvrtc.so") });
+        }
+        Ok(tools)
+    }
+
+    /// Compiles `kernel` for compute capability `sm` and reads what it uses.
+    ///
+    /// # Errors
+    /// The stage that refused it, with its words.
+    pub fn usage(&self, kernel: &dyn CubeKernel, sm: u32) -> Result<Usage, CompileError> {
+        let (source, shared) = cuda_source(kernel, sm)?;
+        let ptx = self.ptx(&source, sm)?;
+        Ok(Usage { shared, ..self.assemble(&ptx, sm)? })
+    }
+
+    /// CUDA C++ to PTX.
+    fn ptx(&self, source: &str, sm: u32) -> Result<String, CompileError> {
+        let options = CompileOptions {
+            include_paths: vec![
+                self.include.display().to_string(),
+                self.include.join("cccl").display().to_string(),
+            ],
+            options: vec![format!("--gpu-architecture={}", target_name(sm)), "-lineinfo".into()],
+            ..CompileOptions::default()
+        };
+        let ptx = cudarc::nvrtc::compile_ptx_with_opts(source, options)
+            .map_err(|e| CompileError::Nvrtc(format!("{e:?}")))?;
+        Ok(ptx.to_src())
+    }
+
+    /// PTX to machine code, whose resource report `ptxas -v` prints.
+    fn assemble(&self, ptx: &str, sm: u32) -> Result<Usage, CompileError> {
+        let dir = tempfile::tempdir()?;
+        let (input, output) = (dir.path().join("k.ptx"), dir.path().join("k.cubin"));
+        std::fs::write(&input, ptx)?;
+        let out = Command::new(&self.ptxas)
+            .arg("-v")
+            .arg(format!("-arch={}", target_name(sm)))
+            .arg("-o")
+            .args([&output, &input])
+            .output()?;
+        let report = String::from_utf8_lossy(&out.stderr);
+        if !out.status.success() {
+            return Err(CompileError::Ptxas(report.into_owned()));
+        }
+        parse_report(&report).ok_or_else(|| CompileError::Ptxas(report.into_owned()))
+    }
+}
+
+/// CubeCL compiles for the architecture-specific variant from 9.0 up.
+fn target_name(sm: u32) -> String {
+    if sm >= 90 { format!("sm_{sm}a") } else { format!("sm_{sm}") }
+}
+
+/// The CUDA C++ of `kernel` and the dynamic shared memory of its launch.
+fn cuda_source(kernel: &dyn CubeKernel, sm: u32) -> Result<(String, u32), CompileError> {
+    let mut options = CompilationOptions::default();
+    options.warp_size = 32;
+    options.supports_features.grid_constants = true;
+    options.supports_features.fast_math = true;
+    options.supports_features.fast_tanh = true;
+    options.supports_features.dp4a = true;
+    options.supports_features.clusters = sm >= 90;
+    options.supports_features.elect_sync = sm >= 90;
+    let definition =
+        cubecl::define_kernel(kernel).map_err(|e| CompileError::CubeCl(format!("{e:?}")))?;
+    let compiled = CppCompiler::<Cuda>::default()
+        .compile(definition, &options)
+        .map_err(|e| CompileError::CubeCl(format!("{e:?}")))?;
+    let shared = compiled.shared_memory_size as u32;
+    Ok((compiled.to_string(), shared))
+}
+
+/// Reads `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill
+/// loads`, `N bytes smem`.
+fn parse_report(report: &str) -> Option<Usage> {
+    let before = |text: &str, unit: &str| -> Option<u32> {
+        let head = &text[..text.find(unit)?];
+        head.split_whitespace().last()?.parse().ok()
+    };
+    Some(Usage {
+        registers: before(report, "registers")?,
+        spill_stores: before(report, "bytes spill stores")?,
+        spill_loads: before(report, "bytes spill loads")?,
+        stack: before(report, "bytes stack frame")?,
+        shared: before(report, "bytes smem").unwrap_or(0),
+    })
+}
+
+/// Properties of a CUDA card as CubeCL's runtime would report them.
+pub(crate) fn properties(arch: &ArchProfile) -> Arc<DeviceProperties> {
+    let sm = arch.compute_capability.unwrap_or(89);
+    let hardware = HardwareProperties {
+        load_width: 128,
+        vector_register_count: None,
+        plane_size_min: 32,
+        plane_size_max: 32,
+        max_bindings: 1024,
+        max_shared_memory_size: arch.max_shared_bytes as usize,
+        max_cube_count: (i32::MAX as u32, 65_535, 65_535),
+        max_units_per_cube: arch.max_units_per_cube,
+        max_cube_dim: (1024, 1024, 64),
+        num_streaming_multiprocessors: arch.processors,
+        num_cpu_cores: None,
+        last_level_cache_size: None,
+        num_tensor_cores: Some(4),
+        min_tensor_cores_dim: Some(8),
+        max_vector_size: VectorSize::MAX,
+        cube_mma_reserved_shared_memory: 0,
+    };
+    let memory = MemoryDeviceProperties::new(arch.memory_bytes.unwrap_or(8 << 30), 512);
+    let identity = DeviceIdentity {
+        name: arch.name.clone(),
+        fingerprint: format!("ptx_sm{sm}"),
+        physical: None,
+    };
+    let mut out = DeviceProperties::new(
+        cubecl::features::Features::default(),
+        memory,
+        hardware,
+        TimingMethod::Device,
+        identity,
+    );
+    cubecl_cpp::register_supported_types(&mut out);
+    let card = CudaArchitecture { version: sm, tensor_cores: true };
+    let cmma = CudaCmmaCompiler::Cpp.supported_cmma_combinations(&card);
+    cubecl_cpp::shared::register_wmma_features(cmma, &mut out);
+    let mma = cubecl_cpp::cuda::supported_mma_combinations(&card);
+    cubecl_cpp::shared::register_mma_features(mma, &mut out);
+    out.register_type_usage(ElemType::Float(FloatKind::TF32), TypeUsage::Conversion);
+    out.features.copy_async = arch.async_copy;
+    out.features.memory_reinterpret = true;
+    out.features.alignment = true;
+    for half in [FloatKind::F16, FloatKind::BF16] {
+        out.features.matmul.ldmatrix.insert(ElemType::Float(half));
+    }
+    debug_assert!(arch.dtypes.contains(&DType::Bf16));
+    Arc::new(out)
+}
+
+/// How CUDA lays out matrix fragments.
+pub(crate) fn target_properties() -> Arc<TargetProperties> {
+    Arc::new(cubecl::cuda::CudaRuntime::target_properties())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ptxas_reports_are_read() {
+        let report = "ptxas info    : 0 bytes gmem\n\
+            ptxas info    : Compiling entry function 'k' for 'sm_89'\n\
+            ptxas info    : Function properties for k\n\
+            \x20   16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n\
+            ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 448 bytes cmem[0]\n";
+        let usage = parse_report(report).expect("all facts are there");
+        assert_eq!(
+            usage,
+            Usage { registers: 168, spill_stores: 8, spill_loads: 12, stack: 16, shared: 1024 }
+        );
+        assert_eq!(parse_report("error: nothing"), None);
+    }
+}
