@@ -132,9 +132,10 @@ fn copy_vector<F: Float, N: Size>(
     }
 }
 
-/// The registers of one 16-row fragment of the left operand at `(row, k)` of a `[m, k]` tile, or of
+/// Fills the registers of one 16-row fragment of the left operand, at `(row, k)` of a `[m, k]` tile, or of
 /// a `[k, m]` tile when it is transposed.
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "one tile, one place, one fragment")]
 pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],
     slot: u32,
@@ -142,10 +143,10 @@ pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
     k: u32,
     lane: u32,
     def: &MmaDefinition<I, I, f32>,
+    out: &mut Array<Vector<I, NF>>,
     #[comptime] shape: TileShape,
-) -> Array<Vector<I, NF>> {
+) {
     let chunk = comptime!(shape.chunk() as u32);
-    let mut out = Array::<Vector<I, NF>>::new(4usize);
     if comptime!(shape.elem == 4 && shape.transposed) {
         #[unroll]
         for r in 0..4u32 {
@@ -173,12 +174,12 @@ pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
             out[i] = Vector::cast_from(raw[i]);
         }
     }
-    out
 }
 
-/// The registers of two neighbouring 8-column fragments of the right operand at `(k, col)` of a
+/// Fills the registers of two neighbouring 8-column fragments of the right operand, at `(k, col)` of a
 /// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "one tile, one place, two fragments")]
 pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],
     slot: u32,
@@ -186,11 +187,11 @@ pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
     k: u32,
     lane: u32,
     def: &MmaDefinition<I, I, f32>,
+    left: &mut Array<Vector<I, NF>>,
+    right: &mut Array<Vector<I, NF>>,
     #[comptime] shape: TileShape,
-) -> (Array<Vector<I, NF>>, Array<Vector<I, NF>>) {
+) {
     let chunk = comptime!(shape.chunk() as u32);
-    let mut left = Array::<Vector<I, NF>>::new(2usize);
-    let mut right = Array::<Vector<I, NF>>::new(2usize);
     if comptime!(shape.elem == 4 && shape.transposed) {
         #[unroll]
         for r in 0..2u32 {
@@ -221,7 +222,6 @@ pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
             right[i] = Vector::cast_from(raw[i + 2]);
         }
     }
-    (left, right)
 }
 
 /// One element of a vectorised tile, rounded to the instruction's type.

@@ -233,7 +233,7 @@ fn parse(text: &str, origin: &str) -> Parsed {
             Ok(entry) if entry.format != FORMAT => {
                 ignore(format!("format {}, this program reads format {FORMAT}", entry.format));
             }
-            Ok(entry) if !(entry.median_ns > 0.0) => {
+            Ok(entry) if entry.median_ns.is_nan() || entry.median_ns <= 0.0 => {
                 ignore(format!("time {} is not positive", entry.median_ns));
             }
             Ok(entry) => merge(&mut entries, BTreeMap::from([(entry.key.clone(), entry)])),
