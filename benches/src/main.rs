@@ -88,6 +88,12 @@ enum Command {
         cuda_home: PathBuf,
         #[arg(long)]
         json: bool,
+        /// Only instances whose `target precision layouts config` contains this
+        #[arg(long)]
+        filter: Option<String>,
+        /// Keep CUDA C++, PTX and machine code in this folder
+        #[arg(long)]
+        dump: Option<PathBuf>,
     },
     /// Show, fill or merge the tune cache
     #[command(subcommand)]
@@ -105,7 +111,9 @@ fn main() -> ExitCode {
         Command::Verify { target, filter, configs } => {
             verify::verify(&target, filter.as_deref(), configs)
         }
-        Command::Targets { cuda_home, json } => targets::run(&cuda_home, json),
+        Command::Targets { cuda_home, json, filter, dump } => {
+            targets::run(&cuda_home, json, filter.as_deref(), dump.as_deref())
+        }
         Command::Tune(command) => tuning::run(command),
     };
     match outcome {

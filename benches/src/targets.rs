@@ -5,8 +5,19 @@ use std::path::Path;
 use offline::{Toolkit, sweep};
 
 /// Prints the sweep; false when a config spills or is too large.
-pub(crate) fn run(cuda_home: &Path, json: bool) -> anyhow::Result<bool> {
-    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?)?;
+pub(crate) fn run(
+    cuda_home: &Path,
+    json: bool,
+    filter: Option<&str>,
+    dump: Option<&Path>,
+) -> anyhow::Result<bool> {
+    if let Some(dir) = dump {
+        std::fs::create_dir_all(dir)?;
+    }
+    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump)?;
+    if rows.is_empty() && findings.is_empty() {
+        anyhow::bail!("no instance matches\nhint: names look like `rtx4090 bf16 row.col Mma(..)`");
+    }
     if json {
         println!("{}", serde_json::json!({ "rows": rows, "findings": findings }));
         return Ok(findings.is_empty());

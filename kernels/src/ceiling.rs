@@ -35,6 +35,7 @@ pub fn copy(device: &Device, from: &Handle, to: &Handle, bytes: usize) {
 }
 
 #[cube(launch_unchecked)]
+#[expect(clippy::manual_memcpy, reason = "a kernel has no memcpy")]
 fn copy_kernel(
     from: &[Vector<u32, Const<4>>],
     to: &mut [Vector<u32, Const<4>>],

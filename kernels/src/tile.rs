@@ -132,10 +132,9 @@ fn copy_vector<F: Float, N: Size>(
     }
 }
 
-/// Fills the registers of one 16-row fragment of the left operand, at `(row, k)` of a `[m, k]` tile, or of
+/// The registers of one 16-row fragment of the left operand at `(row, k)` of a `[m, k]` tile, or of
 /// a `[k, m]` tile when it is transposed.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "one tile, one place, one fragment")]
 pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],
     slot: u32,
@@ -143,10 +142,10 @@ pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
     k: u32,
     lane: u32,
     def: &MmaDefinition<I, I, f32>,
-    out: &mut Array<Vector<I, NF>>,
     #[comptime] shape: TileShape,
-) {
+) -> Array<Vector<I, NF>> {
     let chunk = comptime!(shape.chunk() as u32);
+    let mut out = Array::<Vector<I, NF>>::new(4usize);
     if comptime!(shape.elem == 4 && shape.transposed) {
         #[unroll]
         for r in 0..4u32 {
@@ -174,12 +173,19 @@ pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
             out[i] = Vector::cast_from(raw[i]);
         }
     }
+    out
 }
 
-/// Fills the registers of two neighbouring 8-column fragments of the right operand, at `(k, col)` of a
+/// Two neighbouring fragments.
+#[derive(CubeType)]
+pub(crate) struct Pair<I: Float, NF: Size> {
+    pub(crate) left: Array<Vector<I, NF>>,
+    pub(crate) right: Array<Vector<I, NF>>,
+}
+
+/// The registers of two neighbouring 8-column fragments of the right operand at `(k, col)` of a
 /// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "one tile, one place, two fragments")]
 pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],
     slot: u32,
@@ -187,11 +193,11 @@ pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
     k: u32,
     lane: u32,
     def: &MmaDefinition<I, I, f32>,
-    left: &mut Array<Vector<I, NF>>,
-    right: &mut Array<Vector<I, NF>>,
     #[comptime] shape: TileShape,
-) {
+) -> Pair<I, NF> {
     let chunk = comptime!(shape.chunk() as u32);
+    let mut left = Array::<Vector<I, NF>>::new(2usize);
+    let mut right = Array::<Vector<I, NF>>::new(2usize);
     if comptime!(shape.elem == 4 && shape.transposed) {
         #[unroll]
         for r in 0..2u32 {
@@ -222,18 +228,12 @@ pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
             right[i] = Vector::cast_from(raw[i + 2]);
         }
     }
+    Pair::<I, NF> { left, right }
 }
 
 /// One element of a vectorised tile, rounded to the instruction's type.
 #[cube]
 fn one<F: Float, I: Float, N: Size, NF: Size>(tile: &[Vector<F, N>], at: u32) -> Vector<I, NF> {
-    let lanes = N::value();
-    let width = comptime!(lanes as u32);
-    let vector = tile[(at / width) as usize];
-    let value = if comptime!(width == 1) {
-        vector.extract(0usize)
-    } else {
-        vector.extract_dynamic((at % width) as usize)
-    };
-    Vector::new(I::cast_from(value))
+    let scalars = tile.with_vector_size::<Const<1>>();
+    Vector::new(I::cast_from(scalars[at as usize].extract(0usize)))
 }

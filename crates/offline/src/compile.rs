@@ -77,14 +77,25 @@ impl Toolkit {
         Ok(tools)
     }
 
-    /// Compiles `kernel` for compute capability `sm` and reads what it uses.
+    /// Compiles `kernel` for compute capability `sm` and reads what it uses; with `dump`, keeps
+    /// `dump.cu`, `dump.ptx` and `dump.cubin`.
     ///
     /// # Errors
     /// The stage that refused it, with its words.
-    pub fn usage(&self, kernel: &dyn CubeKernel, sm: u32) -> Result<Usage, CompileError> {
+    pub fn usage(
+        &self,
+        kernel: &dyn CubeKernel,
+        sm: u32,
+        dump: Option<&Path>,
+    ) -> Result<Usage, CompileError> {
         let (source, shared) = cuda_source(kernel, sm)?;
         let ptx = self.ptx(&source, sm)?;
-        Ok(Usage { shared, ..self.assemble(&ptx, sm)? })
+        let dir = tempfile::tempdir()?;
+        let stem = dump.map_or_else(|| dir.path().join("k"), Path::to_owned);
+        if dump.is_some() {
+            std::fs::write(stem.with_extension("cu"), &source)?;
+        }
+        Ok(Usage { shared, ..self.assemble(&ptx, sm, &stem)? })
     }
 
     /// CUDA C++ to PTX.
@@ -103,9 +114,8 @@ impl Toolkit {
     }
 
     /// PTX to machine code, whose resource report `ptxas -v` prints.
-    fn assemble(&self, ptx: &str, sm: u32) -> Result<Usage, CompileError> {
-        let dir = tempfile::tempdir()?;
-        let (input, output) = (dir.path().join("k.ptx"), dir.path().join("k.cubin"));
+    fn assemble(&self, ptx: &str, sm: u32, stem: &Path) -> Result<Usage, CompileError> {
+        let (input, output) = (stem.with_extension("ptx"), stem.with_extension("cubin"));
         std::fs::write(&input, ptx)?;
         let out = Command::new(&self.ptxas)
             .arg("-v")

@@ -1,5 +1,7 @@
 //! Every config of every kernel, on every target.
 
+use std::path::Path;
+
 use arch::ArchProfile;
 use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision, program};
 use rayon::prelude::*;
@@ -38,11 +40,17 @@ pub struct Finding {
     pub what: String,
 }
 
-/// Compiles every candidate of every kernel for every target; both lists are in a fixed order.
+/// Compiles every candidate of every kernel for every target whose `target instance config` text
+/// contains `filter`; both lists are in a fixed order. With `dump`, sources and binaries are kept in
+/// that folder, numbered in the order of the list.
 ///
 /// # Errors
 /// A target profile that is not recorded.
-pub fn sweep(toolkit: &Toolkit) -> Result<(Vec<Row>, Vec<Finding>), arch::UnknownProfile> {
+pub fn sweep(
+    toolkit: &Toolkit,
+    filter: Option<&str>,
+    dump: Option<&Path>,
+) -> Result<(Vec<Row>, Vec<Finding>), arch::UnknownProfile> {
     let mut work = Vec::new();
     for target in TARGETS {
         let arch = ArchProfile::recorded(target)?;
@@ -50,21 +58,20 @@ pub fn sweep(toolkit: &Toolkit) -> Result<(Vec<Row>, Vec<Finding>), arch::Unknow
             let sizes = [4096; 3];
             let Ok(problem) = MatmulProblem::dense(1, sizes, layouts, precision) else { continue };
             for config in Matmul::candidates(&arch, &problem) {
-                work.push((target, arch.clone(), problem, config));
+                let text = format!("{target} {} {config:?}", instance_name(&problem));
+                if filter.is_none_or(|f| text.contains(f)) {
+                    work.push((work.len(), target, arch.clone(), problem, config));
+                }
             }
         }
     }
     let results: Vec<_> = work
         .into_par_iter()
-        .map(|(target, arch, problem, config)| {
+        .map(|(index, target, arch, problem, config)| {
             let sm = arch.compute_capability.unwrap_or(0);
-            let instance = format!(
-                "{} {}.{}",
-                problem.precision.name(),
-                problem.lhs.layout.name(),
-                problem.rhs.layout.name()
-            );
-            let outcome = compile(toolkit, &arch, &problem, &config);
+            let instance = instance_name(&problem);
+            let stem = dump.map(|d| d.join(format!("{index:03}-{target}")));
+            let outcome = compile(toolkit, &arch, &problem, &config, stem.as_deref());
             (target, sm, instance, config, outcome)
         })
         .collect();
@@ -108,14 +115,21 @@ fn instances() -> Vec<(Precision, [Layout; 2])> {
     ]
 }
 
+/// `bf16 row.col`.
+fn instance_name(problem: &MatmulProblem) -> String {
+    let (lhs, rhs) = (problem.lhs.layout.name(), problem.rhs.layout.name());
+    format!("{} {lhs}.{rhs}", problem.precision.name())
+}
+
 fn compile(
     toolkit: &Toolkit,
     arch: &ArchProfile,
     problem: &MatmulProblem,
     config: &MatmulConfig,
+    dump: Option<&Path>,
 ) -> Result<(Usage, u32), CompileError> {
     let properties = properties(arch);
     let kernel = program(arch, problem, config, &properties, &target_properties());
     let units = config.units(arch);
-    Ok((toolkit.usage(kernel.as_ref(), arch.compute_capability.unwrap_or(0))?, units))
+    Ok((toolkit.usage(kernel.as_ref(), arch.compute_capability.unwrap_or(0), dump)?, units))
 }

@@ -238,8 +238,8 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if part_n % 16 != 0 || part_n == 0 {
         return Err(shape("tile_n", c.tile_n, "a plane needs a multiple of 16 columns"));
     }
-    if c.tile_k % (2 * inst.k) != 0 {
-        return Err(shape("tile_k", c.tile_k, "not an even number of instruction depths"));
+    if c.tile_k % inst.k != 0 {
+        return Err(shape("tile_k", c.tile_k, "not a multiple of the instruction's depth"));
     }
     if c.stages < 2 {
         return Err(shape("stages", c.stages, "a ring needs two"));

@@ -167,74 +167,66 @@ pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
     let mut read = 0u32;
     let mut write = comptime!(stages - 1).runtime();
 
-    // Two sets of fragments: one is multiplied while the other is loaded.
-    let mut a = Sequence::<Array<Vector<I, NF>>>::new(); // [2, wm / 16]
-    #[unroll]
-    for _ in 0..comptime!(2 * frags_m) {
-        a.push(Array::new(4usize));
-    }
-    let mut b = Sequence::<Array<Vector<I, NF>>>::new(); // [2, wn / 8]
-    #[unroll]
-    for _ in 0..comptime!(4 * frags_n) {
-        b.push(Array::new(2usize));
-    }
-    wait_copies(comptime!(stages - 2));
-    sync_cube();
-    load_step::<F, I, NL, NR, NF>(
-        &shared_lhs, &shared_rhs, &mut a, &mut b, 0u32, part_m, part_n, lane, &def, 0u32, 0usize,
-        plan,
-    );
-
     for tile in 0..tiles {
+        wait_copies(comptime!(stages - 2));
+        sync_cube();
+        if tile + comptime!(stages - 1) < tiles {
+            fill_stage::<F, NL, NR>(
+                lhs,
+                rhs,
+                &mut shared_lhs,
+                &mut shared_rhs,
+                dims,
+                lhs_at,
+                rhs_at,
+                write,
+                rows_left,
+                cols_left,
+                k_left,
+                unit,
+                plan,
+                units,
+            );
+            lhs_at += lhs_step;
+            rhs_at += rhs_step;
+            k_left -= min(k_left, tile_k);
+        }
+        commit_copies();
+
+        let lhs_slot = read * comptime!(lhs_len as u32);
+        let rhs_slot = read * comptime!(rhs_len as u32);
         #[unroll]
         for step in 0..steps {
-            let set = comptime!(step as usize % 2);
-            let last = comptime!(step + 1 == steps);
-            if last {
-                wait_copies(comptime!(stages - 2));
-                sync_cube();
-                read = select(read == comptime!(stages - 1), 0, read + 1);
-            }
-            // Past the last tile this reads a stage that nobody multiplies.
-            load_step::<F, I, NL, NR, NF>(
-                &shared_lhs,
-                &shared_rhs,
-                &mut a,
-                &mut b,
-                read,
-                part_m,
-                part_n,
-                lane,
-                &def,
-                comptime!((step + 1) % steps),
-                comptime!(1 - set),
-                plan,
-            );
-            if comptime!(step == 0) {
-                if tile + comptime!(stages - 1) < tiles {
-                    fill_stage::<F, NL, NR>(
-                        lhs, rhs, &mut shared_lhs, &mut shared_rhs, dims, lhs_at, rhs_at, write,
-                        rows_left, cols_left, k_left, unit, plan, units,
-                    );
-                    lhs_at += lhs_step;
-                    rhs_at += rhs_step;
-                    k_left -= min(k_left, tile_k);
-                }
-                commit_copies();
-                write = select(write == comptime!(stages - 1), 0, write + 1);
-            }
+            let k = comptime!(step * plan.inst_k).runtime();
+            let mut a = Sequence::<Array<Vector<I, NF>>>::new();
             #[unroll]
             for i in 0..frags_m {
+                let row = part_m + comptime!(16 * i as u32);
+                a.push(load_lhs::<F, I, NL, NF>(
+                    &shared_lhs,
+                    lhs_slot,
+                    row,
+                    k,
+                    lane,
+                    &def,
+                    plan.lhs,
+                ));
+            }
+            #[unroll]
+            for j in 0..frags_n {
+                let col = part_n + comptime!(16 * j as u32);
+                let pair =
+                    load_rhs::<F, I, NR, NF>(&shared_rhs, rhs_slot, col, k, lane, &def, plan.rhs);
                 #[unroll]
-                for j in 0..comptime!(2 * frags_n) {
-                    def.execute_inplace(
-                        a.index(comptime!(set * frags_m + i)),
-                        b.index(comptime!(set * 2 * frags_n + j)),
-                        acc.index_mut(comptime!(i * frags_n * 2 + j)),
-                    );
+                for i in 0..frags_m {
+                    let at = comptime!((i * frags_n + j) * 2);
+                    def.execute_inplace(a.index(i), &pair.left, acc.index_mut(at));
+                    def.execute_inplace(a.index(i), &pair.right, acc.index_mut(comptime!(at + 1)));
                 }
             }
         }
+        read = select(read == comptime!(stages - 1), 0, read + 1);
+        write = select(write == comptime!(stages - 1), 0, write + 1);
     }
 
     // C fragment: rows lane / 4 and + 8, columns 2 * (lane % 4) and + 1.
@@ -261,51 +253,6 @@ pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
                     );
                 }
             }
-        }
-    }
-}
-
-/// Loads the fragments of step `step` of shared stage `stage` into set `set`.
-#[cube]
-#[expect(clippy::too_many_arguments, reason = "two tiles, two sets of fragments")]
-fn load_step<F: Float, I: Float, NL: Size, NR: Size, NF: Size>(
-    shared_lhs: &[Vector<F, NL>],
-    shared_rhs: &[Vector<F, NR>],
-    a: &mut Sequence<Array<Vector<I, NF>>>,
-    b: &mut Sequence<Array<Vector<I, NF>>>,
-    stage: u32,
-    part_m: u32,
-    part_n: u32,
-    lane: u32,
-    def: &MmaDefinition<I, I, f32>,
-    #[comptime] step: u32,
-    #[comptime] set: usize,
-    #[comptime] plan: MmaPlan,
-) {
-    let (wm, wn) = comptime!(plan.config.plane_tile());
-    let (frags_m, frags_n) = comptime!((wm as usize / 16, wn as usize / 16));
-    let lhs_slot = stage * comptime!(plan.lhs.len() as u32);
-    let rhs_slot = stage * comptime!(plan.rhs.len() as u32);
-    let k = comptime!(step * plan.inst_k).runtime();
-    #[unroll]
-    for i in 0..frags_m {
-        let row = part_m + comptime!(16 * i as u32);
-        let out = a.index_mut(comptime!(set * frags_m + i));
-        load_lhs::<F, I, NL, NF>(shared_lhs, lhs_slot, row, k, lane, def, out, plan.lhs);
-    }
-    #[unroll]
-    for j in 0..frags_n {
-        let col = part_n + comptime!(16 * j as u32);
-        let mut left = Array::<Vector<I, NF>>::new(2usize);
-        let mut right = Array::<Vector<I, NF>>::new(2usize);
-        load_rhs::<F, I, NR, NF>(
-            shared_rhs, rhs_slot, col, k, lane, def, &mut left, &mut right, plan.rhs,
-        );
-        let at = comptime!((set * frags_n + j) * 2);
-        #[unroll]
-        for r in 0..2usize {
-            b.index_mut(at)[r] = left[r];
-            b.index_mut(comptime!(at + 1))[r] = right[r];
         }
     }
 }
