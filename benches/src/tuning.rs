@@ -35,9 +35,8 @@ pub(crate) enum Command {
 
 /// Where results of this machine are kept.
 fn cache_path() -> anyhow::Result<PathBuf> {
-    Ok(tune::default_cache_path().context(
-        "this machine has no cache folder\nhint: set FLASHOVER_TUNE_CACHE to a file path",
-    )?)
+    tune::default_cache_path()
+        .context("this machine has no cache folder\nhint: set FLASHOVER_TUNE_CACHE to a file path")
 }
 
 /// The cache of this machine; ignored lines are reported on standard error.

@@ -35,7 +35,6 @@ pub fn copy(device: &Device, from: &Handle, to: &Handle, bytes: usize) {
 }
 
 #[cube(launch_unchecked)]
-#[expect(clippy::manual_memcpy, reason = "a kernel has no memcpy")]
 fn copy_kernel(
     from: &[Vector<u32, Const<4>>],
     to: &mut [Vector<u32, Const<4>>],
@@ -46,8 +45,10 @@ fn copy_kernel(
         let run = from.len().div_ceil(CUBE_DIM as usize);
         let start = run * UNIT_POS as usize;
         let end = min(start + run, from.len());
-        for i in start..end {
+        let mut i = start;
+        while i < end {
             to[i] = from[i];
+            i += 1;
         }
     } else {
         let mut i = ABSOLUTE_POS;

@@ -16,7 +16,7 @@ use cubecl::prelude::CubeKernel;
 use cubecl::profile::TimingMethod;
 use cubecl_cpp::cuda::arch::CudaArchitecture;
 use cubecl_cpp::cuda::mma::CudaCmmaCompiler;
-use cubecl_cpp::shared::{CompilationOptions, CppCompiler};
+use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures};
 use cubecl_cpp::target::Cuda;
 use cudarc::nvrtc::CompileOptions;
 
@@ -138,14 +138,18 @@ fn target_name(sm: u32) -> String {
 
 /// The CUDA C++ of `kernel` and the dynamic shared memory of its launch.
 fn cuda_source(kernel: &dyn CubeKernel, sm: u32) -> Result<(String, u32), CompileError> {
-    let mut options = CompilationOptions::default();
-    options.warp_size = 32;
-    options.supports_features.grid_constants = true;
-    options.supports_features.fast_math = true;
-    options.supports_features.fast_tanh = true;
-    options.supports_features.dp4a = true;
-    options.supports_features.clusters = sm >= 90;
-    options.supports_features.elect_sync = sm >= 90;
+    let options = CompilationOptions {
+        warp_size: 32,
+        supports_features: CppSupportedFeatures {
+            grid_constants: true,
+            fast_math: true,
+            fast_tanh: true,
+            dp4a: true,
+            clusters: sm >= 90,
+            elect_sync: sm >= 90,
+        },
+        ..CompilationOptions::default()
+    };
     let definition =
         cubecl::define_kernel(kernel).map_err(|e| CompileError::CubeCl(format!("{e:?}")))?;
     let compiled = CppCompiler::<Cuda>::default()
