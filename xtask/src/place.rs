@@ -5,6 +5,7 @@
 use std::env;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 
@@ -80,9 +81,21 @@ fn workspace_around(start: &Path) -> Option<PathBuf> {
         .map(Path::to_owned)
 }
 
-/// The cargo that runs us, or the one on the search path.
-pub(crate) fn cargo() -> OsString {
-    env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+/// The cargo that runs us, or the one on the search path, without what it told us about ourselves:
+/// build scripts that watch those variables would run again, and all of Burn after them.
+pub(crate) fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    for (name, _) in env::vars_os() {
+        let told = name.to_str().is_some_and(|n| {
+            ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "CARGO_PRIMARY_"]
+                .iter()
+                .any(|prefix| n.starts_with(prefix))
+        });
+        if told {
+            command.env_remove(name);
+        }
+    }
+    command
 }
 
 /// Path of a program on the search path, or in the folders that a plain user often lacks there.

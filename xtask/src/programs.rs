@@ -133,11 +133,8 @@ pub(crate) fn build(root: &Path) -> Result<()> {
 
 /// Runs cargo in the checkout, on our terminal.
 pub(crate) fn run_cargo(root: &Path, args: &[&str]) -> Result<()> {
-    let status = Command::new(place::cargo())
-        .args(args)
-        .current_dir(root)
-        .status()
-        .context("cannot start cargo")?;
+    let status =
+        place::cargo().args(args).current_dir(root).status().context("cannot start cargo")?;
     if status.success() {
         return Ok(());
     }
@@ -157,7 +154,7 @@ pub(crate) fn release_dir(root: &Path) -> Result<PathBuf> {
 
 /// `cargo metadata` of our own packages.
 pub(crate) fn metadata(root: &Path) -> Result<String> {
-    let output = Command::new(place::cargo())
+    let output = place::cargo()
         .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
         .current_dir(root)
         .output()

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -113,7 +113,7 @@ fn verified(programs: &Programs, ready: &Ready, backend: Backend) -> Result<Outc
 
 /// Runs the tests and adds up what each test program reports.
 fn cargo_test(root: &Path, which: &[&str], counts: &mut Counts) -> Result<()> {
-    let mut child = Command::new(place::cargo())
+    let mut child = place::cargo()
         .args(["test", "--workspace", "--release", "--no-fail-fast"])
         .args(which)
         .current_dir(root)
