@@ -13,9 +13,12 @@ mod verify;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use arch::{Backend, Device};
+use arch::{ArchProfile, Backend, Device};
 use clap::{Parser, Subcommand};
+use record::Line;
 use tune::Policy;
+
+use crate::emit::emit;
 
 /// Measures and verifies kernels on one device, as JSON lines.
 #[derive(Parser)]
@@ -43,6 +46,23 @@ impl Target {
             Some(name) => Ok(device.restrict(name)?),
             None => Ok(device),
         }
+    }
+
+    /// As [`Target::open`]; for a profile of another backend says so in one skipped line and gives
+    /// nothing, so that a run over all back ends goes on.
+    fn open_or_skip(&self) -> anyhow::Result<Option<Device>> {
+        if let Some(name) = &self.profile {
+            let of = ArchProfile::recorded(name)?.backend;
+            if of != self.backend {
+                let card = provenance::card(&Device::open(self.backend)?)?;
+                emit(&Line::Card(card))?;
+                emit(&Line::Plan { cases: 1 })?;
+                let reason = format!("profile {name} describes a {of} device");
+                emit(&Line::Skip { case: "all cases".to_owned(), reason })?;
+                return Ok(None);
+            }
+        }
+        self.open().map(Some)
     }
 }
 

@@ -22,7 +22,7 @@ pub(crate) fn run(
     policy: Policy,
     with_peers: bool,
 ) -> anyhow::Result<bool> {
-    let device = target.open()?;
+    let Some(device) = target.open_or_skip()? else { return Ok(true) };
     let mut card = provenance::card(&device)?;
     let software = arch::report::describe(&device).software;
     let host = device.backend() == Backend::Cpu || software;

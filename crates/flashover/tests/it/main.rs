@@ -1,0 +1,164 @@
+//! The public crate and the command, on the CPU.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use flashover::{
+    Backend, DType, Device, HostTensor, Layout, MatmulOptions, OpError, Policy, matmul, run_op,
+};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+
+fn cpu() -> Device {
+    Device::open(Backend::Cpu).expect("the CPU runtime needs nothing")
+}
+
+/// Small integers: every product and sum is exact in f32.
+fn integers(shape: &[usize], salt: usize) -> HostTensor {
+    let len = shape.iter().product();
+    let values: Vec<f32> = (0..len).map(|i| ((i * 7 + salt * 3) % 11) as f32 - 5.0).collect();
+    HostTensor::from_f32(shape, &values).expect("as many values as the shape holds")
+}
+
+fn run(
+    lhs: &HostTensor,
+    rhs: &HostTensor,
+    bias: Option<&HostTensor>,
+    options: &MatmulOptions,
+) -> Result<HostTensor, OpError> {
+    matmul(&cpu(), lhs, rhs, bias, options, Policy::Default)
+}
+
+#[test]
+fn batches_broadcast_as_in_numpy() {
+    // [2, 1, 3, 4] x [5, 4, 2] -> [2, 5, 3, 2]
+    let (lhs, rhs) = (integers(&[2, 1, 3, 4], 1), integers(&[5, 4, 2], 2));
+    let out = run(&lhs, &rhs, None, &MatmulOptions::default()).expect("shapes agree");
+    assert_eq!(out.shape(), [2, 5, 3, 2]);
+    let (a, b) = (lhs.to_f32().expect("f32"), rhs.to_f32().expect("f32"));
+    let mut expected = Vec::new();
+    for outer in 0..2 {
+        for inner in 0..5 {
+            for row in 0..3 {
+                for col in 0..2 {
+                    let terms =
+                        (0..4).map(|k| a[(outer * 3 + row) * 4 + k] * b[(inner * 4 + k) * 2 + col]);
+                    expected.push(terms.sum::<f32>());
+                }
+            }
+        }
+    }
+    assert_eq!(out.to_f32().expect("f32"), expected);
+}
+
+#[test]
+fn a_linear_layer_takes_its_weight_as_stored_and_adds_its_bias() {
+    let (x, weight, bias) = (integers(&[4, 6], 1), integers(&[3, 6], 2), integers(&[3], 3));
+    let linear = MatmulOptions { rhs: Layout::Col, ..MatmulOptions::default() };
+    let out = run(&x, &weight, Some(&bias), &linear).expect("shapes agree");
+    let values = |t: &HostTensor| t.to_f32().expect("f32");
+    let (a, w, b) = (values(&x), values(&weight), values(&bias));
+    let cell = |i: usize| {
+        let (row, col) = (i / 3, i % 3);
+        (0..6).map(|k| a[row * 6 + k] * w[col * 6 + k]).sum::<f32>() + b[col]
+    };
+    assert_eq!(values(&out), (0..12).map(cell).collect::<Vec<_>>());
+}
+
+#[test]
+fn mistakes_are_named() {
+    let options = MatmulOptions::default();
+    let fails = |lhs: &HostTensor, rhs: &HostTensor, bias: Option<&HostTensor>| {
+        run(lhs, rhs, bias, &options).expect_err("a mistake")
+    };
+    let square = integers(&[4, 4], 1);
+    assert!(matches!(fails(&square, &integers(&[3, 4], 1), None), OpError::Depth { .. }));
+    assert!(matches!(fails(&integers(&[4], 1), &square, None), OpError::Rank { rank: 1, .. }));
+    assert!(matches!(fails(&square, &square, Some(&integers(&[3], 1))), OpError::Bias { .. }));
+    assert!(matches!(
+        fails(&integers(&[2, 4, 4], 1), &integers(&[3, 4, 4], 1), None),
+        OpError::Broadcast { .. }
+    ));
+    assert!(matches!(fails(&integers(&[0, 4], 1), &square, None), OpError::Invalid(_)));
+    let bytes = HostTensor::new(DType::I8, &[4, 4], vec![0; 16]).expect("16 bytes");
+    assert!(matches!(fails(&bytes, &bytes, None), OpError::NotFloat(DType::I8)));
+    assert!(matches!(fails(&square, &bytes, None), OpError::DType { .. }));
+    let tf32 = MatmulOptions { tf32: true, ..options };
+    assert!(matches!(run(&square, &square, None, &tf32), Err(OpError::Tune(_))), "no tf32 here");
+    let unknown = run_op("conv", &cpu(), &BTreeMap::new(), &[], Policy::Default);
+    assert!(matches!(unknown, Err(OpError::UnknownOp(_))));
+}
+
+fn flashover(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_flashover")).args(args).output().expect("the program starts")
+}
+
+fn write(path: &Path, tensors: &[(&str, &HostTensor)]) {
+    let views: Vec<_> = tensors
+        .iter()
+        .map(|(name, t)| {
+            let view = TensorView::new(Dtype::F32, t.shape().to_vec(), t.bytes());
+            (*name, view.expect("bytes fill the shape"))
+        })
+        .collect();
+    std::fs::write(path, safetensors::serialize(views, None).expect("serialises"))
+        .expect("written");
+}
+
+#[test]
+fn op_reads_and_writes_safetensors() {
+    let dir = tempfile::tempdir().expect("temporary folder");
+    let (input, output) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));
+    let (lhs, rhs) = (integers(&[5, 3], 1), integers(&[3, 4], 2));
+    write(&input, &[("lhs", &lhs), ("rhs", &rhs)]);
+    let paths = [input.to_str().expect("UTF-8"), output.to_str().expect("UTF-8")];
+    let args = ["op", "matmul", "--input", paths[0], "--output", paths[1], "--backend", "cpu"];
+    let done = flashover(&args);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let bytes = std::fs::read(&output).expect("written");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let expected = run(&lhs, &rhs, None, &MatmulOptions::default()).expect("shapes agree");
+    assert_eq!(file.tensor("out").expect("named out").data(), expected.bytes());
+}
+
+#[test]
+fn bad_calls_exit_with_2_a_hint_and_no_file() {
+    let dir = tempfile::tempdir().expect("temporary folder");
+    let (input, output) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));
+    write(&input, &[("lhs", &integers(&[5, 3], 1)), ("rhs", &integers(&[4, 4], 2))]);
+    std::fs::write(dir.path().join("junk"), b"not tensors").expect("written");
+    let path = |name: &str| dir.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (input, out, junk) = (path("in.safetensors"), path("out.safetensors"), path("junk"));
+    let op = |name: &str, input: &str, backend: &str, set: &str| {
+        let mut args = vec!["op", name, "--input", input, "--output", &out, "--backend", backend];
+        if !set.is_empty() {
+            args.extend(["--set", set]);
+        }
+        flashover(&args)
+    };
+    for (done, word) in [
+        (op("matmul", &input, "cpu", ""), "k differs"),
+        (op("matmul", &junk, "cpu", ""), "no safetensors file"),
+        (op("matmul", "absent", "cpu", ""), "cannot read"),
+        (op("matmul", &input, "tpu", ""), "unknown backend"),
+        (op("conv", &input, "cpu", ""), "unknown op"),
+        (op("matmul", &input, "cpu", "rhs=diagonal"), "unknown setting"),
+        (op("matmul", &input, "cpu", "rhs"), "key=value"),
+    ] {
+        let text = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{text}");
+        assert!(text.contains(word), "{word}: {text}");
+        assert!(!text.contains("panicked"), "{text}");
+    }
+    assert!(!output.exists(), "nothing half-written");
+}
+
+#[test]
+fn doctor_speaks_json() {
+    let done = flashover(&["doctor", "--json"]);
+    assert!(done.status.success());
+    let report: serde_json::Value = serde_json::from_slice(&done.stdout).expect("JSON");
+    let devices = report["devices"].as_array().expect("a list");
+    assert!(devices.iter().any(|d| d["backend"] == "cpu"));
+    assert!(report["chosen"]["why"].is_string());
+}
