@@ -55,7 +55,8 @@ fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
     names.push("lib");
     let archive = work.path().join(ARCHIVE);
     let status = Command::new("tar")
-        .args(["--use-compress-program", "xz -T0 -9", "-cf"])
+        // The programs share most of their code: the window must span both.
+        .args(["--use-compress-program", "xz --lzma2=preset=6,dict=384MiB", "-cf"])
         .arg(&archive)
         .arg("-C")
         .arg(work.path())
