@@ -71,16 +71,19 @@ pub(crate) fn wait_copies(#[comptime] pending: u32) {
     );
 }
 
-/// Fills a tile at `dst[slot..]` from the matrix corner at `src[corner..]` with leading dimension
-/// `stride` (all in elements). Rows past `rows_left` and columns past `cols_left` become zero.
-/// `units` work together; `exact` promises that nothing is past the edge.
+/// Fills a tile at `dst[slot..]` from the matrix corner at `src[corner..]`, whose lines are `line`
+/// apart; `slot`, `corner` and `line` count vectors. Rows past `rows_left` and columns past
+/// `cols_left` become zero. `units` work together; `exact` promises that nothing is past the edge.
+///
+/// A unit's copies are whole rows apart, so everything but the corner is the same for every tile, and
+/// copies differ by constants.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
 pub(crate) fn copy_tile<F: Float, N: Size>(
     src: &[Vector<F, N>],
     dst: &mut [Vector<F, N>],
     corner: usize,
-    stride: usize,
+    line: usize,
     slot: u32,
     rows_left: u32,
     cols_left: u32,
@@ -92,14 +95,30 @@ pub(crate) fn copy_tile<F: Float, N: Size>(
     let width = N::value();
     let per_row = comptime!((shape.cols / width) as u32);
     let copies = comptime!(shape.len() / width / units);
+    // Rows between a unit's copies; the swizzle repeats after eight.
+    let pass = comptime!(units as u32 / per_row);
+    let even = comptime!(units as u32 % per_row == 0 && pass % 8 == 0);
+    let (row0, chunk0) = (unit / per_row, unit % per_row);
+    let col0 = chunk0 * comptime!(width as u32);
+    let to0 = offset_in_tile(row0, col0, shape) / comptime!(width as u32);
+    let from0 = corner + row0 as usize * line + chunk0 as usize;
     #[unroll]
     for i in 0..copies {
-        let at = unit + comptime!((i * units) as u32);
-        let row = at / per_row;
-        let col = (at % per_row) * comptime!(width as u32);
-        let from = (corner + row as usize * stride + col as usize) / width;
-        let to = (slot + offset_in_tile(row, col, shape)) as usize / width;
-        copy_vector::<F, N>(src, dst, from, to, row < rows_left && col < cols_left, shape, exact);
+        if comptime!(even) {
+            let down = comptime!(i as u32 * pass);
+            let from = from0 + comptime!(down as usize) * line;
+            let to = (slot + to0 + comptime!(down * per_row)) as usize;
+            let inside = row0 + down < rows_left && col0 < cols_left;
+            copy_vector::<F, N>(src, dst, from, to, inside, shape, exact);
+        } else {
+            let at = unit + comptime!((i * units) as u32);
+            let (row, chunk) = (at / per_row, at % per_row);
+            let col = chunk * comptime!(width as u32);
+            let from = corner + row as usize * line + chunk as usize;
+            let to = (slot + offset_in_tile(row, col, shape) / comptime!(width as u32)) as usize;
+            let inside = row < rows_left && col < cols_left;
+            copy_vector::<F, N>(src, dst, from, to, inside, shape, exact);
+        }
     }
 }
 
@@ -132,48 +151,74 @@ fn copy_vector<F: Float, N: Size>(
     }
 }
 
-/// The registers of one 16-row fragment of the left operand at `(row, k)` of a `[m, k]` tile, or of
-/// a `[k, m]` tile when it is transposed.
+/// Where a unit's `ldmatrix` row of the left operand starts, in vectors from the tile's start: the
+/// fragment at `(row, k)` of a `[m, k]` tile, or of a `[k, m]` tile when it is transposed. Fragments a
+/// multiple of eight rows of the tile further on are at a constant distance.
 #[cube]
-pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
+pub(crate) fn lhs_lane<N: Size>(row: u32, k: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    let width = N::value();
+    let chunk = comptime!(shape.chunk() as u32);
+    let (r, j) = (lane % 8, lane / 8);
+    let at = if comptime!(shape.transposed) {
+        offset_in_tile(k + r + (j / 2) * 8, row + (j % 2) * 8, shape)
+    } else {
+        offset_in_tile(row + r + (j % 2) * 8, k + (j / 2) * chunk, shape)
+    };
+    at / comptime!(width as u32)
+}
+
+/// As [`lhs_lane`] for two neighbouring 8-column fragments of the right operand at `(k, col)` of a
+/// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
+#[cube]
+pub(crate) fn rhs_lane<N: Size>(col: u32, k: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    let width = N::value();
+    let chunk = comptime!(shape.chunk() as u32);
+    let (r, j) = (lane % 8, lane / 8);
+    let at = if comptime!(shape.transposed) {
+        offset_in_tile(k + r + (j % 2) * 8, col + (j / 2) * 8, shape)
+    } else {
+        offset_in_tile(col + r + (j / 2) * 8, k + (j % 2) * chunk, shape)
+    };
+    at / comptime!(width as u32)
+}
+
+/// The four registers that `ldmatrix` brings from the rows at `at` (vectors).
+#[cube]
+fn four<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],
-    slot: u32,
-    row: u32,
-    k: u32,
-    lane: u32,
+    at: u32,
     def: &MmaDefinition<I, I, f32>,
     #[comptime] shape: TileShape,
 ) -> Array<Vector<I, NF>> {
-    let chunk = comptime!(shape.chunk() as u32);
+    let start = at as usize;
+    let raw = def.load_matrix::<Vector<F, N>, NF>(
+        &tile[start..start + 1],
+        MatrixIdent::A,
+        4usize,
+        comptime!(shape.transposed),
+    );
     let mut out = Array::<Vector<I, NF>>::new(4usize);
-    if comptime!(shape.elem == 4 && shape.transposed) {
-        #[unroll]
-        for r in 0..4u32 {
-            let (dm, dk) = comptime!((8 * (r % 2), 4 * (r / 2)));
-            let at = slot + offset_in_tile(k + dk + lane % 4, row + dm + lane / 4, shape);
-            out[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
-        }
-    } else {
-        let (r, j) = (lane % 8, lane / 8);
-        let at = if comptime!(shape.transposed) {
-            offset_in_tile(k + r + (j / 2) * 8, row + (j % 2) * 8, shape)
+    #[unroll]
+    for i in 0..4usize {
+        if comptime!(shape.elem == 2) {
+            // The same type: a conversion would take the two halves apart.
+            out[i] = Vector::reinterpret(raw[i]);
         } else {
-            offset_in_tile(row + r + (j % 2) * 8, k + (j / 2) * chunk, shape)
-        };
-        let start = (slot + at) as usize / N::value();
-        let line = &tile[start..start + 1];
-        let raw = def.load_matrix::<Vector<F, N>, NF>(
-            line,
-            MatrixIdent::A,
-            4usize,
-            comptime!(shape.transposed),
-        );
-        #[unroll]
-        for i in 0..4usize {
             out[i] = Vector::cast_from(raw[i]);
         }
     }
     out
+}
+
+/// One 16-row fragment of the left operand; `at` is [`lhs_lane`] plus the stage.
+#[cube]
+pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
+    tile: &[Vector<F, N>],
+    at: u32,
+    def: &MmaDefinition<I, I, f32>,
+    #[comptime] shape: TileShape,
+) -> Array<Vector<I, NF>> {
+    four::<F, I, N, NF>(tile, at, def, shape)
 }
 
 /// Two neighbouring fragments.
@@ -183,50 +228,65 @@ pub(crate) struct Pair<I: Float, NF: Size> {
     pub(crate) right: Array<Vector<I, NF>>,
 }
 
-/// The registers of two neighbouring 8-column fragments of the right operand at `(k, col)` of a
-/// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
+/// Two neighbouring 8-column fragments of the right operand; `at` is [`rhs_lane`] plus the stage.
 #[cube]
 pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
+    tile: &[Vector<F, N>],
+    at: u32,
+    def: &MmaDefinition<I, I, f32>,
+    #[comptime] shape: TileShape,
+) -> Pair<I, NF> {
+    let raw = four::<F, I, N, NF>(tile, at, def, shape);
+    let mut left = Array::<Vector<I, NF>>::new(2usize);
+    let mut right = Array::<Vector<I, NF>>::new(2usize);
+    #[unroll]
+    for i in 0..2usize {
+        left[i] = raw[i];
+        right[i] = raw[i + 2];
+    }
+    Pair::<I, NF> { left, right }
+}
+
+/// [`load_lhs`] for transposed 4-byte tiles, which `ldmatrix` cannot turn: `at` is the element of
+/// `(k + lane % 4, row + lane / 4)`.
+#[cube]
+pub(crate) fn gather_lhs<F: Float, I: Float, N: Size, NF: Size>(
+    tile: &[Vector<F, N>],
+    slot: u32,
+    row: u32,
+    k: u32,
+    lane: u32,
+    #[comptime] shape: TileShape,
+) -> Array<Vector<I, NF>> {
+    let mut out = Array::<Vector<I, NF>>::new(4usize);
+    #[unroll]
+    for r in 0..4u32 {
+        let (dm, dk) = comptime!((8 * (r % 2), 4 * (r / 2)));
+        let at = slot + offset_in_tile(k + dk + lane % 4, row + dm + lane / 4, shape);
+        out[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
+    }
+    out
+}
+
+/// [`load_rhs`] for transposed 4-byte tiles.
+#[cube]
+pub(crate) fn gather_rhs<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],
     slot: u32,
     col: u32,
     k: u32,
     lane: u32,
-    def: &MmaDefinition<I, I, f32>,
     #[comptime] shape: TileShape,
 ) -> Pair<I, NF> {
-    let chunk = comptime!(shape.chunk() as u32);
     let mut left = Array::<Vector<I, NF>>::new(2usize);
     let mut right = Array::<Vector<I, NF>>::new(2usize);
-    if comptime!(shape.elem == 4 && shape.transposed) {
-        #[unroll]
-        for r in 0..2u32 {
-            let dk = comptime!(4 * r);
-            let at = slot + offset_in_tile(k + dk + lane % 4, col + lane / 4, shape);
-            left[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
-            let at = slot + offset_in_tile(k + dk + lane % 4, col + 8 + lane / 4, shape);
-            right[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
-        }
-    } else {
-        let (r, j) = (lane % 8, lane / 8);
-        let at = if comptime!(shape.transposed) {
-            offset_in_tile(k + r + (j % 2) * 8, col + (j / 2) * 8, shape)
-        } else {
-            offset_in_tile(col + r + (j / 2) * 8, k + (j % 2) * chunk, shape)
-        };
-        let start = (slot + at) as usize / N::value();
-        let line = &tile[start..start + 1];
-        let raw = def.load_matrix::<Vector<F, N>, NF>(
-            line,
-            MatrixIdent::B,
-            4usize,
-            comptime!(shape.transposed),
-        );
-        #[unroll]
-        for i in 0..2usize {
-            left[i] = Vector::cast_from(raw[i]);
-            right[i] = Vector::cast_from(raw[i + 2]);
-        }
+    #[unroll]
+    for r in 0..2u32 {
+        let dk = comptime!(4 * r);
+        let at = slot + offset_in_tile(k + dk + lane % 4, col + lane / 4, shape);
+        left[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
+        let at = slot + offset_in_tile(k + dk + lane % 4, col + 8 + lane / 4, shape);
+        right[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
     }
     Pair::<I, NF> { left, right }
 }

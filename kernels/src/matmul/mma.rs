@@ -23,7 +23,10 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::{Dims, Layout, bias_at, tile_of_cube};
-use crate::tile::{TileShape, commit_copies, copy_tile, load_lhs, load_rhs, wait_copies};
+use crate::tile::{
+    TileShape, commit_copies, copy_tile, gather_lhs, gather_rhs, lhs_lane, load_lhs, load_rhs,
+    rhs_lane, wait_copies,
+};
 
 /// Tile sizes of the tensor-core path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -122,17 +125,35 @@ pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
 
     let lhs_col = comptime!(plan.lhs.transposed);
     let rhs_row = comptime!(plan.rhs.transposed);
+    // Cursors and lines count vectors: what a division by the width would hide from the compiler.
+    let lhs_line = dims.lhs_stride / width_lhs;
+    let rhs_line = dims.rhs_stride / width_rhs;
     let step = comptime!(tile_k as usize);
     let (mut lhs_at, lhs_step) = if comptime!(lhs_col) {
-        (batch_lhs + row0 as usize, dims.lhs_stride * step)
+        ((batch_lhs + row0 as usize) / width_lhs, lhs_line * step)
     } else {
-        (batch_lhs + row0 as usize * dims.lhs_stride, step.runtime())
+        (batch_lhs / width_lhs + row0 as usize * lhs_line, comptime!(step / width_lhs).runtime())
     };
     let (mut rhs_at, rhs_step) = if comptime!(rhs_row) {
-        (batch_rhs + col0 as usize, dims.rhs_stride * step)
+        ((batch_rhs + col0 as usize) / width_rhs, rhs_line * step)
     } else {
-        (batch_rhs + col0 as usize * dims.rhs_stride, step.runtime())
+        (batch_rhs / width_rhs + col0 as usize * rhs_line, comptime!(step / width_rhs).runtime())
     };
+
+    // Where this unit's fragments start: one place a step of k, or one a fragment where k is the
+    // tile's row; the other direction is a constant distance.
+    let mut lhs_lanes = Sequence::<u32>::new();
+    #[unroll]
+    for x in 0..comptime!(if lhs_col { frags_m as u32 } else { steps }) {
+        let (row, k) = comptime!(if lhs_col { (16 * x, 0) } else { (0, x * plan.inst_k) });
+        lhs_lanes.push(lhs_lane::<NL>(part_m + row, k.runtime(), lane, plan.lhs));
+    }
+    let mut rhs_lanes = Sequence::<u32>::new();
+    #[unroll]
+    for x in 0..comptime!(if rhs_row { frags_n as u32 } else { steps }) {
+        let (col, k) = comptime!(if rhs_row { (16 * x, 0) } else { (0, x * plan.inst_k) });
+        rhs_lanes.push(rhs_lane::<NR>(part_n + col, k.runtime(), lane, plan.rhs));
+    }
 
     let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, plan.inst_k as usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
@@ -204,30 +225,59 @@ pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
         }
         commit_copies();
 
-        let lhs_slot = read * comptime!(lhs_len as u32);
-        let rhs_slot = read * comptime!(rhs_len as u32);
+        let lhs_slot = read * comptime!((lhs_len / width_lhs) as u32);
+        let rhs_slot = read * comptime!((rhs_len / width_rhs) as u32);
         #[unroll]
         for step in 0..steps {
-            let k = comptime!(step * plan.inst_k).runtime();
+            let k = comptime!(step * plan.inst_k);
             let mut a = Sequence::<Array<Vector<I, NF>>>::new();
             #[unroll]
             for i in 0..frags_m {
-                let row = part_m + comptime!(16 * i as u32);
-                a.push(load_lhs::<F, I, NL, NF>(
-                    &shared_lhs,
-                    lhs_slot,
-                    row,
-                    k,
-                    lane,
-                    &def,
-                    plan.lhs,
-                ));
+                let row = comptime!(16 * i as u32);
+                if comptime!(plan.lhs.elem == 4 && lhs_col) {
+                    let slot = lhs_slot * comptime!(width_lhs as u32);
+                    a.push(gather_lhs::<F, I, NL, NF>(
+                        &shared_lhs,
+                        slot,
+                        part_m + row,
+                        k.runtime(),
+                        lane,
+                        plan.lhs,
+                    ));
+                } else {
+                    let far = comptime!((if lhs_col { k } else { row }) * plan.lhs.cols as u32);
+                    let at = *lhs_lanes.index(comptime!(if lhs_col { i } else { step as usize }));
+                    a.push(load_lhs::<F, I, NL, NF>(
+                        &shared_lhs,
+                        lhs_slot + at + comptime!(far / width_lhs as u32),
+                        &def,
+                        plan.lhs,
+                    ));
+                }
             }
             #[unroll]
             for j in 0..frags_n {
-                let col = part_n + comptime!(16 * j as u32);
-                let pair =
-                    load_rhs::<F, I, NR, NF>(&shared_rhs, rhs_slot, col, k, lane, &def, plan.rhs);
+                let col = comptime!(16 * j as u32);
+                let pair = if comptime!(plan.rhs.elem == 4 && rhs_row) {
+                    let slot = rhs_slot * comptime!(width_rhs as u32);
+                    gather_rhs::<F, I, NR, NF>(
+                        &shared_rhs,
+                        slot,
+                        part_n + col,
+                        k.runtime(),
+                        lane,
+                        plan.rhs,
+                    )
+                } else {
+                    let far = comptime!((if rhs_row { k } else { col }) * plan.rhs.cols as u32);
+                    let at = *rhs_lanes.index(comptime!(if rhs_row { j } else { step as usize }));
+                    load_rhs::<F, I, NR, NF>(
+                        &shared_rhs,
+                        rhs_slot + at + comptime!(far / width_rhs as u32),
+                        &def,
+                        plan.rhs,
+                    )
+                };
                 #[unroll]
                 for i in 0..frags_m {
                     let at = comptime!((i * frags_n + j) * 2);
@@ -287,6 +337,7 @@ fn fill_stage<F: Float, NL: Size, NR: Size>(
     #[comptime] plan: MmaPlan,
     #[comptime] units: usize,
 ) {
+    let (width_lhs, width_rhs) = (NL::value(), NR::value());
     let (lhs_rows, lhs_cols) =
         if comptime!(plan.lhs.transposed) { (k_left, rows_left) } else { (rows_left, k_left) };
     let (rhs_rows, rhs_cols) =
@@ -295,8 +346,8 @@ fn fill_stage<F: Float, NL: Size, NR: Size>(
         lhs,
         shared_lhs,
         lhs_at,
-        dims.lhs_stride,
-        stage * comptime!(plan.lhs.len() as u32),
+        dims.lhs_stride / width_lhs,
+        stage * comptime!((plan.lhs.len() / width_lhs) as u32),
         lhs_rows,
         lhs_cols,
         unit,
@@ -308,8 +359,8 @@ fn fill_stage<F: Float, NL: Size, NR: Size>(
         rhs,
         shared_rhs,
         rhs_at,
-        dims.rhs_stride,
-        stage * comptime!(plan.rhs.len() as u32),
+        dims.rhs_stride / width_rhs,
+        stage * comptime!((plan.rhs.len() / width_rhs) as u32),
         rhs_rows,
         rhs_cols,
         unit,

@@ -70,7 +70,7 @@ impl Kernel for Matmul {
     type Operands = MatmulOperands;
 
     const NAME: &'static str = "matmul";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
 
     fn bucket(problem: &MatmulProblem) -> String {
         problem.bucket()
