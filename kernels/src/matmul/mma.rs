@@ -8,15 +8,18 @@
 //! | `kk` in steps of the instruction  | fragments in registers                            |
 //!
 //! Ladder, TFLOP/s at 4096^3 bf16, B column-major / row-major, on an H200 restricted to an RTX 4090's
-//! features (621 from registers alone; Burn 0.22.1 in the same run 259 / 215):
+//! features (620 from registers alone; Burn 0.22.1 in the same run 268 / 214):
 //!
 //! | version                                                          | col | row |
 //! |------------------------------------------------------------------|-----|-----|
 //! | v1 ring of 3 stages, 128 x 128 x 32, four planes of 64 x 64      | 381 | 376 |
 //! | v2 v1, fragments loaded one step ahead of the multiply (dropped) | 370 | 336 |
+//! | v3 v1, addresses in vectors, fragments at constant distances     | 369 | 390 |
 //!
-//! v2 was predicted at 450. The loop of v1 has 64 HMMA and 212 other instructions a tile, most of them
-//! addresses of copies and fragments computed again: that is what stands between it and the ceiling.
+//! v2 was predicted at 450: latency of `ldmatrix` is not what v1 waits for. v3 has 173 instructions a
+//! tile where v1 has 276 (64 of them HMMA) and 168 registers a unit instead of 235. With B column-major
+//! three cubes fit a processor instead of two, 1024 tiles then take three waves of 396, and the last is
+//! half empty: what it gains a wave it loses at the end.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
