@@ -58,7 +58,9 @@ pub(crate) fn run(
     for case in matmuls {
         let case = Case { peer: case.peer && with_peers, ..case };
         emit(&Line::Begin { case: case.name() })?;
+        let warned = tuner.cache.warnings().len();
         let line = matmul(&mut tuner, &case, &card)?;
+        tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
         emit(&line)?;
     }

@@ -182,9 +182,10 @@ pub(crate) fn rhs_lane<N: Size>(col: u32, k: u32, lane: u32, #[comptime] shape: 
     at / comptime!(width as u32)
 }
 
-/// The four registers that `ldmatrix` brings from the rows at `at` (vectors).
+/// One 16-row fragment of the left operand: the four registers that `ldmatrix` brings from the rows at
+/// `at`, which is [`lhs_lane`] plus the stage.
 #[cube]
-fn four<F: Float, I: Float, N: Size, NF: Size>(
+pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],
     at: u32,
     def: &MmaDefinition<I, I, f32>,
@@ -210,17 +211,6 @@ fn four<F: Float, I: Float, N: Size, NF: Size>(
     out
 }
 
-/// One 16-row fragment of the left operand; `at` is [`lhs_lane`] plus the stage.
-#[cube]
-pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
-    tile: &[Vector<F, N>],
-    at: u32,
-    def: &MmaDefinition<I, I, f32>,
-    #[comptime] shape: TileShape,
-) -> Array<Vector<I, NF>> {
-    four::<F, I, N, NF>(tile, at, def, shape)
-}
-
 /// Two neighbouring fragments.
 #[derive(CubeType)]
 pub(crate) struct Pair<I: Float, NF: Size> {
@@ -236,7 +226,7 @@ pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
     def: &MmaDefinition<I, I, f32>,
     #[comptime] shape: TileShape,
 ) -> Pair<I, NF> {
-    let raw = four::<F, I, N, NF>(tile, at, def, shape);
+    let raw = load_lhs::<F, I, N, NF>(tile, at, def, shape); // the same four rows of eight chunks
     let mut left = Array::<Vector<I, NF>>::new(2usize);
     let mut right = Array::<Vector<I, NF>>::new(2usize);
     #[unroll]
@@ -247,8 +237,8 @@ pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
     Pair::<I, NF> { left, right }
 }
 
-/// [`load_lhs`] for transposed 4-byte tiles, which `ldmatrix` cannot turn: `at` is the element of
-/// `(k + lane % 4, row + lane / 4)`.
+/// [`load_lhs`] for transposed 4-byte tiles, which `ldmatrix` cannot turn: element by element, the
+/// fragment at `(k, row)` of the tile that starts at element `slot`.
 #[cube]
 pub(crate) fn gather_lhs<F: Float, I: Float, N: Size, NF: Size>(
     tile: &[Vector<F, N>],

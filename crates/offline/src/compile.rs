@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use arch::{ArchProfile, DType};
+use arch::ArchProfile;
 use cubecl::__private::Runtime;
 use cubecl::Compiler;
 use cubecl::features::TypeUsage;
@@ -222,7 +222,6 @@ pub(crate) fn properties(arch: &ArchProfile) -> Arc<DeviceProperties> {
     for half in [FloatKind::F16, FloatKind::BF16] {
         out.features.matmul.ldmatrix.insert(ElemType::Float(half));
     }
-    debug_assert!(arch.dtypes.contains(&DType::Bf16));
     Arc::new(out)
 }
 

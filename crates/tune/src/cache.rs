@@ -97,14 +97,19 @@ impl Entry {
 /// A line that was ignored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
+    /// File, or the key of a result whose config does not fit.
     pub origin: String,
+    /// From 1; 0 for a key.
     pub line: usize,
     pub why: String,
 }
 
 impl fmt::Display for Warning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}: ignored: {}", self.origin, self.line, self.why)
+        match self.line {
+            0 => write!(f, "{}: ignored: {}", self.origin, self.why),
+            line => write!(f, "{}:{line}: ignored: {}", self.origin, self.why),
+        }
     }
 }
 
@@ -159,6 +164,11 @@ impl TuneCache {
     pub fn get(&self, key: &Key) -> Option<(&Entry, Source)> {
         let measured = self.measured.get(key).map(|e| (e, Source::Tuned));
         measured.or_else(|| self.recorded.get(key).map(|e| (e, Source::Recorded)))
+    }
+
+    /// Notes that the result for `key` is of no use, and why.
+    pub(crate) fn reject(&mut self, key: &Key, why: String) {
+        self.warnings.push(Warning { origin: key.to_string(), line: 0, why });
     }
 
     /// Every result, shipped ones hidden by measured ones, in key order.

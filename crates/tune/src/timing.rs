@@ -4,6 +4,7 @@
 //! recorded into a graph and replayed, so that what is timed is the kernel and not the host. The
 //! caller's closure gets the launch number, to rotate among operand sets larger than the cache.
 
+use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 use arch::{Backend, Device};
@@ -97,21 +98,8 @@ pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
         turn += 1;
         start.elapsed().as_nanos() as f64
     };
-    let start = Instant::now();
-    let mut last = sample();
-    while start.elapsed() < effort.limit / 3 {
-        let next = sample();
-        if (next - last).abs() <= 0.02 * last {
-            break;
-        }
-        last = next;
-    }
-    let mut samples_ns = Vec::with_capacity(effort.samples);
-    while samples_ns.len() < effort.samples
-        && (samples_ns.len() < effort.min_samples || start.elapsed() < effort.limit)
-    {
-        samples_ns.push(sample());
-    }
+    let samples_ns = collect(effort, Instant::now(), || Ok::<_, Infallible>(sample()))
+        .unwrap_or_else(|never| match never {});
     Timing { samples_ns, clock: "host", graph: false }
 }
 
@@ -141,7 +129,7 @@ fn measure_with(
     } else {
         None
     };
-    let mut sample = || -> Result<f64, TimingError> {
+    let sample = || -> Result<f64, TimingError> {
         let elapsed = match &graph {
             // SAFETY: the operands that the graph launches on are owned by the caller of `measure`
             // and outlive it; nothing else runs on this stream meanwhile.
@@ -150,23 +138,18 @@ fn measure_with(
         };
         Ok(elapsed / inner as f64)
     };
-    warm(effort, start, &mut sample)?;
-    let mut samples_ns = Vec::with_capacity(effort.samples);
-    while samples_ns.len() < effort.samples
-        && (samples_ns.len() < effort.min_samples || start.elapsed() < effort.limit)
-    {
-        samples_ns.push(sample()?);
-    }
+    let samples_ns = collect(effort, start, sample)?;
     sync(device)?;
     Ok(Timing { samples_ns, clock, graph: graph.is_some() })
 }
 
-/// Runs until two samples in a row agree within 2%, or a third of the time is gone.
-fn warm(
+/// Warms up until two samples in a row agree within 2% or a third of the time since `start` is gone,
+/// then takes samples.
+fn collect<E>(
     effort: Effort,
     start: Instant,
-    sample: &mut impl FnMut() -> Result<f64, TimingError>,
-) -> Result<(), TimingError> {
+    mut sample: impl FnMut() -> Result<f64, E>,
+) -> Result<Vec<f64>, E> {
     let mut last = sample()?;
     while start.elapsed() < effort.limit / 3 {
         let next = sample()?;
@@ -175,7 +158,13 @@ fn warm(
         }
         last = next;
     }
-    Ok(())
+    let mut samples = Vec::with_capacity(effort.samples);
+    while samples.len() < effort.samples
+        && (samples.len() < effort.min_samples || start.elapsed() < effort.limit)
+    {
+        samples.push(sample()?);
+    }
+    Ok(samples)
 }
 
 /// Nanoseconds that `work` takes on the device, and what it returned.

@@ -110,13 +110,16 @@ impl Tuner<'_> {
     ) -> Result<Choice<K::Config>, TuneError> {
         let arch = self.device.profile();
         let key = Key::of::<K>(&arch.id, problem);
-        let known = self.cache.get(&key).and_then(|(entry, source)| {
-            let config = serde_json::from_value(entry.config.clone()).ok()?;
-            K::check(arch, problem, &config).ok()?;
-            Some(Choice { config, source })
+        let known = self.cache.get(&key).map(|(entry, source)| {
+            let config: K::Config =
+                serde_json::from_value(entry.config.clone()).map_err(|e| e.to_string())?;
+            K::check(arch, problem, &config).map_err(|e| e.to_string())?;
+            Ok::<_, String>(Choice { config, source })
         });
-        if let Some(choice) = known {
-            return Ok(choice);
+        match known {
+            Some(Ok(choice)) => return Ok(choice),
+            Some(Err(why)) => self.cache.reject(&key, why),
+            None => {}
         }
         let first = K::candidates(arch, problem).into_iter().next().ok_or_else(|| {
             TuneError::Unsupported {

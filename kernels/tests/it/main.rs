@@ -74,3 +74,24 @@ fn a_precision_that_the_device_lacks_has_no_candidate() {
     assert!(!Matmul::candidates(&arch, &problem).is_empty());
     assert!(Matmul::candidates(&without, &problem).is_empty());
 }
+
+#[test]
+fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let problem = MatmulProblem::dense(1, [8; 3], [Layout::Row; 2], Precision::F32).expect("valid");
+    let key = tune::Key::of::<Matmul>(&device.profile().id, &problem);
+    let line = serde_json::json!({
+        "format": 1, "kernel": key.kernel, "version": key.version, "arch_id": key.arch_id,
+        "bucket": key.bucket, "problem": null, "config": { "path": "alien" }, "median_ns": 1.0,
+        "timings": [], "commit": "", "date": "2026-01-01T00:00:00Z",
+    });
+    let mut cache = tune::TuneCache::default();
+    assert_eq!(cache.merge_text(&line.to_string(), "test").expect("no file to write"), 1);
+    let (commit, date) = (String::new(), String::new());
+    let policy = tune::Policy::Default;
+    let mut tuner = tune::Tuner { device: &device, cache, policy, commit, date };
+    let choice = tuner.choose::<Matmul>(&problem).expect("the CPU multiplies f32");
+    assert_eq!(choice.source, tune::Source::Default);
+    let warnings = tuner.cache.warnings();
+    assert!(warnings.len() == 1 && warnings[0].to_string().contains("alien"), "{warnings:?}");
+}
