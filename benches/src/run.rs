@@ -158,7 +158,11 @@ fn matmul(tuner: &mut Tuner<'_>, case: &Case, card: &record::Card) -> anyhow::Re
     record.config_source = Some(choice.source.to_string());
     let device = tuner.device;
     let sets = tune::operand_sets::<Matmul>(device, problem);
-    let launch = |i: usize| Matmul::launch(device, problem, &choice.config, &sets[i % sets.len()]);
+    let scratch = Matmul::scratch(device, problem, &choice.config);
+    let launch = |i: usize| {
+        let set = &sets[i % sets.len()];
+        Matmul::launch(device, problem, &choice.config, set, scratch.as_ref());
+    };
     launch(0);
     match oracle::matmul::check_operands(device, problem, &sets[0], 7) {
         Ok(verdict) => {

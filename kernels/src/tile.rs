@@ -6,8 +6,6 @@
 //! the same banks. XOR-ing the chunk with the row spreads them over all banks, for the copies in and
 //! the reads out alike.
 
-use cubecl::cmma::{MatrixIdent, MmaDefinition};
-use cubecl::frontend::barrier::{copy_async, copy_async_checked};
 use cubecl::prelude::*;
 
 /// A shared tile's geometry: comptime.
@@ -27,14 +25,28 @@ impl TileShape {
         16 / self.elem
     }
 
+    /// Whether its fragments are read element by element.
+    pub(crate) const fn gathered(self) -> bool {
+        self.elem == 4 && self.transposed
+    }
+
     pub(crate) const fn len(self) -> usize {
         self.rows * self.cols
+    }
+
+    pub(crate) const fn bytes(self) -> u32 {
+        (self.len() * self.elem) as u32
+    }
+
+    /// Bytes of a row.
+    pub(crate) const fn row_bytes(self) -> u32 {
+        (self.cols * self.elem) as u32
     }
 
     /// How the chunk index depends on the row: `chunk ^ (((row >> shift) & mask) << up)`.
     const fn swizzle(self) -> (u32, u32, u32) {
         let chunks = self.cols / self.chunk();
-        if self.elem == 4 && self.transposed {
+        if self.gathered() {
             // Scalar reads: four rows at a time, eight neighbouring elements (two chunks) of each.
             return (0, 3, 1);
         }
@@ -47,13 +59,39 @@ impl TileShape {
     }
 }
 
-/// Offset in elements of `(row, col)` in a swizzled tile.
+/// Offset in bytes of `(row, col)` in a swizzled tile.
 #[cube]
 pub(crate) fn offset_in_tile(row: u32, col: u32, #[comptime] shape: TileShape) -> u32 {
-    let chunk = comptime!(shape.chunk() as u32);
+    let (chunk, elem) = comptime!((shape.chunk() as u32, shape.elem as u32));
     let (shift, mask, up) = comptime!(shape.swizzle());
     let twisted = (col / chunk) ^ (((row >> shift) & mask) << up);
-    row * comptime!(shape.cols as u32) + twisted * chunk + col % chunk
+    row * comptime!(shape.row_bytes()) + twisted * 16 + col % chunk * elem
+}
+
+/// Where a shared buffer starts.
+#[cube]
+pub(crate) fn shared_address(buffer: &mut [Vector<u32, Const<4>>]) -> u32 {
+    let address: u32;
+    gpu_asm!(
+        "{{ .reg .u64 t; cvta.to.shared.u64 t, {p}; cvt.u32.u64 {a}, t; }}",
+        a = out(_) address,
+        p = mem_inout(_) buffer.as_mut_ptr(),
+        options(explicit_mem)
+    );
+    address
+}
+
+/// Where a global buffer starts.
+#[cube]
+pub(crate) fn global_address<F: Float, N: Size>(buffer: &[Vector<F, N>]) -> u64 {
+    let address: u64;
+    gpu_asm!(
+        "cvta.to.global.u64 {a}, {p};",
+        a = out(_) address,
+        p = mem_in(_) buffer.as_ptr(),
+        options(explicit_mem)
+    );
+    address
 }
 
 /// Closes the group of asynchronous copies issued since the last one.
@@ -71,219 +109,287 @@ pub(crate) fn wait_copies(#[comptime] pending: u32) {
     );
 }
 
-/// Fills a tile at `dst[slot..]` from the matrix corner at `src[corner..]`, whose lines are `line`
-/// apart; `slot`, `corner` and `line` count vectors. Rows past `rows_left` and columns past
-/// `cols_left` become zero. `units` work together; `exact` promises that nothing is past the edge.
-///
-/// A unit's copies are whole rows apart, so everything but the corner is the same for every tile, and
-/// copies differ by constants.
-#[cube]
-#[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
-pub(crate) fn copy_tile<F: Float, N: Size>(
-    src: &[Vector<F, N>],
-    dst: &mut [Vector<F, N>],
-    corner: usize,
-    line: usize,
-    slot: u32,
-    rows_left: u32,
-    cols_left: u32,
+/// A unit's share of the copies into a tile, the same for every tile. Where the copies of one unit are
+/// whole periods of the swizzle apart (`even`), they differ by constants.
+#[derive(CubeType)]
+pub(crate) struct CopyLane {
     unit: u32,
-    #[comptime] units: usize,
-    #[comptime] shape: TileShape,
-    #[comptime] exact: bool,
-) {
-    let width = N::value();
-    let per_row = comptime!((shape.cols / width) as u32);
-    let copies = comptime!(shape.len() / width / units);
-    // Rows between a unit's copies; the swizzle repeats after eight.
-    let pass = comptime!(units as u32 / per_row);
-    let even = comptime!(units as u32 % per_row == 0 && pass % 8 == 0);
-    let (row0, chunk0) = (unit / per_row, unit % per_row);
-    let col0 = chunk0 * comptime!(width as u32);
-    let to0 = offset_in_tile(row0, col0, shape) / comptime!(width as u32);
-    let from0 = corner + row0 as usize * line + chunk0 as usize;
-    #[unroll]
-    for i in 0..copies {
-        if comptime!(even) {
-            let down = comptime!(i as u32 * pass);
-            let from = from0 + comptime!(down as usize) * line;
-            let to = (slot + to0 + comptime!(down * per_row)) as usize;
-            let inside = row0 + down < rows_left && col0 < cols_left;
-            copy_vector::<F, N>(src, dst, from, to, inside, shape, exact);
+    row: u32,
+    col: u32,
+    /// Where its first vector goes, from the tile's start.
+    to: u32,
+}
+
+/// How a tile is copied: vectors of `width` elements by `units` units.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct CopyPlan {
+    pub(crate) shape: TileShape,
+    pub(crate) width: usize,
+    pub(crate) units: usize,
+    /// Nothing is past the edge.
+    pub(crate) exact: bool,
+}
+
+impl CopyPlan {
+    const fn per_row(self) -> usize {
+        self.shape.cols / self.width
+    }
+
+    /// Rows between the copies of one unit.
+    const fn pass(self) -> usize {
+        self.units / self.per_row()
+    }
+
+    const fn even(self) -> bool {
+        self.units % self.per_row() == 0 && self.pass() % 8 == 0
+    }
+
+    const fn copies(self) -> usize {
+        self.shape.len() / self.width / self.units
+    }
+
+    const fn vector_bytes(self) -> usize {
+        self.width * self.shape.elem
+    }
+}
+
+#[cube]
+impl CopyLane {
+    pub(crate) fn new(unit: u32, #[comptime] plan: CopyPlan) -> CopyLane {
+        let per_row = comptime!(plan.per_row() as u32);
+        let (row, col) = (unit / per_row, unit % per_row * comptime!(plan.width as u32));
+        CopyLane { unit, row, col, to: offset_in_tile(row, col, plan.shape) }
+    }
+
+    /// How far from a tile's corner this unit starts in a matrix whose lines are `line` bytes apart.
+    pub(crate) fn start(&self, line: u64, #[comptime] plan: CopyPlan) -> u64 {
+        if comptime!(plan.even()) {
+            u64::cast_from(self.row) * line
+                + u64::cast_from(self.col * comptime!(plan.shape.elem as u32))
         } else {
-            let at = unit + comptime!((i * units) as u32);
-            let (row, chunk) = (at / per_row, at % per_row);
-            let col = chunk * comptime!(width as u32);
-            let from = corner + row as usize * line + chunk as usize;
-            let to = (slot + offset_in_tile(row, col, shape) / comptime!(width as u32)) as usize;
-            let inside = row < rows_left && col < cols_left;
-            copy_vector::<F, N>(src, dst, from, to, inside, shape, exact);
+            0u64.runtime()
+        }
+    }
+
+    /// Fills the tile at shared address `to` from the matrix at `from`, which is the tile's corner plus
+    /// [`CopyLane::start`] and whose lines are `line` bytes apart. Rows past `rows_left` and columns
+    /// past `cols_left` become zero.
+    pub(crate) fn copy(
+        &self,
+        from: u64,
+        line: u64,
+        to: u32,
+        rows_left: u32,
+        cols_left: u32,
+        #[comptime] plan: CopyPlan,
+    ) {
+        #[unroll]
+        for i in 0..comptime!(plan.copies()) {
+            if comptime!(plan.even()) {
+                let down = comptime!((i * plan.pass()) as u32);
+                let inside = self.row + down < rows_left && self.col < cols_left;
+                let far = comptime!(down * plan.shape.row_bytes());
+                copy_vector(from + comptime!(down as u64) * line, to + self.to, far, inside, plan);
+            } else {
+                let per_row = comptime!(plan.per_row() as u32);
+                let at = self.unit + comptime!((i * plan.units) as u32);
+                let (row, col) = (at / per_row, at % per_row * comptime!(plan.width as u32));
+                let inside = row < rows_left && col < cols_left;
+                let bytes = u64::cast_from(col * comptime!(plan.shape.elem as u32));
+                let from = from + u64::cast_from(row) * line + bytes;
+                copy_vector(from, to + offset_in_tile(row, col, plan.shape), 0u32, inside, plan);
+            }
         }
     }
 }
 
-/// Copies one vector, or writes zero when `inside` is false.
+/// Copies one vector to `to + far`, or writes zero when `inside` is false.
 #[cube]
-fn copy_vector<F: Float, N: Size>(
-    src: &[Vector<F, N>],
-    dst: &mut [Vector<F, N>],
-    from: usize,
-    to: usize,
-    inside: bool,
-    #[comptime] shape: TileShape,
-    #[comptime] exact: bool,
-) {
-    let width = N::value();
-    let bytes = comptime!(width * shape.elem);
+fn copy_vector(from: u64, to: u32, #[comptime] far: u32, inside: bool, #[comptime] plan: CopyPlan) {
+    let bytes = comptime!(plan.vector_bytes());
+    // 16 bytes pass the first-level cache by; smaller copies must go through it.
+    let level = comptime!(if bytes == 16 { "cg" } else { "ca" });
     if comptime!(bytes < 4) {
         // cp.async moves 4, 8 or 16 bytes: single half-precision elements go through a register.
-        let mut value = Vector::<F, N>::new(F::new(0.0));
+        let mut value = 0u32;
         if inside {
-            value = src[from];
+            value = load_half(from);
         }
-        dst[to] = value;
-    } else if comptime!(exact) {
-        copy_async(&src[from..from + 1], &mut dst[to..to + 1], comptime!(width as u32));
+        gpu_asm!(
+            "{{ .reg .b16 h; cvt.u16.u32 h, {v}; st.shared.b16 [{to}+{far}], h; }}",
+            v = in(_) u32::cast_from(value),
+            to = in(_) to,
+            options(explicit_mem, writes_address_space shared)
+        );
+    } else if comptime!(plan.exact) {
+        gpu_asm!(
+            "cp.async.{level}.shared.global [{to}+{far}], [{from}], {bytes};",
+            to = in(_) to,
+            from = in(_) from,
+            options(explicit_mem, reads_address_space global, writes_address_space shared)
+        );
     } else {
-        let from = select(inside, from, 0);
-        let valid = select(inside, 1usize, 0usize);
-        copy_async_checked(&src[from..from + valid], &mut dst[to..to + 1], comptime!(width as u32));
+        let valid = select(inside, comptime!(bytes as u32).runtime(), 0u32);
+        gpu_asm!(
+            "cp.async.{level}.shared.global [{to}+{far}], [{from}], {bytes}, {valid};",
+            to = in(_) to,
+            from = in(_) from,
+            valid = in(_) valid,
+            options(explicit_mem, reads_address_space global, writes_address_space shared)
+        );
     }
 }
 
-/// Where a unit's `ldmatrix` row of the left operand starts, in vectors from the tile's start: the
-/// fragment at `(row, k)` of a `[m, k]` tile, or of a `[k, m]` tile when it is transposed. Fragments a
-/// multiple of eight rows of the tile further on are at a constant distance.
+/// The two bytes at `from`.
 #[cube]
-pub(crate) fn lhs_lane<N: Size>(row: u32, k: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
-    let width = N::value();
-    let chunk = comptime!(shape.chunk() as u32);
-    let (r, j) = (lane % 8, lane / 8);
-    let at = if comptime!(shape.transposed) {
-        offset_in_tile(k + r + (j / 2) * 8, row + (j % 2) * 8, shape)
-    } else {
-        offset_in_tile(row + r + (j % 2) * 8, k + (j / 2) * chunk, shape)
-    };
-    at / comptime!(width as u32)
+fn load_half(from: u64) -> u32 {
+    let value: u32;
+    gpu_asm!(
+        "{{ .reg .b16 h; ld.global.b16 h, [{from}]; cvt.u32.u16 {v}, h; }}",
+        v = out(_) value,
+        from = in(_) from,
+        options(explicit_mem, reads_address_space global)
+    );
+    value
 }
 
-/// As [`lhs_lane`] for two neighbouring 8-column fragments of the right operand at `(k, col)` of a
+/// Where a unit's `ldmatrix` row of the left operand starts, from the tile's start: the fragment at row
+/// `row` and k = 0 of a `[m, k]` tile, or of a `[k, m]` tile when it is transposed. Fragments a multiple
+/// of eight rows of the tile further on are at a constant distance; along the tile's columns, the
+/// swizzle makes the distance an XOR with the bytes between.
+#[cube]
+pub(crate) fn lhs_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    let chunk = comptime!(shape.chunk() as u32);
+    let (r, j) = (lane % 8, lane / 8);
+    if comptime!(shape.transposed) {
+        offset_in_tile(r + (j / 2) * 8, row + (j % 2) * 8, shape)
+    } else {
+        offset_in_tile(row + r + (j % 2) * 8, (j / 2) * chunk, shape)
+    }
+}
+
+/// As [`lhs_lane`] for two neighbouring 8-column fragments of the right operand at column `col` of a
 /// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
 #[cube]
-pub(crate) fn rhs_lane<N: Size>(col: u32, k: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
-    let width = N::value();
+pub(crate) fn rhs_lane(col: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
     let chunk = comptime!(shape.chunk() as u32);
     let (r, j) = (lane % 8, lane / 8);
-    let at = if comptime!(shape.transposed) {
-        offset_in_tile(k + r + (j % 2) * 8, col + (j / 2) * 8, shape)
+    if comptime!(shape.transposed) {
+        offset_in_tile(r + (j % 2) * 8, col + (j / 2) * 8, shape)
     } else {
-        offset_in_tile(col + r + (j / 2) * 8, k + (j % 2) * chunk, shape)
-    };
-    at / comptime!(width as u32)
+        offset_in_tile(col + r + (j / 2) * 8, (j % 2) * chunk, shape)
+    }
 }
 
-/// One 16-row fragment of the left operand: the four registers that `ldmatrix` brings from the rows at
-/// `at`, which is [`lhs_lane`] plus the stage.
+/// Where a unit's elements of a transposed 4-byte tile lie, which `ldmatrix` cannot turn: those of
+/// `(lane % 4, outer + lane / 4)`. Rows a multiple of four and columns a multiple of 32 further on are
+/// at constant distances.
 #[cube]
-pub(crate) fn load_lhs<F: Float, I: Float, N: Size, NF: Size>(
-    tile: &[Vector<F, N>],
+pub(crate) fn gather_lane(outer: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    offset_in_tile(lane % 4, outer + lane / 4, shape)
+}
+
+/// The four registers that `ldmatrix` brings from the rows at `at + far`, `at` being the stage plus
+/// [`lhs_lane`] or [`rhs_lane`]: one 16-row fragment of the left operand, or two neighbouring 8-column
+/// fragments of the right one.
+#[cube]
+pub(crate) fn load_fragments<I: Float>(
     at: u32,
-    def: &MmaDefinition<I, I, f32>,
+    into: &mut Array<u32>,
+    #[comptime] far: u32,
     #[comptime] shape: TileShape,
-) -> Array<Vector<I, NF>> {
-    let start = at as usize;
-    let raw = def.load_matrix::<Vector<F, N>, NF>(
-        &tile[start..start + 1],
-        MatrixIdent::A,
-        4usize,
-        comptime!(shape.transposed),
+    #[comptime] rounds_tf32: bool,
+) {
+    let turned = comptime!(if shape.transposed { ".trans" } else { "" });
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {words}, [{at}+{far}];",
+        words = out(_) words,
+        at = in(_) at,
+        options(explicit_mem, reads_address_space shared)
     );
-    let mut out = Array::<Vector<I, NF>>::new(4usize);
     #[unroll]
     for i in 0..4usize {
-        if comptime!(shape.elem == 2) {
-            // The same type: a conversion would take the two halves apart.
-            out[i] = Vector::reinterpret(raw[i]);
-        } else {
-            out[i] = Vector::cast_from(raw[i]);
-        }
+        into[i] = to_instruction::<I>(words.extract(i), shape, rounds_tf32);
     }
-    out
 }
 
-/// Two neighbouring fragments.
-#[derive(CubeType)]
-pub(crate) struct Pair<I: Float, NF: Size> {
-    pub(crate) left: Array<Vector<I, NF>>,
-    pub(crate) right: Array<Vector<I, NF>>,
-}
-
-/// Two neighbouring 8-column fragments of the right operand; `at` is [`rhs_lane`] plus the stage.
+/// [`load_fragments`] for transposed 4-byte tiles, element by element: the fragment at `(k, outer)` of
+/// the tile at `tile`, whose register `r` is `registers[r]` = (outer, k) further on. `lanes` are the
+/// [`gather_lane`]s of the first columns, eight apart.
 #[cube]
-pub(crate) fn load_rhs<F: Float, I: Float, N: Size, NF: Size>(
-    tile: &[Vector<F, N>],
-    at: u32,
-    def: &MmaDefinition<I, I, f32>,
+pub(crate) fn gather_fragments<I: Float>(
+    tile: u32,
+    lanes: &Sequence<u32>,
+    into: &mut Array<u32>,
+    #[comptime] at: (u32, u32),
     #[comptime] shape: TileShape,
-) -> Pair<I, NF> {
-    let raw = load_lhs::<F, I, N, NF>(tile, at, def, shape); // the same four rows of eight chunks
-    let mut left = Array::<Vector<I, NF>>::new(2usize);
-    let mut right = Array::<Vector<I, NF>>::new(2usize);
+    #[comptime] registers: [(u32, u32); 4],
+    #[comptime] rounds_tf32: bool,
+) {
     #[unroll]
-    for i in 0..2usize {
-        left[i] = raw[i];
-        right[i] = raw[i + 2];
+    for r in 0..4usize {
+        let (outer, k) = comptime!((at.0 + registers[r].0, at.1 + registers[r].1));
+        let far = comptime!(k * shape.row_bytes() + outer / 32 * 128);
+        let lane = *lanes.index(comptime!((outer / 8 % 4) as usize));
+        let word: u32;
+        gpu_asm!(
+            "ld.shared.b32 {word}, [{at}+{far}];",
+            word = out(_) word,
+            at = in(_) tile + lane,
+            options(explicit_mem, reads_address_space shared)
+        );
+        into[r] = to_instruction::<I>(word, shape, rounds_tf32);
     }
-    Pair::<I, NF> { left, right }
 }
 
-/// [`load_lhs`] for transposed 4-byte tiles, which `ldmatrix` cannot turn: element by element, the
-/// fragment at `(k, row)` of the tile that starts at element `slot`.
+/// A register as the instruction takes it: f32 rounded to tf32, to nearest even by one instruction
+/// where `rounds_tf32`; halves as they are.
 #[cube]
-pub(crate) fn gather_lhs<F: Float, I: Float, N: Size, NF: Size>(
-    tile: &[Vector<F, N>],
-    slot: u32,
-    row: u32,
-    k: u32,
-    lane: u32,
+fn to_instruction<I: Float>(
+    word: u32,
     #[comptime] shape: TileShape,
-) -> Array<Vector<I, NF>> {
-    let mut out = Array::<Vector<I, NF>>::new(4usize);
-    #[unroll]
-    for r in 0..4u32 {
-        let (dm, dk) = comptime!((8 * (r % 2), 4 * (r / 2)));
-        let at = slot + offset_in_tile(k + dk + lane % 4, row + dm + lane / 4, shape);
-        out[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
+    #[comptime] rounds_tf32: bool,
+) -> u32 {
+    if comptime!(shape.elem == 2) {
+        word
+    } else if comptime!(rounds_tf32) {
+        let rounded: u32;
+        gpu_asm!(
+            "{{ .reg .f32 f; mov.b32 f, {x}; cvt.rn.tf32.f32 {y}, f; }}",
+            y = out(_) rounded,
+            x = in(_) u32::cast_from(word),
+            options(pure, nomem)
+        );
+        rounded
+    } else {
+        u32::reinterpret(I::cast_from(f32::reinterpret(word)))
     }
-    out
 }
 
-/// [`load_rhs`] for transposed 4-byte tiles.
-#[cube]
-pub(crate) fn gather_rhs<F: Float, I: Float, N: Size, NF: Size>(
-    tile: &[Vector<F, N>],
-    slot: u32,
-    col: u32,
-    k: u32,
-    lane: u32,
-    #[comptime] shape: TileShape,
-) -> Pair<I, NF> {
-    let mut left = Array::<Vector<I, NF>>::new(2usize);
-    let mut right = Array::<Vector<I, NF>>::new(2usize);
-    #[unroll]
-    for r in 0..2u32 {
-        let dk = comptime!(4 * r);
-        let at = slot + offset_in_tile(k + dk + lane % 4, col + lane / 4, shape);
-        left[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
-        let at = slot + offset_in_tile(k + dk + lane % 4, col + 8 + lane / 4, shape);
-        right[comptime!(r as usize)] = one::<F, I, N, NF>(tile, at);
-    }
-    Pair::<I, NF> { left, right }
-}
+/// Where the registers of a 16 x 8 left fragment lie: (row, k).
+pub(crate) const LHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (8, 0), (0, 4), (8, 4)];
+/// Where the registers of two 8 x 8 right fragments lie: (column, k).
+pub(crate) const RHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (0, 4), (8, 0), (8, 4)];
 
-/// One element of a vectorised tile, rounded to the instruction's type.
+/// Transposes the 4 x 4 words of four neighbouring units: unit `q` of a quad gives word `j` to unit
+/// `j` and has theirs in order of unit. Its own inverse.
 #[cube]
-fn one<F: Float, I: Float, N: Size, NF: Size>(tile: &[Vector<F, N>], at: u32) -> Vector<I, NF> {
-    let scalars = tile.with_vector_size::<Const<1>>();
-    Vector::new(I::cast_from(scalars[at as usize].extract(0usize)))
+pub(crate) fn quad_transpose(words: &mut Array<u32>, lane: u32) {
+    let odd = lane % 2 == 1;
+    #[unroll]
+    for j in [0usize, 2] {
+        let (even_word, odd_word) = (words[j], words[comptime!(j + 1)]);
+        let got = plane_shuffle_xor(select(odd, even_word, odd_word), 1);
+        words[j] = select(odd, got, even_word);
+        words[comptime!(j + 1)] = select(odd, odd_word, got);
+    }
+    let high = lane % 4 >= 2;
+    #[unroll]
+    for j in 0..2usize {
+        let (low_word, high_word) = (words[j], words[comptime!(j + 2)]);
+        let got = plane_shuffle_xor(select(high, low_word, high_word), 2);
+        words[j] = select(high, got, low_word);
+        words[comptime!(j + 2)] = select(high, high_word, got);
+    }
 }

@@ -179,7 +179,8 @@ pub fn matmul(
         out: client.empty(bytes.next_multiple_of(4)),
         bias: bias.map(|b| upload(b.bytes())),
     };
-    Matmul::launch(device, &problem, &config, &operands);
+    let scratch = Matmul::scratch(device, &problem, &config);
+    Matmul::launch(device, &problem, &config, &operands, scratch.as_ref());
     let out = client.read_one(operands.out).map_err(|e| OpError::Failed(format!("{e:?}")))?;
     let shape: Vec<_> = batch.into_iter().chain([m, n]).collect();
     Ok(HostTensor::new(lhs.dtype(), &shape, out[..bytes].to_vec())?)

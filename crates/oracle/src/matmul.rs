@@ -59,7 +59,8 @@ pub fn check(
         out: upload(&poison),
         bias: bias.as_ref().map(|b| upload(&dtype.encode(b))),
     };
-    Matmul::launch(device, problem, config, &operands);
+    let scratch = Matmul::scratch(device, problem, config);
+    Matmul::launch(device, problem, config, &operands, scratch.as_ref());
     verdict(device, problem, &operands, [&lhs, &rhs], bias.as_deref(), None)
 }
 

@@ -53,12 +53,24 @@ pub trait Kernel: 'static {
     /// The buffer that a launch writes.
     fn output(problem: &Self::Problem, operands: &Self::Operands) -> Output;
 
-    /// Enqueues the kernel. Failures to compile or launch surface when the output is read or checked.
+    /// Bytes that a launch of `config` needs beside its operands, for what it keeps between kernels.
+    fn scratch_bytes(_problem: &Self::Problem, _config: &Self::Config) -> u64 {
+        0
+    }
+
+    /// The buffer of [`Kernel::scratch_bytes`]; none when it needs none.
+    fn scratch(device: &Device, problem: &Self::Problem, config: &Self::Config) -> Option<Handle> {
+        let bytes = Self::scratch_bytes(problem, config);
+        (bytes > 0).then(|| device.client().empty(bytes as usize))
+    }
+
+    /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or launch surface when the output is read or checked.
     fn launch(
         device: &Device,
         problem: &Self::Problem,
         config: &Self::Config,
         operands: &Self::Operands,
+        scratch: Option<&Handle>,
     );
 }
 

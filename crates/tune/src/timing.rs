@@ -5,6 +5,7 @@
 //! caller's closure gets the launch number, to rotate among operand sets larger than the cache.
 
 use std::convert::Infallible;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use arch::{Backend, Device};
@@ -20,14 +21,26 @@ pub struct Effort {
     pub min_samples: usize,
     /// Wall-clock limit of warm-up and samples together.
     pub limit: Duration,
+    /// Idle time before: a GPU at its power limit runs slower the longer it has been busy, so every
+    /// measurement starts from the same rest.
+    pub rest: Duration,
 }
 
 impl Effort {
     /// For figures that are reported.
-    pub const REPORT: Self =
-        Self { samples: 60, min_samples: 5, limit: Duration::from_millis(1500) };
+    pub const REPORT: Self = Self {
+        samples: 60,
+        min_samples: 5,
+        limit: Duration::from_millis(1500),
+        rest: Duration::from_millis(300),
+    };
     /// For choosing among candidates.
-    pub const TUNE: Self = Self { samples: 12, min_samples: 3, limit: Duration::from_millis(120) };
+    pub const TUNE: Self = Self {
+        samples: 12,
+        min_samples: 3,
+        limit: Duration::from_millis(120),
+        rest: Duration::from_millis(50),
+    };
 }
 
 /// Nanoseconds of one launch, one value a sample.
@@ -109,6 +122,10 @@ fn measure_with(
     graphs: bool,
     mut launch: impl FnMut(usize),
 ) -> Result<Timing, TimingError> {
+    if device.backend() != Backend::Cpu {
+        sync(device)?;
+        thread::sleep(effort.rest);
+    }
     let start = Instant::now();
     let method = device.client().properties().timing_method;
     let clock = if method == TimingMethod::Device { "device" } else { "host" };

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use arch::{DType, Device};
 use cubecl::future::block_on;
@@ -197,8 +198,11 @@ impl Tuner<'_> {
             let expected = expected.as_ref().map_err(|e| format!("simplest config failed: {e}"))?;
             expected.agrees(&got)?;
         }
-        let launch = |i: usize| K::launch(self.device, problem, config, &sets[i % sets.len()]);
-        let quick = Effort { samples: 1, min_samples: 1, ..Effort::TUNE };
+        let scratch = K::scratch(self.device, problem, config);
+        let launch = |i: usize| {
+            K::launch(self.device, problem, config, &sets[i % sets.len()], scratch.as_ref());
+        };
+        let quick = Effort { samples: 1, min_samples: 1, rest: Duration::ZERO, ..Effort::TUNE };
         let timed =
             |effort| timing::measure(self.device, effort, launch).map_err(|e| e.to_string());
         let first = timed(quick)?.median_ns();
@@ -248,7 +252,8 @@ fn run_once<K: Kernel>(
 ) -> Result<Sample, String> {
     let output = K::output(problem, operands);
     poison(device, &output);
-    K::launch(device, problem, config, operands);
+    let scratch = K::scratch(device, problem, config);
+    K::launch(device, problem, config, operands, scratch.as_ref());
     let client = device.client();
     block_on(client.sync_buffers([&output.handle])).map_err(|e| format!("{e:?}"))?;
     let (size, len) = (output.dtype.size(), output.len);

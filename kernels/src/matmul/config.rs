@@ -5,6 +5,8 @@ use cubecl::prelude::{AddressType, CubeCount, CubeDim};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
+use crate::tile::CopyPlan;
+
 use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
 use super::cores::{CoresConfig, CoresPlan};
 use super::fma::{FmaConfig, FmaPlan};
@@ -23,6 +25,14 @@ pub enum MatmulConfig {
 }
 
 impl MatmulConfig {
+    /// Parts that k is cut into.
+    pub(super) const fn parts(&self) -> u32 {
+        match self {
+            Self::Mma(c) => c.parts,
+            _ => 1,
+        }
+    }
+
     /// Units of one cube on `arch`.
     pub fn units(&self, arch: &ArchProfile) -> u32 {
         match self {
@@ -38,7 +48,7 @@ impl MatmulConfig {
 const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MatmulConfig {
     let [tile_m, tile_n, tile_k] = tiles;
     let [planes_m, planes_n] = planes;
-    MatmulConfig::Mma(MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages })
+    MatmulConfig::Mma(MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 })
 }
 
 const fn cube(tiles: [u32; 3], units: u32) -> MatmulConfig {
@@ -59,18 +69,17 @@ const fn fma(tiles: [u32; 3], units: [u32; 2]) -> MatmulConfig {
 }
 
 /// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
-const MMA: [MatmulConfig; 12] = [
-    mma([128, 128, 32], [2, 2], 3),
+const MMA: [MatmulConfig; 11] = [
     mma([128, 256, 32], [2, 4], 4),
     mma([256, 128, 32], [4, 2], 4),
-    mma([128, 128, 64], [2, 2], 3),
-    mma([128, 128, 32], [2, 4], 4),
+    mma([128, 128, 32], [2, 2], 3),
     mma([128, 128, 64], [2, 4], 3),
     mma([128, 64, 64], [2, 2], 3),
+    mma([64, 128, 64], [2, 2], 3),
     mma([64, 64, 64], [2, 2], 4),
     mma([64, 64, 128], [2, 2], 2),
-    mma([16, 64, 128], [1, 4], 4),
     mma([32, 64, 128], [1, 4], 3),
+    mma([16, 64, 128], [1, 4], 4),
     mma([16, 128, 128], [1, 4], 2),
 ];
 const CUBE: [MatmulConfig; 4] = [
@@ -115,8 +124,12 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
         Backend::Vulkan => CUBE.into_iter().chain(PLANE).chain(FMA).collect(),
         Backend::WebGpu => FMA.to_vec(),
     };
-    let mut feasible: Vec<_> =
-        all.into_iter().map(depth).filter(|c| check(arch, problem, c).is_ok()).collect();
+    let mut feasible: Vec<_> = all
+        .into_iter()
+        .map(depth)
+        .flat_map(|c| cuts(arch, problem, c))
+        .filter(|c| check(arch, problem, c).is_ok())
+        .collect();
     let tensor = |c: &MatmulConfig| !matches!(c, MatmulConfig::Fma(_));
     if feasible.iter().any(tensor) {
         feasible.retain(tensor);
@@ -124,11 +137,48 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
     // The tile that covers the problem with the least waste and still fills the device comes first.
     let fill = |c: &MatmulConfig| waste(arch, problem, c);
     feasible.sort_by(|a, b| fill(a).total_cmp(&fill(b)));
+    if let Some(least) = feasible.first().map(fill) {
+        feasible.retain(|c| fill(c) <= HOPELESS * least);
+    }
+    feasible.truncate(WORTH_MEASURING);
     feasible
 }
 
+/// Candidates past this many in the order of [`waste`], or this much more wasteful than the first,
+/// have never won.
+const WORTH_MEASURING: usize = 14;
+const HOPELESS: f64 = 3.0;
+
+/// `config`, and where its blocks leave processors idle also with k cut into as many parts as fill
+/// them once, and twice.
+fn cuts(arch: &ArchProfile, problem: &MatmulProblem, config: MatmulConfig) -> Vec<MatmulConfig> {
+    let MatmulConfig::Mma(c) = config else { return vec![config] };
+    let blocks = blocks(problem, c.tile_m, c.tile_n);
+    let elem = problem.precision.storage().size();
+    let room = u64::from(arch.processors.unwrap_or(1) * c.resident(arch, elem));
+    // Fewer than four tiles a part would not fill the ring of stages.
+    let most = u64::from(problem.k.div_ceil(c.tile_k) / 4);
+    let mut parts = vec![1];
+    for wish in [room / blocks, 2 * room / blocks] {
+        let wish = wish.min(most) as u32;
+        if wish > 1 {
+            // As many as leave no part empty.
+            let tiles = MmaConfig { parts: wish, ..c }.part_tiles(problem.k);
+            parts.push(problem.k.div_ceil(c.tile_k).div_ceil(tiles));
+        }
+    }
+    parts.sort_unstable();
+    parts.dedup();
+    parts.into_iter().map(|parts| MatmulConfig::Mma(MmaConfig { parts, ..c })).collect()
+}
+
+/// Blocks of C in all batches.
+fn blocks(problem: &MatmulProblem, tile_m: u32, tile_n: u32) -> u64 {
+    u64::from(problem.m.div_ceil(tile_m)) * u64::from(problem.n.div_ceil(tile_n)) * problem.batch()
+}
+
 /// Relative cost of covering the problem with whole tiles on whole waves, ignoring what only a
-/// measurement can tell. Equal costs keep the order of the lists above.
+/// measurement can tell: multiplies a unit of k. Equal costs keep the order of the lists above.
 fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> f64 {
     let (tile_m, tile_n) = match config {
         MatmulConfig::Mma(c) => (c.tile_m, c.tile_n),
@@ -137,15 +187,16 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> 
         MatmulConfig::Fma(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Cores(c) => (c.block_m, c.block_n),
     };
-    let tiles = f64::from(problem.m.div_ceil(tile_m))
-        * f64::from(problem.n.div_ceil(tile_n))
-        * problem.batch() as f64;
+    let parts = f64::from(config.parts());
+    let items = blocks(problem, tile_m, tile_n) as f64 * parts;
     let processors = f64::from(arch.processors.unwrap_or(32));
-    let waves = (tiles / processors).ceil();
-    // A larger tile reads each operand fewer times: the traffic of one tile is m + n a multiply. Past
-    // 128 the L2 makes it no matter.
-    let traffic = 1.0 / f64::from(tile_m.min(128)) + 1.0 / f64::from(tile_n.min(128));
-    waves * f64::from(tile_m) * f64::from(tile_n) * (1.0 + 16.0 * traffic)
+    let waves = (items / processors).ceil() / parts;
+    // A larger tile reads each operand fewer times: the traffic of one tile is m + n a multiply.
+    let traffic = 1.0 / f64::from(tile_m.min(256)) + 1.0 / f64::from(tile_n.min(256));
+    // Partial sums are written and read in f32; a byte takes about as long as two multiplies.
+    let results = f64::from(problem.m) * f64::from(problem.n) * problem.batch() as f64;
+    let sums = if parts > 1.0 { 4.0 * parts * results / f64::from(problem.k) } else { 0.0 };
+    waves * f64::from(tile_m) * f64::from(tile_n) * (1.0 + 16.0 * traffic) + sums
 }
 
 fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
@@ -241,6 +292,13 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if c.tile_k % inst.k != 0 {
         return Err(shape("tile_k", c.tile_k, "not a multiple of the instruction's depth"));
     }
+    if c.tile_k / inst.k % 2 != 0 {
+        return Err(shape("tile_k", c.tile_k, "fragments alternate between two register sets"));
+    }
+    let tiles_k = problem.k.div_ceil(c.tile_k);
+    if c.parts == 0 || (c.parts - 1) * c.part_tiles(problem.k) >= tiles_k {
+        return Err(shape("parts", c.parts, "every part needs a tile of k"));
+    }
     if c.stages < 2 {
         return Err(shape("stages", c.stages, "a ring needs two"));
     }
@@ -252,9 +310,8 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if tiles.iter().any(|t| t.elem == 4 && t.transposed && t.cols < 32) {
         return Err(shape("tile_n", c.tile_n, "a transposed 4-byte tile needs 32 columns"));
     }
-    let accumulators = part_m * part_n / 32;
-    if accumulators > 128 {
-        return Err(shape("planes_n", c.planes_n, "more than 128 accumulators a unit spill"));
+    if c.registers() > 255 {
+        return Err(shape("planes_n", c.planes_n, "accumulators and fragments would spill"));
     }
     limits(arch, units, c.shared_bytes(elem))
 }
@@ -356,12 +413,16 @@ fn check_cores(
 /// A config bound to a problem: comptime path, vector widths and grid.
 pub(super) struct Plan {
     pub(super) path: Path,
-    /// Elements of a vector of lhs, rhs and out.
-    pub(super) widths: [usize; 3],
+    /// Elements of a vector of lhs, rhs, out and partial sums.
+    pub(super) widths: [usize; 4],
+    /// Tiles of k in each part but the last.
+    pub(super) part_tiles: u32,
     units: (u32, u32),
     tile: (u32, u32),
     /// Tiles of one cube.
     per_cube: u32,
+    /// Cubes of a launch that streams its items through them.
+    streams: Option<u32>,
 }
 
 impl Plan {
@@ -374,22 +435,39 @@ impl Plan {
             problem.m % tile_m == 0 && problem.n % tile_n == 0 && problem.k % tile_k == 0
         };
         match *config {
-            MatmulConfig::Mma(c) => Self {
-                path: Path::Mma(MmaPlan {
-                    config: c,
-                    lhs: c.lhs_tile(lhs, elem),
-                    rhs: c.rhs_tile(rhs, elem),
-                    inst_k: arch.mma_for(problem.precision.instruction()).map_or(0, |s| s.k),
-                    exact: exact(c.tile_m, c.tile_n, c.tile_k),
-                }),
-                widths: [widest[0], widest[1], widest[2].min(2)],
-                units: (32, c.planes_m * c.planes_n),
-                tile: (c.tile_m, c.tile_n),
-                per_cube: 1,
-            },
+            MatmulConfig::Mma(c) => {
+                let wide = c.plane_tile().1 % 32 == 0 && elem == 2 && widest[2] == 8;
+                let even = if problem.n % 2 == 0 { 2 } else { 1 };
+                let exact = exact(c.tile_m, c.tile_n, c.tile_k);
+                let units = c.units() as usize;
+                let copies = |shape, width| CopyPlan { shape, width, units, exact };
+                Self {
+                    path: Path::Mma(MmaPlan {
+                        config: MmaConfig { parts: 1, ..c },
+                        lhs: copies(c.lhs_tile(lhs, elem), widest[0]),
+                        rhs: copies(c.rhs_tile(rhs, elem), widest[1]),
+                        inst_k: arch.mma_for(problem.precision.instruction()).map_or(0, |s| s.k),
+                        exact,
+                        partial: c.parts > 1,
+                        rounds_tf32: arch.compute_capability >= Some(90),
+                    }),
+                    widths: [widest[0], widest[1], if wide { 8 } else { even }, even],
+                    part_tiles: c.part_tiles(problem.k),
+                    units: (32, c.planes_m * c.planes_n),
+                    tile: (c.tile_m, c.tile_n),
+                    per_cube: 1,
+                    streams: Some(if c.streams(problem.k) {
+                        arch.processors.unwrap_or(1) * c.resident(arch, elem)
+                    } else {
+                        u32::MAX
+                    }),
+                }
+            }
             MatmulConfig::Cube(c) => Self {
                 path: Path::Cube(CubePlan { config: c, lhs_rows, rhs_rows }),
-                widths: [1; 3],
+                widths: [1; 4],
+                part_tiles: 0,
+                streams: None,
                 units: (c.units, 1),
                 tile: (c.tile_m, c.tile_n),
                 per_cube: 1,
@@ -403,7 +481,9 @@ impl Plan {
                     lhs_rows,
                     rhs_rows,
                 }),
-                widths: [widest[0].min(4), widest[1].min(4), 1],
+                widths: [widest[0].min(4), widest[1].min(4), 1, 1],
+                part_tiles: 0,
+                streams: None,
                 units: (arch.plane_size.0, c.planes_m * c.planes_n),
                 tile: (c.tile_m, c.tile_n),
                 per_cube: 1,
@@ -414,7 +494,9 @@ impl Plan {
                     lhs_along_k: lhs_rows,
                     rhs_along_k: !rhs_rows,
                 }),
-                widths: [widest[0].min(4), widest[1].min(4), 1],
+                widths: [widest[0].min(4), widest[1].min(4), 1, 1],
+                part_tiles: 0,
+                streams: None,
                 units: (c.units(), 1),
                 tile: (c.tile_m, c.tile_n),
                 per_cube: 1,
@@ -432,7 +514,10 @@ impl Plan {
                         1,
                         if rhs_rows { all_or_one(whole[1]) } else { 1 },
                         all_or_one(whole[2]),
+                        1,
                     ],
+                    part_tiles: 0,
+                    streams: None,
                     units: (c.units, 1),
                     tile: (c.block_m, c.block_n),
                     per_cube: c.units,
@@ -451,9 +536,15 @@ impl Plan {
         CubeDim::new_2d(self.units.0, self.units.1)
     }
 
-    pub(super) fn cubes(&self, problem: &MatmulProblem, batch: u32) -> CubeCount {
+    pub(super) fn cubes(&self, problem: &MatmulProblem, batch: u32, parts: u32) -> CubeCount {
         let tiles = problem.m.div_ceil(self.tile.0) * problem.n.div_ceil(self.tile.1);
-        CubeCount::Static(tiles.div_ceil(self.per_cube), batch, 1)
+        match self.streams {
+            Some(streams) => {
+                let items = u64::from(tiles) * u64::from(parts) * u64::from(batch);
+                CubeCount::Static(items.min(u64::from(streams)) as u32, 1, 1)
+            }
+            None => CubeCount::Static(tiles.div_ceil(self.per_cube), batch, 1),
+        }
     }
 }
 

@@ -7,7 +7,7 @@
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, bias_at, tile_of_cube};
+use super::{Dims, bias_at, block_of};
 
 /// Tile sizes of the multiply-add path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -61,7 +61,7 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
 
     let unit = UNIT_POS;
     let (unit_m, unit_n) = (unit / units_n, unit % units_n);
-    let (block_m, block_n) = tile_of_cube(dims, tile_m, tile_n);
+    let (block_m, block_n) = block_of(dims, CUBE_POS_X, tile_m, tile_n);
     let (row0, col0) = (block_m * tile_m, block_n * tile_n);
     let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
 

@@ -1,34 +1,48 @@
 //! The tensor-core path of CUDA: `mma.sync` fed by `ldmatrix` from a ring of `cp.async` stages.
 //!
-//! | loop                              | level                                             |
-//! |-----------------------------------|---------------------------------------------------|
-//! | `(tile_m, tile_n)` blocks of C    | cubes, grouped so that a wave reuses L2           |
-//! | `k0` in steps of `tile_k`         | ring of `stages` shared tiles, `stages - 1` ahead |
-//! | `(plane_m, plane_n)` parts        | planes, accumulators in registers                 |
-//! | `kk` in steps of the instruction  | fragments in registers                            |
+//! | loop                              | level                                                  |
+//! |-----------------------------------|--------------------------------------------------------|
+//! | items: `(tile_m, tile_n)` blocks, each cut into `parts` along k | cubes, one row of them for the whole launch |
+//! | `k0` in steps of `tile_k`         | ring of `stages` shared tiles, `stages - 1` ahead      |
+//! | `(plane_m, plane_n)` parts        | planes, accumulators in registers                      |
+//! | `kk` in steps of the instruction  | fragments in registers, one step ahead                 |
+//!
+//! A cube works through its items as one stream: while it multiplies the last tiles of one block, the
+//! copies of the next are under way. With more than one part, partial sums go to a workspace in f32 and
+//! [`super::parts`] adds them in a fixed order.
 //!
 //! Ladder, TFLOP/s at 4096^3 bf16, B column-major / row-major, on an H200 restricted to an RTX 4090's
 //! features (620 from registers alone; Burn 0.22.1 in the same run 268 / 214):
 //!
-//! | version                                                          | col | row |
-//! |------------------------------------------------------------------|-----|-----|
-//! | v1 ring of 3 stages, 128 x 128 x 32, four planes of 64 x 64      | 381 | 376 |
-//! | v2 v1, fragments loaded one step ahead of the multiply (dropped) | 370 | 336 |
-//! | v3 v1, addresses in vectors, fragments at constant distances     | 369 | 390 |
+//! | version                                                            | col | row |
+//! |--------------------------------------------------------------------|-----|-----|
+//! | v1 ring of 3 stages, 128 x 128 x 32, four planes of 64 x 64        | 381 | 376 |
+//! | v2 v1, fragments loaded one step ahead of the multiply (dropped)   | 370 | 336 |
+//! | v3 v1, addresses in vectors, fragments at constant distances       | 369 | 390 |
+//! | v4 fragments one step ahead, 128 x 256 x 32, eight planes, streams | 413 | 411 |
+//! | v5 v4, addresses in bytes: 128 instructions a tile, 64 of them HMMA | 492 | 490 |
 //!
-//! v2 was predicted at 450: latency of `ldmatrix` is not what v1 waits for. v3 has 173 instructions a
-//! tile where v1 has 276 (64 of them HMMA) and 168 registers a unit instead of 235. With B column-major
-//! three cubes fit a processor instead of two, 1024 tiles then take three waves of 396, and the last is
-//! half empty: what it gains a wave it loses at the end.
-
+//! What v2 lacked were cheap addresses: its loads ahead waited behind the arithmetic for them, and so
+//! did v4's (warps stalled one cycle in eight on `ldmatrix`, in v5 none). In v5 the tensor pipe is the
+//! first stall, then the barrier (0.43 of 6.4 cycles an instruction) and the copies (0.41). The card is
+//! at its power limit: 1.98 GHz when idle, 1.6 to 1.75 under this load.
+//!
+//! Tried and slower at the same tile (CUDA C++ prototypes of v5, 467 at 4096^3 before streaming):
+//! `mbarrier` full/empty pairs for the barrier 418; 256 x 192 x 32 with planes of 64 x 96, which has no
+//! registers left to load ahead, 404; two stages of 64 for four of 32, 375; groups of 4 or 16 block rows
+//! for 8, 454 and 423; copies through the first-level cache 393. Without copies the loop reaches 517,
+//! without fragment loads 540.
+//!
+use arch::ArchProfile;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Layout, bias_at, tile_of_cube};
+use super::{Dims, Layout, bias_at, block_of};
 use crate::tile::{
-    TileShape, commit_copies, copy_tile, gather_lhs, gather_rhs, lhs_lane, load_lhs, load_rhs,
-    rhs_lane, wait_copies,
+    CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
+    gather_lane, global_address, lhs_lane, load_fragments, quad_transpose, rhs_lane,
+    shared_address, wait_copies,
 };
 
 /// Tile sizes of the tensor-core path.
@@ -43,6 +57,8 @@ pub struct MmaConfig {
     pub planes_n: u32,
     /// Shared tiles in the ring.
     pub stages: u32,
+    /// Parts that k is cut into, each the work of another cube.
+    pub parts: u32,
 }
 
 impl MmaConfig {
@@ -68,6 +84,32 @@ impl MmaConfig {
     pub(crate) const fn shared_bytes(self, elem: usize) -> u32 {
         self.stages * (self.tile_m + self.tile_n) * self.tile_k * elem as u32
     }
+
+    /// Registers of a unit, roughly: accumulators, two steps of fragments, addresses.
+    pub(crate) const fn registers(self) -> u32 {
+        let (m, n) = self.plane_tile();
+        m * n / 32 + (m + n) / 2 + 56
+    }
+
+    /// Cubes that one processor holds at a time.
+    pub(crate) fn resident(self, arch: &ArchProfile, elem: usize) -> u32 {
+        const REGISTERS: u32 = 65_536;
+        const RESERVED: u32 = 1024; // shared memory that the driver keeps, a cube
+        let by_registers = REGISTERS / (self.registers() * self.units());
+        let by_shared = (arch.max_shared_bytes + RESERVED) / (self.shared_bytes(elem) + RESERVED);
+        by_registers.min(by_shared).max(1)
+    }
+
+    /// Whether a cube may take one item after another: the copies look one item ahead, no further.
+    pub(crate) const fn streams(self, k: u32) -> bool {
+        let last = k.div_ceil(self.tile_k) - (self.parts - 1) * self.part_tiles(k);
+        last >= self.stages
+    }
+
+    /// Tiles of k in each part but the last.
+    pub(crate) const fn part_tiles(self, k: u32) -> u32 {
+        k.div_ceil(self.tile_k).div_ceil(self.parts)
+    }
 }
 
 /// `[outer, k]`, or `[k, outer]` when the outer axis is the contiguous one.
@@ -79,84 +121,97 @@ const fn shared_tile(outer: u32, k: u32, transposed: bool, elem: usize) -> TileS
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct MmaPlan {
+    /// With one part, so that instances differ by `partial` alone.
     pub(crate) config: MmaConfig,
-    pub(crate) lhs: TileShape,
-    pub(crate) rhs: TileShape,
+    pub(crate) lhs: CopyPlan,
+    pub(crate) rhs: CopyPlan,
     /// Depth of the instruction.
     pub(crate) inst_k: u32,
     /// Every tile is full: no edge is checked.
     pub(crate) exact: bool,
+    /// Sums go to the workspace.
+    pub(crate) partial: bool,
+    /// f32 operands are rounded to tf32 by one instruction (compute capability 9.0 and later).
+    pub(crate) rounds_tf32: bool,
+}
+
+impl MmaPlan {
+    const fn stage_bytes(self) -> u32 {
+        self.lhs.shape.bytes() + self.rhs.shape.bytes()
+    }
+}
+
+impl TileShape {
+    /// How many places the fragments of `outer` rows or columns need.
+    fn lanes(self, outer: u32) -> u32 {
+        match (self.gathered(), self.transposed) {
+            (true, _) => (outer / 8).min(4),
+            (false, true) => outer / 16,
+            (false, false) => 1,
+        }
+    }
+}
+
+/// One piece of work: a block of C over a range of k.
+#[derive(CubeType)]
+struct Item {
+    row: u32,
+    col: u32,
+    /// First k, and tiles from there.
+    k: u32,
+    tiles: u32,
+    batch: u32,
+    part: u32,
+}
+
+/// Item `id` of the launch. Neighbouring items are neighbouring blocks over the same k.
+#[cube]
+fn item(dims: &Dims, id: u32, #[comptime] config: MmaConfig) -> Item {
+    let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
+    let blocks = dims.m.div_ceil(tile_m) * dims.n.div_ceil(tile_n);
+    let (slice, block) = (id / blocks, id % blocks);
+    let (block_m, block_n) = block_of(dims, block, tile_m, tile_n);
+    let (batch, part) = (slice / dims.parts, slice % dims.parts);
+    let first = part * dims.part_tiles;
+    let tiles = min(dims.k.div_ceil(tile_k) - first, dims.part_tiles);
+    Item { row: block_m * tile_m, col: block_n * tile_n, k: first * tile_k, tiles, batch, part }
+}
+
+/// How many items a launch has.
+#[cube]
+fn items_of(dims: &Dims, #[comptime] config: MmaConfig) -> u32 {
+    dims.m.div_ceil(config.tile_m) * dims.n.div_ceil(config.tile_n) * dims.parts * dims.batches
 }
 
 #[cube]
-pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
+#[expect(clippy::too_many_arguments, reason = "operands, workspace and comptime facts")]
+pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<F, NO>],
+    partials: &mut [Vector<f32, NP>],
     bias: &[F],
     dims: &Dims,
     #[comptime] plan: MmaPlan,
     #[comptime] biased: bool,
 ) {
     let config = comptime!(plan.config);
-    let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
     let stages = comptime!(config.stages);
-    let units = comptime!(config.units() as usize);
     let (wm, wn) = comptime!(config.plane_tile());
     let (frags_m, frags_n) = comptime!((wm as usize / 16, wn as usize / 16));
-    let steps = comptime!(tile_k / plan.inst_k);
-    let (lhs_len, rhs_len) = comptime!((plan.lhs.len(), plan.rhs.len()));
+    let steps = comptime!((config.tile_k / plan.inst_k) as usize);
 
-    let (width_lhs, width_rhs) = (NL::value(), NR::value());
-    let mut shared_lhs = Shared::<[Vector<F, NL>]>::new_aligned_slice(
-        comptime!(lhs_len * stages as usize / width_lhs),
+    // [stages, lhs tile then rhs tile]
+    let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
+        comptime!((stages * plan.stage_bytes() / 16) as usize),
         128usize,
-    ); // [stages, tile_m, tile_k]
-    let mut shared_rhs = Shared::<[Vector<F, NR>]>::new_aligned_slice(
-        comptime!(rhs_len * stages as usize / width_rhs),
-        128usize,
-    ); // [stages, tile_n, tile_k]
+    );
+    let shared = shared_address(&mut shared);
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
-    let unit = plane * 32 + lane;
-    let (block_m, block_n) = tile_of_cube(dims, tile_m, tile_n);
-    let (row0, col0) = (block_m * tile_m, block_n * tile_n);
-    let (rows_left, cols_left) = (dims.m - row0, dims.n - col0);
     let part_m = plane / config.planes_n * wm;
     let part_n = plane % config.planes_n * wn;
-    let (batch_lhs, batch_rhs, batch_out) = dims.batch(CUBE_POS_Y as usize);
-
-    let lhs_col = comptime!(plan.lhs.transposed);
-    let rhs_row = comptime!(plan.rhs.transposed);
-    // Cursors and lines count vectors: what a division by the width would hide from the compiler.
-    let lhs_line = dims.lhs_stride / width_lhs;
-    let rhs_line = dims.rhs_stride / width_rhs;
-    let step = comptime!(tile_k as usize);
-    let (mut lhs_at, lhs_step) = if comptime!(lhs_col) {
-        ((batch_lhs + row0 as usize) / width_lhs, lhs_line * step)
-    } else {
-        (batch_lhs / width_lhs + row0 as usize * lhs_line, comptime!(step / width_lhs).runtime())
-    };
-    let (mut rhs_at, rhs_step) = if comptime!(rhs_row) {
-        ((batch_rhs + col0 as usize) / width_rhs, rhs_line * step)
-    } else {
-        (batch_rhs / width_rhs + col0 as usize * rhs_line, comptime!(step / width_rhs).runtime())
-    };
-
-    // Where this unit's fragments start: one place a step of k, or one a fragment where k is the
-    // tile's row; the other direction is a constant distance.
-    let mut lhs_lanes = Sequence::<u32>::new();
-    #[unroll]
-    for x in 0..comptime!(if lhs_col { frags_m as u32 } else { steps }) {
-        let (row, k) = comptime!(if lhs_col { (16 * x, 0) } else { (0, x * plan.inst_k) });
-        lhs_lanes.push(lhs_lane::<NL>(part_m + row, k.runtime(), lane, plan.lhs));
-    }
-    let mut rhs_lanes = Sequence::<u32>::new();
-    #[unroll]
-    for x in 0..comptime!(if rhs_row { frags_n as u32 } else { steps }) {
-        let (col, k) = comptime!(if rhs_row { (16 * x, 0) } else { (0, x * plan.inst_k) });
-        rhs_lanes.push(rhs_lane::<NR>(part_n + col, k.runtime(), lane, plan.rhs));
-    }
+    let lanes = Lanes::new(part_m, part_n, lane, plan);
 
     let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, plan.inst_k as usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
@@ -169,241 +224,455 @@ pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
         fragment[1] = Vector::new(0.0f32);
         acc.push(fragment);
     }
-
-    let tiles = dims.k.div_ceil(tile_k);
-    let mut k_left = dims.k;
-
-    // Fill all stages but one.
+    // Register sets of the step at hand and of the next: [2, frags] each, two right fragments in one.
+    // Whole words: as vectors of halves they would be taken apart between the turns of the loop.
+    let mut a = Sequence::<Array<u32>>::new();
     #[unroll]
-    for s in 0..comptime!(stages - 1) {
-        if s < tiles {
-            fill_stage::<F, NL, NR>(
-                lhs,
-                rhs,
-                &mut shared_lhs,
-                &mut shared_rhs,
-                dims,
-                lhs_at,
-                rhs_at,
-                s,
-                rows_left,
-                cols_left,
-                k_left,
-                unit,
-                plan,
-                units,
-            );
-            lhs_at += lhs_step;
-            rhs_at += rhs_step;
-            k_left -= min(k_left, tile_k);
-        }
-        commit_copies();
+    for _ in 0..comptime!(2 * frags_m) {
+        a.push(Array::<u32>::new(4usize));
     }
-    let mut read = 0u32;
-    let mut write = comptime!(stages - 1).runtime();
+    let mut b = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for _ in 0..comptime!(2 * frags_n) {
+        b.push(Array::<u32>::new(4usize));
+    }
 
-    for tile in 0..tiles {
-        wait_copies(comptime!(stages - 2));
-        sync_cube();
-        if tile + comptime!(stages - 1) < tiles {
-            fill_stage::<F, NL, NR>(
-                lhs,
-                rhs,
-                &mut shared_lhs,
-                &mut shared_rhs,
-                dims,
-                lhs_at,
-                rhs_at,
-                write,
-                rows_left,
-                cols_left,
-                k_left,
-                unit,
-                plan,
-                units,
-            );
-            lhs_at += lhs_step;
-            rhs_at += rhs_step;
-            k_left -= min(k_left, tile_k);
-        }
-        commit_copies();
+    let copies = Copies::new(
+        global_address(lhs),
+        global_address(rhs),
+        shared,
+        plane * 32 + lane,
+        dims,
+        plan,
+    );
+    copies.aim(dims, CUBE_POS_X, plan);
+    copies.take_next();
+    #[unroll]
+    for _ in 0..comptime!(stages - 1) {
+        copies.tile(plan);
+    }
+    wait_copies(comptime!(stages - 2));
+    sync_cube();
+    let mut read = shared;
+    let end = shared + comptime!(stages * plan.stage_bytes());
+    lanes.load_lhs::<I>(read, &mut a, 0u32, 0usize, plan);
+    lanes.load_rhs::<I>(read, &mut b, 0u32, 0usize, plan);
 
-        let lhs_slot = read * comptime!((lhs_len / width_lhs) as u32);
-        let rhs_slot = read * comptime!((rhs_len / width_rhs) as u32);
-        #[unroll]
-        for step in 0..steps {
-            let k = comptime!(step * plan.inst_k);
-            let mut a = Sequence::<Array<Vector<I, NF>>>::new();
+    let items = items_of(dims, config);
+    let mut id = CUBE_POS_X;
+    while id < items {
+        let now = item(dims, id, config);
+        copies.aim(dims, id + CUBE_COUNT_X, plan);
+        for _ in 0..now.tiles {
             #[unroll]
-            for i in 0..frags_m {
-                let row = comptime!(16 * i as u32);
-                if comptime!(plan.lhs.elem == 4 && lhs_col) {
-                    let slot = lhs_slot * comptime!(width_lhs as u32);
-                    a.push(gather_lhs::<F, I, NL, NF>(
-                        &shared_lhs,
-                        slot,
-                        part_m + row,
-                        k.runtime(),
-                        lane,
-                        plan.lhs,
-                    ));
-                } else {
-                    let far = comptime!((if lhs_col { k } else { row }) * plan.lhs.cols as u32);
-                    let at = *lhs_lanes.index(comptime!(if lhs_col { i } else { step as usize }));
-                    a.push(load_lhs::<F, I, NL, NF>(
-                        &shared_lhs,
-                        lhs_slot + at + comptime!(far / width_lhs as u32),
-                        &def,
-                        plan.lhs,
-                    ));
+            for step in 0..steps {
+                let (set, into) = comptime!((step % 2, (step + 1) % 2));
+                let next = comptime!(((step + 1) % steps) as u32);
+                if comptime!(step == steps - 1) {
+                    wait_copies(comptime!(stages - 2));
+                    sync_cube();
+                    read = next_stage(read, shared, end, plan);
                 }
-            }
-            #[unroll]
-            for j in 0..frags_n {
-                let col = comptime!(16 * j as u32);
-                let pair = if comptime!(plan.rhs.elem == 4 && rhs_row) {
-                    let slot = rhs_slot * comptime!(width_rhs as u32);
-                    gather_rhs::<F, I, NR, NF>(
-                        &shared_rhs,
-                        slot,
-                        part_n + col,
-                        k.runtime(),
-                        lane,
-                        plan.rhs,
-                    )
-                } else {
-                    let far = comptime!((if rhs_row { k } else { col }) * plan.rhs.cols as u32);
-                    let at = *rhs_lanes.index(comptime!(if rhs_row { j } else { step as usize }));
-                    load_rhs::<F, I, NR, NF>(
-                        &shared_rhs,
-                        rhs_slot + at + comptime!(far / width_rhs as u32),
-                        &def,
-                        plan.rhs,
-                    )
-                };
+                lanes.load_lhs::<I>(read, &mut a, next, into, plan);
+                lanes.load_rhs::<I>(read, &mut b, next, into, plan);
+                if comptime!(step == 0) {
+                    copies.tile(plan);
+                }
+                // Back and forth over the columns: neighbouring multiplies share a register.
                 #[unroll]
                 for i in 0..frags_m {
-                    let at = comptime!((i * frags_n + j) * 2);
-                    def.execute_inplace(a.index(i), &pair.left, acc.index_mut(at));
-                    def.execute_inplace(a.index(i), &pair.right, acc.index_mut(comptime!(at + 1)));
+                    let left =
+                        typed::<I, NF>(a.index(comptime!(set * frags_m + i)), 0usize, 4usize);
+                    #[unroll]
+                    for x in 0..comptime!(2 * frags_n) {
+                        let j = comptime!(if i % 2 == 1 { 2 * frags_n - 1 - x } else { x });
+                        let pair = b.index(comptime!(set * frags_n + j / 2));
+                        let right = typed::<I, NF>(pair, comptime!(j % 2 * 2), 2usize);
+                        let at = comptime!(i * frags_n * 2 + j);
+                        def.execute_inplace(&left, &right, acc.index_mut(at));
+                    }
                 }
             }
         }
-        read = select(read == comptime!(stages - 1), 0, read + 1);
-        write = select(write == comptime!(stages - 1), 0, write + 1);
-    }
-
-    // C fragment: rows lane / 4 and + 8, columns 2 * (lane % 4) and + 1.
-    #[unroll]
-    for i in 0..frags_m {
+        let (row, col) = (now.row + part_m, now.col + part_n);
+        let matrix = dims.m as usize * dims.n as usize;
+        if comptime!(plan.partial) {
+            let start = (now.part * dims.batches + now.batch) as usize * matrix;
+            store::<f32, F, NC, NP>(partials, bias, &acc, start, row, col, lane, dims, plan, false);
+        } else {
+            let start = dims.out_start + now.batch as usize * matrix;
+            store::<F, F, NC, NO>(out, bias, &acc, start, row, col, lane, dims, plan, biased);
+        }
         #[unroll]
-        for j in 0..comptime!(frags_n * 2) {
-            let fragment = acc.index(comptime!(i * frags_n * 2 + j));
-            #[unroll]
-            for half in 0..2usize {
-                let row = row0 + part_m + comptime!((16 * i + 8 * half) as u32) + lane / 4;
-                let col = col0 + part_n + comptime!(8 * j as u32) + lane % 4 * 2;
-                if comptime!(plan.exact) || row < dims.m {
-                    let at = batch_out + row as usize * dims.out_stride + col as usize;
-                    store_pair::<F, NC, NO>(
-                        out,
-                        bias,
-                        fragment[half],
-                        at,
-                        col,
-                        dims.n,
-                        plan.exact,
-                        biased,
-                    );
-                }
+        for i in 0..comptime!(frags_m * frags_n * 2) {
+            let fragment = acc.index_mut(i);
+            fragment[0] = Vector::new(0.0f32);
+            fragment[1] = Vector::new(0.0f32);
+        }
+        id += CUBE_COUNT_X;
+    }
+}
+
+/// `len` words of a fragment from `from` on, as the instruction takes them.
+#[cube]
+fn typed<I: Float, NF: Size>(
+    words: &Array<u32>,
+    #[comptime] from: usize,
+    #[comptime] len: usize,
+) -> Array<Vector<I, NF>> {
+    let mut out = Array::<Vector<I, NF>>::new(len);
+    #[unroll]
+    for i in 0..len {
+        out[i] = Vector::reinterpret(words[comptime!(from + i)]);
+    }
+    out
+}
+
+/// Where a unit's fragments lie in the shared tiles: one place, from which fragments are at constant
+/// distances along the outer axis and one XOR away along k; or one place a fragment where k is the
+/// tile's row, and constant distances along k.
+#[derive(CubeType)]
+struct Lanes {
+    lhs: Sequence<u32>,
+    rhs: Sequence<u32>,
+}
+
+#[cube]
+impl Lanes {
+    fn new(part_m: u32, part_n: u32, lane: u32, #[comptime] plan: MmaPlan) -> Lanes {
+        let (wm, wn) = comptime!(plan.config.plane_tile());
+        let (left, right) = comptime!((plan.lhs.shape, plan.rhs.shape));
+        let mut lhs = Sequence::<u32>::new();
+        #[unroll]
+        for x in 0..comptime!(left.lanes(wm)) {
+            if comptime!(left.gathered()) {
+                lhs.push(gather_lane(part_m + comptime!(8 * x), lane, left));
+            } else {
+                lhs.push(lhs_lane(part_m + comptime!(16 * x), lane, left));
             }
+        }
+        let mut rhs = Sequence::<u32>::new();
+        #[unroll]
+        for x in 0..comptime!(right.lanes(wn)) {
+            if comptime!(right.gathered()) {
+                rhs.push(gather_lane(part_n + comptime!(8 * x), lane, right));
+            } else {
+                rhs.push(rhs_lane(part_n + comptime!(16 * x), lane, right));
+            }
+        }
+        Lanes { lhs, rhs }
+    }
+
+    /// The left fragments of one step of k, from the stage at `read` into register set `set`.
+    fn load_lhs<I: Float>(
+        &self,
+        read: u32,
+        a: &mut Sequence<Array<u32>>,
+        #[comptime] step: u32,
+        #[comptime] set: usize,
+        #[comptime] plan: MmaPlan,
+    ) {
+        let frags = comptime!(plan.config.plane_tile().0 as usize / 16);
+        #[unroll]
+        for i in 0..frags {
+            let into = a.index_mut(comptime!(set * frags + i));
+            let at = comptime!((16 * i as u32, step * plan.inst_k));
+            load::<I>(read, &self.lhs, into, at, plan.lhs.shape, plan.rounds_tf32, LHS_REGISTERS);
+        }
+    }
+
+    /// The right fragments of one step of k, two to a register group; see [`Lanes::load_lhs`].
+    fn load_rhs<I: Float>(
+        &self,
+        read: u32,
+        b: &mut Sequence<Array<u32>>,
+        #[comptime] step: u32,
+        #[comptime] set: usize,
+        #[comptime] plan: MmaPlan,
+    ) {
+        let frags = comptime!(plan.config.plane_tile().1 as usize / 16);
+        let tile = read + comptime!(plan.lhs.shape.bytes());
+        #[unroll]
+        for j in 0..frags {
+            let into = b.index_mut(comptime!(set * frags + j));
+            let at = comptime!((16 * j as u32, step * plan.inst_k));
+            load::<I>(tile, &self.rhs, into, at, plan.rhs.shape, plan.rounds_tf32, RHS_REGISTERS);
         }
     }
 }
 
-/// Issues the copies of both operands' next tiles into stage `stage`.
+/// One register group: the fragment at `at` = (row or column, k) of a plane's part of `tile`.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "the two operands' cursors")]
-fn fill_stage<F: Float, NL: Size, NR: Size>(
-    lhs: &[Vector<F, NL>],
-    rhs: &[Vector<F, NR>],
-    shared_lhs: &mut [Vector<F, NL>],
-    shared_rhs: &mut [Vector<F, NR>],
-    dims: &Dims,
-    lhs_at: usize,
-    rhs_at: usize,
-    stage: u32,
-    rows_left: u32,
-    cols_left: u32,
-    k_left: u32,
-    unit: u32,
-    #[comptime] plan: MmaPlan,
-    #[comptime] units: usize,
+fn load<I: Float>(
+    tile: u32,
+    lanes: &Sequence<u32>,
+    into: &mut Array<u32>,
+    #[comptime] at: (u32, u32),
+    #[comptime] shape: TileShape,
+    #[comptime] rounds: bool,
+    #[comptime] registers: [(u32, u32); 4],
 ) {
-    let (width_lhs, width_rhs) = (NL::value(), NR::value());
-    let (lhs_rows, lhs_cols) =
-        if comptime!(plan.lhs.transposed) { (k_left, rows_left) } else { (rows_left, k_left) };
-    let (rhs_rows, rhs_cols) =
-        if comptime!(plan.rhs.transposed) { (k_left, cols_left) } else { (cols_left, k_left) };
-    copy_tile::<F, NL>(
-        lhs,
-        shared_lhs,
-        lhs_at,
-        dims.lhs_stride / width_lhs,
-        stage * comptime!((plan.lhs.len() / width_lhs) as u32),
-        lhs_rows,
-        lhs_cols,
-        unit,
-        units,
-        plan.lhs,
-        plan.exact,
-    );
-    copy_tile::<F, NR>(
-        rhs,
-        shared_rhs,
-        rhs_at,
-        dims.rhs_stride / width_rhs,
-        stage * comptime!((plan.rhs.len() / width_rhs) as u32),
-        rhs_rows,
-        rhs_cols,
-        unit,
-        units,
-        plan.rhs,
-        plan.exact,
-    );
+    let (outer, k) = comptime!(at);
+    if comptime!(shape.gathered()) {
+        gather_fragments::<I>(tile, lanes, into, at, shape, registers, rounds);
+    } else if comptime!(shape.transposed) {
+        let lane = *lanes.index(comptime!(outer as usize / 16));
+        load_fragments::<I>(tile + lane, into, comptime!(k * shape.row_bytes()), shape, rounds);
+    } else {
+        let lane = *lanes.index(0usize) ^ comptime!(k * shape.elem as u32);
+        load_fragments::<I>(tile + lane, into, comptime!(outer * shape.row_bytes()), shape, rounds);
+    }
 }
 
-/// Stores two neighbouring results as one vector, or one by one where rows are not pair-aligned.
+/// The stage after the one at `at`; the ring lies from `start` to `end`.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "one pair, one place, one edge")]
-fn store_pair<F: Float, NC: Size, NO: Size>(
-    out: &mut [Vector<F, NO>],
+fn next_stage(at: u32, start: u32, end: u32, #[comptime] plan: MmaPlan) -> u32 {
+    let next = at + comptime!(plan.stage_bytes());
+    select(next == end, start, next)
+}
+
+/// A place in both operands: addresses of this unit's first vectors of the next tile, tiles from there
+/// to the end of the item, and what is left of the matrix.
+#[derive(CubeType)]
+struct Place {
+    lhs: RuntimeCell<u64>,
+    rhs: RuntimeCell<u64>,
+    tiles: RuntimeCell<u32>,
+    rows: RuntimeCell<u32>,
+    cols: RuntimeCell<u32>,
+    depth: RuntimeCell<u32>,
+}
+
+/// The copies, `stages - 1` tiles ahead of the multiplies.
+#[derive(CubeType)]
+struct Copies {
+    at: Place,
+    /// Start of the item after the one at hand: found once an item, so that a tile pays for no
+    /// division. An item has `stages` tiles at least, or it is its cube's only one.
+    next: Place,
+    stage: RuntimeCell<u32>,
+    shared: u32,
+    from_lhs: u64,
+    from_rhs: u64,
+    /// Bytes between the lines of the operands.
+    lhs_line: u64,
+    rhs_line: u64,
+    lhs: CopyLane,
+    rhs: CopyLane,
+}
+
+#[cube]
+impl Place {
+    fn nowhere() -> Place {
+        Place {
+            lhs: RuntimeCell::new(0u64),
+            rhs: RuntimeCell::new(0u64),
+            tiles: RuntimeCell::new(0u32),
+            rows: RuntimeCell::new(0u32),
+            cols: RuntimeCell::new(0u32),
+            depth: RuntimeCell::new(0u32),
+        }
+    }
+
+    fn set(&self, other: &Place) {
+        self.lhs.store(other.lhs.read());
+        self.rhs.store(other.rhs.read());
+        self.tiles.store(other.tiles.read());
+        self.rows.store(other.rows.read());
+        self.cols.store(other.cols.read());
+        self.depth.store(other.depth.read());
+    }
+}
+
+/// `index` elements from `start`, as an address.
+#[cube]
+fn element(start: u64, index: usize, #[comptime] elem: usize) -> u64 {
+    start + u64::cast_from(index) * comptime!(elem as u64)
+}
+
+#[cube]
+impl Copies {
+    fn new(
+        from_lhs: u64,
+        from_rhs: u64,
+        shared: u32,
+        unit: u32,
+        dims: &Dims,
+        #[comptime] plan: MmaPlan,
+    ) -> Copies {
+        Copies {
+            at: Place::nowhere(),
+            next: Place::nowhere(),
+            stage: RuntimeCell::new(shared),
+            shared,
+            from_lhs,
+            from_rhs,
+            lhs_line: element(0u64.runtime(), dims.lhs_stride, plan.lhs.shape.elem),
+            rhs_line: element(0u64.runtime(), dims.rhs_stride, plan.rhs.shape.elem),
+            lhs: CopyLane::new(unit, plan.lhs),
+            rhs: CopyLane::new(unit, plan.rhs),
+        }
+    }
+
+    /// Makes item `id` the next one, if there is such an item.
+    fn aim(&self, dims: &Dims, id: u32, #[comptime] plan: MmaPlan) {
+        if id < items_of(dims, plan.config) {
+            let item = item(dims, id, plan.config);
+            let (start_lhs, start_rhs, _) = dims.batch(item.batch as usize);
+            let (row, col, k) = (item.row as usize, item.col as usize, item.k as usize);
+            let lhs = if comptime!(plan.lhs.shape.transposed) {
+                start_lhs + k * dims.lhs_stride + row
+            } else {
+                start_lhs + row * dims.lhs_stride + k
+            };
+            let rhs = if comptime!(plan.rhs.shape.transposed) {
+                start_rhs + k * dims.rhs_stride + col
+            } else {
+                start_rhs + col * dims.rhs_stride + k
+            };
+            let elem = comptime!(plan.lhs.shape.elem);
+            let lhs = element(self.from_lhs, lhs, elem);
+            let rhs = element(self.from_rhs, rhs, elem);
+            self.next.lhs.store(lhs + self.lhs.start(self.lhs_line, plan.lhs));
+            self.next.rhs.store(rhs + self.rhs.start(self.rhs_line, plan.rhs));
+            self.next.tiles.store(item.tiles);
+            self.next.rows.store(dims.m - item.row);
+            self.next.cols.store(dims.n - item.col);
+            self.next.depth.store(dims.k - item.k);
+        }
+    }
+
+    /// Goes on to the next item when the one at hand is copied.
+    fn take_next(&self) {
+        if self.at.tiles.read() == 0 {
+            self.at.set(&self.next);
+            self.next.tiles.store(0u32);
+        }
+    }
+
+    /// Issues the copies of the next tile, if there is one, and closes their group.
+    fn tile(&self, #[comptime] plan: MmaPlan) {
+        let at = &self.at;
+        let stage = self.stage.read();
+        let (left, right) = comptime!((plan.lhs.shape, plan.rhs.shape));
+        if at.tiles.read() > 0 {
+            let (rows, cols, depth) = (at.rows.read(), at.cols.read(), at.depth.read());
+            let (lhs_rows, lhs_cols) =
+                if comptime!(left.transposed) { (depth, rows) } else { (rows, depth) };
+            let (rhs_rows, rhs_cols) =
+                if comptime!(right.transposed) { (depth, cols) } else { (cols, depth) };
+            let to_rhs = stage + comptime!(left.bytes());
+            self.lhs.copy(at.lhs.read(), self.lhs_line, stage, lhs_rows, lhs_cols, plan.lhs);
+            self.rhs.copy(at.rhs.read(), self.rhs_line, to_rhs, rhs_rows, rhs_cols, plan.rhs);
+            let lines = comptime!(plan.config.tile_k as u64);
+            let bytes = comptime!(u64::from(plan.config.tile_k) * left.elem as u64);
+            let lhs_step =
+                if comptime!(left.transposed) { self.lhs_line * lines } else { bytes.runtime() };
+            let rhs_step =
+                if comptime!(right.transposed) { self.rhs_line * lines } else { bytes.runtime() };
+            at.lhs.store(at.lhs.read() + lhs_step);
+            at.rhs.store(at.rhs.read() + rhs_step);
+            at.depth.store(depth - min(depth, plan.config.tile_k));
+            at.tiles.store(at.tiles.read() - 1);
+        }
+        commit_copies();
+        // Now, not when the next tile needs it: addresses that are ready let its copies go out early.
+        self.take_next();
+        let end = self.shared + comptime!(plan.config.stages * plan.stage_bytes());
+        self.stage.store(next_stage(stage, self.shared, end, plan));
+    }
+}
+
+/// Stores a plane's part, rounded to `E`: whole quads as 16-byte vectors where the result has those,
+/// else the pairs that a unit holds. `start` is the matrix's first element.
+///
+/// A fragment is 16 x 8; a unit holds columns `2 * (lane % 4)` and `+ 1` of rows `lane / 4` and `+ 8`.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
+fn store<E: Float, F: Float, NC: Size, NO: Size>(
+    out: &mut [Vector<E, NO>],
     bias: &[F],
-    pair: Vector<f32, NC>,
-    at: usize,
+    acc: &Sequence<Array<Vector<f32, NC>>>,
+    start: usize,
+    row: u32,
     col: u32,
-    n: u32,
-    #[comptime] exact: bool,
+    lane: u32,
+    dims: &Dims,
+    #[comptime] plan: MmaPlan,
     #[comptime] biased: bool,
 ) {
+    let (wm, wn) = comptime!(plan.config.plane_tile());
+    let frags_n = comptime!(wn as usize / 8);
     let width = NO::value();
-    if comptime!(width == 2) {
-        if comptime!(exact) || col < n {
-            let mut sum = pair;
-            if comptime!(biased) {
-                sum.insert(0usize, pair.extract(0usize) + bias_at(bias, col, biased));
-                sum.insert(1usize, pair.extract(1usize) + bias_at(bias, col + 1, biased));
-            }
-            out[at / 2] = Vector::cast_from(sum);
-        }
-    } else {
-        #[unroll]
-        for e in 0..2usize {
-            let col = col + comptime!(e as u32);
-            if comptime!(exact) || col < n {
-                let sum = pair.extract(e) + bias_at(bias, col, biased);
-                out[at + e] = Vector::new(F::cast_from(sum));
+    let exact = comptime!(plan.exact);
+    #[unroll]
+    for i in 0..comptime!(wm as usize / 8) {
+        let row = row + comptime!(8 * i as u32) + lane / 4;
+        let line = start + row as usize * dims.n as usize;
+        if comptime!(exact) || row < dims.m {
+            let (fragment, half) = comptime!((i / 2 * frags_n, i % 2));
+            if comptime!(width == 8) {
+                #[unroll]
+                for quad in 0..comptime!(frags_n / 4) {
+                    let mut words = Array::<u32>::new(4usize);
+                    #[unroll]
+                    for j in 0..4usize {
+                        let at = comptime!(fragment + 4 * quad + j);
+                        let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
+                        let pair =
+                            acc.index(at)[half] + bias_pair::<F, NC>(bias, left, dims.n, biased);
+                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(pair));
+                    }
+                    quad_transpose(&mut words, lane);
+                    let left = col + comptime!(32 * quad as u32) + lane % 4 * 8;
+                    if comptime!(exact) || left < dims.n {
+                        let mut vector = Vector::<u32, Const<4>>::new(0u32);
+                        #[unroll]
+                        for j in 0..4usize {
+                            vector.insert(j, words[j]);
+                        }
+                        out[(line + left as usize) / 8] = Vector::reinterpret(vector);
+                    }
+                }
+            } else {
+                #[unroll]
+                for j in 0..frags_n {
+                    let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
+                    let pair = acc.index(comptime!(fragment + j))[half]
+                        + bias_pair::<F, NC>(bias, left, dims.n, biased);
+                    if comptime!(width == 2) {
+                        if comptime!(exact) || left < dims.n {
+                            out[(line + left as usize) / 2] = Vector::cast_from(pair);
+                        }
+                    } else {
+                        #[unroll]
+                        for e in 0..2usize {
+                            let at = left + comptime!(e as u32);
+                            if comptime!(exact) || at < dims.n {
+                                out[line + at as usize] =
+                                    Vector::new(E::cast_from(pair.extract(e)));
+                            }
+                        }
+                    }
+                }
             }
         }
     }
+}
+
+/// What is added to columns `col` and `col + 1`.
+#[cube]
+fn bias_pair<F: Float, N: Size>(
+    bias: &[F],
+    col: u32,
+    n: u32,
+    #[comptime] biased: bool,
+) -> Vector<f32, N> {
+    let mut pair = Vector::<f32, N>::new(0.0f32);
+    if comptime!(biased) {
+        // Columns past the edge are never stored.
+        pair.insert(0usize, bias_at(bias, min(col, n - 1), biased));
+        pair.insert(1usize, bias_at(bias, min(col + 1, n - 1), biased));
+    }
+    pair
 }

@@ -32,6 +32,7 @@ mod config;
 mod cores;
 mod fma;
 mod mma;
+mod parts;
 mod problem;
 
 use std::sync::Arc;
@@ -70,7 +71,7 @@ impl Kernel for Matmul {
     type Operands = MatmulOperands;
 
     const NAME: &'static str = "matmul";
-    const VERSION: u32 = 2;
+    const VERSION: u32 = 3;
 
     fn bucket(problem: &MatmulProblem) -> String {
         problem.bucket()
@@ -121,11 +122,19 @@ impl Kernel for Matmul {
         Output { handle: operands.out.clone(), dtype, len: problem.extents()[2], tolerance }
     }
 
+    fn scratch_bytes(problem: &MatmulProblem, config: &MatmulConfig) -> u64 {
+        match config.parts() {
+            1 => 0,
+            parts => 4 * u64::from(parts) * problem.extents()[2] as u64,
+        }
+    }
+
     fn launch(
         device: &Device,
         problem: &MatmulProblem,
         config: &MatmulConfig,
         operands: &MatmulOperands,
+        scratch: Option<&Handle>,
     ) {
         let plan = Plan::new(device.profile(), problem, config);
         let (client, [lhs_len, rhs_len, out_len]) = (device.client(), problem.extents());
@@ -137,29 +146,40 @@ impl Kernel for Matmul {
             Some(bias) => (bias, problem.n as usize),
             None => (&operands.lhs, 1),
         };
+        let parts = config.parts();
+        // Likewise without partial sums the workspace's place is taken by the result.
+        let (partials, partials_len) = match scratch {
+            Some(scratch) => (scratch, out_len * parts as usize),
+            None => (&operands.out, 2),
+        };
         for slice in problem.batch_slices(device.profile().backend) {
-            let [width_lhs, width_rhs, width_out] = plan.widths;
+            let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
             // SAFETY: `plan` was derived from the problem whose extents the handles have; every
             // path checks the edges that `plan.exact` does not rule out.
             unsafe {
                 matmul::launch_unchecked(
                     client,
-                    plan.cubes(problem, slice.count),
+                    plan.cubes(problem, slice.count, parts),
                     plan.cube_dim(),
                     address,
                     width_lhs,
                     width_rhs,
                     width_out,
+                    width_partials,
                     BufferArg::from_raw_parts(operands.lhs.clone(), lhs_len / width_lhs),
                     BufferArg::from_raw_parts(operands.rhs.clone(), rhs_len / width_rhs),
                     BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
+                    BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
                     BufferArg::from_raw_parts(bias.clone(), bias_len),
-                    slice.dims(problem),
+                    slice.dims(problem, parts, plan.part_tiles),
                     plan.path,
                     problem.bias,
                     [storage, instruction],
                 );
             }
+        }
+        if let (Some(partials), true) = (scratch, parts > 1) {
+            parts::add(device, problem, operands, partials, parts);
         }
     }
 }
@@ -182,7 +202,7 @@ pub fn program(
         plan.address(problem),
     );
     let buffer = || BufferCompilationArg { inplace: None };
-    let [width_lhs, width_rhs, width_out] = plan.widths;
+    let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
     Box::new(matmul::Matmul::new(
         settings,
         properties.clone(),
@@ -191,10 +211,12 @@ pub fn program(
         buffer(),
         buffer(),
         buffer(),
+        buffer(),
         Dims::compiled(),
         width_lhs,
         width_rhs,
         width_out,
+        width_partials,
         plan.path,
         problem.bias,
         [storage, instruction],
@@ -226,6 +248,11 @@ pub(crate) struct Dims {
     pub(crate) lhs_batch: usize,
     pub(crate) rhs_batch: usize,
     pub(crate) out_batch: usize,
+    /// Batches of this launch.
+    pub(crate) batches: u32,
+    /// Parts that k is cut into, and tiles of each but the last.
+    pub(crate) parts: u32,
+    pub(crate) part_tiles: u32,
 }
 
 impl Dims {
@@ -244,6 +271,9 @@ impl Dims {
             lhs_batch: (),
             rhs_batch: (),
             out_batch: (),
+            batches: (),
+            parts: (),
+            part_tiles: (),
         }
     }
 }
@@ -271,10 +301,11 @@ pub(crate) enum Path {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn matmul<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
+fn matmul<F: Float, I: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<F, NO>],
+    partials: &mut [Vector<f32, NP>],
     bias: &[F],
     dims: &Dims,
     #[comptime] path: Path,
@@ -283,7 +314,7 @@ fn matmul<F: Float, I: Float, NL: Size, NR: Size, NO: Size>(
 ) {
     match path {
         Path::Mma(plan) => {
-            mma::multiply::<F, I, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+            mma::multiply::<F, I, NL, NR, NO, NP>(lhs, rhs, out, partials, bias, dims, plan, biased)
         }
         Path::Cube(plan) => {
             cmma::multiply_cube::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
@@ -308,19 +339,20 @@ pub(crate) fn bias_at<F: Float>(bias: &[F], col: u32, #[comptime] biased: bool) 
     value
 }
 
-/// The `(m, n)` block of this cube. Cubes run down groups of eight block rows before they move one
-/// block to the right, so that the cubes of a wave share rows of A and columns of B in the L2.
+/// Row and column of block `id` of C. Blocks run down groups of eight block rows before they move one
+/// to the right, so that the cubes of a wave share rows of A and columns of B in the L2.
 #[cube]
-pub(crate) fn tile_of_cube(
+pub(crate) fn block_of(
     dims: &Dims,
+    id: u32,
     #[comptime] tile_m: u32,
     #[comptime] tile_n: u32,
 ) -> (u32, u32) {
     let group = comptime!(8u32);
     let (rows, cols) = (dims.m.div_ceil(tile_m), dims.n.div_ceil(tile_n));
     let per_group = group * cols;
-    let first = CUBE_POS_X / per_group * group;
-    let in_group = CUBE_POS_X % per_group;
+    let first = id / per_group * group;
+    let in_group = id % per_group;
     let height = min(rows - first, group);
     (first + in_group % height, in_group / height)
 }

@@ -305,7 +305,7 @@ pub(crate) struct BatchSlice {
 }
 
 impl BatchSlice {
-    pub(crate) fn dims(&self, p: &MatmulProblem) -> DimsLaunch {
+    pub(crate) fn dims(&self, p: &MatmulProblem, parts: u32, part_tiles: u32) -> DimsLaunch {
         DimsLaunch::new(
             p.m,
             p.n,
@@ -319,6 +319,9 @@ impl BatchSlice {
             self.lhs.1 as usize,
             self.rhs.1 as usize,
             self.out.1 as usize,
+            self.count,
+            parts,
+            part_tiles,
         )
     }
 }

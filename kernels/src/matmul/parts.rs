@@ -1,0 +1,83 @@
+//! C = round(sum over parts of P[part] + bias)    P: `[parts, batch, m, n]` in f32
+//!
+//! The end of a matmul whose k was cut into parts so that more cubes had work. Parts are added in
+//! their order, so the result does not depend on which cube was first.
+//!
+//! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
+
+use arch::Device;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::{MatmulOperands, MatmulProblem, bias_at, elem};
+
+/// Units of a cube: small, because few results must still reach many processors.
+const UNITS: u32 = 64;
+
+/// Enqueues the sum over `parts` of all results of `problem`.
+pub(super) fn add(
+    device: &Device,
+    problem: &MatmulProblem,
+    operands: &MatmulOperands,
+    partials: &Handle,
+    parts: u32,
+) {
+    let len = problem.extents()[2];
+    let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
+    let vectors = len / width;
+    let (bias, bias_len) = match &operands.bias {
+        Some(bias) => (bias, problem.n as usize),
+        None => (&operands.lhs, 1),
+    };
+    let cubes = vectors.div_ceil(UNITS as usize);
+    let cubes = CubeCount::Static(cubes.min(1 << 20) as u32, 1, 1);
+    let all = len * parts as usize;
+    let address = if all > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
+    // SAFETY: `partials` holds `parts` times the results, and the kernel checks its index.
+    unsafe {
+        add_parts::launch_unchecked(
+            device.client(),
+            cubes,
+            CubeDim::new_1d(UNITS),
+            address,
+            width,
+            BufferArg::from_raw_parts(partials.clone(), all / width),
+            BufferArg::from_raw_parts(operands.out.clone(), vectors),
+            BufferArg::from_raw_parts(bias.clone(), bias_len),
+            problem.n,
+            parts,
+            problem.bias,
+            elem(problem.precision.storage()),
+        );
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn add_parts<F: Float, N: Size>(
+    partials: &[Vector<f32, N>],
+    out: &mut [Vector<F, N>],
+    bias: &[F],
+    columns: u32,
+    parts: u32,
+    #[comptime] biased: bool,
+    #[define(F)] _dtype: ElemType,
+) {
+    let len = out.len();
+    let mut i = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    while i < len {
+        let mut sum = partials[i];
+        for part in 1..parts {
+            sum += partials[part as usize * len + i];
+        }
+        if comptime!(biased) {
+            #[unroll]
+            for e in 0..N::value() {
+                let col = ((i * N::value() + e) % columns as usize) as u32;
+                sum.insert(e, sum.extract(e) + bias_at(bias, col, biased));
+            }
+        }
+        out[i] = Vector::cast_from(sum);
+        i += stride;
+    }
+}
