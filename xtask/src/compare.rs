@@ -103,13 +103,15 @@ enum Verdict {
     NoBase,
 }
 
-/// A difference counts when it exceeds the threshold and the bands from the 10th to the 90th
-/// percentile of the two runs do not overlap. A run without a band is its median.
+/// A difference counts when it exceeds the threshold and also the noise: the bands from the 10th to the
+/// 90th percentile of the two runs, each widened to twice its width, do not overlap. Samples of one run
+/// are taken within seconds and so differ less than two runs of one program on a machine that does
+/// other things too. A run without a band is its median.
 fn judge(base: &Record, now: &Record, threshold: f64) -> Verdict {
     let Some(old) = base.median_ns else { return Verdict::NoBase };
     let Some(new) = now.median_ns else { return Verdict::Broken(old) };
-    let low = |r: &Record, median| r.p10_ns.unwrap_or(median);
-    let high = |r: &Record, median| r.p90_ns.unwrap_or(median);
+    let low = |r: &Record, median: f64| median - 2.0 * (median - r.p10_ns.unwrap_or(median));
+    let high = |r: &Record, median: f64| median + 2.0 * (r.p90_ns.unwrap_or(median) - median);
     // A time that is not a number counts as slower.
     let above = |a: f64, b: f64| a > b || a.is_nan();
     if above(new, old * (1.0 + threshold)) && above(low(now, new), high(base, old)) {
@@ -239,10 +241,10 @@ mod tests {
     fn a_band_that_touches_is_noise_and_nan_is_not() {
         let mut base = record(100.0, 0.0);
         let mut now = record(120.0, 0.0);
-        base.p90_ns = Some(110.0);
-        now.p10_ns = Some(110.0);
+        base.p90_ns = Some(105.0);
+        now.p10_ns = Some(115.0);
         assert_eq!(judge(&base, &now, 0.05), Verdict::Same(100.0, 120.0));
-        now.p10_ns = Some(110.1);
+        now.p10_ns = Some(115.1);
         assert_eq!(judge(&base, &now, 0.05), Verdict::Slower(100.0, 120.0));
         now.median_ns = Some(f64::NAN);
         now.p10_ns = Some(f64::NAN);

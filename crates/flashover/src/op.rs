@@ -6,7 +6,9 @@ use arch::{DType, Device};
 use kernels::matmul::{
     Batches, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
 };
-use tune::{Kernel, Policy, TuneCache, TuneError, Tuner};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use tune::{CacheError, Kernel, Policy, TuneCache, TuneError, Tuner};
 
 use crate::{HostTensor, TensorError};
 
@@ -60,6 +62,8 @@ pub enum OpError {
     Tensor(#[from] TensorError),
     #[error(transparent)]
     Tune(#[from] TuneError),
+    #[error(transparent)]
+    Cache(#[from] CacheError),
     #[error("the kernel failed: {0}")]
     Failed(String),
 }
@@ -158,12 +162,23 @@ pub fn matmul(
         bias: bias.is_some(),
         ..dense
     };
+    // What this machine measured before counts; what is measured now is kept.
+    let cache = match tune::default_cache_path() {
+        Some(path) => TuneCache::open(&path)?,
+        None => TuneCache::shipped(),
+    };
+    cache.warnings().iter().for_each(|w| log::warn!("{w}"));
+    let now = OffsetDateTime::now_utc();
     let mut tuner = Tuner {
         device,
-        cache: TuneCache::shipped(),
+        cache,
         policy,
-        commit: String::new(),
-        date: String::new(),
+        commit: concat!("v", env!("CARGO_PKG_VERSION")).to_owned(),
+        date: now
+            .replace_nanosecond(0)
+            .unwrap_or(now)
+            .format(&Rfc3339)
+            .expect("a year has four digits"),
     };
     let config = tuner.choose::<Matmul>(&problem)?.config;
     let client = device.client();

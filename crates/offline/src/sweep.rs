@@ -115,6 +115,7 @@ fn instances() -> Vec<(Precision, [Layout; 2])> {
         (Precision::Tf32, [row, col]),
         (Precision::Tf32, [col, row]),
         (Precision::F32, [row, col]),
+        (Precision::F32, [row, row]),
     ]
 }
 

@@ -9,7 +9,7 @@ use cubecl::cmma::{self, Cube, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, bias_at, block_of};
+use super::{Dims, bias_at, own_block};
 
 /// Tile of the cube-scope path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -42,7 +42,7 @@ pub(crate) fn multiply_cube<F: Float, NL: Size, NR: Size, NO: Size>(
 ) {
     let CubeConfig { tile_m, tile_n, tile_k, .. } = comptime!(plan.config);
     let (m, n, k) = comptime!((tile_m as usize, tile_n as usize, tile_k as usize));
-    let (block_m, block_n) = block_of(dims, CUBE_POS_X, tile_m, tile_n);
+    let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row0, col0) = (block_m * tile_m, block_n * tile_n);
     let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
     let (lhs_end, rhs_end, out_end) = (lhs.len(), rhs.len(), out.len());
@@ -182,7 +182,7 @@ pub(crate) fn multiply_planes<F: Float, NL: Size, NR: Size, NO: Size>(
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
-    let (block_m, block_n) = block_of(dims, CUBE_POS_X, tile_m, tile_n);
+    let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row0, col0) = (block_m * tile_m, block_n * tile_n);
     let (from_m, from_n) = (plane / planes_n * part_m, plane % planes_n * part_n);
     let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);

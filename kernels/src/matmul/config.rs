@@ -62,10 +62,10 @@ const fn plane(tiles: [u32; 3], planes: [u32; 2]) -> MatmulConfig {
     MatmulConfig::Plane(PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n })
 }
 
-const fn fma(tiles: [u32; 3], units: [u32; 2]) -> MatmulConfig {
-    let [tile_m, tile_n, tile_k] = tiles;
-    let [units_m, units_n] = units;
-    MatmulConfig::Fma(FmaConfig { tile_m, tile_n, tile_k, units_m, units_n })
+const fn fma(own: [u32; 2], groups: [u32; 2], tile_k: u32) -> MatmulConfig {
+    let [own_m, own_n] = own;
+    let [groups_m, groups_n] = groups;
+    MatmulConfig::Fma(FmaConfig { own_m, own_n, groups_m, groups_n, tile_k, stages: 1 })
 }
 
 /// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
@@ -82,9 +82,14 @@ const MMA: [MatmulConfig; 11] = [
     mma([16, 64, 128], [1, 4], 4),
     mma([16, 128, 128], [1, 4], 2),
 ];
-const CUBE: [MatmulConfig; 4] = [
-    cube([128, 128, 32], 256),
+const CUBE: [MatmulConfig; 9] = [
     cube([128, 256, 32], 256),
+    cube([256, 128, 32], 256),
+    cube([256, 256, 32], 256),
+    cube([128, 256, 64], 256),
+    cube([256, 256, 16], 256),
+    cube([128, 128, 64], 256),
+    cube([128, 128, 32], 256),
     cube([64, 64, 64], 128),
     cube([32, 64, 64], 128),
 ];
@@ -94,14 +99,17 @@ const PLANE: [MatmulConfig; 4] = [
     plane([128, 64, 32], [2, 2]),
     plane([16, 64, 32], [1, 2]),
 ];
-const FMA: [MatmulConfig; 4] = [
-    fma([128, 128, 16], [16, 16]),
-    fma([64, 64, 16], [16, 16]),
-    fma([32, 32, 16], [8, 8]),
-    fma([8, 64, 32], [2, 32]),
+const FMA: [MatmulConfig; 7] = [
+    fma([16, 8], [2, 4], 16),
+    fma([8, 16], [4, 2], 16),
+    fma([8, 8], [4, 2], 16),
+    fma([8, 8], [2, 2], 16),
+    fma([8, 4], [2, 2], 16),
+    fma([4, 4], [2, 1], 16),
+    fma([4, 4], [1, 2], 32),
 ];
 /// What others are compared with: nothing asynchronous, no tensor core, small tiles.
-const SIMPLEST_GPU: MatmulConfig = fma([32, 32, 16], [8, 8]);
+const SIMPLEST_GPU: MatmulConfig = fma([4, 4], [2, 1], 16);
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
     let halved = problem.precision.storage().size() == 4;
@@ -112,6 +120,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
         MatmulConfig::Plane(c) if halved => {
             MatmulConfig::Plane(PlaneConfig { tile_k: c.tile_k / 2, ..c })
         }
+        MatmulConfig::Fma(c) if arch.async_copy => MatmulConfig::Fma(FmaConfig { stages: 3, ..c }),
         other => other,
     };
     let all: Vec<_> = match arch.backend {
@@ -184,7 +193,7 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> 
         MatmulConfig::Mma(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Cube(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Plane(c) => (c.tile_m, c.tile_n),
-        MatmulConfig::Fma(c) => (c.tile_m, c.tile_n),
+        MatmulConfig::Fma(c) => c.tile(),
         MatmulConfig::Cores(c) => (c.block_m, c.block_n),
     };
     let parts = f64::from(config.parts());
@@ -384,10 +393,20 @@ fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Resu
     if arch.backend == Backend::Cpu {
         return Err(lacks("cheap barriers".into()));
     }
-    if c.tile_m % c.units_m != 0 || c.tile_n % c.units_n != 0 {
-        return Err(shape("tile_m", c.tile_m, "not a multiple of the unit grid"));
+    if c.stages == 2 || c.stages > 1 && !arch.async_copy {
+        return Err(lacks("asynchronous copies".into()));
     }
-    limits(arch, c.units(), c.shared_bytes())
+    if c.own_m % 4 != 0 || c.own_n % 4 != 0 {
+        return Err(shape("own_m", c.own_m, "a unit owns whole vectors of four"));
+    }
+    if c.own_m * c.own_n + 4 * c.own_m > 192 {
+        return Err(shape("own_m", c.own_m, "sums and operands would spill"));
+    }
+    let (tile_m, tile_n) = c.tile();
+    if [tile_m, tile_n].iter().any(|t| t * c.tile_k / 4 % c.units() != 0) {
+        return Err(shape("groups_m", c.groups_m, "the copies of a tile do not divide"));
+    }
+    limits(arch, c.units(), c.shared_bytes(problem.precision.storage().size()))
 }
 
 fn check_cores(
@@ -421,6 +440,8 @@ pub(super) struct Plan {
     tile: (u32, u32),
     /// Tiles of one cube.
     per_cube: u32,
+    /// Cubes that the first dimension of a grid holds.
+    cubes_in_a_line: u32,
     /// Cubes of a launch that streams its items through them.
     streams: Option<u32>,
 }
@@ -429,6 +450,11 @@ impl Plan {
     pub(super) fn new(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> Self {
         let elem = problem.precision.storage().size();
         let widest = problem.widths(16 / elem as u64);
+        let cubes_in_a_line = match arch.backend {
+            Backend::Cuda => i32::MAX as u32,
+            Backend::Cpu => u32::MAX,
+            Backend::Vulkan | Backend::WebGpu => 65_535,
+        };
         let (lhs, rhs) = (problem.lhs.layout, problem.rhs.layout);
         let (lhs_rows, rhs_rows) = (lhs == Layout::Row, rhs == Layout::Row);
         let exact = |tile_m, tile_n, tile_k| {
@@ -456,6 +482,7 @@ impl Plan {
                     units: (32, c.planes_m * c.planes_n),
                     tile: (c.tile_m, c.tile_n),
                     per_cube: 1,
+                    cubes_in_a_line,
                     streams: Some(if c.streams(problem.k) {
                         arch.processors.unwrap_or(1) * c.resident(arch, elem)
                     } else {
@@ -471,6 +498,7 @@ impl Plan {
                 units: (c.units, 1),
                 tile: (c.tile_m, c.tile_n),
                 per_cube: 1,
+                cubes_in_a_line,
             },
             MatmulConfig::Plane(c) => Self {
                 path: Path::Plane(PlanePlan {
@@ -487,20 +515,22 @@ impl Plan {
                 units: (arch.plane_size.0, c.planes_m * c.planes_n),
                 tile: (c.tile_m, c.tile_n),
                 per_cube: 1,
+                cubes_in_a_line,
             },
-            MatmulConfig::Fma(c) => Self {
-                path: Path::Fma(FmaPlan {
-                    config: c,
-                    lhs_along_k: lhs_rows,
-                    rhs_along_k: !rhs_rows,
-                }),
-                widths: [widest[0].min(4), widest[1].min(4), 1, 1],
-                part_tiles: 0,
-                streams: None,
-                units: (c.units(), 1),
-                tile: (c.tile_m, c.tile_n),
-                per_cube: 1,
-            },
+            MatmulConfig::Fma(c) => {
+                let tile = c.tile();
+                let exact = exact(tile.0, tile.1, c.tile_k);
+                Self {
+                    path: Path::Fma(FmaPlan::new(c, lhs_rows, !rhs_rows, elem, exact)),
+                    widths: [widest[0].min(4), widest[1].min(4), 1, 1],
+                    part_tiles: 0,
+                    streams: None,
+                    units: (c.units(), 1),
+                    tile,
+                    per_cube: 1,
+                    cubes_in_a_line,
+                }
+            }
             MatmulConfig::Cores(c) => {
                 let whole = problem.widths(u64::from(c.vector));
                 let all_or_one = |w: usize| if w == c.vector as usize { w } else { 1 };
@@ -521,6 +551,7 @@ impl Plan {
                     units: (c.units, 1),
                     tile: (c.block_m, c.block_n),
                     per_cube: c.units,
+                    cubes_in_a_line,
                 }
             }
         }
@@ -543,7 +574,11 @@ impl Plan {
                 let items = u64::from(tiles) * u64::from(parts) * u64::from(batch);
                 CubeCount::Static(items.min(u64::from(streams)) as u32, 1, 1)
             }
-            None => CubeCount::Static(tiles.div_ceil(self.per_cube), batch, 1),
+            None => {
+                let cubes = tiles.div_ceil(self.per_cube);
+                let lines = cubes.div_ceil(self.cubes_in_a_line);
+                CubeCount::Static(cubes.div_ceil(lines), batch, lines)
+            }
         }
     }
 }

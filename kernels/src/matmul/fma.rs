@@ -1,33 +1,125 @@
-//! The path of any GPU: multiply-adds over shared tiles held in f32.
+//! The path of any GPU: multiply-adds over shared tiles.
 //!
-//! Both tiles lie with k outermost, `[tile_k, tile_m]` and `[tile_k, tile_n]`, so that a step of k
-//! reads one line of each. A unit owns a grid of results `units_m` and `units_n` apart: neighbouring
-//! units read neighbouring elements.
+//! | loop                             | level                                                       |
+//! |----------------------------------|-------------------------------------------------------------|
+//! | `(tile_m, tile_n)` blocks of C   | cubes                                                       |
+//! | `k0` in steps of `tile_k`        | ring of `stages` shared tiles; without asynchronous copies  |
+//! |                                  | one, and the next tile waits in registers                   |
+//! | `(own_m, own_n)` grids of C      | units, 4 x 8 of them in a group, accumulators in registers  |
+//! | `kk` in steps of a vector        | registers                                                   |
+//!
+//! A tile lies as its operand does. Where k is contiguous a unit reads vectors of k for every row (or
+//! column) that it owns, rows four (columns eight) apart; where it is not, vectors of neighbouring rows
+//! for every k. Either way a group of 32 units reads each 16 bytes once and shares them.
+//!
+//! Floor: a step of `own_m · own_n` multiply-adds reads `own_m + own_n` elements, so a 16 x 8 grid
+//! feeds 5.3 multiply-adds a read; f32 multiply-adds in registers reach 61.6 TFLOP/s on an H200.
+//!
+//! Ladder, TFLOP/s at 8192^3 f32 on an H200 (torch 51), B column-major / row-major; Vulkan at 4096^3:
+//!
+//! | version                                                            | col | row | Vulkan |
+//! |--------------------------------------------------------------------|-----|-----|--------|
+//! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 30  |        |
+//! | v2 vectors from swizzled tiles, grids of 16 x 8, the next tile ahead | 38 | 41 | 36     |
+//!
+//! v2's inner loop has 611 instructions for 512 multiply-adds: every read computes its address, which a
+//! CUDA C++ prototype with immediate offsets does not, and reaches 45 / 47.
 
+use cubecl::frontend::barrier::{copy_async, copy_async_checked};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, bias_at, block_of};
+use super::{Dims, bias_at, own_block};
+use crate::tile::{TileShape, commit_copies, offset_in_tile, wait_copies};
 
 /// Tile sizes of the multiply-add path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FmaConfig {
-    pub tile_m: u32,
-    pub tile_n: u32,
+    /// Results of a unit: rows, columns.
+    pub own_m: u32,
+    pub own_n: u32,
+    /// Grid of groups of 32 units that share the tile.
+    pub groups_m: u32,
+    pub groups_n: u32,
     pub tile_k: u32,
-    /// Grid of units that share the tile.
-    pub units_m: u32,
-    pub units_n: u32,
+    /// Shared tiles in the ring; 1 where there are no asynchronous copies.
+    pub stages: u32,
 }
+
+/// Units of a group: rows, columns.
+const GROUP: (u32, u32) = (4, 8);
 
 impl FmaConfig {
     pub(crate) const fn units(self) -> u32 {
-        self.units_m * self.units_n
+        32 * self.groups_m * self.groups_n
     }
 
-    /// Shared lines are padded by one element, which keeps transposing stores off one bank.
-    pub(crate) const fn shared_bytes(self) -> u32 {
-        self.tile_k * (self.tile_m + 1 + self.tile_n + 1) * 4
+    pub(crate) const fn tile(self) -> (u32, u32) {
+        (self.groups_m * GROUP.0 * self.own_m, self.groups_n * GROUP.1 * self.own_n)
+    }
+
+    pub(crate) const fn shared_bytes(self, elem: usize) -> u32 {
+        let (m, n) = self.tile();
+        self.stages * (m + n) * self.tile_k * elem as u32
+    }
+}
+
+/// Comptime facts of one operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct FmaOperand {
+    pub(crate) tile: TileShape,
+    /// Rows (lhs) or columns (rhs) of C that a unit owns, and units of a group along them.
+    pub(crate) own: u32,
+    pub(crate) group: u32,
+}
+
+impl FmaOperand {
+    pub(crate) const fn new(tile: u32, k: u32, along_k: bool, elem: usize, own: u32) -> Self {
+        let (rows, cols) = if along_k { (tile, k) } else { (k, tile) };
+        let shape =
+            TileShape { rows: rows as usize, cols: cols as usize, elem, transposed: !along_k };
+        Self { tile: shape, own, group: 0 }
+    }
+
+    const fn along_k(self) -> bool {
+        !self.tile.transposed
+    }
+
+    /// Vector `i` of those that a unit reads in one pass: of `pass` k for one result, or of results for
+    /// one k. Result and k of its first element.
+    const fn vector(self, i: u32, own: u32, pass: u32, width: u32) -> (u32, u32) {
+        if self.along_k() {
+            let vectors = pass / width;
+            (i / vectors, i % vectors * width)
+        } else {
+            let vectors = own / width;
+            (i % vectors * width, i / vectors)
+        }
+    }
+
+    /// Result and k of element `e` of the vector at `(nth, k)`.
+    const fn element(self, nth: u32, k: u32, e: u32) -> (u32, u32) {
+        if self.along_k() { (nth, k + e) } else { (nth + e, k) }
+    }
+
+    /// The swizzle repeats after eight rows: how many of a unit's rows it turns differently.
+    const fn turns(self) -> u32 {
+        if self.along_k() { 8 / self.group } else { 1 }
+    }
+
+    /// Vectors from base `turn` to result `nth` at depth `k` of the pass.
+    const fn distance(self, nth: u32, k: u32, turn: u32, width: u32) -> u32 {
+        let cols = self.tile.cols as u32;
+        if self.along_k() {
+            ((nth - turn) * self.group * cols + k) / width
+        } else {
+            (k * cols + self.nth(nth, width)) / width
+        }
+    }
+
+    /// Distance of result `i` of a unit from its first, with vectors of `width`.
+    const fn nth(self, i: u32, width: u32) -> u32 {
+        if self.along_k() { i * self.group } else { i / width * width * self.group + i % width }
     }
 }
 
@@ -35,9 +127,31 @@ impl FmaConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FmaPlan {
     pub(crate) config: FmaConfig,
-    /// Whether k is the contiguous axis of each operand.
-    pub(crate) lhs_along_k: bool,
-    pub(crate) rhs_along_k: bool,
+    pub(crate) lhs: FmaOperand,
+    pub(crate) rhs: FmaOperand,
+    /// Every tile is full: no edge is checked.
+    pub(crate) exact: bool,
+}
+
+impl FmaPlan {
+    pub(crate) const fn new(
+        config: FmaConfig,
+        lhs_along_k: bool,
+        rhs_along_k: bool,
+        elem: usize,
+        exact: bool,
+    ) -> Self {
+        let (tile_m, tile_n) = config.tile();
+        let k = config.tile_k;
+        let lhs = FmaOperand::new(tile_m, k, lhs_along_k, elem, config.own_m);
+        let rhs = FmaOperand::new(tile_n, k, rhs_along_k, elem, config.own_n);
+        Self {
+            config,
+            lhs: FmaOperand { group: GROUP.0, ..lhs },
+            rhs: FmaOperand { group: GROUP.1, ..rhs },
+            exact,
+        }
+    }
 }
 
 #[cube]
@@ -51,19 +165,29 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
     #[comptime] biased: bool,
 ) {
     let config = comptime!(plan.config);
-    let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
-    let (units_m, units_n) = comptime!((config.units_m, config.units_n));
-    let (own_m, own_n) = comptime!(((tile_m / units_m) as usize, (tile_n / units_n) as usize));
-    let (line_m, line_n) = comptime!((tile_m + 1, tile_n + 1));
-
-    let mut shared_lhs = Shared::<[f32]>::new_slice(comptime!((tile_k * line_m) as usize));
-    let mut shared_rhs = Shared::<[f32]>::new_slice(comptime!((tile_k * line_n) as usize));
+    let (tile_m, tile_n) = comptime!(config.tile());
+    let (tile_k, stages) = comptime!((config.tile_k, config.stages));
+    let (own_m, own_n) = comptime!((config.own_m as usize, config.own_n as usize));
+    let (width_lhs, width_rhs) = (NL::value(), NR::value());
+    let mut shared_lhs = Shared::<[Vector<F, NL>]>::new_aligned_slice(
+        comptime!(plan.lhs.tile.len() * stages as usize / width_lhs),
+        16usize,
+    );
+    let mut shared_rhs = Shared::<[Vector<F, NR>]>::new_aligned_slice(
+        comptime!(plan.rhs.tile.len() * stages as usize / width_rhs),
+        16usize,
+    );
 
     let unit = UNIT_POS;
-    let (unit_m, unit_n) = (unit / units_n, unit % units_n);
-    let (block_m, block_n) = block_of(dims, CUBE_POS_X, tile_m, tile_n);
+    let (group, lane) = (unit / 32, unit % 32);
+    let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row0, col0) = (block_m * tile_m, block_n * tile_n);
-    let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
+    let (start_lhs, start_rhs, start_out) = dims.batch(CUBE_POS_Y as usize);
+    // This unit's first row and column of the tile.
+    let unit_m = group / config.groups_n * comptime!(GROUP.0 * config.own_m)
+        + lane / 8 * first_step(plan.lhs, comptime!(width_lhs as u32));
+    let unit_n = group % config.groups_n * comptime!(GROUP.1 * config.own_n)
+        + lane % 8 * first_step(plan.rhs, comptime!(width_rhs as u32));
 
     let mut acc = Array::<f32>::new(comptime!(own_m * own_n)); // [own_m, own_n]
     #[unroll]
@@ -71,68 +195,175 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
         acc[i] = 0.0;
     }
 
-    let mut k0 = 0u32;
-    while k0 < dims.k {
-        fill::<F, NL>(
+    let tiles = dims.k.div_ceil(tile_k);
+    if comptime!(stages > 1) {
+        #[unroll]
+        for s in 0..comptime!(stages - 1) {
+            if s < tiles {
+                let k0 = comptime!(s * tile_k).runtime();
+                copy::<F, NL>(
+                    lhs,
+                    &mut shared_lhs,
+                    start_lhs,
+                    dims.lhs_stride,
+                    row0,
+                    dims.m,
+                    k0,
+                    dims.k,
+                    s.runtime(),
+                    unit,
+                    plan.lhs,
+                    config,
+                    plan.exact,
+                );
+                copy::<F, NR>(
+                    rhs,
+                    &mut shared_rhs,
+                    start_rhs,
+                    dims.rhs_stride,
+                    col0,
+                    dims.n,
+                    k0,
+                    dims.k,
+                    s.runtime(),
+                    unit,
+                    plan.rhs,
+                    config,
+                    plan.exact,
+                );
+            }
+            commit_copies();
+        }
+        let mut read = 0u32;
+        let mut write = comptime!(stages - 1).runtime();
+        for tile in 0..tiles {
+            wait_copies(comptime!(stages - 2));
+            sync_cube();
+            let ahead = tile + comptime!(stages - 1);
+            if ahead < tiles {
+                let k0 = ahead * tile_k;
+                copy::<F, NL>(
+                    lhs,
+                    &mut shared_lhs,
+                    start_lhs,
+                    dims.lhs_stride,
+                    row0,
+                    dims.m,
+                    k0,
+                    dims.k,
+                    write,
+                    unit,
+                    plan.lhs,
+                    config,
+                    plan.exact,
+                );
+                copy::<F, NR>(
+                    rhs,
+                    &mut shared_rhs,
+                    start_rhs,
+                    dims.rhs_stride,
+                    col0,
+                    dims.n,
+                    k0,
+                    dims.k,
+                    write,
+                    unit,
+                    plan.rhs,
+                    config,
+                    plan.exact,
+                );
+            }
+            commit_copies();
+            multiply_tile::<F, NL, NR>(
+                &shared_lhs,
+                &shared_rhs,
+                &mut acc,
+                read,
+                unit_m,
+                unit_n,
+                plan,
+            );
+            read = select(read == comptime!(stages - 1), 0, read + 1);
+            write = select(write == comptime!(stages - 1), 0, write + 1);
+        }
+    } else {
+        let mut next_lhs = fetch::<F, NL>(
             lhs,
-            &mut shared_lhs,
-            lhs_start,
+            start_lhs,
             dims.lhs_stride,
             row0,
             dims.m,
-            k0,
+            0u32.runtime(),
             dims.k,
             unit,
-            tile_m,
-            plan.lhs_along_k,
+            plan.lhs,
             config,
         );
-        fill::<F, NR>(
+        let mut next_rhs = fetch::<F, NR>(
             rhs,
-            &mut shared_rhs,
-            rhs_start,
+            start_rhs,
             dims.rhs_stride,
             col0,
             dims.n,
-            k0,
+            0u32.runtime(),
             dims.k,
             unit,
-            tile_n,
-            plan.rhs_along_k,
+            plan.rhs,
             config,
         );
-        sync_cube();
-        for kk in 0..tile_k {
-            let mut a = Array::<f32>::new(own_m);
-            #[unroll]
-            for i in 0..own_m {
-                let row = unit_m + comptime!(i as u32 * units_m);
-                a[i] = shared_lhs[(kk * line_m + row) as usize];
+        for tile in 0..tiles {
+            put::<F, NL>(&mut shared_lhs, &next_lhs, unit, plan.lhs, config);
+            put::<F, NR>(&mut shared_rhs, &next_rhs, unit, plan.rhs, config);
+            sync_cube();
+            if tile + 1 < tiles {
+                let k0 = (tile + 1) * tile_k;
+                next_lhs = fetch::<F, NL>(
+                    lhs,
+                    start_lhs,
+                    dims.lhs_stride,
+                    row0,
+                    dims.m,
+                    k0,
+                    dims.k,
+                    unit,
+                    plan.lhs,
+                    config,
+                );
+                next_rhs = fetch::<F, NR>(
+                    rhs,
+                    start_rhs,
+                    dims.rhs_stride,
+                    col0,
+                    dims.n,
+                    k0,
+                    dims.k,
+                    unit,
+                    plan.rhs,
+                    config,
+                );
             }
-            #[unroll]
-            for j in 0..own_n {
-                let col = unit_n + comptime!(j as u32 * units_n);
-                let b = shared_rhs[(kk * line_n + col) as usize];
-                #[unroll]
-                for i in 0..own_m {
-                    let at = comptime!(i * own_n + j);
-                    acc[at] = fma(a[i], b, acc[at]);
-                }
-            }
+            multiply_tile::<F, NL, NR>(
+                &shared_lhs,
+                &shared_rhs,
+                &mut acc,
+                0u32.runtime(),
+                unit_m,
+                unit_n,
+                plan,
+            );
+            sync_cube();
         }
-        sync_cube();
-        k0 += tile_k;
     }
 
     #[unroll]
     for i in 0..own_m {
-        let row = row0 + unit_m + comptime!(i as u32 * units_m);
-        if row < dims.m {
+        let row = row0 + unit_m + comptime!(plan.lhs.nth(i as u32, width_lhs as u32));
+        if comptime!(plan.exact) || row < dims.m {
             #[unroll]
             for j in 0..own_n {
-                let col = col0 + unit_n + comptime!(j as u32 * units_n);
-                if col < dims.n {
-                    let at = out_start + row as usize * dims.out_stride + col as usize;
+                let col = col0 + unit_n + comptime!(plan.rhs.nth(j as u32, width_rhs as u32));
+                if comptime!(plan.exact) || col < dims.n {
+                    let at = start_out + row as usize * dims.out_stride + col as usize;
                     let sum = acc[comptime!(i * own_n + j)] + bias_at(bias, col, biased);
                     out[at] = Vector::new(F::cast_from(sum));
                 }
@@ -141,53 +372,226 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
     }
 }
 
-/// Brings `tile` lines of `tile_k` elements, starting at line `line0` and depth `k0`, into shared
-/// memory with k outermost; zero past `lines` and `depth`.
+/// Distance between the first results of neighbouring units: one, or a vector of them.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
-fn fill<F: Float, N: Size>(
-    src: &[Vector<F, N>],
-    dst: &mut [f32],
-    start: usize,
-    stride: usize,
-    line0: u32,
-    lines: u32,
-    k0: u32,
-    depth: u32,
-    unit: u32,
-    #[comptime] tile: u32,
-    #[comptime] along_k: bool,
-    #[comptime] config: FmaConfig,
+fn first_step(#[comptime] operand: FmaOperand, #[comptime] width: u32) -> u32 {
+    comptime!(if operand.along_k() { 1 } else { width }).runtime()
+}
+
+/// `acc += A · B` for one pair of tiles at stage `stage`.
+#[cube]
+fn multiply_tile<F: Float, NL: Size, NR: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    acc: &mut Array<f32>,
+    stage: u32,
+    unit_m: u32,
+    unit_n: u32,
+    #[comptime] plan: FmaPlan,
 ) {
-    let lanes = N::value();
-    let width = comptime!(lanes as u32);
-    let vectors = comptime!(tile * config.tile_k / width);
-    let units = comptime!(config.units());
-    let across = comptime!(if along_k { config.tile_k / width } else { tile / width });
-    #[unroll]
-    for i in 0..comptime!(vectors.div_ceil(units)) {
-        let at = unit + comptime!(i * units);
-        if comptime!(vectors % units == 0) || at < vectors {
-            let (major, minor) = (at / across, at % across * width);
-            let (line, kk) = if comptime!(along_k) { (major, minor) } else { (minor, major) };
-            let mut value = Vector::<F, N>::new(F::new(0.0));
-            if line0 + line < lines && k0 + kk < depth {
-                let from = if comptime!(along_k) {
-                    start + (line0 + line) as usize * stride + (k0 + kk) as usize
-                } else {
-                    start + (k0 + kk) as usize * stride + (line0 + line) as usize
-                };
-                value = src[from / N::value()];
-            }
+    let (lanes_lhs, lanes_rhs) = (NL::value(), NR::value());
+    let (width_lhs, width_rhs) = comptime!((lanes_lhs as u32, lanes_rhs as u32));
+    let (own_m, own_n) = comptime!((plan.config.own_m as usize, plan.config.own_n as usize));
+    // k that one pass covers: what the wider vector along k holds.
+    let lhs_k = comptime!(if plan.lhs.along_k() { width_lhs } else { 1 });
+    let rhs_k = comptime!(if plan.rhs.along_k() { width_rhs } else { 1 });
+    let pass = comptime!(if lhs_k > rhs_k { lhs_k } else { rhs_k });
+    let depth = comptime!(pass as usize);
+    for kk in range_stepped(0, plan.config.tile_k, pass) {
+        let from_lhs = bases::<NL>(stage, unit_m, kk, plan.lhs);
+        let from_rhs = bases::<NR>(stage, unit_n, kk, plan.rhs);
+        let mut a = Array::<f32>::new(comptime!(own_m * depth)); // [own_m, depth]
+        #[unroll]
+        for i in 0..comptime!(own_m as u32 * pass / width_lhs) {
+            let (row, k) = comptime!(plan.lhs.vector(i, own_m as u32, pass, width_lhs));
+            let vector = read::<F, NL>(lhs, &from_lhs, row, k, plan.lhs);
             #[unroll]
-            for e in 0..N::value() {
-                let (line, kk) = if comptime!(along_k) {
-                    (line, kk + comptime!(e as u32))
-                } else {
-                    (line + comptime!(e as u32), kk)
-                };
-                dst[(kk * comptime!(tile + 1) + line) as usize] = f32::cast_from(value.extract(e));
+            for e in 0..NL::value() {
+                let (row, k) = comptime!(plan.lhs.element(row, k, e as u32));
+                a[comptime!((row * pass + k) as usize)] = vector.extract(e);
             }
         }
+        #[unroll]
+        for j in 0..comptime!(own_n as u32 * pass / width_rhs) {
+            let (col, k) = comptime!(plan.rhs.vector(j, own_n as u32, pass, width_rhs));
+            let vector = read::<F, NR>(rhs, &from_rhs, col, k, plan.rhs);
+            #[unroll]
+            for e in 0..NR::value() {
+                let (col, k) = comptime!(plan.rhs.element(col, k, e as u32));
+                let b = vector.extract(e);
+                #[unroll]
+                for i in 0..own_m {
+                    let at = comptime!(i * own_n + col as usize);
+                    acc[at] = fma(a[comptime!(i * depth + k as usize)], b, acc[at]);
+                }
+            }
+        }
+    }
+}
+
+/// Where this unit's first results lie at depth `k` of stage `stage`, in vectors: one place for each
+/// way that the swizzle turns the rows it owns.
+#[cube]
+fn bases<N: Size>(
+    stage: u32,
+    outer: u32,
+    k: u32,
+    #[comptime] operand: FmaOperand,
+) -> Sequence<usize> {
+    let width = N::value();
+    let vectors = comptime!((operand.tile.len() / width) as u32);
+    let mut out = Sequence::<usize>::new();
+    #[unroll]
+    for turn in 0..comptime!(operand.turns()) {
+        let outer = outer + comptime!(turn * operand.group);
+        out.push((stage * vectors + place(outer, k, width, operand)) as usize);
+    }
+    out
+}
+
+/// The vector at result `nth` and depth `k` from where `bases` are: at constant distances from there.
+#[cube]
+fn read<F: Float, N: Size>(
+    tile: &[Vector<F, N>],
+    bases: &Sequence<usize>,
+    #[comptime] nth: u32,
+    #[comptime] k: u32,
+    #[comptime] operand: FmaOperand,
+) -> Vector<f32, N> {
+    let width = N::value();
+    let turn = comptime!(nth % operand.turns());
+    let far = comptime!(operand.distance(nth, k, turn, width as u32));
+    let (from, end) = (*bases.index(comptime!(turn as usize)), tile.len());
+    let window = &tile[from..end];
+    Vector::cast_from(window[comptime!(far as usize)])
+}
+
+/// Where `(outer, k)` lies in a tile, in vectors. Tiles with k contiguous are read across their rows,
+/// so only those are swizzled.
+#[cube]
+fn place(outer: u32, k: u32, #[comptime] width: usize, #[comptime] operand: FmaOperand) -> u32 {
+    let shape = comptime!(operand.tile);
+    if comptime!(operand.along_k()) {
+        offset_in_tile(outer, k, shape) / comptime!((shape.elem * width) as u32)
+    } else {
+        (k * comptime!(shape.cols as u32) + outer) / comptime!(width as u32)
+    }
+}
+
+/// Row or column, and depth, of vector `at` of a tile, as it lies in memory.
+#[cube]
+fn vector_at<N: Size>(at: u32, #[comptime] operand: FmaOperand) -> (u32, u32) {
+    let lanes = N::value();
+    let width = comptime!(lanes as u32);
+    let across = comptime!(operand.tile.cols as u32 / width);
+    let (major, minor) = (at / across, at % across * width);
+    if comptime!(operand.along_k()) { (major, minor) } else { (minor, major) }
+}
+
+/// Issues the copies of one tile into stage `stage`; zero past the edges.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
+fn copy<F: Float, N: Size>(
+    src: &[Vector<F, N>],
+    dst: &mut [Vector<F, N>],
+    start: usize,
+    stride: usize,
+    outer0: u32,
+    outer_end: u32,
+    k0: u32,
+    k_end: u32,
+    stage: u32,
+    unit: u32,
+    #[comptime] operand: FmaOperand,
+    #[comptime] config: FmaConfig,
+    #[comptime] exact: bool,
+) {
+    let width = N::value();
+    let vectors = comptime!((operand.tile.len() / width) as u32);
+    #[unroll]
+    for i in 0..comptime!(vectors / config.units()) {
+        let (outer, k) = vector_at::<N>(unit + comptime!(i * config.units()), operand);
+        let to = (stage * vectors + place(outer, k, width, operand)) as usize;
+        let from = source(start, stride, outer0 + outer, k0 + k, operand) / N::value();
+        let inside = outer0 + outer < outer_end && k0 + k < k_end;
+        if comptime!(width * operand.tile.elem < 4) {
+            // Copies have four bytes at least: single half-precision elements go through a register.
+            let mut value = Vector::<F, N>::new(F::new(0.0));
+            if inside {
+                value = src[from];
+            }
+            dst[to] = value;
+        } else if comptime!(exact) {
+            copy_async(&src[from..from + 1], &mut dst[to..to + 1], comptime!(width as u32));
+        } else {
+            let from = select(inside, from, 0);
+            let valid = select(inside, 1usize, 0usize);
+            let to = &mut dst[to..to + 1];
+            copy_async_checked(&src[from..from + valid], to, comptime!(width as u32));
+        }
+    }
+}
+
+/// Element `(outer, k)` of an operand.
+#[cube]
+fn source(
+    start: usize,
+    stride: usize,
+    outer: u32,
+    k: u32,
+    #[comptime] operand: FmaOperand,
+) -> usize {
+    if comptime!(operand.along_k()) {
+        start + outer as usize * stride + k as usize
+    } else {
+        start + k as usize * stride + outer as usize
+    }
+}
+
+/// This unit's vectors of one tile; zero past the edges.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
+fn fetch<F: Float, N: Size>(
+    src: &[Vector<F, N>],
+    start: usize,
+    stride: usize,
+    outer0: u32,
+    outer_end: u32,
+    k0: u32,
+    k_end: u32,
+    unit: u32,
+    #[comptime] operand: FmaOperand,
+    #[comptime] config: FmaConfig,
+) -> Array<Vector<F, N>> {
+    let width = N::value();
+    let vectors = comptime!((operand.tile.len() / width) as u32);
+    let mut out = Array::<Vector<F, N>>::new(comptime!((vectors / config.units()) as usize));
+    #[unroll]
+    for i in 0..comptime!(vectors / config.units()) {
+        let (outer, k) = vector_at::<N>(unit + comptime!(i * config.units()), operand);
+        let mut value = Vector::<F, N>::new(F::new(0.0));
+        if outer0 + outer < outer_end && k0 + k < k_end {
+            value = src[source(start, stride, outer0 + outer, k0 + k, operand) / N::value()];
+        }
+        out[comptime!(i as usize)] = value;
+    }
+    out
+}
+
+/// Puts what [`fetch`] brought into the tile.
+#[cube]
+fn put<F: Float, N: Size>(
+    dst: &mut [Vector<F, N>],
+    values: &Array<Vector<F, N>>,
+    unit: u32,
+    #[comptime] operand: FmaOperand,
+    #[comptime] config: FmaConfig,
+) {
+    let width = N::value();
+    let vectors = comptime!((operand.tile.len() / width) as u32);
+    #[unroll]
+    for i in 0..comptime!(vectors / config.units()) {
+        let (outer, k) = vector_at::<N>(unit + comptime!(i * config.units()), operand);
+        dst[place(outer, k, width, operand) as usize] = values[comptime!(i as usize)];
     }
 }

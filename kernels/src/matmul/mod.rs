@@ -339,6 +339,18 @@ pub(crate) fn bias_at<F: Float>(bias: &[F], col: u32, #[comptime] biased: bool) 
     value
 }
 
+/// The block of C that is this cube's. A launch with more blocks than one dimension of a grid holds
+/// spreads them over two, and cubes past the last block repeat it.
+#[cube]
+pub(crate) fn own_block(
+    dims: &Dims,
+    #[comptime] tile_m: u32,
+    #[comptime] tile_n: u32,
+) -> (u32, u32) {
+    let last = dims.m.div_ceil(tile_m) * dims.n.div_ceil(tile_n) - 1;
+    block_of(dims, min(CUBE_POS_Z * CUBE_COUNT_X + CUBE_POS_X, last), tile_m, tile_n)
+}
+
 /// Row and column of block `id` of C. Blocks run down groups of eight block rows before they move one
 /// to the right, so that the cubes of a wave share rows of A and columns of B in the L2.
 #[cube]

@@ -3,7 +3,7 @@
 
 use arch::{ArchProfile, Backend, Device};
 use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
-use oracle::matmul::{EdgeCase, check, config_cases, edge_cases};
+use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use tune::Kernel;
 
 /// Opens `backend`, or says why its test is skipped.
@@ -42,6 +42,18 @@ fn matmul_is_right_on_the_cpu() {
         let failures = failures(&device, &edge_cases(precision));
         assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
+}
+
+#[test]
+fn more_blocks_than_one_dimension_of_a_grid_holds_are_all_multiplied() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let rows = [Layout::Row, Layout::Row];
+    // Blocks of the simplest config have 32 rows; a grid's dimension holds 65 535 of them.
+    let problem = MatmulProblem::dense(1, [65_537 * 32, 1, 1], rows, Precision::F32);
+    let case = EdgeCase { problem: problem.expect("valid sizes"), inputs: Inputs::Normal(3) };
+    let config = Matmul::simplest(device.profile(), &case.problem).expect("any GPU has one");
+    let verdict = check(&device, &case, &config).expect("runs");
+    assert!(verdict.comparison.passed, "{}", verdict.comparison);
 }
 
 #[test]

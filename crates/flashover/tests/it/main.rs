@@ -122,6 +122,25 @@ fn op_reads_and_writes_safetensors() {
 }
 
 #[test]
+fn what_op_measures_is_remembered() {
+    let dir = tempfile::tempdir().expect("temporary folder");
+    let path = |name: &str| dir.path().join(name);
+    let (lhs, rhs) = (integers(&[5, 3], 1), integers(&[3, 4], 2));
+    write(&path("in"), &[("lhs", &lhs), ("rhs", &rhs)]);
+    let op = |policy: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
+        command.args(["op", "matmul", "--backend", "cpu", "--policy", policy]);
+        command.arg("--input").arg(path("in")).arg("--output").arg(path("out"));
+        command.env("FLASHOVER_TUNE_CACHE", path("tune.jsonl")).output().expect("starts")
+    };
+    assert_eq!(op("frozen").status.code(), Some(2), "nothing is known yet");
+    assert!(op("measure").status.success());
+    let cache = std::fs::read_to_string(path("tune.jsonl")).expect("measuring writes the cache");
+    assert_eq!(cache.lines().count(), 1, "{cache}");
+    assert!(op("frozen").status.success(), "now it is known");
+}
+
+#[test]
 fn bad_calls_exit_with_2_a_hint_and_no_file() {
     let dir = tempfile::tempdir().expect("temporary folder");
     let (input, output) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));
