@@ -52,9 +52,9 @@ pub(crate) fn matmul(device: &Device, p: &MatmulProblem, sets: usize) -> Result<
     }
     burn_device.sync().map_err(|e| TimingError::Failed(format!("{e:?}")))?;
     let timing = if host {
-        timing::measure_host(Effort::REPORT, |i| drop(multiply(i)))
+        timing::measure_host(Effort::report(device.backend()), |i| drop(multiply(i)))
     } else {
-        timing::measure_launches(device, Effort::REPORT, |i| drop(multiply(i)))?
+        timing::measure_launches(device, Effort::report(device.backend()), |i| drop(multiply(i)))?
     };
     Ok(timing.median_ns())
 }

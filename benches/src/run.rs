@@ -118,7 +118,7 @@ fn measure_copy(device: &Device, card: &record::Card) -> anyhow::Result<Record> 
     let bytes = (8 * cache).clamp(64 << 20, 1 << 30) / 4096 * 4096;
     let from = kernels::noise(device, bytes / 4, arch::DType::F32, 1);
     let to = device.client().empty(bytes);
-    let timing = timing::measure(device, Effort::REPORT, |_| {
+    let timing = timing::measure(device, Effort::report(device.backend()), |_| {
         ceiling::copy(device, &from, &to, bytes);
     })?;
     let params = BTreeMap::from([("mib".to_owned(), (bytes >> 20).into())]);
@@ -131,7 +131,9 @@ fn measure_multiplies(device: &Device, card: &record::Card) -> anyhow::Result<Ve
     for precision in Precision::ALL {
         let Some(multiply) = Multiply::of(device.profile(), precision) else { continue };
         let out = device.client().empty(multiply.out_len() * 4);
-        let timing = timing::measure(device, Effort::REPORT, |_| multiply.launch(device, &out))?;
+        let timing = timing::measure(device, Effort::report(device.backend()), |_| {
+            multiply.launch(device, &out)
+        })?;
         let params = BTreeMap::from([("dtype".to_owned(), precision.name().into())]);
         let cost = Cost { flops: multiply.flops(), bytes: 0 };
         records.push(timed(blank(card, "mma", params, cost), &timing));
@@ -178,7 +180,7 @@ fn matmul(tuner: &mut Tuner<'_>, case: &Case, card: &record::Card) -> anyhow::Re
             return Ok(Line::Record(record));
         }
     }
-    match timing::measure(device, Effort::REPORT, launch) {
+    match timing::measure(device, Effort::report(device.backend()), launch) {
         Ok(timing) => record = timed(record, &timing),
         Err(e) => record.error = Some(e.to_string()),
     }

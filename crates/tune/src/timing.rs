@@ -15,32 +15,72 @@ use cubecl::profile::TimingMethod;
 /// How long to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Effort {
+    /// Idle time before. A GPU at its power limit runs slower the longer it has been busy, so every
+    /// measurement starts from the same rest.
+    pub rest: Duration,
+    /// Work before the first sample: clocks rise from idle only under load.
+    pub warm_up: Duration,
     /// Samples to take when time allows.
     pub samples: usize,
     /// Samples to take even when it does not.
     pub min_samples: usize,
-    /// Wall-clock limit of warm-up and samples together.
+    /// Wall-clock limit of the samples together.
     pub limit: Duration,
-    /// Idle time before: a GPU at its power limit runs slower the longer it has been busy, so every
-    /// measurement starts from the same rest.
-    pub rest: Duration,
 }
 
 impl Effort {
-    /// For figures that are reported.
-    pub const REPORT: Self = Self {
-        samples: 60,
-        min_samples: 5,
-        limit: Duration::from_millis(1500),
-        rest: Duration::from_millis(300),
-    };
+    /// For figures that are reported: on a GPU about as long as `triton.testing.do_bench` (25 ms of
+    /// warm-up, 100 ms of samples), so that figures compare; on a CPU longer, because other programs
+    /// share it.
+    pub const fn report(backend: Backend) -> Self {
+        match backend {
+            Backend::Cpu => Self {
+                rest: Duration::ZERO,
+                warm_up: Duration::from_millis(100),
+                samples: 60,
+                min_samples: 5,
+                limit: Duration::from_millis(1200),
+            },
+            _ => Self {
+                rest: Duration::from_millis(300),
+                warm_up: Duration::from_millis(40),
+                samples: 200,
+                min_samples: 5,
+                limit: Duration::from_millis(100),
+            },
+        }
+    }
+
     /// For choosing among candidates.
-    pub const TUNE: Self = Self {
-        samples: 12,
-        min_samples: 3,
-        limit: Duration::from_millis(120),
-        rest: Duration::from_millis(50),
-    };
+    pub const fn tune(backend: Backend) -> Self {
+        match backend {
+            Backend::Cpu => Self {
+                warm_up: Duration::from_millis(20),
+                samples: 12,
+                min_samples: 3,
+                limit: Duration::from_millis(100),
+                ..Self::report(backend)
+            },
+            _ => Self {
+                rest: Duration::from_millis(40),
+                warm_up: Duration::from_millis(15),
+                samples: 40,
+                min_samples: 3,
+                limit: Duration::from_millis(20),
+            },
+        }
+    }
+
+    /// One sample, to tell the hopeless from the rest.
+    pub const fn glance(backend: Backend) -> Self {
+        Self {
+            rest: Duration::ZERO,
+            warm_up: Duration::ZERO,
+            samples: 1,
+            min_samples: 1,
+            ..Self::tune(backend)
+        }
+    }
 }
 
 /// Nanoseconds of one launch, one value a sample.
@@ -111,8 +151,8 @@ pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
         turn += 1;
         start.elapsed().as_nanos() as f64
     };
-    let samples_ns = collect(effort, Instant::now(), || Ok::<_, Infallible>(sample()))
-        .unwrap_or_else(|never| match never {});
+    let samples_ns =
+        collect(effort, || Ok::<_, Infallible>(sample())).unwrap_or_else(|never| match never {});
     Timing { samples_ns, clock: "host", graph: false }
 }
 
@@ -122,11 +162,8 @@ fn measure_with(
     graphs: bool,
     mut launch: impl FnMut(usize),
 ) -> Result<Timing, TimingError> {
-    if device.backend() != Backend::Cpu {
-        sync(device)?;
-        thread::sleep(effort.rest);
-    }
-    let start = Instant::now();
+    sync(device)?;
+    thread::sleep(effort.rest);
     let method = device.client().properties().timing_method;
     let clock = if method == TimingMethod::Device { "device" } else { "host" };
     let mut turn = 0;
@@ -155,26 +192,18 @@ fn measure_with(
         };
         Ok(elapsed / inner as f64)
     };
-    let samples_ns = collect(effort, start, sample)?;
+    let samples_ns = collect(effort, sample)?;
     sync(device)?;
     Ok(Timing { samples_ns, clock, graph: graph.is_some() })
 }
 
-/// Warms up until two samples in a row agree within 2% or a third of the time since `start` is gone,
-/// then takes samples.
-fn collect<E>(
-    effort: Effort,
-    start: Instant,
-    mut sample: impl FnMut() -> Result<f64, E>,
-) -> Result<Vec<f64>, E> {
-    let mut last = sample()?;
-    while start.elapsed() < effort.limit / 3 {
-        let next = sample()?;
-        if (next - last).abs() <= 0.02 * last {
-            break;
-        }
-        last = next;
+/// Warms up, then takes samples.
+fn collect<E>(effort: Effort, mut sample: impl FnMut() -> Result<f64, E>) -> Result<Vec<f64>, E> {
+    let start = Instant::now();
+    while start.elapsed() < effort.warm_up {
+        sample()?;
     }
+    let start = Instant::now();
     let mut samples = Vec::with_capacity(effort.samples);
     while samples.len() < effort.samples
         && (samples.len() < effort.min_samples || start.elapsed() < effort.limit)

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::time::Duration;
 
 use arch::{DType, Device};
 use cubecl::future::block_on;
@@ -202,14 +201,13 @@ impl Tuner<'_> {
         let launch = |i: usize| {
             K::launch(self.device, problem, config, &sets[i % sets.len()], scratch.as_ref());
         };
-        let quick = Effort { samples: 1, min_samples: 1, rest: Duration::ZERO, ..Effort::TUNE };
         let timed =
             |effort| timing::measure(self.device, effort, launch).map_err(|e| e.to_string());
-        let first = timed(quick)?.median_ns();
+        let first = timed(Effort::glance(self.device.backend()))?.median_ns();
         if best.is_some_and(|(_, b)| first > HOPELESS * b) {
             return Ok(first);
         }
-        Ok(timed(Effort::TUNE)?.median_ns())
+        Ok(timed(Effort::tune(self.device.backend()))?.median_ns())
     }
 }
 
