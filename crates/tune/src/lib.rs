@@ -6,6 +6,7 @@
 //! Nothing is tuned by surprise: the caller says with a [`Policy`] what a miss means.
 
 mod cache;
+mod fill;
 mod kernel;
 pub mod timing;
 mod tuner;

@@ -1,7 +1,8 @@
 //! The one way to time a launch: the tuner and the bench share it.
 //!
-//! Device timestamps where the runtime has them. Launches shorter than the cost of launching are
-//! recorded into a graph and replayed, so that what is timed is the kernel and not the host. The
+//! Device timestamps where the runtime has them. A long launch is timed alone, the caches overwritten
+//! before it, as `triton.testing.do_bench` does. Launches shorter than the cost of launching are
+//! recorded into a graph and replayed, so that what is timed is the kernel and not the host; the
 //! caller's closure gets the launch number, to rotate among operand sets larger than the cache.
 
 use std::convert::Infallible;
@@ -10,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use arch::{Backend, Device};
 use cubecl::future::block_on;
-use cubecl::profile::TimingMethod;
+use cubecl::profile::{ProfileDuration, TimingMethod};
+use cubecl::server::Handle;
+
+use crate::fill::fill;
 
 /// How long to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -149,7 +153,7 @@ pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
         let start = Instant::now();
         work(turn);
         turn += 1;
-        start.elapsed().as_nanos() as f64
+        vec![start.elapsed().as_nanos() as f64]
     };
     let samples_ns =
         collect(effort, || Ok::<_, Infallible>(sample())).unwrap_or_else(|never| match never {});
@@ -177,28 +181,67 @@ fn measure_with(
     sync(device)?;
     let first = window(device, || run(1))?.min(window(device, || run(1))?);
     let inner = (SAMPLE_NS / first.max(1000.0)).ceil().clamp(1.0, 256.0) as usize;
+    let (gpu, cuda) = (device.backend() != Backend::Cpu, device.backend() == Backend::Cuda);
 
-    let graph = if graphs && first < GRAPH_BELOW_NS && device.backend() == Backend::Cuda {
-        Some(capture(device, inner, &mut run)?)
-    } else {
-        None
-    };
-    let sample = || -> Result<f64, TimingError> {
-        let elapsed = match &graph {
+    let (samples_ns, graph) = if gpu && first >= GRAPH_BELOW_NS {
+        // As do_bench does: every launch finds cold caches.
+        let cold = Cold::new(device);
+        let at_once = if cuda { AT_ONCE } else { 1 };
+        let samples = collect(effort, || {
+            let windows: Result<Vec<_>, TimingError> = (0..at_once)
+                .map(|_| {
+                    cold.chill();
+                    open_window(device, || run(1))
+                })
+                .collect();
+            windows?.into_iter().map(|w| w.resolve()).collect()
+        })?;
+        (samples, false)
+    } else if graphs && cuda && first < GRAPH_BELOW_NS {
+        let graph = capture(device, inner, &mut run)?;
+        let samples = collect(effort, || {
             // SAFETY: the operands that the graph launches on are owned by the caller of `measure`
             // and outlive it; nothing else runs on this stream meanwhile.
-            Some(graph) => window(device, || unsafe { graph.replay() }.map_err(failed))??,
-            None => window(device, || run(inner))?,
-        };
-        Ok(elapsed / inner as f64)
+            let elapsed = window(device, || unsafe { graph.replay() }.map_err(failed))??;
+            Ok::<_, TimingError>(vec![elapsed / inner as f64])
+        })?;
+        (samples, true)
+    } else {
+        let samples = collect(effort, || {
+            Ok::<_, TimingError>(vec![window(device, || run(inner))? / inner as f64])
+        })?;
+        (samples, false)
     };
-    let samples_ns = collect(effort, sample)?;
     sync(device)?;
-    Ok(Timing { samples_ns, clock, graph: graph.is_some() })
+    Ok(Timing { samples_ns, clock, graph })
 }
 
-/// Warms up, then takes samples.
-fn collect<E>(effort: Effort, mut sample: impl FnMut() -> Result<f64, E>) -> Result<Vec<f64>, E> {
+/// Windows that are opened before the first is read, so that the device does not wait for the host.
+const AT_ONCE: usize = 8;
+
+/// A buffer to overwrite, so that nothing else is left in the caches.
+struct Cold<'a> {
+    device: &'a Device,
+    buffer: Handle,
+    words: usize,
+}
+
+impl<'a> Cold<'a> {
+    fn new(device: &'a Device) -> Self {
+        let bytes = 4 * device.profile().cache_bytes.unwrap_or(64 << 20) as usize;
+        Self { device, buffer: device.client().empty(bytes), words: bytes / 4 }
+    }
+
+    fn chill(&self) {
+        fill(self.device, &self.buffer, self.words, 0);
+    }
+}
+
+/// Warms up, then takes samples; `sample` gives one or several.
+fn collect<E>(
+    effort: Effort,
+    mut sample: impl FnMut() -> Result<Vec<f64>, E>,
+) -> Result<Vec<f64>, E> {
     let start = Instant::now();
     while start.elapsed() < effort.warm_up {
         sample()?;
@@ -208,19 +251,37 @@ fn collect<E>(effort: Effort, mut sample: impl FnMut() -> Result<f64, E>) -> Res
     while samples.len() < effort.samples
         && (samples.len() < effort.min_samples || start.elapsed() < effort.limit)
     {
-        samples.push(sample()?);
+        samples.extend(sample()?);
     }
     Ok(samples)
 }
 
 /// Nanoseconds that `work` takes on the device, and what it returned.
 fn window<T: Elapsed>(device: &Device, work: impl FnOnce() -> T) -> Result<T::Out, TimingError> {
+    open_window(device, work)?.resolve()
+}
+
+/// Work between two timestamps that are not read yet.
+struct Window<T> {
+    ticks: ProfileDuration,
+    out: T,
+}
+
+fn open_window<T: Elapsed>(
+    device: &Device,
+    work: impl FnOnce() -> T,
+) -> Result<Window<T>, TimingError> {
     let client = device.client();
     let opened = client.profile_start().map_err(failed)?;
     let out = work();
-    let closed = client.profile_end(opened).map_err(failed)?;
-    let ticks = block_on(closed.resolve()).ok_or(TimingError::NoMeasurement)?;
-    Ok(out.with(ticks.duration().as_nanos() as f64))
+    Ok(Window { ticks: client.profile_end(opened).map_err(failed)?, out })
+}
+
+impl<T: Elapsed> Window<T> {
+    fn resolve(self) -> Result<T::Out, TimingError> {
+        let ticks = block_on(self.ticks.resolve()).ok_or(TimingError::NoMeasurement)?;
+        Ok(self.out.with(ticks.duration().as_nanos() as f64))
+    }
 }
 
 /// Lets [`window`] time both work that cannot fail and work that can.

@@ -7,6 +7,7 @@ use arch::{DType, Device};
 use cubecl::future::block_on;
 use cubecl::prelude::*;
 
+use crate::fill::fill;
 use crate::timing::{self, Effort};
 use crate::{CacheError, Entry, Kernel, Key, Measured, Output, TuneCache};
 
@@ -288,23 +289,5 @@ fn poison(device: &Device, output: &Output) {
         DType::I8 | DType::U8 => vec![0xff],
     };
     let words = (output.len * nan.len()).div_ceil(4);
-    let cubes = words.div_ceil(256).min(4096) as u32;
-    fill::launch(
-        device.client(),
-        CubeCount::Static(cubes, 1, 1),
-        CubeDim::new_1d(if device.profile().plane_size.1 == 1 { 1 } else { 256 }),
-        // SAFETY: device allocations are whole words, so the last word may be written in full.
-        unsafe { BufferArg::from_raw_parts(output.handle.clone(), words) },
-        u32::MAX,
-    );
-}
-
-#[cube(launch)]
-fn fill(out: &mut [u32], value: u32) {
-    let mut i = ABSOLUTE_POS;
-    let stride = CUBE_COUNT * CUBE_DIM as usize;
-    while i < out.len() {
-        out[i] = value;
-        i += stride;
-    }
+    fill(device, &output.handle, words, u32::MAX);
 }

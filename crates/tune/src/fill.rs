@@ -1,0 +1,30 @@
+//! Overwriting a buffer: poison before a check, cold caches before a sample.
+
+use arch::Device;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+/// Writes `value` to the first `words` 4-byte words of `buffer`, which has at least as many: device
+/// allocations are whole words.
+pub(crate) fn fill(device: &Device, buffer: &Handle, words: usize, value: u32) {
+    let units = if device.profile().plane_size.1 == 1 { 1 } else { 256 };
+    let cubes = words.div_ceil(256).min(4096) as u32;
+    fill_kernel::launch(
+        device.client(),
+        CubeCount::Static(cubes, 1, 1),
+        CubeDim::new_1d(units),
+        // SAFETY: the caller's promise.
+        unsafe { BufferArg::from_raw_parts(buffer.clone(), words) },
+        value,
+    );
+}
+
+#[cube(launch)]
+fn fill_kernel(out: &mut [u32], value: u32) {
+    let mut i = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    while i < out.len() {
+        out[i] = value;
+        i += stride;
+    }
+}
