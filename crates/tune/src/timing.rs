@@ -1,7 +1,7 @@
 //! The one way to time a launch: the tuner and the bench share it.
 //!
 //! Device timestamps where the runtime has them. A long launch is timed alone, the caches overwritten
-//! before it, as `triton.testing.do_bench` does. Launches shorter than the cost of launching are
+//! before it, as `triton.testing.do_bench` does (CUDA; through wgpu many at once). Launches shorter than the cost of launching are
 //! recorded into a graph and replayed, so that what is timed is the kernel and not the host; the
 //! caller's closure gets the launch number, to rotate among operand sets larger than the cache.
 
@@ -33,9 +33,10 @@ pub struct Effort {
 }
 
 impl Effort {
-    /// For figures that are reported: on a GPU about as long as `triton.testing.do_bench` (25 ms of
-    /// warm-up, 100 ms of samples), so that figures compare; on a CPU longer, because other programs
-    /// share it.
+    /// For figures that are reported: on CUDA about as long as `triton.testing.do_bench` (25 ms of
+    /// warm-up, 100 ms of samples), so that figures compare; through wgpu longer, because the host
+    /// waits between samples and clocks rise slowly; on a CPU longer still, because other programs share
+    /// it.
     pub const fn report(backend: Backend) -> Self {
         match backend {
             Backend::Cpu => Self {
@@ -45,7 +46,14 @@ impl Effort {
                 min_samples: 5,
                 limit: Duration::from_millis(1200),
             },
-            _ => Self {
+            Backend::Vulkan | Backend::WebGpu => Self {
+                rest: Duration::ZERO,
+                warm_up: Duration::from_millis(250),
+                samples: 60,
+                min_samples: 5,
+                limit: Duration::from_millis(300),
+            },
+            Backend::Cuda => Self {
                 rest: Duration::from_millis(300),
                 warm_up: Duration::from_millis(40),
                 samples: 200,
@@ -65,7 +73,14 @@ impl Effort {
                 limit: Duration::from_millis(100),
                 ..Self::report(backend)
             },
-            _ => Self {
+            Backend::Vulkan | Backend::WebGpu => Self {
+                warm_up: Duration::from_millis(100),
+                samples: 12,
+                min_samples: 3,
+                limit: Duration::from_millis(60),
+                ..Self::report(backend)
+            },
+            Backend::Cuda => Self {
                 rest: Duration::from_millis(40),
                 warm_up: Duration::from_millis(15),
                 samples: 40,
@@ -121,6 +136,8 @@ pub enum TimingError {
 const GRAPH_BELOW_NS: f64 = 60_000.0;
 /// Work per sample that makes the clock's own error small.
 const SAMPLE_NS: f64 = 400_000.0;
+/// Work per sample that outweighs the wait for the host between samples, through wgpu.
+const SAMPLE_NS_WGPU: f64 = 5_000_000.0;
 
 /// Times `launch`, which is given 0, 1, 2, ... and must be right to call any number of times.
 ///
@@ -180,15 +197,18 @@ fn measure_with(
     run(1);
     sync(device)?;
     let first = window(device, || run(1))?.min(window(device, || run(1))?);
-    let inner = (SAMPLE_NS / first.max(1000.0)).ceil().clamp(1.0, 256.0) as usize;
-    let (gpu, cuda) = (device.backend() != Backend::Cpu, device.backend() == Backend::Cuda);
+    let cuda = device.backend() == Backend::Cuda;
+    let sample_ns = match device.backend() {
+        Backend::Vulkan => SAMPLE_NS_WGPU,
+        _ => SAMPLE_NS,
+    };
+    let inner = (sample_ns / first.max(1000.0)).ceil().clamp(1.0, 256.0) as usize;
 
-    let (samples_ns, graph) = if gpu && first >= GRAPH_BELOW_NS {
+    let (samples_ns, graph) = if cuda && first >= GRAPH_BELOW_NS {
         // As do_bench does: every launch finds cold caches.
         let cold = Cold::new(device);
-        let at_once = if cuda { AT_ONCE } else { 1 };
         let samples = collect(effort, || {
-            let windows: Result<Vec<_>, TimingError> = (0..at_once)
+            let windows: Result<Vec<_>, TimingError> = (0..AT_ONCE)
                 .map(|_| {
                     cold.chill();
                     open_window(device, || run(1))
@@ -197,7 +217,7 @@ fn measure_with(
             windows?.into_iter().map(|w| w.resolve()).collect()
         })?;
         (samples, false)
-    } else if graphs && cuda && first < GRAPH_BELOW_NS {
+    } else if cuda && graphs {
         let graph = capture(device, inner, &mut run)?;
         let samples = collect(effort, || {
             // SAFETY: the operands that the graph launches on are owned by the caller of `measure`
