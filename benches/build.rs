@@ -3,7 +3,10 @@
 use std::process::Command;
 
 fn main() {
-    for path in ["../.git/HEAD", "../.git/index"] {
+    // The index changes with a commit, the folders with an edit that makes the tree dirty.
+    let sources =
+        ["../crates", "../kernels", "../models", "../benches", "../xtask", "../Cargo.lock"];
+    for path in ["../.git/HEAD", "../.git/index", "../.git/logs/HEAD"].iter().chain(&sources) {
         println!("cargo::rerun-if-changed={path}");
     }
     let git = |args: &[&str]| {

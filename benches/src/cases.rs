@@ -180,7 +180,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
 pub(crate) fn list(suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
     let (gpu, host) = (all(suite, Scale::Gpu)?, all(suite, Scale::Host)?);
     let mut names: Vec<_> = gpu.iter().chain(&host).map(Case::name).collect();
-    names.extend(["copy".to_owned(), "mma".to_owned()]);
+    names.extend(crate::run::CEILINGS.map(str::to_owned));
     names.sort();
     names.dedup();
     if let Some(filter) = filter {

@@ -14,6 +14,9 @@ use crate::cases::{self, Case, Scale, Suite};
 use crate::emit::emit;
 use crate::{Target, peers, provenance, tuning};
 
+/// Names of the ceilings, as a filter sees them.
+pub(crate) const CEILINGS: [&str; 5] = ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16"];
+
 /// Runs a suite; false when a case failed.
 pub(crate) fn run(
     target: &Target,
@@ -28,27 +31,46 @@ pub(crate) fn run(
     let host = device.backend() == Backend::Cpu || software;
     let scale = if host { Scale::Host } else { Scale::Gpu };
     let ceilings = |name: &str| filter.is_none_or(|f| name.contains(f));
-    let matmuls = match filter {
-        Some(f) if "copy".contains(f) || "mma".contains(f) => Vec::new(),
-        _ => cases::select(suite, scale, filter)?,
+    let ceiling = filter.is_some_and(|f| CEILINGS.iter().any(|name| name.contains(f)));
+    let matmuls = match cases::select(suite, scale, filter) {
+        Err(_) if ceiling => Vec::new(),
+        selected => selected?,
     };
+    // From here on what fails is the device's doing, not the caller's.
+    match measure(&device, &mut card, matmuls, ceilings, policy, with_peers) {
+        Ok(good) => Ok(good),
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            Ok(false)
+        }
+    }
+}
+
+fn measure(
+    device: &Device,
+    card: &mut record::Card,
+    matmuls: Vec<Case>,
+    shown: impl Fn(&str) -> bool,
+    policy: Policy,
+    with_peers: bool,
+) -> anyhow::Result<bool> {
     // The ceilings are always measured: every share is a share of them.
-    let copy = measure_copy(&device, &card)?;
-    let multiplies = measure_multiplies(&device, &card)?;
+    let copy = measure_copy(device, card)?;
+    let multiplies = measure_multiplies(device, card)?;
     card.copy_gbps = copy.gbps;
     card.peak_tflops = multiplies
         .iter()
         .filter_map(|r| Some((r.params.get("dtype")?.as_str()?.to_owned(), r.tflops?)))
         .collect();
     emit(&Line::Card(card.clone()))?;
-    let shown: Vec<_> =
-        std::iter::once(copy).chain(multiplies).filter(|r| ceilings(&r.case())).collect();
-    emit(&Line::Plan { cases: shown.len() + matmuls.len() })?;
-    for record in shown {
+    let first: Vec<_> =
+        std::iter::once(copy).chain(multiplies).filter(|r| shown(&r.case())).collect();
+    emit(&Line::Plan { cases: first.len() + matmuls.len() })?;
+    for record in first {
         emit(&Line::Record(record))?;
     }
     let mut tuner = Tuner {
-        device: &device,
+        device,
         cache: tuning::open_cache()?,
         policy,
         commit: provenance::COMMIT.to_owned(),
@@ -59,7 +81,7 @@ pub(crate) fn run(
         let case = Case { peer: case.peer && with_peers, ..case };
         emit(&Line::Begin { case: case.name() })?;
         let warned = tuner.cache.warnings().len();
-        let line = matmul(&mut tuner, &case, &card)?;
+        let line = matmul(&mut tuner, &case, card)?;
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
         emit(&line)?;
@@ -115,7 +137,9 @@ fn timed(mut record: Record, timing: &Timing) -> Record {
 
 fn measure_copy(device: &Device, card: &record::Card) -> anyhow::Result<Record> {
     let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
-    let bytes = (8 * cache).clamp(64 << 20, 1 << 30) / 4096 * 4096;
+    // WGSL devices bind 128 MiB at most.
+    let most = if device.backend() == Backend::WebGpu { 64 << 20 } else { 1 << 30 };
+    let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
     let from = kernels::noise(device, bytes / 4, arch::DType::F32, 1);
     let to = device.client().empty(bytes);
     let timing = timing::measure(device, Effort::report(device.backend()), |_| {
@@ -165,6 +189,7 @@ fn matmul(tuner: &mut Tuner<'_>, case: &Case, card: &record::Card) -> anyhow::Re
         let set = &sets[i % sets.len()];
         Matmul::launch(device, problem, &choice.config, set, scratch.as_ref());
     };
+    tune::poison(device, &Matmul::output(problem, &sets[0]));
     launch(0);
     match oracle::matmul::check_operands(device, problem, &sets[0], 7) {
         Ok(verdict) => {

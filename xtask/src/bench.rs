@@ -35,13 +35,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
 
     let run = measure(&programs, &chosen, args)?;
     let now: Vec<_> = run.iter().flat_map(|column| column.records.iter().cloned()).collect();
+    // A file that cannot be written must not cost what was measured.
+    let comparison =
+        baseline.map(|baseline| baseline.compare(&now, args.threshold / 100.0)).transpose()?;
+    print(&run, comparison.as_ref(), args.format)?;
     if let Some(file) = &args.save {
         let lines: Vec<_> = now.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
         write_atomically(file, &(lines.join("\n") + "\n"))?;
         eprintln!("saved {} records to {}", now.len(), file.display());
     }
-    let comparison =
-        baseline.map(|baseline| baseline.compare(&now, args.threshold / 100.0)).transpose()?;
     if let Some(file) = &args.html {
         write_atomically(
             file,
@@ -49,7 +51,6 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         )?;
         eprintln!("wrote {}", file.display());
     }
-    print(&run, comparison.as_ref(), args.format)?;
     verdict(&run, comparison.as_ref())
 }
 
@@ -113,6 +114,9 @@ pub(crate) fn print_all(text: &str) -> Result<()> {
 /// One line about everything that went wrong, and exit code 1, if something did.
 fn verdict(run: &[Column], comparison: Option<&Comparison>) -> Result<()> {
     let mut wrong = problems(run);
+    if run.iter().all(|column| column.records.is_empty()) && wrong.is_empty() {
+        wrong.push("nothing was measured".to_owned());
+    }
     if let Some(n) = comparison.map(Comparison::regressions).filter(|n| *n > 0) {
         wrong.push(format!("slower than the baseline: {n}"));
     }

@@ -1,6 +1,8 @@
 //! Opening a device.
 
 use cubecl::client::Client;
+use cubecl::config::cache::CacheConfig;
+use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 
 use crate::facts::{self, AdapterFacts};
@@ -30,12 +32,25 @@ pub enum OpenError {
     ForeignProfile { profile: String, of: Backend, backend: Backend },
 }
 
+/// Lets CubeCL keep compiled kernels between runs, beside the tuned configs, where there is a cache
+/// folder. Its key is this program's build and the kernel's arguments, so nothing stale is found.
+/// A `cubecl.toml` of the user's still counts for everything else. The first call counts.
+fn keep_compiled_kernels() {
+    let Some(cache) = dirs::cache_dir() else { return };
+    let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
+    config.compilation.cache = true;
+    config.environment.path = CacheConfig::Directory(cache.join("flashover/kernels"));
+    // False when the program that uses us, or an earlier device, set one: theirs holds.
+    CubeClRuntimeConfig::try_set(config);
+}
+
 impl Device {
     /// Opens the first device of `backend`.
     ///
     /// # Errors
     /// [`OpenError::Unavailable`] says what is missing and how to get it.
     pub fn open(backend: Backend) -> Result<Self, OpenError> {
+        keep_compiled_kernels();
         let gone = |why: String| OpenError::Unavailable {
             backend,
             why,

@@ -59,7 +59,11 @@ fn pair(text: &str) -> Result<(String, String), String> {
 }
 
 fn main() -> ExitCode {
-    env_logger::Builder::new().filter_level(log::LevelFilter::Error).init();
+    // Runtimes warn of much that is theirs alone; ours are for the caller.
+    env_logger::Builder::new()
+        .filter_level(log::LevelFilter::Error)
+        .filter_module("flashover", log::LevelFilter::Warn)
+        .init();
     let outcome = match Cli::parse().command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
         Command::Op { name, input, output, backend, profile, settings, policy } => {

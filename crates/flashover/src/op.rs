@@ -42,11 +42,17 @@ pub enum OpError {
     UnusedInput(String, &'static str),
     #[error("{what} has {rank} axes\nhint: matmul takes two or more, batches first")]
     Rank { what: &'static str, rank: usize },
-    #[error("k differs: lhs {lhs:?} has {lhs_k}, rhs {rhs:?} has {rhs_k}")]
+    #[error(
+        "k differs: lhs {lhs:?} has {lhs_k}, rhs {rhs:?} has {rhs_k}\nhint: lhs is [.., m, k], rhs [.., k, n]; \
+         lhs=col or rhs=col takes the last two axes swapped"
+    )]
     Depth { lhs: Vec<usize>, lhs_k: usize, rhs: Vec<usize>, rhs_k: usize },
-    #[error("batches of lhs {lhs:?} and rhs {rhs:?} do not broadcast")]
+    #[error(
+        "batches of lhs {lhs:?} and rhs {rhs:?} do not broadcast\nhint: as in NumPy, aligned at the end, \
+         sizes are equal or 1"
+    )]
     Broadcast { lhs: Vec<usize>, rhs: Vec<usize> },
-    #[error("bias has shape {bias:?}, the product has {n} columns")]
+    #[error("bias has shape {bias:?}, the product has {n} columns\nhint: bias is [n]")]
     Bias { bias: Vec<usize>, n: usize },
     #[error("{what} is {have}, lhs is {need}\nhint: operands share one dtype")]
     DType { what: &'static str, have: DType, need: DType },
@@ -54,7 +60,7 @@ pub enum OpError {
     NotFloat(DType),
     #[error("tf32 was asked for {0} operands\nhint: it is a way to multiply f32")]
     Tf32(DType),
-    #[error("a size of {0} is too large for one matmul")]
+    #[error("a size of {0} is too large for one matmul\nhint: sizes stay below 2^32; split it")]
     TooLarge(usize),
     #[error(transparent)]
     Invalid(#[from] InvalidMatmul),
@@ -167,7 +173,6 @@ pub fn matmul(
         Some(path) => TuneCache::open(&path)?,
         None => TuneCache::shipped(),
     };
-    cache.warnings().iter().for_each(|w| log::warn!("{w}"));
     let now = OffsetDateTime::now_utc();
     let mut tuner = Tuner {
         device,
@@ -181,6 +186,7 @@ pub fn matmul(
             .expect("a year has four digits"),
     };
     let config = tuner.choose::<Matmul>(&problem)?.config;
+    tuner.cache.warnings().iter().for_each(|w| log::warn!("{w}"));
     let client = device.client();
     let upload = |bytes: &[u8]| {
         let mut words = bytes.to_vec();

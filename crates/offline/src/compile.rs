@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use arch::ArchProfile;
 use cubecl::__private::Runtime;
-use cubecl::Compiler;
 use cubecl::features::TypeUsage;
 use cubecl::ir::{
     DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
@@ -16,8 +15,6 @@ use cubecl::prelude::CubeKernel;
 use cubecl::profile::TimingMethod;
 use cubecl_cpp::cuda::arch::CudaArchitecture;
 use cubecl_cpp::cuda::mma::CudaCmmaCompiler;
-use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures};
-use cubecl_cpp::target::Cuda;
 use cudarc::nvrtc::CompileOptions;
 
 /// What a kernel's machine code uses.
@@ -41,8 +38,8 @@ pub enum CompileError {
         "{path} is missing\nhint: point --cuda-home at a CUDA 13 toolkit, or let cargo xtask fetch it"
     )]
     Missing { path: PathBuf },
-    #[error("CubeCL: {0}")]
-    CubeCl(String),
+    #[error(transparent)]
+    Source(#[from] ahead::CompileError),
     #[error("NVRTC: {0}")]
     Nvrtc(String),
     #[error("ptxas: {0}")]
@@ -88,14 +85,14 @@ impl Toolkit {
         sm: u32,
         dump: Option<&Path>,
     ) -> Result<Usage, CompileError> {
-        let (source, shared) = cuda_source(kernel, sm)?;
-        let ptx = self.ptx(&source, sm)?;
+        let source = ahead::source(kernel, sm)?;
+        let ptx = self.ptx(&source.text, sm)?;
         let dir = tempfile::tempdir()?;
         let stem = dump.map_or_else(|| dir.path().join("k"), Path::to_owned);
         if dump.is_some() {
-            std::fs::write(stem.with_extension("cu"), &source)?;
+            std::fs::write(stem.with_extension("cu"), &source.text)?;
         }
-        Ok(Usage { shared, ..self.assemble(&ptx, sm, &stem)? })
+        Ok(Usage { shared: source.shared_bytes as u32, ..self.assemble(&ptx, sm, &stem)? })
     }
 
     /// CUDA C++ to PTX.
@@ -105,7 +102,10 @@ impl Toolkit {
                 self.include.display().to_string(),
                 self.include.join("cccl").display().to_string(),
             ],
-            options: vec![format!("--gpu-architecture={}", target_name(sm)), "-lineinfo".into()],
+            options: vec![
+                format!("--gpu-architecture={}", ahead::target_name(sm)),
+                "-lineinfo".into(),
+            ],
             ..CompileOptions::default()
         };
         let ptx = cudarc::nvrtc::compile_ptx_with_opts(source, options)
@@ -119,7 +119,7 @@ impl Toolkit {
         std::fs::write(&input, ptx)?;
         let out = Command::new(&self.ptxas)
             .arg("-v")
-            .arg(format!("-arch={}", target_name(sm)))
+            .arg(format!("-arch={}", ahead::target_name(sm)))
             .arg("-o")
             .args([&output, &input])
             .output()?;
@@ -129,34 +129,6 @@ impl Toolkit {
         }
         parse_report(&report).ok_or_else(|| CompileError::Ptxas(report.into_owned()))
     }
-}
-
-/// CubeCL compiles for the architecture-specific variant from 9.0 up.
-fn target_name(sm: u32) -> String {
-    if sm >= 90 { format!("sm_{sm}a") } else { format!("sm_{sm}") }
-}
-
-/// The CUDA C++ of `kernel` and the dynamic shared memory of its launch.
-fn cuda_source(kernel: &dyn CubeKernel, sm: u32) -> Result<(String, u32), CompileError> {
-    let options = CompilationOptions {
-        warp_size: 32,
-        supports_features: CppSupportedFeatures {
-            grid_constants: true,
-            fast_math: true,
-            fast_tanh: true,
-            dp4a: true,
-            clusters: sm >= 90,
-            elect_sync: sm >= 90,
-        },
-        ..CompilationOptions::default()
-    };
-    let definition =
-        cubecl::define_kernel(kernel).map_err(|e| CompileError::CubeCl(format!("{e:?}")))?;
-    let compiled = CppCompiler::<Cuda>::default()
-        .compile(definition, &options)
-        .map_err(|e| CompileError::CubeCl(format!("{e:?}")))?;
-    let shared = compiled.shared_memory_size as u32;
-    Ok((compiled.to_string(), shared))
 }
 
 /// Reads `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill

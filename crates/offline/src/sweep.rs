@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use arch::ArchProfile;
-use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision, program};
+use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
 use rayon::prelude::*;
 use serde::Serialize;
 use tune::Kernel;
@@ -133,7 +133,7 @@ fn compile(
     dump: Option<&Path>,
 ) -> Result<(Usage, u32), CompileError> {
     let properties = properties(arch);
-    let kernel = program(arch, problem, config, &properties, &target_properties());
+    let kernel = Matmul::program(arch, problem, config, &properties, &target_properties());
     let units = config.units(arch);
     Ok((toolkit.usage(kernel.as_ref(), arch.compute_capability.unwrap_or(0), dump)?, units))
 }

@@ -167,7 +167,7 @@ const SIZES: [[u32; 3]; 14] = [
 ];
 
 /// The shapes that every config must get right, for one precision: every size in every layout, then
-/// batches, repeated operands, strided views and special values.
+/// batches, repeated operands, strided views, deep products and special values.
 pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
     let layouts = [Layout::Row, Layout::Col];
     let mut cases = Vec::new();
@@ -205,6 +205,9 @@ pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
     for (seed, sizes) in [(110, [64, 64, 64]), (111, [33, 47, 29]), (112, [1, 130, 40])] {
         add(MatmulProblem { bias: true, ..dense(1, sizes, rows) }, Inputs::Normal(seed));
     }
+    // Deep enough that k is cut into parts: with batches and a bias, and with a ragged last part.
+    add(MatmulProblem { bias: true, ..dense(3, [20, 24, 4104], rows) }, Inputs::Normal(113));
+    add(dense(1, [5, 40, 2051], [Layout::Row, Layout::Col]), Inputs::Normal(114));
     for (seed, sizes) in [(96, [40, 48, 56]), (97, [128, 128, 64]), (98, [3, 130, 35])] {
         add(dense(1, sizes, [Layout::Row, Layout::Col]), Inputs::Special(seed));
     }

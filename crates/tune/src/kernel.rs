@@ -2,8 +2,11 @@
 
 use std::fmt::Debug;
 use std::hash::Hash;
+use std::sync::Arc;
 
 use arch::{ArchProfile, DType, Device};
+use cubecl::ir::{DeviceProperties, TargetProperties};
+use cubecl::prelude::CubeKernel;
 use cubecl::server::Handle;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -63,6 +66,16 @@ pub trait Kernel: 'static {
         let bytes = Self::scratch_bytes(problem, config);
         (bytes > 0).then(|| device.client().empty(bytes as usize))
     }
+
+    /// The program that [`Kernel::launch`] would run for `config` on a device with these properties:
+    /// for compiling it without launching it.
+    fn program(
+        arch: &ArchProfile,
+        problem: &Self::Problem,
+        config: &Self::Config,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Box<dyn CubeKernel>;
 
     /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or launch surface when the output is read or checked.
     fn launch(

@@ -13,4 +13,4 @@ mod tuner;
 
 pub use cache::{CacheError, Entry, Key, Measured, TuneCache, Warning, default_cache_path};
 pub use kernel::{Cost, Infeasible, Kernel, Output};
-pub use tuner::{Choice, Policy, Source, TuneError, Tuner, UnknownPolicy, operand_sets};
+pub use tuner::{Choice, Policy, Source, TuneError, Tuner, UnknownPolicy, operand_sets, poison};

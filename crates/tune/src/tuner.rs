@@ -72,7 +72,9 @@ pub struct Choice<C> {
 #[derive(Debug, thiserror::Error)]
 pub enum TuneError {
     /// The device cannot serve the problem at all.
-    #[error("{arch} has no way to run {kernel} {problem}")]
+    #[error(
+        "{arch} has no way to run {kernel} {problem}\nhint: the device lacks that dtype; take another, or another backend"
+    )]
     Unsupported { arch: String, kernel: &'static str, problem: String },
     /// Nothing is known, and the policy forbids guessing and measuring.
     #[error("no config is recorded for {0}\nhint: run with --policy measure, or default")]
@@ -126,7 +128,7 @@ impl Tuner<'_> {
             TuneError::Unsupported {
                 arch: arch.id.to_string(),
                 kernel: K::NAME,
-                problem: format!("{problem:?}"),
+                problem: K::bucket(problem),
             }
         })?;
         match self.policy {
@@ -147,6 +149,11 @@ impl Tuner<'_> {
         let arch = self.device.profile().clone();
         let key = Key::of::<K>(&arch.id, problem);
         let candidates = K::candidates(&arch, problem);
+        let client = self.device.client();
+        let (properties, target) = (client.properties_shared(), client.target_properties_shared());
+        ahead::compile(self.device, candidates.len(), |i| {
+            K::program(&arch, problem, &candidates[i], &properties, &target)
+        });
         let sets = operand_sets::<K>(self.device, problem);
         let expected = K::simplest(&arch, problem)
             .map(|config| run_once::<K>(self.device, problem, &config, &sets[0]));
@@ -231,8 +238,9 @@ impl Sample {
         let scale = self.values.iter().fold(0f32, |m, v| m.max(v.abs()));
         let tol = self.tolerance * f64::from(scale);
         let pairs = self.values.iter().zip(&other.values);
+        // Written so that a NaN stays: `f64::max` would drop it at the next element.
         let worst = pairs.map(|(a, b)| f64::from((a - b).abs()));
-        let worst = worst.fold(0f64, |m, e| if e.is_nan() { f64::NAN } else { m.max(e) });
+        let worst = worst.fold(0f64, |m, e| if e <= m || m.is_nan() { m } else { e });
         if worst <= tol {
             Ok(())
         } else {
@@ -259,12 +267,14 @@ fn run_once<K: Kernel>(
     let window = WINDOW.min(len);
     let mut values = Vec::with_capacity(3 * window);
     for start in [0, (len - window) / 2, len - window] {
-        let start = start / 4 * 4; // device offsets are aligned to whole words
+        // Device offsets are aligned to whole words; the last part still reaches the end.
+        let start = start / 4 * 4;
+        let end = if start + window + 4 > len { len } else { start + window };
         let handle = output
             .handle
             .clone()
             .offset_start((start * size) as u64)
-            .offset_end(((len - start - window) * size) as u64);
+            .offset_end(((len - end) * size) as u64);
         let bytes = client.read_one(handle).map_err(|e| format!("{e:?}"))?;
         decode(output.dtype, &bytes, &mut values);
     }
@@ -281,8 +291,8 @@ fn decode(dtype: DType, bytes: &[u8], into: &mut Vec<f32>) {
     }
 }
 
-/// Overwrites an output with NaN, so that an element nobody wrote is seen.
-fn poison(device: &Device, output: &Output) {
+/// Overwrites an output with NaN (integers: with -1), so that an element nobody wrote is seen.
+pub fn poison(device: &Device, output: &Output) {
     let nan: Vec<u8> = match output.dtype {
         DType::F32 | DType::Tf32 | DType::I32 => vec![0xff; 4],
         DType::F16 | DType::Bf16 => vec![0xff; 2],
@@ -290,4 +300,22 @@ fn poison(device: &Device, output: &Output) {
     };
     let words = (output.len * nan.len()).div_ceil(4);
     fill(device, &output.handle, words, u32::MAX);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_nan_anywhere_disagrees() {
+        let sample = |values: [f32; 4]| Sample { values: values.to_vec(), tolerance: 0.1 };
+        let right = sample([1.0, 2.0, 3.0, 4.0]);
+        assert!(right.agrees(&sample([1.0, 2.1, 3.0, 4.0])).is_ok());
+        assert!(right.agrees(&sample([1.0, 2.5, 3.0, 4.0])).is_err());
+        for at in 0..4 {
+            let mut wrong = [1.0, 2.0, 3.0, 4.0];
+            wrong[at] = f32::NAN;
+            assert!(right.agrees(&sample(wrong)).is_err(), "{at}");
+        }
+    }
 }

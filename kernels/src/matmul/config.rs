@@ -25,6 +25,50 @@ pub enum MatmulConfig {
 }
 
 impl MatmulConfig {
+    /// Every size in it, by name.
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        match *self {
+            Self::Mma(c) => vec![
+                ("tile_m", c.tile_m),
+                ("tile_n", c.tile_n),
+                ("tile_k", c.tile_k),
+                ("planes_m", c.planes_m),
+                ("planes_n", c.planes_n),
+                ("stages", c.stages),
+                ("parts", c.parts),
+            ],
+            Self::Cube(c) => vec![
+                ("tile_m", c.tile_m),
+                ("tile_n", c.tile_n),
+                ("tile_k", c.tile_k),
+                ("units", c.units),
+            ],
+            Self::Plane(c) => vec![
+                ("tile_m", c.tile_m),
+                ("tile_n", c.tile_n),
+                ("tile_k", c.tile_k),
+                ("planes_m", c.planes_m),
+                ("planes_n", c.planes_n),
+            ],
+            Self::Fma(c) => vec![
+                ("own_m", c.own_m),
+                ("own_n", c.own_n),
+                ("groups_m", c.groups_m),
+                ("groups_n", c.groups_n),
+                ("tile_k", c.tile_k),
+                ("stages", c.stages),
+            ],
+            Self::Cores(c) => vec![
+                ("block_m", c.block_m),
+                ("block_n", c.block_n),
+                ("block_k", c.block_k),
+                ("rows", c.rows),
+                ("vector", c.vector),
+                ("units", c.units),
+            ],
+        }
+    }
+
     /// Parts that k is cut into.
     pub(super) const fn parts(&self) -> u32 {
         match self {
@@ -99,12 +143,11 @@ const PLANE: [MatmulConfig; 4] = [
     plane([128, 64, 32], [2, 2]),
     plane([16, 64, 32], [1, 2]),
 ];
-const FMA: [MatmulConfig; 7] = [
+const FMA: [MatmulConfig; 6] = [
     fma([16, 8], [2, 4], 16),
     fma([8, 16], [4, 2], 16),
     fma([8, 8], [4, 2], 16),
     fma([8, 8], [2, 2], 16),
-    fma([8, 4], [2, 2], 16),
     fma([4, 4], [2, 1], 16),
     fma([4, 4], [1, 2], 32),
 ];
@@ -248,6 +291,12 @@ pub(super) fn check(
     if !arch.dtypes.contains(&precision.storage()) {
         return Err(lacks(format!("{} buffers", precision.storage())));
     }
+    // A cache is a file that people edit: no rule below may divide by zero or overflow.
+    for (name, value) in config.sizes() {
+        if !(1..=1 << 14).contains(&value) {
+            return Err(shape(name, value, "sizes are 1 to 16384"));
+        }
+    }
     match config {
         MatmulConfig::Mma(c) => check_mma(arch, problem, c),
         MatmulConfig::Cube(c) => check_cube(arch, problem, c),
@@ -304,8 +353,14 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if c.tile_k / inst.k % 2 != 0 {
         return Err(shape("tile_k", c.tile_k, "fragments alternate between two register sets"));
     }
+    if c.planes_m * c.planes_n > 32 {
+        return Err(shape("planes_m", c.planes_m, "a cube has 32 planes at most"));
+    }
+    if c.parts > 1 && problem.batch_slices(arch.backend).len() > 1 {
+        return Err(shape("parts", c.parts, "partial sums hold the batches of one launch"));
+    }
     let tiles_k = problem.k.div_ceil(c.tile_k);
-    if c.parts == 0 || (c.parts - 1) * c.part_tiles(problem.k) >= tiles_k {
+    if (c.parts - 1) * c.part_tiles(problem.k) >= tiles_k {
         return Err(shape("parts", c.parts, "every part needs a tile of k"));
     }
     if c.stages < 2 {
@@ -419,6 +474,16 @@ fn check_cores(
     }
     if problem.precision == Precision::Tf32 {
         return Err(lacks("tf32 matrix instructions".into()));
+    }
+    if !c.vector.is_power_of_two() || c.vector > 16 {
+        return Err(shape(
+            "vector",
+            c.vector,
+            "a vector register holds a power of two, 16 at most",
+        ));
+    }
+    if c.rows > 16 || c.rows * c.block_n / c.vector > 32 {
+        return Err(shape("rows", c.rows, "more sums than vector registers"));
     }
     if c.block_n % c.vector != 0 || c.block_m % c.rows != 0 {
         return Err(shape("block_m", c.block_m, "not a multiple of the register block"));
@@ -586,6 +651,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::matmul::Batches;
 
     fn problem(sizes: [u32; 3], layouts: [Layout; 2], precision: Precision) -> MatmulProblem {
         MatmulProblem::dense(1, sizes, layouts, precision).expect("valid sizes")
@@ -610,6 +676,57 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn sizes_that_an_edited_cache_may_hold_are_refused() {
+        let (gpu, cpu) = (ArchProfile::recorded("rtx4090").expect("recorded"), cpu());
+        let p = problem([64, 64, 64], [Layout::Row, Layout::Col], Precision::F16);
+        let known: Vec<_> =
+            candidates(&gpu, &p).into_iter().chain(FMA).map(|c| (&gpu, c)).collect();
+        let cores = candidates(&cpu, &p).into_iter().map(|c| (&cpu, c));
+        for (arch, config) in known.into_iter().chain(cores) {
+            let fields = serde_json::to_value(config).expect("plain data");
+            for name in fields.as_object().expect("a struct").keys().filter(|k| *k != "path") {
+                for bad in [0, 3, u32::MAX] {
+                    let mut edited = fields.clone();
+                    edited[name] = bad.into();
+                    let edited: MatmulConfig = serde_json::from_value(edited).expect("numbers");
+                    let verdict = check(arch, &p, &edited); // must not panic
+                    assert!(bad == 3 || verdict.is_err(), "{edited:?}");
+                }
+            }
+        }
+        let odd = CoresConfig { vector: 3, block_n: 33, ..cores_config(&cpu) };
+        assert!(check(&cpu, &p, &MatmulConfig::Cores(odd)).is_err());
+    }
+
+    /// A CPU with two cores and 16-lane registers.
+    fn cpu() -> ArchProfile {
+        ArchProfile {
+            backend: Backend::Cpu,
+            processors: Some(2),
+            load_bytes: 64,
+            ..ArchProfile::recorded("rtx4090").expect("recorded")
+        }
+    }
+
+    fn cores_config(arch: &ArchProfile) -> CoresConfig {
+        match cores(arch)[0] {
+            MatmulConfig::Cores(c) => c,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn parts_are_for_the_batches_of_one_launch() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let batches = Batches { outer: 2, inner: 3, lhs: (64 * 4096, 0), rhs: (0, 64 * 4096) };
+        let one = problem([64, 64, 4096], [Layout::Row, Layout::Row], Precision::Bf16);
+        let two = MatmulProblem { batches, ..one };
+        let parts = |p: &MatmulProblem| candidates(&arch, p).iter().map(MatmulConfig::parts).max();
+        assert!(parts(&one) > Some(1), "a deep problem is cut");
+        assert_eq!(parts(&two), Some(1), "this one takes two launches");
     }
 
     #[test]

@@ -129,6 +129,43 @@ impl Kernel for Matmul {
         }
     }
 
+    fn program(
+        arch: &ArchProfile,
+        problem: &MatmulProblem,
+        config: &MatmulConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Box<dyn CubeKernel> {
+        let plan = Plan::new(arch, problem, config);
+        let storage = elem(problem.precision.storage());
+        let instruction = instruction(problem.precision);
+        let settings = KernelSettings::new(
+            plan.cube_dim().into(),
+            ExecutionMode::Unchecked,
+            plan.address(problem),
+        );
+        let buffer = || BufferCompilationArg { inplace: None };
+        let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
+        Box::new(matmul::Matmul::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            Dims::compiled(),
+            width_lhs,
+            width_rhs,
+            width_out,
+            width_partials,
+            plan.path,
+            problem.bias,
+            [storage, instruction],
+        ))
+    }
+
     fn launch(
         device: &Device,
         problem: &MatmulProblem,
@@ -182,45 +219,6 @@ impl Kernel for Matmul {
             parts::add(device, problem, operands, partials, parts);
         }
     }
-}
-
-/// The kernel that [`Matmul::launch`] would compile for `config` on a device with these properties:
-/// for compiling without one.
-pub fn program(
-    arch: &ArchProfile,
-    problem: &MatmulProblem,
-    config: &MatmulConfig,
-    properties: &Arc<DeviceProperties>,
-    target: &Arc<TargetProperties>,
-) -> Box<dyn CubeKernel> {
-    let plan = Plan::new(arch, problem, config);
-    let storage = elem(problem.precision.storage());
-    let instruction = instruction(problem.precision);
-    let settings = KernelSettings::new(
-        plan.cube_dim().into(),
-        ExecutionMode::Unchecked,
-        plan.address(problem),
-    );
-    let buffer = || BufferCompilationArg { inplace: None };
-    let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
-    Box::new(matmul::Matmul::new(
-        settings,
-        properties.clone(),
-        target.clone(),
-        buffer(),
-        buffer(),
-        buffer(),
-        buffer(),
-        buffer(),
-        Dims::compiled(),
-        width_lhs,
-        width_rhs,
-        width_out,
-        width_partials,
-        plan.path,
-        problem.bias,
-        [storage, instruction],
-    ))
 }
 
 const fn instruction(precision: Precision) -> ElemType {

@@ -2,9 +2,9 @@
 //! software rasteriser where one is installed.
 
 use arch::{ArchProfile, Backend, Device};
-use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
+use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
-use tune::Kernel;
+use tune::{Kernel, TuneCache};
 
 /// Opens `backend`, or says why its test is skipped.
 fn device(backend: Backend) -> Option<Device> {
@@ -97,7 +97,7 @@ fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
         "bucket": key.bucket, "problem": null, "config": { "path": "alien" }, "median_ns": 1.0,
         "timings": [], "commit": "", "date": "2026-01-01T00:00:00Z",
     });
-    let mut cache = tune::TuneCache::default();
+    let mut cache = TuneCache::default();
     assert_eq!(cache.merge_text(&line.to_string(), "test").expect("no file to write"), 1);
     let (commit, date) = (String::new(), String::new());
     let policy = tune::Policy::Default;
@@ -106,4 +106,23 @@ fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
     assert_eq!(choice.source, tune::Source::Default);
     let warnings = tuner.cache.warnings();
     assert!(warnings.len() == 1 && warnings[0].to_string().contains("alien"), "{warnings:?}");
+}
+
+#[test]
+fn shipped_configs_are_of_this_version_and_fit_their_device() {
+    let card = |name| ArchProfile::recorded(name).expect("recorded");
+    let cuda = card("h200").restrict("rtx4090", &card("rtx4090"));
+    let cache = TuneCache::shipped();
+    let mut checked = 0;
+    for (entry, _) in cache.entries() {
+        assert_eq!(entry.key.version, Matmul::VERSION, "{}: never looked up again", entry.key);
+        let problem: MatmulProblem =
+            serde_json::from_value(entry.problem.clone()).expect("a problem");
+        let config: MatmulConfig = serde_json::from_value(entry.config.clone()).expect("a config");
+        if entry.key.arch_id == cuda.id {
+            Matmul::check(&cuda, &problem, &config).expect("fits");
+            checked += 1;
+        }
+    }
+    assert!(checked > 0, "the card that the records are of has results");
 }
