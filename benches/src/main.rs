@@ -7,6 +7,7 @@ mod peers;
 mod provenance;
 mod run;
 mod targets;
+mod torch;
 mod tuning;
 mod verify;
 
@@ -83,6 +84,9 @@ enum Command {
         /// Leave out Burn's ops, whose first call of a shape tunes for up to 40 s on a GPU
         #[arg(long)]
         no_peers: bool,
+        /// Also measure torch, with this Python, which needs torch, triton and CUDA
+        #[arg(long, value_name = "PYTHON")]
+        torch: Option<String>,
     },
     /// Print the names of a suite's cases
     List {
@@ -124,8 +128,9 @@ fn main() -> ExitCode {
     env_logger::Builder::new().filter_level(log_level()).init();
     let cli = Cli::parse();
     let outcome = match cli.command {
-        Command::Run { target, suite, filter, policy, no_peers } => {
-            run::run(&target, suite, filter.as_deref(), policy, !no_peers)
+        Command::Run { target, suite, filter, policy, no_peers, torch } => {
+            let peers = run::Peers { burn: !no_peers, torch };
+            run::run(&target, suite, filter.as_deref(), policy, &peers)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),
         Command::Verify { target, filter, configs } => {

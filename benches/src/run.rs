@@ -12,10 +12,18 @@ use tune::{Cost, Kernel, Policy, TuneError, Tuner};
 
 use crate::cases::{self, Case, Scale, Suite};
 use crate::emit::emit;
+use crate::torch::Torch;
 use crate::{Target, peers, provenance, tuning};
 
 /// Names of the ceilings, as a filter sees them.
 pub(crate) const CEILINGS: [&str; 5] = ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16"];
+
+/// Whom to measure beside us.
+pub(crate) struct Peers {
+    pub(crate) burn: bool,
+    /// A Python that has torch.
+    pub(crate) torch: Option<String>,
+}
 
 /// Runs a suite; false when a case failed.
 pub(crate) fn run(
@@ -23,7 +31,7 @@ pub(crate) fn run(
     suite: Suite,
     filter: Option<&str>,
     policy: Policy,
-    with_peers: bool,
+    peers: &Peers,
 ) -> anyhow::Result<bool> {
     let Some(device) = target.open_or_skip()? else { return Ok(true) };
     let mut card = provenance::card(&device)?;
@@ -36,8 +44,16 @@ pub(crate) fn run(
         Err(_) if ceiling => Vec::new(),
         selected => selected?,
     };
+    let torch = match &peers.torch {
+        Some(python) if device.backend() == Backend::Cuda => Some(Torch::start(python)?),
+        Some(_) => {
+            eprintln!("torch is measured beside CUDA only");
+            None
+        }
+        None => None,
+    };
     // From here on what fails is the device's doing, not the caller's.
-    match measure(&device, &mut card, matmuls, ceilings, policy, with_peers) {
+    match measure(&device, &mut card, matmuls, ceilings, policy, peers.burn, torch) {
         Ok(good) => Ok(good),
         Err(e) => {
             eprintln!("error: {e:#}");
@@ -52,7 +68,8 @@ fn measure(
     matmuls: Vec<Case>,
     shown: impl Fn(&str) -> bool,
     policy: Policy,
-    with_peers: bool,
+    with_burn: bool,
+    mut torch: Option<Torch>,
 ) -> anyhow::Result<bool> {
     // The ceilings are always measured: every share is a share of them.
     let copy = measure_copy(device, card)?;
@@ -78,10 +95,10 @@ fn measure(
     };
     let mut good = true;
     for case in matmuls {
-        let case = Case { peer: case.peer && with_peers, ..case };
+        let case = Case { peer: case.peer && with_burn, ..case };
         emit(&Line::Begin { case: case.name() })?;
         let warned = tuner.cache.warnings().len();
-        let line = matmul(&mut tuner, &case, card)?;
+        let line = matmul(&mut tuner, &case, card, torch.as_mut())?;
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
         emit(&line)?;
@@ -165,7 +182,12 @@ fn measure_multiplies(device: &Device, card: &record::Card) -> anyhow::Result<Ve
     Ok(records)
 }
 
-fn matmul(tuner: &mut Tuner<'_>, case: &Case, card: &record::Card) -> anyhow::Result<Line> {
+fn matmul(
+    tuner: &mut Tuner<'_>,
+    case: &Case,
+    card: &record::Card,
+    torch: Option<&mut Torch>,
+) -> anyhow::Result<Line> {
     let problem = &case.problem;
     let cost = problem.cost();
     let mut record = blank(card, "matmul", case.params(), cost);
@@ -214,6 +236,12 @@ fn matmul(tuner: &mut Tuner<'_>, case: &Case, card: &record::Card) -> anyhow::Re
     drop(sets);
     if case.peer && record.error.is_none() {
         add_peer(&mut record, device, problem, n);
+    }
+    if let (Some(torch), None) = (torch, &record.error) {
+        match torch.matmul(problem) {
+            Ok(ns) => drop(record.peers.insert("torch".to_owned(), ns)),
+            Err(e) => eprintln!("{}: no figure of torch's: {e}", record.case()),
+        }
     }
     Ok(Line::Record(record))
 }

@@ -66,7 +66,9 @@ fn measure(programs: &Programs, chosen: &Chosen, args: &BenchArgs) -> Result<Vec
     let column = |backend: &Backend| {
         let mut command = programs.command("flashover-bench");
         command.args(["run", "--backend", &backend.to_string(), "--suite", &word(args.suite)]);
-        for (name, value) in [("--filter", &args.filter), ("--profile", &args.profile)] {
+        let passed =
+            [("--filter", &args.filter), ("--profile", &args.profile), ("--torch", &args.torch)];
+        for (name, value) in passed {
             if let Some(value) = value {
                 command.args([name, value]);
             }

@@ -74,6 +74,9 @@ pub(crate) struct BenchArgs {
     /// Refuse to run without a GPU
     #[arg(long)]
     pub(crate) require_gpu: bool,
+    /// Also measure torch on CUDA, with this Python, which needs torch, triton and CUDA
+    #[arg(long, value_name = "PYTHON")]
+    pub(crate) torch: Option<String>,
     /// Write the records to this file, one JSON line each
     #[arg(long, value_name = "FILE")]
     pub(crate) save: Option<PathBuf>,

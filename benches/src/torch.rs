@@ -1,0 +1,84 @@
+//! torch on the same cases, on the same card, between ours: a Python process that waits for its turn.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, bail};
+use kernels::matmul::MatmulProblem;
+use serde::Deserialize;
+use serde_json::json;
+
+/// A running Python with torch.
+pub(crate) struct Torch {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    version: Option<String>,
+    ns: Option<f64>,
+    error: Option<String>,
+}
+
+impl Torch {
+    /// Starts `python`, which must have torch, triton and a CUDA device.
+    ///
+    /// # Errors
+    /// What it lacks.
+    pub(crate) fn start(python: &str) -> anyhow::Result<Self> {
+        let mut child = Command::new(python)
+            .args(["-c", include_str!("torch.py")])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start `{python}`\nhint: --torch takes a Python"))?;
+        let input = child.stdin.take().expect("piped");
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut torch = Self { child, input, output };
+        match torch.answer()? {
+            Answer { version: Some(version), .. } => eprintln!("torch {version} beside us"),
+            Answer { error, .. } => bail!(
+                "`{python}` cannot measure torch: {}\nhint: it needs torch, triton and CUDA",
+                error.unwrap_or_default()
+            ),
+        }
+        Ok(torch)
+    }
+
+    /// Median nanoseconds of torch's matmul on dense operands of `problem`.
+    ///
+    /// # Errors
+    /// torch's own.
+    pub(crate) fn matmul(&mut self, problem: &MatmulProblem) -> anyhow::Result<f64> {
+        let case = json!({
+            "m": problem.m,
+            "n": problem.n,
+            "k": problem.k,
+            "batch": problem.batch(),
+            "dtype": problem.precision.name(),
+            "lhs": problem.lhs.layout.name(),
+            "rhs": problem.rhs.layout.name(),
+        });
+        writeln!(self.input, "{case}").context("torch has gone away")?;
+        match self.answer()? {
+            Answer { ns: Some(ns), .. } => Ok(ns),
+            Answer { error, .. } => bail!("torch: {}", error.unwrap_or_default()),
+        }
+    }
+
+    fn answer(&mut self) -> anyhow::Result<Answer> {
+        let mut line = String::new();
+        self.output.read_line(&mut line).context("torch has gone away")?;
+        serde_json::from_str(&line).with_context(|| format!("torch said `{}`", line.trim()))
+    }
+}
+
+impl Drop for Torch {
+    fn drop(&mut self) {
+        // It may have ended by itself; there is nobody to tell either way.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
