@@ -1,5 +1,6 @@
 //! The tune cache from the command line.
 
+use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
 use anyhow::Context;
@@ -60,18 +61,23 @@ pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
 
 fn show(filter: Option<&str>) -> anyhow::Result<bool> {
     let cache = open_cache()?;
-    let mut shown = 0;
+    let (mut shown, mut text) = (0, String::new());
     for (entry, source) in cache.entries() {
         let key = entry.key.to_string();
         if filter.is_none_or(|f| key.contains(f)) {
-            println!("{}", describe(&key, entry, source));
+            text += &(describe(&key, entry, source) + "\n");
             shown += 1;
         }
     }
     if shown == 0 {
-        println!("no result{}", filter.map(|f| format!(" matches `{f}`")).unwrap_or_default());
+        text =
+            format!("no result{}\n", filter.map(|f| format!(" matches `{f}`")).unwrap_or_default());
     }
-    Ok(true)
+    match std::io::stdout().write_all(text.as_bytes()) {
+        // The reader has gone away, as `head` does.
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(e.into()),
+        _ => Ok(true),
+    }
 }
 
 fn describe(key: &str, entry: &Entry, source: Source) -> String {

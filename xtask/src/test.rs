@@ -105,7 +105,7 @@ fn verified(programs: &Programs, ready: &Ready, backend: Backend) -> Result<Outc
         };
         return Ok(Outcome::Skipped(reason));
     }
-    let run = verify::columns(programs, &[backend], None, None)?;
+    let run = verify::columns(programs, &[backend], &[])?;
     println!("{}", verify::document(&run, Style::of_stdout()));
     verify::verdict(&run)?;
     Ok(Outcome::Passed)

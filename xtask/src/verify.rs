@@ -19,7 +19,13 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, false)?;
     eprintln!("{chosen}");
     let backends: Vec<_> = chosen.devices.iter().map(|(backend, _)| *backend).collect();
-    let run = columns(&programs, &backends, args.filter.as_deref(), args.profile.as_deref())?;
+    let with = ["--filter", "--profile"].into_iter().zip([&args.filter, &args.profile]);
+    let mut options: Vec<_> =
+        with.filter_map(|(name, value)| Some([name, value.as_deref()?])).flatten().collect();
+    if args.configs {
+        options.push("--configs");
+    }
+    let run = columns(&programs, &backends, &options)?;
     print_all(&document(&run, Style::of_stdout()))?;
     verdict(&run)
 }
@@ -28,17 +34,12 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
 pub(crate) fn columns(
     programs: &Programs,
     backends: &[Backend],
-    filter: Option<&str>,
-    profile: Option<&str>,
+    options: &[&str],
 ) -> Result<Vec<Column>> {
     let column = |backend: &Backend| {
         let mut command = programs.command("flashover-bench");
         command.args(["verify", "--backend", &backend.to_string()]);
-        for (name, value) in [("--filter", filter), ("--profile", profile)] {
-            if let Some(value) = value {
-                command.args([name, value]);
-            }
-        }
+        command.args(options);
         stream::gather(&backend.to_string(), command)
     };
     backends.iter().map(column).collect()

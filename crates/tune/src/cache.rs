@@ -215,9 +215,10 @@ impl TuneCache {
         lock.lock().map_err(wrap)?; // released when `lock` is dropped
         let (theirs, _) = read(&path)?;
         merge(&mut self.measured, theirs);
+        let foreign = foreign_lines(&path)?;
         let temporary = path.with_extension(format!("new-{}", std::process::id()));
         let mut file = File::create(&temporary).map_err(wrap)?;
-        file.write_all(render(&self.measured).as_bytes()).map_err(wrap)?;
+        file.write_all((render(&self.measured) + &foreign).as_bytes()).map_err(wrap)?;
         file.sync_all().map_err(wrap)?;
         fs::rename(&temporary, &path).map_err(wrap)
     }
@@ -231,6 +232,20 @@ fn read(path: &Path) -> Result<Parsed, CacheError> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Parsed::default()),
         Err(source) => Err(CacheError { path: path.to_owned(), source }),
     }
+}
+
+/// Lines of other formats, as they are: another version of this program reads them.
+fn foreign_lines(path: &Path) -> Result<String, CacheError> {
+    let text = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
+        // Damaged text has been reported; there is nothing in it to keep.
+        Err(e) if e.kind() == io::ErrorKind::InvalidData => String::new(),
+        Err(source) => return Err(CacheError { path: path.to_owned(), source }),
+    };
+    let format = |line: &str| serde_json::from_str::<Value>(line).ok()?.get("format")?.as_u64();
+    let foreign = text.lines().filter(|l| format(l).is_some_and(|f| f != u64::from(FORMAT)));
+    Ok(foreign.map(|line| line.to_owned() + "\n").collect())
 }
 
 fn parse(text: &str, origin: &str) -> Parsed {
@@ -332,6 +347,18 @@ mod tests {
         let both = TuneCache::open(&path).expect("readable");
         assert_eq!(both.measured.len(), 2);
         assert_eq!(both.warnings(), TuneCache::shipped().warnings());
+    }
+
+    #[test]
+    fn results_of_another_version_survive_a_rewrite() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("tune.jsonl");
+        let newer = r#"{"format":99,"whatever":[1,2]}"#;
+        fs::write(&path, format!("{newer}\nnot JSON\n")).expect("writable");
+        let mut cache = TuneCache::open(&path).expect("readable");
+        cache.insert(entry("a", "2026-01-01T00:00:00Z", 1.0)).expect("writable");
+        let text = fs::read_to_string(&path).expect("written");
+        assert!(text.lines().any(|l| l == newer) && text.lines().count() == 2, "{text}");
     }
 
     #[test]
