@@ -20,6 +20,12 @@ pub(crate) struct TileShape {
 }
 
 impl TileShape {
+    /// `[outer, k]`, or `[k, outer]` when the outer axis is the contiguous one (`transposed`).
+    pub(crate) const fn new(outer: u32, k: u32, transposed: bool, elem: usize) -> Self {
+        let (rows, cols) = if transposed { (k, outer) } else { (outer, k) };
+        Self { rows: rows as usize, cols: cols as usize, elem, transposed }
+    }
+
     /// Elements of a 16-byte chunk.
     pub(crate) const fn chunk(self) -> usize {
         16 / self.elem

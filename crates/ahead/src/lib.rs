@@ -87,18 +87,17 @@ struct Entry {
     io: Option<Vec<BufferIOAttr>>,
 }
 
-/// Compiles kernels 0 to `count` of `device`, those that the store lacks, and returns how many it
-/// compiled. One that fails is left to its launch, which reports why. Does nothing but on CUDA.
+/// Compiles kernels 0 to `count` of `device`, those that the store lacks. One that fails is left to its launch, which reports why. Does nothing but on CUDA.
 pub fn compile(
     device: &Device,
     count: usize,
     kernel: impl Fn(usize) -> Box<dyn CubeKernel> + Sync,
-) -> usize {
+) {
     let (Backend::Cuda, Some(sm)) = (device.backend(), device.profile().compute_capability) else {
-        return 0;
+        return;
     };
     let store = compilation_store::<KernelCacheKey, Entry>("cuda", format!("ptx_sm{sm}-cpp"));
-    let Some(mut store) = store else { return 0 };
+    let Some(mut store) = store else { return };
     let key = |id: &KernelId| KernelCacheKey::new(id, build_id_hash());
     let missing: Vec<_> =
         (0..count).filter(|i| store.get_mut(&key(&kernel(*i).id())).is_none()).collect();
@@ -115,11 +114,9 @@ pub fn compile(
             }
         })
         .collect();
-    let count = compiled.len();
     for (key, entry) in compiled {
         store_compiled(&mut store, key, entry);
     }
-    count
 }
 
 fn machine_code(kernel: &dyn CubeKernel, sm: u32) -> Result<Entry, CompileError> {

@@ -13,13 +13,13 @@
 //! for every k. Either way a group of 32 units reads each 16 bytes once and shares them.
 //!
 //! Floor: a step of `own_m · own_n` multiply-adds reads `own_m + own_n` elements, so a 16 x 8 grid
-//! feeds 5.3 multiply-adds a read; f32 multiply-adds in registers reach 61.6 TFLOP/s on an H200.
+//! feeds 5.3 multiply-adds a read; f32 multiply-adds in registers reach 62.6 TFLOP/s on an H200.
 //!
 //! Ladder, TFLOP/s at 8192^3 f32 on an H200 (torch 51), B column-major / row-major; Vulkan at 4096^3:
 //!
 //! | version                                                            | col | row | Vulkan |
 //! |--------------------------------------------------------------------|-----|-----|--------|
-//! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 30  |        |
+//! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 31  |        |
 //! | v2 vectors from swizzled tiles, grids of 16 x 8, the next tile ahead | 38 | 41 | 36     |
 //!
 //! v2's inner loop has 611 instructions for 512 multiply-adds: every read computes its address, which a
@@ -74,25 +74,18 @@ pub(crate) struct FmaOperand {
 }
 
 impl FmaOperand {
-    pub(crate) const fn new(tile: u32, k: u32, along_k: bool, elem: usize, own: u32) -> Self {
-        let (rows, cols) = if along_k { (tile, k) } else { (k, tile) };
-        let shape =
-            TileShape { rows: rows as usize, cols: cols as usize, elem, transposed: !along_k };
-        Self { tile: shape, own, group: 0 }
-    }
-
     const fn along_k(self) -> bool {
         !self.tile.transposed
     }
 
     /// Vector `i` of those that a unit reads in one pass: of `pass` k for one result, or of results for
     /// one k. Result and k of its first element.
-    const fn vector(self, i: u32, own: u32, pass: u32, width: u32) -> (u32, u32) {
+    const fn vector(self, i: u32, pass: u32, width: u32) -> (u32, u32) {
         if self.along_k() {
             let vectors = pass / width;
             (i / vectors, i % vectors * width)
         } else {
-            let vectors = own / width;
+            let vectors = self.own / width;
             (i % vectors * width, i / vectors)
         }
     }
@@ -134,7 +127,7 @@ pub(crate) struct FmaPlan {
 }
 
 impl FmaPlan {
-    pub(crate) const fn new(
+    pub(crate) fn new(
         config: FmaConfig,
         lhs_along_k: bool,
         rhs_along_k: bool,
@@ -142,16 +135,25 @@ impl FmaPlan {
         exact: bool,
     ) -> Self {
         let (tile_m, tile_n) = config.tile();
-        let k = config.tile_k;
-        let lhs = FmaOperand::new(tile_m, k, lhs_along_k, elem, config.own_m);
-        let rhs = FmaOperand::new(tile_n, k, rhs_along_k, elem, config.own_n);
+        let shape = |outer, along_k: bool| TileShape::new(outer, config.tile_k, !along_k, elem);
         Self {
             config,
-            lhs: FmaOperand { group: GROUP.0, ..lhs },
-            rhs: FmaOperand { group: GROUP.1, ..rhs },
+            lhs: FmaOperand { tile: shape(tile_m, lhs_along_k), own: config.own_m, group: GROUP.0 },
+            rhs: FmaOperand { tile: shape(tile_n, rhs_along_k), own: config.own_n, group: GROUP.1 },
             exact,
         }
     }
+}
+
+/// Where a cube's tiles of one operand come from: the operand's start and stride, the cube's first row
+/// (or column) of C, and where the matrix ends.
+#[derive(CubeType)]
+struct Source {
+    start: usize,
+    stride: usize,
+    outer: u32,
+    outer_end: u32,
+    k_end: u32,
 }
 
 #[cube]
@@ -183,6 +185,20 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row0, col0) = (block_m * tile_m, block_n * tile_n);
     let (start_lhs, start_rhs, start_out) = dims.batch(CUBE_POS_Y as usize);
+    let from_lhs = Source {
+        start: start_lhs,
+        stride: dims.lhs_stride,
+        outer: row0,
+        outer_end: dims.m,
+        k_end: dims.k,
+    };
+    let from_rhs = Source {
+        start: start_rhs,
+        stride: dims.rhs_stride,
+        outer: col0,
+        outer_end: dims.n,
+        k_end: dims.k,
+    };
     // This unit's first row and column of the tile.
     let unit_m = group / config.groups_n * comptime!(GROUP.0 * config.own_m)
         + lane / 8 * first_step(plan.lhs, comptime!(width_lhs as u32));
@@ -204,32 +220,22 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
                 copy::<F, NL>(
                     lhs,
                     &mut shared_lhs,
-                    start_lhs,
-                    dims.lhs_stride,
-                    row0,
-                    dims.m,
+                    &from_lhs,
                     k0,
-                    dims.k,
                     s.runtime(),
                     unit,
                     plan.lhs,
-                    config,
-                    plan.exact,
+                    plan,
                 );
                 copy::<F, NR>(
                     rhs,
                     &mut shared_rhs,
-                    start_rhs,
-                    dims.rhs_stride,
-                    col0,
-                    dims.n,
+                    &from_rhs,
                     k0,
-                    dims.k,
                     s.runtime(),
                     unit,
                     plan.rhs,
-                    config,
-                    plan.exact,
+                    plan,
                 );
             }
             commit_copies();
@@ -242,36 +248,8 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
             let ahead = tile + comptime!(stages - 1);
             if ahead < tiles {
                 let k0 = ahead * tile_k;
-                copy::<F, NL>(
-                    lhs,
-                    &mut shared_lhs,
-                    start_lhs,
-                    dims.lhs_stride,
-                    row0,
-                    dims.m,
-                    k0,
-                    dims.k,
-                    write,
-                    unit,
-                    plan.lhs,
-                    config,
-                    plan.exact,
-                );
-                copy::<F, NR>(
-                    rhs,
-                    &mut shared_rhs,
-                    start_rhs,
-                    dims.rhs_stride,
-                    col0,
-                    dims.n,
-                    k0,
-                    dims.k,
-                    write,
-                    unit,
-                    plan.rhs,
-                    config,
-                    plan.exact,
-                );
+                copy::<F, NL>(lhs, &mut shared_lhs, &from_lhs, k0, write, unit, plan.lhs, plan);
+                copy::<F, NR>(rhs, &mut shared_rhs, &from_rhs, k0, write, unit, plan.rhs, plan);
             }
             commit_copies();
             multiply_tile::<F, NL, NR>(
@@ -287,60 +265,16 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
             write = select(write == comptime!(stages - 1), 0, write + 1);
         }
     } else {
-        let mut next_lhs = fetch::<F, NL>(
-            lhs,
-            start_lhs,
-            dims.lhs_stride,
-            row0,
-            dims.m,
-            0u32.runtime(),
-            dims.k,
-            unit,
-            plan.lhs,
-            config,
-        );
-        let mut next_rhs = fetch::<F, NR>(
-            rhs,
-            start_rhs,
-            dims.rhs_stride,
-            col0,
-            dims.n,
-            0u32.runtime(),
-            dims.k,
-            unit,
-            plan.rhs,
-            config,
-        );
+        let mut next_lhs = fetch::<F, NL>(lhs, &from_lhs, 0u32.runtime(), unit, plan.lhs, config);
+        let mut next_rhs = fetch::<F, NR>(rhs, &from_rhs, 0u32.runtime(), unit, plan.rhs, config);
         for tile in 0..tiles {
             put::<F, NL>(&mut shared_lhs, &next_lhs, unit, plan.lhs, config);
             put::<F, NR>(&mut shared_rhs, &next_rhs, unit, plan.rhs, config);
             sync_cube();
             if tile + 1 < tiles {
                 let k0 = (tile + 1) * tile_k;
-                next_lhs = fetch::<F, NL>(
-                    lhs,
-                    start_lhs,
-                    dims.lhs_stride,
-                    row0,
-                    dims.m,
-                    k0,
-                    dims.k,
-                    unit,
-                    plan.lhs,
-                    config,
-                );
-                next_rhs = fetch::<F, NR>(
-                    rhs,
-                    start_rhs,
-                    dims.rhs_stride,
-                    col0,
-                    dims.n,
-                    k0,
-                    dims.k,
-                    unit,
-                    plan.rhs,
-                    config,
-                );
+                next_lhs = fetch::<F, NL>(lhs, &from_lhs, k0, unit, plan.lhs, config);
+                next_rhs = fetch::<F, NR>(rhs, &from_rhs, k0, unit, plan.rhs, config);
             }
             multiply_tile::<F, NL, NR>(
                 &shared_lhs,
@@ -403,7 +337,7 @@ fn multiply_tile<F: Float, NL: Size, NR: Size>(
         let mut a = Array::<f32>::new(comptime!(own_m * depth)); // [own_m, depth]
         #[unroll]
         for i in 0..comptime!(own_m as u32 * pass / width_lhs) {
-            let (row, k) = comptime!(plan.lhs.vector(i, own_m as u32, pass, width_lhs));
+            let (row, k) = comptime!(plan.lhs.vector(i, pass, width_lhs));
             let vector = read::<F, NL>(lhs, &from_lhs, row, k, plan.lhs);
             #[unroll]
             for e in 0..NL::value() {
@@ -413,7 +347,7 @@ fn multiply_tile<F: Float, NL: Size, NR: Size>(
         }
         #[unroll]
         for j in 0..comptime!(own_n as u32 * pass / width_rhs) {
-            let (col, k) = comptime!(plan.rhs.vector(j, own_n as u32, pass, width_rhs));
+            let (col, k) = comptime!(plan.rhs.vector(j, pass, width_rhs));
             let vector = read::<F, NR>(rhs, &from_rhs, col, k, plan.rhs);
             #[unroll]
             for e in 0..NR::value() {
@@ -494,71 +428,63 @@ fn vector_at<N: Size>(at: u32, #[comptime] operand: FmaOperand) -> (u32, u32) {
 fn copy<F: Float, N: Size>(
     src: &[Vector<F, N>],
     dst: &mut [Vector<F, N>],
-    start: usize,
-    stride: usize,
-    outer0: u32,
-    outer_end: u32,
+    from: &Source,
     k0: u32,
-    k_end: u32,
     stage: u32,
     unit: u32,
     #[comptime] operand: FmaOperand,
-    #[comptime] config: FmaConfig,
-    #[comptime] exact: bool,
+    #[comptime] plan: FmaPlan,
 ) {
+    let config = comptime!(plan.config);
     let width = N::value();
     let vectors = comptime!((operand.tile.len() / width) as u32);
     #[unroll]
     for i in 0..comptime!(vectors / config.units()) {
         let (outer, k) = vector_at::<N>(unit + comptime!(i * config.units()), operand);
         let to = (stage * vectors + place(outer, k, width, operand)) as usize;
-        let from = source(start, stride, outer0 + outer, k0 + k, operand) / N::value();
-        let inside = outer0 + outer < outer_end && k0 + k < k_end;
+        let at = from.element(outer, k0 + k, operand) / N::value();
+        let inside = from.holds(outer, k0 + k);
         if comptime!(width * operand.tile.elem < 4) {
             // Copies have four bytes at least: single half-precision elements go through a register.
             let mut value = Vector::<F, N>::new(F::new(0.0));
             if inside {
-                value = src[from];
+                value = src[at];
             }
             dst[to] = value;
-        } else if comptime!(exact) {
-            copy_async(&src[from..from + 1], &mut dst[to..to + 1], comptime!(width as u32));
+        } else if comptime!(plan.exact) {
+            copy_async(&src[at..at + 1], &mut dst[to..to + 1], comptime!(width as u32));
         } else {
-            let from = select(inside, from, 0);
+            let at = select(inside, at, 0);
             let valid = select(inside, 1usize, 0usize);
             let to = &mut dst[to..to + 1];
-            copy_async_checked(&src[from..from + valid], to, comptime!(width as u32));
+            copy_async_checked(&src[at..at + valid], to, comptime!(width as u32));
         }
     }
 }
 
-/// Element `(outer, k)` of an operand.
 #[cube]
-fn source(
-    start: usize,
-    stride: usize,
-    outer: u32,
-    k: u32,
-    #[comptime] operand: FmaOperand,
-) -> usize {
-    if comptime!(operand.along_k()) {
-        start + outer as usize * stride + k as usize
-    } else {
-        start + k as usize * stride + outer as usize
+impl Source {
+    /// Index of row (or column) `outer` of the tile at depth `k` of the matrix.
+    fn element(&self, outer: u32, k: u32, #[comptime] operand: FmaOperand) -> usize {
+        let outer = (self.outer + outer) as usize;
+        if comptime!(operand.along_k()) {
+            self.start + outer * self.stride + k as usize
+        } else {
+            self.start + k as usize * self.stride + outer
+        }
+    }
+
+    fn holds(&self, outer: u32, k: u32) -> bool {
+        self.outer + outer < self.outer_end && k < self.k_end
     }
 }
 
 /// This unit's vectors of one tile; zero past the edges.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
 fn fetch<F: Float, N: Size>(
     src: &[Vector<F, N>],
-    start: usize,
-    stride: usize,
-    outer0: u32,
-    outer_end: u32,
+    from: &Source,
     k0: u32,
-    k_end: u32,
     unit: u32,
     #[comptime] operand: FmaOperand,
     #[comptime] config: FmaConfig,
@@ -570,8 +496,8 @@ fn fetch<F: Float, N: Size>(
     for i in 0..comptime!(vectors / config.units()) {
         let (outer, k) = vector_at::<N>(unit + comptime!(i * config.units()), operand);
         let mut value = Vector::<F, N>::new(F::new(0.0));
-        if outer0 + outer < outer_end && k0 + k < k_end {
-            value = src[source(start, stride, outer0 + outer, k0 + k, operand) / N::value()];
+        if from.holds(outer, k0 + k) {
+            value = src[from.element(outer, k0 + k, operand) / N::value()];
         }
         out[comptime!(i as usize)] = value;
     }

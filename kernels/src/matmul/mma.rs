@@ -23,7 +23,7 @@
 //! | v5 v4, addresses in bytes: 128 instructions a tile, 64 of them HMMA | 492 | 490 |
 //!
 //! What v2 lacked were cheap addresses: its loads ahead waited behind the arithmetic for them, and so
-//! did v4's (warps stalled one cycle in eight on `ldmatrix`, in v5 none). In v5 the tensor pipe is the
+//! did v4's (a warp spent one cycle in six waiting for `ldmatrix`, in v5 next to none). In v5 the tensor pipe is the
 //! first stall, then the barrier (0.43 of 6.4 cycles an instruction) and the copies (0.41). The card is
 //! at its power limit: 1.98 GHz when idle, 1.6 to 1.75 under this load. v4 and v5 were timed for 25 ms;
 //! over the 100 ms of the records v5 reaches 472 / 477, and at 8192^3 458 / 468 where the first 25 ms
@@ -75,12 +75,12 @@ impl MmaConfig {
 
     /// The shared tile of the left operand, elements of `elem` bytes.
     pub(crate) const fn lhs_tile(self, layout: Layout, elem: usize) -> TileShape {
-        shared_tile(self.tile_m, self.tile_k, matches!(layout, Layout::Col), elem)
+        TileShape::new(self.tile_m, self.tile_k, matches!(layout, Layout::Col), elem)
     }
 
     /// The shared tile of the right operand.
     pub(crate) const fn rhs_tile(self, layout: Layout, elem: usize) -> TileShape {
-        shared_tile(self.tile_n, self.tile_k, matches!(layout, Layout::Row), elem)
+        TileShape::new(self.tile_n, self.tile_k, matches!(layout, Layout::Row), elem)
     }
 
     pub(crate) const fn shared_bytes(self, elem: usize) -> u32 {
@@ -112,12 +112,6 @@ impl MmaConfig {
     pub(crate) const fn part_tiles(self, k: u32) -> u32 {
         k.div_ceil(self.tile_k).div_ceil(self.parts)
     }
-}
-
-/// `[outer, k]`, or `[k, outer]` when the outer axis is the contiguous one.
-const fn shared_tile(outer: u32, k: u32, transposed: bool, elem: usize) -> TileShape {
-    let (rows, cols) = if transposed { (k, outer) } else { (outer, k) };
-    TileShape { rows: rows as usize, cols: cols as usize, elem, transposed }
 }
 
 /// Comptime facts of one instance.
