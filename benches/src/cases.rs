@@ -71,8 +71,12 @@ pub(crate) fn matmul_params(p: &MatmulProblem) -> BTreeMap<String, Value> {
     if p.batch() > 1 {
         params.insert("batch".to_owned(), p.batch().into());
     }
-    if p.bias {
-        params.insert("bias".to_owned(), true.into());
+    if p.out != p.precision.storage() {
+        params.insert("out".to_owned(), p.out.name().into());
+    }
+    let epilogue = p.epilogue.names();
+    if !epilogue.is_empty() {
+        params.insert("epilogue".to_owned(), epilogue.join("+").into());
     }
     params
 }

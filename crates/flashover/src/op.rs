@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use arch::{DType, Device};
 use kernels::matmul::{
-    Batches, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
+    Batches, Epilogue, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
 };
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -165,7 +165,7 @@ pub fn matmul(
     let (rhs_bytes, rhs_step) = spread(rhs, batch_r, &batch, k * n, elem);
     let problem = MatmulProblem {
         batches: Batches { lhs: (0, lhs_step as u64), rhs: (0, rhs_step as u64), ..dense.batches },
-        bias: bias.is_some(),
+        epilogue: Epilogue { bias: bias.is_some(), ..Epilogue::default() },
         ..dense
     };
     // What this machine measured before counts; what is measured now is kept.
@@ -199,6 +199,8 @@ pub fn matmul(
         rhs: upload(&rhs_bytes),
         out: client.empty(bytes.next_multiple_of(4)),
         bias: bias.map(|b| upload(b.bytes())),
+        gate: None,
+        residual: None,
     };
     let scratch = Matmul::scratch(device, &problem, &config);
     Matmul::launch(device, &problem, &config, &operands, scratch.as_ref());

@@ -2,7 +2,8 @@
 
 use arch::Device;
 use kernels::matmul::{
-    Batches, Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, Operand, Precision,
+    Activation, Batches, Epilogue, Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem,
+    Operand, Precision,
 };
 use reference::{Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
@@ -37,8 +38,8 @@ pub fn check(
 ) -> Result<Verdict, CheckError> {
     let EdgeCase { problem, inputs } = case;
     let [lhs_len, rhs_len, out_len] = problem.extents();
-    let dtype = reference_dtype(problem.precision);
-    let make = |len: usize, salt: u64| -> Result<Vec<f32>, CheckError> {
+    let (stored, result) = (reference_dtype(problem.precision), result_dtype(problem));
+    let make = |len: usize, dtype: reference::DType, salt: u64| -> Result<Vec<f32>, CheckError> {
         let (Inputs::Normal(seed) | Inputs::Special(seed)) = *inputs;
         let mut values = fill(2 * seed + salt, len, Distribution::Normal);
         if matches!(inputs, Inputs::Special(_)) {
@@ -48,20 +49,39 @@ pub fn check(
         }
         Ok(dtype.decode(&dtype.encode(&values))?)
     };
-    let (lhs, rhs) = (make(lhs_len, 0)?, make(rhs_len, 1)?);
-    let bias = problem.bias.then(|| make(problem.n as usize, 1 << 40)).transpose()?;
+    let Epilogue { bias, gate, residual, .. } = problem.epilogue;
+    let host = Host {
+        lhs: make(lhs_len, stored, 0)?,
+        rhs: make(rhs_len, stored, 1)?,
+        bias: bias.then(|| make(problem.n as usize, stored, 1 << 40)).transpose()?,
+        gate: gate.then(|| make(out_len, result, 1 << 41)).transpose()?,
+        residual: residual.then(|| make(out_len, result, 1 << 42)).transpose()?,
+    };
     let client = device.client();
     let upload = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
-    let poison = vec![0xffu8; out_len * problem.precision.storage().size()];
+    let part = |values: &Option<Vec<f32>>, dtype: reference::DType| {
+        values.as_ref().map(|v| upload(&dtype.encode(v)))
+    };
     let operands = MatmulOperands {
-        lhs: upload(&dtype.encode(&lhs)),
-        rhs: upload(&dtype.encode(&rhs)),
-        out: upload(&poison),
-        bias: bias.as_ref().map(|b| upload(&dtype.encode(b))),
+        lhs: upload(&stored.encode(&host.lhs)),
+        rhs: upload(&stored.encode(&host.rhs)),
+        out: upload(&vec![0xffu8; out_len * problem.out.size()]),
+        bias: part(&host.bias, stored),
+        gate: part(&host.gate, result),
+        residual: part(&host.residual, result),
     };
     let scratch = Matmul::scratch(device, problem, config);
     Matmul::launch(device, problem, config, &operands, scratch.as_ref());
-    verdict(device, problem, &operands, [&lhs, &rhs], bias.as_deref(), None)
+    verdict(device, problem, &operands, &host, None)
+}
+
+/// The inputs of one product, decoded.
+struct Host {
+    lhs: Vec<f32>,
+    rhs: Vec<f32>,
+    bias: Option<Vec<f32>>,
+    gate: Option<Vec<f32>>,
+    residual: Option<Vec<f32>>,
 }
 
 /// Compares what a launch left in `operands` with the reference at a seeded sample of positions,
@@ -75,26 +95,33 @@ pub fn check_operands(
     operands: &MatmulOperands,
     seed: u64,
 ) -> Result<Verdict, CheckError> {
-    let dtype = reference_dtype(problem.precision);
-    let [lhs_len, rhs_len, _] = problem.extents();
-    let read = |handle: &cubecl::server::Handle, len: usize| -> Result<Vec<f32>, CheckError> {
+    let (stored, result) = (reference_dtype(problem.precision), result_dtype(problem));
+    let [lhs_len, rhs_len, out_len] = problem.extents();
+    let read = |handle: &cubecl::server::Handle, len: usize, dtype: reference::DType| {
         let bytes = device.client().read_one(handle.clone()).map_err(kernel_error)?;
-        Ok(dtype.decode(&bytes[..len * dtype.bytes()])?)
+        Ok::<_, CheckError>(dtype.decode(&bytes[..len * dtype.bytes()])?)
     };
-    let (lhs, rhs) = (read(&operands.lhs, lhs_len)?, read(&operands.rhs, rhs_len)?);
-    let bias = operands.bias.as_ref().map(|b| read(b, problem.n as usize)).transpose()?;
-    verdict(device, problem, operands, [&lhs, &rhs], bias.as_deref(), Some(seed))
+    let part = |handle: &Option<cubecl::server::Handle>, len, dtype| {
+        handle.as_ref().map(|h| read(h, len, dtype)).transpose()
+    };
+    let host = Host {
+        lhs: read(&operands.lhs, lhs_len, stored)?,
+        rhs: read(&operands.rhs, rhs_len, stored)?,
+        bias: part(&operands.bias, problem.n as usize, stored)?,
+        gate: part(&operands.gate, out_len, result)?,
+        residual: part(&operands.residual, out_len, result)?,
+    };
+    verdict(device, problem, operands, &host, Some(seed))
 }
 
 fn verdict(
     device: &Device,
     problem: &MatmulProblem,
     operands: &MatmulOperands,
-    [lhs, rhs]: [&[f32]; 2],
-    bias: Option<&[f32]>,
+    host: &Host,
     sample: Option<u64>,
 ) -> Result<Verdict, CheckError> {
-    let dtype = reference_dtype(problem.precision);
+    let dtype = result_dtype(problem);
     let len = problem.extents()[2] * dtype.bytes();
     let bytes = device.client().read_one(operands.out.clone()).map_err(kernel_error)?;
     let out = dtype.decode(&bytes[..len])?;
@@ -103,9 +130,15 @@ fn verdict(
         Some(seed) => reference.sample(seed),
         None => reference.everything(),
     };
-    let lhs = &lhs[problem.lhs.start as usize..];
-    let rhs = &rhs[problem.rhs.start as usize..];
-    let comparison = reference.check(&sample, lhs, rhs, bias, &out)?;
+    let lhs = &host.lhs[problem.lhs.start as usize..];
+    let rhs = &host.rhs[problem.rhs.start as usize..];
+    let epilogue = reference::Epilogue {
+        bias: host.bias.as_deref(),
+        activation: problem.epilogue.activation.map(reference_activation),
+        gate: host.gate.as_deref(),
+        residual: host.residual.as_deref(),
+    };
+    let comparison = reference.check(&sample, lhs, rhs, epilogue, &out)?;
     Ok(Verdict { comparison, digest: fnv1a(&bytes[..len]) })
 }
 
@@ -129,6 +162,23 @@ const fn reference_dtype(precision: Precision) -> reference::DType {
     }
 }
 
+/// The format of the result.
+const fn result_dtype(problem: &MatmulProblem) -> reference::DType {
+    match problem.out {
+        arch::DType::F16 => reference::DType::F16,
+        arch::DType::Bf16 => reference::DType::Bf16,
+        _ => reference::DType::F32,
+    }
+}
+
+const fn reference_activation(activation: Activation) -> reference::Activation {
+    match activation {
+        Activation::Silu => reference::Activation::Silu,
+        Activation::Gelu => reference::Activation::Gelu,
+        Activation::GeluTanh => reference::Activation::GeluTanh,
+    }
+}
+
 fn reference_of(p: &MatmulProblem) -> reference::Matmul {
     let strides = |op: Operand, (outer, inner): (u64, u64)| {
         let line = op.stride as usize;
@@ -144,7 +194,7 @@ fn reference_of(p: &MatmulProblem) -> reference::Matmul {
         lhs: strides(p.lhs, p.batches.lhs),
         rhs: strides(p.rhs, p.batches.rhs),
         dtype,
-        out_dtype: dtype.storage(),
+        out_dtype: result_dtype(p),
     }
 }
 
@@ -202,16 +252,37 @@ pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
     // Aligned and unaligned views into larger matrices.
     add(view((80, 16), (64, 8), [48, 40, 64]), Inputs::Normal(94));
     add(view((71, 3), (45, 5), [50, 33, 65]), Inputs::Normal(95));
-    for (seed, sizes) in [(110, [64, 64, 64]), (111, [33, 47, 29]), (112, [1, 130, 40])] {
-        add(MatmulProblem { bias: true, ..dense(1, sizes, rows) }, Inputs::Normal(seed));
+    for (seed, (epilogue, out)) in (120..).zip(epilogues(precision)) {
+        // Whole tiles, every edge, thin; and deep enough that k is cut into parts, with batches.
+        for sizes in [[64, 64, 64], [33, 47, 29], [1, 136, 40]] {
+            let p = MatmulProblem { epilogue, out, ..dense(1, sizes, rows) };
+            add(p, Inputs::Normal(seed));
+        }
+        let deep = dense(3, [20, 24, 4104], rows);
+        add(MatmulProblem { epilogue, out, ..deep }, Inputs::Normal(seed));
     }
-    // Deep enough that k is cut into parts: with batches and a bias, and with a ragged last part.
-    add(MatmulProblem { bias: true, ..dense(3, [20, 24, 4104], rows) }, Inputs::Normal(113));
+    // k cut into parts, the last of them ragged.
     add(dense(1, [5, 40, 2051], [Layout::Row, Layout::Col]), Inputs::Normal(114));
     for (seed, sizes) in [(96, [40, 48, 56]), (97, [128, 128, 64]), (98, [3, 130, 35])] {
         add(dense(1, sizes, [Layout::Row, Layout::Col]), Inputs::Special(seed));
     }
     cases
+}
+
+/// Each part of an epilogue, all of them together, and results of another type.
+fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
+    let (none, own) = (Epilogue::default(), precision.storage());
+    let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };
+    let other = if own == arch::DType::F32 { arch::DType::F16 } else { arch::DType::F32 };
+    let mut parts = vec![
+        (Epilogue { bias: true, ..none }, own),
+        (Epilogue { gate: true, ..none }, own),
+        (Epilogue { residual: true, ..none }, own),
+        (none, other),
+        (all(None), other),
+    ];
+    parts.extend(Activation::ALL.map(|a| (all(Some(a)), own)));
+    parts
 }
 
 /// Fewer shapes for configs that are not the default: full tiles, every edge, one thin, one deep.
@@ -227,6 +298,10 @@ pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
                 cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
             }
         }
+        let mut problem = cases[cases.len() - 3].problem;
+        problem.epilogue =
+            Epilogue { bias: true, activation: Some(Activation::Silu), gate: true, residual: true };
+        cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
     }
     cases
 }

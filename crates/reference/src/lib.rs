@@ -4,24 +4,24 @@
 //! |---|---|
 //! | [`dtype`] | the number formats: rounding, spacing, bytes |
 //! | [`inputs`] | seeded inputs, the same on every machine |
-//! | [`matmul`] | C = A·B: exact, and as a naive kernel would compute it |
+//! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
 //! This crate shares neither code nor constants with the kernels, and knows no GPU. A check runs in
 //! four steps, and [`Matmul::check`] does the last three:
 //!
 //! ```
-//! use reference::{DType, Distribution, Layout, Matmul, fill};
+//! use reference::{DType, Distribution, Epilogue, Layout, Matmul, fill};
 //!
 //! let lhs = fill(1, 6 * 40, Distribution::Normal); // [m, k]
 //! let rhs = fill(2, 40 * 5, Distribution::Normal); // [k, n]
 //! let matmul = Matmul::contiguous(&[], [6, 5, 40], Layout::Row, Layout::Row, DType::F16);
 //!
 //! // Stands for the kernel under test.
-//! let out = matmul.naive(&lhs, &rhs, None)?; // [m, n]
+//! let out = matmul.naive(&lhs, &rhs, Epilogue::NONE)?; // [m, n]
 //! let out: Vec<f32> = out.iter().map(|&v| v as f32).collect();
 //!
-//! let comparison = matmul.check(&matmul.sample(3), &lhs, &rhs, None, &out)?;
+//! let comparison = matmul.check(&matmul.sample(3), &lhs, &rhs, Epilogue::NONE, &out)?;
 //! assert!(comparison.passed, "{comparison}");
 //! # Ok::<(), reference::Error>(())
 //! ```
@@ -36,4 +36,4 @@ pub use compare::{Comparison, compare};
 pub use dtype::DType;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};
-pub use matmul::{Layout, Matmul, Sample, Strides};
+pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides};

@@ -1,14 +1,15 @@
 //! ```text
-//! out = lhs·rhs + bias    lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]
+//! out = residual + gate·activation(lhs·rhs + bias)
+//! lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]   out, gate, residual: [batch.., m, n]
 //!   for each output position [.., row, col]:
-//!     for p in 0..k: out += lhs[.., row, p]·rhs[.., p, col]
+//!     for p in 0..k: sum += lhs[.., row, p]·rhs[.., p, col]
 //! ```
 //!
 //! Evaluated twice by the same loop: in `f64` from the stored values, which is the reference, and
 //! as a naive kernel would, with operands in the kernel's precision and `f32` sums, which sets the
 //! tolerance. An 8192^3 product is minutes of work here, so both can be limited to a [`Sample`].
 
-use std::ops::{AddAssign, Mul};
+use std::ops::{Add, AddAssign, Div, Mul, Neg};
 
 use rand_chacha::rand_core::Rng;
 use rayon::prelude::*;
@@ -49,6 +50,39 @@ pub struct Matmul {
     pub dtype: DType,
     /// Format of the output.
     pub out_dtype: DType,
+}
+
+/// A function of one number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// x·σ(x).
+    Silu,
+    /// x·Φ(x), Φ the normal distribution's cumulative function.
+    Gelu,
+    /// GELU by the tanh formula of Hendrycks and Gimpel (2016).
+    GeluTanh,
+}
+
+/// What is done to the product before it is rounded; parts that are None do nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Epilogue<'a> {
+    /// [n]
+    pub bias: Option<&'a [f32]>,
+    pub activation: Option<Activation>,
+    /// [batch.., m, n]
+    pub gate: Option<&'a [f32]>,
+    /// [batch.., m, n]
+    pub residual: Option<&'a [f32]>,
+}
+
+impl<'a> Epilogue<'a> {
+    /// The product itself.
+    pub const NONE: Self = Self { bias: None, activation: None, gate: None, residual: None };
+
+    /// The product plus a bias `[n]`.
+    pub const fn bias(bias: &'a [f32]) -> Self {
+        Self { bias: Some(bias), ..Self::NONE }
+    }
 }
 
 /// Output positions to evaluate: every combination of a batch, a row and a column, in this order.
@@ -143,15 +177,16 @@ impl Matmul {
     ///
     /// Operands are taken as stored: they are rounded to the storage format of `dtype` first, which
     /// changes nothing when they were decoded from it. So a tf32 kernel is measured against the
-    /// product of its f32 operands. The bias is taken as it is.
+    /// product of its f32 operands. What the epilogue holds is taken as it is.
     ///
     /// # Shapes
-    /// lhs and rhs as their strides say, bias `[n]`; returns `[batch.., m, n]`.
+    /// lhs and rhs as their strides say, the epilogue's as [`Epilogue`] says; returns `[batch.., m, n]`.
     ///
     /// # Errors
-    /// A slice too short for its strides, a bias that is not n long, strides of the wrong rank.
-    pub fn run(&self, lhs: &[f32], rhs: &[f32], bias: Option<&[f32]>) -> Result<Vec<f64>, Error> {
-        self.run_at(&self.everything(), lhs, rhs, bias)
+    /// A slice too short for its strides, a part of the epilogue of the wrong length, strides of the
+    /// wrong rank.
+    pub fn run(&self, lhs: &[f32], rhs: &[f32], epilogue: Epilogue<'_>) -> Result<Vec<f64>, Error> {
+        self.run_at(&self.everything(), lhs, rhs, epilogue)
     }
 
     /// [`Matmul::run`] at the sampled positions, in the order of [`Matmul::indices`].
@@ -163,10 +198,10 @@ impl Matmul {
         sample: &Sample,
         lhs: &[f32],
         rhs: &[f32],
-        bias: Option<&[f32]>,
+        epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let stored = self.dtype.storage();
-        self.evaluate(sample, [lhs, rhs], bias, |v| stored.round(v.into()))
+        self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()))
     }
 
     /// What a naive kernel computes: operands rounded to `dtype`, products summed in order in
@@ -174,8 +209,13 @@ impl Matmul {
     ///
     /// # Shapes, Errors
     /// As [`Matmul::run`].
-    pub fn naive(&self, lhs: &[f32], rhs: &[f32], bias: Option<&[f32]>) -> Result<Vec<f64>, Error> {
-        self.naive_at(&self.everything(), lhs, rhs, bias)
+    pub fn naive(
+        &self,
+        lhs: &[f32],
+        rhs: &[f32],
+        epilogue: Epilogue<'_>,
+    ) -> Result<Vec<f64>, Error> {
+        self.naive_at(&self.everything(), lhs, rhs, epilogue)
     }
 
     /// [`Matmul::naive`] at the sampled positions, in the order of [`Matmul::indices`].
@@ -187,10 +227,10 @@ impl Matmul {
         sample: &Sample,
         lhs: &[f32],
         rhs: &[f32],
-        bias: Option<&[f32]>,
+        epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let read = |v: f32| self.dtype.round(v.into()) as f32;
-        let sums = self.evaluate(sample, [lhs, rhs], bias, read)?;
+        let sums = self.evaluate(sample, [lhs, rhs], epilogue, read)?;
         Ok(sums.into_par_iter().map(|v| self.out_dtype.storage().round(v.into())).collect())
     }
 
@@ -207,15 +247,15 @@ impl Matmul {
         sample: &Sample,
         lhs: &[f32],
         rhs: &[f32],
-        bias: Option<&[f32]>,
+        epilogue: Epilogue<'_>,
         out: &[f32],
     ) -> Result<Comparison, Error> {
         let [_, _, need] = self.lens();
         if out.len() != need {
             return Err(Error::Length { what: "out", need, have: out.len() });
         }
-        let reference = self.run_at(sample, lhs, rhs, bias)?;
-        let naive = self.naive_at(sample, lhs, rhs, bias)?;
+        let reference = self.run_at(sample, lhs, rhs, epilogue)?;
+        let naive = self.naive_at(sample, lhs, rhs, epilogue)?;
         let indices: Vec<_> = self.indices(sample).collect();
         let out: Vec<_> = indices.iter().map(|&i| out[i]).collect();
         let mut comparison = compare(&out, &reference, &naive, self.out_dtype)?;
@@ -279,7 +319,7 @@ impl Matmul {
         &self,
         sample: &Sample,
         [lhs, rhs]: [&[f32]; 2],
-        bias: Option<&[f32]>,
+        epilogue: Epilogue<'_>,
     ) -> Result<(), Error> {
         for (what, strides) in [("lhs", &self.lhs), ("rhs", &self.rhs)] {
             let (need, have) = (self.batch.len(), strides.batch.len());
@@ -293,11 +333,15 @@ impl Matmul {
                 return Err(Error::Length { what, need, have });
             }
         }
-        match bias {
-            Some(bias) if bias.len() != self.n => {
-                return Err(Error::Length { what: "bias", need: self.n, have: bias.len() });
+        let [_, _, out_len] = self.lens();
+        for (what, values, need) in [
+            ("bias", epilogue.bias, self.n),
+            ("gate", epilogue.gate, out_len),
+            ("residual", epilogue.residual, out_len),
+        ] {
+            if let Some(have) = values.map(<[f32]>::len).filter(|have| *have != need) {
+                return Err(Error::Length { what, need, have });
             }
-            _ => {}
         }
         for (what, positions, len) in [
             ("sampled batch", &sample.batches, self.batches()),
@@ -316,10 +360,10 @@ impl Matmul {
         &self,
         sample: &Sample,
         [lhs, rhs]: [&[f32]; 2],
-        bias: Option<&[f32]>,
+        epilogue: Epilogue<'_>,
         read: impl Fn(f32) -> T + Sync,
     ) -> Result<Vec<T>, Error> {
-        self.validate(sample, [lhs, rhs], bias)?;
+        self.validate(sample, [lhs, rhs], epilogue)?;
         let scaled = |at: &[usize], stride| at.iter().map(|i| i * stride).collect::<Vec<_>>();
         let depth: Vec<usize> = (0..self.k).collect();
         let mut out =
@@ -332,11 +376,10 @@ impl Matmul {
             let lhs = gather(lhs, &rows, &across, &read); //                     [rows, k]
             let rhs = gather(rhs, &down, &cols, &read); //                       [k, cols]
             let mut product = multiply(&lhs, &rhs, sample.rows.len(), self.k, sample.cols.len());
-            if let Some(bias) = bias {
-                for row in product.chunks_mut(sample.cols.len().max(1)) {
-                    for (out, &col) in row.iter_mut().zip(&sample.cols) {
-                        *out += T::from(bias[col]);
-                    }
+            let wide = sample.cols.len().max(1);
+            for (line, &row) in product.chunks_mut(wide).zip(&sample.rows) {
+                for (value, &col) in line.iter_mut().zip(&sample.cols) {
+                    *value = epilogue.apply(*value, (b * self.m + row) * self.n + col, col);
                 }
             }
             out.append(&mut product);
@@ -346,9 +389,80 @@ impl Matmul {
 }
 
 /// Arithmetic that a product is summed in.
-trait Number: Copy + Default + Send + Sync + AddAssign + Mul<Output = Self> + From<f32> {}
-impl Number for f32 {}
-impl Number for f64 {}
+trait Number:
+    Copy
+    + Default
+    + Send
+    + Sync
+    + AddAssign
+    + Add<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + From<f32>
+{
+    fn exp(self) -> Self;
+    fn erf(self) -> Self;
+    fn tanh(self) -> Self;
+    /// A constant, as near as the arithmetic has it.
+    fn near(value: f64) -> Self;
+}
+
+impl Number for f32 {
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn erf(self) -> Self {
+        libm::erff(self)
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+    fn near(value: f64) -> Self {
+        value as Self
+    }
+}
+
+impl Number for f64 {
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn erf(self) -> Self {
+        libm::erf(self)
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+    fn near(value: f64) -> Self {
+        value
+    }
+}
+
+impl Epilogue<'_> {
+    /// What is stored at flat output index `at`, in column `col`, for the product `sum`.
+    fn apply<T: Number>(&self, sum: T, at: usize, col: usize) -> T {
+        let x = sum + T::from(self.bias.map_or(0.0, |bias| bias[col]));
+        let one = T::from(1.0);
+        let mut value = match self.activation {
+            None => x,
+            Some(Activation::Silu) => x / (one + (-x).exp()),
+            Some(Activation::Gelu) => {
+                x * T::near(0.5) * (one + (x * T::near(0.5_f64.sqrt())).erf())
+            }
+            Some(Activation::GeluTanh) => {
+                let root = T::near((2.0 / std::f64::consts::PI).sqrt());
+                x * T::near(0.5) * (one + (root * (x + T::near(0.044_715) * x * x * x)).tanh())
+            }
+        };
+        if let Some(gate) = self.gate {
+            value = value * T::from(gate[at]);
+        }
+        if let Some(residual) = self.residual {
+            value += T::from(residual[at]);
+        }
+        value
+    }
+}
 
 /// data[outer + inner], as a contiguous matrix [outer, inner].
 fn gather<T: Number>(

@@ -9,7 +9,7 @@ use cubecl::cmma::{self, Cube, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, bias_at, own_block};
+use super::{Dims, Finish, own_block};
 
 /// Tile of the cube-scope path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -28,17 +28,18 @@ pub(crate) struct CubePlan {
     /// Whether the contiguous axis is the operand's second.
     pub(crate) lhs_rows: bool,
     pub(crate) rhs_rows: bool,
+    /// Whether there is an epilogue.
+    pub(crate) finishes: bool,
 }
 
 #[cube]
-pub(crate) fn multiply_cube<F: Float, NL: Size, NR: Size, NO: Size>(
+pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
-    out: &mut [Vector<F, NO>],
-    bias: &[F],
+    out: &mut [Vector<E, NO>],
+    finish: &Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] plan: CubePlan,
-    #[comptime] biased: bool,
 ) {
     let CubeConfig { tile_m, tile_n, tile_k, .. } = comptime!(plan.config);
     let (m, n, k) = comptime!((tile_m as usize, tile_n as usize, tile_k as usize));
@@ -86,13 +87,15 @@ pub(crate) fn multiply_cube<F: Float, NL: Size, NR: Size, NO: Size>(
         cmma::execute(&a, &b, &acc, &acc);
     }
 
-    if biased {
-        let last = dims.n - 1;
-        cmma::execute_elementwise_op(&acc, &acc, |_row, col, sum| {
-            sum + bias_at(bias, min(col0 + col, last), biased)
+    if comptime!(plan.finishes) {
+        cmma::execute_elementwise_op(&acc, &acc, |row, col, sum| {
+            // Past the edge whatever is at it: never stored.
+            let (row, col) = (min(row0 + row, dims.m - 1), min(col0 + col, dims.n - 1));
+            let at = out_start + row as usize * dims.out_stride + col as usize;
+            finish.one(sum, at, col, dims.n)
         });
     }
-    let rounded = cmma::cast::<f32, F, Cube>(&acc);
+    let rounded = cmma::cast::<f32, E, Cube>(&acc);
     let mut view = TensorView::new(&out[out_start..out_end], seq![dims.m, dims.n])
         .with_strides(seq![dims.out_stride as u32, 1u32])
         .finish()
@@ -141,14 +144,13 @@ pub(crate) struct PlanePlan {
 }
 
 #[cube]
-pub(crate) fn multiply_planes<F: Float, NL: Size, NR: Size, NO: Size>(
+pub(crate) fn multiply_planes<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
-    out: &mut [Vector<F, NO>],
-    bias: &[F],
+    out: &mut [Vector<E, NO>],
+    finish: &Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] plan: PlanePlan,
-    #[comptime] biased: bool,
 ) {
     let PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = comptime!(plan.config);
     let units = comptime!((planes_m * planes_n * plan.plane) as usize);
@@ -302,8 +304,8 @@ pub(crate) fn multiply_planes<F: Float, NL: Size, NR: Size, NO: Size>(
                 let col = col0 + from_n + comptime!(16 * j as u32) + e % 16;
                 if row < dims.m && col < dims.n {
                     let at = out_start + row as usize * dims.out_stride + col as usize;
-                    let sum = shared_out[(own + e) as usize] + bias_at(bias, col, biased);
-                    out[at] = Vector::new(F::cast_from(sum));
+                    let value = finish.one(shared_out[(own + e) as usize], at, col, dims.n);
+                    out[at] = Vector::new(E::cast_from(value));
                 }
                 e += plan.plane;
             }

@@ -1,6 +1,7 @@
 //! How to compute it: configs, what they need, which are worth measuring.
 
 use arch::{ArchProfile, Backend, DType, MmaShape};
+use cubecl::ir::ElemType;
 use cubecl::prelude::{AddressType, CubeCount, CubeDim};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
@@ -11,7 +12,7 @@ use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
 use super::cores::{CoresConfig, CoresPlan};
 use super::fma::{FmaConfig, FmaPlan};
 use super::mma::{MmaConfig, MmaPlan};
-use super::{Layout, MatmulProblem, Path, Precision};
+use super::{Epilogue, Layout, MatmulProblem, Path, Precision, elem};
 
 /// One way to run a matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -289,8 +290,10 @@ pub(super) fn check(
     config: &MatmulConfig,
 ) -> Result<(), Infeasible> {
     let precision = problem.precision;
-    if !arch.dtypes.contains(&precision.storage()) {
-        return Err(lacks(format!("{} buffers", precision.storage())));
+    if let Some(dtype) =
+        [precision.storage(), problem.out].into_iter().find(|d| !arch.dtypes.contains(d))
+    {
+        return Err(lacks(format!("{dtype} buffers")));
     }
     // A cache is a file that people edit: no rule below may divide by zero or overflow.
     for (name, value) in config.sizes() {
@@ -516,6 +519,7 @@ impl Plan {
     pub(super) fn new(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> Self {
         let elem = problem.precision.storage().size();
         let widest = problem.widths(16 / elem as u64);
+        let wide_out = problem.out.size() == 2 && problem.n % 8 == 0;
         let cubes_in_a_line = match arch.backend {
             Backend::Cuda => i32::MAX as u32,
             Backend::Cpu => u32::MAX,
@@ -528,7 +532,7 @@ impl Plan {
         };
         match *config {
             MatmulConfig::Mma(c) => {
-                let wide = c.plane_tile().1 % 32 == 0 && elem == 2 && widest[2] == 8;
+                let wide = c.plane_tile().1 % 32 == 0 && wide_out;
                 let even = if problem.n % 2 == 0 { 2 } else { 1 };
                 let exact = exact(c.tile_m, c.tile_n, c.tile_k);
                 let units = c.units() as usize;
@@ -557,7 +561,12 @@ impl Plan {
                 }
             }
             MatmulConfig::Cube(c) => Self {
-                path: Path::Cube(CubePlan { config: c, lhs_rows, rhs_rows }),
+                path: Path::Cube(CubePlan {
+                    config: c,
+                    lhs_rows,
+                    rhs_rows,
+                    finishes: problem.epilogue != Epilogue::default(),
+                }),
                 widths: [1; 4],
                 part_tiles: 0,
                 streams: None,
@@ -621,6 +630,12 @@ impl Plan {
                 }
             }
         }
+    }
+
+    /// Types of operands, instruction and result.
+    pub(super) fn types(problem: &MatmulProblem) -> [ElemType; 3] {
+        let precision = problem.precision;
+        [elem(precision.storage()), elem(precision.instruction()), elem(problem.out)]
     }
 
     /// Offsets past 2^32 elements need 64-bit indices, which cost registers.

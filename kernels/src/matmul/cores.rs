@@ -7,7 +7,7 @@
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, bias_at};
+use super::{Dims, Finish};
 
 /// Block sizes of the CPU path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -42,14 +42,13 @@ pub(crate) struct CoresPlan {
 }
 
 #[cube]
-pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
+pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
-    out: &mut [Vector<F, NO>],
-    bias: &[F],
+    out: &mut [Vector<E, NO>],
+    finish: &Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] plan: CoresPlan,
-    #[comptime] biased: bool,
 ) {
     let config = comptime!(plan.config);
     let (block_m, block_n) = comptime!((config.block_m, config.block_n));
@@ -109,23 +108,18 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
                 let sum = sums[row as usize * vectors + j];
                 if comptime!(out_width == config.vector as usize) {
                     if col < dims.n {
-                        let mut added = sum;
-                        if comptime!(biased) {
-                            #[unroll]
-                            for e in 0..W::value() {
-                                let b = bias_at(bias, col + comptime!(e as u32), biased);
-                                added.insert(e, sum.extract(e) + b);
-                            }
-                        }
-                        out[(line + col as usize) / NO::value()] = Vector::cast_from(added);
+                        let at = (line + col as usize) / NO::value();
+                        let value = finish.activate::<W>(sum, col, dims.n);
+                        out[at] = Vector::cast_from(finish.join::<W>(value, at));
                     }
                 } else {
                     #[unroll]
                     for e in 0..W::value() {
-                        let at = col + comptime!(e as u32);
-                        if at < dims.n {
-                            let added = sum.extract(e) + bias_at(bias, at, biased);
-                            out[line + at as usize] = Vector::new(F::cast_from(added));
+                        let col = col + comptime!(e as u32);
+                        if col < dims.n {
+                            let at = line + col as usize;
+                            let value = finish.one(sum.extract(e), at, col, dims.n);
+                            out[at] = Vector::new(E::cast_from(value));
                         }
                     }
                 }

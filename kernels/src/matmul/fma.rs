@@ -29,7 +29,7 @@ use cubecl::frontend::barrier::{copy_async, copy_async_checked};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, bias_at, own_block};
+use super::{Dims, Finish, own_block};
 use crate::tile::{TileShape, commit_copies, offset_in_tile, wait_copies};
 
 /// Tile sizes of the multiply-add path.
@@ -157,14 +157,13 @@ struct Source {
 }
 
 #[cube]
-pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
+pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
-    out: &mut [Vector<F, NO>],
-    bias: &[F],
+    out: &mut [Vector<E, NO>],
+    finish: &Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] plan: FmaPlan,
-    #[comptime] biased: bool,
 ) {
     let config = comptime!(plan.config);
     let (tile_m, tile_n) = comptime!(config.tile());
@@ -298,8 +297,8 @@ pub(crate) fn multiply<F: Float, NL: Size, NR: Size, NO: Size>(
                 let col = col0 + unit_n + comptime!(plan.rhs.nth(j as u32, width_rhs as u32));
                 if comptime!(plan.exact) || col < dims.n {
                     let at = start_out + row as usize * dims.out_stride + col as usize;
-                    let sum = acc[comptime!(i * own_n + j)] + bias_at(bias, col, biased);
-                    out[at] = Vector::new(F::cast_from(sum));
+                    let value = finish.one(acc[comptime!(i * own_n + j)], at, col, dims.n);
+                    out[at] = Vector::new(E::cast_from(value));
                 }
             }
         }

@@ -40,7 +40,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Layout, bias_at, block_of};
+use super::{Dims, Finish, Layout, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
     gather_lane, global_address, lhs_lane, load_fragments, quad_transpose, rhs_lane,
@@ -180,16 +180,14 @@ fn items_of(dims: &Dims, #[comptime] config: MmaConfig) -> u32 {
 }
 
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "operands, workspace and comptime facts")]
-pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
+pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
-    out: &mut [Vector<F, NO>],
+    out: &mut [Vector<E, NO>],
     partials: &mut [Vector<f32, NP>],
-    bias: &[F],
+    finish: &Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] plan: MmaPlan,
-    #[comptime] biased: bool,
 ) {
     let config = comptime!(plan.config);
     let stages = comptime!(config.stages);
@@ -294,10 +292,10 @@ pub(crate) fn multiply<F: Float, I: Float, NL: Size, NR: Size, NO: Size, NP: Siz
         let matrix = dims.m as usize * dims.n as usize;
         if comptime!(plan.partial) {
             let start = (now.part * dims.batches + now.batch) as usize * matrix;
-            store::<f32, F, NC, NP>(partials, bias, &acc, start, row, col, lane, dims, plan, false);
+            store_sums::<NC, NP>(partials, &acc, start, row, col, lane, dims, plan);
         } else {
             let start = dims.out_start + now.batch as usize * matrix;
-            store::<F, F, NC, NO>(out, bias, &acc, start, row, col, lane, dims, plan, biased);
+            store::<F, E, NC, NO>(out, finish, &acc, start, row, col, lane, dims, plan);
         }
         #[unroll]
         for i in 0..comptime!(frags_m * frags_n * 2) {
@@ -579,15 +577,15 @@ impl Copies {
     }
 }
 
-/// Stores a plane's part, rounded to `E`: whole quads as 16-byte vectors where the result has those,
-/// else the pairs that a unit holds. `start` is the matrix's first element.
+/// Stores a plane's part: whole quads as 16-byte vectors where the result has those, else the pairs
+/// that a unit holds. `start` is the matrix's first element.
 ///
 /// A fragment is 16 x 8; a unit holds columns `2 * (lane % 4)` and `+ 1` of rows `lane / 4` and `+ 8`.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
-fn store<E: Float, F: Float, NC: Size, NO: Size>(
+fn store<F: Float, E: Float, NC: Size, NO: Size>(
     out: &mut [Vector<E, NO>],
-    bias: &[F],
+    finish: &Finish<F, E, NO>,
     acc: &Sequence<Array<Vector<f32, NC>>>,
     start: usize,
     row: u32,
@@ -595,7 +593,6 @@ fn store<E: Float, F: Float, NC: Size, NO: Size>(
     lane: u32,
     dims: &Dims,
     #[comptime] plan: MmaPlan,
-    #[comptime] biased: bool,
 ) {
     let (wm, wn) = comptime!(plan.config.plane_tile());
     let frags_n = comptime!(wn as usize / 8);
@@ -610,43 +607,48 @@ fn store<E: Float, F: Float, NC: Size, NO: Size>(
             if comptime!(width == 8) {
                 #[unroll]
                 for quad in 0..comptime!(frags_n / 4) {
+                    let mine = col + comptime!(32 * quad as u32) + lane % 4 * 8;
+                    let inside = mine < dims.n;
+                    let at = (line + mine as usize) / 8;
+                    let others = finish.others(at, comptime!(exact) || inside, lane);
                     let mut words = Array::<u32>::new(4usize);
                     #[unroll]
                     for j in 0..4usize {
-                        let at = comptime!(fragment + 4 * quad + j);
                         let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
-                        let pair =
-                            acc.index(at)[half] + bias_pair::<F, NC>(bias, left, dims.n, biased);
-                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(pair));
+                        let sum = acc.index(comptime!(fragment + 4 * quad + j))[half];
+                        let value = finish.activate::<NC>(sum, left, dims.n);
+                        let value = others.join::<E, NC>(value, j);
+                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(value));
                     }
                     quad_transpose(&mut words, lane);
-                    let left = col + comptime!(32 * quad as u32) + lane % 4 * 8;
-                    if comptime!(exact) || left < dims.n {
+                    if comptime!(exact) || inside {
                         let mut vector = Vector::<u32, Const<4>>::new(0u32);
                         #[unroll]
                         for j in 0..4usize {
                             vector.insert(j, words[j]);
                         }
-                        out[(line + left as usize) / 8] = Vector::reinterpret(vector);
+                        out[at] = Vector::reinterpret(vector);
                     }
                 }
             } else {
                 #[unroll]
                 for j in 0..frags_n {
                     let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
-                    let pair = acc.index(comptime!(fragment + j))[half]
-                        + bias_pair::<F, NC>(bias, left, dims.n, biased);
+                    let sum = acc.index(comptime!(fragment + j))[half];
                     if comptime!(width == 2) {
                         if comptime!(exact) || left < dims.n {
-                            out[(line + left as usize) / 2] = Vector::cast_from(pair);
+                            let at = (line + left as usize) / 2;
+                            let value = finish.activate::<NC>(sum, left, dims.n);
+                            out[at] = Vector::cast_from(finish.join::<NC>(value, at));
                         }
                     } else {
                         #[unroll]
                         for e in 0..2usize {
-                            let at = left + comptime!(e as u32);
-                            if comptime!(exact) || at < dims.n {
-                                out[line + at as usize] =
-                                    Vector::new(E::cast_from(pair.extract(e)));
+                            let col = left + comptime!(e as u32);
+                            if comptime!(exact) || col < dims.n {
+                                let at = line + col as usize;
+                                let value = finish.one(sum.extract(e), at, col, dims.n);
+                                out[at] = Vector::new(E::cast_from(value));
                             }
                         }
                     }
@@ -656,19 +658,46 @@ fn store<E: Float, F: Float, NC: Size, NO: Size>(
     }
 }
 
-/// What is added to columns `col` and `col + 1`.
+/// Stores a plane's part of the partial sums, as [`store`] does.
 #[cube]
-fn bias_pair<F: Float, N: Size>(
-    bias: &[F],
+#[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
+fn store_sums<NC: Size, NP: Size>(
+    out: &mut [Vector<f32, NP>],
+    acc: &Sequence<Array<Vector<f32, NC>>>,
+    start: usize,
+    row: u32,
     col: u32,
-    n: u32,
-    #[comptime] biased: bool,
-) -> Vector<f32, N> {
-    let mut pair = Vector::<f32, N>::new(0.0f32);
-    if comptime!(biased) {
-        // Columns past the edge are never stored.
-        pair.insert(0usize, bias_at(bias, min(col, n - 1), biased));
-        pair.insert(1usize, bias_at(bias, min(col + 1, n - 1), biased));
+    lane: u32,
+    dims: &Dims,
+    #[comptime] plan: MmaPlan,
+) {
+    let (wm, wn) = comptime!(plan.config.plane_tile());
+    let frags_n = comptime!(wn as usize / 8);
+    let width = NP::value();
+    let exact = comptime!(plan.exact);
+    #[unroll]
+    for i in 0..comptime!(wm as usize / 8) {
+        let row = row + comptime!(8 * i as u32) + lane / 4;
+        let line = start + row as usize * dims.n as usize;
+        if comptime!(exact) || row < dims.m {
+            #[unroll]
+            for j in 0..frags_n {
+                let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
+                let sum = acc.index(comptime!(i / 2 * frags_n + j))[comptime!(i % 2)];
+                if comptime!(width == 2) {
+                    if comptime!(exact) || left < dims.n {
+                        out[(line + left as usize) / 2] = Vector::cast_from(sum);
+                    }
+                } else {
+                    #[unroll]
+                    for e in 0..2usize {
+                        let col = left + comptime!(e as u32);
+                        if comptime!(exact) || col < dims.n {
+                            out[line + col as usize] = Vector::new(sum.extract(e));
+                        }
+                    }
+                }
+            }
+        }
     }
-    pair
 }

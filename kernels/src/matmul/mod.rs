@@ -1,13 +1,15 @@
-//! C = A·B + bias    A: `[batch, m, k]`   B: `[batch, k, n]`   bias: `[n]`   C: `[batch, m, n]`
+//! C = residual + gate · activation(A·B + bias)    A: `[batch, m, k]`   B: `[batch, k, n]`
+//! bias: `[n]`   C, gate, residual: `[batch, m, n]`
 //!
 //! ```text
 //!   for each (tile_m x tile_n) block of C             // one cube (CPU: one unit)
 //!     for k0 in (0..k).step_by(tile_k)                // one stage: global -> shared
 //!       acc += A[.., k0..] · B[k0.., ..]              // one plane: shared -> registers, multiply
-//!     C = round(acc)
+//!     C = round(epilogue(acc))
 //! ```
 //!
-//! Operands are stored in the problem's type; products are summed in f32; the sum is rounded once.
+//! Operands are stored in the problem's type; products are summed in f32, and so is the epilogue
+//! ([`Epilogue`], every part of it optional); the result is rounded once, to a type of its own.
 //! [`Precision::F32`] multiplies in f32; [`Precision::Tf32`] rounds f32 operands to 10 mantissa bits
 //! on the tensor cores. Either operand may have its rows or its columns contiguous, with any leading
 //! dimension, and either may repeat over batches (stride 0).
@@ -30,6 +32,7 @@
 mod cmma;
 mod config;
 mod cores;
+mod epilogue;
 mod fma;
 mod mma;
 mod parts;
@@ -46,11 +49,13 @@ use tune::{Cost, Infeasible, Kernel, Output};
 pub use cmma::{CubeConfig, PlaneConfig};
 pub use config::MatmulConfig;
 pub use cores::CoresConfig;
+pub use epilogue::{Activation, Epilogue};
 pub use fma::FmaConfig;
 pub use mma::MmaConfig;
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
 
 use config::Plan;
+use epilogue::{Finish, FinishCompilationArg, FinishLaunch};
 
 /// The matmul kernel family.
 pub struct Matmul;
@@ -61,8 +66,10 @@ pub struct MatmulOperands {
     pub lhs: Handle,
     pub rhs: Handle,
     pub out: Handle,
-    /// Present when the problem has one.
+    /// Present when the problem's epilogue has them.
     pub bias: Option<Handle>,
+    pub gate: Option<Handle>,
+    pub residual: Option<Handle>,
 }
 
 impl Kernel for Matmul {
@@ -99,27 +106,31 @@ impl Kernel for Matmul {
 
     fn operands(device: &Device, problem: &MatmulProblem, seed: u64) -> MatmulOperands {
         let client = device.client();
-        let (size, [lhs, rhs, out]) = (problem.precision.storage().size(), problem.extents());
-        let make = |len: usize, seed| crate::noise(device, len, problem.precision.storage(), seed);
+        let [lhs, rhs, out] = problem.extents();
+        let Epilogue { bias, gate, residual, .. } = problem.epilogue;
+        let storage = problem.precision.storage();
+        let make = |len, dtype, salt| crate::noise(device, len, dtype, 5 * seed + salt);
         MatmulOperands {
-            lhs: make(lhs, 2 * seed),
-            rhs: make(rhs, 2 * seed + 1),
-            out: client.empty(out * size),
-            bias: problem.bias.then(|| make(problem.n as usize, 2 * seed + 7)),
+            lhs: make(lhs, storage, 0),
+            rhs: make(rhs, storage, 1),
+            out: client.empty((out * problem.out.size()).next_multiple_of(4)),
+            bias: bias.then(|| make(problem.n as usize, storage, 2)),
+            gate: gate.then(|| make(out, problem.out, 3)),
+            residual: residual.then(|| make(out, problem.out, 4)),
         }
     }
 
     fn output(problem: &MatmulProblem, operands: &MatmulOperands) -> Output {
-        let dtype = problem.precision.storage();
         // Two roundings of the result, and two orders of summation of k products in f32.
-        let epsilon = match problem.precision {
-            Precision::F32 => 0.0,
-            Precision::Tf32 => 2f64.powi(-10),
-            Precision::F16 => 2f64.powi(-10),
-            Precision::Bf16 => 2f64.powi(-7),
+        let epsilon = match problem.out {
+            DType::F16 => 2f64.powi(-10),
+            DType::Bf16 => 2f64.powi(-7),
+            _ if problem.precision == Precision::Tf32 => 2f64.powi(-10),
+            _ => 0.0,
         };
         let tolerance = epsilon + f64::from(problem.k).sqrt() * 2f64.powi(-22);
-        Output { handle: operands.out.clone(), dtype, len: problem.extents()[2], tolerance }
+        let len = problem.extents()[2];
+        Output { handle: operands.out.clone(), dtype: problem.out, len, tolerance }
     }
 
     fn scratch_bytes(problem: &MatmulProblem, config: &MatmulConfig) -> u64 {
@@ -137,8 +148,6 @@ impl Kernel for Matmul {
         target: &Arc<TargetProperties>,
     ) -> Box<dyn CubeKernel> {
         let plan = Plan::new(arch, problem, config);
-        let storage = elem(problem.precision.storage());
-        let instruction = instruction(problem.precision);
         let settings = KernelSettings::new(
             plan.cube_dim().into(),
             ExecutionMode::Unchecked,
@@ -154,15 +163,17 @@ impl Kernel for Matmul {
             buffer(),
             buffer(),
             buffer(),
-            buffer(),
+            FinishCompilationArg::of(match config.parts() {
+                1 => problem.epilogue,
+                _ => Epilogue::default(),
+            }),
             Dims::compiled(),
             width_lhs,
             width_rhs,
             width_out,
             width_partials,
             plan.path,
-            problem.bias,
-            [storage, instruction],
+            Plan::types(problem),
         ))
     }
 
@@ -175,19 +186,17 @@ impl Kernel for Matmul {
     ) {
         let plan = Plan::new(device.profile(), problem, config);
         let (client, [lhs_len, rhs_len, out_len]) = (device.client(), problem.extents());
-        let storage = elem(problem.precision.storage());
-        let instruction = instruction(problem.precision);
         let address = plan.address(problem);
-        // A kernel without a bias still binds a buffer in its place, and never reads it.
-        let (bias, bias_len) = match &operands.bias {
-            Some(bias) => (bias, problem.n as usize),
-            None => (&operands.lhs, 1),
-        };
         let parts = config.parts();
-        // Likewise without partial sums the workspace's place is taken by the result.
+        // A kernel without partial sums still binds a buffer in their place, and never writes it.
         let (partials, partials_len) = match scratch {
             Some(scratch) => (scratch, out_len * parts as usize),
             None => (&operands.out, 2),
+        };
+        let finish = || match parts {
+            1 => FinishLaunch::of(problem, operands, plan.widths[2]),
+            // The sums of the parts are finished where they are added.
+            _ => FinishLaunch::nothing(),
         };
         for slice in problem.batch_slices(device.profile().backend) {
             let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
@@ -207,24 +216,16 @@ impl Kernel for Matmul {
                     BufferArg::from_raw_parts(operands.rhs.clone(), rhs_len / width_rhs),
                     BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
                     BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
-                    BufferArg::from_raw_parts(bias.clone(), bias_len),
+                    finish(),
                     slice.dims(problem, parts, plan.part_tiles),
                     plan.path,
-                    problem.bias,
-                    [storage, instruction],
+                    Plan::types(problem),
                 );
             }
         }
         if let (Some(partials), true) = (scratch, parts > 1) {
             parts::add(device, problem, operands, partials, parts);
         }
-    }
-}
-
-const fn instruction(precision: Precision) -> ElemType {
-    match precision {
-        Precision::Tf32 => ElemType::Float(FloatKind::TF32),
-        other => elem(other.storage()),
     }
 }
 
@@ -299,42 +300,31 @@ pub(crate) enum Path {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn matmul<F: Float, I: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
+fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
-    out: &mut [Vector<F, NO>],
+    out: &mut [Vector<E, NO>],
     partials: &mut [Vector<f32, NP>],
-    bias: &[F],
+    finish: Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] path: Path,
-    #[comptime] biased: bool,
-    #[define(F, I)] _dtypes: [ElemType; 2],
+    #[define(F, I, E)] _dtypes: [ElemType; 3],
 ) {
     match path {
         Path::Mma(plan) => {
-            mma::multiply::<F, I, NL, NR, NO, NP>(lhs, rhs, out, partials, bias, dims, plan, biased)
+            mma::multiply::<F, I, E, NL, NR, NO, NP>(lhs, rhs, out, partials, &finish, dims, plan)
         }
         Path::Cube(plan) => {
-            cmma::multiply_cube::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+            cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }
         Path::Plane(plan) => {
-            cmma::multiply_planes::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+            cmma::multiply_planes::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }
-        Path::Fma(plan) => fma::multiply::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased),
+        Path::Fma(plan) => fma::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan),
         Path::Cores(plan) => {
-            cores::multiply::<F, NL, NR, NO>(lhs, rhs, out, bias, dims, plan, biased)
+            cores::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }
     }
-}
-
-/// What is added to column `col` of every row.
-#[cube]
-pub(crate) fn bias_at<F: Float>(bias: &[F], col: u32, #[comptime] biased: bool) -> f32 {
-    let mut value = 0.0f32;
-    if biased {
-        value = f32::cast_from(bias[col as usize]);
-    }
-    value
 }
 
 /// The block of C that is this cube's. A launch with more blocks than one dimension of a grid holds
@@ -369,6 +359,7 @@ pub(crate) fn block_of(
 
 pub(crate) const fn elem(dtype: DType) -> ElemType {
     match dtype {
+        DType::Tf32 => ElemType::Float(FloatKind::TF32),
         DType::F16 => ElemType::Float(FloatKind::F16),
         DType::Bf16 => ElemType::Float(FloatKind::BF16),
         _ => ElemType::Float(FloatKind::F32),

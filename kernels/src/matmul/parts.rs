@@ -1,4 +1,4 @@
-//! C = round(sum over parts of P[part] + bias)    P: `[parts, batch, m, n]` in f32
+//! C = round(epilogue(sum over parts of P[part]))    P: `[parts, batch, m, n]` in f32
 //!
 //! The end of a matmul whose k was cut into parts so that more cubes had work. Parts are added in
 //! their order, so the result does not depend on which cube was first.
@@ -6,10 +6,12 @@
 //! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
 
 use arch::Device;
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{MatmulOperands, MatmulProblem, bias_at, elem};
+use super::epilogue::{Finish, FinishLaunch};
+use super::{MatmulOperands, MatmulProblem, elem};
 
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;
@@ -25,10 +27,6 @@ pub(super) fn add(
     let len = problem.extents()[2];
     let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
     let vectors = len / width;
-    let (bias, bias_len) = match &operands.bias {
-        Some(bias) => (bias, problem.n as usize),
-        None => (&operands.lhs, 1),
-    };
     let cubes = vectors.div_ceil(UNITS as usize);
     let cubes = CubeCount::Static(cubes.min(1 << 20) as u32, 1, 1);
     let all = len * parts as usize;
@@ -43,24 +41,22 @@ pub(super) fn add(
             width,
             BufferArg::from_raw_parts(partials.clone(), all / width),
             BufferArg::from_raw_parts(operands.out.clone(), vectors),
-            BufferArg::from_raw_parts(bias.clone(), bias_len),
+            FinishLaunch::of(problem, operands, width),
             problem.n,
             parts,
-            problem.bias,
-            elem(problem.precision.storage()),
+            [elem(problem.precision.storage()), elem(problem.out)],
         );
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn add_parts<F: Float, N: Size>(
+fn add_parts<F: Float, E: Float, N: Size>(
     partials: &[Vector<f32, N>],
-    out: &mut [Vector<F, N>],
-    bias: &[F],
+    out: &mut [Vector<E, N>],
+    finish: Finish<F, E, N>,
     columns: u32,
     parts: u32,
-    #[comptime] biased: bool,
-    #[define(F)] _dtype: ElemType,
+    #[define(F, E)] _dtypes: [ElemType; 2],
 ) {
     let len = out.len();
     let mut i = ABSOLUTE_POS;
@@ -70,14 +66,9 @@ fn add_parts<F: Float, N: Size>(
         for part in 1..parts {
             sum += partials[part as usize * len + i];
         }
-        if comptime!(biased) {
-            #[unroll]
-            for e in 0..N::value() {
-                let col = ((i * N::value() + e) % columns as usize) as u32;
-                sum.insert(e, sum.extract(e) + bias_at(bias, col, biased));
-            }
-        }
-        out[i] = Vector::cast_from(sum);
+        let col = (i * N::value() % columns as usize) as u32;
+        let value = finish.activate::<N>(sum, col, columns);
+        out[i] = Vector::cast_from(finish.join::<N>(value, i));
         i += stride;
     }
 }

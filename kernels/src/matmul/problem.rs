@@ -4,7 +4,7 @@ use arch::{Backend, DType};
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
-use super::DimsLaunch;
+use super::{DimsLaunch, Epilogue};
 
 /// How operands are stored and multiplied. Results have the operands' storage type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -95,8 +95,9 @@ pub struct MatmulProblem {
     pub rhs: Operand,
     pub batches: Batches,
     pub precision: Precision,
-    /// Whether a vector `[n]` is added to every row before rounding.
-    pub bias: bool,
+    /// The type of the result.
+    pub out: DType,
+    pub epilogue: Epilogue,
 }
 
 /// A matmul that means nothing.
@@ -134,7 +135,8 @@ impl MatmulProblem {
                 rhs: (0, u64::from(k) * u64::from(n)),
             },
             precision,
-            bias: false,
+            out: precision.storage(),
+            epilogue: Epilogue::default(),
         }
         .checked()
     }
@@ -234,30 +236,34 @@ impl MatmulProblem {
         let distinct = |(o, i): (u64, u64)| {
             u64::from(if o == 0 { 1 } else { outer }) * u64::from(if i == 0 { 1 } else { inner })
         };
-        let elements = distinct(lhs) * m * k
-            + distinct(rhs) * k * n
-            + self.batch() * m * n
-            + if self.bias { n } else { 0 };
+        let Epilogue { bias, gate, residual, .. } = self.epilogue;
+        let operands = distinct(lhs) * m * k + distinct(rhs) * k * n + u64::from(bias) * n;
+        let results = self.batch() * m * n * (1 + u64::from(gate) + u64::from(residual));
         Cost {
             flops: 2 * self.batch() * m * n * k,
-            bytes: elements * self.precision.storage().size() as u64,
+            bytes: operands * self.precision.storage().size() as u64
+                + results * self.out.size() as u64,
         }
     }
 
-    /// The cache key: layouts and precision exactly, alignment, sizes rounded to what may share a
-    /// config.
+    /// The cache key: layouts and types exactly, alignment, sizes rounded to what may share a config.
+    /// An epilogue costs every config the same.
     pub(crate) fn bucket(&self) -> String {
         let [wl, wr, _] = self.widths(16 / self.precision.storage().size() as u64);
         format!(
-            "{} {}{} w{wl}.{wr} m{} n{} k{} b{}{}",
+            "{}{} {}{} w{wl}.{wr} m{} n{} k{} b{}",
             self.precision.name(),
+            if self.out == self.precision.storage() {
+                String::new()
+            } else {
+                format!("-{}", self.out)
+            },
             self.lhs.layout.name(),
             self.rhs.layout.name(),
             round_size(self.m),
             round_size(self.n),
             round_size(self.k),
             self.batch().next_power_of_two(),
-            if self.bias { " bias" } else { "" },
         )
     }
 

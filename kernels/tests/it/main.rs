@@ -72,7 +72,10 @@ fn every_cpu_config_is_right() {
 #[test]
 fn matmul_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = failures(&device, &edge_cases(Precision::F32));
+    let mut cases = edge_cases(Precision::F32);
+    // Results in half precision need an extension that software rasterisers lack.
+    cases.retain(|c| device.profile().dtypes.contains(&c.problem.out));
+    let failures = failures(&device, &cases);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 

@@ -1,10 +1,13 @@
 use proptest::prelude::*;
 use reference::{
-    DType, Distribution, Error, Layout, Matmul, Sample, Special, Strides, fill, plant,
+    Activation, DType, Distribution, Epilogue, Error, Layout, Matmul, Sample, Special, Strides,
+    fill, plant,
 };
 
+const NONE: Epilogue<'static> = Epilogue::NONE;
+
 /// The definition, index by index, for up to two batch axes.
-fn by_index(matmul: &Matmul, lhs: &[f32], rhs: &[f32], bias: Option<&[f32]>) -> Vec<f64> {
+fn by_index(matmul: &Matmul, lhs: &[f32], rhs: &[f32], epilogue: Epilogue<'_>) -> Vec<f64> {
     let axis = |i: usize| matmul.batch.get(i).copied().unwrap_or(1);
     let stride = |strides: &Strides, i: usize| strides.batch.get(i).copied().unwrap_or(0);
     let mut out = Vec::new();
@@ -20,7 +23,7 @@ fn by_index(matmul: &Matmul, lhs: &[f32], rhs: &[f32], bias: Option<&[f32]>) -> 
                         let r = rhs[rhs_at + p * matmul.rhs.row + col * matmul.rhs.col];
                         sum += f64::from(l) * f64::from(r);
                     }
-                    out.push(sum + bias.map_or(0.0, |bias| f64::from(bias[col])));
+                    out.push(sum + epilogue.bias.map_or(0.0, |bias| f64::from(bias[col])));
                 }
             }
         }
@@ -58,18 +61,49 @@ fn problem() -> impl Strategy<Value = Matmul> {
 }
 
 #[test]
+fn an_epilogue_is_its_formula() -> Result<(), Error> {
+    let matmul = Matmul::contiguous(&[], [1, 2, 1], Layout::Row, Layout::Row, DType::F32);
+    let close = |activation, want: [f64; 2]| -> Result<(), Error> {
+        let activation = Some(activation);
+        let epilogue = Epilogue { activation, ..Epilogue::bias(&[-1.0, 1.0]) };
+        for got in [matmul.run(&[1.0], &[2.0, -3.0], epilogue)?, {
+            matmul.naive(&[1.0], &[2.0, -3.0], epilogue)?
+        }] {
+            for (got, want) in got.iter().zip(want) {
+                assert!((got - want).abs() < 1e-6, "{activation:?}: {got} for {want}");
+            }
+        }
+        Ok(())
+    };
+    // At 1 and at -2, from tables of Φ, of the logistic function and of tanh.
+    close(Activation::Silu, [0.731_058_578_6, -0.238_405_844_0])?;
+    close(Activation::Gelu, [0.841_344_746_1, -0.045_500_263_9])?;
+    close(Activation::GeluTanh, [0.841_191_990_6, -0.045_402_305_9])?;
+    let epilogue = Epilogue {
+        gate: Some(&[10.0, 100.0]),
+        residual: Some(&[0.5, 0.25]),
+        ..Epilogue::bias(&[-1.0, 1.0])
+    };
+    assert_eq!(matmul.run(&[1.0], &[2.0, -3.0], epilogue)?, [10.5, -199.75]);
+    let short = Epilogue { gate: Some(&[1.0]), ..NONE };
+    let error = matmul.run(&[1.0], &[2.0, -3.0], short).expect_err("one gate for two results");
+    assert_eq!(error.to_string(), "gate holds 1 values, the problem needs 2");
+    Ok(())
+}
+
+#[test]
 fn by_hand() -> Result<(), Error> {
     let matmul = Matmul::contiguous(&[], [2, 2, 3], Layout::Row, Layout::Row, DType::F32);
     let lhs = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
     let rhs = [7.0, 8.0, 9.0, 10.0, 11.0, 12.0];
     let product = [58.0, 64.0, 139.0, 154.0];
-    assert_eq!(matmul.run(&lhs, &rhs, None)?, product);
-    assert_eq!(matmul.naive(&lhs, &rhs, None)?, product);
-    assert_eq!(matmul.run(&lhs, &rhs, Some(&[0.5, -64.0]))?, [58.5, 0.0, 139.5, 90.0]);
+    assert_eq!(matmul.run(&lhs, &rhs, NONE)?, product);
+    assert_eq!(matmul.naive(&lhs, &rhs, NONE)?, product);
+    assert_eq!(matmul.run(&lhs, &rhs, Epilogue::bias(&[0.5, -64.0]))?, [58.5, 0.0, 139.5, 90.0]);
 
     // The same rhs, read as a column-major [3, 2].
     let columns = Matmul::contiguous(&[], [2, 2, 3], Layout::Row, Layout::Col, DType::F32);
-    assert_eq!(columns.run(&lhs, &rhs, None)?, [50.0, 68.0, 122.0, 167.0]);
+    assert_eq!(columns.run(&lhs, &rhs, NONE)?, [50.0, 68.0, 122.0, 167.0]);
 
     // One lhs for two rhs, and a rhs that is a window of a wider matrix.
     let shared = Matmul {
@@ -78,7 +112,7 @@ fn by_hand() -> Result<(), Error> {
         ..Matmul::contiguous(&[2], [1, 1, 2], Layout::Row, Layout::Row, DType::F32)
     };
     assert_eq!(shared.lens(), [2, 5, 2]);
-    let out = shared.run(&[1.0, 10.0], &[1.0, 2.0, 3.0, 4.0, 5.0], None)?;
+    let out = shared.run(&[1.0, 10.0], &[1.0, 2.0, 3.0, 4.0, 5.0], NONE)?;
     assert_eq!(out, [41.0, 52.0]);
     Ok(())
 }
@@ -105,8 +139,8 @@ fn operands_are_read_in_their_precision() -> Result<(), Error> {
         (DType::Bf16, 1.0, 1.0),
     ] {
         let matmul = Matmul::contiguous(&[], [1, 1, 1], Layout::Row, Layout::Row, dtype);
-        assert_eq!(matmul.run(&x, &x, None)?, [reference], "{dtype}");
-        assert_eq!(matmul.naive(&x, &x, None)?, [naive], "{dtype}");
+        assert_eq!(matmul.run(&x, &x, NONE)?, [reference], "{dtype}");
+        assert_eq!(matmul.naive(&x, &x, NONE)?, [naive], "{dtype}");
     }
     Ok(())
 }
@@ -116,7 +150,7 @@ fn the_naive_result_has_the_output_format() {
     let product = |out_dtype| {
         let matmul = Matmul::contiguous(&[], [1, 1, 2], Layout::Row, Layout::Row, DType::F16);
         let matmul = Matmul { out_dtype, ..matmul };
-        matmul.naive(&[300.0, 1.0], &[300.0, 1.0], None).expect("operands fit")[0]
+        matmul.naive(&[300.0, 1.0], &[300.0, 1.0], NONE).expect("operands fit")[0]
     };
     assert_eq!(product(DType::F16), f64::INFINITY);
     assert_eq!(product(DType::F32), 90_001.0);
@@ -128,8 +162,8 @@ fn naive_sums_lose_what_f32_loses() -> Result<(), Error> {
     // 2^24 + 1 is no f32, so that every one is lost; f64 keeps them.
     let matmul = Matmul::contiguous(&[], [1, 1, 11], Layout::Row, Layout::Row, DType::F32);
     let lhs: Vec<f32> = std::iter::once(16_777_216.0).chain([1.0; 10]).collect();
-    assert_eq!(matmul.run(&lhs, &[1.0; 11], None)?, [16_777_226.0]);
-    assert_eq!(matmul.naive(&lhs, &[1.0; 11], None)?, [16_777_216.0]);
+    assert_eq!(matmul.run(&lhs, &[1.0; 11], NONE)?, [16_777_226.0]);
+    assert_eq!(matmul.naive(&lhs, &[1.0; 11], NONE)?, [16_777_216.0]);
     Ok(())
 }
 
@@ -144,10 +178,10 @@ fn empty_sizes() -> Result<(), Error> {
     ] {
         let matmul = Matmul::contiguous(&batch, mnk, Layout::Row, Layout::Col, DType::F32);
         let (lhs, rhs) = operands(&matmul, 1);
-        assert_eq!(matmul.run(&lhs, &rhs, None)?, vec![0.0; len]);
+        assert_eq!(matmul.run(&lhs, &rhs, NONE)?, vec![0.0; len]);
         assert_eq!(matmul.indices(&matmul.sample(0)).count(), len);
         let out = vec![0.0; len];
-        assert!(matmul.check(&matmul.sample(0), &lhs, &rhs, None, &out)?.passed);
+        assert!(matmul.check(&matmul.sample(0), &lhs, &rhs, NONE, &out)?.passed);
     }
     Ok(())
 }
@@ -158,7 +192,7 @@ fn blocks_join_without_a_seam() -> Result<(), Error> {
     for mnk in [[37, 259, 7], [16, 128, 3], [17, 129, 2], [1, 300, 5]] {
         let matmul = Matmul::contiguous(&[2], mnk, Layout::Row, Layout::Col, DType::F32);
         let (lhs, rhs) = operands(&matmul, 6);
-        assert_eq!(matmul.run(&lhs, &rhs, None)?, by_index(&matmul, &lhs, &rhs, None));
+        assert_eq!(matmul.run(&lhs, &rhs, NONE)?, by_index(&matmul, &lhs, &rhs, NONE));
     }
     Ok(())
 }
@@ -169,8 +203,8 @@ fn special_values_spread_along_their_row_and_column() -> Result<(), Error> {
     let (mut lhs, mut rhs) = operands(&matmul, 5);
     plant(&mut lhs, DType::F16, &[(8, Special::Inf), (16, Special::Nan)])?; // Rows 1 and 2.
     plant(&mut rhs, DType::F16, &[(3, Special::NegZero)])?; // Meets the infinity.
-    let exact = matmul.run(&lhs, &rhs, None)?;
-    let naive = matmul.naive(&lhs, &rhs, None)?;
+    let exact = matmul.run(&lhs, &rhs, NONE)?;
+    let naive = matmul.naive(&lhs, &rhs, NONE)?;
     for (i, (exact, naive)) in exact.iter().zip(&naive).enumerate() {
         let (row, col) = (i / 4, i % 4);
         assert_eq!(exact.is_nan(), row == 2 || (row == 1 && col == 3), "{i}");
@@ -178,7 +212,7 @@ fn special_values_spread_along_their_row_and_column() -> Result<(), Error> {
         assert_eq!([exact.is_nan(), exact.is_infinite()], [naive.is_nan(), naive.is_infinite()]);
     }
     let out: Vec<_> = naive.iter().map(|&v| v as f32).collect();
-    let check = |out: &[f32]| matmul.check(&matmul.everything(), &lhs, &rhs, None, out);
+    let check = |out: &[f32]| matmul.check(&matmul.everything(), &lhs, &rhs, NONE, out);
     assert!(check(&out)?.passed);
     for (i, wrong) in [(0, f32::NAN), (5, 1.0), (5, f32::NAN), (7, f32::INFINITY), (9, 0.0)] {
         let mut out = out.clone();
@@ -197,15 +231,18 @@ fn callers_mistakes_are_named() {
     let fails = |result: Result<Vec<f64>, Error>, text: &str| {
         assert_eq!(result.map_err(|e| e.to_string()), Err(text.to_owned()));
     };
-    fails(matmul.run(&lhs[1..], &rhs, None), "lhs holds 29 values, the problem needs 30");
-    fails(matmul.run(&lhs, &rhs[..7], None), "rhs holds 7 values, the problem needs 40");
-    fails(matmul.run(&lhs, &rhs, Some(&[0.0; 5])), "bias holds 5 values, the problem needs 4");
+    fails(matmul.run(&lhs[1..], &rhs, NONE), "lhs holds 29 values, the problem needs 30");
+    fails(matmul.run(&lhs, &rhs[..7], NONE), "rhs holds 7 values, the problem needs 40");
+    fails(
+        matmul.run(&lhs, &rhs, Epilogue::bias(&[0.0; 5])),
+        "bias holds 5 values, the problem needs 4",
+    );
     let flat = Matmul { rhs: Strides::contiguous(&[], 5, 4, Layout::Row), ..matmul.clone() };
-    fails(flat.run(&lhs, &rhs, None), "rhs has strides for 0 batch axes, the problem has 1");
+    fails(flat.run(&lhs, &rhs, NONE), "rhs has strides for 0 batch axes, the problem has 1");
     let sample = Sample { batches: vec![0], rows: vec![3], cols: vec![0] };
-    fails(matmul.run_at(&sample, &lhs, &rhs, None), "sampled row 3 is outside of the 3 there are");
+    fails(matmul.run_at(&sample, &lhs, &rhs, NONE), "sampled row 3 is outside of the 3 there are");
     assert_eq!(
-        matmul.check(&matmul.everything(), &lhs, &rhs, None, &[0.0; 23]),
+        matmul.check(&matmul.everything(), &lhs, &rhs, NONE, &[0.0; 23]),
         Err(Error::Length { what: "out", need: 24, have: 23 })
     );
 }
@@ -247,11 +284,11 @@ fn one_wrong_tile_is_found() -> Result<(), Error> {
     let sample = matmul.sample_within(9, 1 << 25);
     assert_ne!(sample, matmul.everything());
     let mut out = vec![3000.0; 700 * 640];
-    assert!(matmul.check(&sample, &lhs, &rhs, None, &out)?.passed);
+    assert!(matmul.check(&sample, &lhs, &rhs, NONE, &out)?.passed);
     for row in 640..656 {
         out[row * 640 + 320..][..16].fill(0.0);
     }
-    let comparison = matmul.check(&sample, &lhs, &rhs, None, &out)?;
+    let comparison = matmul.check(&sample, &lhs, &rhs, NONE, &out)?;
     assert!(!comparison.passed);
     assert!(comparison.worst_index.is_some_and(|i| out[i] == 0.0));
     Ok(())
@@ -262,10 +299,10 @@ proptest! {
     fn agrees_with_the_definition(matmul in problem(), seed in 0..99u64, biased: bool) {
         let (lhs, rhs) = operands(&matmul, seed);
         let bias = fill(seed + 2, matmul.n, Distribution::Uniform);
-        let bias = biased.then_some(&bias[..]);
+        let epilogue = if biased { Epilogue::bias(&bias) } else { NONE };
         prop_assert_eq!(
-            matmul.run(&lhs, &rhs, bias)?,
-            by_index(&matmul, &lhs, &rhs, bias)
+            matmul.run(&lhs, &rhs, epilogue)?,
+            by_index(&matmul, &lhs, &rhs, epilogue)
         );
     }
 
@@ -283,8 +320,8 @@ proptest! {
         };
         let (lhs, rhs) = operands(&matmul, 3);
         prop_assert_eq!(
-            matmul.run(&lhs, &rhs, None)?,
-            by_index(&matmul, &lhs, &rhs, None)
+            matmul.run(&lhs, &rhs, NONE)?,
+            by_index(&matmul, &lhs, &rhs, NONE)
         );
     }
 
@@ -303,9 +340,9 @@ proptest! {
         // Products commute and sums keep their order, so that even roundings agree.
         let swapped = Matmul::contiguous(&[], [n, m, k], Layout::Col, Layout::Col, dtype);
         for evaluate in [Matmul::run, Matmul::naive] {
-            let out = evaluate(&product, &lhs, &rhs, None)?;
-            prop_assert_eq!(&evaluate(&columns, &lhs_t, &rhs_t, None)?, &out);
-            let out_t = evaluate(&swapped, &rhs, &lhs, None)?;
+            let out = evaluate(&product, &lhs, &rhs, NONE)?;
+            prop_assert_eq!(&evaluate(&columns, &lhs_t, &rhs_t, NONE)?, &out);
+            let out_t = evaluate(&swapped, &rhs, &lhs, NONE)?;
             for (i, value) in out.iter().enumerate() {
                 prop_assert_eq!(out_t[i % n * m + i / n], *value);
             }
@@ -320,9 +357,9 @@ proptest! {
         let eighths = |v: &[f32]| v.iter().map(|v| (v * 8.0).round() / 8.0).collect::<Vec<_>>();
         let (lhs, other, rhs) = (eighths(&lhs), eighths(&other), eighths(&rhs));
         let sum: Vec<_> = lhs.iter().zip(&other).map(|(a, b)| a - 4.0 * b).collect();
-        let a = matmul.run(&lhs, &rhs, None)?;
-        let b = matmul.run(&other, &rhs, None)?;
-        let both = matmul.run(&sum, &rhs, None)?;
+        let a = matmul.run(&lhs, &rhs, NONE)?;
+        let b = matmul.run(&other, &rhs, NONE)?;
+        let both = matmul.run(&sum, &rhs, NONE)?;
         let apart: Vec<_> = a.iter().zip(&b).map(|(a, b)| a - 4.0 * b).collect();
         prop_assert_eq!(both, apart);
     }
@@ -340,12 +377,12 @@ proptest! {
             rows: part(&all.rows, pick[1]),
             cols: part(&all.cols, pick[2]),
         };
-        let whole = matmul.run(&lhs, &rhs, None)?;
-        let naive = matmul.naive(&lhs, &rhs, None)?;
+        let whole = matmul.run(&lhs, &rhs, NONE)?;
+        let naive = matmul.naive(&lhs, &rhs, NONE)?;
         let indices: Vec<_> = matmul.indices(&sample).collect();
         let pick = |from: &[f64]| indices.iter().map(|&i| from[i]).collect::<Vec<_>>();
-        prop_assert_eq!(matmul.run_at(&sample, &lhs, &rhs, None)?, pick(&whole));
-        prop_assert_eq!(matmul.naive_at(&sample, &lhs, &rhs, None)?, pick(&naive));
+        prop_assert_eq!(matmul.run_at(&sample, &lhs, &rhs, NONE)?, pick(&whole));
+        prop_assert_eq!(matmul.naive_at(&sample, &lhs, &rhs, NONE)?, pick(&naive));
         prop_assert!(matmul.indices(&all).eq(0..whole.len()));
     }
 
@@ -355,14 +392,14 @@ proptest! {
     ) {
         let matmul = Matmul { dtype, out_dtype: dtype.storage(), ..matmul };
         let (lhs, rhs) = operands(&matmul, seed);
-        let naive = matmul.naive(&lhs, &rhs, None)?;
+        let naive = matmul.naive(&lhs, &rhs, NONE)?;
         let mut out: Vec<_> = naive.iter().map(|&v| v as f32).collect();
         let sample = matmul.sample(seed);
-        let good = matmul.check(&sample, &lhs, &rhs, None, &out)?;
+        let good = matmul.check(&sample, &lhs, &rhs, NONE, &out)?;
         prop_assert!(good.passed, "{}", good);
         let at = at.index(out.len());
         out[at] += 8.0;
-        let bad = matmul.check(&sample, &lhs, &rhs, None, &out)?;
+        let bad = matmul.check(&sample, &lhs, &rhs, NONE, &out)?;
         prop_assert!(!bad.passed && bad.worst_index == Some(at), "{}", bad);
     }
 }

@@ -1,0 +1,264 @@
+//! `out = round(residual + gate · activation(sum + bias))`: what becomes of a sum before it is stored.
+//!
+//! Bias `[n]` in the operands' type; gate and residual `[batch, m, n]` in the result's. Each part is
+//! there or not; all of it is f32 until the one rounding. The residual may be the result's own buffer:
+//! an element is read by the unit that writes it.
+//!
+//! GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), exact and by its tanh formula.
+//! SiLU: `x · σ(x)`, Elfwing et al. (2017); gated as in Shazeer, "GLU Variants Improve Transformer"
+//! (2020).
+
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::{MatmulOperands, MatmulProblem};
+use crate::tile::quad_transpose;
+
+/// A function of one number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// `x / (1 + exp(-x))`.
+    Silu,
+    /// `x · (1 + erf(x / √2)) / 2`.
+    Gelu,
+    /// `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
+    GeluTanh,
+}
+
+impl Activation {
+    pub const ALL: [Self; 3] = [Self::Silu, Self::Gelu, Self::GeluTanh];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Silu => "silu",
+            Self::Gelu => "gelu",
+            Self::GeluTanh => "gelu_tanh",
+        }
+    }
+}
+
+/// Which parts of the formula a problem has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct Epilogue {
+    /// A vector `[n]` is added to every row.
+    pub bias: bool,
+    pub activation: Option<Activation>,
+    /// Multiplied by a matrix of the result's shape.
+    pub gate: bool,
+    /// Added to a matrix of the result's shape.
+    pub residual: bool,
+}
+
+impl Epilogue {
+    /// `bias silu gate residual`, without what is not there.
+    pub fn names(self) -> Vec<&'static str> {
+        let flag = |on: bool, name| on.then_some(name);
+        [
+            flag(self.bias, "bias"),
+            self.activation.map(Activation::name),
+            flag(self.gate, "gate"),
+            flag(self.residual, "residual"),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+}
+
+/// The formula with its buffers, gate and residual in vectors of `N`.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Finish<F: Float, E: Float, N: Size> {
+    bias: ComptimeOption<Box<[F]>>,
+    gate: ComptimeOption<Box<[Vector<E, N>]>>,
+    residual: ComptimeOption<Box<[Vector<E, N>]>>,
+    #[cube(comptime)]
+    activation: Option<Activation>,
+}
+
+impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
+    /// The arguments of `problem`, whose result is stored in vectors of `width`.
+    pub(super) fn of(problem: &MatmulProblem, operands: &MatmulOperands, width: usize) -> Self {
+        let len = problem.extents()[2] / width;
+        let matrix = |handle: &Option<cubecl::server::Handle>| {
+            // SAFETY: gate and residual have the result's elements.
+            let arg = handle.as_ref().map(|h| unsafe { BufferArg::from_raw_parts(h.clone(), len) });
+            ComptimeOptionArgs::from(arg)
+        };
+        let bias = operands.bias.as_ref().map(|h| {
+            // SAFETY: the bias has n elements.
+            unsafe { BufferArg::from_raw_parts(h.clone(), problem.n as usize) }
+        });
+        Self::new(
+            ComptimeOptionArgs::from(bias),
+            matrix(&operands.gate),
+            matrix(&operands.residual),
+            problem.epilogue.activation,
+        )
+    }
+
+    /// Nothing but the sum.
+    pub(super) fn nothing() -> Self {
+        let none = || ComptimeOptionArgs::None;
+        Self::new(ComptimeOptionArgs::None, none(), none(), None)
+    }
+}
+
+impl<F: Float, E: Float, N: Size> FinishCompilationArg<F, E, N> {
+    /// The arguments of `epilogue`, as a compilation sees them.
+    pub(super) fn of(epilogue: Epilogue) -> Self {
+        fn buffer<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
+            there: bool,
+        ) -> ComptimeOptionCompilationArg<T> {
+            match there {
+                true => ComptimeOptionCompilationArg::Some(BufferCompilationArg { inplace: None }),
+                false => ComptimeOptionCompilationArg::None,
+            }
+        }
+        Self {
+            bias: buffer(epilogue.bias),
+            gate: buffer(epilogue.gate),
+            residual: buffer(epilogue.residual),
+            activation: epilogue.activation,
+        }
+    }
+}
+
+#[cube]
+impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
+    /// `activation(sum + bias)` of the sums of columns `col..` of a matrix with `columns`. Columns past
+    /// the end, which are never stored, take the last one's bias.
+    pub(crate) fn activate<W: Size>(
+        &self,
+        sum: Vector<f32, W>,
+        col: u32,
+        columns: u32,
+    ) -> Vector<f32, W> {
+        let mut value = sum;
+        #[comptime]
+        match &self.bias {
+            ComptimeOption::Some(bias) =>
+            {
+                #[unroll]
+                for e in 0..W::value() {
+                    let at = min(col + comptime!(e as u32), columns - 1);
+                    value.insert(e, value.extract(e) + f32::cast_from(bias[at as usize]));
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        activation::<W>(value, self.activation)
+    }
+
+    /// `residual + gate · value` with what lies at vector `at` of both.
+    pub(crate) fn join<W: Size>(&self, value: Vector<f32, W>, at: usize) -> Vector<f32, W> {
+        let mut out = value;
+        #[comptime]
+        match &self.gate {
+            ComptimeOption::Some(gate) => out *= Vector::cast_from(gate[at]),
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match &self.residual {
+            ComptimeOption::Some(residual) => out += Vector::cast_from(residual[at]),
+            ComptimeOption::None => {}
+        }
+        out
+    }
+
+    /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1.
+    pub(crate) fn one(&self, sum: f32, at: usize, col: u32, columns: u32) -> f32 {
+        let sum = Vector::<f32, Const<1>>::new(sum);
+        self.join::<Const<1>>(self.activate::<Const<1>>(sum, col, columns), at).extract(0usize)
+    }
+}
+
+/// Gate and residual of 32 columns of a row, as the units of a quad hold their sums.
+#[derive(CubeType)]
+pub(crate) struct Others {
+    gate: ComptimeOption<Array<u32>>,
+    residual: ComptimeOption<Array<u32>>,
+}
+
+#[cube]
+impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
+    /// What belongs to the 16-byte vectors `at` of a quad's four units; nothing is read for a unit that
+    /// is not `inside`.
+    pub(crate) fn others(&self, at: usize, inside: bool, lane: u32) -> Others {
+        Others {
+            gate: self.gate.as_ref().map(|m| turned::<E, N>(m, at, inside, lane)),
+            residual: self.residual.as_ref().map(|m| turned::<E, N>(m, at, inside, lane)),
+        }
+    }
+}
+
+#[cube]
+impl Others {
+    /// `residual + gate · value` for pair `j` of the unit.
+    pub(crate) fn join<E: Float, W: Size>(
+        &self,
+        value: Vector<f32, W>,
+        #[comptime] j: usize,
+    ) -> Vector<f32, W> {
+        let mut out = value;
+        #[comptime]
+        match &self.gate {
+            ComptimeOption::Some(gate) => out *= pair::<E, W>(gate, j),
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match &self.residual {
+            ComptimeOption::Some(residual) => out += pair::<E, W>(residual, j),
+            ComptimeOption::None => {}
+        }
+        out
+    }
+}
+
+#[cube]
+fn pair<E: Float, W: Size>(words: &Array<u32>, #[comptime] j: usize) -> Vector<f32, W> {
+    Vector::cast_from(Vector::<E, W>::reinterpret(words[j]))
+}
+
+/// Vector `at` of `matrix`, its words exchanged between the units of a quad.
+#[cube]
+fn turned<E: Float, N: Size>(
+    matrix: &[Vector<E, N>],
+    at: usize,
+    inside: bool,
+    lane: u32,
+) -> Array<u32> {
+    let mut vector = Vector::<u32, Const<4>>::new(0u32);
+    if inside {
+        vector = Vector::reinterpret(matrix[at]);
+    }
+    let mut words = Array::<u32>::new(4usize);
+    #[unroll]
+    for j in 0..4usize {
+        words[j] = vector.extract(j);
+    }
+    quad_transpose(&mut words, lane);
+    words
+}
+
+#[cube]
+fn activation<W: Size>(
+    x: Vector<f32, W>,
+    #[comptime] activation: Option<Activation>,
+) -> Vector<f32, W> {
+    let one = Vector::<f32, W>::new(1.0f32);
+    match comptime!(activation) {
+        None => x,
+        Some(Activation::Silu) => x / (one + (-x).exp()),
+        Some(Activation::Gelu) => {
+            let half = x * Vector::new(0.5f32);
+            half * (one + (x * Vector::new(std::f32::consts::FRAC_1_SQRT_2)).erf())
+        }
+        Some(Activation::GeluTanh) => {
+            let cubic = x + x * x * x * Vector::new(0.044_715f32);
+            // √(2/π)
+            let inner = cubic * Vector::new(0.797_884_6f32);
+            x * Vector::new(0.5f32) * (one + inner.tanh())
+        }
+    }
+}
