@@ -23,6 +23,9 @@ pub enum OpenError {
     /// This machine has none, or something it needs is absent.
     #[error("no {backend} device: {why}\nhint: {how}")]
     Unavailable { backend: Backend, why: String, how: String },
+    /// Another library's device is of a runtime that no backend stands for.
+    #[error("no backend for CubeCL's runtime {runtime}\nhint: one of cuda, vulkan, webgpu, cpu")]
+    Foreign { runtime: String },
     #[error(transparent)]
     UnknownProfile(#[from] UnknownProfile),
     /// A profile of one backend was asked to restrict a device of another.
@@ -82,6 +85,23 @@ impl Device {
                     .to_owned(),
             ));
         }
+        let profile = profile_of(&client, backend);
+        Ok(Self { client, profile, raw })
+    }
+
+    /// A device that another library, such as Burn, has opened already.
+    ///
+    /// # Errors
+    /// [`OpenError::Foreign`] for a runtime without a backend here.
+    pub fn of(raw: cubecl::Device) -> Result<Self, OpenError> {
+        let client = raw.client();
+        let backend = match client.name() {
+            "cuda" => Backend::Cuda,
+            "wgpu<spirv>" => Backend::Vulkan,
+            "wgpu<wgsl>" => Backend::WebGpu,
+            "cpu" => Backend::Cpu,
+            other => return Err(OpenError::Foreign { runtime: other.to_owned() }),
+        };
         let profile = profile_of(&client, backend);
         Ok(Self { client, profile, raw })
     }

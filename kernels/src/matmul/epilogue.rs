@@ -15,7 +15,7 @@ use super::{MatmulOperands, MatmulProblem};
 use crate::tile::quad_transpose;
 
 /// A function of one number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
     /// `x / (1 + exp(-x))`.
@@ -39,7 +39,9 @@ impl Activation {
 }
 
 /// Which parts of the formula a problem has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+)]
 pub struct Epilogue {
     /// A vector `[n]` is added to every row.
     pub bias: bool,

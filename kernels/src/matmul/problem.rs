@@ -66,7 +66,7 @@ impl Layout {
 }
 
 /// How one operand lies in its buffer, in elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Operand {
     pub layout: Layout,
     /// Distance between rows (`Row`) or columns (`Col`).
@@ -77,7 +77,7 @@ pub struct Operand {
 
 /// How batches map to matrices: `outer · inner` products; the strides (elements) of one step of
 /// each, 0 where an operand repeats. Results are dense.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Batches {
     pub outer: u32,
     pub inner: u32,
@@ -86,7 +86,7 @@ pub struct Batches {
 }
 
 /// One matmul. Build it with [`MatmulProblem::dense`] or [`MatmulProblem::new`], which check it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MatmulProblem {
     pub m: u32,
     pub n: u32,

@@ -1,0 +1,115 @@
+//! What ops need beside tensors.
+
+use std::collections::BTreeMap;
+use std::mem;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use arch::Device;
+use burn_cubecl::CubeDevice;
+use kernels::matmul::{Matmul, MatmulConfig, MatmulProblem};
+use tune::{CacheError, Policy, TuneCache, Tuner};
+
+use crate::OpError;
+
+/// Known configs, and the policy for shapes without one. Cheap to clone; clones share what they learn.
+#[derive(Clone)]
+pub struct Ctx(Arc<Mutex<Inner>>);
+
+struct Inner {
+    cache: TuneCache,
+    policy: Policy,
+    /// Recorded profile that CUDA devices are restricted to.
+    profile: Option<String>,
+    devices: Vec<(CubeDevice, Device)>,
+    /// Configs already looked up, by the key of their device.
+    matmuls: BTreeMap<(String, MatmulProblem), MatmulConfig>,
+    date: String,
+}
+
+impl Default for Ctx {
+    /// Configs that ship with the program; the first candidate for other shapes.
+    fn default() -> Self {
+        Self::new(TuneCache::shipped(), Policy::Default, String::new())
+    }
+}
+
+impl Ctx {
+    /// Looks configs up in `cache`; `date` (UTC, RFC 3339) is written beside what is measured.
+    pub fn new(cache: TuneCache, policy: Policy, date: String) -> Self {
+        let (devices, matmuls) = (Vec::new(), BTreeMap::new());
+        Self(Arc::new(Mutex::new(Inner { cache, policy, profile: None, devices, matmuls, date })))
+    }
+
+    /// The user's own cache over what ships, as `flashover` uses it.
+    ///
+    /// # Errors
+    /// The cache cannot be read.
+    pub fn of_user(policy: Policy, date: String) -> Result<Self, CacheError> {
+        let cache = match tune::default_cache_path() {
+            Some(path) => TuneCache::open(&path)?,
+            None => TuneCache::shipped(),
+        };
+        Ok(Self::new(cache, policy, date))
+    }
+
+    /// Restricts devices to the recorded profile `name`: what an RTX card would run, on another card.
+    #[must_use]
+    pub fn restricted_to(self, name: &str) -> Self {
+        {
+            let mut inner = self.lock();
+            inner.profile = Some(name.to_owned());
+            inner.devices.clear();
+        }
+        self
+    }
+
+    /// Warnings about the cache so far.
+    pub fn warnings(&self) -> Vec<String> {
+        self.lock().cache.warnings().iter().map(ToString::to_string).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // A panic elsewhere leaves caches that are whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Our handle to a device of Burn's.
+    pub(crate) fn device(&self, raw: &CubeDevice) -> Result<Device, OpError> {
+        let mut inner = self.lock();
+        if let Some((_, device)) = inner.devices.iter().find(|(known, _)| known == raw) {
+            return Ok(device.clone());
+        }
+        let refused = |e: arch::OpenError| OpError::Device(e.to_string());
+        let mut device = Device::of(raw.clone()).map_err(refused)?;
+        if let Some(name) = &inner.profile {
+            device = device.restrict(name).map_err(refused)?;
+        }
+        inner.devices.push((raw.clone(), device.clone()));
+        Ok(device)
+    }
+
+    /// The config of one matmul.
+    pub(crate) fn matmul(
+        &self,
+        device: &Device,
+        problem: &MatmulProblem,
+    ) -> Result<MatmulConfig, OpError> {
+        let mut inner = self.lock();
+        let key = (device.profile().id.to_string(), *problem);
+        if let Some(config) = inner.matmuls.get(&key) {
+            return Ok(*config);
+        }
+        let mut tuner = Tuner {
+            device,
+            cache: mem::take(&mut inner.cache),
+            policy: inner.policy,
+            commit: concat!("v", env!("CARGO_PKG_VERSION")).to_owned(),
+            date: inner.date.clone(),
+        };
+        let chosen = tuner.choose::<Matmul>(problem);
+        inner.cache = tuner.cache;
+        let config = chosen?.config;
+        inner.matmuls.insert(key, config);
+        Ok(config)
+    }
+}

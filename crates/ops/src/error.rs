@@ -1,0 +1,25 @@
+//! What can be wrong with a call.
+
+use burn::tensor::DType;
+use tune::TuneError;
+
+/// Why an op has no result.
+#[derive(Debug, thiserror::Error)]
+pub enum OpError {
+    #[error("lhs is {lhs:?} with k = {lhs_k}, rhs is {rhs:?} with k = {rhs_k}")]
+    Depth { lhs: Vec<usize>, lhs_k: usize, rhs: Vec<usize>, rhs_k: usize },
+    #[error("batches of {lhs:?} and {rhs:?} do not broadcast\nhint: each axis is equal or 1")]
+    Broadcast { lhs: Vec<usize>, rhs: Vec<usize> },
+    #[error("{what} has shape {have:?}, the result needs {need:?}")]
+    Shape { what: &'static str, have: Vec<usize>, need: Vec<usize> },
+    #[error("{what} is {have:?}, lhs is {need:?}\nhint: cast one of them")]
+    DType { what: &'static str, have: DType, need: DType },
+    #[error("tensors of {0:?} are not multiplied\nhint: cast to f32, f16 or bf16")]
+    NotFloat(DType),
+    #[error("{0} exceeds 2^32 - 1, the longest axis")]
+    TooLarge(usize),
+    #[error("no kernels for {0}\nhint: use Device::cuda, Device::vulkan or Device::cpu")]
+    Device(String),
+    #[error(transparent)]
+    Tune(#[from] TuneError),
+}

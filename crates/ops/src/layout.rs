@@ -1,0 +1,117 @@
+//! Burn's strided tensors as operands of a matmul.
+
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use kernels::matmul::{Batches, Layout, Operand};
+
+/// The matrices of a tensor: its last two axes, and the steps of its other axes, outermost first.
+pub(crate) struct Matrices {
+    pub(crate) operand: Operand,
+    /// One for each axis of the result's batch; 0 where the tensor repeats.
+    pub(crate) steps: Vec<u64>,
+}
+
+impl Matrices {
+    /// `tensor` as operand of a result with batch axes `batch`; none when it is neither row- nor
+    /// column-contiguous.
+    fn of(tensor: &CubeTensor, batch: &[usize]) -> Option<Self> {
+        let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+        let rank = shape.num_dims();
+        let [rows, cols] = [shape[rank - 2], shape[rank - 1]];
+        let [down, across] = [strides[rank - 2], strides[rank - 1]];
+        // The stride of an axis of one element means nothing.
+        let (layout, stride) = if (across == 1 || cols == 1) && (down >= cols || rows == 1) {
+            (Layout::Row, if rows == 1 { cols } else { down })
+        } else if (down == 1 || rows == 1) && (across >= rows || cols == 1) {
+            (Layout::Col, if cols == 1 { rows } else { across })
+        } else {
+            return None;
+        };
+        let missing = batch.len() + 2 - rank;
+        let steps = (0..batch.len())
+            .map(|axis| match axis.checked_sub(missing) {
+                Some(own) if shape[own] > 1 => strides[own] as u64,
+                _ => 0,
+            })
+            .collect();
+        Some(Self { operand: Operand { layout, stride: stride as u64, start: 0 }, steps })
+    }
+
+    /// As [`Matrices::of`], copying a tensor that is laid out otherwise.
+    pub(crate) fn of_any(tensor: CubeTensor, batch: &[usize]) -> (CubeTensor, Self) {
+        if let Some(matrices) = Self::of(&tensor, batch) {
+            return (tensor, matrices);
+        }
+        let tensor = into_contiguous(tensor);
+        let matrices = Self::of(&tensor, batch).expect("a contiguous tensor has contiguous rows");
+        (tensor, matrices)
+    }
+}
+
+/// The batch axes `batch` as two at most, where both operands step evenly; none where they do not.
+pub(crate) fn fold(batch: &[usize], lhs: &[u64], rhs: &[u64]) -> Option<Batches> {
+    let mut axes: Vec<(u64, u64, u64)> = Vec::new(); // (size, step of lhs, step of rhs)
+    for ((&size, &l), &r) in batch.iter().zip(lhs).zip(rhs) {
+        let size = size as u64;
+        match axes.last_mut() {
+            _ if size == 1 => {}
+            Some(outer) if outer.1 == l * size && outer.2 == r * size => {
+                *outer = (outer.0 * size, l, r);
+            }
+            _ => axes.push((size, l, r)),
+        }
+    }
+    let (outer, inner) = match axes[..] {
+        [] => ((1, 0, 0), (1, 0, 0)),
+        [inner] => ((1, 0, 0), inner),
+        [outer, inner] => (outer, inner),
+        _ => return None,
+    };
+    Some(Batches {
+        outer: u32::try_from(outer.0).ok()?,
+        inner: u32::try_from(inner.0).ok()?,
+        lhs: (outer.1, inner.1),
+        rhs: (outer.2, inner.2),
+    })
+}
+
+/// NumPy's rule: axes aligned at the end, each equal or 1.
+pub(crate) fn broadcast(lhs: &[usize], rhs: &[usize]) -> Option<Vec<usize>> {
+    let rank = lhs.len().max(rhs.len());
+    let at =
+        |shape: &[usize], i: usize| (i + shape.len()).checked_sub(rank).map_or(1, |i| shape[i]);
+    (0..rank)
+        .map(|i| match (at(lhs, i), at(rhs, i)) {
+            (a, b) if a == b || b == 1 => Some(a),
+            (1, b) => Some(b),
+            _ => None,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batch_axes_fold_into_two_where_both_operands_step_evenly() {
+        let fold = |batch: &[usize], lhs: &[u64], rhs: &[u64]| fold(batch, lhs, rhs);
+        let batches = |outer, inner, lhs, rhs| Some(Batches { outer, inner, lhs, rhs });
+        assert_eq!(fold(&[], &[], &[]), batches(1, 1, (0, 0), (0, 0)));
+        // Dense on both sides, and repeated on one.
+        assert_eq!(fold(&[2, 3], &[12, 4], &[30, 10]), batches(1, 6, (0, 4), (0, 10)));
+        assert_eq!(fold(&[2, 3], &[12, 4], &[0, 0]), batches(1, 6, (0, 4), (0, 0)));
+        // Heads that share keys repeat over the inner axis only.
+        assert_eq!(fold(&[2, 3], &[12, 4], &[10, 0]), batches(2, 3, (12, 4), (10, 0)));
+        assert_eq!(fold(&[2, 1, 3], &[12, 7, 4], &[10, 9, 0]), batches(2, 3, (12, 4), (10, 0)));
+        assert_eq!(fold(&[2, 3, 5], &[60, 20, 4], &[10, 0, 2]), None);
+    }
+
+    #[test]
+    fn batches_broadcast_as_numpy_has_it() {
+        assert_eq!(broadcast(&[5, 1], &[3]), Some(vec![5, 3]));
+        assert_eq!(broadcast(&[], &[2, 2]), Some(vec![2, 2]));
+        assert_eq!(broadcast(&[0], &[1]), Some(vec![0]));
+        assert_eq!(broadcast(&[2], &[3]), None);
+    }
+}

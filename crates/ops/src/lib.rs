@@ -1,0 +1,27 @@
+//! Our kernels as functions of Burn tensors, with their gradients: the only crate that knows both.
+//!
+//! ```
+//! use burn::tensor::{Device, Distribution, Tensor};
+//! use ops::{Ctx, Epilogue, matmul};
+//!
+//! let device = Device::cpu().autodiff();
+//! let x = Tensor::<2>::random([4, 8], Distribution::Default, &device).require_grad();
+//! let w = Tensor::<2>::random([8, 3], Distribution::Default, &device);
+//! let y = matmul(&Ctx::default(), x.clone(), w, Epilogue::default())?; // [4, 3]
+//! let gradient = x.grad(&y.sum().backward()).expect("x is tracked"); // [4, 8]
+//! assert_eq!(gradient.dims(), [4, 8]);
+//! # Ok::<(), ops::OpError>(())
+//! ```
+//!
+//! Every function takes a [`Ctx`] first: which configs are known, and what happens to a shape whose
+//! config is not. Tensors live on a CubeCL device of Burn's: CUDA, Vulkan or the CPU runtime.
+
+mod ctx;
+mod error;
+mod layout;
+mod matmul;
+
+pub use ctx::Ctx;
+pub use error::OpError;
+pub use kernels::matmul::Activation;
+pub use matmul::{Epilogue, linear, matmul};
