@@ -1,10 +1,12 @@
 //! The tune cache from the command line.
 
 use std::io::{ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use arch::Device;
 use clap::Subcommand;
+use kernels::matmul::{Matmul, MatmulConfig};
 use tune::{Entry, Policy, Source, TuneCache, Tuner};
 
 use crate::cases::{self, Scale, Suite};
@@ -27,6 +29,18 @@ pub(crate) enum Command {
         suite: Suite,
         #[arg(long)]
         filter: Option<String>,
+    },
+    /// Time configs of your own on every case of a suite, and remember nothing
+    Try {
+        #[command(flatten)]
+        target: Target,
+        #[arg(long, default_value = "quick")]
+        suite: Suite,
+        #[arg(long)]
+        filter: Option<String>,
+        /// One config a line, as `tune show` prints them
+        #[arg(long)]
+        configs: PathBuf,
     },
     /// Take over the results of other cache files; the newer of two wins
     Merge { files: Vec<PathBuf> },
@@ -51,6 +65,9 @@ pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
     match command {
         Command::Show { filter } => show(filter.as_deref()),
         Command::Run { target, suite, filter } => measure(&target, suite, filter.as_deref()),
+        Command::Try { target, suite, filter, configs } => {
+            try_configs(&target, suite, filter.as_deref(), &configs)
+        }
         Command::Merge { files } => merge(&files),
         Command::Path => {
             println!("{}", cache_path()?.display());
@@ -108,24 +125,75 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
 
 fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
     let device = target.open()?;
-    let scale = match device.backend() {
-        arch::Backend::Cpu | arch::Backend::WebGpu => Scale::Host,
-        _ => Scale::Gpu,
-    };
-    let mut tuner = Tuner {
-        device: &device,
-        cache: open_cache()?,
-        policy: Policy::Measure,
-        commit: provenance::COMMIT.to_owned(),
-        date: provenance::now()?,
-    };
+    let mut tuner = tuner(&device)?;
     let mut good = true;
-    for case in cases::select(suite, scale, filter)? {
-        match tuner.measure::<kernels::matmul::Matmul>(&case.problem) {
+    for case in cases::select(suite, scale(&device), filter)? {
+        match tuner.measure::<Matmul>(&case.problem) {
             Ok(config) => println!("{}: {}", case.name(), serde_json::to_string(&config)?),
             Err(e) => {
                 println!("{}: {e}", case.name());
                 good = false;
+            }
+        }
+    }
+    Ok(good)
+}
+
+fn scale(device: &Device) -> Scale {
+    match device.backend() {
+        arch::Backend::Cpu | arch::Backend::WebGpu => Scale::Host,
+        _ => Scale::Gpu,
+    }
+}
+
+fn tuner(device: &Device) -> anyhow::Result<Tuner<'_>> {
+    Ok(Tuner {
+        device,
+        cache: open_cache()?,
+        policy: Policy::Measure,
+        commit: provenance::COMMIT.to_owned(),
+        date: provenance::now()?,
+    })
+}
+
+/// Times the configs of `file` on each case; false when one of them failed.
+fn try_configs(
+    target: &Target,
+    suite: Suite,
+    filter: Option<&str>,
+    file: &Path,
+) -> anyhow::Result<bool> {
+    let text = std::fs::read_to_string(file).with_context(|| {
+        format!("cannot read {}\nhint: --configs takes a file of configs", file.display())
+    })?;
+    let configs: Vec<MatmulConfig> = text
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .map(|line| {
+            serde_json::from_str(line).with_context(|| {
+                format!("no config: {line}\nhint: `tune show` prints configs as they are read")
+            })
+        })
+        .collect::<anyhow::Result<_>>()?;
+    let device = target.open()?;
+    let tuner = tuner(&device)?;
+    let mut good = true;
+    for case in cases::select(suite, scale(&device), filter)? {
+        println!("{}", case.name());
+        let cost = case.problem.cost();
+        for (config, outcome) in tuner.time::<Matmul>(&case.problem, configs.clone()) {
+            let config = serde_json::to_string(&config)?;
+            match outcome {
+                Ok(ns) => println!(
+                    "  {:9.1} us {:7.1} TFLOP/s {:7.0} GB/s  {config}",
+                    ns / 1e3,
+                    cost.flops as f64 / ns / 1e3,
+                    cost.bytes as f64 / ns
+                ),
+                Err(why) => {
+                    println!("  {why}: {config}");
+                    good = false;
+                }
             }
         }
     }

@@ -133,7 +133,7 @@ pub enum TimingError {
 }
 
 /// Below this a launch is timed through a graph, where the backend can capture one.
-const GRAPH_BELOW_NS: f64 = 60_000.0;
+const GRAPH_BELOW_NS: f64 = 250_000.0;
 /// Work per sample that makes the clock's own error small.
 const SAMPLE_NS: f64 = 400_000.0;
 /// Work per sample that outweighs the wait for the host between samples, through wgpu.

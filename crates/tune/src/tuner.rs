@@ -146,33 +146,25 @@ impl Tuner<'_> {
     /// # Errors
     /// No candidate ran, or the cache cannot be written.
     pub fn measure<K: Kernel>(&mut self, problem: &K::Problem) -> Result<K::Config, TuneError> {
-        let arch = self.device.profile().clone();
+        let arch = self.device.profile();
         let key = Key::of::<K>(&arch.id, problem);
-        let candidates = K::candidates(&arch, problem);
-        let client = self.device.client();
-        let (properties, target) = (client.properties_shared(), client.target_properties_shared());
-        ahead::compile(self.device, candidates.len(), |i| {
-            K::program(&arch, problem, &candidates[i], &properties, &target)
-        });
-        let sets = operand_sets::<K>(self.device, problem);
-        let expected = K::simplest(&arch, problem)
-            .map(|config| run_once::<K>(self.device, problem, &config, &sets[0]));
+        let outcomes = self.time::<K>(problem, K::candidates(arch, problem));
         let mut best: Option<(K::Config, f64)> = None;
-        let mut timings = Vec::with_capacity(candidates.len());
-        for config in candidates {
-            let outcome = self.candidate::<K>(problem, &config, &sets, expected.as_ref(), &best);
-            let (median_ns, error) = match outcome {
-                Ok(ns) => (Some(ns), None),
-                Err(why) => (None, Some(why)),
-            };
-            if let Some(ns) = median_ns
-                && best.is_none_or(|(_, b)| ns < b * MARGIN)
+        for (config, outcome) in &outcomes {
+            if let Ok(ns) = outcome
+                && best.is_none_or(|(_, b)| *ns < b * MARGIN)
             {
-                best = Some((config, ns));
+                best = Some((*config, *ns));
             }
-            let config = serde_json::to_value(config).expect("a config is plain data");
-            timings.push(Measured { config, median_ns, error });
         }
+        let timings: Vec<_> = outcomes
+            .into_iter()
+            .map(|(config, outcome)| Measured {
+                config: serde_json::to_value(config).expect("a config is plain data"),
+                median_ns: outcome.as_ref().ok().copied(),
+                error: outcome.err(),
+            })
+            .collect();
         let Some((config, median_ns)) = best else {
             let first = timings.into_iter().find_map(|m| m.error);
             let first = first.unwrap_or_else(|| "there is none".to_owned());
@@ -191,13 +183,41 @@ impl Tuner<'_> {
         Ok(config)
     }
 
+    /// Nanoseconds of each config whose result is right, or why there are none. One that is hopeless
+    /// beside an earlier one is timed once.
+    pub fn time<K: Kernel>(
+        &self,
+        problem: &K::Problem,
+        configs: Vec<K::Config>,
+    ) -> Vec<(K::Config, Result<f64, String>)> {
+        let (arch, client) = (self.device.profile(), self.device.client());
+        let (properties, target) = (client.properties_shared(), client.target_properties_shared());
+        let feasible: Vec<_> =
+            configs.iter().filter(|c| K::check(arch, problem, c).is_ok()).copied().collect();
+        ahead::compile(self.device, feasible.len(), |i| {
+            K::program(arch, problem, &feasible[i], &properties, &target)
+        });
+        let sets = operand_sets::<K>(self.device, problem);
+        let expected = K::simplest(arch, problem)
+            .map(|config| run_once::<K>(self.device, problem, &config, &sets[0]));
+        let mut best = f64::INFINITY;
+        configs
+            .into_iter()
+            .map(|config| {
+                let outcome = self.candidate::<K>(problem, &config, &sets, expected.as_ref(), best);
+                best = outcome.as_ref().map_or(best, |ns| best.min(*ns));
+                (config, outcome)
+            })
+            .collect()
+    }
+
     fn candidate<K: Kernel>(
         &self,
         problem: &K::Problem,
         config: &K::Config,
         sets: &[K::Operands],
         expected: Option<&Result<Sample, String>>,
-        best: &Option<(K::Config, f64)>,
+        best: f64,
     ) -> Result<f64, String> {
         K::check(self.device.profile(), problem, config).map_err(|e| e.to_string())?;
         let got = run_once::<K>(self.device, problem, config, &sets[0])?;
@@ -212,7 +232,7 @@ impl Tuner<'_> {
         let timed =
             |effort| timing::measure(self.device, effort, launch).map_err(|e| e.to_string());
         let first = timed(Effort::glance(self.device.backend()))?.median_ns();
-        if best.is_some_and(|(_, b)| first > HOPELESS * b) {
+        if first > HOPELESS * best {
             return Ok(first);
         }
         Ok(timed(Effort::tune(self.device.backend()))?.median_ns())

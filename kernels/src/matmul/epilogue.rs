@@ -74,8 +74,10 @@ pub(crate) struct Finish<F: Float, E: Float, N: Size> {
     bias: ComptimeOption<Box<[F]>>,
     gate: ComptimeOption<Box<[Vector<E, N>]>>,
     residual: ComptimeOption<Box<[Vector<E, N>]>>,
+    /// What is there, again: CubeCL 0.11 keeps compiled kernels under a hash that does not tell an
+    /// option's `Some` from its `None`.
     #[cube(comptime)]
-    activation: Option<Activation>,
+    epilogue: Epilogue,
 }
 
 impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
@@ -95,14 +97,14 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
             ComptimeOptionArgs::from(bias),
             matrix(&operands.gate),
             matrix(&operands.residual),
-            problem.epilogue.activation,
+            problem.epilogue,
         )
     }
 
     /// Nothing but the sum.
     pub(super) fn nothing() -> Self {
         let none = || ComptimeOptionArgs::None;
-        Self::new(ComptimeOptionArgs::None, none(), none(), None)
+        Self::new(ComptimeOptionArgs::None, none(), none(), Epilogue::default())
     }
 }
 
@@ -121,7 +123,7 @@ impl<F: Float, E: Float, N: Size> FinishCompilationArg<F, E, N> {
             bias: buffer(epilogue.bias),
             gate: buffer(epilogue.gate),
             residual: buffer(epilogue.residual),
-            activation: epilogue.activation,
+            epilogue,
         }
     }
 }
@@ -149,7 +151,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             }
             ComptimeOption::None => {}
         }
-        activation::<W>(value, self.activation)
+        activation::<W>(value, self.epilogue.activation)
     }
 
     /// `residual + gate · value` with what lies at vector `at` of both.

@@ -2,7 +2,9 @@
 //! software rasteriser where one is installed.
 
 use arch::{ArchProfile, Backend, Device};
-use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
+use kernels::matmul::{
+    Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
+};
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use tune::{Kernel, TuneCache};
 
@@ -128,4 +130,30 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
         }
     }
     assert!(checked > 0, "the card that the records are of has results");
+}
+
+/// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.
+#[test]
+fn every_epilogue_is_another_program() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let client = device.client();
+    let (properties, target) = (client.properties_shared(), client.target_properties_shared());
+    let plain = MatmulProblem::dense(1, [8; 3], [Layout::Row; 2], Precision::F32).expect("valid");
+    let config = Matmul::simplest(device.profile(), &plain).expect("the CPU multiplies f32");
+    let mut hashes = std::collections::BTreeSet::new();
+    let mut count = 0;
+    for activation in [None].into_iter().chain(Activation::ALL.map(Some)) {
+        for flags in 0..8 {
+            let [bias, gate, residual] = [flags & 1 > 0, flags & 2 > 0, flags & 4 > 0];
+            let epilogue = Epilogue { bias, activation, gate, residual };
+            for out in [arch::DType::F32, arch::DType::F16] {
+                let problem = MatmulProblem { epilogue, out, ..plain };
+                let arch = device.profile();
+                let program = Matmul::program(arch, &problem, &config, &properties, &target);
+                hashes.insert(program.id().stable_hash());
+                count += 1;
+            }
+        }
+    }
+    assert_eq!(hashes.len(), count);
 }
