@@ -399,3 +399,42 @@ pub(crate) fn quad_transpose(words: &mut Array<u32>, lane: u32) {
         words[comptime!(j + 2)] = select(high, high_word, got);
     }
 }
+
+/// `len` words of a fragment from `from` on, as the instruction takes them.
+#[cube]
+pub(crate) fn typed<I: Float, NF: Size>(
+    words: &Array<u32>,
+    #[comptime] from: usize,
+    #[comptime] len: usize,
+) -> Array<Vector<I, NF>> {
+    let mut out = Array::<Vector<I, NF>>::new(len);
+    #[unroll]
+    for i in 0..len {
+        out[i] = Vector::reinterpret(words[comptime!(from + i)]);
+    }
+    out
+}
+
+/// 2 to the power x, to 2 ulps; 0 below 2^-126.
+#[cube]
+pub(crate) fn exp2(x: f32) -> f32 {
+    let y: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {y}, {x};", y = out(_) y, x = in(_) x, options(pure, nomem));
+    y
+}
+
+/// Two numbers rounded to half precision, the first in the low half of the word.
+#[cube]
+pub(crate) fn pack_pair<N: Size>(pair: Vector<f32, N>, #[comptime] bf16: bool) -> u32 {
+    let (low, high) = (pair.extract(0usize), pair.extract(1usize));
+    let kind = comptime!(if bf16 { "bf16x2" } else { "f16x2" });
+    let word: u32;
+    gpu_asm!(
+        "cvt.rn.{kind}.f32 {word}, {high}, {low};",
+        word = out(_) word,
+        high = in(_) high,
+        low = in(_) low,
+        options(pure, nomem)
+    );
+    word
+}

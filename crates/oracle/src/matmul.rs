@@ -8,7 +8,7 @@ use kernels::matmul::{
 use reference::{Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
 
-use crate::{CheckError, Verdict, fnv1a};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,17 +140,6 @@ fn verdict(
     };
     let comparison = reference.check(&sample, lhs, rhs, epilogue, &out)?;
     Ok(Verdict { comparison, digest: fnv1a(&bytes[..len]) })
-}
-
-fn kernel_error(e: impl std::fmt::Debug) -> CheckError {
-    CheckError::Kernel(format!("{e:?}"))
-}
-
-/// Device buffers are whole words.
-fn padded(bytes: &[u8]) -> Vec<u8> {
-    let mut out = bytes.to_vec();
-    out.resize(bytes.len().next_multiple_of(4), 0);
-    out
 }
 
 const fn reference_dtype(precision: Precision) -> reference::DType {

@@ -44,7 +44,7 @@ use super::{Dims, Finish, Layout, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
     gather_lane, global_address, lhs_lane, load_fragments, quad_transpose, rhs_lane,
-    shared_address, wait_copies,
+    shared_address, typed, wait_copies,
 };
 
 /// Tile sizes of the tensor-core path.
@@ -305,21 +305,6 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
         }
         id += CUBE_COUNT_X;
     }
-}
-
-/// `len` words of a fragment from `from` on, as the instruction takes them.
-#[cube]
-fn typed<I: Float, NF: Size>(
-    words: &Array<u32>,
-    #[comptime] from: usize,
-    #[comptime] len: usize,
-) -> Array<Vector<I, NF>> {
-    let mut out = Array::<Vector<I, NF>>::new(len);
-    #[unroll]
-    for i in 0..len {
-        out[i] = Vector::reinterpret(words[comptime!(from + i)]);
-    }
-    out
 }
 
 /// Where a unit's fragments lie in the shared tiles: one place, from which fragments are at constant

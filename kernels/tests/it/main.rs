@@ -2,6 +2,7 @@
 //! software rasteriser where one is installed.
 
 use arch::{ArchProfile, Backend, Device};
+use kernels::attention::Attention;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
@@ -156,4 +157,38 @@ fn every_epilogue_is_another_program() {
         }
     }
     assert_eq!(hashes.len(), count);
+}
+
+/// Checks each attention with its default config and returns what went wrong.
+fn attention_failures(device: &Device, dtype: arch::DType) -> Vec<String> {
+    let arch = device.profile();
+    let mut failures = Vec::new();
+    for case in oracle::attention::edge_cases(dtype, device.backend()) {
+        let Some(config) = Attention::candidates(arch, &case.problem).first().copied() else {
+            failures.push(format!("no candidate for {case:?}"));
+            continue;
+        };
+        match oracle::attention::check(device, &case, &config) {
+            Ok(verdict) if verdict.comparison.passed => {}
+            Ok(verdict) => failures.push(format!("{case:?}: {}", verdict.comparison)),
+            Err(e) => failures.push(format!("{case:?}: {e}")),
+        }
+    }
+    failures
+}
+
+#[test]
+fn attention_is_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for dtype in [arch::DType::F32, arch::DType::Bf16] {
+        let failures = attention_failures(&device, dtype);
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+#[test]
+fn attention_is_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = attention_failures(&device, arch::DType::F32);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
