@@ -3,7 +3,7 @@
 use arch::{Backend, Device};
 use burn::tensor::{DType, DeviceKind, Distribution, FloatDType, Tensor};
 use kernels::matmul::{Layout, MatmulProblem, Precision};
-use tune::timing::{self, Effort, TimingError};
+use tune::timing::{self, Effort, Timing, TimingError};
 
 /// Name of the peer that fits `device`: Burn's CubeCL ops on a GPU, its CPU backend on a host.
 pub(crate) const fn name(device: Backend) -> &'static str {
@@ -13,12 +13,16 @@ pub(crate) const fn name(device: Backend) -> &'static str {
     }
 }
 
-/// Median nanoseconds of Burn's matmul on dense operands, or why there is none.
-pub(crate) fn matmul(device: &Device, p: &MatmulProblem, sets: usize) -> Result<f64, TimingError> {
-    let (burn_device, host) = match device.backend() {
-        Backend::Cuda => (burn::tensor::Device::cuda(0), false),
-        Backend::Vulkan => (burn::tensor::Device::vulkan(DeviceKind::DefaultDevice), false),
-        Backend::Cpu => (burn::tensor::Device::flex(), true),
+/// Times of Burn's matmul on dense operands, or why there are none.
+pub(crate) fn burn_matmul(
+    device: &Device,
+    p: &MatmulProblem,
+    sets: usize,
+) -> Result<Timing, TimingError> {
+    let burn_device = match device.backend() {
+        Backend::Cuda => burn::tensor::Device::cuda(0),
+        Backend::Vulkan => burn::tensor::Device::vulkan(DeviceKind::DefaultDevice),
+        Backend::Cpu => burn::tensor::Device::flex(),
         Backend::WebGpu => {
             return Err(TimingError::Failed("Burn has no native WGSL device".to_owned()));
         }
@@ -50,11 +54,14 @@ pub(crate) fn matmul(device: &Device, p: &MatmulProblem, sets: usize) -> Result<
     if out.dtype() != wanted {
         return Err(TimingError::Failed(format!("Burn computed in {:?}", out.dtype())));
     }
-    burn_device.sync().map_err(|e| TimingError::Failed(format!("{e:?}")))?;
-    let timing = if host {
-        timing::measure_host(Effort::report(device.backend()), |i| drop(multiply(i)))
-    } else {
-        timing::measure_launches(device, Effort::report(device.backend()), |i| drop(multiply(i)))?
-    };
-    Ok(timing.median_ns())
+    let wait = || burn_device.sync().map_err(|e| TimingError::Failed(format!("{e:?}")));
+    wait()?;
+    let (effort, launch) = (Effort::report(device.backend()), |i| drop(multiply(i)));
+    match device.backend() {
+        Backend::Cpu => Ok(timing::measure_host(effort, launch)),
+        // Through wgpu timestamps of our client do not bracket Burn's launches: H200, "the profiled
+        // window resolved no device timing".
+        Backend::Vulkan => timing::measure_batches(effort, launch, wait),
+        _ => timing::measure_launches(device, effort, launch),
+    }
 }

@@ -126,6 +126,7 @@ fn blank(card: &record::Card, op: &str, params: BTreeMap<String, Value>, cost: C
         gbps: None,
         share_of_ceiling: None,
         peers: BTreeMap::new(),
+        peer_clocks: BTreeMap::new(),
         max_err: None,
         tolerance: None,
         config: None,
@@ -247,9 +248,13 @@ fn matmul(
 }
 
 fn add_peer(record: &mut Record, device: &Device, problem: &MatmulProblem, sets: usize) {
-    match peers::matmul(device, problem, sets) {
-        Ok(ns) => {
-            record.peers.insert(peers::name(device.backend()).to_owned(), ns);
+    match peers::burn_matmul(device, problem, sets) {
+        Ok(timing) => {
+            let name = peers::name(device.backend()).to_owned();
+            if timing.clock != record.clock {
+                record.peer_clocks.insert(name.clone(), timing.clock.to_owned());
+            }
+            record.peers.insert(name, timing.median_ns());
         }
         Err(e) => eprintln!("{}: no figure of Burn's: {e}", record.case()),
     }
