@@ -44,7 +44,7 @@ pub(crate) enum Scale {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Case {
     pub(crate) problem: MatmulProblem,
-    /// Whether Burn's own op runs beside it; its first call on a GPU tunes for up to 40 s.
+    /// Whether Burn's own op and cubek's run beside it; Burn's first call on a GPU tunes for up to 40 s.
     pub(crate) peer: bool,
 }
 

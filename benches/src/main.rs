@@ -81,7 +81,7 @@ enum Command {
         /// What a case without a known config gets: frozen, default or measure
         #[arg(long, default_value = "measure")]
         policy: Policy,
-        /// Leave out Burn's ops, whose first call of a shape tunes for up to 40 s on a GPU
+        /// Leave out cubek's ops and Burn's, whose first call of a shape tunes for up to 40 s on a GPU
         #[arg(long)]
         no_peers: bool,
         /// Also measure torch, with this Python, which needs torch, triton and CUDA
@@ -129,7 +129,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match cli.command {
         Command::Run { target, suite, filter, policy, no_peers, torch } => {
-            let peers = run::Peers { burn: !no_peers, torch };
+            let peers = run::Peers { rust: !no_peers, torch };
             run::run(&target, suite, filter.as_deref(), policy, &peers)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),

@@ -223,7 +223,9 @@ fn measure_with(
     sync(device)?;
     thread::sleep(effort.rest);
     let method = device.client().properties().timing_method;
-    let clock = if method == TimingMethod::Device { "device" } else { "host" };
+    // The CPU runtime calls its clock a device's; it is the host's.
+    let own = method == TimingMethod::Device && device.backend() != Backend::Cpu;
+    let clock = if own { "device" } else { "host" };
     let mut turn = 0;
     let mut run = |n: usize| {
         for _ in 0..n {
