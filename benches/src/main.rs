@@ -105,14 +105,14 @@ enum Command {
         #[arg(long)]
         configs: bool,
     },
-    /// Compile every config for sm_89, sm_90 and sm_120 without a GPU and report what it uses
+    /// Compile every config and code path for sm_89, sm_90 and sm_120 without a GPU and report what it uses
     Targets {
         /// Folder of a CUDA 13 toolkit: bin/ptxas, include/, and NVRTC for the dynamic linker
         #[arg(long)]
         cuda_home: PathBuf,
         #[arg(long)]
         json: bool,
-        /// Only instances whose `target precision layouts config` contains this
+        /// Only instances whose `target precision layouts sizes config` contains this
         #[arg(long)]
         filter: Option<String>,
         /// Keep CUDA C++, PTX and machine code in this folder

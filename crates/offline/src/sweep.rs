@@ -1,5 +1,7 @@
-//! Every config of every kernel, on every target.
+//! Every config of every kernel, and every code path around it, on every target. The small kernel that
+//! adds the parts of a matmul's k has no program to ask for, and is not among them.
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use arch::ArchProfile;
@@ -22,7 +24,7 @@ pub struct Row {
     pub kernel: &'static str,
     pub target: &'static str,
     pub sm: u32,
-    /// `bf16 row.col`: precision and layouts.
+    /// `bf16 row.col 4096x4096x4096`: precision, layouts, sizes, `bias` with one.
     pub instance: String,
     pub config: MatmulConfig,
     pub usage: Usage,
@@ -40,9 +42,9 @@ pub struct Finding {
     pub what: String,
 }
 
-/// Compiles every candidate of every kernel for every target whose `target instance config` text
-/// contains `filter`; both lists are in a fixed order. With `dump`, sources and binaries are kept in
-/// that folder, numbered in the order of the list.
+/// Compiles, for every target, the instances whose `target instance config` text contains `filter`; both
+/// lists are in a fixed order. With `dump`, sources and binaries are kept in that folder, numbered in
+/// the order of the list.
 ///
 /// # Errors
 /// A target profile that is not recorded.
@@ -54,40 +56,34 @@ pub fn sweep(
     let mut work = Vec::new();
     for target in TARGETS {
         let arch = ArchProfile::recorded(target)?;
-        for (precision, layouts) in instances() {
-            let sizes = [4096; 3];
-            let problem =
-                MatmulProblem::dense(1, sizes, layouts, precision).expect("4096 is a size");
-            for config in Matmul::candidates(&arch, &problem) {
-                let text = format!("{target} {} {config:?}", instance_name(&problem));
-                if filter.is_none_or(|f| text.contains(f)) {
-                    work.push((work.len(), target, arch.clone(), problem, config));
-                }
+        for instance in instances(&arch) {
+            let text = format!("{target} {} {:?}", name(&instance.problem), instance.config);
+            if filter.is_none_or(|f| text.contains(f)) {
+                work.push((work.len(), target, arch.clone(), instance));
             }
         }
     }
     let results: Vec<_> = work
         .into_par_iter()
-        .map(|(index, target, arch, problem, config)| {
-            let sm = arch.compute_capability.unwrap_or(0);
-            let instance = instance_name(&problem);
+        .map(|(index, target, arch, instance)| {
             let stem = dump.map(|d| d.join(format!("{index:03}-{target}")));
-            let outcome = compile(toolkit, &arch, &problem, &config, stem.as_deref());
-            (target, sm, instance, config, outcome)
+            let outcome = compile(toolkit, &arch, &instance, stem.as_deref());
+            (target, arch.compute_capability.unwrap_or(0), instance, outcome)
         })
         .collect();
     let (mut rows, mut findings) = (Vec::new(), Vec::new());
-    for (target, sm, instance, config, outcome) in results {
+    for (target, sm, Instance { problem, config, clean }, outcome) in results {
+        let instance = name(&problem);
         let mut find = |what: String| {
             findings.push(Finding { target, instance: instance.clone(), config, what });
         };
         match outcome {
             Err(e) => find(e.to_string()),
             Ok((usage, units)) => {
-                // Elsewhere a spill is a column of the table: the tuner decides by time.
                 let rtx = target.starts_with("rtx");
-                if rtx && usage.spill_stores + usage.spill_loads > 0 {
-                    find(format!("spills {} bytes", usage.spill_stores + usage.spill_loads));
+                // Elsewhere a spill is a column of the table: the tuner decides by time.
+                if rtx && clean && usage.spilled() > 0 {
+                    find(format!("spills {} bytes", usage.spilled()));
                 }
                 if rtx && usage.shared > RTX_SHARED {
                     find(format!("{} bytes of shared memory, over 99 KiB", usage.shared));
@@ -105,35 +101,129 @@ pub fn sweep(
     Ok((rows, findings))
 }
 
-/// Layouts and precisions whose code differs; bf16 and f16 differ in one letter of an instruction.
-fn instances() -> Vec<(Precision, [Layout; 2])> {
-    let (row, col) = (Layout::Row, Layout::Col);
-    vec![
-        (Precision::Bf16, [row, col]),
-        (Precision::Bf16, [row, row]),
-        (Precision::Bf16, [col, row]),
-        (Precision::Tf32, [row, col]),
-        (Precision::Tf32, [col, row]),
-        (Precision::F32, [row, col]),
-        (Precision::F32, [row, row]),
-    ]
+/// One program to compile.
+struct Instance {
+    problem: MatmulProblem,
+    config: MatmulConfig,
+    /// Whether it must not spill on an RTX card.
+    clean: bool,
 }
 
-/// `bf16 row.col`.
-fn instance_name(problem: &MatmulProblem) -> String {
-    let (lhs, rhs) = (problem.lhs.layout.name(), problem.rhs.layout.name());
-    format!("{} {lhs}.{rhs}", problem.precision.name())
+/// What is compiled for `arch`, each program once.
+fn instances(arch: &ArchProfile) -> Vec<Instance> {
+    let (properties, target) = (properties(arch), target_properties());
+    // By the identity of a program, which has no order; the list keeps that of the cases.
+    let mut places = HashMap::new();
+    let mut instances: Vec<Instance> = Vec::new();
+    for Case { problem, most, clean } in cases() {
+        let candidates = Matmul::candidates(arch, &problem).into_iter().take(most);
+        for (i, config) in candidates.enumerate() {
+            let program = Matmul::program(arch, &problem, &config, &properties, &target);
+            let place = *places.entry(program.id()).or_insert(instances.len());
+            match instances.get_mut(place) {
+                Some(same) => same.clean |= i < clean,
+                None => instances.push(Instance { problem, config, clean: i < clean }),
+            }
+        }
+    }
+    instances
+}
+
+/// A problem, how many of its candidates are compiled, and how many of those must not spill on an RTX
+/// card.
+struct Case {
+    problem: MatmulProblem,
+    most: usize,
+    clean: usize,
+}
+
+/// Problems whose code differs. Every candidate of whole tiles, and of few rows, where the tiles
+/// themselves differ; the first few, of which one is what runs unmeasured, where the code around the
+/// tiles does.
+fn cases() -> Vec<Case> {
+    use Precision::{Bf16, F16, F32, Tf32};
+    let (row, col) = (Layout::Row, Layout::Col);
+    let dense = |sizes, layouts, precision| {
+        MatmulProblem::dense(1, sizes, layouts, precision).expect("sizes below are positive")
+    };
+    let biased = |problem| MatmulProblem { bias: true, ..problem };
+    let whole = |layouts, precision| {
+        let problem = dense([4096; 3], layouts, precision);
+        Case { problem, most: usize::MAX, clean: usize::MAX }
+    };
+    // Whole vectors, but no whole tiles.
+    let ragged = |layouts, precision, most| Case {
+        problem: dense([4088, 4072, 4104], layouts, precision),
+        most,
+        clean: 1,
+    };
+    // Not even vectors: elements are copied one by one, and on sm_89 and sm_120 some configs spill up to
+    // 148 bytes over it.
+    let odd = |layouts, precision| Case {
+        problem: dense([4095, 4093, 4091], layouts, precision),
+        most: 2,
+        clean: 0,
+    };
+    let mut cases = vec![
+        whole([row, col], Bf16),
+        whole([row, row], Bf16),
+        whole([col, row], Bf16),
+        whole([row, col], Tf32),
+        whole([col, row], Tf32),
+        whole([row, col], F32),
+        whole([row, row], F32),
+        // f16 differs from bf16 in one letter of an instruction.
+        Case { most: 1, ..whole([row, col], F16) },
+    ];
+    // Few rows: flat tiles, and k in parts.
+    for m in [1, 8, 64] {
+        for [n, k] in [[14336, 4096], [4096, 14336]] {
+            let problem = dense([m, n, k], [row, col], Bf16);
+            cases.push(Case { problem, most: usize::MAX, clean: 1 });
+        }
+    }
+    cases.extend([ragged([row, col], Bf16, 5), ragged([row, col], F32, 2), odd([col, row], Tf32)]);
+    for case in
+        [Case { most: 2, ..whole([row, col], Bf16) }, odd([row, row], Bf16), odd([row, row], F32)]
+    {
+        cases.push(Case { problem: biased(case.problem), ..case });
+    }
+    cases
+}
+
+/// `bf16 row.col 4096x4096x4096`.
+fn name(p: &MatmulProblem) -> String {
+    let (lhs, rhs) = (p.lhs.layout.name(), p.rhs.layout.name());
+    let bias = if p.bias { " bias" } else { "" };
+    format!("{} {lhs}.{rhs} {}x{}x{}{bias}", p.precision.name(), p.m, p.n, p.k)
 }
 
 fn compile(
     toolkit: &Toolkit,
     arch: &ArchProfile,
-    problem: &MatmulProblem,
-    config: &MatmulConfig,
+    Instance { problem, config, .. }: &Instance,
     dump: Option<&Path>,
 ) -> Result<(Usage, u32), CompileError> {
     let properties = properties(arch);
     let kernel = Matmul::program(arch, problem, config, &properties, &target_properties());
     let units = config.units(arch);
     Ok((toolkit.usage(kernel.as_ref(), arch.compute_capability.unwrap_or(0), dump)?, units))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_path_is_compiled_for_every_target() {
+        for target in TARGETS {
+            let all = instances(&ArchProfile::recorded(target).expect("recorded"));
+            let names: Vec<_> = all.iter().map(|i| name(&i.problem)).collect();
+            for part in [" 4096x", " 4088x", " 4095x", " 1x", " 64x", " bias"] {
+                assert!(names.iter().any(|name| name.contains(part)), "{target}:{part}");
+            }
+            let cut = |config: &MatmulConfig| matches!(config, MatmulConfig::Mma(c) if c.parts > 1);
+            assert!(all.iter().any(|i| cut(&i.config)), "{target}: k in parts");
+        }
+    }
 }
