@@ -101,7 +101,7 @@ enum Command {
         target: Target,
         #[arg(long)]
         filter: Option<String>,
-        /// Also check every candidate config, not only the default one
+        /// Also check every candidate config, not only the default and the measured ones
         #[arg(long)]
         configs: bool,
     },
