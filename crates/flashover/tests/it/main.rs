@@ -85,6 +85,12 @@ fn mistakes_are_named() {
     assert!(matches!(fails(&square, &bytes, None), OpError::DType { .. }));
     let tf32 = MatmulOptions { tf32: true, ..options };
     assert!(matches!(run(&square, &square, None, &tf32), Err(OpError::Tune(_))), "no tf32 here");
+    // A result of 4 TiB.
+    let long = HostTensor::new(DType::F32, &[1 << 20, 1], vec![0; 4 << 20]).expect("4 MiB");
+    let wide = HostTensor::new(DType::F32, &[1, 1 << 20], vec![0; 4 << 20]).expect("4 MiB");
+    let error = fails(&long, &wide, None);
+    assert!(matches!(error, OpError::Memory { what: "the result", .. }), "{error}");
+    assert!(error.to_string().contains("4096.0 GiB") && error.to_string().contains("\nhint: "));
     let unknown = run_op("conv", &cpu(), &BTreeMap::new(), &[], Policy::Default);
     assert!(matches!(unknown, Err(OpError::UnknownOp(_))));
 }
