@@ -12,7 +12,9 @@ pub(crate) fn run(
     dump: Option<&Path>,
 ) -> anyhow::Result<bool> {
     if let Some(dir) = dump {
-        std::fs::create_dir_all(dir)?;
+        std::fs::create_dir_all(dir).map_err(|e| {
+            anyhow::anyhow!("cannot make {}: {e}\nhint: --dump names a folder", dir.display())
+        })?;
     }
     let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump)?;
     if rows.is_empty() && findings.is_empty() {
