@@ -121,8 +121,16 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
         commit: provenance::COMMIT.to_owned(),
         date: provenance::now()?,
     };
+    let selected = cases::select(suite, scale, filter)?;
+    if selected.is_empty() {
+        anyhow::bail!(
+            "no case for this device matches `{}`\nhint: `flashover-bench list` names the cases of a \
+             suite",
+            filter.unwrap_or_default()
+        );
+    }
     let mut good = true;
-    for case in cases::select(suite, scale, filter)? {
+    for case in selected {
         match tuner.measure::<kernels::matmul::Matmul>(&case.problem) {
             Ok(config) => println!("{}: {}", case.name(), serde_json::to_string(&config)?),
             Err(e) => {
