@@ -251,7 +251,7 @@ fn matmul(
         add_peer(&mut record, burn, peers::burn_matmul(device, problem, n));
     }
     if let (Some(torch), None) = (torch, &record.error) {
-        match torch.matmul(problem) {
+        match torch.matmul(problem, n) {
             Ok(ns) => drop(record.peers.insert("torch".to_owned(), ns)),
             Err(e) => eprintln!("{}: no figure of torch's: {e}", record.case()),
         }
