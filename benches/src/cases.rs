@@ -44,7 +44,7 @@ pub(crate) enum Scale {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Case {
     pub(crate) problem: MatmulProblem,
-    /// Whether Burn's own op runs beside it; its first call on a GPU tunes for up to 40 s.
+    /// Whether Burn's own op and cubek's run beside it; Burn's first call on a GPU tunes for up to 40 s.
     pub(crate) peer: bool,
 }
 
@@ -85,26 +85,31 @@ const ROWS: [Layout; 2] = [Layout::Row, Layout::Row];
 /// A linear layer: the weight is `[n, k]`.
 const LINEAR: [Layout; 2] = [Layout::Row, Layout::Col];
 
-/// The cases of `suite` whose name contains `filter`.
+/// The cases of `suite` whose name contains `filter`; none where it names cases of the other scale only.
 ///
 /// # Errors
-/// A filter that matches nothing.
+/// A filter that matches no case of either.
 pub(crate) fn select(
     suite: Suite,
     scale: Scale,
     filter: Option<&str>,
 ) -> anyhow::Result<Vec<Case>> {
-    let mut cases = all(suite, scale)?;
     if let Some(filter) = filter {
-        cases.retain(|c| c.name().contains(filter));
-        if cases.is_empty() {
-            bail!(
-                "no case of this suite matches `{filter}`\nhint: names look like `{}`",
-                all(suite, scale)?.first().map(Case::name).unwrap_or_default()
-            );
-        }
+        check_filter(suite, filter)?;
     }
+    let mut cases = all(suite, scale)?;
+    cases.retain(|c| filter.is_none_or(|f| c.name().contains(f)));
     Ok(cases)
+}
+
+/// Refuses a filter that matches no case of the suite, for a GPU or for a CPU, and no ceiling.
+fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
+    let names = names(suite)?;
+    if names.iter().any(|name| name.contains(filter)) {
+        return Ok(());
+    }
+    let known = names.first().map(String::as_str).unwrap_or_default();
+    bail!("no case of this suite matches `{filter}`\nhint: names look like `{known}`")
 }
 
 fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
@@ -180,20 +185,37 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// Prints the names of a suite's cases, those for a GPU and those for a CPU.
-pub(crate) fn list(suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
+/// The names of a suite's cases, those for a GPU, those for a CPU and the ceilings, in order.
+fn names(suite: Suite) -> anyhow::Result<Vec<String>> {
     let (gpu, host) = (all(suite, Scale::Gpu)?, all(suite, Scale::Host)?);
     let mut names: Vec<_> = gpu.iter().chain(&host).map(Case::name).collect();
     names.extend(crate::run::CEILINGS.map(str::to_owned));
     names.sort();
     names.dedup();
+    Ok(names)
+}
+
+/// Prints the names of a suite's cases.
+pub(crate) fn list(suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
     if let Some(filter) = filter {
-        let known = names.first().cloned().unwrap_or_default();
-        names.retain(|n| n.contains(filter));
-        if names.is_empty() {
-            bail!("no case of this suite matches `{filter}`\nhint: names look like `{known}`");
-        }
+        check_filter(suite, filter)?;
     }
-    names.iter().for_each(|n| println!("{n}"));
+    let shown = names(suite)?.into_iter().filter(|n| filter.is_none_or(|f| n.contains(f)));
+    shown.for_each(|n| println!("{n}"));
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filter_for_gpus_selects_nothing_on_a_cpu_and_is_no_mistake() {
+        let select = |scale, filter| select(Suite::Quick, scale, Some(filter)).map(|c| c.len());
+        assert!(matches!(select(Scale::Gpu, "14336x4096"), Ok(1..)));
+        assert!(matches!(select(Scale::Host, "14336x4096"), Ok(0)));
+        assert!(matches!(select(Scale::Host, "copy"), Ok(0)), "a ceiling");
+        let error = select(Scale::Host, "conv").expect_err("there is none").to_string();
+        assert!(error.contains("\nhint: names look like `"), "{error}");
+    }
 }

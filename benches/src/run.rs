@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use arch::{Backend, Device};
 use kernels::ceiling::{self, Multiply};
-use kernels::matmul::{Matmul, MatmulProblem, Precision};
+use kernels::matmul::{Matmul, Precision};
 use record::{Line, Record, SCHEMA, Summary};
 use serde_json::Value;
-use tune::timing::{self, Effort, Timing};
+use tune::timing::{self, Effort, Timing, TimingError};
 use tune::{Cost, Kernel, Policy, TuneError, Tuner};
 
 use crate::cases::{self, Case, Scale, Suite};
@@ -20,7 +20,8 @@ pub(crate) const CEILINGS: [&str; 5] = ["copy", "mma f32", "mma tf32", "mma f16"
 
 /// Whom to measure beside us.
 pub(crate) struct Peers {
-    pub(crate) burn: bool,
+    /// Burn, and cubek where it is a contender.
+    pub(crate) rust: bool,
     /// A Python that has torch.
     pub(crate) torch: Option<String>,
 }
@@ -40,10 +41,15 @@ pub(crate) fn run(
     let scale = if host { Scale::Host } else { Scale::Gpu };
     let ceilings = |name: &str| filter.is_none_or(|f| name.contains(f));
     let ceiling = filter.is_some_and(|f| CEILINGS.iter().any(|name| name.contains(f)));
-    let matmuls = match cases::select(suite, scale, filter) {
-        Err(_) if ceiling => Vec::new(),
-        selected => selected?,
-    };
+    let matmuls = cases::select(suite, scale, filter)?;
+    if let (true, false, Some(filter)) = (matmuls.is_empty(), ceiling, filter) {
+        // It names cases of another backend, which a run over several goes on to.
+        emit(&Line::Card(card))?;
+        emit(&Line::Plan { cases: 1 })?;
+        let reason = format!("no case for this device matches `{filter}`");
+        emit(&Line::Skip { case: "all cases".to_owned(), reason })?;
+        return Ok(true);
+    }
     let torch = match &peers.torch {
         Some(python) if device.backend() == Backend::Cuda => Some(Torch::start(python)?),
         Some(_) => {
@@ -53,7 +59,7 @@ pub(crate) fn run(
         None => None,
     };
     // From here on what fails is the device's doing, not the caller's.
-    match measure(&device, &mut card, matmuls, ceilings, policy, peers.burn, torch) {
+    match measure(&device, &mut card, matmuls, ceilings, policy, peers.rust, torch) {
         Ok(good) => Ok(good),
         Err(e) => {
             eprintln!("error: {e:#}");
@@ -68,7 +74,7 @@ fn measure(
     matmuls: Vec<Case>,
     shown: impl Fn(&str) -> bool,
     policy: Policy,
-    with_burn: bool,
+    with_rust: bool,
     mut torch: Option<Torch>,
 ) -> anyhow::Result<bool> {
     // The ceilings are always measured: every share is a share of them.
@@ -95,7 +101,7 @@ fn measure(
     };
     let mut good = true;
     for case in matmuls {
-        let case = Case { peer: case.peer && with_burn, ..case };
+        let case = Case { peer: case.peer && with_rust, ..case };
         emit(&Line::Begin { case: case.name() })?;
         let warned = tuner.cache.warnings().len();
         let line = matmul(&mut tuner, &case, card, torch.as_mut())?;
@@ -126,6 +132,7 @@ fn blank(card: &record::Card, op: &str, params: BTreeMap<String, Value>, cost: C
         gbps: None,
         share_of_ceiling: None,
         peers: BTreeMap::new(),
+        peer_clocks: BTreeMap::new(),
         max_err: None,
         tolerance: None,
         config: None,
@@ -232,13 +239,19 @@ fn matmul(
         Err(e) => record.error = Some(e.to_string()),
     }
     record.share_of_ceiling = share(&record, card, problem.precision);
+    let beside = case.peer && record.error.is_none();
+    // On a CPU its strategy is no contender: Burn has another backend there.
+    if beside && matches!(device.backend(), Backend::Cuda | Backend::Vulkan) {
+        add_peer(&mut record, "cubek", peers::cubek_matmul(device, problem, &sets));
+    }
     let n = sets.len();
     drop(sets);
-    if case.peer && record.error.is_none() {
-        add_peer(&mut record, device, problem, n);
+    if beside {
+        let burn = peers::burn_name(device.backend());
+        add_peer(&mut record, burn, peers::burn_matmul(device, problem, n));
     }
     if let (Some(torch), None) = (torch, &record.error) {
-        match torch.matmul(problem) {
+        match torch.matmul(problem, n) {
             Ok(ns) => drop(record.peers.insert("torch".to_owned(), ns)),
             Err(e) => eprintln!("{}: no figure of torch's: {e}", record.case()),
         }
@@ -246,12 +259,15 @@ fn matmul(
     Ok(Line::Record(record))
 }
 
-fn add_peer(record: &mut Record, device: &Device, problem: &MatmulProblem, sets: usize) {
-    match peers::matmul(device, problem, sets) {
-        Ok(ns) => {
-            record.peers.insert(peers::name(device.backend()).to_owned(), ns);
+fn add_peer(record: &mut Record, name: &str, outcome: Result<Timing, TimingError>) {
+    match outcome {
+        Ok(timing) => {
+            if timing.clock != record.clock {
+                record.peer_clocks.insert(name.to_owned(), timing.clock.to_owned());
+            }
+            record.peers.insert(name.to_owned(), timing.median_ns());
         }
-        Err(e) => eprintln!("{}: no figure of Burn's: {e}", record.case()),
+        Err(e) => eprintln!("{}: no figure of {name}'s: {e}", record.case()),
     }
 }
 

@@ -47,12 +47,13 @@ impl Torch {
         Ok(torch)
     }
 
-    /// Median nanoseconds of torch's matmul on dense operands of `problem`.
+    /// Median nanoseconds of torch's matmul on `sets` sets of dense operands of `problem`.
     ///
     /// # Errors
     /// torch's own.
-    pub(crate) fn matmul(&mut self, problem: &MatmulProblem) -> anyhow::Result<f64> {
+    pub(crate) fn matmul(&mut self, problem: &MatmulProblem, sets: usize) -> anyhow::Result<f64> {
         let case = json!({
+            "sets": sets,
             "m": problem.m,
             "n": problem.n,
             "k": problem.k,

@@ -274,23 +274,28 @@ fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
     parts
 }
 
-/// Fewer shapes for configs that are not the default: full tiles, every edge, one thin, one deep.
+/// Fewer shapes for configs that are not the default: full tiles, every edge, one thin, one deep enough
+/// for k in many parts, the last of them ragged.
 pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
     let layouts = [Layout::Row, Layout::Col];
     let sizes = [[256, 256, 128], [131, 259, 67], [1, 264, 72]];
+    let full =
+        Epilogue { bias: true, activation: Some(Activation::Silu), gate: true, residual: true };
     let mut cases = Vec::new();
+    let mut add = |size, layouts, seed, epilogue| {
+        let plain =
+            MatmulProblem::dense(1, size, layouts, precision).expect("sizes here are positive");
+        let problem = MatmulProblem { epilogue, ..plain };
+        cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+    };
     for (seed, size) in (200u64..).zip(sizes) {
         for lhs in layouts {
             for rhs in layouts {
-                let problem = MatmulProblem::dense(1, size, [lhs, rhs], precision)
-                    .expect("sizes above are positive");
-                cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+                add(size, [lhs, rhs], seed, Epilogue::default());
             }
         }
-        let mut problem = cases[cases.len() - 3].problem;
-        problem.epilogue =
-            Epilogue { bias: true, activation: Some(Activation::Silu), gate: true, residual: true };
-        cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+        add(size, layouts, seed, full);
     }
+    add([24, 72, 8184], layouts, 210, Epilogue::default());
     cases
 }

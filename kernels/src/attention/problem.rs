@@ -250,9 +250,8 @@ impl AttentionProblem {
 
     /// The cache key: everything that is another program, sizes rounded to what may share a config.
     pub(crate) fn bucket(&self) -> String {
-        let flag = |on: bool, name: &str| if on { format!(" {name}") } else { String::new() };
-        format!(
-            "{} d{} w{} q{} kv{} g{} b{}{}{}{}{}{}{}{}",
+        let mut key = format!(
+            "{} d{} w{} q{} kv{} g{} b{}",
             self.dtype,
             self.head_dim,
             self.width(16 / self.dtype.size() as u64),
@@ -260,14 +259,25 @@ impl AttentionProblem {
             self.seq_kv.next_power_of_two(),
             self.heads / self.kv_heads,
             (u64::from(self.batch) * u64::from(self.heads)).next_power_of_two(),
-            flag(self.causal, "causal"),
-            flag(self.window.is_some(), "window"),
-            flag(self.softcap.is_some(), "softcap"),
-            flag(self.bias.is_some(), "bias"),
-            flag(self.mask.is_some(), "mask"),
-            flag(self.lse, "lse"),
-            flag(self.varlen, "varlen"),
-        )
+        );
+        self.rules().into_iter().for_each(|rule| key += &format!(" {rule}"));
+        key
+    }
+
+    /// Names of what is done to the scores, and of what else makes another program.
+    pub fn rules(&self) -> Vec<&'static str> {
+        [
+            (self.causal, "causal"),
+            (self.window.is_some(), "window"),
+            (self.softcap.is_some(), "softcap"),
+            (self.bias.is_some(), "bias"),
+            (self.mask.is_some(), "mask"),
+            (self.lse, "lse"),
+            (self.varlen, "varlen"),
+        ]
+        .into_iter()
+        .filter_map(|(on, name)| on.then_some(name))
+        .collect()
     }
 }
 
