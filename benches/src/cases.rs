@@ -1,13 +1,16 @@
 //! What is measured: suites of cases, sized for what runs them.
 
-use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use anyhow::{Context, bail};
-use kernels::matmul::{Layout, MatmulProblem, Precision};
+use arch::DType;
+use kernels::attention::{Attention, AttentionProblem};
+use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
 use models::Fusion;
 use models::shapes::LLAMA_3_8B;
-use serde_json::Value;
+use tune::Kernel;
+
+use crate::family::Family;
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,45 +43,28 @@ pub(crate) enum Scale {
     Host,
 }
 
+/// What a case computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Problem {
+    Matmul(MatmulProblem),
+    Attention(AttentionProblem),
+}
+
 /// One case.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Case {
-    pub(crate) problem: MatmulProblem,
+    pub(crate) problem: Problem,
     /// Whether Burn's own op and cubek's run beside it; Burn's first call on a GPU tunes for up to 40 s.
     pub(crate) peer: bool,
 }
 
 impl Case {
-    pub(crate) fn params(&self) -> BTreeMap<String, Value> {
-        matmul_params(&self.problem)
-    }
-
     pub(crate) fn name(&self) -> String {
-        record::case_name("matmul", &self.params())
+        match &self.problem {
+            Problem::Matmul(p) => record::case_name(Matmul::NAME, &Matmul::params(p)),
+            Problem::Attention(p) => record::case_name(Attention::NAME, &Attention::params(p)),
+        }
     }
-}
-
-/// A matmul's parameters as records hold them.
-pub(crate) fn matmul_params(p: &MatmulProblem) -> BTreeMap<String, Value> {
-    let mut params = BTreeMap::from([
-        ("m".to_owned(), p.m.into()),
-        ("n".to_owned(), p.n.into()),
-        ("k".to_owned(), p.k.into()),
-        ("dtype".to_owned(), p.precision.name().into()),
-        ("lhs".to_owned(), p.lhs.layout.name().into()),
-        ("rhs".to_owned(), p.rhs.layout.name().into()),
-    ]);
-    if p.batch() > 1 {
-        params.insert("batch".to_owned(), p.batch().into());
-    }
-    if p.out != p.precision.storage() {
-        params.insert("out".to_owned(), p.out.name().into());
-    }
-    let epilogue = p.epilogue.names();
-    if !epilogue.is_empty() {
-        params.insert("epilogue".to_owned(), epilogue.join("+").into());
-    }
-    params
 }
 
 const ROWS: [Layout; 2] = [Layout::Row, Layout::Row];
@@ -118,6 +104,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     let mut add = |batch, sizes, layouts, precision, peer| -> anyhow::Result<()> {
         let problem = MatmulProblem::dense(batch, sizes, layouts, precision)
             .context("a case of the suite is invalid")?;
+        let problem = Problem::Matmul(problem);
         if !cases.iter().any(|c: &Case| c.problem == problem) {
             cases.push(Case { problem, peer });
         }
@@ -179,6 +166,44 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         for linear in LLAMA_3_8B.linears(Fusion::Fused) {
             for m in rows {
                 add(1, [*m, linear.n as u32, linear.k as u32], LINEAR, Bf16, false)?;
+            }
+        }
+    }
+    cases.extend(attentions(suite, scale)?);
+    Ok(cases)
+}
+
+fn attentions(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let mut add = |batch, heads, seq: u32, head_dim, dtype, causal, peer| -> anyhow::Result<()> {
+        let problem = AttentionProblem::dense(batch, heads, [seq; 2], head_dim, dtype)
+            .context("a case of the suite is invalid")?;
+        let problem = Problem::Attention(AttentionProblem { causal, ..problem });
+        cases.push(Case { problem, peer });
+        Ok(())
+    };
+    let (full, causal) = (false, true);
+    match scale {
+        Scale::Host => {
+            add(1, [4, 4], 256, 64, DType::F32, full, true)?;
+            add(1, [4, 4], 256, 64, DType::F32, causal, true)?;
+            if suite != Suite::Quick {
+                add(1, [8, 2], 512, 128, DType::F32, causal, false)?;
+                add(1, [4, 4], 256, 64, DType::Bf16, causal, false)?;
+            }
+        }
+        Scale::Gpu => {
+            add(4, [16, 16], 4096, 128, DType::Bf16, full, true)?;
+            add(4, [16, 16], 4096, 128, DType::Bf16, causal, true)?;
+            add(4, [16, 16], 2048, 64, DType::Bf16, causal, true)?;
+            if suite != Suite::Quick {
+                add(4, [16, 16], 4096, 128, DType::F16, full, false)?;
+                add(4, [16, 16], 2048, 64, DType::Bf16, full, false)?;
+                add(4, [32, 8], 4096, 128, DType::Bf16, causal, false)?;
+                add(1, [32, 8], 512, 128, DType::Bf16, causal, false)?;
+                add(1, [32, 8], 16384, 128, DType::Bf16, causal, false)?;
+                add(4, [16, 16], 4096, 80, DType::Bf16, causal, false)?;
+                add(4, [16, 16], 2048, 256, DType::Bf16, causal, false)?;
             }
         }
     }

@@ -3,6 +3,7 @@
 
 mod cases;
 mod emit;
+mod family;
 mod peers;
 mod provenance;
 mod run;

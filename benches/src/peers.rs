@@ -3,6 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use arch::{Backend, Device};
+use burn::tensor::module::attention;
+use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{DType, DeviceKind, Distribution, FloatDType, Tensor};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::TensorBinding;
@@ -12,6 +14,7 @@ use cubek::matmul::definition::{MatmulElems, MatmulGlobalElems};
 use cubek::matmul::launch::launch_ref;
 use cubek::matmul::strategy::Strategy;
 use cubek::std::InputBinding;
+use kernels::attention::AttentionProblem;
 use kernels::matmul::{Layout, Matmul, MatmulOperands, MatmulProblem, Precision};
 use tune::Kernel;
 use tune::timing::{self, Effort, Timing, TimingError};
@@ -30,14 +33,7 @@ pub(crate) fn burn_matmul(
     p: &MatmulProblem,
     sets: usize,
 ) -> Result<Timing, TimingError> {
-    let burn_device = match device.backend() {
-        Backend::Cuda => burn::tensor::Device::cuda(0),
-        Backend::Vulkan => burn::tensor::Device::vulkan(DeviceKind::DefaultDevice),
-        Backend::Cpu => burn::tensor::Device::flex(),
-        Backend::WebGpu => {
-            return Err(TimingError::Failed("Burn has no native WGSL device".to_owned()));
-        }
-    };
+    let burn_device = burn_device(device)?;
     let dtype = match p.precision {
         Precision::F32 | Precision::Tf32 => FloatDType::F32,
         Precision::F16 => FloatDType::F16,
@@ -67,7 +63,26 @@ pub(crate) fn burn_matmul(
     }
     let wait = || burn_device.sync().map_err(|e| TimingError::Failed(format!("{e:?}")));
     wait()?;
-    let (effort, launch) = (Effort::report(device.backend()), |i| drop(multiply(i)));
+    time_burn(device, |i| drop(multiply(i)), wait)
+}
+
+/// Burn's device beside `device`.
+fn burn_device(device: &Device) -> Result<burn::tensor::Device, TimingError> {
+    match device.backend() {
+        Backend::Cuda => Ok(burn::tensor::Device::cuda(0)),
+        Backend::Vulkan => Ok(burn::tensor::Device::vulkan(DeviceKind::DefaultDevice)),
+        Backend::Cpu => Ok(burn::tensor::Device::flex()),
+        Backend::WebGpu => Err(TimingError::Failed("Burn has no native WGSL device".to_owned())),
+    }
+}
+
+/// Times one of Burn's ops; `wait` synchronises Burn's device.
+fn time_burn(
+    device: &Device,
+    launch: impl FnMut(usize),
+    wait: impl Fn() -> Result<(), TimingError>,
+) -> Result<Timing, TimingError> {
+    let effort = Effort::report(device.backend());
     match device.backend() {
         Backend::Cpu => Ok(timing::measure_host(effort, launch)),
         // Through wgpu timestamps of our client do not bracket Burn's launches: H200, "the profiled
@@ -75,6 +90,39 @@ pub(crate) fn burn_matmul(
         Backend::Vulkan => timing::measure_batches(effort, launch, wait),
         _ => timing::measure_launches(device, effort, launch),
     }
+}
+
+/// Times of Burn's attention on dense operands, or why there are none.
+pub(crate) fn burn_attention(
+    device: &Device,
+    p: &AttentionProblem,
+    sets: usize,
+) -> Result<Timing, TimingError> {
+    let burn_device = burn_device(device)?;
+    let dtype = match p.dtype {
+        arch::DType::F16 => FloatDType::F16,
+        arch::DType::Bf16 => FloatDType::BF16,
+        _ => FloatDType::F32,
+    };
+    if p.heads != p.kv_heads {
+        return Err(TimingError::Failed("Burn does not share heads".to_owned()));
+    }
+    let make = |seq: u32| {
+        let shape = [p.batch, p.heads, seq, p.head_dim].map(|s| s as usize);
+        let normal = Distribution::Normal(0.0, 1.0);
+        Tensor::<4>::random(shape, normal, &burn_device).cast(dtype)
+    };
+    let operands: Vec<_> =
+        (0..sets).map(|_| (make(p.seq_q), make(p.seq_kv), make(p.seq_kv))).collect();
+    let attend = |i: usize| {
+        let (q, k, v) = operands[i % operands.len()].clone();
+        let options = AttentionModuleOptions { is_causal: p.causal, ..Default::default() };
+        attention(q, k, v, None, None, options)
+    };
+    let wait = || burn_device.sync().map_err(|e| TimingError::Failed(format!("{e:?}")));
+    drop(attend(0));
+    wait()?;
+    time_burn(device, |i| drop(attend(i)), wait)
 }
 
 /// Times of cubek's matmul, by the strategy that it takes by itself, on the operands that ours had; or

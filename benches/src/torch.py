@@ -12,6 +12,8 @@ def say(**fields):
 
 try:
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
     from triton.testing import do_bench, do_bench_cudagraph
 
     say(version=torch.__version__, device=torch.cuda.get_device_name())
@@ -29,14 +31,13 @@ def operand(batch, rows, cols, layout, dtype):
     return made[0] if batch == 1 else made
 
 
-for line in sys.stdin:
-    case = json.loads(line)
-    try:
-        dtype = DTYPES[case["dtype"]]
-        torch.backends.cuda.matmul.allow_tf32 = case["dtype"] == "tf32"
-        m, n, k, batch = case["m"], case["n"], case["k"], case["batch"]
-        # As many operand sets as ours, so that neither finds them in the last-level cache.
-        sets = [
+def matmul(case, dtype):
+    """One product, on the next of the operand sets at each call."""
+    torch.backends.cuda.matmul.allow_tf32 = case["dtype"] == "tf32"
+    m, n, k, batch = case["m"], case["n"], case["k"], case["batch"]
+    # As many operand sets as ours, so that neither finds them in the last-level cache.
+    turns = itertools.cycle(
+        [
             (
                 operand(batch, m, k, case["lhs"], dtype),
                 operand(batch, k, n, case["rhs"], dtype),
@@ -44,21 +45,57 @@ for line in sys.stdin:
             )
             for _ in range(case["sets"])
         ]
-        turns = itertools.cycle(sets)
+    )
 
-        def product():
-            lhs, rhs, out = next(turns)
-            torch.matmul(lhs, rhs, out=out)
+    def run():
+        lhs, rhs, out = next(turns)
+        torch.matmul(lhs, rhs, out=out)
 
+    return run
+
+
+def attention(case, dtype):
+    """One scaled dot product attention by FlashAttention-2, on the next of the operand sets."""
+
+    def heads(count, seq):
+        shape = (case["batch"], count, seq, case["head_dim"])
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    turns = itertools.cycle(
+        [
+            (
+                heads(case["heads"], case["seq_q"]),
+                heads(case["kv_heads"], case["seq_kv"]),
+                heads(case["kv_heads"], case["seq_kv"]),
+            )
+            for _ in range(case["sets"])
+        ]
+    )
+    grouped = case["heads"] != case["kv_heads"]
+
+    def run():
+        q, k, v = next(turns)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            scaled_dot_product_attention(q, k, v, is_causal=case["causal"], enable_gqa=grouped)
+
+    return run
+
+
+OPS = {"matmul": matmul, "attention": attention}
+
+for line in sys.stdin:
+    case = json.loads(line)
+    try:
+        run = OPS[case["op"]](case, DTYPES[case["dtype"]])
         torch.cuda.synchronize()
         time.sleep(0.3)  # the rest that our own measurements begin with
-        ms = do_bench(product, return_mode="median")
-        # Shorter than the cost of launching: the better of both ways. A graph is captured from many
-        # calls, each with the next set.
-        if ms < 0.06:
-            ms = min(ms, do_bench_cudagraph(product, return_mode="median"))
+        ms = do_bench(run, return_mode="median")
+        # As ours: short launches from a graph of many calls, each with the next set, because alone they
+        # wait for launches and for the cache to write back what do_bench left in it.
+        if ms < 0.25:
+            ms = min(ms, do_bench_cudagraph(run, return_mode="median"))
         say(ns=ms * 1e6)
     except Exception as why:
         say(error=f"{type(why).__name__}: {why}")
-    sets = turns = product = None
+    run = None
     torch.cuda.empty_cache()

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use arch::Device;
 use clap::Subcommand;
-use kernels::matmul::{Matmul, MatmulConfig};
-use tune::{Entry, Policy, Source, TuneCache, Tuner};
+use kernels::attention::Attention;
+use kernels::matmul::Matmul;
+use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
-use crate::cases::{self, Case, Scale, Suite};
+use crate::cases::{self, Case, Problem, Scale, Suite};
 use crate::{Target, provenance};
 
 /// Show, fill or merge the tune cache
@@ -130,15 +131,27 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
     let mut tuner = tuner(&device)?;
     let mut good = true;
     for case in select(&device, suite, filter)? {
-        match tuner.measure::<Matmul>(&case.problem) {
-            Ok(config) => println!("{}: {}", case.name(), serde_json::to_string(&config)?),
-            Err(e) => {
-                println!("{}: {e}", case.name());
-                good = false;
-            }
+        match &case.problem {
+            Problem::Matmul(p) => good &= tune_one::<Matmul>(&mut tuner, p, &case)?,
+            Problem::Attention(p) => good &= tune_one::<Attention>(&mut tuner, p, &case)?,
         }
     }
     Ok(good)
+}
+
+fn tune_one<K: Kernel>(
+    tuner: &mut Tuner<'_>,
+    problem: &K::Problem,
+    case: &Case,
+) -> anyhow::Result<bool> {
+    match tuner.measure::<K>(problem) {
+        Ok(config) => println!("{}: {}", case.name(), serde_json::to_string(&config)?),
+        Err(e) => {
+            println!("{}: {e}", case.name());
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// The cases of `suite` for `device`; none is an error.
@@ -178,34 +191,46 @@ fn try_configs(
     let text = std::fs::read_to_string(file).with_context(|| {
         format!("cannot read {}\nhint: --configs takes a file of configs", file.display())
     })?;
-    let configs: Vec<MatmulConfig> = text
-        .lines()
-        .filter(|line| !line.trim().is_empty())
-        .map(|line| {
-            serde_json::from_str(line).with_context(|| {
-                format!("no config: {line}\nhint: `tune show` prints configs as they are read")
-            })
-        })
-        .collect::<anyhow::Result<_>>()?;
     let device = target.open()?;
     let tuner = tuner(&device)?;
     let mut good = true;
     for case in select(&device, suite, filter)? {
         println!("{}", case.name());
-        let cost = case.problem.cost();
-        for (config, outcome) in tuner.time::<Matmul>(&case.problem, configs.clone()) {
-            let config = serde_json::to_string(&config)?;
-            match outcome {
-                Ok(ns) => println!(
-                    "  {:9.1} us {:7.1} TFLOP/s {:7.0} GB/s  {config}",
-                    ns / 1e3,
-                    cost.flops as f64 / ns / 1e3,
-                    cost.bytes as f64 / ns
-                ),
-                Err(why) => {
-                    println!("  {why}: {config}");
-                    good = false;
-                }
+        match &case.problem {
+            Problem::Matmul(p) => good &= try_one::<Matmul>(&tuner, p, &text)?,
+            Problem::Attention(p) => good &= try_one::<Attention>(&tuner, p, &text)?,
+        }
+    }
+    Ok(good)
+}
+
+/// Times the configs of `lines` on one problem; false when one of them failed.
+fn try_one<K: Kernel>(
+    tuner: &Tuner<'_>,
+    problem: &K::Problem,
+    lines: &str,
+) -> anyhow::Result<bool> {
+    let configs = lines.lines().filter(|line| !line.trim().is_empty()).map(|line| {
+        serde_json::from_str(line).with_context(|| {
+            format!(
+                "no config of {}: {line}\nhint: `tune show` prints configs as they are read",
+                K::NAME
+            )
+        })
+    });
+    let (cost, mut good) = (K::cost(problem), true);
+    for (config, outcome) in tuner.time::<K>(problem, configs.collect::<anyhow::Result<_>>()?) {
+        let config = serde_json::to_string(&config)?;
+        match outcome {
+            Ok(ns) => println!(
+                "  {:9.1} us {:7.1} TFLOP/s {:7.0} GB/s  {config}",
+                ns / 1e3,
+                cost.flops as f64 / ns / 1e3,
+                cost.bytes as f64 / ns
+            ),
+            Err(why) => {
+                println!("  {why}: {config}");
+                good = false;
             }
         }
     }

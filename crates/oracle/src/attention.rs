@@ -117,7 +117,7 @@ pub fn check(
         None => None,
     };
 
-    let dense_scores = Scores2 { bias: bias.as_deref(), mask: mask.as_deref() };
+    let dense_scores = DeviceScores { bias: bias.as_deref(), mask: mask.as_deref() };
     let mut worst: Option<reference::Comparison> = None;
     for part in parts(case) {
         let (values, sums) = part.results(p, &out, lse.as_deref());
@@ -138,6 +138,40 @@ pub fn check(
     }
     let comparison = worst.expect("a problem has a sequence");
     Ok(Verdict { comparison, digest: fnv1a(&out_bytes[..out_len * p.dtype.size()]) })
+}
+
+/// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
+/// the inputs back from the device: dense results, without bias, mask or varying lengths.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_operands(
+    device: &Device,
+    p: &AttentionProblem,
+    operands: &AttentionOperands,
+    seed: u64,
+) -> Result<Verdict, CheckError> {
+    let dtype = reference_dtype(p.dtype);
+    let [q, k, v, out] = p.extents();
+    let read = |handle: &cubecl::server::Handle, len: usize| {
+        let bytes = device.client().read_one(handle.clone()).map_err(kernel_error)?;
+        Ok::<_, CheckError>(dtype.decode(&bytes[..len * p.dtype.size()])?)
+    };
+    let (q, k, v) = (read(&operands.q, q)?, read(&operands.k, k)?, read(&operands.v, v)?);
+    let out = read(&operands.out, out)?;
+    let dense = Part {
+        batch: p.batch,
+        from_q: 0,
+        from_kv: 0,
+        seq_q: p.seq_q,
+        seq_kv: p.seq_kv,
+        queries: p.seq_q,
+    };
+    let reference = dense.reference(p);
+    let rows = reference.sample(seed, 192);
+    let comparison = reference.check_rows(&rows, [&q, &k, &v], Scores::default(), &out)?;
+    let digest = fnv1a(&out.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>());
+    Ok(Verdict { comparison, digest })
 }
 
 /// The sequences that one reference computes: a dense problem at once, else each alone.
@@ -224,12 +258,12 @@ impl Part {
 }
 
 /// Scores as they lie in their buffers.
-struct Scores2<'a> {
+struct DeviceScores<'a> {
     bias: Option<&'a [f32]>,
     mask: Option<&'a [bool]>,
 }
 
-impl Scores2<'_> {
+impl DeviceScores<'_> {
     /// Dense `[batch, heads, seq_q, seq_kv]`.
     fn spread(&self, p: &AttentionProblem, part: &Part) -> (Option<Vec<f32>>, Option<Vec<bool>>) {
         fn dense<T: Copy>(

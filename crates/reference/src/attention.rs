@@ -15,9 +15,11 @@
 //!
 //! Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
 
+use rand_chacha::rand_core::Rng;
 use rayon::prelude::*;
 
 use crate::compare::{Comparison, compare};
+use crate::inputs::stream;
 use crate::{DType, Error};
 
 /// How far apart an operand's neighbours lie, in elements; the head dimension is contiguous.
@@ -111,7 +113,7 @@ impl Attention {
         v: &[f32],
         scores: Scores<'_>,
     ) -> Result<Attended, Error> {
-        self.evaluate::<f64>([q, k, v], scores, |v| v, |v| v)
+        self.evaluate::<f64>(&self.all(), [q, k, v], scores, |v| v, |v| v)
     }
 
     /// What a naive kernel computes.
@@ -125,13 +127,65 @@ impl Attention {
         v: &[f32],
         scores: Scores<'_>,
     ) -> Result<Attended, Error> {
+        self.naive_rows(&self.all(), [q, k, v], scores)
+    }
+
+    fn naive_rows(
+        &self,
+        rows: &[usize],
+        operands: [&[f32]; 3],
+        scores: Scores<'_>,
+    ) -> Result<Attended, Error> {
         let storage = self.dtype.storage();
         self.evaluate::<f32>(
-            [q, k, v],
+            rows,
+            operands,
             scores,
             move |v| storage.round(v.into()) as f32,
             move |v| storage.round(v),
         )
+    }
+
+    /// Every row of the result: a query of a head of a batch, in order.
+    pub fn all(&self) -> Vec<usize> {
+        (0..self.batch * self.heads * self.seq_q).collect()
+    }
+
+    /// A seeded choice of `count` rows, and the first and the last.
+    pub fn sample(&self, seed: u64, count: usize) -> Vec<usize> {
+        let rows = self.batch * self.heads * self.seq_q;
+        let mut rng = stream(seed);
+        let mut chosen: Vec<_> = (0..count).map(|_| rng.next_u32() as usize % rows).collect();
+        chosen.extend([0, rows - 1]);
+        chosen.sort_unstable();
+        chosen.dedup();
+        chosen
+    }
+
+    /// [`Attention::check`] of some rows only; `out` is the whole result.
+    ///
+    /// # Errors
+    /// As [`Attention::check`]; a row that there is not.
+    pub fn check_rows(
+        &self,
+        rows: &[usize],
+        operands: [&[f32]; 3],
+        scores: Scores<'_>,
+        out: &[f32],
+    ) -> Result<Comparison, Error> {
+        let len = self.batch * self.heads * self.seq_q;
+        if let Some(&index) = rows.iter().find(|row| **row >= len) {
+            return Err(Error::OutOfRange { what: "sampled row", index, len });
+        }
+        if out.len() != len * self.head_dim {
+            let (need, have) = (len * self.head_dim, out.len());
+            return Err(Error::Length { what: "out", need, have });
+        }
+        let exact = self.evaluate::<f64>(rows, operands, scores, |v| v, |v| v)?;
+        let naive = self.naive_rows(rows, operands, scores)?;
+        let line = |row: &usize| &out[row * self.head_dim..][..self.head_dim];
+        let out: Vec<f32> = rows.iter().flat_map(line).copied().collect();
+        compare(&out, &exact.out, &naive.out, self.dtype.storage())
     }
 
     /// Compares a kernel's result (and its log-sum-exp, where it gives one) with the reference.
@@ -200,16 +254,16 @@ impl Attention {
 
     fn evaluate<T: Real>(
         &self,
+        rows: &[usize],
         operands: [&[f32]; 3],
         scores: Scores<'_>,
         weight: impl Fn(T) -> T + Sync,
         result: impl Fn(f64) -> f64 + Sync,
     ) -> Result<Attended, Error> {
         self.validate(operands, scores)?;
-        let rows = self.batch * self.heads * self.seq_q;
-        let (outs, lse): (Vec<_>, Vec<_>) = (0..rows)
-            .into_par_iter()
-            .map(|row| {
+        let (outs, lse): (Vec<_>, Vec<_>) = rows
+            .par_iter()
+            .map(|&row| {
                 let (out, lse) = self.row(row, operands, scores, &weight);
                 (out.into_iter().map(|v| result(v.into())).collect::<Vec<f64>>(), lse.into())
             })
