@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::prelude::CubeKernel;
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulProblem, Precision};
 use oracle::{CheckError, Verdict, attention, matmul};
@@ -19,9 +20,11 @@ struct Job {
     op: &'static str,
     params: BTreeMap<String, Value>,
     config: Option<Value>,
+    program: Option<Box<Program>>,
     run: Box<Run>,
 }
 
+type Program = dyn Fn(&Device) -> Box<dyn CubeKernel> + Sync;
 type Run = dyn Fn(&Device) -> Result<Verdict, CheckError>;
 
 impl Job {
@@ -42,6 +45,8 @@ pub(crate) fn verify(target: &Target, filter: Option<&str>, configs: bool) -> an
         }
     }
     emit(&Line::Plan { cases: jobs.len() })?;
+    let programs: Vec<_> = jobs.iter().filter_map(|job| job.program.as_ref()).collect();
+    ahead::compile(&device, programs.len(), |i| programs[i](&device));
     let mut good = true;
     for job in jobs {
         emit(&Line::Begin { case: job.name() })?;
@@ -231,11 +236,19 @@ fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) ->
 }
 
 fn job<K: Verified>(case: &K::Case, config: Option<K::Config>) -> Job {
-    let of = case.clone();
+    let (of, problem) = (case.clone(), K::problem(case).clone());
     Job {
         op: K::NAME,
         params: <K as Verified>::params(case),
         config: config.map(|c| serde_json::to_value(c).expect("a config is plain data")),
+        program: config.map(|config| -> Box<Program> {
+            Box::new(move |device| {
+                let client = device.client();
+                let (properties, target) =
+                    (client.properties_shared(), client.target_properties_shared());
+                K::program(device.profile(), &problem, &config, &properties, &target)
+            })
+        }),
         run: Box::new(move |device| match config {
             Some(config) => K::run(device, &of, &config),
             None => Err(CheckError::Kernel("there is no config".to_owned())),
