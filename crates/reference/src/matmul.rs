@@ -201,11 +201,13 @@ impl Matmul {
         epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let stored = self.dtype.storage();
-        self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()))
+        self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()), multiply)
     }
 
     /// What a naive kernel computes: operands rounded to `dtype`, products summed in order in
-    /// `f32`, the result rounded to `out_dtype`.
+    /// `f32`, the result rounded to `out_dtype`. Types of matrix instructions are summed as those do,
+    /// sixteen products at once and truncated (Fasi et al., "Numerical behavior of NVIDIA tensor cores",
+    /// 2021): with rounding instead, sums of 4104 products on an H200 were 1.5 times the tolerance off.
     ///
     /// # Shapes, Errors
     /// As [`Matmul::run`].
@@ -230,7 +232,10 @@ impl Matmul {
         epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let read = |v: f32| self.dtype.round(v.into()) as f32;
-        let sums = self.evaluate(sample, [lhs, rhs], epilogue, read)?;
+        let sums = match self.dtype {
+            DType::F32 => self.evaluate(sample, [lhs, rhs], epilogue, read, multiply)?,
+            _ => self.evaluate(sample, [lhs, rhs], epilogue, read, multiply_in_blocks)?,
+        };
         Ok(sums.into_par_iter().map(|v| self.out_dtype.storage().round(v.into())).collect())
     }
 
@@ -362,6 +367,7 @@ impl Matmul {
         [lhs, rhs]: [&[f32]; 2],
         epilogue: Epilogue<'_>,
         read: impl Fn(f32) -> T + Sync,
+        multiply: impl Fn(&[T], &[T], usize, usize, usize) -> Vec<T>,
     ) -> Result<Vec<T>, Error> {
         self.validate(sample, [lhs, rhs], epilogue)?;
         let scaled = |at: &[usize], stride| at.iter().map(|i| i * stride).collect::<Vec<_>>();
@@ -508,6 +514,37 @@ fn multiply<T: Number>(lhs: &[T], rhs: &[T], rows: usize, k: usize, cols: usize)
         }
     });
     out
+}
+
+/// As [`multiply`], sixteen products at once: their exact sum is added and the total truncated to f32.
+fn multiply_in_blocks(lhs: &[f32], rhs: &[f32], rows: usize, k: usize, cols: usize) -> Vec<f32> {
+    let mut out = vec![0.0; rows * cols];
+    out.par_chunks_mut(cols.max(1)).enumerate().for_each(|(row, out)| {
+        let mut block = vec![0f64; cols];
+        for first in (0..k).step_by(16) {
+            block.fill(0.0);
+            for p in first..k.min(first + 16) {
+                let lhs = f64::from(lhs[row * k + p]);
+                for (sum, rhs) in block.iter_mut().zip(&rhs[p * cols..][..cols]) {
+                    *sum += lhs * f64::from(*rhs);
+                }
+            }
+            for (out, block) in out.iter_mut().zip(&block) {
+                *out = truncate(f64::from(*out) + block);
+            }
+        }
+    });
+    out
+}
+
+/// The f32 next to `x` on the way to 0.
+fn truncate(x: f64) -> f32 {
+    let near = x as f32;
+    if f64::from(near).abs() > x.abs() && near.is_finite() {
+        f32::from_bits(near.to_bits() - 1)
+    } else {
+        near
+    }
 }
 
 /// One position in each of `count` stripes of `size`, and the outermost two on both sides; all

@@ -92,7 +92,7 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             // Past the edge whatever is at it: never stored.
             let (row, col) = (min(row0 + row, dims.m - 1), min(col0 + col, dims.n - 1));
             let at = out_start + row as usize * dims.out_stride + col as usize;
-            finish.one(sum, at, col, dims.n)
+            finish.one(sum, at, col)
         });
     }
     let rounded = cmma::cast::<f32, E, Cube>(&acc);
@@ -304,7 +304,7 @@ pub(crate) fn multiply_planes<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 let col = col0 + from_n + comptime!(16 * j as u32) + e % 16;
                 if row < dims.m && col < dims.n {
                     let at = out_start + row as usize * dims.out_stride + col as usize;
-                    let value = finish.one(shared_out[(own + e) as usize], at, col, dims.n);
+                    let value = finish.one(shared_out[(own + e) as usize], at, col);
                     out[at] = Vector::new(E::cast_from(value));
                 }
                 e += plan.plane;

@@ -118,7 +118,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                         let col = col + comptime!(e as u32);
                         if col < dims.n {
                             let at = line + col as usize;
-                            let value = finish.one(sum.extract(e), at, col, dims.n);
+                            let value = finish.one(sum.extract(e), at, col);
                             out[at] = Vector::new(E::cast_from(value));
                         }
                     }

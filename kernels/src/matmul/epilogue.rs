@@ -151,7 +151,13 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             }
             ComptimeOption::None => {}
         }
-        activation::<W>(value, self.epilogue.activation)
+        if comptime!(self.epilogue.activation.is_some()) {
+            #[unroll]
+            for e in 0..W::value() {
+                value.insert(e, activation(value.extract(e), self.epilogue.activation));
+            }
+        }
+        value
     }
 
     /// `residual + gate · value` with what lies at vector `at` of both.
@@ -170,10 +176,29 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         out
     }
 
-    /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1.
-    pub(crate) fn one(&self, sum: f32, at: usize, col: u32, columns: u32) -> f32 {
-        let sum = Vector::<f32, Const<1>>::new(sum);
-        self.join::<Const<1>>(self.activate::<Const<1>>(sum, col, columns), at).extract(0usize)
+    /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1, and without
+    /// vectors, which CubeCL 0.11 does not take inside of a cube-scope matrix.
+    pub(crate) fn one(&self, sum: f32, at: usize, col: u32) -> f32 {
+        let mut value = sum;
+        #[comptime]
+        match &self.bias {
+            ComptimeOption::Some(bias) => value += f32::cast_from(bias[col as usize]),
+            ComptimeOption::None => {}
+        }
+        value = activation(value, self.epilogue.activation);
+        #[comptime]
+        match &self.gate {
+            ComptimeOption::Some(gate) => value *= f32::cast_from(gate[at].extract(0usize)),
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match &self.residual {
+            ComptimeOption::Some(residual) => {
+                value += f32::cast_from(residual[at].extract(0usize));
+            }
+            ComptimeOption::None => {}
+        }
+        value
     }
 }
 
@@ -246,23 +271,21 @@ fn turned<E: Float, N: Size>(
 }
 
 #[cube]
-fn activation<W: Size>(
-    x: Vector<f32, W>,
-    #[comptime] activation: Option<Activation>,
-) -> Vector<f32, W> {
-    let one = Vector::<f32, W>::new(1.0f32);
+fn activation(x: f32, #[comptime] activation: Option<Activation>) -> f32 {
     match comptime!(activation) {
         None => x,
-        Some(Activation::Silu) => x / (one + (-x).exp()),
-        Some(Activation::Gelu) => {
-            let half = x * Vector::new(0.5f32);
-            half * (one + (x * Vector::new(std::f32::consts::FRAC_1_SQRT_2)).erf())
-        }
+        Some(Activation::Silu) => x / (1.0 + (-x).exp()),
+        Some(Activation::Gelu) => x * 0.5 * (1.0 + erf::<f32>(x * std::f32::consts::FRAC_1_SQRT_2)),
         Some(Activation::GeluTanh) => {
-            let cubic = x + x * x * x * Vector::new(0.044_715f32);
             // √(2/π)
-            let inner = cubic * Vector::new(0.797_884_6f32);
-            x * Vector::new(0.5f32) * (one + inner.tanh())
+            let inner = 0.797_884_6 * (x + 0.044_715 * x * x * x);
+            x * 0.5 * (1.0 + inner.tanh())
         }
     }
+}
+
+/// Through a generic, because a later Rust may have a method of this name.
+#[cube]
+fn erf<F: Float>(x: F) -> F {
+    x.erf()
 }

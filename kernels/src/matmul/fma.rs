@@ -297,7 +297,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 let col = col0 + unit_n + comptime!(plan.rhs.nth(j as u32, width_rhs as u32));
                 if comptime!(plan.exact) || col < dims.n {
                     let at = start_out + row as usize * dims.out_stride + col as usize;
-                    let value = finish.one(acc[comptime!(i * own_n + j)], at, col, dims.n);
+                    let value = finish.one(acc[comptime!(i * own_n + j)], at, col);
                     out[at] = Vector::new(E::cast_from(value));
                 }
             }

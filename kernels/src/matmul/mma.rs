@@ -632,7 +632,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                             let col = left + comptime!(e as u32);
                             if comptime!(exact) || col < dims.n {
                                 let at = line + col as usize;
-                                let value = finish.one(sum.extract(e), at, col, dims.n);
+                                let value = finish.one(sum.extract(e), at, col);
                                 out[at] = Vector::new(E::cast_from(value));
                             }
                         }
