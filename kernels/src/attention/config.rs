@@ -17,6 +17,11 @@ pub enum AttentionConfig {
 }
 
 impl AttentionConfig {
+    /// The flash config that needs least: what it lacks, every one lacks.
+    pub const fn smallest_flash() -> Self {
+        Self::Flash(flash(2, 16, 16, 2))
+    }
+
     /// Units of one cube.
     pub const fn units(&self) -> u32 {
         match self {
@@ -92,13 +97,9 @@ pub(super) fn check(
     if problem.mask.is_some() && !arch.dtypes.contains(&problem.mask_dtype) {
         return lacks(format!("{} buffers", problem.mask_dtype));
     }
-    let units = config.units();
-    if !(1..=arch.max_units_per_cube).contains(&units) {
-        return Err(Infeasible::Units { need: units, have: arch.max_units_per_cube });
-    }
     let c = match config {
         AttentionConfig::Flash(c) => c,
-        AttentionConfig::Rows(_) => return Ok(()),
+        AttentionConfig::Rows(c) => return fits(arch, c.units),
     };
     if problem.dtype == DType::F32 {
         return lacks("f32 matrix instructions".to_owned());
@@ -123,6 +124,7 @@ pub(super) fn check(
             return shape(name, value, &format!("one of {allowed:?}"));
         }
     }
+    fits(arch, c.units())?;
     let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
     for copies in [plan.q, plan.kv] {
         if copies.shape.len() / copies.width % copies.units != 0 {
@@ -137,4 +139,11 @@ pub(super) fn check(
         return Err(Infeasible::SharedMemory { need, have });
     }
     Ok(())
+}
+
+fn fits(arch: &ArchProfile, units: u32) -> Result<(), Infeasible> {
+    match (1..=arch.max_units_per_cube).contains(&units) {
+        true => Ok(()),
+        false => Err(Infeasible::Units { need: units, have: arch.max_units_per_cube }),
+    }
 }
