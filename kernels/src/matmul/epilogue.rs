@@ -176,8 +176,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         out
     }
 
-    /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1, and without
-    /// vectors, which CubeCL 0.11 does not take inside of a cube-scope matrix.
+    /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1.
     pub(crate) fn one(&self, sum: f32, at: usize, col: u32) -> f32 {
         let mut value = sum;
         #[comptime]

@@ -314,9 +314,7 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
         Path::Mma(plan) => {
             mma::multiply::<F, I, E, NL, NR, NO, NP>(lhs, rhs, out, partials, &finish, dims, plan)
         }
-        Path::Cube(plan) => {
-            cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
-        }
+        Path::Cube(plan) => cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, dims, plan),
         Path::Plane(plan) => {
             cmma::multiply_planes::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }

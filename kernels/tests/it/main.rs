@@ -3,9 +3,7 @@
 
 use arch::{ArchProfile, Backend, Device};
 use kernels::attention::Attention;
-use kernels::matmul::{
-    Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
-};
+use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use tune::{Kernel, TuneCache};
 
@@ -118,19 +116,26 @@ fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
 fn shipped_configs_are_of_this_version_and_fit_their_device() {
     let card = |name| ArchProfile::recorded(name).expect("recorded");
     let cuda = card("h200").restrict("rtx4090", &card("rtx4090"));
+    fn fits<K: Kernel>(entry: &tune::Entry, arch: &ArchProfile) -> usize {
+        assert_eq!(entry.key.version, K::VERSION, "{}: never looked up again", entry.key);
+        let problem: K::Problem = serde_json::from_value(entry.problem.clone()).expect("a problem");
+        let config: K::Config = serde_json::from_value(entry.config.clone()).expect("a config");
+        if entry.key.arch_id != arch.id {
+            return 0;
+        }
+        K::check(arch, &problem, &config).expect("fits");
+        1
+    }
     let cache = TuneCache::shipped();
-    let mut checked = 0;
+    let (mut matmuls, mut attentions) = (0, 0);
     for (entry, _) in cache.entries() {
-        assert_eq!(entry.key.version, Matmul::VERSION, "{}: never looked up again", entry.key);
-        let problem: MatmulProblem =
-            serde_json::from_value(entry.problem.clone()).expect("a problem");
-        let config: MatmulConfig = serde_json::from_value(entry.config.clone()).expect("a config");
-        if entry.key.arch_id == cuda.id {
-            Matmul::check(&cuda, &problem, &config).expect("fits");
-            checked += 1;
+        match entry.key.kernel.as_str() {
+            Matmul::NAME => matmuls += fits::<Matmul>(entry, &cuda),
+            Attention::NAME => attentions += fits::<Attention>(entry, &cuda),
+            other => panic!("no kernel is called {other}"),
         }
     }
-    assert!(checked > 0, "the card that the records are of has results");
+    assert!(matmuls > 0 && attentions > 0, "the card that the records are of has results");
 }
 
 /// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.
