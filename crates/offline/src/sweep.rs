@@ -172,15 +172,9 @@ fn matmuls() -> Vec<Case<Matmul>> {
     let dense = |sizes, layouts, precision| {
         MatmulProblem::dense(1, sizes, layouts, precision).expect("sizes below are positive")
     };
-    let finished = |problem| MatmulProblem {
-        epilogue: Epilogue {
-            bias: true,
-            activation: Some(Activation::Gelu),
-            gate: true,
-            residual: true,
-        },
-        ..problem
-    };
+    let none = Epilogue::default();
+    let everything =
+        Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
     let whole = |layouts, precision| {
         let problem = dense([4096; 3], layouts, precision);
         Case { problem, most: usize::MAX, clean: usize::MAX }
@@ -217,10 +211,21 @@ fn matmuls() -> Vec<Case<Matmul>> {
         }
     }
     cases.extend([ragged([row, col], Bf16, 5), ragged([row, col], F32, 2), odd([col, row], Tf32)]);
-    for case in
-        [Case { most: 2, ..whole([row, col], Bf16) }, odd([row, row], Bf16), odd([row, row], F32)]
-    {
-        cases.push(Case { problem: finished(case.problem), ..case });
+    // What layers have, and all of it at once.
+    let (gelu, silu) = (Some(Activation::Gelu), Some(Activation::Silu));
+    for epilogue in [
+        Epilogue { bias: true, activation: gelu, ..none },
+        Epilogue { gate: true, activation: silu, ..none },
+        Epilogue { bias: true, residual: true, ..none },
+        everything,
+    ] {
+        let Case { problem, .. } = whole([row, col], Bf16);
+        let problem = MatmulProblem { epilogue, ..problem };
+        cases.push(Case { problem, most: 1, clean: 1 });
+    }
+    for Case { problem, most, clean } in [odd([row, row], Bf16), odd([row, row], F32)] {
+        let epilogue = everything;
+        cases.push(Case { problem: MatmulProblem { epilogue, ..problem }, most, clean });
     }
     cases
 }

@@ -595,15 +595,18 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                     let mine = col + comptime!(32 * quad as u32) + lane % 4 * 8;
                     let inside = mine < dims.n;
                     let at = (line + mine as usize) / 8;
-                    let others = finish.others(at, comptime!(exact) || inside, lane);
-                    let mut words = Array::<u32>::new(4usize);
+                    let mut values = Array::<Vector<f32, NC>>::new(4usize);
                     #[unroll]
                     for j in 0..4usize {
                         let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
                         let sum = acc.index(comptime!(fragment + 4 * quad + j))[half];
-                        let value = finish.activate::<NC>(sum, left, dims.n);
-                        let value = others.join::<E, NC>(value, j);
-                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(value));
+                        values[j] = finish.activate::<NC>(sum, left, dims.n);
+                    }
+                    finish.join_quad::<NC>(&mut values, at, comptime!(exact) || inside, lane);
+                    let mut words = Array::<u32>::new(4usize);
+                    #[unroll]
+                    for j in 0..4usize {
+                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(values[j]));
                     }
                     quad_transpose(&mut words, lane);
                     if comptime!(exact) || inside {

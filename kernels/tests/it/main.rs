@@ -197,3 +197,19 @@ fn attention_is_right_in_wgsl() {
     let failures = attention_failures(&device, arch::DType::F32);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
+
+#[test]
+fn an_odd_number_of_halves_is_tuned() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let problem = MatmulProblem::dense(1, [3, 5, 8], [Layout::Row; 2], Precision::Bf16);
+    let (commit, date) = (String::new(), String::new());
+    let cache = TuneCache::default();
+    let policy = tune::Policy::Measure;
+    let tuner = tune::Tuner { device: &device, cache, policy, commit, date };
+    let problem = problem.expect("valid sizes");
+    let configs = Matmul::candidates(device.profile(), &problem);
+    for (config, outcome) in tuner.time::<Matmul>(&problem, configs) {
+        // The word that ends the buffer holds half a result; the other half is poison.
+        outcome.unwrap_or_else(|why| panic!("{config:?}: {why}"));
+    }
+}
