@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, bail};
 use arch::DType;
+use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
 use models::Fusion;
@@ -48,6 +49,7 @@ pub(crate) enum Scale {
 pub(crate) enum Problem {
     Matmul(MatmulProblem),
     Attention(AttentionProblem),
+    AttentionBackward(BackwardProblem),
 }
 
 /// One case.
@@ -63,6 +65,9 @@ impl Case {
         match &self.problem {
             Problem::Matmul(p) => record::case_name(Matmul::NAME, &Matmul::params(p)),
             Problem::Attention(p) => record::case_name(Attention::NAME, &Attention::params(p)),
+            Problem::AttentionBackward(p) => {
+                record::case_name(AttentionBackward::NAME, &AttentionBackward::params(p))
+            }
         }
     }
 }
@@ -170,6 +175,39 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         }
     }
     cases.extend(attentions(suite, scale)?);
+    cases.extend(backwards(suite, scale)?);
+    Ok(cases)
+}
+
+fn backwards(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let mut add = |batch, heads, seq: u32, head_dim, dtype, causal| -> anyhow::Result<()> {
+        let forward = AttentionProblem::dense(batch, heads, [seq; 2], head_dim, dtype)
+            .context("a case of the suite is invalid")?;
+        let forward = AttentionProblem { causal, lse: true, ..forward };
+        let problem = BackwardProblem::of(forward).context("a case of the suite is invalid")?;
+        cases.push(Case { problem: Problem::AttentionBackward(problem), peer: false });
+        Ok(())
+    };
+    match scale {
+        Scale::Host => {
+            add(1, [4, 4], 256, 64, DType::F32, true)?;
+            if suite != Suite::Quick {
+                add(1, [8, 2], 256, 128, DType::F32, false)?;
+            }
+        }
+        Scale::Gpu => {
+            add(4, [16, 16], 4096, 128, DType::Bf16, false)?;
+            add(4, [16, 16], 4096, 128, DType::Bf16, true)?;
+            if suite != Suite::Quick {
+                add(4, [16, 16], 2048, 64, DType::Bf16, true)?;
+                add(4, [32, 8], 4096, 128, DType::Bf16, true)?;
+                add(1, [32, 8], 16384, 128, DType::Bf16, true)?;
+                add(4, [16, 16], 4096, 80, DType::Bf16, true)?;
+                add(4, [16, 16], 2048, 256, DType::Bf16, true)?;
+            }
+        }
+    }
     Ok(cases)
 }
 

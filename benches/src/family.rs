@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use arch::{Backend, DType, Device};
+use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 use kernels::attention::{Attention, AttentionOperands, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulOperands, MatmulProblem, Precision};
 use oracle::{CheckError, Verdict};
@@ -160,5 +161,40 @@ impl Family for Attention {
             "dtype": p.dtype.name(),
             "causal": p.causal,
         })
+    }
+}
+
+impl Family for AttentionBackward {
+    fn params(problem: &BackwardProblem) -> BTreeMap<String, Value> {
+        let mut params = <Attention as Family>::params(&problem.forward);
+        params.remove("lse");
+        params
+    }
+
+    fn unit(problem: &BackwardProblem) -> &'static str {
+        <Attention as Family>::unit(&problem.forward)
+    }
+
+    fn compare(
+        device: &Device,
+        problem: &BackwardProblem,
+        operands: &BackwardOperands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::attention_backward::check_operands(device, problem, operands, seed)
+    }
+
+    fn peers_on(_: &Device, _: &BackwardProblem, _: &[BackwardOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &BackwardProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(problem: &BackwardProblem) -> Value {
+        let mut case = <Attention as Family>::torch(&problem.forward);
+        case["op"] = Self::NAME.into();
+        case
     }
 }

@@ -156,7 +156,7 @@ pub(crate) fn cubek_matmul(
         let out = tensor(&set.out, Layout::Row, p.m, p.n);
         launch_ref(&Strategy::Auto, device.client(), lhs, rhs, out, &mut elems.clone())
     };
-    tune::poison(device, &Matmul::output(p, &sets[0]));
+    Matmul::outputs(p, &sets[0]).iter().for_each(|output| tune::poison(device, output));
     // What its first choice cannot run, it panics about.
     match catch_unwind(AssertUnwindSafe(|| launch(0))) {
         Ok(launched) => launched.map_err(failed)?,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use arch::{Backend, Device};
 use kernels::attention::Attention;
+use kernels::attention::backward::AttentionBackward;
 use kernels::ceiling::{self, Multiply};
 use kernels::matmul::{Matmul, Precision};
 use record::{Line, Record, SCHEMA, Summary};
@@ -110,6 +111,9 @@ fn measure(
         let line = match &case.problem {
             Problem::Matmul(p) => one::<Matmul>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Attention(p) => one::<Attention>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::AttentionBackward(p) => {
+                one::<AttentionBackward>(&mut tuner, p, case.peer, card, torch)?
+            }
         };
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
@@ -224,7 +228,7 @@ fn one<K: Family>(
         let set = &sets[i % sets.len()];
         K::launch(device, problem, &choice.config, set, scratch.as_ref());
     };
-    tune::poison(device, &K::output(problem, &sets[0]));
+    K::outputs(problem, &sets[0]).iter().for_each(|output| tune::poison(device, output));
     launch(0);
     match K::compare(device, problem, &sets[0], 7) {
         Ok(verdict) => {

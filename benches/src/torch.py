@@ -81,7 +81,33 @@ def attention(case, dtype):
     return run
 
 
-OPS = {"matmul": matmul, "attention": attention}
+def attention_backward(case, dtype):
+    """The gradients of one such attention, on the next of the operand sets."""
+
+    def heads(count, seq):
+        shape = (case["batch"], count, seq, case["head_dim"])
+        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+
+    grouped = case["heads"] != case["kv_heads"]
+    sets = []
+    for _ in range(case["sets"]):
+        q = heads(case["heads"], case["seq_q"])
+        k, v = (heads(case["kv_heads"], case["seq_kv"]) for _ in range(2))
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = scaled_dot_product_attention(
+                q, k, v, is_causal=case["causal"], enable_gqa=grouped
+            )
+        sets.append((out, (q, k, v), torch.randn_like(out)))
+    turns = itertools.cycle(sets)
+
+    def run():
+        out, inputs, dout = next(turns)
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    return run
+
+
+OPS = {"matmul": matmul, "attention": attention, "attention_backward": attention_backward}
 
 for line in sys.stdin:
     case = json.loads(line)

@@ -7,6 +7,7 @@ use anyhow::Context;
 use arch::Device;
 use clap::Subcommand;
 use kernels::attention::Attention;
+use kernels::attention::backward::AttentionBackward;
 use kernels::matmul::Matmul;
 use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
@@ -134,6 +135,9 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
         match &case.problem {
             Problem::Matmul(p) => good &= tune_one::<Matmul>(&mut tuner, p, &case)?,
             Problem::Attention(p) => good &= tune_one::<Attention>(&mut tuner, p, &case)?,
+            Problem::AttentionBackward(p) => {
+                good &= tune_one::<AttentionBackward>(&mut tuner, p, &case)?;
+            }
         }
     }
     Ok(good)
@@ -199,6 +203,9 @@ fn try_configs(
         match &case.problem {
             Problem::Matmul(p) => good &= try_one::<Matmul>(&tuner, p, &text)?,
             Problem::Attention(p) => good &= try_one::<Attention>(&tuner, p, &text)?,
+            Problem::AttentionBackward(p) => {
+                good &= try_one::<AttentionBackward>(&tuner, p, &text)?;
+            }
         }
     }
     Ok(good)

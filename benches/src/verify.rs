@@ -4,9 +4,11 @@ use std::collections::BTreeMap;
 
 use arch::{ArchProfile, Backend, DType, Device};
 use cubecl::prelude::CubeKernel;
+use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulProblem, Precision};
-use oracle::{CheckError, Verdict, attention, matmul};
+use oracle::attention_backward::BackwardCase;
+use oracle::{CheckError, Verdict, attention, attention_backward, matmul};
 use record::{Check, Line};
 use serde_json::Value;
 use tune::{Entry, Kernel, Key, TuneCache};
@@ -20,11 +22,11 @@ struct Job {
     op: &'static str,
     params: BTreeMap<String, Value>,
     config: Option<Value>,
-    program: Option<Box<Program>>,
+    programs: Option<Box<Programs>>,
     run: Box<Run>,
 }
 
-type Program = dyn Fn(&Device) -> Box<dyn CubeKernel> + Sync;
+type Programs = dyn Fn(&Device) -> Vec<Box<dyn CubeKernel>> + Sync;
 type Run = dyn Fn(&Device) -> Result<Verdict, CheckError>;
 
 impl Job {
@@ -45,7 +47,7 @@ pub(crate) fn verify(target: &Target, filter: Option<&str>, configs: bool) -> an
         }
     }
     emit(&Line::Plan { cases: jobs.len() })?;
-    let programs: Vec<_> = jobs.iter().filter_map(|job| job.program.as_ref()).collect();
+    let programs: Vec<_> = jobs.iter().filter_map(|job| job.programs.as_ref()).collect();
     ahead::compile(&device, programs.len(), |i| programs[i](&device));
     let mut good = true;
     for job in jobs {
@@ -200,9 +202,47 @@ impl Verified for Attention {
     }
 }
 
+impl Verified for AttentionBackward {
+    type Case = BackwardCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        <Attention as Verified>::kinds()
+    }
+
+    fn kind(problem: &BackwardProblem) -> DType {
+        problem.forward.dtype
+    }
+
+    fn edge_cases(kind: DType, backend: Backend) -> Vec<BackwardCase> {
+        attention_backward::edge_cases(kind, backend)
+    }
+
+    fn config_cases(kind: DType) -> Vec<BackwardCase> {
+        attention_backward::config_cases(kind)
+    }
+
+    fn problem(case: &BackwardCase) -> &BackwardProblem {
+        &case.problem
+    }
+
+    fn params(case: &BackwardCase) -> BTreeMap<String, Value> {
+        <Attention as Verified>::params(&case.forward)
+    }
+
+    fn run(
+        device: &Device,
+        case: &BackwardCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        attention_backward::check(device, case, config)
+    }
+}
+
 fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
     jobs.extend(jobs_of::<Attention>(arch, cache, configs));
+    jobs.extend(jobs_of::<AttentionBackward>(arch, cache, configs));
     jobs
 }
 
@@ -241,12 +281,12 @@ fn job<K: Verified>(case: &K::Case, config: Option<K::Config>) -> Job {
         op: K::NAME,
         params: <K as Verified>::params(case),
         config: config.map(|c| serde_json::to_value(c).expect("a config is plain data")),
-        program: config.map(|config| -> Box<Program> {
+        programs: config.map(|config| -> Box<Programs> {
             Box::new(move |device| {
                 let client = device.client();
                 let (properties, target) =
                     (client.properties_shared(), client.target_properties_shared());
-                K::program(device.profile(), &problem, &config, &properties, &target)
+                K::programs(device.profile(), &problem, &config, &properties, &target)
             })
         }),
         run: Box::new(move |device| match config {

@@ -246,6 +246,32 @@ fn copy_vector(from: u64, to: u32, #[comptime] far: u32, inside: bool, #[comptim
     }
 }
 
+/// Copies eight bytes, or writes zero when `inside` is false.
+#[cube]
+pub(crate) fn copy_pair(from: u64, to: u32, inside: bool) {
+    let valid = select(inside, 8u32.runtime(), 0u32);
+    gpu_asm!(
+        "cp.async.ca.shared.global [{to}], [{from}], 8, {valid};",
+        to = in(_) to,
+        from = in(_) from,
+        valid = in(_) valid,
+        options(explicit_mem, reads_address_space global, writes_address_space shared)
+    );
+}
+
+/// The four numbers at shared address `at + far`.
+#[cube]
+pub(crate) fn load_quad(at: u32, #[comptime] far: u32) -> Vector<f32, Const<4>> {
+    let quad: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "ld.shared.v4.f32 {quad}, [{at}+{far}];",
+        quad = out(_) quad,
+        at = in(_) at,
+        options(explicit_mem, reads_address_space shared)
+    );
+    quad
+}
+
 /// The two bytes at `from`.
 #[cube]
 fn load_half(from: u64) -> u32 {

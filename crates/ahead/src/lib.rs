@@ -37,6 +37,8 @@ pub struct Source {
     pub entry: String,
     /// Bytes of dynamic shared memory of a launch.
     pub shared_bytes: usize,
+    /// Units of a cube.
+    pub units: u32,
     io: Option<Vec<BufferIOAttr>>,
 }
 
@@ -63,7 +65,9 @@ pub fn source(kernel: &dyn CubeKernel, sm: u32) -> Result<Source, CompileError> 
     let mut compiler = CppCompiler::<Cuda>::default();
     let compiled = CompiledKernel::compile(kernel, definition, &mut compiler, &options)
         .map_err(|e| failed(&e))?;
+    let cube = compiled.cube_dim;
     Ok(Source {
+        units: cube.x * cube.y * cube.z,
         shared_bytes: compiled.repr.as_ref().map_or(0, |r| r.shared_memory_size),
         text: compiled.source,
         entry: compiled.entrypoint_name,
@@ -87,11 +91,12 @@ struct Entry {
     io: Option<Vec<BufferIOAttr>>,
 }
 
-/// Compiles kernels 0 to `count` of `device`, those that the store lacks. One that fails is left to its launch, which reports why. Does nothing but on CUDA.
+/// Compiles the kernels of launches 0 to `count` on `device`, those that the store lacks. One that fails
+/// is left to its launch, which reports why. Does nothing but on CUDA.
 pub fn compile(
     device: &Device,
     count: usize,
-    kernel: impl Fn(usize) -> Box<dyn CubeKernel> + Sync,
+    kernels: impl Fn(usize) -> Vec<Box<dyn CubeKernel>> + Sync,
 ) {
     let (Backend::Cuda, Some(sm)) = (device.backend(), device.profile().compute_capability) else {
         return;
@@ -99,12 +104,18 @@ pub fn compile(
     let store = compilation_store::<KernelCacheKey, Entry>("cuda", format!("ptx_sm{sm}-cpp"));
     let Some(mut store) = store else { return };
     let key = |id: &KernelId| KernelCacheKey::new(id, build_id_hash());
-    let missing: Vec<_> =
-        (0..count).filter(|i| store.get_mut(&key(&kernel(*i).id())).is_none()).collect();
+    let mut missing = Vec::new();
+    for i in 0..count {
+        for (j, kernel) in kernels(i).iter().enumerate() {
+            if store.get_mut(&key(&kernel.id())).is_none() {
+                missing.push((i, j));
+            }
+        }
+    }
     let compiled: Vec<_> = missing
         .into_par_iter()
-        .filter_map(|i| {
-            let kernel = kernel(i);
+        .filter_map(|(i, j)| {
+            let kernel = kernels(i).swap_remove(j);
             match machine_code(kernel.as_ref(), sm) {
                 Ok(entry) => Some((key(&kernel.id()), entry)),
                 Err(e) => {

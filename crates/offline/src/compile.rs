@@ -29,6 +29,8 @@ pub struct Usage {
     pub stack: u32,
     /// Bytes of shared memory of one cube, static and dynamic.
     pub shared: u32,
+    /// Units of one cube.
+    pub units: u32,
 }
 
 impl Usage {
@@ -99,7 +101,8 @@ impl Toolkit {
         if dump.is_some() {
             std::fs::write(stem.with_extension("cu"), &source.text)?;
         }
-        Ok(Usage { shared: source.shared_bytes as u32, ..self.assemble(&ptx, sm, &stem)? })
+        let report = self.assemble(&ptx, sm, &stem)?;
+        Ok(Usage { shared: source.shared_bytes as u32, units: source.units, ..report })
     }
 
     /// CUDA C++ to PTX.
@@ -139,7 +142,7 @@ impl Toolkit {
 }
 
 /// Reads `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill
-/// loads`, `N bytes smem`.
+/// loads`, `N bytes smem`; of units it says nothing.
 fn parse_report(report: &str) -> Option<Usage> {
     let before = |text: &str, unit: &str| -> Option<u32> {
         let head = &text[..text.find(unit)?];
@@ -151,6 +154,7 @@ fn parse_report(report: &str) -> Option<Usage> {
         spill_loads: before(report, "bytes spill loads")?,
         stack: before(report, "bytes stack frame")?,
         shared: before(report, "bytes smem").unwrap_or(0),
+        units: 0,
     })
 }
 
@@ -223,7 +227,14 @@ mod tests {
         let usage = parse_report(report).expect("all facts are there");
         assert_eq!(
             usage,
-            Usage { registers: 168, spill_stores: 8, spill_loads: 12, stack: 16, shared: 1024 }
+            Usage {
+                registers: 168,
+                spill_stores: 8,
+                spill_loads: 12,
+                stack: 16,
+                shared: 1024,
+                units: 0
+            }
         );
         assert_eq!(parse_report("error: nothing"), None);
     }

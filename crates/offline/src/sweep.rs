@@ -1,11 +1,11 @@
-//! Every config of every kernel, and every code path around it, on every target. The small kernel that
-//! adds the parts of a matmul's k has no program to ask for, and is not among them.
+//! Every config of every kernel, and every code path around it, on every target.
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use arch::{ArchProfile, DType};
 use cubecl::prelude::CubeKernel;
+use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use rayon::prelude::*;
@@ -31,7 +31,6 @@ pub struct Row {
     pub instance: String,
     pub config: Value,
     pub usage: Usage,
-    pub units: u32,
     /// Cubes on one processor.
     pub occupancy: u32,
 }
@@ -45,7 +44,7 @@ pub struct Finding {
     pub what: String,
 }
 
-/// Compiles, for every target, the instances whose `target instance config` text contains `filter`; both
+/// Compiles, for every target, the instances whose `target kernel instance config` text contains `filter`; both
 /// lists are in a fixed order. With `dump`, sources and binaries are kept in that folder, numbered in
 /// the order of the list.
 ///
@@ -60,7 +59,8 @@ pub fn sweep(
     for target in TARGETS {
         let arch = ArchProfile::recorded(target)?;
         for instance in instances(&arch) {
-            let text = format!("{target} {} {}", instance.name, instance.config);
+            let text =
+                format!("{target} {} {} {}", instance.kernel, instance.name, instance.config);
             if filter.is_none_or(|f| text.contains(f)) {
                 work.push((work.len(), target, arch.clone(), instance));
             }
@@ -94,12 +94,12 @@ pub fn sweep(
                     find(format!("{} bytes of shared memory, over 99 KiB", usage.shared));
                 }
                 let occupancy = Limits::of(sm)
-                    .map_or(0, |l| occupancy(l, of.units, usage.registers, usage.shared));
+                    .map_or(0, |l| occupancy(l, usage.units, usage.registers, usage.shared));
                 if occupancy == 0 {
                     find("does not fit one processor".to_owned());
                 }
-                let (kernel, units) = (of.kernel, of.units);
-                rows.push(Row { kernel, target, sm, instance, config, usage, units, occupancy });
+                let kernel = of.kernel;
+                rows.push(Row { kernel, target, sm, instance, config, usage, occupancy });
             }
         }
     }
@@ -111,7 +111,6 @@ struct Instance {
     kernel: &'static str,
     name: String,
     config: Value,
-    units: u32,
     program: Box<dyn CubeKernel>,
     /// Whether it must not spill on an RTX card.
     clean: bool,
@@ -119,8 +118,11 @@ struct Instance {
 
 /// What is compiled for `arch`, each program once.
 fn instances(arch: &ArchProfile) -> Vec<Instance> {
-    let mut all = instances_of::<Matmul>(arch, matmuls(), matmul_name, |c| c.units(arch));
-    all.extend(instances_of::<Attention>(arch, attentions(), attention_name, |c| c.units()));
+    let mut all = instances_of::<Matmul>(arch, matmuls(), matmul_name);
+    all.extend(instances_of::<Attention>(arch, attentions(), attention_name));
+    all.extend(instances_of::<AttentionBackward>(arch, backwards(), |p| {
+        attention_name(&p.forward)
+    }));
     all
 }
 
@@ -128,7 +130,6 @@ fn instances_of<K: Kernel>(
     arch: &ArchProfile,
     cases: Vec<Case<K>>,
     name: fn(&K::Problem) -> String,
-    units: impl Fn(&K::Config) -> u32,
 ) -> Vec<Instance> {
     let (properties, target) = (properties(arch), target_properties());
     // By the identity of a program, which has no order; the list keeps that of the cases.
@@ -137,18 +138,18 @@ fn instances_of<K: Kernel>(
     for Case { problem, most, clean } in cases {
         let candidates = K::candidates(arch, &problem).into_iter().take(most);
         for (i, config) in candidates.enumerate() {
-            let program = K::program(arch, &problem, &config, &properties, &target);
-            let place = *places.entry(program.id()).or_insert(instances.len());
-            match instances.get_mut(place) {
-                Some(same) => same.clean |= i < clean,
-                None => instances.push(Instance {
-                    kernel: K::NAME,
-                    name: name(&problem),
-                    config: serde_json::to_value(config).expect("a config is plain data"),
-                    units: units(&config),
-                    program,
-                    clean: i < clean,
-                }),
+            for program in K::programs(arch, &problem, &config, &properties, &target) {
+                let place = *places.entry(program.id()).or_insert(instances.len());
+                match instances.get_mut(place) {
+                    Some(same) => same.clean |= i < clean,
+                    None => instances.push(Instance {
+                        kernel: K::NAME,
+                        name: name(&problem),
+                        config: serde_json::to_value(config).expect("a config is plain data"),
+                        program,
+                        clean: i < clean,
+                    }),
+                }
             }
         }
     }
@@ -254,6 +255,29 @@ fn attentions() -> Vec<Case<Attention>> {
     cases.push(case(AttentionProblem { window: Some(512), softcap: Some(50.0), ..p }, 1));
     cases.push(case(AttentionProblem { bias: Some(scores), mask: Some(scores), ..p }, 1));
     cases.push(case(AttentionProblem { causal: true, varlen: true, ..p }, 1));
+    cases
+}
+
+/// Backward passes whose code differs.
+fn backwards() -> Vec<Case<AttentionBackward>> {
+    let case = |seq, head_dim, most, of: &dyn Fn(AttentionProblem) -> AttentionProblem| {
+        let p = AttentionProblem::dense(4, [16, 4], [seq; 2], head_dim, DType::Bf16);
+        let p = of(AttentionProblem { lse: true, ..p.expect("valid sizes") });
+        Case { problem: BackwardProblem::of(p).expect("valid"), most, clean: 1 }
+    };
+    let mut cases = vec![case(4096, 128, usize::MAX, &|p| p)];
+    for head_dim in [32, 64, 80, 96, 128, 192, 256] {
+        cases.push(case(4001, head_dim, 3, &|p| AttentionProblem { causal: true, ..p }));
+    }
+    let scores = ScoreStrides { batch: 0, head: 0, row: 4001, col: 1 };
+    let some = Some(scores);
+    cases.push(case(4001, 128, 1, &|p| AttentionProblem {
+        window: Some(512),
+        softcap: Some(50.0),
+        ..p
+    }));
+    cases.push(case(4001, 128, 1, &|p| AttentionProblem { bias: some, mask: some, ..p }));
+    cases.push(case(4001, 128, 1, &|p| AttentionProblem { causal: true, varlen: true, ..p }));
     cases
 }
 

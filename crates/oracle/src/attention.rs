@@ -1,11 +1,12 @@
 //! Attention against its reference, and the shapes that break attentions.
 
 use arch::{Backend, DType, Device};
+use cubecl::server::Handle;
 use kernels::attention::{
     Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, Offsets,
     ScoreStrides,
 };
-use reference::{Distribution, Scores, fill};
+use reference::{Comparison, Distribution, Scores, fill};
 use tune::Kernel;
 
 use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
@@ -41,103 +42,173 @@ pub fn check(
     case: &EdgeCase,
     config: &AttentionConfig,
 ) -> Result<Verdict, CheckError> {
-    let p = &case.problem;
-    let dtype = reference_dtype(p.dtype);
-    let make = |len: usize, salt: u64, scale: f32| -> Result<Vec<f32>, CheckError> {
-        let mut values = fill(8 * case.seed + salt, len, Distribution::Normal);
-        values.iter_mut().for_each(|v| *v *= scale);
-        Ok(dtype.decode(&dtype.encode(&values))?)
-    };
-    let [q_len, k_len, v_len, out_len] = extents(case);
-    let large = if case.inputs == Inputs::Large { 1000.0 } else { 1.0 };
-    let (q, k, v) = (make(q_len, 0, large)?, make(k_len, 1, 1.0)?, make(v_len, 2, 1.0)?);
-    let hidden = |row: u64| case.inputs == Inputs::Hidden && row % 5 == 2;
-    let rows = |s: ScoreStrides| move |at: usize| s.row > 0 && hidden(at as u64 / s.row);
-    let bias = match p.bias {
-        None => None,
-        Some(s) => {
-            let mut values = make(p.score_extent(s), 3, 1.0)?;
-            for (at, value) in values.iter_mut().enumerate() {
-                if rows(s)(at) {
-                    *value = f32::NEG_INFINITY;
-                }
-            }
-            Some(values)
-        }
-    };
-    let mask = p.mask.map(|s| {
-        let noise = fill(8 * case.seed + 4, p.score_extent(s), Distribution::Uniform);
-        let hide = noise.iter().enumerate().map(|(at, v)| *v > 0.25 || rows(s)(at));
-        hide.collect::<Vec<bool>>()
-    });
-
-    let client = device.client();
-    let upload = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
-    let words = |starts: Vec<u32>| {
-        upload(&starts.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>())
-    };
-    let queries: u32 = match &case.lengths {
-        Some(lengths) => lengths.iter().map(|(q, _)| q).sum(),
-        None => p.batch * p.seq_q,
-    };
-    let lse_len = (queries * p.heads) as usize;
-    let mask_size = p.mask_dtype.size();
-    let operands = AttentionOperands {
-        q: upload(&dtype.encode(&q)),
-        k: upload(&dtype.encode(&k)),
-        v: upload(&dtype.encode(&v)),
-        out: upload(&vec![0xff; out_len * p.dtype.size()]),
-        lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
-        bias: bias.as_ref().map(|b| upload(&dtype.encode(b))),
-        mask: mask.as_ref().map(|m| {
-            let bytes = m.iter().flat_map(|hide| {
-                let mut word = [0; 4];
-                word[0] = u8::from(*hide);
-                word.into_iter().take(mask_size)
-            });
-            upload(&bytes.collect::<Vec<_>>())
-        }),
-        offsets: case.lengths.as_ref().map(|lengths| Offsets {
-            q: words(starts(lengths.iter().map(|(q, _)| *q))),
-            kv: words(starts(lengths.iter().map(|(_, kv)| *kv))),
-            queries,
-        }),
-    };
-    Attention::launch(device, p, config, &operands, None);
-    let read =
-        |handle: &cubecl::server::Handle| client.read_one(handle.clone()).map_err(kernel_error);
-    let out_bytes = read(&operands.out)?;
-    let out = dtype.decode(&out_bytes[..out_len * p.dtype.size()])?;
-    let lse: Option<Vec<f32>> = match &operands.lse {
-        Some(handle) => {
-            let bytes = read(handle)?;
-            let numbers = bytes[..lse_len * 4].as_chunks::<4>().0;
-            Some(numbers.iter().map(|b| f32::from_le_bytes(*b)).collect())
-        }
-        None => None,
-    };
-
-    let dense_scores = DeviceScores { bias: bias.as_deref(), mask: mask.as_deref() };
-    let mut worst: Option<reference::Comparison> = None;
+    let host = Host::new(device, case)?;
+    Attention::launch(device, &case.problem, config, &host.operands, None);
+    let (out, lse) = host.results(device)?;
+    let mut worst = Worst::default();
     for part in parts(case) {
-        let (values, sums) = part.results(p, &out, lse.as_deref());
-        let (bias, mask) = dense_scores.spread(p, &part);
+        let p = &case.problem;
+        let values = part.dense(&out, p.out, [p.heads, part.seq_q], part.from_q, p.head_dim);
+        let sums = lse.as_deref().map(|lse| part.sums(p, lse));
+        let (bias, mask) = host.scores(p, &part);
         let scores = Scores { bias: bias.as_deref(), mask: mask.as_deref() };
-        let from = |s: HeadStrides, seq: u32| seq as usize * s.seq as usize;
-        let operands = [
-            &q[from(p.q, part.from_q)..],
-            &k[from(p.k, part.from_kv)..],
-            &v[from(p.v, part.from_kv)..],
-        ];
         let reference = part.reference(p);
-        let comparison = reference.check(operands, scores, &values, sums.as_deref())?;
-        let worse = |w: &reference::Comparison| w.passed && !comparison.passed;
-        if worst.as_ref().is_none_or(worse) {
-            worst = Some(comparison);
+        worst.add(reference.check(host.of(p, &part), scores, &values, sums.as_deref())?);
+    }
+    Ok(Verdict { comparison: worst.take(), digest: digest(&out) })
+}
+
+/// The inputs of one case, on the host and on the device.
+pub(crate) struct Host {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    bias: Option<Vec<f32>>,
+    mask: Option<Vec<bool>>,
+    dtype: reference::DType,
+    out_len: usize,
+    lse_len: usize,
+    pub(crate) operands: AttentionOperands,
+}
+
+impl Host {
+    pub(crate) fn new(device: &Device, case: &EdgeCase) -> Result<Self, CheckError> {
+        let p = &case.problem;
+        let dtype = reference_dtype(p.dtype);
+        let make = |len, salt, scale| values(case, len, salt, scale);
+        let [q_len, k_len, v_len, out_len] = extents(case);
+        let large = if case.inputs == Inputs::Large { 1000.0 } else { 1.0 };
+        let (q, k, v) = (make(q_len, 0, large)?, make(k_len, 1, 1.0)?, make(v_len, 2, 1.0)?);
+        let hidden = |row: u64| case.inputs == Inputs::Hidden && row % 5 == 2;
+        let rows = |s: ScoreStrides| move |at: usize| s.row > 0 && hidden(at as u64 / s.row);
+        let bias = match p.bias {
+            None => None,
+            Some(s) => {
+                let mut values = make(p.score_extent(s), 3, 1.0)?;
+                for (at, value) in values.iter_mut().enumerate() {
+                    if rows(s)(at) {
+                        *value = f32::NEG_INFINITY;
+                    }
+                }
+                Some(values)
+            }
+        };
+        let mask = p.mask.map(|s| {
+            let noise = fill(8 * case.seed + 4, p.score_extent(s), Distribution::Uniform);
+            let hide = noise.iter().enumerate().map(|(at, v)| *v > 0.25 || rows(s)(at));
+            hide.collect::<Vec<bool>>()
+        });
+        let upload = |bytes: &[u8]| device.client().create_from_slice(&padded(bytes));
+        let words = |starts: Vec<u32>| {
+            upload(&starts.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>())
+        };
+        let queries: u32 = match &case.lengths {
+            Some(lengths) => lengths.iter().map(|(q, _)| q).sum(),
+            None => p.batch * p.seq_q,
+        };
+        let lse_len = (queries * p.heads) as usize;
+        let mask_size = p.mask_dtype.size();
+        let operands = AttentionOperands {
+            q: upload(&dtype.encode(&q)),
+            k: upload(&dtype.encode(&k)),
+            v: upload(&dtype.encode(&v)),
+            out: upload(&vec![0xff; out_len * p.dtype.size()]),
+            lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
+            bias: bias.as_ref().map(|b| upload(&dtype.encode(b))),
+            mask: mask.as_ref().map(|m| {
+                let bytes = m.iter().flat_map(|hide| {
+                    let mut word = [0; 4];
+                    word[0] = u8::from(*hide);
+                    word.into_iter().take(mask_size)
+                });
+                upload(&bytes.collect::<Vec<_>>())
+            }),
+            offsets: case.lengths.as_ref().map(|lengths| Offsets {
+                q: words(starts(lengths.iter().map(|(q, _)| *q))),
+                kv: words(starts(lengths.iter().map(|(_, kv)| *kv))),
+                queries,
+            }),
+        };
+        Ok(Self { q, k, v, bias, mask, dtype, out_len, lse_len, operands })
+    }
+
+    /// What a forward launch left: the result, and the log-sum-exp where there is one.
+    pub(crate) fn results(
+        &self,
+        device: &Device,
+    ) -> Result<(Vec<f32>, Option<Vec<f32>>), CheckError> {
+        let out = read(device, &self.operands.out, self.dtype, self.out_len)?;
+        let lse = self.operands.lse.as_ref();
+        let lse = lse.map(|lse| read(device, lse, reference::DType::F32, self.lse_len));
+        Ok((out, lse.transpose()?))
+    }
+
+    /// q, k and v from where a part starts.
+    pub(crate) fn of(&self, p: &AttentionProblem, part: &Part) -> [&[f32]; 3] {
+        let from = |s: HeadStrides, seq: u32| seq as usize * s.seq as usize;
+        [
+            &self.q[from(p.q, part.from_q)..],
+            &self.k[from(p.k, part.from_kv)..],
+            &self.v[from(p.v, part.from_kv)..],
+        ]
+    }
+
+    /// Bias and mask of a part, dense `[batch, heads, seq_q, seq_kv]`.
+    pub(crate) fn scores(
+        &self,
+        p: &AttentionProblem,
+        part: &Part,
+    ) -> (Option<Vec<f32>>, Option<Vec<bool>>) {
+        (
+            self.bias.as_deref().zip(p.bias).map(|(from, s)| part.spread(from, s, p)),
+            self.mask.as_deref().zip(p.mask).map(|(from, s)| part.spread(from, s, p)),
+        )
+    }
+}
+
+/// Seeded normal values of a case, as its format holds them.
+pub(crate) fn values(
+    case: &EdgeCase,
+    len: usize,
+    salt: u64,
+    scale: f32,
+) -> Result<Vec<f32>, CheckError> {
+    let dtype = reference_dtype(case.problem.dtype);
+    let mut values = fill(8 * case.seed + salt, len, Distribution::Normal);
+    values.iter_mut().for_each(|v| *v *= scale);
+    Ok(dtype.decode(&dtype.encode(&values))?)
+}
+
+/// The first `len` elements of a buffer.
+pub(crate) fn read(
+    device: &Device,
+    handle: &Handle,
+    dtype: reference::DType,
+    len: usize,
+) -> Result<Vec<f32>, CheckError> {
+    let bytes = device.client().read_one(handle.clone()).map_err(kernel_error)?;
+    Ok(dtype.decode(&bytes[..len * dtype.bytes()])?)
+}
+
+pub(crate) fn digest(values: &[f32]) -> u64 {
+    fnv1a(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
+}
+
+/// The comparison that is furthest from its tolerance, of those that failed if any did.
+#[derive(Default)]
+pub(crate) struct Worst(Option<Comparison>);
+
+impl Worst {
+    pub(crate) fn add(&mut self, comparison: Comparison) {
+        let worse = |w: &Comparison| w.passed && !comparison.passed;
+        if self.0.as_ref().is_none_or(worse) {
+            self.0 = Some(comparison);
         }
     }
-    let comparison = worst.expect("a problem has a sequence");
-    Ok(Verdict { comparison, digest: fnv1a(&out_bytes[..out_len * p.dtype.size()]) })
+
+    pub(crate) fn take(self) -> Comparison {
+        self.0.expect("a problem has a sequence")
+    }
 }
 
 /// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
@@ -153,50 +224,29 @@ pub fn check_operands(
 ) -> Result<Verdict, CheckError> {
     let dtype = reference_dtype(p.dtype);
     let [q, k, v, out] = p.extents();
-    let read = |handle: &cubecl::server::Handle, len: usize| {
-        let bytes = device.client().read_one(handle.clone()).map_err(kernel_error)?;
-        Ok::<_, CheckError>(dtype.decode(&bytes[..len * p.dtype.size()])?)
-    };
+    let read = |handle, len| read(device, handle, dtype, len);
     let (q, k, v) = (read(&operands.q, q)?, read(&operands.k, k)?, read(&operands.v, v)?);
     let out = read(&operands.out, out)?;
-    let dense = Part {
-        batch: p.batch,
-        from_q: 0,
-        from_kv: 0,
-        seq_q: p.seq_q,
-        seq_kv: p.seq_kv,
-        queries: p.seq_q,
-    };
+    let dense = Part::whole(p);
     let reference = dense.reference(p);
     let rows = reference.sample(seed, 192);
     let comparison = reference.check_rows(&rows, [&q, &k, &v], Scores::default(), &out)?;
-    let digest = fnv1a(&out.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>());
-    Ok(Verdict { comparison, digest })
+    Ok(Verdict { comparison, digest: digest(&out) })
 }
 
 /// The sequences that one reference computes: a dense problem at once, else each alone.
-struct Part {
+pub(crate) struct Part {
     batch: u32,
-    from_q: u32,
-    from_kv: u32,
-    seq_q: u32,
-    seq_kv: u32,
+    pub(crate) from_q: u32,
+    pub(crate) from_kv: u32,
+    pub(crate) seq_q: u32,
+    pub(crate) seq_kv: u32,
     /// Queries of all sequences.
     queries: u32,
 }
 
-fn parts(case: &EdgeCase) -> Vec<Part> {
-    let p = &case.problem;
-    let Some(lengths) = &case.lengths else {
-        return vec![Part {
-            batch: p.batch,
-            from_q: 0,
-            from_kv: 0,
-            seq_q: p.seq_q,
-            seq_kv: p.seq_kv,
-            queries: p.seq_q,
-        }];
-    };
+pub(crate) fn parts(case: &EdgeCase) -> Vec<Part> {
+    let Some(lengths) = &case.lengths else { return vec![Part::whole(&case.problem)] };
     let queries = lengths.iter().map(|(q, _)| q).sum();
     let (mut from_q, mut from_kv) = (0, 0);
     let mut parts = Vec::new();
@@ -209,7 +259,19 @@ fn parts(case: &EdgeCase) -> Vec<Part> {
 }
 
 impl Part {
-    fn reference(&self, p: &AttentionProblem) -> reference::Attention {
+    /// All of a problem whose sequences have one length.
+    pub(crate) const fn whole(p: &AttentionProblem) -> Self {
+        Self {
+            batch: p.batch,
+            from_q: 0,
+            from_kv: 0,
+            seq_q: p.seq_q,
+            seq_kv: p.seq_kv,
+            queries: p.seq_q,
+        }
+    }
+
+    pub(crate) fn reference(&self, p: &AttentionProblem) -> reference::Attention {
         let strides = |s: HeadStrides| reference::HeadStrides {
             batch: s.batch as usize,
             head: s.head as usize,
@@ -233,62 +295,52 @@ impl Part {
         }
     }
 
-    /// The part's results, dense `[batch, heads, seq_q, head_dim]` and `[batch, heads, seq_q]`.
-    fn results(
+    /// The part's positions of a tensor that lies by strides, dense `[batch, heads, seq, head_dim]`.
+    pub(crate) fn dense(
         &self,
-        p: &AttentionProblem,
-        out: &[f32],
-        lse: Option<&[f32]>,
-    ) -> (Vec<f32>, Option<Vec<f32>>) {
-        let (mut values, mut sums) = (Vec::new(), Vec::new());
+        values: &[f32],
+        strides: HeadStrides,
+        [heads, seq]: [u32; 2],
+        from: u32,
+        head_dim: u32,
+    ) -> Vec<f32> {
+        let mut dense = Vec::new();
+        for b in 0..u64::from(self.batch) {
+            for h in 0..u64::from(heads) {
+                for i in 0..u64::from(seq) {
+                    let seq = u64::from(from) + i;
+                    let at = (b * strides.batch + h * strides.head + seq * strides.seq) as usize;
+                    dense.extend_from_slice(&values[at..at + head_dim as usize]);
+                }
+            }
+        }
+        dense
+    }
+
+    /// The part's log-sum-exps, dense `[batch, heads, seq_q]`.
+    pub(crate) fn sums(&self, p: &AttentionProblem, lse: &[f32]) -> Vec<f32> {
+        let heads = (self.batch * p.heads) as usize;
+        let of_head = |head: usize| {
+            let start = head * self.queries as usize + self.from_q as usize;
+            &lse[start..start + self.seq_q as usize]
+        };
+        (0..heads).flat_map(of_head).copied().collect()
+    }
+
+    /// A tensor of scores, dense `[batch, heads, seq_q, seq_kv]`.
+    fn spread<T: Copy>(&self, from: &[T], s: ScoreStrides, p: &AttentionProblem) -> Vec<T> {
+        let mut out = Vec::new();
         for b in 0..u64::from(self.batch) {
             for h in 0..u64::from(p.heads) {
                 for i in 0..u64::from(self.seq_q) {
-                    let seq = u64::from(self.from_q) + i;
-                    let at = (b * p.out.batch + h * p.out.head + seq * p.out.seq) as usize;
-                    values.extend_from_slice(&out[at..at + p.head_dim as usize]);
-                    let head = b * u64::from(p.heads) + h;
-                    let at = (head * u64::from(self.queries) + seq) as usize;
-                    sums.extend(lse.map(|lse| lse[at]));
-                }
-            }
-        }
-        (values, lse.map(|_| sums))
-    }
-}
-
-/// Scores as they lie in their buffers.
-struct DeviceScores<'a> {
-    bias: Option<&'a [f32]>,
-    mask: Option<&'a [bool]>,
-}
-
-impl DeviceScores<'_> {
-    /// Dense `[batch, heads, seq_q, seq_kv]`.
-    fn spread(&self, p: &AttentionProblem, part: &Part) -> (Option<Vec<f32>>, Option<Vec<bool>>) {
-        fn dense<T: Copy>(
-            from: &[T],
-            s: ScoreStrides,
-            p: &AttentionProblem,
-            part: &Part,
-        ) -> Vec<T> {
-            let mut out = Vec::new();
-            for b in 0..u64::from(part.batch) {
-                for h in 0..u64::from(p.heads) {
-                    for i in 0..u64::from(part.seq_q) {
-                        for j in 0..u64::from(part.seq_kv) {
-                            let at = b * s.batch + h * s.head + i * s.row + j * s.col;
-                            out.push(from[at as usize]);
-                        }
+                    for j in 0..u64::from(self.seq_kv) {
+                        let at = b * s.batch + h * s.head + i * s.row + j * s.col;
+                        out.push(from[at as usize]);
                     }
                 }
             }
-            out
         }
-        (
-            self.bias.zip(p.bias).map(|(from, s)| dense(from, s, p, part)),
-            self.mask.zip(p.mask).map(|(from, s)| dense(from, s, p, part)),
-        )
+        out
     }
 }
 
@@ -302,7 +354,7 @@ fn starts(lengths: impl Iterator<Item = u32>) -> Vec<u32> {
 }
 
 /// Elements of q, k, v and out: those of the sequences there are.
-fn extents(case: &EdgeCase) -> [usize; 4] {
+pub(crate) fn extents(case: &EdgeCase) -> [usize; 4] {
     let p = &case.problem;
     let Some(lengths) = &case.lengths else { return p.extents() };
     let total = |of: fn(&(u32, u32)) -> u32| lengths.iter().map(of).sum::<u32>();
@@ -318,7 +370,7 @@ fn extents(case: &EdgeCase) -> [usize; 4] {
     ]
 }
 
-const fn reference_dtype(dtype: DType) -> reference::DType {
+pub(crate) const fn reference_dtype(dtype: DType) -> reference::DType {
     match dtype {
         DType::F16 => reference::DType::F16,
         DType::Bf16 => reference::DType::Bf16,

@@ -2,6 +2,7 @@
 //! all check through here.
 
 pub mod attention;
+pub mod attention_backward;
 pub mod matmul;
 
 use reference::Comparison;

@@ -13,6 +13,11 @@
 //! values, and as a naive kernel would, with f32 scores and sums and weights rounded to the operands'
 //! format, which sets the tolerance.
 //!
+//! ```text
+//! p[i, j] = exp(s[i, j] - lse[i])      ds[i, j] = p[i, j]·(dout[i]·v[j] - out[i]·dout[i])·(1 - tanh²)
+//! dq[i] = scale·Σ_j ds[i, j]·k[j]      dk[j] = scale·Σ_i ds[i, j]·q[i]      dv[j] = Σ_i p[i, j]·dout[i]
+//! ```
+//!
 //! Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
 
 use rand_chacha::rand_core::Rng;
@@ -65,6 +70,15 @@ pub struct Scores<'a> {
     pub bias: Option<&'a [f32]>,
     /// True hides.
     pub mask: Option<&'a [bool]>,
+}
+
+/// What a backward pass starts from: the forward pass's result and log-sum-exp, and the gradient of the
+/// result; dense `[batch, heads, seq_q, head_dim]` and `[batch, heads, seq_q]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Saved<'a> {
+    pub out: &'a [f32],
+    pub lse: &'a [f32],
+    pub dout: &'a [f32],
 }
 
 /// Result and log-sum-exp of every query, `[batch, heads, seq_q, head_dim]` and `[batch, heads, seq_q]`.
@@ -153,13 +167,20 @@ impl Attention {
 
     /// A seeded choice of `count` rows, and the first and the last.
     pub fn sample(&self, seed: u64, count: usize) -> Vec<usize> {
-        let rows = self.batch * self.heads * self.seq_q;
+        let [rows, _] = self.sample_gradients(seed, count);
+        rows
+    }
+
+    /// A seeded choice of `count` rows of dq, and of dk and dv, with the first and the last of each.
+    pub fn sample_gradients(&self, seed: u64, count: usize) -> [Vec<usize>; 2] {
         let mut rng = stream(seed);
-        let mut chosen: Vec<_> = (0..count).map(|_| rng.next_u32() as usize % rows).collect();
-        chosen.extend([0, rows - 1]);
-        chosen.sort_unstable();
-        chosen.dedup();
-        chosen
+        self.lines().map(|rows| {
+            let mut chosen: Vec<_> = (0..count).map(|_| rng.next_u32() as usize % rows).collect();
+            chosen.extend([0, rows - 1]);
+            chosen.sort_unstable();
+            chosen.dedup();
+            chosen
+        })
     }
 
     /// [`Attention::check`] of some rows only; `out` is the whole result.
@@ -324,6 +345,189 @@ impl Attention {
         }
         out.iter_mut().for_each(|v| *v = *v / sum);
         (out, most + sum.ln())
+    }
+
+    /// The exact gradients by q, k and v for the stored operands and what the forward pass saved.
+    ///
+    /// # Errors
+    /// As [`Attention::run`].
+    pub fn gradients(
+        &self,
+        operands: [&[f32]; 3],
+        scores: Scores<'_>,
+        saved: Saved<'_>,
+    ) -> Result<[Vec<f64>; 3], Error> {
+        self.evaluate_gradients::<f64>(&self.every(), operands, scores, saved, |v| v, |v| v)
+    }
+
+    /// Compares a kernel's gradients with the reference at `rows` of dq, and of dk and dv: a query of a
+    /// head of a batch, a key of a head of a batch.
+    ///
+    /// # Shapes
+    /// dq dense `[batch, heads, seq_q, head_dim]`, dk and dv `[batch, kv_heads, seq_kv, head_dim]`.
+    ///
+    /// # Errors
+    /// As [`Attention::run`]; a result of the wrong length; a row that there is not.
+    pub fn check_gradients(
+        &self,
+        rows: &[Vec<usize>; 2],
+        operands: [&[f32]; 3],
+        scores: Scores<'_>,
+        saved: Saved<'_>,
+        results: [&[f32]; 3],
+    ) -> Result<Comparison, Error> {
+        let storage = self.dtype.storage();
+        let round = move |v: f32| storage.round(v.into()) as f32;
+        let exact = self.evaluate_gradients::<f64>(rows, operands, scores, saved, |v| v, |v| v)?;
+        let naive =
+            self.evaluate_gradients::<f32>(rows, operands, scores, saved, round, move |v| {
+                storage.round(v)
+            })?;
+        let mut worst: Option<Comparison> = None;
+        for (i, what) in ["dq", "dk", "dv"].into_iter().enumerate() {
+            let (rows, lines) = (&rows[usize::from(i > 0)], self.lines()[usize::from(i > 0)]);
+            let (have, need) = (results[i].len(), lines * self.head_dim);
+            if have != need {
+                return Err(Error::Length { what, need, have });
+            }
+            let line = |row: &usize| &results[i][row * self.head_dim..][..self.head_dim];
+            let got: Vec<f32> = rows.iter().flat_map(line).copied().collect();
+            let comparison = compare(&got, &exact[i], &naive[i], storage)?;
+            let closer = |w: &Comparison| w.max_err / w.tolerance;
+            let worse = |w: &Comparison| {
+                w.passed && !(comparison.passed && closer(&comparison) <= closer(w))
+            };
+            if worst.as_ref().is_none_or(worse) {
+                worst = Some(comparison);
+            }
+        }
+        Ok(worst.expect("there are three"))
+    }
+
+    /// Rows of dq, and of dk and dv.
+    const fn lines(&self) -> [usize; 2] {
+        [self.batch * self.heads * self.seq_q, self.batch * self.kv_heads * self.seq_kv]
+    }
+
+    /// Every row of dq, and of dk and dv.
+    pub fn every(&self) -> [Vec<usize>; 2] {
+        self.lines().map(|count| (0..count).collect())
+    }
+
+    fn evaluate_gradients<T: Real>(
+        &self,
+        rows: &[Vec<usize>; 2],
+        operands: [&[f32]; 3],
+        scores: Scores<'_>,
+        saved: Saved<'_>,
+        weight: impl Fn(T) -> T + Sync,
+        result: impl Fn(f64) -> f64 + Sync,
+    ) -> Result<[Vec<f64>; 3], Error> {
+        self.validate(operands, scores)?;
+        let [queries, keys] = self.lines();
+        for (what, need, have) in [
+            ("out", queries * self.head_dim, saved.out.len()),
+            ("dout", queries * self.head_dim, saved.dout.len()),
+            ("lse", queries, saved.lse.len()),
+        ] {
+            if have != need {
+                return Err(Error::Length { what, need, have });
+            }
+        }
+        for (rows, len) in rows.iter().zip([queries, keys]) {
+            if let Some(&index) = rows.iter().find(|row| **row >= len) {
+                return Err(Error::OutOfRange { what: "sampled row", index, len });
+            }
+        }
+        let dot = |a: &[f32], b: &[f32]| {
+            let products = a.iter().zip(b).map(|(a, b)| T::from(*a) * T::from(*b));
+            products.fold(T::from(0.0), |sum, p| sum + p)
+        };
+        let lines = |of| <[f32]>::par_chunks_exact(of, self.head_dim);
+        // From the far end: where one key has all the weight, its gradient is a difference of two equal
+        // sums, which no kernel is bound to add in the same order.
+        let back = |line: &[f32]| line.iter().rev().copied().collect::<Vec<_>>();
+        let deltas: Vec<T> = lines(saved.out)
+            .zip(lines(saved.dout))
+            .map(|(out, dout)| dot(&back(out), &back(dout)))
+            .collect();
+        let [q, k, v] = operands;
+        let at = |s: HeadStrides, b: usize, head: usize, pos: usize| {
+            b * s.batch + head * s.head + pos * s.seq
+        };
+        // Weight and gradient of one score; none where it is hidden.
+        let pair = |b: usize, head: usize, i: usize, j: usize| -> Option<(T, T)> {
+            let row = (b * self.heads + head) * self.seq_q + i;
+            let score = row * self.seq_kv + j;
+            let lse = saved.lse[row];
+            let hidden = scores.mask.is_some_and(|mask| mask[score]) || lse == f32::NEG_INFINITY;
+            if hidden || !self.visible(i, j) {
+                return None;
+            }
+            let shared = head / (self.heads / self.kv_heads);
+            let query = &q[at(self.q, b, head, i)..][..self.head_dim];
+            let key = &k[at(self.k, b, shared, j)..][..self.head_dim];
+            let value = &v[at(self.v, b, shared, j)..][..self.head_dim];
+            let mut s = dot(query, key) * T::near(self.scale);
+            let mut slope = T::from(1.0);
+            if let Some(cap) = self.softcap {
+                let bent = (s / T::near(cap)).tanh();
+                s = T::near(cap) * bent;
+                slope = T::from(1.0) + -(bent * bent);
+            }
+            if let Some(bias) = scores.bias {
+                s = s + T::from(bias[score]);
+            }
+            let p = (s + -T::from(lse)).exp();
+            let dout = &saved.dout[row * self.head_dim..][..self.head_dim];
+            let ds = p * (dot(dout, value) + -deltas[row]) * slope;
+            Some((weight(p), weight(ds)))
+        };
+        let add = |sum: &mut [T], by: T, line: &[f32]| {
+            sum.iter_mut().zip(line).for_each(|(sum, v)| *sum = *sum + by * T::from(*v));
+        };
+        let finish = |sum: Vec<T>, scale: f64| -> Vec<f64> {
+            sum.into_iter().map(|v| result((v * T::near(scale)).into())).collect()
+        };
+        let zeros = || vec![T::from(0.0); self.head_dim];
+        let dq: Vec<_> = rows[0]
+            .par_iter()
+            .map(|row| {
+                let (i, head, b) = self.place(*row, self.seq_q, self.heads);
+                let shared = head / (self.heads / self.kv_heads);
+                let mut sum = zeros();
+                for j in 0..self.seq_kv {
+                    if let Some((_, ds)) = pair(b, head, i, j) {
+                        add(&mut sum, ds, &k[at(self.k, b, shared, j)..][..self.head_dim]);
+                    }
+                }
+                finish(sum, self.scale)
+            })
+            .collect();
+        let (dk, dv): (Vec<_>, Vec<_>) = rows[1]
+            .par_iter()
+            .map(|row| {
+                let (j, shared, b) = self.place(*row, self.seq_kv, self.kv_heads);
+                let group = self.heads / self.kv_heads;
+                let (mut dk, mut dv) = (zeros(), zeros());
+                for head in shared * group..(shared + 1) * group {
+                    for i in 0..self.seq_q {
+                        if let Some((p, ds)) = pair(b, head, i, j) {
+                            add(&mut dk, ds, &q[at(self.q, b, head, i)..][..self.head_dim]);
+                            let row = (b * self.heads + head) * self.seq_q + i;
+                            add(&mut dv, p, &saved.dout[row * self.head_dim..][..self.head_dim]);
+                        }
+                    }
+                }
+                (finish(dk, self.scale), finish(dv, 1.0))
+            })
+            .unzip();
+        Ok([dq.concat(), dk.concat(), dv.concat()])
+    }
+
+    /// Position, head and batch of a row.
+    const fn place(&self, row: usize, seq: usize, heads: usize) -> (usize, usize, usize) {
+        (row % seq, row / seq % heads, row / seq / heads)
     }
 
     /// Whether query i may see key j.

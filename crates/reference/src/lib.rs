@@ -34,7 +34,7 @@ mod error;
 pub mod inputs;
 pub mod matmul;
 
-pub use attention::{Attended, Attention, HeadStrides, Scores};
+pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, compare};
 pub use dtype::DType;
 pub use error::Error;

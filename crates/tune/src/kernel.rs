@@ -53,8 +53,8 @@ pub trait Kernel: 'static {
     /// Seeded random operands for measuring.
     fn operands(device: &Device, problem: &Self::Problem, seed: u64) -> Self::Operands;
 
-    /// The buffer that a launch writes.
-    fn output(problem: &Self::Problem, operands: &Self::Operands) -> Output;
+    /// The buffers that a launch writes.
+    fn outputs(problem: &Self::Problem, operands: &Self::Operands) -> Vec<Output>;
 
     /// Bytes that a launch of `config` needs beside its operands, for what it keeps between kernels.
     fn scratch_bytes(_problem: &Self::Problem, _config: &Self::Config) -> u64 {
@@ -67,17 +67,18 @@ pub trait Kernel: 'static {
         (bytes > 0).then(|| device.client().empty(bytes as usize))
     }
 
-    /// The program that [`Kernel::launch`] would run for `config` on a device with these properties:
-    /// for compiling it without launching it.
-    fn program(
+    /// The programs that [`Kernel::launch`] would run for `config` on a device with these properties, in
+    /// order: for compiling them without launching them.
+    fn programs(
         arch: &ArchProfile,
         problem: &Self::Problem,
         config: &Self::Config,
         properties: &Arc<DeviceProperties>,
         target: &Arc<TargetProperties>,
-    ) -> Box<dyn CubeKernel>;
+    ) -> Vec<Box<dyn CubeKernel>>;
 
-    /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or launch surface when the output is read or checked.
+    /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or
+    /// launch surface when an output is read or checked.
     fn launch(
         device: &Device,
         problem: &Self::Problem,

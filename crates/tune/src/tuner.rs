@@ -195,7 +195,7 @@ impl Tuner<'_> {
         let feasible: Vec<_> =
             configs.iter().filter(|c| K::check(arch, problem, c).is_ok()).copied().collect();
         ahead::compile(self.device, feasible.len(), |i| {
-            K::program(arch, problem, &feasible[i], &properties, &target)
+            K::programs(arch, problem, &feasible[i], &properties, &target)
         });
         let sets = operand_sets::<K>(self.device, problem);
         let expected = K::simplest(arch, problem)
@@ -216,14 +216,14 @@ impl Tuner<'_> {
         problem: &K::Problem,
         config: &K::Config,
         sets: &[K::Operands],
-        expected: Option<&Result<Sample, String>>,
+        expected: Option<&Result<Vec<Sample>, String>>,
         best: f64,
     ) -> Result<f64, String> {
         K::check(self.device.profile(), problem, config).map_err(|e| e.to_string())?;
         let got = run_once::<K>(self.device, problem, config, &sets[0])?;
         if let Some(expected) = expected {
             let expected = expected.as_ref().map_err(|e| format!("simplest config failed: {e}"))?;
-            expected.agrees(&got)?;
+            expected.iter().zip(&got).try_for_each(|(right, got)| right.agrees(got))?;
         }
         let scratch = K::scratch(self.device, problem, config);
         let launch = |i: usize| {
@@ -247,7 +247,7 @@ pub fn operand_sets<K: Kernel>(device: &Device, problem: &K::Problem) -> Vec<K::
     (0..n).map(|seed| K::operands(device, problem, seed)).collect()
 }
 
-/// Parts of an output: its start, middle and end.
+/// Parts of one output: its start, middle and end.
 struct Sample {
     values: Vec<f32>,
     tolerance: f64,
@@ -276,11 +276,15 @@ fn run_once<K: Kernel>(
     problem: &K::Problem,
     config: &K::Config,
     operands: &K::Operands,
-) -> Result<Sample, String> {
-    let output = K::output(problem, operands);
-    poison(device, &output);
+) -> Result<Vec<Sample>, String> {
+    let outputs = K::outputs(problem, operands);
+    outputs.iter().for_each(|output| poison(device, output));
     let scratch = K::scratch(device, problem, config);
     K::launch(device, problem, config, operands, scratch.as_ref());
+    outputs.iter().map(|output| sample(device, output)).collect()
+}
+
+fn sample(device: &Device, output: &Output) -> Result<Sample, String> {
     let client = device.client();
     block_on(client.sync_buffers([&output.handle])).map_err(|e| format!("{e:?}"))?;
     let (size, len) = (output.dtype.size(), output.len);

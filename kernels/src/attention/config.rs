@@ -31,7 +31,7 @@ impl AttentionConfig {
     }
 }
 
-const fn flash(planes: u32, rows: u32, tile_kv: u32, stages: u32) -> FlashConfig {
+pub(super) const fn flash(planes: u32, rows: u32, tile_kv: u32, stages: u32) -> FlashConfig {
     FlashConfig { planes, rows, tile_kv, stages }
 }
 
@@ -87,6 +87,35 @@ pub(super) fn check(
     problem: &AttentionProblem,
     config: &AttentionConfig,
 ) -> Result<(), Infeasible> {
+    serves(arch, problem, config)?;
+    let AttentionConfig::Flash(c) = config else { return Ok(()) };
+    let shape = |name, value: u32, why: &str| {
+        Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
+    };
+    let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
+    for copies in [plan.q, plan.kv] {
+        if copies.shape.len() / copies.width % copies.units != 0 {
+            return shape("tile_kv", c.tile_kv, "the copies of a tile do not divide");
+        }
+    }
+    // Reading scores for a bias or mask takes addresses: with 32 rows of 128 it spills 164 bytes (sm_120).
+    let addresses = if problem.bias.is_some() || problem.mask.is_some() { 32 } else { 0 };
+    if c.registers(problem.head_dim) + addresses > 255 {
+        return shape("rows", c.rows, "results and scores would spill");
+    }
+    let (need, have) = (c.shared_bytes(problem.head_dim), arch.max_shared_bytes);
+    if need > have {
+        return Err(Infeasible::SharedMemory { need, have });
+    }
+    Ok(())
+}
+
+/// Whether the device has what `config` is made of, for passes in both directions.
+pub(super) fn serves(
+    arch: &ArchProfile,
+    problem: &AttentionProblem,
+    config: &AttentionConfig,
+) -> Result<(), Infeasible> {
     let lacks = |what: String| Err(Infeasible::Feature { what });
     let shape = |name, value: u32, why: &str| {
         Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
@@ -124,26 +153,10 @@ pub(super) fn check(
             return shape(name, value, &format!("one of {allowed:?}"));
         }
     }
-    fits(arch, c.units())?;
-    let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
-    for copies in [plan.q, plan.kv] {
-        if copies.shape.len() / copies.width % copies.units != 0 {
-            return shape("tile_kv", c.tile_kv, "the copies of a tile do not divide");
-        }
-    }
-    // Reading scores for a bias or mask takes addresses: with 32 rows of 128 it spills 164 bytes (sm_120).
-    let addresses = if problem.bias.is_some() || problem.mask.is_some() { 32 } else { 0 };
-    if c.registers(problem.head_dim) + addresses > 255 {
-        return shape("rows", c.rows, "results and scores would spill");
-    }
-    let (need, have) = (c.shared_bytes(problem.head_dim), arch.max_shared_bytes);
-    if need > have {
-        return Err(Infeasible::SharedMemory { need, have });
-    }
-    Ok(())
+    fits(arch, c.units())
 }
 
-fn fits(arch: &ArchProfile, units: u32) -> Result<(), Infeasible> {
+pub(super) fn fits(arch: &ArchProfile, units: u32) -> Result<(), Infeasible> {
     match (1..=arch.max_units_per_cube).contains(&units) {
         true => Ok(()),
         false => Err(Infeasible::Units { need: units, have: arch.max_units_per_cube }),

@@ -39,11 +39,12 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::scores::{Place, Scores};
+use super::scores::{Place, Region, Scores};
+use super::tiles::{Products, accumulate, copies_of, multiply, pitch, zeros};
 use super::{Dims, Sequences, Span};
 use crate::tile::{
-    CopyLane, CopyPlan, TileShape, commit_copies, exp2, global_address, lhs_lane, load_fragments,
-    pack_pair, rhs_lane, shared_address, typed, wait_copies,
+    CopyLane, CopyPlan, commit_copies, exp2, global_address, lhs_lane, rhs_lane, shared_address,
+    wait_copies,
 };
 
 /// Tile sizes of the tensor-core path.
@@ -78,11 +79,6 @@ impl FlashConfig {
         let fragments = self.rows / 16;
         fragments * (head_dim + self.tile_kv) / 2 + 2 * (4 * fragments + self.tile_kv / 4) + 52
     }
-}
-
-/// Elements of a row of a shared tile: whole swizzle periods.
-pub(crate) const fn pitch(head_dim: u32) -> u32 {
-    if head_dim <= 32 { 32 } else { head_dim.next_multiple_of(64) }
 }
 
 /// Comptime facts of one instance.
@@ -123,20 +119,28 @@ impl FlashPlan {
         2 * self.kv.shape.bytes()
     }
 
-    /// V as the right operand of weights · V: its rows are the summed axis.
-    const fn values(self) -> TileShape {
-        TileShape { transposed: true, ..self.kv.shape }
+    /// The products with one tile of K or V.
+    const fn products(self) -> Products {
+        Products {
+            frags: self.config.rows as usize / 16,
+            pairs: self.config.tile_kv as usize / 16,
+            steps: self.head_dim as usize / 16,
+            own: self.q.shape,
+            other: self.kv.shape,
+            bf16: self.bf16,
+            ahead: true,
+        }
     }
-}
 
-/// How tiles of `rows` positions are copied.
-const fn copies_of(rows: u32, head_dim: u32, width: usize, units: usize, exact: bool) -> CopyPlan {
-    CopyPlan { shape: TileShape::new(rows, pitch(head_dim), false, 2), width, units, exact }
-}
-
-/// A step of 16 elements along a row of a shared tile: what the swizzle turns, and what it adds.
-const fn along(step: u32) -> (u32, u32) {
-    (step * 32 % 128, step * 32 / 128 * 128)
+    /// Where rules and ends cut a plane's scores.
+    const fn region(self) -> Region {
+        Region {
+            queries: self.config.rows,
+            keys: self.config.tile_kv,
+            turned: false,
+            exact: self.exact,
+        }
+    }
 }
 
 /// Weights stay below 2 to this power.
@@ -160,7 +164,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let frags_m = comptime!(config.rows as usize / 16);
     let pairs_kv = comptime!(tile_kv as usize / 16);
     let pairs_d = comptime!(plan.head_dim as usize / 16);
-    let steps_d = pairs_d;
+    let products = comptime!(plan.products());
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * 32 + lane;
@@ -210,7 +214,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
-    let mut acc = zeros::<NC>(comptime!(frags_m * pairs_d * 2)); // [rows / 16, head_dim / 8]
+    let mut acc = zeros::<NC>(comptime!(products.sums())); //        [rows / 16, head_dim / 8]
     let mut most = Array::<f32>::new(comptime!(2 * frags_m)); //     m of rows lane / 4 and + 8
     let mut sum = Array::<f32>::new(comptime!(2 * frags_m)); //      this unit's part of l
     #[unroll]
@@ -222,7 +226,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let plane_row = plane * config.rows;
     let lane_a = shared + lhs_lane(plane_row, lane, plan.q.shape);
     let lane_b = rhs_lane(0u32.runtime(), lane, plan.kv.shape);
-    let lane_v = rhs_lane(0u32.runtime(), lane, comptime!(plan.values()));
+    let lane_v = rhs_lane(0u32.runtime(), lane, comptime!(products.summed()));
     let row = first_row + plane_row;
 
     let mut read = ring;
@@ -234,37 +238,12 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         write = next_stage(write, ring, end, plan);
 
         // s = q · kᵀ
-        let mut s = zeros::<NC>(comptime!(frags_m * pairs_kv * 2)); // [rows / 16, tile_kv / 8]
-        let mut a = registers(comptime!(2 * frags_m));
-        let mut b = registers(comptime!(2 * pairs_kv));
-        load_step::<F>(lane_a, read + lane_b, &mut a, &mut b, 0u32, 0usize, plan);
-        #[unroll]
-        for step in 0..steps_d {
-            let (set, into) = comptime!((step % 2, (step + 1) % 2));
-            if comptime!(step + 1 < steps_d) {
-                let next = comptime!(step as u32 + 1);
-                load_step::<F>(lane_a, read + lane_b, &mut a, &mut b, next, into, plan);
-            }
-            #[unroll]
-            for j in 0..pairs_kv {
-                #[unroll]
-                for i in 0..frags_m {
-                    let left =
-                        typed::<F, NF>(a.index(comptime!(set * frags_m + i)), 0usize, 4usize);
-                    #[unroll]
-                    for half in 0..2usize {
-                        let words = b.index(comptime!(set * pairs_kv + j));
-                        let right = typed::<F, NF>(words, comptime!(2 * half), 2usize);
-                        let at = comptime!((i * pairs_kv + j) * 2 + half);
-                        def.execute_inplace(&left, &right, s.index_mut(at));
-                    }
-                }
-            }
-        }
+        let mut s = zeros::<NC>(comptime!(products.scores()));
+        multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, products);
 
         // s = log₂e · (scale · s ..), or -inf where hidden
-        let place = Place { batch, head, row: row + lane / 4, col: tile * tile_kv + lane % 4 * 2 };
-        scores.finish::<NC>(&mut s, &place, &here, dims, row, config, plan.exact);
+        let corner = Place { batch, head, row, col: tile * tile_kv };
+        scores.finish::<NC>(&mut s, &corner, &here, dims, comptime!(plan.region()));
 
         // m, and everything that is a multiple of exp(-m)
         let mut grows = false;
@@ -320,48 +299,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
 
         // acc += s · v
         let values = read + comptime!(plan.kv.shape.bytes()) + lane_v;
-        let mut c = registers(2usize);
-        load_value::<F>(values, c.index_mut(0usize), 0u32, 0u32, plan);
-        #[unroll]
-        for step in 0..pairs_kv {
-            let mut weights = Sequence::<Array<u32>>::new();
-            #[unroll]
-            for i in 0..frags_m {
-                let mut words = Array::<u32>::new(4usize);
-                #[unroll]
-                for w in 0..4usize {
-                    let at = comptime!((i * pairs_kv + step) * 2 + w / 2);
-                    words[w] = pack_pair::<NC>(s.index(at)[comptime!(w % 2)], plan.bf16);
-                }
-                weights.push(words);
-            }
-            #[unroll]
-            for j in 0..pairs_d {
-                let this = comptime!(step * pairs_d + j);
-                if comptime!(this + 1 < pairs_kv * pairs_d) {
-                    let (key, col) = comptime!(((this + 1) / pairs_d, (this + 1) % pairs_d));
-                    let into = c.index_mut(comptime!((this + 1) % 2));
-                    load_value::<F>(
-                        values,
-                        into,
-                        comptime!(key as u32),
-                        comptime!(col as u32),
-                        plan,
-                    );
-                }
-                #[unroll]
-                for i in 0..frags_m {
-                    let left = typed::<F, NF>(weights.index(i), 0usize, 4usize);
-                    #[unroll]
-                    for half in 0..2usize {
-                        let words = c.index(comptime!(this % 2));
-                        let right = typed::<F, NF>(words, comptime!(2 * half), 2usize);
-                        let at = comptime!((i * pairs_d + j) * 2 + half);
-                        def.execute_inplace(&left, &right, acc.index_mut(at));
-                    }
-                }
-            }
-        }
+        accumulate::<F, NF, NC>(&mut acc, &s, values, products);
         read = next_stage(read, ring, end, plan);
     }
 
@@ -402,31 +340,6 @@ fn bytes(elements: usize) -> u64 {
     u64::cast_from(elements) * 2
 }
 
-/// `len` fragments of zeros.
-#[cube]
-fn zeros<NC: Size>(#[comptime] len: usize) -> Sequence<Array<Vector<f32, NC>>> {
-    let mut out = Sequence::<Array<Vector<f32, NC>>>::new();
-    #[unroll]
-    for _ in 0..len {
-        let mut fragment = Array::<Vector<f32, NC>>::new(2usize);
-        fragment[0] = Vector::new(0.0f32);
-        fragment[1] = Vector::new(0.0f32);
-        out.push(fragment);
-    }
-    out
-}
-
-/// `len` groups of four registers.
-#[cube]
-fn registers(#[comptime] len: usize) -> Sequence<Array<u32>> {
-    let mut out = Sequence::<Array<u32>>::new();
-    #[unroll]
-    for _ in 0..len {
-        out.push(Array::<u32>::new(4usize));
-    }
-    out
-}
-
 /// The largest of this unit's scores in row half `half` of row fragment `i`.
 #[cube]
 fn top<NC: Size>(
@@ -446,50 +359,6 @@ fn top<NC: Size>(
         odd = max(odd, pair.extract(1usize));
     }
     max(even, odd)
-}
-
-/// Fragments of q and of k for step `step` of the head dimension, into register set `set`.
-#[cube]
-fn load_step<F: Float>(
-    lane_a: u32,
-    lane_b: u32,
-    a: &mut Sequence<Array<u32>>,
-    b: &mut Sequence<Array<u32>>,
-    #[comptime] step: u32,
-    #[comptime] set: usize,
-    #[comptime] plan: FlashPlan,
-) {
-    let (frags_m, pairs_kv) =
-        comptime!((plan.config.rows as usize / 16, plan.config.tile_kv as usize / 16));
-    let (q, k) = comptime!((plan.q.shape, plan.kv.shape));
-    let (turn, add) = comptime!(along(step));
-    #[unroll]
-    for i in 0..frags_m {
-        let into = a.index_mut(comptime!(set * frags_m + i));
-        let far = comptime!(16 * i as u32 * q.row_bytes() + add);
-        load_fragments::<F>(lane_a ^ turn, into, far, q, false);
-    }
-    #[unroll]
-    for j in 0..pairs_kv {
-        let into = b.index_mut(comptime!(set * pairs_kv + j));
-        let far = comptime!(16 * j as u32 * k.row_bytes() + add);
-        load_fragments::<F>(lane_b ^ turn, into, far, k, false);
-    }
-}
-
-/// The fragment of 16 keys by 16 columns of V.
-#[cube]
-fn load_value<F: Float>(
-    lane: u32,
-    into: &mut Array<u32>,
-    #[comptime] key: u32,
-    #[comptime] col: u32,
-    #[comptime] plan: FlashPlan,
-) {
-    let shape = comptime!(plan.values());
-    let (turn, add) = comptime!(along(col));
-    let far = comptime!(16 * key * shape.row_bytes() + add);
-    load_fragments::<F>(lane ^ turn, into, far, shape, false);
 }
 
 /// Issues the copies of tile `tile` of K and V, if it is before `last`, and closes their group.

@@ -26,11 +26,13 @@
 //! Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); Ainslie et al., "GQA"
 //! (2023) for shared heads.
 
+pub mod backward;
 mod config;
 mod flash;
 mod problem;
 mod rows;
 mod scores;
+mod tiles;
 
 use std::sync::Arc;
 
@@ -122,7 +124,7 @@ impl Kernel for Attention {
             q: make(q, 0),
             k: make(k, 1),
             v: make(v, 2),
-            out: client.empty((out * problem.dtype.size()).next_multiple_of(4)),
+            out: client.empty(bytes_of(out, problem.dtype)),
             lse: problem.lse.then(|| client.empty(problem.rows() as usize * 4)),
             bias: problem.bias.map(|s| make(problem.score_extent(s), 3)),
             mask: problem.mask.map(|s| {
@@ -137,34 +139,28 @@ impl Kernel for Attention {
         }
     }
 
-    fn output(problem: &AttentionProblem, operands: &AttentionOperands) -> Output {
-        // Weights and results are rounded; sums differ in order.
-        let epsilon = match problem.dtype {
-            DType::F16 => 2f64.powi(-9),
-            DType::Bf16 => 2f64.powi(-6),
-            _ => 2f64.powi(-16),
-        };
-        Output {
+    fn outputs(problem: &AttentionProblem, operands: &AttentionOperands) -> Vec<Output> {
+        vec![Output {
             handle: operands.out.clone(),
             dtype: problem.dtype,
             len: problem.extents()[3],
-            tolerance: epsilon,
-        }
+            tolerance: tolerance(problem.dtype),
+        }]
     }
 
-    fn program(
+    fn programs(
         arch: &ArchProfile,
         problem: &AttentionProblem,
         config: &AttentionConfig,
         properties: &Arc<DeviceProperties>,
         target: &Arc<TargetProperties>,
-    ) -> Box<dyn CubeKernel> {
+    ) -> Vec<Box<dyn CubeKernel>> {
         let plan = Plan::new(arch, problem, config);
         let settings =
             KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
         let buffer = || BufferCompilationArg { inplace: None };
         let [width_in, width_out] = plan.widths;
-        Box::new(attention::Attention::new(
+        vec![Box::new(attention::Attention::new(
             settings,
             properties.clone(),
             target.clone(),
@@ -180,7 +176,7 @@ impl Kernel for Attention {
             width_out,
             plan.path,
             types(problem),
-        ))
+        ))]
     }
 
     fn launch(
@@ -265,6 +261,21 @@ impl Plan {
             }
         }
     }
+}
+
+/// Largest difference between two right results, relative to the largest: weights and results are
+/// rounded, sums differ in order.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 2f64.powi(-9),
+        DType::Bf16 => 2f64.powi(-6),
+        _ => 2f64.powi(-16),
+    }
+}
+
+/// Bytes of a buffer of `len` elements.
+const fn bytes_of(len: usize, dtype: DType) -> usize {
+    (len * dtype.size()).next_multiple_of(4)
 }
 
 fn types(problem: &AttentionProblem) -> [ElemType; 2] {
@@ -422,12 +433,20 @@ fn attention<F: Float, M: Int, NI: Size, NO: Size>(
     }
 }
 
+impl Steps {
+    fn of(s: HeadStrides, varlen: bool) -> StepsLaunch {
+        let batch = if varlen { 0 } else { s.batch };
+        StepsLaunch::new(batch as usize, s.head as usize, s.seq as usize)
+    }
+
+    const fn compiled() -> StepsCompilationArg {
+        StepsCompilationArg { batch: (), head: (), seq: () }
+    }
+}
+
 impl Dims {
     fn of(p: &AttentionProblem, operands: &AttentionOperands) -> DimsLaunch {
-        let steps = |s: HeadStrides| {
-            let batch = if p.varlen { 0 } else { s.batch };
-            StepsLaunch::new(batch as usize, s.head as usize, s.seq as usize)
-        };
+        let steps = |s| Steps::of(s, p.varlen);
         let score_steps = |s: Option<ScoreStrides>| {
             let s = s.unwrap_or(ScoreStrides { batch: 0, head: 0, row: 0, col: 0 });
             ScoreStepsLaunch::new(s.batch as usize, s.head as usize, s.row as usize, s.col as usize)
@@ -455,7 +474,7 @@ impl Dims {
 
     /// Dims as a compilation sees them: every field is a run-time scalar.
     fn compiled() -> DimsCompilationArg {
-        let steps = || StepsCompilationArg { batch: (), head: (), seq: () };
+        let steps = Steps::compiled;
         let scores = || ScoreStepsCompilationArg { batch: (), head: (), row: (), col: () };
         DimsCompilationArg {
             batch: (),

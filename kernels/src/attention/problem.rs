@@ -81,6 +81,10 @@ pub enum InvalidAttention {
     Stride { operand: &'static str, stride: u64, head_dim: u32 },
     #[error("softcap is {0}; it must be positive")]
     Softcap(f32),
+    #[error("scale is {0}; it must be positive")]
+    Scale(f32),
+    #[error("a backward pass needs the log-sum-exp of the forward pass")]
+    NoLse,
     #[error("attention is computed in f32, f16 or bf16, not {0}")]
     DType(DType),
     #[error("a mask is u8 or i32, not {0}")]
@@ -161,6 +165,9 @@ impl AttentionProblem {
         if let Some(cap) = self.softcap.filter(|cap| cap.is_nan() || *cap <= 0.0) {
             return Err(InvalidAttention::Softcap(cap));
         }
+        if !(self.scale.is_finite() && self.scale > 0.0) {
+            return Err(InvalidAttention::Scale(self.scale));
+        }
         if !matches!(self.dtype, DType::F32 | DType::F16 | DType::Bf16) {
             return Err(InvalidAttention::DType(self.dtype));
         }
@@ -176,20 +183,22 @@ impl AttentionProblem {
     /// Elements that the buffers of q, k, v and out must hold; where lengths vary, as if every sequence
     /// had the longest.
     pub fn extents(&self) -> [usize; 4] {
-        let reach = |s: HeadStrides, heads: u32, seq: u32| {
-            let batch = if self.varlen { u64::from(seq) * s.seq } else { s.batch };
-            (u64::from(self.batch - 1) * batch
-                + u64::from(heads - 1) * s.head
-                + u64::from(seq - 1) * s.seq
-                + u64::from(self.head_dim)) as usize
-        };
         let Self { heads, kv_heads, seq_q, seq_kv, .. } = *self;
         [
-            reach(self.q, heads, seq_q),
-            reach(self.k, kv_heads, seq_kv),
-            reach(self.v, kv_heads, seq_kv),
-            reach(self.out, heads, seq_q),
+            self.reach(self.q, heads, seq_q),
+            self.reach(self.k, kv_heads, seq_kv),
+            self.reach(self.v, kv_heads, seq_kv),
+            self.reach(self.out, heads, seq_q),
         ]
+    }
+
+    /// Elements of one such buffer.
+    pub(crate) fn reach(&self, s: HeadStrides, heads: u32, seq: u32) -> usize {
+        let batch = if self.varlen { u64::from(seq) * s.seq } else { s.batch };
+        (u64::from(self.batch - 1) * batch
+            + u64::from(heads - 1) * s.head
+            + u64::from(seq - 1) * s.seq
+            + u64::from(self.head_dim)) as usize
     }
 
     /// Elements of a score tensor's buffer.
@@ -236,7 +245,13 @@ impl AttentionProblem {
     /// The widest vector (elements, at most `limit`) that divides every position and the head dimension
     /// of q, k and v.
     pub(crate) fn width(&self, limit: u64) -> usize {
-        let facts = [self.q, self.k, self.v].into_iter().flat_map(|s| {
+        self.width_with(limit, &[])
+    }
+
+    /// [`AttentionProblem::width`] that `others` divide, too.
+    pub(crate) fn width_with(&self, limit: u64, others: &[HeadStrides]) -> usize {
+        let all = [self.q, self.k, self.v].into_iter().chain(others.iter().copied());
+        let facts = all.flat_map(|s| {
             // Sequences one after the other start at any position.
             [if self.varlen { s.seq } else { s.batch }, s.head, s.seq]
         });

@@ -3,7 +3,6 @@
 
 use cubecl::prelude::*;
 
-use super::flash::FlashConfig;
 use super::{Dims, Span};
 
 /// Which rules there are: comptime, and part of the kernel's hash, in which CubeCL 0.11 does not tell an
@@ -80,6 +79,24 @@ impl<F: Float, M: Int> Scores<F, M> {
         (min(from, end) as u32, end as u32)
     }
 
+    /// Queries that may see some of `keys` keys from `col` on, by order and window: first, and one past
+    /// the last; never empty in the wrong direction.
+    pub(crate) fn seers(&self, span: &Span, col: u32, keys: u32) -> (u32, u32) {
+        let (queries, zero) = (span.seq_q as i32, 0i32.runtime());
+        let first = col as i32 - span.offset;
+        let last = min(col + keys, span.seq_kv) as i32 - 1 - span.offset;
+        let mut from = zero;
+        let mut end = queries;
+        if comptime!(self.rules.window) {
+            from = clamp(first - self.window as i32 + 1, zero, queries);
+            end = clamp(last + self.window as i32, zero, queries);
+        }
+        if comptime!(self.rules.causal) {
+            from = max(from, clamp(first, zero, queries));
+        }
+        (min(from, end) as u32, end as u32)
+    }
+
     /// Whether order and window let query `row` see key `col`, which exists.
     fn sees(&self, span: &Span, row: u32, col: u32) -> bool {
         let distance = row as i32 + span.offset - col as i32;
@@ -131,31 +148,31 @@ impl<F: Float, M: Int> Scores<F, M> {
         select(seen, score, self.hidden)
     }
 
-    /// Applies the rules to a plane's scores, fragments of 16 queries by 8 keys from `place` on; `row`
-    /// is the plane's first query.
-    #[expect(clippy::too_many_arguments, reason = "scores, where they are, what is there")]
+    /// Applies the rules to a plane's scores, fragments of the region whose first query and first key
+    /// `corner` is.
     pub(crate) fn finish<NC: Size>(
         &self,
         s: &mut Sequence<Array<Vector<f32, NC>>>,
-        place: &Place,
+        corner: &Place,
         span: &Span,
         dims: &Dims,
-        row: u32,
-        #[comptime] config: FlashConfig,
-        #[comptime] exact: bool,
+        #[comptime] region: Region,
     ) {
-        let (rows, keys) = comptime!((config.rows, config.tile_kv));
         if comptime!(self.rules.bend() || self.rules.mask) {
-            self.each::<NC>(s, place, span, dims, config);
+            self.each::<NC>(s, corner, span, dims, region);
         } else {
-            // Only tiles that a rule cuts.
-            let first = place.col / keys * keys;
+            // Only where a rule cuts.
+            let (queries, keys) = comptime!((region.queries, region.keys));
             let mut cut = false.runtime();
-            if comptime!(!exact) {
-                cut = first + keys > span.seq_kv;
+            if comptime!(!region.exact) {
+                if comptime!(region.turned) {
+                    cut = corner.row + queries > span.seq_q;
+                } else {
+                    cut = corner.col + keys > span.seq_kv;
+                }
             }
-            let nearest = row as i32 + span.offset - (first + keys - 1) as i32;
-            let furthest = (row + rows - 1) as i32 + span.offset - first as i32;
+            let nearest = corner.row as i32 + span.offset - (corner.col + keys - 1) as i32;
+            let furthest = (corner.row + queries - 1) as i32 + span.offset - corner.col as i32;
             if comptime!(self.rules.causal) {
                 cut = cut || nearest < 0;
             }
@@ -163,7 +180,7 @@ impl<F: Float, M: Int> Scores<F, M> {
                 cut = cut || furthest >= self.window as i32 || -nearest >= self.window as i32;
             }
             if cut {
-                self.each::<NC>(s, place, span, dims, config);
+                self.each::<NC>(s, corner, span, dims, region);
             }
         }
     }
@@ -171,41 +188,93 @@ impl<F: Float, M: Int> Scores<F, M> {
     fn each<NC: Size>(
         &self,
         s: &mut Sequence<Array<Vector<f32, NC>>>,
-        place: &Place,
+        corner: &Place,
         span: &Span,
         dims: &Dims,
-        #[comptime] config: FlashConfig,
+        #[comptime] region: Region,
     ) {
-        let fragments = comptime!(config.tile_kv as usize / 8);
+        let (frags, cols) = comptime!(region.fragments());
+        let (down, across) = (UNIT_POS_X / 4, UNIT_POS_X % 4 * 2);
         #[unroll]
-        for i in 0..comptime!(config.rows as usize / 16) {
+        for i in 0..frags {
             #[unroll]
-            for j in 0..fragments {
-                let fragment = s.index_mut(comptime!(i * fragments + j));
+            for j in 0..cols {
+                let fragment = s.index_mut(comptime!(i * cols + j));
                 #[unroll]
                 for half in 0..2usize {
                     let mut pair = fragment[half];
                     #[unroll]
                     for e in 0..2usize {
-                        let here = Place {
-                            batch: place.batch,
-                            head: place.head,
-                            row: place.row + comptime!((16 * i + 8 * half) as u32),
-                            col: place.col + comptime!((8 * j + e) as u32),
+                        let down = down + comptime!((16 * i + 8 * half) as u32);
+                        let across = across + comptime!((8 * j + e) as u32);
+                        let (row, col) =
+                            if comptime!(region.turned) { (across, down) } else { (down, across) };
+                        let place = Place {
+                            batch: corner.batch,
+                            head: corner.head,
+                            row: corner.row + row,
+                            col: corner.col + col,
                         };
-                        // Rows past the end are never stored.
-                        let last = Place {
-                            batch: place.batch,
-                            head: place.head,
-                            row: min(here.row, span.seq_q - 1),
-                            col: here.col,
-                        };
-                        let seen = self.sees(span, here.row, here.col);
-                        pair.insert(e, self.bent(pair.extract(e), seen, &last, dims));
+                        let seen = place.row < span.seq_q && self.sees(span, place.row, place.col);
+                        pair.insert(e, self.bent(pair.extract(e), seen, &place, dims));
                     }
                     fragment[half] = pair;
                 }
             }
         }
+    }
+
+    /// Multiplies `gradients`, of scores, by the slope of the soft cap at the products `s`.
+    pub(crate) fn slope<NC: Size>(
+        &self,
+        s: &Sequence<Array<Vector<f32, NC>>>,
+        gradients: &mut Sequence<Array<Vector<f32, NC>>>,
+        #[comptime] fragments: usize,
+    ) {
+        if comptime!(self.rules.softcap) {
+            #[unroll]
+            for at in 0..fragments {
+                #[unroll]
+                for half in 0..2usize {
+                    let dots = s.index(at)[half];
+                    let mut pair = gradients.index(at)[half];
+                    #[unroll]
+                    for e in 0..2usize {
+                        pair.insert(e, pair.extract(e) * self.slope_at(dots.extract(e)));
+                    }
+                    gradients.index_mut(at)[half] = pair;
+                }
+            }
+        }
+    }
+
+    /// The slope of the soft cap at product `dot`, 1 without one.
+    pub(crate) fn slope_at(&self, dot: f32) -> f32 {
+        if comptime!(self.rules.softcap) {
+            let bent = (dot * self.scale / self.softcap).tanh();
+            1.0 - bent * bent
+        } else {
+            1.0f32.runtime()
+        }
+    }
+}
+
+/// Comptime facts of a plane's scores, fragments of 16 rows by 8 columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Region {
+    pub(crate) queries: u32,
+    pub(crate) keys: u32,
+    /// Whether rows are keys and columns queries.
+    pub(crate) turned: bool,
+    /// Whether no column lies past the end.
+    pub(crate) exact: bool,
+}
+
+impl Region {
+    /// Fragments down and across.
+    const fn fragments(self) -> (usize, usize) {
+        let (rows, cols) =
+            if self.turned { (self.keys, self.queries) } else { (self.queries, self.keys) };
+        (rows as usize / 16, cols as usize / 8)
     }
 }

@@ -120,7 +120,7 @@ impl Kernel for Matmul {
         }
     }
 
-    fn output(problem: &MatmulProblem, operands: &MatmulOperands) -> Output {
+    fn outputs(problem: &MatmulProblem, operands: &MatmulOperands) -> Vec<Output> {
         // Two roundings of the result, and two orders of summation of k products in f32.
         let epsilon = match problem.out {
             DType::F16 => 2f64.powi(-10),
@@ -130,7 +130,7 @@ impl Kernel for Matmul {
         };
         let tolerance = epsilon + f64::from(problem.k).sqrt() * 2f64.powi(-22);
         let len = problem.extents()[2];
-        Output { handle: operands.out.clone(), dtype: problem.out, len, tolerance }
+        vec![Output { handle: operands.out.clone(), dtype: problem.out, len, tolerance }]
     }
 
     fn scratch_bytes(problem: &MatmulProblem, config: &MatmulConfig) -> u64 {
@@ -140,13 +140,13 @@ impl Kernel for Matmul {
         }
     }
 
-    fn program(
+    fn programs(
         arch: &ArchProfile,
         problem: &MatmulProblem,
         config: &MatmulConfig,
         properties: &Arc<DeviceProperties>,
         target: &Arc<TargetProperties>,
-    ) -> Box<dyn CubeKernel> {
+    ) -> Vec<Box<dyn CubeKernel>> {
         let plan = Plan::new(arch, problem, config);
         let settings = KernelSettings::new(
             plan.cube_dim().into(),
@@ -155,7 +155,7 @@ impl Kernel for Matmul {
         );
         let buffer = || BufferCompilationArg { inplace: None };
         let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
-        Box::new(matmul::Matmul::new(
+        let matmul = matmul::Matmul::new(
             settings,
             properties.clone(),
             target.clone(),
@@ -174,7 +174,12 @@ impl Kernel for Matmul {
             width_partials,
             plan.path,
             Plan::types(problem),
-        ))
+        );
+        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(matmul)];
+        if config.parts() > 1 {
+            programs.push(parts::program(problem, config.parts(), properties, target));
+        }
+        programs
     }
 
     fn launch(

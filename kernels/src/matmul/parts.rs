@@ -5,12 +5,14 @@
 //!
 //! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
 
+use std::sync::Arc;
+
 use arch::Device;
-use cubecl::ir::ElemType;
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::epilogue::{Finish, FinishLaunch};
+use super::epilogue::{Finish, FinishCompilationArg, FinishLaunch};
 use super::{MatmulOperands, MatmulProblem, elem};
 
 /// Units of a cube: small, because few results must still reach many processors.
@@ -25,19 +27,18 @@ pub(super) fn add(
     parts: u32,
 ) {
     let len = problem.extents()[2];
-    let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
+    let width = width(problem);
     let vectors = len / width;
     let cubes = vectors.div_ceil(UNITS as usize);
     let cubes = CubeCount::Static(cubes.min(1 << 20) as u32, 1, 1);
     let all = len * parts as usize;
-    let address = if all > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
     // SAFETY: `partials` holds `parts` times the results, and the kernel checks its index.
     unsafe {
         add_parts::launch_unchecked(
             device.client(),
             cubes,
             CubeDim::new_1d(UNITS),
-            address,
+            address(all),
             width,
             BufferArg::from_raw_parts(partials.clone(), all / width),
             BufferArg::from_raw_parts(operands.out.clone(), vectors),
@@ -47,6 +48,40 @@ pub(super) fn add(
             [elem(problem.precision.storage()), elem(problem.out)],
         );
     }
+}
+
+/// The program of [`add`].
+pub(super) fn program(
+    problem: &MatmulProblem,
+    parts: u32,
+    properties: &Arc<DeviceProperties>,
+    target: &Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
+    let all = problem.extents()[2] * parts as usize;
+    let buffer = || BufferCompilationArg { inplace: None };
+    let cube_dim = CubeDim::new_1d(UNITS);
+    Box::new(add_parts::AddParts::new(
+        KernelSettings::new(cube_dim.into(), ExecutionMode::Unchecked, address(all)),
+        properties.clone(),
+        target.clone(),
+        buffer(),
+        buffer(),
+        FinishCompilationArg::of(problem.epilogue),
+        (),
+        (),
+        width(problem),
+        [elem(problem.precision.storage()), elem(problem.out)],
+    ))
+}
+
+/// Elements of a vector that divides the rows.
+fn width(problem: &MatmulProblem) -> usize {
+    [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize
+}
+
+/// Offsets past 2^32 elements need 64-bit indices.
+fn address(elements: usize) -> AddressType {
+    if elements > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -1,4 +1,5 @@
 //! The reference against independent statements of the same thing.
 
+mod attention;
 mod inputs;
 mod matmul;

@@ -1,0 +1,463 @@
+//! The tensor-core path of both sides: FlashAttention-2's backward pass without its atomic sums.
+//!
+//! A side's cube owns a block of rows, whose two operands stay in shared memory, and passes over the
+//! tiles of the others once. With `*` for the product over the head dimension:
+//!
+//! | side    | own 1, 2 | other 1, 2 | results                           |
+//! |---------|----------|------------|-----------------------------------|
+//! | queries | q, dout  | k, v       | dq = scale · ds·k                 |
+//! | keys    | k, v     | q, dout    | dk = scale · dsᵀ·q, dv = pᵀ·dout  |
+//!
+//! ```text
+//!   for each tile of others                     // of every head that shares the keys
+//!     s = own 1 * other 1;  g = own 2 * other 2 - delta  // delta = out·dout of the query
+//!     p = exp(rules(s) - lse);  ds = p·g·rules'(s)
+//!     sum 1 += ds · other 1;  sum 2 += p · other 2        // p and ds go on in registers
+//! ```
+//!
+//! So that each result has one writer and one order of summing: the same bits in every run, nothing
+//! beside the results in memory. The price is that both sides compute s and g.
+//!
+//! Cost: `6·head_dim` flop a visible pair on the side of the queries, `8·head_dim` on that of the keys;
+//! 5/7 of it is what the literature counts. A plane of 16 rows, all that two sums leave room for at head
+//! dimension 128, reads 144 fragments for every 256 instructions, one of 32 rows 80 for 192: on the H200
+//! the first is bound by shared memory. Head dimensions over 128 take dk and dv one after the other.
+//!
+//! Ladder, ms at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal on an H200, of
+//! CUDA C++ prototypes:
+//!
+//! | version                                                                | full | causal |
+//! |------------------------------------------------------------------------|------|--------|
+//! | one pass over tiles of 64, p and ds through shared memory, dq summed by atomics | 4.78 | |
+//! | the same, atomics in the order of the keys: deterministic              | 5.86 | 3.38   |
+//! | the same, dq by its owner's loads and stores                           | 8.98 | 6.06   |
+//! | two sides: queries 1.98 / 1.14, keys 3.34 / 1.78                       | 5.32 | 2.92   |
+//!
+//! Slower: keys by eight planes of 16 rows 3.63 / 1.97, tiles of 32 3.49 / 1.86; queries by planes of 16
+//! rows 2.37 / 1.27.
+//!
+//! Source: Dao, "FlashAttention-2" (2023), algorithm 2.
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+
+use super::super::flash::FlashConfig;
+use super::super::scores::{Place, Region, Scores};
+use super::super::tiles::{Products, accumulate, copies_of, multiply, zeros};
+use super::super::{Dims, Sequences};
+use super::Roles;
+use crate::tile::{
+    CopyLane, CopyPlan, commit_copies, copy_pair, exp2, global_address, lhs_lane, load_quad,
+    rhs_lane, shared_address, wait_copies,
+};
+
+/// Which rows a launch owns, and what it sums: comptime.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Side {
+    /// Whether it owns keys; queries else.
+    pub(super) keys: bool,
+    /// ds · other 1: dq or dk.
+    pub(super) first: bool,
+    /// p · other 2: dv.
+    pub(super) second: bool,
+}
+
+impl Side {
+    pub(super) const QUERIES: Self = Self { keys: false, first: true, second: false };
+    const KEYS: Self = Self { keys: true, first: true, second: true };
+    const DK: Self = Self { second: false, ..Self::KEYS };
+    const DV: Self = Self { first: false, ..Self::KEYS };
+
+    /// The launches that sum dk and dv: one, or two where both sums do not fit the registers.
+    pub(super) const fn of_keys(head_dim: u32) -> &'static [Self] {
+        if head_dim <= 128 { &[Self::KEYS] } else { &[Self::DK, Self::DV] }
+    }
+
+    const fn sums(self) -> u32 {
+        self.first as u32 + self.second as u32
+    }
+
+    /// Bytes of shared memory of `config`, whose `tile_kv` is the tile of others.
+    pub(super) const fn shared_bytes(self, config: FlashConfig, head_dim: u32) -> u32 {
+        let plan = FlashPlan::new(config, self, head_dim, true, 8, false, false);
+        2 * plan.own.shape.bytes() + config.stages * plan.stage_bytes()
+    }
+
+    /// Registers of a unit, roughly: sums, s and g, a step of fragments, addresses.
+    pub(super) const fn registers(self, config: FlashConfig, head_dim: u32) -> u32 {
+        let frags = config.rows / 16;
+        frags * (self.sums() * head_dim / 2 + config.tile_kv) + 4 * frags + config.tile_kv / 4 + 40
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct FlashPlan {
+    config: FlashConfig,
+    side: Side,
+    head_dim: u32,
+    bf16: bool,
+    pub(super) own: CopyPlan,
+    pub(super) other: CopyPlan,
+    /// No tile of others reaches past the end.
+    exact: bool,
+}
+
+impl FlashPlan {
+    pub(super) const fn new(
+        config: FlashConfig,
+        side: Side,
+        head_dim: u32,
+        bf16: bool,
+        width: usize,
+        exact_own: bool,
+        exact_other: bool,
+    ) -> Self {
+        let units = config.units() as usize;
+        let whole = super::super::tiles::pitch(head_dim) == head_dim;
+        Self {
+            config,
+            side,
+            head_dim,
+            bf16,
+            own: copies_of(config.tile_q(), head_dim, width, units, exact_own && whole),
+            other: copies_of(config.tile_kv, head_dim, width, units, exact_other && whole),
+            exact: exact_other,
+        }
+    }
+
+    /// Both tiles, and where they are queries their statistics.
+    const fn stage_bytes(self) -> u32 {
+        2 * self.other.shape.bytes() + if self.side.keys { 8 * self.config.tile_kv } else { 0 }
+    }
+
+    const fn products(self) -> Products {
+        Products {
+            frags: self.config.rows as usize / 16,
+            pairs: self.config.tile_kv as usize / 16,
+            steps: self.head_dim as usize / 16,
+            own: self.own.shape,
+            other: self.other.shape,
+            bf16: self.bf16,
+            ahead: false,
+        }
+    }
+
+    const fn region(self) -> Region {
+        let (rows, others) = (self.config.rows, self.config.tile_kv);
+        let (queries, keys) = if self.side.keys { (others, rows) } else { (rows, others) };
+        Region { queries, keys, turned: self.side.keys, exact: self.exact }
+    }
+}
+
+/// The tiles that a cube passes over, head after head.
+#[derive(CubeType)]
+struct Others {
+    /// Of the first head, at this unit's first copy.
+    from_1: u64,
+    from_2: u64,
+    stats: u64,
+    /// Bytes between positions.
+    line_1: u64,
+    line_2: u64,
+    /// Bytes between heads.
+    head_1: u64,
+    head_2: u64,
+    stats_head: u64,
+    /// Of each head: the first tile, how many, positions in all.
+    first: u32,
+    tiles: u32,
+    len: u32,
+    /// Tiles of all heads.
+    total: u32,
+}
+
+#[cube]
+impl Others {
+    /// Head (from the cube's first) and tile of step `step`.
+    fn at(&self, step: u32, #[comptime] side: Side) -> (u32, u32) {
+        if comptime!(side.keys) {
+            (step / self.tiles, self.first + step % self.tiles)
+        } else {
+            (0u32.runtime(), self.first + step)
+        }
+    }
+
+    /// Issues the copies of step `step`, if there is one, and closes their group.
+    fn copy(&self, step: u32, to: u32, unit: u32, lane: &CopyLane, #[comptime] plan: FlashPlan) {
+        if step < self.total {
+            let (head, tile) = self.at(step, plan.side);
+            let down = tile * comptime!(plan.config.tile_kv);
+            let left = self.len - down;
+            let (head, down) = (u64::cast_from(head), u64::cast_from(down));
+            let tile_bytes = comptime!(plan.other.shape.bytes());
+            let from = self.from_1 + head * self.head_1 + down * self.line_1;
+            lane.copy(from, self.line_1, to, left, plan.head_dim, plan.other);
+            let from = self.from_2 + head * self.head_2 + down * self.line_2;
+            lane.copy(from, self.line_2, to + tile_bytes, left, plan.head_dim, plan.other);
+            if comptime!(plan.side.keys) {
+                if unit < comptime!(plan.config.tile_kv) {
+                    let from =
+                        self.stats + head * self.stats_head + (down + u64::cast_from(unit)) * 8;
+                    copy_pair(from, to + 2 * tile_bytes + unit * 8, unit < left);
+                }
+            }
+        }
+        commit_copies();
+    }
+}
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
+pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
+    own_1: &[Vector<F, NI>],
+    own_2: &[Vector<F, NI>],
+    other_1: &[Vector<F, NI>],
+    other_2: &[Vector<F, NI>],
+    stats: &[Vector<f32, Const<2>>],
+    out_1: &mut [Vector<F, NO>],
+    out_2: &mut [Vector<F, NO>],
+    scores: &Scores<F, M>,
+    sequences: &Sequences,
+    dims: &Dims,
+    roles: &Roles,
+    #[comptime] plan: FlashPlan,
+) {
+    let (config, side) = comptime!((plan.config, plan.side));
+    let products = comptime!(plan.products());
+    let (tile_own, tile, stages) = comptime!((config.tile_q(), config.tile_kv, config.stages));
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * 32 + lane;
+    let (own_head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
+    let here = sequences.of(dims, batch);
+    let (from_own, own_len, from_other, other_len) = if comptime!(side.keys) {
+        (here.from_kv, here.seq_kv, here.from_q, here.seq_q)
+    } else {
+        (here.from_q, here.seq_q, here.from_kv, here.seq_kv)
+    };
+    // Those that causal order gives most tiles first: early keys, late queries.
+    let mut block = CUBE_POS_X;
+    if comptime!(scores.rules.causal && !side.keys) {
+        block = dims.seq_q.div_ceil(tile_own) - 1 - CUBE_POS_X;
+    }
+    let first_row = block * tile_own;
+    if first_row >= own_len {
+        terminate!();
+    }
+    let (other_head, heads, first_query_head) = if comptime!(side.keys) {
+        (own_head * dims.group, dims.group, own_head * dims.group)
+    } else {
+        (own_head / dims.group, 1u32.runtime(), own_head)
+    };
+
+    // [tile_own, pitch] twice, then [stages, other 1, other 2, statistics]
+    let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
+        comptime!(((2 * plan.own.shape.bytes() + stages * plan.stage_bytes()) / 16) as usize),
+        128usize,
+    );
+    let shared = shared_address(&mut shared);
+    let ring = shared + comptime!(2 * plan.own.shape.bytes());
+    let end = ring + comptime!(stages * plan.stage_bytes());
+
+    let (lane_own, lane_other) = (CopyLane::new(unit, plan.own), CopyLane::new(unit, plan.other));
+    let (from, end_row) = if comptime!(side.keys) {
+        scores.seers(&here, first_row, comptime!(tile_own))
+    } else {
+        scores.range(&here, first_row, comptime!(tile_own))
+    };
+    let first = from / tile;
+    let tiles = end_row.div_ceil(tile) - first;
+    let (line_1, line_2) = (bytes(roles.other_1.seq), bytes(roles.other_2.seq));
+    let at_stats = dims.lse_at(here.from_q, batch, first_query_head);
+    let others = Others {
+        from_1: global_address(other_1)
+            + bytes(roles.other_1.at(from_other, batch, other_head))
+            + lane_other.start(line_1, plan.other),
+        from_2: global_address(other_2)
+            + bytes(roles.other_2.at(from_other, batch, other_head))
+            + lane_other.start(line_2, plan.other),
+        stats: global_address(stats) + u64::cast_from(at_stats) * 8,
+        line_1,
+        line_2,
+        head_1: bytes(roles.other_1.head),
+        head_2: bytes(roles.other_2.head),
+        stats_head: u64::cast_from(dims.lse_head) * 8,
+        first,
+        tiles,
+        len: other_len,
+        total: tiles * heads,
+    };
+
+    let left = own_len - first_row;
+    let line = bytes(roles.own_1.seq);
+    let from = global_address(own_1) + bytes(roles.own_1.at(from_own + first_row, batch, own_head));
+    let from = from + lane_own.start(line, plan.own);
+    lane_own.copy(from, line, shared, left, plan.head_dim, plan.own);
+    let line = bytes(roles.own_2.seq);
+    let from = global_address(own_2) + bytes(roles.own_2.at(from_own + first_row, batch, own_head));
+    let from = from + lane_own.start(line, plan.own);
+    let second = shared + comptime!(plan.own.shape.bytes());
+    lane_own.copy(from, line, second, left, plan.head_dim, plan.own);
+    let mut write = ring;
+    #[unroll]
+    for ahead in 0..comptime!(stages - 1) {
+        others.copy(ahead.runtime(), write, unit, &lane_other, plan);
+        write = next_stage(write, ring, end, plan);
+    }
+
+    let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let size!(NF) = def.vector_size(MatrixIdent::A);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+    let mut sum_1 = zeros::<NC>(comptime!(if side.first { products.sums() } else { 0 }));
+    let mut sum_2 = zeros::<NC>(comptime!(if side.second { products.sums() } else { 0 }));
+
+    let plane_row = plane * config.rows;
+    let lane_a = shared + lhs_lane(plane_row, lane, plan.own.shape);
+    let lane_b = rhs_lane(0u32.runtime(), lane, plan.other.shape);
+    let lane_c = rhs_lane(0u32.runtime(), lane, comptime!(products.summed()));
+    let row = first_row + plane_row;
+
+    // Of rows lane / 4 and + 8 of each fragment, where they are queries.
+    let mut own_stats = Sequence::<Vector<f32, Const<2>>>::new();
+    if comptime!(!side.keys) {
+        #[unroll]
+        for r in 0..comptime!(2 * products.frags) {
+            let query = min(row + comptime!(8 * r as u32) + lane / 4, own_len - 1);
+            own_stats.push(stats[dims.lse_at(here.from_q + query, batch, own_head)]);
+        }
+    }
+
+    let mut read = ring;
+    for step in 0..others.total {
+        wait_copies(comptime!(stages - 2));
+        sync_cube();
+        others.copy(step + comptime!(stages - 1), write, unit, &lane_other, plan);
+        write = next_stage(write, ring, end, plan);
+        let (head, tile_at) = others.at(step, side);
+        let tile_2 = read + comptime!(plan.other.shape.bytes());
+        // Two queries' statistics in 16 bytes.
+        let at_stats = read + comptime!(2 * plan.other.shape.bytes()) + lane % 4 * 16;
+
+        let mut s = zeros::<NC>(comptime!(products.scores()));
+        multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, products);
+        let mut g = zeros::<NC>(comptime!(if side.first { products.scores() } else { 0 }));
+        if comptime!(side.first) {
+            #[unroll]
+            for j in 0..comptime!(2 * products.pairs) {
+                let quad = quad_of(at_stats, j, side);
+                #[unroll]
+                for r in 0..comptime!(2 * products.frags) {
+                    let at = comptime!(r / 2 * 2 * products.pairs + j);
+                    let mut start = g.index(at)[comptime!(r % 2)];
+                    #[unroll]
+                    for e in 0..2usize {
+                        let delta = if comptime!(side.keys) {
+                            quad.extract(comptime!(2 * e + 1))
+                        } else {
+                            own_stats.index(r).extract(1usize)
+                        };
+                        start.insert(e, -delta);
+                    }
+                    g.index_mut(at)[comptime!(r % 2)] = start;
+                }
+            }
+            let own = lane_a + comptime!(plan.own.shape.bytes());
+            multiply::<F, NF, NC>(&mut g, own, tile_2 + lane_b, products);
+            scores.slope::<NC>(&s, &mut g, comptime!(products.scores()));
+        }
+
+        let other = tile_at * tile;
+        let (query, key) = if comptime!(side.keys) { (other, row) } else { (row, other) };
+        let corner = Place { batch, head: first_query_head + head, row: query, col: key };
+        scores.finish::<NC>(&mut s, &corner, &here, dims, comptime!(plan.region()));
+
+        // s = exp2(s - lse), g = s·g
+        #[unroll]
+        for j in 0..comptime!(2 * products.pairs) {
+            let quad = quad_of(at_stats, j, side);
+            #[unroll]
+            for r in 0..comptime!(2 * products.frags) {
+                let at = comptime!(r / 2 * 2 * products.pairs + j);
+                let mut weights = s.index(at)[comptime!(r % 2)];
+                #[unroll]
+                for e in 0..2usize {
+                    let lse = if comptime!(side.keys) {
+                        quad.extract(comptime!(2 * e))
+                    } else {
+                        own_stats.index(r).extract(0usize)
+                    };
+                    let weight = exp2(fma(weights.extract(e), scores.unit(), -lse));
+                    weights.insert(e, weight);
+                    if comptime!(side.first) {
+                        let mut gradients = g.index(at)[comptime!(r % 2)];
+                        gradients.insert(e, weight * gradients.extract(e));
+                        g.index_mut(at)[comptime!(r % 2)] = gradients;
+                    }
+                }
+                s.index_mut(at)[comptime!(r % 2)] = weights;
+            }
+        }
+
+        if comptime!(side.second) {
+            accumulate::<F, NF, NC>(&mut sum_2, &s, tile_2 + lane_c, products);
+        }
+        if comptime!(side.first) {
+            accumulate::<F, NF, NC>(&mut sum_1, &g, read + lane_c, products);
+        }
+        read = next_stage(read, ring, end, plan);
+    }
+
+    #[unroll]
+    for r in 0..comptime!(2 * products.frags) {
+        let row = row + comptime!(8 * r as u32) + lane / 4;
+        if row < own_len {
+            let col = lane % 4 * 2;
+            if comptime!(side.first) {
+                let at = roles.out_1.at(from_own + row, batch, own_head) + col as usize;
+                store::<F, NC, NO>(out_1, &sum_1, at, scores.scale, r, products);
+            }
+            if comptime!(side.second) {
+                let at = roles.out_2.at(from_own + row, batch, own_head) + col as usize;
+                store::<F, NC, NO>(out_2, &sum_2, at, 1.0f32.runtime(), r, products);
+            }
+        }
+    }
+}
+
+/// Stores row half `r` of the fragments of `sum`, scaled, from element `at` on.
+#[cube]
+fn store<F: Float, NC: Size, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    sum: &Sequence<Array<Vector<f32, NC>>>,
+    at: usize,
+    scale: f32,
+    #[comptime] r: usize,
+    #[comptime] products: Products,
+) {
+    let cols = comptime!(2 * products.steps);
+    #[unroll]
+    for j in 0..cols {
+        let pair = sum.index(comptime!(r / 2 * cols + j))[comptime!(r % 2)];
+        out[at / 2 + comptime!(4 * j)] = Vector::cast_from(pair * Vector::new(scale));
+    }
+}
+
+/// The statistics of the two queries in columns `2 · lane` of fragments `j`, where columns are queries.
+#[cube]
+fn quad_of(at: u32, #[comptime] j: usize, #[comptime] side: Side) -> Vector<f32, Const<4>> {
+    if comptime!(side.keys) { load_quad(at, comptime!(64 * j as u32)) } else { Vector::new(0.0f32) }
+}
+
+/// Elements of two bytes, in bytes.
+#[cube]
+fn bytes(elements: usize) -> u64 {
+    u64::cast_from(elements) * 2
+}
+
+/// The stage after the one at `at`; the ring lies from `start` to `end`.
+#[cube]
+fn next_stage(at: u32, start: u32, end: u32, #[comptime] plan: FlashPlan) -> u32 {
+    let next = at + comptime!(plan.stage_bytes());
+    select(next == end, start, next)
+}

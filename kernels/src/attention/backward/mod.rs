@@ -1,0 +1,506 @@
+//! Gradients of attention: dq, dk, dv from dout, with the weights computed again instead of kept.
+//!
+//! ```text
+//!   p = exp(rules(scale·q·kᵀ) - lse)                // as the forward pass had it
+//!   dv = pᵀ·dout
+//!   ds = p · (dout·vᵀ - delta) · rules'              delta = rowsum(out·dout)
+//!   dq = scale · ds·k        dk = scale · dsᵀ·q      // dk and dv summed over the heads that share them
+//! ```
+//!
+//! Three launches: the statistics of every query, then one for each side, dq and dk with dv. Each result
+//! is written once by its owner: deterministic, and memory beside the results is 8 bytes a query. The
+//! two paths are those of the forward pass; each side has its own config.
+//!
+//! Cost: `10·head_dim` flop a visible pair, of which this computes 14 (both sides need p and ds); q, k,
+//! v, out and dout read once, dq, dk and dv written once.
+//!
+//! Source: Dao et al., "FlashAttention" (2022), section 3.1 and appendix B.
+
+mod flash;
+mod problem;
+mod rows;
+mod stats;
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+pub use problem::BackwardProblem;
+
+use super::config::{fits, flash as tiles, serves};
+use super::scores::{Scores, ScoresCompilationArg, ScoresLaunch};
+use super::{
+    AttentionConfig, AttentionOperands, Dims, HeadStrides, RowsConfig, Sequences,
+    SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
+};
+use crate::matmul::elem;
+use flash::{FlashPlan, Side};
+use rows::RowsPlan;
+
+/// The attention kernel family, backward.
+pub struct AttentionBackward;
+
+/// Device buffers of one backward pass.
+#[derive(Debug, Clone)]
+pub struct BackwardOperands {
+    /// Those of the forward pass, its result and its log-sum-exp among them.
+    pub forward: AttentionOperands,
+    pub dout: Handle,
+    pub dq: Handle,
+    pub dk: Handle,
+    pub dv: Handle,
+}
+
+/// How each side runs; `rows` of a plane and `tile_kv` are those of its own rows and of the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct BackwardConfig {
+    /// The side that owns queries: dq.
+    pub queries: AttentionConfig,
+    /// The side that owns keys: dk and dv.
+    pub keys: AttentionConfig,
+}
+
+/// In the order of how often they win.
+const QUERIES: [AttentionConfig; 6] = [
+    AttentionConfig::Flash(tiles(4, 32, 32, 2)),
+    AttentionConfig::Flash(tiles(4, 32, 64, 2)),
+    AttentionConfig::Flash(tiles(4, 16, 64, 2)),
+    AttentionConfig::Flash(tiles(4, 16, 32, 2)),
+    AttentionConfig::Flash(tiles(2, 16, 32, 2)),
+    AttentionConfig::Flash(tiles(4, 16, 16, 2)),
+];
+const KEYS: [AttentionConfig; 7] = [
+    AttentionConfig::Flash(tiles(4, 32, 64, 2)),
+    AttentionConfig::Flash(tiles(4, 16, 64, 2)),
+    AttentionConfig::Flash(tiles(4, 32, 32, 2)),
+    AttentionConfig::Flash(tiles(4, 16, 32, 2)),
+    AttentionConfig::Flash(tiles(2, 16, 64, 2)),
+    AttentionConfig::Flash(tiles(2, 16, 32, 2)),
+    AttentionConfig::Flash(tiles(4, 16, 16, 2)),
+];
+
+impl Kernel for AttentionBackward {
+    type Problem = BackwardProblem;
+    type Config = BackwardConfig;
+    type Operands = BackwardOperands;
+
+    const NAME: &'static str = "attention_backward";
+    const VERSION: u32 = 1;
+
+    fn bucket(problem: &BackwardProblem) -> String {
+        problem.forward.bucket()
+    }
+
+    /// The first of both sides, then each side's others beside the other's first: the sides do not
+    /// depend on each other.
+    fn candidates(arch: &ArchProfile, problem: &BackwardProblem) -> Vec<BackwardConfig> {
+        let of = |all: &[AttentionConfig], sides: &[Side]| -> Vec<AttentionConfig> {
+            let fit =
+                |c: &&AttentionConfig| sides.iter().all(|s| check(arch, problem, c, *s).is_ok());
+            all.iter().filter(fit).copied().collect()
+        };
+        let head_dim = problem.forward.head_dim;
+        let (queries, keys) = (of(&QUERIES, &[Side::QUERIES]), of(&KEYS, Side::of_keys(head_dim)));
+        let (Some(&first_queries), Some(&first_keys)) = (queries.first(), keys.first()) else {
+            return Self::simplest(arch, problem).into_iter().collect();
+        };
+        let first = BackwardConfig { queries: first_queries, keys: first_keys };
+        let other_queries = queries[1..].iter().map(|&queries| BackwardConfig { queries, ..first });
+        let other_keys = keys[1..].iter().map(|&keys| BackwardConfig { keys, ..first });
+        std::iter::once(first).chain(other_keys).chain(other_queries).collect()
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        problem: &BackwardProblem,
+        config: &BackwardConfig,
+    ) -> Result<(), Infeasible> {
+        check(arch, problem, &config.queries, Side::QUERIES)?;
+        let sides = Side::of_keys(problem.forward.head_dim);
+        sides.iter().try_for_each(|side| check(arch, problem, &config.keys, *side))
+    }
+
+    fn cost(problem: &BackwardProblem) -> Cost {
+        problem.cost()
+    }
+
+    fn simplest(arch: &ArchProfile, problem: &BackwardProblem) -> Option<BackwardConfig> {
+        let side = super::config::simplest(arch, &problem.forward)?;
+        Some(BackwardConfig { queries: side, keys: side })
+    }
+
+    fn operands(device: &Device, problem: &BackwardProblem, seed: u64) -> BackwardOperands {
+        let p = &problem.forward;
+        let make = |len, salt| crate::noise(device, len, p.dtype, 5 * seed + salt);
+        let empty = |len: usize| device.client().empty(bytes_of(len, p.dtype));
+        let [q, k, v, out] = p.extents();
+        let operands = BackwardOperands {
+            forward: super::Attention::operands(device, p, seed),
+            dout: make(problem.reach(problem.dout, p.heads, p.seq_q).max(out), 7),
+            dq: empty(problem.reach(problem.dq, p.heads, p.seq_q).max(q)),
+            dk: empty(problem.reach(problem.dk, p.kv_heads, p.seq_kv).max(k)),
+            dv: empty(problem.reach(problem.dv, p.kv_heads, p.seq_kv).max(v)),
+        };
+        // Weights are those of a softmax only with the forward pass's own sums.
+        if let Some(config) = super::Attention::candidates(device.profile(), p).first() {
+            super::Attention::launch(device, p, config, &operands.forward, None);
+        }
+        operands
+    }
+
+    fn outputs(problem: &BackwardProblem, operands: &BackwardOperands) -> Vec<Output> {
+        let p = &problem.forward;
+        let of = |handle: &Handle, strides: HeadStrides, heads, seq| Output {
+            handle: handle.clone(),
+            dtype: p.dtype,
+            len: problem.reach(strides, heads, seq),
+            tolerance: super::tolerance(p.dtype),
+        };
+        vec![
+            of(&operands.dq, problem.dq, p.heads, p.seq_q),
+            of(&operands.dk, problem.dk, p.kv_heads, p.seq_kv),
+            of(&operands.dv, problem.dv, p.kv_heads, p.seq_kv),
+        ]
+    }
+
+    /// A pair of numbers a query.
+    fn scratch_bytes(problem: &BackwardProblem, _config: &BackwardConfig) -> u64 {
+        problem.forward.rows() * 8
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        problem: &BackwardProblem,
+        config: &BackwardConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let p = &problem.forward;
+        let buffer = || BufferCompilationArg { inplace: None };
+        let settings = |cube_dim: CubeDim| {
+            KernelSettings::new(cube_dim.into(), ExecutionMode::Unchecked, address(p))
+        };
+        let statistics = stats::stats::Stats::new(
+            settings(CubeDim::new_1d(stats_units(arch))),
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            SequencesCompilationArg::of(p),
+            Dims::compiled(),
+            Steps::compiled(),
+            (),
+            problem.width(8),
+            p.head_dim,
+            elem(p.dtype),
+        );
+        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(statistics)];
+        for (side, config) in sides(p.head_dim, config) {
+            let plan = Plan::new(arch, problem, config, side);
+            let [width_in, width_out] = plan.widths;
+            programs.push(Box::new(gradients::Gradients::new(
+                settings(plan.cube_dim),
+                properties.clone(),
+                target.clone(),
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                ScoresCompilationArg::of(p),
+                SequencesCompilationArg::of(p),
+                Dims::compiled(),
+                Roles::compiled(),
+                width_in,
+                width_out,
+                plan.path,
+                types(p),
+            )));
+        }
+        programs
+    }
+
+    fn launch(
+        device: &Device,
+        problem: &BackwardProblem,
+        config: &BackwardConfig,
+        operands: &BackwardOperands,
+        scratch: Option<&Handle>,
+    ) {
+        let (p, client) = (&problem.forward, device.client());
+        let forward = &operands.forward;
+        let scratch = scratch.expect("scratch_bytes is never 0");
+        let lse = forward.lse.as_ref().expect("a checked problem stores its log-sum-exp");
+        let rows = p.rows() as usize;
+        let [q, k, v, out] = p.extents();
+        let dout = problem.reach(problem.dout, p.heads, p.seq_q);
+        let (dq, dk, dv) = (
+            problem.reach(problem.dq, p.heads, p.seq_q),
+            problem.reach(problem.dk, p.kv_heads, p.seq_kv),
+            problem.reach(problem.dv, p.kv_heads, p.seq_kv),
+        );
+        let units = stats_units(device.profile());
+        let width = problem.width(8);
+        let cubes = match device.backend() {
+            Backend::Cpu => 1,
+            _ => rows.div_ceil(units as usize).min(65_535) as u32,
+        };
+        // SAFETY: the extents are the problem's, whose strides the kernel stays within.
+        unsafe {
+            stats::stats::launch_unchecked(
+                client,
+                CubeCount::Static(cubes, 1, 1),
+                CubeDim::new_1d(units),
+                address(p),
+                width,
+                BufferArg::from_raw_parts(forward.out.clone(), out / width),
+                BufferArg::from_raw_parts(operands.dout.clone(), dout / width),
+                BufferArg::from_raw_parts(lse.clone(), rows),
+                BufferArg::from_raw_parts(scratch.clone(), rows),
+                SequencesLaunch::of(p, forward),
+                Dims::of(p, forward),
+                Steps::of(problem.dout, p.varlen),
+                f32::INFINITY,
+                p.head_dim,
+                elem(p.dtype),
+            );
+        }
+        let (query, key) = ((&forward.q, q, p.q), (&forward.k, k, p.k));
+        let (value, change) = ((&forward.v, v, p.v), (&operands.dout, dout, problem.dout));
+        for (side, config) in sides(p.head_dim, config) {
+            let plan = Plan::new(device.profile(), problem, config, side);
+            let [width_in, width_out] = plan.widths;
+            let (own, other, results) = if side.keys {
+                (
+                    [key, value],
+                    [query, change],
+                    [(&operands.dk, dk, problem.dk), (&operands.dv, dv, problem.dv)],
+                )
+            } else {
+                // The side of the queries has one result; its second is bound and never written.
+                let result = (&operands.dq, dq, problem.dq);
+                ([query, change], [key, value], [result, result])
+            };
+            // SAFETY: the extents are the problem's, whose strides every path stays within; rows past
+            // the ends are neither read nor written.
+            unsafe {
+                let read = |(handle, len, _): (&Handle, usize, HeadStrides)| {
+                    BufferArg::from_raw_parts(handle.clone(), len / width_in)
+                };
+                let write = |(handle, len, _): (&Handle, usize, HeadStrides)| {
+                    BufferArg::from_raw_parts(handle.clone(), len / width_out)
+                };
+                gradients::launch_unchecked(
+                    client,
+                    plan.cubes,
+                    plan.cube_dim,
+                    address(p),
+                    width_in,
+                    width_out,
+                    read(own[0]),
+                    read(own[1]),
+                    read(other[0]),
+                    read(other[1]),
+                    BufferArg::from_raw_parts(scratch.clone(), rows),
+                    write(results[0]),
+                    write(results[1]),
+                    ScoresLaunch::of(p, forward),
+                    SequencesLaunch::of(p, forward),
+                    Dims::of(p, forward),
+                    Roles::of([own, other, results].map(|pair| pair.map(|(.., s)| s)), p.varlen),
+                    plan.path,
+                    types(p),
+                );
+            }
+        }
+    }
+}
+
+/// The launches of a backward pass, and which config each has.
+fn sides(
+    head_dim: u32,
+    config: &BackwardConfig,
+) -> impl Iterator<Item = (Side, AttentionConfig)> + use<> {
+    let (queries, keys) = (config.queries, config.keys);
+    let of_keys = match keys {
+        AttentionConfig::Flash(_) => Side::of_keys(head_dim),
+        AttentionConfig::Rows(_) => Side::of_keys(0),
+    };
+    let of_keys = of_keys.iter().map(move |side| (*side, keys));
+    std::iter::once((Side::QUERIES, queries)).chain(of_keys)
+}
+
+fn check(
+    arch: &ArchProfile,
+    problem: &BackwardProblem,
+    config: &AttentionConfig,
+    side: Side,
+) -> Result<(), Infeasible> {
+    let p = &problem.forward;
+    serves(arch, p, config)?;
+    let AttentionConfig::Flash(c) = config else { return Ok(()) };
+    let shape = |name, value: u32, why: &str| {
+        Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
+    };
+    if side.keys && c.tile_kv > c.units() {
+        return shape("tile_kv", c.tile_kv, "a unit copies the statistics of one query");
+    }
+    let plan = FlashPlan::new(*c, side, p.head_dim, true, problem.width(8), false, false);
+    for copies in [plan.own, plan.other] {
+        if copies.shape.len() / copies.width % copies.units != 0 {
+            return shape("tile_kv", c.tile_kv, "the copies of a tile do not divide");
+        }
+    }
+    let addresses = if p.bias.is_some() || p.mask.is_some() { 32 } else { 0 };
+    if side.registers(*c, p.head_dim) + addresses > 255 {
+        return shape("rows", c.rows, "sums and scores would spill");
+    }
+    let (need, have) = (side.shared_bytes(*c, p.head_dim), arch.max_shared_bytes);
+    if need > have {
+        return Err(Infeasible::SharedMemory { need, have });
+    }
+    fits(arch, c.units())
+}
+
+/// Units of a cube that computes statistics.
+fn stats_units(arch: &ArchProfile) -> u32 {
+    match arch.backend {
+        Backend::Cpu => arch.processors.unwrap_or(1),
+        _ => 64,
+    }
+}
+
+/// A side's config bound to a problem.
+struct Plan {
+    path: Path,
+    /// Elements of a vector of the operands, and of the results.
+    widths: [usize; 2],
+    cubes: CubeCount,
+    cube_dim: CubeDim,
+}
+
+impl Plan {
+    fn new(
+        arch: &ArchProfile,
+        problem: &BackwardProblem,
+        config: AttentionConfig,
+        side: Side,
+    ) -> Self {
+        let p = &problem.forward;
+        let ((own_heads, own), others) = if side.keys {
+            ((p.kv_heads, p.seq_kv), p.seq_q)
+        } else {
+            ((p.heads, p.seq_q), p.seq_kv)
+        };
+        match config {
+            AttentionConfig::Flash(c) => Self {
+                path: Path::Flash(FlashPlan::new(
+                    c,
+                    side,
+                    p.head_dim,
+                    p.dtype == DType::Bf16,
+                    problem.width(8),
+                    !p.varlen && own % c.tile_q() == 0,
+                    !p.varlen && others % c.tile_kv == 0,
+                )),
+                widths: [problem.width(8), 2],
+                cubes: CubeCount::Static(own.div_ceil(c.tile_q()), own_heads, p.batch),
+                cube_dim: CubeDim::new_2d(32, c.planes),
+            },
+            AttentionConfig::Rows(RowsConfig { units }) => {
+                let rows = u64::from(p.batch) * u64::from(own_heads) * u64::from(own);
+                let widest = u64::from(arch.load_bytes / 4).clamp(1, 16);
+                let cubes = match arch.backend {
+                    Backend::Cpu => 1,
+                    _ => rows.div_ceil(u64::from(units)).min(65_535) as u32,
+                };
+                Self {
+                    path: Path::Rows(RowsPlan { side, head_dim: p.head_dim }),
+                    widths: [problem.width(widest), 1],
+                    cubes: CubeCount::Static(cubes, 1, 1),
+                    cube_dim: CubeDim::new_1d(units),
+                }
+            }
+        }
+    }
+}
+
+/// Comptime facts of a launch: which path, with what geometry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Path {
+    Flash(FlashPlan),
+    Rows(RowsPlan),
+}
+
+/// Strides of what a side owns, passes over and writes.
+#[derive(CubeType, CubeLaunch)]
+struct Roles {
+    own_1: Steps,
+    own_2: Steps,
+    other_1: Steps,
+    other_2: Steps,
+    out_1: Steps,
+    out_2: Steps,
+}
+
+impl Roles {
+    fn of([own, other, out]: [[HeadStrides; 2]; 3], varlen: bool) -> RolesLaunch {
+        let steps = |s| Steps::of(s, varlen);
+        RolesLaunch::new(
+            steps(own[0]),
+            steps(own[1]),
+            steps(other[0]),
+            steps(other[1]),
+            steps(out[0]),
+            steps(out[1]),
+        )
+    }
+
+    fn compiled() -> RolesCompilationArg {
+        RolesCompilationArg {
+            own_1: Steps::compiled(),
+            own_2: Steps::compiled(),
+            other_1: Steps::compiled(),
+            other_2: Steps::compiled(),
+            out_1: Steps::compiled(),
+            out_2: Steps::compiled(),
+        }
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn gradients<F: Float, M: Int, NI: Size, NO: Size>(
+    own_1: &[Vector<F, NI>],
+    own_2: &[Vector<F, NI>],
+    other_1: &[Vector<F, NI>],
+    other_2: &[Vector<F, NI>],
+    stats: &[Vector<f32, Const<2>>],
+    out_1: &mut [Vector<F, NO>],
+    out_2: &mut [Vector<F, NO>],
+    scores: Scores<F, M>,
+    sequences: Sequences,
+    dims: &Dims,
+    roles: &Roles,
+    #[comptime] path: Path,
+    #[define(F, M)] _dtypes: [ElemType; 2],
+) {
+    match path {
+        Path::Flash(plan) => flash::flash::<F, M, NI, NO>(
+            own_1, own_2, other_1, other_2, stats, out_1, out_2, &scores, &sequences, dims, roles,
+            plan,
+        ),
+        Path::Rows(plan) => rows::rows::<F, M, NI, NO>(
+            own_1, own_2, other_1, other_2, stats, out_1, out_2, &scores, &sequences, dims, roles,
+            plan,
+        ),
+    }
+}

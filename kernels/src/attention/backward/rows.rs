@@ -1,0 +1,137 @@
+//! The plain path of both sides: a unit takes one of its own rows after another and reads the others
+//! once. The roles of the operands are those of the tensor-core path. Everything is f32.
+
+use cubecl::prelude::*;
+
+use super::super::scores::{Place, Scores};
+use super::super::{Dims, Sequences};
+use super::Roles;
+use super::flash::Side;
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct RowsPlan {
+    pub(super) side: Side,
+    pub(super) head_dim: u32,
+}
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
+pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
+    own_1: &[Vector<F, NI>],
+    own_2: &[Vector<F, NI>],
+    other_1: &[Vector<F, NI>],
+    other_2: &[Vector<F, NI>],
+    stats: &[Vector<f32, Const<2>>],
+    out_1: &mut [Vector<F, NO>],
+    out_2: &mut [Vector<F, NO>],
+    scores: &Scores<F, M>,
+    sequences: &Sequences,
+    dims: &Dims,
+    roles: &Roles,
+    #[comptime] plan: RowsPlan,
+) {
+    let side = comptime!(plan.side);
+    let lanes = NI::value();
+    let vectors = comptime!(plan.head_dim as usize / lanes);
+    let (longest, own_heads) = if comptime!(side.keys) {
+        (dims.seq_kv, dims.heads / dims.group)
+    } else {
+        (dims.seq_q, dims.heads)
+    };
+    let total = dims.batch * own_heads * longest;
+    let mut task = ABSOLUTE_POS as u32;
+    let stride = CUBE_COUNT as u32 * CUBE_DIM;
+    while task < total {
+        let (row, own_head) = (task % longest, task / longest % own_heads);
+        let batch = task / longest / own_heads;
+        let span = sequences.of(dims, batch);
+        let (from_own, own_len, from_other) = if comptime!(side.keys) {
+            (span.from_kv, span.seq_kv, span.from_q)
+        } else {
+            (span.from_q, span.seq_q, span.from_kv)
+        };
+        if row < own_len {
+            let at_1 = roles.own_1.at(from_own + row, batch, own_head) / NI::value();
+            let at_2 = roles.own_2.at(from_own + row, batch, own_head) / NI::value();
+            let mut mine_1 = Array::<Vector<f32, NI>>::new(vectors);
+            let mut mine_2 = Array::<Vector<f32, NI>>::new(vectors);
+            let mut sum_1 = Array::<Vector<f32, NI>>::new(vectors);
+            let mut sum_2 = Array::<Vector<f32, NI>>::new(vectors);
+            for d in 0..vectors {
+                mine_1[d] = Vector::cast_from(own_1[at_1 + d]);
+                mine_2[d] = Vector::cast_from(own_2[at_2 + d]);
+                sum_1[d] = Vector::new(0.0f32);
+                sum_2[d] = Vector::new(0.0f32);
+            }
+            let (first, last) = if comptime!(side.keys) {
+                scores.seers(&span, row, 1u32.runtime())
+            } else {
+                scores.range(&span, row, 1u32.runtime())
+            };
+            let heads = if comptime!(side.keys) { dims.group } else { 1u32.runtime() };
+            for h in 0..heads {
+                let (head, other_head) = if comptime!(side.keys) {
+                    (own_head * dims.group + h, own_head * dims.group + h)
+                } else {
+                    (own_head, own_head / dims.group)
+                };
+                for other in first..last {
+                    let at_1 =
+                        roles.other_1.at(from_other + other, batch, other_head) / NI::value();
+                    let at_2 =
+                        roles.other_2.at(from_other + other, batch, other_head) / NI::value();
+                    let mut products_1 = Vector::<f32, NI>::new(0.0f32);
+                    let mut products_2 = Vector::<f32, NI>::new(0.0f32);
+                    for d in 0..vectors {
+                        products_1 =
+                            fma(mine_1[d], Vector::cast_from(other_1[at_1 + d]), products_1);
+                        products_2 =
+                            fma(mine_2[d], Vector::cast_from(other_2[at_2 + d]), products_2);
+                    }
+                    let mut dot = 0.0f32.runtime();
+                    let mut gradient = 0.0f32.runtime();
+                    #[unroll]
+                    for e in 0..NI::value() {
+                        dot += products_1.extract(e);
+                        gradient += products_2.extract(e);
+                    }
+                    let (query, key) =
+                        if comptime!(side.keys) { (other, row) } else { (row, other) };
+                    let place = Place { batch, head, row: query, col: key };
+                    let score = scores.of(dot, &place, &span, dims);
+                    // A hidden key has no gradient; a NaN goes through.
+                    if score != scores.hidden {
+                        let of_query = stats[dims.lse_at(span.from_q + query, batch, head)];
+                        let log2 = score * scores.unit() - of_query.extract(0usize);
+                        let weight = (log2 * std::f32::consts::LN_2).exp();
+                        let slope = scores.slope_at(dot);
+                        let change = weight * (gradient - of_query.extract(1usize)) * slope;
+                        for d in 0..vectors {
+                            let first = Vector::<f32, NI>::cast_from(other_1[at_1 + d]);
+                            sum_1[d] = fma(Vector::new(change), first, sum_1[d]);
+                            if comptime!(side.second) {
+                                let second = Vector::<f32, NI>::cast_from(other_2[at_2 + d]);
+                                sum_2[d] = fma(Vector::new(weight), second, sum_2[d]);
+                            }
+                        }
+                    }
+                }
+            }
+            let to_1 = roles.out_1.at(from_own + row, batch, own_head);
+            let to_2 = roles.out_2.at(from_own + row, batch, own_head);
+            for d in 0..vectors {
+                #[unroll]
+                for e in 0..NI::value() {
+                    let at = d * NI::value() + e;
+                    let first = sum_1[d].extract(e) * scores.scale;
+                    out_1[to_1 + at] = Vector::new(F::cast_from(first));
+                    if comptime!(side.second) {
+                        out_2[to_2 + at] = Vector::new(F::cast_from(sum_2[d].extract(e)));
+                    }
+                }
+            }
+        }
+        task += stride;
+    }
+}
