@@ -144,9 +144,12 @@ const PLANE: [MatmulConfig; 4] = [
     plane([128, 64, 32], [2, 2]),
     plane([16, 64, 32], [1, 2]),
 ];
-const FMA: [MatmulConfig; 6] = [
+const FMA: [MatmulConfig; 9] = [
     fma([16, 8], [2, 4], 16),
     fma([8, 16], [4, 2], 16),
+    fma([16, 8], [2, 4], 8),
+    fma([16, 8], [2, 2], 16),
+    fma([16, 8], [2, 2], 8),
     fma([8, 8], [4, 2], 16),
     fma([8, 8], [2, 2], 16),
     fma([4, 4], [2, 1], 16),
@@ -164,7 +167,9 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
         MatmulConfig::Plane(c) if halved => {
             MatmulConfig::Plane(PlaneConfig { tile_k: c.tile_k / 2, ..c })
         }
-        MatmulConfig::Fma(c) if arch.async_copy => MatmulConfig::Fma(FmaConfig { stages: 3, ..c }),
+        MatmulConfig::Fma(c) if arch.async_copy && halved => {
+            MatmulConfig::Fma(FmaConfig { stages: 3, ..c })
+        }
         other => other,
     };
     let all: Vec<_> = match arch.backend {
@@ -455,6 +460,16 @@ fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Resu
     if c.stages == 2 || c.stages > 1 && !arch.async_copy {
         return Err(lacks("asynchronous copies".into()));
     }
+    if c.stages > 1 && problem.precision != Precision::F32 {
+        return Err(shape("stages", c.stages, "the ring is read in chunks of four f32"));
+    }
+    if c.stages > 1 && (c.tile_k % 8 != 0 || !c.tile_k.is_power_of_two()) {
+        return Err(shape(
+            "tile_k",
+            c.tile_k,
+            "the ring is read in pairs of passes, four deep each",
+        ));
+    }
     if c.own_m % 4 != 0 || c.own_n % 4 != 0 {
         return Err(shape("own_m", c.own_m, "a unit owns whole vectors of four"));
     }
@@ -638,10 +653,13 @@ impl Plan {
         [elem(precision.storage()), elem(precision.instruction()), elem(problem.out)]
     }
 
-    /// Offsets past 2^32 elements need 64-bit indices, which cost registers.
+    /// Offsets past 2^32 elements need 64-bit indices, which cost registers; but not where only results
+    /// are indexed, 128 a unit: there they let constant distances into the instructions, which a sum
+    /// that may wrap does not.
     pub(super) fn address(&self, problem: &MatmulProblem) -> AddressType {
         let longest = problem.extents().into_iter().max().unwrap_or(0);
-        if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+        let ring = matches!(self.path, Path::Fma(plan) if plan.config.stages > 1);
+        if ring || longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
     }
 
     pub(super) fn cube_dim(&self) -> CubeDim {

@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
 use super::{Dims, Finish, Layout, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
-    gather_lane, global_address, lhs_lane, load_fragments, quad_transpose, rhs_lane,
+    gather_lane, global_address, lhs_lane, load_fragments, next_stage, quad_transpose, rhs_lane,
     shared_address, wait_copies,
 };
 
@@ -265,7 +265,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                 if comptime!(step == steps - 1) {
                     wait_copies(comptime!(stages - 2));
                     sync_cube();
-                    read = next_stage(read, shared, end, plan);
+                    read = next_stage(read, shared, end, plan.stage_bytes());
                 }
                 lanes.load_lhs::<I>(read, &mut a, next, into, plan);
                 lanes.load_rhs::<I>(read, &mut b, next, into, plan);
@@ -418,13 +418,6 @@ fn load<I: Float>(
     }
 }
 
-/// The stage after the one at `at`; the ring lies from `start` to `end`.
-#[cube]
-fn next_stage(at: u32, start: u32, end: u32, #[comptime] plan: MmaPlan) -> u32 {
-    let next = at + comptime!(plan.stage_bytes());
-    select(next == end, start, next)
-}
-
 /// A place in both operands: addresses of this unit's first vectors of the next tile, tiles from there
 /// to the end of the item, and what is left of the matrix.
 #[derive(CubeType)]
@@ -573,7 +566,7 @@ impl Copies {
         // Now, not when the next tile needs it: addresses that are ready let its copies go out early.
         self.take_next();
         let end = self.shared + comptime!(plan.config.stages * plan.stage_bytes());
-        self.stage.store(next_stage(stage, self.shared, end, plan));
+        self.stage.store(next_stage(stage, self.shared, end, plan.stage_bytes()));
     }
 }
 

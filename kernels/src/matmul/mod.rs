@@ -37,6 +37,7 @@ mod fma;
 mod mma;
 mod parts;
 mod problem;
+mod ring;
 
 use std::sync::Arc;
 
