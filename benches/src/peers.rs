@@ -25,7 +25,7 @@ pub(crate) fn matmul(device: &Device, p: &MatmulProblem, sets: usize) -> Result<
     };
     let dtype = match p.precision {
         Precision::F32 | Precision::Tf32 => FloatDType::F32,
-        Precision::F16 => FloatDType::F16,
+        Precision::F16 | Precision::F16Acc16 => FloatDType::F16,
         Precision::Bf16 => FloatDType::BF16,
     };
     let batch = p.batch() as usize;

@@ -93,8 +93,10 @@ impl Multiply {
         match precision {
             Precision::F32 if cpu => Some(scalar((arch.load_bytes / 4).clamp(4, 16))),
             Precision::F32 => Some(scalar(1)),
+            // The loop sums in f32.
+            Precision::F16Acc16 => None,
             _ if arch.backend == Backend::Cuda => {
-                let inst_k = arch.mma_for(precision.instruction())?.k;
+                let inst_k = arch.mma_for(precision.instruction(), DType::F32)?.k;
                 let (cubes, units) = (processors, 256);
                 Some(Self { precision, inst_k, cubes, units, steps: 4096, vector: 1 })
             }

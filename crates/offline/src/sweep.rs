@@ -112,6 +112,8 @@ fn instances() -> Vec<(Precision, [Layout; 2])> {
         (Precision::Bf16, [row, col]),
         (Precision::Bf16, [row, row]),
         (Precision::Bf16, [col, row]),
+        (Precision::F16Acc16, [row, col]),
+        (Precision::F16Acc16, [row, row]),
         (Precision::Tf32, [row, col]),
         (Precision::Tf32, [col, row]),
         (Precision::F32, [row, col]),

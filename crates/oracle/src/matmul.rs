@@ -157,7 +157,7 @@ const fn reference_dtype(precision: Precision) -> reference::DType {
     match precision {
         Precision::F32 => reference::DType::F32,
         Precision::Tf32 => reference::DType::Tf32,
-        Precision::F16 => reference::DType::F16,
+        Precision::F16 | Precision::F16Acc16 => reference::DType::F16,
         Precision::Bf16 => reference::DType::Bf16,
     }
 }
@@ -194,6 +194,10 @@ fn reference_of(p: &MatmulProblem) -> reference::Matmul {
         lhs: strides(p.lhs, p.batches.lhs),
         rhs: strides(p.rhs, p.batches.rhs),
         dtype,
+        sums: match p.precision.sums() {
+            arch::DType::F16 => reference::DType::F16,
+            _ => reference::DType::F32,
+        },
         out_dtype: result_dtype(p),
     }
 }

@@ -48,6 +48,8 @@ pub struct Matmul {
     pub rhs: Strides,
     /// Precision of both operands.
     pub dtype: DType,
+    /// Format that [`Matmul::naive`] rounds a sum to after each product; the f32 it is kept in otherwise.
+    pub sums: DType,
     /// Format of the output.
     pub out_dtype: DType,
 }
@@ -160,6 +162,7 @@ impl Matmul {
             lhs: Strides::contiguous(batch, m, k, lhs),
             rhs: Strides::contiguous(batch, k, n, rhs),
             dtype,
+            sums: DType::F32,
             out_dtype: dtype.storage(),
         }
     }
@@ -201,11 +204,11 @@ impl Matmul {
         epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let stored = self.dtype.storage();
-        self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()))
+        self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()), |sum| sum)
     }
 
     /// What a naive kernel computes: operands rounded to `dtype`, products summed in order in
-    /// `f32`, the result rounded to `out_dtype`.
+    /// `sums`, the epilogue in `f32`, the result rounded to `out_dtype`.
     ///
     /// # Shapes, Errors
     /// As [`Matmul::run`].
@@ -230,7 +233,11 @@ impl Matmul {
         epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let read = |v: f32| self.dtype.round(v.into()) as f32;
-        let sums = self.evaluate(sample, [lhs, rhs], epilogue, read)?;
+        let round = |sum: f32| self.sums.round(sum.into()) as f32;
+        let sums = match self.sums {
+            DType::F32 => self.evaluate(sample, [lhs, rhs], epilogue, read, |sum| sum)?,
+            _ => self.evaluate(sample, [lhs, rhs], epilogue, read, round)?,
+        };
         Ok(sums.into_par_iter().map(|v| self.out_dtype.storage().round(v.into())).collect())
     }
 
@@ -355,13 +362,14 @@ impl Matmul {
         Ok(())
     }
 
-    /// The product in arithmetic `T`, each operand read through `read`.
+    /// The product in arithmetic `T`, each operand read through `read`, each sum kept by `keep`.
     fn evaluate<T: Number>(
         &self,
         sample: &Sample,
         [lhs, rhs]: [&[f32]; 2],
         epilogue: Epilogue<'_>,
         read: impl Fn(f32) -> T + Sync,
+        keep: impl Fn(T) -> T + Sync,
     ) -> Result<Vec<T>, Error> {
         self.validate(sample, [lhs, rhs], epilogue)?;
         let scaled = |at: &[usize], stride| at.iter().map(|i| i * stride).collect::<Vec<_>>();
@@ -375,7 +383,8 @@ impl Matmul {
             let (down, cols) = (scaled(&depth, self.rhs.row), scaled(&sample.cols, self.rhs.col));
             let lhs = gather(lhs, &rows, &across, &read); //                     [rows, k]
             let rhs = gather(rhs, &down, &cols, &read); //                       [k, cols]
-            let mut product = multiply(&lhs, &rhs, sample.rows.len(), self.k, sample.cols.len());
+            let sizes = [sample.rows.len(), self.k, sample.cols.len()];
+            let mut product = multiply(&lhs, &rhs, sizes, &keep);
             let wide = sample.cols.len().max(1);
             for (line, &row) in product.chunks_mut(wide).zip(&sample.rows) {
                 for (value, &col) in line.iter_mut().zip(&sample.cols) {
@@ -481,8 +490,13 @@ fn gather<T: Number>(
 }
 
 /// [rows, k] times [k, cols], contiguous. Each sum runs over k in order; the blocks only decide
-/// which sums run beside each other.
-fn multiply<T: Number>(lhs: &[T], rhs: &[T], rows: usize, k: usize, cols: usize) -> Vec<T> {
+/// which sums run beside each other. `keep` is what becomes of a sum after each product.
+fn multiply<T: Number>(
+    lhs: &[T],
+    rhs: &[T],
+    [rows, k, cols]: [usize; 3],
+    keep: impl Fn(T) -> T + Sync,
+) -> Vec<T> {
     const ROWS: usize = 16;
     const COLS: usize = 128;
     let mut out = vec![T::default(); rows * cols];
@@ -498,7 +512,7 @@ fn multiply<T: Number>(lhs: &[T], rhs: &[T], rows: usize, k: usize, cols: usize)
                 for (row, sums) in sums.iter_mut().enumerate().take(out.len() / cols) {
                     let lhs = lhs[(i * ROWS + row) * k + p];
                     for (sum, &rhs) in sums.iter_mut().zip(rhs) {
-                        *sum += lhs * rhs;
+                        *sum = keep(*sum + lhs * rhs);
                     }
                 }
             }

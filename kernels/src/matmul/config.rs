@@ -175,7 +175,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
     let all: Vec<_> = match arch.backend {
         Backend::Cpu => cores(arch),
         // `wmma` is a tenth to a third as fast as `mma.sync` (H200): for cards without it only.
-        Backend::Cuda if arch.mma_for(problem.precision.instruction()).is_some() => {
+        Backend::Cuda if mma_inst(arch, problem.precision).is_some() => {
             MMA.into_iter().chain(FMA).collect()
         }
         Backend::Cuda => PLANE.into_iter().chain(FMA).collect(),
@@ -212,8 +212,7 @@ const HOPELESS: f64 = 3.0;
 fn cuts(arch: &ArchProfile, problem: &MatmulProblem, config: MatmulConfig) -> Vec<MatmulConfig> {
     let MatmulConfig::Mma(c) = config else { return vec![config] };
     let blocks = blocks(problem, c.tile_m, c.tile_n);
-    let elem = problem.precision.storage().size();
-    let room = u64::from(arch.processors.unwrap_or(1) * c.resident(arch, elem));
+    let room = u64::from(arch.processors.unwrap_or(1) * c.resident(arch, problem.precision));
     // Fewer than four tiles a part would not fill the ring of stages.
     let most = u64::from(problem.k.div_ceil(c.tile_k) / 4);
     let mut parts = vec![1];
@@ -280,10 +279,10 @@ pub(super) fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Option<Ma
         Backend::Cpu => cores(arch).pop()?,
         _ => SIMPLEST_GPU,
     };
-    // Tf32 results differ from f32 ones by rounding, so its simplest config is a tensor-core one: the
-    // last candidate, so that the first, which runs unmeasured, is compared with another.
+    // Results of these differ from f32 ones by rounding, so their simplest config is a tensor-core one:
+    // the last candidate, so that the first, which runs unmeasured, is compared with another.
     let config = match problem.precision {
-        Precision::Tf32 => candidates(arch, problem).pop()?,
+        Precision::Tf32 | Precision::F16Acc16 => candidates(arch, problem).pop()?,
         _ => config,
     };
     check(arch, problem, &config).ok().map(|()| config)
@@ -305,6 +304,9 @@ pub(super) fn check(
         if !(1..=1 << 14).contains(&value) {
             return Err(shape(name, value, "sizes are 1 to 16384"));
         }
+    }
+    if precision.sums() == DType::F16 && !matches!(config, MatmulConfig::Mma(_)) {
+        return Err(lacks("f16 sums but in matrix instructions".into()));
     }
     match config {
         MatmulConfig::Mma(c) => check_mma(arch, problem, c),
@@ -333,14 +335,17 @@ fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible>
     Ok(())
 }
 
+fn mma_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
+    arch.mma_for(precision.instruction(), precision.sums())
+}
+
 fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Result<(), Infeasible> {
     let precision = problem.precision;
     let elem = precision.storage().size();
     if precision == Precision::F32 {
         return Err(lacks("f32 matrix instructions".into()));
     }
-    let inst = arch
-        .mma_for(precision.instruction())
+    let inst = mma_inst(arch, precision)
         .ok_or_else(|| lacks(format!("{} matrix instructions", precision.name())))?;
     if !arch.async_copy {
         return Err(lacks("asynchronous copies".into()));
@@ -383,7 +388,7 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if tiles.iter().any(|t| t.elem == 4 && t.transposed && t.cols < 32) {
         return Err(shape("tile_n", c.tile_n, "a transposed 4-byte tile needs 32 columns"));
     }
-    if c.registers() > 255 {
+    if c.registers(precision.sums().size()) > 255 {
         return Err(shape("planes_n", c.planes_n, "accumulators and fragments would spill"));
     }
     limits(arch, units, c.shared_bytes(elem))
@@ -557,9 +562,10 @@ impl Plan {
                         config: MmaConfig { parts: 1, ..c },
                         lhs: copies(c.lhs_tile(lhs, elem), widest[0]),
                         rhs: copies(c.rhs_tile(rhs, elem), widest[1]),
-                        inst_k: arch.mma_for(problem.precision.instruction()).map_or(0, |s| s.k),
+                        inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
                         exact,
                         partial: c.parts > 1,
+                        half_sums: problem.precision.sums() == DType::F16,
                         rounds_tf32: arch.compute_capability >= Some(90),
                     }),
                     widths: [widest[0], widest[1], if wide { 8 } else { even }, even],
@@ -569,7 +575,7 @@ impl Plan {
                     per_cube: 1,
                     cubes_in_a_line,
                     streams: Some(if c.streams(problem.k) {
-                        arch.processors.unwrap_or(1) * c.resident(arch, elem)
+                        arch.processors.unwrap_or(1) * c.resident(arch, problem.precision)
                     } else {
                         u32::MAX
                     }),

@@ -40,7 +40,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Finish, Layout, block_of};
+use super::{Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
     gather_lane, global_address, lhs_lane, load_fragments, next_stage, quad_transpose, rhs_lane,
@@ -87,18 +87,19 @@ impl MmaConfig {
         self.stages * (self.tile_m + self.tile_n) * self.tile_k * elem as u32
     }
 
-    /// Registers of a unit, roughly: accumulators, two steps of fragments, addresses.
-    pub(crate) const fn registers(self) -> u32 {
+    /// Registers of a unit, roughly: accumulators of `sum` bytes, two steps of fragments, addresses.
+    pub(crate) const fn registers(self, sum: usize) -> u32 {
         let (m, n) = self.plane_tile();
-        m * n / 32 + (m + n) / 2 + 56
+        m * n * sum as u32 / 128 + (m + n) / 2 + 56
     }
 
     /// Cubes that one processor holds at a time.
-    pub(crate) fn resident(self, arch: &ArchProfile, elem: usize) -> u32 {
+    pub(crate) fn resident(self, arch: &ArchProfile, precision: Precision) -> u32 {
         const REGISTERS: u32 = 65_536;
         const RESERVED: u32 = 1024; // shared memory that the driver keeps, a cube
-        let by_registers = REGISTERS / (self.registers() * self.units());
-        let by_shared = (arch.max_shared_bytes + RESERVED) / (self.shared_bytes(elem) + RESERVED);
+        let by_registers = REGISTERS / (self.registers(precision.sums().size()) * self.units());
+        let shared = self.shared_bytes(precision.storage().size());
+        let by_shared = (arch.max_shared_bytes + RESERVED) / (shared + RESERVED);
         by_registers.min(by_shared).max(1)
     }
 
@@ -127,6 +128,8 @@ pub(crate) struct MmaPlan {
     pub(crate) exact: bool,
     /// Sums go to the workspace.
     pub(crate) partial: bool,
+    /// Sums are f16.
+    pub(crate) half_sums: bool,
     /// f32 operands are rounded to tf32 by one instruction (compute capability 9.0 and later).
     pub(crate) rounds_tf32: bool,
 }
@@ -210,14 +213,8 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, plan.inst_k as usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
-    let mut acc = Sequence::<Array<Vector<f32, NC>>>::new(); // [wm / 16, wn / 8] fragments
-    #[unroll]
-    for _ in 0..comptime!(frags_m * frags_n * 2) {
-        let mut fragment = Array::<Vector<f32, NC>>::new(2usize);
-        fragment[0] = Vector::new(0.0f32);
-        fragment[1] = Vector::new(0.0f32);
-        acc.push(fragment);
-    }
+    let mut acc = Sums::<NC>::new(comptime!(frags_m * frags_n * 2), plan); // [wm / 16, wn / 8]
+    acc.clear(comptime!(frags_m * frags_n * 2), plan);
     // Register sets of the step at hand and of the next: [2, frags] each, two right fragments in one.
     // Whole words: as vectors of halves they would be taken apart between the turns of the loop.
     let mut a = Sequence::<Array<u32>>::new();
@@ -275,15 +272,24 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                 // Back and forth over the columns: neighbouring multiplies share a register.
                 #[unroll]
                 for i in 0..frags_m {
-                    let left =
-                        typed::<I, NF>(a.index(comptime!(set * frags_m + i)), 0usize, 4usize);
+                    let left = a.index(comptime!(set * frags_m + i));
                     #[unroll]
                     for x in 0..comptime!(2 * frags_n) {
                         let j = comptime!(if i % 2 == 1 { 2 * frags_n - 1 - x } else { x });
                         let pair = b.index(comptime!(set * frags_n + j / 2));
-                        let right = typed::<I, NF>(pair, comptime!(j % 2 * 2), 2usize);
                         let at = comptime!(i * frags_n * 2 + j);
-                        def.execute_inplace(&left, &right, acc.index_mut(at));
+                        if comptime!(plan.half_sums) {
+                            multiply_halves(
+                                left,
+                                pair,
+                                comptime!(j % 2 * 2),
+                                acc.halves.index_mut(at),
+                            );
+                        } else {
+                            let left = typed::<I, NF>(left, 0usize, 4usize);
+                            let right = typed::<I, NF>(pair, comptime!(j % 2 * 2), 2usize);
+                            def.execute_inplace(&left, &right, acc.words.index_mut(at));
+                        }
                     }
                 }
             }
@@ -297,14 +303,90 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
             let start = dims.out_start + now.batch as usize * matrix;
             store::<F, E, NC, NO>(out, finish, &acc, start, row, col, lane, dims, plan);
         }
-        #[unroll]
-        for i in 0..comptime!(frags_m * frags_n * 2) {
-            let fragment = acc.index_mut(i);
-            fragment[0] = Vector::new(0.0f32);
-            fragment[1] = Vector::new(0.0f32);
-        }
+        acc.clear(comptime!(frags_m * frags_n * 2), plan);
         id += CUBE_COUNT_X;
     }
+}
+
+/// A plane's accumulators, fragment by fragment; of each a unit holds two pairs of neighbouring columns,
+/// eight rows apart. One of the two sequences is empty.
+#[derive(CubeType)]
+struct Sums<NC: Size> {
+    words: Sequence<Array<Vector<f32, NC>>>,
+    /// Two f16 in a word.
+    halves: Sequence<Array<u32>>,
+}
+
+#[cube]
+impl<NC: Size> Sums<NC> {
+    fn new(#[comptime] fragments: usize, #[comptime] plan: MmaPlan) -> Sums<NC> {
+        let mut words = Sequence::<Array<Vector<f32, NC>>>::new();
+        let mut halves = Sequence::<Array<u32>>::new();
+        #[unroll]
+        for _ in 0..fragments {
+            if comptime!(plan.half_sums) {
+                halves.push(Array::<u32>::new(2usize));
+            } else {
+                words.push(Array::<Vector<f32, NC>>::new(2usize));
+            }
+        }
+        Sums::<NC> { words, halves }
+    }
+
+    fn clear(&mut self, #[comptime] fragments: usize, #[comptime] plan: MmaPlan) {
+        #[unroll]
+        for i in 0..fragments {
+            #[unroll]
+            for half in 0..2usize {
+                if comptime!(plan.half_sums) {
+                    self.halves.index_mut(i)[half] = 0u32;
+                } else {
+                    self.words.index_mut(i)[half] = Vector::new(0.0f32);
+                }
+            }
+        }
+    }
+
+    /// The pair of rows 0 to 7 (`half` 0) or 8 to 15 of a fragment.
+    fn pair(
+        &self,
+        #[comptime] fragment: usize,
+        #[comptime] half: usize,
+        #[comptime] plan: MmaPlan,
+    ) -> Vector<f32, NC> {
+        if comptime!(plan.half_sums) {
+            let word = self.halves.index(fragment)[half];
+            Vector::cast_from(Vector::<half::f16, NC>::reinterpret(word))
+        } else {
+            self.words.index(fragment)[half]
+        }
+    }
+}
+
+/// `sums += left · right` in f16: a 16 x 16 fragment by the 16 x 8 one whose words begin at `from`.
+#[cube]
+fn multiply_halves(
+    left: &Array<u32>,
+    right: &Array<u32>,
+    #[comptime] from: usize,
+    sums: &mut Array<u32>,
+) {
+    let out: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {out}, {{{a}, {b}, {c}, {d}}}, {{{e}, {f}}}, {{{g}, {h}}};",
+        out = out(_) out,
+        a = in(_) u32::cast_from(left[0]),
+        b = in(_) u32::cast_from(left[1]),
+        c = in(_) u32::cast_from(left[2]),
+        d = in(_) u32::cast_from(left[3]),
+        e = in(_) u32::cast_from(right[from]),
+        f = in(_) u32::cast_from(right[comptime!(from + 1)]),
+        g = in(_) u32::cast_from(sums[0]),
+        h = in(_) u32::cast_from(sums[1]),
+        options(nomem)
+    );
+    sums[0] = out.extract(0usize);
+    sums[1] = out.extract(1usize);
 }
 
 /// `len` words of a fragment from `from` on, as the instruction takes them.
@@ -579,7 +661,7 @@ impl Copies {
 fn store<F: Float, E: Float, NC: Size, NO: Size>(
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
-    acc: &Sequence<Array<Vector<f32, NC>>>,
+    acc: &Sums<NC>,
     start: usize,
     row: u32,
     col: u32,
@@ -608,7 +690,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                     #[unroll]
                     for j in 0..4usize {
                         let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
-                        let sum = acc.index(comptime!(fragment + 4 * quad + j))[half];
+                        let sum = acc.pair(comptime!(fragment + 4 * quad + j), half, plan);
                         let value = finish.activate::<NC>(sum, left, dims.n);
                         let value = others.join::<E, NC>(value, j);
                         words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(value));
@@ -627,7 +709,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                 #[unroll]
                 for j in 0..frags_n {
                     let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
-                    let sum = acc.index(comptime!(fragment + j))[half];
+                    let sum = acc.pair(comptime!(fragment + j), half, plan);
                     if comptime!(width == 2) {
                         if comptime!(exact) || left < dims.n {
                             let at = (line + left as usize) / 2;
@@ -656,7 +738,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
 fn store_sums<NC: Size, NP: Size>(
     out: &mut [Vector<f32, NP>],
-    acc: &Sequence<Array<Vector<f32, NC>>>,
+    acc: &Sums<NC>,
     start: usize,
     row: u32,
     col: u32,
@@ -676,7 +758,7 @@ fn store_sums<NC: Size, NP: Size>(
             #[unroll]
             for j in 0..frags_n {
                 let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
-                let sum = acc.index(comptime!(i / 2 * frags_n + j))[comptime!(i % 2)];
+                let sum = acc.pair(comptime!(i / 2 * frags_n + j), comptime!(i % 2), plan);
                 if comptime!(width == 2) {
                     if comptime!(exact) || left < dims.n {
                         out[(line + left as usize) / 2] = Vector::cast_from(sum);

@@ -11,7 +11,7 @@
 //! Operands are stored in the problem's type; products are summed in f32, and so is the epilogue
 //! ([`Epilogue`], every part of it optional); the result is rounded once, to a type of its own.
 //! [`Precision::F32`] multiplies in f32; [`Precision::Tf32`] rounds f32 operands to 10 mantissa bits
-//! on the tensor cores. Either operand may have its rows or its columns contiguous, with any leading
+//! on the tensor cores; [`Precision::F16Acc16`] sums in f16, where asked to. Either operand may have its rows or its columns contiguous, with any leading
 //! dimension, and either may repeat over batches (stride 0).
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
@@ -122,14 +122,15 @@ impl Kernel for Matmul {
     }
 
     fn output(problem: &MatmulProblem, operands: &MatmulOperands) -> Output {
-        // Two roundings of the result, and two orders of summation of k products in f32.
+        // Two roundings of the result, and two orders of summation of k products.
         let epsilon = match problem.out {
             DType::F16 => 2f64.powi(-10),
             DType::Bf16 => 2f64.powi(-7),
             _ if problem.precision == Precision::Tf32 => 2f64.powi(-10),
             _ => 0.0,
         };
-        let tolerance = epsilon + f64::from(problem.k).sqrt() * 2f64.powi(-22);
+        let sums = if problem.precision == Precision::F16Acc16 { -9 } else { -22 };
+        let tolerance = epsilon + f64::from(problem.k).sqrt() * 2f64.powi(sums);
         let len = problem.extents()[2];
         Output { handle: operands.out.clone(), dtype: problem.out, len, tolerance }
     }

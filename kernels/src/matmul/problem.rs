@@ -16,16 +16,19 @@ pub enum Precision {
     Tf32,
     F16,
     Bf16,
+    /// f16 storage; products are summed in f16, which GeForce cards do at twice the rate. Sums past
+    /// 65504 are infinite, and k products lose about √k roundings to 11 bits.
+    F16Acc16,
 }
 
 impl Precision {
-    pub const ALL: [Self; 4] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16];
+    pub const ALL: [Self; 5] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16, Self::F16Acc16];
 
     /// The type that operands and results are stored in.
     pub const fn storage(self) -> DType {
         match self {
             Self::F32 | Self::Tf32 => DType::F32,
-            Self::F16 => DType::F16,
+            Self::F16 | Self::F16Acc16 => DType::F16,
             Self::Bf16 => DType::Bf16,
         }
     }
@@ -35,13 +38,24 @@ impl Precision {
         match self {
             Self::F32 => DType::F32,
             Self::Tf32 => DType::Tf32,
-            Self::F16 => DType::F16,
+            Self::F16 | Self::F16Acc16 => DType::F16,
             Self::Bf16 => DType::Bf16,
         }
     }
 
+    /// The type that products are summed in.
+    pub const fn sums(self) -> DType {
+        match self {
+            Self::F16Acc16 => DType::F16,
+            _ => DType::F32,
+        }
+    }
+
     pub const fn name(self) -> &'static str {
-        self.instruction().name()
+        match self {
+            Self::F16Acc16 => "f16acc16",
+            _ => self.instruction().name(),
+        }
     }
 }
 

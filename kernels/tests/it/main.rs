@@ -92,6 +92,22 @@ fn a_precision_that_the_device_lacks_has_no_candidate() {
     assert!(Matmul::candidates(&without, &problem).is_empty());
 }
 
+/// f16 sums are asked for by name, and only matrix instructions have them.
+#[test]
+fn f16_sums_are_for_instructions_that_have_them() {
+    let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+    let problem =
+        MatmulProblem::dense(1, [64; 3], [Layout::Row; 2], Precision::F16Acc16).expect("valid");
+    let all = Matmul::candidates(&arch, &problem);
+    assert!(!all.is_empty() && all.iter().all(|c| matches!(c, MatmulConfig::Mma(_))), "{all:?}");
+    let mut without = arch.clone();
+    without.mma.retain(|shape| shape.acc != arch::DType::F16);
+    assert!(Matmul::candidates(&without, &problem).is_empty());
+    let f16 = MatmulProblem { precision: Precision::F16, ..problem };
+    let fma = Matmul::simplest(&arch, &f16).expect("any GPU has one");
+    assert!(Matmul::check(&arch, &problem, &fma).is_err(), "{fma:?} sums in f32");
+}
+
 #[test]
 fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");

@@ -60,6 +60,18 @@ fn problem() -> impl Strategy<Value = Matmul> {
     })
 }
 
+/// 2048 + 1 is halfway between two f16 and goes to the even one, every time; in f32 nothing is lost.
+#[test]
+fn naive_sums_are_rounded_to_their_format() -> Result<(), Error> {
+    let wide = Matmul::contiguous(&[], [1, 1, 5], Layout::Row, Layout::Row, DType::F16);
+    let (lhs, rhs) = ([2048.0, 1.0, 1.0, 1.0, 1.0], [1.0; 5]);
+    assert_eq!(wide.naive(&lhs, &rhs, NONE)?, [2052.0]);
+    let narrow = Matmul { sums: DType::F16, ..wide };
+    assert_eq!(narrow.naive(&lhs, &rhs, NONE)?, [2048.0]);
+    assert_eq!(narrow.run(&lhs, &rhs, NONE)?, [2052.0]);
+    Ok(())
+}
+
 #[test]
 fn an_epilogue_is_its_formula() -> Result<(), Error> {
     let matmul = Matmul::contiguous(&[], [1, 2, 1], Layout::Row, Layout::Row, DType::F32);
