@@ -270,6 +270,82 @@ impl Matmul {
         Ok(comparison)
     }
 
+    /// [`Matmul::check`] of groups: rows `offsets[g]..offsets[g + 1]` of lhs by matrix g of rhs, g being
+    /// the innermost batch axis. With a seed, of a sample of each group.
+    ///
+    /// # Shapes
+    /// lhs, out, gate, residual `[m, n]` or `[m, k]`; bias `[groups, n]`.
+    ///
+    /// # Errors
+    /// As [`Matmul::check`]; offsets that are not the groups'.
+    pub fn check_groups(
+        &self,
+        offsets: &[usize],
+        seed: Option<u64>,
+        lhs: &[f32],
+        rhs: &[f32],
+        epilogue: Epilogue<'_>,
+        out: &[f32],
+    ) -> Result<Comparison, Error> {
+        let (groups, size) = (self.batches(), self.m * self.n);
+        for (what, need, have) in [
+            ("offsets", groups + 1, offsets.len()),
+            ("out", size, out.len()),
+            ("bias", groups * self.n, epilogue.bias.map_or(groups * self.n, <[f32]>::len)),
+            ("gate", size, epilogue.gate.map_or(size, <[f32]>::len)),
+            ("residual", size, epilogue.residual.map_or(size, <[f32]>::len)),
+        ] {
+            if need != have {
+                return Err(Error::Length { what, need, have });
+            }
+        }
+        let (mut reference, mut naive) = (Vec::new(), Vec::new());
+        let (mut picked, mut indices) = (Vec::new(), Vec::new());
+        for (group, rows) in offsets.windows(2).enumerate() {
+            let (first, end) = (rows[0], rows[1]);
+            if first > end || end > self.m {
+                return Err(Error::OutOfRange {
+                    what: "offset",
+                    index: first.max(end),
+                    len: self.m,
+                });
+            }
+            let alone = |strides: &Strides| Strides { batch: Vec::new(), ..strides.clone() };
+            let part = Self {
+                batch: Vec::new(),
+                m: end - first,
+                lhs: alone(&self.lhs),
+                rhs: alone(&self.rhs),
+                ..self.clone()
+            };
+            if part.m == 0 {
+                continue;
+            }
+            let cells = first * self.n..end * self.n;
+            let lhs = &lhs[(first * self.lhs.row).min(lhs.len())..];
+            let rhs = &rhs[self.rhs.base(&self.batch, group).min(rhs.len())..];
+            let epilogue = Epilogue {
+                bias: epilogue.bias.map(|bias| &bias[group * self.n..][..self.n]),
+                gate: epilogue.gate.map(|gate| &gate[cells.clone()]),
+                residual: epilogue.residual.map(|residual| &residual[cells.clone()]),
+                ..epilogue
+            };
+            let sample = match seed {
+                Some(seed) => part.sample_within(seed + group as u64, Self::BUDGET / groups),
+                None => part.everything(),
+            };
+            reference.extend(part.run_at(&sample, lhs, rhs, epilogue)?);
+            naive.extend(part.naive_at(&sample, lhs, rhs, epilogue)?);
+            for index in part.indices(&sample).map(|i| i + cells.start) {
+                indices.push(index);
+                picked.push(out[index]);
+            }
+        }
+        let mut comparison = compare(&picked, &reference, &naive, self.out_dtype)?;
+        comparison.worst_index = comparison.worst_index.map(|i| indices[i]);
+        Ok(comparison)
+    }
+
     /// All of the output.
     pub fn everything(&self) -> Sample {
         Sample {

@@ -211,6 +211,9 @@ const HOPELESS: f64 = 3.0;
 /// them once, and twice.
 fn cuts(arch: &ArchProfile, problem: &MatmulProblem, config: MatmulConfig) -> Vec<MatmulConfig> {
     let MatmulConfig::Mma(c) = config else { return vec![config] };
+    if problem.grouped {
+        return vec![config];
+    }
     let blocks = blocks(problem, c.tile_m, c.tile_n);
     let room = u64::from(arch.processors.unwrap_or(1) * c.resident(arch, problem.precision));
     // Fewer than four tiles a part would not fill the ring of stages.
@@ -229,9 +232,14 @@ fn cuts(arch: &ArchProfile, problem: &MatmulProblem, config: MatmulConfig) -> Ve
     parts.into_iter().map(|parts| MatmulConfig::Mma(MmaConfig { parts, ..c })).collect()
 }
 
-/// Blocks of C in all batches.
+/// Blocks of C in all batches, and in groups as if they were even.
 fn blocks(problem: &MatmulProblem, tile_m: u32, tile_n: u32) -> u64 {
-    u64::from(problem.m.div_ceil(tile_m)) * u64::from(problem.n.div_ceil(tile_n)) * problem.batch()
+    let m = if problem.grouped {
+        u64::from(problem.m).div_ceil(problem.batch())
+    } else {
+        u64::from(problem.m)
+    };
+    m.div_ceil(u64::from(tile_m)) * u64::from(problem.n.div_ceil(tile_n)) * problem.batch()
 }
 
 /// Relative cost of covering the problem with whole tiles on whole waves, ignoring what only a
@@ -308,6 +316,9 @@ pub(super) fn check(
     if precision.sums() == DType::F16 && !matches!(config, MatmulConfig::Mma(_)) {
         return Err(lacks("f16 sums but in matrix instructions".into()));
     }
+    if problem.grouped && problem.batch_slices(arch.backend).len() > 1 {
+        return Err(lacks(format!("{} groups in one launch", problem.batch())));
+    }
     match config {
         MatmulConfig::Mma(c) => check_mma(arch, problem, c),
         MatmulConfig::Cube(c) => check_cube(arch, problem, c),
@@ -372,6 +383,9 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     }
     if c.parts > 1 && problem.batch_slices(arch.backend).len() > 1 {
         return Err(shape("parts", c.parts, "partial sums hold the batches of one launch"));
+    }
+    if c.parts > 1 && problem.grouped {
+        return Err(shape("parts", c.parts, "groups fill the device as they are"));
     }
     let tiles_k = problem.k.div_ceil(c.tile_k);
     if (c.parts - 1) * c.part_tiles(problem.k) >= tiles_k {
@@ -548,7 +562,10 @@ impl Plan {
         let (lhs, rhs) = (problem.lhs.layout, problem.rhs.layout);
         let (lhs_rows, rhs_rows) = (lhs == Layout::Row, rhs == Layout::Row);
         let exact = |tile_m, tile_n, tile_k| {
-            problem.m % tile_m == 0 && problem.n % tile_n == 0 && problem.k % tile_k == 0
+            !problem.grouped
+                && problem.m % tile_m == 0
+                && problem.n % tile_n == 0
+                && problem.k % tile_k == 0
         };
         match *config {
             MatmulConfig::Mma(c) => {
@@ -673,10 +690,15 @@ impl Plan {
     }
 
     pub(super) fn cubes(&self, problem: &MatmulProblem, batch: u32, parts: u32) -> CubeCount {
-        let tiles = problem.m.div_ceil(self.tile.0) * problem.n.div_ceil(self.tile.1);
+        let (rows, cols) = (problem.m.div_ceil(self.tile.0), problem.n.div_ceil(self.tile.1));
+        let tiles = rows * cols;
         match self.streams {
             Some(streams) => {
-                let items = u64::from(tiles) * u64::from(parts) * u64::from(batch);
+                let items = match problem.grouped {
+                    // Each group may have one block that is not full; the kernel counts them.
+                    true => u64::from(rows + batch) * u64::from(cols),
+                    false => u64::from(tiles) * u64::from(parts) * u64::from(batch),
+                };
                 CubeCount::Static(items.min(u64::from(streams)) as u32, 1, 1)
             }
             None => {

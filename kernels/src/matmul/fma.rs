@@ -191,13 +191,19 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let unit = UNIT_POS;
     let (group, lane) = (unit / 32, unit % 32);
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
-    let (row0, col0) = (block_m * tile_m, block_n * tile_n);
+    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let columns = dims.columns(CUBE_POS_Y);
+    let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
+    if comptime!(dims.grouped) && row0 >= row_end {
+        // The grid has as many blocks for a group as the whole of lhs has.
+        terminate!();
+    }
     let (start_lhs, start_rhs, start_out) = dims.batch(CUBE_POS_Y as usize);
     let from_lhs = Source {
         start: start_lhs,
         stride: dims.lhs_stride,
         outer: row0,
-        outer_end: dims.m,
+        outer_end: row_end,
         k_end: dims.k,
     };
     let from_rhs = Source {
@@ -240,7 +246,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     #[unroll]
     for i in 0..own_m {
         let row = row0 + unit_m + comptime!(plan.lhs.nth(i as u32, width_lhs));
-        if comptime!(plan.exact) || row < dims.m {
+        if comptime!(plan.exact) || row < row_end {
             let (first, end) = (start_out + row as usize * dims.out_stride, out.len());
             let first = first + (col0 + unit_n) as usize;
             // Results of a row at constant distances: one address, which is what registers are left for.
@@ -252,7 +258,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 if comptime!(plan.exact) || col < dims.n {
                     let far = comptime!(far as usize);
                     let sum = acc[comptime!(i * own_n + j)];
-                    let value = finish.one(sum, first + far, col, dims.n);
+                    let value = finish.one(sum, first + far, col, &columns);
                     line[far] = Vector::new(E::cast_from(value));
                 }
             }

@@ -156,6 +156,8 @@ impl TileShape {
 struct Item {
     row: u32,
     col: u32,
+    /// The first row past those of the batch.
+    row_end: u32,
     /// First k, and tiles from there.
     k: u32,
     tiles: u32,
@@ -163,23 +165,64 @@ struct Item {
     part: u32,
 }
 
-/// Item `id` of the launch. Neighbouring items are neighbouring blocks over the same k.
-#[cube]
-fn item(dims: &Dims, id: u32, #[comptime] config: MmaConfig) -> Item {
-    let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
-    let blocks = dims.m.div_ceil(tile_m) * dims.n.div_ceil(tile_n);
-    let (slice, block) = (id / blocks, id % blocks);
-    let (block_m, block_n) = block_of(dims, block, tile_m, tile_n);
-    let (batch, part) = (slice / dims.parts, slice % dims.parts);
-    let first = part * dims.part_tiles;
-    let tiles = min(dims.k.div_ceil(tile_k) - first, dims.part_tiles);
-    Item { row: block_m * tile_m, col: block_n * tile_n, k: first * tile_k, tiles, batch, part }
+/// What there is to do: blocks in each product, and products. Groups are one product, whose block rows
+/// are theirs one after the other.
+#[derive(CubeType)]
+struct Work {
+    rows: u32,
+    cols: u32,
+    slices: u32,
 }
 
-/// How many items a launch has.
 #[cube]
-fn items_of(dims: &Dims, #[comptime] config: MmaConfig) -> u32 {
-    dims.m.div_ceil(config.tile_m) * dims.n.div_ceil(config.tile_n) * dims.parts * dims.batches
+impl Work {
+    fn of(dims: &Dims, #[comptime] config: MmaConfig) -> Work {
+        let mut rows = dims.m.div_ceil(config.tile_m);
+        let mut slices = dims.parts * dims.batches;
+        if comptime!(dims.grouped) {
+            rows = 0u32.runtime();
+            slices = 1u32.runtime();
+            for group in 0..dims.batches {
+                rows += block_rows(dims, group, config);
+            }
+        }
+        Work { rows, cols: dims.n.div_ceil(config.tile_n), slices }
+    }
+
+    fn items(&self) -> u32 {
+        self.rows * self.cols * self.slices
+    }
+
+    /// Item `id`. Neighbouring items are neighbouring blocks over the same k.
+    fn item(&self, dims: &Dims, id: u32, #[comptime] config: MmaConfig) -> Item {
+        let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
+        let blocks = self.rows * self.cols;
+        let (slice, block) = (id / blocks, id % blocks);
+        let (block_m, block_n) = block_of(self.rows, self.cols, block);
+        let (mut block_m, mut batch) = (block_m, slice / dims.parts);
+        if comptime!(dims.grouped) {
+            // There is such a group, because the block is one of those that were counted.
+            let mut here = block_rows(dims, batch, config);
+            while block_m >= here {
+                block_m -= here;
+                batch += 1;
+                here = block_rows(dims, batch, config);
+            }
+        }
+        let part = slice % dims.parts;
+        let first = part * dims.part_tiles;
+        let tiles = min(dims.k.div_ceil(tile_k) - first, dims.part_tiles);
+        let (row0, row_end) = dims.rows(batch);
+        let (row, col) = (row0 + block_m * tile_m, block_n * tile_n);
+        Item { row, col, row_end, k: first * tile_k, tiles, batch, part }
+    }
+}
+
+/// Block rows of group `group`.
+#[cube]
+fn block_rows(dims: &Dims, group: u32, #[comptime] config: MmaConfig) -> u32 {
+    let (first, end) = dims.rows(group);
+    (max(first, end) - first).div_ceil(config.tile_m)
 }
 
 #[cube]
@@ -236,7 +279,8 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
         dims,
         plan,
     );
-    copies.aim(dims, CUBE_POS_X, plan);
+    let work = Work::of(dims, config);
+    copies.aim(dims, &work, CUBE_POS_X, plan);
     copies.take_next();
     #[unroll]
     for _ in 0..comptime!(stages - 1) {
@@ -249,11 +293,11 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     lanes.load_lhs::<I>(read, &mut a, 0u32, 0usize, plan);
     lanes.load_rhs::<I>(read, &mut b, 0u32, 0usize, plan);
 
-    let items = items_of(dims, config);
+    let items = work.items();
     let mut id = CUBE_POS_X;
     while id < items {
-        let now = item(dims, id, config);
-        copies.aim(dims, id + CUBE_COUNT_X, plan);
+        let now = work.item(dims, id, config);
+        copies.aim(dims, &work, id + CUBE_COUNT_X, plan);
         for _ in 0..now.tiles {
             #[unroll]
             for step in 0..steps {
@@ -295,13 +339,12 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
             }
         }
         let (row, col) = (now.row + part_m, now.col + part_n);
-        let matrix = dims.m as usize * dims.n as usize;
         if comptime!(plan.partial) {
+            let matrix = dims.m as usize * dims.n as usize;
             let start = (now.part * dims.batches + now.batch) as usize * matrix;
             store_sums::<NC, NP>(partials, &acc, start, row, col, lane, dims, plan);
         } else {
-            let start = dims.out_start + now.batch as usize * matrix;
-            store::<F, E, NC, NO>(out, finish, &acc, start, row, col, lane, dims, plan);
+            store::<F, E, NC, NO>(out, finish, &acc, &now, row, col, lane, dims, plan);
         }
         acc.clear(comptime!(frags_m * frags_n * 2), plan);
         id += CUBE_COUNT_X;
@@ -584,9 +627,9 @@ impl Copies {
     }
 
     /// Makes item `id` the next one, if there is such an item.
-    fn aim(&self, dims: &Dims, id: u32, #[comptime] plan: MmaPlan) {
-        if id < items_of(dims, plan.config) {
-            let item = item(dims, id, plan.config);
+    fn aim(&self, dims: &Dims, work: &Work, id: u32, #[comptime] plan: MmaPlan) {
+        if id < work.items() {
+            let item = work.item(dims, id, plan.config);
             let (start_lhs, start_rhs, _) = dims.batch(item.batch as usize);
             let (row, col, k) = (item.row as usize, item.col as usize, item.k as usize);
             let lhs = if comptime!(plan.lhs.shape.transposed) {
@@ -605,7 +648,7 @@ impl Copies {
             self.next.lhs.store(lhs + self.lhs.start(self.lhs_line, plan.lhs));
             self.next.rhs.store(rhs + self.rhs.start(self.rhs_line, plan.rhs));
             self.next.tiles.store(item.tiles);
-            self.next.rows.store(dims.m - item.row);
+            self.next.rows.store(item.row_end - item.row);
             self.next.cols.store(dims.n - item.col);
             self.next.depth.store(dims.k - item.k);
         }
@@ -653,7 +696,7 @@ impl Copies {
 }
 
 /// Stores a plane's part: whole quads as 16-byte vectors where the result has those, else the pairs
-/// that a unit holds. `start` is the matrix's first element.
+/// that a unit holds.
 ///
 /// A fragment is 16 x 8; a unit holds columns `2 * (lane % 4)` and `+ 1` of rows `lane / 4` and `+ 8`.
 #[cube]
@@ -662,7 +705,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
     acc: &Sums<NC>,
-    start: usize,
+    item: &Item,
     row: u32,
     col: u32,
     lane: u32,
@@ -673,11 +716,13 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
     let frags_n = comptime!(wn as usize / 8);
     let width = NO::value();
     let exact = comptime!(plan.exact);
+    let (_, _, start) = dims.batch(item.batch as usize);
+    let columns = dims.columns(item.batch);
     #[unroll]
     for i in 0..comptime!(wm as usize / 8) {
         let row = row + comptime!(8 * i as u32) + lane / 4;
         let line = start + row as usize * dims.n as usize;
-        if comptime!(exact) || row < dims.m {
+        if comptime!(exact) || row < item.row_end {
             let (fragment, half) = comptime!((i / 2 * frags_n, i % 2));
             if comptime!(width == 8) {
                 #[unroll]
@@ -691,7 +736,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                     for j in 0..4usize {
                         let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
                         let sum = acc.pair(comptime!(fragment + 4 * quad + j), half, plan);
-                        let value = finish.activate::<NC>(sum, left, dims.n);
+                        let value = finish.activate::<NC>(sum, left, &columns);
                         let value = others.join::<E, NC>(value, j);
                         words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(value));
                     }
@@ -713,7 +758,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                     if comptime!(width == 2) {
                         if comptime!(exact) || left < dims.n {
                             let at = (line + left as usize) / 2;
-                            let value = finish.activate::<NC>(sum, left, dims.n);
+                            let value = finish.activate::<NC>(sum, left, &columns);
                             out[at] = Vector::cast_from(finish.join::<NC>(value, at));
                         }
                     } else {
@@ -722,7 +767,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                             let col = left + comptime!(e as u32);
                             if comptime!(exact) || col < dims.n {
                                 let at = line + col as usize;
-                                let value = finish.one(sum.extract(e), at, col, dims.n);
+                                let value = finish.one(sum.extract(e), at, col, &columns);
                                 out[at] = Vector::new(E::cast_from(value));
                             }
                         }

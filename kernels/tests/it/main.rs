@@ -150,7 +150,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
 
 /// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.
 #[test]
-fn every_epilogue_is_another_program() {
+fn every_epilogue_is_another_program_and_so_are_groups() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
     let client = device.client();
     let (properties, target) = (client.properties_shared(), client.target_properties_shared());
@@ -171,5 +171,8 @@ fn every_epilogue_is_another_program() {
             }
         }
     }
-    assert_eq!(hashes.len(), count);
+    let grouped = MatmulProblem::grouped(2, [8; 3], Layout::Row, Precision::F32).expect("valid");
+    let program = Matmul::program(device.profile(), &grouped, &config, &properties, &target);
+    hashes.insert(program.id().stable_hash());
+    assert_eq!(hashes.len(), count + 1);
 }
