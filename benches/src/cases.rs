@@ -1,13 +1,16 @@
 //! What is measured: suites of cases, sized for what runs them.
 
-use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use anyhow::{Context, bail};
-use kernels::matmul::{Layout, MatmulProblem, Precision};
+use arch::DType;
+use kernels::attention::{Attention, AttentionProblem};
+use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
 use models::Fusion;
 use models::shapes::LLAMA_3_8B;
-use serde_json::Value;
+use tune::Kernel;
+
+use crate::family::Family;
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,83 +43,78 @@ pub(crate) enum Scale {
     Host,
 }
 
+/// What a case computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Problem {
+    Matmul(MatmulProblem),
+    Attention(AttentionProblem),
+}
+
 /// One case.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Case {
-    pub(crate) problem: MatmulProblem,
-    /// Whether Burn's own op runs beside it; its first call on a GPU tunes for up to 40 s.
+    pub(crate) problem: Problem,
+    /// Whether Burn's own op and cubek's run beside it; Burn's first call on a GPU tunes for up to 40 s.
     pub(crate) peer: bool,
 }
 
 impl Case {
-    pub(crate) fn params(&self) -> BTreeMap<String, Value> {
-        matmul_params(&self.problem)
-    }
-
     pub(crate) fn name(&self) -> String {
-        record::case_name("matmul", &self.params())
+        match &self.problem {
+            Problem::Matmul(p) => record::case_name(Matmul::NAME, &Matmul::params(p)),
+            Problem::Attention(p) => record::case_name(Attention::NAME, &Attention::params(p)),
+        }
     }
-}
-
-/// A matmul's parameters as records hold them.
-pub(crate) fn matmul_params(p: &MatmulProblem) -> BTreeMap<String, Value> {
-    let mut params = BTreeMap::from([
-        ("m".to_owned(), p.m.into()),
-        ("n".to_owned(), p.n.into()),
-        ("k".to_owned(), p.k.into()),
-        ("dtype".to_owned(), p.precision.name().into()),
-        ("lhs".to_owned(), p.lhs.layout.name().into()),
-        ("rhs".to_owned(), p.rhs.layout.name().into()),
-    ]);
-    if p.batch() > 1 {
-        params.insert("batch".to_owned(), p.batch().into());
-    }
-    if p.out != p.precision.storage() {
-        params.insert("out".to_owned(), p.out.name().into());
-    }
-    let epilogue = p.epilogue.names();
-    if !epilogue.is_empty() {
-        params.insert("epilogue".to_owned(), epilogue.join("+").into());
-    }
-    params
 }
 
 const ROWS: [Layout; 2] = [Layout::Row, Layout::Row];
 /// A linear layer: the weight is `[n, k]`.
 const LINEAR: [Layout; 2] = [Layout::Row, Layout::Col];
 
-/// The cases of `suite` whose name contains `filter`.
+/// The cases of `suite` whose name contains `filter`; none where it names cases of the other scale only.
 ///
 /// # Errors
-/// A filter that matches nothing.
+/// A filter that matches no case of either.
 pub(crate) fn select(
     suite: Suite,
     scale: Scale,
     filter: Option<&str>,
 ) -> anyhow::Result<Vec<Case>> {
-    let mut cases = all(suite, scale)?;
     if let Some(filter) = filter {
-        cases.retain(|c| c.name().contains(filter));
-        if cases.is_empty() {
-            bail!(
-                "no case of this suite matches `{filter}`\nhint: names look like `{}`",
-                all(suite, scale)?.first().map(Case::name).unwrap_or_default()
-            );
-        }
+        check_filter(suite, filter)?;
     }
+    let mut cases = all(suite, scale)?;
+    cases.retain(|c| filter.is_none_or(|f| c.name().contains(f)));
     Ok(cases)
 }
 
+/// Refuses a filter that matches no case of the suite, for a GPU or for a CPU, and no ceiling.
+fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
+    let names = names(suite)?;
+    if names.iter().any(|name| name.contains(filter)) {
+        return Ok(());
+    }
+    let known = names.first().map(String::as_str).unwrap_or_default();
+    bail!("no case of this suite matches `{filter}`\nhint: names look like `{known}`")
+}
+
 fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
-    use Precision::{Bf16, F16, F32, Tf32};
+    use Precision::{Bf16, F16, F16Acc16, F32, Tf32};
     let mut cases = Vec::new();
     let mut add = |batch, sizes, layouts, precision, peer| -> anyhow::Result<()> {
         let problem = MatmulProblem::dense(batch, sizes, layouts, precision)
             .context("a case of the suite is invalid")?;
+        let problem = Problem::Matmul(problem);
         if !cases.iter().any(|c: &Case| c.problem == problem) {
             cases.push(Case { problem, peer });
         }
         Ok(())
+    };
+    // Adapters of a linear layer, each for rows of its own.
+    let grouped = |groups, sizes, precision| -> anyhow::Result<Case> {
+        let problem = MatmulProblem::grouped(groups, sizes, LINEAR[1], precision)
+            .context("a case of the suite is invalid")?;
+        Ok(Case { problem: Problem::Matmul(problem), peer: false })
     };
     match (scale, suite) {
         (Scale::Host, Suite::Quick) => {
@@ -141,6 +139,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             for precision in [Bf16, F16, Tf32, F32] {
                 add(1, [4096; 3], LINEAR, precision, precision == Bf16)?;
             }
+            add(1, [4096; 3], LINEAR, F16Acc16, false)?;
             add(1, [4096; 3], ROWS, Bf16, true)?;
             add(1, [512, 4096, 4096], LINEAR, Bf16, true)?;
             add(1, [1, 14336, 4096], LINEAR, Bf16, true)?;
@@ -156,6 +155,9 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                 }
             }
             for layouts in [ROWS, LINEAR] {
+                for size in [4096, 8192] {
+                    add(1, [size; 3], layouts, F16Acc16, false)?;
+                }
                 add(1, [512, 4096, 4096], layouts, Bf16, layouts == LINEAR)?;
                 for m in [1, 8, 64] {
                     add(1, [m, 14336, 4096], layouts, Bf16, m < 64 && layouts == LINEAR)?;
@@ -177,23 +179,84 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             }
         }
     }
+    cases.push(match scale {
+        Scale::Gpu => grouped(8, [4096; 3], Bf16)?,
+        Scale::Host => grouped(4, [512; 3], F32)?,
+    });
+    cases.extend(attentions(suite, scale)?);
     Ok(cases)
 }
 
-/// Prints the names of a suite's cases, those for a GPU and those for a CPU.
-pub(crate) fn list(suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
+fn attentions(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let mut add = |batch, heads, seq: u32, head_dim, dtype, causal, peer| -> anyhow::Result<()> {
+        let problem = AttentionProblem::dense(batch, heads, [seq; 2], head_dim, dtype)
+            .context("a case of the suite is invalid")?;
+        let problem = Problem::Attention(AttentionProblem { causal, ..problem });
+        cases.push(Case { problem, peer });
+        Ok(())
+    };
+    let (full, causal) = (false, true);
+    match scale {
+        Scale::Host => {
+            add(1, [4, 4], 256, 64, DType::F32, full, true)?;
+            add(1, [4, 4], 256, 64, DType::F32, causal, true)?;
+            if suite != Suite::Quick {
+                add(1, [8, 2], 512, 128, DType::F32, causal, false)?;
+                add(1, [4, 4], 256, 64, DType::Bf16, causal, false)?;
+            }
+        }
+        Scale::Gpu => {
+            // Burn's attention tunes for minutes a shape: beside one of them, in the longer suites.
+            let beside = suite != Suite::Quick;
+            add(4, [16, 16], 4096, 128, DType::Bf16, full, beside)?;
+            add(4, [16, 16], 4096, 128, DType::Bf16, causal, false)?;
+            add(4, [16, 16], 2048, 64, DType::Bf16, causal, false)?;
+            if suite != Suite::Quick {
+                add(4, [16, 16], 4096, 128, DType::F16, full, false)?;
+                add(4, [16, 16], 2048, 64, DType::Bf16, full, false)?;
+                add(4, [32, 8], 4096, 128, DType::Bf16, causal, false)?;
+                add(1, [32, 8], 512, 128, DType::Bf16, causal, false)?;
+                add(1, [32, 8], 16384, 128, DType::Bf16, causal, false)?;
+                add(4, [16, 16], 4096, 80, DType::Bf16, causal, false)?;
+                add(4, [16, 16], 2048, 256, DType::Bf16, causal, false)?;
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// The names of a suite's cases, those for a GPU, those for a CPU and the ceilings, in order.
+fn names(suite: Suite) -> anyhow::Result<Vec<String>> {
     let (gpu, host) = (all(suite, Scale::Gpu)?, all(suite, Scale::Host)?);
     let mut names: Vec<_> = gpu.iter().chain(&host).map(Case::name).collect();
     names.extend(crate::run::CEILINGS.map(str::to_owned));
     names.sort();
     names.dedup();
+    Ok(names)
+}
+
+/// Prints the names of a suite's cases.
+pub(crate) fn list(suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
     if let Some(filter) = filter {
-        let known = names.first().cloned().unwrap_or_default();
-        names.retain(|n| n.contains(filter));
-        if names.is_empty() {
-            bail!("no case of this suite matches `{filter}`\nhint: names look like `{known}`");
-        }
+        check_filter(suite, filter)?;
     }
-    names.iter().for_each(|n| println!("{n}"));
+    let shown = names(suite)?.into_iter().filter(|n| filter.is_none_or(|f| n.contains(f)));
+    shown.for_each(|n| println!("{n}"));
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filter_for_gpus_selects_nothing_on_a_cpu_and_is_no_mistake() {
+        let select = |scale, filter| select(Suite::Quick, scale, Some(filter)).map(|c| c.len());
+        assert!(matches!(select(Scale::Gpu, "14336x4096"), Ok(1..)));
+        assert!(matches!(select(Scale::Host, "14336x4096"), Ok(0)));
+        assert!(matches!(select(Scale::Host, "copy"), Ok(0)), "a ceiling");
+        let error = select(Scale::Host, "conv").expect_err("there is none").to_string();
+        assert!(error.contains("\nhint: names look like `"), "{error}");
+    }
 }

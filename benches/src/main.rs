@@ -3,6 +3,7 @@
 
 mod cases;
 mod emit;
+mod family;
 mod peers;
 mod provenance;
 mod run;
@@ -81,7 +82,7 @@ enum Command {
         /// What a case without a known config gets: frozen, default or measure
         #[arg(long, default_value = "measure")]
         policy: Policy,
-        /// Leave out Burn's ops, whose first call of a shape tunes for up to 40 s on a GPU
+        /// Leave out cubek's ops and Burn's, whose first call of a shape tunes for up to 40 s on a GPU
         #[arg(long)]
         no_peers: bool,
         /// Also measure torch, with this Python, which needs torch, triton and CUDA
@@ -101,18 +102,18 @@ enum Command {
         target: Target,
         #[arg(long)]
         filter: Option<String>,
-        /// Also check every candidate config, not only the default one
+        /// Also check every candidate config, not only the default and the measured ones
         #[arg(long)]
         configs: bool,
     },
-    /// Compile every config for sm_89, sm_90 and sm_120 without a GPU and report what it uses
+    /// Compile every config and code path for sm_89, sm_90 and sm_120 without a GPU and report what it uses
     Targets {
         /// Folder of a CUDA 13 toolkit: bin/ptxas, include/, and NVRTC for the dynamic linker
         #[arg(long)]
         cuda_home: PathBuf,
         #[arg(long)]
         json: bool,
-        /// Only instances whose `target precision layouts config` contains this
+        /// Only instances whose `target precision layouts sizes config` contains this
         #[arg(long)]
         filter: Option<String>,
         /// Keep CUDA C++, PTX and machine code in this folder
@@ -129,7 +130,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match cli.command {
         Command::Run { target, suite, filter, policy, no_peers, torch } => {
-            let peers = run::Peers { burn: !no_peers, torch };
+            let peers = run::Peers { rust: !no_peers, torch };
             run::run(&target, suite, filter.as_deref(), policy, &peers)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),

@@ -3,24 +3,28 @@
 use std::collections::BTreeMap;
 
 use arch::{Backend, Device};
+use kernels::attention::Attention;
 use kernels::ceiling::{self, Multiply};
-use kernels::matmul::{Matmul, MatmulProblem, Precision};
+use kernels::matmul::{Matmul, Precision};
 use record::{Line, Record, SCHEMA, Summary};
 use serde_json::Value;
-use tune::timing::{self, Effort, Timing};
-use tune::{Cost, Kernel, Policy, TuneError, Tuner};
+use tune::timing::{self, Effort, Timing, TimingError};
+use tune::{Cost, Policy, TuneError, Tuner};
 
-use crate::cases::{self, Case, Scale, Suite};
+use crate::cases::{self, Case, Problem, Scale, Suite};
 use crate::emit::emit;
+use crate::family::Family;
 use crate::torch::Torch;
-use crate::{Target, peers, provenance, tuning};
+use crate::{Target, provenance, tuning};
 
 /// Names of the ceilings, as a filter sees them.
-pub(crate) const CEILINGS: [&str; 5] = ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16"];
+pub(crate) const CEILINGS: [&str; 6] =
+    ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16", "mma f16acc16"];
 
 /// Whom to measure beside us.
 pub(crate) struct Peers {
-    pub(crate) burn: bool,
+    /// Burn, and cubek where it is a contender.
+    pub(crate) rust: bool,
     /// A Python that has torch.
     pub(crate) torch: Option<String>,
 }
@@ -40,10 +44,15 @@ pub(crate) fn run(
     let scale = if host { Scale::Host } else { Scale::Gpu };
     let ceilings = |name: &str| filter.is_none_or(|f| name.contains(f));
     let ceiling = filter.is_some_and(|f| CEILINGS.iter().any(|name| name.contains(f)));
-    let matmuls = match cases::select(suite, scale, filter) {
-        Err(_) if ceiling => Vec::new(),
-        selected => selected?,
-    };
+    let matmuls = cases::select(suite, scale, filter)?;
+    if let (true, false, Some(filter)) = (matmuls.is_empty(), ceiling, filter) {
+        // It names cases of another backend, which a run over several goes on to.
+        emit(&Line::Card(card))?;
+        emit(&Line::Plan { cases: 1 })?;
+        let reason = format!("no case for this device matches `{filter}`");
+        emit(&Line::Skip { case: "all cases".to_owned(), reason })?;
+        return Ok(true);
+    }
     let torch = match &peers.torch {
         Some(python) if device.backend() == Backend::Cuda => Some(Torch::start(python)?),
         Some(_) => {
@@ -53,7 +62,7 @@ pub(crate) fn run(
         None => None,
     };
     // From here on what fails is the device's doing, not the caller's.
-    match measure(&device, &mut card, matmuls, ceilings, policy, peers.burn, torch) {
+    match measure(&device, &mut card, matmuls, ceilings, policy, peers.rust, torch) {
         Ok(good) => Ok(good),
         Err(e) => {
             eprintln!("error: {e:#}");
@@ -68,7 +77,7 @@ fn measure(
     matmuls: Vec<Case>,
     shown: impl Fn(&str) -> bool,
     policy: Policy,
-    with_burn: bool,
+    with_rust: bool,
     mut torch: Option<Torch>,
 ) -> anyhow::Result<bool> {
     // The ceilings are always measured: every share is a share of them.
@@ -95,10 +104,14 @@ fn measure(
     };
     let mut good = true;
     for case in matmuls {
-        let case = Case { peer: case.peer && with_burn, ..case };
+        let case = Case { peer: case.peer && with_rust, ..case };
         emit(&Line::Begin { case: case.name() })?;
         let warned = tuner.cache.warnings().len();
-        let line = matmul(&mut tuner, &case, card, torch.as_mut())?;
+        let torch = torch.as_mut();
+        let line = match &case.problem {
+            Problem::Matmul(p) => one::<Matmul>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::Attention(p) => one::<Attention>(&mut tuner, p, case.peer, card, torch)?,
+        };
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
         emit(&line)?;
@@ -126,6 +139,7 @@ fn blank(card: &record::Card, op: &str, params: BTreeMap<String, Value>, cost: C
         gbps: None,
         share_of_ceiling: None,
         peers: BTreeMap::new(),
+        peer_clocks: BTreeMap::new(),
         max_err: None,
         tolerance: None,
         config: None,
@@ -182,19 +196,19 @@ fn measure_multiplies(device: &Device, card: &record::Card) -> anyhow::Result<Ve
     Ok(records)
 }
 
-fn matmul(
+/// Checks and times one case, and the `peers` if asked.
+fn one<K: Family>(
     tuner: &mut Tuner<'_>,
-    case: &Case,
+    problem: &K::Problem,
+    peers: bool,
     card: &record::Card,
     torch: Option<&mut Torch>,
 ) -> anyhow::Result<Line> {
-    let problem = &case.problem;
-    let cost = problem.cost();
-    let mut record = blank(card, "matmul", case.params(), cost);
-    let choice = match tuner.choose::<Matmul>(problem) {
+    let mut record = blank(card, K::NAME, K::params(problem), K::cost(problem));
+    let choice = match tuner.choose::<K>(problem) {
         Ok(choice) => choice,
         Err(e @ TuneError::Unsupported { .. }) => {
-            return Ok(Line::Skip { case: case.name(), reason: e.to_string() });
+            return Ok(Line::Skip { case: record.case(), reason: e.to_string() });
         }
         Err(e @ TuneError::Cache(_)) => return Err(e.into()),
         Err(e) => {
@@ -205,15 +219,15 @@ fn matmul(
     record.config = Some(serde_json::to_value(choice.config)?);
     record.config_source = Some(choice.source.to_string());
     let device = tuner.device;
-    let sets = tune::operand_sets::<Matmul>(device, problem);
-    let scratch = Matmul::scratch(device, problem, &choice.config);
+    let sets = tune::operand_sets::<K>(device, problem);
+    let scratch = K::scratch(device, problem, &choice.config);
     let launch = |i: usize| {
         let set = &sets[i % sets.len()];
-        Matmul::launch(device, problem, &choice.config, set, scratch.as_ref());
+        K::launch(device, problem, &choice.config, set, scratch.as_ref());
     };
-    tune::poison(device, &Matmul::output(problem, &sets[0]));
+    tune::poison(device, &K::output(problem, &sets[0]));
     launch(0);
-    match oracle::matmul::check_operands(device, problem, &sets[0], 7) {
+    match K::compare(device, problem, &sets[0], 7) {
         Ok(verdict) => {
             record.max_err = Some(verdict.comparison.max_err);
             record.tolerance = Some(verdict.comparison.tolerance);
@@ -231,14 +245,19 @@ fn matmul(
         Ok(timing) => record = timed(record, &timing),
         Err(e) => record.error = Some(e.to_string()),
     }
-    record.share_of_ceiling = share(&record, card, problem.precision);
+    record.share_of_ceiling = share(&record, card, K::unit(problem));
+    let beside = peers && record.error.is_none();
+    let mut figures = if beside { K::peers_on(device, problem, &sets) } else { Vec::new() };
     let n = sets.len();
     drop(sets);
-    if case.peer && record.error.is_none() {
-        add_peer(&mut record, device, problem, n);
+    if beside {
+        figures.extend(K::peers(device, problem, n));
+    }
+    for (name, outcome) in figures {
+        add_peer(&mut record, name, outcome);
     }
     if let (Some(torch), None) = (torch, &record.error) {
-        match torch.matmul(problem) {
+        match torch.measure(K::torch(problem), n) {
             Ok(ns) => drop(record.peers.insert("torch".to_owned(), ns)),
             Err(e) => eprintln!("{}: no figure of torch's: {e}", record.case()),
         }
@@ -246,22 +265,25 @@ fn matmul(
     Ok(Line::Record(record))
 }
 
-fn add_peer(record: &mut Record, device: &Device, problem: &MatmulProblem, sets: usize) {
-    match peers::matmul(device, problem, sets) {
-        Ok(ns) => {
-            record.peers.insert(peers::name(device.backend()).to_owned(), ns);
+fn add_peer(record: &mut Record, name: &str, outcome: Result<Timing, TimingError>) {
+    match outcome {
+        Ok(timing) => {
+            if timing.clock != record.clock {
+                record.peer_clocks.insert(name.to_owned(), timing.clock.to_owned());
+            }
+            record.peers.insert(name.to_owned(), timing.median_ns());
         }
-        Err(e) => eprintln!("{}: no figure of Burn's: {e}", record.case()),
+        Err(e) => eprintln!("{}: no figure of {name}'s: {e}", record.case()),
     }
 }
 
 /// Time at the tighter ceiling over time taken. Vulkan has no register-level ceiling to measure, so
 /// there only bandwidth counts, and a case bound by arithmetic has no share.
-fn share(record: &Record, card: &record::Card, precision: Precision) -> Option<f64> {
+fn share(record: &Record, card: &record::Card, precision: &str) -> Option<f64> {
     let median = record.median_ns?;
     let moving = record.bytes as f64 / card.copy_gbps?;
     // A CPU widens every precision and multiplies in f32.
-    let unit = if card.backend == "cpu" { "f32" } else { precision.name() };
+    let unit = if card.backend == "cpu" { "f32" } else { precision };
     let computing = match card.peak_tflops.get(unit) {
         Some(peak) => record.flops as f64 / (peak * 1e3),
         None if record.flops > 200 * record.bytes => return None,

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use offline::{Toolkit, sweep};
 
-/// Prints the sweep; false when a config spills or is too large.
+/// Prints the sweep; false when an instance failed.
 pub(crate) fn run(
     cuda_home: &Path,
     json: bool,
@@ -12,28 +12,32 @@ pub(crate) fn run(
     dump: Option<&Path>,
 ) -> anyhow::Result<bool> {
     if let Some(dir) = dump {
-        std::fs::create_dir_all(dir)?;
+        std::fs::create_dir_all(dir).map_err(|e| {
+            anyhow::anyhow!("cannot make {}: {e}\nhint: --dump names a folder", dir.display())
+        })?;
     }
     let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump)?;
     if rows.is_empty() && findings.is_empty() {
-        anyhow::bail!("no instance matches\nhint: names look like `rtx4090 bf16 row.col Mma(..)`");
+        anyhow::bail!(
+            "no instance matches\nhint: names look like `rtx4090 bf16 row.col 4096x4096x4096 Mma(..)`"
+        );
     }
     if json {
         println!("{}", serde_json::json!({ "rows": rows, "findings": findings }));
         return Ok(findings.is_empty());
     }
     println!(
-        "{:<8} {:<6} {:<13} {:>4} {:>6} {:>7} {:>5}  config",
+        "{:<8} {:<6} {:<34} {:>4} {:>6} {:>7} {:>5}  config",
         "target", "kernel", "instance", "regs", "spill", "shared", "cubes"
     );
     for r in &rows {
         println!(
-            "{:<8} {:<6} {:<13} {:>4} {:>6} {:>7} {:>5}  {}",
+            "{:<8} {:<6} {:<34} {:>4} {:>6} {:>7} {:>5}  {}",
             r.target,
             r.kernel,
             r.instance,
             r.usage.registers,
-            r.usage.spill_stores + r.usage.spill_loads,
+            r.usage.spilled(),
             r.usage.shared,
             r.occupancy,
             serde_json::to_string(&r.config)?,
@@ -48,6 +52,7 @@ pub(crate) fn run(
             f.what
         );
     }
-    println!("{} instances compiled, {} failed", rows.len(), findings.len());
+    let spill = rows.iter().filter(|r| r.usage.spilled() > 0).count();
+    println!("{} instances compiled, {spill} of them spill, {} failed", rows.len(), findings.len());
     Ok(findings.is_empty())
 }

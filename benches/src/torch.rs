@@ -4,9 +4,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, bail};
-use kernels::matmul::MatmulProblem;
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::Value;
 
 /// A running Python with torch.
 pub(crate) struct Torch {
@@ -47,20 +46,12 @@ impl Torch {
         Ok(torch)
     }
 
-    /// Median nanoseconds of torch's matmul on dense operands of `problem`.
+    /// Median nanoseconds of torch on `sets` sets of operands of `case`.
     ///
     /// # Errors
     /// torch's own.
-    pub(crate) fn matmul(&mut self, problem: &MatmulProblem) -> anyhow::Result<f64> {
-        let case = json!({
-            "m": problem.m,
-            "n": problem.n,
-            "k": problem.k,
-            "batch": problem.batch(),
-            "dtype": problem.precision.name(),
-            "lhs": problem.lhs.layout.name(),
-            "rhs": problem.rhs.layout.name(),
-        });
+    pub(crate) fn measure(&mut self, mut case: Value, sets: usize) -> anyhow::Result<f64> {
+        case["sets"] = sets.into();
         writeln!(self.input, "{case}").context("torch has gone away")?;
         match self.answer()? {
             Answer { ns: Some(ns), .. } => Ok(ns),

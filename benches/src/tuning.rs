@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use arch::Device;
 use clap::Subcommand;
-use kernels::matmul::{Matmul, MatmulConfig};
-use tune::{Entry, Policy, Source, TuneCache, Tuner};
+use kernels::attention::Attention;
+use kernels::matmul::Matmul;
+use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
-use crate::cases::{self, Scale, Suite};
+use crate::cases::{self, Case, Problem, Scale, Suite};
 use crate::{Target, provenance};
 
 /// Show, fill or merge the tune cache
@@ -68,7 +69,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
         Command::Try { target, suite, filter, configs } => {
             try_configs(&target, suite, filter.as_deref(), &configs)
         }
-        Command::Merge { files } => merge(&files),
+        Command::Merge { files } => merge(&mut open_cache()?, &files),
         Command::Path => {
             println!("{}", cache_path()?.display());
             Ok(true)
@@ -110,7 +111,9 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
     let mut text = format!("{key}\n  {source} {}: {}", us(entry.median_ns), entry.config);
     if let Some((ns, config)) = others.first() {
         let margin = 100.0 * (ns / entry.median_ns - 1.0);
-        text += &format!("\n  next {} (+{margin:.1}%): {config}", us(*ns));
+        // A simpler config, earlier in the list, stays when another is faster by this little.
+        let why = if *ns < entry.median_ns { ", too little to prefer it" } else { "" };
+        text += &format!("\n  next {} ({margin:+.1}%{why}): {config}", us(*ns));
     }
     for t in entry.timings.iter().filter(|t| t.error.is_some()) {
         text += &format!("\n  failed {}: {}", t.config, t.error.as_deref().unwrap_or_default());
@@ -127,23 +130,45 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
     let device = target.open()?;
     let mut tuner = tuner(&device)?;
     let mut good = true;
-    for case in cases::select(suite, scale(&device), filter)? {
-        match tuner.measure::<Matmul>(&case.problem) {
-            Ok(config) => println!("{}: {}", case.name(), serde_json::to_string(&config)?),
-            Err(e) => {
-                println!("{}: {e}", case.name());
-                good = false;
-            }
+    for case in select(&device, suite, filter)? {
+        match &case.problem {
+            Problem::Matmul(p) => good &= tune_one::<Matmul>(&mut tuner, p, &case)?,
+            Problem::Attention(p) => good &= tune_one::<Attention>(&mut tuner, p, &case)?,
         }
     }
     Ok(good)
 }
 
-fn scale(device: &Device) -> Scale {
-    match device.backend() {
+fn tune_one<K: Kernel>(
+    tuner: &mut Tuner<'_>,
+    problem: &K::Problem,
+    case: &Case,
+) -> anyhow::Result<bool> {
+    match tuner.measure::<K>(problem) {
+        Ok(config) => println!("{}: {}", case.name(), serde_json::to_string(&config)?),
+        Err(e) => {
+            println!("{}: {e}", case.name());
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The cases of `suite` for `device`; none is an error.
+fn select(device: &Device, suite: Suite, filter: Option<&str>) -> anyhow::Result<Vec<Case>> {
+    let scale = match device.backend() {
         arch::Backend::Cpu | arch::Backend::WebGpu => Scale::Host,
         _ => Scale::Gpu,
+    };
+    let selected = cases::select(suite, scale, filter)?;
+    if selected.is_empty() {
+        anyhow::bail!(
+            "no case for this device matches `{}`\nhint: `flashover-bench list` names the cases of a \
+             suite",
+            filter.unwrap_or_default()
+        );
     }
+    Ok(selected)
 }
 
 fn tuner(device: &Device) -> anyhow::Result<Tuner<'_>> {
@@ -166,52 +191,119 @@ fn try_configs(
     let text = std::fs::read_to_string(file).with_context(|| {
         format!("cannot read {}\nhint: --configs takes a file of configs", file.display())
     })?;
-    let configs: Vec<MatmulConfig> = text
-        .lines()
-        .filter(|line| !line.trim().is_empty())
-        .map(|line| {
-            serde_json::from_str(line).with_context(|| {
-                format!("no config: {line}\nhint: `tune show` prints configs as they are read")
-            })
-        })
-        .collect::<anyhow::Result<_>>()?;
     let device = target.open()?;
     let tuner = tuner(&device)?;
     let mut good = true;
-    for case in cases::select(suite, scale(&device), filter)? {
+    for case in select(&device, suite, filter)? {
         println!("{}", case.name());
-        let cost = case.problem.cost();
-        for (config, outcome) in tuner.time::<Matmul>(&case.problem, configs.clone()) {
-            let config = serde_json::to_string(&config)?;
-            match outcome {
-                Ok(ns) => println!(
-                    "  {:9.1} us {:7.1} TFLOP/s {:7.0} GB/s  {config}",
-                    ns / 1e3,
-                    cost.flops as f64 / ns / 1e3,
-                    cost.bytes as f64 / ns
-                ),
-                Err(why) => {
-                    println!("  {why}: {config}");
-                    good = false;
-                }
+        match &case.problem {
+            Problem::Matmul(p) => good &= try_one::<Matmul>(&tuner, p, &text)?,
+            Problem::Attention(p) => good &= try_one::<Attention>(&tuner, p, &text)?,
+        }
+    }
+    Ok(good)
+}
+
+/// Times the configs of `lines` on one problem; false when one of them failed.
+fn try_one<K: Kernel>(
+    tuner: &Tuner<'_>,
+    problem: &K::Problem,
+    lines: &str,
+) -> anyhow::Result<bool> {
+    let configs = lines.lines().filter(|line| !line.trim().is_empty()).map(|line| {
+        serde_json::from_str(line).with_context(|| {
+            format!(
+                "no config of {}: {line}\nhint: `tune show` prints configs as they are read",
+                K::NAME
+            )
+        })
+    });
+    let (cost, mut good) = (K::cost(problem), true);
+    for (config, outcome) in tuner.time::<K>(problem, configs.collect::<anyhow::Result<_>>()?) {
+        let config = serde_json::to_string(&config)?;
+        match outcome {
+            Ok(ns) => println!(
+                "  {:9.1} us {:7.1} TFLOP/s {:7.0} GB/s  {config}",
+                ns / 1e3,
+                cost.flops as f64 / ns / 1e3,
+                cost.bytes as f64 / ns
+            ),
+            Err(why) => {
+                println!("  {why}: {config}");
+                good = false;
             }
         }
     }
     Ok(good)
 }
 
-fn merge(files: &[PathBuf]) -> anyhow::Result<bool> {
+fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
     if files.is_empty() {
         anyhow::bail!("nothing to merge\nhint: name one or more cache files");
     }
-    let mut cache = open_cache()?;
-    let seen = cache.warnings().len();
     for file in files {
-        let text = std::fs::read_to_string(file)
-            .with_context(|| format!("cannot read {}", file.display()))?;
-        let taken = cache.merge_text(&text, &file.display().to_string())?;
-        println!("{}: {taken} results", file.display());
+        let name = file.display().to_string();
+        let text = std::fs::read_to_string(file).map_err(|e| {
+            anyhow::anyhow!(
+                "cannot read {name}: {e}\nhint: name cache files; `tune path` prints where one is kept"
+            )
+        })?;
+        let seen = cache.warnings().len();
+        let taken = cache.merge_text(&text, &name)?;
+        let ignored = &cache.warnings()[seen..];
+        if let (0, Some(first)) = (taken, ignored.first()) {
+            anyhow::bail!(
+                "nothing in {name} is a result, from line {} on: {}\nhint: name cache files of \
+                 this version",
+                first.line,
+                first.why
+            );
+        }
+        ignored.iter().for_each(|w| eprintln!("{w}"));
+        println!("{name}: {taken} results");
     }
-    cache.warnings().iter().skip(seen).for_each(|w| eprintln!("{w}"));
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use tune::Measured;
+
+    use super::*;
+
+    #[test]
+    fn a_file_without_a_result_is_refused() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let merged = |text: Option<&str>| {
+            let file = dir.path().join("tune.jsonl");
+            match text {
+                Some(text) => std::fs::write(&file, text).expect("written"),
+                None => assert!(!file.exists(), "not written yet"),
+            }
+            merge(&mut TuneCache::shipped(), &[file]).map_err(|e| format!("{e:#}"))
+        };
+        for damaged in [None, Some("not JSON\n"), Some("{\"format\":99}\n")] {
+            let text = merged(damaged).expect_err("no result in it");
+            assert!(text.contains("\nhint: "), "{text}");
+        }
+        let shipped = TuneCache::shipped();
+        let (entry, _) = shipped.entries().next().expect("one is shipped");
+        let line = serde_json::to_string(entry).expect("plain data");
+        assert_eq!(merged(Some(&format!("not JSON\n{line}\n"))), Ok(true));
+        assert_eq!(merged(Some("")), Ok(true), "nothing kept yet");
+    }
+
+    #[test]
+    fn the_runner_up_shows_whether_it_was_faster() {
+        let entry = |ns: f64| Entry {
+            timings: vec![Measured { config: 1.into(), median_ns: Some(ns), error: None }],
+            config: 0.into(),
+            median_ns: 1000.0,
+            ..TuneCache::shipped().entries().next().expect("one is shipped").0.clone()
+        };
+        let shown = |ns| describe("key", &entry(ns), Source::Tuned);
+        assert!(shown(1100.0).contains("next 1.1 us (+10.0%): 1"), "{}", shown(1100.0));
+        let close = shown(990.0);
+        assert!(close.contains("next 1.0 us (-1.0%, too little to prefer it): 1"), "{close}");
+    }
 }

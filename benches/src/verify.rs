@@ -1,55 +1,72 @@
 //! Every kernel over its edge shapes, against the reference.
 
-use kernels::matmul::{Matmul, MatmulConfig, Precision};
-use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
+use std::collections::BTreeMap;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::prelude::CubeKernel;
+use kernels::attention::{Attention, AttentionProblem};
+use kernels::matmul::{Matmul, MatmulProblem, Precision};
+use oracle::{CheckError, Verdict, attention, matmul};
 use record::{Check, Line};
-use tune::Kernel;
+use serde_json::Value;
+use tune::{Entry, Kernel, Key, TuneCache};
 
 use crate::emit::emit;
-use crate::{Target, cases, provenance};
+use crate::family::Family;
+use crate::{Target, provenance, tuning};
+
+/// One check: a problem with a config, or without one where the device cannot serve the problem.
+struct Job {
+    op: &'static str,
+    params: BTreeMap<String, Value>,
+    config: Option<Value>,
+    program: Option<Box<Program>>,
+    run: Box<Run>,
+}
+
+type Program = dyn Fn(&Device) -> Box<dyn CubeKernel> + Sync;
+type Run = dyn Fn(&Device) -> Result<Verdict, CheckError>;
+
+impl Job {
+    fn name(&self) -> String {
+        record::case_name(self.op, &self.params)
+    }
+}
 
 /// Verifies every kernel; false when a check failed.
 pub(crate) fn verify(target: &Target, filter: Option<&str>, configs: bool) -> anyhow::Result<bool> {
     let Some(device) = target.open_or_skip()? else { return Ok(true) };
     emit(&Line::Card(provenance::card(&device)?))?;
-    let mut work: Vec<(EdgeCase, Option<MatmulConfig>)> = Vec::new();
-    for precision in Precision::ALL {
-        work.extend(edge_cases(precision).into_iter().map(|case| (case, None)));
-        if configs {
-            for case in config_cases(precision) {
-                let candidates = Matmul::candidates(device.profile(), &case.problem);
-                work.extend(candidates.into_iter().map(|config| (case, Some(config))));
-            }
-        }
-    }
+    let mut jobs = jobs(device.profile(), &tuning::open_cache()?, configs);
     if let Some(filter) = filter {
-        work.retain(|(case, _)| name(case).contains(filter));
-        if work.is_empty() {
+        jobs.retain(|job| job.name().contains(filter));
+        if jobs.is_empty() {
             anyhow::bail!("no check matches `{filter}`\nhint: names look like `matmul f32 1x1x1`");
         }
     }
-    emit(&Line::Plan { cases: work.len() })?;
+    emit(&Line::Plan { cases: jobs.len() })?;
+    let programs: Vec<_> = jobs.iter().filter_map(|job| job.program.as_ref()).collect();
+    ahead::compile(&device, programs.len(), |i| programs[i](&device));
     let mut good = true;
-    for (case, config) in work {
-        emit(&Line::Begin { case: name(&case) })?;
-        let first = || Matmul::candidates(device.profile(), &case.problem).first().copied();
-        let Some(config) = config.or_else(first) else {
-            let reason = format!("{} has no {}", device.backend(), case.problem.precision.name());
-            emit(&Line::Skip { case: name(&case), reason })?;
+    for job in jobs {
+        emit(&Line::Begin { case: job.name() })?;
+        let Some(config) = job.config.clone() else {
+            let reason = format!("{} lacks one of its types", device.backend());
+            emit(&Line::Skip { case: job.name(), reason })?;
             continue;
         };
         let mut line = Check {
-            op: "matmul".to_owned(),
-            params: params(&case),
+            op: job.op.to_owned(),
+            params: job.params.clone(),
             backend: device.backend().to_string(),
-            config: Some(serde_json::to_value(config)?),
+            config: Some(config),
             max_err: None,
             tolerance: None,
             passed: false,
             error: None,
             digest: None,
         };
-        match check(&device, &case, &config) {
+        match (job.run)(&device) {
             Ok(verdict) => {
                 line.max_err = Some(verdict.comparison.max_err);
                 line.tolerance = Some(verdict.comparison.tolerance);
@@ -67,27 +84,237 @@ pub(crate) fn verify(target: &Target, filter: Option<&str>, configs: bool) -> an
     Ok(good)
 }
 
-fn params(case: &EdgeCase) -> std::collections::BTreeMap<String, serde_json::Value> {
-    let mut params = cases::matmul_params(&case.problem);
-    let p = &case.problem;
-    if matches!(case.inputs, Inputs::Special(_)) {
-        params.insert("inputs".to_owned(), "inf+nan".into());
-    }
-    let dense = kernels::matmul::MatmulProblem::dense(
-        1,
-        [p.m, p.n, p.k],
-        [p.lhs.layout, p.rhs.layout],
-        p.precision,
-    );
-    if p.batch() == 1 && dense.is_ok_and(|d| d.lhs != p.lhs || d.rhs != p.rhs) {
-        params.insert("view".to_owned(), format!("{}+{}", p.lhs.stride, p.lhs.start).into());
-    }
-    if p.batch() > 1 && (p.batches.lhs.1 == 0 || p.batches.rhs.1 == 0) {
-        params.insert("repeat".to_owned(), true.into());
-    }
-    params
+/// A kernel family that is verified.
+trait Verified: Family {
+    /// A problem with its inputs.
+    type Case: Clone + 'static;
+
+    /// What splits the cases: configs measured for one kind are tried on that kind only.
+    type Kind: Copy + PartialEq;
+
+    fn kinds() -> Vec<Self::Kind>;
+    fn kind(problem: &Self::Problem) -> Self::Kind;
+    fn edge_cases(kind: Self::Kind, backend: Backend) -> Vec<Self::Case>;
+    fn config_cases(kind: Self::Kind) -> Vec<Self::Case>;
+    fn problem(case: &Self::Case) -> &Self::Problem;
+    fn params(case: &Self::Case) -> BTreeMap<String, Value>;
+    fn run(
+        device: &Device,
+        case: &Self::Case,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError>;
 }
 
-fn name(case: &EdgeCase) -> String {
-    record::case_name("matmul", &params(case))
+impl Verified for Matmul {
+    type Case = matmul::EdgeCase;
+    type Kind = Precision;
+
+    fn kinds() -> Vec<Precision> {
+        Precision::ALL.to_vec()
+    }
+
+    fn kind(problem: &MatmulProblem) -> Precision {
+        problem.precision
+    }
+
+    fn edge_cases(kind: Precision, _backend: Backend) -> Vec<matmul::EdgeCase> {
+        matmul::edge_cases(kind)
+    }
+
+    fn config_cases(kind: Precision) -> Vec<matmul::EdgeCase> {
+        matmul::config_cases(kind)
+    }
+
+    fn problem(case: &matmul::EdgeCase) -> &MatmulProblem {
+        &case.problem
+    }
+
+    fn params(case: &matmul::EdgeCase) -> BTreeMap<String, Value> {
+        let p = &case.problem;
+        let mut params = <Self as Family>::params(p);
+        if matches!(case.inputs, matmul::Inputs::Special(_)) {
+            params.insert("inputs".to_owned(), "inf+nan".into());
+        }
+        let dense =
+            MatmulProblem::dense(1, [p.m, p.n, p.k], [p.lhs.layout, p.rhs.layout], p.precision);
+        if p.batch() == 1 && dense.is_ok_and(|d| d.lhs != p.lhs || d.rhs != p.rhs) {
+            params.insert("view".to_owned(), format!("{}+{}", p.lhs.stride, p.lhs.start).into());
+        }
+        if let Some(shares) = case.shares() {
+            params.insert("shares".to_owned(), shares.name().into());
+        } else if p.batch() > 1 && (p.batches.lhs.1 == 0 || p.batches.rhs.1 == 0) {
+            params.insert("repeat".to_owned(), true.into());
+        }
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &matmul::EdgeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        matmul::check(device, case, config)
+    }
+}
+
+impl Verified for Attention {
+    type Case = attention::EdgeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &AttentionProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, backend: Backend) -> Vec<attention::EdgeCase> {
+        attention::edge_cases(kind, backend)
+    }
+
+    fn config_cases(kind: DType) -> Vec<attention::EdgeCase> {
+        attention::config_cases(kind)
+    }
+
+    fn problem(case: &attention::EdgeCase) -> &AttentionProblem {
+        &case.problem
+    }
+
+    fn params(case: &attention::EdgeCase) -> BTreeMap<String, Value> {
+        let p = &case.problem;
+        let mut params = <Self as Family>::params(p);
+        // Cases that differ in more than sizes and rules are told apart by their seed.
+        params.insert("seed".to_owned(), case.seed.into());
+        if case.inputs != attention::Inputs::Normal {
+            let inputs = format!("{:?}", case.inputs).to_lowercase();
+            params.insert("inputs".to_owned(), inputs.into());
+        }
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &attention::EdgeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        attention::check(device, case, config)
+    }
+}
+
+fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
+    let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
+    jobs.extend(jobs_of::<Attention>(arch, cache, configs));
+    jobs
+}
+
+/// What runs on a device: every edge case with the config that it gets unmeasured and the one that was
+/// measured for it, then fewer cases with every measured config and, with `configs`, every candidate.
+fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
+    let mut jobs = Vec::new();
+    let tuned = tuned::<K>(arch, cache);
+    for kind in K::kinds() {
+        for case in K::edge_cases(kind, arch.backend) {
+            let problem = K::problem(&case);
+            let first = K::candidates(arch, problem).into_iter().take(1);
+            let key = Key::of::<K>(&arch.id, problem);
+            let known = tuned.iter().filter(|(of, ..)| **of == key).map(|(.., config)| *config);
+            let few = feasible::<K>(arch, problem, first.chain(known));
+            if few.is_empty() {
+                jobs.push(job::<K>(&case, None));
+            }
+            jobs.extend(few.into_iter().map(|config| job::<K>(&case, Some(config))));
+        }
+        for case in K::config_cases(kind) {
+            let problem = K::problem(&case);
+            let known = tuned.iter().filter(|(_, of, _)| *of == kind);
+            let others = if configs { K::candidates(arch, problem) } else { Vec::new() };
+            let all = known.map(|(.., config)| *config).chain(others);
+            let many = feasible::<K>(arch, problem, all);
+            jobs.extend(many.into_iter().map(|config| job::<K>(&case, Some(config))));
+        }
+    }
+    jobs
+}
+
+fn job<K: Verified>(case: &K::Case, config: Option<K::Config>) -> Job {
+    let (of, problem) = (case.clone(), K::problem(case).clone());
+    Job {
+        op: K::NAME,
+        params: <K as Verified>::params(case),
+        config: config.map(|c| serde_json::to_value(c).expect("a config is plain data")),
+        program: config.map(|config| -> Box<Program> {
+            Box::new(move |device| {
+                let client = device.client();
+                let (properties, target) =
+                    (client.properties_shared(), client.target_properties_shared());
+                K::program(device.profile(), &problem, &config, &properties, &target)
+            })
+        }),
+        run: Box::new(move |device| match config {
+            Some(config) => K::run(device, &of, &config),
+            None => Err(CheckError::Kernel("there is no config".to_owned())),
+        }),
+    }
+}
+
+/// Those that can run `problem`, each once, in their order.
+fn feasible<K: Kernel>(
+    arch: &ArchProfile,
+    problem: &K::Problem,
+    all: impl Iterator<Item = K::Config>,
+) -> Vec<K::Config> {
+    let mut each = Vec::new();
+    for config in all {
+        if !each.contains(&config) && K::check(arch, problem, &config).is_ok() {
+            each.push(config);
+        }
+    }
+    each
+}
+
+/// The configs that were measured best on this architecture, here or before shipping, with the kind of
+/// each. One that this version cannot read is named on standard error.
+fn tuned<'a, K: Verified>(
+    arch: &ArchProfile,
+    cache: &'a TuneCache,
+) -> Vec<(&'a Key, K::Kind, K::Config)> {
+    let ours =
+        |key: &Key| key.kernel == K::NAME && key.version == K::VERSION && key.arch_id == arch.id;
+    let read = |entry: &'a Entry| {
+        let problem: K::Problem = serde_json::from_value(entry.problem.clone())?;
+        Ok((&entry.key, K::kind(&problem), serde_json::from_value(entry.config.clone())?))
+    };
+    let entries = cache.entries().map(|(entry, _)| entry).filter(|entry| ours(&entry.key));
+    entries
+        .filter_map(|entry| {
+            let known: serde_json::Result<_> = read(entry);
+            known.inspect_err(|e| eprintln!("{}: ignored: {e}", entry.key)).ok()
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shipped_configs_are_verified_where_they_were_measured() {
+        let h200 = ArchProfile::recorded("h200").expect("recorded");
+        let rtx4090 = ArchProfile::recorded("rtx4090").expect("recorded");
+        let arch = h200.restrict("rtx4090", &rtx4090);
+        let cache = TuneCache::shipped();
+        let shipped = tuned::<Matmul>(&arch, &cache);
+        assert!(!shipped.is_empty());
+        let jobs = jobs(&arch, &cache, false);
+        for (key, precision, config) in shipped {
+            let config = serde_json::to_value(config).expect("plain data");
+            let runs = |job: &Job| {
+                job.params["dtype"] == precision.name() && job.config.as_ref() == Some(&config)
+            };
+            assert!(jobs.iter().any(runs), "{key}: {config}");
+        }
+        assert!(tuned::<Matmul>(&rtx4090, &cache).is_empty(), "nothing was measured there");
+        assert!(jobs.iter().any(|job| job.op == "attention"));
+    }
 }

@@ -1,6 +1,7 @@
 //! The kernels, one module each. Every module reads like a paper: the mathematics, the cost, the
 //! ladder of versions with their numbers, the config, the loop.
 
+pub mod attention;
 pub mod ceiling;
 pub mod matmul;
 mod tile;

@@ -29,8 +29,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     if let Some(filter) = &args.filter {
         programs.check_filter(&word(args.suite), filter)?;
     }
-    if let (Some(baseline), None) = (&baseline, &args.profile) {
-        baseline.check_devices(&chosen)?;
+    if let Some(baseline) = &baseline {
+        baseline.check_devices(&chosen, args.profile.as_deref())?;
     }
 
     let run = measure(&programs, &chosen, args)?;
@@ -117,6 +117,15 @@ pub(crate) fn print_all(text: &str) -> Result<()> {
 fn verdict(run: &[Column], comparison: Option<&Comparison>) -> Result<()> {
     let mut wrong = problems(run);
     if run.iter().all(|column| column.records.is_empty()) && wrong.is_empty() {
+        let reason =
+            |column: &Column| Some(format!("{}: {}", column.backend, column.skips.first()?.1));
+        let reasons: Vec<_> = run.iter().filter_map(reason).collect();
+        if !reasons.is_empty() {
+            return Err(usage(
+                format!("nothing was measured; {}", reasons.join("; ")),
+                "choose another --backend, --filter or --profile; `--backend all` takes every device",
+            ));
+        }
         wrong.push("nothing was measured".to_owned());
     }
     if let Some(n) = comparison.map(Comparison::regressions).filter(|n| *n > 0) {
@@ -214,6 +223,22 @@ mod tests {
         let text = error.to_string();
         assert!(text.contains("cpu: 1 case failed; cpu: program ended by signal 9"), "{text}");
         assert!(verdict(&sample::run()[..1], None).is_ok());
+    }
+
+    #[test]
+    fn a_choice_that_leaves_nothing_to_measure_is_the_callers_error() {
+        let column = |skips: &[(&str, &str)]| Column {
+            backend: "cpu".into(),
+            skips: skips.iter().map(|(case, why)| ((*case).into(), (*why).into())).collect(),
+            ..Column::default()
+        };
+        let skipped = column(&[("all cases", "no case for this device matches `x`")]);
+        let error = verdict(std::slice::from_ref(&skipped), None).unwrap_err();
+        assert!(error.to_string().contains("cpu: no case for this device"), "{error}");
+        assert_eq!(crate::fail::report(&error), 2);
+        assert_eq!(crate::fail::report(&verdict(&[column(&[])], None).unwrap_err()), 1);
+        let both = [sample::run().swap_remove(0), skipped];
+        assert!(verdict(&both, None).is_ok(), "another backend has such cases");
     }
 
     #[test]

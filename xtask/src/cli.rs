@@ -114,7 +114,7 @@ pub(crate) struct VerifyArgs {
     /// Restrict the device to what this GPU has, for example rtx4090
     #[arg(long)]
     pub(crate) profile: Option<String>,
-    /// Also check every candidate config, not only the one that runs unmeasured
+    /// Also check every candidate config, not only the default and the measured ones
     #[arg(long)]
     pub(crate) configs: bool,
 }

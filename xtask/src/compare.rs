@@ -34,15 +34,20 @@ impl Baseline {
         self.records.iter().map(|r| r.arch_id.as_str()).collect()
     }
 
-    /// Refuses a baseline of other devices before anything is measured.
-    pub(crate) fn check_devices(&self, chosen: &Chosen) -> Result<()> {
-        let here: BTreeSet<_> =
-            chosen.devices.iter().map(|(_, device)| device.arch_id.as_str()).collect();
+    /// Refuses a baseline of other devices, or of another profile, before anything is measured.
+    pub(crate) fn check_devices(&self, chosen: &Chosen, profile: Option<&str>) -> Result<()> {
+        let restricted = profile.map(|name| format!("@{name}")).unwrap_or_default();
+        let ids = chosen.devices.iter().map(|(_, device)| device.arch_id.clone() + &restricted);
+        let ids: Vec<_> = ids.collect();
+        let here: BTreeSet<_> = ids.iter().map(String::as_str).collect();
         if here.is_disjoint(&self.arch_ids()) { Err(self.foreign(&here)) } else { Ok(()) }
     }
 
     fn foreign(&self, here: &BTreeSet<&str>) -> anyhow::Error {
-        let list = |ids: &BTreeSet<&str>| ids.iter().copied().collect::<Vec<_>>().join(", ");
+        let list = |ids: &BTreeSet<&str>| match ids.len() {
+            0 => "no record".to_owned(),
+            _ => ids.iter().copied().collect::<Vec<_>>().join(", "),
+        };
         usage(
             format!("nothing in {} can be compared with this run", self.file.display()),
             format!(
@@ -209,6 +214,7 @@ impl Comparison {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::devices::{Backend, Device};
     use crate::report::sample;
 
     fn record(median: f64, spread: f64) -> Record {
@@ -276,6 +282,30 @@ mod tests {
         let text = error.to_string();
         assert!(text.contains("cuda-sm89-128") && text.contains("cuda-sm90-132"), "{text}");
         assert_eq!(crate::fail::report(&error), 2);
+    }
+
+    #[test]
+    fn a_profile_is_part_of_the_device() {
+        let mut restricted = record(100.0, 0.1);
+        restricted.arch_id = "cuda-sm90-132@rtx4090".into();
+        let baseline = baseline(vec![restricted]);
+        let device = |id: &str| {
+            let device = Device {
+                backend: "cuda".into(),
+                name: "card".into(),
+                arch_id: id.into(),
+                software: false,
+            };
+            Chosen { devices: vec![(Backend::Cuda, device)], why: "test" }
+        };
+        let check = |id, profile| baseline.check_devices(&device(id), profile);
+        assert!(check("cuda-sm90-132", Some("rtx4090")).is_ok());
+        for (id, profile) in [("cuda-sm90-132", None), ("cuda-sm89-128", Some("rtx4090"))] {
+            let text = check(id, profile).unwrap_err().to_string();
+            assert!(text.contains(&format!("this run has {id}")), "{text}");
+        }
+        let nothing = baseline.compare(&[], 0.05).unwrap_err().to_string();
+        assert!(nothing.ends_with("this run has no record"), "{nothing}");
     }
 
     #[test]

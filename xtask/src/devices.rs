@@ -59,6 +59,12 @@ impl FromStr for Selection {
         }
         let mut list = Vec::new();
         for name in text.split(',').map(str::trim) {
+            if let "auto" | "all" = name {
+                return Err(format!(
+                    "`{name}` stands alone\nhint: `{name}` without others, or a list out of {}",
+                    names()
+                ));
+            }
             let backend = <Backend as ValueEnum>::from_str(name, false).map_err(|_| {
                 format!("`{name}` is no backend\nhint: auto, all, or a list out of {}", names())
             })?;
@@ -252,6 +258,7 @@ mod tests {
         let list: Selection = "cpu, cuda,cpu".parse().unwrap();
         assert_eq!(list, Selection::List(vec![Backend::Cpu, Backend::Cuda]));
         assert!("cpu,".parse::<Selection>().is_err());
+        assert!("auto,cpu".parse::<Selection>().unwrap_err().contains("`auto` stands alone"));
         assert!("".parse::<Selection>().unwrap_err().contains("hint:"));
     }
 }

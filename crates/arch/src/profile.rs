@@ -61,9 +61,15 @@ pub struct MmaShape {
     pub k: u32,
 }
 
-/// Identity of an architecture for tuned results: runtime, part, number of processors and what
-/// compiles for it; `@profile` when restricted. Taken from the driver, never from an ordinal or a
-/// product name, so two machines with the same card share results and two cards never do.
+/// Identity of an architecture for tuned results, with `@profile` when restricted. On CUDA compute
+/// capability and number of multiprocessors, through wgpu vendor, device and driver version, on a CPU
+/// its part and its cores: taken from the driver, never from an ordinal or a product name, so that two
+/// machines with the same card share results.
+///
+/// Cards that differ in memory and clocks alone share one too: an H100 SXM and an H200 are both
+/// `cuda-sm90-132`. A config tuned on one runs on the other and may not be its best, and a baseline of
+/// one is compared with the other; ceilings are measured in every run, so shares of them hold on both.
+/// The versions of CUDA's driver and compiler are not part of it either: a record's card names them.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ArchId(pub String);

@@ -1,10 +1,13 @@
 //! The `flashover` command.
 
 use std::collections::BTreeMap;
+use std::fs::Permissions;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::{anyhow, bail};
 use clap::{Parser, Subcommand};
 use flashover::report::{self, Report};
 use flashover::{Backend, DType, Device, HostTensor, Policy, run_op};
@@ -127,18 +130,25 @@ fn op(
     policy: Policy,
 ) -> anyhow::Result<()> {
     let inputs = read_tensors(input)?;
+    let target = Target::new(output)?;
     let mut device = Device::open(backend)?;
     if let Some(profile) = profile {
         device = device.restrict(profile)?;
     }
     let outputs = run_op(name, &device, &inputs, settings, policy)?;
-    write_tensors(output, &outputs)
+    target.write(&outputs)
 }
 
 fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let file = SafeTensors::deserialize(&bytes)
-        .with_context(|| format!("{} is no safetensors file", path.display()))?;
+    let shown = path.display();
+    let bytes = std::fs::read(path)
+        .map_err(|e| anyhow!("cannot read {shown}: {e}\nhint: --input names a safetensors file"))?;
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| {
+        anyhow!(
+            "{shown} is no safetensors file: {e}\nhint: write one with `save_file` of the \
+             safetensors package"
+        )
+    })?;
     file.tensors()
         .into_iter()
         .map(|(name, view)| {
@@ -156,26 +166,52 @@ fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
         .collect()
 }
 
-/// Writes beside the target and renames, so that no half-written file is left.
-fn write_tensors(path: &Path, tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<()> {
-    let views: Vec<(&str, TensorView<'_>)> = tensors
-        .iter()
-        .map(|(name, t)| {
-            let dtype = match t.dtype() {
-                DType::F32 | DType::Tf32 => Dtype::F32,
-                DType::F16 => Dtype::F16,
-                DType::Bf16 => Dtype::BF16,
-                DType::I8 => Dtype::I8,
-                DType::U8 => Dtype::U8,
-                DType::I32 => Dtype::I32,
-            };
-            Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
-        })
-        .collect::<anyhow::Result<_>>()?;
-    let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let file = tempfile::NamedTempFile::new_in(dir)
-        .with_context(|| format!("cannot write into {}", dir.display()))?;
-    std::fs::write(file.path(), safetensors::serialize(views, None)?)?;
-    file.persist(path).with_context(|| format!("cannot write {}", path.display()))?;
-    Ok(())
+/// Where the result goes. It is written beside its place and renamed, so that no half-written file is
+/// left; a place that cannot be written is refused before anything is computed.
+struct Target<'a> {
+    path: &'a Path,
+    file: tempfile::NamedTempFile,
+}
+
+impl<'a> Target<'a> {
+    fn new(path: &'a Path) -> anyhow::Result<Self> {
+        if path.is_dir() {
+            bail!("{} is a folder\nhint: --output names a file", path.display());
+        }
+        let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        // What the umask leaves of it, as for any new file.
+        let file = tempfile::Builder::new()
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(dir)
+            .map_err(|e| Self::error(path, &e))?;
+        Ok(Self { path, file })
+    }
+
+    fn error(path: &Path, why: &std::io::Error) -> anyhow::Error {
+        anyhow!(
+            "cannot write {}: {why}\nhint: --output names a file in a folder that can be written",
+            path.display()
+        )
+    }
+
+    fn write(mut self, tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<()> {
+        let views: Vec<(&str, TensorView<'_>)> = tensors
+            .iter()
+            .map(|(name, t)| {
+                let dtype = match t.dtype() {
+                    DType::F32 | DType::Tf32 => Dtype::F32,
+                    DType::F16 => Dtype::F16,
+                    DType::Bf16 => Dtype::BF16,
+                    DType::I8 => Dtype::I8,
+                    DType::U8 => Dtype::U8,
+                    DType::I32 => Dtype::I32,
+                };
+                Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
+            })
+            .collect::<anyhow::Result<_>>()?;
+        let bytes = safetensors::serialize(views, None)?;
+        self.file.write_all(&bytes).map_err(|e| Self::error(self.path, &e))?;
+        self.file.persist(self.path).map_err(|e| Self::error(self.path, &e.error))?;
+        Ok(())
+    }
 }

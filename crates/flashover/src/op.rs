@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use arch::{DType, Device};
+use arch::{Backend, DType, Device};
 use kernels::matmul::{
     Batches, Epilogue, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
 };
@@ -62,6 +62,11 @@ pub enum OpError {
     Tf32(DType),
     #[error("a size of {0} is too large for one matmul\nhint: sizes stay below 2^32; split it")]
     TooLarge(usize),
+    #[error(
+        "{what} would take {}, and the device gives {}{}\nhint: multiply in smaller pieces, \
+         fewer rows or batches at a time", gib(*need), gib((*have).into()), if *at_once { " at once" } else { "" }
+    )]
+    Memory { what: &'static str, need: u128, have: u64, at_once: bool },
     #[error(transparent)]
     Invalid(#[from] InvalidMatmul),
     #[error(transparent)]
@@ -72,6 +77,10 @@ pub enum OpError {
     Cache(#[from] CacheError),
     #[error("the kernel failed: {0}")]
     Failed(String),
+}
+
+fn gib(bytes: u128) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 
 /// Runs the op called `name` on named inputs; settings are `key=value` pairs.
@@ -155,12 +164,20 @@ pub fn matmul(
     }
     let batch = broadcast(batch_l, batch_r)?;
     let size = |n: usize| u32::try_from(n).map_err(|_| OpError::TooLarge(n));
-    let count: usize = batch.iter().product();
+    let count = batch.iter().fold(1, |n: usize, s| n.saturating_mul(*s));
     let layouts = [options.lhs, options.rhs];
     let dense =
         MatmulProblem::dense(size(count)?, [size(m)?, size(n)?, size(k)?], layouts, precision)?;
-    // An operand without batches repeats by stride; one that repeats along some axes is spread out.
     let elem = precision.storage().size();
+    // An operand without batches repeats by stride; one that repeats along some axes is spread out.
+    let copies = |own: &[usize]| if own.iter().all(|s| *s == 1) { 1 } else { count };
+    let bytes = |[a, b, c]: [usize; 3]| a as u128 * b as u128 * c as u128 * elem as u128;
+    let needs = [
+        ("lhs", bytes([copies(batch_l), m, k])),
+        ("rhs", bytes([copies(batch_r), k, n])),
+        ("the result", bytes([count, m, n])),
+    ];
+    check_memory(device, needs)?;
     let (lhs_bytes, lhs_step) = spread(lhs, batch_l, &batch, m * k, elem);
     let (rhs_bytes, rhs_step) = spread(rhs, batch_r, &batch, k * n, elem);
     let problem = MatmulProblem {
@@ -208,6 +225,21 @@ pub fn matmul(
     let out = client.read_one(operands.out).map_err(|e| OpError::Failed(format!("{e:?}")))?;
     let shape: Vec<_> = batch.into_iter().chain([m, n]).collect();
     Ok(HostTensor::new(lhs.dtype(), &shape, out[..bytes].to_vec())?)
+}
+
+/// Refuses what the device cannot hold, before anything is spread out here or allocated there.
+fn check_memory(device: &Device, needs: [(&'static str, u128); 3]) -> Result<(), OpError> {
+    let have = device.client().properties().memory.max_page_size;
+    if let Some((what, need)) = needs.into_iter().find(|(_, need)| *need > have.into()) {
+        return Err(OpError::Memory { what, need, have, at_once: true });
+    }
+    // The host's copies, one read and one handed over, come out of a CPU's own memory.
+    let times = if device.backend() == Backend::Cpu { 3 } else { 1 };
+    let need = times * needs.into_iter().map(|(_, need)| need).sum::<u128>();
+    match device.profile().memory_bytes.filter(|have| need > (*have).into()) {
+        Some(have) => Err(OpError::Memory { what: "the product", need, have, at_once: false }),
+        None => Ok(()),
+    }
 }
 
 fn precision_of(

@@ -31,6 +31,13 @@ pub struct Usage {
     pub shared: u32,
 }
 
+impl Usage {
+    /// Bytes that spilled, written and read.
+    pub fn spilled(&self) -> u32 {
+        self.spill_stores + self.spill_loads
+    }
+}
+
 /// Why a kernel has no machine code.
 #[derive(Debug, thiserror::Error)]
 pub enum CompileError {

@@ -1,14 +1,19 @@
-//! Every config of every kernel, on every target.
+//! Every config of every kernel, and every code path around it, on every target. The small kernel that
+//! adds the parts of a matmul's k has no program to ask for, and is not among them.
 
+use std::collections::HashMap;
 use std::path::Path;
 
-use arch::ArchProfile;
-use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
+use arch::{ArchProfile, DType};
+use cubecl::prelude::CubeKernel;
+use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
+use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use rayon::prelude::*;
 use serde::Serialize;
+use serde_json::Value;
 use tune::Kernel;
 
-use crate::compile::{CompileError, Toolkit, Usage, properties, target_properties};
+use crate::compile::{Toolkit, Usage, properties, target_properties};
 use crate::occupancy::{Limits, occupancy};
 
 /// Recorded profiles that stand for the architectures.
@@ -22,9 +27,9 @@ pub struct Row {
     pub kernel: &'static str,
     pub target: &'static str,
     pub sm: u32,
-    /// `bf16 row.col`: precision and layouts.
+    /// `bf16 row.col 4096x4096x4096`: what is computed.
     pub instance: String,
-    pub config: MatmulConfig,
+    pub config: Value,
     pub usage: Usage,
     pub units: u32,
     /// Cubes on one processor.
@@ -36,13 +41,13 @@ pub struct Row {
 pub struct Finding {
     pub target: &'static str,
     pub instance: String,
-    pub config: MatmulConfig,
+    pub config: Value,
     pub what: String,
 }
 
-/// Compiles every candidate of every kernel for every target whose `target instance config` text
-/// contains `filter`; both lists are in a fixed order. With `dump`, sources and binaries are kept in
-/// that folder, numbered in the order of the list.
+/// Compiles, for every target, the instances whose `target instance config` text contains `filter`; both
+/// lists are in a fixed order. With `dump`, sources and binaries are kept in that folder, numbered in
+/// the order of the list.
 ///
 /// # Errors
 /// A target profile that is not recorded.
@@ -54,50 +59,46 @@ pub fn sweep(
     let mut work = Vec::new();
     for target in TARGETS {
         let arch = ArchProfile::recorded(target)?;
-        for (precision, layouts) in instances() {
-            let sizes = [4096; 3];
-            let problem =
-                MatmulProblem::dense(1, sizes, layouts, precision).expect("4096 is a size");
-            for config in Matmul::candidates(&arch, &problem) {
-                let text = format!("{target} {} {config:?}", instance_name(&problem));
-                if filter.is_none_or(|f| text.contains(f)) {
-                    work.push((work.len(), target, arch.clone(), problem, config));
-                }
+        for instance in instances(&arch) {
+            let text = format!("{target} {} {}", instance.name, instance.config);
+            if filter.is_none_or(|f| text.contains(f)) {
+                work.push((work.len(), target, arch.clone(), instance));
             }
         }
     }
     let results: Vec<_> = work
         .into_par_iter()
-        .map(|(index, target, arch, problem, config)| {
-            let sm = arch.compute_capability.unwrap_or(0);
-            let instance = instance_name(&problem);
+        .map(|(index, target, arch, instance)| {
             let stem = dump.map(|d| d.join(format!("{index:03}-{target}")));
-            let outcome = compile(toolkit, &arch, &problem, &config, stem.as_deref());
-            (target, sm, instance, config, outcome)
+            let sm = arch.compute_capability.unwrap_or(0);
+            let outcome = toolkit.usage(instance.program.as_ref(), sm, stem.as_deref());
+            (target, sm, instance, outcome)
         })
         .collect();
     let (mut rows, mut findings) = (Vec::new(), Vec::new());
-    for (target, sm, instance, config, outcome) in results {
+    for (target, sm, of, outcome) in results {
+        let (instance, config) = (of.name, of.config);
         let mut find = |what: String| {
-            findings.push(Finding { target, instance: instance.clone(), config, what });
+            let (instance, config) = (instance.clone(), config.clone());
+            findings.push(Finding { target, instance, config, what });
         };
         match outcome {
             Err(e) => find(e.to_string()),
-            Ok((usage, units)) => {
-                // Elsewhere a spill is a column of the table: the tuner decides by time.
+            Ok(usage) => {
                 let rtx = target.starts_with("rtx");
-                if rtx && usage.spill_stores + usage.spill_loads > 0 {
-                    find(format!("spills {} bytes", usage.spill_stores + usage.spill_loads));
+                // Elsewhere a spill is a column of the table: the tuner decides by time.
+                if rtx && of.clean && usage.spilled() > 0 {
+                    find(format!("spills {} bytes", usage.spilled()));
                 }
                 if rtx && usage.shared > RTX_SHARED {
                     find(format!("{} bytes of shared memory, over 99 KiB", usage.shared));
                 }
                 let occupancy = Limits::of(sm)
-                    .map_or(0, |l| occupancy(l, units, usage.registers, usage.shared));
+                    .map_or(0, |l| occupancy(l, of.units, usage.registers, usage.shared));
                 if occupancy == 0 {
                     find("does not fit one processor".to_owned());
                 }
-                let kernel = Matmul::NAME;
+                let (kernel, units) = (of.kernel, of.units);
                 rows.push(Row { kernel, target, sm, instance, config, usage, units, occupancy });
             }
         }
@@ -105,37 +106,202 @@ pub fn sweep(
     Ok((rows, findings))
 }
 
-/// Layouts and precisions whose code differs; bf16 and f16 differ in one letter of an instruction.
-fn instances() -> Vec<(Precision, [Layout; 2])> {
-    let (row, col) = (Layout::Row, Layout::Col);
-    vec![
-        (Precision::Bf16, [row, col]),
-        (Precision::Bf16, [row, row]),
-        (Precision::Bf16, [col, row]),
-        (Precision::F16Acc16, [row, col]),
-        (Precision::F16Acc16, [row, row]),
-        (Precision::Tf32, [row, col]),
-        (Precision::Tf32, [col, row]),
-        (Precision::F32, [row, col]),
-        (Precision::F32, [row, row]),
-    ]
+/// One program to compile.
+struct Instance {
+    kernel: &'static str,
+    name: String,
+    config: Value,
+    units: u32,
+    program: Box<dyn CubeKernel>,
+    /// Whether it must not spill on an RTX card.
+    clean: bool,
 }
 
-/// `bf16 row.col`.
-fn instance_name(problem: &MatmulProblem) -> String {
-    let (lhs, rhs) = (problem.lhs.layout.name(), problem.rhs.layout.name());
-    format!("{} {lhs}.{rhs}", problem.precision.name())
+/// What is compiled for `arch`, each program once.
+fn instances(arch: &ArchProfile) -> Vec<Instance> {
+    let mut all = instances_of::<Matmul>(arch, matmuls(), matmul_name, |c| c.units(arch));
+    all.extend(instances_of::<Attention>(arch, attentions(), attention_name, |c| c.units()));
+    all
 }
 
-fn compile(
-    toolkit: &Toolkit,
+fn instances_of<K: Kernel>(
     arch: &ArchProfile,
-    problem: &MatmulProblem,
-    config: &MatmulConfig,
-    dump: Option<&Path>,
-) -> Result<(Usage, u32), CompileError> {
-    let properties = properties(arch);
-    let kernel = Matmul::program(arch, problem, config, &properties, &target_properties());
-    let units = config.units(arch);
-    Ok((toolkit.usage(kernel.as_ref(), arch.compute_capability.unwrap_or(0), dump)?, units))
+    cases: Vec<Case<K>>,
+    name: fn(&K::Problem) -> String,
+    units: impl Fn(&K::Config) -> u32,
+) -> Vec<Instance> {
+    let (properties, target) = (properties(arch), target_properties());
+    // By the identity of a program, which has no order; the list keeps that of the cases.
+    let mut places = HashMap::new();
+    let mut instances: Vec<Instance> = Vec::new();
+    for Case { problem, most, clean } in cases {
+        let candidates = K::candidates(arch, &problem).into_iter().take(most);
+        for (i, config) in candidates.enumerate() {
+            let program = K::program(arch, &problem, &config, &properties, &target);
+            let place = *places.entry(program.id()).or_insert(instances.len());
+            match instances.get_mut(place) {
+                Some(same) => same.clean |= i < clean,
+                None => instances.push(Instance {
+                    kernel: K::NAME,
+                    name: name(&problem),
+                    config: serde_json::to_value(config).expect("a config is plain data"),
+                    units: units(&config),
+                    program,
+                    clean: i < clean,
+                }),
+            }
+        }
+    }
+    instances
+}
+
+/// A problem, how many of its candidates are compiled, and how many of those must not spill on an RTX
+/// card.
+struct Case<K: Kernel> {
+    problem: K::Problem,
+    most: usize,
+    clean: usize,
+}
+
+/// Problems whose code differs. Every candidate of whole tiles, and of few rows, where the tiles
+/// themselves differ; the first few, of which one is what runs unmeasured, where the code around the
+/// tiles does.
+fn matmuls() -> Vec<Case<Matmul>> {
+    use Precision::{Bf16, F16, F16Acc16, F32, Tf32};
+    let (row, col) = (Layout::Row, Layout::Col);
+    let dense = |sizes, layouts, precision| {
+        MatmulProblem::dense(1, sizes, layouts, precision).expect("sizes below are positive")
+    };
+    let none = Epilogue::default();
+    let everything =
+        Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
+    let whole = |layouts, precision| {
+        let problem = dense([4096; 3], layouts, precision);
+        Case { problem, most: usize::MAX, clean: usize::MAX }
+    };
+    // Whole vectors, but no whole tiles.
+    let ragged = |layouts, precision, most| Case {
+        problem: dense([4088, 4072, 4104], layouts, precision),
+        most,
+        clean: 1,
+    };
+    // Not even vectors: elements are copied one by one, and on sm_89 and sm_120 some configs spill up to
+    // 148 bytes over it.
+    let odd = |layouts, precision| Case {
+        problem: dense([4095, 4093, 4091], layouts, precision),
+        most: 2,
+        clean: 0,
+    };
+    let mut cases = vec![
+        whole([row, col], Bf16),
+        whole([row, row], Bf16),
+        whole([col, row], Bf16),
+        whole([row, col], Tf32),
+        whole([col, row], Tf32),
+        whole([row, col], F32),
+        whole([row, row], F32),
+        whole([row, col], F16Acc16),
+        whole([row, row], F16Acc16),
+        // f16 differs from bf16 in one letter of an instruction.
+        Case { most: 1, ..whole([row, col], F16) },
+    ];
+    // Few rows: flat tiles, and k in parts.
+    for m in [1, 8, 64] {
+        for [n, k] in [[14336, 4096], [4096, 14336]] {
+            let problem = dense([m, n, k], [row, col], Bf16);
+            cases.push(Case { problem, most: usize::MAX, clean: 1 });
+        }
+    }
+    cases.extend([ragged([row, col], Bf16, 5), ragged([row, col], F32, 2), odd([col, row], Tf32)]);
+    // What layers have, and all of it at once.
+    let (gelu, silu) = (Some(Activation::Gelu), Some(Activation::Silu));
+    for epilogue in [
+        Epilogue { bias: true, activation: gelu, ..none },
+        Epilogue { gate: true, activation: silu, ..none },
+        Epilogue { bias: true, residual: true, ..none },
+        everything,
+    ] {
+        let Case { problem, .. } = whole([row, col], Bf16);
+        let problem = MatmulProblem { epilogue, ..problem };
+        cases.push(Case { problem, most: 1, clean: 1 });
+    }
+    for Case { problem, most, clean } in [odd([row, row], Bf16), odd([row, row], F32)] {
+        let epilogue = everything;
+        cases.push(Case { problem: MatmulProblem { epilogue, ..problem }, most, clean });
+    }
+    // Groups: where a block begins is looked up, and no tile is known to be full.
+    for (precision, epilogue) in
+        [(Bf16, none), (Bf16, everything), (F16Acc16, none), (Tf32, none), (F32, none)]
+    {
+        let grouped = MatmulProblem::grouped(8, [4096; 3], col, precision).expect("positive sizes");
+        let problem = MatmulProblem { epilogue, ..grouped };
+        cases.push(Case { problem, most: 2, clean: 1 });
+    }
+    cases
+}
+
+/// `bf16 row.col 4096x4096x4096 bias`.
+fn matmul_name(p: &MatmulProblem) -> String {
+    let (lhs, rhs) = (p.lhs.layout.name(), p.rhs.layout.name());
+    let mut name = format!("{} {lhs}.{rhs} {}x{}x{}", p.precision.name(), p.m, p.n, p.k);
+    if p.grouped {
+        name += &format!(" groups={}", p.batch());
+    }
+    p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
+    name
+}
+
+/// Attentions whose code differs: every head dimension, tiles that are whole and that are not, and each
+/// rule that scores are changed by.
+fn attentions() -> Vec<Case<Attention>> {
+    let dense = |seq, head_dim| {
+        AttentionProblem::dense(4, [16, 4], [seq; 2], head_dim, DType::Bf16).expect("valid sizes")
+    };
+    let case = |problem, most| Case { problem, most, clean: 1 };
+    let mut cases = vec![case(dense(4096, 128), 4)];
+    for head_dim in [32, 64, 80, 96, 128, 192, 256] {
+        cases.push(case(AttentionProblem { causal: true, lse: true, ..dense(4001, head_dim) }, 2));
+    }
+    let p = dense(4001, 128);
+    let scores = ScoreStrides { batch: 0, head: 0, row: 4001, col: 1 };
+    cases.push(case(AttentionProblem { window: Some(512), softcap: Some(50.0), ..p }, 1));
+    cases.push(case(AttentionProblem { bias: Some(scores), mask: Some(scores), ..p }, 1));
+    cases.push(case(AttentionProblem { causal: true, varlen: true, ..p }, 1));
+    cases
+}
+
+/// `bf16 d128 4096x4096 causal`.
+fn attention_name(p: &AttentionProblem) -> String {
+    let mut name = format!("{} d{} {}x{}", p.dtype, p.head_dim, p.seq_q, p.seq_kv);
+    p.rules().into_iter().for_each(|rule| name += &format!(" {rule}"));
+    name
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_path_is_compiled_for_every_target() {
+        for target in TARGETS {
+            let all = instances(&ArchProfile::recorded(target).expect("recorded"));
+            let parts = [
+                "f16acc16 ",
+                " 4096x",
+                " 4088x",
+                " 4095x",
+                " 1x",
+                " 64x",
+                " groups=",
+                " gate",
+                " d80",
+                " causal",
+            ];
+            for part in parts {
+                assert!(all.iter().any(|i| i.name.contains(part)), "{target}:{part}");
+            }
+            let cut = |config: &Value| config["parts"].as_u64() > Some(1);
+            assert!(all.iter().any(|i| cut(&i.config)), "{target}: k in parts");
+        }
+    }
 }

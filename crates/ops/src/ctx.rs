@@ -1,13 +1,13 @@
 //! What ops need beside tensors.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arch::Device;
 use burn_cubecl::CubeDevice;
-use kernels::matmul::{Matmul, MatmulConfig, MatmulProblem};
-use tune::{CacheError, Policy, TuneCache, Tuner};
+use tune::{CacheError, Kernel, Key, Policy, TuneCache, Tuner};
 
 use crate::OpError;
 
@@ -21,8 +21,8 @@ struct Inner {
     /// Recorded profile that CUDA devices are restricted to.
     profile: Option<String>,
     devices: Vec<(CubeDevice, Device)>,
-    /// Configs already looked up, by the key of their device.
-    matmuls: BTreeMap<(String, MatmulProblem), MatmulConfig>,
+    /// Configs already looked up, by their keys.
+    known: BTreeMap<String, Box<dyn Any + Send>>,
     date: String,
 }
 
@@ -36,8 +36,8 @@ impl Default for Ctx {
 impl Ctx {
     /// Looks configs up in `cache`; `date` (UTC, RFC 3339) is written beside what is measured.
     pub fn new(cache: TuneCache, policy: Policy, date: String) -> Self {
-        let (devices, matmuls) = (Vec::new(), BTreeMap::new());
-        Self(Arc::new(Mutex::new(Inner { cache, policy, profile: None, devices, matmuls, date })))
+        let (devices, known) = (Vec::new(), BTreeMap::new());
+        Self(Arc::new(Mutex::new(Inner { cache, policy, profile: None, devices, known, date })))
     }
 
     /// The user's own cache over what ships, as `flashover` uses it.
@@ -88,15 +88,17 @@ impl Ctx {
         Ok(device)
     }
 
-    /// The config of one matmul.
-    pub(crate) fn matmul(
+    /// The config of one problem.
+    pub(crate) fn config<K: Kernel>(
         &self,
         device: &Device,
-        problem: &MatmulProblem,
-    ) -> Result<MatmulConfig, OpError> {
+        problem: &K::Problem,
+    ) -> Result<K::Config, OpError> {
         let mut inner = self.lock();
-        let key = (device.profile().id.to_string(), *problem);
-        if let Some(config) = inner.matmuls.get(&key) {
+        let key = Key::of::<K>(&device.profile().id, problem).to_string();
+        if let Some(config) = inner.known.get(&key).and_then(|c| c.downcast_ref::<K::Config>())
+            && K::check(device.profile(), problem, config).is_ok()
+        {
             return Ok(*config);
         }
         let mut tuner = Tuner {
@@ -106,10 +108,10 @@ impl Ctx {
             commit: concat!("v", env!("CARGO_PKG_VERSION")).to_owned(),
             date: inner.date.clone(),
         };
-        let chosen = tuner.choose::<Matmul>(problem);
+        let chosen = tuner.choose::<K>(problem);
         inner.cache = tuner.cache;
         let config = chosen?.config;
-        inner.matmuls.insert(key, config);
+        inner.known.insert(key, Box::new(config));
         Ok(config)
     }
 }

@@ -1,7 +1,10 @@
 //! What can be wrong with a call.
 
 use burn::tensor::DType;
+use kernels::attention::InvalidAttention;
 use tune::TuneError;
+
+use crate::Implementation;
 
 /// Why an op has no result.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +23,12 @@ pub enum OpError {
     TooLarge(usize),
     #[error("no kernels for {0}\nhint: use Device::cuda, Device::vulkan or Device::cpu")]
     Device(String),
+    #[error("{heads} heads do not divide among {kv_heads} key heads")]
+    Heads { heads: usize, kv_heads: usize },
+    #[error("{implementation:?} attention cannot serve this: {why}")]
+    Forced { implementation: Implementation, why: String },
+    #[error(transparent)]
+    Attention(#[from] InvalidAttention),
     #[error(transparent)]
     Tune(#[from] TuneError),
 }

@@ -16,11 +16,14 @@
 //! Every function takes a [`Ctx`] first: which configs are known, and what happens to a shape whose
 //! config is not. Tensors live on a CubeCL device of Burn's: CUDA, Vulkan or the CPU runtime.
 
+mod attention;
+mod call;
 mod ctx;
 mod error;
 mod layout;
 mod matmul;
 
+pub use attention::{AttentionOptions, Implementation, attention};
 pub use ctx::Ctx;
 pub use error::OpError;
 pub use kernels::matmul::Activation;

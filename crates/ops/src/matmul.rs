@@ -8,8 +8,6 @@
 //! gradients the epilogue is part of the product; with them the product keeps its bias and the rest is
 //! ordinary differentiable ops, because their gradients need what was between.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
 use arch::DType;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -19,10 +17,9 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
-    Autodiff, AutodiffBackend, Backend, Dispatch, DispatchDevice, ExtensionType, TensorMetadata,
-    backend_extension,
+    Autodiff, AutodiffBackend, Backend, Dispatch, TensorMetadata, backend_extension,
 };
-use burn::tensor::{Device, FloatDType, Scalar, Shape, Tensor};
+use burn::tensor::{FloatDType, Scalar, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
@@ -30,6 +27,7 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::matmul::{Activation, Matmul, MatmulOperands, MatmulProblem, Precision};
 use tune::Kernel;
 
+use crate::call::{Call, Optional, on_cubecl};
 use crate::layout::{Matrices, broadcast, fold};
 use crate::{Ctx, OpError};
 
@@ -120,14 +118,6 @@ pub fn linear<const D: usize>(
     Ok(matmul(ctx, x.reshape([rows, k]), weight, epilogue)?.reshape(shape))
 }
 
-/// Whether `device` runs our kernels.
-fn on_cubecl(device: &Device) -> Result<(), OpError> {
-    match device.clone().inner().as_dispatch() {
-        DispatchDevice::Cube(_) => Ok(()),
-        other => Err(OpError::Device(format!("{other:?}"))),
-    }
-}
-
 /// What remains of an epilogue without its tensors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Spec {
@@ -188,47 +178,6 @@ fn validate<const D: usize>(
         }
     }
     Ok((Spec { precision, activation: *activation, out }, shape))
-}
-
-/// Who calls: the context, and where an op that cannot return an error leaves it.
-#[derive(Clone)]
-pub(crate) struct Call {
-    ctx: Ctx,
-    failure: Arc<Mutex<Option<OpError>>>,
-}
-
-impl Call {
-    fn of(ctx: &Ctx) -> Self {
-        Self { ctx: ctx.clone(), failure: Arc::default() }
-    }
-
-    fn fail(&self, error: OpError) {
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-    }
-
-    fn failed(&self) -> Option<OpError> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-}
-
-/// `Option`, which does not cross Burn's dispatch.
-#[derive(Clone, ExtensionType)]
-pub(crate) enum Optional<B: Backend> {
-    Absent,
-    Present(FloatTensor<B>),
-}
-
-impl<B: Backend> Optional<B> {
-    fn of(tensor: Option<FloatTensor<B>>) -> Self {
-        tensor.map_or(Self::Absent, Self::Present)
-    }
-
-    fn into_option(self) -> Option<FloatTensor<B>> {
-        match self {
-            Self::Absent => None,
-            Self::Present(tensor) => Some(tensor),
-        }
-    }
 }
 
 #[backend_extension(Cube, Autodiff)]
@@ -319,7 +268,7 @@ impl MatmulOps for CubeBackend {
             rows: None,
         };
         let launched = call.ctx.device(&out.device).and_then(|device| {
-            let config = call.ctx.matmul(&device, &problem)?;
+            let config = call.ctx.config::<Matmul>(&device, &problem)?;
             let scratch = Matmul::scratch(&device, &problem, &config);
             Matmul::launch(&device, &problem, &config, &operands, scratch.as_ref());
             Ok(())

@@ -1,6 +1,7 @@
 //! Kernels against the reference: the one place that runs both. Kernel tests, `verify` and the bench
 //! all check through here.
 
+pub mod attention;
 pub mod matmul;
 
 use reference::Comparison;
@@ -21,6 +22,17 @@ pub struct Verdict {
     pub comparison: Comparison,
     /// FNV-1a of the output's bytes: equal digests are equal results, to the last bit.
     pub digest: u64,
+}
+
+fn kernel_error(e: impl std::fmt::Debug) -> CheckError {
+    CheckError::Kernel(format!("{e:?}"))
+}
+
+/// Device buffers are whole words.
+fn padded(bytes: &[u8]) -> Vec<u8> {
+    let mut out = bytes.to_vec();
+    out.resize(bytes.len().next_multiple_of(4), 0);
+    out
 }
 
 fn fnv1a(bytes: &[u8]) -> u64 {

@@ -8,7 +8,7 @@ use kernels::matmul::{
 use reference::{Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
 
-use crate::{CheckError, Verdict, fnv1a};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +24,52 @@ pub enum Inputs {
 pub struct EdgeCase {
     pub problem: MatmulProblem,
     pub inputs: Inputs,
+}
+
+impl EdgeCase {
+    /// How the rows of a grouped problem are shared out, by the seed.
+    pub fn shares(&self) -> Option<Shares> {
+        let (Inputs::Normal(seed) | Inputs::Special(seed)) = self.inputs;
+        self.problem.grouped.then(|| Shares::ALL[(seed % 4) as usize])
+    }
+}
+
+/// How many rows each group has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shares {
+    /// As many as every other.
+    Even,
+    /// None but the last, which has all.
+    Last,
+    /// One, and the last what is left.
+    Single,
+    /// Every other group none.
+    Gaps,
+}
+
+impl Shares {
+    const ALL: [Self; 4] = [Self::Even, Self::Last, Self::Single, Self::Gaps];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Even => "even",
+            Self::Last => "last",
+            Self::Single => "single",
+            Self::Gaps => "gaps",
+        }
+    }
+
+    /// Where the rows of each group begin, and the last one's end.
+    fn offsets(self, problem: &MatmulProblem) -> Vec<u32> {
+        let (groups, m) = (problem.batches.inner, problem.m);
+        let first = |g: u32| match self {
+            Self::Even => g * m / groups,
+            Self::Last => 0,
+            Self::Single => g.min(m),
+            Self::Gaps => g / 2 * 2 * m / groups,
+        };
+        (0..groups).map(first).chain([m]).collect()
+    }
 }
 
 /// Runs `problem` on fresh host inputs and compares every result with the reference. The output is
@@ -56,7 +102,7 @@ pub fn check(
         bias: bias.then(|| make(problem.bias_len(), stored, 1 << 40)).transpose()?,
         gate: gate.then(|| make(out_len, result, 1 << 41)).transpose()?,
         residual: residual.then(|| make(out_len, result, 1 << 42)).transpose()?,
-        offsets: problem.grouped.then(|| offsets(problem, *inputs)),
+        offsets: case.shares().map(|shares| shares.offsets(problem)),
     };
     let client = device.client();
     let upload = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
@@ -89,20 +135,6 @@ struct Host {
     residual: Option<Vec<f32>>,
     /// Of the groups.
     offsets: Option<Vec<u32>>,
-}
-
-/// Where the rows of each group begin: by the seed, even groups, all rows in the last, one row in each but
-/// the last, or cuts that leave some groups empty.
-fn offsets(problem: &MatmulProblem, inputs: Inputs) -> Vec<u32> {
-    let (Inputs::Normal(seed) | Inputs::Special(seed)) = inputs;
-    let (groups, m) = (problem.batches.inner, problem.m);
-    let cut = |g: u32| match seed % 4 {
-        0 => (u64::from(g) * u64::from(m) / u64::from(groups)) as u32,
-        1 => 0,
-        2 => g.min(m),
-        _ => g / 2 * 2 * m / groups,
-    };
-    (0..groups).map(cut).chain([m]).collect()
 }
 
 /// Compares what a launch left in `operands` with the reference at a seeded sample of positions,
@@ -177,17 +209,6 @@ fn verdict(
         reference.check(&sample, lhs, rhs, epilogue, &out)?
     };
     Ok(Verdict { comparison, digest: fnv1a(&bytes[..len]) })
-}
-
-fn kernel_error(e: impl std::fmt::Debug) -> CheckError {
-    CheckError::Kernel(format!("{e:?}"))
-}
-
-/// Device buffers are whole words.
-fn padded(bytes: &[u8]) -> Vec<u8> {
-    let mut out = bytes.to_vec();
-    out.resize(bytes.len().next_multiple_of(4), 0);
-    out
 }
 
 const fn reference_dtype(precision: Precision) -> reference::DType {
@@ -349,27 +370,32 @@ fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
     parts
 }
 
-/// Fewer shapes for configs that are not the default: full tiles, every edge, one thin, one deep.
+/// Fewer shapes for configs that are not the default: full tiles, every edge, one thin, one deep enough
+/// for k in many parts, the last of them ragged.
 pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
     let layouts = [Layout::Row, Layout::Col];
     let sizes = [[256, 256, 128], [131, 259, 67], [1, 264, 72]];
+    let full =
+        Epilogue { bias: true, activation: Some(Activation::Silu), gate: true, residual: true };
     let mut cases = Vec::new();
+    let mut add = |size, layouts, seed, epilogue| {
+        let plain =
+            MatmulProblem::dense(1, size, layouts, precision).expect("sizes here are positive");
+        let problem = MatmulProblem { epilogue, ..plain };
+        cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+    };
     for (seed, size) in (200u64..).zip(sizes) {
         for lhs in layouts {
             for rhs in layouts {
-                let problem = MatmulProblem::dense(1, size, [lhs, rhs], precision)
-                    .expect("sizes above are positive");
-                cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+                add(size, [lhs, rhs], seed, Epilogue::default());
             }
         }
-        let mut problem = cases[cases.len() - 3].problem;
-        problem.epilogue =
-            Epilogue { bias: true, activation: Some(Activation::Silu), gate: true, residual: true };
-        cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+        add(size, layouts, seed, full);
     }
+    add([24, 72, 8184], layouts, 210, Epilogue::default());
     for (seed, rhs) in [(207, Layout::Row), (206, Layout::Col)] {
         let problem = MatmulProblem::grouped(6, [301, 136, 72], rhs, precision)
-            .expect("sizes above are positive");
+            .expect("sizes here are positive");
         cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
     }
     cases

@@ -90,8 +90,11 @@ pub struct Record {
     pub gbps: Option<f64>,
     /// Achieved over the tighter of the two measured ceilings of this device (0 to 1).
     pub share_of_ceiling: Option<f64>,
-    /// Median nanoseconds of other implementations of the same case in the same process.
+    /// Median nanoseconds of other implementations of the same case in the same run.
     pub peers: BTreeMap<String, f64>,
+    /// Whose clock timed a peer, where it was not `clock`.
+    #[serde(default)]
+    pub peer_clocks: BTreeMap<String, String>,
     /// Largest absolute error against the f64 reference, and the tolerance it had to meet.
     pub max_err: Option<f64>,
     pub tolerance: Option<f64>,

@@ -9,6 +9,9 @@ pub enum Error {
     /// An operand has strides for another number of batch axes than the problem has.
     #[error("{what} has strides for {have} batch axes, the problem has {need}")]
     BatchRank { what: &'static str, need: usize, have: usize },
+    /// Query heads that do not share key heads evenly.
+    #[error("{heads} heads do not divide among {kv_heads} key heads")]
+    Heads { heads: usize, kv_heads: usize },
     /// A position lies outside of what it points into.
     #[error("{what} {index} is outside of the {len} there are")]
     OutOfRange { what: &'static str, index: usize, len: usize },

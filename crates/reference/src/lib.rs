@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`dtype`] | the number formats: rounding, spacing, bytes |
 //! | [`inputs`] | seeded inputs, the same on every machine |
+//! | [`attention`] | softmax(q·kᵀ)·v with masks, soft cap, window, shared keys |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
@@ -26,12 +27,14 @@
 //! # Ok::<(), reference::Error>(())
 //! ```
 
+pub mod attention;
 pub mod compare;
 pub mod dtype;
 mod error;
 pub mod inputs;
 pub mod matmul;
 
+pub use attention::{Attended, Attention, HeadStrides, Scores};
 pub use compare::{Comparison, compare};
 pub use dtype::DType;
 pub use error::Error;

@@ -115,10 +115,13 @@ impl fmt::Display for Warning {
 
 /// The cache file could not be read or written.
 #[derive(Debug, thiserror::Error)]
-#[error("tune cache {path}: {source}")]
+#[error(
+    "tune cache {path}: {why}\nhint: FLASHOVER_TUNE_CACHE names another file; it and its folder \
+     must be writable"
+)]
 pub struct CacheError {
     pub path: PathBuf,
-    pub source: io::Error,
+    pub why: io::Error,
 }
 
 /// Recorded and measured results.
@@ -208,7 +211,7 @@ impl TuneCache {
 
     fn save(&mut self) -> Result<(), CacheError> {
         let Some(path) = self.path.clone() else { return Ok(()) };
-        let wrap = |source| CacheError { path: path.clone(), source };
+        let wrap = |why| CacheError { path: path.clone(), why };
         let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
         fs::create_dir_all(dir).map_err(wrap)?;
         let lock = File::create(path.with_extension("lock")).map_err(wrap)?;
@@ -230,7 +233,7 @@ fn read(path: &Path) -> Result<Parsed, CacheError> {
     match fs::read(path) {
         Ok(bytes) => Ok(parse(&String::from_utf8_lossy(&bytes), &path.display().to_string())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Parsed::default()),
-        Err(source) => Err(CacheError { path: path.to_owned(), source }),
+        Err(why) => Err(CacheError { path: path.to_owned(), why }),
     }
 }
 
@@ -241,7 +244,7 @@ fn foreign_lines(path: &Path) -> Result<String, CacheError> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
         // Damaged text has been reported; there is nothing in it to keep.
         Err(e) if e.kind() == io::ErrorKind::InvalidData => String::new(),
-        Err(source) => return Err(CacheError { path: path.to_owned(), source }),
+        Err(why) => return Err(CacheError { path: path.to_owned(), why }),
     };
     let format = |line: &str| serde_json::from_str::<Value>(line).ok()?.get("format")?.as_u64();
     let foreign = text.lines().filter(|l| format(l).is_some_and(|f| f != u64::from(FORMAT)));

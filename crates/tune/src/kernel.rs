@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 /// that they are tested for cards that are not there.
 pub trait Kernel: 'static {
     /// What to compute: sizes, dtypes, layout and every flag that changes the answer.
-    type Problem: Clone + Debug + PartialEq + Serialize + Send + Sync;
+    type Problem: Clone + Debug + PartialEq + Serialize + DeserializeOwned + Send + Sync;
     /// How: tile sizes, stages, planes. The comptime argument of the kernel and the cached value.
     type Config: Copy + Debug + Eq + Hash + Serialize + DeserializeOwned + Send + Sync;
     /// Device buffers of one problem, inputs and output.

@@ -177,6 +177,43 @@ pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
     Timing { samples_ns, clock: "host", graph: false }
 }
 
+/// Work between two waits for the device: the wait, some tens of microseconds, is within a percent of
+/// it.
+const BATCH: Duration = Duration::from_millis(20);
+
+/// Times work whose launches no timestamp of ours brackets, such as another library's on a stream of
+/// its own, by the host's clock: many launches between two `wait`s for the device, whose share of the
+/// sample each launch then has.
+///
+/// # Errors
+/// Those of `wait`.
+pub fn measure_batches<E>(
+    effort: Effort,
+    mut launch: impl FnMut(usize),
+    mut wait: impl FnMut() -> Result<(), E>,
+) -> Result<Timing, E> {
+    let mut turn = 0;
+    let mut batch = |launches: usize| {
+        wait()?;
+        let start = Instant::now();
+        for _ in 0..launches {
+            launch(turn);
+            turn += 1;
+        }
+        wait()?;
+        Ok(start.elapsed())
+    };
+    thread::sleep(effort.rest);
+    // The first launch may compile.
+    batch(1)?;
+    let mut launches = 1;
+    while batch(launches)? < BATCH {
+        launches *= 2;
+    }
+    let sample = || Ok(vec![batch(launches)?.as_nanos() as f64 / launches as f64]);
+    Ok(Timing { samples_ns: collect(effort, sample)?, clock: "host", graph: false })
+}
+
 fn measure_with(
     device: &Device,
     effort: Effort,
@@ -186,7 +223,9 @@ fn measure_with(
     sync(device)?;
     thread::sleep(effort.rest);
     let method = device.client().properties().timing_method;
-    let clock = if method == TimingMethod::Device { "device" } else { "host" };
+    // The CPU runtime calls its clock a device's; it is the host's.
+    let own = method == TimingMethod::Device && device.backend() != Backend::Cpu;
+    let clock = if own { "device" } else { "host" };
     let mut turn = 0;
     let mut run = |n: usize| {
         for _ in 0..n {
@@ -343,4 +382,44 @@ fn sync(device: &Device) -> Result<(), TimingError> {
 
 fn failed(e: impl std::fmt::Debug) -> TimingError {
     TimingError::Failed(format!("{e:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    const EFFORT: Effort = Effort {
+        rest: Duration::ZERO,
+        warm_up: Duration::ZERO,
+        samples: 3,
+        min_samples: 3,
+        limit: Duration::ZERO,
+    };
+
+    /// A device that does nothing until it is waited for, then takes a millisecond a launch.
+    #[test]
+    fn a_batch_is_divided_among_its_launches() {
+        let (turn, queued) = (Cell::new(0), Cell::new(0));
+        let launch = |i| {
+            assert_eq!(turn.replace(i + 1), i, "launches are numbered in order");
+            queued.set(queued.get() + 1);
+        };
+        let wait = || {
+            thread::sleep(Duration::from_millis(queued.take()));
+            Ok::<_, Infallible>(())
+        };
+        let Ok(timing) = measure_batches(EFFORT, launch, wait);
+        assert_eq!((timing.samples_ns.len(), timing.clock), (3, "host"));
+        // A sleep is never shorter than asked, and not eight times as long on a machine that is busy.
+        let ms = timing.median_ns() / 1e6;
+        assert!((1.0..8.0).contains(&ms), "{ms} ms");
+    }
+
+    #[test]
+    fn a_device_that_fails_gives_no_time() {
+        let failed = measure_batches(EFFORT, |_| {}, || Err("lost"));
+        assert_eq!(failed, Err("lost"));
+    }
 }

@@ -1,7 +1,9 @@
 //! The cooperative-matrix paths of Vulkan.
 //!
 //! Cube scope (`VK_NV_cooperative_matrix2`): a cube names a tile, the driver moves and multiplies it;
-//! tensor layouts clamp the edges. Plane scope (`VK_KHR_cooperative_matrix`, and `wmma` on CUDA):
+//! tensor layouts clamp the edges. Results leave as they are: buffers read inside of a cube-scope
+//! element-wise operation make CubeCL 0.11's SPIR-V compiler panic, so what has an epilogue goes by plane
+//! scope. Plane scope (`VK_KHR_cooperative_matrix`, and `wmma` on CUDA):
 //! tiles are staged in shared memory by hand, one register-held tile ahead, and results leave through
 //! shared memory because a matrix cannot be indexed.
 
@@ -28,8 +30,6 @@ pub(crate) struct CubePlan {
     /// Whether the contiguous axis is the operand's second.
     pub(crate) lhs_rows: bool,
     pub(crate) rhs_rows: bool,
-    /// Whether there is an epilogue.
-    pub(crate) finishes: bool,
 }
 
 #[cube]
@@ -37,7 +37,6 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
-    finish: &Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] plan: CubePlan,
 ) {
@@ -45,7 +44,6 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (m, n, k) = comptime!((tile_m as usize, tile_n as usize, tile_k as usize));
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row_start, row_end) = dims.rows(CUBE_POS_Y);
-    let columns = dims.columns(CUBE_POS_Y);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
         // The grid has as many blocks for a group as the whole of lhs has.
@@ -93,14 +91,6 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         cmma::execute(&a, &b, &acc, &acc);
     }
 
-    if comptime!(plan.finishes) {
-        cmma::execute_elementwise_op(&acc, &acc, |row, col, sum| {
-            // Past the edge whatever is at it: never stored.
-            let (row, col) = (min(row0 + row, row_end - 1), min(col0 + col, dims.n - 1));
-            let at = out_start + row as usize * dims.out_stride + col as usize;
-            finish.one(sum, at, col, &columns)
-        });
-    }
     let rounded = cmma::cast::<f32, E, Cube>(&acc);
     let mut view = TensorView::new(&out[out_start..out_end], seq![row_end, dims.n])
         .with_strides(seq![dims.out_stride as u32, 1u32])

@@ -417,6 +417,9 @@ fn check_cube(
     if problem.precision == Precision::F32 {
         return Err(lacks("f32 cube-scope matrices".into()));
     }
+    if problem.epilogue != Epilogue::default() || problem.out != problem.precision.storage() {
+        return Err(lacks("epilogues on cube-scope matrices".into()));
+    }
     let fits = |s: &&MmaShape| s.ab == ab && s.acc == DType::F32;
     if !arch
         .cube_mma
@@ -599,12 +602,7 @@ impl Plan {
                 }
             }
             MatmulConfig::Cube(c) => Self {
-                path: Path::Cube(CubePlan {
-                    config: c,
-                    lhs_rows,
-                    rhs_rows,
-                    finishes: problem.epilogue != Epilogue::default(),
-                }),
+                path: Path::Cube(CubePlan { config: c, lhs_rows, rhs_rows }),
                 widths: [1; 4],
                 part_tiles: 0,
                 streams: None,

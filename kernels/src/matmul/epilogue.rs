@@ -159,7 +159,13 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             }
             ComptimeOption::None => {}
         }
-        activation::<W>(value, self.epilogue.activation)
+        if comptime!(self.epilogue.activation.is_some()) {
+            #[unroll]
+            for e in 0..W::value() {
+                value.insert(e, activation(value.extract(e), self.epilogue.activation));
+            }
+        }
+        value
     }
 
     /// `residual + gate · value` with what lies at vector `at` of both.
@@ -180,50 +186,65 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
 
     /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1.
     pub(crate) fn one(&self, sum: f32, at: usize, col: u32, columns: &Columns) -> f32 {
-        let sum = Vector::<f32, Const<1>>::new(sum);
-        self.join::<Const<1>>(self.activate::<Const<1>>(sum, col, columns), at).extract(0usize)
-    }
-}
-
-/// Gate and residual of 32 columns of a row, as the units of a quad hold their sums.
-#[derive(CubeType)]
-pub(crate) struct Others {
-    gate: ComptimeOption<Array<u32>>,
-    residual: ComptimeOption<Array<u32>>,
-}
-
-#[cube]
-impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
-    /// What belongs to the 16-byte vectors `at` of a quad's four units; nothing is read for a unit that
-    /// is not `inside`.
-    pub(crate) fn others(&self, at: usize, inside: bool, lane: u32) -> Others {
-        Others {
-            gate: self.gate.as_ref().map(|m| turned::<E, N>(m, at, inside, lane)),
-            residual: self.residual.as_ref().map(|m| turned::<E, N>(m, at, inside, lane)),
+        let mut value = sum;
+        #[comptime]
+        match &self.bias {
+            ComptimeOption::Some(bias) => {
+                value += f32::cast_from(bias[columns.first + col as usize]);
+            }
+            ComptimeOption::None => {}
         }
-    }
-}
-
-#[cube]
-impl Others {
-    /// `residual + gate · value` for pair `j` of the unit.
-    pub(crate) fn join<E: Float, W: Size>(
-        &self,
-        value: Vector<f32, W>,
-        #[comptime] j: usize,
-    ) -> Vector<f32, W> {
-        let mut out = value;
+        value = activation(value, self.epilogue.activation);
         #[comptime]
         match &self.gate {
-            ComptimeOption::Some(gate) => out *= pair::<E, W>(gate, j),
+            ComptimeOption::Some(gate) => value *= f32::cast_from(gate[at].extract(0usize)),
             ComptimeOption::None => {}
         }
         #[comptime]
         match &self.residual {
-            ComptimeOption::Some(residual) => out += pair::<E, W>(residual, j),
+            ComptimeOption::Some(residual) => {
+                value += f32::cast_from(residual[at].extract(0usize));
+            }
             ComptimeOption::None => {}
         }
-        out
+        value
+    }
+}
+
+#[cube]
+impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
+    /// `residual + gate · value` for the four pairs that a unit of a quad holds of 32 columns of a row;
+    /// `at` is its 16-byte vector of them, and nothing is read for a unit that is not `inside`. One matrix
+    /// after the other, so that the registers of one serve the other.
+    pub(crate) fn join_quad<W: Size>(
+        &self,
+        values: &mut Array<Vector<f32, W>>,
+        at: usize,
+        inside: bool,
+        lane: u32,
+    ) {
+        #[comptime]
+        match &self.gate {
+            ComptimeOption::Some(gate) => {
+                let words = turned::<E, N>(gate, at, inside, lane);
+                #[unroll]
+                for j in 0..4usize {
+                    values[j] *= pair::<E, W>(&words, j);
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match &self.residual {
+            ComptimeOption::Some(residual) => {
+                let words = turned::<E, N>(residual, at, inside, lane);
+                #[unroll]
+                for j in 0..4usize {
+                    values[j] += pair::<E, W>(&words, j);
+                }
+            }
+            ComptimeOption::None => {}
+        }
     }
 }
 
@@ -254,23 +275,26 @@ fn turned<E: Float, N: Size>(
 }
 
 #[cube]
-fn activation<W: Size>(
-    x: Vector<f32, W>,
-    #[comptime] activation: Option<Activation>,
-) -> Vector<f32, W> {
-    let one = Vector::<f32, W>::new(1.0f32);
+fn activation(x: f32, #[comptime] activation: Option<Activation>) -> f32 {
     match comptime!(activation) {
         None => x,
-        Some(Activation::Silu) => x / (one + (-x).exp()),
-        Some(Activation::Gelu) => {
-            let half = x * Vector::new(0.5f32);
-            half * (one + (x * Vector::new(std::f32::consts::FRAC_1_SQRT_2)).erf())
-        }
+        Some(Activation::Silu) => x / (1.0 + (-x).exp()),
+        Some(Activation::Gelu) => x * 0.5 * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2)),
         Some(Activation::GeluTanh) => {
-            let cubic = x + x * x * x * Vector::new(0.044_715f32);
             // √(2/π)
-            let inner = cubic * Vector::new(0.797_884_6f32);
-            x * Vector::new(0.5f32) * (one + inner.tanh())
+            let inner = 0.797_884_6 * (x + 0.044_715 * x * x * x);
+            x * 0.5 * (1.0 + inner.tanh())
         }
     }
+}
+
+/// The error function to 2e-7 (Abramowitz and Stegun, 7.1.26). CUDA's own, to an ulp, takes so many
+/// registers that tiles of 128 x 256 spill 16 bytes (sm_89).
+#[cube]
+fn erf(x: f32) -> f32 {
+    let size = max(x, -x);
+    let t = 1.0 / (1.0 + 0.327_591_1 * size);
+    let odd = (1.061_405_4 * t - 1.453_152) * t + 1.421_413_7;
+    let tail = ((odd * t - 0.284_496_74) * t + 0.254_829_6) * t * (-size * size).exp();
+    select(x < 0.0, tail - 1.0, 1.0 - tail)
 }

@@ -43,8 +43,8 @@ use serde::{Deserialize, Serialize};
 use super::{Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
-    gather_lane, global_address, lhs_lane, load_fragments, next_stage, quad_transpose, rhs_lane,
-    shared_address, wait_copies,
+    gather_lane, global_address, lhs_lane, load_fragments, multiply_halves, next_stage,
+    quad_transpose, rhs_lane, shared_address, typed, wait_copies,
 };
 
 /// Tile sizes of the tensor-core path.
@@ -406,47 +406,6 @@ impl<NC: Size> Sums<NC> {
     }
 }
 
-/// `sums += left · right` in f16: a 16 x 16 fragment by the 16 x 8 one whose words begin at `from`.
-#[cube]
-fn multiply_halves(
-    left: &Array<u32>,
-    right: &Array<u32>,
-    #[comptime] from: usize,
-    sums: &mut Array<u32>,
-) {
-    let out: Vector<u32, Const<2>>;
-    gpu_asm!(
-        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {out}, {{{a}, {b}, {c}, {d}}}, {{{e}, {f}}}, {{{g}, {h}}};",
-        out = out(_) out,
-        a = in(_) u32::cast_from(left[0]),
-        b = in(_) u32::cast_from(left[1]),
-        c = in(_) u32::cast_from(left[2]),
-        d = in(_) u32::cast_from(left[3]),
-        e = in(_) u32::cast_from(right[from]),
-        f = in(_) u32::cast_from(right[comptime!(from + 1)]),
-        g = in(_) u32::cast_from(sums[0]),
-        h = in(_) u32::cast_from(sums[1]),
-        options(nomem)
-    );
-    sums[0] = out.extract(0usize);
-    sums[1] = out.extract(1usize);
-}
-
-/// `len` words of a fragment from `from` on, as the instruction takes them.
-#[cube]
-fn typed<I: Float, NF: Size>(
-    words: &Array<u32>,
-    #[comptime] from: usize,
-    #[comptime] len: usize,
-) -> Array<Vector<I, NF>> {
-    let mut out = Array::<Vector<I, NF>>::new(len);
-    #[unroll]
-    for i in 0..len {
-        out[i] = Vector::reinterpret(words[comptime!(from + i)]);
-    }
-    out
-}
-
 /// Where a unit's fragments lie in the shared tiles: one place, from which fragments are at constant
 /// distances along the outer axis and one XOR away along k; or one place a fragment where k is the
 /// tile's row, and constant distances along k.
@@ -730,15 +689,18 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                     let mine = col + comptime!(32 * quad as u32) + lane % 4 * 8;
                     let inside = mine < dims.n;
                     let at = (line + mine as usize) / 8;
-                    let others = finish.others(at, comptime!(exact) || inside, lane);
-                    let mut words = Array::<u32>::new(4usize);
+                    let mut values = Array::<Vector<f32, NC>>::new(4usize);
                     #[unroll]
                     for j in 0..4usize {
                         let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
                         let sum = acc.pair(comptime!(fragment + 4 * quad + j), half, plan);
-                        let value = finish.activate::<NC>(sum, left, &columns);
-                        let value = others.join::<E, NC>(value, j);
-                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(value));
+                        values[j] = finish.activate::<NC>(sum, left, &columns);
+                    }
+                    finish.join_quad::<NC>(&mut values, at, comptime!(exact) || inside, lane);
+                    let mut words = Array::<u32>::new(4usize);
+                    #[unroll]
+                    for j in 0..4usize {
+                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(values[j]));
                     }
                     quad_transpose(&mut words, lane);
                     if comptime!(exact) || inside {

@@ -122,11 +122,9 @@ impl Kernel for Matmul {
             bias: bias.then(|| make(problem.bias_len(), storage, 2)),
             gate: gate.then(|| make(out, problem.out, 3)),
             residual: residual.then(|| make(out, problem.out, 4)),
-            rows: problem.grouped.then(|| {
-                let (m, groups) = (u64::from(problem.m), problem.batch());
-                let even: Vec<_> = (0..=groups).map(|g| (g * m / groups) as u32).collect();
-                client.create_from_slice(u32::as_bytes(&even))
-            }),
+            rows: problem
+                .grouped
+                .then(|| client.create_from_slice(u32::as_bytes(&problem.uneven_rows()))),
         }
     }
 
@@ -362,9 +360,7 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
         Path::Mma(plan) => {
             mma::multiply::<F, I, E, NL, NR, NO, NP>(lhs, rhs, out, partials, &finish, dims, plan)
         }
-        Path::Cube(plan) => {
-            cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
-        }
+        Path::Cube(plan) => cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, dims, plan),
         Path::Plane(plan) => {
             cmma::multiply_planes::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }

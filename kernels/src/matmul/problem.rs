@@ -216,6 +216,14 @@ impl MatmulProblem {
         u64::from(self.batches.outer) * u64::from(self.batches.inner)
     }
 
+    /// Offsets of a grouped problem as they are measured: of 1, 2, .. groups rows in proportion, because
+    /// routing is not even.
+    pub fn uneven_rows(&self) -> Vec<u32> {
+        let (m, groups) = (u128::from(self.m), u128::from(self.batch()));
+        let first = |g: u128| (g * (g + 1) * m / (groups * (groups + 1))) as u32;
+        (0..=groups).map(first).collect()
+    }
+
     /// Matrices `[m, n]` of the result.
     fn results(&self) -> u64 {
         if self.grouped { 1 } else { self.batch() }

@@ -2,6 +2,7 @@
 //! software rasteriser where one is installed.
 
 use arch::{ArchProfile, Backend, Device};
+use kernels::attention::Attention;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
@@ -133,19 +134,26 @@ fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
 fn shipped_configs_are_of_this_version_and_fit_their_device() {
     let card = |name| ArchProfile::recorded(name).expect("recorded");
     let cuda = card("h200").restrict("rtx4090", &card("rtx4090"));
+    fn fits<K: Kernel>(entry: &tune::Entry, arch: &ArchProfile) -> usize {
+        assert_eq!(entry.key.version, K::VERSION, "{}: never looked up again", entry.key);
+        let problem: K::Problem = serde_json::from_value(entry.problem.clone()).expect("a problem");
+        let config: K::Config = serde_json::from_value(entry.config.clone()).expect("a config");
+        if entry.key.arch_id != arch.id {
+            return 0;
+        }
+        K::check(arch, &problem, &config).expect("fits");
+        1
+    }
     let cache = TuneCache::shipped();
-    let mut checked = 0;
+    let (mut matmuls, mut attentions) = (0, 0);
     for (entry, _) in cache.entries() {
-        assert_eq!(entry.key.version, Matmul::VERSION, "{}: never looked up again", entry.key);
-        let problem: MatmulProblem =
-            serde_json::from_value(entry.problem.clone()).expect("a problem");
-        let config: MatmulConfig = serde_json::from_value(entry.config.clone()).expect("a config");
-        if entry.key.arch_id == cuda.id {
-            Matmul::check(&cuda, &problem, &config).expect("fits");
-            checked += 1;
+        match entry.key.kernel.as_str() {
+            Matmul::NAME => matmuls += fits::<Matmul>(entry, &cuda),
+            Attention::NAME => attentions += fits::<Attention>(entry, &cuda),
+            other => panic!("no kernel is called {other}"),
         }
     }
-    assert!(checked > 0, "the card that the records are of has results");
+    assert!(matmuls > 0 && attentions > 0, "the card that the records are of has results");
 }
 
 /// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.
@@ -175,4 +183,54 @@ fn every_epilogue_is_another_program_and_so_are_groups() {
     let program = Matmul::program(device.profile(), &grouped, &config, &properties, &target);
     hashes.insert(program.id().stable_hash());
     assert_eq!(hashes.len(), count + 1);
+}
+
+/// Checks each attention with its default config and returns what went wrong.
+fn attention_failures(device: &Device, dtype: arch::DType) -> Vec<String> {
+    let arch = device.profile();
+    let mut failures = Vec::new();
+    for case in oracle::attention::edge_cases(dtype, device.backend()) {
+        let Some(config) = Attention::candidates(arch, &case.problem).first().copied() else {
+            failures.push(format!("no candidate for {case:?}"));
+            continue;
+        };
+        match oracle::attention::check(device, &case, &config) {
+            Ok(verdict) if verdict.comparison.passed => {}
+            Ok(verdict) => failures.push(format!("{case:?}: {}", verdict.comparison)),
+            Err(e) => failures.push(format!("{case:?}: {e}")),
+        }
+    }
+    failures
+}
+
+#[test]
+fn attention_is_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for dtype in [arch::DType::F32, arch::DType::Bf16] {
+        let failures = attention_failures(&device, dtype);
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+#[test]
+fn attention_is_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = attention_failures(&device, arch::DType::F32);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn an_odd_number_of_halves_is_tuned() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let problem = MatmulProblem::dense(1, [3, 5, 8], [Layout::Row; 2], Precision::Bf16);
+    let (commit, date) = (String::new(), String::new());
+    let cache = TuneCache::default();
+    let policy = tune::Policy::Measure;
+    let tuner = tune::Tuner { device: &device, cache, policy, commit, date };
+    let problem = problem.expect("valid sizes");
+    let configs = Matmul::candidates(device.profile(), &problem);
+    for (config, outcome) in tuner.time::<Matmul>(&problem, configs) {
+        // The word that ends the buffer holds half a result; the other half is poison.
+        outcome.unwrap_or_else(|why| panic!("{config:?}: {why}"));
+    }
 }

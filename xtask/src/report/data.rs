@@ -29,7 +29,7 @@ pub(crate) fn json(run: &[Column]) -> Result<String> {
     Ok(serde_json::to_string_pretty(&all)? + "\n")
 }
 
-const COLUMNS: [&str; 25] = [
+const COLUMNS: [&str; 26] = [
     "case",
     "op",
     "params",
@@ -47,6 +47,7 @@ const COLUMNS: [&str; 25] = [
     "gbps",
     "share_of_ceiling",
     "peers",
+    "peer_clocks",
     "max_err",
     "tolerance",
     "config",

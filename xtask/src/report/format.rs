@@ -48,10 +48,14 @@ pub(crate) fn rate(record: &Record) -> String {
     }
 }
 
-/// `1.62x burn, 0.98x cubek`: how many times faster we are than each.
+/// `1.62x burn, 0.98x cubek`: how many times faster we are than each, and by which clock where it was
+/// not ours.
 pub(crate) fn peers(record: &Record) -> String {
     let Some(median) = record.median_ns else { return String::new() };
-    let of = |(name, nanos): (&String, &f64)| format!("{} {name}", ratio(nanos / median));
+    let clock = |name: &String| record.peer_clocks.get(name).map(|c| format!(" ({c} clock)"));
+    let of = |(name, nanos): (&String, &f64)| {
+        format!("{} {name}{}", ratio(nanos / median), clock(name).unwrap_or_default())
+    };
     record.peers.iter().map(of).collect::<Vec<_>>().join(", ")
 }
 
@@ -144,6 +148,13 @@ mod tests {
     #[test]
     fn shares_are_percentages() {
         assert_eq!((percent(0.7149).as_str(), percent(0.0123).as_str()), ("71%", "1.2%"));
+    }
+
+    #[test]
+    fn a_peer_names_its_clock_where_it_was_not_ours() {
+        let mut record = super::super::sample::run()[0].records[1].clone();
+        record.peer_clocks.insert("burn".into(), "host".into());
+        assert_eq!(peers(&record), "1.62x burn (host clock), 0.98x cubek");
     }
 
     #[test]

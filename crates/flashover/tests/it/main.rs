@@ -1,6 +1,7 @@
 //! The public crate and the command, on the CPU.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -85,6 +86,12 @@ fn mistakes_are_named() {
     assert!(matches!(fails(&square, &bytes, None), OpError::DType { .. }));
     let tf32 = MatmulOptions { tf32: true, ..options };
     assert!(matches!(run(&square, &square, None, &tf32), Err(OpError::Tune(_))), "no tf32 here");
+    // A result of 4 TiB.
+    let long = HostTensor::new(DType::F32, &[1 << 20, 1], vec![0; 4 << 20]).expect("4 MiB");
+    let wide = HostTensor::new(DType::F32, &[1, 1 << 20], vec![0; 4 << 20]).expect("4 MiB");
+    let error = fails(&long, &wide, None);
+    assert!(matches!(error, OpError::Memory { what: "the result", .. }), "{error}");
+    assert!(error.to_string().contains("4096.0 GiB") && error.to_string().contains("\nhint: "));
     let unknown = run_op("conv", &cpu(), &BTreeMap::new(), &[], Policy::Default);
     assert!(matches!(unknown, Err(OpError::UnknownOp(_))));
 }
@@ -117,6 +124,8 @@ fn op_reads_and_writes_safetensors() {
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
     let bytes = std::fs::read(&output).expect("written");
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let mode = |path: &Path| std::fs::metadata(path).expect("there").permissions().mode();
+    assert_eq!(mode(&output), mode(&input), "as any other new file");
     let expected = run(&lhs, &rhs, None, &MatmulOptions::default()).expect("shapes agree");
     assert_eq!(file.tensor("out").expect("named out").data(), expected.bytes());
 }
@@ -155,7 +164,13 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
         }
         flashover(&args)
     };
+    let to = |output: &str| {
+        let args = ["op", "matmul", "--input", &input, "--output", output, "--backend", "cpu"];
+        flashover(&args)
+    };
     for (done, word) in [
+        (to(&path("")), "is a folder"),
+        (to(&path("absent/out")), "cannot write"),
         (op("matmul", &input, "cpu", ""), "k differs"),
         (op("matmul", &junk, "cpu", ""), "no safetensors file"),
         (op("matmul", "absent", "cpu", ""), "cannot read"),
@@ -167,6 +182,7 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
         let text = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(2), "{text}");
         assert!(text.contains(word), "{word}: {text}");
+        assert!(text.contains("\nhint: ") || word == "key=value", "{text}");
         assert!(!text.contains("panicked"), "{text}");
     }
     assert!(!output.exists(), "nothing half-written");

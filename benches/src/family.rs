@@ -1,0 +1,167 @@
+//! What the bench knows of each kernel family beside [`Kernel`].
+
+use std::collections::BTreeMap;
+
+use arch::{Backend, DType, Device};
+use kernels::attention::{Attention, AttentionOperands, AttentionProblem};
+use kernels::matmul::{Matmul, MatmulOperands, MatmulProblem, Precision};
+use oracle::{CheckError, Verdict};
+use serde_json::{Value, json};
+use tune::Kernel;
+use tune::timing::{Timing, TimingError};
+
+use crate::peers;
+
+/// Names and outcomes of peers.
+pub(crate) type Peers = Vec<(&'static str, Result<Timing, TimingError>)>;
+
+/// A kernel family that is measured.
+pub(crate) trait Family: Kernel {
+    /// Parameters as records hold them.
+    fn params(problem: &Self::Problem) -> BTreeMap<String, Value>;
+
+    /// The precision whose ceiling of multiplying it has.
+    fn unit(problem: &Self::Problem) -> &'static str;
+
+    /// Compares the result in `operands` with the reference, at a seeded sample of positions.
+    fn compare(
+        device: &Device,
+        problem: &Self::Problem,
+        operands: &Self::Operands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError>;
+
+    /// Peers that run on our operands.
+    fn peers_on(device: &Device, problem: &Self::Problem, sets: &[Self::Operands]) -> Peers;
+
+    /// Peers that make `sets` sets of operands of their own.
+    fn peers(device: &Device, problem: &Self::Problem, sets: usize) -> Peers;
+
+    /// The case as torch.py reads it.
+    fn torch(problem: &Self::Problem) -> Value;
+}
+
+impl Family for Matmul {
+    fn params(p: &MatmulProblem) -> BTreeMap<String, Value> {
+        let mut params = BTreeMap::from([
+            ("m".to_owned(), p.m.into()),
+            ("n".to_owned(), p.n.into()),
+            ("k".to_owned(), p.k.into()),
+            ("dtype".to_owned(), p.precision.name().into()),
+            ("lhs".to_owned(), p.lhs.layout.name().into()),
+            ("rhs".to_owned(), p.rhs.layout.name().into()),
+        ]);
+        if p.grouped {
+            params.insert("groups".to_owned(), p.batch().into());
+        } else if p.batch() > 1 {
+            params.insert("batch".to_owned(), p.batch().into());
+        }
+        if p.out != p.precision.storage() {
+            params.insert("out".to_owned(), p.out.name().into());
+        }
+        let epilogue = p.epilogue.names();
+        if !epilogue.is_empty() {
+            params.insert("epilogue".to_owned(), epilogue.join("+").into());
+        }
+        params
+    }
+
+    fn unit(p: &MatmulProblem) -> &'static str {
+        p.precision.name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &MatmulProblem,
+        operands: &MatmulOperands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::matmul::check_operands(device, p, operands, seed)
+    }
+
+    fn peers_on(device: &Device, p: &MatmulProblem, sets: &[MatmulOperands]) -> Peers {
+        // On a CPU its strategy is no contender: Burn has another backend there.
+        match device.backend() {
+            Backend::Cuda | Backend::Vulkan => {
+                vec![("cubek", peers::cubek_matmul(device, p, sets))]
+            }
+            Backend::Cpu | Backend::WebGpu => Vec::new(),
+        }
+    }
+
+    fn peers(device: &Device, p: &MatmulProblem, sets: usize) -> Peers {
+        vec![(peers::burn_name(device.backend()), peers::burn_matmul(device, p, sets))]
+    }
+
+    fn torch(p: &MatmulProblem) -> Value {
+        json!({
+            "op": Self::NAME,
+            "m": p.m,
+            "n": p.n,
+            "k": p.k,
+            "batch": p.batch(),
+            "dtype": p.precision.name(),
+            "lhs": p.lhs.layout.name(),
+            "rhs": p.rhs.layout.name(),
+            "rows": p.grouped.then(|| p.uneven_rows()),
+        })
+    }
+}
+
+impl Family for Attention {
+    fn params(p: &AttentionProblem) -> BTreeMap<String, Value> {
+        let mut params = BTreeMap::from([
+            ("batch".to_owned(), p.batch.into()),
+            ("heads".to_owned(), p.heads.into()),
+            ("kv_heads".to_owned(), p.kv_heads.into()),
+            ("seq_q".to_owned(), p.seq_q.into()),
+            ("seq_kv".to_owned(), p.seq_kv.into()),
+            ("head_dim".to_owned(), p.head_dim.into()),
+            ("dtype".to_owned(), p.dtype.name().into()),
+        ]);
+        for rule in p.rules() {
+            params.insert(rule.to_owned(), true.into());
+        }
+        params
+    }
+
+    fn unit(p: &AttentionProblem) -> &'static str {
+        let precision = match p.dtype {
+            DType::F16 => Precision::F16,
+            DType::Bf16 => Precision::Bf16,
+            _ => Precision::F32,
+        };
+        precision.name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &AttentionProblem,
+        operands: &AttentionOperands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::attention::check_operands(device, p, operands, seed)
+    }
+
+    fn peers_on(_device: &Device, _p: &AttentionProblem, _sets: &[AttentionOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(device: &Device, p: &AttentionProblem, sets: usize) -> Peers {
+        vec![(peers::burn_name(device.backend()), peers::burn_attention(device, p, sets))]
+    }
+
+    fn torch(p: &AttentionProblem) -> Value {
+        json!({
+            "op": Self::NAME,
+            "batch": p.batch,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "seq_q": p.seq_q,
+            "seq_kv": p.seq_kv,
+            "head_dim": p.head_dim,
+            "dtype": p.dtype.name(),
+            "causal": p.causal,
+        })
+    }
+}

@@ -1,0 +1,376 @@
+//! `softmax(rules(q·kᵀ))·v` with the arguments of Burn's own attention, and more.
+//!
+//! Without gradients it is one kernel that never stores the scores. With them it is, for now, ordinary
+//! differentiable ops, which do: a backward kernel is not written yet.
+
+use arch::DType;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::{
+    Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, TensorMetadata, backend_extension,
+};
+use burn::tensor::{Bool, Shape, Tensor, TensorData};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
+use kernels::attention::{
+    Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, ScoreStrides,
+};
+use tune::Kernel;
+
+use crate::call::{Call, Optional, on_cubecl};
+use crate::{Ctx, OpError};
+
+/// Which kernel computes an attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Implementation {
+    /// Tensor cores; the scores stay in registers.
+    Flash,
+    /// One key after the other, in f32: what others are checked against.
+    Plain,
+}
+
+/// What an attention does beside the two products.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttentionOptions {
+    /// Scores are multiplied by this; by 1 / √head_dim when none.
+    pub scale: Option<f32>,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+    /// Query i sees key j when j <= i + seq_kv - seq_q.
+    pub causal: bool,
+    /// Query i sees keys at a distance from i + seq_kv - seq_q below this.
+    pub window: Option<u32>,
+    /// The fastest that serves the problem when none; a forced one that cannot is an error.
+    pub implementation: Option<Implementation>,
+}
+
+/// Scaled dot product attention with `heads / kv_heads` neighbouring heads to one of k and v.
+///
+/// # Shapes
+/// q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_kv, head_dim]`, any strides;
+/// mask (true hides) and bias (added after the soft cap) `[batch, heads, seq_q, seq_kv]`, each axis
+/// possibly 1; the result is as q. A query without visible keys gives zeros.
+///
+/// # Errors
+/// Shapes or dtypes that do not fit, a device without our kernels, an implementation that cannot serve.
+pub fn attention(
+    ctx: &Ctx,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    mask: Option<Tensor<4, Bool>>,
+    bias: Option<Tensor<4>>,
+    options: AttentionOptions,
+) -> Result<Tensor<4>, OpError> {
+    on_cubecl(&q.device())?;
+    validate(&q, &k, &v, mask.as_ref(), bias.as_ref())?;
+    let shape = q.dims();
+    if shape.contains(&0) || k.dims().contains(&0) {
+        return Ok(Tensor::<4>::zeros(shape, &q.device()).cast(q.dtype()));
+    }
+    let call = Call::of(ctx);
+    let out = <Dispatch as AttentionOps>::attend(
+        q.into_dispatch(),
+        k.into_dispatch(),
+        v.into_dispatch(),
+        Masking::of(mask.map(Tensor::into_dispatch)),
+        Optional::of(bias.map(Tensor::into_dispatch)),
+        options,
+        call.clone(),
+    );
+    match call.failed() {
+        None => Ok(Tensor::from_dispatch(out)),
+        Some(e) => Err(e),
+    }
+}
+
+fn validate(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    mask: Option<&Tensor<4, Bool>>,
+    bias: Option<&Tensor<4>>,
+) -> Result<(), OpError> {
+    let need = q.dtype();
+    let float = matches!(
+        need,
+        burn::tensor::DType::F32 | burn::tensor::DType::F16 | burn::tensor::DType::BF16
+    );
+    if !float {
+        return Err(OpError::NotFloat(need));
+    }
+    let typed = [("k", Some(k.dtype())), ("v", Some(v.dtype())), ("bias", bias.map(Tensor::dtype))];
+    for (what, have) in typed {
+        if let Some(have) = have.filter(|have| *have != need) {
+            return Err(OpError::DType { what, have, need });
+        }
+    }
+    let [batch, heads, seq_q, head_dim] = q.dims();
+    let [_, kv_heads, seq_kv, _] = k.dims();
+    let keys = [batch, kv_heads, seq_kv, head_dim];
+    for (what, have) in [("k", k.dims()), ("v", v.dims())] {
+        if have != keys {
+            return Err(OpError::Shape { what, have: have.to_vec(), need: keys.to_vec() });
+        }
+    }
+    if kv_heads == 0 || heads % kv_heads != 0 {
+        return Err(OpError::Heads { heads, kv_heads });
+    }
+    let scores = [batch, heads, seq_q, seq_kv];
+    let fits = |have: [usize; 4]| have.iter().zip(scores).all(|(h, s)| *h == s || *h == 1);
+    for (what, have) in [("mask", mask.map(Tensor::dims)), ("bias", bias.map(Tensor::dims))] {
+        if let Some(have) = have.filter(|have| !fits(*have)) {
+            return Err(OpError::Shape { what, have: have.to_vec(), need: scores.to_vec() });
+        }
+    }
+    let long = q.dims().into_iter().chain(k.dims()).find(|s| u32::try_from(*s).is_err());
+    long.map_or(Ok(()), |size| Err(OpError::TooLarge(size)))
+}
+
+/// `Option` of a boolean tensor, which does not cross Burn's dispatch.
+#[derive(Clone, ExtensionType)]
+pub(crate) enum Masking<B: Backend> {
+    Absent,
+    Present(BoolTensor<B>),
+}
+
+impl<B: Backend> Masking<B> {
+    fn of(tensor: Option<BoolTensor<B>>) -> Self {
+        tensor.map_or(Self::Absent, Self::Present)
+    }
+
+    fn into_option(self) -> Option<BoolTensor<B>> {
+        match self {
+            Self::Absent => None,
+            Self::Present(tensor) => Some(tensor),
+        }
+    }
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait AttentionOps: Backend {
+    /// Sizes and dtypes are those of a validated call, and no size is 0.
+    fn attend(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        #[extension_type] mask: Masking<Self>,
+        #[extension_type] bias: Optional<Self>,
+        options: AttentionOptions,
+        call: Call,
+    ) -> FloatTensor<Self>;
+}
+
+impl AttentionOps for CubeBackend {
+    fn attend(
+        q: CubeTensor,
+        k: CubeTensor,
+        v: CubeTensor,
+        mask: Masking<Self>,
+        bias: Optional<Self>,
+        options: AttentionOptions,
+        call: Call,
+    ) -> CubeTensor {
+        let [q, k, v] = [q, k, v].map(along_head_dim);
+        let out = empty_device_contiguous_dtype(
+            q.client.clone(),
+            q.device.clone(),
+            q.meta.shape().clone(),
+            q.dtype,
+        );
+        if let Err(e) =
+            launch([&q, &k, &v, &out], mask.into_option(), bias.into_option(), &options, &call)
+        {
+            call.fail(e);
+        }
+        out
+    }
+}
+
+/// Enqueues the kernel.
+fn launch(
+    [q, k, v, out]: [&CubeTensor; 4],
+    mask: Option<CubeTensor>,
+    bias: Option<CubeTensor>,
+    options: &AttentionOptions,
+    call: &Call,
+) -> Result<(), OpError> {
+    let size = |t: &CubeTensor, axis: usize| t.meta.shape()[axis] as u32;
+    let (heads, seqs) = ([size(q, 1), size(k, 1)], [size(q, 2), size(k, 2)]);
+    let dtype = match q.dtype {
+        burn::tensor::DType::F16 => DType::F16,
+        burn::tensor::DType::BF16 => DType::Bf16,
+        _ => DType::F32,
+    };
+    let dense = AttentionProblem::dense(size(q, 0), heads, seqs, size(q, 3), dtype)?;
+    // Burn's booleans are bytes or words.
+    let mask_dtype = match mask.as_ref().map(|m| m.dtype.size()) {
+        Some(4) => DType::I32,
+        _ => DType::U8,
+    };
+    let problem = AttentionProblem {
+        q: head_strides(q),
+        k: head_strides(k),
+        v: head_strides(v),
+        out: head_strides(out),
+        scale: options.scale.unwrap_or(dense.scale),
+        softcap: options.softcap,
+        causal: options.causal,
+        window: options.window,
+        bias: bias.as_ref().map(score_strides),
+        mask: mask.as_ref().map(score_strides),
+        mask_dtype,
+        ..dense
+    }
+    .checked()?;
+    let device = call.ctx.device(&out.device)?;
+    let config = match options.implementation {
+        None => call.ctx.config::<Attention>(&device, &problem)?,
+        Some(wanted) => forced(&device, &problem, wanted)?,
+    };
+    let operands = AttentionOperands {
+        q: q.handle.clone(),
+        k: k.handle.clone(),
+        v: v.handle.clone(),
+        out: out.handle.clone(),
+        lse: None,
+        bias: bias.map(|t| t.handle),
+        mask: mask.map(|t| t.handle),
+        offsets: None,
+    };
+    Attention::launch(&device, &problem, &config, &operands, None);
+    Ok(())
+}
+
+/// A config of the implementation asked for.
+fn forced(
+    device: &arch::Device,
+    problem: &AttentionProblem,
+    wanted: Implementation,
+) -> Result<AttentionConfig, OpError> {
+    let arch = device.profile();
+    let refused = |why: String| OpError::Forced { implementation: wanted, why };
+    match wanted {
+        Implementation::Plain => Attention::simplest(arch, problem)
+            .ok_or_else(|| refused(format!("{} lacks the dtype", arch.backend))),
+        Implementation::Flash => {
+            let flash = |c: &AttentionConfig| matches!(c, AttentionConfig::Flash(_));
+            let found = Attention::candidates(arch, problem).into_iter().find(flash);
+            found.ok_or_else(|| {
+                let why = Attention::check(arch, problem, &AttentionConfig::smallest_flash());
+                refused(why.err().map_or_else(|| "no tile fits".to_owned(), |e| e.to_string()))
+            })
+        }
+    }
+}
+
+/// The tensor itself, or a copy whose last axis is contiguous.
+fn along_head_dim(tensor: CubeTensor) -> CubeTensor {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    // The stride of an axis of one element means nothing; positions must not overlap.
+    let contiguous =
+        (strides[3] == 1 || shape[3] == 1) && (strides[2] >= shape[3] || shape[2] == 1);
+    if contiguous { tensor } else { into_contiguous(tensor) }
+}
+
+fn head_strides(tensor: &CubeTensor) -> HeadStrides {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let step = |axis: usize| strides[axis] as u64;
+    HeadStrides {
+        batch: step(0),
+        head: step(1),
+        seq: if shape[2] == 1 { shape[3] as u64 } else { step(2) },
+    }
+}
+
+/// Steps of a tensor of scores; an axis of one repeats.
+fn score_strides(tensor: &CubeTensor) -> ScoreStrides {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let step = |axis: usize| if shape[axis] == 1 { 0 } else { strides[axis] as u64 };
+    ScoreStrides { batch: step(0), head: step(1), row: step(2), col: step(3) }
+}
+
+impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
+    fn attend(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        mask: Masking<Self>,
+        bias: Optional<Self>,
+        options: AttentionOptions,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let (mask, bias) = (mask.into_option(), bias.into_option());
+        let tracked = [Some(&q), Some(&k), Some(&v), bias.as_ref()];
+        if tracked.into_iter().flatten().any(|t| t.is_tracked()) {
+            return by_ops::<Self>([q, k, v], mask, bias, &options);
+        }
+        let [q, k, v] = [q, k, v].map(Self::inner);
+        let mask = Masking::of(mask.map(Self::bool_inner));
+        let bias = Optional::of(bias.map(Self::inner));
+        Self::from_inner(B::attend(q, k, v, mask, bias, options, call))
+    }
+}
+
+/// The same by ordinary ops, which store the scores.
+fn by_ops<B: Backend>(
+    [q, k, v]: [FloatTensor<B>; 3],
+    mask: Option<BoolTensor<B>>,
+    bias: Option<FloatTensor<B>>,
+    options: &AttentionOptions,
+) -> FloatTensor<B> {
+    let [batch, heads, seq_q, head_dim] = q.shape().dims();
+    let [_, kv_heads, seq_kv, _] = k.shape().dims();
+    let group = heads / kv_heads;
+    // Each head of k and v once for every head that shares it.
+    let spread = |t: FloatTensor<B>| {
+        let apart = B::float_reshape(t, Shape::new([batch, kv_heads, 1, seq_kv, head_dim]));
+        let shape = Shape::new([batch, kv_heads, group, seq_kv, head_dim]);
+        B::float_reshape(
+            B::float_expand(apart, shape),
+            Shape::new([batch, heads, seq_kv, head_dim]),
+        )
+    };
+    let (k, v) = (spread(k), spread(v));
+    let (device, dtype) = (q.device(), q.dtype());
+    let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
+    let mut scores =
+        B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), f64::from(scale).into());
+    if let Some(cap) = options.softcap.map(f64::from) {
+        let bent = B::float_tanh(B::float_div_scalar(scores, cap.into()));
+        scores = B::float_mul_scalar(bent, cap.into());
+    }
+    if options.causal || options.window.is_some() {
+        let data = TensorData::new(hidden_by_order(seq_q, seq_kv, options), [1, 1, seq_q, seq_kv]);
+        let hidden = B::float_cast(B::float_from_data(data, &device), dtype.into());
+        scores = B::float_add(scores, hidden);
+    }
+    if let Some(mask) = mask {
+        let shape = Shape::new([batch, heads, seq_q, seq_kv]);
+        let mask = B::bool_expand(mask, shape);
+        scores = B::float_mask_fill(scores, mask, f32::NEG_INFINITY.into());
+    }
+    if let Some(bias) = bias {
+        scores = B::float_add(scores, bias);
+    }
+    // A row without keys: its maximum is -inf, its sum 0.
+    let least = f64::from(f32::MIN_POSITIVE);
+    let most = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), (-1e30f64).into());
+    let weights = B::float_exp(B::float_sub(scores, most));
+    let sums = B::float_clamp_min(B::float_sum_dim(weights.clone(), 3), least.into());
+    B::float_matmul(B::float_div(weights, sums), v)
+}
+
+/// What causal order and window add to the scores, `[seq_q, seq_kv]`: -inf where they hide.
+fn hidden_by_order(seq_q: usize, seq_kv: usize, options: &AttentionOptions) -> Vec<f32> {
+    let (seq_q, seq_kv) = (seq_q as i64, seq_kv as i64);
+    let added = |i: i64, j: i64| {
+        let distance = i + seq_kv - seq_q - j;
+        let far = |window: u32| distance.unsigned_abs() >= u64::from(window);
+        let hides = (options.causal && distance < 0) || options.window.is_some_and(far);
+        if hides { f32::NEG_INFINITY } else { 0.0 }
+    };
+    (0..seq_q).flat_map(|i| (0..seq_kv).map(move |j| added(i, j))).collect()
+}

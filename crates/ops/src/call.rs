@@ -1,0 +1,58 @@
+//! What every op shares: who calls, where errors go, what may be absent.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, DispatchDevice, ExtensionType};
+use burn::tensor::Device;
+
+use crate::{Ctx, OpError};
+
+/// Whether `device` runs our kernels.
+pub(crate) fn on_cubecl(device: &Device) -> Result<(), OpError> {
+    match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(_) => Ok(()),
+        other => Err(OpError::Device(format!("{other:?}"))),
+    }
+}
+
+/// Who calls: the context, and where an op that cannot return an error leaves it.
+#[derive(Clone)]
+pub(crate) struct Call {
+    pub(crate) ctx: Ctx,
+    failure: Arc<Mutex<Option<OpError>>>,
+}
+
+impl Call {
+    pub(crate) fn of(ctx: &Ctx) -> Self {
+        Self { ctx: ctx.clone(), failure: Arc::default() }
+    }
+
+    pub(crate) fn fail(&self, error: OpError) {
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    }
+
+    pub(crate) fn failed(&self) -> Option<OpError> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// `Option`, which does not cross Burn's dispatch.
+#[derive(Clone, ExtensionType)]
+pub(crate) enum Optional<B: Backend> {
+    Absent,
+    Present(FloatTensor<B>),
+}
+
+impl<B: Backend> Optional<B> {
+    pub(crate) fn of(tensor: Option<FloatTensor<B>>) -> Self {
+        tensor.map_or(Self::Absent, Self::Present)
+    }
+
+    pub(crate) fn into_option(self) -> Option<FloatTensor<B>> {
+        match self {
+            Self::Absent => None,
+            Self::Present(tensor) => Some(tensor),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+use burn::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
+use ops::{AttentionOptions, Ctx, Implementation, OpError, attention};
+use reference::{Attention, HeadStrides, Scores, fill};
+
+use crate::{close, tensor, values};
+
+const HEADS: [usize; 2] = [4, 2];
+const SEQS: [usize; 2] = [5, 7];
+const DIM: usize = 8;
+
+fn operands(device: &Device) -> [Tensor<4>; 3] {
+    let ([heads, kv_heads], [seq_q, seq_kv]) = (HEADS, SEQS);
+    [
+        tensor([2, heads, seq_q, DIM], 1, device),
+        tensor([2, kv_heads, seq_kv, DIM], 2, device),
+        tensor([2, kv_heads, seq_kv, DIM], 3, device),
+    ]
+}
+
+fn reference(options: &AttentionOptions) -> Attention {
+    let plain = Attention::contiguous(2, HEADS, SEQS, DIM, reference::DType::F32);
+    Attention {
+        scale: options.scale.map_or(plain.scale, f64::from),
+        softcap: options.softcap.map(f64::from),
+        causal: options.causal,
+        window: options.window.map(|w| w as usize),
+        ..plain
+    }
+}
+
+fn cases() -> Vec<AttentionOptions> {
+    let plain = AttentionOptions::default();
+    vec![
+        plain,
+        AttentionOptions { causal: true, ..plain },
+        AttentionOptions { window: Some(2), causal: true, scale: Some(0.7), ..plain },
+        AttentionOptions { softcap: Some(1.5), ..plain },
+    ]
+}
+
+/// Every second key of every second query is hidden; one query sees nothing.
+fn mask() -> Vec<bool> {
+    let [seq_q, seq_kv] = SEQS;
+    (0..seq_q * seq_kv).map(|at| at / seq_kv == 3 || at % 2 == 1 && at / seq_kv % 2 == 0).collect()
+}
+
+#[test]
+fn rules_and_shared_heads_are_the_references() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let [seq_q, seq_kv] = SEQS;
+    let [q, k, v] = operands(&device);
+    let host = [q.clone(), k.clone(), v.clone()].map(values);
+    let bias = tensor::<4>([1, HEADS[0], 1, seq_kv], 4, &device);
+    let biases = values(bias.clone().expand([2, HEADS[0], seq_q, seq_kv]));
+    let masks: Vec<bool> = (0..2 * HEADS[0]).flat_map(|_| mask()).collect();
+    let data = TensorData::new(mask(), [1, 1, seq_q, seq_kv]);
+    let hidden = Tensor::<4, Bool>::from_data(data, &device);
+    for options in cases() {
+        let reference = reference(&options);
+        for (mask, bias, scores) in [
+            (None, None, Scores::default()),
+            (Some(hidden.clone()), None, Scores { mask: Some(&masks), ..Scores::default() }),
+            (None, Some(bias.clone()), Scores { bias: Some(&biases), ..Scores::default() }),
+        ] {
+            let want = reference.run(&host[0], &host[1], &host[2], scores).expect("sizes");
+            let (q, k, v) = (q.clone(), k.clone(), v.clone());
+            let out = attention(&ctx, q, k, v, mask, bias, options).expect("valid");
+            close(&values(out), &want.out, &format!("{options:?}"));
+        }
+    }
+}
+
+#[test]
+fn heads_may_lie_beside_each_other() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let [q, k, v] = operands(&device);
+    let host = [q.clone(), k.clone(), v.clone()].map(values);
+    // `[batch, seq, heads, head_dim]` in memory, as a projection leaves it.
+    let beside = |t: Tensor<4>| {
+        Tensor::<4>::from_data(t.swap_dims(1, 2).into_data(), &device).swap_dims(1, 2)
+    };
+    let options = AttentionOptions { causal: true, ..AttentionOptions::default() };
+    let out = attention(&ctx, beside(q), beside(k), beside(v), None, None, options).expect("valid");
+    let reference = reference(&options);
+    let want = reference.run(&host[0], &host[1], &host[2], Scores::default()).expect("sizes");
+    close(&values(out), &want.out, "interleaved");
+    assert_eq!(reference.q, HeadStrides::contiguous(HEADS[0], SEQS[0], DIM));
+}
+
+#[test]
+fn gradients_are_the_differences() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let weights = fill(9, 2 * HEADS[0] * SEQS[0] * DIM, reference::Distribution::Normal);
+    for options in cases() {
+        let reference = reference(&options);
+        let loss = |host: &[Vec<f32>; 3]| -> f64 {
+            let [q, k, v] = host;
+            let out = reference.run(q, k, v, Scores::default()).expect("sizes").out;
+            out.iter().zip(&weights).map(|(o, w)| o * f64::from(*w)).sum()
+        };
+        let tracked = operands(&device).map(Tensor::require_grad);
+        let host = tracked.clone().map(values);
+        let [q, k, v] = tracked.clone();
+        let out = attention(&ctx, q, k, v, None, None, options).expect("valid");
+        let shape = out.dims();
+        let weighted = out * Tensor::from_data(TensorData::new(weights.clone(), shape), &device);
+        let gradients = weighted.sum().backward();
+        for (which, operand) in tracked.iter().enumerate() {
+            let got = values(operand.grad(&gradients).expect("tracked"));
+            let step = 1f32 / 1024.0;
+            // Every third, to keep the test short.
+            let places: Vec<_> = (0..got.len()).step_by(3).collect();
+            let differences = places.iter().map(|&i| {
+                let at = |sign: f32| {
+                    let mut moved = host.clone();
+                    moved[which][i] += sign * step;
+                    (loss(&moved), f64::from(moved[which][i]))
+                };
+                let ((up, x1), (down, x0)) = (at(1.0), at(-1.0));
+                (up - down) / (x1 - x0)
+            });
+            let want: Vec<f64> = differences.collect();
+            let got: Vec<f32> = places.iter().map(|&i| got[i]).collect();
+            close(&got, &want, &format!("{options:?}, operand {which}"));
+        }
+    }
+}
+
+#[test]
+fn a_forced_implementation_serves_or_says_why_not() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let run = |implementation| {
+        let [q, k, v] = operands(&device);
+        let options = AttentionOptions { implementation, ..AttentionOptions::default() };
+        attention(&ctx, q, k, v, None, None, options)
+    };
+    let plain = run(Some(Implementation::Plain)).expect("runs anywhere");
+    assert_eq!(values(plain), values(run(None).expect("valid")));
+    let refused = run(Some(Implementation::Flash)).expect_err("a CPU has no tensor cores");
+    assert!(refused.to_string().contains("matrix instructions"), "{refused}");
+}
+
+#[test]
+fn mistakes_are_errors() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let t = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &device);
+    let options = AttentionOptions::default();
+    let fails =
+        |q, k, v| attention(&ctx, q, k, v, None, None, options).expect_err("a mistake").to_string();
+    let q = || t([1, 4, 2, 8]);
+    assert!(fails(q(), t([1, 3, 2, 8]), t([1, 3, 2, 8])).contains("do not divide"));
+    assert!(fails(q(), t([1, 2, 2, 9]), t([1, 2, 2, 9])).contains("k has shape"));
+    assert!(fails(q(), t([1, 2, 2, 8]), t([1, 2, 3, 8])).contains("v has shape"));
+    let half = t([1, 2, 2, 8]).cast(FloatDType::F16);
+    assert!(fails(q(), half, t([1, 2, 2, 8])).contains("k is F16"));
+    let bias = Some(t([1, 1, 2, 5]));
+    let k = t([1, 2, 2, 8]);
+    let bias = attention(&ctx, q(), k.clone(), k.clone(), None, bias, options);
+    assert!(matches!(bias.expect_err("5 keys for 2"), OpError::Shape { what: "bias", .. }));
+    let cap = AttentionOptions { softcap: Some(0.0), ..options };
+    let cap = attention(&ctx, q(), k.clone(), k.clone(), None, None, cap);
+    assert!(matches!(cap.expect_err("a cap of 0"), OpError::Attention(_)));
+    let none = attention(&ctx, q(), t([1, 2, 0, 8]), t([1, 2, 0, 8]), None, None, options);
+    assert_eq!(values(none.expect("no keys, no result")), [0.0; 64]);
+}

@@ -1,0 +1,239 @@
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use ops::{Activation, Ctx, Epilogue, OpError, linear, matmul};
+use reference::{Distribution, Layout, Matmul, Strides, fill};
+
+use crate::{close, tensor, values};
+
+fn dense(batch: &[usize], sizes: [usize; 3]) -> Matmul {
+    Matmul::contiguous(batch, sizes, Layout::Row, Layout::Row, reference::DType::F32)
+}
+
+#[test]
+fn strides_and_repeated_batches_are_read_as_they_are() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let run = |lhs, rhs| matmul::<4>(&ctx, lhs, rhs, Epilogue::default()).expect("valid");
+    let (x, y) = (tensor([2, 3, 5, 8], 1, &device), tensor([2, 3, 8, 4], 2, &device));
+    let (xs, ys) = (values(x.clone()), values(y.clone()));
+    let want = dense(&[6], [5, 4, 8]).run(&xs, &ys, reference::Epilogue::NONE).expect("sizes");
+    close(&values(run(x.clone(), y.clone())), &want, "dense");
+    // The same values, stored with the last two axes swapped, and with the batch axes swapped.
+    let turned = |t: Tensor<4>| Tensor::from_data(t.swap_dims(2, 3).into_data(), &device);
+    close(
+        &values(run(turned(x.clone()).swap_dims(2, 3), turned(y.clone()).swap_dims(2, 3))),
+        &want,
+        "columns",
+    );
+    let swapped = Tensor::<4>::from_data(x.clone().swap_dims(0, 1).into_data(), &device);
+    close(&values(run(swapped.swap_dims(0, 1), y.clone())), &want, "batch axes");
+    // A view of every second column is neither row- nor column-contiguous.
+    let wide = tensor::<4>([2, 3, 5, 16], 3, &device);
+    let every_second = wide.clone().slice([0..2, 0..3, 0..5, 0..16]).reshape([2, 3, 5, 8, 2]);
+    let every_second = every_second.narrow(4, 0, 1).reshape([2, 3, 5, 8]);
+    let kept: Vec<f32> = values(wide).into_iter().step_by(2).collect();
+    let spaced = dense(&[6], [5, 4, 8]).run(&kept, &ys, reference::Epilogue::NONE);
+    close(&values(run(every_second, y.clone())), &spaced.expect("sizes"), "spaced");
+    // One key for three heads, one batch for two.
+    let shared = y.clone().narrow(1, 0, 1);
+    let mut repeated = dense(&[2, 3], [5, 4, 8]);
+    repeated.rhs = Strides { batch: vec![3 * 32, 0], row: 4, col: 1 };
+    let want = repeated.run(&xs, &ys, reference::Epilogue::NONE).expect("sizes");
+    close(&values(run(x.clone(), shared)), &want, "repeated");
+    // Three axes that step unevenly.
+    let odd = matmul::<5>(
+        &ctx,
+        x.clone().reshape([2, 1, 3, 5, 8]),
+        y.reshape([2, 3, 1, 8, 4]),
+        Epilogue::default(),
+    )
+    .expect("valid");
+    assert_eq!(odd.dims(), [2, 3, 3, 5, 4]);
+    let mut outer = dense(&[2, 3, 3], [5, 4, 8]);
+    outer.lhs.batch = vec![120, 0, 40];
+    outer.rhs.batch = vec![96, 32, 0];
+    let want = outer.run(&xs, &ys, reference::Epilogue::NONE).expect("sizes");
+    close(&values(odd), &want, "uneven");
+}
+
+#[test]
+fn a_linear_layer_has_its_epilogue_and_a_result_type() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let (x, w) = (tensor::<3>([2, 3, 8], 1, &device), tensor::<2>([8, 5], 2, &device));
+    let (b, g) = (tensor::<1>([5], 3, &device), tensor::<3>([2, 3, 5], 4, &device));
+    let r = tensor::<3>([2, 3, 5], 5, &device);
+    for (ours, theirs) in [
+        (Activation::Silu, reference::Activation::Silu),
+        (Activation::Gelu, reference::Activation::Gelu),
+        (Activation::GeluTanh, reference::Activation::GeluTanh),
+    ] {
+        let epilogue = Epilogue {
+            bias: Some(b.clone()),
+            activation: Some(ours),
+            gate: Some(g.clone()),
+            residual: Some(r.clone()),
+            ..Epilogue::default()
+        };
+        let out = linear(&ctx, x.clone(), w.clone(), epilogue).expect("valid");
+        let (b, g, r) = (values(b.clone()), values(g.clone()), values(r.clone()));
+        let want = dense(&[], [6, 5, 8])
+            .run(
+                &values(x.clone()),
+                &values(w.clone()),
+                reference::Epilogue {
+                    bias: Some(&b),
+                    activation: Some(theirs),
+                    gate: Some(&g),
+                    residual: Some(&r),
+                },
+            )
+            .expect("sizes");
+        close(&values(out), &want, ours.name());
+    }
+    let half = Epilogue { out: Some(FloatDType::F16), ..Epilogue::default() };
+    assert_eq!(linear(&ctx, x.clone(), w.clone(), half).expect("valid").dtype(), DType::F16);
+}
+
+#[test]
+fn empty_products_are_empty_or_zero() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let none = matmul::<3>(
+        &ctx,
+        Tensor::zeros([0, 3, 4], &device),
+        Tensor::zeros([0, 4, 2], &device),
+        Epilogue::default(),
+    );
+    assert_eq!(none.expect("an empty batch is a result").dims(), [0, 3, 2]);
+    let (b, r) = (tensor::<1>([2], 1, &device), tensor::<2>([3, 2], 2, &device));
+    let epilogue =
+        Epilogue { bias: Some(b.clone()), residual: Some(r.clone()), ..Epilogue::default() };
+    let sums =
+        matmul(&ctx, Tensor::<2>::zeros([3, 0], &device), Tensor::zeros([0, 2], &device), epilogue);
+    let want: Vec<f64> = values(r + b.reshape([1, 2])).into_iter().map(f64::from).collect();
+    close(&values(sums.expect("a sum of nothing is 0")), &want, "k = 0");
+}
+
+#[test]
+fn mistakes_are_errors() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let t = |shape: [usize; 3]| Tensor::<3>::zeros(shape, &device);
+    let fails = |lhs, rhs, epilogue| matmul(&ctx, lhs, rhs, epilogue).expect_err("a mistake");
+    let none = Epilogue::default;
+    let depth = fails(t([1, 2, 3]), t([1, 4, 5]), none());
+    assert!(matches!(depth, OpError::Depth { lhs_k: 3, rhs_k: 4, .. }), "{depth}");
+    let batch = fails(t([2, 2, 3]), t([3, 3, 5]), none());
+    assert!(matches!(batch, OpError::Broadcast { .. }), "{batch}");
+    let half = fails(t([1, 2, 3]), t([1, 3, 5]).cast(FloatDType::F16), none());
+    assert!(matches!(half, OpError::DType { what: "rhs", .. }), "{half}");
+    let double =
+        fails(t([1, 2, 3]).cast(FloatDType::F64), t([1, 3, 5]).cast(FloatDType::F64), none());
+    assert!(matches!(double, OpError::NotFloat(DType::F64)), "{double}");
+    let bias = Some(Tensor::zeros([4], &device));
+    let bias = fails(t([1, 2, 3]), t([1, 3, 5]), Epilogue { bias, ..none() });
+    assert!(matches!(bias, OpError::Shape { what: "bias", .. }), "{bias}");
+    let gate = fails(t([1, 2, 3]), t([1, 3, 5]), Epilogue { gate: Some(t([1, 2, 1])), ..none() });
+    assert!(matches!(gate, OpError::Shape { what: "gate", .. }), "{gate}");
+    let flex = Device::flex();
+    let elsewhere = matmul(
+        &ctx,
+        Tensor::<2>::zeros([2, 2], &flex),
+        Tensor::zeros([2, 2], &flex),
+        Epilogue::default(),
+    );
+    assert!(matches!(elsewhere.expect_err("no kernels"), OpError::Device(_)));
+    let frozen = Ctx::new(tune::TuneCache::default(), tune::Policy::Frozen, String::new());
+    let unknown = matmul(&frozen, t([1, 2, 3]), t([1, 3, 5]), none()).expect_err("not measured");
+    assert!(matches!(unknown, OpError::Tune(tune::TuneError::Frozen(_))), "{unknown}");
+}
+
+/// Every gradient of `Σ out · weights` against central differences of the reference.
+#[test]
+fn gradients_are_the_differences() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let activations = [
+        (None, None),
+        (Some(Activation::Silu), Some(reference::Activation::Silu)),
+        (Some(Activation::Gelu), Some(reference::Activation::Gelu)),
+        (Some(Activation::GeluTanh), Some(reference::Activation::GeluTanh)),
+    ];
+    // rhs repeats over two batches and is stored by columns.
+    let (m, n, k) = (3, 4, 5);
+    let problem = {
+        let mut p = dense(&[2], [m, n, k]);
+        p.rhs = Strides { batch: vec![0], row: 1, col: k };
+        p
+    };
+    let seeds = [(2 * m * k, 1), (n * k, 2), (n, 3), (2 * m * n, 4), (2 * m * n, 5)];
+    let inputs = seeds.map(|(len, seed)| fill(seed, len, Distribution::Normal));
+    let weights = fill(6, 2 * m * n, Distribution::Normal);
+    for (activation, theirs) in activations {
+        let loss = |v: &[Vec<f32>; 5]| -> f64 {
+            let epilogue = reference::Epilogue {
+                bias: Some(&v[2]),
+                activation: theirs,
+                gate: theirs.map(|_| &v[3][..]),
+                residual: theirs.map(|_| &v[4][..]),
+            };
+            let out = problem.run(&v[0], &v[1], epilogue).expect("sizes");
+            out.iter().zip(&weights).map(|(o, w)| o * f64::from(*w)).sum()
+        };
+        let make = |i: usize, shape: [usize; 3]| {
+            let data = TensorData::new(inputs[i].clone(), shape);
+            Tensor::<3>::from_data(data, &device).require_grad()
+        };
+        let (x, w) = (make(0, [2, m, k]), make(1, [1, n, k]));
+        let b = Tensor::<1>::from_data(TensorData::new(inputs[2].clone(), [n]), &device);
+        let b = b.require_grad();
+        let (g, r) = (make(3, [2, m, n]), make(4, [2, m, n]));
+        let all = activation.is_some();
+        let epilogue = Epilogue {
+            bias: Some(b.clone()),
+            activation,
+            gate: all.then(|| g.clone()),
+            residual: all.then(|| r.clone()),
+            ..Epilogue::default()
+        };
+        let out = matmul(&ctx, x.clone(), w.clone().swap_dims(1, 2), epilogue).expect("valid");
+        let weighted = Tensor::from_data(TensorData::new(weights.clone(), [2, m, n]), &device);
+        let gradients = (out * weighted).sum().backward();
+        let got = [
+            x.grad(&gradients).map(values),
+            w.grad(&gradients).map(values),
+            b.grad(&gradients).map(values),
+            g.grad(&gradients).map(values),
+            r.grad(&gradients).map(values),
+        ];
+        for (which, got) in got.into_iter().enumerate().take(if all { 5 } else { 3 }) {
+            let got = got.expect("every input is tracked");
+            let step = 1f32 / 1024.0;
+            let want: Vec<f64> = (0..inputs[which].len())
+                .map(|i| {
+                    let at = |sign: f32| {
+                        let mut moved = inputs.clone();
+                        moved[which][i] += sign * step;
+                        (loss(&moved), f64::from(moved[which][i]))
+                    };
+                    let ((up, x1), (down, x0)) = (at(1.0), at(-1.0));
+                    (up - down) / (x1 - x0)
+                })
+                .collect();
+            close(&got, &want, &format!("{activation:?}, input {which}"));
+        }
+    }
+}
+
+#[test]
+fn what_needs_no_gradient_gets_none_and_stays_fused() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let (x, w) = (tensor::<2>([3, 4], 1, &device), tensor::<2>([4, 2], 2, &device));
+    let tracked = w.clone().require_grad();
+    let out = matmul(&ctx, x.clone(), tracked.clone(), Epilogue::default()).expect("valid");
+    let gradients = out.sum().backward();
+    assert!(x.grad(&gradients).is_none());
+    assert!(tracked.grad(&gradients).is_some());
+    // With nothing tracked an activation is fused and the result is no part of a graph.
+    let silu = Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() };
+    let out = matmul(&ctx, x.clone(), w.clone(), silu).expect("valid");
+    let silu = |v: f64| v / (1.0 + (-v).exp());
+    let plain = dense(&[], [3, 2, 4]).run(&values(x), &values(w), reference::Epilogue::NONE);
+    let want: Vec<f64> = plain.expect("sizes").into_iter().map(silu).collect();
+    close(&values(out), &want, "fused");
+}

@@ -1,0 +1,431 @@
+//! Attention against its reference, and the shapes that break attentions.
+
+use arch::{Backend, DType, Device};
+use kernels::attention::{
+    Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, Offsets,
+    ScoreStrides,
+};
+use reference::{Distribution, Scores, fill};
+use tune::Kernel;
+
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
+
+/// What the operands hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Inputs {
+    /// Normal.
+    Normal,
+    /// Normal, and q a thousand times larger: scores of ten thousand and more.
+    Large,
+    /// Normal, with whole rows of the bias or mask hidden.
+    Hidden,
+}
+
+/// One shape to verify.
+#[derive(Debug, Clone)]
+pub struct EdgeCase {
+    pub problem: AttentionProblem,
+    pub inputs: Inputs,
+    pub seed: u64,
+    /// Queries and keys of each sequence, where they vary.
+    pub lengths: Option<Vec<(u32, u32)>>,
+}
+
+/// Runs `case` on fresh host inputs and compares every result with the reference. Results are filled
+/// with NaN first, so that an element nobody wrote fails.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check(
+    device: &Device,
+    case: &EdgeCase,
+    config: &AttentionConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let dtype = reference_dtype(p.dtype);
+    let make = |len: usize, salt: u64, scale: f32| -> Result<Vec<f32>, CheckError> {
+        let mut values = fill(8 * case.seed + salt, len, Distribution::Normal);
+        values.iter_mut().for_each(|v| *v *= scale);
+        Ok(dtype.decode(&dtype.encode(&values))?)
+    };
+    let [q_len, k_len, v_len, out_len] = extents(case);
+    let large = if case.inputs == Inputs::Large { 1000.0 } else { 1.0 };
+    let (q, k, v) = (make(q_len, 0, large)?, make(k_len, 1, 1.0)?, make(v_len, 2, 1.0)?);
+    let hidden = |row: u64| case.inputs == Inputs::Hidden && row % 5 == 2;
+    let rows = |s: ScoreStrides| move |at: usize| s.row > 0 && hidden(at as u64 / s.row);
+    let bias = match p.bias {
+        None => None,
+        Some(s) => {
+            let mut values = make(p.score_extent(s), 3, 1.0)?;
+            for (at, value) in values.iter_mut().enumerate() {
+                if rows(s)(at) {
+                    *value = f32::NEG_INFINITY;
+                }
+            }
+            Some(values)
+        }
+    };
+    let mask = p.mask.map(|s| {
+        let noise = fill(8 * case.seed + 4, p.score_extent(s), Distribution::Uniform);
+        let hide = noise.iter().enumerate().map(|(at, v)| *v > 0.25 || rows(s)(at));
+        hide.collect::<Vec<bool>>()
+    });
+
+    let client = device.client();
+    let upload = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
+    let words = |starts: Vec<u32>| {
+        upload(&starts.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>())
+    };
+    let queries: u32 = match &case.lengths {
+        Some(lengths) => lengths.iter().map(|(q, _)| q).sum(),
+        None => p.batch * p.seq_q,
+    };
+    let lse_len = (queries * p.heads) as usize;
+    let mask_size = p.mask_dtype.size();
+    let operands = AttentionOperands {
+        q: upload(&dtype.encode(&q)),
+        k: upload(&dtype.encode(&k)),
+        v: upload(&dtype.encode(&v)),
+        out: upload(&vec![0xff; out_len * p.dtype.size()]),
+        lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
+        bias: bias.as_ref().map(|b| upload(&dtype.encode(b))),
+        mask: mask.as_ref().map(|m| {
+            let bytes = m.iter().flat_map(|hide| {
+                let mut word = [0; 4];
+                word[0] = u8::from(*hide);
+                word.into_iter().take(mask_size)
+            });
+            upload(&bytes.collect::<Vec<_>>())
+        }),
+        offsets: case.lengths.as_ref().map(|lengths| Offsets {
+            q: words(starts(lengths.iter().map(|(q, _)| *q))),
+            kv: words(starts(lengths.iter().map(|(_, kv)| *kv))),
+            queries,
+        }),
+    };
+    Attention::launch(device, p, config, &operands, None);
+    let read =
+        |handle: &cubecl::server::Handle| client.read_one(handle.clone()).map_err(kernel_error);
+    let out_bytes = read(&operands.out)?;
+    let out = dtype.decode(&out_bytes[..out_len * p.dtype.size()])?;
+    let lse: Option<Vec<f32>> = match &operands.lse {
+        Some(handle) => {
+            let bytes = read(handle)?;
+            let numbers = bytes[..lse_len * 4].as_chunks::<4>().0;
+            Some(numbers.iter().map(|b| f32::from_le_bytes(*b)).collect())
+        }
+        None => None,
+    };
+
+    let dense_scores = DeviceScores { bias: bias.as_deref(), mask: mask.as_deref() };
+    let mut worst: Option<reference::Comparison> = None;
+    for part in parts(case) {
+        let (values, sums) = part.results(p, &out, lse.as_deref());
+        let (bias, mask) = dense_scores.spread(p, &part);
+        let scores = Scores { bias: bias.as_deref(), mask: mask.as_deref() };
+        let from = |s: HeadStrides, seq: u32| seq as usize * s.seq as usize;
+        let operands = [
+            &q[from(p.q, part.from_q)..],
+            &k[from(p.k, part.from_kv)..],
+            &v[from(p.v, part.from_kv)..],
+        ];
+        let reference = part.reference(p);
+        let comparison = reference.check(operands, scores, &values, sums.as_deref())?;
+        let worse = |w: &reference::Comparison| w.passed && !comparison.passed;
+        if worst.as_ref().is_none_or(worse) {
+            worst = Some(comparison);
+        }
+    }
+    let comparison = worst.expect("a problem has a sequence");
+    Ok(Verdict { comparison, digest: fnv1a(&out_bytes[..out_len * p.dtype.size()]) })
+}
+
+/// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
+/// the inputs back from the device: dense results, without bias, mask or varying lengths.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_operands(
+    device: &Device,
+    p: &AttentionProblem,
+    operands: &AttentionOperands,
+    seed: u64,
+) -> Result<Verdict, CheckError> {
+    let dtype = reference_dtype(p.dtype);
+    let [q, k, v, out] = p.extents();
+    let read = |handle: &cubecl::server::Handle, len: usize| {
+        let bytes = device.client().read_one(handle.clone()).map_err(kernel_error)?;
+        Ok::<_, CheckError>(dtype.decode(&bytes[..len * p.dtype.size()])?)
+    };
+    let (q, k, v) = (read(&operands.q, q)?, read(&operands.k, k)?, read(&operands.v, v)?);
+    let out = read(&operands.out, out)?;
+    let dense = Part {
+        batch: p.batch,
+        from_q: 0,
+        from_kv: 0,
+        seq_q: p.seq_q,
+        seq_kv: p.seq_kv,
+        queries: p.seq_q,
+    };
+    let reference = dense.reference(p);
+    let rows = reference.sample(seed, 192);
+    let comparison = reference.check_rows(&rows, [&q, &k, &v], Scores::default(), &out)?;
+    let digest = fnv1a(&out.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>());
+    Ok(Verdict { comparison, digest })
+}
+
+/// The sequences that one reference computes: a dense problem at once, else each alone.
+struct Part {
+    batch: u32,
+    from_q: u32,
+    from_kv: u32,
+    seq_q: u32,
+    seq_kv: u32,
+    /// Queries of all sequences.
+    queries: u32,
+}
+
+fn parts(case: &EdgeCase) -> Vec<Part> {
+    let p = &case.problem;
+    let Some(lengths) = &case.lengths else {
+        return vec![Part {
+            batch: p.batch,
+            from_q: 0,
+            from_kv: 0,
+            seq_q: p.seq_q,
+            seq_kv: p.seq_kv,
+            queries: p.seq_q,
+        }];
+    };
+    let queries = lengths.iter().map(|(q, _)| q).sum();
+    let (mut from_q, mut from_kv) = (0, 0);
+    let mut parts = Vec::new();
+    for &(seq_q, seq_kv) in lengths {
+        parts.push(Part { batch: 1, from_q, from_kv, seq_q, seq_kv, queries });
+        from_q += seq_q;
+        from_kv += seq_kv;
+    }
+    parts
+}
+
+impl Part {
+    fn reference(&self, p: &AttentionProblem) -> reference::Attention {
+        let strides = |s: HeadStrides| reference::HeadStrides {
+            batch: s.batch as usize,
+            head: s.head as usize,
+            seq: s.seq as usize,
+        };
+        reference::Attention {
+            batch: self.batch as usize,
+            heads: p.heads as usize,
+            kv_heads: p.kv_heads as usize,
+            seq_q: self.seq_q as usize,
+            seq_kv: self.seq_kv as usize,
+            head_dim: p.head_dim as usize,
+            q: strides(p.q),
+            k: strides(p.k),
+            v: strides(p.v),
+            scale: f64::from(p.scale),
+            softcap: p.softcap.map(f64::from),
+            causal: p.causal,
+            window: p.window.map(|w| w as usize),
+            dtype: reference_dtype(p.dtype),
+        }
+    }
+
+    /// The part's results, dense `[batch, heads, seq_q, head_dim]` and `[batch, heads, seq_q]`.
+    fn results(
+        &self,
+        p: &AttentionProblem,
+        out: &[f32],
+        lse: Option<&[f32]>,
+    ) -> (Vec<f32>, Option<Vec<f32>>) {
+        let (mut values, mut sums) = (Vec::new(), Vec::new());
+        for b in 0..u64::from(self.batch) {
+            for h in 0..u64::from(p.heads) {
+                for i in 0..u64::from(self.seq_q) {
+                    let seq = u64::from(self.from_q) + i;
+                    let at = (b * p.out.batch + h * p.out.head + seq * p.out.seq) as usize;
+                    values.extend_from_slice(&out[at..at + p.head_dim as usize]);
+                    let head = b * u64::from(p.heads) + h;
+                    let at = (head * u64::from(self.queries) + seq) as usize;
+                    sums.extend(lse.map(|lse| lse[at]));
+                }
+            }
+        }
+        (values, lse.map(|_| sums))
+    }
+}
+
+/// Scores as they lie in their buffers.
+struct DeviceScores<'a> {
+    bias: Option<&'a [f32]>,
+    mask: Option<&'a [bool]>,
+}
+
+impl DeviceScores<'_> {
+    /// Dense `[batch, heads, seq_q, seq_kv]`.
+    fn spread(&self, p: &AttentionProblem, part: &Part) -> (Option<Vec<f32>>, Option<Vec<bool>>) {
+        fn dense<T: Copy>(
+            from: &[T],
+            s: ScoreStrides,
+            p: &AttentionProblem,
+            part: &Part,
+        ) -> Vec<T> {
+            let mut out = Vec::new();
+            for b in 0..u64::from(part.batch) {
+                for h in 0..u64::from(p.heads) {
+                    for i in 0..u64::from(part.seq_q) {
+                        for j in 0..u64::from(part.seq_kv) {
+                            let at = b * s.batch + h * s.head + i * s.row + j * s.col;
+                            out.push(from[at as usize]);
+                        }
+                    }
+                }
+            }
+            out
+        }
+        (
+            self.bias.zip(p.bias).map(|(from, s)| dense(from, s, p, part)),
+            self.mask.zip(p.mask).map(|(from, s)| dense(from, s, p, part)),
+        )
+    }
+}
+
+fn starts(lengths: impl Iterator<Item = u32>) -> Vec<u32> {
+    let mut at = 0;
+    let ends = lengths.map(|len| {
+        at += len;
+        at
+    });
+    std::iter::once(0).chain(ends.collect::<Vec<_>>()).collect()
+}
+
+/// Elements of q, k, v and out: those of the sequences there are.
+fn extents(case: &EdgeCase) -> [usize; 4] {
+    let p = &case.problem;
+    let Some(lengths) = &case.lengths else { return p.extents() };
+    let total = |of: fn(&(u32, u32)) -> u32| lengths.iter().map(of).sum::<u32>();
+    let reach = |s: HeadStrides, heads: u32, seq: u32| {
+        (u64::from(heads - 1) * s.head + u64::from(seq - 1) * s.seq) as usize + p.head_dim as usize
+    };
+    let (queries, keys) = (total(|l| l.0), total(|l| l.1));
+    [
+        reach(p.q, p.heads, queries),
+        reach(p.k, p.kv_heads, keys),
+        reach(p.v, p.kv_heads, keys),
+        reach(p.out, p.heads, queries),
+    ]
+}
+
+const fn reference_dtype(dtype: DType) -> reference::DType {
+    match dtype {
+        DType::F16 => reference::DType::F16,
+        DType::Bf16 => reference::DType::Bf16,
+        _ => reference::DType::F32,
+    }
+}
+
+/// The problems that every config must get right, for one type on one backend.
+pub fn edge_cases(dtype: DType, backend: Backend) -> Vec<EdgeCase> {
+    let mut cases = Vec::new();
+    let dense = |batch, heads, seqs, head_dim| {
+        let p = AttentionProblem::dense(batch, heads, seqs, head_dim, dtype);
+        AttentionProblem { lse: true, ..p.expect("sizes below are valid") }
+    };
+    let mut add = |problem: AttentionProblem, inputs| {
+        let seed = 1000 + cases.len() as u64;
+        let problem = problem.checked().expect("valid");
+        cases.push(EdgeCase { problem, inputs, seed, lengths: None });
+    };
+    // Every head dimension, ragged and whole tiles, without and with order.
+    for head_dim in [32, 64, 80, 96, 128, 192, 256] {
+        for seqs in [[128, 128], [67, 45]] {
+            let p = dense(1, [2, 2], seqs, head_dim);
+            add(p, Inputs::Normal);
+            add(AttentionProblem { causal: true, ..p }, Inputs::Normal);
+        }
+    }
+    // Head dimensions that no tensor core divides, and positions that no vector does.
+    add(dense(1, [2, 1], [9, 11], 20), Inputs::Normal);
+    add(dense(1, [2, 1], [9, 11], 7), Inputs::Normal);
+    // Lengths: one, fewer queries than keys, more (the first rows see nothing), primes, long.
+    for seqs in [[1, 1], [1, 300], [16, 257], [3, 64], [130, 50], [127, 131], [260, 520]] {
+        for causal in [false, true] {
+            add(AttentionProblem { causal, ..dense(2, [4, 2], seqs, 64) }, Inputs::Normal);
+        }
+    }
+    // Windows, in causal order and around; narrower and wider than a tile.
+    for window in [1, 7, 40, 100] {
+        for causal in [false, true] {
+            let p = dense(1, [2, 2], [150, 190], 64);
+            add(AttentionProblem { causal, window: Some(window), ..p }, Inputs::Normal);
+        }
+    }
+    // One key head for all, an explicit scale, a soft cap, large scores.
+    let p = dense(1, [6, 1], [70, 90], 64);
+    add(AttentionProblem { scale: 0.3, ..p }, Inputs::Normal);
+    add(AttentionProblem { softcap: Some(5.0), causal: true, ..p }, Inputs::Normal);
+    add(AttentionProblem { causal: true, ..p }, Inputs::Large);
+    add(AttentionProblem { softcap: Some(30.0), ..p }, Inputs::Large);
+    // Bias and mask of every broadcast, with rows hidden whole.
+    let p = dense(2, [4, 2], [50, 70], 64);
+    let full = ScoreStrides { batch: 4 * 50 * 70, head: 50 * 70, row: 70, col: 1 };
+    let shared = ScoreStrides { batch: 0, head: 0, row: 70, col: 1 };
+    let keys = ScoreStrides { batch: 70, head: 0, row: 0, col: 1 };
+    let mask_dtype = if backend == Backend::WebGpu { DType::I32 } else { DType::U8 };
+    for causal in [false, true] {
+        let p = AttentionProblem { causal, mask_dtype, ..p };
+        for (strides, inputs) in
+            [(full, Inputs::Hidden), (shared, Inputs::Hidden), (keys, Inputs::Normal)]
+        {
+            add(AttentionProblem { bias: Some(strides), ..p }, inputs);
+            add(AttentionProblem { mask: Some(strides), ..p }, inputs);
+        }
+        let both = AttentionProblem { bias: Some(keys), mask: Some(shared), ..p };
+        add(AttentionProblem { softcap: Some(3.0), window: Some(30), ..both }, Inputs::Hidden);
+    }
+    // `[batch, seq, heads, head_dim]`, padded, and without the log-sum-exp.
+    let mut p = dense(2, [4, 2], [60, 75], 64);
+    (p.q, p.out) = (interleaved(4, 60, 64), interleaved(4, 60, 64));
+    (p.k, p.v) = (interleaved(2, 75, 64), HeadStrides { seq: 72, head: 72 * 75, batch: 72 * 150 });
+    add(AttentionProblem { lse: false, ..p }, Inputs::Normal);
+    // Sequences of different lengths in one launch, an empty one and one without keys among them.
+    for (causal, window) in [(false, None), (true, None), (true, Some(20))] {
+        let mut p = dense(5, [4, 2], [97, 130], 64);
+        (p.q, p.k, p.v, p.out) =
+            (interleaved(4, 97, 64), interleaved(2, 97, 64), interleaved(2, 97, 64), p.q);
+        p.out = interleaved(4, 97, 64);
+        let lengths = vec![(30, 30), (1, 130), (0, 17), (97, 64), (40, 0)];
+        cases.push(EdgeCase {
+            problem: AttentionProblem { causal, window, varlen: true, ..p },
+            inputs: Inputs::Normal,
+            seed: 2000,
+            lengths: Some(lengths),
+        });
+    }
+    cases
+}
+
+/// `[batch, seq, heads, head_dim]`.
+const fn interleaved(heads: u32, seq: u32, head_dim: u32) -> HeadStrides {
+    let step = heads as u64 * head_dim as u64;
+    HeadStrides { batch: seq as u64 * step, head: head_dim as u64, seq: step }
+}
+
+/// Fewer problems for configs that are not the default.
+pub fn config_cases(dtype: DType) -> Vec<EdgeCase> {
+    let mut cases = Vec::new();
+    for (head_dim, seqs, causal) in [
+        (128, [256, 256], true),
+        (64, [133, 201], false),
+        (64, [133, 201], true),
+        (80, [90, 61], true),
+    ] {
+        let p = AttentionProblem::dense(1, [2, 1], seqs, head_dim, dtype).expect("valid sizes");
+        let problem = AttentionProblem { causal, lse: true, ..p };
+        let seed = 3000 + cases.len() as u64;
+        cases.push(EdgeCase { problem, inputs: Inputs::Normal, seed, lengths: None });
+    }
+    cases
+}

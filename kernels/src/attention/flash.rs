@@ -1,0 +1,526 @@
+//! The tensor-core path of CUDA: FlashAttention-2's loop with `mma.sync`, `ldmatrix` and `cp.async`.
+//!
+//! | loop                               | level                                                  |
+//! |------------------------------------|--------------------------------------------------------|
+//! | blocks of `planes · rows` queries  | cubes; of a head, those with most keys first           |
+//! | tiles of `tile_kv` keys            | ring of `stages` tiles of K and V, `stages - 1` ahead  |
+//! | `rows` queries                     | planes; scores, weights and sums in registers          |
+//! | head dimension, then keys, by 16   | fragments in registers, one step ahead                 |
+//!
+//! Tiles that causal order or a window hide whole are not visited; only tiles that they cut are masked.
+//! Scores are kept in units of log₂, so that a weight is one multiply-add and one `ex2`. The running
+//! maximum m of a row is moved only when a score passes it by 2⁸: until then weights grow to 256 at
+//! most, which neither f32 sums nor f16 weights mind, and neither a shuffle nor a rescaling of the sums
+//! is needed. The quotient in the end is the same.
+//!
+//! Cost: `4·head_dim` flop a visible pair; K and V are read once for every block of queries, from the L2
+//! but for the first.
+//!
+//! Ladder, TFLOP/s at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal, on an
+//! H200 (634 from registers alone; torch's FlashAttention-2 in the run of the last row 344 / 306). All but
+//! the last row are of CUDA C++ prototypes:
+//!
+//! | version                                                                  | full | causal |
+//! |--------------------------------------------------------------------------|------|--------|
+//! | v1 four planes of 32 rows, two tiles of 64 keys                          | 341  | 293    |
+//! | v2 v1, sums rescaled only when a maximum grows by 2⁸                     | 355  | 301    |
+//! | v3 v2, three tiles of 32 keys: nothing spills                            | 364  | 308    |
+//! | v4 v3, one vote for all rows, fragments one step ahead, two tiles        | 371  | 327    |
+//! | v4 in CubeCL, this file: 232 registers where the prototype spilled       | 375  | 324    |
+//!
+//! Slower: eight planes of 32 rows in one cube 346 / 284; planes of 16 rows, whose fragments are read
+//! from shared memory twice as often, 323 / 301 by four and 306 / 276 by eight; scores of the next tile
+//! computed before this one's weights, which leaves no registers, 301 / 254.
+//!
+//! Sources: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein, "Online normalizer
+//! calculation for softmax" (2018); the threshold is FlashAttention-4's.
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::scores::{Place, Scores};
+use super::{Dims, Sequences, Span};
+use crate::tile::{
+    CopyLane, CopyPlan, TileShape, commit_copies, exp2, global_address, lhs_lane, load_fragments,
+    pack_pair, rhs_lane, shared_address, typed, wait_copies,
+};
+
+/// Tile sizes of the tensor-core path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct FlashConfig {
+    /// Planes of a cube.
+    pub planes: u32,
+    /// Queries of a plane: 16 or 32.
+    pub rows: u32,
+    /// Keys of a tile.
+    pub tile_kv: u32,
+    /// Tiles of K and V in the ring.
+    pub stages: u32,
+}
+
+impl FlashConfig {
+    /// Queries of a cube.
+    pub(crate) const fn tile_q(self) -> u32 {
+        self.planes * self.rows
+    }
+
+    pub(crate) const fn units(self) -> u32 {
+        32 * self.planes
+    }
+
+    pub(crate) const fn shared_bytes(self, head_dim: u32) -> u32 {
+        (self.tile_q() + 2 * self.stages * self.tile_kv) * pitch(head_dim) * 2
+    }
+
+    /// Registers of a unit, roughly: sums of the result, scores, two steps of fragments, addresses.
+    pub(crate) const fn registers(self, head_dim: u32) -> u32 {
+        let fragments = self.rows / 16;
+        fragments * (head_dim + self.tile_kv) / 2 + 2 * (4 * fragments + self.tile_kv / 4) + 52
+    }
+}
+
+/// Elements of a row of a shared tile: whole swizzle periods.
+pub(crate) const fn pitch(head_dim: u32) -> u32 {
+    if head_dim <= 32 { 32 } else { head_dim.next_multiple_of(64) }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct FlashPlan {
+    pub(crate) config: FlashConfig,
+    pub(crate) head_dim: u32,
+    pub(crate) bf16: bool,
+    pub(crate) q: CopyPlan,
+    /// Of K, and of V, which lies the same way.
+    pub(crate) kv: CopyPlan,
+    /// No tile of keys reaches past the end.
+    pub(crate) exact: bool,
+}
+
+impl FlashPlan {
+    pub(crate) const fn new(
+        config: FlashConfig,
+        head_dim: u32,
+        bf16: bool,
+        width: usize,
+        exact_q: bool,
+        exact_kv: bool,
+    ) -> Self {
+        let units = config.units() as usize;
+        let whole = pitch(head_dim) == head_dim;
+        Self {
+            config,
+            head_dim,
+            bf16,
+            q: copies_of(config.tile_q(), head_dim, width, units, exact_q && whole),
+            kv: copies_of(config.tile_kv, head_dim, width, units, exact_kv && whole),
+            exact: exact_kv,
+        }
+    }
+
+    pub(crate) const fn stage_bytes(self) -> u32 {
+        2 * self.kv.shape.bytes()
+    }
+
+    /// V as the right operand of weights · V: its rows are the summed axis.
+    const fn values(self) -> TileShape {
+        TileShape { transposed: true, ..self.kv.shape }
+    }
+}
+
+/// How tiles of `rows` positions are copied.
+const fn copies_of(rows: u32, head_dim: u32, width: usize, units: usize, exact: bool) -> CopyPlan {
+    CopyPlan { shape: TileShape::new(rows, pitch(head_dim), false, 2), width, units, exact }
+}
+
+/// A step of 16 elements along a row of a shared tile: what the swizzle turns, and what it adds.
+const fn along(step: u32) -> (u32, u32) {
+    (step * 32 % 128, step * 32 / 128 * 128)
+}
+
+/// Weights stay below 2 to this power.
+const HEADROOM: f32 = 8.0;
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
+pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
+    q: &[Vector<F, NI>],
+    k: &[Vector<F, NI>],
+    v: &[Vector<F, NI>],
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    scores: &Scores<F, M>,
+    sequences: &Sequences,
+    dims: &Dims,
+    #[comptime] plan: FlashPlan,
+) {
+    let config = comptime!(plan.config);
+    let (tile_q, tile_kv, stages) = comptime!((config.tile_q(), config.tile_kv, config.stages));
+    let frags_m = comptime!(config.rows as usize / 16);
+    let pairs_kv = comptime!(tile_kv as usize / 16);
+    let pairs_d = comptime!(plan.head_dim as usize / 16);
+    let steps_d = pairs_d;
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * 32 + lane;
+    let (head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
+    let here = sequences.of(dims, batch);
+    // In causal order later queries have more keys: first in, so that no long block comes last.
+    let last_block = dims.seq_q.div_ceil(tile_q) - 1;
+    let block = if comptime!(scores.rules.causal) { last_block - CUBE_POS_X } else { CUBE_POS_X };
+    let first_row = block * tile_q;
+    if first_row >= here.seq_q {
+        terminate!();
+    }
+
+    // [tile_q, pitch], then [stages, K then V]
+    let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
+        comptime!(((plan.q.shape.bytes() + stages * plan.stage_bytes()) / 16) as usize),
+        128usize,
+    );
+    let shared = shared_address(&mut shared);
+    let ring = shared + comptime!(plan.q.shape.bytes());
+    let end = ring + comptime!(stages * plan.stage_bytes());
+
+    let kv_head = head / dims.group;
+    let at_q = dims.q.at(here.from_q + first_row, batch, head);
+    let at_k = dims.k.at(here.from_kv, batch, kv_head);
+    let at_v = dims.v.at(here.from_kv, batch, kv_head);
+    let line_q = bytes(dims.q.seq);
+    let (line_k, line_v) = (bytes(dims.k.seq), bytes(dims.v.seq));
+    let (lane_q, lane_kv) = (CopyLane::new(unit, plan.q), CopyLane::new(unit, plan.kv));
+    let from_q = global_address(q) + bytes(at_q) + lane_q.start(line_q, plan.q);
+    let from_k = global_address(k) + bytes(at_k) + lane_kv.start(line_k, plan.kv);
+    let from_v = global_address(v) + bytes(at_v) + lane_kv.start(line_v, plan.kv);
+
+    let (first_key, last_key) = scores.range(&here, first_row, comptime!(tile_q));
+    let (first_tile, last_tile) = (first_key / tile_kv, last_key.div_ceil(tile_kv));
+
+    lane_q.copy(from_q, line_q, shared, here.seq_q - first_row, plan.head_dim, plan.q);
+    let mut ahead = first_tile;
+    let mut write = ring;
+    #[unroll]
+    for _ in 0..comptime!(stages - 1) {
+        copy_tile(from_k, from_v, line_k, line_v, ahead, last_tile, &here, write, &lane_kv, plan);
+        ahead += 1;
+        write = next_stage(write, ring, end, plan);
+    }
+
+    let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let size!(NF) = def.vector_size(MatrixIdent::A);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+    let mut acc = zeros::<NC>(comptime!(frags_m * pairs_d * 2)); // [rows / 16, head_dim / 8]
+    let mut most = Array::<f32>::new(comptime!(2 * frags_m)); //     m of rows lane / 4 and + 8
+    let mut sum = Array::<f32>::new(comptime!(2 * frags_m)); //      this unit's part of l
+    #[unroll]
+    for r in 0..comptime!(2 * frags_m) {
+        most[r] = f32::NEG_INFINITY.runtime();
+        sum[r] = 0.0f32.runtime();
+    }
+
+    let plane_row = plane * config.rows;
+    let lane_a = shared + lhs_lane(plane_row, lane, plan.q.shape);
+    let lane_b = rhs_lane(0u32.runtime(), lane, plan.kv.shape);
+    let lane_v = rhs_lane(0u32.runtime(), lane, comptime!(plan.values()));
+    let row = first_row + plane_row;
+
+    let mut read = ring;
+    for tile in first_tile..last_tile {
+        wait_copies(comptime!(stages - 2));
+        sync_cube();
+        copy_tile(from_k, from_v, line_k, line_v, ahead, last_tile, &here, write, &lane_kv, plan);
+        ahead += 1;
+        write = next_stage(write, ring, end, plan);
+
+        // s = q · kᵀ
+        let mut s = zeros::<NC>(comptime!(frags_m * pairs_kv * 2)); // [rows / 16, tile_kv / 8]
+        let mut a = registers(comptime!(2 * frags_m));
+        let mut b = registers(comptime!(2 * pairs_kv));
+        load_step::<F>(lane_a, read + lane_b, &mut a, &mut b, 0u32, 0usize, plan);
+        #[unroll]
+        for step in 0..steps_d {
+            let (set, into) = comptime!((step % 2, (step + 1) % 2));
+            if comptime!(step + 1 < steps_d) {
+                let next = comptime!(step as u32 + 1);
+                load_step::<F>(lane_a, read + lane_b, &mut a, &mut b, next, into, plan);
+            }
+            #[unroll]
+            for j in 0..pairs_kv {
+                #[unroll]
+                for i in 0..frags_m {
+                    let left =
+                        typed::<F, NF>(a.index(comptime!(set * frags_m + i)), 0usize, 4usize);
+                    #[unroll]
+                    for half in 0..2usize {
+                        let words = b.index(comptime!(set * pairs_kv + j));
+                        let right = typed::<F, NF>(words, comptime!(2 * half), 2usize);
+                        let at = comptime!((i * pairs_kv + j) * 2 + half);
+                        def.execute_inplace(&left, &right, s.index_mut(at));
+                    }
+                }
+            }
+        }
+
+        // s = log₂e · (scale · s ..), or -inf where hidden
+        let place = Place { batch, head, row: row + lane / 4, col: tile * tile_kv + lane % 4 * 2 };
+        scores.finish::<NC>(&mut s, &place, &here, dims, row, config, plan.exact);
+
+        // m, and everything that is a multiple of exp(-m)
+        let mut grows = false;
+        let mut tops = Array::<f32>::new(comptime!(2 * frags_m));
+        #[unroll]
+        for i in 0..frags_m {
+            #[unroll]
+            for half in 0..2usize {
+                let at = comptime!(2 * i + half);
+                tops[at] = top::<NC>(&s, i, half, comptime!(2 * pairs_kv)) * scores.unit();
+                grows = grows || tops[at] > most[at] + HEADROOM;
+            }
+        }
+        if plane_any(grows) {
+            #[unroll]
+            for r in 0..comptime!(2 * frags_m) {
+                let mut reached = max(tops[r], plane_shuffle_xor(tops[r], 1));
+                reached = max(reached, plane_shuffle_xor(reached, 2));
+                let grown = max(most[r], reached);
+                // -inf - -inf is no number: a row without keys so far stays as it is.
+                let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(most[r] - grown));
+                most[r] = grown;
+                sum[r] *= factor;
+                #[unroll]
+                for j in 0..comptime!(2 * pairs_d) {
+                    let fragment = acc.index_mut(comptime!(r / 2 * 2 * pairs_d + j));
+                    fragment[comptime!(r % 2)] *= Vector::new(factor);
+                }
+            }
+        }
+
+        // s = exp2(s - m), l
+        #[unroll]
+        for r in 0..comptime!(2 * frags_m) {
+            let shift = select(most[r] == f32::NEG_INFINITY, 0.0, -most[r]);
+            let mut part = Array::<f32>::new(2usize);
+            part[0] = 0.0f32.runtime();
+            part[1] = 0.0f32.runtime();
+            #[unroll]
+            for j in 0..comptime!(2 * pairs_kv) {
+                let fragment = s.index_mut(comptime!(r / 2 * 2 * pairs_kv + j));
+                let mut pair = fragment[comptime!(r % 2)];
+                #[unroll]
+                for e in 0..2usize {
+                    let weight = exp2(fma(pair.extract(e), scores.unit(), shift));
+                    pair.insert(e, weight);
+                    part[e] += weight;
+                }
+                fragment[comptime!(r % 2)] = pair;
+            }
+            sum[r] += part[0] + part[1];
+        }
+
+        // acc += s · v
+        let values = read + comptime!(plan.kv.shape.bytes()) + lane_v;
+        let mut c = registers(2usize);
+        load_value::<F>(values, c.index_mut(0usize), 0u32, 0u32, plan);
+        #[unroll]
+        for step in 0..pairs_kv {
+            let mut weights = Sequence::<Array<u32>>::new();
+            #[unroll]
+            for i in 0..frags_m {
+                let mut words = Array::<u32>::new(4usize);
+                #[unroll]
+                for w in 0..4usize {
+                    let at = comptime!((i * pairs_kv + step) * 2 + w / 2);
+                    words[w] = pack_pair::<NC>(s.index(at)[comptime!(w % 2)], plan.bf16);
+                }
+                weights.push(words);
+            }
+            #[unroll]
+            for j in 0..pairs_d {
+                let this = comptime!(step * pairs_d + j);
+                if comptime!(this + 1 < pairs_kv * pairs_d) {
+                    let (key, col) = comptime!(((this + 1) / pairs_d, (this + 1) % pairs_d));
+                    let into = c.index_mut(comptime!((this + 1) % 2));
+                    load_value::<F>(
+                        values,
+                        into,
+                        comptime!(key as u32),
+                        comptime!(col as u32),
+                        plan,
+                    );
+                }
+                #[unroll]
+                for i in 0..frags_m {
+                    let left = typed::<F, NF>(weights.index(i), 0usize, 4usize);
+                    #[unroll]
+                    for half in 0..2usize {
+                        let words = c.index(comptime!(this % 2));
+                        let right = typed::<F, NF>(words, comptime!(2 * half), 2usize);
+                        let at = comptime!((i * pairs_d + j) * 2 + half);
+                        def.execute_inplace(&left, &right, acc.index_mut(at));
+                    }
+                }
+            }
+        }
+        read = next_stage(read, ring, end, plan);
+    }
+
+    #[unroll]
+    for r in 0..comptime!(2 * frags_m) {
+        let row = row + comptime!(8 * r as u32) + lane / 4;
+        let mut l = sum[r] + plane_shuffle_xor(sum[r], 1);
+        l = l + plane_shuffle_xor(l, 2);
+        if row < here.seq_q {
+            // A row without keys is 0.
+            let quotient = select(l == 0.0, 0.0, 1.0 / l);
+            let start = dims.out.at(here.from_q + row, batch, head);
+            #[unroll]
+            for j in 0..comptime!(2 * pairs_d) {
+                let pair = acc.index(comptime!(r / 2 * 2 * pairs_d + j))[comptime!(r % 2)];
+                let col = comptime!(8 * j as u32) + lane % 4 * 2;
+                out[(start + col as usize) / 2] = Vector::cast_from(pair * Vector::new(quotient));
+            }
+            if comptime!(scores.rules.lse) {
+                // One unit of the quad that shares the row.
+                if lane % 4 == 0 {
+                    let at = dims.lse_at(here.from_q + row, batch, head);
+                    // ln 2: m and l are powers of two.
+                    lse[at] = select(
+                        l == 0.0,
+                        f32::NEG_INFINITY,
+                        (most[r] + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Elements of two bytes, in bytes.
+#[cube]
+fn bytes(elements: usize) -> u64 {
+    u64::cast_from(elements) * 2
+}
+
+/// `len` fragments of zeros.
+#[cube]
+fn zeros<NC: Size>(#[comptime] len: usize) -> Sequence<Array<Vector<f32, NC>>> {
+    let mut out = Sequence::<Array<Vector<f32, NC>>>::new();
+    #[unroll]
+    for _ in 0..len {
+        let mut fragment = Array::<Vector<f32, NC>>::new(2usize);
+        fragment[0] = Vector::new(0.0f32);
+        fragment[1] = Vector::new(0.0f32);
+        out.push(fragment);
+    }
+    out
+}
+
+/// `len` groups of four registers.
+#[cube]
+fn registers(#[comptime] len: usize) -> Sequence<Array<u32>> {
+    let mut out = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for _ in 0..len {
+        out.push(Array::<u32>::new(4usize));
+    }
+    out
+}
+
+/// The largest of this unit's scores in row half `half` of row fragment `i`.
+#[cube]
+fn top<NC: Size>(
+    s: &Sequence<Array<Vector<f32, NC>>>,
+    #[comptime] i: usize,
+    #[comptime] half: usize,
+    #[comptime] fragments: usize,
+) -> f32 {
+    // Two chains, so that neighbours need not wait for each other.
+    let first = s.index(comptime!(i * fragments))[half];
+    let mut even = first.extract(0usize);
+    let mut odd = first.extract(1usize);
+    #[unroll]
+    for j in 1..fragments {
+        let pair = s.index(comptime!(i * fragments + j))[half];
+        even = max(even, pair.extract(0usize));
+        odd = max(odd, pair.extract(1usize));
+    }
+    max(even, odd)
+}
+
+/// Fragments of q and of k for step `step` of the head dimension, into register set `set`.
+#[cube]
+fn load_step<F: Float>(
+    lane_a: u32,
+    lane_b: u32,
+    a: &mut Sequence<Array<u32>>,
+    b: &mut Sequence<Array<u32>>,
+    #[comptime] step: u32,
+    #[comptime] set: usize,
+    #[comptime] plan: FlashPlan,
+) {
+    let (frags_m, pairs_kv) =
+        comptime!((plan.config.rows as usize / 16, plan.config.tile_kv as usize / 16));
+    let (q, k) = comptime!((plan.q.shape, plan.kv.shape));
+    let (turn, add) = comptime!(along(step));
+    #[unroll]
+    for i in 0..frags_m {
+        let into = a.index_mut(comptime!(set * frags_m + i));
+        let far = comptime!(16 * i as u32 * q.row_bytes() + add);
+        load_fragments::<F>(lane_a ^ turn, into, far, q, false);
+    }
+    #[unroll]
+    for j in 0..pairs_kv {
+        let into = b.index_mut(comptime!(set * pairs_kv + j));
+        let far = comptime!(16 * j as u32 * k.row_bytes() + add);
+        load_fragments::<F>(lane_b ^ turn, into, far, k, false);
+    }
+}
+
+/// The fragment of 16 keys by 16 columns of V.
+#[cube]
+fn load_value<F: Float>(
+    lane: u32,
+    into: &mut Array<u32>,
+    #[comptime] key: u32,
+    #[comptime] col: u32,
+    #[comptime] plan: FlashPlan,
+) {
+    let shape = comptime!(plan.values());
+    let (turn, add) = comptime!(along(col));
+    let far = comptime!(16 * key * shape.row_bytes() + add);
+    load_fragments::<F>(lane ^ turn, into, far, shape, false);
+}
+
+/// Issues the copies of tile `tile` of K and V, if it is before `last`, and closes their group.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "two matrices, one tile")]
+fn copy_tile(
+    from_k: u64,
+    from_v: u64,
+    line_k: u64,
+    line_v: u64,
+    tile: u32,
+    last: u32,
+    here: &Span,
+    to: u32,
+    lane: &CopyLane,
+    #[comptime] plan: FlashPlan,
+) {
+    let rows = comptime!(plan.config.tile_kv);
+    if tile < last {
+        let left = here.seq_kv - tile * rows;
+        let down = u64::cast_from(tile * rows);
+        let to_v = to + comptime!(plan.kv.shape.bytes());
+        lane.copy(from_k + down * line_k, line_k, to, left, plan.head_dim, plan.kv);
+        lane.copy(from_v + down * line_v, line_v, to_v, left, plan.head_dim, plan.kv);
+    }
+    commit_copies();
+}
+
+/// The stage after the one at `at`; the ring lies from `start` to `end`.
+#[cube]
+fn next_stage(at: u32, start: u32, end: u32, #[comptime] plan: FlashPlan) -> u32 {
+    let next = at + comptime!(plan.stage_bytes());
+    select(next == end, start, next)
+}

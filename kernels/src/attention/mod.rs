@@ -1,0 +1,557 @@
+//! out = softmax(rules(q·kᵀ))·v    q, out: `[batch, heads, seq_q, head_dim]`
+//! k, v: `[batch, kv_heads, seq_kv, head_dim]`
+//!
+//! ```text
+//!   for each block of queries of a head                // one cube (plain path: one unit a query)
+//!     for each tile of keys that the block may see
+//!       s = rules(q · kᵀ)                              // scale, soft cap, masks, bias
+//!       m' = max(m, rowmax s);  p = exp(s - m')
+//!       l = l·exp(m - m') + rowsum p;  acc = acc·exp(m - m') + p · v
+//!     out = acc / l;  lse = m + log l
+//! ```
+//!
+//! The scores are never stored. A row without visible keys is 0, its lse -inf. Heads of k and v may be
+//! fewer than those of q: `heads / kv_heads` neighbours share one, without a copy. Causal order is
+//! aligned bottom-right: query i sees key j when j <= i + seq_kv - seq_q.
+//!
+//! Cost: `4·head_dim` flop a visible pair; q, k and v read once, out written once.
+//!
+//! One source, two ways through it, chosen by [`AttentionConfig`]:
+//!
+//! | path    | multiplies with | feeds it by                | where            |
+//! |---------|-----------------|----------------------------|------------------|
+//! | `Flash` | `mma.sync`      | `cp.async` ring, `ldmatrix` | CUDA, f16, bf16 |
+//! | `Rows`  | multiply-add    | one key after the other    | anywhere         |
+//!
+//! Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); Ainslie et al., "GQA"
+//! (2023) for shared heads.
+
+mod config;
+mod flash;
+mod problem;
+mod rows;
+mod scores;
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties, UIntKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use tune::{Cost, Infeasible, Kernel, Output};
+
+pub use config::AttentionConfig;
+pub use flash::FlashConfig;
+pub use problem::{AttentionProblem, HeadStrides, InvalidAttention, ScoreStrides};
+pub use rows::RowsConfig;
+
+use crate::matmul::elem;
+use flash::FlashPlan;
+use rows::RowsPlan;
+use scores::{Rules, Scores, ScoresCompilationArg, ScoresLaunch};
+
+/// The attention kernel family, forward.
+pub struct Attention;
+
+/// Device buffers of one attention.
+#[derive(Debug, Clone)]
+pub struct AttentionOperands {
+    pub q: Handle,
+    pub k: Handle,
+    pub v: Handle,
+    pub out: Handle,
+    /// Present when the problem has them.
+    pub lse: Option<Handle>,
+    pub bias: Option<Handle>,
+    pub mask: Option<Handle>,
+    /// u32, batch + 1 of each: where sequences start in q, and in k and v; and how many queries there
+    /// are in all.
+    pub offsets: Option<Offsets>,
+}
+
+/// Where sequences of different lengths start.
+#[derive(Debug, Clone)]
+pub struct Offsets {
+    pub q: Handle,
+    pub kv: Handle,
+    /// Queries of all sequences.
+    pub queries: u32,
+}
+
+impl Kernel for Attention {
+    type Problem = AttentionProblem;
+    type Config = AttentionConfig;
+    type Operands = AttentionOperands;
+
+    const NAME: &'static str = "attention";
+    const VERSION: u32 = 1;
+
+    fn bucket(problem: &AttentionProblem) -> String {
+        problem.bucket()
+    }
+
+    fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
+        config::candidates(arch, problem)
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        problem: &AttentionProblem,
+        config: &AttentionConfig,
+    ) -> Result<(), Infeasible> {
+        config::check(arch, problem, config)
+    }
+
+    fn cost(problem: &AttentionProblem) -> Cost {
+        problem.cost()
+    }
+
+    fn simplest(arch: &ArchProfile, problem: &AttentionProblem) -> Option<AttentionConfig> {
+        config::simplest(arch, problem)
+    }
+
+    fn operands(device: &Device, problem: &AttentionProblem, seed: u64) -> AttentionOperands {
+        let client = device.client();
+        let make = |len, salt| crate::noise(device, len, problem.dtype, 5 * seed + salt);
+        let [q, k, v, out] = problem.extents();
+        let words = |offsets: Vec<u32>| {
+            let bytes: Vec<u8> = offsets.into_iter().flat_map(u32::to_le_bytes).collect();
+            client.create_from_slice(&bytes)
+        };
+        AttentionOperands {
+            q: make(q, 0),
+            k: make(k, 1),
+            v: make(v, 2),
+            out: client.empty((out * problem.dtype.size()).next_multiple_of(4)),
+            lse: problem.lse.then(|| client.empty(problem.rows() as usize * 4)),
+            bias: problem.bias.map(|s| make(problem.score_extent(s), 3)),
+            mask: problem.mask.map(|s| {
+                let bytes = problem.score_extent(s) * problem.mask_dtype.size();
+                client.create_from_slice(&vec![0; bytes.next_multiple_of(4)])
+            }),
+            offsets: problem.varlen.then(|| Offsets {
+                q: words((0..=problem.batch).map(|b| b * problem.seq_q).collect()),
+                kv: words((0..=problem.batch).map(|b| b * problem.seq_kv).collect()),
+                queries: problem.batch * problem.seq_q,
+            }),
+        }
+    }
+
+    fn output(problem: &AttentionProblem, operands: &AttentionOperands) -> Output {
+        // Weights and results are rounded; sums differ in order.
+        let epsilon = match problem.dtype {
+            DType::F16 => 2f64.powi(-9),
+            DType::Bf16 => 2f64.powi(-6),
+            _ => 2f64.powi(-16),
+        };
+        Output {
+            handle: operands.out.clone(),
+            dtype: problem.dtype,
+            len: problem.extents()[3],
+            tolerance: epsilon,
+        }
+    }
+
+    fn program(
+        arch: &ArchProfile,
+        problem: &AttentionProblem,
+        config: &AttentionConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Box<dyn CubeKernel> {
+        let plan = Plan::new(arch, problem, config);
+        let settings =
+            KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
+        let buffer = || BufferCompilationArg { inplace: None };
+        let [width_in, width_out] = plan.widths;
+        Box::new(attention::Attention::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            ScoresCompilationArg::of(problem),
+            SequencesCompilationArg::of(problem),
+            Dims::compiled(),
+            width_in,
+            width_out,
+            plan.path,
+            types(problem),
+        ))
+    }
+
+    fn launch(
+        device: &Device,
+        problem: &AttentionProblem,
+        config: &AttentionConfig,
+        operands: &AttentionOperands,
+        _scratch: Option<&Handle>,
+    ) {
+        let plan = Plan::new(device.profile(), problem, config);
+        let [width_in, width_out] = plan.widths;
+        let [q, k, v, out] = problem.extents();
+        let rows = problem.rows() as usize;
+        // A kernel that stores no log-sum-exp still binds a buffer in its place.
+        let (lse, lse_len) = match &operands.lse {
+            Some(lse) => (lse, rows),
+            None => (&operands.out, 1),
+        };
+        // SAFETY: the extents are the problem's, whose strides every path stays within; rows and keys
+        // past the ends are neither read nor written.
+        unsafe {
+            attention::launch_unchecked(
+                device.client(),
+                plan.cubes,
+                plan.cube_dim,
+                address(problem),
+                width_in,
+                width_out,
+                BufferArg::from_raw_parts(operands.q.clone(), q / width_in),
+                BufferArg::from_raw_parts(operands.k.clone(), k / width_in),
+                BufferArg::from_raw_parts(operands.v.clone(), v / width_in),
+                BufferArg::from_raw_parts(operands.out.clone(), out / width_out),
+                BufferArg::from_raw_parts(lse.clone(), lse_len),
+                ScoresLaunch::of(problem, operands),
+                SequencesLaunch::of(problem, operands),
+                Dims::of(problem, operands),
+                plan.path,
+                types(problem),
+            );
+        }
+    }
+}
+
+/// A config bound to a problem.
+struct Plan {
+    path: Path,
+    /// Elements of a vector of q, k and v, and of out.
+    widths: [usize; 2],
+    cubes: CubeCount,
+    cube_dim: CubeDim,
+}
+
+impl Plan {
+    fn new(arch: &ArchProfile, problem: &AttentionProblem, config: &AttentionConfig) -> Self {
+        let p = problem;
+        match *config {
+            AttentionConfig::Flash(c) => Self {
+                path: Path::Flash(FlashPlan::new(
+                    c,
+                    p.head_dim,
+                    p.dtype == DType::Bf16,
+                    p.width(8),
+                    !p.varlen && p.seq_q % c.tile_q() == 0,
+                    !p.varlen && p.seq_kv % c.tile_kv == 0,
+                )),
+                widths: [p.width(8), 2],
+                cubes: CubeCount::Static(p.seq_q.div_ceil(c.tile_q()), p.heads, p.batch),
+                cube_dim: CubeDim::new_2d(32, c.planes),
+            },
+            AttentionConfig::Rows(c) => {
+                let widest = u64::from(arch.load_bytes / 4).clamp(1, 16);
+                let cubes = match arch.backend {
+                    Backend::Cpu => 1,
+                    _ => p.rows().div_ceil(u64::from(c.units)).min(65_535) as u32,
+                };
+                Self {
+                    path: Path::Rows(RowsPlan { head_dim: p.head_dim }),
+                    widths: [p.width(widest), 1],
+                    cubes: CubeCount::Static(cubes, 1, 1),
+                    cube_dim: CubeDim::new_1d(c.units),
+                }
+            }
+        }
+    }
+}
+
+fn types(problem: &AttentionProblem) -> [ElemType; 2] {
+    let mask = match problem.mask_dtype {
+        DType::U8 => ElemType::UInt(UIntKind::U8),
+        _ => ElemType::Int(IntKind::I32),
+    };
+    [elem(problem.dtype), mask]
+}
+
+/// Offsets past 2^32 elements need 64-bit indices.
+fn address(problem: &AttentionProblem) -> AddressType {
+    let scores = [problem.bias, problem.mask].into_iter().flatten();
+    let scores = scores.map(|s| problem.score_extent(s));
+    let longest = problem.extents().into_iter().chain(scores).max().unwrap_or(0);
+    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// Comptime facts of a launch: which path, with what geometry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Path {
+    Flash(FlashPlan),
+    Rows(RowsPlan),
+}
+
+/// Sizes and strides of one launch, in elements.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Dims {
+    pub(crate) batch: u32,
+    pub(crate) heads: u32,
+    /// Heads of q that share one of k and v.
+    pub(crate) group: u32,
+    pub(crate) seq_q: u32,
+    pub(crate) seq_kv: u32,
+    pub(crate) q: Steps,
+    pub(crate) k: Steps,
+    pub(crate) v: Steps,
+    pub(crate) out: Steps,
+    pub(crate) bias: ScoreSteps,
+    pub(crate) mask: ScoreSteps,
+    /// Queries between the log-sum-exps of neighbouring heads, and of neighbouring batches.
+    lse_head: u32,
+    lse_batch: u32,
+}
+
+/// [`HeadStrides`] on the device.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Steps {
+    batch: usize,
+    head: usize,
+    pub(crate) seq: usize,
+}
+
+/// [`ScoreStrides`] on the device.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct ScoreSteps {
+    batch: usize,
+    head: usize,
+    row: usize,
+    col: usize,
+}
+
+/// One batch: where its sequence starts, how long it is.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Span {
+    pub(crate) from_q: u32,
+    pub(crate) from_kv: u32,
+    pub(crate) seq_q: u32,
+    pub(crate) seq_kv: u32,
+    /// Position of query 0 among the keys.
+    pub(crate) offset: i32,
+}
+
+/// Where sequences start, when they vary in length ([`Rules`] says whether they do, see there).
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Sequences {
+    q: ComptimeOption<Box<[u32]>>,
+    kv: ComptimeOption<Box<[u32]>>,
+}
+
+#[cube]
+impl Steps {
+    /// First element of position `seq` of a head; positions count through all batches where lengths
+    /// vary.
+    pub(crate) fn at(&self, seq: u32, batch: u32, head: u32) -> usize {
+        batch as usize * self.batch + head as usize * self.head + seq as usize * self.seq
+    }
+}
+
+#[cube]
+impl ScoreSteps {
+    pub(crate) fn at(&self, place: &scores::Place) -> usize {
+        place.batch as usize * self.batch
+            + place.head as usize * self.head
+            + place.row as usize * self.row
+            + place.col as usize * self.col
+    }
+}
+
+#[cube]
+impl Dims {
+    /// Where the log-sum-exp of query `seq` is stored.
+    pub(crate) fn lse_at(&self, seq: u32, batch: u32, head: u32) -> usize {
+        (batch * self.lse_batch + head * self.lse_head + seq) as usize
+    }
+}
+
+#[cube]
+impl Sequences {
+    pub(crate) fn of(&self, dims: &Dims, batch: u32) -> Span {
+        let mut from_q = 0u32.runtime();
+        let mut from_kv = 0u32.runtime();
+        let mut seq_q = dims.seq_q;
+        let mut seq_kv = dims.seq_kv;
+        #[comptime]
+        match &self.q {
+            ComptimeOption::Some(starts) => {
+                from_q = starts[batch as usize];
+                seq_q = starts[batch as usize + 1] - from_q;
+            }
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match &self.kv {
+            ComptimeOption::Some(starts) => {
+                from_kv = starts[batch as usize];
+                seq_kv = starts[batch as usize + 1] - from_kv;
+            }
+            ComptimeOption::None => {}
+        }
+        Span { from_q, from_kv, seq_q, seq_kv, offset: seq_kv as i32 - seq_q as i32 }
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn attention<F: Float, M: Int, NI: Size, NO: Size>(
+    q: &[Vector<F, NI>],
+    k: &[Vector<F, NI>],
+    v: &[Vector<F, NI>],
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    scores: Scores<F, M>,
+    sequences: Sequences,
+    dims: &Dims,
+    #[comptime] path: Path,
+    #[define(F, M)] _dtypes: [ElemType; 2],
+) {
+    match path {
+        Path::Flash(plan) => {
+            flash::flash::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)
+        }
+        Path::Rows(plan) => {
+            rows::rows::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)
+        }
+    }
+}
+
+impl Dims {
+    fn of(p: &AttentionProblem, operands: &AttentionOperands) -> DimsLaunch {
+        let steps = |s: HeadStrides| {
+            let batch = if p.varlen { 0 } else { s.batch };
+            StepsLaunch::new(batch as usize, s.head as usize, s.seq as usize)
+        };
+        let score_steps = |s: Option<ScoreStrides>| {
+            let s = s.unwrap_or(ScoreStrides { batch: 0, head: 0, row: 0, col: 0 });
+            ScoreStepsLaunch::new(s.batch as usize, s.head as usize, s.row as usize, s.col as usize)
+        };
+        let (lse_head, lse_batch) = match &operands.offsets {
+            Some(offsets) => (offsets.queries, 0),
+            None => (p.seq_q, p.heads * p.seq_q),
+        };
+        DimsLaunch::new(
+            p.batch,
+            p.heads,
+            p.heads / p.kv_heads,
+            p.seq_q,
+            p.seq_kv,
+            steps(p.q),
+            steps(p.k),
+            steps(p.v),
+            steps(p.out),
+            score_steps(p.bias),
+            score_steps(p.mask),
+            lse_head,
+            lse_batch,
+        )
+    }
+
+    /// Dims as a compilation sees them: every field is a run-time scalar.
+    fn compiled() -> DimsCompilationArg {
+        let steps = || StepsCompilationArg { batch: (), head: (), seq: () };
+        let scores = || ScoreStepsCompilationArg { batch: (), head: (), row: (), col: () };
+        DimsCompilationArg {
+            batch: (),
+            heads: (),
+            group: (),
+            seq_q: (),
+            seq_kv: (),
+            q: steps(),
+            k: steps(),
+            v: steps(),
+            out: steps(),
+            bias: scores(),
+            mask: scores(),
+            lse_head: (),
+            lse_batch: (),
+        }
+    }
+}
+
+impl Rules {
+    const fn of(p: &AttentionProblem) -> Self {
+        Self {
+            causal: p.causal,
+            window: p.window.is_some(),
+            softcap: p.softcap.is_some(),
+            bias: p.bias.is_some(),
+            mask: p.mask.is_some(),
+            lse: p.lse,
+            varlen: p.varlen,
+        }
+    }
+}
+
+/// A buffer that may be absent, as a compilation sees it.
+fn optional<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
+    there: bool,
+) -> ComptimeOptionCompilationArg<T> {
+    match there {
+        true => ComptimeOptionCompilationArg::Some(BufferCompilationArg { inplace: None }),
+        false => ComptimeOptionCompilationArg::None,
+    }
+}
+
+/// A buffer of `len` elements that may be absent.
+fn bound<T: LaunchArg<RuntimeArg = BufferArg>>(
+    handle: Option<(&Handle, usize)>,
+) -> ComptimeOptionArgs<T> {
+    ComptimeOptionArgs::from(handle.map(|(handle, len)| {
+        // SAFETY: the callers name the length that the problem gives the buffer.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    }))
+}
+
+impl<F: Float, M: Int> ScoresLaunch<F, M> {
+    fn of(p: &AttentionProblem, operands: &AttentionOperands) -> Self {
+        let buffer = |handle: &Option<Handle>, strides: Option<ScoreStrides>| {
+            handle.clone().zip(strides.map(|s| p.score_extent(s)))
+        };
+        let (bias, mask) = (buffer(&operands.bias, p.bias), buffer(&operands.mask, p.mask));
+        Self::new(
+            bound(bias.as_ref().map(|(h, len)| (h, *len))),
+            bound(mask.as_ref().map(|(h, len)| (h, *len))),
+            p.scale,
+            p.softcap.unwrap_or(0.0),
+            // A window of 2^31 keys and more hides nothing; distances are i32.
+            p.window.unwrap_or(0).min(i32::MAX as u32 / 2),
+            f32::NEG_INFINITY,
+            Rules::of(p),
+        )
+    }
+}
+
+impl<F: Float, M: Int> ScoresCompilationArg<F, M> {
+    fn of(p: &AttentionProblem) -> Self {
+        Self {
+            bias: optional(p.bias.is_some()),
+            mask: optional(p.mask.is_some()),
+            scale: (),
+            softcap: (),
+            window: (),
+            hidden: (),
+            rules: Rules::of(p),
+        }
+    }
+}
+
+impl SequencesLaunch {
+    fn of(p: &AttentionProblem, operands: &AttentionOperands) -> Self {
+        let len = p.batch as usize + 1;
+        let offsets = operands.offsets.as_ref();
+        Self::new(bound(offsets.map(|o| (&o.q, len))), bound(offsets.map(|o| (&o.kv, len))))
+    }
+}
+
+impl SequencesCompilationArg {
+    fn of(p: &AttentionProblem) -> Self {
+        Self { q: optional(p.varlen), kv: optional(p.varlen) }
+    }
+}

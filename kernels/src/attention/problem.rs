@@ -1,0 +1,327 @@
+//! What to compute.
+
+use arch::DType;
+use serde::{Deserialize, Serialize};
+use tune::Cost;
+
+/// How one tensor lies in its buffer, in elements; the head dimension is contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadStrides {
+    /// Distance between batches; not read where sequences lie one after the other.
+    pub batch: u64,
+    pub head: u64,
+    pub seq: u64,
+}
+
+impl HeadStrides {
+    /// Those of a dense `[batch, heads, seq, head_dim]`.
+    pub const fn dense(heads: u32, seq: u32, head_dim: u32) -> Self {
+        let head = seq as u64 * head_dim as u64;
+        Self { batch: heads as u64 * head, head, seq: head_dim as u64 }
+    }
+}
+
+/// How a tensor of scores lies, in elements; 0 repeats it along an axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScoreStrides {
+    pub batch: u64,
+    pub head: u64,
+    pub row: u64,
+    pub col: u64,
+}
+
+/// One attention. Build it with [`AttentionProblem::dense`], change fields, end with
+/// [`AttentionProblem::checked`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct AttentionProblem {
+    pub batch: u32,
+    pub heads: u32,
+    /// Heads of k and v; each serves `heads / kv_heads` neighbouring heads of q.
+    pub kv_heads: u32,
+    /// Queries and keys of a sequence; of the longest where lengths vary.
+    pub seq_q: u32,
+    pub seq_kv: u32,
+    pub head_dim: u32,
+    /// Type of q, k, v and the result.
+    pub dtype: DType,
+    pub q: HeadStrides,
+    pub k: HeadStrides,
+    pub v: HeadStrides,
+    pub out: HeadStrides,
+    /// Scores are multiplied by this.
+    pub scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+    /// Query i sees key j when j <= i + seq_kv - seq_q.
+    pub causal: bool,
+    /// Query i sees keys at a distance from i + seq_kv - seq_q below this.
+    pub window: Option<u32>,
+    /// A tensor of `dtype` is added to the scores.
+    pub bias: Option<ScoreStrides>,
+    /// A tensor of `mask_dtype` hides the scores where it is not 0.
+    pub mask: Option<ScoreStrides>,
+    /// U8 or I32.
+    pub mask_dtype: DType,
+    /// Whether the log-sum-exp of every query is stored, f32 `[batch, heads, seq_q]`; of sequences that
+    /// vary in length `[heads, all queries]`.
+    pub lse: bool,
+    /// Whether sequences vary in length: they lie one after the other in q, k, v and out, and two
+    /// buffers of batch + 1 offsets say where each starts.
+    pub varlen: bool,
+}
+
+/// An attention that means nothing.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum InvalidAttention {
+    #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
+    Empty { axis: &'static str },
+    #[error("{heads} heads do not divide among {kv_heads} key heads")]
+    Heads { heads: u32, kv_heads: u32 },
+    #[error("{operand} steps {stride} elements between positions of {head_dim}")]
+    Stride { operand: &'static str, stride: u64, head_dim: u32 },
+    #[error("softcap is {0}; it must be positive")]
+    Softcap(f32),
+    #[error("attention is computed in f32, f16 or bf16, not {0}")]
+    DType(DType),
+    #[error("a mask is u8 or i32, not {0}")]
+    MaskDType(DType),
+    #[error("a bias or mask needs sequences of one length")]
+    VaryingScores,
+}
+
+impl AttentionProblem {
+    /// Dense operands `[batch, heads, seq, head_dim]`, scale 1/√head_dim, nothing masked.
+    ///
+    /// # Errors
+    /// See [`InvalidAttention`].
+    pub fn dense(
+        batch: u32,
+        [heads, kv_heads]: [u32; 2],
+        [seq_q, seq_kv]: [u32; 2],
+        head_dim: u32,
+        dtype: DType,
+    ) -> Result<Self, InvalidAttention> {
+        let (queries, keys) = (
+            HeadStrides::dense(heads, seq_q, head_dim),
+            HeadStrides::dense(kv_heads, seq_kv, head_dim),
+        );
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            head_dim,
+            dtype,
+            q: queries,
+            k: keys,
+            v: keys,
+            out: queries,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            softcap: None,
+            causal: false,
+            window: None,
+            bias: None,
+            mask: None,
+            mask_dtype: DType::U8,
+            lse: false,
+            varlen: false,
+        }
+        .checked()
+    }
+
+    /// The problem itself, if it means something.
+    ///
+    /// # Errors
+    /// See [`InvalidAttention`].
+    pub fn checked(self) -> Result<Self, InvalidAttention> {
+        let sizes = [
+            ("batch", self.batch),
+            ("heads", self.heads),
+            ("kv_heads", self.kv_heads),
+            ("seq_q", self.seq_q),
+            ("seq_kv", self.seq_kv),
+            ("head_dim", self.head_dim),
+            ("window", self.window.unwrap_or(1)),
+        ];
+        if let Some((axis, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(InvalidAttention::Empty { axis });
+        }
+        let Self { heads, kv_heads, head_dim, .. } = self;
+        if heads % kv_heads != 0 {
+            return Err(InvalidAttention::Heads { heads, kv_heads });
+        }
+        let operands = [("q", self.q), ("k", self.k), ("v", self.v), ("out", self.out)];
+        for (operand, HeadStrides { seq: stride, .. }) in operands {
+            if stride < u64::from(head_dim) {
+                return Err(InvalidAttention::Stride { operand, stride, head_dim });
+            }
+        }
+        // NaN is not positive.
+        if let Some(cap) = self.softcap.filter(|cap| cap.is_nan() || *cap <= 0.0) {
+            return Err(InvalidAttention::Softcap(cap));
+        }
+        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::Bf16) {
+            return Err(InvalidAttention::DType(self.dtype));
+        }
+        if self.mask.is_some() && !matches!(self.mask_dtype, DType::U8 | DType::I32) {
+            return Err(InvalidAttention::MaskDType(self.mask_dtype));
+        }
+        if self.varlen && (self.bias.is_some() || self.mask.is_some()) {
+            return Err(InvalidAttention::VaryingScores);
+        }
+        Ok(self)
+    }
+
+    /// Elements that the buffers of q, k, v and out must hold; where lengths vary, as if every sequence
+    /// had the longest.
+    pub fn extents(&self) -> [usize; 4] {
+        let reach = |s: HeadStrides, heads: u32, seq: u32| {
+            let batch = if self.varlen { u64::from(seq) * s.seq } else { s.batch };
+            (u64::from(self.batch - 1) * batch
+                + u64::from(heads - 1) * s.head
+                + u64::from(seq - 1) * s.seq
+                + u64::from(self.head_dim)) as usize
+        };
+        let Self { heads, kv_heads, seq_q, seq_kv, .. } = *self;
+        [
+            reach(self.q, heads, seq_q),
+            reach(self.k, kv_heads, seq_kv),
+            reach(self.v, kv_heads, seq_kv),
+            reach(self.out, heads, seq_q),
+        ]
+    }
+
+    /// Elements of a score tensor's buffer.
+    pub fn score_extent(&self, s: ScoreStrides) -> usize {
+        let steps = [
+            (self.batch, s.batch),
+            (self.heads, s.head),
+            (self.seq_q, s.row),
+            (self.seq_kv, s.col),
+        ];
+        steps.iter().map(|(size, step)| u64::from(size - 1) * step).sum::<u64>() as usize + 1
+    }
+
+    /// Queries of all heads and batches: rows of the result.
+    pub fn rows(&self) -> u64 {
+        u64::from(self.batch) * u64::from(self.heads) * u64::from(self.seq_q)
+    }
+
+    /// Keys that some query sees, by the masks that need no tensor.
+    pub fn pairs(&self) -> u64 {
+        let (seq_q, seq_kv) = (i64::from(self.seq_q), i64::from(self.seq_kv));
+        let visible = |i: i64| {
+            let position = i + seq_kv - seq_q;
+            let window = i64::from(self.window.unwrap_or(u32::MAX));
+            let from = (position - window + 1).max(0);
+            let end = if self.causal { position + 1 } else { position.saturating_add(window) };
+            (end.min(seq_kv) - from).max(0) as u64
+        };
+        let pairs: u64 = (0..seq_q).map(visible).sum();
+        pairs * u64::from(self.batch) * u64::from(self.heads)
+    }
+
+    /// The least work: both products over the pairs that are visible.
+    pub fn cost(&self) -> Cost {
+        let Self { batch, heads, kv_heads, seq_q, seq_kv, head_dim, .. } = *self;
+        let [queries, keys] = [(heads, seq_q), (kv_heads, seq_kv)]
+            .map(|(h, s)| u64::from(batch) * u64::from(h) * u64::from(s) * u64::from(head_dim));
+        Cost {
+            flops: 4 * self.pairs() * u64::from(head_dim),
+            bytes: 2 * (queries + keys) * self.dtype.size() as u64,
+        }
+    }
+
+    /// The widest vector (elements, at most `limit`) that divides every position and the head dimension
+    /// of q, k and v.
+    pub(crate) fn width(&self, limit: u64) -> usize {
+        let facts = [self.q, self.k, self.v].into_iter().flat_map(|s| {
+            // Sequences one after the other start at any position.
+            [if self.varlen { s.seq } else { s.batch }, s.head, s.seq]
+        });
+        let facts: Vec<_> = facts.chain([u64::from(self.head_dim)]).collect();
+        let mut width = limit;
+        while facts.iter().any(|f| f % width != 0) {
+            width /= 2;
+        }
+        width as usize
+    }
+
+    /// The cache key: everything that is another program, sizes rounded to what may share a config.
+    pub(crate) fn bucket(&self) -> String {
+        let mut key = format!(
+            "{} d{} w{} q{} kv{} g{} b{}",
+            self.dtype,
+            self.head_dim,
+            self.width(16 / self.dtype.size() as u64),
+            self.seq_q.next_power_of_two(),
+            self.seq_kv.next_power_of_two(),
+            self.heads / self.kv_heads,
+            (u64::from(self.batch) * u64::from(self.heads)).next_power_of_two(),
+        );
+        self.rules().into_iter().for_each(|rule| key += &format!(" {rule}"));
+        key
+    }
+
+    /// Names of what is done to the scores, and of what else makes another program.
+    pub fn rules(&self) -> Vec<&'static str> {
+        [
+            (self.causal, "causal"),
+            (self.window.is_some(), "window"),
+            (self.softcap.is_some(), "softcap"),
+            (self.bias.is_some(), "bias"),
+            (self.mask.is_some(), "mask"),
+            (self.lse, "lse"),
+            (self.varlen, "varlen"),
+        ]
+        .into_iter()
+        .filter_map(|(on, name)| on.then_some(name))
+        .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(seq_q: u32, seq_kv: u32) -> AttentionProblem {
+        AttentionProblem::dense(2, [4, 2], [seq_q, seq_kv], 16, DType::F32).expect("valid")
+    }
+
+    #[test]
+    fn visible_pairs_are_counted() {
+        let p = problem(5, 5);
+        assert_eq!(p.pairs(), 8 * 25);
+        assert_eq!(AttentionProblem { causal: true, ..p }.pairs(), 8 * 15);
+        // Two keys each, one for the first query.
+        let window = AttentionProblem { causal: true, window: Some(2), ..p };
+        assert_eq!(window.pairs(), 8 * 9);
+        assert_eq!(AttentionProblem { window: Some(2), ..p }.pairs(), 8 * 13);
+        // More queries than keys: the first two see nothing.
+        assert_eq!(AttentionProblem { causal: true, ..problem(5, 3) }.pairs(), 8 * 6);
+        assert_eq!(AttentionProblem { causal: true, ..problem(3, 5) }.pairs(), 8 * 12);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        let p = problem(5, 5);
+        let bad = |p: AttentionProblem| p.checked().expect_err("a mistake").to_string();
+        assert!(bad(AttentionProblem { kv_heads: 3, ..p }).contains("4 heads"));
+        assert!(bad(AttentionProblem { seq_kv: 0, ..p }).contains("seq_kv is 0"));
+        assert!(bad(AttentionProblem { softcap: Some(f32::NAN), ..p }).contains("positive"));
+        assert!(bad(AttentionProblem { dtype: DType::I8, ..p }).contains("i8"));
+        let mut short = p;
+        short.k.seq = 15;
+        assert!(bad(short).contains("k steps 15"));
+    }
+
+    #[test]
+    fn vectors_divide_every_position() {
+        let p = AttentionProblem::dense(1, [1, 1], [8, 8], 80, DType::F16).expect("valid");
+        assert_eq!(p.width(8), 8);
+        let mut odd = p;
+        odd.k.seq = 84;
+        assert_eq!(odd.width(8), 4);
+    }
+}
