@@ -83,7 +83,7 @@ impl Kernel for Matmul {
     type Operands = MatmulOperands;
 
     const NAME: &'static str = "matmul";
-    const VERSION: u32 = 3;
+    const VERSION: u32 = 4;
 
     fn bucket(problem: &MatmulProblem) -> String {
         problem.bucket()
