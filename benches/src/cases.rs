@@ -104,7 +104,7 @@ fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
 }
 
 fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
-    use Precision::{Bf16, F16, F32, Tf32};
+    use Precision::{Bf16, F16, F16Acc16, F32, Tf32};
     let mut cases = Vec::new();
     let mut add = |batch, sizes, layouts, precision, peer| -> anyhow::Result<()> {
         let problem = MatmulProblem::dense(batch, sizes, layouts, precision)
@@ -114,6 +114,12 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             cases.push(Case { problem, peer });
         }
         Ok(())
+    };
+    // Adapters of a linear layer, each for rows of its own.
+    let grouped = |groups, sizes, precision| -> anyhow::Result<Case> {
+        let problem = MatmulProblem::grouped(groups, sizes, LINEAR[1], precision)
+            .context("a case of the suite is invalid")?;
+        Ok(Case { problem: Problem::Matmul(problem), peer: false })
     };
     match (scale, suite) {
         (Scale::Host, Suite::Quick) => {
@@ -138,6 +144,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             for precision in [Bf16, F16, Tf32, F32] {
                 add(1, [4096; 3], LINEAR, precision, precision == Bf16)?;
             }
+            add(1, [4096; 3], LINEAR, F16Acc16, false)?;
             add(1, [4096; 3], ROWS, Bf16, true)?;
             add(1, [512, 4096, 4096], LINEAR, Bf16, true)?;
             add(1, [1, 14336, 4096], LINEAR, Bf16, true)?;
@@ -153,6 +160,9 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                 }
             }
             for layouts in [ROWS, LINEAR] {
+                for size in [4096, 8192] {
+                    add(1, [size; 3], layouts, F16Acc16, false)?;
+                }
                 add(1, [512, 4096, 4096], layouts, Bf16, layouts == LINEAR)?;
                 for m in [1, 8, 64] {
                     add(1, [m, 14336, 4096], layouts, Bf16, m < 64 && layouts == LINEAR)?;
@@ -174,6 +184,10 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             }
         }
     }
+    cases.push(match scale {
+        Scale::Gpu => grouped(8, [4096; 3], Bf16)?,
+        Scale::Host => grouped(4, [512; 3], F32)?,
+    });
     cases.extend(attentions(suite, scale)?);
     cases.extend(backwards(suite, scale)?);
     Ok(cases)

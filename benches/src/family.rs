@@ -52,7 +52,9 @@ impl Family for Matmul {
             ("lhs".to_owned(), p.lhs.layout.name().into()),
             ("rhs".to_owned(), p.rhs.layout.name().into()),
         ]);
-        if p.batch() > 1 {
+        if p.grouped {
+            params.insert("groups".to_owned(), p.batch().into());
+        } else if p.batch() > 1 {
             params.insert("batch".to_owned(), p.batch().into());
         }
         if p.out != p.precision.storage() {
@@ -102,6 +104,7 @@ impl Family for Matmul {
             "dtype": p.precision.name(),
             "lhs": p.lhs.layout.name(),
             "rhs": p.rhs.layout.name(),
+            "rows": p.grouped.then(|| p.uneven_rows()),
         })
     }
 }

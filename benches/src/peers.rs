@@ -27,6 +27,10 @@ pub(crate) const fn burn_name(device: Backend) -> &'static str {
     }
 }
 
+/// What neither peer has.
+const SUMS: &str = "it sums f16 in f32";
+const GROUPS: &str = "it has no grouped products";
+
 /// Times of Burn's matmul on dense operands, or why there are none.
 pub(crate) fn burn_matmul(
     device: &Device,
@@ -38,7 +42,11 @@ pub(crate) fn burn_matmul(
         Precision::F32 | Precision::Tf32 => FloatDType::F32,
         Precision::F16 => FloatDType::F16,
         Precision::Bf16 => FloatDType::BF16,
+        Precision::F16Acc16 => return Err(failed(SUMS)),
     };
+    if p.grouped {
+        return Err(failed(GROUPS));
+    }
     let batch = p.batch() as usize;
     let make = |layout: Layout, rows: u32, cols: u32| {
         let (rows, cols) = (rows as usize, cols as usize);
@@ -137,7 +145,11 @@ pub(crate) fn cubek_matmul(
         Precision::F16 => ElemType::Float(FloatKind::F16),
         Precision::Bf16 => ElemType::Float(FloatKind::BF16),
         Precision::Tf32 => return Err(failed("it does not say whether it multiplied in tf32")),
+        Precision::F16Acc16 => return Err(failed(SUMS)),
     };
+    if p.grouped {
+        return Err(failed(GROUPS));
+    }
     let tensor = |handle: &Handle, layout: Layout, rows: u32, cols: u32| {
         let [batch, rows, cols] = [p.batch() as usize, rows as usize, cols as usize];
         let [row, col] = if layout == Layout::Row { [cols, 1] } else { [1, rows] };

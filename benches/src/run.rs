@@ -19,7 +19,8 @@ use crate::torch::Torch;
 use crate::{Target, provenance, tuning};
 
 /// Names of the ceilings, as a filter sees them.
-pub(crate) const CEILINGS: [&str; 5] = ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16"];
+pub(crate) const CEILINGS: [&str; 6] =
+    ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16", "mma f16acc16"];
 
 /// Whom to measure beside us.
 pub(crate) struct Peers {

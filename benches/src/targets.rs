@@ -19,7 +19,7 @@ pub(crate) fn run(
     let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump)?;
     if rows.is_empty() && findings.is_empty() {
         anyhow::bail!(
-            "no instance matches\nhint: names look like `rtx4090 matmul bf16 row.col 4096x4096x4096 {..}`"
+            "no instance matches\nhint: names look like `rtx4090 matmul bf16 row.col 4096x4096x4096`"
         );
     }
     if json {

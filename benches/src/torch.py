@@ -21,7 +21,13 @@ except Exception as why:  # what is missing is the caller's to report
     say(error=f"{type(why).__name__}: {why}")
     sys.exit(0)
 
-DTYPES = {"f32": torch.float32, "tf32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "f32": torch.float32,
+    "tf32": torch.float32,
+    "f16": torch.float16,
+    "f16acc16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 
 
 def operand(batch, rows, cols, layout, dtype):
@@ -34,7 +40,10 @@ def operand(batch, rows, cols, layout, dtype):
 def matmul(case, dtype):
     """One product, on the next of the operand sets at each call."""
     torch.backends.cuda.matmul.allow_tf32 = case["dtype"] == "tf32"
+    torch.backends.cuda.matmul.allow_fp16_accumulation = case["dtype"] == "f16acc16"
     m, n, k, batch = case["m"], case["n"], case["k"], case["batch"]
+    if case["rows"]:
+        return grouped(case, dtype)
     # As many operand sets as ours, so that neither finds them in the last-level cache.
     turns = itertools.cycle(
         [
@@ -50,6 +59,24 @@ def matmul(case, dtype):
     def run():
         lhs, rhs, out = next(turns)
         torch.matmul(lhs, rhs, out=out)
+
+    return run
+
+
+def grouped(case, dtype):
+    """Products of groups of rows, on the next of the operand sets at each call."""
+    m, n, k, groups = case["m"], case["n"], case["k"], case["batch"]
+    ends = torch.tensor(case["rows"][1:], device="cuda", dtype=torch.int32)
+    turns = itertools.cycle(
+        [
+            (operand(1, m, k, "row", dtype), operand(groups, k, n, case["rhs"], dtype))
+            for _ in range(case["sets"])
+        ]
+    )
+
+    def run():
+        lhs, rhs = next(turns)
+        torch.nn.functional.grouped_mm(lhs, rhs, offs=ends)
 
     return run
 

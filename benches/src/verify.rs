@@ -142,7 +142,9 @@ impl Verified for Matmul {
         if p.batch() == 1 && dense.is_ok_and(|d| d.lhs != p.lhs || d.rhs != p.rhs) {
             params.insert("view".to_owned(), format!("{}+{}", p.lhs.stride, p.lhs.start).into());
         }
-        if p.batch() > 1 && (p.batches.lhs.1 == 0 || p.batches.rhs.1 == 0) {
+        if let Some(shares) = case.shares() {
+            params.insert("shares".to_owned(), shares.name().into());
+        } else if p.batch() > 1 && (p.batches.lhs.1 == 0 || p.batches.rhs.1 == 0) {
             params.insert("repeat".to_owned(), true.into());
         }
         params

@@ -10,6 +10,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::matmul::Precision;
+use crate::tile::multiply_halves;
 
 /// Copies `bytes` (a multiple of 16) from one buffer to another.
 pub fn copy(device: &Device, from: &Handle, to: &Handle, bytes: usize) {
@@ -94,7 +95,7 @@ impl Multiply {
             Precision::F32 if cpu => Some(scalar((arch.load_bytes / 4).clamp(4, 16))),
             Precision::F32 => Some(scalar(1)),
             _ if arch.backend == Backend::Cuda => {
-                let inst_k = arch.mma_for(precision.instruction())?.k;
+                let inst_k = arch.mma_for(precision.instruction(), precision.sums())?.k;
                 let (cubes, units) = (processors, 256);
                 Some(Self { precision, inst_k, cubes, units, steps: 4096, vector: 1 })
             }
@@ -137,6 +138,7 @@ impl Multiply {
             unsafe { BufferArg::from_raw_parts(out.clone(), self.out_len()) },
             self.steps,
             self.inst_k,
+            self.precision.sums() == DType::F16,
             elem,
         );
     }
@@ -147,6 +149,7 @@ fn multiply_kernel<I: Float, W: Size>(
     out: &mut [f32],
     steps: u32,
     #[comptime] inst_k: u32,
+    #[comptime] half_sums: bool,
     #[define(I)] _dtype: ElemType,
 ) {
     let seed = f32::cast_from(UNIT_POS) * 1.0e-3 + 1.0e-3;
@@ -169,6 +172,8 @@ fn multiply_kernel<I: Float, W: Size>(
             sum += acc[i];
         }
         out[ABSOLUTE_POS] = sum.extract(0usize);
+    } else if comptime!(half_sums) {
+        out[CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize] = halves(seed, steps);
     } else {
         let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, inst_k as usize);
         let size!(NF) = def.vector_size(MatrixIdent::A);
@@ -204,4 +209,44 @@ fn multiply_kernel<I: Float, W: Size>(
         }
         out[CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize] = sum;
     }
+}
+
+/// Matrix instructions on f16 with f16 sums.
+#[cube]
+fn halves(seed: f32, steps: u32) -> f32 {
+    let word = u32::reinterpret(Vector::<half::f16, Const<2>>::new(half::f16::cast_from(seed)));
+    let mut a = Array::<u32>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        a[i] = word;
+    }
+    let mut b = Array::<u32>::new(2usize);
+    #[unroll]
+    for i in 0..2usize {
+        b[i] = word;
+    }
+    let mut acc = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for i in 0..CHAINS {
+        let mut c = Array::<u32>::new(2usize);
+        c[0] = word + comptime!(i as u32);
+        c[1] = word;
+        acc.push(c);
+    }
+    for _ in 0..steps {
+        #[unroll]
+        for i in 0..CHAINS {
+            multiply_halves(&a, &b, 0usize, acc.index_mut(i));
+        }
+    }
+    let mut sum = 0.0f32;
+    #[unroll]
+    for i in 0..CHAINS {
+        #[unroll]
+        for j in 0..2usize {
+            let pair = Vector::<half::f16, Const<2>>::reinterpret(acc.index(i)[j]);
+            sum += f32::cast_from(pair.extract(0usize));
+        }
+    }
+    sum
 }

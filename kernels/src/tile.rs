@@ -17,13 +17,15 @@ pub(crate) struct TileShape {
     pub(crate) elem: usize,
     /// Whether fragments read it across its rows (`ldmatrix.trans`, or scalar loads for 4 bytes).
     pub(crate) transposed: bool,
+    /// Whether its chunks are XORed with their rows; not so where a row is read at a time.
+    pub(crate) swizzled: bool,
 }
 
 impl TileShape {
     /// `[outer, k]`, or `[k, outer]` when the outer axis is the contiguous one (`transposed`).
     pub(crate) const fn new(outer: u32, k: u32, transposed: bool, elem: usize) -> Self {
         let (rows, cols) = if transposed { (k, outer) } else { (outer, k) };
-        Self { rows: rows as usize, cols: cols as usize, elem, transposed }
+        Self { rows: rows as usize, cols: cols as usize, elem, transposed, swizzled: true }
     }
 
     /// Elements of a 16-byte chunk.
@@ -52,6 +54,9 @@ impl TileShape {
     /// How the chunk index depends on the row: `chunk ^ (((row >> shift) & mask) << up)`.
     const fn swizzle(self) -> (u32, u32, u32) {
         let chunks = self.cols / self.chunk();
+        if !self.swizzled {
+            return (0, 0, 0);
+        }
         if self.gathered() {
             // Scalar reads: four rows at a time, eight neighbouring elements (two chunks) of each.
             return (0, 3, 1);
@@ -62,6 +67,17 @@ impl TileShape {
             4 => (1, 3, 0),
             _ => (0, 7, 0),
         }
+    }
+
+    /// The way from a place in the tile to the one `rows` down and `cols` to the right: what its address
+    /// is XORed with, and what is added then. Neither step may carry into the three bits of row or
+    /// chunk that the swizzle mixes, and a tile must start at a multiple of 128 bytes.
+    pub(crate) const fn step(self, rows: u32, cols: u32) -> (u32, u32) {
+        let (shift, mask, up) = self.swizzle();
+        let chunk = cols / self.chunk() as u32;
+        let mixed = if self.swizzled { chunk % 8 } else { 0 };
+        let twist = mixed ^ (((rows >> shift) & mask) << up);
+        (twist * 16, rows * self.row_bytes() + (chunk - mixed) * 16)
     }
 }
 
@@ -98,6 +114,13 @@ pub(crate) fn global_address<F: Float, N: Size>(buffer: &[Vector<F, N>]) -> u64 
         options(explicit_mem)
     );
     address
+}
+
+/// The stage after the one at `at`, of a ring that lies from `start` to `end`.
+#[cube]
+pub(crate) fn next_stage(at: u32, start: u32, end: u32, #[comptime] bytes: u32) -> u32 {
+    let next = at + bytes;
+    select(next == end, start, next)
 }
 
 /// Closes the group of asynchronous copies issued since the last one.
@@ -147,7 +170,7 @@ impl CopyPlan {
     }
 
     const fn even(self) -> bool {
-        self.units % self.per_row() == 0 && self.pass() % 8 == 0
+        self.units % self.per_row() == 0 && (self.pass() % 8 == 0 || !self.shape.swizzled)
     }
 
     const fn copies(self) -> usize {
@@ -283,6 +306,19 @@ fn load_half(from: u64) -> u32 {
         options(explicit_mem, reads_address_space global)
     );
     value
+}
+
+/// The 16 bytes at `at + far`.
+#[cube]
+pub(crate) fn load_chunk(at: u32, #[comptime] far: u32) -> Vector<f32, Const<4>> {
+    let chunk: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "ld.shared.v4.f32 {chunk}, [{at}+{far}];",
+        chunk = out(_) chunk,
+        at = in(_) at,
+        options(explicit_mem, reads_address_space shared)
+    );
+    chunk
 }
 
 /// Where a unit's `ldmatrix` row of the left operand starts, from the tile's start: the fragment at row
@@ -439,6 +475,32 @@ pub(crate) fn typed<I: Float, NF: Size>(
         out[i] = Vector::reinterpret(words[comptime!(from + i)]);
     }
     out
+}
+
+/// `sums += left · right` in f16: a 16 x 16 fragment by the 16 x 8 one whose words begin at `from`.
+#[cube]
+pub(crate) fn multiply_halves(
+    left: &Array<u32>,
+    right: &Array<u32>,
+    #[comptime] from: usize,
+    sums: &mut Array<u32>,
+) {
+    let out: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {out}, {{{a}, {b}, {c}, {d}}}, {{{e}, {f}}}, {{{g}, {h}}};",
+        out = out(_) out,
+        a = in(_) u32::cast_from(left[0]),
+        b = in(_) u32::cast_from(left[1]),
+        c = in(_) u32::cast_from(left[2]),
+        d = in(_) u32::cast_from(left[3]),
+        e = in(_) u32::cast_from(right[from]),
+        f = in(_) u32::cast_from(right[comptime!(from + 1)]),
+        g = in(_) u32::cast_from(sums[0]),
+        h = in(_) u32::cast_from(sums[1]),
+        options(nomem)
+    );
+    sums[0] = out.extract(0usize);
+    sums[1] = out.extract(1usize);
 }
 
 /// 2 to the power x, to 2 ulps; 0 below 2^-126.

@@ -174,8 +174,14 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
                 let (ab, acc) = (dtype_of(c.a_type)?, dtype_of(c.cd_type)?);
                 Some(MmaShape { ab, acc, m: c.m, n: c.n, k: c.k })
             })
-            .collect()
+            .collect::<std::collections::BTreeSet<_>>()
     };
+    let mut mma = shapes(&features.matmul.mma);
+    // Every card with this instruction has it with f16 sums too; CubeCL 0.11 lists only f32 sums.
+    let halves = MmaShape { ab: DType::F16, acc: DType::F32, m: 16, n: 8, k: 16 };
+    if mma.contains(&halves) {
+        mma.insert(MmaShape { acc: DType::F16, ..halves });
+    }
     let cube_mma = features
         .matmul
         .cube_mma
@@ -210,7 +216,7 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
         max_units_per_cube: hw.max_units_per_cube,
         load_bytes: hw.load_width / 8,
         dtypes: stored,
-        mma: shapes(&features.matmul.mma),
+        mma,
         cmma: shapes(&features.matmul.cmma),
         cube_mma,
         cube_mma_reserved_bytes: hw.cube_mma_reserved_shared_memory as u32,

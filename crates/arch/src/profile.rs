@@ -142,9 +142,9 @@ impl ArchProfile {
         }
     }
 
-    /// Whether a matrix instruction of [`ArchProfile::mma`] takes `ab` and accumulates in f32.
-    pub fn mma_for(&self, ab: DType) -> Option<MmaShape> {
-        self.mma.iter().filter(|s| s.ab == ab && s.acc == DType::F32).max_by_key(|s| s.k).copied()
+    /// The deepest matrix instruction of [`ArchProfile::mma`] that takes `ab` and accumulates in `acc`.
+    pub fn mma_for(&self, ab: DType, acc: DType) -> Option<MmaShape> {
+        self.mma.iter().filter(|s| s.ab == ab && s.acc == acc).max_by_key(|s| s.k).copied()
     }
 }
 
@@ -197,7 +197,7 @@ mod tests {
         ] {
             let p = ArchProfile::recorded(name).expect("listed in RECORDED");
             assert_eq!((p.processors, p.max_shared_bytes), (Some(processors), shared), "{name}");
-            assert!(p.mma_for(DType::Bf16).is_some(), "{name}");
+            assert!(p.mma_for(DType::Bf16, DType::F32).is_some(), "{name}");
         }
         let unknown = ArchProfile::recorded("rtx9090").expect_err("no such card");
         assert!(unknown.to_string().contains("rtx4090"));

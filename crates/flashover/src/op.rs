@@ -218,6 +218,7 @@ pub fn matmul(
         bias: bias.map(|b| upload(b.bytes())),
         gate: None,
         residual: None,
+        rows: None,
     };
     let scratch = Matmul::scratch(device, &problem, &config);
     Matmul::launch(device, &problem, &config, &operands, scratch.as_ref());

@@ -168,7 +168,7 @@ struct Case<K: Kernel> {
 /// themselves differ; the first few, of which one is what runs unmeasured, where the code around the
 /// tiles does.
 fn matmuls() -> Vec<Case<Matmul>> {
-    use Precision::{Bf16, F16, F32, Tf32};
+    use Precision::{Bf16, F16, F16Acc16, F32, Tf32};
     let (row, col) = (Layout::Row, Layout::Col);
     let dense = |sizes, layouts, precision| {
         MatmulProblem::dense(1, sizes, layouts, precision).expect("sizes below are positive")
@@ -201,6 +201,8 @@ fn matmuls() -> Vec<Case<Matmul>> {
         whole([col, row], Tf32),
         whole([row, col], F32),
         whole([row, row], F32),
+        whole([row, col], F16Acc16),
+        whole([row, row], F16Acc16),
         // f16 differs from bf16 in one letter of an instruction.
         Case { most: 1, ..whole([row, col], F16) },
     ];
@@ -228,6 +230,14 @@ fn matmuls() -> Vec<Case<Matmul>> {
         let epilogue = everything;
         cases.push(Case { problem: MatmulProblem { epilogue, ..problem }, most, clean });
     }
+    // Groups: where a block begins is looked up, and no tile is known to be full.
+    for (precision, epilogue) in
+        [(Bf16, none), (Bf16, everything), (F16Acc16, none), (Tf32, none), (F32, none)]
+    {
+        let grouped = MatmulProblem::grouped(8, [4096; 3], col, precision).expect("positive sizes");
+        let problem = MatmulProblem { epilogue, ..grouped };
+        cases.push(Case { problem, most: 2, clean: 1 });
+    }
     cases
 }
 
@@ -235,6 +245,9 @@ fn matmuls() -> Vec<Case<Matmul>> {
 fn matmul_name(p: &MatmulProblem) -> String {
     let (lhs, rhs) = (p.lhs.layout.name(), p.rhs.layout.name());
     let mut name = format!("{} {lhs}.{rhs} {}x{}x{}", p.precision.name(), p.m, p.n, p.k);
+    if p.grouped {
+        name += &format!(" groups={}", p.batch());
+    }
     p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
     name
 }
@@ -296,7 +309,19 @@ mod tests {
     fn every_code_path_is_compiled_for_every_target() {
         for target in TARGETS {
             let all = instances(&ArchProfile::recorded(target).expect("recorded"));
-            for part in [" 4096x", " 4088x", " 4095x", " 1x", " 64x", " gate", " d80", " causal"] {
+            let parts = [
+                "f16acc16 ",
+                " 4096x",
+                " 4088x",
+                " 4095x",
+                " 1x",
+                " 64x",
+                " groups=",
+                " gate",
+                " d80",
+                " causal",
+            ];
+            for part in parts {
                 assert!(all.iter().any(|i| i.name.contains(part)), "{target}:{part}");
             }
             let cut = |config: &Value| config["parts"].as_u64() > Some(1);

@@ -255,6 +255,7 @@ impl MatmulOps for CubeBackend {
                 gate: gate.is_some(),
                 residual: residual.is_some(),
             },
+            grouped: false,
         };
         let dense = |t: Option<CubeTensor>| t.map(|t| into_contiguous(t).handle);
         let operands = MatmulOperands {
@@ -264,6 +265,7 @@ impl MatmulOps for CubeBackend {
             bias: dense(bias),
             gate: dense(gate),
             residual: dense(residual),
+            rows: None,
         };
         let launched = call.ctx.device(&out.device).and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;

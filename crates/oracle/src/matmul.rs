@@ -26,6 +26,52 @@ pub struct EdgeCase {
     pub inputs: Inputs,
 }
 
+impl EdgeCase {
+    /// How the rows of a grouped problem are shared out, by the seed.
+    pub fn shares(&self) -> Option<Shares> {
+        let (Inputs::Normal(seed) | Inputs::Special(seed)) = self.inputs;
+        self.problem.grouped.then(|| Shares::ALL[(seed % 4) as usize])
+    }
+}
+
+/// How many rows each group has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shares {
+    /// As many as every other.
+    Even,
+    /// None but the last, which has all.
+    Last,
+    /// One, and the last what is left.
+    Single,
+    /// Every other group none.
+    Gaps,
+}
+
+impl Shares {
+    const ALL: [Self; 4] = [Self::Even, Self::Last, Self::Single, Self::Gaps];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Even => "even",
+            Self::Last => "last",
+            Self::Single => "single",
+            Self::Gaps => "gaps",
+        }
+    }
+
+    /// Where the rows of each group begin, and the last one's end.
+    fn offsets(self, problem: &MatmulProblem) -> Vec<u32> {
+        let (groups, m) = (problem.batches.inner, problem.m);
+        let first = |g: u32| match self {
+            Self::Even => g * m / groups,
+            Self::Last => 0,
+            Self::Single => g.min(m),
+            Self::Gaps => g / 2 * 2 * m / groups,
+        };
+        (0..groups).map(first).chain([m]).collect()
+    }
+}
+
 /// Runs `problem` on fresh host inputs and compares every result with the reference. The output is
 /// filled with NaN first, so an element nobody wrote fails.
 ///
@@ -53,9 +99,10 @@ pub fn check(
     let host = Host {
         lhs: make(lhs_len, stored, 0)?,
         rhs: make(rhs_len, stored, 1)?,
-        bias: bias.then(|| make(problem.n as usize, stored, 1 << 40)).transpose()?,
+        bias: bias.then(|| make(problem.bias_len(), stored, 1 << 40)).transpose()?,
         gate: gate.then(|| make(out_len, result, 1 << 41)).transpose()?,
         residual: residual.then(|| make(out_len, result, 1 << 42)).transpose()?,
+        offsets: case.shares().map(|shares| shares.offsets(problem)),
     };
     let client = device.client();
     let upload = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
@@ -69,6 +116,10 @@ pub fn check(
         bias: part(&host.bias, stored),
         gate: part(&host.gate, result),
         residual: part(&host.residual, result),
+        rows: host.offsets.as_ref().map(|offsets| {
+            let bytes: Vec<u8> = offsets.iter().flat_map(|o| o.to_le_bytes()).collect();
+            upload(&bytes)
+        }),
     };
     let scratch = Matmul::scratch(device, problem, config);
     Matmul::launch(device, problem, config, &operands, scratch.as_ref());
@@ -82,6 +133,8 @@ struct Host {
     bias: Option<Vec<f32>>,
     gate: Option<Vec<f32>>,
     residual: Option<Vec<f32>>,
+    /// Of the groups.
+    offsets: Option<Vec<u32>>,
 }
 
 /// Compares what a launch left in `operands` with the reference at a seeded sample of positions,
@@ -107,11 +160,22 @@ pub fn check_operands(
     let host = Host {
         lhs: read(&operands.lhs, lhs_len, stored)?,
         rhs: read(&operands.rhs, rhs_len, stored)?,
-        bias: part(&operands.bias, problem.n as usize, stored)?,
+        bias: part(&operands.bias, problem.bias_len(), stored)?,
         gate: part(&operands.gate, out_len, result)?,
         residual: part(&operands.residual, out_len, result)?,
+        offsets: operands.rows.as_ref().map(|rows| words(device, rows, problem)).transpose()?,
     };
     verdict(device, problem, operands, &host, Some(seed))
+}
+
+fn words(
+    device: &Device,
+    rows: &cubecl::server::Handle,
+    problem: &MatmulProblem,
+) -> Result<Vec<u32>, CheckError> {
+    let bytes = device.client().read_one(rows.clone()).map_err(kernel_error)?;
+    let words = bytes.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
+    Ok(words.take(problem.batches.inner as usize + 1).collect())
 }
 
 fn verdict(
@@ -126,10 +190,6 @@ fn verdict(
     let bytes = device.client().read_one(operands.out.clone()).map_err(kernel_error)?;
     let out = dtype.decode(&bytes[..len])?;
     let reference = reference_of(problem);
-    let sample = match sample {
-        Some(seed) => reference.sample(seed),
-        None => reference.everything(),
-    };
     let lhs = &host.lhs[problem.lhs.start as usize..];
     let rhs = &host.rhs[problem.rhs.start as usize..];
     let epilogue = reference::Epilogue {
@@ -138,7 +198,16 @@ fn verdict(
         gate: host.gate.as_deref(),
         residual: host.residual.as_deref(),
     };
-    let comparison = reference.check(&sample, lhs, rhs, epilogue, &out)?;
+    let comparison = if let Some(offsets) = &host.offsets {
+        let offsets: Vec<_> = offsets.iter().map(|o| *o as usize).collect();
+        reference.check_groups(&offsets, sample, lhs, rhs, epilogue, &out)?
+    } else {
+        let sample = match sample {
+            Some(seed) => reference.sample(seed),
+            None => reference.everything(),
+        };
+        reference.check(&sample, lhs, rhs, epilogue, &out)?
+    };
     Ok(Verdict { comparison, digest: fnv1a(&bytes[..len]) })
 }
 
@@ -146,7 +215,7 @@ const fn reference_dtype(precision: Precision) -> reference::DType {
     match precision {
         Precision::F32 => reference::DType::F32,
         Precision::Tf32 => reference::DType::Tf32,
-        Precision::F16 => reference::DType::F16,
+        Precision::F16 | Precision::F16Acc16 => reference::DType::F16,
         Precision::Bf16 => reference::DType::Bf16,
     }
 }
@@ -183,6 +252,10 @@ fn reference_of(p: &MatmulProblem) -> reference::Matmul {
         lhs: strides(p.lhs, p.batches.lhs),
         rhs: strides(p.rhs, p.batches.rhs),
         dtype,
+        sums: match p.precision.sums() {
+            arch::DType::F16 => reference::DType::F16,
+            _ => reference::DType::F32,
+        },
         out_dtype: result_dtype(p),
     }
 }
@@ -250,12 +323,35 @@ pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
         let deep = dense(3, [20, 24, 4104], rows);
         add(MatmulProblem { epilogue, out, ..deep }, Inputs::Normal(seed));
     }
+    add_groups(&mut add, precision);
     // k cut into parts, the last of them ragged.
     add(dense(1, [5, 40, 2051], [Layout::Row, Layout::Col]), Inputs::Normal(114));
     for (seed, sizes) in [(96, [40, 48, 56]), (97, [128, 128, 64]), (98, [3, 130, 35])] {
         add(dense(1, sizes, [Layout::Row, Layout::Col]), Inputs::Special(seed));
     }
     cases
+}
+
+/// Groups: one, even ones, all rows in one of them, single rows, empty ones; more rows than a tile has, an
+/// edge in every group, and the epilogues, whose bias each group has of its own.
+fn add_groups(add: &mut impl FnMut(MatmulProblem, Inputs), precision: Precision) {
+    let grouped = |groups, sizes, rhs| {
+        MatmulProblem::grouped(groups, sizes, rhs, precision).expect("sizes are positive")
+    };
+    for pattern in 0..4 {
+        for rhs in [Layout::Row, Layout::Col] {
+            add(grouped(5, [67, 40, 24], rhs), Inputs::Normal(300 + pattern));
+            add(grouped(3, [300, 72, 64], rhs), Inputs::Normal(304 + pattern));
+        }
+    }
+    add(grouped(1, [33, 47, 29], Layout::Row), Inputs::Normal(308));
+    add(grouped(40, [40, 264, 36], Layout::Col), Inputs::Normal(310));
+    add(grouped(9, [2, 24, 16], Layout::Col), Inputs::Normal(312));
+    add(grouped(4, [50, 33, 35], Layout::Row), Inputs::Special(315));
+    for (seed, (epilogue, out)) in (316..).zip(epilogues(precision)) {
+        let p = grouped(4, [50, 40, 33], Layout::Row);
+        add(MatmulProblem { epilogue, out, ..p }, Inputs::Normal(seed));
+    }
 }
 
 /// Each part of an epilogue, all of them together, and results of another type.
@@ -297,5 +393,10 @@ pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
         add(size, layouts, seed, full);
     }
     add([24, 72, 8184], layouts, 210, Epilogue::default());
+    for (seed, rhs) in [(207, Layout::Row), (206, Layout::Col)] {
+        let problem = MatmulProblem::grouped(6, [301, 136, 72], rhs, precision)
+            .expect("sizes here are positive");
+        cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+    }
     cases
 }

@@ -48,6 +48,8 @@ pub struct Matmul {
     pub rhs: Strides,
     /// Precision of both operands.
     pub dtype: DType,
+    /// Format that products are summed in.
+    pub sums: DType,
     /// Format of the output.
     pub out_dtype: DType,
 }
@@ -160,6 +162,7 @@ impl Matmul {
             lhs: Strides::contiguous(batch, m, k, lhs),
             rhs: Strides::contiguous(batch, k, n, rhs),
             dtype,
+            sums: DType::F32,
             out_dtype: dtype.storage(),
         }
     }
@@ -201,13 +204,15 @@ impl Matmul {
         epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let stored = self.dtype.storage();
-        self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()), multiply)
+        let exact = |lhs: &[f64], rhs: &[f64], sizes| multiply(lhs, rhs, sizes, |sum| sum);
+        self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()), exact)
     }
 
     /// What a naive kernel computes: operands rounded to `dtype`, products summed in order in
-    /// `f32`, the result rounded to `out_dtype`. Types of matrix instructions are summed as those do,
-    /// sixteen products at once and truncated (Fasi et al., "Numerical behavior of NVIDIA tensor cores",
-    /// 2021): with rounding instead, sums of 4104 products on an H200 were 1.5 times the tolerance off.
+    /// `sums`, the epilogue in `f32`, the result rounded to `out_dtype`. Types of matrix instructions are
+    /// summed as those do, sixteen products at once and truncated (Fasi et al., "Numerical behavior of
+    /// NVIDIA tensor cores", 2021): with rounding instead, sums of 4104 products on an H200 were 1.5 times
+    /// the tolerance off.
     ///
     /// # Shapes, Errors
     /// As [`Matmul::run`].
@@ -232,9 +237,20 @@ impl Matmul {
         epilogue: Epilogue<'_>,
     ) -> Result<Vec<f64>, Error> {
         let read = |v: f32| self.dtype.round(v.into()) as f32;
-        let sums = match self.dtype {
-            DType::F32 => self.evaluate(sample, [lhs, rhs], epilogue, read, multiply)?,
-            _ => self.evaluate(sample, [lhs, rhs], epilogue, read, multiply_in_blocks)?,
+        let rounded = |sum: f32| self.sums.round(sum.into()) as f32;
+        let operands = [lhs, rhs];
+        let sums = match (self.dtype, self.sums) {
+            (DType::F32, DType::F32) => {
+                let plain = |lhs: &[f32], rhs: &[f32], sizes| multiply(lhs, rhs, sizes, |sum| sum);
+                self.evaluate(sample, operands, epilogue, read, plain)?
+            }
+            (_, DType::F32) => {
+                self.evaluate(sample, operands, epilogue, read, multiply_in_blocks)?
+            }
+            _ => {
+                let narrow = |lhs: &[f32], rhs: &[f32], sizes| multiply(lhs, rhs, sizes, rounded);
+                self.evaluate(sample, operands, epilogue, read, narrow)?
+            }
         };
         Ok(sums.into_par_iter().map(|v| self.out_dtype.storage().round(v.into())).collect())
     }
@@ -264,6 +280,82 @@ impl Matmul {
         let indices: Vec<_> = self.indices(sample).collect();
         let out: Vec<_> = indices.iter().map(|&i| out[i]).collect();
         let mut comparison = compare(&out, &reference, &naive, self.out_dtype)?;
+        comparison.worst_index = comparison.worst_index.map(|i| indices[i]);
+        Ok(comparison)
+    }
+
+    /// [`Matmul::check`] of groups: rows `offsets[g]..offsets[g + 1]` of lhs by matrix g of rhs, g being
+    /// the innermost batch axis. With a seed, of a sample of each group.
+    ///
+    /// # Shapes
+    /// lhs, out, gate, residual `[m, n]` or `[m, k]`; bias `[groups, n]`.
+    ///
+    /// # Errors
+    /// As [`Matmul::check`]; offsets that are not the groups'.
+    pub fn check_groups(
+        &self,
+        offsets: &[usize],
+        seed: Option<u64>,
+        lhs: &[f32],
+        rhs: &[f32],
+        epilogue: Epilogue<'_>,
+        out: &[f32],
+    ) -> Result<Comparison, Error> {
+        let (groups, size) = (self.batches(), self.m * self.n);
+        for (what, need, have) in [
+            ("offsets", groups + 1, offsets.len()),
+            ("out", size, out.len()),
+            ("bias", groups * self.n, epilogue.bias.map_or(groups * self.n, <[f32]>::len)),
+            ("gate", size, epilogue.gate.map_or(size, <[f32]>::len)),
+            ("residual", size, epilogue.residual.map_or(size, <[f32]>::len)),
+        ] {
+            if need != have {
+                return Err(Error::Length { what, need, have });
+            }
+        }
+        let (mut reference, mut naive) = (Vec::new(), Vec::new());
+        let (mut picked, mut indices) = (Vec::new(), Vec::new());
+        for (group, rows) in offsets.windows(2).enumerate() {
+            let (first, end) = (rows[0], rows[1]);
+            if first > end || end > self.m {
+                return Err(Error::OutOfRange {
+                    what: "offset",
+                    index: first.max(end),
+                    len: self.m,
+                });
+            }
+            let alone = |strides: &Strides| Strides { batch: Vec::new(), ..strides.clone() };
+            let part = Self {
+                batch: Vec::new(),
+                m: end - first,
+                lhs: alone(&self.lhs),
+                rhs: alone(&self.rhs),
+                ..self.clone()
+            };
+            if part.m == 0 {
+                continue;
+            }
+            let cells = first * self.n..end * self.n;
+            let lhs = &lhs[(first * self.lhs.row).min(lhs.len())..];
+            let rhs = &rhs[self.rhs.base(&self.batch, group).min(rhs.len())..];
+            let epilogue = Epilogue {
+                bias: epilogue.bias.map(|bias| &bias[group * self.n..][..self.n]),
+                gate: epilogue.gate.map(|gate| &gate[cells.clone()]),
+                residual: epilogue.residual.map(|residual| &residual[cells.clone()]),
+                ..epilogue
+            };
+            let sample = match seed {
+                Some(seed) => part.sample_within(seed + group as u64, Self::BUDGET / groups),
+                None => part.everything(),
+            };
+            reference.extend(part.run_at(&sample, lhs, rhs, epilogue)?);
+            naive.extend(part.naive_at(&sample, lhs, rhs, epilogue)?);
+            for index in part.indices(&sample).map(|i| i + cells.start) {
+                indices.push(index);
+                picked.push(out[index]);
+            }
+        }
+        let mut comparison = compare(&picked, &reference, &naive, self.out_dtype)?;
         comparison.worst_index = comparison.worst_index.map(|i| indices[i]);
         Ok(comparison)
     }
@@ -360,14 +452,14 @@ impl Matmul {
         Ok(())
     }
 
-    /// The product in arithmetic `T`, each operand read through `read`.
+    /// The product in arithmetic `T`, each operand read through `read`, multiplied by `multiply`.
     fn evaluate<T: Number>(
         &self,
         sample: &Sample,
         [lhs, rhs]: [&[f32]; 2],
         epilogue: Epilogue<'_>,
         read: impl Fn(f32) -> T + Sync,
-        multiply: impl Fn(&[T], &[T], usize, usize, usize) -> Vec<T>,
+        multiply: impl Fn(&[T], &[T], [usize; 3]) -> Vec<T>,
     ) -> Result<Vec<T>, Error> {
         self.validate(sample, [lhs, rhs], epilogue)?;
         let scaled = |at: &[usize], stride| at.iter().map(|i| i * stride).collect::<Vec<_>>();
@@ -381,7 +473,8 @@ impl Matmul {
             let (down, cols) = (scaled(&depth, self.rhs.row), scaled(&sample.cols, self.rhs.col));
             let lhs = gather(lhs, &rows, &across, &read); //                     [rows, k]
             let rhs = gather(rhs, &down, &cols, &read); //                       [k, cols]
-            let mut product = multiply(&lhs, &rhs, sample.rows.len(), self.k, sample.cols.len());
+            let sizes = [sample.rows.len(), self.k, sample.cols.len()];
+            let mut product = multiply(&lhs, &rhs, sizes);
             let wide = sample.cols.len().max(1);
             for (line, &row) in product.chunks_mut(wide).zip(&sample.rows) {
                 for (value, &col) in line.iter_mut().zip(&sample.cols) {
@@ -487,8 +580,13 @@ fn gather<T: Number>(
 }
 
 /// [rows, k] times [k, cols], contiguous. Each sum runs over k in order; the blocks only decide
-/// which sums run beside each other.
-fn multiply<T: Number>(lhs: &[T], rhs: &[T], rows: usize, k: usize, cols: usize) -> Vec<T> {
+/// which sums run beside each other. `keep` is what becomes of a sum after each product.
+fn multiply<T: Number>(
+    lhs: &[T],
+    rhs: &[T],
+    [rows, k, cols]: [usize; 3],
+    keep: impl Fn(T) -> T + Sync,
+) -> Vec<T> {
     const ROWS: usize = 16;
     const COLS: usize = 128;
     let mut out = vec![T::default(); rows * cols];
@@ -504,7 +602,7 @@ fn multiply<T: Number>(lhs: &[T], rhs: &[T], rows: usize, k: usize, cols: usize)
                 for (row, sums) in sums.iter_mut().enumerate().take(out.len() / cols) {
                     let lhs = lhs[(i * ROWS + row) * k + p];
                     for (sum, &rhs) in sums.iter_mut().zip(rhs) {
-                        *sum += lhs * rhs;
+                        *sum = keep(*sum + lhs * rhs);
                     }
                 }
             }
@@ -517,7 +615,7 @@ fn multiply<T: Number>(lhs: &[T], rhs: &[T], rows: usize, k: usize, cols: usize)
 }
 
 /// As [`multiply`], sixteen products at once: their exact sum is added and the total truncated to f32.
-fn multiply_in_blocks(lhs: &[f32], rhs: &[f32], rows: usize, k: usize, cols: usize) -> Vec<f32> {
+fn multiply_in_blocks(lhs: &[f32], rhs: &[f32], [rows, k, cols]: [usize; 3]) -> Vec<f32> {
     let mut out = vec![0.0; rows * cols];
     out.par_chunks_mut(cols.max(1)).enumerate().for_each(|(row, out)| {
         let mut block = vec![0f64; cols];

@@ -133,7 +133,7 @@ pub(super) fn serves(
     if problem.dtype == DType::F32 {
         return lacks("f32 matrix instructions".to_owned());
     }
-    let inst = arch.mma_for(problem.dtype);
+    let inst = arch.mma_for(problem.dtype, DType::F32);
     if arch.backend != Backend::Cuda || inst.is_none_or(|s| s.k != 16) {
         return lacks(format!("{} matrix instructions 16 deep", problem.dtype));
     }

@@ -43,7 +43,12 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let CubeConfig { tile_m, tile_n, tile_k, .. } = comptime!(plan.config);
     let (m, n, k) = comptime!((tile_m as usize, tile_n as usize, tile_k as usize));
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
-    let (row0, col0) = (block_m * tile_m, block_n * tile_n);
+    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
+    if comptime!(dims.grouped) && row0 >= row_end {
+        // The grid has as many blocks for a group as the whole of lhs has.
+        terminate!();
+    }
     let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
     let (lhs_end, rhs_end, out_end) = (lhs.len(), rhs.len(), out.len());
 
@@ -56,13 +61,13 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
 
     for k0 in range_stepped(0, dims.k, tile_k) {
         if comptime!(plan.lhs_rows) {
-            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.m, dims.k])
+            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![row_end, dims.k])
                 .with_strides(seq![dims.lhs_stride as u32, 1u32])
                 .finish()
                 .slice(seq![row0, k0], seq![tile_m, tile_k]);
             cmma::load_tensor(&mut a, &view);
         } else {
-            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.k, dims.m])
+            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.k, row_end])
                 .with_strides(seq![dims.lhs_stride as u32, 1u32])
                 .finish()
                 .slice(seq![k0, row0], seq![tile_k, tile_m])
@@ -87,7 +92,7 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 
     let rounded = cmma::cast::<f32, E, Cube>(&acc);
-    let mut view = TensorView::new(&out[out_start..out_end], seq![dims.m, dims.n])
+    let mut view = TensorView::new(&out[out_start..out_end], seq![row_end, dims.n])
         .with_strides(seq![dims.out_stride as u32, 1u32])
         .finish()
         .slice(seq![row0, col0], seq![tile_m, tile_n]);
@@ -176,7 +181,13 @@ pub(crate) fn multiply_planes<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
-    let (row0, col0) = (block_m * tile_m, block_n * tile_n);
+    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let columns = dims.columns(CUBE_POS_Y);
+    let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
+    if comptime!(dims.grouped) && row0 >= row_end {
+        // The grid has as many blocks for a group as the whole of lhs has.
+        terminate!();
+    }
     let (from_m, from_n) = (plane / planes_n * part_m, plane % planes_n * part_n);
     let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
 
@@ -201,7 +212,7 @@ pub(crate) fn multiply_planes<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             lhs_start,
             dims.lhs_stride,
             row0,
-            dims.m,
+            row_end,
             k0,
             dims.k,
             unit,
@@ -293,9 +304,9 @@ pub(crate) fn multiply_planes<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             while e < 256 {
                 let row = row0 + from_m + comptime!(16 * i as u32) + e / 16;
                 let col = col0 + from_n + comptime!(16 * j as u32) + e % 16;
-                if row < dims.m && col < dims.n {
+                if row < row_end && col < dims.n {
                     let at = out_start + row as usize * dims.out_stride + col as usize;
-                    let value = finish.one(shared_out[(own + e) as usize], at, col);
+                    let value = finish.one(shared_out[(own + e) as usize], at, col, &columns);
                     out[at] = Vector::new(E::cast_from(value));
                 }
                 e += plan.plane;

@@ -144,9 +144,12 @@ const PLANE: [MatmulConfig; 4] = [
     plane([128, 64, 32], [2, 2]),
     plane([16, 64, 32], [1, 2]),
 ];
-const FMA: [MatmulConfig; 6] = [
+const FMA: [MatmulConfig; 9] = [
     fma([16, 8], [2, 4], 16),
     fma([8, 16], [4, 2], 16),
+    fma([16, 8], [2, 4], 8),
+    fma([16, 8], [2, 2], 16),
+    fma([16, 8], [2, 2], 8),
     fma([8, 8], [4, 2], 16),
     fma([8, 8], [2, 2], 16),
     fma([4, 4], [2, 1], 16),
@@ -164,13 +167,15 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
         MatmulConfig::Plane(c) if halved => {
             MatmulConfig::Plane(PlaneConfig { tile_k: c.tile_k / 2, ..c })
         }
-        MatmulConfig::Fma(c) if arch.async_copy => MatmulConfig::Fma(FmaConfig { stages: 3, ..c }),
+        MatmulConfig::Fma(c) if arch.async_copy && halved => {
+            MatmulConfig::Fma(FmaConfig { stages: 3, ..c })
+        }
         other => other,
     };
     let all: Vec<_> = match arch.backend {
         Backend::Cpu => cores(arch),
         // `wmma` is a tenth to a third as fast as `mma.sync` (H200): for cards without it only.
-        Backend::Cuda if arch.mma_for(problem.precision.instruction()).is_some() => {
+        Backend::Cuda if mma_inst(arch, problem.precision).is_some() => {
             MMA.into_iter().chain(FMA).collect()
         }
         Backend::Cuda => PLANE.into_iter().chain(FMA).collect(),
@@ -206,9 +211,11 @@ const HOPELESS: f64 = 3.0;
 /// them once, and twice.
 fn cuts(arch: &ArchProfile, problem: &MatmulProblem, config: MatmulConfig) -> Vec<MatmulConfig> {
     let MatmulConfig::Mma(c) = config else { return vec![config] };
+    if problem.grouped {
+        return vec![config];
+    }
     let blocks = blocks(problem, c.tile_m, c.tile_n);
-    let elem = problem.precision.storage().size();
-    let room = u64::from(arch.processors.unwrap_or(1) * c.resident(arch, elem));
+    let room = u64::from(arch.processors.unwrap_or(1) * c.resident(arch, problem.precision));
     // Fewer than four tiles a part would not fill the ring of stages.
     let most = u64::from(problem.k.div_ceil(c.tile_k) / 4);
     let mut parts = vec![1];
@@ -225,9 +232,14 @@ fn cuts(arch: &ArchProfile, problem: &MatmulProblem, config: MatmulConfig) -> Ve
     parts.into_iter().map(|parts| MatmulConfig::Mma(MmaConfig { parts, ..c })).collect()
 }
 
-/// Blocks of C in all batches.
+/// Blocks of C in all batches, and in groups as if they were even.
 fn blocks(problem: &MatmulProblem, tile_m: u32, tile_n: u32) -> u64 {
-    u64::from(problem.m.div_ceil(tile_m)) * u64::from(problem.n.div_ceil(tile_n)) * problem.batch()
+    let m = if problem.grouped {
+        u64::from(problem.m).div_ceil(problem.batch())
+    } else {
+        u64::from(problem.m)
+    };
+    m.div_ceil(u64::from(tile_m)) * u64::from(problem.n.div_ceil(tile_n)) * problem.batch()
 }
 
 /// Relative cost of covering the problem with whole tiles on whole waves, ignoring what only a
@@ -275,10 +287,10 @@ pub(super) fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Option<Ma
         Backend::Cpu => cores(arch).pop()?,
         _ => SIMPLEST_GPU,
     };
-    // Tf32 results differ from f32 ones by rounding, so its simplest config is a tensor-core one: the
-    // last candidate, so that the first, which runs unmeasured, is compared with another.
+    // Results of these differ from f32 ones by rounding, so their simplest config is a tensor-core one:
+    // the last candidate, so that the first, which runs unmeasured, is compared with another.
     let config = match problem.precision {
-        Precision::Tf32 => candidates(arch, problem).pop()?,
+        Precision::Tf32 | Precision::F16Acc16 => candidates(arch, problem).pop()?,
         _ => config,
     };
     check(arch, problem, &config).ok().map(|()| config)
@@ -300,6 +312,12 @@ pub(super) fn check(
         if !(1..=1 << 14).contains(&value) {
             return Err(shape(name, value, "sizes are 1 to 16384"));
         }
+    }
+    if precision.sums() == DType::F16 && !matches!(config, MatmulConfig::Mma(_)) {
+        return Err(lacks("f16 sums but in matrix instructions".into()));
+    }
+    if problem.grouped && problem.batch_slices(arch.backend).len() > 1 {
+        return Err(lacks(format!("{} groups in one launch", problem.batch())));
     }
     match config {
         MatmulConfig::Mma(c) => check_mma(arch, problem, c),
@@ -328,14 +346,17 @@ fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible>
     Ok(())
 }
 
+fn mma_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
+    arch.mma_for(precision.instruction(), precision.sums())
+}
+
 fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Result<(), Infeasible> {
     let precision = problem.precision;
     let elem = precision.storage().size();
     if precision == Precision::F32 {
         return Err(lacks("f32 matrix instructions".into()));
     }
-    let inst = arch
-        .mma_for(precision.instruction())
+    let inst = mma_inst(arch, precision)
         .ok_or_else(|| lacks(format!("{} matrix instructions", precision.name())))?;
     if !arch.async_copy {
         return Err(lacks("asynchronous copies".into()));
@@ -363,6 +384,9 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if c.parts > 1 && problem.batch_slices(arch.backend).len() > 1 {
         return Err(shape("parts", c.parts, "partial sums hold the batches of one launch"));
     }
+    if c.parts > 1 && problem.grouped {
+        return Err(shape("parts", c.parts, "groups fill the device as they are"));
+    }
     let tiles_k = problem.k.div_ceil(c.tile_k);
     if (c.parts - 1) * c.part_tiles(problem.k) >= tiles_k {
         return Err(shape("parts", c.parts, "every part needs a tile of k"));
@@ -378,7 +402,7 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if tiles.iter().any(|t| t.elem == 4 && t.transposed && t.cols < 32) {
         return Err(shape("tile_n", c.tile_n, "a transposed 4-byte tile needs 32 columns"));
     }
-    if c.registers() > 255 {
+    if c.registers(precision.sums().size()) > 255 {
         return Err(shape("planes_n", c.planes_n, "accumulators and fragments would spill"));
     }
     limits(arch, units, c.shared_bytes(elem))
@@ -458,6 +482,16 @@ fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Resu
     if c.stages == 2 || c.stages > 1 && !arch.async_copy {
         return Err(lacks("asynchronous copies".into()));
     }
+    if c.stages > 1 && problem.precision != Precision::F32 {
+        return Err(shape("stages", c.stages, "the ring is read in chunks of four f32"));
+    }
+    if c.stages > 1 && (c.tile_k % 8 != 0 || !c.tile_k.is_power_of_two()) {
+        return Err(shape(
+            "tile_k",
+            c.tile_k,
+            "the ring is read in pairs of passes, four deep each",
+        ));
+    }
     if c.own_m % 4 != 0 || c.own_n % 4 != 0 {
         return Err(shape("own_m", c.own_m, "a unit owns whole vectors of four"));
     }
@@ -531,7 +565,10 @@ impl Plan {
         let (lhs, rhs) = (problem.lhs.layout, problem.rhs.layout);
         let (lhs_rows, rhs_rows) = (lhs == Layout::Row, rhs == Layout::Row);
         let exact = |tile_m, tile_n, tile_k| {
-            problem.m % tile_m == 0 && problem.n % tile_n == 0 && problem.k % tile_k == 0
+            !problem.grouped
+                && problem.m % tile_m == 0
+                && problem.n % tile_n == 0
+                && problem.k % tile_k == 0
         };
         match *config {
             MatmulConfig::Mma(c) => {
@@ -545,9 +582,10 @@ impl Plan {
                         config: MmaConfig { parts: 1, ..c },
                         lhs: copies(c.lhs_tile(lhs, elem), widest[0]),
                         rhs: copies(c.rhs_tile(rhs, elem), widest[1]),
-                        inst_k: arch.mma_for(problem.precision.instruction()).map_or(0, |s| s.k),
+                        inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
                         exact,
                         partial: c.parts > 1,
+                        half_sums: problem.precision.sums() == DType::F16,
                         rounds_tf32: arch.compute_capability >= Some(90),
                     }),
                     widths: [widest[0], widest[1], if wide { 8 } else { even }, even],
@@ -557,7 +595,7 @@ impl Plan {
                     per_cube: 1,
                     cubes_in_a_line,
                     streams: Some(if c.streams(problem.k) {
-                        arch.processors.unwrap_or(1) * c.resident(arch, elem)
+                        arch.processors.unwrap_or(1) * c.resident(arch, problem.precision)
                     } else {
                         u32::MAX
                     }),
@@ -636,10 +674,13 @@ impl Plan {
         [elem(precision.storage()), elem(precision.instruction()), elem(problem.out)]
     }
 
-    /// Offsets past 2^32 elements need 64-bit indices, which cost registers.
+    /// Offsets past 2^32 elements need 64-bit indices, which cost registers; but not where only results
+    /// are indexed, 128 a unit: there they let constant distances into the instructions, which a sum
+    /// that may wrap does not.
     pub(super) fn address(&self, problem: &MatmulProblem) -> AddressType {
         let longest = problem.extents().into_iter().max().unwrap_or(0);
-        if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+        let ring = matches!(self.path, Path::Fma(plan) if plan.config.stages > 1);
+        if ring || longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
     }
 
     pub(super) fn cube_dim(&self) -> CubeDim {
@@ -647,10 +688,15 @@ impl Plan {
     }
 
     pub(super) fn cubes(&self, problem: &MatmulProblem, batch: u32, parts: u32) -> CubeCount {
-        let tiles = problem.m.div_ceil(self.tile.0) * problem.n.div_ceil(self.tile.1);
+        let (rows, cols) = (problem.m.div_ceil(self.tile.0), problem.n.div_ceil(self.tile.1));
+        let tiles = rows * cols;
         match self.streams {
             Some(streams) => {
-                let items = u64::from(tiles) * u64::from(parts) * u64::from(batch);
+                let items = match problem.grouped {
+                    // Each group may have one block that is not full; the kernel counts them.
+                    true => u64::from(rows + batch) * u64::from(cols),
+                    false => u64::from(tiles) * u64::from(parts) * u64::from(batch),
+                };
                 CubeCount::Static(items.min(u64::from(streams)) as u32, 1, 1)
             }
             None => {

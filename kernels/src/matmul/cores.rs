@@ -60,10 +60,14 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let blocks_n = dims.n.div_ceil(block_n);
     let blocks_m = dims.m.div_ceil(block_m);
     let block = CUBE_POS_X * CUBE_DIM + UNIT_POS;
-    if block < blocks_m * blocks_n {
-        let (row0, col0) = (block / blocks_n * block_m, block % blocks_n * block_n);
+    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let row0 = row_start + block / blocks_n * block_m;
+    // A group has fewer blocks than the whole of lhs.
+    if block < blocks_m * blocks_n && row0 < row_end {
+        let col0 = block % blocks_n * block_n;
+        let columns = dims.columns(CUBE_POS_Y);
         let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
-        let height = min(dims.m - row0, block_m);
+        let height = min(row_end - row0, block_m);
 
         let mut sums = Array::<Vector<f32, W>>::new(comptime!(block_m as usize * vectors));
         for i in 0..comptime!(block_m as usize * vectors) {
@@ -92,8 +96,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             let mut row = 0u32;
             while row < height {
                 row_group::<F, NL, W>(
-                    lhs, &panel, &mut sums, lhs_start, dims, row0, row, k0, depth, plan, rows,
-                    vectors,
+                    lhs, &panel, &mut sums, lhs_start, dims, row0, row_end, row, k0, depth, plan,
+                    rows, vectors,
                 );
                 row += comptime!(rows as u32);
             }
@@ -109,7 +113,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 if comptime!(out_width == config.vector as usize) {
                     if col < dims.n {
                         let at = (line + col as usize) / NO::value();
-                        let value = finish.activate::<W>(sum, col, dims.n);
+                        let value = finish.activate::<W>(sum, col, &columns);
                         out[at] = Vector::cast_from(finish.join::<W>(value, at));
                     }
                 } else {
@@ -118,7 +122,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                         let col = col + comptime!(e as u32);
                         if col < dims.n {
                             let at = line + col as usize;
-                            let value = finish.one(sum.extract(e), at, col);
+                            let value = finish.one(sum.extract(e), at, col, &columns);
                             out[at] = Vector::new(E::cast_from(value));
                         }
                     }
@@ -174,6 +178,7 @@ fn row_group<F: Float, N: Size, W: Size>(
     start: usize,
     dims: &Dims,
     row0: u32,
+    row_end: u32,
     row: u32,
     k0: u32,
     depth: u32,
@@ -185,7 +190,7 @@ fn row_group<F: Float, N: Size, W: Size>(
     let mut from = Array::<usize>::new(rows);
     #[unroll]
     for r in 0..rows {
-        let line = min(row0 + row + comptime!(r as u32), dims.m - 1) as usize;
+        let line = min(row0 + row + comptime!(r as u32), row_end - 1) as usize;
         from[r] = if comptime!(plan.lhs_along_k) {
             start + line * dims.lhs_stride + k0 as usize
         } else {

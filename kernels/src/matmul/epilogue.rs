@@ -90,8 +90,8 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
             ComptimeOptionArgs::from(arg)
         };
         let bias = operands.bias.as_ref().map(|h| {
-            // SAFETY: the bias has n elements.
-            unsafe { BufferArg::from_raw_parts(h.clone(), problem.n as usize) }
+            // SAFETY: the bias has these elements.
+            unsafe { BufferArg::from_raw_parts(h.clone(), problem.bias_len()) }
         });
         Self::new(
             ComptimeOptionArgs::from(bias),
@@ -128,15 +128,22 @@ impl<F: Float, E: Float, N: Size> FinishCompilationArg<F, E, N> {
     }
 }
 
+/// The columns of a matrix: where its bias begins, and how many there are.
+#[derive(CubeType)]
+pub(crate) struct Columns {
+    pub(crate) first: usize,
+    pub(crate) count: u32,
+}
+
 #[cube]
 impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
-    /// `activation(sum + bias)` of the sums of columns `col..` of a matrix with `columns`. Columns past
-    /// the end, which are never stored, take the last one's bias.
+    /// `activation(sum + bias)` of the sums of columns `col..`. Columns past the end, which are never
+    /// stored, take the last one's bias.
     pub(crate) fn activate<W: Size>(
         &self,
         sum: Vector<f32, W>,
         col: u32,
-        columns: u32,
+        columns: &Columns,
     ) -> Vector<f32, W> {
         let mut value = sum;
         #[comptime]
@@ -145,8 +152,9 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             {
                 #[unroll]
                 for e in 0..W::value() {
-                    let at = min(col + comptime!(e as u32), columns - 1);
-                    value.insert(e, value.extract(e) + f32::cast_from(bias[at as usize]));
+                    let col = min(col + comptime!(e as u32), columns.count - 1);
+                    let bias = bias[columns.first + col as usize];
+                    value.insert(e, value.extract(e) + f32::cast_from(bias));
                 }
             }
             ComptimeOption::None => {}
@@ -177,11 +185,13 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
     }
 
     /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1.
-    pub(crate) fn one(&self, sum: f32, at: usize, col: u32) -> f32 {
+    pub(crate) fn one(&self, sum: f32, at: usize, col: u32, columns: &Columns) -> f32 {
         let mut value = sum;
         #[comptime]
         match &self.bias {
-            ComptimeOption::Some(bias) => value += f32::cast_from(bias[col as usize]),
+            ComptimeOption::Some(bias) => {
+                value += f32::cast_from(bias[columns.first + col as usize]);
+            }
             ComptimeOption::None => {}
         }
         value = activation(value, self.epilogue.activation);

@@ -22,15 +22,21 @@
 //! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 31  |        |
 //! | v2 vectors from swizzled tiles, grids of 16 x 8, the next tile ahead | 38 | 41 | 36     |
 //!
-//! v2's inner loop has 611 instructions for 512 multiply-adds: every read computes its address, which a
-//! CUDA C++ prototype with immediate offsets does not, and reaches 45 / 47.
+//! v3 is v2 read by [`super::ring`]. Instructions that a unit of a 16 x 8 grid spends on a tile 16 deep,
+//! 2048 of them multiply-adds and 96 reads of shared memory:
+//!
+//! | version                                      | sm_89 col | row  | sm_90 col | row  |
+//! |----------------------------------------------|-----------|------|-----------|------|
+//! | v2 a pass is a loop, reads compute addresses | 2559      | 2545 |           |      |
+//! | v3 a tile is unrolled, distances are immediate | 2211    | 2200 | 2207      | 2199 |
+//!
+//! A CUDA C++ prototype of v2's tile with immediate distances reached 45 / 47.
 
-use cubecl::frontend::barrier::{copy_async, copy_async_checked};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Finish, own_block};
-use crate::tile::{TileShape, commit_copies, offset_in_tile, wait_copies};
+use super::{Dims, Finish, own_block, ring};
+use crate::tile::{TileShape, offset_in_tile};
 
 /// Tile sizes of the multiply-add path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -67,6 +73,7 @@ impl FmaConfig {
 /// Comptime facts of one operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FmaOperand {
+    /// Swizzled where k is contiguous, because then a group reads it across its rows.
     pub(crate) tile: TileShape,
     /// Rows (lhs) or columns (rhs) of C that a unit owns, and units of a group along them.
     pub(crate) own: u32,
@@ -74,13 +81,13 @@ pub(crate) struct FmaOperand {
 }
 
 impl FmaOperand {
-    const fn along_k(self) -> bool {
+    pub(super) const fn along_k(self) -> bool {
         !self.tile.transposed
     }
 
     /// Vector `i` of those that a unit reads in one pass: of `pass` k for one result, or of results for
     /// one k. Result and k of its first element.
-    const fn vector(self, i: u32, pass: u32, width: u32) -> (u32, u32) {
+    pub(super) const fn vector(self, i: u32, pass: u32, width: u32) -> (u32, u32) {
         if self.along_k() {
             let vectors = pass / width;
             (i / vectors, i % vectors * width)
@@ -91,7 +98,7 @@ impl FmaOperand {
     }
 
     /// Result and k of element `e` of the vector at `(nth, k)`.
-    const fn element(self, nth: u32, k: u32, e: u32) -> (u32, u32) {
+    pub(super) const fn element(self, nth: u32, k: u32, e: u32) -> (u32, u32) {
         if self.along_k() { (nth, k + e) } else { (nth + e, k) }
     }
 
@@ -110,8 +117,13 @@ impl FmaOperand {
         }
     }
 
+    /// Distance between the first results of neighbouring units: one, or a vector of them.
+    const fn first_step(self, width: u32) -> u32 {
+        if self.along_k() { 1 } else { width }
+    }
+
     /// Distance of result `i` of a unit from its first, with vectors of `width`.
-    const fn nth(self, i: u32, width: u32) -> u32 {
+    pub(super) const fn nth(self, i: u32, width: u32) -> u32 {
         if self.along_k() { i * self.group } else { i / width * width * self.group + i % width }
     }
 }
@@ -135,7 +147,10 @@ impl FmaPlan {
         exact: bool,
     ) -> Self {
         let (tile_m, tile_n) = config.tile();
-        let shape = |outer, along_k: bool| TileShape::new(outer, config.tile_k, !along_k, elem);
+        let shape = |outer, along_k: bool| TileShape {
+            swizzled: along_k,
+            ..TileShape::new(outer, config.tile_k, !along_k, elem)
+        };
         Self {
             config,
             lhs: FmaOperand { tile: shape(tile_m, lhs_along_k), own: config.own_m, group: GROUP.0 },
@@ -148,12 +163,12 @@ impl FmaPlan {
 /// Where a cube's tiles of one operand come from: the operand's start and stride, the cube's first row
 /// (or column) of C, and where the matrix ends.
 #[derive(CubeType)]
-struct Source {
-    start: usize,
-    stride: usize,
-    outer: u32,
-    outer_end: u32,
-    k_end: u32,
+pub(super) struct Source {
+    pub(super) start: usize,
+    pub(super) stride: usize,
+    pub(super) outer: u32,
+    pub(super) outer_end: u32,
+    pub(super) k_end: u32,
 }
 
 #[cube]
@@ -167,28 +182,28 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
 ) {
     let config = comptime!(plan.config);
     let (tile_m, tile_n) = comptime!(config.tile());
-    let (tile_k, stages) = comptime!((config.tile_k, config.stages));
     let (own_m, own_n) = comptime!((config.own_m as usize, config.own_n as usize));
-    let (width_lhs, width_rhs) = (NL::value(), NR::value());
-    let mut shared_lhs = Shared::<[Vector<F, NL>]>::new_aligned_slice(
-        comptime!(plan.lhs.tile.len() * stages as usize / width_lhs),
-        16usize,
-    );
-    let mut shared_rhs = Shared::<[Vector<F, NR>]>::new_aligned_slice(
-        comptime!(plan.rhs.tile.len() * stages as usize / width_rhs),
-        16usize,
-    );
+    let (lanes_lhs, lanes_rhs) = (NL::value(), NR::value());
+    // The ring's tiles are read by chunks of four, however narrow the copies into them.
+    let width_lhs = comptime!(if config.stages > 1 { 4 } else { lanes_lhs as u32 });
+    let width_rhs = comptime!(if config.stages > 1 { 4 } else { lanes_rhs as u32 });
 
     let unit = UNIT_POS;
     let (group, lane) = (unit / 32, unit % 32);
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
-    let (row0, col0) = (block_m * tile_m, block_n * tile_n);
+    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let columns = dims.columns(CUBE_POS_Y);
+    let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
+    if comptime!(dims.grouped) && row0 >= row_end {
+        // The grid has as many blocks for a group as the whole of lhs has.
+        terminate!();
+    }
     let (start_lhs, start_rhs, start_out) = dims.batch(CUBE_POS_Y as usize);
     let from_lhs = Source {
         start: start_lhs,
         stride: dims.lhs_stride,
         outer: row0,
-        outer_end: dims.m,
+        outer_end: row_end,
         k_end: dims.k,
     };
     let from_rhs = Source {
@@ -200,124 +215,104 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     };
     // This unit's first row and column of the tile.
     let unit_m = group / config.groups_n * comptime!(GROUP.0 * config.own_m)
-        + lane / 8 * first_step(plan.lhs, comptime!(width_lhs as u32));
+        + lane / 8 * comptime!(plan.lhs.first_step(width_lhs));
     let unit_n = group % config.groups_n * comptime!(GROUP.1 * config.own_n)
-        + lane % 8 * first_step(plan.rhs, comptime!(width_rhs as u32));
+        + lane % 8 * comptime!(plan.rhs.first_step(width_rhs));
 
     let mut acc = Array::<f32>::new(comptime!(own_m * own_n)); // [own_m, own_n]
     #[unroll]
     for i in 0..comptime!(own_m * own_n) {
         acc[i] = 0.0;
     }
-
-    let tiles = dims.k.div_ceil(tile_k);
-    if comptime!(stages > 1) {
-        #[unroll]
-        for s in 0..comptime!(stages - 1) {
-            if s < tiles {
-                let k0 = comptime!(s * tile_k).runtime();
-                copy::<F, NL>(
-                    lhs,
-                    &mut shared_lhs,
-                    &from_lhs,
-                    k0,
-                    s.runtime(),
-                    unit,
-                    plan.lhs,
-                    plan,
-                );
-                copy::<F, NR>(
-                    rhs,
-                    &mut shared_rhs,
-                    &from_rhs,
-                    k0,
-                    s.runtime(),
-                    unit,
-                    plan.rhs,
-                    plan,
-                );
-            }
-            commit_copies();
+    // The ring leaves no registers for the place of the block, which would spill: it waits in shared
+    // memory, behind the ring's barriers.
+    let mut place = Shared::<[u32]>::new_slice(2usize);
+    if comptime!(config.stages > 1) {
+        if unit == 0 {
+            place[0] = row0;
+            place[1] = col0;
         }
-        let mut read = 0u32;
-        let mut write = comptime!(stages - 1).runtime();
-        for tile in 0..tiles {
-            wait_copies(comptime!(stages - 2));
-            sync_cube();
-            let ahead = tile + comptime!(stages - 1);
-            if ahead < tiles {
-                let k0 = ahead * tile_k;
-                copy::<F, NL>(lhs, &mut shared_lhs, &from_lhs, k0, write, unit, plan.lhs, plan);
-                copy::<F, NR>(rhs, &mut shared_rhs, &from_rhs, k0, write, unit, plan.rhs, plan);
-            }
-            commit_copies();
-            multiply_tile::<F, NL, NR>(
-                &shared_lhs,
-                &shared_rhs,
-                &mut acc,
-                read,
-                unit_m,
-                unit_n,
-                plan,
-            );
-            read = select(read == comptime!(stages - 1), 0, read + 1);
-            write = select(write == comptime!(stages - 1), 0, write + 1);
-        }
+        ring::accumulate::<F, NL, NR>(
+            lhs, rhs, &from_lhs, &from_rhs, &mut acc, unit, unit_m, unit_n, plan,
+        );
     } else {
-        let mut next_lhs = fetch::<F, NL>(lhs, &from_lhs, 0u32.runtime(), unit, plan.lhs, config);
-        let mut next_rhs = fetch::<F, NR>(rhs, &from_rhs, 0u32.runtime(), unit, plan.rhs, config);
-        for tile in 0..tiles {
-            put::<F, NL>(&mut shared_lhs, &next_lhs, unit, plan.lhs, config);
-            put::<F, NR>(&mut shared_rhs, &next_rhs, unit, plan.rhs, config);
-            sync_cube();
-            if tile + 1 < tiles {
-                let k0 = (tile + 1) * tile_k;
-                next_lhs = fetch::<F, NL>(lhs, &from_lhs, k0, unit, plan.lhs, config);
-                next_rhs = fetch::<F, NR>(rhs, &from_rhs, k0, unit, plan.rhs, config);
-            }
-            multiply_tile::<F, NL, NR>(
-                &shared_lhs,
-                &shared_rhs,
-                &mut acc,
-                0u32.runtime(),
-                unit_m,
-                unit_n,
-                plan,
-            );
-            sync_cube();
-        }
+        accumulate::<F, NL, NR>(
+            lhs, rhs, &from_lhs, &from_rhs, &mut acc, unit, unit_m, unit_n, plan,
+        );
     }
 
+    let (row0, col0) =
+        if comptime!(config.stages > 1) { (place[0], place[1]) } else { (row0, col0) };
     #[unroll]
     for i in 0..own_m {
-        let row = row0 + unit_m + comptime!(plan.lhs.nth(i as u32, width_lhs as u32));
-        if comptime!(plan.exact) || row < dims.m {
+        let row = row0 + unit_m + comptime!(plan.lhs.nth(i as u32, width_lhs));
+        if comptime!(plan.exact) || row < row_end {
+            let (first, end) = (start_out + row as usize * dims.out_stride, out.len());
+            let first = first + (col0 + unit_n) as usize;
+            // Results of a row at constant distances: one address, which is what registers are left for.
+            let line = &mut out[first..end];
             #[unroll]
             for j in 0..own_n {
-                let col = col0 + unit_n + comptime!(plan.rhs.nth(j as u32, width_rhs as u32));
+                let far = comptime!(plan.rhs.nth(j as u32, width_rhs));
+                let col = col0 + unit_n + far;
                 if comptime!(plan.exact) || col < dims.n {
-                    let at = start_out + row as usize * dims.out_stride + col as usize;
-                    let value = finish.one(acc[comptime!(i * own_n + j)], at, col);
-                    out[at] = Vector::new(E::cast_from(value));
+                    let far = comptime!(far as usize);
+                    let sum = acc[comptime!(i * own_n + j)];
+                    let value = finish.one(sum, first + far, col, &columns);
+                    line[far] = Vector::new(E::cast_from(value));
                 }
             }
         }
     }
 }
 
-/// Distance between the first results of neighbouring units: one, or a vector of them.
+/// `acc += A · B` over all of k, one shared tile at a time, the next one waiting in registers.
 #[cube]
-fn first_step(#[comptime] operand: FmaOperand, #[comptime] width: u32) -> u32 {
-    comptime!(if operand.along_k() { 1 } else { width }).runtime()
+#[expect(clippy::too_many_arguments, reason = "two operands, one place")]
+fn accumulate<F: Float, NL: Size, NR: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    from_lhs: &Source,
+    from_rhs: &Source,
+    acc: &mut Array<f32>,
+    unit: u32,
+    unit_m: u32,
+    unit_n: u32,
+    #[comptime] plan: FmaPlan,
+) {
+    let config = comptime!(plan.config);
+    let (lanes_lhs, lanes_rhs) = (NL::value(), NR::value());
+    let mut shared_lhs = Shared::<[Vector<F, NL>]>::new_aligned_slice(
+        comptime!(plan.lhs.tile.len() / lanes_lhs),
+        16usize,
+    );
+    let mut shared_rhs = Shared::<[Vector<F, NR>]>::new_aligned_slice(
+        comptime!(plan.rhs.tile.len() / lanes_rhs),
+        16usize,
+    );
+    let tiles = from_lhs.k_end.div_ceil(config.tile_k);
+    let mut next_lhs = fetch::<F, NL>(lhs, from_lhs, 0u32.runtime(), unit, plan.lhs, config);
+    let mut next_rhs = fetch::<F, NR>(rhs, from_rhs, 0u32.runtime(), unit, plan.rhs, config);
+    for tile in 0..tiles {
+        put::<F, NL>(&mut shared_lhs, &next_lhs, unit, plan.lhs, config);
+        put::<F, NR>(&mut shared_rhs, &next_rhs, unit, plan.rhs, config);
+        sync_cube();
+        if tile + 1 < tiles {
+            let k0 = (tile + 1) * config.tile_k;
+            next_lhs = fetch::<F, NL>(lhs, from_lhs, k0, unit, plan.lhs, config);
+            next_rhs = fetch::<F, NR>(rhs, from_rhs, k0, unit, plan.rhs, config);
+        }
+        multiply_tile::<F, NL, NR>(&shared_lhs, &shared_rhs, acc, unit_m, unit_n, plan);
+        sync_cube();
+    }
 }
 
-/// `acc += A · B` for one pair of tiles at stage `stage`.
+/// `acc += A · B` for one pair of tiles.
 #[cube]
 fn multiply_tile<F: Float, NL: Size, NR: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     acc: &mut Array<f32>,
-    stage: u32,
     unit_m: u32,
     unit_n: u32,
     #[comptime] plan: FmaPlan,
@@ -331,8 +326,8 @@ fn multiply_tile<F: Float, NL: Size, NR: Size>(
     let pass = comptime!(if lhs_k > rhs_k { lhs_k } else { rhs_k });
     let depth = comptime!(pass as usize);
     for kk in range_stepped(0, plan.config.tile_k, pass) {
-        let from_lhs = bases::<NL>(stage, unit_m, kk, plan.lhs);
-        let from_rhs = bases::<NR>(stage, unit_n, kk, plan.rhs);
+        let from_lhs = bases::<NL>(unit_m, kk, plan.lhs);
+        let from_rhs = bases::<NR>(unit_n, kk, plan.rhs);
         let mut a = Array::<f32>::new(comptime!(own_m * depth)); // [own_m, depth]
         #[unroll]
         for i in 0..comptime!(own_m as u32 * pass / width_lhs) {
@@ -362,22 +357,15 @@ fn multiply_tile<F: Float, NL: Size, NR: Size>(
     }
 }
 
-/// Where this unit's first results lie at depth `k` of stage `stage`, in vectors: one place for each
-/// way that the swizzle turns the rows it owns.
+/// Where this unit's first results lie at depth `k`, in vectors: one place for each way that the
+/// swizzle turns the rows it owns.
 #[cube]
-fn bases<N: Size>(
-    stage: u32,
-    outer: u32,
-    k: u32,
-    #[comptime] operand: FmaOperand,
-) -> Sequence<usize> {
+fn bases<N: Size>(outer: u32, k: u32, #[comptime] operand: FmaOperand) -> Sequence<usize> {
     let width = N::value();
-    let vectors = comptime!((operand.tile.len() / width) as u32);
     let mut out = Sequence::<usize>::new();
     #[unroll]
     for turn in 0..comptime!(operand.turns()) {
-        let outer = outer + comptime!(turn * operand.group);
-        out.push((stage * vectors + place(outer, k, width, operand)) as usize);
+        out.push(place(outer + comptime!(turn * operand.group), k, width, operand) as usize);
     }
     out
 }
@@ -399,15 +387,20 @@ fn read<F: Float, N: Size>(
     Vector::cast_from(window[comptime!(far as usize)])
 }
 
-/// Where `(outer, k)` lies in a tile, in vectors. Tiles with k contiguous are read across their rows,
-/// so only those are swizzled.
+/// Where `(outer, k)` lies in a tile, in vectors.
 #[cube]
 fn place(outer: u32, k: u32, #[comptime] width: usize, #[comptime] operand: FmaOperand) -> u32 {
-    let shape = comptime!(operand.tile);
+    let bytes = comptime!((operand.tile.elem * width) as u32);
+    offset_of(outer, k, operand) / bytes
+}
+
+/// Where `(outer, k)` lies in a tile, in bytes.
+#[cube]
+pub(super) fn offset_of(outer: u32, k: u32, #[comptime] operand: FmaOperand) -> u32 {
     if comptime!(operand.along_k()) {
-        offset_in_tile(outer, k, shape) / comptime!((shape.elem * width) as u32)
+        offset_in_tile(outer, k, operand.tile)
     } else {
-        (k * comptime!(shape.cols as u32) + outer) / comptime!(width as u32)
+        offset_in_tile(k, outer, operand.tile)
     }
 }
 
@@ -421,50 +414,10 @@ fn vector_at<N: Size>(at: u32, #[comptime] operand: FmaOperand) -> (u32, u32) {
     if comptime!(operand.along_k()) { (major, minor) } else { (minor, major) }
 }
 
-/// Issues the copies of one tile into stage `stage`; zero past the edges.
-#[cube]
-#[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
-fn copy<F: Float, N: Size>(
-    src: &[Vector<F, N>],
-    dst: &mut [Vector<F, N>],
-    from: &Source,
-    k0: u32,
-    stage: u32,
-    unit: u32,
-    #[comptime] operand: FmaOperand,
-    #[comptime] plan: FmaPlan,
-) {
-    let config = comptime!(plan.config);
-    let width = N::value();
-    let vectors = comptime!((operand.tile.len() / width) as u32);
-    #[unroll]
-    for i in 0..comptime!(vectors / config.units()) {
-        let (outer, k) = vector_at::<N>(unit + comptime!(i * config.units()), operand);
-        let to = (stage * vectors + place(outer, k, width, operand)) as usize;
-        let at = from.element(outer, k0 + k, operand) / N::value();
-        let inside = from.holds(outer, k0 + k);
-        if comptime!(width * operand.tile.elem < 4) {
-            // Copies have four bytes at least: single half-precision elements go through a register.
-            let mut value = Vector::<F, N>::new(F::new(0.0));
-            if inside {
-                value = src[at];
-            }
-            dst[to] = value;
-        } else if comptime!(plan.exact) {
-            copy_async(&src[at..at + 1], &mut dst[to..to + 1], comptime!(width as u32));
-        } else {
-            let at = select(inside, at, 0);
-            let valid = select(inside, 1usize, 0usize);
-            let to = &mut dst[to..to + 1];
-            copy_async_checked(&src[at..at + valid], to, comptime!(width as u32));
-        }
-    }
-}
-
 #[cube]
 impl Source {
     /// Index of row (or column) `outer` of the tile at depth `k` of the matrix.
-    fn element(&self, outer: u32, k: u32, #[comptime] operand: FmaOperand) -> usize {
+    pub(super) fn element(&self, outer: u32, k: u32, #[comptime] operand: FmaOperand) -> usize {
         let outer = (self.outer + outer) as usize;
         if comptime!(operand.along_k()) {
             self.start + outer * self.stride + k as usize

@@ -40,11 +40,11 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Finish, Layout, block_of};
+use super::{Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
-    gather_lane, global_address, lhs_lane, load_fragments, quad_transpose, rhs_lane,
-    shared_address, typed, wait_copies,
+    gather_lane, global_address, lhs_lane, load_fragments, multiply_halves, next_stage,
+    quad_transpose, rhs_lane, shared_address, typed, wait_copies,
 };
 
 /// Tile sizes of the tensor-core path.
@@ -87,18 +87,19 @@ impl MmaConfig {
         self.stages * (self.tile_m + self.tile_n) * self.tile_k * elem as u32
     }
 
-    /// Registers of a unit, roughly: accumulators, two steps of fragments, addresses.
-    pub(crate) const fn registers(self) -> u32 {
+    /// Registers of a unit, roughly: accumulators of `sum` bytes, two steps of fragments, addresses.
+    pub(crate) const fn registers(self, sum: usize) -> u32 {
         let (m, n) = self.plane_tile();
-        m * n / 32 + (m + n) / 2 + 56
+        m * n * sum as u32 / 128 + (m + n) / 2 + 56
     }
 
     /// Cubes that one processor holds at a time.
-    pub(crate) fn resident(self, arch: &ArchProfile, elem: usize) -> u32 {
+    pub(crate) fn resident(self, arch: &ArchProfile, precision: Precision) -> u32 {
         const REGISTERS: u32 = 65_536;
         const RESERVED: u32 = 1024; // shared memory that the driver keeps, a cube
-        let by_registers = REGISTERS / (self.registers() * self.units());
-        let by_shared = (arch.max_shared_bytes + RESERVED) / (self.shared_bytes(elem) + RESERVED);
+        let by_registers = REGISTERS / (self.registers(precision.sums().size()) * self.units());
+        let shared = self.shared_bytes(precision.storage().size());
+        let by_shared = (arch.max_shared_bytes + RESERVED) / (shared + RESERVED);
         by_registers.min(by_shared).max(1)
     }
 
@@ -127,6 +128,8 @@ pub(crate) struct MmaPlan {
     pub(crate) exact: bool,
     /// Sums go to the workspace.
     pub(crate) partial: bool,
+    /// Sums are f16.
+    pub(crate) half_sums: bool,
     /// f32 operands are rounded to tf32 by one instruction (compute capability 9.0 and later).
     pub(crate) rounds_tf32: bool,
 }
@@ -153,6 +156,8 @@ impl TileShape {
 struct Item {
     row: u32,
     col: u32,
+    /// The first row past those of the batch.
+    row_end: u32,
     /// First k, and tiles from there.
     k: u32,
     tiles: u32,
@@ -160,23 +165,64 @@ struct Item {
     part: u32,
 }
 
-/// Item `id` of the launch. Neighbouring items are neighbouring blocks over the same k.
-#[cube]
-fn item(dims: &Dims, id: u32, #[comptime] config: MmaConfig) -> Item {
-    let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
-    let blocks = dims.m.div_ceil(tile_m) * dims.n.div_ceil(tile_n);
-    let (slice, block) = (id / blocks, id % blocks);
-    let (block_m, block_n) = block_of(dims, block, tile_m, tile_n);
-    let (batch, part) = (slice / dims.parts, slice % dims.parts);
-    let first = part * dims.part_tiles;
-    let tiles = min(dims.k.div_ceil(tile_k) - first, dims.part_tiles);
-    Item { row: block_m * tile_m, col: block_n * tile_n, k: first * tile_k, tiles, batch, part }
+/// What there is to do: blocks in each product, and products. Groups are one product, whose block rows
+/// are theirs one after the other.
+#[derive(CubeType)]
+struct Work {
+    rows: u32,
+    cols: u32,
+    slices: u32,
 }
 
-/// How many items a launch has.
 #[cube]
-fn items_of(dims: &Dims, #[comptime] config: MmaConfig) -> u32 {
-    dims.m.div_ceil(config.tile_m) * dims.n.div_ceil(config.tile_n) * dims.parts * dims.batches
+impl Work {
+    fn of(dims: &Dims, #[comptime] config: MmaConfig) -> Work {
+        let mut rows = dims.m.div_ceil(config.tile_m);
+        let mut slices = dims.parts * dims.batches;
+        if comptime!(dims.grouped) {
+            rows = 0u32.runtime();
+            slices = 1u32.runtime();
+            for group in 0..dims.batches {
+                rows += block_rows(dims, group, config);
+            }
+        }
+        Work { rows, cols: dims.n.div_ceil(config.tile_n), slices }
+    }
+
+    fn items(&self) -> u32 {
+        self.rows * self.cols * self.slices
+    }
+
+    /// Item `id`. Neighbouring items are neighbouring blocks over the same k.
+    fn item(&self, dims: &Dims, id: u32, #[comptime] config: MmaConfig) -> Item {
+        let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
+        let blocks = self.rows * self.cols;
+        let (slice, block) = (id / blocks, id % blocks);
+        let (block_m, block_n) = block_of(self.rows, self.cols, block);
+        let (mut block_m, mut batch) = (block_m, slice / dims.parts);
+        if comptime!(dims.grouped) {
+            // There is such a group, because the block is one of those that were counted.
+            let mut here = block_rows(dims, batch, config);
+            while block_m >= here {
+                block_m -= here;
+                batch += 1;
+                here = block_rows(dims, batch, config);
+            }
+        }
+        let part = slice % dims.parts;
+        let first = part * dims.part_tiles;
+        let tiles = min(dims.k.div_ceil(tile_k) - first, dims.part_tiles);
+        let (row0, row_end) = dims.rows(batch);
+        let (row, col) = (row0 + block_m * tile_m, block_n * tile_n);
+        Item { row, col, row_end, k: first * tile_k, tiles, batch, part }
+    }
+}
+
+/// Block rows of group `group`.
+#[cube]
+fn block_rows(dims: &Dims, group: u32, #[comptime] config: MmaConfig) -> u32 {
+    let (first, end) = dims.rows(group);
+    (max(first, end) - first).div_ceil(config.tile_m)
 }
 
 #[cube]
@@ -210,14 +256,8 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, plan.inst_k as usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
-    let mut acc = Sequence::<Array<Vector<f32, NC>>>::new(); // [wm / 16, wn / 8] fragments
-    #[unroll]
-    for _ in 0..comptime!(frags_m * frags_n * 2) {
-        let mut fragment = Array::<Vector<f32, NC>>::new(2usize);
-        fragment[0] = Vector::new(0.0f32);
-        fragment[1] = Vector::new(0.0f32);
-        acc.push(fragment);
-    }
+    let mut acc = Sums::<NC>::new(comptime!(frags_m * frags_n * 2), plan); // [wm / 16, wn / 8]
+    acc.clear(comptime!(frags_m * frags_n * 2), plan);
     // Register sets of the step at hand and of the next: [2, frags] each, two right fragments in one.
     // Whole words: as vectors of halves they would be taken apart between the turns of the loop.
     let mut a = Sequence::<Array<u32>>::new();
@@ -239,7 +279,8 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
         dims,
         plan,
     );
-    copies.aim(dims, CUBE_POS_X, plan);
+    let work = Work::of(dims, config);
+    copies.aim(dims, &work, CUBE_POS_X, plan);
     copies.take_next();
     #[unroll]
     for _ in 0..comptime!(stages - 1) {
@@ -252,11 +293,11 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     lanes.load_lhs::<I>(read, &mut a, 0u32, 0usize, plan);
     lanes.load_rhs::<I>(read, &mut b, 0u32, 0usize, plan);
 
-    let items = items_of(dims, config);
+    let items = work.items();
     let mut id = CUBE_POS_X;
     while id < items {
-        let now = item(dims, id, config);
-        copies.aim(dims, id + CUBE_COUNT_X, plan);
+        let now = work.item(dims, id, config);
+        copies.aim(dims, &work, id + CUBE_COUNT_X, plan);
         for _ in 0..now.tiles {
             #[unroll]
             for step in 0..steps {
@@ -265,7 +306,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                 if comptime!(step == steps - 1) {
                     wait_copies(comptime!(stages - 2));
                     sync_cube();
-                    read = next_stage(read, shared, end, plan);
+                    read = next_stage(read, shared, end, plan.stage_bytes());
                 }
                 lanes.load_lhs::<I>(read, &mut a, next, into, plan);
                 lanes.load_rhs::<I>(read, &mut b, next, into, plan);
@@ -275,35 +316,93 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                 // Back and forth over the columns: neighbouring multiplies share a register.
                 #[unroll]
                 for i in 0..frags_m {
-                    let left =
-                        typed::<I, NF>(a.index(comptime!(set * frags_m + i)), 0usize, 4usize);
+                    let left = a.index(comptime!(set * frags_m + i));
                     #[unroll]
                     for x in 0..comptime!(2 * frags_n) {
                         let j = comptime!(if i % 2 == 1 { 2 * frags_n - 1 - x } else { x });
                         let pair = b.index(comptime!(set * frags_n + j / 2));
-                        let right = typed::<I, NF>(pair, comptime!(j % 2 * 2), 2usize);
                         let at = comptime!(i * frags_n * 2 + j);
-                        def.execute_inplace(&left, &right, acc.index_mut(at));
+                        if comptime!(plan.half_sums) {
+                            multiply_halves(
+                                left,
+                                pair,
+                                comptime!(j % 2 * 2),
+                                acc.halves.index_mut(at),
+                            );
+                        } else {
+                            let left = typed::<I, NF>(left, 0usize, 4usize);
+                            let right = typed::<I, NF>(pair, comptime!(j % 2 * 2), 2usize);
+                            def.execute_inplace(&left, &right, acc.words.index_mut(at));
+                        }
                     }
                 }
             }
         }
         let (row, col) = (now.row + part_m, now.col + part_n);
-        let matrix = dims.m as usize * dims.n as usize;
         if comptime!(plan.partial) {
+            let matrix = dims.m as usize * dims.n as usize;
             let start = (now.part * dims.batches + now.batch) as usize * matrix;
             store_sums::<NC, NP>(partials, &acc, start, row, col, lane, dims, plan);
         } else {
-            let start = dims.out_start + now.batch as usize * matrix;
-            store::<F, E, NC, NO>(out, finish, &acc, start, row, col, lane, dims, plan);
+            store::<F, E, NC, NO>(out, finish, &acc, &now, row, col, lane, dims, plan);
         }
-        #[unroll]
-        for i in 0..comptime!(frags_m * frags_n * 2) {
-            let fragment = acc.index_mut(i);
-            fragment[0] = Vector::new(0.0f32);
-            fragment[1] = Vector::new(0.0f32);
-        }
+        acc.clear(comptime!(frags_m * frags_n * 2), plan);
         id += CUBE_COUNT_X;
+    }
+}
+
+/// A plane's accumulators, fragment by fragment; of each a unit holds two pairs of neighbouring columns,
+/// eight rows apart. One of the two sequences is empty.
+#[derive(CubeType)]
+struct Sums<NC: Size> {
+    words: Sequence<Array<Vector<f32, NC>>>,
+    /// Two f16 in a word.
+    halves: Sequence<Array<u32>>,
+}
+
+#[cube]
+impl<NC: Size> Sums<NC> {
+    fn new(#[comptime] fragments: usize, #[comptime] plan: MmaPlan) -> Sums<NC> {
+        let mut words = Sequence::<Array<Vector<f32, NC>>>::new();
+        let mut halves = Sequence::<Array<u32>>::new();
+        #[unroll]
+        for _ in 0..fragments {
+            if comptime!(plan.half_sums) {
+                halves.push(Array::<u32>::new(2usize));
+            } else {
+                words.push(Array::<Vector<f32, NC>>::new(2usize));
+            }
+        }
+        Sums::<NC> { words, halves }
+    }
+
+    fn clear(&mut self, #[comptime] fragments: usize, #[comptime] plan: MmaPlan) {
+        #[unroll]
+        for i in 0..fragments {
+            #[unroll]
+            for half in 0..2usize {
+                if comptime!(plan.half_sums) {
+                    self.halves.index_mut(i)[half] = 0u32;
+                } else {
+                    self.words.index_mut(i)[half] = Vector::new(0.0f32);
+                }
+            }
+        }
+    }
+
+    /// The pair of rows 0 to 7 (`half` 0) or 8 to 15 of a fragment.
+    fn pair(
+        &self,
+        #[comptime] fragment: usize,
+        #[comptime] half: usize,
+        #[comptime] plan: MmaPlan,
+    ) -> Vector<f32, NC> {
+        if comptime!(plan.half_sums) {
+            let word = self.halves.index(fragment)[half];
+            Vector::cast_from(Vector::<half::f16, NC>::reinterpret(word))
+        } else {
+            self.words.index(fragment)[half]
+        }
     }
 }
 
@@ -403,13 +502,6 @@ fn load<I: Float>(
     }
 }
 
-/// The stage after the one at `at`; the ring lies from `start` to `end`.
-#[cube]
-fn next_stage(at: u32, start: u32, end: u32, #[comptime] plan: MmaPlan) -> u32 {
-    let next = at + comptime!(plan.stage_bytes());
-    select(next == end, start, next)
-}
-
 /// A place in both operands: addresses of this unit's first vectors of the next tile, tiles from there
 /// to the end of the item, and what is left of the matrix.
 #[derive(CubeType)]
@@ -494,9 +586,9 @@ impl Copies {
     }
 
     /// Makes item `id` the next one, if there is such an item.
-    fn aim(&self, dims: &Dims, id: u32, #[comptime] plan: MmaPlan) {
-        if id < items_of(dims, plan.config) {
-            let item = item(dims, id, plan.config);
+    fn aim(&self, dims: &Dims, work: &Work, id: u32, #[comptime] plan: MmaPlan) {
+        if id < work.items() {
+            let item = work.item(dims, id, plan.config);
             let (start_lhs, start_rhs, _) = dims.batch(item.batch as usize);
             let (row, col, k) = (item.row as usize, item.col as usize, item.k as usize);
             let lhs = if comptime!(plan.lhs.shape.transposed) {
@@ -515,7 +607,7 @@ impl Copies {
             self.next.lhs.store(lhs + self.lhs.start(self.lhs_line, plan.lhs));
             self.next.rhs.store(rhs + self.rhs.start(self.rhs_line, plan.rhs));
             self.next.tiles.store(item.tiles);
-            self.next.rows.store(dims.m - item.row);
+            self.next.rows.store(item.row_end - item.row);
             self.next.cols.store(dims.n - item.col);
             self.next.depth.store(dims.k - item.k);
         }
@@ -558,12 +650,12 @@ impl Copies {
         // Now, not when the next tile needs it: addresses that are ready let its copies go out early.
         self.take_next();
         let end = self.shared + comptime!(plan.config.stages * plan.stage_bytes());
-        self.stage.store(next_stage(stage, self.shared, end, plan));
+        self.stage.store(next_stage(stage, self.shared, end, plan.stage_bytes()));
     }
 }
 
 /// Stores a plane's part: whole quads as 16-byte vectors where the result has those, else the pairs
-/// that a unit holds. `start` is the matrix's first element.
+/// that a unit holds.
 ///
 /// A fragment is 16 x 8; a unit holds columns `2 * (lane % 4)` and `+ 1` of rows `lane / 4` and `+ 8`.
 #[cube]
@@ -571,8 +663,8 @@ impl Copies {
 fn store<F: Float, E: Float, NC: Size, NO: Size>(
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
-    acc: &Sequence<Array<Vector<f32, NC>>>,
-    start: usize,
+    acc: &Sums<NC>,
+    item: &Item,
     row: u32,
     col: u32,
     lane: u32,
@@ -583,11 +675,13 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
     let frags_n = comptime!(wn as usize / 8);
     let width = NO::value();
     let exact = comptime!(plan.exact);
+    let (_, _, start) = dims.batch(item.batch as usize);
+    let columns = dims.columns(item.batch);
     #[unroll]
     for i in 0..comptime!(wm as usize / 8) {
         let row = row + comptime!(8 * i as u32) + lane / 4;
         let line = start + row as usize * dims.n as usize;
-        if comptime!(exact) || row < dims.m {
+        if comptime!(exact) || row < item.row_end {
             let (fragment, half) = comptime!((i / 2 * frags_n, i % 2));
             if comptime!(width == 8) {
                 #[unroll]
@@ -599,8 +693,8 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                     #[unroll]
                     for j in 0..4usize {
                         let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
-                        let sum = acc.index(comptime!(fragment + 4 * quad + j))[half];
-                        values[j] = finish.activate::<NC>(sum, left, dims.n);
+                        let sum = acc.pair(comptime!(fragment + 4 * quad + j), half, plan);
+                        values[j] = finish.activate::<NC>(sum, left, &columns);
                     }
                     finish.join_quad::<NC>(&mut values, at, comptime!(exact) || inside, lane);
                     let mut words = Array::<u32>::new(4usize);
@@ -622,11 +716,11 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                 #[unroll]
                 for j in 0..frags_n {
                     let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
-                    let sum = acc.index(comptime!(fragment + j))[half];
+                    let sum = acc.pair(comptime!(fragment + j), half, plan);
                     if comptime!(width == 2) {
                         if comptime!(exact) || left < dims.n {
                             let at = (line + left as usize) / 2;
-                            let value = finish.activate::<NC>(sum, left, dims.n);
+                            let value = finish.activate::<NC>(sum, left, &columns);
                             out[at] = Vector::cast_from(finish.join::<NC>(value, at));
                         }
                     } else {
@@ -635,7 +729,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                             let col = left + comptime!(e as u32);
                             if comptime!(exact) || col < dims.n {
                                 let at = line + col as usize;
-                                let value = finish.one(sum.extract(e), at, col);
+                                let value = finish.one(sum.extract(e), at, col, &columns);
                                 out[at] = Vector::new(E::cast_from(value));
                             }
                         }
@@ -651,7 +745,7 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
 fn store_sums<NC: Size, NP: Size>(
     out: &mut [Vector<f32, NP>],
-    acc: &Sequence<Array<Vector<f32, NC>>>,
+    acc: &Sums<NC>,
     start: usize,
     row: u32,
     col: u32,
@@ -671,7 +765,7 @@ fn store_sums<NC: Size, NP: Size>(
             #[unroll]
             for j in 0..frags_n {
                 let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
-                let sum = acc.index(comptime!(i / 2 * frags_n + j))[comptime!(i % 2)];
+                let sum = acc.pair(comptime!(i / 2 * frags_n + j), comptime!(i % 2), plan);
                 if comptime!(width == 2) {
                     if comptime!(exact) || left < dims.n {
                         out[(line + left as usize) / 2] = Vector::cast_from(sum);

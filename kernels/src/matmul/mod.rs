@@ -11,8 +11,10 @@
 //! Operands are stored in the problem's type; products are summed in f32, and so is the epilogue
 //! ([`Epilogue`], every part of it optional); the result is rounded once, to a type of its own.
 //! [`Precision::F32`] multiplies in f32; [`Precision::Tf32`] rounds f32 operands to 10 mantissa bits
-//! on the tensor cores. Either operand may have its rows or its columns contiguous, with any leading
-//! dimension, and either may repeat over batches (stride 0).
+//! on the tensor cores; [`Precision::F16Acc16`] sums in f16, where asked to. Either operand may have
+//! its rows or its columns contiguous, with any leading dimension, and either may repeat over batches
+//! (stride 0). Or batches are groups, each with rows of its own of one A, as many as a buffer on the
+//! device says ([`MatmulProblem::grouped`]).
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
 //!
@@ -37,6 +39,7 @@ mod fma;
 mod mma;
 mod parts;
 mod problem;
+mod ring;
 
 use std::sync::Arc;
 
@@ -55,7 +58,7 @@ pub use mma::MmaConfig;
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
 
 use config::Plan;
-use epilogue::{Finish, FinishCompilationArg, FinishLaunch};
+use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 
 /// The matmul kernel family.
 pub struct Matmul;
@@ -70,6 +73,8 @@ pub struct MatmulOperands {
     pub bias: Option<Handle>,
     pub gate: Option<Handle>,
     pub residual: Option<Handle>,
+    /// Offsets of a grouped problem, `[groups + 1]` of u32.
+    pub rows: Option<Handle>,
 }
 
 impl Kernel for Matmul {
@@ -78,7 +83,7 @@ impl Kernel for Matmul {
     type Operands = MatmulOperands;
 
     const NAME: &'static str = "matmul";
-    const VERSION: u32 = 3;
+    const VERSION: u32 = 4;
 
     fn bucket(problem: &MatmulProblem) -> String {
         problem.bucket()
@@ -114,21 +119,25 @@ impl Kernel for Matmul {
             lhs: make(lhs, storage, 0),
             rhs: make(rhs, storage, 1),
             out: client.empty((out * problem.out.size()).next_multiple_of(4)),
-            bias: bias.then(|| make(problem.n as usize, storage, 2)),
+            bias: bias.then(|| make(problem.bias_len(), storage, 2)),
             gate: gate.then(|| make(out, problem.out, 3)),
             residual: residual.then(|| make(out, problem.out, 4)),
+            rows: problem
+                .grouped
+                .then(|| client.create_from_slice(u32::as_bytes(&problem.uneven_rows()))),
         }
     }
 
     fn outputs(problem: &MatmulProblem, operands: &MatmulOperands) -> Vec<Output> {
-        // Two roundings of the result, and two orders of summation of k products in f32.
+        // Two roundings of the result, and two orders of summation of k products.
         let epsilon = match problem.out {
             DType::F16 => 2f64.powi(-10),
             DType::Bf16 => 2f64.powi(-7),
             _ if problem.precision == Precision::Tf32 => 2f64.powi(-10),
             _ => 0.0,
         };
-        let tolerance = epsilon + f64::from(problem.k).sqrt() * 2f64.powi(-22);
+        let sums = if problem.precision == Precision::F16Acc16 { -9 } else { -22 };
+        let tolerance = epsilon + f64::from(problem.k).sqrt() * 2f64.powi(sums);
         let len = problem.extents()[2];
         vec![Output { handle: operands.out.clone(), dtype: problem.out, len, tolerance }]
     }
@@ -167,7 +176,7 @@ impl Kernel for Matmul {
                 1 => problem.epilogue,
                 _ => Epilogue::default(),
             }),
-            Dims::compiled(),
+            Dims::compiled(problem.grouped),
             width_lhs,
             width_rhs,
             width_out,
@@ -222,7 +231,7 @@ impl Kernel for Matmul {
                     BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
                     BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
                     finish(),
-                    slice.dims(problem, parts, plan.part_tiles),
+                    slice.dims(problem, parts, plan.part_tiles, operands.rows.as_ref()),
                     plan.path,
                     Plan::types(problem),
                 );
@@ -257,11 +266,16 @@ pub(crate) struct Dims {
     /// Parts that k is cut into, and tiles of each but the last.
     pub(crate) parts: u32,
     pub(crate) part_tiles: u32,
+    /// Where the rows of each group begin, and the last one's end.
+    offsets: ComptimeOption<Box<[u32]>>,
+    /// Whether there are offsets, again, for the hash: see [`Finish`].
+    #[cube(comptime)]
+    pub(crate) grouped: bool,
 }
 
 impl Dims {
     /// Dims as a compilation sees them: every field is a run-time scalar.
-    fn compiled() -> DimsCompilationArg {
+    fn compiled(grouped: bool) -> DimsCompilationArg {
         DimsCompilationArg {
             m: (),
             n: (),
@@ -278,6 +292,11 @@ impl Dims {
             batches: (),
             parts: (),
             part_tiles: (),
+            offsets: match grouped {
+                true => ComptimeOptionCompilationArg::Some(BufferCompilationArg { inplace: None }),
+                false => ComptimeOptionCompilationArg::None,
+            },
+            grouped,
         }
     }
 }
@@ -291,6 +310,33 @@ impl Dims {
             self.rhs_start + batch * self.rhs_batch,
             self.out_start + batch * self.out_batch,
         )
+    }
+}
+
+#[cube]
+impl Dims {
+    /// The rows of lhs and result that batch `batch` has: the first, and the first that it has not.
+    pub(crate) fn rows(&self, batch: u32) -> (u32, u32) {
+        let mut rows = (0u32.runtime(), self.m);
+        #[comptime]
+        match &self.offsets {
+            ComptimeOption::Some(offsets) => {
+                let first = min(offsets[batch as usize], self.m);
+                rows = (first, min(offsets[batch as usize + 1], self.m));
+            }
+            ComptimeOption::None => {}
+        }
+        rows
+    }
+
+    /// The columns of batch `batch`.
+    pub(crate) fn columns(&self, batch: u32) -> Columns {
+        let first = if comptime!(self.grouped) {
+            batch as usize * self.n as usize
+        } else {
+            0usize.runtime()
+        };
+        Columns { first, count: self.n }
     }
 }
 
@@ -339,20 +385,15 @@ pub(crate) fn own_block(
     #[comptime] tile_n: u32,
 ) -> (u32, u32) {
     let last = dims.m.div_ceil(tile_m) * dims.n.div_ceil(tile_n) - 1;
-    block_of(dims, min(CUBE_POS_Z * CUBE_COUNT_X + CUBE_POS_X, last), tile_m, tile_n)
+    let id = min(CUBE_POS_Z * CUBE_COUNT_X + CUBE_POS_X, last);
+    block_of(dims.m.div_ceil(tile_m), dims.n.div_ceil(tile_n), id)
 }
 
-/// Row and column of block `id` of C. Blocks run down groups of eight block rows before they move one
+/// Row and column of block `id` of C, which has `rows` by `cols` of them. Blocks run down groups of eight block rows before they move one
 /// to the right, so that the cubes of a wave share rows of A and columns of B in the L2.
 #[cube]
-pub(crate) fn block_of(
-    dims: &Dims,
-    id: u32,
-    #[comptime] tile_m: u32,
-    #[comptime] tile_n: u32,
-) -> (u32, u32) {
+pub(crate) fn block_of(rows: u32, cols: u32, id: u32) -> (u32, u32) {
     let group = comptime!(8u32);
-    let (rows, cols) = (dims.m.div_ceil(tile_m), dims.n.div_ceil(tile_n));
     let per_group = group * cols;
     let first = id / per_group * group;
     let in_group = id % per_group;

@@ -12,7 +12,7 @@ use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::epilogue::{Finish, FinishCompilationArg, FinishLaunch};
+use super::epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 use super::{MatmulOperands, MatmulProblem, elem};
 
 /// Units of a cube: small, because few results must still reach many processors.
@@ -102,7 +102,8 @@ fn add_parts<F: Float, E: Float, N: Size>(
             sum += partials[part as usize * len + i];
         }
         let col = (i * N::value() % columns as usize) as u32;
-        let value = finish.activate::<N>(sum, col, columns);
+        let columns = Columns { first: 0usize.runtime(), count: columns };
+        let value = finish.activate::<N>(sum, col, &columns);
         out[i] = Vector::cast_from(finish.join::<N>(value, i));
         i += stride;
     }

@@ -1,6 +1,8 @@
 //! What to compute.
 
 use arch::{Backend, DType};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
@@ -16,16 +18,19 @@ pub enum Precision {
     Tf32,
     F16,
     Bf16,
+    /// f16 storage; products are summed in f16, which GeForce cards do at twice the rate. Sums past
+    /// 65504 are infinite, and k products lose about √k roundings to 11 bits.
+    F16Acc16,
 }
 
 impl Precision {
-    pub const ALL: [Self; 4] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16];
+    pub const ALL: [Self; 5] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16, Self::F16Acc16];
 
     /// The type that operands and results are stored in.
     pub const fn storage(self) -> DType {
         match self {
             Self::F32 | Self::Tf32 => DType::F32,
-            Self::F16 => DType::F16,
+            Self::F16 | Self::F16Acc16 => DType::F16,
             Self::Bf16 => DType::Bf16,
         }
     }
@@ -35,13 +40,24 @@ impl Precision {
         match self {
             Self::F32 => DType::F32,
             Self::Tf32 => DType::Tf32,
-            Self::F16 => DType::F16,
+            Self::F16 | Self::F16Acc16 => DType::F16,
             Self::Bf16 => DType::Bf16,
         }
     }
 
+    /// The type that products are summed in.
+    pub const fn sums(self) -> DType {
+        match self {
+            Self::F16Acc16 => DType::F16,
+            _ => DType::F32,
+        }
+    }
+
     pub const fn name(self) -> &'static str {
-        self.instruction().name()
+        match self {
+            Self::F16Acc16 => "f16acc16",
+            _ => self.instruction().name(),
+        }
     }
 }
 
@@ -98,6 +114,9 @@ pub struct MatmulProblem {
     /// The type of the result.
     pub out: DType,
     pub epilogue: Epilogue,
+    /// Each batch multiplies rows of its own, of one `[m, k]`: see [`MatmulProblem::grouped`].
+    #[serde(default)]
+    pub grouped: bool,
 }
 
 /// A matmul that means nothing.
@@ -107,6 +126,8 @@ pub enum InvalidMatmul {
     Empty { axis: &'static str },
     #[error("{operand} stride {stride} is smaller than its contiguous axis {axis}")]
     Stride { operand: &'static str, stride: u64, axis: u32 },
+    #[error("groups need rows of lhs that are contiguous and one axis of batches, of rhs only")]
+    Groups,
 }
 
 impl MatmulProblem {
@@ -137,8 +158,29 @@ impl MatmulProblem {
             precision,
             out: precision.storage(),
             epilogue: Epilogue::default(),
+            grouped: false,
         }
         .checked()
+    }
+
+    /// `groups` products that share n and k: rows `offsets[g]` to `offsets[g + 1]` of lhs by matrix g of
+    /// rhs. The offsets are a buffer on the device, since routing may happen there.
+    ///
+    /// # Shapes
+    /// offsets: `[groups + 1]` of u32, not falling, at most m; rows that no group has stay unwritten.
+    /// lhs: `[m, k]`   rhs: `[groups, k, n]`   bias: `[groups, n]`   out, gate, residual: `[m, n]`
+    ///
+    /// # Errors
+    /// A size of 0.
+    pub fn grouped(
+        groups: u32,
+        [m, n, k]: [u32; 3],
+        rhs: Layout,
+        precision: Precision,
+    ) -> Result<Self, InvalidMatmul> {
+        let dense = Self::dense(groups, [m, n, k], [Layout::Row, rhs], precision)?;
+        let batches = Batches { lhs: (0, 0), ..dense.batches };
+        Self { batches, grouped: true, ..dense }.checked()
     }
 
     /// The problem itself, if it means something.
@@ -162,12 +204,35 @@ impl MatmulProblem {
                 return Err(InvalidMatmul::Stride { operand, stride, axis });
             }
         }
+        let Batches { outer, lhs, .. } = self.batches;
+        if self.grouped && (self.lhs.layout, outer, lhs) != (Layout::Row, 1, (0, 0)) {
+            return Err(InvalidMatmul::Groups);
+        }
         Ok(self)
     }
 
     /// Number of products.
     pub fn batch(&self) -> u64 {
         u64::from(self.batches.outer) * u64::from(self.batches.inner)
+    }
+
+    /// Offsets of a grouped problem as they are measured: of 1, 2, .. groups rows in proportion, because
+    /// routing is not even.
+    pub fn uneven_rows(&self) -> Vec<u32> {
+        let (m, groups) = (u128::from(self.m), u128::from(self.batch()));
+        let first = |g: u128| (g * (g + 1) * m / (groups * (groups + 1))) as u32;
+        (0..=groups).map(first).collect()
+    }
+
+    /// Matrices `[m, n]` of the result.
+    fn results(&self) -> u64 {
+        if self.grouped { 1 } else { self.batch() }
+    }
+
+    /// Elements of the bias.
+    pub fn bias_len(&self) -> usize {
+        let groups = if self.grouped { self.batch() } else { 1 };
+        (groups * u64::from(self.n)) as usize
     }
 
     fn lhs_contiguous(&self) -> u32 {
@@ -189,7 +254,7 @@ impl MatmulProblem {
         [
             (last(lhs) + matrix(self.lhs, self.m, self.k)) as usize,
             (last(rhs) + matrix(self.rhs, self.k, self.n)) as usize,
-            (self.batch() * u64::from(self.m) * u64::from(self.n)) as usize,
+            (self.results() * u64::from(self.m) * u64::from(self.n)) as usize,
         ]
     }
 
@@ -237,10 +302,12 @@ impl MatmulProblem {
             u64::from(if o == 0 { 1 } else { outer }) * u64::from(if i == 0 { 1 } else { inner })
         };
         let Epilogue { bias, gate, residual, .. } = self.epilogue;
-        let operands = distinct(lhs) * m * k + distinct(rhs) * k * n + u64::from(bias) * n;
-        let results = self.batch() * m * n * (1 + u64::from(gate) + u64::from(residual));
+        let operands = distinct(lhs) * m * k
+            + distinct(rhs) * k * n
+            + if bias { self.bias_len() as u64 } else { 0 };
+        let results = self.results() * m * n * (1 + u64::from(gate) + u64::from(residual));
         Cost {
-            flops: 2 * self.batch() * m * n * k,
+            flops: 2 * self.results() * m * n * k,
             bytes: operands * self.precision.storage().size() as u64
                 + results * self.out.size() as u64,
         }
@@ -251,7 +318,7 @@ impl MatmulProblem {
     pub(crate) fn bucket(&self) -> String {
         let [wl, wr, _] = self.widths(16 / self.precision.storage().size() as u64);
         format!(
-            "{}{} {}{} w{wl}.{wr} m{} n{} k{} b{}",
+            "{}{} {}{} w{wl}.{wr} m{} n{} k{} {}{}",
             self.precision.name(),
             if self.out == self.precision.storage() {
                 String::new()
@@ -263,6 +330,7 @@ impl MatmulProblem {
             round_size(self.m),
             round_size(self.n),
             round_size(self.k),
+            if self.grouped { "g" } else { "b" },
             self.batch().next_power_of_two(),
         )
     }
@@ -281,7 +349,7 @@ impl MatmulProblem {
         } else {
             (outer, inner, lhs, rhs)
         };
-        let out = u64::from(self.m) * u64::from(self.n);
+        let out = if self.grouped { 0 } else { u64::from(self.m) * u64::from(self.n) };
         let mut slices = Vec::new();
         for o in 0..u64::from(outer) {
             let mut done = 0;
@@ -311,7 +379,18 @@ pub(crate) struct BatchSlice {
 }
 
 impl BatchSlice {
-    pub(crate) fn dims(&self, p: &MatmulProblem, parts: u32, part_tiles: u32) -> DimsLaunch {
+    /// The arguments of the launch; `rows` are the offsets of a grouped problem.
+    pub(crate) fn dims(
+        &self,
+        p: &MatmulProblem,
+        parts: u32,
+        part_tiles: u32,
+        rows: Option<&Handle>,
+    ) -> DimsLaunch {
+        let offsets = rows.map(|rows| {
+            // SAFETY: there is an offset more than there are groups.
+            unsafe { BufferArg::from_raw_parts(rows.clone(), p.batches.inner as usize + 1) }
+        });
         DimsLaunch::new(
             p.m,
             p.n,
@@ -328,6 +407,8 @@ impl BatchSlice {
             self.count,
             parts,
             part_tiles,
+            ComptimeOptionArgs::from(offsets),
+            p.grouped,
         )
     }
 }
@@ -384,6 +465,18 @@ mod tests {
         assert_eq!(p.cost().bytes, 2 * (8 + 12 + 24));
         let many = dense(70_000, [1, 1, 1], rows);
         assert_eq!(many.batch_slices(Backend::Cuda).len(), 2);
+    }
+
+    #[test]
+    fn groups_share_the_rows_of_one_matrix() {
+        let p = MatmulProblem::grouped(3, [10, 4, 8], Layout::Col, Precision::Bf16).expect("valid");
+        assert_eq!(p.extents(), [80, 3 * 32, 40]);
+        assert_eq!(p.bias_len(), 12);
+        assert_eq!(p.cost().flops, 2 * 10 * 4 * 8);
+        assert_eq!(p.batch_slices(Backend::Cuda).len(), 1);
+        let one = dense(3, [10, 4, 8], [Layout::Row, Layout::Col]);
+        assert_ne!(p.bucket(), one.bucket());
+        assert_eq!(MatmulProblem { grouped: true, ..one }.checked(), Err(InvalidMatmul::Groups));
     }
 
     #[test]

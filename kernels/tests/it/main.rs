@@ -3,7 +3,9 @@
 
 use arch::{ArchProfile, Backend, Device};
 use kernels::attention::Attention;
-use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
+use kernels::matmul::{
+    Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
+};
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use tune::{Kernel, TuneCache};
 
@@ -91,6 +93,22 @@ fn a_precision_that_the_device_lacks_has_no_candidate() {
     assert!(Matmul::candidates(&without, &problem).is_empty());
 }
 
+/// f16 sums are asked for by name, and only matrix instructions have them.
+#[test]
+fn f16_sums_are_for_instructions_that_have_them() {
+    let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+    let problem =
+        MatmulProblem::dense(1, [64; 3], [Layout::Row; 2], Precision::F16Acc16).expect("valid");
+    let all = Matmul::candidates(&arch, &problem);
+    assert!(!all.is_empty() && all.iter().all(|c| matches!(c, MatmulConfig::Mma(_))), "{all:?}");
+    let mut without = arch.clone();
+    without.mma.retain(|shape| shape.acc != arch::DType::F16);
+    assert!(Matmul::candidates(&without, &problem).is_empty());
+    let f16 = MatmulProblem { precision: Precision::F16, ..problem };
+    let fma = Matmul::simplest(&arch, &f16).expect("any GPU has one");
+    assert!(Matmul::check(&arch, &problem, &fma).is_err(), "{fma:?} sums in f32");
+}
+
 #[test]
 fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
@@ -140,7 +158,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
 
 /// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.
 #[test]
-fn every_epilogue_is_another_program() {
+fn every_epilogue_is_another_program_and_so_are_groups() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
     let client = device.client();
     let (properties, target) = (client.properties_shared(), client.target_properties_shared());
@@ -161,7 +179,10 @@ fn every_epilogue_is_another_program() {
             }
         }
     }
-    assert_eq!(hashes.len(), count);
+    let grouped = MatmulProblem::grouped(2, [8; 3], Layout::Row, Precision::F32).expect("valid");
+    let program = Matmul::program(device.profile(), &grouped, &config, &properties, &target);
+    hashes.insert(program.id().stable_hash());
+    assert_eq!(hashes.len(), count + 1);
 }
 
 /// Checks each attention with its default config and returns what went wrong.

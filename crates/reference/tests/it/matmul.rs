@@ -60,6 +60,38 @@ fn problem() -> impl Strategy<Value = Matmul> {
     })
 }
 
+/// Rows 0 and 1 by the second matrix, row 2 by the third, none by the first.
+#[test]
+fn groups_are_rows_by_matrices_of_their_own() -> Result<(), Error> {
+    let matmul = Matmul {
+        lhs: Strides { batch: vec![0], row: 1, col: 1 },
+        ..Matmul::contiguous(&[3], [3, 1, 1], Layout::Row, Layout::Row, DType::F32)
+    };
+    let (lhs, rhs) = ([1.0, 2.0, 3.0], [10.0, 100.0, 1000.0]);
+    let bias = Epilogue::bias(&[1.0, 2.0, 3.0]);
+    let check = |offsets: &[usize], out: [f32; 3]| {
+        matmul.check_groups(offsets, None, &lhs, &rhs, bias, &out)
+    };
+    assert!(check(&[0, 0, 2, 3], [102.0, 202.0, 3003.0])?.passed);
+    let wrong = check(&[0, 0, 2, 3], [102.0, 202.0, 302.0])?;
+    assert_eq!((wrong.passed, wrong.worst_index), (false, Some(2)));
+    assert!(check(&[0, 2, 3], [0.0; 3]).is_err(), "three groups have four offsets");
+    assert!(check(&[0, 2, 1, 3], [0.0; 3]).is_err(), "offsets do not fall");
+    Ok(())
+}
+
+/// 2048 + 1 is halfway between two f16 and goes to the even one, every time; in f32 nothing is lost.
+#[test]
+fn naive_sums_are_rounded_to_their_format() -> Result<(), Error> {
+    let wide = Matmul::contiguous(&[], [1, 1, 5], Layout::Row, Layout::Row, DType::F16);
+    let (lhs, rhs) = ([2048.0, 1.0, 1.0, 1.0, 1.0], [1.0; 5]);
+    assert_eq!(wide.naive(&lhs, &rhs, NONE)?, [2052.0]);
+    let narrow = Matmul { sums: DType::F16, ..wide };
+    assert_eq!(narrow.naive(&lhs, &rhs, NONE)?, [2048.0]);
+    assert_eq!(narrow.run(&lhs, &rhs, NONE)?, [2052.0]);
+    Ok(())
+}
+
 #[test]
 fn an_epilogue_is_its_formula() -> Result<(), Error> {
     let matmul = Matmul::contiguous(&[], [1, 2, 1], Layout::Row, Layout::Row, DType::F32);
