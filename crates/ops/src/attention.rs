@@ -1,10 +1,15 @@
-//! `softmax(rules(q·kᵀ))·v` with the arguments of Burn's own attention, and more.
+//! `softmax(rules(q·kᵀ))·v` with the arguments of Burn's own attention, and more, and its gradients.
 //!
-//! Without gradients it is one kernel that never stores the scores. With them it is, for now, ordinary
-//! differentiable ops, which do: a backward kernel is not written yet.
+//! One kernel forward, which keeps its log-sum-exp where gradients are wanted; the backward kernels
+//! compute the scores again. Neither stores them: memory grows with the sequence, not with its square.
+//! Only a bias that wants a gradient needs them stored, and goes through ordinary differentiable ops.
 
 use arch::DType;
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{
     Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, TensorMetadata, backend_extension,
@@ -14,6 +19,9 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+use kernels::attention::backward::{
+    AttentionBackward, BackwardConfig, BackwardOperands, BackwardProblem,
+};
 use kernels::attention::{
     Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, ScoreStrides,
 };
@@ -173,75 +181,159 @@ impl AttentionOps for CubeBackend {
         options: AttentionOptions,
         call: Call,
     ) -> CubeTensor {
-        let [q, k, v] = [q, k, v].map(along_head_dim);
-        let out = empty_device_contiguous_dtype(
-            q.client.clone(),
-            q.device.clone(),
-            q.meta.shape().clone(),
-            q.dtype,
-        );
-        if let Err(e) =
-            launch([&q, &k, &v, &out], mask.into_option(), bias.into_option(), &options, &call)
-        {
-            call.fail(e);
-        }
-        out
+        let scores = [mask.into_option(), bias.into_option()];
+        Self::forward([q, k, v], scores, false, &options, &call).0
     }
 }
 
-/// Enqueues the kernel.
-fn launch(
-    [q, k, v, out]: [&CubeTensor; 4],
-    mask: Option<CubeTensor>,
-    bias: Option<CubeTensor>,
-    options: &AttentionOptions,
-    call: &Call,
-) -> Result<(), OpError> {
-    let size = |t: &CubeTensor, axis: usize| t.meta.shape()[axis] as u32;
-    let (heads, seqs) = ([size(q, 1), size(k, 1)], [size(q, 2), size(k, 2)]);
-    let dtype = match q.dtype {
-        burn::tensor::DType::F16 => DType::F16,
-        burn::tensor::DType::BF16 => DType::Bf16,
-        _ => DType::F32,
-    };
-    let dense = AttentionProblem::dense(size(q, 0), heads, seqs, size(q, 3), dtype)?;
-    // Burn's booleans are bytes or words.
-    let mask_dtype = match mask.as_ref().map(|m| m.dtype.size()) {
-        Some(4) => DType::I32,
-        _ => DType::U8,
-    };
-    let problem = AttentionProblem {
-        q: head_strides(q),
-        k: head_strides(k),
-        v: head_strides(v),
-        out: head_strides(out),
-        scale: options.scale.unwrap_or(dense.scale),
-        softcap: options.softcap,
-        causal: options.causal,
-        window: options.window,
-        bias: bias.as_ref().map(score_strides),
-        mask: mask.as_ref().map(score_strides),
-        mask_dtype,
-        ..dense
+/// Both directions on a backend that has the kernels. Errors are left with the call.
+pub(crate) trait AttentionKernels: Backend<BoolTensorPrimitive = FloatTensor<Self>> {
+    /// The result, and the log-sum-exp where it is wanted; `scores` are mask and bias.
+    fn forward(
+        operands: [FloatTensor<Self>; 3],
+        scores: [Option<FloatTensor<Self>>; 2],
+        lse: bool,
+        options: &AttentionOptions,
+        call: &Call,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
+
+    /// The gradients by q, k and v.
+    fn backward(saved: Saved<Self>, dout: FloatTensor<Self>) -> [FloatTensor<Self>; 3];
+}
+
+/// What a backward pass starts from.
+#[derive(Clone)]
+pub(crate) struct Saved<B: Backend> {
+    operands: [FloatTensor<B>; 3],
+    scores: [Option<FloatTensor<B>>; 2],
+    out: FloatTensor<B>,
+    lse: FloatTensor<B>,
+    options: AttentionOptions,
+    call: Call,
+}
+
+impl AttentionKernels for CubeBackend {
+    fn forward(
+        operands: [CubeTensor; 3],
+        scores: [Option<CubeTensor>; 2],
+        lse: bool,
+        options: &AttentionOptions,
+        call: &Call,
+    ) -> (CubeTensor, Option<CubeTensor>) {
+        let operands = operands.map(along_head_dim);
+        let q = &operands[0];
+        let out = like(q, q.dtype);
+        let rows = Shape::new([q.meta.shape()[0], q.meta.shape()[1], q.meta.shape()[2]]);
+        let float = burn::tensor::DType::F32;
+        let lse = lse.then(|| {
+            empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), rows, float)
+        });
+        let launched = Launch::new(&operands, scores, &out, lse.as_ref(), options).and_then(|l| {
+            let device = call.ctx.device(&out.device)?;
+            let config = match options.implementation {
+                None => call.ctx.config::<Attention>(&device, &l.problem)?,
+                Some(wanted) => forced(&device, &l.problem, wanted)?,
+            };
+            Attention::launch(&device, &l.problem, &config, &l.operands, None);
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        (out, lse)
     }
-    .checked()?;
-    let device = call.ctx.device(&out.device)?;
-    let config = match options.implementation {
-        None => call.ctx.config::<Attention>(&device, &problem)?,
-        Some(wanted) => forced(&device, &problem, wanted)?,
-    };
-    let operands = AttentionOperands {
-        q: q.handle.clone(),
-        k: k.handle.clone(),
-        v: v.handle.clone(),
-        out: out.handle.clone(),
-        lse: None,
-        bias: bias.map(|t| t.handle),
-        mask: mask.map(|t| t.handle),
-        offsets: None,
-    };
-    Attention::launch(&device, &problem, &config, &operands, None);
-    Ok(())
+
+    fn backward(saved: Saved<Self>, dout: CubeTensor) -> [CubeTensor; 3] {
+        let operands = saved.operands.map(along_head_dim);
+        let dout = along_head_dim(dout);
+        let gradients = operands.each_ref().map(|t| like(t, t.dtype));
+        let (options, call, lse) = (saved.options, saved.call, Some(&saved.lse));
+        let forward = Launch::new(&operands, saved.scores, &saved.out, lse, &options);
+        let launched = forward.and_then(|forward| {
+            let [dq, dk, dv] = gradients.each_ref().map(head_strides);
+            let problem =
+                BackwardProblem { forward: forward.problem, dout: head_strides(&dout), dq, dk, dv };
+            let problem = problem.checked()?;
+            let device = call.ctx.device(&dout.device)?;
+            let config = match options.implementation {
+                None => call.ctx.config::<AttentionBackward>(&device, &problem)?,
+                Some(wanted) => forced_backward(&device, &problem, wanted)?,
+            };
+            let [dq, dk, dv] = gradients.each_ref().map(|t| t.handle.clone());
+            let operands =
+                BackwardOperands { forward: forward.operands, dout: dout.handle, dq, dk, dv };
+            let scratch = AttentionBackward::scratch(&device, &problem, &config);
+            AttentionBackward::launch(&device, &problem, &config, &operands, scratch.as_ref());
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        gradients
+    }
+}
+
+/// An empty dense tensor of `tensor`'s shape.
+fn like(tensor: &CubeTensor, dtype: burn::tensor::DType) -> CubeTensor {
+    let (client, device) = (tensor.client.clone(), tensor.device.clone());
+    empty_device_contiguous_dtype(client, device, tensor.meta.shape().clone(), dtype)
+}
+
+/// A forward pass as the kernel takes it.
+struct Launch {
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+}
+
+impl Launch {
+    fn new(
+        [q, k, v]: &[CubeTensor; 3],
+        [mask, bias]: [Option<CubeTensor>; 2],
+        out: &CubeTensor,
+        lse: Option<&CubeTensor>,
+        options: &AttentionOptions,
+    ) -> Result<Self, OpError> {
+        let size = |t: &CubeTensor, axis: usize| t.meta.shape()[axis] as u32;
+        let (heads, seqs) = ([size(q, 1), size(k, 1)], [size(q, 2), size(k, 2)]);
+        let dtype = match q.dtype {
+            burn::tensor::DType::F16 => DType::F16,
+            burn::tensor::DType::BF16 => DType::Bf16,
+            _ => DType::F32,
+        };
+        let dense = AttentionProblem::dense(size(q, 0), heads, seqs, size(q, 3), dtype)?;
+        // Burn's booleans are bytes or words.
+        let mask_dtype = match mask.as_ref().map(|m| m.dtype.size()) {
+            Some(4) => DType::I32,
+            _ => DType::U8,
+        };
+        let problem = AttentionProblem {
+            q: head_strides(q),
+            k: head_strides(k),
+            v: head_strides(v),
+            out: head_strides(out),
+            scale: options.scale.unwrap_or(dense.scale),
+            softcap: options.softcap,
+            causal: options.causal,
+            window: options.window,
+            bias: bias.as_ref().map(score_strides),
+            mask: mask.as_ref().map(score_strides),
+            mask_dtype,
+            lse: lse.is_some(),
+            ..dense
+        }
+        .checked()?;
+        let operands = AttentionOperands {
+            q: q.handle.clone(),
+            k: k.handle.clone(),
+            v: v.handle.clone(),
+            out: out.handle.clone(),
+            lse: lse.map(|t| t.handle.clone()),
+            bias: bias.map(|t| t.handle),
+            mask: mask.map(|t| t.handle),
+            offsets: None,
+        };
+        Ok(Self { problem, operands })
+    }
 }
 
 /// A config of the implementation asked for.
@@ -264,6 +356,27 @@ fn forced(
             })
         }
     }
+}
+
+/// As [`forced`] for the gradients.
+fn forced_backward(
+    device: &arch::Device,
+    problem: &BackwardProblem,
+    wanted: Implementation,
+) -> Result<BackwardConfig, OpError> {
+    let arch = device.profile();
+    let of = |config: &BackwardConfig| match wanted {
+        Implementation::Plain => {
+            AttentionBackward::simplest(arch, problem).as_ref() == Some(config)
+        }
+        Implementation::Flash => matches!(config.queries, AttentionConfig::Flash(_)),
+    };
+    let simplest = AttentionBackward::simplest(arch, problem);
+    let mut all = AttentionBackward::candidates(arch, problem).into_iter().chain(simplest);
+    all.find(of).ok_or_else(|| {
+        let why = "no tile of the backward pass fits".to_owned();
+        OpError::Forced { implementation: wanted, why }
+    })
 }
 
 /// The tensor itself, or a copy whose last axis is contiguous.
@@ -292,7 +405,61 @@ fn score_strides(tensor: &CubeTensor) -> ScoreStrides {
     ScoreStrides { batch: step(0), head: step(1), row: step(2), col: step(3) }
 }
 
-impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
+/// Parents of an attention's node: q, k and v.
+#[derive(Debug)]
+struct Attend;
+
+/// What the gradients need, q, k and v by the nodes that can bring them back.
+#[derive(Clone)]
+struct State<B: Backend> {
+    nodes: [NodeId; 3],
+    scores: [Option<FloatTensor<B>>; 2],
+    out: FloatTensor<B>,
+    lse: FloatTensor<B>,
+    options: AttentionOptions,
+    ctx: Ctx,
+}
+
+impl<B: Backend> std::fmt::Debug for State<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl<B: AttentionKernels> Backward<B, 3> for Attend {
+    type State = State<B>;
+
+    fn backward(
+        self,
+        ops: Ops<State<B>, 3>,
+        gradients: &mut Gradients,
+        checkpointer: &mut Checkpointer,
+    ) {
+        let state = ops.state;
+        let dout = gradients.consume::<B>(&ops.node);
+        let call = Call::of(&state.ctx);
+        let saved = Saved {
+            operands: state.nodes.map(|node| checkpointer.retrieve_node_output(node)),
+            scores: state.scores,
+            out: state.out,
+            lse: state.lse,
+            options: state.options,
+            call: call.clone(),
+        };
+        let all = B::backward(saved, dout);
+        // Burn's backward pass has no way to return an error.
+        if let Some(e) = call.failed() {
+            panic!("the gradient of an attention failed: {e}");
+        }
+        for (parent, gradient) in ops.parents.into_iter().zip(all) {
+            if let Some(node) = parent {
+                gradients.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
     fn attend(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -303,14 +470,24 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
         call: Call,
     ) -> FloatTensor<Self> {
         let (mask, bias) = (mask.into_option(), bias.into_option());
-        let tracked = [Some(&q), Some(&k), Some(&v), bias.as_ref()];
-        if tracked.into_iter().flatten().any(|t| t.is_tracked()) {
+        if bias.as_ref().is_some_and(|bias| bias.is_tracked()) {
             return by_ops::<Self>([q, k, v], mask, bias, &options);
         }
-        let [q, k, v] = [q, k, v].map(Self::inner);
-        let mask = Masking::of(mask.map(Self::bool_inner));
-        let bias = Optional::of(bias.map(Self::inner));
-        Self::from_inner(B::attend(q, k, v, mask, bias, options, call))
+        let scores = [mask.map(Self::bool_inner), bias.map(Self::inner)];
+        match Attend.prepare::<C>([q.node(), k.node(), v.node()]).compute_bound().stateful() {
+            OpsKind::Tracked(mut prep) => {
+                let nodes = [&q, &k, &v].map(|t| prep.checkpoint(t));
+                let operands = [q, k, v].map(|t| t.into_primitive());
+                let (out, lse) = B::forward(operands, scores.clone(), true, &options, &call);
+                let lse = lse.expect("asked for");
+                let ctx = call.ctx.clone();
+                prep.finish(State { nodes, scores, out: out.clone(), lse, options, ctx }, out)
+            }
+            OpsKind::UnTracked(prep) => {
+                let operands = [q, k, v].map(|t| t.into_primitive());
+                prep.finish(B::forward(operands, scores, false, &options, &call).0)
+            }
+        }
     }
 }
 

@@ -14,7 +14,7 @@
 //! fewer than those of q: `heads / kv_heads` neighbours share one, without a copy. Causal order is
 //! aligned bottom-right: query i sees key j when j <= i + seq_kv - seq_q.
 //!
-//! Cost: `4·head_dim` flop a visible pair; q, k and v read once, out written once.
+//! Cost: `4·head_dim` flop a visible pair; q, k and v read once, out written once. Gradients: [`backward`].
 //!
 //! One source, two ways through it, chosen by [`AttentionConfig`]:
 //!

@@ -251,8 +251,10 @@ impl<F: Float, M: Int> Scores<F, M> {
     /// The slope of the soft cap at product `dot`, 1 without one.
     pub(crate) fn slope_at(&self, dot: f32) -> f32 {
         if comptime!(self.rules.softcap) {
-            let bent = (dot * self.scale / self.softcap).tanh();
-            1.0 - bent * bent
+            // 1 - tanh² without the difference, which loses what is small.
+            let bent = dot * self.scale / self.softcap;
+            let tail = (-2.0f32 * f32::abs(bent)).exp();
+            4.0f32 * tail / ((1.0f32 + tail) * (1.0f32 + tail))
         } else {
             1.0f32.runtime()
         }

@@ -420,6 +420,10 @@ fn check_cube(
     if problem.epilogue != Epilogue::default() || problem.out != problem.precision.storage() {
         return Err(lacks("epilogues on cube-scope matrices".into()));
     }
+    // Whole tiles are stored: one that ends a group would write over the next.
+    if problem.grouped {
+        return Err(lacks("groups on cube-scope matrices".into()));
+    }
     let fits = |s: &&MmaShape| s.ab == ab && s.acc == DType::F32;
     if !arch
         .cube_mma

@@ -3,9 +3,11 @@
 
 use arch::{ArchProfile, Backend, Device};
 use kernels::attention::Attention;
+use kernels::attention::backward::AttentionBackward;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
+use oracle::attention_backward::BackwardCase;
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use tune::{Kernel, TuneCache};
 
@@ -210,6 +212,39 @@ fn attention_is_right_on_the_cpu() {
         let failures = attention_failures(&device, dtype);
         assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
+}
+
+/// Checks the gradients of each attention with their default config and returns what went wrong.
+fn gradient_failures(device: &Device, cases: Vec<BackwardCase>) -> Vec<String> {
+    let arch = device.profile();
+    let mut failures = Vec::new();
+    for case in cases {
+        let config = AttentionBackward::candidates(arch, &case.problem).first().copied();
+        let config = config.unwrap_or_else(|| panic!("no candidate for {case:?}"));
+        match oracle::attention_backward::check(device, &case, &config) {
+            Ok(verdict) if verdict.comparison.passed => {}
+            Ok(verdict) => failures.push(format!("{case:?}: {}", verdict.comparison)),
+            Err(e) => failures.push(format!("{case:?}: {e}")),
+        }
+    }
+    failures
+}
+
+#[test]
+fn gradients_of_attention_are_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let mut cases = oracle::attention_backward::edge_cases(arch::DType::F32, Backend::Cpu);
+    cases.extend(oracle::attention_backward::config_cases(arch::DType::Bf16));
+    let failures = gradient_failures(&device, cases);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn gradients_of_attention_are_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let cases = oracle::attention_backward::edge_cases(arch::DType::F32, Backend::WebGpu);
+    let failures = gradient_failures(&device, cases);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]

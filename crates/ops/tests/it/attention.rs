@@ -91,17 +91,40 @@ fn heads_may_lie_beside_each_other() {
 fn gradients_are_the_differences() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
     let weights = fill(9, 2 * HEADS[0] * SEQS[0] * DIM, reference::Distribution::Normal);
-    for options in cases() {
+    let [seq_q, seq_kv] = SEQS;
+    let bias = tensor::<4>([1, HEADS[0], 1, seq_kv], 4, &device);
+    let biases = values(bias.clone().expand([2, HEADS[0], seq_q, seq_kv]));
+    let masks: Vec<bool> = (0..2 * HEADS[0]).flat_map(|_| mask()).collect();
+    let data = TensorData::new(mask(), [1, 1, seq_q, seq_kv]);
+    let hidden = Tensor::<4, Bool>::from_data(data, &device);
+    let (with_mask, with_bias) = (
+        Scores { mask: Some(&masks), ..Scores::default() },
+        Scores { bias: Some(&biases), ..Scores::default() },
+    );
+    // Nothing, a mask, a bias, and a bias whose own gradient takes the way that stores the scores.
+    let kinds = [(None, None), (Some(&hidden), None), (None, Some(false)), (None, Some(true))];
+    for (options, (mask, biased)) in
+        cases().into_iter().flat_map(|options| kinds.map(|kind| (options, kind)))
+    {
+        let scores = match (mask, biased) {
+            (Some(_), _) => with_mask,
+            (None, Some(_)) => with_bias,
+            (None, None) => Scores::default(),
+        };
+        let bias = biased.map(|tracked| match tracked {
+            true => bias.clone().require_grad(),
+            false => bias.clone(),
+        });
         let reference = reference(&options);
         let loss = |host: &[Vec<f32>; 3]| -> f64 {
             let [q, k, v] = host;
-            let out = reference.run(q, k, v, Scores::default()).expect("sizes").out;
+            let out = reference.run(q, k, v, scores).expect("sizes").out;
             out.iter().zip(&weights).map(|(o, w)| o * f64::from(*w)).sum()
         };
         let tracked = operands(&device).map(Tensor::require_grad);
         let host = tracked.clone().map(values);
         let [q, k, v] = tracked.clone();
-        let out = attention(&ctx, q, k, v, None, None, options).expect("valid");
+        let out = attention(&ctx, q, k, v, mask.cloned(), bias.clone(), options).expect("valid");
         let shape = out.dims();
         let weighted = out * Tensor::from_data(TensorData::new(weights.clone(), shape), &device);
         let gradients = weighted.sum().backward();
@@ -121,7 +144,11 @@ fn gradients_are_the_differences() {
             });
             let want: Vec<f64> = differences.collect();
             let got: Vec<f32> = places.iter().map(|&i| got[i]).collect();
-            close(&got, &want, &format!("{options:?}, operand {which}"));
+            close(&got, &want, &format!("{options:?}, {biased:?}, operand {which}"));
+        }
+        if let Some(bias) = bias.filter(|_| biased == Some(true)) {
+            let got = values(bias.grad(&gradients).expect("tracked"));
+            assert!(got.iter().any(|v| v.abs() > 1e-3), "{got:?}");
         }
     }
 }
