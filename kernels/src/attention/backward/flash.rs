@@ -158,14 +158,7 @@ struct Others {
     /// Of the first head, at this unit's first copy.
     from_1: u64,
     from_2: u64,
-    stats: u64,
-    /// Bytes between positions.
-    line_1: u64,
-    line_2: u64,
-    /// Bytes between heads.
-    head_1: u64,
-    head_2: u64,
-    stats_head: u64,
+    at_stats: u32,
     /// Of each head: the first tile, how many, positions in all.
     first: u32,
     tiles: u32,
@@ -186,22 +179,34 @@ impl Others {
     }
 
     /// Issues the copies of step `step`, if there is one, and closes their group.
-    fn copy(&self, step: u32, to: u32, unit: u32, lane: &CopyLane, #[comptime] plan: FlashPlan) {
+    #[expect(clippy::too_many_arguments, reason = "what to copy, from where, to where, by whom")]
+    fn copy(
+        &self,
+        step: u32,
+        stats: &[Vector<f32, Const<2>>],
+        dims: &Dims,
+        roles: &Roles,
+        to: u32,
+        unit: u32,
+        lane: &CopyLane,
+        #[comptime] plan: FlashPlan,
+    ) {
         if step < self.total {
-            let (head, tile) = self.at(step, plan.side);
-            let down = tile * comptime!(plan.config.tile_kv);
-            let left = self.len - down;
-            let (head, down) = (u64::cast_from(head), u64::cast_from(down));
+            let (head_at, tile) = self.at(step, plan.side);
+            let down_at = tile * comptime!(plan.config.tile_kv);
+            let left = self.len - down_at;
+            let (head, down) = (u64::cast_from(head_at), u64::cast_from(down_at));
             let tile_bytes = comptime!(plan.other.shape.bytes());
-            let from = self.from_1 + head * self.head_1 + down * self.line_1;
-            lane.copy(from, self.line_1, to, left, plan.head_dim, plan.other);
-            let from = self.from_2 + head * self.head_2 + down * self.line_2;
-            lane.copy(from, self.line_2, to + tile_bytes, left, plan.head_dim, plan.other);
+            let (line_1, line_2) = (bytes(roles.other_1.seq), bytes(roles.other_2.seq));
+            let from = self.from_1 + head * bytes(roles.other_1.head) + down * line_1;
+            lane.copy(from, line_1, to, left, plan.head_dim, plan.other);
+            let from = self.from_2 + head * bytes(roles.other_2.head) + down * line_2;
+            lane.copy(from, line_2, to + tile_bytes, left, plan.head_dim, plan.other);
             #[expect(clippy::collapsible_if, reason = "one is comptime")]
             if comptime!(plan.side.keys) {
                 if unit < comptime!(plan.config.tile_kv) {
-                    let from =
-                        self.stats + head * self.stats_head + (down + u64::cast_from(unit)) * 8;
+                    let at = self.at_stats + head_at * dims.lse_head + down_at + unit;
+                    let from = global_address(stats) + u64::cast_from(at) * 8;
                     copy_pair(from, to + 2 * tile_bytes + unit * 8, unit < left);
                 }
             }
@@ -272,7 +277,6 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let first = from / tile;
     let tiles = end_row.div_ceil(tile) - first;
     let (line_1, line_2) = (bytes(roles.other_1.seq), bytes(roles.other_2.seq));
-    let at_stats = dims.lse_at(here.from_q, batch, first_query_head);
     let others = Others {
         from_1: global_address(other_1)
             + bytes(roles.other_1.at(from_other, batch, other_head))
@@ -280,12 +284,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         from_2: global_address(other_2)
             + bytes(roles.other_2.at(from_other, batch, other_head))
             + lane_other.start(line_2, plan.other),
-        stats: global_address(stats) + u64::cast_from(at_stats) * 8,
-        line_1,
-        line_2,
-        head_1: bytes(roles.other_1.head),
-        head_2: bytes(roles.other_2.head),
-        stats_head: u64::cast_from(dims.lse_head) * 8,
+        at_stats: dims.lse_at(here.from_q, batch, first_query_head) as u32,
         first,
         tiles,
         len: other_len,
@@ -305,7 +304,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let mut write = ring;
     #[unroll]
     for ahead in 0..comptime!(stages - 1) {
-        others.copy(ahead.runtime(), write, unit, &lane_other, plan);
+        others.copy(ahead.runtime(), stats, dims, roles, write, unit, &lane_other, plan);
         write = next_stage(write, ring, end, plan);
     }
 
@@ -335,7 +334,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     for step in 0..others.total {
         wait_copies(comptime!(stages - 2));
         sync_cube();
-        others.copy(step + comptime!(stages - 1), write, unit, &lane_other, plan);
+        others.copy(step + comptime!(stages - 1), stats, dims, roles, write, unit, &lane_other, plan);
         write = next_stage(write, ring, end, plan);
         let (head, tile_at) = others.at(step, side);
         let tile_2 = read + comptime!(plan.other.shape.bytes());
@@ -344,29 +343,14 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
 
         let mut s = zeros::<NC>(comptime!(products.scores()));
         multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, products);
+        // g comes late, when the weights of this tile have been summed; a soft cap, whose slope depends on
+        // the products that it bends, needs it before.
         let mut g = zeros::<NC>(comptime!(if side.first { products.scores() } else { 0 }));
-        if comptime!(side.first) {
-            #[unroll]
-            for j in 0..comptime!(2 * products.pairs) {
-                let quad = quad_of(at_stats, j, side);
-                #[unroll]
-                for r in 0..comptime!(2 * products.frags) {
-                    let at = comptime!(r / 2 * 2 * products.pairs + j);
-                    let mut start = g.index(at)[comptime!(r % 2)];
-                    #[unroll]
-                    for e in 0..2usize {
-                        let delta = if comptime!(side.keys) {
-                            quad.extract(comptime!(2 * e + 1))
-                        } else {
-                            own_stats.index(r).extract(1usize)
-                        };
-                        start.insert(e, -delta);
-                    }
-                    g.index_mut(at)[comptime!(r % 2)] = start;
-                }
-            }
-            let own = lane_a + comptime!(plan.own.shape.bytes());
-            multiply::<F, NF, NC>(&mut g, own, tile_2 + lane_b, products);
+        let (own_2, tile_b) = (lane_a + comptime!(plan.own.shape.bytes()), tile_2 + lane_b);
+        let bends = comptime!(scores.rules.softcap);
+        if comptime!(side.first && bends) {
+            minus_deltas::<NC>(&mut g, &own_stats, at_stats, plan);
+            multiply::<F, NF, NC>(&mut g, own_2, tile_b, products);
             scores.slope::<NC>(&s, &mut g, comptime!(products.scores()));
         }
 
@@ -375,14 +359,14 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         let corner = Place { batch, head: first_query_head + head, row: query, col: key };
         scores.finish::<NC>(&mut s, &corner, &here, dims, comptime!(plan.region()));
 
-        // s = exp2(s - lse), g = s·g
+        // s = exp2(s - lse)
         #[unroll]
         for j in 0..comptime!(2 * products.pairs) {
             let quad = quad_of(at_stats, j, side);
             #[unroll]
             for r in 0..comptime!(2 * products.frags) {
-                let at = comptime!(r / 2 * 2 * products.pairs + j);
-                let mut weights = s.index(at)[comptime!(r % 2)];
+                let fragment = s.index_mut(comptime!(r / 2 * 2 * products.pairs + j));
+                let mut pair = fragment[comptime!(r % 2)];
                 #[unroll]
                 for e in 0..2usize {
                     let lse = if comptime!(side.keys) {
@@ -390,22 +374,29 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
                     } else {
                         own_stats.index(r).extract(0usize)
                     };
-                    let weight = exp2(fma(weights.extract(e), scores.unit(), -lse));
-                    weights.insert(e, weight);
-                    if comptime!(side.first) {
-                        let mut gradients = g.index(at)[comptime!(r % 2)];
-                        gradients.insert(e, weight * gradients.extract(e));
-                        g.index_mut(at)[comptime!(r % 2)] = gradients;
-                    }
+                    pair.insert(e, exp2(fma(pair.extract(e), scores.unit(), -lse)));
                 }
-                s.index_mut(at)[comptime!(r % 2)] = weights;
+                fragment[comptime!(r % 2)] = pair;
             }
         }
-
         if comptime!(side.second) {
             accumulate::<F, NF, NC>(&mut sum_2, &s, tile_2 + lane_c, products);
         }
+
+        // g = s·g
+        if comptime!(side.first && !bends) {
+            minus_deltas::<NC>(&mut g, &own_stats, at_stats, plan);
+            multiply::<F, NF, NC>(&mut g, own_2, tile_b, products);
+        }
         if comptime!(side.first) {
+            #[unroll]
+            for at in 0..comptime!(products.scores()) {
+                #[unroll]
+                for half in 0..2usize {
+                    let weights = s.index(at)[half];
+                    g.index_mut(at)[half] *= weights;
+                }
+            }
             accumulate::<F, NF, NC>(&mut sum_1, &g, read + lane_c, products);
         }
         read = next_stage(read, ring, end, plan);
@@ -424,6 +415,36 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
                 let at = roles.out_2.at(from_own + row, batch, own_head) + col as usize;
                 store::<F, NC, NO>(out_2, &sum_2, at, 1.0f32.runtime(), r, products);
             }
+        }
+    }
+}
+
+/// Where the sums of g start: -delta of each query.
+#[cube]
+fn minus_deltas<NC: Size>(
+    g: &mut Sequence<Array<Vector<f32, NC>>>,
+    own_stats: &Sequence<Vector<f32, Const<2>>>,
+    at_stats: u32,
+    #[comptime] plan: FlashPlan,
+) {
+    let (side, products) = comptime!((plan.side, plan.products()));
+    #[unroll]
+    for j in 0..comptime!(2 * products.pairs) {
+        let quad = quad_of(at_stats, j, side);
+        #[unroll]
+        for r in 0..comptime!(2 * products.frags) {
+            let fragment = g.index_mut(comptime!(r / 2 * 2 * products.pairs + j));
+            let mut pair = fragment[comptime!(r % 2)];
+            #[unroll]
+            for e in 0..2usize {
+                let delta = if comptime!(side.keys) {
+                    quad.extract(comptime!(2 * e + 1))
+                } else {
+                    own_stats.index(r).extract(1usize)
+                };
+                pair.insert(e, -delta);
+            }
+            fragment[comptime!(r % 2)] = pair;
         }
     }
 }
