@@ -146,7 +146,7 @@ pub(super) fn serves(
     for (name, value, allowed) in [
         ("rows", c.rows, &[16u32, 32][..]),
         ("planes", c.planes, &[1, 2, 4, 8]),
-        ("tile_kv", c.tile_kv, &[16, 32, 64, 128]),
+        ("tile_kv", c.tile_kv, &[16, 32, 48, 64, 128]),
         ("stages", c.stages, &[2, 3, 4]),
     ] {
         if !allowed.contains(&value) {

@@ -74,9 +74,10 @@ const QUERIES: [AttentionConfig; 6] = [
     AttentionConfig::Flash(tiles(2, 16, 32, 2)),
     AttentionConfig::Flash(tiles(4, 16, 16, 2)),
 ];
-const KEYS: [AttentionConfig; 7] = [
+const KEYS: [AttentionConfig; 8] = [
     AttentionConfig::Flash(tiles(4, 32, 64, 2)),
     AttentionConfig::Flash(tiles(4, 16, 64, 2)),
+    AttentionConfig::Flash(tiles(4, 16, 48, 2)),
     AttentionConfig::Flash(tiles(4, 32, 32, 2)),
     AttentionConfig::Flash(tiles(4, 16, 32, 2)),
     AttentionConfig::Flash(tiles(2, 16, 64, 2)),
