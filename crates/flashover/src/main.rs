@@ -57,7 +57,7 @@ enum Command {
 fn pair(text: &str) -> Result<(String, String), String> {
     let (key, value) = text
         .split_once('=')
-        .ok_or("not of the form key=value")?;
+        .ok_or("it is not of the form key=value\nhint: such as rhs=col or tf32=true")?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
@@ -67,7 +67,7 @@ fn main() -> ExitCode {
         .filter_level(log::LevelFilter::Error)
         .filter_module("flashover", log::LevelFilter::Warn)
         .init();
-    let outcome = match Cli::parse().command {
+    let outcome = match command::parse::<Cli>().command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
         Command::Op { name, input, output, backend, profile, settings, policy } => {
             op(&name, &input, &output, backend, profile.as_deref(), &settings, policy)
