@@ -253,8 +253,9 @@ fn forced(
     let arch = device.profile();
     let refused = |why: String| OpError::Forced { implementation: wanted, why };
     match wanted {
-        Implementation::Plain => Attention::simplest(arch, problem)
-            .ok_or_else(|| refused(format!("{} lacks the dtype", arch.backend))),
+        Implementation::Plain => {
+            Attention::simplest(arch, problem).map_err(|why| refused(why.to_string()))
+        }
         Implementation::Flash => {
             let flash = |c: &AttentionConfig| matches!(c, AttentionConfig::Flash(_));
             let found = Attention::candidates(arch, problem).into_iter().find(flash);

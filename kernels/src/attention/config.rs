@@ -73,13 +73,16 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
     found
 }
 
-pub(super) fn simplest(arch: &ArchProfile, problem: &AttentionProblem) -> Option<AttentionConfig> {
+pub(super) fn simplest(
+    arch: &ArchProfile,
+    problem: &AttentionProblem,
+) -> Result<AttentionConfig, Infeasible> {
     let units = match arch.backend {
         Backend::Cpu => arch.processors.unwrap_or(1),
         _ => 64,
     };
     let config = AttentionConfig::Rows(RowsConfig { units });
-    check(arch, problem, &config).ok().map(|()| config)
+    check(arch, problem, &config).map(|()| config)
 }
 
 pub(super) fn check(
