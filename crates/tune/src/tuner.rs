@@ -81,7 +81,10 @@ pub enum TuneError {
     #[error("no config is recorded for {0}\nhint: run with --policy measure, or default")]
     Frozen(Key),
     /// Every candidate failed.
-    #[error("no candidate of {key} ran: {first}")]
+    #[error(
+        "no candidate of {key} ran: {first}\nhint: policy `default` takes the first one unmeasured; \
+         `cargo xtask verify` checks which kernels are right on this machine"
+    )]
     AllFailed { key: Key, first: String },
     #[error(transparent)]
     Cache(#[from] CacheError),
