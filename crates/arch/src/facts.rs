@@ -28,10 +28,12 @@ pub(crate) struct AdapterFacts {
 }
 
 impl AdapterFacts {
-    /// The driver's name and version with everything but letters, digits and dots dropped.
+    /// The driver's name and version with everything but letters, digits and dots dropped, and without
+    /// the names of OpenGL's kinds, which stand before Mesa's version.
     pub(crate) fn driver_slug(&self) -> String {
+        const KINDS: [&str; 6] = ["", "OpenGL", "ES", "Core", "Compatibility", "Profile"];
         let words = self.driver.split(|c: char| !(c.is_ascii_alphanumeric() || c == '.'));
-        let kept: Vec<_> = words.filter(|w| !w.is_empty()).take(3).collect();
+        let kept: Vec<_> = words.filter(|w| !KINDS.contains(w)).take(3).collect();
         if kept.is_empty() { "driver".to_owned() } else { kept.join(".").to_lowercase() }
     }
 }
@@ -245,6 +247,22 @@ pub(crate) fn nvml_facts() -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_drivers_version_is_part_of_its_slug() {
+        for (driver, slug) in [
+            (" 4.5 (Core Profile) Mesa 22.3.6", "4.5.mesa.22.3.6"),
+            (" OpenGL ES 3.2 Mesa 25.0.7", "3.2.mesa.25.0.7"),
+            ("NVIDIA 580.159.04", "nvidia.580.159.04"),
+            ("radv Mesa 22.3.6", "radv.mesa.22.3.6"),
+            ("", "driver"),
+        ] {
+            let kind = WgpuDeviceKind::Cpu;
+            let (name, driver) = (String::new(), driver.to_owned());
+            let facts = AdapterFacts { kind, software: true, name, vendor: 0, device: 0, driver };
+            assert_eq!(facts.driver_slug(), slug);
+        }
+    }
 
     #[test]
     fn cpu_part_comes_from_the_numbers() {
