@@ -8,12 +8,10 @@ use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 
 use crate::Backend;
 
-/// Something that a backend needs or wants and this machine lacks.
+/// Something that a backend needs and this machine lacks.
 pub(crate) struct Missing {
     pub(crate) what: String,
     pub(crate) how: String,
-    /// Without it the backend cannot run at all.
-    pub(crate) fatal: bool,
 }
 
 /// One graphics adapter, as wgpu reports it.
@@ -96,42 +94,37 @@ fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
 pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
     let absent = |names: &[&str]| !names.iter().any(|n| has_library(n));
     let mut out = Vec::new();
-    let mut need = |gone: bool, fatal: bool, what: &str, how: &str| {
+    let mut need = |gone: bool, what: &str, how: &str| {
         if gone {
-            out.push(Missing { what: what.to_owned(), how: how.to_owned(), fatal });
+            out.push(Missing { what: what.to_owned(), how: how.to_owned() });
         }
     };
     match backend {
         Backend::Cuda => {
             need(
                 absent(&["libcuda.so.1"]),
-                true,
                 "the NVIDIA driver (libcuda.so.1) is not installed",
-                "install the NVIDIA driver, 570 or newer",
+                "install the NVIDIA driver, 580 or newer, which NVRTC 13 needs",
             );
             need(
                 nvrtc_version().is_none(),
-                true,
                 "NVRTC (libnvrtc.so), which compiles kernels, is not found",
                 "run through `cargo xtask`, which fetches it, or install the CUDA toolkit and set \
                  CUDA_PATH",
             );
             need(
                 cuda_headers().is_none(),
-                true,
                 "the CUDA headers (cuda_fp16.h) are not found",
                 "run through `cargo xtask`, which fetches them, or set CUDA_PATH to a CUDA toolkit",
             );
         }
         Backend::Vulkan => need(
             absent(&["libvulkan.so.1"]),
-            true,
             "the Vulkan loader (libvulkan.so.1) is not installed",
             "install the package libvulkan1 and the driver of your card",
         ),
         Backend::WebGpu => need(
             absent(&["libEGL.so.1"]),
-            true,
             "EGL (libEGL.so.1) is not installed",
             "install the packages libegl1 and libgl1-mesa-dri",
         ),
