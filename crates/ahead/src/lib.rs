@@ -37,6 +37,8 @@ pub struct Source {
     pub entry: String,
     /// Bytes of dynamic shared memory of a launch.
     pub shared_bytes: usize,
+    /// Units of a cube.
+    pub units: u32,
     io: Option<Vec<BufferIOAttr>>,
 }
 
@@ -65,6 +67,7 @@ pub fn source(kernel: &dyn CubeKernel, sm: u32) -> Result<Source, CompileError> 
         .map_err(|e| failed(&e))?;
     Ok(Source {
         shared_bytes: compiled.repr.as_ref().map_or(0, |r| r.shared_memory_size),
+        units: compiled.cube_dim.num_elems(),
         text: compiled.source,
         entry: compiled.entrypoint_name,
         io: compiled.io,

@@ -29,6 +29,8 @@ pub struct Usage {
     pub stack: u32,
     /// Bytes of shared memory of one cube, static and dynamic.
     pub shared: u32,
+    /// Units of one cube.
+    pub units: u32,
 }
 
 impl Usage {
@@ -99,7 +101,8 @@ impl Toolkit {
         if dump.is_some() {
             std::fs::write(stem.with_extension("cu"), &source.text)?;
         }
-        Ok(Usage { shared: source.shared_bytes as u32, ..self.assemble(&ptx, sm, &stem)? })
+        let (shared, units) = (source.shared_bytes as u32, source.units);
+        Ok(Usage { shared, units, ..self.assemble(&ptx, sm, &stem)? })
     }
 
     /// CUDA C++ to PTX.
@@ -138,7 +141,7 @@ impl Toolkit {
     }
 }
 
-/// Reads `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill
+/// Reads `ptxas -v`, which says nothing of units: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill
 /// loads`, `N bytes smem`.
 fn parse_report(report: &str) -> Option<Usage> {
     let before = |text: &str, unit: &str| -> Option<u32> {
@@ -151,6 +154,7 @@ fn parse_report(report: &str) -> Option<Usage> {
         spill_loads: before(report, "bytes spill loads")?,
         stack: before(report, "bytes stack frame")?,
         shared: before(report, "bytes smem").unwrap_or(0),
+        units: 0,
     })
 }
 
@@ -223,7 +227,14 @@ mod tests {
         let usage = parse_report(report).expect("all facts are there");
         assert_eq!(
             usage,
-            Usage { registers: 168, spill_stores: 8, spill_loads: 12, stack: 16, shared: 1024 }
+            Usage {
+                registers: 168,
+                spill_stores: 8,
+                spill_loads: 12,
+                stack: 16,
+                shared: 1024,
+                units: 0
+            }
         );
         assert_eq!(parse_report("error: nothing"), None);
     }

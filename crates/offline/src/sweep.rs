@@ -1,5 +1,4 @@
-//! Every config of every kernel, and every code path around it, on every target. The small kernel that
-//! adds the parts of a matmul's k has no program to ask for, and is not among them.
+//! Every config of every kernel, and every code path around it, on every target.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -31,7 +30,6 @@ pub struct Row {
     pub instance: String,
     pub config: Value,
     pub usage: Usage,
-    pub units: u32,
     /// Cubes on one processor.
     pub occupancy: u32,
 }
@@ -94,12 +92,12 @@ pub fn sweep(
                     find(format!("{} bytes of shared memory, over 99 KiB", usage.shared));
                 }
                 let occupancy = Limits::of(sm)
-                    .map_or(0, |l| occupancy(l, of.units, usage.registers, usage.shared));
+                    .map_or(0, |l| occupancy(l, usage.units, usage.registers, usage.shared));
                 if occupancy == 0 {
                     find("does not fit one processor".to_owned());
                 }
-                let (kernel, units) = (of.kernel, of.units);
-                rows.push(Row { kernel, target, sm, instance, config, usage, units, occupancy });
+                let kernel = of.kernel;
+                rows.push(Row { kernel, target, sm, instance, config, usage, occupancy });
             }
         }
     }
@@ -111,7 +109,6 @@ struct Instance {
     kernel: &'static str,
     name: String,
     config: Value,
-    units: u32,
     program: Box<dyn CubeKernel>,
     /// Whether it must not spill on an RTX card.
     clean: bool,
@@ -119,8 +116,8 @@ struct Instance {
 
 /// What is compiled for `arch`, each program once.
 fn instances(arch: &ArchProfile) -> Vec<Instance> {
-    let mut all = instances_of::<Matmul>(arch, matmuls(), matmul_name, |c| c.units(arch));
-    all.extend(instances_of::<Attention>(arch, attentions(), attention_name, |c| c.units()));
+    let mut all = instances_of::<Matmul>(arch, matmuls(), matmul_name);
+    all.extend(instances_of::<Attention>(arch, attentions(), attention_name));
     all
 }
 
@@ -128,7 +125,6 @@ fn instances_of<K: Kernel>(
     arch: &ArchProfile,
     cases: Vec<Case<K>>,
     name: fn(&K::Problem) -> String,
-    units: impl Fn(&K::Config) -> u32,
 ) -> Vec<Instance> {
     let (properties, target) = (properties(arch), target_properties());
     // By the identity of a program, which has no order; the list keeps that of the cases.
@@ -137,18 +133,21 @@ fn instances_of<K: Kernel>(
     for Case { problem, most, clean } in cases {
         let candidates = K::candidates(arch, &problem).into_iter().take(most);
         for (i, config) in candidates.enumerate() {
-            let program = K::program(arch, &problem, &config, &properties, &target);
-            let place = *places.entry(program.id()).or_insert(instances.len());
-            match instances.get_mut(place) {
-                Some(same) => same.clean |= i < clean,
-                None => instances.push(Instance {
-                    kernel: K::NAME,
-                    name: name(&problem),
-                    config: serde_json::to_value(config).expect("a config is plain data"),
-                    units: units(&config),
-                    program,
-                    clean: i < clean,
-                }),
+            let first = K::program(arch, &problem, &config, &properties, &target);
+            let second = K::second_program(&problem, &config, &properties, &target);
+            let second = second.map(|program| (program, " second"));
+            for (program, which) in [(first, "")].into_iter().chain(second) {
+                let place = *places.entry(program.id()).or_insert(instances.len());
+                match instances.get_mut(place) {
+                    Some(same) => same.clean |= i < clean,
+                    None => instances.push(Instance {
+                        kernel: K::NAME,
+                        name: name(&problem) + which,
+                        config: serde_json::to_value(config).expect("a config is plain data"),
+                        program,
+                        clean: i < clean,
+                    }),
+                }
             }
         }
     }
@@ -212,6 +211,9 @@ fn matmuls() -> Vec<Case<Matmul>> {
             cases.push(Case { problem, most: usize::MAX, clean: 1 });
         }
     }
+    let thin = dense([8, 4096, 14336], [row, col], Bf16);
+    let thin = MatmulProblem { epilogue: everything, ..thin };
+    cases.push(Case { problem: thin, most: 2, clean: 1 });
     cases.extend([ragged([row, col], Bf16, 5), ragged([row, col], F32, 2), odd([col, row], Tf32)]);
     // What layers have, and all of it at once.
     let (gelu, silu) = (Some(Activation::Gelu), Some(Activation::Silu));
@@ -300,8 +302,10 @@ mod tests {
             for part in parts {
                 assert!(all.iter().any(|i| i.name.contains(part)), "{target}:{part}");
             }
-            let cut = |config: &Value| config["parts"].as_u64() > Some(1);
-            assert!(all.iter().any(|i| cut(&i.config)), "{target}: k in parts");
+            let cut = |i: &Instance| i.config["parts"].as_u64() > Some(1);
+            assert!(all.iter().any(cut), "{target}: k in parts");
+            let added = |i: &Instance| cut(i) && i.name.ends_with(" second");
+            assert!(all.iter().any(added), "{target}: what adds them");
         }
     }
 }

@@ -80,6 +80,16 @@ pub trait Kernel: 'static {
         target: &Arc<TargetProperties>,
     ) -> Box<dyn CubeKernel>;
 
+    /// The program that [`Kernel::launch`] runs after [`Kernel::program`], for configs that take two.
+    fn second_program(
+        _problem: &Self::Problem,
+        _config: &Self::Config,
+        _properties: &Arc<DeviceProperties>,
+        _target: &Arc<TargetProperties>,
+    ) -> Option<Box<dyn CubeKernel>> {
+        None
+    }
+
     /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or launch surface when the output is read or checked.
     fn launch(
         device: &Device,

@@ -21,14 +21,6 @@ impl AttentionConfig {
     pub const fn smallest_flash() -> Self {
         Self::Flash(flash(2, 16, 16, 2))
     }
-
-    /// Units of one cube.
-    pub const fn units(&self) -> u32 {
-        match self {
-            Self::Flash(c) => c.units(),
-            Self::Rows(c) => c.units,
-        }
-    }
 }
 
 const fn flash(planes: u32, rows: u32, tile_kv: u32, stages: u32) -> FlashConfig {

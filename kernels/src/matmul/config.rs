@@ -77,17 +77,6 @@ impl MatmulConfig {
             _ => 1,
         }
     }
-
-    /// Units of one cube on `arch`.
-    pub fn units(&self, arch: &ArchProfile) -> u32 {
-        match self {
-            Self::Mma(c) => c.units(),
-            Self::Cube(c) => c.units,
-            Self::Plane(c) => c.planes_m * c.planes_n * arch.plane_size.0,
-            Self::Fma(c) => c.units(),
-            Self::Cores(c) => c.units,
-        }
-    }
 }
 
 const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MatmulConfig {

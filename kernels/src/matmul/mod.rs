@@ -186,6 +186,18 @@ impl Kernel for Matmul {
         ))
     }
 
+    fn second_program(
+        problem: &MatmulProblem,
+        config: &MatmulConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Option<Box<dyn CubeKernel>> {
+        match config.parts() {
+            1 => None,
+            parts => Some(parts::program(problem, parts, properties, target)),
+        }
+    }
+
     fn launch(
         device: &Device,
         problem: &MatmulProblem,

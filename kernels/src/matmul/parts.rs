@@ -5,16 +5,50 @@
 //!
 //! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
 
+use std::sync::Arc;
+
 use arch::Device;
-use cubecl::ir::ElemType;
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::epilogue::{Columns, Finish, FinishLaunch};
+use super::epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 use super::{MatmulOperands, MatmulProblem, elem};
 
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;
+
+/// The widest vector of results, and the width of indices.
+fn shape(problem: &MatmulProblem, parts: u32) -> (usize, AddressType) {
+    let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
+    let all = problem.extents()[2] * parts as usize;
+    (width, if all > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 })
+}
+
+/// What [`add`] launches.
+pub(super) fn program(
+    problem: &MatmulProblem,
+    parts: u32,
+    properties: &Arc<DeviceProperties>,
+    target: &Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
+    let (width, address) = shape(problem, parts);
+    let dim = CubeDim::new_1d(UNITS);
+    let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, address);
+    let buffer = || BufferCompilationArg { inplace: None };
+    Box::new(add_parts::AddParts::new(
+        settings,
+        properties.clone(),
+        target.clone(),
+        buffer(),
+        buffer(),
+        FinishCompilationArg::of(problem.epilogue),
+        (),
+        (),
+        width,
+        [elem(problem.precision.storage()), elem(problem.out)],
+    ))
+}
 
 /// Enqueues the sum over `parts` of all results of `problem`.
 pub(super) fn add(
@@ -25,12 +59,11 @@ pub(super) fn add(
     parts: u32,
 ) {
     let len = problem.extents()[2];
-    let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
+    let (width, address) = shape(problem, parts);
     let vectors = len / width;
     let cubes = vectors.div_ceil(UNITS as usize);
     let cubes = CubeCount::Static(cubes.min(1 << 20) as u32, 1, 1);
     let all = len * parts as usize;
-    let address = if all > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
     // SAFETY: `partials` holds `parts` times the results, and the kernel checks its index.
     unsafe {
         add_parts::launch_unchecked(
