@@ -127,7 +127,7 @@ enum Command {
 
 fn main() -> ExitCode {
     env_logger::Builder::new().filter_level(log_level()).init();
-    let cli = Cli::parse();
+    let cli = command::parse::<Cli>();
     let outcome = match cli.command {
         Command::Run { target, suite, filter, policy, no_peers, torch } => {
             let peers = run::Peers { rust: !no_peers, torch };

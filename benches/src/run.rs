@@ -62,8 +62,16 @@ pub(crate) fn run(
         }
         None => None,
     };
+    let cache = tuning::open_cache()?;
+    let tuner = Tuner {
+        device: &device,
+        cache,
+        policy,
+        commit: provenance::COMMIT.to_owned(),
+        date: provenance::now()?,
+    };
     // From here on what fails is the device's doing, not the caller's.
-    match measure(&device, &mut card, matmuls, ceilings, policy, peers.rust, torch) {
+    match measure(tuner, &mut card, matmuls, ceilings, peers.rust, torch) {
         Ok(good) => Ok(good),
         Err(e) => {
             eprintln!("error: {e:#}");
@@ -73,14 +81,14 @@ pub(crate) fn run(
 }
 
 fn measure(
-    device: &Device,
+    mut tuner: Tuner<'_>,
     card: &mut record::Card,
     matmuls: Vec<Case>,
     shown: impl Fn(&str) -> bool,
-    policy: Policy,
     with_rust: bool,
     mut torch: Option<Torch>,
 ) -> anyhow::Result<bool> {
+    let device = tuner.device;
     // The ceilings are always measured: every share is a share of them.
     let copy = measure_copy(device, card)?;
     let multiplies = measure_multiplies(device, card)?;
@@ -96,13 +104,6 @@ fn measure(
     for record in first {
         emit(&Line::Record(record))?;
     }
-    let mut tuner = Tuner {
-        device,
-        cache: tuning::open_cache()?,
-        policy,
-        commit: provenance::COMMIT.to_owned(),
-        date: provenance::now()?,
-    };
     let mut good = true;
     for case in matmuls {
         let case = Case { peer: case.peer && with_rust, ..case };

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use offline::{Toolkit, sweep};
+use offline::{Row, Toolkit, sweep};
 
 /// Prints the sweep; false when an instance failed.
 pub(crate) fn run(
@@ -26,22 +26,18 @@ pub(crate) fn run(
         println!("{}", serde_json::json!({ "rows": rows, "findings": findings }));
         return Ok(findings.is_empty());
     }
-    println!(
-        "{:<8} {:<6} {:<34} {:>4} {:>6} {:>7} {:>5}  config",
-        "target", "kernel", "instance", "regs", "spill", "shared", "cubes"
-    );
-    for r in &rows {
-        println!(
-            "{:<8} {:<6} {:<34} {:>4} {:>6} {:>7} {:>5}  {}",
-            r.target,
-            r.kernel,
-            r.instance,
-            r.usage.registers,
-            r.usage.spilled(),
-            r.usage.shared,
-            r.occupancy,
-            serde_json::to_string(&r.config)?,
-        );
+    let head =
+        ["target", "kernel", "instance", "regs", "spill", "shared", "cubes"].map(str::to_owned);
+    let cells = |r: &Row| {
+        let numbers = [r.usage.registers, r.usage.spilled(), r.usage.shared, r.occupancy];
+        let [regs, spill, shared, cubes] = numbers.map(|n| n.to_string());
+        [r.target.to_owned(), r.kernel.to_owned(), r.instance.clone(), regs, spill, shared, cubes]
+    };
+    let lines: Vec<_> = std::iter::once(head).chain(rows.iter().map(cells)).collect();
+    let configs = std::iter::once(Ok("config".to_owned()))
+        .chain(rows.iter().map(|r| serde_json::to_string(&r.config)));
+    for (line, config) in aligned(&lines).into_iter().zip(configs) {
+        println!("{line}  {}", config?);
     }
     for f in &findings {
         println!(
@@ -55,4 +51,33 @@ pub(crate) fn run(
     let spill = rows.iter().filter(|r| r.usage.spilled() > 0).count();
     println!("{} instances compiled, {spill} of them spill, {} failed", rows.len(), findings.len());
     Ok(findings.is_empty())
+}
+
+/// Lines of columns as wide as their widest cell: three of text, then numbers.
+fn aligned(lines: &[[String; 7]]) -> Vec<String> {
+    let width = |column: usize| lines.iter().map(|l| l[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; 7] = std::array::from_fn(width);
+    let line = |cells: &[String; 7]| {
+        let cell = |(i, text): (usize, &String)| {
+            let width = widths[i];
+            if i < 3 { format!("{text:<width$}") } else { format!("{text:>width$}") }
+        };
+        cells.iter().enumerate().map(cell).collect::<Vec<_>>().join(" ")
+    };
+    lines.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_cell() {
+        let line = |name: &str, regs: &str| {
+            ["rtx4090", "matmul", name, regs, "0", "49152", "2"].map(str::to_owned)
+        };
+        let lines = aligned(&[line("bf16", "regs"), line("bf16 row.col bias gelu", "64")]);
+        assert_eq!(lines[0], "rtx4090 matmul bf16                   regs 0 49152 2");
+        assert_eq!(lines[1], "rtx4090 matmul bf16 row.col bias gelu   64 0 49152 2");
+    }
 }

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -32,7 +32,7 @@ impl Torch {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .with_context(|| format!("cannot start `{python}`\nhint: --torch takes a Python"))?;
+            .map_err(|e| anyhow!("cannot start `{python}`: {e}\nhint: --torch takes a Python"))?;
         let input = child.stdin.take().expect("piped");
         let output = BufReader::new(child.stdout.take().expect("piped"));
         let mut torch = Self { child, input, output };

@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow, bail};
 use arch::Device;
 use clap::Subcommand;
 use kernels::attention::Attention;
@@ -65,7 +65,7 @@ pub(crate) fn open_cache() -> anyhow::Result<TuneCache> {
 
 pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
     match command {
-        Command::Show { filter } => show(filter.as_deref()),
+        Command::Show { filter } => show(&open_cache()?, filter.as_deref()),
         Command::Run { target, suite, filter } => measure(&target, suite, filter.as_deref()),
         Command::Try { target, suite, filter, configs } => {
             try_configs(&target, suite, filter.as_deref(), &configs)
@@ -78,8 +78,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
     }
 }
 
-fn show(filter: Option<&str>) -> anyhow::Result<bool> {
-    let cache = open_cache()?;
+fn show(cache: &TuneCache, filter: Option<&str>) -> anyhow::Result<bool> {
     let (mut shown, mut text) = (0, String::new());
     for (entry, source) in cache.entries() {
         let key = entry.key.to_string();
@@ -88,9 +87,13 @@ fn show(filter: Option<&str>) -> anyhow::Result<bool> {
             shown += 1;
         }
     }
-    if shown == 0 {
-        text =
-            format!("no result{}\n", filter.map(|f| format!(" matches `{f}`")).unwrap_or_default());
+    match filter {
+        Some(filter) if shown == 0 => bail!(
+            "no result matches `{filter}`\nhint: keys look like `matmul v4 cuda-sm90-132 [bf16 ..]`; \
+             without a filter all are shown"
+        ),
+        None if shown == 0 => text = "no result\n".to_owned(),
+        _ => {}
     }
     match std::io::stdout().write_all(text.as_bytes()) {
         // The reader has gone away, as `head` does.
@@ -166,7 +169,7 @@ fn select(device: &Device, suite: Suite, filter: Option<&str>) -> anyhow::Result
     };
     let selected = cases::select(suite, scale, filter)?;
     if selected.is_empty() {
-        anyhow::bail!(
+        bail!(
             "no case for this device matches `{}`\nhint: `flashover-bench list` names the cases of a \
              suite",
             filter.unwrap_or_default()
@@ -192,8 +195,8 @@ fn try_configs(
     filter: Option<&str>,
     file: &Path,
 ) -> anyhow::Result<bool> {
-    let text = std::fs::read_to_string(file).with_context(|| {
-        format!("cannot read {}\nhint: --configs takes a file of configs", file.display())
+    let text = std::fs::read_to_string(file).map_err(|e| {
+        anyhow!("cannot read {}: {e}\nhint: --configs takes a file of configs", file.display())
     })?;
     let device = target.open()?;
     let tuner = tuner(&device)?;
@@ -218,9 +221,9 @@ fn try_one<K: Kernel>(
     lines: &str,
 ) -> anyhow::Result<bool> {
     let configs = lines.lines().filter(|line| !line.trim().is_empty()).map(|line| {
-        serde_json::from_str(line).with_context(|| {
-            format!(
-                "no config of {}: {line}\nhint: `tune show` prints configs as they are read",
+        serde_json::from_str(line).map_err(|e| {
+            anyhow!(
+                "no config of {}: {line}: {e}\nhint: `tune show` prints configs as they are read",
                 K::NAME
             )
         })
@@ -246,12 +249,12 @@ fn try_one<K: Kernel>(
 
 fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
     if files.is_empty() {
-        anyhow::bail!("nothing to merge\nhint: name one or more cache files");
+        bail!("nothing to merge\nhint: name one or more cache files");
     }
     for file in files {
         let name = file.display().to_string();
         let text = std::fs::read_to_string(file).map_err(|e| {
-            anyhow::anyhow!(
+            anyhow!(
                 "cannot read {name}: {e}\nhint: name cache files; `tune path` prints where one is kept"
             )
         })?;
@@ -259,7 +262,7 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
         let taken = cache.merge_text(&text, &name)?;
         let ignored = &cache.warnings()[seen..];
         if let (0, Some(first)) = (taken, ignored.first()) {
-            anyhow::bail!(
+            bail!(
                 "nothing in {name} is a result, from line {} on: {}\nhint: name cache files of \
                  this version",
                 first.line,
@@ -298,6 +301,13 @@ mod tests {
         let line = serde_json::to_string(entry).expect("plain data");
         assert_eq!(merged(Some(&format!("not JSON\n{line}\n"))), Ok(true));
         assert_eq!(merged(Some("")), Ok(true), "nothing kept yet");
+    }
+
+    #[test]
+    fn a_filter_that_matches_nothing_is_the_callers_mistake() {
+        let text = show(&TuneCache::shipped(), Some("conv")).expect_err("no such key").to_string();
+        assert!(text.contains("no result matches `conv`\nhint: "), "{text}");
+        assert!(show(&TuneCache::default(), None).is_ok(), "nothing is kept yet");
     }
 
     #[test]

@@ -17,11 +17,11 @@ use crate::emit::emit;
 use crate::family::Family;
 use crate::{Target, provenance, tuning};
 
-/// One check: a problem with a config, or without one where the device cannot serve the problem.
+/// One check: a problem with a config, or with what the device lacks for it.
 struct Job {
     op: &'static str,
     params: BTreeMap<String, Value>,
-    config: Option<Value>,
+    config: Result<Value, String>,
     programs: Option<Box<Programs>>,
     run: Box<Run>,
 }
@@ -52,10 +52,12 @@ pub(crate) fn verify(target: &Target, filter: Option<&str>, configs: bool) -> an
     let mut good = true;
     for job in jobs {
         emit(&Line::Begin { case: job.name() })?;
-        let Some(config) = job.config.clone() else {
-            let reason = format!("{} lacks one of its types", device.backend());
-            emit(&Line::Skip { case: job.name(), reason })?;
-            continue;
+        let config = match job.config.clone() {
+            Ok(config) => config,
+            Err(reason) => {
+                emit(&Line::Skip { case: job.name(), reason })?;
+                continue;
+            }
         };
         let mut line = Check {
             op: job.op.to_owned(),
@@ -261,9 +263,11 @@ fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) ->
             let known = tuned.iter().filter(|(of, ..)| **of == key).map(|(.., config)| *config);
             let few = feasible::<K>(arch, problem, first.chain(known));
             if few.is_empty() {
-                jobs.push(job::<K>(&case, None));
+                let why = K::simplest(arch, problem).err();
+                let why = why.map_or_else(|| "no config fits".to_owned(), |why| why.to_string());
+                jobs.push(job::<K>(&case, Err(why)));
             }
-            jobs.extend(few.into_iter().map(|config| job::<K>(&case, Some(config))));
+            jobs.extend(few.into_iter().map(|config| job::<K>(&case, Ok(config))));
         }
         for case in K::config_cases(kind) {
             let problem = K::problem(&case);
@@ -271,19 +275,20 @@ fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) ->
             let others = if configs { K::candidates(arch, problem) } else { Vec::new() };
             let all = known.map(|(.., config)| *config).chain(others);
             let many = feasible::<K>(arch, problem, all);
-            jobs.extend(many.into_iter().map(|config| job::<K>(&case, Some(config))));
+            jobs.extend(many.into_iter().map(|config| job::<K>(&case, Ok(config))));
         }
     }
     jobs
 }
 
-fn job<K: Verified>(case: &K::Case, config: Option<K::Config>) -> Job {
+fn job<K: Verified>(case: &K::Case, config: Result<K::Config, String>) -> Job {
     let (of, problem) = (case.clone(), K::problem(case).clone());
+    let plain = |config: &K::Config| serde_json::to_value(config).expect("a config is plain data");
     Job {
         op: K::NAME,
         params: <K as Verified>::params(case),
-        config: config.map(|c| serde_json::to_value(c).expect("a config is plain data")),
-        programs: config.map(|config| -> Box<Programs> {
+        config: config.as_ref().map(plain).map_err(String::clone),
+        programs: config.as_ref().ok().copied().map(|config| -> Box<Programs> {
             Box::new(move |device| {
                 let client = device.client();
                 let (properties, target) =
@@ -291,9 +296,9 @@ fn job<K: Verified>(case: &K::Case, config: Option<K::Config>) -> Job {
                 K::programs(device.profile(), &problem, &config, &properties, &target)
             })
         }),
-        run: Box::new(move |device| match config {
-            Some(config) => K::run(device, &of, &config),
-            None => Err(CheckError::Kernel("there is no config".to_owned())),
+        run: Box::new(move |device| match &config {
+            Ok(config) => K::run(device, &of, config),
+            Err(why) => Err(CheckError::Kernel(why.clone())),
         }),
     }
 }
@@ -350,11 +355,28 @@ mod tests {
         for (key, precision, config) in shipped {
             let config = serde_json::to_value(config).expect("plain data");
             let runs = |job: &Job| {
-                job.params["dtype"] == precision.name() && job.config.as_ref() == Some(&config)
+                job.params["dtype"] == precision.name() && job.config.as_ref() == Ok(&config)
             };
             assert!(jobs.iter().any(runs), "{key}: {config}");
         }
         assert!(tuned::<Matmul>(&rtx4090, &cache).is_empty(), "nothing was measured there");
         assert!(jobs.iter().any(|job| job.op == "attention"));
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_skipped_for_its_reason() {
+        let rtx4090 = ArchProfile::recorded("rtx4090").expect("recorded");
+        let mut arch = ArchProfile { backend: Backend::WebGpu, ..rtx4090 };
+        arch.mma.clear();
+        arch.dtypes.remove(&DType::Bf16);
+        let jobs = jobs(&arch, &TuneCache::default(), false);
+        let why = |dtype: &str| {
+            let of = jobs.iter().filter(|job| job.params["dtype"] == dtype && job.op == "matmul");
+            of.filter_map(|job| job.config.clone().err()).next().unwrap_or_default()
+        };
+        assert_eq!(why("bf16"), "needs bf16 buffers, which the device lacks");
+        assert_eq!(why("tf32"), "needs tf32 matrix instructions, which the device lacks");
+        assert_eq!(why("f16acc16"), "needs f16acc16 matrix instructions, which the device lacks");
+        assert_eq!(why("f32"), "");
     }
 }

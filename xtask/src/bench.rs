@@ -1,15 +1,15 @@
 //! `cargo xtask bench`: measure on every chosen backend, print, save, compare.
 
-use std::fs;
 use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use command::OutFile;
 
 use crate::cli::{BenchArgs, Format, word};
 use crate::compare::{Baseline, Comparison};
 use crate::devices::{Backend, Chosen, Doctor, Selection};
-use crate::fail::{check, usage};
+use crate::fail::{Fail, check, usage};
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::report::{self, Style};
@@ -20,9 +20,8 @@ use crate::stream::{self, Column};
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let place = Place::find()?;
     let baseline = args.compare.as_deref().map(Baseline::read).transpose()?;
-    for file in args.save.iter().chain(&args.html) {
-        check_target(file)?;
-    }
+    let target = |file: &Option<_>| file.as_deref().map(out_file).transpose();
+    let (save, html) = (target(&args.save)?, target(&args.html)?);
     let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, args.require_gpu)?;
     eprintln!("{chosen}");
@@ -39,17 +38,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let comparison =
         baseline.map(|baseline| baseline.compare(&now, args.threshold / 100.0)).transpose()?;
     print(&run, comparison.as_ref(), args.format)?;
-    if let Some(file) = &args.save {
+    if let (Some(file), Some(path)) = (save, &args.save) {
         let lines: Vec<_> = now.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
-        write_atomically(file, &(lines.join("\n") + "\n"))?;
-        eprintln!("saved {} records to {}", now.len(), file.display());
+        file.write((lines.join("\n") + "\n").as_bytes())?;
+        eprintln!("saved {} records to {}", now.len(), path.display());
     }
-    if let Some(file) = &args.html {
-        write_atomically(
-            file,
-            &report::page(&run, comparison.as_ref().map(Comparison::table).as_ref()),
-        )?;
-        eprintln!("wrote {}", file.display());
+    if let (Some(file), Some(path)) = (html, &args.html) {
+        let table = comparison.as_ref().map(Comparison::table);
+        file.write(report::page(&run, table.as_ref()).as_bytes())?;
+        eprintln!("wrote {}", path.display());
     }
     verdict(&run, comparison.as_ref())
 }
@@ -150,45 +147,9 @@ pub(crate) fn problems(run: &[Column]) -> Vec<String> {
     wrong
 }
 
-/// Refuses a file that could not be written after the run.
-fn check_target(file: &Path) -> Result<()> {
-    if file.is_dir() {
-        return Err(usage(format!("{} is a folder", file.display()), "name a file"));
-    }
-    let parent = folder_of(file);
-    if !parent.is_dir() {
-        return Err(usage(
-            format!(
-                "{} cannot be written: there is no folder {}",
-                file.display(),
-                parent.display()
-            ),
-            format!("make it with `mkdir -p {}`", parent.display()),
-        ));
-    }
-    Ok(())
-}
-
-fn folder_of(file: &Path) -> &Path {
-    match file.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
-}
-
-/// Writes beside the target and renames, so that no half-written file is ever seen.
-pub(crate) fn write_atomically(file: &Path, text: &str) -> Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    let write = || -> std::io::Result<()> {
-        let mut temporary = tempfile::Builder::new()
-            .permissions(fs::Permissions::from_mode(0o644))
-            .tempfile_in(folder_of(file))?;
-        temporary.write_all(text.as_bytes())?;
-        temporary.as_file().sync_all()?;
-        temporary.persist(file).map_err(|error| error.error)?;
-        Ok(())
-    };
-    write().with_context(|| format!("cannot write {}", file.display()))
+/// A file for the result; one that cannot be written is the caller's mistake.
+fn out_file(path: &Path) -> Result<OutFile> {
+    OutFile::new(path).map_err(|error| Fail::Refused(error.to_string()).into())
 }
 
 #[cfg(test)]
@@ -199,21 +160,10 @@ mod tests {
     #[test]
     fn an_impossible_target_is_refused_with_a_hint() {
         let dir = tempfile::tempdir().unwrap();
-        let code = |file: &Path| crate::fail::report(&check_target(file).unwrap_err());
+        let code = |file: &Path| crate::fail::report(&out_file(file).unwrap_err());
         assert_eq!(code(dir.path()), 2);
         assert_eq!(code(&dir.path().join("absent/x.jsonl")), 2);
-        assert!(check_target(&dir.path().join("x.jsonl")).is_ok());
-        assert!(check_target(Path::new("x.jsonl")).is_ok());
-    }
-
-    #[test]
-    fn writing_replaces_the_whole_file_and_leaves_nothing_else() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("x.jsonl");
-        write_atomically(&file, "a longer first version").unwrap();
-        write_atomically(&file, "second").unwrap();
-        assert_eq!(fs::read_to_string(&file).unwrap(), "second");
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        assert!(out_file(&dir.path().join("x.jsonl")).is_ok());
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! `cargo xtask bundle`: the programs in one archive, and a script that runs them elsewhere.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use command::OutFile;
 
-use crate::bench::write_atomically;
 use crate::cli::BundleArgs;
 use crate::fail::{check, usage};
 use crate::place::{self, PROGRAMS, Place};
@@ -36,14 +36,14 @@ pub(crate) fn run(args: &BundleArgs) -> Result<()> {
 
 /// Writes both files, each complete or not at all, and returns their size.
 fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
-    let work = tempfile::Builder::new().prefix(".bundle-").tempdir_in(out)?;
+    let work = Work::begin(out)?;
     let mut names: Vec<_> = PROGRAMS.into_iter().chain(["xtask"]).collect();
     for name in &names {
-        let copy = work.path().join(name);
+        let copy = work.folder.join(name);
         fs::copy(programs.join(name), &copy).with_context(|| format!("cannot copy {name}"))?;
         strip(&copy)?;
     }
-    let libraries = work.path().join("lib");
+    let libraries = work.folder.join("lib");
     fs::create_dir(&libraries)?;
     for name in PROGRAMS {
         for library in libraries_of(&programs.join(name))? {
@@ -53,13 +53,13 @@ fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
         }
     }
     names.push("lib");
-    let archive = work.path().join(ARCHIVE);
+    let archive = work.folder.join(ARCHIVE);
     let status = Command::new("tar")
         // The programs share most of their code: the window must span both.
         .args(["--use-compress-program", "xz --lzma2=preset=6,dict=384MiB", "-cf"])
         .arg(&archive)
         .arg("-C")
-        .arg(work.path())
+        .arg(&work.folder)
         .args(&names)
         .status()
         .context("cannot start tar")?;
@@ -76,9 +76,49 @@ fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
     }
     fs::rename(&archive, out.join(ARCHIVE))?;
     let script = out.join("run.sh");
-    write_atomically(&script, SCRIPT)?;
+    OutFile::new(&script)?.write(SCRIPT.as_bytes())?;
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
     Ok(bytes)
+}
+
+/// The folder in which a bundle is put together, removed at the end. Its name is fixed and it is locked:
+/// what a killed run left is cleared by the next one, and no two share it.
+struct Work {
+    folder: PathBuf,
+    /// Held until the end.
+    _lock: File,
+}
+
+impl Work {
+    fn begin(out: &Path) -> Result<Self> {
+        let folder = out.join(".bundle");
+        let cannot = || format!("cannot make {}", folder.display());
+        fs::create_dir_all(&folder).with_context(cannot)?;
+        let lock = File::open(&folder).with_context(cannot)?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(usage(
+                    format!("another `bundle` is writing to {}", out.display()),
+                    "wait for its end, or name another folder",
+                ));
+            }
+            Err(TryLockError::Error(why)) => return Err(why).with_context(cannot),
+        }
+        for left in fs::read_dir(&folder)? {
+            let left = left?.path();
+            if left.is_dir() { fs::remove_dir_all(&left) } else { fs::remove_file(&left) }
+                .with_context(|| format!("cannot remove {}", left.display()))?;
+        }
+        Ok(Self { folder, _lock: lock })
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // Nobody is there to be told; the next run clears what is left.
+        drop(fs::remove_dir_all(&self.folder));
+    }
 }
 
 /// Removes the symbols from a copy, which halves it. Without the tool, which comes with the C
@@ -177,6 +217,20 @@ mod tests {
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
         assert!(results.join("bench.md").exists());
         assert_eq!(fs::read_dir(&temp).unwrap().count(), 0, "the unpacked programs are removed");
+    }
+
+    #[test]
+    fn what_a_killed_run_left_is_cleared_and_a_running_one_is_not() {
+        let out = tempfile::tempdir().unwrap();
+        let left = out.path().join(".bundle/lib");
+        fs::create_dir_all(&left).unwrap();
+        fs::write(left.join("half"), "half").unwrap();
+        let work = Work::begin(out.path()).unwrap();
+        assert!(work.folder.is_dir() && !left.exists());
+        let second = Work::begin(out.path()).map(drop).unwrap_err();
+        assert_eq!(crate::fail::report(&second), 2);
+        drop(work);
+        assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
     }
 
     #[test]

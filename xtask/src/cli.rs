@@ -184,7 +184,7 @@ pub(crate) fn word(value: impl ValueEnum) -> String {
 fn percent(text: &str) -> Result<f64, String> {
     match text.trim_end_matches('%').parse::<f64>() {
         Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
-        _ => Err("expected a percentage such as 5".into()),
+        _ => Err("it is no percentage\nhint: such as 5, or 2.5".into()),
     }
 }
 

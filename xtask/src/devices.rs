@@ -170,7 +170,7 @@ impl Doctor {
 
     /// What the doctor says is missing for these backends; all of it when it names none of them.
     fn how_to_get(&self, backends: &[Backend]) -> String {
-        let line = |m: &Missing| format!("{} is missing (for {}): {}", m.what, m.needed_for, m.how);
+        let line = |m: &Missing| format!("{}: {}: {}", m.needed_for, m.what, m.how);
         let about: Vec<_> = self
             .missing
             .iter()
@@ -217,7 +217,9 @@ mod tests {
         let report = serde_json::json!({
             "devices": devices,
             "chosen": { "backend": "cpu", "why": "test" },
-            "missing": [{ "what": "libcuda.so.1", "needed_for": "cuda", "how": "install the driver" }],
+            "missing": [
+                { "what": "the driver is not installed", "needed_for": "cuda", "how": "install it" },
+            ],
         });
         serde_json::from_value(report).unwrap()
     }
@@ -241,7 +243,10 @@ mod tests {
     fn a_named_backend_that_is_absent_is_the_callers_error() {
         let error = chosen(&doctor(&[("cpu", false)]), "cpu,cuda").unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("`cuda`") && text.contains("hint: libcuda.so.1"), "{text}");
+        assert!(
+            text.contains("`cuda`")
+                && text.ends_with("\nhint: cuda: the driver is not installed: install it")
+        );
         assert_eq!(crate::fail::report(&error), 2);
     }
 

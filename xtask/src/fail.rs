@@ -1,4 +1,4 @@
-//! The three ways in which a command ends badly, and their exit codes.
+//! The ways in which a command ends badly, and their exit codes.
 //!
 //! Anything else (a file that cannot be written, a program that does not start) is an ordinary
 //! [`anyhow::Error`] and exits with 1.
@@ -10,6 +10,8 @@ use std::fmt;
 pub(crate) enum Fail {
     /// The caller asked for something that cannot be done; exit code 2.
     Usage { message: String, hint: String },
+    /// As `Usage`, with the hint in the message.
+    Refused(String),
     /// A check did not hold, or a program that it needs failed; exit code 1.
     Check(String),
     /// A program that shares our terminal failed and has already said why; its own exit code.
@@ -20,7 +22,7 @@ impl Fail {
     /// The process exit code for this end.
     pub(crate) fn code(&self) -> u8 {
         match self {
-            Self::Usage { .. } => 2,
+            Self::Usage { .. } | Self::Refused(_) => 2,
             Self::Check(_) => 1,
             Self::Child(code) => *code,
         }
@@ -31,7 +33,7 @@ impl fmt::Display for Fail {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Usage { message, hint } => write!(f, "{message}\nhint: {hint}"),
-            Self::Check(message) => write!(f, "{message}"),
+            Self::Refused(message) | Self::Check(message) => write!(f, "{message}"),
             Self::Child(code) => write!(f, "the program ended with exit code {code}"),
         }
     }

@@ -23,13 +23,11 @@ mod verify;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
-use clap::Parser;
-
 use crate::cli::{Cli, Command};
+use anyhow::Result;
 
 fn main() -> ExitCode {
-    match run(Cli::parse().command) {
+    match run(command::parse::<Cli>().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => ExitCode::from(fail::report(&error)),
     }

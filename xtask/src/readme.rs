@@ -7,9 +7,9 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use command::OutFile;
 use record::Record;
 
-use crate::bench::write_atomically;
 use crate::cli::ReadmeArgs;
 use crate::fail::{check, usage};
 use crate::place::Place;
@@ -26,7 +26,7 @@ pub(crate) fn run(args: &ReadmeArgs) -> Result<()> {
     }
     let (old, new) = both(root)?;
     if old != new {
-        write_atomically(&root.join("README.md"), &new)?;
+        OutFile::new(&root.join("README.md"))?.write(new.as_bytes())?;
         eprintln!("README.md: tables regenerated");
     }
     Ok(())

@@ -140,13 +140,19 @@ enum Outcome {
 /// Tests that ran, over all test programs.
 #[derive(Debug, Default, PartialEq)]
 struct Counts {
+    /// Those among them that said they were skipped count too, because they returned.
     passed: usize,
     failed: usize,
+    skipped: usize,
 }
 
 impl Counts {
-    /// Reads `test result: ok. 3 passed; 0 failed; ...` and nothing else.
+    /// Reads `test result: ok. 3 passed; 0 failed; ...` and a test's own `skipped: its::name: why`, and
+    /// nothing else.
     fn add(&mut self, line: &str) {
+        // A harness with one thread has begun its line before the test speaks.
+        self.skipped +=
+            usize::from(line.starts_with("skipped: ") || line.contains("... skipped: "));
         let Some(result) = line.strip_prefix("test result: ") else { return };
         let number = |what: &str| {
             let before = result.split_once(what)?.0.trim_end();
@@ -205,10 +211,11 @@ impl fmt::Display for Steps {
         let failed = self.done.iter().filter(|(.., o)| o.is_none()).count();
         write!(
             f,
-            "steps: {} passed, {failed} failed, {skipped} skipped; tests: {} passed, {} failed; {:.1} min",
+            "steps: {} passed, {failed} failed, {skipped} skipped; tests: {} passed, {} failed, {} skipped; {:.1} min",
             self.done.len() - failed - skipped,
-            self.counts.passed,
+            self.counts.passed.saturating_sub(self.counts.skipped),
             self.counts.failed,
+            self.counts.skipped,
             total.as_secs_f64() / 60.0
         )
     }
@@ -224,12 +231,14 @@ mod tests {
         for line in [
             "running 3 tests",
             "test a::b ... ok",
+            "skipped: a::c: no webgpu device: EGL is not installed",
+            "test a::d ... skipped: a::d: no webgpu device",
             "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s",
             "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out",
         ] {
             counts.add(line);
         }
-        assert_eq!(counts, Counts { passed: 13, failed: 2 });
+        assert_eq!(counts, Counts { passed: 13, failed: 2, skipped: 2 });
     }
 
     #[test]

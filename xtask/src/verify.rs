@@ -8,7 +8,7 @@ use record::Check;
 use crate::bench::{print_all, problems, wants};
 use crate::cli::VerifyArgs;
 use crate::devices::{Backend, Doctor};
-use crate::fail::check;
+use crate::fail::{check, usage};
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::report::{self, Align, Style, Table};
@@ -45,11 +45,20 @@ pub(crate) fn columns(
     backends.iter().map(column).collect()
 }
 
-/// Exit code 1 when a check failed, a column is incomplete, or nothing at all was checked.
+/// Exit code 1 when a check failed, a column is incomplete, or a device checked nothing and does not say
+/// why; 2 when the choice left nothing to check on any.
 pub(crate) fn verdict(run: &[Column]) -> Result<()> {
     let mut wrong = problems(run);
-    for column in run.iter().filter(|c| c.checks.is_empty() && c.broken.is_none()) {
-        wrong.push(format!("{}: nothing was checked", column.backend));
+    let empty = run.iter().filter(|c| c.checks.is_empty() && c.broken.is_none());
+    let (skipped, silent): (Vec<_>, Vec<_>) = empty.partition(|c| !c.skips.is_empty());
+    wrong.extend(silent.iter().map(|c| format!("{}: nothing was checked", c.backend)));
+    if skipped.len() == run.len() {
+        let reasons: Vec<_> =
+            skipped.iter().map(|c| format!("{}: {}", c.backend, c.skips[0].1)).collect();
+        return Err(usage(
+            format!("nothing was checked; {}", reasons.join("; ")),
+            "choose another --backend, --filter or --profile; `--backend all` takes every device",
+        ));
     }
     if wrong.is_empty() { Ok(()) } else { Err(check(wrong.join("; "))) }
 }
@@ -189,6 +198,17 @@ mod tests {
         assert!(verdict(&[column("cuda", &[(1, 0.0, "aa")])]).is_ok());
         let error = verdict(&[column("cuda", &[])]).unwrap_err();
         assert_eq!(error.to_string(), "cuda: nothing was checked");
+    }
+
+    #[test]
+    fn a_choice_that_leaves_nothing_to_check_is_the_callers_error() {
+        let reason = "profile rtx4090 describes a cuda device";
+        let skips = vec![("all cases".to_owned(), reason.to_owned())];
+        let skipped = Column { skips, ..column("cpu", &[]) };
+        let error = verdict(std::slice::from_ref(&skipped)).unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+        assert_eq!(crate::fail::report(&error), 2);
+        assert!(verdict(&[column("cuda", &[(1, 0.0, "aa")]), skipped]).is_ok());
     }
 
     #[test]

@@ -65,10 +65,9 @@ pub fn source(kernel: &dyn CubeKernel, sm: u32) -> Result<Source, CompileError> 
     let mut compiler = CppCompiler::<Cuda>::default();
     let compiled = CompiledKernel::compile(kernel, definition, &mut compiler, &options)
         .map_err(|e| failed(&e))?;
-    let cube = compiled.cube_dim;
     Ok(Source {
-        units: cube.x * cube.y * cube.z,
         shared_bytes: compiled.repr.as_ref().map_or(0, |r| r.shared_memory_size),
+        units: compiled.cube_dim.num_elems(),
         text: compiled.source,
         entry: compiled.entrypoint_name,
         io: compiled.io,

@@ -59,7 +59,7 @@ impl Device {
             why,
             how: facts::how_to_get(backend).to_owned(),
         };
-        if let Some(missing) = facts::missing(backend).into_iter().find(|m| m.fatal) {
+        if let Some(missing) = facts::missing(backend).into_iter().next() {
             return Err(OpenError::Unavailable { backend, why: missing.what, how: missing.how });
         }
         let raw = match backend {

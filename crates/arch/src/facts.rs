@@ -8,12 +8,10 @@ use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 
 use crate::Backend;
 
-/// Something that a backend needs or wants and this machine lacks.
+/// Something that a backend needs and this machine lacks.
 pub(crate) struct Missing {
     pub(crate) what: String,
     pub(crate) how: String,
-    /// Without it the backend cannot run at all.
-    pub(crate) fatal: bool,
 }
 
 /// One graphics adapter, as wgpu reports it.
@@ -28,10 +26,12 @@ pub(crate) struct AdapterFacts {
 }
 
 impl AdapterFacts {
-    /// The driver's name and version with everything but letters, digits and dots dropped.
+    /// The driver's name and version with everything but letters, digits and dots dropped, and without
+    /// the names of OpenGL's kinds, which stand before Mesa's version.
     pub(crate) fn driver_slug(&self) -> String {
+        const KINDS: [&str; 6] = ["", "OpenGL", "ES", "Core", "Compatibility", "Profile"];
         let words = self.driver.split(|c: char| !(c.is_ascii_alphanumeric() || c == '.'));
-        let kept: Vec<_> = words.filter(|w| !w.is_empty()).take(3).collect();
+        let kept: Vec<_> = words.filter(|w| !KINDS.contains(w)).take(3).collect();
         if kept.is_empty() { "driver".to_owned() } else { kept.join(".").to_lowercase() }
     }
 }
@@ -94,42 +94,37 @@ fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
 pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
     let absent = |names: &[&str]| !names.iter().any(|n| has_library(n));
     let mut out = Vec::new();
-    let mut need = |gone: bool, fatal: bool, what: &str, how: &str| {
+    let mut need = |gone: bool, what: &str, how: &str| {
         if gone {
-            out.push(Missing { what: what.to_owned(), how: how.to_owned(), fatal });
+            out.push(Missing { what: what.to_owned(), how: how.to_owned() });
         }
     };
     match backend {
         Backend::Cuda => {
             need(
                 absent(&["libcuda.so.1"]),
-                true,
                 "the NVIDIA driver (libcuda.so.1) is not installed",
-                "install the NVIDIA driver, 570 or newer",
+                "install the NVIDIA driver, 580 or newer, which NVRTC 13 needs",
             );
             need(
                 nvrtc_version().is_none(),
-                true,
                 "NVRTC (libnvrtc.so), which compiles kernels, is not found",
                 "run through `cargo xtask`, which fetches it, or install the CUDA toolkit and set \
                  CUDA_PATH",
             );
             need(
                 cuda_headers().is_none(),
-                true,
                 "the CUDA headers (cuda_fp16.h) are not found",
                 "run through `cargo xtask`, which fetches them, or set CUDA_PATH to a CUDA toolkit",
             );
         }
         Backend::Vulkan => need(
             absent(&["libvulkan.so.1"]),
-            true,
             "the Vulkan loader (libvulkan.so.1) is not installed",
             "install the package libvulkan1 and the driver of your card",
         ),
         Backend::WebGpu => need(
             absent(&["libEGL.so.1"]),
-            true,
             "EGL (libEGL.so.1) is not installed",
             "install the packages libegl1 and libgl1-mesa-dri",
         ),
@@ -245,6 +240,22 @@ pub(crate) fn nvml_facts() -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_drivers_version_is_part_of_its_slug() {
+        for (driver, slug) in [
+            (" 4.5 (Core Profile) Mesa 22.3.6", "4.5.mesa.22.3.6"),
+            (" OpenGL ES 3.2 Mesa 25.0.7", "3.2.mesa.25.0.7"),
+            ("NVIDIA 580.159.04", "nvidia.580.159.04"),
+            ("radv Mesa 22.3.6", "radv.mesa.22.3.6"),
+            ("", "driver"),
+        ] {
+            let kind = WgpuDeviceKind::Cpu;
+            let (name, driver) = (String::new(), driver.to_owned());
+            let facts = AdapterFacts { kind, software: true, name, vendor: 0, device: 0, driver };
+            assert_eq!(facts.driver_slug(), slug);
+        }
+    }
 
     #[test]
     fn cpu_part_comes_from_the_numbers() {

@@ -1,8 +1,8 @@
 //! What the GPU is: opening devices, and the facts that decide what can run on them.
 //!
-//! Only this crate opens a device. [`Device`] is an open handle, [`ArchProfile`] the plain facts that
-//! a kernel's feasibility depends on, [`ArchId`] the name under which tuned results are kept.
-//! `--profile rtx4090` is [`Device::restrict`]: a real card limited to what another one has.
+//! A kernel of ours runs on a [`Device`] of this crate, an open handle. [`ArchProfile`] holds the plain
+//! facts that a kernel's feasibility depends on, [`ArchId`] is the name under which tuned results are
+//! kept. `--profile rtx4090` is [`Device::restrict`]: a real card limited to what another one has.
 
 mod backend;
 mod device;

@@ -122,8 +122,8 @@ pub struct ArchProfile {
 
 impl ArchProfile {
     /// This card limited to what `limit` also has: what is tuned and tested so would run there.
-    /// Compute capability and processor count stay the real ones, because code is compiled for and
-    /// run by the real card.
+    /// Compute capability, processor count and cache stay the real ones, because code is compiled for
+    /// the real card, run by it and measured on it: operands must outgrow the cache that is there.
     pub fn restrict(&self, name: &str, limit: &Self) -> Self {
         let common = |a: &BTreeSet<MmaShape>, b: &BTreeSet<MmaShape>| a & b;
         Self {
@@ -132,9 +132,11 @@ impl ArchProfile {
             max_shared_bytes: self.max_shared_bytes.min(limit.max_shared_bytes),
             max_units_per_cube: self.max_units_per_cube.min(limit.max_units_per_cube),
             load_bytes: self.load_bytes.min(limit.load_bytes),
-            memory_bytes: self.memory_bytes.min(limit.memory_bytes),
+            memory_bytes: [self.memory_bytes, limit.memory_bytes].into_iter().flatten().min(),
             dtypes: &self.dtypes & &limit.dtypes,
             mma: common(&self.mma, &limit.mma),
+            cmma: common(&self.cmma, &limit.cmma),
+            cube_mma: common(&self.cube_mma, &limit.cube_mma),
             async_copy: self.async_copy && limit.async_copy,
             tma: self.tma && limit.tma,
             clusters: self.clusters && limit.clusters,
@@ -210,6 +212,21 @@ mod tests {
         assert_eq!(r.max_shared_bytes, 99 << 10);
         assert!(!r.tma && !r.clusters && r.async_copy);
         assert_eq!(r.processors, Some(132), "the real card runs the code");
+        assert_eq!(r.cache_bytes, h200.cache_bytes, "and its cache is what operands outgrow");
         assert!(r.id.0.ends_with("@rtx4090"));
+    }
+
+    #[test]
+    fn restriction_takes_no_matrix_instruction_that_one_of_both_lacks() {
+        let h200 = ArchProfile::recorded("h200").expect("recorded");
+        let shape = *h200.cmma.first().expect("it has plane-scope matrices");
+        let wide = ArchProfile { cube_mma: [shape].into(), ..h200.clone() };
+        let mut narrow = ArchProfile { memory_bytes: None, ..h200.clone() };
+        assert!(narrow.cmma.remove(&shape));
+        for (card, limit) in [(&wide, &narrow), (&narrow, &wide)] {
+            let r = card.restrict("other", limit);
+            assert!(!r.cmma.contains(&shape) && r.cube_mma.is_empty());
+            assert_eq!((r.cmma.len() + 1, r.memory_bytes), (h200.cmma.len(), h200.memory_bytes));
+        }
     }
 }

@@ -62,8 +62,17 @@ pub fn survey() -> Report {
     for backend in Backend::ALL {
         match open_or_say_why(backend) {
             Ok(device) => report.devices.push(describe(&device)),
-            Err((what, how)) => {
-                report.missing.push(MissingReport { what, needed_for: backend, how });
+            Err(first) => {
+                let known = facts::missing(backend).into_iter().map(|m| (m.what, m.how));
+                let mut all: Vec<_> = known.collect();
+                if all.is_empty() {
+                    all.push(first);
+                }
+                report.missing.extend(all.into_iter().map(|(what, how)| MissingReport {
+                    what,
+                    needed_for: backend,
+                    how,
+                }));
             }
         }
     }

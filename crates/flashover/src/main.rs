@@ -1,14 +1,12 @@
 //! The `flashover` command.
 
 use std::collections::BTreeMap;
-use std::fs::Permissions;
-use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{anyhow, bail};
 use clap::{Parser, Subcommand};
+use command::OutFile;
 use flashover::report::{self, Report};
 use flashover::{Backend, DType, Device, HostTensor, Policy, run_op};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -57,7 +55,9 @@ enum Command {
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text.split_once('=').ok_or("not of the form key=value")?;
+    let (key, value) = text
+        .split_once('=')
+        .ok_or("it is not of the form key=value\nhint: such as rhs=col or tf32=true")?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
@@ -67,7 +67,7 @@ fn main() -> ExitCode {
         .filter_level(log::LevelFilter::Error)
         .filter_module("flashover", log::LevelFilter::Warn)
         .init();
-    let outcome = match Cli::parse().command {
+    let outcome = match command::parse::<Cli>().command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
         Command::Op { name, input, output, backend, profile, settings, policy } => {
             op(&name, &input, &output, backend, profile.as_deref(), &settings, policy)
@@ -130,13 +130,13 @@ fn op(
     policy: Policy,
 ) -> anyhow::Result<()> {
     let inputs = read_tensors(input)?;
-    let target = Target::new(output)?;
+    let target = OutFile::new(output)?;
     let mut device = Device::open(backend)?;
     if let Some(profile) = profile {
         device = device.restrict(profile)?;
     }
     let outputs = run_op(name, &device, &inputs, settings, policy)?;
-    target.write(&outputs)
+    Ok(target.write(&encoded(&outputs)?)?)
 }
 
 fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
@@ -166,52 +166,21 @@ fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
         .collect()
 }
 
-/// Where the result goes. It is written beside its place and renamed, so that no half-written file is
-/// left; a place that cannot be written is refused before anything is computed.
-struct Target<'a> {
-    path: &'a Path,
-    file: tempfile::NamedTempFile,
-}
-
-impl<'a> Target<'a> {
-    fn new(path: &'a Path) -> anyhow::Result<Self> {
-        if path.is_dir() {
-            bail!("{} is a folder\nhint: --output names a file", path.display());
-        }
-        let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        // What the umask leaves of it, as for any new file.
-        let file = tempfile::Builder::new()
-            .permissions(Permissions::from_mode(0o666))
-            .tempfile_in(dir)
-            .map_err(|e| Self::error(path, &e))?;
-        Ok(Self { path, file })
-    }
-
-    fn error(path: &Path, why: &std::io::Error) -> anyhow::Error {
-        anyhow!(
-            "cannot write {}: {why}\nhint: --output names a file in a folder that can be written",
-            path.display()
-        )
-    }
-
-    fn write(mut self, tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<()> {
-        let views: Vec<(&str, TensorView<'_>)> = tensors
-            .iter()
-            .map(|(name, t)| {
-                let dtype = match t.dtype() {
-                    DType::F32 | DType::Tf32 => Dtype::F32,
-                    DType::F16 => Dtype::F16,
-                    DType::Bf16 => Dtype::BF16,
-                    DType::I8 => Dtype::I8,
-                    DType::U8 => Dtype::U8,
-                    DType::I32 => Dtype::I32,
-                };
-                Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
-            })
-            .collect::<anyhow::Result<_>>()?;
-        let bytes = safetensors::serialize(views, None)?;
-        self.file.write_all(&bytes).map_err(|e| Self::error(self.path, &e))?;
-        self.file.persist(self.path).map_err(|e| Self::error(self.path, &e.error))?;
-        Ok(())
-    }
+/// The tensors as a safetensors file.
+fn encoded(tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<Vec<u8>> {
+    let views: Vec<(&str, TensorView<'_>)> = tensors
+        .iter()
+        .map(|(name, t)| {
+            let dtype = match t.dtype() {
+                DType::F32 | DType::Tf32 => Dtype::F32,
+                DType::F16 => Dtype::F16,
+                DType::Bf16 => Dtype::BF16,
+                DType::I8 => Dtype::I8,
+                DType::U8 => Dtype::U8,
+                DType::I32 => Dtype::I32,
+            };
+            Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
+        })
+        .collect::<anyhow::Result<_>>()?;
+    Ok(safetensors::serialize(views, None)?)
 }

@@ -75,7 +75,10 @@ pub enum OpError {
     Tune(#[from] TuneError),
     #[error(transparent)]
     Cache(#[from] CacheError),
-    #[error("the kernel failed: {0}")]
+    #[error(
+        "the kernel failed: {0}\nhint: `flashover doctor` says what this machine has; another --backend \
+         may run it"
+    )]
     Failed(String),
 }
 
@@ -321,4 +324,33 @@ fn spread(
         bytes.extend_from_slice(&tensor.bytes()[at * size..(at + 1) * size]);
     }
     (bytes, matrix)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_end_with_a_hint() {
+        let dense = |sizes| {
+            MatmulProblem::dense(1, sizes, [Layout::Row; 2], Precision::F32).map(|p| (p, p.lhs))
+        };
+        let (problem, lhs) = dense([2, 3, 4]).expect("valid sizes");
+        let lhs = kernels::matmul::Operand { stride: 3, ..lhs };
+        let narrow = MatmulProblem { lhs, ..problem }.checked().expect_err("rows overlap");
+        let arch = arch::ArchProfile::recorded("rtx4090").expect("recorded");
+        let key = tune::Key::of::<Matmul>(&arch.id, &problem);
+        let errors: [OpError; 6] = [
+            narrow.into(),
+            dense([0, 1, 1]).expect_err("nothing to do").into(),
+            HostTensor::new(DType::F32, &[2], vec![0; 3]).expect_err("half a value").into(),
+            TensorError::NotFloat(DType::I8).into(),
+            TuneError::AllFailed { key, first: "out of memory".to_owned() }.into(),
+            OpError::Failed("lost".to_owned()),
+        ];
+        for error in errors {
+            let text = error.to_string();
+            assert!(text.lines().last().is_some_and(|l| l.starts_with("hint: ")), "{text}");
+        }
+    }
 }

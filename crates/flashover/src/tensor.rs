@@ -14,9 +14,12 @@ pub struct HostTensor {
 /// A tensor that contradicts itself, or cannot be read as asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TensorError {
-    #[error("shape {shape:?} of {dtype} takes {need} bytes, {have} were given")]
+    #[error(
+        "shape {shape:?} of {dtype} takes {need} bytes, {have} were given\nhint: a tensor is dense, \
+         row-major and little-endian"
+    )]
     Length { shape: Vec<usize>, dtype: DType, need: usize, have: usize },
-    #[error("a {0} tensor has no f32 values")]
+    #[error("a {0} tensor has no f32 values\nhint: read its bytes; f32, f16 and bf16 have values")]
     NotFloat(DType),
 }
 

@@ -101,8 +101,8 @@ impl Toolkit {
         if dump.is_some() {
             std::fs::write(stem.with_extension("cu"), &source.text)?;
         }
-        let report = self.assemble(&ptx, sm, &stem)?;
-        Ok(Usage { shared: source.shared_bytes as u32, units: source.units, ..report })
+        let (shared, units) = (source.shared_bytes as u32, source.units);
+        Ok(Usage { shared, units, ..self.assemble(&ptx, sm, &stem)? })
     }
 
     /// CUDA C++ to PTX.

@@ -138,13 +138,17 @@ fn instances_of<K: Kernel>(
     for Case { problem, most, clean } in cases {
         let candidates = K::candidates(arch, &problem).into_iter().take(most);
         for (i, config) in candidates.enumerate() {
-            for program in K::programs(arch, &problem, &config, &properties, &target) {
+            let programs = K::programs(arch, &problem, &config, &properties, &target);
+            for (launch, program) in programs.into_iter().enumerate() {
                 let place = *places.entry(program.id()).or_insert(instances.len());
                 match instances.get_mut(place) {
                     Some(same) => same.clean |= i < clean,
                     None => instances.push(Instance {
                         kernel: K::NAME,
-                        name: name(&problem),
+                        name: match launch {
+                            0 => name(&problem),
+                            later => format!("{} launch {}", name(&problem), later + 1),
+                        },
                         config: serde_json::to_value(config).expect("a config is plain data"),
                         program,
                         clean: i < clean,
@@ -213,6 +217,9 @@ fn matmuls() -> Vec<Case<Matmul>> {
             cases.push(Case { problem, most: usize::MAX, clean: 1 });
         }
     }
+    let thin = dense([8, 4096, 14336], [row, col], Bf16);
+    let thin = MatmulProblem { epilogue: everything, ..thin };
+    cases.push(Case { problem: thin, most: 2, clean: 1 });
     cases.extend([ragged([row, col], Bf16, 5), ragged([row, col], F32, 2), odd([col, row], Tf32)]);
     // What layers have, and all of it at once.
     let (gelu, silu) = (Some(Activation::Gelu), Some(Activation::Silu));
@@ -324,8 +331,10 @@ mod tests {
             for part in parts {
                 assert!(all.iter().any(|i| i.name.contains(part)), "{target}:{part}");
             }
-            let cut = |config: &Value| config["parts"].as_u64() > Some(1);
-            assert!(all.iter().any(|i| cut(&i.config)), "{target}: k in parts");
+            let cut = |i: &Instance| i.config["parts"].as_u64() > Some(1);
+            assert!(all.iter().any(cut), "{target}: k in parts");
+            let added = |i: &Instance| cut(i) && i.name.ends_with(" second");
+            assert!(all.iter().any(added), "{target}: what adds them");
         }
     }
 }

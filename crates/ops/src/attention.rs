@@ -345,8 +345,9 @@ fn forced(
     let arch = device.profile();
     let refused = |why: String| OpError::Forced { implementation: wanted, why };
     match wanted {
-        Implementation::Plain => Attention::simplest(arch, problem)
-            .ok_or_else(|| refused(format!("{} lacks the dtype", arch.backend))),
+        Implementation::Plain => {
+            Attention::simplest(arch, problem).map_err(|why| refused(why.to_string()))
+        }
         Implementation::Flash => {
             let flash = |c: &AttentionConfig| matches!(c, AttentionConfig::Flash(_));
             let found = Attention::candidates(arch, problem).into_iter().find(flash);
@@ -365,18 +366,17 @@ fn forced_backward(
     wanted: Implementation,
 ) -> Result<BackwardConfig, OpError> {
     let arch = device.profile();
-    let of = |config: &BackwardConfig| match wanted {
+    let refused = |why: String| OpError::Forced { implementation: wanted, why };
+    match wanted {
         Implementation::Plain => {
-            AttentionBackward::simplest(arch, problem).as_ref() == Some(config)
+            AttentionBackward::simplest(arch, problem).map_err(|why| refused(why.to_string()))
         }
-        Implementation::Flash => matches!(config.queries, AttentionConfig::Flash(_)),
-    };
-    let simplest = AttentionBackward::simplest(arch, problem);
-    let mut all = AttentionBackward::candidates(arch, problem).into_iter().chain(simplest);
-    all.find(of).ok_or_else(|| {
-        let why = "no tile of the backward pass fits".to_owned();
-        OpError::Forced { implementation: wanted, why }
-    })
+        Implementation::Flash => {
+            let flash = |c: &BackwardConfig| matches!(c.queries, AttentionConfig::Flash(_));
+            let found = AttentionBackward::candidates(arch, problem).into_iter().find(flash);
+            found.ok_or_else(|| refused("no tile of the backward pass fits".to_owned()))
+        }
+    }
 }
 
 /// The tensor itself, or a copy whose last axis is contiguous.

@@ -9,23 +9,35 @@ use crate::Implementation;
 /// Why an op has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum OpError {
-    #[error("lhs is {lhs:?} with k = {lhs_k}, rhs is {rhs:?} with k = {rhs_k}")]
+    #[error(
+        "lhs is {lhs:?} with k = {lhs_k}, rhs is {rhs:?} with k = {rhs_k}\nhint: \
+         lhs is [.., m, k], rhs [.., k, n]"
+    )]
     Depth { lhs: Vec<usize>, lhs_k: usize, rhs: Vec<usize>, rhs_k: usize },
     #[error("batches of {lhs:?} and {rhs:?} do not broadcast\nhint: each axis is equal or 1")]
     Broadcast { lhs: Vec<usize>, rhs: Vec<usize> },
-    #[error("{what} has shape {have:?}, the result needs {need:?}")]
+    #[error(
+        "{what} has shape {have:?}, the result needs {need:?}\nhint: \
+         it does not broadcast; expand it first"
+    )]
     Shape { what: &'static str, have: Vec<usize>, need: Vec<usize> },
     #[error("{what} is {have:?}, lhs is {need:?}\nhint: cast one of them")]
     DType { what: &'static str, have: DType, need: DType },
     #[error("tensors of {0:?} are not multiplied\nhint: cast to f32, f16 or bf16")]
     NotFloat(DType),
-    #[error("{0} exceeds 2^32 - 1, the longest axis")]
+    #[error("{0} exceeds 2^32 - 1, the longest axis\nhint: split it")]
     TooLarge(usize),
     #[error("no kernels for {0}\nhint: use Device::cuda, Device::vulkan or Device::cpu")]
     Device(String),
-    #[error("{heads} heads do not divide among {kv_heads} key heads")]
+    #[error(
+        "{heads} heads do not divide among {kv_heads} key heads\nhint: \
+         each key head serves as many query heads as the others"
+    )]
     Heads { heads: usize, kv_heads: usize },
-    #[error("{implementation:?} attention cannot serve this: {why}")]
+    #[error(
+        "{implementation:?} attention cannot serve this: {why}\nhint: \
+         ask for none, and one that can is taken"
+    )]
     Forced { implementation: Implementation, why: String },
     #[error(transparent)]
     Attention(#[from] InvalidAttention),

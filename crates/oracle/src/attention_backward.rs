@@ -36,7 +36,7 @@ pub fn check(
     let dtype = reference_dtype(p.dtype);
     let host = Host::new(device, &case.forward)?;
     let forward = Attention::simplest(device.profile(), p)
-        .ok_or_else(|| CheckError::Kernel("there is no forward pass".to_owned()))?;
+        .map_err(|why| CheckError::Kernel(format!("no forward pass: {why}")))?;
     Attention::launch(device, p, &forward, &host.operands, None);
     let (out, lse) = host.results(device)?;
     let lse = lse.expect("a checked problem stores its log-sum-exp");

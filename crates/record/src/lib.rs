@@ -115,6 +115,13 @@ impl Record {
         case_name(&self.op, &self.params)
     }
 
+    /// Every time in it, by name, in nanoseconds.
+    fn times(&self) -> impl Iterator<Item = (&str, f64)> {
+        let own = [("median_ns", self.median_ns), ("p10_ns", self.p10_ns), ("p90_ns", self.p90_ns)];
+        let peers = self.peers.iter().map(|(name, ns)| (name.as_str(), *ns));
+        own.into_iter().filter_map(|(name, ns)| Some((name, ns?))).chain(peers)
+    }
+
     /// What two runs must share to be compared.
     pub fn key(&self) -> Key {
         Key {
@@ -216,8 +223,11 @@ pub fn read_baseline(text: &str) -> Result<Vec<Record>, ReadError> {
             Some(found) => return Err(ReadError::Foreign(i + 1, found as u32)),
             None => return Err(ReadError::Malformed(i + 1, "no `schema` field".into())),
         }
-        let record = serde_json::from_value(value)
+        let record: Record = serde_json::from_value(value)
             .map_err(|e| ReadError::Malformed(i + 1, e.to_string()))?;
+        if let Some((name, ns)) = record.times().find(|(_, ns)| !(ns.is_finite() && *ns > 0.0)) {
+            return Err(ReadError::Malformed(i + 1, format!("the time {name} is {ns}")));
+        }
         records.push(record);
     }
     if records.is_empty() { Err(ReadError::Empty) } else { Ok(records) }
@@ -245,5 +255,28 @@ mod tests {
         assert!(matches!(read_baseline("\n{"), Err(ReadError::Malformed(2, _))));
         assert!(matches!(read_baseline("{\"schema\":99}"), Err(ReadError::Foreign(1, 99))));
         assert!(matches!(read_baseline("{\"a\":1}"), Err(ReadError::Malformed(1, _))));
+    }
+
+    #[test]
+    fn a_time_that_cannot_be_is_refused() {
+        let line = |times: &str| {
+            format!(
+                r#"{{"schema":{SCHEMA},"op":"copy","params":{{}},"backend":"cpu","arch_id":"x",{times},
+                "samples":5,"clock":"host","flops":0,"bytes":8,"commit":"c","dirty":false,"date":"d"}}"#
+            )
+            .replace('\n', " ")
+        };
+        let read = |times: &str| read_baseline(&line(times)).map_err(|e| e.to_string());
+        let good = r#""median_ns":2.0,"p10_ns":1.0,"p90_ns":3.0,"peers":{"torch":2.0}"#;
+        assert!(read(good).is_ok(), "{:?}", read(good));
+        assert!(read(r#""median_ns":null,"peers":{}"#).is_ok(), "a case that failed has no time");
+        for (from, to, name) in [
+            (r#""median_ns":2.0"#, r#""median_ns":-2.0"#, "median_ns is -2"),
+            (r#""p10_ns":1.0"#, r#""p10_ns":0.0"#, "p10_ns is 0"),
+            (r#""torch":2.0"#, r#""torch":-1.5"#, "torch is -1.5"),
+        ] {
+            let error = read(&good.replace(from, to)).expect_err("no such time");
+            assert!(error.ends_with(&format!("the time {name}")), "{error}");
+        }
     }
 }

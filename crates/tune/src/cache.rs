@@ -1,9 +1,9 @@
 //! TuneCache: what was measured, as text.
 //!
 //! One entry per line, sorted by key, so that two files merge and a diff reads well. A line that
-//! does not parse, or of another format, is reported and ignored; the others still count. Writing
-//! takes a lock file, reads again what another process wrote meanwhile, and replaces the file by
-//! rename: a crash in the middle leaves the old file.
+//! does not parse, or of another format, is reported and ignored; the others still count; a file that
+//! is no cache is refused. Writing takes a lock file, reads again what another process wrote meanwhile,
+//! and replaces the file by rename: a crash in the middle leaves the old file.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -148,7 +148,7 @@ impl TuneCache {
     /// The shipped results and those of the file at `path`, which need not exist yet.
     ///
     /// # Errors
-    /// A file that exists and cannot be read. Damaged lines are no error: see
+    /// A file that exists and cannot be read, or is no cache. Damaged lines are no error: see
     /// [`TuneCache::warnings`].
     pub fn open(path: &Path) -> Result<Self, CacheError> {
         let mut cache = Self { path: Some(path.to_owned()), ..Self::shipped() };
@@ -230,25 +230,34 @@ impl TuneCache {
 type Parsed = (BTreeMap<Key, Entry>, Vec<Warning>);
 
 fn read(path: &Path) -> Result<Parsed, CacheError> {
-    match fs::read(path) {
-        Ok(bytes) => Ok(parse(&String::from_utf8_lossy(&bytes), &path.display().to_string())),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Parsed::default()),
-        Err(why) => Err(CacheError { path: path.to_owned(), why }),
-    }
+    Ok(parse(&text_of(path)?, &path.display().to_string()))
 }
 
 /// Lines of other formats, as they are: another version of this program reads them.
 fn foreign_lines(path: &Path) -> Result<String, CacheError> {
+    let text = text_of(path)?;
+    let foreign = text.lines().filter(|l| format_of(l).is_some_and(|f| f != u64::from(FORMAT)));
+    Ok(foreign.map(|line| line.to_owned() + "\n").collect())
+}
+
+/// The text of a cache file, which need not exist. A file of something else is refused, because it would
+/// be overwritten with the first result.
+fn text_of(path: &Path) -> Result<String, CacheError> {
+    let refused = |why| CacheError { path: path.to_owned(), why };
     let text = match fs::read_to_string(path) {
         Ok(text) => text,
         Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
-        // Damaged text has been reported; there is nothing in it to keep.
-        Err(e) if e.kind() == io::ErrorKind::InvalidData => String::new(),
-        Err(why) => return Err(CacheError { path: path.to_owned(), why }),
+        Err(why) => return Err(refused(why)),
     };
-    let format = |line: &str| serde_json::from_str::<Value>(line).ok()?.get("format")?.as_u64();
-    let foreign = text.lines().filter(|l| format(l).is_some_and(|f| f != u64::from(FORMAT)));
-    Ok(foreign.map(|line| line.to_owned() + "\n").collect())
+    if !text.trim().is_empty() && !text.lines().any(|line| format_of(line).is_some()) {
+        let why = "no line of it is a result, so it is left alone";
+        return Err(refused(io::Error::new(io::ErrorKind::InvalidData, why)));
+    }
+    Ok(text)
+}
+
+fn format_of(line: &str) -> Option<u64> {
+    serde_json::from_str::<Value>(line).ok()?.get("format")?.as_u64()
 }
 
 fn parse(text: &str, origin: &str) -> Parsed {
@@ -362,6 +371,22 @@ mod tests {
         cache.insert(entry("a", "2026-01-01T00:00:00Z", 1.0)).expect("writable");
         let text = fs::read_to_string(&path).expect("written");
         assert!(text.lines().any(|l| l == newer) && text.lines().count() == 2, "{text}");
+    }
+
+    #[test]
+    fn a_file_that_is_no_cache_is_refused_and_kept() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("tune.jsonl");
+        let foreign = b"{\"format\":99,\"whatever\":\"\xff\"}\n".as_slice();
+        for bytes in [foreign, b"export PATH\n"] {
+            let mut cache = TuneCache::open(&path).expect("absent file");
+            fs::write(&path, bytes).expect("writable");
+            let text = TuneCache::open(&path).expect_err("no cache").to_string();
+            assert!(text.contains("\nhint: "), "{text}");
+            assert!(cache.insert(entry("a", "2026-01-01T00:00:00Z", 1.0)).is_err());
+            assert_eq!(fs::read(&path).expect("there"), bytes);
+            fs::remove_file(&path).expect("ours");
+        }
     }
 
     #[test]

@@ -48,7 +48,10 @@ pub trait Kernel: 'static {
     fn cost(problem: &Self::Problem) -> Cost;
 
     /// The config with the least to go wrong; what others are compared with.
-    fn simplest(arch: &ArchProfile, problem: &Self::Problem) -> Option<Self::Config>;
+    ///
+    /// # Errors
+    /// What the device lacks for the problem; there are then no candidates either.
+    fn simplest(arch: &ArchProfile, problem: &Self::Problem) -> Result<Self::Config, Infeasible>;
 
     /// Seeded random operands for measuring.
     fn operands(device: &Device, problem: &Self::Problem, seed: u64) -> Self::Operands;

@@ -73,14 +73,18 @@ pub struct Choice<C> {
 pub enum TuneError {
     /// The device cannot serve the problem at all.
     #[error(
-        "{arch} has no way to run {kernel} {problem}\nhint: the device lacks that dtype; take another, or another backend"
+        "{arch} has no way to run {kernel} {problem}: it {why}\nhint: take another dtype, or another \
+         backend"
     )]
-    Unsupported { arch: String, kernel: &'static str, problem: String },
+    Unsupported { arch: String, kernel: &'static str, problem: String, why: String },
     /// Nothing is known, and the policy forbids guessing and measuring.
     #[error("no config is recorded for {0}\nhint: run with --policy measure, or default")]
     Frozen(Key),
     /// Every candidate failed.
-    #[error("no candidate of {key} ran: {first}")]
+    #[error(
+        "no candidate of {key} ran: {first}\nhint: policy `default` takes the first one unmeasured; \
+         `cargo xtask verify` checks which kernels are right on this machine"
+    )]
     AllFailed { key: Key, first: String },
     #[error(transparent)]
     Cache(#[from] CacheError),
@@ -125,10 +129,12 @@ impl Tuner<'_> {
             None => {}
         }
         let first = K::candidates(arch, problem).into_iter().next().ok_or_else(|| {
+            let why = K::simplest(arch, problem).err();
             TuneError::Unsupported {
                 arch: arch.id.to_string(),
                 kernel: K::NAME,
                 problem: K::bucket(problem),
+                why: why.map_or_else(|| "has no config".to_owned(), |why| why.to_string()),
             }
         })?;
         match self.policy {
@@ -199,6 +205,7 @@ impl Tuner<'_> {
         });
         let sets = operand_sets::<K>(self.device, problem);
         let expected = K::simplest(arch, problem)
+            .ok()
             .map(|config| run_once::<K>(self.device, problem, &config, &sets[0]));
         let mut best = f64::INFINITY;
         configs

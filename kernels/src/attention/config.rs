@@ -21,14 +21,6 @@ impl AttentionConfig {
     pub const fn smallest_flash() -> Self {
         Self::Flash(flash(2, 16, 16, 2))
     }
-
-    /// Units of one cube.
-    pub const fn units(&self) -> u32 {
-        match self {
-            Self::Flash(c) => c.units(),
-            Self::Rows(c) => c.units,
-        }
-    }
 }
 
 pub(super) const fn flash(planes: u32, rows: u32, tile_kv: u32, stages: u32) -> FlashConfig {
@@ -73,13 +65,16 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
     found
 }
 
-pub(super) fn simplest(arch: &ArchProfile, problem: &AttentionProblem) -> Option<AttentionConfig> {
+pub(super) fn simplest(
+    arch: &ArchProfile,
+    problem: &AttentionProblem,
+) -> Result<AttentionConfig, Infeasible> {
     let units = match arch.backend {
         Backend::Cpu => arch.processors.unwrap_or(1),
         _ => 64,
     };
     let config = AttentionConfig::Rows(RowsConfig { units });
-    check(arch, problem, &config).ok().map(|()| config)
+    check(arch, problem, &config).map(|()| config)
 }
 
 pub(super) fn check(

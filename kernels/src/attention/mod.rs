@@ -108,7 +108,10 @@ impl Kernel for Attention {
         problem.cost()
     }
 
-    fn simplest(arch: &ArchProfile, problem: &AttentionProblem) -> Option<AttentionConfig> {
+    fn simplest(
+        arch: &ArchProfile,
+        problem: &AttentionProblem,
+    ) -> Result<AttentionConfig, Infeasible> {
         config::simplest(arch, problem)
     }
 

@@ -75,21 +75,30 @@ pub struct AttentionProblem {
 pub enum InvalidAttention {
     #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
     Empty { axis: &'static str },
-    #[error("{heads} heads do not divide among {kv_heads} key heads")]
+    #[error(
+        "{heads} heads do not divide among {kv_heads} key heads\nhint: \
+         each key head serves as many query heads as the others"
+    )]
     Heads { heads: u32, kv_heads: u32 },
-    #[error("{operand} steps {stride} elements between positions of {head_dim}")]
+    #[error(
+        "{operand} steps {stride} elements between positions of {head_dim}\nhint: \
+         positions may lie apart, not over each other"
+    )]
     Stride { operand: &'static str, stride: u64, head_dim: u32 },
-    #[error("softcap is {0}; it must be positive")]
+    #[error("softcap is {0}\nhint: it is positive; leave it out for none")]
     Softcap(f32),
-    #[error("scale is {0}; it must be positive")]
+    #[error("scale is {0}\nhint: it is positive; fold a sign into q")]
     Scale(f32),
-    #[error("a backward pass needs the log-sum-exp of the forward pass")]
+    #[error("a backward pass needs the log-sum-exp of the forward pass\nhint: set `lse` there")]
     NoLse,
-    #[error("attention is computed in f32, f16 or bf16, not {0}")]
+    #[error("attention is not computed in {0}\nhint: f32, f16 or bf16")]
     DType(DType),
-    #[error("a mask is u8 or i32, not {0}")]
+    #[error("a mask is not {0}\nhint: u8 or i32")]
     MaskDType(DType),
-    #[error("a bias or mask needs sequences of one length")]
+    #[error(
+        "a bias or mask needs sequences of one length\nhint: \
+         without them, `varlen` takes sequences of any"
+    )]
     VaryingScores,
 }
 

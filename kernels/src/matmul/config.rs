@@ -77,17 +77,6 @@ impl MatmulConfig {
             _ => 1,
         }
     }
-
-    /// Units of one cube on `arch`.
-    pub fn units(&self, arch: &ArchProfile) -> u32 {
-        match self {
-            Self::Mma(c) => c.units(),
-            Self::Cube(c) => c.units,
-            Self::Plane(c) => c.planes_m * c.planes_n * arch.plane_size.0,
-            Self::Fma(c) => c.units(),
-            Self::Cores(c) => c.units,
-        }
-    }
 }
 
 const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MatmulConfig {
@@ -282,18 +271,21 @@ fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
     ]
 }
 
-pub(super) fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Option<MatmulConfig> {
-    let config = match arch.backend {
-        Backend::Cpu => cores(arch).pop()?,
+pub(super) fn simplest(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+) -> Result<MatmulConfig, Infeasible> {
+    let config = match problem.precision {
+        // Results of these differ from f32 ones by rounding, so their simplest config is a tensor-core one:
+        // the last candidate, so that the first, which runs unmeasured, is compared with another. Where
+        // there is none, what the smallest tile lacks, all lack.
+        Precision::Tf32 | Precision::F16Acc16 => {
+            candidates(arch, problem).pop().unwrap_or(MMA[MMA.len() - 1])
+        }
+        _ if arch.backend == Backend::Cpu => cores(arch).pop().expect("the list has an end"),
         _ => SIMPLEST_GPU,
     };
-    // Results of these differ from f32 ones by rounding, so their simplest config is a tensor-core one:
-    // the last candidate, so that the first, which runs unmeasured, is compared with another.
-    let config = match problem.precision {
-        Precision::Tf32 | Precision::F16Acc16 => candidates(arch, problem).pop()?,
-        _ => config,
-    };
-    check(arch, problem, &config).ok().map(|()| config)
+    check(arch, problem, &config).map(|()| config)
 }
 
 pub(super) fn check(

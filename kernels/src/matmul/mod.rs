@@ -105,7 +105,7 @@ impl Kernel for Matmul {
         problem.cost()
     }
 
-    fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Option<MatmulConfig> {
+    fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Result<MatmulConfig, Infeasible> {
         config::simplest(arch, problem)
     }
 

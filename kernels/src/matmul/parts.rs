@@ -18,6 +18,38 @@ use super::{MatmulOperands, MatmulProblem, elem};
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;
 
+/// The widest vector of results, and the width of indices.
+fn shape(problem: &MatmulProblem, parts: u32) -> (usize, AddressType) {
+    let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
+    let all = problem.extents()[2] * parts as usize;
+    (width, if all > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 })
+}
+
+/// The program of [`add`].
+pub(super) fn program(
+    problem: &MatmulProblem,
+    parts: u32,
+    properties: &Arc<DeviceProperties>,
+    target: &Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
+    let (width, address) = shape(problem, parts);
+    let dim = CubeDim::new_1d(UNITS);
+    let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, address);
+    let buffer = || BufferCompilationArg { inplace: None };
+    Box::new(add_parts::AddParts::new(
+        settings,
+        properties.clone(),
+        target.clone(),
+        buffer(),
+        buffer(),
+        FinishCompilationArg::of(problem.epilogue),
+        (),
+        (),
+        width,
+        [elem(problem.precision.storage()), elem(problem.out)],
+    ))
+}
+
 /// Enqueues the sum over `parts` of all results of `problem`.
 pub(super) fn add(
     device: &Device,
@@ -27,7 +59,7 @@ pub(super) fn add(
     parts: u32,
 ) {
     let len = problem.extents()[2];
-    let width = width(problem);
+    let (width, address) = shape(problem, parts);
     let vectors = len / width;
     let cubes = vectors.div_ceil(UNITS as usize);
     let cubes = CubeCount::Static(cubes.min(1 << 20) as u32, 1, 1);
@@ -38,7 +70,7 @@ pub(super) fn add(
             device.client(),
             cubes,
             CubeDim::new_1d(UNITS),
-            address(all),
+            address,
             width,
             BufferArg::from_raw_parts(partials.clone(), all / width),
             BufferArg::from_raw_parts(operands.out.clone(), vectors),
@@ -48,40 +80,6 @@ pub(super) fn add(
             [elem(problem.precision.storage()), elem(problem.out)],
         );
     }
-}
-
-/// The program of [`add`].
-pub(super) fn program(
-    problem: &MatmulProblem,
-    parts: u32,
-    properties: &Arc<DeviceProperties>,
-    target: &Arc<TargetProperties>,
-) -> Box<dyn CubeKernel> {
-    let all = problem.extents()[2] * parts as usize;
-    let buffer = || BufferCompilationArg { inplace: None };
-    let cube_dim = CubeDim::new_1d(UNITS);
-    Box::new(add_parts::AddParts::new(
-        KernelSettings::new(cube_dim.into(), ExecutionMode::Unchecked, address(all)),
-        properties.clone(),
-        target.clone(),
-        buffer(),
-        buffer(),
-        FinishCompilationArg::of(problem.epilogue),
-        (),
-        (),
-        width(problem),
-        [elem(problem.precision.storage()), elem(problem.out)],
-    ))
-}
-
-/// Elements of a vector that divides the rows.
-fn width(problem: &MatmulProblem) -> usize {
-    [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize
-}
-
-/// Offsets past 2^32 elements need 64-bit indices.
-fn address(elements: usize) -> AddressType {
-    if elements > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -124,9 +124,15 @@ pub struct MatmulProblem {
 pub enum InvalidMatmul {
     #[error("{axis} is 0\nhint: an empty product has no kernel to run; skip it")]
     Empty { axis: &'static str },
-    #[error("{operand} stride {stride} is smaller than its contiguous axis {axis}")]
+    #[error(
+        "{operand} stride {stride} is smaller than its contiguous axis {axis}\nhint: lines may lie apart, \
+         not over each other; to repeat an operand, give its batches stride 0"
+    )]
     Stride { operand: &'static str, stride: u64, axis: u32 },
-    #[error("groups need rows of lhs that are contiguous and one axis of batches, of rhs only")]
+    #[error(
+        "groups need rows of lhs that are contiguous and one axis of batches, of rhs only\nhint: lhs is \
+         [m, k], rhs [groups, k, n]"
+    )]
     Groups,
 }
 

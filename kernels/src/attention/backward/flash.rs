@@ -334,7 +334,16 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     for step in 0..others.total {
         wait_copies(comptime!(stages - 2));
         sync_cube();
-        others.copy(step + comptime!(stages - 1), stats, dims, roles, write, unit, &lane_other, plan);
+        others.copy(
+            step + comptime!(stages - 1),
+            stats,
+            dims,
+            roles,
+            write,
+            unit,
+            &lane_other,
+            plan,
+        );
         write = next_stage(write, ring, end, plan);
         let (head, tile_at) = others.at(step, side);
         let tile_2 = read + comptime!(plan.other.shape.bytes());

@@ -130,9 +130,12 @@ impl Kernel for AttentionBackward {
         problem.cost()
     }
 
-    fn simplest(arch: &ArchProfile, problem: &BackwardProblem) -> Option<BackwardConfig> {
+    fn simplest(
+        arch: &ArchProfile,
+        problem: &BackwardProblem,
+    ) -> Result<BackwardConfig, Infeasible> {
         let side = super::config::simplest(arch, &problem.forward)?;
-        Some(BackwardConfig { queries: side, keys: side })
+        Ok(BackwardConfig { queries: side, keys: side })
     }
 
     fn operands(device: &Device, problem: &BackwardProblem, seed: u64) -> BackwardOperands {

@@ -1,0 +1,193 @@
+//! Files that a command writes for its caller, after work that may take long.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// A file to be written. What cannot be written is found out before the work; nothing is there, or
+/// changed, until all of it is written.
+#[derive(Debug)]
+pub struct OutFile {
+    /// As the caller named it.
+    path: PathBuf,
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    /// A file, behind all symlinks: written beside and renamed, so that no half of it is ever seen.
+    File(PathBuf),
+    /// A device, a pipe or an open descriptor, such as `/dev/null` and `/dev/stdout`: written into.
+    Stream(File),
+}
+
+/// Why a file cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum OutFileError {
+    #[error("{} is a folder\nhint: name a file", .0.display())]
+    Folder(PathBuf),
+    #[error("cannot write {}: there is no folder {}\nhint: make it with `mkdir -p {}`", .path.display(), .folder.display(), .folder.display())]
+    NoFolder { path: PathBuf, folder: PathBuf },
+    #[error("cannot write {}: {why}\nhint: name a file that can be written, in a folder that can be", .path.display())]
+    Refused { path: PathBuf, why: io::Error },
+}
+
+impl OutFile {
+    /// Finds out whether `path` can be written.
+    ///
+    /// # Errors
+    /// It cannot.
+    pub fn new(path: &Path) -> Result<Self, OutFileError> {
+        let refused = |why| OutFileError::Refused { path: path.to_owned(), why };
+        let into = |path: &Path| OpenOptions::new().append(true).open(path);
+        let place = match fs::metadata(path) {
+            Ok(meta) if meta.is_dir() => return Err(OutFileError::Folder(path.to_owned())),
+            Ok(meta) if !meta.is_file() => Place::Stream(into(path).map_err(refused)?),
+            found => {
+                let target = behind_links(path).map_err(refused)?;
+                if of_processes(&target) {
+                    Place::Stream(into(path).map_err(refused)?)
+                } else {
+                    check_folder(path, folder_of(&target))?;
+                    if found.is_ok() {
+                        into(&target).map_err(refused)?;
+                    }
+                    Place::File(target)
+                }
+            }
+        };
+        Ok(Self { path: path.to_owned(), place })
+    }
+
+    /// Writes all of it.
+    ///
+    /// # Errors
+    /// Such as a full disk; the file is then as it was.
+    pub fn write(mut self, bytes: &[u8]) -> Result<(), OutFileError> {
+        let written = match &mut self.place {
+            Place::Stream(stream) => stream.write_all(bytes).and_then(|()| stream.flush()),
+            Place::File(target) => replace(target, bytes),
+        };
+        written.map_err(|why| OutFileError::Refused { path: self.path, why })
+    }
+}
+
+fn folder_of(file: &Path) -> &Path {
+    match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Refuses a folder in which no file can be made. The file that is made has no name, so that a command
+/// that is killed leaves nothing.
+fn check_folder(path: &Path, folder: &Path) -> Result<(), OutFileError> {
+    if !folder.is_dir() {
+        return Err(OutFileError::NoFolder { path: path.to_owned(), folder: folder.to_owned() });
+    }
+    tempfile::tempfile_in(folder)
+        .map(drop)
+        .map_err(|why| OutFileError::Refused { path: path.to_owned(), why })
+}
+
+/// The path that `path` stands for, whether there is a file or not.
+fn behind_links(path: &Path) -> io::Result<PathBuf> {
+    // As many as Linux follows.
+    const MOST: usize = 40;
+    let mut target = path.to_owned();
+    for _ in 0..MOST {
+        if of_processes(&target) || !target.is_symlink() {
+            return Ok(target);
+        }
+        target = folder_of(&target).join(fs::read_link(&target)?);
+    }
+    Err(io::Error::other("too many symbolic links"))
+}
+
+/// Whether `path` is a descriptor of a process: a link that leads to what is open, not to a name.
+fn of_processes(path: &Path) -> bool {
+    folder_of(path).canonicalize().is_ok_and(|folder| folder.starts_with("/proc"))
+}
+
+/// Writes beside `target` and renames; the file keeps the permissions it had, a new one has those of any
+/// new file.
+fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let mut beside = tempfile::Builder::new()
+        .prefix(".flashover-")
+        .permissions(fs::Permissions::from_mode(0o666))
+        .tempfile_in(folder_of(target))?;
+    if let Ok(meta) = fs::metadata(target) {
+        beside.as_file().set_permissions(meta.permissions())?;
+    }
+    beside.write_all(bytes)?;
+    beside.as_file().sync_all()?;
+    beside.persist(target).map_err(|e| e.error)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn written(path: &Path, text: &str) {
+        OutFile::new(path).expect("can be written").write(text.as_bytes()).expect("is written");
+    }
+
+    #[test]
+    fn the_whole_file_is_replaced_and_keeps_its_permissions() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let file = dir.path().join("x.jsonl");
+        written(&file, "a longer first version");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).expect("ours");
+        written(&file, "second");
+        assert_eq!(fs::read_to_string(&file).expect("there"), "second");
+        assert_eq!(fs::metadata(&file).expect("there").permissions().mode() & 0o777, 0o640);
+        assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 1);
+    }
+
+    #[test]
+    fn links_stay_links() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = |name: &str| dir.path().join(name);
+        symlink("second", path("first")).expect("linked");
+        symlink("file", path("second")).expect("linked");
+        for text in ["made", "replaced"] {
+            written(&path("first"), text);
+            assert!(path("first").is_symlink() && path("second").is_symlink());
+            assert_eq!(fs::read_to_string(path("file")).expect("there"), text);
+        }
+        symlink("loop", path("loop")).expect("linked");
+        assert!(matches!(OutFile::new(&path("loop")), Err(OutFileError::Refused { .. })));
+    }
+
+    #[test]
+    fn devices_and_descriptors_are_written_into() {
+        use std::os::fd::AsRawFd;
+        written(Path::new("/dev/null"), "gone");
+        let file = tempfile::NamedTempFile::new().expect("temporary file");
+        let descriptor = PathBuf::from(format!("/proc/self/fd/{}", file.as_file().as_raw_fd()));
+        written(&descriptor, "one ");
+        written(&descriptor, "two");
+        assert_eq!(fs::read_to_string(file.path()).expect("there"), "one two");
+        let named = fs::metadata("/dev/null").expect("there");
+        assert!(!named.is_file(), "still a device");
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_refused_before_the_work() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let refused = |path: &Path| OutFile::new(path).expect_err("refused").to_string();
+        let absent = dir.path().join("absent/x");
+        for (path, word) in [(dir.path(), "is a folder"), (absent.as_path(), "there is no folder")]
+        {
+            let text = refused(path);
+            assert!(text.contains(word) && text.contains("\nhint: "), "{text}");
+        }
+        assert!(refused(Path::new("/proc/x")).contains("\nhint: "));
+        drop(OutFile::new(&dir.path().join("x")).expect("can be written"));
+        assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 0, "nothing written yet");
+    }
+}

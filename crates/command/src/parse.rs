@@ -1,0 +1,115 @@
+//! Command lines, and what becomes of one that is wrong.
+
+use clap::Parser;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+/// The command line as `P`; a wrong one ends the program with exit code 2, the error and a hint.
+pub fn parse<P: Parser>() -> P {
+    P::try_parse().unwrap_or_else(|error| {
+        // Help and version are asked for, and go to standard output.
+        if !error.use_stderr()
+            || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+        {
+            error.exit();
+        }
+        eprint!("{}", with_hint(&P::command(), &error));
+        std::process::exit(2)
+    })
+}
+
+/// What clap says, with a last line that says what to do instead of where help is.
+fn with_hint(command: &clap::Command, error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let text = text.split("\n\nFor more information").next().unwrap_or_default().trim_end();
+    // The parsers of our own types bring theirs.
+    if text.contains("\nhint: ") {
+        return format!("{text}\n");
+    }
+    let choices =
+        [ContextKind::ValidValue, ContextKind::ValidSubcommand].map(|kind| error.get(kind));
+    let hint = match (choices.into_iter().flatten().next(), error.get(ContextKind::InvalidArg)) {
+        (Some(ContextValue::Strings(known)), _) if !known.is_empty() => {
+            format!("one of {}", known.join(", "))
+        }
+        (_, Some(ContextValue::String(arg))) if error.kind() == ErrorKind::InvalidValue => {
+            format!("give `{arg}` a value that is not empty")
+        }
+        _ => format!("`{} --help` lists what there is", place(command, error)),
+    };
+    let text = text.split("\n  [possible values").next().unwrap_or_default();
+    format!("{text}\nhint: {hint}\n")
+}
+
+/// The command that the error is about, as its usage line names it: `cargo xtask bench`.
+fn place(command: &clap::Command, error: &clap::Error) -> String {
+    let name = command.get_bin_name().unwrap_or_else(|| command.get_name());
+    let usage = match error.get(ContextKind::Usage) {
+        Some(ContextValue::StyledStr(usage)) => usage.to_string(),
+        _ => String::new(),
+    };
+    let words = usage.trim_start_matches("Usage:").split_whitespace();
+    let own = words.take_while(|word| word.starts_with(|c: char| c.is_ascii_lowercase()));
+    let own = own.collect::<Vec<_>>().join(" ");
+    if own.is_empty() { name.to_owned() } else { own }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, Subcommand, ValueEnum};
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    #[command(name = "tool")]
+    struct Cli {
+        #[command(subcommand)]
+        verb: Verb,
+    }
+
+    #[derive(Debug, Subcommand)]
+    enum Verb {
+        Bench {
+            #[arg(long, value_enum)]
+            suite: Option<Suite>,
+            #[arg(long, value_parser = percent)]
+            threshold: Option<f64>,
+            #[arg(long)]
+            save: Option<std::path::PathBuf>,
+            #[arg(long)]
+            compare: bool,
+            #[arg(long, requires = "compare")]
+            strict: bool,
+        },
+        Tune,
+    }
+
+    #[derive(Debug, Clone, ValueEnum)]
+    enum Suite {
+        Quick,
+        All,
+    }
+
+    fn percent(_: &str) -> Result<f64, String> {
+        Err("no number\nhint: a percentage such as 5".to_owned())
+    }
+
+    #[test]
+    fn every_refusal_ends_with_a_hint() {
+        for (args, hint) in [
+            (&["bench", "--suite", "fast"][..], "one of quick, all"),
+            (&["bench", "--suite"], "one of quick, all"),
+            (&["bench", "--threshold", "x"], "a percentage such as 5"),
+            (&["bench", "--save", ""], "give `--save <SAVE>` a value that is not empty"),
+            (&["bench", "--save"], "give `--save <SAVE>` a value that is not empty"),
+            (&["bench", "--strict"], "`tool bench --help` lists what there is"),
+            (&["bench", "--sweet"], "`tool bench --help` lists what there is"),
+            (&["nope"], "`tool --help` lists what there is"),
+        ] {
+            let all = ["tool"].iter().chain(args);
+            let error = Cli::try_parse_from(all).expect_err("wrong");
+            let text = with_hint(&Cli::command(), &error);
+            assert!(text.ends_with(&format!("\nhint: {hint}\n")), "{args:?}: {text}");
+            assert_eq!(text.matches("hint: ").count(), 1, "{text}");
+        }
+    }
+}
