@@ -5,6 +5,7 @@ use std::str::FromStr;
 use anyhow::{Context, bail};
 use arch::DType;
 use kernels::attention::backward::{AttentionBackward, BackwardProblem};
+use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
 use models::Fusion;
@@ -50,6 +51,7 @@ pub(crate) enum Problem {
     Matmul(MatmulProblem),
     Attention(AttentionProblem),
     AttentionBackward(BackwardProblem),
+    Decode(DecodeProblem),
 }
 
 /// One case.
@@ -68,6 +70,7 @@ impl Case {
             Problem::AttentionBackward(p) => {
                 record::case_name(AttentionBackward::NAME, &AttentionBackward::params(p))
             }
+            Problem::Decode(p) => record::case_name(Decode::NAME, &Decode::params(p)),
         }
     }
 }
@@ -190,6 +193,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     });
     cases.extend(attentions(suite, scale)?);
     cases.extend(backwards(suite, scale)?);
+    cases.extend(decodes(suite, scale)?);
     Ok(cases)
 }
 
@@ -258,6 +262,50 @@ fn attentions(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                 add(1, [32, 8], 16384, 128, DType::Bf16, causal, false)?;
                 add(4, [16, 16], 4096, 80, DType::Bf16, causal, false)?;
                 add(4, [16, 16], 2048, 256, DType::Bf16, causal, false)?;
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// Steps of decoding with the heads of an 8B model.
+fn decodes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let mut add = |batch, seq_q, longest, pages: Option<u32>, dtype, cache| -> anyhow::Result<()> {
+        let (heads, head_dim) = ([32, 8], 128);
+        let problem = match pages {
+            None => DecodeProblem::contiguous(batch, heads, seq_q, longest, head_dim, dtype),
+            Some(size) => DecodeProblem::paged(batch, heads, seq_q, longest, head_dim, size, dtype),
+        };
+        let problem = problem.context("a case of the suite is invalid")?;
+        let problem = Problem::Decode(DecodeProblem { cache, ..problem });
+        cases.push(Case { problem, peer: false });
+        Ok(())
+    };
+    let (bf16, bytes) = (DType::Bf16, DType::I8);
+    match scale {
+        Scale::Host => {
+            add(1, 1, 1024, None, DType::F32, DType::F32)?;
+            if suite != Suite::Quick {
+                add(1, 1, 1024, Some(16), DType::F32, bytes)?;
+            }
+        }
+        Scale::Gpu => {
+            for batch in [1, 16] {
+                add(batch, 1, 8192, None, bf16, bf16)?;
+                add(batch, 1, 8192, None, bf16, bytes)?;
+                if suite != Suite::Quick {
+                    add(batch, 1, 8192, Some(16), bf16, bf16)?;
+                    add(batch, 1, 8192, Some(256), bf16, bf16)?;
+                    add(batch, 1, 8192, Some(16), bf16, bytes)?;
+                    add(batch, 4, 8192, None, bf16, bf16)?;
+                }
+            }
+            if suite != Suite::Quick {
+                add(1, 1, 512, None, bf16, bf16)?;
+                add(1, 1, 131_072, None, bf16, bf16)?;
+                add(1, 16, 8192, None, bf16, bf16)?;
+                add(64, 1, 1024, Some(16), bf16, bf16)?;
             }
         }
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use arch::{Backend, DType, Device};
 use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
+use kernels::attention::decode::{CacheLayout, Decode, DecodeOperands, DecodeProblem};
 use kernels::attention::{Attention, AttentionOperands, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulOperands, MatmulProblem, Precision};
 use oracle::{CheckError, Verdict};
@@ -38,8 +39,8 @@ pub(crate) trait Family: Kernel {
     /// Peers that make `sets` sets of operands of their own.
     fn peers(device: &Device, problem: &Self::Problem, sets: usize) -> Peers;
 
-    /// The case as torch.py reads it.
-    fn torch(problem: &Self::Problem) -> Value;
+    /// The case as torch.py reads it; none where torch has nothing of the kind.
+    fn torch(problem: &Self::Problem) -> Option<Value>;
 }
 
 impl Family for Matmul {
@@ -94,8 +95,8 @@ impl Family for Matmul {
         vec![(peers::burn_name(device.backend()), peers::burn_matmul(device, p, sets))]
     }
 
-    fn torch(p: &MatmulProblem) -> Value {
-        json!({
+    fn torch(p: &MatmulProblem) -> Option<Value> {
+        Some(json!({
             "op": Self::NAME,
             "m": p.m,
             "n": p.n,
@@ -105,7 +106,7 @@ impl Family for Matmul {
             "lhs": p.lhs.layout.name(),
             "rhs": p.rhs.layout.name(),
             "rows": p.grouped.then(|| p.uneven_rows()),
-        })
+        }))
     }
 }
 
@@ -127,12 +128,7 @@ impl Family for Attention {
     }
 
     fn unit(p: &AttentionProblem) -> &'static str {
-        let precision = match p.dtype {
-            DType::F16 => Precision::F16,
-            DType::Bf16 => Precision::Bf16,
-            _ => Precision::F32,
-        };
-        precision.name()
+        precision(p.dtype).name()
     }
 
     fn compare(
@@ -152,8 +148,8 @@ impl Family for Attention {
         vec![(peers::burn_name(device.backend()), peers::burn_attention(device, p, sets))]
     }
 
-    fn torch(p: &AttentionProblem) -> Value {
-        json!({
+    fn torch(p: &AttentionProblem) -> Option<Value> {
+        Some(json!({
             "op": Self::NAME,
             "batch": p.batch,
             "heads": p.heads,
@@ -163,6 +159,72 @@ impl Family for Attention {
             "head_dim": p.head_dim,
             "dtype": p.dtype.name(),
             "causal": p.causal,
+        }))
+    }
+}
+
+impl Family for Decode {
+    fn params(p: &DecodeProblem) -> BTreeMap<String, Value> {
+        let mut params = BTreeMap::from([
+            ("batch".to_owned(), p.batch.into()),
+            ("heads".to_owned(), p.heads.into()),
+            ("kv_heads".to_owned(), p.kv_heads.into()),
+            ("seq_q".to_owned(), p.seq_q.into()),
+            ("seq_kv".to_owned(), p.longest.into()),
+            ("head_dim".to_owned(), p.head_dim.into()),
+            ("dtype".to_owned(), p.dtype.name().into()),
+        ]);
+        if p.cache != p.dtype {
+            params.insert("cache".to_owned(), p.cache.name().into());
+        }
+        if let CacheLayout::Paged { block_size, .. } = p.layout {
+            params.insert("block_size".to_owned(), block_size.into());
+        }
+        for rule in p.rules() {
+            params.insert(rule.to_owned(), true.into());
+        }
+        params
+    }
+
+    fn unit(p: &DecodeProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &DecodeProblem,
+        operands: &DecodeOperands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::decode::check_operands(device, p, operands, seed)
+    }
+
+    fn peers_on(_device: &Device, _p: &DecodeProblem, _sets: &[DecodeOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_device: &Device, _p: &DecodeProblem, _sets: usize) -> Peers {
+        // Burn's attention does not share heads, and has no cache of its own.
+        Vec::new()
+    }
+
+    fn torch(p: &DecodeProblem) -> Option<Value> {
+        // Of one dtype, in one run: torch itself has no pages and no bytes.
+        let plain = p.cache == p.dtype && matches!(p.layout, CacheLayout::Contiguous { .. });
+        plain.then(|| {
+            json!({
+                "op": Attention::NAME,
+                "batch": p.batch,
+                "heads": p.heads,
+                "kv_heads": p.kv_heads,
+                "seq_q": p.seq_q,
+                "seq_kv": p.longest,
+                "head_dim": p.head_dim,
+                "dtype": p.dtype.name(),
+                // It aligns causal order with the first key. Without order its few queries see a few
+                // keys more than ours, and read the same cache.
+                "causal": false,
+            })
         })
     }
 }
@@ -195,9 +257,17 @@ impl Family for AttentionBackward {
         Vec::new()
     }
 
-    fn torch(problem: &BackwardProblem) -> Value {
-        let mut case = <Attention as Family>::torch(&problem.forward);
+    fn torch(problem: &BackwardProblem) -> Option<Value> {
+        let mut case = <Attention as Family>::torch(&problem.forward)?;
         case["op"] = Self::NAME.into();
-        case
+        Some(case)
+    }
+}
+
+const fn precision(dtype: DType) -> Precision {
+    match dtype {
+        DType::F16 => Precision::F16,
+        DType::Bf16 => Precision::Bf16,
+        _ => Precision::F32,
     }
 }

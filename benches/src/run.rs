@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use arch::{Backend, Device};
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
+use kernels::attention::decode::Decode;
 use kernels::ceiling::{self, Multiply};
 use kernels::matmul::{Matmul, Precision};
 use record::{Line, Record, SCHEMA, Summary};
@@ -116,6 +117,7 @@ fn measure(
             Problem::AttentionBackward(p) => {
                 one::<AttentionBackward>(&mut tuner, p, case.peer, card, torch)?
             }
+            Problem::Decode(p) => one::<Decode>(&mut tuner, p, case.peer, card, torch)?,
         };
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
@@ -261,8 +263,8 @@ fn one<K: Family>(
     for (name, outcome) in figures {
         add_peer(&mut record, name, outcome);
     }
-    if let (Some(torch), None) = (torch, &record.error) {
-        match torch.measure(K::torch(problem), n) {
+    if let (Some(torch), None, Some(case)) = (torch, &record.error, K::torch(problem)) {
+        match torch.measure(case, n) {
             Ok(ns) => drop(record.peers.insert("torch".to_owned(), ns)),
             Err(e) => eprintln!("{}: no figure of torch's: {e}", record.case()),
         }

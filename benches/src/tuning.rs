@@ -8,6 +8,7 @@ use arch::Device;
 use clap::Subcommand;
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
+use kernels::attention::decode::Decode;
 use kernels::matmul::Matmul;
 use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
@@ -141,6 +142,7 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
             Problem::AttentionBackward(p) => {
                 good &= tune_one::<AttentionBackward>(&mut tuner, p, &case)?;
             }
+            Problem::Decode(p) => good &= tune_one::<Decode>(&mut tuner, p, &case)?,
         }
     }
     Ok(good)
@@ -209,6 +211,7 @@ fn try_configs(
             Problem::AttentionBackward(p) => {
                 good &= try_one::<AttentionBackward>(&tuner, p, &text)?;
             }
+            Problem::Decode(p) => good &= try_one::<Decode>(&tuner, p, &text)?,
         }
     }
     Ok(good)

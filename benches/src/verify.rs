@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use arch::{ArchProfile, Backend, DType, Device};
 use cubecl::prelude::CubeKernel;
 use kernels::attention::backward::{AttentionBackward, BackwardProblem};
+use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulProblem, Precision};
 use oracle::attention_backward::BackwardCase;
-use oracle::{CheckError, Verdict, attention, attention_backward, matmul};
+use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul};
 use record::{Check, Line};
 use serde_json::Value;
 use tune::{Entry, Kernel, Key, TuneCache};
@@ -243,10 +244,51 @@ impl Verified for AttentionBackward {
     }
 }
 
+impl Verified for Decode {
+    type Case = decode::EdgeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &DecodeProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<decode::EdgeCase> {
+        decode::edge_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<decode::EdgeCase> {
+        decode::config_cases(kind)
+    }
+
+    fn problem(case: &decode::EdgeCase) -> &DecodeProblem {
+        &case.problem
+    }
+
+    fn params(case: &decode::EdgeCase) -> BTreeMap<String, Value> {
+        let mut params = <Self as Family>::params(&case.problem);
+        // Cases that differ in more than sizes and rules are told apart by their seed.
+        params.insert("seed".to_owned(), case.seed.into());
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &decode::EdgeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        decode::check(device, case, config)
+    }
+}
+
 fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
     jobs.extend(jobs_of::<Attention>(arch, cache, configs));
     jobs.extend(jobs_of::<AttentionBackward>(arch, cache, configs));
+    jobs.extend(jobs_of::<Decode>(arch, cache, configs));
     jobs
 }
 
@@ -361,6 +403,7 @@ mod tests {
         }
         assert!(tuned::<Matmul>(&rtx4090, &cache).is_empty(), "nothing was measured there");
         assert!(jobs.iter().any(|job| job.op == "attention"));
+        assert!(jobs.iter().any(|job| job.op == Decode::NAME));
     }
 
     #[test]

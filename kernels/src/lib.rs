@@ -10,26 +10,50 @@ use arch::{Backend, DType, Device};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-/// A device buffer of `len` elements, roughly normal with unit variance, the same for one seed on
-/// every backend. Made on the device: operands of gigabytes never cross the bus.
+/// A device buffer of `len` elements, roughly normal with unit variance (bytes: even over their range),
+/// the same for one seed on every backend. Made on the device: operands of gigabytes never cross the
+/// bus.
 pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
     let client = device.client();
     let out = client.empty((len * dtype.size()).div_ceil(4) * 4);
+    let bytes = matches!(dtype, DType::I8 | DType::U8);
+    let len = if bytes { len.div_ceil(4) } else { len };
     let cpu = device.backend() == Backend::Cpu;
     let units = if cpu { device.profile().processors.unwrap_or(1) } else { 256 };
     let cubes = len.div_ceil(units as usize).min(if cpu { 1 } else { 8192 }) as u32;
     let address = if len > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
-    noise_kernel::launch(
-        client,
-        CubeCount::Static(cubes, 1, 1),
-        CubeDim::new_1d(units),
-        address,
-        // SAFETY: the buffer holds `len` elements.
-        unsafe { BufferArg::from_raw_parts(out.clone(), len) },
-        (seed ^ (seed >> 32)) as u32,
-        matmul::elem(dtype),
-    );
+    let (count, dim) = (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units));
+    // SAFETY: the buffer holds `len` elements, or words of four.
+    let buffer = unsafe { BufferArg::from_raw_parts(out.clone(), len) };
+    let seed = (seed ^ (seed >> 32)) as u32;
+    if bytes {
+        words_kernel::launch(client, count, dim, address, buffer, seed);
+    } else {
+        noise_kernel::launch(client, count, dim, address, buffer, seed, matmul::elem(dtype));
+    }
     out
+}
+
+/// Wang's integer hash, folded with the seed.
+#[cube]
+fn hash(i: usize, seed: u32) -> u32 {
+    let mut h = u32::cast_from(i) ^ (seed * 0x9e37_79b9u32);
+    h = (h ^ 61u32) ^ (h >> 16u32);
+    h *= 9u32;
+    h = h ^ (h >> 4u32);
+    h *= 0x27d4_eb2du32;
+    h ^ (h >> 15u32)
+}
+
+/// Words of even bytes.
+#[cube(launch, address_type = "dynamic")]
+fn words_kernel(out: &mut [u32], seed: u32) {
+    let mut i = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    while i < out.len() {
+        out[i] = hash(i, seed);
+        i += stride;
+    }
 }
 
 /// Sum of the four bytes of a hash of the index (Irwin-Hall): a bell with a cheap tail.
@@ -38,13 +62,7 @@ fn noise_kernel<F: Float>(out: &mut [F], seed: u32, #[define(F)] _dtype: ElemTyp
     let mut i = ABSOLUTE_POS;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     while i < out.len() {
-        // Wang's integer hash, folded with the seed.
-        let mut h = u32::cast_from(i) ^ (seed * 0x9e37_79b9u32);
-        h = (h ^ 61u32) ^ (h >> 16u32);
-        h *= 9u32;
-        h = h ^ (h >> 4u32);
-        h *= 0x27d4_eb2du32;
-        h = h ^ (h >> 15u32);
+        let h = hash(i, seed);
         let sum = (h & 255u32) + ((h >> 8u32) & 255u32) + ((h >> 16u32) & 255u32) + (h >> 24u32);
         // Mean 510, standard deviation 147.8.
         out[i] = F::cast_from((f32::cast_from(sum) - 510.0f32) * 0.006_766f32);

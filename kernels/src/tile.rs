@@ -105,12 +105,25 @@ pub(crate) fn shared_address(buffer: &mut [Vector<u32, Const<4>>]) -> u32 {
 
 /// Where a global buffer starts.
 #[cube]
-pub(crate) fn global_address<F: Float, N: Size>(buffer: &[Vector<F, N>]) -> u64 {
+pub(crate) fn global_address<E: Numeric, N: Size>(buffer: &[Vector<E, N>]) -> u64 {
     let address: u64;
     gpu_asm!(
         "cvta.to.global.u64 {a}, {p};",
         a = out(_) address,
         p = mem_in(_) buffer.as_ptr(),
+        options(explicit_mem)
+    );
+    address
+}
+
+/// Where a global buffer that is written starts.
+#[cube]
+pub(crate) fn global_address_mut<E: Numeric, N: Size>(buffer: &mut [Vector<E, N>]) -> u64 {
+    let address: u64;
+    gpu_asm!(
+        "cvta.to.global.u64 {a}, {p};",
+        a = out(_) address,
+        p = mem_inout(_) buffer.as_mut_ptr(),
         options(explicit_mem)
     );
     address
@@ -138,8 +151,8 @@ pub(crate) fn wait_copies(#[comptime] pending: u32) {
     );
 }
 
-/// A unit's share of the copies into a tile, the same for every tile. Where the copies of one unit are
-/// whole periods of the swizzle apart (`even`), they differ by constants.
+/// A unit's share of the copies into a tile, the same for every tile. Where the copies of one unit lie
+/// below each other (`even`), they differ by constants.
 #[derive(CubeType)]
 pub(crate) struct CopyLane {
     unit: u32,
@@ -169,8 +182,18 @@ impl CopyPlan {
         self.units / self.per_row()
     }
 
+    /// Whether copies of one unit differ by constants: whole periods of the swizzle apart, or, in a
+    /// single plane, parts of one, whose place the swizzle turns by a constant.
     const fn even(self) -> bool {
-        self.units % self.per_row() == 0 && (self.pass() % 8 == 0 || !self.shape.swizzled)
+        let whole = self.pass() % 8 == 0 || !self.shape.swizzled;
+        let part = self.units == 32 && self.pass().is_power_of_two();
+        self.units % self.per_row() == 0 && (whole || part)
+    }
+
+    /// What the swizzle turns in the place `down` rows below a unit's first: an XOR of bytes.
+    const fn turn(self, down: u32) -> u32 {
+        let (shift, mask, up) = self.shape.swizzle();
+        (((down >> shift) & mask) << up) * 16
     }
 
     const fn copies(self) -> usize {
@@ -218,7 +241,10 @@ impl CopyLane {
                 let down = comptime!((i * plan.pass()) as u32);
                 let inside = self.row + down < rows_left && self.col < cols_left;
                 let far = comptime!(down * plan.shape.row_bytes());
-                copy_vector(from + comptime!(down as u64) * line, to + self.to, far, inside, plan);
+                // The turn stays within the 128 bytes that tiles are aligned to.
+                let turn = comptime!(plan.turn(down));
+                let to = if comptime!(turn == 0) { to + self.to } else { (to + self.to) ^ turn };
+                copy_vector(from + comptime!(down as u64) * line, to, far, inside, plan);
             } else {
                 let per_row = comptime!(plan.per_row() as u32);
                 let at = self.unit + comptime!((i * plan.units) as u32);
@@ -234,7 +260,13 @@ impl CopyLane {
 
 /// Copies one vector to `to + far`, or writes zero when `inside` is false.
 #[cube]
-fn copy_vector(from: u64, to: u32, #[comptime] far: u32, inside: bool, #[comptime] plan: CopyPlan) {
+pub(crate) fn copy_vector(
+    from: u64,
+    to: u32,
+    #[comptime] far: u32,
+    inside: bool,
+    #[comptime] plan: CopyPlan,
+) {
     let bytes = comptime!(plan.vector_bytes());
     // 16 bytes pass the first-level cache by; smaller copies must go through it.
     let level = comptime!(if bytes == 16 { "cg" } else { "ca" });
@@ -330,7 +362,7 @@ pub(crate) fn lhs_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32
     let chunk = comptime!(shape.chunk() as u32);
     let (r, j) = (lane % 8, lane / 8);
     if comptime!(shape.transposed) {
-        offset_in_tile(r + (j / 2) * 8, row + (j % 2) * 8, shape)
+        offset_in_tile(r + (j / 2) * 8, row + (j % 2) * chunk, shape)
     } else {
         offset_in_tile(row + r + (j % 2) * 8, (j / 2) * chunk, shape)
     }
@@ -412,14 +444,14 @@ pub(crate) fn gather_fragments<I: Float>(
 }
 
 /// A register as the instruction takes it: f32 rounded to tf32, to nearest even by one instruction
-/// where `rounds_tf32`; halves as they are.
+/// where `rounds_tf32`; halves and bytes as they are.
 #[cube]
 fn to_instruction<I: Float>(
     word: u32,
     #[comptime] shape: TileShape,
     #[comptime] rounds_tf32: bool,
 ) -> u32 {
-    if comptime!(shape.elem == 2) {
+    if comptime!(shape.elem < 4) {
         word
     } else if comptime!(rounds_tf32) {
         let rounded: u32;
@@ -460,6 +492,82 @@ pub(crate) fn quad_transpose(words: &mut Array<u32>, lane: u32) {
         words[j] = select(high, got, low_word);
         words[comptime!(j + 2)] = select(high, high_word, got);
     }
+}
+
+/// Swaps rows and columns of the 8 x 8 halves that a plane holds, unit `4·row + column / 2` the pair at
+/// an even column.
+#[cube]
+pub(crate) fn transpose_halves(pair: u32) -> u32 {
+    let turned: u32;
+    gpu_asm!(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {turned}, {pair};",
+        turned = out(_) turned,
+        pair = in(_) u32::cast_from(pair),
+        options(nomem)
+    );
+    turned
+}
+
+/// The word at global address `from + far`.
+#[cube]
+pub(crate) fn load_word(from: u64, #[comptime] far: u32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "ld.global.b32 {word}, [{from}+{far}];",
+        word = out(_) word,
+        from = in(_) u64::cast_from(from),
+        options(explicit_mem, reads_address_space global)
+    );
+    word
+}
+
+/// The two numbers at global address `from`.
+#[cube]
+pub(crate) fn load_pair(from: u64) -> Vector<f32, Const<2>> {
+    let pair: Vector<f32, Const<2>>;
+    gpu_asm!(
+        "ld.global.v2.f32 {pair}, [{from}];",
+        pair = out(_) pair,
+        from = in(_) u64::cast_from(from),
+        options(explicit_mem, reads_address_space global)
+    );
+    pair
+}
+
+/// Stores two numbers at global address `to`.
+#[cube]
+pub(crate) fn store_pair(to: u64, first: f32, second: f32) {
+    gpu_asm!(
+        "st.global.v2.f32 [{to}], {{{first}, {second}}};",
+        to = in(_) u64::cast_from(to),
+        first = in(_) f32::cast_from(first),
+        second = in(_) f32::cast_from(second),
+        options(explicit_mem, writes_address_space global)
+    );
+}
+
+/// The number at shared address `at + far`.
+#[cube]
+pub(crate) fn load_shared(at: u32, #[comptime] far: u32) -> f32 {
+    let value: f32;
+    gpu_asm!(
+        "ld.shared.f32 {value}, [{at}+{far}];",
+        value = out(_) value,
+        at = in(_) u32::cast_from(at),
+        options(explicit_mem, reads_address_space shared)
+    );
+    value
+}
+
+/// Stores a number at shared address `at + far`.
+#[cube]
+pub(crate) fn store_shared(at: u32, value: f32, #[comptime] far: u32) {
+    gpu_asm!(
+        "st.shared.f32 [{at}+{far}], {value};",
+        at = in(_) u32::cast_from(at),
+        value = in(_) f32::cast_from(value),
+        options(explicit_mem, writes_address_space shared)
+    );
 }
 
 /// `len` words of a fragment from `from` on, as the instruction takes them.

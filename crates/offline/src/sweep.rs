@@ -6,6 +6,7 @@ use std::path::Path;
 use arch::{ArchProfile, DType};
 use cubecl::prelude::CubeKernel;
 use kernels::attention::backward::{AttentionBackward, BackwardProblem};
+use kernels::attention::decode::{CacheLayout, CacheStrides, Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use rayon::prelude::*;
@@ -123,6 +124,7 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     all.extend(instances_of::<AttentionBackward>(arch, backwards(), |p| {
         attention_name(&p.forward)
     }));
+    all.extend(instances_of::<Decode>(arch, decodes(), decode_name));
     all
 }
 
@@ -308,6 +310,54 @@ fn attention_name(p: &AttentionProblem) -> String {
     name
 }
 
+/// Steps of decoding whose code differs: every head dimension, what caches hold and how, queries that fill
+/// one fragment and several, and each rule.
+fn decodes() -> Vec<Case<Decode>> {
+    let full = |heads, seq_q, head_dim| {
+        DecodeProblem::contiguous(1, heads, seq_q, 8192, head_dim, DType::Bf16)
+            .expect("valid sizes")
+    };
+    let case = |problem, most| Case { problem, most, clean: 1 };
+    let mut cases = Vec::new();
+    for head_dim in [32, 64, 80, 96, 128, 192, 256] {
+        for (heads, seq_q) in [([32, 8], 1), ([32, 8], 4), ([32, 4], 16)] {
+            let p = full(heads, seq_q, head_dim);
+            let most = if head_dim == 128 { usize::MAX } else { 2 };
+            cases.push(case(p, most));
+            cases.push(case(DecodeProblem { cache: DType::I8, ..p }, most));
+        }
+    }
+    let p = full([32, 8], 1, 128);
+    for block_size in [16, 256] {
+        let cache = CacheStrides::paged(8, block_size, 128);
+        let blocks = 8192 / block_size;
+        let layout = CacheLayout::Paged { block_size, blocks, max_blocks: blocks };
+        let scales = CacheStrides::paged(8, block_size, 1);
+        let p = DecodeProblem { layout, k: cache, v: cache, scales, ..p };
+        cases.push(case(p, 4));
+        cases.push(case(DecodeProblem { cache: DType::I8, ..p }, 4));
+    }
+    cases.push(case(DecodeProblem { window: Some(512), softcap: Some(50.0), lse: true, ..p }, 2));
+    // f16 differs from bf16 in one letter of an instruction, but for bytes.
+    let half = DecodeProblem { dtype: DType::F16, cache: DType::F16, ..p };
+    cases.push(case(half, 1));
+    cases.push(case(DecodeProblem { cache: DType::I8, ..half }, 2));
+    // Every sequence in one part.
+    cases.push(case(DecodeProblem { batch: 256, ..p }, 1));
+    cases
+}
+
+/// `bf16 i8 d128 g4 q1 kv8192`.
+fn decode_name(p: &DecodeProblem) -> String {
+    let mut name = format!("{} {} d{}", p.dtype, p.cache, p.head_dim);
+    name += &format!(" g{} q{} kv{}", p.group(), p.seq_q, p.longest);
+    if let CacheLayout::Paged { block_size, .. } = p.layout {
+        name += &format!(" pages{block_size}");
+    }
+    p.rules().into_iter().for_each(|rule| name += &format!(" {rule}"));
+    name
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -331,9 +381,12 @@ mod tests {
             for part in parts {
                 assert!(all.iter().any(|i| i.name.contains(part)), "{target}:{part}");
             }
+            for part in [" i8 ", " pages16", " pages256", " q16"] {
+                assert!(all.iter().any(|i| i.name.contains(part)), "{target}:{part}");
+            }
             let cut = |i: &Instance| i.config["parts"].as_u64() > Some(1);
             assert!(all.iter().any(cut), "{target}: k in parts");
-            let added = |i: &Instance| cut(i) && i.name.ends_with(" second");
+            let added = |i: &Instance| cut(i) && i.name.ends_with(" launch 2");
             assert!(all.iter().any(added), "{target}: what adds them");
         }
     }

@@ -380,7 +380,7 @@ fn forced_backward(
 }
 
 /// The tensor itself, or a copy whose last axis is contiguous.
-fn along_head_dim(tensor: CubeTensor) -> CubeTensor {
+pub(crate) fn along_head_dim(tensor: CubeTensor) -> CubeTensor {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
     // The stride of an axis of one element means nothing; positions must not overlap.
     let contiguous =
@@ -388,7 +388,7 @@ fn along_head_dim(tensor: CubeTensor) -> CubeTensor {
     if contiguous { tensor } else { into_contiguous(tensor) }
 }
 
-fn head_strides(tensor: &CubeTensor) -> HeadStrides {
+pub(crate) fn head_strides(tensor: &CubeTensor) -> HeadStrides {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
     let step = |axis: usize| strides[axis] as u64;
     HeadStrides {

@@ -4,9 +4,11 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 
 use arch::Device;
 use burn_cubecl::CubeDevice;
+use cubecl::server::Handle;
 use tune::{CacheError, Kernel, Key, Policy, TuneCache, Tuner};
 
 use crate::OpError;
@@ -21,9 +23,16 @@ struct Inner {
     /// Recorded profile that CUDA devices are restricted to.
     profile: Option<String>,
     devices: Vec<(CubeDevice, Device)>,
+    /// Scratch of kernels that keep counters in it, one a stream; a thread is a stream to CubeCL.
+    scratch: Vec<(CubeDevice, ThreadId, Scratch)>,
     /// Configs already looked up, by their keys.
     known: BTreeMap<String, Box<dyn Any + Send>>,
     date: String,
+}
+
+struct Scratch {
+    bytes: u64,
+    handle: Handle,
 }
 
 impl Default for Ctx {
@@ -36,8 +45,15 @@ impl Default for Ctx {
 impl Ctx {
     /// Looks configs up in `cache`; `date` (UTC, RFC 3339) is written beside what is measured.
     pub fn new(cache: TuneCache, policy: Policy, date: String) -> Self {
-        let (devices, known) = (Vec::new(), BTreeMap::new());
-        Self(Arc::new(Mutex::new(Inner { cache, policy, profile: None, devices, known, date })))
+        Self(Arc::new(Mutex::new(Inner {
+            cache,
+            policy,
+            profile: None,
+            devices: Vec::new(),
+            scratch: Vec::new(),
+            known: BTreeMap::new(),
+            date,
+        })))
     }
 
     /// The user's own cache over what ships, as `flashover` uses it.
@@ -86,6 +102,31 @@ impl Ctx {
         }
         inner.devices.push((raw.clone(), device.clone()));
         Ok(device)
+    }
+
+    /// Scratch of `bytes` at least for launches of this thread, which `make` makes where there is none as
+    /// large; none for no bytes. Launches of one stream come one after the other, so that they share it.
+    pub(crate) fn scratch(
+        &self,
+        raw: &CubeDevice,
+        bytes: u64,
+        make: impl FnOnce() -> Option<Handle>,
+    ) -> Option<Handle> {
+        if bytes == 0 {
+            return None;
+        }
+        let (mut inner, thread) = (self.lock(), thread::current().id());
+        let own = |(of, by, _): &(CubeDevice, ThreadId, Scratch)| of == raw && *by == thread;
+        if let Some((.., kept)) = inner.scratch.iter().find(|kept| own(kept))
+            && kept.bytes >= bytes
+        {
+            return Some(kept.handle.clone());
+        }
+        let handle = make()?;
+        inner.scratch.retain(|kept| !own(kept));
+        let kept = Scratch { bytes, handle: handle.clone() };
+        inner.scratch.push((raw.clone(), thread, kept));
+        Some(handle)
     }
 
     /// The config of one problem.

@@ -2,6 +2,7 @@
 
 use burn::tensor::DType;
 use kernels::attention::InvalidAttention;
+use kernels::attention::decode::InvalidDecode;
 use tune::TuneError;
 
 use crate::Implementation;
@@ -39,6 +40,14 @@ pub enum OpError {
          ask for none, and one that can is taken"
     )]
     Forced { implementation: Implementation, why: String },
+    #[error(
+        "positions of {0} do not lie apart with their head dimension contiguous\nhint: a cache is not copied"
+    )]
+    Apart(&'static str),
+    #[error("decoding has no gradient\nhint: detach q and the cache, or call attention")]
+    NoGradient,
+    #[error(transparent)]
+    Decode(#[from] InvalidDecode),
     #[error(transparent)]
     Attention(#[from] InvalidAttention),
     #[error(transparent)]

@@ -19,12 +19,14 @@
 mod attention;
 mod call;
 mod ctx;
+mod decode;
 mod error;
 mod layout;
 mod matmul;
 
 pub use attention::{AttentionOptions, Implementation, attention};
 pub use ctx::Ctx;
+pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode};
 pub use error::OpError;
 pub use kernels::matmul::Activation;
 pub use matmul::{Epilogue, linear, matmul};

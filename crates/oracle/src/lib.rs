@@ -3,6 +3,7 @@
 
 pub mod attention;
 pub mod attention_backward;
+pub mod decode;
 pub mod matmul;
 
 use reference::Comparison;

@@ -541,7 +541,7 @@ impl Attention {
 }
 
 /// Arithmetic that an attention is computed in.
-trait Real:
+pub(crate) trait Real:
     Copy
     + Send
     + Sync

@@ -5,6 +5,7 @@
 //! | [`dtype`] | the number formats: rounding, spacing, bytes |
 //! | [`inputs`] | seeded inputs, the same on every machine |
 //! | [`attention`] | softmax(q·kᵀ)·v with masks, soft cap, window, shared keys |
+//! | [`decode`] | attention of the newest positions over a cache: pages, lengths, bytes with scales |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
@@ -29,6 +30,7 @@
 
 pub mod attention;
 pub mod compare;
+pub mod decode;
 pub mod dtype;
 mod error;
 pub mod inputs;
@@ -36,6 +38,7 @@ pub mod matmul;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, compare};
+pub use decode::{Cache, CacheStrides, Decode, Table};
 pub use dtype::DType;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 /// Writes `value` to the first `words` 4-byte words of `buffer`, which has at least as many: device
 /// allocations are whole words.
-pub(crate) fn fill(device: &Device, buffer: &Handle, words: usize, value: u32) {
+pub fn fill(device: &Device, buffer: &Handle, words: usize, value: u32) {
     let units = if device.profile().plane_size.1 == 1 { 1 } else { 256 };
     let cubes = words.div_ceil(256).min(4096) as u32;
     fill_kernel::launch(

@@ -28,6 +28,7 @@
 
 pub mod backward;
 mod config;
+pub mod decode;
 mod flash;
 mod problem;
 mod rows;

@@ -160,7 +160,7 @@ pub(super) fn accumulate<F: Float, NF: Size, NC: Size>(
 
 /// `len` groups of four registers.
 #[cube]
-fn registers(#[comptime] len: usize) -> Sequence<Array<u32>> {
+pub(super) fn registers(#[comptime] len: usize) -> Sequence<Array<u32>> {
     let mut out = Sequence::<Array<u32>>::new();
     #[unroll]
     for _ in 0..len {
@@ -169,8 +169,9 @@ fn registers(#[comptime] len: usize) -> Sequence<Array<u32>> {
     out
 }
 
-/// A step of 16 elements along a row of a shared tile: what the swizzle turns, and what it adds.
-const fn along(step: u32) -> (u32, u32) {
+/// A step of 32 bytes along a row of a shared tile, what `ldmatrix` reads of it at once: what the swizzle
+/// turns, and what it adds.
+pub(super) const fn along(step: u32) -> (u32, u32) {
     (step * 32 % 128, step * 32 / 128 * 128)
 }
 

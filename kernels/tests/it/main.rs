@@ -6,6 +6,7 @@ use std::io::Write;
 use arch::{ArchProfile, Backend, Device};
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
+use kernels::attention::decode::Decode;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
@@ -159,6 +160,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
         match entry.key.kernel.as_str() {
             Matmul::NAME => matmuls += fits::<Matmul>(entry, &cuda),
             Attention::NAME => attentions += fits::<Attention>(entry, &cuda),
+            Decode::NAME => drop(fits::<Decode>(entry, &cuda)),
             other => panic!("no kernel is called {other}"),
         }
     }
@@ -258,6 +260,43 @@ fn gradients_of_attention_are_right_in_wgsl() {
 fn attention_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
     let failures = attention_failures(&device, arch::DType::F32);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Checks each step of decoding with its default config and returns what went wrong.
+fn decode_failures(device: &Device, dtype: arch::DType) -> Vec<String> {
+    let arch = device.profile();
+    let mut failures = Vec::new();
+    let mut cases = oracle::decode::edge_cases(dtype);
+    // WGSL has no bytes.
+    cases.retain(|case| arch.dtypes.contains(&case.problem.cache));
+    for case in cases {
+        let Some(config) = Decode::candidates(arch, &case.problem).first().copied() else {
+            failures.push(format!("no candidate for {case:?}"));
+            continue;
+        };
+        match oracle::decode::check(device, &case, &config) {
+            Ok(verdict) if verdict.comparison.passed => {}
+            Ok(verdict) => failures.push(format!("{case:?}: {}", verdict.comparison)),
+            Err(e) => failures.push(format!("{case:?}: {e}")),
+        }
+    }
+    failures
+}
+
+#[test]
+fn decode_is_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for dtype in [arch::DType::F32, arch::DType::Bf16] {
+        let failures = decode_failures(&device, dtype);
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+#[test]
+fn decode_is_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = decode_failures(&device, arch::DType::F32);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 

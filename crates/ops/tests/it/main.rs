@@ -2,6 +2,7 @@
 //! it.
 
 mod attention;
+mod decode;
 mod matmul;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};

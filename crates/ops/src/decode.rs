@@ -1,0 +1,434 @@
+//! One step of decoding on Burn tensors: the newest positions of sequences over their cache.
+
+use arch::DType;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{
+    Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, backend_extension,
+};
+use burn::tensor::{Device, Int, IntDType, Tensor, TensorData};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
+use kernels::attention::HeadStrides;
+use kernels::attention::decode::{
+    CacheLayout, CacheStrides, Decode, DecodeOperands, DecodeProblem, Scales,
+};
+use tune::Kernel;
+
+use crate::attention::{along_head_dim, head_strides};
+use crate::call::{Call, on_cubecl};
+use crate::{Ctx, OpError};
+
+/// Keys and values of all positions so far, those of the step among them.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    pub k: Cached,
+    pub v: Cached,
+    pub lengths: Lengths,
+    /// The cache is paged when there is one.
+    pub table: Option<Table>,
+}
+
+/// Keys or values.
+///
+/// # Shapes
+/// `[batch, kv_heads, capacity, head_dim]`, or paged `[blocks, block_size, kv_heads, head_dim]`, the head
+/// dimension contiguous; scales without the last axis.
+#[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "a call has one or two")]
+pub enum Cached {
+    /// In the dtype of q.
+    Float(Tensor<4>),
+    /// I8, to be multiplied by the f32 of their position and head.
+    Bytes { values: Tensor<4, Int>, scales: Tensor<3> },
+}
+
+/// How many positions each sequence of the batch has, the new ones included.
+#[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "a call has one or two")]
+pub enum Lengths {
+    /// Checked against the cache.
+    Host(Vec<u32>),
+    /// `[batch]`; one past the cache is taken for one that fills it. No sequence may be longer than
+    /// `longest`.
+    Device { lengths: Tensor<1, Int>, longest: u32 },
+}
+
+/// Which blocks of a paged cache are a sequence's, in order.
+#[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "a call has one or two")]
+pub enum Table {
+    /// `[batch, max_blocks]`, row by row; checked as far as the host knows the lengths.
+    Host(Vec<u32>),
+    /// `[batch, max_blocks]`; a block that there is not is taken for the last.
+    Device(Tensor<2, Int>),
+}
+
+/// What a step does beside the two products.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DecodeOptions {
+    /// Scores are multiplied by this; by 1 / √head_dim when none.
+    pub scale: Option<f32>,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+    /// A query sees the positions at a distance below this.
+    pub window: Option<u32>,
+}
+
+/// Attention of the newest positions of each sequence, up to 16, over all positions up to their own, with
+/// `heads / kv_heads` neighbouring heads to one of the cache.
+///
+/// # Shapes
+/// q `[batch, heads, seq_q, head_dim]`, any strides; the result is as q.
+///
+/// # Errors
+/// Shapes or dtypes that do not fit, lengths or blocks past the cache where the host knows them, a
+/// device without our kernels, a gradient asked for.
+pub fn decode(
+    ctx: &Ctx,
+    q: Tensor<4>,
+    cache: Cache,
+    options: DecodeOptions,
+) -> Result<Tensor<4>, OpError> {
+    let device = q.device();
+    on_cubecl(&device)?;
+    let problem = problem(&q, &cache, &options)?;
+    if let Lengths::Host(lengths) = &cache.lengths {
+        match &cache.table {
+            Some(Table::Host(table)) => problem.check_table(lengths, table)?,
+            _ => problem.check_lengths(lengths)?,
+        }
+    }
+    let Cache { k, v, lengths, table } = cache;
+    let lengths = match lengths {
+        Lengths::Host(lengths) => words(lengths, [problem.batch as usize], &device),
+        Lengths::Device { lengths, .. } => lengths.cast(IntDType::I32),
+    };
+    let table = table.map(|table| match table {
+        Table::Host(blocks) => {
+            let batch = problem.batch as usize;
+            let shape = [batch, blocks.len() / batch];
+            words(blocks, shape, &device)
+        }
+        Table::Device(blocks) => blocks.cast(IntDType::I32),
+    });
+    let call = Call::of(ctx);
+    let out = <Dispatch as DecodeOps>::step(
+        q.into_dispatch(),
+        Stored::of(k),
+        Stored::of(v),
+        lengths.into_dispatch(),
+        Blocks::of(table.map(Tensor::into_dispatch)),
+        problem,
+        call.clone(),
+    );
+    match call.failed() {
+        None => Ok(Tensor::from_dispatch(out)),
+        Some(e) => Err(e),
+    }
+}
+
+/// Words that the host knows, on the device.
+fn words<const D: usize>(words: Vec<u32>, shape: [usize; D], device: &Device) -> Tensor<D, Int> {
+    let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
+    Tensor::<D, Int>::from_data(TensorData::new(words, shape), (device, burn::tensor::DType::I32))
+}
+
+/// The step as the kernel sees it, with strides of a dense cache.
+fn problem(
+    q: &Tensor<4>,
+    cache: &Cache,
+    options: &DecodeOptions,
+) -> Result<DecodeProblem, OpError> {
+    let need = q.dtype();
+    let dtype = match need {
+        burn::tensor::DType::F32 => DType::F32,
+        burn::tensor::DType::F16 => DType::F16,
+        burn::tensor::DType::BF16 => DType::Bf16,
+        other => return Err(OpError::NotFloat(other)),
+    };
+    let shape = |what, have: &[usize], need: &[usize]| match have == need {
+        true => Ok(()),
+        false => Err(OpError::Shape { what, have: have.to_vec(), need: need.to_vec() }),
+    };
+    let typed = |what, have, need| match have == need {
+        true => Ok(()),
+        false => Err(OpError::DType { what, have, need }),
+    };
+    let [k, v] = [&cache.k, &cache.v].map(Cached::dims);
+    shape("v", &v, &k)?;
+    for (what, cached) in [("k", &cache.k), ("v", &cache.v)] {
+        match cached {
+            Cached::Float(values) => typed(what, values.dtype(), need)?,
+            Cached::Bytes { values, scales } => {
+                typed(what, values.dtype(), burn::tensor::DType::I8)?;
+                typed("scales", scales.dtype(), burn::tensor::DType::F32)?;
+                shape("scales", &scales.dims(), &k[..3])?;
+            }
+        }
+    }
+    let quantized = matches!(cache.k, Cached::Bytes { .. });
+    if quantized != matches!(cache.v, Cached::Bytes { .. }) {
+        return Err(OpError::DType { what: "v", have: cache.v.dtype(), need: cache.k.dtype() });
+    }
+    let [batch, heads, seq_q, head_dim] = q.dims();
+    let kv_heads = if cache.table.is_some() { k[2] } else { k[1] };
+    shape("k", &k, &[k[0], k[1], k[2], head_dim])?;
+    if kv_heads == 0 || heads % kv_heads != 0 {
+        return Err(OpError::Heads { heads, kv_heads });
+    }
+    let long = q.dims().into_iter().chain(k).find(|size| u32::try_from(*size).is_err());
+    if let Some(size) = long {
+        return Err(OpError::TooLarge(size));
+    }
+    let [batch32, heads, kv_heads, seq_q, head_dim] =
+        [batch, heads, kv_heads, seq_q, head_dim].map(|size| size as u32);
+    let blocks = k.map(|size| size as u32);
+    let (layout, strides, scales) = match &cache.table {
+        None => {
+            shape("k", &k[..1], &[batch])?;
+            let capacity = blocks[2];
+            let strides = |width| CacheStrides::contiguous(kv_heads, capacity, width);
+            (CacheLayout::Contiguous { capacity }, strides(head_dim), strides(1))
+        }
+        Some(table) => {
+            let entries = match table {
+                Table::Host(blocks) => blocks.len(),
+                Table::Device(blocks) => blocks.dims().iter().product(),
+            };
+            let max_blocks = entries / batch.max(1);
+            match table {
+                Table::Host(blocks) => shape("table", &[blocks.len()], &[batch * max_blocks])?,
+                Table::Device(blocks) => shape("table", &blocks.dims(), &[batch, max_blocks])?,
+            }
+            let [blocks, block_size, ..] = blocks;
+            let max_blocks =
+                u32::try_from(max_blocks).map_err(|_| OpError::TooLarge(max_blocks))?;
+            let strides = |width| CacheStrides::paged(kv_heads, block_size, width);
+            let layout = CacheLayout::Paged { block_size, blocks, max_blocks };
+            (layout, strides(head_dim), strides(1))
+        }
+    };
+    let longest = match &cache.lengths {
+        Lengths::Host(lengths) => lengths.iter().copied().max().unwrap_or(0),
+        Lengths::Device { lengths, longest } => {
+            shape("lengths", &lengths.dims(), &[batch])?;
+            *longest
+        }
+    };
+    let queries = HeadStrides::dense(heads, seq_q, head_dim);
+    let problem = DecodeProblem {
+        batch: batch32,
+        heads,
+        kv_heads,
+        seq_q,
+        head_dim,
+        dtype,
+        cache: if quantized { DType::I8 } else { dtype },
+        layout,
+        longest,
+        q: queries,
+        out: queries,
+        k: strides,
+        v: strides,
+        scales,
+        scale: options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt()),
+        softcap: options.softcap,
+        window: options.window,
+        lse: false,
+    };
+    Ok(problem.checked()?)
+}
+
+impl Cached {
+    fn dims(&self) -> [usize; 4] {
+        match self {
+            Self::Float(values) => values.dims(),
+            Self::Bytes { values, .. } => values.dims(),
+        }
+    }
+
+    fn dtype(&self) -> burn::tensor::DType {
+        match self {
+            Self::Float(values) => values.dtype(),
+            Self::Bytes { values, .. } => values.dtype(),
+        }
+    }
+}
+
+/// [`Cached`] behind Burn's dispatch.
+#[derive(Clone, ExtensionType)]
+pub(crate) enum Stored<B: Backend> {
+    Float(FloatTensor<B>),
+    Bytes { values: IntTensor<B>, scales: FloatTensor<B> },
+}
+
+impl Stored<Dispatch> {
+    fn of(cached: Cached) -> Self {
+        match cached {
+            Cached::Float(values) => Self::Float(values.into_dispatch()),
+            Cached::Bytes { values, scales } => {
+                Self::Bytes { values: values.into_dispatch(), scales: scales.into_dispatch() }
+            }
+        }
+    }
+}
+
+/// `Option` of an integer tensor, which does not cross Burn's dispatch.
+#[derive(Clone, ExtensionType)]
+pub(crate) enum Blocks<B: Backend> {
+    Absent,
+    Present(IntTensor<B>),
+}
+
+impl<B: Backend> Blocks<B> {
+    fn of(tensor: Option<IntTensor<B>>) -> Self {
+        tensor.map_or(Self::Absent, Self::Present)
+    }
+
+    fn into_option(self) -> Option<IntTensor<B>> {
+        match self {
+            Self::Absent => None,
+            Self::Present(tensor) => Some(tensor),
+        }
+    }
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait DecodeOps: Backend {
+    /// `problem` is of these tensors but for their strides.
+    fn step(
+        q: FloatTensor<Self>,
+        #[extension_type] k: Stored<Self>,
+        #[extension_type] v: Stored<Self>,
+        lengths: IntTensor<Self>,
+        #[extension_type] table: Blocks<Self>,
+        problem: DecodeProblem,
+        call: Call,
+    ) -> FloatTensor<Self>;
+}
+
+impl DecodeOps for CubeBackend {
+    fn step(
+        q: CubeTensor,
+        k: Stored<Self>,
+        v: Stored<Self>,
+        lengths: CubeTensor,
+        table: Blocks<Self>,
+        problem: DecodeProblem,
+        call: Call,
+    ) -> CubeTensor {
+        let q = along_head_dim(q);
+        let out = empty_device_contiguous_dtype(
+            q.client.clone(),
+            q.device.clone(),
+            q.meta.shape().clone(),
+            q.dtype,
+        );
+        let [lengths, table] = [Some(lengths), table.into_option()].map(|t| t.map(into_contiguous));
+        let lengths = lengths.expect("put there above");
+        if let Err(e) = launch(&q, k, v, lengths, table, &out, problem, &call) {
+            call.fail(e);
+        }
+        out
+    }
+}
+
+/// Enqueues the kernel.
+#[expect(clippy::too_many_arguments, reason = "operands, result, what they are")]
+fn launch(
+    q: &CubeTensor,
+    k: Stored<CubeBackend>,
+    v: Stored<CubeBackend>,
+    lengths: CubeTensor,
+    table: Option<CubeTensor>,
+    out: &CubeTensor,
+    problem: DecodeProblem,
+    call: &Call,
+) -> Result<(), OpError> {
+    let parts = |stored| match stored {
+        Stored::Float(values) => (values, None),
+        Stored::Bytes { values, scales } => (values, Some(into_contiguous(scales))),
+    };
+    let ((k, k_scales), (v, v_scales)) = (parts(k), parts(v));
+    let problem = DecodeProblem {
+        q: head_strides(q),
+        out: head_strides(out),
+        k: cache_strides("k", &k, &problem)?,
+        v: cache_strides("v", &v, &problem)?,
+        ..problem
+    }
+    .checked()?;
+    let device = call.ctx.device(&out.device)?;
+    let config = call.ctx.config::<Decode>(&device, &problem)?;
+    let operands = DecodeOperands {
+        q: q.handle.clone(),
+        k: k.handle,
+        v: v.handle,
+        out: out.handle.clone(),
+        lengths: lengths.handle,
+        table: table.map(|t| t.handle),
+        scales: k_scales.zip(v_scales).map(|(k, v)| Scales { k: k.handle, v: v.handle }),
+        lse: None,
+    };
+    let bytes = Decode::scratch_bytes(&problem, &config);
+    let make = || Decode::scratch(&device, &problem, &config);
+    let scratch = call.ctx.scratch(&out.device, bytes, make);
+    Decode::launch(&device, &problem, &config, &operands, scratch.as_ref());
+    Ok(())
+}
+
+/// How a cache lies; one that would have to be copied first is refused.
+fn cache_strides(
+    what: &'static str,
+    tensor: &CubeTensor,
+    problem: &DecodeProblem,
+) -> Result<CacheStrides, OpError> {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let (head, seq) = match problem.layout {
+        CacheLayout::Contiguous { .. } => (1, 2),
+        CacheLayout::Paged { .. } => (2, 1),
+    };
+    let step = |axis: usize| strides[axis] as u64;
+    // The stride of an axis of one element means nothing.
+    let contiguous = step(3) == 1 || shape[3] == 1;
+    let apart = if shape[seq] == 1 { u64::from(problem.head_dim) } else { step(seq) };
+    if !contiguous || apart < u64::from(problem.head_dim) {
+        return Err(OpError::Apart(what));
+    }
+    Ok(CacheStrides { page: step(0), head: step(head), seq: apart })
+}
+
+impl<B: DecodeOps, C: CheckpointStrategy> DecodeOps for Autodiff<B, C> {
+    fn step(
+        q: FloatTensor<Self>,
+        k: Stored<Self>,
+        v: Stored<Self>,
+        lengths: IntTensor<Self>,
+        table: Blocks<Self>,
+        problem: DecodeProblem,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let tracked = |stored: &Stored<Self>| match stored {
+            Stored::Float(values) => values.is_tracked(),
+            Stored::Bytes { scales, .. } => scales.is_tracked(),
+        };
+        let gradient = q.is_tracked() || tracked(&k) || tracked(&v);
+        let inner = |stored| match stored {
+            Stored::Float(values) => Stored::Float(Self::inner(values)),
+            Stored::Bytes { values, scales } => {
+                Stored::Bytes { values: Self::int_inner(values), scales: Self::inner(scales) }
+            }
+        };
+        let q = Self::inner(q);
+        if gradient {
+            call.fail(OpError::NoGradient);
+            return Self::from_inner(q);
+        }
+        let table = Blocks::of(table.into_option().map(Self::int_inner));
+        let lengths = Self::int_inner(lengths);
+        Self::from_inner(B::step(q, inner(k), inner(v), lengths, table, problem, call))
+    }
+}

@@ -1,0 +1,427 @@
+//! A step of decoding against its reference, and the caches that break one.
+
+use arch::{DType, Device};
+use cubecl::server::Handle;
+use kernels::attention::HeadStrides;
+use kernels::attention::decode::{
+    CacheLayout, CacheStrides, Decode, DecodeConfig, DecodeOperands, DecodeProblem, Scales,
+};
+use reference::{Cache, Distribution, Table, fill};
+use tune::Kernel;
+
+use crate::attention::reference_dtype;
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
+
+/// One step to verify.
+#[derive(Debug, Clone)]
+pub struct EdgeCase {
+    pub problem: DecodeProblem,
+    /// Positions of each sequence.
+    pub lengths: Vec<u32>,
+    /// What q is multiplied by: large ones give scores of ten thousand and more.
+    pub magnitude: f32,
+    pub seed: u64,
+}
+
+/// Runs `case` on fresh host inputs and compares every result with the reference. Results are filled
+/// with NaN first, so that an element nobody wrote fails; so is all of the cache that no sequence
+/// has, so that a position that must not be read fails too.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check(
+    device: &Device,
+    case: &EdgeCase,
+    config: &DecodeConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let dtype = reference_dtype(p.dtype);
+    let [q_len, k_len, v_len, out_len, scales_len] = p.extents();
+    let seed = |salt: u64| 8 * case.seed + salt;
+    let mut q = fill(seed(0), q_len, Distribution::Normal);
+    q.iter_mut().for_each(|v| *v *= case.magnitude);
+    let q = dtype.decode(&dtype.encode(&q))?;
+    let table = table(case);
+    let rows = rows(case, &table);
+    let k = stored(p, &rows, p.k, fill(seed(1), k_len, Distribution::Normal))?;
+    let v = stored(p, &rows, p.v, fill(seed(2), v_len, Distribution::Normal))?;
+    let scales = p.quantized().then(|| {
+        [3, 4].map(|salt| {
+            let noise = fill(seed(salt), scales_len, Distribution::Uniform);
+            let scales = noise.into_iter().map(|v| 0.02 + 0.015 * v).collect();
+            only_at(scales, rows.iter().map(|row| row.at(p.scales)), 1)
+        })
+    });
+
+    let client = device.client();
+    let upload = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
+    let words = |words: &[u32]| {
+        upload(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>())
+    };
+    let numbers = |values: &[f32]| upload(&reference::DType::F32.encode(values));
+    let lse_len = p.rows() as usize;
+    let operands = DecodeOperands {
+        q: upload(&dtype.encode(&q)),
+        k: upload(&encode(p, &k)),
+        v: upload(&encode(p, &v)),
+        out: upload(&vec![0xff; out_len * p.dtype.size()]),
+        lengths: words(&case.lengths),
+        table: (!table.is_empty()).then(|| words(&table)),
+        scales: scales.as_ref().map(|[k, v]| Scales { k: numbers(k), v: numbers(v) }),
+        lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
+    };
+    let scratch = Decode::scratch(device, p, config);
+    // Twice, as a session does: what a launch leaves behind must not disturb the next.
+    for _ in 0..2 {
+        Decode::launch(device, p, config, &operands, scratch.as_ref());
+    }
+    let read = |handle: &Handle| client.read_one(handle.clone()).map_err(kernel_error);
+    let bytes = read(&operands.out)?;
+    let bytes = &bytes[..out_len * p.dtype.size()];
+    let lse = match &operands.lse {
+        Some(handle) => Some(reference::DType::F32.decode(&read(handle)?[..lse_len * 4])?),
+        None => None,
+    };
+
+    let reference = reference_of(p);
+    let cache = Cache {
+        k: &k,
+        v: &v,
+        lengths: &case.lengths,
+        table: table_of(p, &table),
+        scales: scales.as_ref().map(|[k, v]| [&k[..], &v[..]]),
+    };
+    let out = dense(p, &dtype.decode(bytes)?);
+    let comparison = reference.check(&reference.all(), &q, &cache, &out, lse.as_deref())?;
+    Ok(Verdict { comparison, digest: fnv1a(bytes) })
+}
+
+/// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
+/// the inputs back from the device.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_operands(
+    device: &Device,
+    p: &DecodeProblem,
+    operands: &DecodeOperands,
+    seed: u64,
+) -> Result<Verdict, CheckError> {
+    let dtype = reference_dtype(p.dtype);
+    let [q_len, k_len, v_len, out_len, scales_len] = p.extents();
+    let read = |handle: &Handle, len: usize| {
+        let bytes = device.client().read_one(handle.clone()).map_err(kernel_error)?;
+        Ok::<_, CheckError>(bytes[..len].to_vec())
+    };
+    let size = p.dtype.size();
+    let q = dtype.decode(&read(&operands.q, q_len * size)?)?;
+    let cached = |handle, len: usize| decode(p, &read(handle, len * p.cache.size())?);
+    let (k, v) = (cached(&operands.k, k_len)?, cached(&operands.v, v_len)?);
+    let words = |handle, len: usize| {
+        let bytes = read(handle, len * 4)?;
+        let words = bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
+        Ok::<Vec<u32>, CheckError>(words.collect())
+    };
+    let lengths = words(&operands.lengths, p.batch as usize)?;
+    let table = match &operands.table {
+        Some(table) => words(table, p.table_len())?,
+        None => Vec::new(),
+    };
+    let numbers =
+        |handle| Ok::<_, CheckError>(reference::DType::F32.decode(&read(handle, scales_len * 4)?)?);
+    let scales = match &operands.scales {
+        Some(scales) => Some([numbers(&scales.k)?, numbers(&scales.v)?]),
+        None => None,
+    };
+    let bytes = read(&operands.out, out_len * size)?;
+    let out = dense(p, &dtype.decode(&bytes)?);
+    let cache = Cache {
+        k: &k,
+        v: &v,
+        lengths: &lengths,
+        table: table_of(p, &table),
+        scales: scales.as_ref().map(|[k, v]| [&k[..], &v[..]]),
+    };
+    let reference = reference_of(p);
+    let rows = reference.sample(seed, 64);
+    let comparison = reference.check(&rows, &q, &cache, &out, None)?;
+    Ok(Verdict { comparison, digest: fnv1a(&bytes) })
+}
+
+/// A position of a head of a sequence: where the cache keeps it.
+struct Row {
+    page: u64,
+    head: u64,
+    row: u64,
+}
+
+impl Row {
+    const fn at(&self, s: CacheStrides) -> usize {
+        (self.page * s.page + self.head * s.head + self.row * s.seq) as usize
+    }
+}
+
+/// Every position that a sequence has.
+fn rows(case: &EdgeCase, table: &[u32]) -> Vec<Row> {
+    let p = &case.problem;
+    let mut rows = Vec::new();
+    for (b, length) in case.lengths.iter().enumerate() {
+        for j in 0..*length {
+            let (page, row) = match p.layout {
+                CacheLayout::Contiguous { .. } => (b as u32, j),
+                CacheLayout::Paged { block_size, max_blocks, .. } => {
+                    (table[b * max_blocks as usize + (j / block_size) as usize], j % block_size)
+                }
+            };
+            let heads = 0..u64::from(p.kv_heads);
+            rows.extend(heads.map(|head| Row { page: page.into(), head, row: row.into() }));
+        }
+    }
+    rows
+}
+
+/// A block table in no order, whose entries past the end of a sequence name no block.
+fn table(case: &EdgeCase) -> Vec<u32> {
+    let CacheLayout::Paged { block_size, blocks, max_blocks } = case.problem.layout else {
+        return Vec::new();
+    };
+    let mut free: Vec<u32> = (0..blocks).collect();
+    let noise = fill(8 * case.seed + 5, blocks as usize, Distribution::Uniform);
+    free.sort_by(|a, b| noise[*a as usize].total_cmp(&noise[*b as usize]));
+    let mut table = Vec::new();
+    for length in &case.lengths {
+        let used = length.div_ceil(block_size);
+        let entry = |i| if i < used { free.pop().expect("enough blocks") } else { u32::MAX };
+        table.extend((0..max_blocks).map(entry));
+    }
+    table
+}
+
+fn table_of<'a>(p: &DecodeProblem, blocks: &'a [u32]) -> Option<Table<'a>> {
+    match p.layout {
+        CacheLayout::Contiguous { .. } => None,
+        CacheLayout::Paged { block_size, max_blocks, .. } => {
+            let [block_size, max_blocks] = [block_size, max_blocks].map(|s| s as usize);
+            Some(Table { blocks, block_size, max_blocks })
+        }
+    }
+}
+
+/// Values as the cache stores them: at `rows` what `values` become, elsewhere NaN, or a large byte.
+fn stored(
+    p: &DecodeProblem,
+    rows: &[Row],
+    strides: CacheStrides,
+    values: Vec<f32>,
+) -> Result<Vec<f32>, CheckError> {
+    let values = match p.quantized() {
+        // Even over the range of bytes, nearly.
+        true => values.into_iter().map(|v| (v * 60.0).round().clamp(-128.0, 127.0)).collect(),
+        false => {
+            let dtype = reference_dtype(p.cache);
+            dtype.decode(&dtype.encode(&values))?
+        }
+    };
+    let mut stored = only_at(values, rows.iter().map(|row| row.at(strides)), p.head_dim as usize);
+    if p.quantized() {
+        stored.iter_mut().filter(|v| v.is_nan()).for_each(|v| *v = 127.0);
+    }
+    Ok(stored)
+}
+
+/// `values` with NaN everywhere but in the `len` from each of `starts` on.
+fn only_at(values: Vec<f32>, starts: impl Iterator<Item = usize>, len: usize) -> Vec<f32> {
+    let mut out = vec![f32::NAN; values.len()];
+    for start in starts {
+        out[start..start + len].copy_from_slice(&values[start..start + len]);
+    }
+    out
+}
+
+fn encode(p: &DecodeProblem, values: &[f32]) -> Vec<u8> {
+    match p.quantized() {
+        true => values.iter().map(|v| (*v as i8).cast_unsigned()).collect(),
+        false => reference_dtype(p.cache).encode(values),
+    }
+}
+
+fn decode(p: &DecodeProblem, bytes: &[u8]) -> Result<Vec<f32>, CheckError> {
+    match p.quantized() {
+        true => Ok(bytes.iter().map(|v| f32::from(v.cast_signed())).collect()),
+        false => Ok(reference_dtype(p.cache).decode(bytes)?),
+    }
+}
+
+/// A result in its buffer as `[batch, heads, seq_q, head_dim]`.
+fn dense(p: &DecodeProblem, out: &[f32]) -> Vec<f32> {
+    let mut values = Vec::new();
+    for b in 0..u64::from(p.batch) {
+        for h in 0..u64::from(p.heads) {
+            for i in 0..u64::from(p.seq_q) {
+                let at = (b * p.out.batch + h * p.out.head + i * p.out.seq) as usize;
+                values.extend_from_slice(&out[at..at + p.head_dim as usize]);
+            }
+        }
+    }
+    values
+}
+
+fn reference_of(p: &DecodeProblem) -> reference::Decode {
+    let cached = |s: CacheStrides| reference::CacheStrides {
+        page: s.page as usize,
+        head: s.head as usize,
+        seq: s.seq as usize,
+    };
+    reference::Decode {
+        batch: p.batch as usize,
+        heads: p.heads as usize,
+        kv_heads: p.kv_heads as usize,
+        seq_q: p.seq_q as usize,
+        head_dim: p.head_dim as usize,
+        q: reference::HeadStrides {
+            batch: p.q.batch as usize,
+            head: p.q.head as usize,
+            seq: p.q.seq as usize,
+        },
+        k: cached(p.k),
+        v: cached(p.v),
+        scales: cached(p.scales),
+        scale: f64::from(p.scale),
+        softcap: p.softcap.map(f64::from),
+        window: p.window.map(|w| w as usize),
+        dtype: reference_dtype(p.dtype),
+    }
+}
+
+/// Sizes of a case: sequences by their lengths, heads, queries, head dimension.
+struct Sizes<'a> {
+    lengths: &'a [u32],
+    heads: [u32; 2],
+    seq_q: u32,
+    head_dim: u32,
+}
+
+impl Sizes<'_> {
+    /// A problem whose cache has more room than its sequences need.
+    fn problem(&self, block_size: Option<u32>, dtype: DType) -> DecodeProblem {
+        let Self { lengths, heads, seq_q, head_dim } = *self;
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        let (batch, capacity) = (lengths.len() as u32, longest + 5);
+        let dense = DecodeProblem::contiguous(batch, heads, seq_q, capacity, head_dim, dtype);
+        let dense = DecodeProblem { longest, lse: true, ..dense.expect("sizes are valid") };
+        let Some(block_size) = block_size else { return dense };
+        let max_blocks = capacity.div_ceil(block_size);
+        let cache = CacheStrides::paged(heads[1], block_size, head_dim);
+        DecodeProblem {
+            layout: CacheLayout::Paged { block_size, blocks: batch * max_blocks + 2, max_blocks },
+            k: cache,
+            v: cache,
+            scales: CacheStrides::paged(heads[1], block_size, 1),
+            ..dense
+        }
+    }
+}
+
+/// The steps that every config must get right, for one type of q.
+pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
+    let mut cases = Vec::new();
+    let mut add = |problem: DecodeProblem, lengths: &[u32], magnitude| {
+        let seed = 5000 + cases.len() as u64;
+        let problem = problem.checked().expect("valid");
+        cases.push(EdgeCase { problem, lengths: lengths.to_vec(), magnitude, seed });
+    };
+    // Every head dimension in every kind of cache; lengths that no tile divides, and one position.
+    let lengths = [77, 1, 130];
+    for head_dim in [32, 64, 80, 96, 128, 192, 256] {
+        for block_size in [None, Some(16)] {
+            let sizes = Sizes { lengths: &lengths, heads: [4, 2], seq_q: 1, head_dim };
+            let p = sizes.problem(block_size, dtype);
+            add(p, &lengths, 1.0);
+            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, 1.0);
+        }
+    }
+    // Queries and heads that share one of the cache: one fragment and several, whole and not.
+    let lengths = [100, 33];
+    for heads in [[2, 2], [8, 2], [8, 1]] {
+        for seq_q in [1, 2, 3, 7, 8, 16] {
+            let p = Sizes { lengths: &lengths, heads, seq_q, head_dim: 64 }.problem(None, dtype);
+            add(p, &lengths, 1.0);
+            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, 1.0);
+        }
+    }
+    // Head dimensions that no tensor core divides.
+    for head_dim in [20, 7] {
+        let lengths = [9, 11];
+        let sizes = Sizes { lengths: &lengths, heads: [2, 1], seq_q: 2, head_dim };
+        add(sizes.problem(None, dtype), &lengths, 1.0);
+        add(sizes.problem(Some(16), dtype), &lengths, 1.0);
+    }
+    // Lengths around a tile, none, fewer than queries, many tiles; pages of every size.
+    let lengths = [15, 16, 17, 0, 3, 1000, 2049, 1];
+    for block_size in [None, Some(16), Some(32), Some(64), Some(256)] {
+        for seq_q in [1, 4] {
+            let sizes = Sizes { lengths: &lengths, heads: [4, 1], seq_q, head_dim: 64 };
+            let p = sizes.problem(block_size, dtype);
+            add(p, &lengths, 1.0);
+            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, 1.0);
+        }
+    }
+    // Windows narrower and wider than a tile, a soft cap, an explicit scale, large scores.
+    let lengths = [500, 40, 16];
+    for block_size in [None, Some(16)] {
+        let p = Sizes { lengths: &lengths, heads: [8, 2], seq_q: 3, head_dim: 128 }
+            .problem(block_size, dtype);
+        for window in [1, 2, 15, 40, 100, 1000] {
+            add(DecodeProblem { window: Some(window), ..p }, &lengths, 1.0);
+        }
+        let bent = DecodeProblem { softcap: Some(5.0), scale: 0.3, ..p };
+        add(bent, &lengths, 1.0);
+        add(DecodeProblem { cache: DType::I8, window: Some(33), ..bent }, &lengths, 1.0);
+        add(p, &lengths, 1000.0);
+        add(DecodeProblem { softcap: Some(30.0), ..p }, &lengths, 1000.0);
+    }
+    // One sequence that is shorter than the host foresees.
+    for length in [300, 290, 17, 1, 0] {
+        for block_size in [None, Some(16)] {
+            let p = Sizes { lengths: &[300], heads: [4, 1], seq_q: 2, head_dim: 64 }
+                .problem(block_size, dtype);
+            add(p, &[length], 1.0);
+            add(DecodeProblem { window: Some(20), cache: DType::I8, ..p }, &[length], 1.0);
+        }
+    }
+    // `[batch, seq, heads, head_dim]` everywhere, rows of v padded, no log-sum-exp.
+    let (heads, kv_heads, seq_q, head_dim, capacity) = (4, 2, 2, 64, 105);
+    let p = Sizes { lengths: &[100, 64], heads: [heads, kv_heads], seq_q, head_dim };
+    let mut p = p.problem(None, dtype);
+    let queries = HeadStrides { batch: 4 * 2 * 64, head: 64, seq: 4 * 64 };
+    (p.q, p.out, p.lse) = (queries, queries, false);
+    let step = u64::from(kv_heads * head_dim);
+    p.k = CacheStrides { page: capacity * step, head: head_dim.into(), seq: step };
+    p.v = CacheStrides { page: 2 * capacity * 80, head: capacity * 80, seq: 80 };
+    add(p, &[100, 64], 1.0);
+    add(DecodeProblem { cache: DType::I8, ..p }, &[100, 64], 1.0);
+    cases
+}
+
+/// Fewer steps for configs that are not the default: sequences in many parts, in few, and whole.
+pub fn config_cases(dtype: DType) -> Vec<EdgeCase> {
+    let mut cases = Vec::new();
+    let long: &[u32] = &[4097];
+    let many: Vec<u32> = (0..80).map(|i| 40 + i).collect();
+    for (lengths, heads, seq_q, head_dim, block_size) in [
+        (long, [8, 2], 1, 128, None),
+        (long, [4, 1], 4, 64, Some(64)),
+        (&[3000, 2, 1500], [8, 8], 2, 80, Some(16)),
+        (&many, [32, 8], 1, 32, None),
+    ] {
+        let sizes = Sizes { lengths, heads, seq_q, head_dim };
+        for cache in [dtype, DType::I8] {
+            let problem = DecodeProblem { cache, ..sizes.problem(block_size, dtype) };
+            let problem = problem.checked().expect("valid");
+            let seed = 7000 + cases.len() as u64;
+            let lengths = lengths.to_vec();
+            cases.push(EdgeCase { problem, lengths, magnitude: 1.0, seed });
+        }
+    }
+    cases
+}

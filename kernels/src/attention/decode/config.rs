@@ -1,0 +1,200 @@
+//! How to compute it: configs, what they need, which are worth measuring.
+
+use arch::{ArchProfile, Backend, DType};
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
+
+use super::super::config::fits;
+use super::super::rows::RowsConfig;
+use super::DecodeProblem;
+use super::merge::COUNTERS;
+use super::split::{SplitConfig, SplitPlan};
+
+/// One way to run a step of decoding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(tag = "path", rename_all = "lowercase")]
+pub enum DecodeConfig {
+    Split(SplitConfig),
+    Rows(RowsConfig),
+}
+
+impl DecodeConfig {
+    /// The tensor-core config that needs least: what it lacks, every one lacks.
+    pub const fn smallest_split() -> Self {
+        Self::Split(SplitConfig { planes: 1, tile_kv: 16, stages: 1, splits: 1 })
+    }
+
+    /// Units of one cube.
+    pub const fn units(&self) -> u32 {
+        match self {
+            Self::Split(c) => c.units(),
+            Self::Rows(c) => c.units,
+        }
+    }
+}
+
+/// Planes, keys of a tile, stages.
+const GEOMETRIES: [[u32; 3]; 12] = [
+    [4, 16, 3],
+    [4, 16, 2],
+    [2, 16, 3],
+    [4, 32, 3],
+    [4, 32, 2],
+    [8, 16, 2],
+    [8, 16, 1],
+    [2, 16, 6],
+    [2, 32, 3],
+    [6, 16, 2],
+    [4, 64, 2],
+    [8, 32, 1],
+];
+
+/// Cubes a processor that a launch is cut for.
+const CUBES: [u32; 3] = [1, 2, 4];
+
+pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<DecodeConfig> {
+    let mut found = Vec::new();
+    for cubes in CUBES {
+        for [planes, tile_kv, stages] in GEOMETRIES {
+            let splits = splits(arch, problem, cubes, planes * tile_kv);
+            let config = DecodeConfig::Split(SplitConfig { planes, tile_kv, stages, splits });
+            if check(arch, problem, &config).is_ok() && !found.contains(&config) {
+                found.push(config);
+            }
+        }
+    }
+    if found.is_empty() {
+        found.extend(simplest(arch, problem));
+    }
+    found
+}
+
+/// Parts that give each processor `cubes` cubes, none of them shorter than `keys`, which keep all of a
+/// cube's planes busy.
+fn splits(arch: &ArchProfile, problem: &DecodeProblem, cubes: u32, keys: u32) -> u32 {
+    let wanted = u64::from(arch.processors.unwrap_or(32) * cubes) / shares(problem);
+    let most = problem.visible().div_ceil(keys).min(SplitConfig::MAX_SPLITS);
+    (wanted.min(u64::from(most)) as u32).max(1)
+}
+
+/// Heads of the cache, times the cubes that their queries take.
+fn shares(problem: &DecodeProblem) -> u64 {
+    let chunks = problem.shared_rows().div_ceil(SplitPlan::rows_of(problem));
+    u64::from(problem.batch) * u64::from(problem.kv_heads) * u64::from(chunks)
+}
+
+pub(super) fn simplest(
+    arch: &ArchProfile,
+    problem: &DecodeProblem,
+) -> Result<DecodeConfig, Infeasible> {
+    let units = match arch.backend {
+        Backend::Cpu => arch.processors.unwrap_or(1),
+        _ => 64,
+    };
+    let config = DecodeConfig::Rows(RowsConfig { units });
+    check(arch, problem, &config).map(|()| config)
+}
+
+pub(super) fn check(
+    arch: &ArchProfile,
+    problem: &DecodeProblem,
+    config: &DecodeConfig,
+) -> Result<(), Infeasible> {
+    let lacks = |what: String| Err(Infeasible::Feature { what });
+    let shape =
+        |name, value: u64, why: &str| Err(Infeasible::Shape { name, value, why: why.to_owned() });
+    for dtype in [problem.dtype, problem.cache] {
+        if !arch.dtypes.contains(&dtype) {
+            return lacks(format!("{dtype} buffers"));
+        }
+    }
+    let c = match config {
+        DecodeConfig::Split(c) => c,
+        DecodeConfig::Rows(c) => return fits(arch, c.units),
+    };
+    if problem.dtype == DType::F32 {
+        return lacks("f32 matrix instructions".to_owned());
+    }
+    let inst = arch.mma_for(problem.dtype, DType::F32);
+    if arch.backend != Backend::Cuda || inst.is_none_or(|s| s.k != 16) {
+        return lacks(format!("{} matrix instructions 16 deep", problem.dtype));
+    }
+    if !arch.async_copy {
+        return lacks("asynchronous copies".to_owned());
+    }
+    if problem.head_dim % 16 != 0 || problem.head_dim > 256 {
+        return shape("head_dim", problem.head_dim.into(), "a multiple of 16 up to 256");
+    }
+    let vector = 16 / problem.cache.size() as u64;
+    if let Some(step) = problem.cache_steps().into_iter().find(|step| step % vector != 0) {
+        return shape("stride", step, "rows of the cache start at multiples of 16 bytes");
+    }
+    let (q, out) = (problem.q, problem.out);
+    let ends = [q.batch, q.head, q.seq, out.batch, out.head, out.seq];
+    if let Some(step) = ends.into_iter().find(|step| step % 4 != 0) {
+        return shape("stride", step, "rows of q and out start at multiples of 8 bytes");
+    }
+    // One dimension of a grid.
+    if problem.batch > 65_535 {
+        return shape("batch", problem.batch.into(), "up to 65535");
+    }
+    for (name, value, allowed) in [
+        ("planes", c.planes, &[1u32, 2, 3, 4, 6, 8, 12, 16][..]),
+        ("tile_kv", c.tile_kv, &[16, 32, 64]),
+        ("stages", c.stages, &[1, 2, 3, 4, 6, 8]),
+    ] {
+        if !allowed.contains(&value) {
+            return shape(name, value.into(), &format!("one of {allowed:?}"));
+        }
+    }
+    if !(1..=SplitConfig::MAX_SPLITS).contains(&c.splits) {
+        let why = format!("1 to {}", SplitConfig::MAX_SPLITS);
+        return shape("splits", c.splits.into(), &why);
+    }
+    if c.splits > 1 && shares(problem) > u64::from(COUNTERS) {
+        let why = format!("{} shares of work need not be cut", shares(problem));
+        return shape("splits", c.splits.into(), &why);
+    }
+    let block = problem.layout.block_size();
+    if block > 0 && c.tile_kv > block {
+        return shape("tile_kv", c.tile_kv.into(), "a tile lies within a page");
+    }
+    fits(arch, c.units())?;
+    let plan = SplitPlan::new(*c, problem);
+    if plan.registers() > 255 {
+        return shape("tile_kv", c.tile_kv.into(), "sums and scores would spill");
+    }
+    let (need, have) = (plan.shared_bytes(), arch.max_shared_bytes);
+    if need > have {
+        return Err(Infeasible::SharedMemory { need, have });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_processor_has_a_part() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let of = |batch| {
+            DecodeProblem::contiguous(batch, [32, 8], 1, 8192, 128, DType::Bf16).expect("valid")
+        };
+        assert_eq!(splits(&arch, &of(1), 1, 64), 16);
+        assert_eq!(splits(&arch, &of(1), 2, 64), 32);
+        assert_eq!(splits(&arch, &of(16), 2, 64), 2);
+        assert_eq!(splits(&arch, &of(64), 2, 64), 1);
+        let short = DecodeProblem { longest: 130, ..of(1) };
+        assert_eq!(splits(&arch, &short, 2, 64), 3);
+    }
+
+    #[test]
+    fn pages_bound_tiles() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let p = DecodeProblem::paged(1, [32, 8], 1, 8192, 128, 16, DType::Bf16).expect("valid");
+        let found = candidates(&arch, &p);
+        assert!(!found.is_empty());
+        assert!(found.iter().all(|c| matches!(c, DecodeConfig::Split(c) if c.tile_kv == 16)));
+    }
+}

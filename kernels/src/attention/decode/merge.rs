@@ -1,0 +1,371 @@
+//! Softmax states become one: those of a cube's planes, then those of a sequence's parts.
+//!
+//! ```text
+//!   m = max m_i;  l = Σ l_i·2^(m_i - m);  acc = Σ acc_i·2^(m_i - m);  out = acc / l
+//! ```
+//!
+//! Where a sequence is cut, its cubes leave m, l and acc in f32 and count themselves. The last to come
+//! has all of them before it and merges, in the order of the parts, so that the result does not depend
+//! on who came last. A counter runs from 0 to `splits - 1` and wraps: it is 0 again for
+//! the next launch. The bytes are few (4·head_dim a query and part, from the L2); a second kernel would
+//! cost another launch and another drain of the card, where one step over 8192 positions takes but ten
+//! times as long.
+//!
+//! Source of the counter: NVIDIA, "threadFenceReduction" (CUDA samples).
+
+use cubecl::prelude::*;
+
+use super::Dims;
+use super::scores::Scores;
+use super::split::SplitPlan;
+use crate::tile::{
+    exp2, global_address_mut, load_pair, load_quad, load_shared, store_pair, store_shared,
+};
+
+/// Counters at the start of scratch: words, of which every launch uses the first few.
+pub(crate) const COUNTERS: u32 = 4096;
+
+/// What of a problem is a cube's.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Share {
+    pub(crate) batch: u32,
+    pub(crate) kv_head: u32,
+    /// Which of the parts of a sequence.
+    pub(crate) part: u32,
+    /// Its first row among the queries that share a head of the cache, and how many there are.
+    pub(crate) first: u32,
+    rows: u32,
+    /// Which counter its parts count themselves in.
+    counter: u32,
+}
+
+#[cube]
+impl Share {
+    pub(crate) fn new(dims: &Dims, #[comptime] plan: SplitPlan) -> Share {
+        let (tile, chunks) = comptime!((plan.rows(), plan.chunks));
+        let all = dims.group * comptime!(plan.seq_q);
+        // Cubes that read the same keys are neighbours: all but one find them in the L2.
+        let (chunk, part) = (CUBE_POS_X % chunks, CUBE_POS_X / chunks);
+        let first = chunk * tile;
+        Share {
+            batch: CUBE_POS_Z,
+            kv_head: CUBE_POS_Y,
+            part,
+            first,
+            rows: min(all - first, tile),
+            counter: (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) * chunks + chunk,
+        }
+    }
+
+    /// Which query of which head row `row` of the cube is; the last there is for rows past the end.
+    pub(crate) fn query(&self, dims: &Dims, row: u32, #[comptime] plan: SplitPlan) -> (u32, u32) {
+        let row = self.first + min(row, self.rows - 1);
+        let seq_q = comptime!(plan.seq_q);
+        (row % seq_q, self.kv_head * dims.group + row / seq_q)
+    }
+}
+
+/// Leaves m, l and the sums of every plane in shared memory.
+#[cube]
+pub(crate) fn leave<NC: Size>(
+    acc: &Sequence<Array<Vector<f32, NC>>>,
+    most: &Array<f32>,
+    sum: &Array<f32>,
+    shared: u32,
+    #[comptime] plan: SplitPlan,
+) {
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let (column, octet) = (lane % 4 * 2, lane / 4);
+    let fragments = comptime!(plan.rows() as usize / 8);
+    let states = shared + plane * comptime!(8 * plan.rows());
+    let sums = shared + comptime!(8 * plan.planes * plan.rows());
+    #[unroll]
+    for r in 0..comptime!(2 * fragments) {
+        let mut l = sum[r] + plane_shuffle_xor(sum[r], 4);
+        l = l + plane_shuffle_xor(l, 8);
+        l = l + plane_shuffle_xor(l, 16);
+        let row = comptime!((8 * (r / 2) + r % 2) as u32) + column;
+        // One unit of the eight that share a query.
+        if octet == 0 {
+            store_shared(states + row * 8, most[r], 0u32);
+            store_shared(states + row * 8, l, 4u32);
+        }
+        let line = plane * comptime!(plan.rows()) + row;
+        let to = sums + line * comptime!(4 * plan.sums_pitch());
+        #[unroll]
+        for d in 0..comptime!(plan.head_dim as usize / 16) {
+            let fragment = acc.index(comptime!(d * fragments + r / 2));
+            #[unroll]
+            for half in 0..2usize {
+                // Bytes of the cache come in pairs along the head dimension.
+                let (apart, far) = comptime!(if plan.cache.quantized {
+                    (8u32, 64 * d as u32 + 4 * half as u32)
+                } else {
+                    (4u32, 64 * d as u32 + 32 * half as u32)
+                });
+                store_shared(to + octet * apart, fragment[half].extract(comptime!(r % 2)), far);
+            }
+        }
+    }
+}
+
+/// What planes left becomes the cube's result, or its part of one; the last part to come stores the
+/// result.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "results, what they are made of, comptime facts")]
+pub(crate) fn meet<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    partials: &mut [Vector<f32, Const<4>>],
+    scores: &Scores,
+    dims: &Dims,
+    share: &Share,
+    shared: u32,
+    #[comptime] plan: SplitPlan,
+) {
+    let unit = UNIT_POS_Y * 32 + UNIT_POS_X;
+    let (planes, rows) = comptime!((plan.planes, plan.rows()));
+    let vectors = comptime!(plan.head_dim / 4);
+    let sums = shared + comptime!(8 * planes * rows);
+    let scratch = global_address_mut(partials);
+    sync_cube();
+    let mut task = unit;
+    while task < share.rows * vectors {
+        let (row, vector) = (task / vectors, task % vectors);
+        let state = shared + row * 8;
+        let mut grown = load_shared(state, 0u32);
+        #[unroll]
+        for plane in 1..planes {
+            grown = max(grown, load_shared(state, comptime!(8 * plane * rows)));
+        }
+        let mut l = 0.0f32.runtime();
+        let mut sum = Vector::<f32, Const<4>>::new(0.0f32);
+        #[unroll]
+        for plane in 0..planes {
+            let most = load_shared(state, comptime!(8 * plane * rows));
+            let factor = weight_of(most, grown);
+            l += load_shared(state, comptime!(8 * plane * rows + 4)) * factor;
+            let line = row + comptime!(plane * rows);
+            let from = sums + line * comptime!(4 * plan.sums_pitch()) + vector * 16;
+            sum += load_quad(from, 0u32) * Vector::new(factor);
+        }
+        if comptime!(plan.cut) {
+            let part = Part::of(dims, share, row, plan);
+            partials[part.sums(share.part, vector, plan)] = sum;
+            // One unit of those that share the row.
+            if vector == 0 {
+                store_pair(scratch + part.state(share.part), grown, l);
+            }
+        } else {
+            store::<F, NO>(out, lse, sum, grown, l, row, vector, scores, dims, share, plan);
+        }
+        task += comptime!(32 * planes);
+    }
+    if comptime!(plan.cut) {
+        // The barrier and the count's release hand on what all units left, its acquire and the barrier
+        // after it what those of other cubes did.
+        sync_cube();
+        if unit == 0 {
+            let before = count(scratch + u64::cast_from(share.counter) * 4, dims.splits - 1);
+            store_shared(shared, f32::reinterpret(before), 0u32);
+        }
+        sync_cube();
+        if u32::reinterpret(load_shared(shared, 0u32)) == dims.splits - 1 {
+            merge::<F, NO>(out, lse, partials, scratch, scores, dims, share, plan);
+        }
+    }
+}
+
+/// What a state with maximum `most` counts beside one with maximum `grown`, which is no less.
+#[cube]
+fn weight_of(most: f32, grown: f32) -> f32 {
+    // -inf - -inf is no number: without keys there is nothing to count.
+    select(grown == f32::NEG_INFINITY, 0.0, exp2(most - grown))
+}
+
+/// Where the parts of a query lie in scratch: after the counters `[queries, splits]` of (m, l), then
+/// `[queries, splits, head_dim]`.
+#[derive(CubeType, Clone, Copy)]
+struct Part {
+    /// Parts of all queries before this one's.
+    before: usize,
+    /// Vectors before the first sums.
+    start: usize,
+}
+
+#[cube]
+impl Part {
+    fn of(dims: &Dims, share: &Share, row: u32, #[comptime] plan: SplitPlan) -> Part {
+        let (i, head) = share.query(dims, row, plan);
+        let seq_q = comptime!(plan.seq_q);
+        let query = (share.batch * dims.heads + head) * seq_q + i;
+        let all = (dims.batch * dims.heads * seq_q) as usize * dims.splits as usize;
+        Part {
+            before: query as usize * dims.splits as usize,
+            start: all.div_ceil(2usize) + comptime!(COUNTERS as usize / 4),
+        }
+    }
+
+    /// Bytes before m and l of part `part`.
+    fn state(&self, part: u32) -> u64 {
+        u64::cast_from(self.before + part as usize) * 8 + comptime!(4 * COUNTERS as u64)
+    }
+
+    /// Vectors before vector `vector` of the sums of part `part`.
+    fn sums(&self, part: u32, vector: u32, #[comptime] plan: SplitPlan) -> usize {
+        let line = (self.before + part as usize) * comptime!(plan.head_dim as usize / 4);
+        self.start + line + vector as usize
+    }
+}
+
+/// Merges all parts of the cube's rows, a plane a row. Everything that some parts left is under way at
+/// once: their states, one a unit, and of their sums each unit's columns.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "results, what they are made of, comptime facts")]
+fn merge<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    partials: &mut [Vector<f32, Const<4>>],
+    scratch: u64,
+    scores: &Scores,
+    dims: &Dims,
+    share: &Share,
+    #[comptime] plan: SplitPlan,
+) {
+    let lane = UNIT_POS_X;
+    let vectors = comptime!(plan.head_dim / 4);
+    let own = comptime!(vectors.div_ceil(32) as usize);
+    let at_once = comptime!(16 / own);
+    let mut row = u32::cast_from(UNIT_POS_Y);
+    while row < share.rows {
+        let part = Part::of(dims, share, row, plan);
+        let mut sums = Array::<Vector<f32, Const<4>>>::new(own);
+        #[unroll]
+        for x in 0..own {
+            sums[x] = Vector::new(0.0f32);
+        }
+        let mut most = f32::NEG_INFINITY.runtime();
+        let mut l = 0.0f32.runtime();
+        let mut first = 0u32.runtime();
+        while first < dims.splits {
+            let mine = first + lane % comptime!(at_once as u32);
+            let state = load_pair(scratch + part.state(min(mine, dims.splits - 1)));
+            let mut loaded = Array::<Vector<f32, Const<4>>>::new(comptime!(own * at_once));
+            #[unroll]
+            for e in 0..at_once {
+                let from = min(first + comptime!(e as u32), dims.splits - 1);
+                #[unroll]
+                for x in 0..own {
+                    let vector = min(lane + comptime!(32 * x as u32), vectors - 1);
+                    loaded[comptime!(own * e + x)] = partials[part.sums(from, vector, plan)];
+                }
+            }
+            let reached = select(mine < dims.splits, state.extract(0usize), f32::NEG_INFINITY);
+            let there = select(mine < dims.splits, state.extract(1usize), 0.0);
+            let grown = max(most, over_parts_max(reached, at_once));
+            let weight = weight_of(reached, grown);
+            let factor = weight_of(most, grown);
+            l = l * factor + over_parts_sum(there * weight, at_once);
+            #[unroll]
+            for x in 0..own {
+                sums[x] *= Vector::new(factor);
+            }
+            #[unroll]
+            for e in 0..at_once {
+                let weight = plane_shuffle(weight, comptime!(e as u32));
+                if first + comptime!(e as u32) < dims.splits {
+                    #[unroll]
+                    for x in 0..own {
+                        sums[x] += loaded[comptime!(own * e + x)] * Vector::new(weight);
+                    }
+                }
+            }
+            most = grown;
+            first += comptime!(at_once as u32);
+        }
+        #[unroll]
+        for x in 0..own {
+            let vector = lane + comptime!(32 * x as u32);
+            if vector < vectors {
+                store::<F, NO>(out, lse, sums[x], most, l, row, vector, scores, dims, share, plan);
+            }
+        }
+        row += comptime!(plan.planes);
+    }
+}
+
+/// The largest of the values that `parts` neighbouring units have.
+#[cube]
+fn over_parts_max(value: f32, #[comptime] parts: usize) -> f32 {
+    let mut most = max(value, plane_shuffle_xor(value, 1));
+    most = max(most, plane_shuffle_xor(most, 2));
+    most = max(most, plane_shuffle_xor(most, 4));
+    if comptime!(parts == 16) {
+        most = max(most, plane_shuffle_xor(most, 8));
+    }
+    most
+}
+
+/// The sum of the values that `parts` neighbouring units have.
+#[cube]
+fn over_parts_sum(value: f32, #[comptime] parts: usize) -> f32 {
+    let mut sum = value + plane_shuffle_xor(value, 1);
+    sum += plane_shuffle_xor(sum, 2);
+    sum += plane_shuffle_xor(sum, 4);
+    if comptime!(parts == 16) {
+        sum += plane_shuffle_xor(sum, 8);
+    }
+    sum
+}
+
+/// Stores four elements of a row of the result, and with the first of them its log-sum-exp.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "results, what they are made of, where they go")]
+fn store<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    sum: Vector<f32, Const<4>>,
+    most: f32,
+    l: f32,
+    row: u32,
+    vector: u32,
+    scores: &Scores,
+    dims: &Dims,
+    share: &Share,
+    #[comptime] plan: SplitPlan,
+) {
+    let (i, head) = share.query(dims, row, plan);
+    // A row without keys is 0.
+    let quotient = select(l == 0.0, 0.0, 1.0 / l);
+    let mut value = Vector::<f32, NO>::new(0.0f32);
+    #[unroll]
+    for e in 0..4usize {
+        value.insert(e, sum.extract(e) * quotient);
+    }
+    out[dims.out.at(i, share.batch, head) / 4 + vector as usize] = Vector::cast_from(value);
+    if comptime!(scores.rules.lse) {
+        // One unit of those that share the row.
+        if vector == 0 {
+            let at = (share.batch * dims.heads + head) * dims.seq_q + i;
+            // ln 2: m and l are powers of two.
+            lse[at as usize] = select(
+                l == 0.0,
+                f32::NEG_INFINITY,
+                (most + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
+            );
+        }
+    }
+}
+
+/// How many have counted themselves at `counter` before; the one who finds `last` sets it back to 0.
+#[cube]
+fn count(counter: u64, last: u32) -> u32 {
+    let before: u32;
+    gpu_asm!(
+        "atom.acq_rel.gpu.global.inc.u32 {before}, [{counter}], {last};",
+        before = out(_) before,
+        counter = in(_) u64::cast_from(counter),
+        last = in(_) u32::cast_from(last)
+    );
+    before
+}

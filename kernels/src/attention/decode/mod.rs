@@ -1,0 +1,608 @@
+//! One step of decoding: out = softmax(rules(q·kᵀ))·v    q, out: `[batch, heads, seq_q, head_dim]`
+//! k, v: a cache of `kv_heads` heads, in one run a sequence or in pages; f16, bf16, f32, or i8 with scales
+//!
+//! ```text
+//!   for each sequence b, head h: for each of its seq_q newest positions i
+//!     for each position j <= i of the sequence           // page = table[b][j / block_size]
+//!       s = rules(k_scale[j] · (q · k[j]))               // scale, soft cap, window
+//!       m' = max(m, s);  p = exp(s - m')
+//!       l = l·exp(m - m') + p;  acc = acc·exp(m - m') + p·v_scale[j] · v[j]
+//!     out = acc / l;  lse = m + log l
+//! ```
+//!
+//! The newest positions are in the cache already, and see each other in causal order. `heads / kv_heads`
+//! neighbours share one head of the cache, without a copy. Sequences differ in length: the device reads
+//! how many positions each has, the host knows the longest. A query without visible positions (of a
+//! sequence shorter than seq_q) is 0, its lse -inf.
+//!
+//! Cost: the cache, read once; `4·head_dim` flop a visible pair. At 4 to 8 flop a byte it is all
+//! bandwidth and latency.
+//!
+//! One source, two ways through it, chosen by [`DecodeConfig`]:
+//!
+//! | path    | multiplies with | feeds it by                        | where           |
+//! |---------|-----------------|------------------------------------|-----------------|
+//! | `Split` | `mma.sync`      | a `cp.async` ring a plane, `ldmatrix` | CUDA, f16, bf16 |
+//! | `Rows`  | multiply-add    | one position after the other       | anywhere        |
+//!
+//! What the device reads is clamped to the cache: a length past its capacity fills it, a block past the
+//! last is the last. Where the host has lengths and table, [`DecodeProblem::check_table`] refuses them
+//! before the launch.
+//!
+//! Sources: Kwon et al., "PagedAttention" (2023); Dao et al., "Flash-Decoding" (2023); Ainslie et al.,
+//! "GQA" (2023).
+
+mod config;
+mod fragments;
+mod merge;
+mod problem;
+mod rows;
+mod scores;
+mod split;
+mod stream;
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use tune::{Cost, Infeasible, Kernel, Output};
+
+pub use config::DecodeConfig;
+pub use problem::{CacheLayout, CacheStrides, DecodeProblem, InvalidDecode, MAX_QUERIES};
+pub use split::SplitConfig;
+
+use super::{Steps, bound, optional, tolerance};
+use crate::matmul::elem;
+use crate::tile::global_address;
+use rows::RowsPlan;
+use scores::{Rules, Scores, ScoresCompilationArg, ScoresLaunch};
+use split::SplitPlan;
+
+/// The decode kernel family.
+pub struct Decode;
+
+/// Device buffers of one step.
+#[derive(Debug, Clone)]
+pub struct DecodeOperands {
+    pub q: Handle,
+    pub k: Handle,
+    pub v: Handle,
+    pub out: Handle,
+    /// u32, positions of each sequence, the new ones included.
+    pub lengths: Handle,
+    /// u32 `[batch, max_blocks]`, of a paged cache.
+    pub table: Option<Handle>,
+    /// f32, of a cache in i8.
+    pub scales: Option<Scales>,
+    /// Present when the problem has it.
+    pub lse: Option<Handle>,
+}
+
+/// Scales of a cache in i8, one a position and head.
+#[derive(Debug, Clone)]
+pub struct Scales {
+    pub k: Handle,
+    pub v: Handle,
+}
+
+impl Kernel for Decode {
+    type Problem = DecodeProblem;
+    type Config = DecodeConfig;
+    type Operands = DecodeOperands;
+
+    const NAME: &'static str = "attention_decode";
+    const VERSION: u32 = 1;
+
+    fn bucket(problem: &DecodeProblem) -> String {
+        problem.bucket()
+    }
+
+    fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<DecodeConfig> {
+        config::candidates(arch, problem)
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        problem: &DecodeProblem,
+        config: &DecodeConfig,
+    ) -> Result<(), Infeasible> {
+        config::check(arch, problem, config)
+    }
+
+    fn cost(problem: &DecodeProblem) -> Cost {
+        problem.cost()
+    }
+
+    fn simplest(arch: &ArchProfile, problem: &DecodeProblem) -> Result<DecodeConfig, Infeasible> {
+        config::simplest(arch, problem)
+    }
+
+    fn operands(device: &Device, problem: &DecodeProblem, seed: u64) -> DecodeOperands {
+        let client = device.client();
+        let [q, k, v, out, scales] = problem.extents();
+        let make = |len, dtype, salt| crate::noise(device, len, dtype, 5 * seed + salt);
+        let words = |words: Vec<u32>| {
+            client.create_from_slice(
+                &words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>(),
+            )
+        };
+        let pages = u64::from(problem.pages());
+        // Blocks as a cache in use has them: not in order.
+        let apart = (pages / 2..).find(|step| step % 2 == 1 && pages % step != 0).unwrap_or(1);
+        let block = |at: u64| ((at * apart + seed) % pages) as u32;
+        DecodeOperands {
+            q: make(q, problem.dtype, 0),
+            k: make(k, problem.cache, 1),
+            v: make(v, problem.cache, 2),
+            out: client.empty((out * problem.dtype.size()).next_multiple_of(4)),
+            lengths: words(vec![problem.longest; problem.batch as usize]),
+            table: (problem.table_len() > 0)
+                .then(|| words((0..problem.table_len() as u64).map(block).collect())),
+            scales: problem.quantized().then(|| {
+                // Bytes are even over their range, whose deviation is 74.
+                let scale = |i: usize| (1.0 / 74.0) * (1.0 + (i % 5) as f32 / 8.0);
+                let one = words((0..scales).map(|i| scale(i).to_bits()).collect());
+                Scales { k: one.clone(), v: one }
+            }),
+            lse: problem.lse.then(|| client.empty(problem.rows() as usize * 4)),
+        }
+    }
+
+    fn outputs(problem: &DecodeProblem, operands: &DecodeOperands) -> Vec<Output> {
+        vec![Output {
+            handle: operands.out.clone(),
+            dtype: problem.dtype,
+            len: problem.extents()[3],
+            tolerance: tolerance(problem.dtype),
+        }]
+    }
+
+    /// Counters, then partial sums.
+    fn scratch_bytes(problem: &DecodeProblem, config: &DecodeConfig) -> u64 {
+        match config {
+            DecodeConfig::Split(c) if c.splits > 1 => {
+                let parts = problem.rows() * u64::from(c.splits);
+                let sums = 4 * u64::from(problem.head_dim) * parts;
+                // Counters, then m and l of every part in whole vectors, then its sums.
+                4 * u64::from(merge::COUNTERS) + 16 * parts.div_ceil(2) + sums
+            }
+            _ => 0,
+        }
+    }
+
+    /// The counters are 0 before a launch, and a launch leaves them so: scratch serves one launch after
+    /// the other, of any problem that needs no more of it, but not two at once.
+    fn scratch(device: &Device, problem: &DecodeProblem, config: &DecodeConfig) -> Option<Handle> {
+        let bytes = Self::scratch_bytes(problem, config);
+        (bytes > 0).then(|| {
+            let scratch = device.client().empty(bytes as usize);
+            tune::fill(device, &scratch, merge::COUNTERS as usize, 0);
+            scratch
+        })
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        problem: &DecodeProblem,
+        config: &DecodeConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let plan = Plan::new(arch, problem, config);
+        let settings =
+            KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
+        let buffer = || BufferCompilationArg { inplace: None };
+        let [width_in, width_out] = plan.widths;
+        vec![Box::new(decode::Decode::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            CacheCompilationArg::of(problem),
+            ScoresCompilationArg::of(problem),
+            Dims::compiled(),
+            width_in,
+            width_out,
+            plan.path,
+            types(problem),
+        ))]
+    }
+
+    fn launch(
+        device: &Device,
+        problem: &DecodeProblem,
+        config: &DecodeConfig,
+        operands: &DecodeOperands,
+        scratch: Option<&Handle>,
+    ) {
+        let plan = Plan::new(device.profile(), problem, config);
+        let [width_in, width_out] = plan.widths;
+        let [q, k, v, out, _] = problem.extents();
+        // A kernel that stores no log-sum-exp, or no partial sums, still binds a buffer in its place.
+        let (lse, lse_len) = match &operands.lse {
+            Some(lse) => (lse, problem.rows() as usize),
+            None => (&operands.out, 1),
+        };
+        let (partials, partials_len) = match scratch {
+            Some(scratch) => (scratch, Self::scratch_bytes(problem, config) as usize / 16),
+            None => (&operands.out, 1),
+        };
+        // SAFETY: the extents are the problem's, whose strides every path stays within; lengths and
+        // blocks are clamped to them.
+        unsafe {
+            decode::launch_unchecked(
+                device.client(),
+                plan.cubes,
+                plan.cube_dim,
+                address(problem),
+                width_in,
+                width_out,
+                BufferArg::from_raw_parts(operands.q.clone(), q / width_in),
+                BufferArg::from_raw_parts(operands.k.clone(), k / width_in),
+                BufferArg::from_raw_parts(operands.v.clone(), v / width_in),
+                BufferArg::from_raw_parts(operands.out.clone(), out / width_out),
+                BufferArg::from_raw_parts(lse.clone(), lse_len),
+                BufferArg::from_raw_parts(partials.clone(), partials_len),
+                CacheLaunch::of(problem, operands),
+                ScoresLaunch::of(problem),
+                Dims::of(problem, plan.splits, plan.tile_kv),
+                plan.path,
+                types(problem),
+            );
+        }
+    }
+}
+
+/// A config bound to a problem.
+struct Plan {
+    path: Path,
+    /// Elements of a vector of q, k and v, and of out.
+    widths: [usize; 2],
+    cubes: CubeCount,
+    cube_dim: CubeDim,
+    splits: u32,
+    /// Positions that are read at once.
+    tile_kv: u32,
+}
+
+impl Plan {
+    fn new(arch: &ArchProfile, problem: &DecodeProblem, config: &DecodeConfig) -> Self {
+        let p = problem;
+        match *config {
+            DecodeConfig::Split(c) => {
+                let plan = SplitPlan::new(c, p);
+                Self {
+                    path: Path::Split(plan),
+                    // Addresses are taken of the buffers; widths mean nothing.
+                    widths: [4, 4],
+                    cubes: CubeCount::Static(plan.chunks * c.splits, p.kv_heads, p.batch),
+                    cube_dim: CubeDim::new_2d(32, c.planes),
+                    splits: c.splits,
+                    tile_kv: c.tile_kv,
+                }
+            }
+            DecodeConfig::Rows(c) => {
+                let widest = u64::from(arch.load_bytes / 4).clamp(1, 16);
+                let cubes = match arch.backend {
+                    Backend::Cpu => 1,
+                    _ => p.rows().div_ceil(u64::from(c.units)).min(65_535) as u32,
+                };
+                let plan = RowsPlan { head_dim: p.head_dim, cache: CachePlan::of(p) };
+                Self {
+                    path: Path::Rows(plan),
+                    widths: [p.width(widest), 1],
+                    cubes: CubeCount::Static(cubes, 1, 1),
+                    cube_dim: CubeDim::new_1d(c.units),
+                    splits: 1,
+                    tile_kv: 1,
+                }
+            }
+        }
+    }
+}
+
+fn types(problem: &DecodeProblem) -> [ElemType; 2] {
+    let cache = match problem.cache {
+        DType::I8 => ElemType::Int(IntKind::I8),
+        dtype => elem(dtype),
+    };
+    [elem(problem.dtype), cache]
+}
+
+/// Offsets past 2^32 elements need 64-bit indices.
+fn address(problem: &DecodeProblem) -> AddressType {
+    let longest = problem.extents().into_iter().max().unwrap_or(0);
+    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// Comptime facts of a launch: which path, with what geometry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Path {
+    Split(SplitPlan),
+    Rows(RowsPlan),
+}
+
+/// What a cache is, comptime, and part of the kernel's hash, in which CubeCL 0.11 does not tell an
+/// optional buffer's presence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct CachePlan {
+    /// Positions of a page; 0 where a sequence is one page.
+    pub(crate) block: u32,
+    /// Whether it is i8 with scales.
+    pub(crate) quantized: bool,
+}
+
+impl CachePlan {
+    const fn of(p: &DecodeProblem) -> Self {
+        Self { block: p.layout.block_size(), quantized: p.quantized() }
+    }
+}
+
+/// Sizes and strides of one launch, in elements.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Dims {
+    pub(crate) batch: u32,
+    pub(crate) heads: u32,
+    /// Heads of q that share one of the cache.
+    pub(crate) group: u32,
+    pub(crate) seq_q: u32,
+    /// Positions that a sequence can have.
+    pub(crate) capacity: u32,
+    /// Pages of the cache, and entries of a sequence in the block table.
+    pages: u32,
+    max_blocks: u32,
+    /// Parts of a sequence.
+    pub(crate) splits: u32,
+    /// The longest sequence: its positions, its first visible tile, the tiles of every part, and how
+    /// many parts have one more.
+    pub(crate) longest: u32,
+    pub(crate) first_tile: u32,
+    pub(crate) whole: u32,
+    pub(crate) rest: u32,
+    pub(crate) q: Steps,
+    pub(crate) out: Steps,
+    pub(crate) k: PageSteps,
+    pub(crate) v: PageSteps,
+    pub(crate) scales: PageSteps,
+}
+
+/// [`CacheStrides`] on the device.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct PageSteps {
+    page: usize,
+    head: usize,
+    pub(crate) seq: usize,
+}
+
+#[cube]
+impl PageSteps {
+    /// First element of row `row` of a page.
+    pub(crate) fn at(&self, page: u32, head: u32, row: u32) -> usize {
+        page as usize * self.page + head as usize * self.head + row as usize * self.seq
+    }
+}
+
+/// What says where positions are, and what their bytes mean.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Cache {
+    lengths: Box<[u32]>,
+    table: ComptimeOption<Box<[u32]>>,
+    k_scales: ComptimeOption<Box<[Vector<f32, Const<1>>]>>,
+    v_scales: ComptimeOption<Box<[Vector<f32, Const<1>>]>>,
+}
+
+#[cube]
+impl Cache {
+    /// Positions of a sequence.
+    pub(crate) fn length(&self, dims: &Dims, batch: u32) -> u32 {
+        min(self.lengths[batch as usize], dims.capacity)
+    }
+
+    /// Page and row of position `key` of a sequence.
+    pub(crate) fn place(
+        &self,
+        dims: &Dims,
+        batch: u32,
+        key: u32,
+        #[comptime] plan: CachePlan,
+    ) -> (u32, u32) {
+        let mut page = u32::cast_from(batch);
+        let mut row = u32::cast_from(key);
+        #[comptime]
+        match &self.table {
+            ComptimeOption::Some(table) => {
+                let block = comptime!(plan.block);
+                let entry = batch as usize * dims.max_blocks as usize + (key / block) as usize;
+                page = min(table[entry], dims.pages - 1);
+                row = key % block;
+            }
+            ComptimeOption::None => {}
+        }
+        (page, row)
+    }
+
+    /// Scales of k and of v in row `row` of a page; 1 where there are none.
+    pub(crate) fn scales(&self, dims: &Dims, page: u32, head: u32, row: u32) -> (f32, f32) {
+        let mut scales = (1.0f32.runtime(), 1.0f32.runtime());
+        let at = dims.scales.at(page, head, row);
+        #[comptime]
+        match &self.k_scales {
+            ComptimeOption::Some(k) => scales.0 = k[at].extract(0usize),
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match &self.v_scales {
+            ComptimeOption::Some(v) => scales.1 = v[at].extract(0usize),
+            ComptimeOption::None => {}
+        }
+        scales
+    }
+
+    /// Where the scales of k start; 0 where there are none.
+    pub(crate) fn k_scales_address(&self) -> u64 {
+        let mut address = 0u64.runtime();
+        #[comptime]
+        match &self.k_scales {
+            ComptimeOption::Some(k) => address = global_address(k),
+            ComptimeOption::None => {}
+        }
+        address
+    }
+
+    /// Where the scales of v start; 0 where there are none.
+    pub(crate) fn v_scales_address(&self) -> u64 {
+        let mut address = 0u64.runtime();
+        #[comptime]
+        match &self.v_scales {
+            ComptimeOption::Some(v) => address = global_address(v),
+            ComptimeOption::None => {}
+        }
+        address
+    }
+}
+
+/// Elements of `size` bytes, in bytes.
+#[cube]
+pub(crate) fn bytes(elements: usize, #[comptime] size: u32) -> u64 {
+    u64::cast_from(elements) * comptime!(size as u64)
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn decode<F: Float, C: Numeric, NI: Size, NO: Size>(
+    q: &[Vector<F, NI>],
+    k: &[Vector<C, NI>],
+    v: &[Vector<C, NI>],
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    partials: &mut [Vector<f32, Const<4>>],
+    cache: Cache,
+    scores: Scores,
+    dims: &Dims,
+    #[comptime] path: Path,
+    #[define(F, C)] _dtypes: [ElemType; 2],
+) {
+    match path {
+        Path::Split(plan) => {
+            split::split::<F, C, NI, NO>(q, k, v, out, lse, partials, &cache, &scores, dims, plan)
+        }
+        Path::Rows(plan) => {
+            rows::rows::<F, C, NI, NO>(q, k, v, out, lse, &cache, &scores, dims, plan)
+        }
+    }
+}
+
+impl Dims {
+    fn of(p: &DecodeProblem, splits: u32, tile_kv: u32) -> DimsLaunch {
+        let first_tile = (p.longest - p.visible()) / tile_kv;
+        let tiles = p.longest.div_ceil(tile_kv) - first_tile;
+        let pages = |s: CacheStrides| {
+            PageStepsLaunch::new(s.page as usize, s.head as usize, s.seq as usize)
+        };
+        let max_blocks = match p.layout {
+            CacheLayout::Contiguous { .. } => 0,
+            CacheLayout::Paged { max_blocks, .. } => max_blocks,
+        };
+        DimsLaunch::new(
+            p.batch,
+            p.heads,
+            p.group(),
+            p.seq_q,
+            p.layout.capacity().min(u64::from(u32::MAX)) as u32,
+            p.pages(),
+            max_blocks,
+            splits,
+            p.longest,
+            first_tile,
+            tiles / splits,
+            tiles % splits,
+            Steps::of(p.q, false),
+            Steps::of(p.out, false),
+            pages(p.k),
+            pages(p.v),
+            pages(p.scales),
+        )
+    }
+
+    /// Dims as a compilation sees them: every field is a run-time scalar.
+    fn compiled() -> DimsCompilationArg {
+        let pages = || PageStepsCompilationArg { page: (), head: (), seq: () };
+        DimsCompilationArg {
+            batch: (),
+            heads: (),
+            group: (),
+            seq_q: (),
+            capacity: (),
+            pages: (),
+            max_blocks: (),
+            splits: (),
+            longest: (),
+            first_tile: (),
+            whole: (),
+            rest: (),
+            q: Steps::compiled(),
+            out: Steps::compiled(),
+            k: pages(),
+            v: pages(),
+            scales: pages(),
+        }
+    }
+}
+
+impl Rules {
+    const fn of(p: &DecodeProblem) -> Self {
+        Self { window: p.window.is_some(), softcap: p.softcap.is_some(), lse: p.lse }
+    }
+}
+
+impl ScoresLaunch {
+    fn of(p: &DecodeProblem) -> Self {
+        Self::new(
+            p.scale,
+            p.softcap.unwrap_or(1.0),
+            // A window of 2^30 positions and more hides nothing; distances are i32.
+            p.window.unwrap_or(0).min(i32::MAX as u32 / 2),
+            f32::NEG_INFINITY,
+            Rules::of(p),
+        )
+    }
+}
+
+impl ScoresCompilationArg {
+    const fn of(p: &DecodeProblem) -> Self {
+        Self { scale: (), softcap: (), window: (), hidden: (), rules: Rules::of(p) }
+    }
+}
+
+impl CacheLaunch {
+    fn of(p: &DecodeProblem, operands: &DecodeOperands) -> Self {
+        let scales = operands.scales.as_ref();
+        let len = p.extents()[4];
+        // SAFETY: there is a length for every sequence.
+        let lengths =
+            unsafe { BufferArg::from_raw_parts(operands.lengths.clone(), p.batch as usize) };
+        Self::new(
+            lengths,
+            bound(operands.table.as_ref().map(|table| (table, p.table_len()))),
+            bound(scales.map(|s| (&s.k, len))),
+            bound(scales.map(|s| (&s.v, len))),
+        )
+    }
+}
+
+impl CacheCompilationArg {
+    fn of(p: &DecodeProblem) -> Self {
+        Self {
+            lengths: BufferCompilationArg { inplace: None },
+            table: optional(p.table_len() > 0),
+            k_scales: optional(p.quantized()),
+            v_scales: optional(p.quantized()),
+        }
+    }
+}

@@ -1,0 +1,502 @@
+//! What to compute.
+
+use arch::DType;
+use serde::{Deserialize, Serialize};
+use tune::Cost;
+
+use super::super::problem::HeadStrides;
+
+/// The most queries of a sequence; with more it is a prompt, which the forward kernel is for.
+pub const MAX_QUERIES: u32 = 16;
+
+/// The fewest positions of a page.
+const MIN_BLOCK: u32 = 16;
+
+/// How one tensor of the cache lies in its buffer, in elements; the head dimension is contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheStrides {
+    /// Distance between pages; between batches, where a sequence is one page.
+    pub page: u64,
+    pub head: u64,
+    pub seq: u64,
+}
+
+impl CacheStrides {
+    /// Those of a dense `[batch, kv_heads, capacity, width]`.
+    pub const fn contiguous(kv_heads: u32, capacity: u32, width: u32) -> Self {
+        let head = capacity as u64 * width as u64;
+        Self { page: kv_heads as u64 * head, head, seq: width as u64 }
+    }
+
+    /// Those of a dense `[blocks, block_size, kv_heads, width]`.
+    pub const fn paged(kv_heads: u32, block_size: u32, width: u32) -> Self {
+        let seq = kv_heads as u64 * width as u64;
+        Self { page: block_size as u64 * seq, head: width as u64, seq }
+    }
+}
+
+/// Where the positions of a sequence are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "layout", rename_all = "lowercase")]
+pub enum CacheLayout {
+    /// In one run of `capacity` positions, the sequence's own.
+    Contiguous { capacity: u32 },
+    /// In pages of `block_size` positions, of which the cache has `blocks`; a table
+    /// `[batch, max_blocks]` of words names those of each sequence, in order.
+    Paged { block_size: u32, blocks: u32, max_blocks: u32 },
+}
+
+impl CacheLayout {
+    /// Positions that a sequence can have.
+    pub const fn capacity(self) -> u64 {
+        match self {
+            Self::Contiguous { capacity } => capacity as u64,
+            Self::Paged { block_size, max_blocks, .. } => block_size as u64 * max_blocks as u64,
+        }
+    }
+
+    /// Positions of a page; 0 where a sequence is one page.
+    pub(crate) const fn block_size(self) -> u32 {
+        match self {
+            Self::Contiguous { .. } => 0,
+            Self::Paged { block_size, .. } => block_size,
+        }
+    }
+}
+
+/// One step of decoding: the newest positions of every sequence look at all that came before. Build it
+/// with [`DecodeProblem::contiguous`] or [`DecodeProblem::paged`], change fields, end with
+/// [`DecodeProblem::checked`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct DecodeProblem {
+    pub batch: u32,
+    pub heads: u32,
+    /// Heads of the cache; each serves `heads / kv_heads` neighbouring heads of q.
+    pub kv_heads: u32,
+    /// The newest positions of each sequence, 1 to 16.
+    pub seq_q: u32,
+    pub head_dim: u32,
+    /// Type of q and the result.
+    pub dtype: DType,
+    /// Type of the cache: `dtype`, or I8 with an f32 scale a position and head of k and of v.
+    pub cache: DType,
+    pub layout: CacheLayout,
+    /// Positions of the longest sequence, the new ones included.
+    pub longest: u32,
+    pub q: HeadStrides,
+    pub out: HeadStrides,
+    pub k: CacheStrides,
+    pub v: CacheStrides,
+    /// Of the scales of k, and of v, where the cache is I8.
+    pub scales: CacheStrides,
+    /// Scores are multiplied by this.
+    pub scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+    /// A query sees the positions at a distance below this.
+    pub window: Option<u32>,
+    /// Whether the log-sum-exp of every query is stored, f32 `[batch, heads, seq_q]`.
+    pub lse: bool,
+}
+
+/// A step of decoding that means nothing.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum InvalidDecode {
+    #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
+    Empty { axis: &'static str },
+    #[error("{0} new positions\nhint: up to 16 are decoded; more are a prompt, for `attention`")]
+    Queries(u32),
+    #[error("{heads} heads do not divide among {kv_heads} key heads")]
+    Heads { heads: u32, kv_heads: u32 },
+    #[error("{operand} steps {stride} elements between positions of {width}")]
+    Stride { operand: &'static str, stride: u64, width: u32 },
+    #[error("pages of {0} positions\nhint: a power of two from 16 on")]
+    BlockSize(u32),
+    #[error("a sequence of {longest} positions in a cache that holds {capacity} of each")]
+    Capacity { longest: u32, capacity: u64 },
+    #[error("softcap is {0}; it must be positive")]
+    Softcap(f32),
+    #[error("scale is {0}; it must be positive")]
+    Scale(f32),
+    #[error("attention is computed in f32, f16 or bf16, not {0}")]
+    DType(DType),
+    #[error("a cache for {dtype} is {dtype} or i8, not {cache}")]
+    Cache { cache: DType, dtype: DType },
+    #[error("{have} {what} for {need}")]
+    Count { what: &'static str, have: usize, need: usize },
+    #[error("sequence {sequence} has {length} positions, the longest was to have {longest}")]
+    Length { sequence: usize, length: u32, longest: u32 },
+    #[error("sequence {sequence} has block {block} as its {index}th, the cache has {blocks}")]
+    Block { sequence: usize, index: usize, block: u32, blocks: u32 },
+}
+
+impl DecodeProblem {
+    /// A dense cache `[batch, kv_heads, capacity, head_dim]`, full; q dense; scale 1/√head_dim.
+    ///
+    /// # Errors
+    /// See [`InvalidDecode`].
+    pub fn contiguous(
+        batch: u32,
+        [heads, kv_heads]: [u32; 2],
+        seq_q: u32,
+        capacity: u32,
+        head_dim: u32,
+        dtype: DType,
+    ) -> Result<Self, InvalidDecode> {
+        let cache = CacheStrides::contiguous(kv_heads, capacity, head_dim);
+        let queries = HeadStrides::dense(heads, seq_q, head_dim);
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            head_dim,
+            dtype,
+            cache: dtype,
+            layout: CacheLayout::Contiguous { capacity },
+            longest: capacity,
+            q: queries,
+            out: queries,
+            k: cache,
+            v: cache,
+            scales: CacheStrides::contiguous(kv_heads, capacity, 1),
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            softcap: None,
+            window: None,
+            lse: false,
+        }
+        .checked()
+    }
+
+    /// As [`DecodeProblem::contiguous`], the cache in dense pages
+    /// `[blocks, block_size, kv_heads, head_dim]`, as many as sequences of `capacity` positions fill.
+    ///
+    /// # Errors
+    /// See [`InvalidDecode`].
+    pub fn paged(
+        batch: u32,
+        [heads, kv_heads]: [u32; 2],
+        seq_q: u32,
+        capacity: u32,
+        head_dim: u32,
+        block_size: u32,
+        dtype: DType,
+    ) -> Result<Self, InvalidDecode> {
+        let dense = Self::contiguous(batch, [heads, kv_heads], seq_q, capacity, head_dim, dtype)?;
+        let max_blocks = capacity.div_ceil(block_size.max(1));
+        let cache = CacheStrides::paged(kv_heads, block_size, head_dim);
+        let blocks = batch.saturating_mul(max_blocks);
+        Self {
+            layout: CacheLayout::Paged { block_size, blocks, max_blocks },
+            k: cache,
+            v: cache,
+            scales: CacheStrides::paged(kv_heads, block_size, 1),
+            ..dense
+        }
+        .checked()
+    }
+
+    /// The problem itself, if it means something.
+    ///
+    /// # Errors
+    /// See [`InvalidDecode`].
+    pub fn checked(self) -> Result<Self, InvalidDecode> {
+        let Self { heads, kv_heads, head_dim, dtype, cache, longest, .. } = self;
+        let mut sizes = vec![
+            ("batch", self.batch),
+            ("heads", heads),
+            ("kv_heads", kv_heads),
+            ("seq_q", self.seq_q),
+            ("head_dim", head_dim),
+            ("longest", longest),
+            ("window", self.window.unwrap_or(1)),
+        ];
+        if let CacheLayout::Paged { block_size, blocks, max_blocks } = self.layout {
+            if !block_size.is_power_of_two() || block_size < MIN_BLOCK {
+                return Err(InvalidDecode::BlockSize(block_size));
+            }
+            sizes.extend([("blocks", blocks), ("max_blocks", max_blocks)]);
+        }
+        if let Some((axis, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(InvalidDecode::Empty { axis });
+        }
+        if self.seq_q > MAX_QUERIES {
+            return Err(InvalidDecode::Queries(self.seq_q));
+        }
+        if heads % kv_heads != 0 {
+            return Err(InvalidDecode::Heads { heads, kv_heads });
+        }
+        let capacity = self.layout.capacity();
+        if u64::from(longest) > capacity {
+            return Err(InvalidDecode::Capacity { longest, capacity });
+        }
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
+            return Err(InvalidDecode::DType(dtype));
+        }
+        if cache != dtype && cache != DType::I8 {
+            return Err(InvalidDecode::Cache { cache, dtype });
+        }
+        for (operand, stride, width) in [
+            ("q", self.q.seq, head_dim),
+            ("out", self.out.seq, head_dim),
+            ("k", self.k.seq, head_dim),
+            ("v", self.v.seq, head_dim),
+            ("scales", self.scales.seq, 1),
+        ] {
+            if stride < u64::from(width) {
+                return Err(InvalidDecode::Stride { operand, stride, width });
+            }
+        }
+        // NaN is not positive.
+        let positive = |x: f32| x > 0.0;
+        if let Some(cap) = self.softcap.filter(|cap| !positive(*cap)) {
+            return Err(InvalidDecode::Softcap(cap));
+        }
+        if !positive(self.scale) {
+            return Err(InvalidDecode::Scale(self.scale));
+        }
+        Ok(self)
+    }
+
+    /// Whether the lengths of a batch, where the host knows them, are what the problem says. The device
+    /// takes a longer sequence for one that fills the cache.
+    ///
+    /// # Errors
+    /// Another number of lengths than of sequences; a sequence longer than the longest.
+    pub fn check_lengths(&self, lengths: &[u32]) -> Result<(), InvalidDecode> {
+        let (have, need) = (lengths.len(), self.batch as usize);
+        if have != need {
+            return Err(InvalidDecode::Count { what: "lengths", have, need });
+        }
+        let long = lengths.iter().enumerate().find(|(_, length)| **length > self.longest);
+        long.map_or(Ok(()), |(sequence, &length)| {
+            Err(InvalidDecode::Length { sequence, length, longest: self.longest })
+        })
+    }
+
+    /// Whether a block table, where the host knows it, names blocks that there are, as far as `lengths`
+    /// reach. The device reads the last block in place of one that there is not, never past the cache.
+    ///
+    /// # Errors
+    /// As [`DecodeProblem::check_lengths`]; another number of entries; a block past the last.
+    pub fn check_table(&self, lengths: &[u32], table: &[u32]) -> Result<(), InvalidDecode> {
+        self.check_lengths(lengths)?;
+        let CacheLayout::Paged { block_size, blocks, max_blocks } = self.layout else {
+            let have = table.len();
+            return Err(InvalidDecode::Count { what: "table entries", have, need: 0 });
+        };
+        let (have, need) = (table.len(), self.batch as usize * max_blocks as usize);
+        if have != need {
+            return Err(InvalidDecode::Count { what: "table entries", have, need });
+        }
+        let rows = table.chunks(max_blocks as usize).zip(lengths).enumerate();
+        for (sequence, (row, length)) in rows {
+            let used = &row[..length.div_ceil(block_size) as usize];
+            if let Some(index) = used.iter().position(|block| *block >= blocks) {
+                let block = used[index];
+                return Err(InvalidDecode::Block { sequence, index, block, blocks });
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the cache is I8 with scales.
+    pub const fn quantized(&self) -> bool {
+        matches!(self.cache, DType::I8)
+    }
+
+    /// Heads of q that share one of the cache.
+    pub const fn group(&self) -> u32 {
+        self.heads / self.kv_heads
+    }
+
+    /// Queries that share one head of the cache.
+    pub(crate) const fn shared_rows(&self) -> u32 {
+        self.group() * self.seq_q
+    }
+
+    /// Pages of the cache; sequences, where each is one.
+    pub(crate) const fn pages(&self) -> u32 {
+        match self.layout {
+            CacheLayout::Contiguous { .. } => self.batch,
+            CacheLayout::Paged { blocks, .. } => blocks,
+        }
+    }
+
+    /// Elements that the buffers of q, k, v, out and of each scale must hold.
+    pub fn extents(&self) -> [usize; 5] {
+        let Self { batch, heads, kv_heads, seq_q, head_dim, .. } = *self;
+        let last = |steps: [(u32, u64); 3], width: u32| {
+            let start: u64 = steps.iter().map(|(size, step)| u64::from(size - 1) * step).sum();
+            (start + u64::from(width)) as usize
+        };
+        let queries =
+            |s: HeadStrides| last([(batch, s.batch), (heads, s.head), (seq_q, s.seq)], head_dim);
+        let positions = match self.layout {
+            CacheLayout::Contiguous { capacity } => capacity,
+            CacheLayout::Paged { block_size, .. } => block_size,
+        };
+        let cached = |s: CacheStrides, width| {
+            last([(self.pages(), s.page), (kv_heads, s.head), (positions, s.seq)], width)
+        };
+        [
+            queries(self.q),
+            cached(self.k, head_dim),
+            cached(self.v, head_dim),
+            queries(self.out),
+            if self.quantized() { cached(self.scales, 1) } else { 0 },
+        ]
+    }
+
+    /// Words of the block table.
+    pub fn table_len(&self) -> usize {
+        match self.layout {
+            CacheLayout::Contiguous { .. } => 0,
+            CacheLayout::Paged { max_blocks, .. } => self.batch as usize * max_blocks as usize,
+        }
+    }
+
+    /// Queries of all heads and batches: rows of the result.
+    pub fn rows(&self) -> u64 {
+        u64::from(self.batch) * u64::from(self.heads) * u64::from(self.seq_q)
+    }
+
+    /// Positions of a sequence that some query sees, if it is the longest.
+    pub fn visible(&self) -> u32 {
+        match self.window {
+            Some(window) => self.longest.min(window.saturating_add(self.seq_q - 1)),
+            None => self.longest,
+        }
+    }
+
+    /// The least work, as if every sequence were the longest: what is visible of the cache is read once.
+    pub fn cost(&self) -> Cost {
+        let head_dim = u64::from(self.head_dim);
+        let seen = |i: u32| {
+            // Query i is the last but seq_q - 1 - i.
+            let end = self.longest.saturating_sub(self.seq_q - 1 - i);
+            u64::from(end.min(self.window.unwrap_or(u32::MAX)))
+        };
+        let pairs: u64 = (0..self.seq_q).map(seen).sum();
+        let heads = u64::from(self.batch) * u64::from(self.heads);
+        let scale = if self.quantized() { 4 } else { 0 };
+        let position = 2 * (head_dim * self.cache.size() as u64 + scale);
+        let shared = u64::from(self.batch) * u64::from(self.kv_heads);
+        Cost {
+            flops: 4 * heads * pairs * head_dim,
+            bytes: shared * u64::from(self.visible()) * position
+                + 2 * self.rows() * head_dim * self.dtype.size() as u64,
+        }
+    }
+
+    /// The widest vector (elements, at most `limit`) that divides every position of q, k and v.
+    pub(crate) fn width(&self, limit: u64) -> usize {
+        let facts = self.cache_steps().into_iter().chain([
+            self.q.batch,
+            self.q.head,
+            self.q.seq,
+            u64::from(self.head_dim),
+        ]);
+        let facts: Vec<_> = facts.collect();
+        let mut width = limit;
+        while facts.iter().any(|f| f % width != 0) {
+            width /= 2;
+        }
+        width as usize
+    }
+
+    /// Steps between rows of the cache, all of them.
+    pub(crate) fn cache_steps(&self) -> [u64; 6] {
+        let (k, v) = (self.k, self.v);
+        [k.page, k.head, k.seq, v.page, v.head, v.seq]
+    }
+
+    /// The cache key: everything that is another program, sizes rounded to what may share a config.
+    pub(crate) fn bucket(&self) -> String {
+        let pages = match self.layout.block_size() {
+            0 => "whole".to_owned(),
+            // Longer pages hold every tile.
+            size => format!("pages{}", size.min(64)),
+        };
+        let mut key = format!(
+            "{} {} d{} {pages} w{} r{} kv{} b{}",
+            self.dtype,
+            self.cache,
+            self.head_dim,
+            self.width(16),
+            self.shared_rows().next_power_of_two(),
+            self.visible().next_power_of_two(),
+            (u64::from(self.batch) * u64::from(self.kv_heads)).next_power_of_two(),
+        );
+        self.rules().into_iter().for_each(|rule| key += &format!(" {rule}"));
+        key
+    }
+
+    /// Names of what is done to the scores, and of what else makes another program.
+    pub fn rules(&self) -> Vec<&'static str> {
+        [(self.window.is_some(), "window"), (self.softcap.is_some(), "softcap"), (self.lse, "lse")]
+            .into_iter()
+            .filter_map(|(on, name)| on.then_some(name))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn paged() -> DecodeProblem {
+        DecodeProblem::paged(2, [8, 2], 2, 100, 64, 16, DType::F16).expect("valid")
+    }
+
+    #[test]
+    fn the_cache_is_what_costs() {
+        let p = DecodeProblem::contiguous(1, [32, 8], 1, 8192, 128, DType::Bf16).expect("valid");
+        assert_eq!(p.cost().bytes, 8 * 8192 * 2 * 256 + 2 * 32 * 256);
+        assert_eq!(p.cost().flops, 4 * 32 * 8192 * 128);
+        let bytes = DecodeProblem { cache: DType::I8, ..p };
+        assert_eq!(bytes.cost().bytes, 8 * 8192 * 2 * (128 + 4) + 2 * 32 * 256);
+        let window = DecodeProblem { window: Some(100), seq_q: 3, ..p };
+        assert_eq!(window.visible(), 102);
+        assert_eq!(window.cost().flops, 4 * 32 * 300 * 128);
+    }
+
+    #[test]
+    fn pages_hold_what_sequences_do() {
+        let p = paged();
+        assert_eq!(p.layout, CacheLayout::Paged { block_size: 16, blocks: 14, max_blocks: 7 });
+        assert_eq!(p.extents()[1], 14 * 16 * 2 * 64);
+        assert_eq!(p.table_len(), 14);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        let p = paged();
+        let bad = |p: DecodeProblem| p.checked().expect_err("a mistake").to_string();
+        assert!(bad(DecodeProblem { seq_q: 17, ..p }).contains("17 new positions"));
+        assert!(bad(DecodeProblem { kv_heads: 3, ..p }).contains("8 heads"));
+        assert!(bad(DecodeProblem { longest: 113, ..p }).contains("holds 112"));
+        assert!(bad(DecodeProblem { cache: DType::Bf16, ..p }).contains("f16 or i8"));
+        assert!(bad(DecodeProblem { scale: f32::NAN, ..p }).contains("scale is NaN"));
+        for block_size in [0, 8, 24] {
+            let layout = CacheLayout::Paged { block_size, blocks: 9, max_blocks: 9 };
+            assert!(bad(DecodeProblem { layout, ..p }).contains("power of two"));
+        }
+    }
+
+    #[test]
+    fn lengths_and_tables_of_the_host_are_checked() {
+        let p = paged();
+        let mut table: Vec<u32> = (0..14).collect();
+        assert_eq!(p.check_table(&[100, 17], &table), Ok(()));
+        // Past what the second sequence uses.
+        table[9] = 14;
+        assert_eq!(p.check_table(&[100, 17], &table), Ok(()));
+        let block = InvalidDecode::Block { sequence: 1, index: 2, block: 14, blocks: 14 };
+        assert_eq!(p.check_table(&[100, 33], &table), Err(block));
+        let length = InvalidDecode::Length { sequence: 0, length: 101, longest: 100 };
+        assert_eq!(p.check_table(&[101, 33], &table), Err(length));
+        assert!(p.check_lengths(&[1]).is_err());
+        assert!(p.check_table(&[1, 1], &table[1..]).is_err());
+    }
+}

@@ -1,0 +1,106 @@
+//! The plain path, for the CPU and for any GPU: a unit takes one query after another and reads its keys
+//! once.
+//!
+//! ```text
+//!   for each query of each head                         // one unit
+//!     for each position that it sees
+//!       s = rules(q · k)                                // vectors along the head dimension
+//!       m' = max(m, s); l = l·exp(m - m') + exp(s - m'); acc = acc·exp(m - m') + exp(s - m')·v
+//!     out = acc / l
+//! ```
+//!
+//! Everything is f32. No shared memory, no barrier: what others are compared with.
+
+use cubecl::prelude::*;
+
+use super::scores::Scores;
+use super::{Cache, CachePlan, Dims};
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct RowsPlan {
+    pub(crate) head_dim: u32,
+    pub(crate) cache: CachePlan,
+}
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
+pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
+    q: &[Vector<F, NI>],
+    k: &[Vector<C, NI>],
+    v: &[Vector<C, NI>],
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    cache: &Cache,
+    scores: &Scores,
+    dims: &Dims,
+    #[comptime] plan: RowsPlan,
+) {
+    let lanes = NI::value();
+    let vectors = comptime!(plan.head_dim as usize / lanes);
+    let total = dims.batch * dims.heads * dims.seq_q;
+    let mut task = ABSOLUTE_POS as u32;
+    let stride = CUBE_COUNT as u32 * CUBE_DIM;
+    while task < total {
+        let (i, head) = (task % dims.seq_q, task / dims.seq_q % dims.heads);
+        let batch = task / dims.seq_q / dims.heads;
+        let kv_head = head / dims.group;
+        let from_q = dims.q.at(i, batch, head) / NI::value();
+        let mut query = Array::<Vector<f32, NI>>::new(vectors);
+        let mut acc = Array::<Vector<f32, NI>>::new(vectors);
+        for d in 0..vectors {
+            query[d] = Vector::cast_from(q[from_q + d]);
+            acc[d] = Vector::new(0.0f32);
+        }
+        let mut most = scores.hidden;
+        let mut sum = 0.0f32.runtime();
+        // A query before the start of a short sequence sees nothing.
+        let position = (cache.length(dims, batch) + i) as i32 - dims.seq_q as i32;
+        let mut key = scores.first(position);
+        while key <= position {
+            let (page, row) = cache.place(dims, batch, key as u32, plan.cache);
+            let from_k = dims.k.at(page, kv_head, row) / NI::value();
+            let from_v = dims.v.at(page, kv_head, row) / NI::value();
+            let mut products = Vector::<f32, NI>::new(0.0f32);
+            for d in 0..vectors {
+                products = fma(query[d], Vector::cast_from(k[from_k + d]), products);
+            }
+            let mut dot = 0.0f32.runtime();
+            #[unroll]
+            for e in 0..NI::value() {
+                dot += products.extract(e);
+            }
+            let (k_scale, v_scale) = cache.scales(dims, page, kv_head, row);
+            let score = scores.of(dot * k_scale) * scores.unit();
+            let log2 = std::f32::consts::LN_2;
+            // A score of -inf adds nothing; a NaN goes through.
+            if score != scores.hidden {
+                let grown = max(most, score);
+                let factor = ((most - grown) * log2).exp();
+                let weight = ((score - grown) * log2).exp();
+                most = grown;
+                sum = sum * factor + weight;
+                for d in 0..vectors {
+                    let value = Vector::<f32, NI>::cast_from(v[from_v + d]);
+                    let scaled = acc[d] * Vector::new(factor);
+                    acc[d] = fma(Vector::new(weight * v_scale), value, scaled);
+                }
+            }
+            key += 1;
+        }
+        let quotient = select(sum == 0.0, 0.0, 1.0 / sum);
+        let to = dims.out.at(i, batch, head);
+        for d in 0..vectors {
+            let value = acc[d] * Vector::new(quotient);
+            #[unroll]
+            for e in 0..NI::value() {
+                out[to + d * NI::value() + e] = Vector::new(F::cast_from(value.extract(e)));
+            }
+        }
+        if comptime!(scores.rules.lse) {
+            let log = most * std::f32::consts::LN_2 + sum.ln();
+            lse[task as usize] = select(sum == 0.0, scores.hidden, log);
+        }
+        task += stride;
+    }
+}

@@ -1,0 +1,518 @@
+//! The tensor-core path of CUDA: the cache streams through many small rings, one a plane.
+//!
+//! | loop                                   | level                                                |
+//! |----------------------------------------|------------------------------------------------------|
+//! | sequences, heads of the cache, `splits`| cubes                                                |
+//! | tiles of `tile_kv` keys                | planes, in turn; each its own ring of `stages` tiles |
+//! | keys, then head dimension, by 16       | fragments in registers                               |
+//!
+//! All queries that share a head of the cache, `group · seq_q` of them, are rows of one product, so that
+//! the cache is read once for all. They are few, and keys are many: keys are the 16 rows of the
+//! instruction and queries its 8 columns, `sᵀ = k·qᵀ` and `accᵀ = vᵀ·pᵀ`. That takes half the
+//! instructions and half the registers of the forward kernel's order, which pads queries to 16. Weights
+//! leave the first product with keys down the rows and enter the second with keys along them: one
+//! `movmatrix` turns 8 x 8 of them.
+//!
+//! Time is what it takes to read the cache, so the point is that bytes are always under way. A plane
+//! waits for its own copies only, never for another plane; K and V of a tile are slots of their own in
+//! the ring, and a slot is filled again as soon as it has been read: all but one are under way at any
+//! time. Cubes are cut (`splits`) until every processor has its share from the start.
+//!
+//! What is left are the round trips that wait for each other, of about 0.7 us each, where a short step
+//! streams for 8: the length, the page, the tile, the sums of a part, its count, the sums of all parts.
+//! Of a single sequence the host knows the length, so that the ring is filled while the device's word is
+//! on its way, and filled again should they differ. The planes of a cube meet in shared memory behind
+//! one barrier; where a sequence was cut, the last cube to come reads what all have left at once
+//! ([`merge`](super::merge)), in the same launch. Fragments are loaded in batches, those of V while
+//! weights are made, so that the last tile is not long in coming either.
+//!
+//! Scores are kept in units of log₂ and maxima are moved only when a score passes them by 2⁸, as in the
+//! forward kernel.
+//!
+//! A page of the cache holds whole tiles. Each unit of a plane loads the page of one of its next 32
+//! tiles, 32 tiles ahead of need, and a shuffle hands it round: the table is never waited for in the
+//! loop.
+//!
+//! Bytes of the cache go to shared memory as they are and become halves in registers
+//! ([`fragments`](super::fragments)).
+//!
+//! Cost: the cache read once; `head_dim / 8` instructions a 16 keys and eight queries.
+//!
+//! Ladder, us of one step over 8192 positions, 32 heads over 8 of 128, bf16, on an H200 with 99 KB of shared
+//! memory (4113 GB/s of copy; torch's FlashAttention 22.9 and 130 in the same run):
+//!
+//! | version                                                         | batch 1 | batch 16 |
+//! |-----------------------------------------------------------------|---------|----------|
+//! | v1 lengths before tiles, a fragment at a time, parts by eights  | 14.5    | 123      |
+//!
+//! Sources: Dao et al., "Flash-Decoding" (2023), for the splits; Ainslie et al., "GQA" (2023).
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::super::tiles::{registers, zeros};
+use super::fragments::{finish, keys_of, load_batch, multiply_rows, top, values_of};
+use super::merge::{Share, leave, meet};
+use super::scores::Scores;
+use super::stream::{Stream, first_turns, turns_of};
+use super::{Cache, CachePlan, DecodeProblem, Dims, bytes};
+use crate::tile::{
+    CopyLane, CopyPlan, TileShape, exp2, global_address, lhs_lane, load_shared, load_word,
+    next_stage, pack_pair, shared_address, transpose_halves, typed, wait_copies,
+};
+
+/// How the tensor-core path is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct SplitConfig {
+    /// Planes of a cube.
+    pub planes: u32,
+    /// Keys of a tile.
+    pub tile_kv: u32,
+    /// Tiles of K and V in a plane's ring.
+    pub stages: u32,
+    /// Cubes that share the keys of a sequence's head.
+    pub splits: u32,
+}
+
+impl SplitConfig {
+    pub(crate) const MAX_SPLITS: u32 = 256;
+
+    pub(crate) const fn units(self) -> u32 {
+        32 * self.planes
+    }
+}
+
+/// Queries of a fragment: the instruction's columns.
+const COLUMNS: u32 = 8;
+
+/// Weights stay below 2 to this power.
+const HEADROOM: f32 = 8.0;
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct SplitPlan {
+    pub(crate) planes: u32,
+    pub(crate) stages: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) seq_q: u32,
+    pub(crate) bf16: bool,
+    /// Cubes that share the queries of a head of the cache.
+    pub(crate) chunks: u32,
+    /// Fragments of eight queries that a cube has.
+    pub(crate) fragments: u32,
+    pub(crate) cache: CachePlan,
+    /// Of K, and of V, which lies the same way.
+    pub(crate) tile: CopyPlan,
+    /// Whether other cubes have other keys of the same sequence.
+    pub(crate) cut: bool,
+    /// Whether the length that the host knows is the one that the device will find, most likely.
+    pub(crate) foreseen: bool,
+    shared_bytes: u32,
+}
+
+impl SplitPlan {
+    pub(crate) fn new(config: SplitConfig, problem: &DecodeProblem) -> Self {
+        let elem = problem.cache.size() as u32;
+        let cols = pitch(problem.head_dim * elem) / elem;
+        let shape = TileShape::new(config.tile_kv, cols, false, elem as usize);
+        let tile = CopyPlan { shape, width: 16 / elem as usize, units: 32, exact: false };
+        let mut plan = Self {
+            planes: config.planes,
+            stages: config.stages,
+            head_dim: problem.head_dim,
+            seq_q: problem.seq_q,
+            chunks: problem.shared_rows().div_ceil(Self::rows_of(problem)),
+            bf16: problem.dtype == arch::DType::Bf16,
+            fragments: Self::rows_of(problem) / COLUMNS,
+            cache: CachePlan::of(problem),
+            tile,
+            cut: config.splits > 1,
+            foreseen: problem.batch == 1,
+            shared_bytes: 0,
+        };
+        plan.shared_bytes = (plan.planes * plan.ring_bytes()).max(plan.meeting_bytes());
+        plan
+    }
+
+    /// Queries of a cube: all that share a head of the cache, as far as their sums fit registers.
+    pub(crate) fn rows_of(problem: &DecodeProblem) -> u32 {
+        let wanted = problem.shared_rows().div_ceil(COLUMNS);
+        // Two fragments of 192 come to 230 by this count, and spill 16 bytes (sm_89).
+        let fits = |fragments: u32| registers_of(problem.head_dim, 16, fragments) <= 224;
+        let most = [4, 2].into_iter().find(|f| fits(*f)).unwrap_or(1);
+        COLUMNS * wanted.next_power_of_two().min(most)
+    }
+
+    /// Queries of a cube.
+    pub(crate) const fn rows(self) -> u32 {
+        COLUMNS * self.fragments
+    }
+
+    pub(crate) const fn tile_kv(self) -> u32 {
+        self.tile.shape.rows as u32
+    }
+
+    /// V as the left operand of vᵀ · pᵀ: its rows are the summed axis.
+    const fn values(self) -> TileShape {
+        TileShape { transposed: true, ..self.tile.shape }
+    }
+
+    /// Scales of K, or of V, of one tile.
+    pub(crate) const fn scale_bytes(self) -> u32 {
+        if self.cache.quantized { 4 * self.tile_kv() } else { 0 }
+    }
+
+    /// K, V, scales of K, scales of V.
+    const fn stage_bytes(self) -> u32 {
+        2 * (self.tile.shape.bytes() + self.scale_bytes())
+    }
+
+    const fn ring_bytes(self) -> u32 {
+        self.stages * self.stage_bytes()
+    }
+
+    /// Floats between rows of sums where planes meet: no two rows of a store in the same bank.
+    pub(crate) const fn sums_pitch(self) -> u32 {
+        self.head_dim + 4
+    }
+
+    /// Where planes meet: m and l of every row of every plane, then the sums.
+    const fn meeting_bytes(self) -> u32 {
+        self.planes * self.rows() * (8 + 4 * self.sums_pitch())
+    }
+
+    pub(crate) const fn shared_bytes(self) -> u32 {
+        self.shared_bytes
+    }
+
+    pub(crate) const fn registers(self) -> u32 {
+        registers_of(self.head_dim, self.tile_kv(), self.fragments)
+    }
+
+    /// Fragments that one load of 32 bytes of a row brings.
+    pub(crate) const fn per_load(self) -> usize {
+        2 / self.tile.shape.elem
+    }
+
+    /// Steps of 16 elements along the head dimension.
+    const fn steps(self) -> usize {
+        self.head_dim as usize / 16
+    }
+
+    /// Loads along the head dimension; the last may bring more than there is.
+    pub(crate) const fn loads(self) -> usize {
+        self.steps().div_ceil(self.per_load())
+    }
+
+    /// Loads that are under way before the first is multiplied.
+    pub(crate) const fn at_once(self) -> usize {
+        loads_at_once(self.fragments) as usize
+    }
+
+    /// Which 16 keys, and which step along the head dimension, part `at` of a batch of loads holds.
+    const fn place(self, batch: usize, at: usize) -> (usize, usize) {
+        let load = batch * self.at_once() + at / self.per_load();
+        let step = load % self.loads() * self.per_load() + at % self.per_load();
+        (load / self.loads(), step)
+    }
+}
+
+/// Bytes of a row of a shared tile: whole swizzle periods.
+const fn pitch(bytes: u32) -> u32 {
+    match bytes {
+        0..=32 => 32,
+        33..=64 => 64,
+        _ => bytes.next_multiple_of(128),
+    }
+}
+
+/// More where there is little to multiply meanwhile.
+const fn loads_at_once(fragments: u32) -> u32 {
+    if fragments == 1 { 8 } else { 4 }
+}
+
+/// Registers of a unit, roughly: sums and queries, scores, what is loaded at once, addresses.
+const fn registers_of(head_dim: u32, tile_kv: u32, fragments: u32) -> u32 {
+    fragments * (head_dim / 16 * 6 + tile_kv / 16 * 4 + 4) + 4 * loads_at_once(fragments) + 54
+}
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
+pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
+    q: &[Vector<F, NI>],
+    k: &[Vector<C, NI>],
+    v: &[Vector<C, NI>],
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    partials: &mut [Vector<f32, Const<4>>],
+    cache: &Cache,
+    scores: &Scores,
+    dims: &Dims,
+    #[comptime] plan: SplitPlan,
+) {
+    let (tile_kv, stages, planes) = comptime!((plan.tile_kv(), plan.stages, plan.planes));
+    let fragments = comptime!(plan.fragments as usize);
+    let frags_kv = comptime!(tile_kv as usize / 16);
+    let (per_load, steps) = comptime!((plan.per_load(), plan.steps()));
+    let (all, at_once) = comptime!((frags_kv * plan.loads(), plan.at_once()));
+    let paged = comptime!(plan.cache.block > 0);
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let (column, octet) = (lane % 4 * 2, lane / 4);
+    let share = Share::new(dims, plan);
+    let (batch, kv_head) = (share.batch, share.kv_head);
+
+    // [planes, stages, K, V and their scales]
+    let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
+        comptime!((plan.shared_bytes / 16) as usize),
+        128usize,
+    );
+    let shared = shared_address(&mut shared);
+    let ring = shared + plane * comptime!(plan.ring_bytes());
+    let end = ring + comptime!(plan.ring_bytes());
+
+    // The tiles of this cube, of which each plane takes its turn. Of one sequence the host knows the
+    // length: its first tiles are fetched while the device's word is, and again should they differ.
+    let there = cache.length(dims, batch);
+    let foreseen = if comptime!(plan.foreseen) { dims.longest } else { there };
+    let (own, turns) = first_turns(there, scores, dims, share.part, plane, plan);
+    let mut length = u32::cast_from(foreseen);
+    let mut own_tile = u32::cast_from(own);
+    let mut count = u32::cast_from(turns);
+    let (from_k, from_v) = (global_address(k), global_address(v));
+    let mut pages = 0u32.runtime();
+    let mut later = 0u32.runtime();
+    let mut filling = true.runtime();
+    while filling {
+        let lane = CopyLane::new(lane, plan.tile);
+        let stream = Stream { from_k, from_v, lane, batch, kv_head, own_tile, count, length };
+        if comptime!(paged) {
+            pages = stream.pages(cache, dims, 0u32.runtime(), plan);
+            later = stream.pages(cache, dims, 32u32.runtime(), plan);
+        }
+        let mut to = u32::cast_from(ring);
+        for stage in 0..stages {
+            let tile = stream.place(pages, stage, plan);
+            stream.copy_keys(&tile, cache, dims, to, plan);
+            stream.copy_values(&tile, cache, dims, to, plan);
+            to += comptime!(plan.stage_bytes());
+        }
+        filling = false;
+        if comptime!(plan.foreseen) {
+            // The whole cube sees the same.
+            if length != there {
+                wait_copies(0u32);
+                length = there;
+                let (own, turns) = turns_of(there, scores, dims, share.part, plane, plan);
+                own_tile = own;
+                count = turns;
+                filling = true;
+            }
+        }
+    }
+    let copies = CopyLane::new(lane, plan.tile);
+    let stream = Stream { from_k, from_v, lane: copies, batch, kv_head, own_tile, count, length };
+    // Position of the sequence's first query.
+    let newest = length as i32 - comptime!(plan.seq_q as i32);
+
+    // While the first tiles are under way: qᵀ, fragments of 16 of the head dimension by 8 queries.
+    let mut queries = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for f in 0..fragments {
+        let (i, head) = share.query(dims, comptime!(8 * f as u32) + octet, plan);
+        // Bytes of the cache come in fours: there the two words of a unit are neighbours.
+        let (apart, between) = comptime!(if plan.cache.quantized { (4u32, 4u32) } else { (2, 16) });
+        let at = bytes(dims.q.at(i, batch, head), 2u32) + u64::cast_from(column * apart);
+        let from = global_address(q) + at;
+        let mut words = Array::<u32>::new(comptime!(2 * steps));
+        #[unroll]
+        for step in 0..steps {
+            words[comptime!(2 * step)] = load_word(from, comptime!(32 * step as u32));
+            words[comptime!(2 * step + 1)] = load_word(from, comptime!(32 * step as u32 + between));
+        }
+        queries.push(words);
+    }
+
+    let mut position = Array::<i32>::new(comptime!(2 * fragments));
+    #[unroll]
+    for r in 0..comptime!(2 * fragments) {
+        let row = share.first + comptime!((8 * (r / 2) + r % 2) as u32) + column;
+        position[r] = newest + (row % comptime!(plan.seq_q)) as i32;
+    }
+
+    let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let size!(NF) = def.vector_size(MatrixIdent::A);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+    let mut acc = zeros::<NC>(comptime!(steps * fragments)); //      [head_dim / 16, queries / 8]
+    let mut most = Array::<f32>::new(comptime!(2 * fragments)); //   m of queries `column` and + 1
+    let mut sum = Array::<f32>::new(comptime!(2 * fragments)); //    this unit's part of l
+    #[unroll]
+    for r in 0..comptime!(2 * fragments) {
+        most[r] = f32::NEG_INFINITY.runtime();
+        sum[r] = 0.0f32.runtime();
+    }
+
+    let lane_k = lhs_lane(0u32.runtime(), lane, plan.tile.shape);
+    let lane_v = lhs_lane(0u32.runtime(), lane, comptime!(plan.values()));
+    let mut words = registers(at_once);
+    let mut read = ring;
+    for turn in 0..count {
+        // sᵀ = k · qᵀ
+        wait_copies(comptime!(2 * stages - 1));
+        sync_plane();
+        let mut s = zeros::<NC>(comptime!(frags_kv * fragments)); // [tile_kv / 16, queries / 8]
+        // Where there is one fragment only, every second step is summed apart: a shorter chain.
+        let mut apart = zeros::<NC>(1usize);
+        #[unroll]
+        for batch in 0..comptime!(all.div_ceil(at_once)) {
+            load_batch::<F>(&mut words, read + lane_k, batch, plan.tile.shape, plan);
+            #[unroll]
+            for at in 0..comptime!(at_once * per_load) {
+                let (t, step) = comptime!(plan.place(batch, at));
+                if comptime!(t < frags_kv && step < steps) {
+                    let keys = keys_of(words.index(comptime!(at / per_load)), at, plan);
+                    let left = typed::<F, NF>(&keys, 0usize, 4usize);
+                    #[unroll]
+                    for f in 0..fragments {
+                        let right = typed::<F, NF>(queries.index(f), comptime!(2 * step), 2usize);
+                        if comptime!(frags_kv * fragments == 1 && step % 2 == 1) {
+                            def.execute_inplace(&left, &right, apart.index_mut(0usize));
+                        } else {
+                            let sums = s.index_mut(comptime!(t * fragments + f));
+                            def.execute_inplace(&left, &right, sums);
+                        }
+                    }
+                }
+            }
+        }
+        if comptime!(frags_kv * fragments == 1) {
+            let sums = s.index_mut(0usize);
+            sums[0] += apart.index(0usize)[0];
+            sums[1] += apart.index(0usize)[1];
+        }
+        if comptime!(plan.cache.quantized) {
+            let at = read + comptime!(2 * plan.tile.shape.bytes()) + octet * 4;
+            multiply_rows::<NC>(&mut s, at, plan);
+        }
+        sync_plane();
+        let ahead = turn + stages;
+        if comptime!(paged) {
+            // Every unit's tile has had its turn.
+            if ahead % 32 == 0 {
+                pages = later;
+                later = stream.pages(cache, dims, ahead + 32, plan);
+            }
+        }
+        let next = stream.place(pages, ahead, plan);
+        stream.copy_keys(&next, cache, dims, read, plan);
+
+        // s = scale · s .., or -inf where hidden
+        let first_key = (own_tile + turn * planes) * tile_kv;
+        finish::<NC>(&mut s, first_key, &position, newest, length, scores, plan);
+
+        // m, and everything that is a multiple of exp(-m)
+        let mut grows = false;
+        let mut tops = Array::<f32>::new(comptime!(2 * fragments));
+        #[unroll]
+        for r in 0..comptime!(2 * fragments) {
+            tops[r] = top::<NC>(&s, r, plan) * scores.unit();
+            grows = grows || tops[r] > most[r] + HEADROOM;
+        }
+        if plane_any(grows) {
+            #[unroll]
+            for f in 0..fragments {
+                let mut factors = Vector::<f32, NC>::new(1.0f32);
+                #[unroll]
+                for e in 0..2usize {
+                    let r = comptime!(2 * f + e);
+                    let mut reached = max(tops[r], plane_shuffle_xor(tops[r], 4));
+                    reached = max(reached, plane_shuffle_xor(reached, 8));
+                    reached = max(reached, plane_shuffle_xor(reached, 16));
+                    let grown = max(most[r], reached);
+                    // -inf - -inf is no number: a query without keys so far stays as it is.
+                    let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(most[r] - grown));
+                    most[r] = grown;
+                    sum[r] *= factor;
+                    factors.insert(e, factor);
+                }
+                #[unroll]
+                for d in 0..steps {
+                    let fragment = acc.index_mut(comptime!(d * fragments + f));
+                    fragment[0] *= factors;
+                    fragment[1] *= factors;
+                }
+            }
+        }
+
+        wait_copies(comptime!(2 * stages - 1));
+        sync_plane();
+
+        // The first of V is on its way while weights are made.
+        let from_values = read + comptime!(plan.tile.shape.bytes()) + lane_v;
+        load_batch::<F>(&mut words, from_values, 0usize, comptime!(plan.values()), plan);
+
+        // pᵀ = exp2(s - m), l; with the scales of V, as the second product takes it
+        let mut weights = Sequence::<Array<u32>>::new(); // [tile_kv / 16, queries / 8]
+        let scales = read + comptime!(2 * plan.tile.shape.bytes() + plan.scale_bytes()) + octet * 4;
+        #[unroll]
+        for t in 0..frags_kv {
+            #[unroll]
+            for f in 0..fragments {
+                let fragment = s.index_mut(comptime!(t * fragments + f));
+                let mut words = Array::<u32>::new(2usize);
+                #[unroll]
+                for half in 0..2usize {
+                    let mut pair = fragment[half];
+                    let mut scale = 1.0f32.runtime();
+                    if comptime!(plan.cache.quantized) {
+                        scale = load_shared(scales, comptime!((64 * t + 32 * half) as u32));
+                    }
+                    #[unroll]
+                    for e in 0..2usize {
+                        let r = comptime!(2 * f + e);
+                        let shift = select(most[r] == f32::NEG_INFINITY, 0.0, -most[r]);
+                        let weight = exp2(fma(pair.extract(e), scores.unit(), shift));
+                        sum[r] += weight;
+                        let weight =
+                            if comptime!(plan.cache.quantized) { weight * scale } else { weight };
+                        pair.insert(e, weight);
+                    }
+                    words[half] = transpose_halves(pack_pair::<NC>(pair, plan.bf16));
+                }
+                weights.push(words);
+            }
+        }
+
+        // accᵀ += vᵀ · pᵀ
+        #[unroll]
+        for batch in 0..comptime!(all.div_ceil(at_once)) {
+            if comptime!(batch > 0) {
+                load_batch::<F>(&mut words, from_values, batch, comptime!(plan.values()), plan);
+            }
+            #[unroll]
+            for at in 0..comptime!(at_once * per_load) {
+                let (t, step) = comptime!(plan.place(batch, at));
+                if comptime!(t < frags_kv && step < steps) {
+                    let values = values_of(words.index(comptime!(at / per_load)), at, plan);
+                    let left = typed::<F, NF>(&values, 0usize, 4usize);
+                    #[unroll]
+                    for f in 0..fragments {
+                        let weights = weights.index(comptime!(t * fragments + f));
+                        let right = typed::<F, NF>(weights, 0usize, 2usize);
+                        let sums = acc.index_mut(comptime!(step * fragments + f));
+                        def.execute_inplace(&left, &right, sums);
+                    }
+                }
+            }
+        }
+        sync_plane();
+        stream.copy_values(&next, cache, dims, read, plan);
+        read = next_stage(read, ring, end, plan.stage_bytes());
+    }
+    // Copies into what is left of the ring are done before it is used again.
+    wait_copies(0u32);
+    sync_cube();
+    leave::<NC>(&acc, &most, &sum, shared, plan);
+    meet::<F, NO>(out, lse, partials, scores, dims, &share, shared, plan);
+}
