@@ -40,11 +40,11 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::scores::{Place, Region, Scores};
-use super::tiles::{Products, accumulate, copies_of, multiply, pitch, zeros};
+use super::tiles::{Products, accumulate, bytes, copies_of, multiply, pitch, zeros};
 use super::{Dims, Sequences, Span};
 use crate::tile::{
-    CopyLane, CopyPlan, commit_copies, exp2, global_address, lhs_lane, rhs_lane, shared_address,
-    wait_copies,
+    CopyLane, CopyPlan, commit_copies, exp2, global_address, lhs_lane, next_stage, rhs_lane,
+    shared_address, wait_copies,
 };
 
 /// Tile sizes of the tensor-core path.
@@ -208,7 +208,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     for _ in 0..comptime!(stages - 1) {
         copy_tile(from_k, from_v, line_k, line_v, ahead, last_tile, &here, write, &lane_kv, plan);
         ahead += 1;
-        write = next_stage(write, ring, end, plan);
+        write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
     }
 
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
@@ -235,7 +235,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         sync_cube();
         copy_tile(from_k, from_v, line_k, line_v, ahead, last_tile, &here, write, &lane_kv, plan);
         ahead += 1;
-        write = next_stage(write, ring, end, plan);
+        write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
 
         // s = q · kᵀ
         let mut s = zeros::<NC>(comptime!(products.scores()));
@@ -300,7 +300,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         // acc += s · v
         let values = read + comptime!(plan.kv.shape.bytes()) + lane_v;
         accumulate::<F, NF, NC>(&mut acc, &s, values, products);
-        read = next_stage(read, ring, end, plan);
+        read = next_stage(read, ring, end, comptime!(plan.stage_bytes()));
     }
 
     #[unroll]
@@ -332,12 +332,6 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
             }
         }
     }
-}
-
-/// Elements of two bytes, in bytes.
-#[cube]
-fn bytes(elements: usize) -> u64 {
-    u64::cast_from(elements) * 2
 }
 
 /// The largest of this unit's scores in row half `half` of row fragment `i`.
@@ -385,11 +379,4 @@ fn copy_tile(
         lane.copy(from_v + down * line_v, line_v, to_v, left, plan.head_dim, plan.kv);
     }
     commit_copies();
-}
-
-/// The stage after the one at `at`; the ring lies from `start` to `end`.
-#[cube]
-fn next_stage(at: u32, start: u32, end: u32, #[comptime] plan: FlashPlan) -> u32 {
-    let next = at + comptime!(plan.stage_bytes());
-    select(next == end, start, next)
 }

@@ -55,6 +55,12 @@ impl Products {
     }
 }
 
+/// Elements of two bytes, in bytes.
+#[cube]
+pub(super) fn bytes(elements: usize) -> u64 {
+    u64::cast_from(elements) * 2
+}
+
 /// `len` fragments of zeros.
 #[cube]
 pub(super) fn zeros<NC: Size>(#[comptime] len: usize) -> Sequence<Array<Vector<f32, NC>>> {

@@ -43,12 +43,7 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let CubeConfig { tile_m, tile_n, tile_k, .. } = comptime!(plan.config);
     let (m, n, k) = comptime!((tile_m as usize, tile_n as usize, tile_k as usize));
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
-    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
-    let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
-    if comptime!(dims.grouped) && row0 >= row_end {
-        // The grid has as many blocks for a group as the whole of lhs has.
-        terminate!();
-    }
+    let (row0, col0) = (block_m * tile_m, block_n * tile_n);
     let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
     let (lhs_end, rhs_end, out_end) = (lhs.len(), rhs.len(), out.len());
 
@@ -61,13 +56,13 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
 
     for k0 in range_stepped(0, dims.k, tile_k) {
         if comptime!(plan.lhs_rows) {
-            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![row_end, dims.k])
+            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.m, dims.k])
                 .with_strides(seq![dims.lhs_stride as u32, 1u32])
                 .finish()
                 .slice(seq![row0, k0], seq![tile_m, tile_k]);
             cmma::load_tensor(&mut a, &view);
         } else {
-            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.k, row_end])
+            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.k, dims.m])
                 .with_strides(seq![dims.lhs_stride as u32, 1u32])
                 .finish()
                 .slice(seq![k0, row0], seq![tile_k, tile_m])
@@ -92,7 +87,7 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 
     let rounded = cmma::cast::<f32, E, Cube>(&acc);
-    let mut view = TensorView::new(&out[out_start..out_end], seq![row_end, dims.n])
+    let mut view = TensorView::new(&out[out_start..out_end], seq![dims.m, dims.n])
         .with_strides(seq![dims.out_stride as u32, 1u32])
         .finish()
         .slice(seq![row0, col0], seq![tile_m, tile_n]);

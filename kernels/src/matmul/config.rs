@@ -412,7 +412,8 @@ fn check_cube(
     if problem.epilogue != Epilogue::default() || problem.out != problem.precision.storage() {
         return Err(lacks("epilogues on cube-scope matrices".into()));
     }
-    // Whole tiles are stored: one that ends a group would write over the next.
+    // Blocks that begin where a group does, not at a multiple of the tile, gave wrong results, for a
+    // reason not found.
     if problem.grouped {
         return Err(lacks("groups on cube-scope matrices".into()));
     }

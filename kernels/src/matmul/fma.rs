@@ -21,8 +21,9 @@
 //! |--------------------------------------------------------------------|-----|-----|--------|
 //! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 31  |        |
 //! | v2 vectors from swizzled tiles, grids of 16 x 8, the next tile ahead | 38 | 41 | 36     |
+//! | v3 v2 read by [`super::ring`] on CUDA                                | 46 | 50 | 34     |
 //!
-//! v3 is v2 read by [`super::ring`]. Instructions that a unit of a 16 x 8 grid spends on a tile 16 deep,
+//! (Vulkan keeps v2's loop; what it lost since has not been found.) Instructions that a unit of a 16 x 8 grid spends on a tile 16 deep,
 //! 2048 of them multiply-adds and 96 reads of shared memory:
 //!
 //! | version                                      | sm_89 col | row  | sm_90 col | row  |

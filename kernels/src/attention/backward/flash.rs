@@ -43,14 +43,14 @@
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-use super::super::flash::FlashConfig;
-use super::super::scores::{Place, Region, Scores};
-use super::super::tiles::{Products, accumulate, copies_of, multiply, zeros};
-use super::super::{Dims, Sequences};
 use super::Roles;
+use crate::attention::flash::FlashConfig;
+use crate::attention::scores::{Place, Region, Scores};
+use crate::attention::tiles::{Products, accumulate, bytes, copies_of, multiply, pitch, zeros};
+use crate::attention::{Dims, Sequences};
 use crate::tile::{
     CopyLane, CopyPlan, commit_copies, copy_pair, exp2, global_address, lhs_lane, load_quad,
-    rhs_lane, shared_address, wait_copies,
+    next_stage, rhs_lane, shared_address, wait_copies,
 };
 
 /// Which rows a launch owns, and what it sums: comptime.
@@ -116,7 +116,7 @@ impl FlashPlan {
         exact_other: bool,
     ) -> Self {
         let units = config.units() as usize;
-        let whole = super::super::tiles::pitch(head_dim) == head_dim;
+        let whole = pitch(head_dim) == head_dim;
         Self {
             config,
             side,
@@ -305,7 +305,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     #[unroll]
     for ahead in 0..comptime!(stages - 1) {
         others.copy(ahead.runtime(), stats, dims, roles, write, unit, &lane_other, plan);
-        write = next_stage(write, ring, end, plan);
+        write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
     }
 
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
@@ -344,7 +344,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
             &lane_other,
             plan,
         );
-        write = next_stage(write, ring, end, plan);
+        write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
         let (head, tile_at) = others.at(step, side);
         let tile_2 = read + comptime!(plan.other.shape.bytes());
         // Two queries' statistics in 16 bytes.
@@ -408,7 +408,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
             }
             accumulate::<F, NF, NC>(&mut sum_1, &g, read + lane_c, products);
         }
-        read = next_stage(read, ring, end, plan);
+        read = next_stage(read, ring, end, comptime!(plan.stage_bytes()));
     }
 
     #[unroll]
@@ -480,17 +480,4 @@ fn store<F: Float, NC: Size, NO: Size>(
 #[cube]
 fn quad_of(at: u32, #[comptime] j: usize, #[comptime] side: Side) -> Vector<f32, Const<4>> {
     if comptime!(side.keys) { load_quad(at, comptime!(64 * j as u32)) } else { Vector::new(0.0f32) }
-}
-
-/// Elements of two bytes, in bytes.
-#[cube]
-fn bytes(elements: usize) -> u64 {
-    u64::cast_from(elements) * 2
-}
-
-/// The stage after the one at `at`; the ring lies from `start` to `end`.
-#[cube]
-fn next_stage(at: u32, start: u32, end: u32, #[comptime] plan: FlashPlan) -> u32 {
-    let next = at + comptime!(plan.stage_bytes());
-    select(next == end, start, next)
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
-use super::super::{AttentionProblem, HeadStrides, InvalidAttention};
+use crate::attention::{AttentionProblem, HeadStrides, InvalidAttention};
 
 /// The gradients of one attention by q, k and v. A bias or mask changes the weights; neither gets a
 /// gradient.

@@ -3,10 +3,10 @@
 
 use cubecl::prelude::*;
 
-use super::super::scores::{Place, Scores};
-use super::super::{Dims, Sequences};
 use super::Roles;
 use super::flash::Side;
+use crate::attention::scores::{Place, Scores};
+use crate::attention::{Dims, Sequences};
 
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -4,7 +4,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::super::{Dims, Sequences, Steps};
+use crate::attention::{Dims, Sequences, Steps};
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands and comptime facts")]

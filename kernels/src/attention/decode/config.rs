@@ -4,11 +4,11 @@ use arch::{ArchProfile, Backend, DType};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::super::config::fits;
-use super::super::rows::RowsConfig;
 use super::DecodeProblem;
 use super::merge::COUNTERS;
 use super::split::{SplitConfig, SplitPlan};
+use crate::attention::config::fits;
+use crate::attention::rows::RowsConfig;
 
 /// One way to run a step of decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

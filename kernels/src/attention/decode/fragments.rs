@@ -8,9 +8,9 @@
 
 use cubecl::prelude::*;
 
-use super::super::tiles::along;
 use super::scores::Scores;
 use super::split::SplitPlan;
+use crate::attention::tiles::along;
 use crate::tile::{TileShape, load_fragments, load_shared};
 
 /// Issues the loads of batch `batch` from the tile whose fragments start at `from`.

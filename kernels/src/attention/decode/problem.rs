@@ -4,7 +4,7 @@ use arch::DType;
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
-use super::super::problem::HeadStrides;
+use crate::attention::problem::HeadStrides;
 
 /// The most queries of a sequence; with more it is a prompt, which the forward kernel is for.
 pub const MAX_QUERIES: u32 = 16;

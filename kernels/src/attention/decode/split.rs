@@ -39,11 +39,12 @@
 //! Cost: the cache read once; `head_dim / 8` instructions a 16 keys and eight queries.
 //!
 //! Ladder, us of one step over 8192 positions, 32 heads over 8 of 128, bf16, on an H200 with 99 KB of shared
-//! memory (4113 GB/s of copy; torch's FlashAttention 22.9 and 130 in the same run):
+//! memory (4113 GB/s of copy, 8.2 and 131 us; torch's FlashAttention 22.5 and 132 in the run of v2):
 //!
 //! | version                                                         | batch 1 | batch 16 |
 //! |-----------------------------------------------------------------|---------|----------|
 //! | v1 lengths before tiles, a fragment at a time, parts by eights  | 14.5    | 123      |
+//! | v2 tiles before lengths, fragments in batches, parts at once    | 13.0    | 122      |
 //!
 //! Sources: Dao et al., "Flash-Decoding" (2023), for the splits; Ainslie et al., "GQA" (2023).
 
@@ -51,12 +52,12 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::super::tiles::{registers, zeros};
 use super::fragments::{finish, keys_of, load_batch, multiply_rows, top, values_of};
 use super::merge::{Share, leave, meet};
 use super::scores::Scores;
 use super::stream::{Stream, first_turns, turns_of};
 use super::{Cache, CachePlan, DecodeProblem, Dims, bytes};
+use crate::attention::tiles::{registers, zeros};
 use crate::tile::{
     CopyLane, CopyPlan, TileShape, exp2, global_address, lhs_lane, load_shared, load_word,
     next_stage, pack_pair, shared_address, transpose_halves, typed, wait_copies,
