@@ -33,7 +33,8 @@ enum Command {
     ///
     /// Example: flashover op matmul --input in.safetensors --output out.safetensors --backend cpu
     Op {
-        /// matmul: takes lhs, rhs and optionally bias, gives out
+        /// matmul: takes lhs, rhs and optionally bias, gives out; attention: takes q, k, v and
+        /// optionally bias, gives out and lse
         name: String,
         #[arg(long)]
         input: PathBuf,
@@ -45,7 +46,7 @@ enum Command {
         /// Restrict the device to a recorded profile, such as rtx4090
         #[arg(long)]
         profile: Option<String>,
-        /// Settings of the op, such as rhs=col or tf32=true
+        /// Settings of the op, such as rhs=col, tf32=true or causal=true
         #[arg(long = "set", value_parser = pair)]
         settings: Vec<(String, String)>,
         /// What an unknown shape gets: frozen, default or measure

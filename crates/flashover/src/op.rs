@@ -3,13 +3,16 @@
 use std::collections::BTreeMap;
 
 use arch::{Backend, DType, Device};
+use cubecl::server::Handle;
+use kernels::attention::{Implementation, InvalidAttention};
 use kernels::matmul::{
     Batches, Epilogue, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
 };
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
-use tune::{CacheError, Kernel, Policy, TuneCache, TuneError, Tuner};
+use tune::{CacheError, Infeasible, Kernel, Policy, TuneCache, TuneError, Tuner};
 
+use crate::attention::{AttentionOptions, attention};
 use crate::{HostTensor, TensorError};
 
 /// How the operands of [`matmul`] lie and how they are multiplied.
@@ -32,7 +35,7 @@ impl Default for MatmulOptions {
 /// Why an op did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum OpError {
-    #[error("unknown op `{0}`\nhint: one of matmul")]
+    #[error("unknown op `{0}`\nhint: one of matmul, attention")]
     UnknownOp(String),
     #[error("unknown setting `{key}={value}`\nhint: {op} takes {known}")]
     UnknownSetting { op: &'static str, key: String, value: String, known: &'static str },
@@ -54,8 +57,18 @@ pub enum OpError {
     Broadcast { lhs: Vec<usize>, rhs: Vec<usize> },
     #[error("bias has shape {bias:?}, the product has {n} columns\nhint: bias is [n]")]
     Bias { bias: Vec<usize>, n: usize },
-    #[error("{what} is {have}, lhs is {need}\nhint: operands share one dtype")]
-    DType { what: &'static str, have: DType, need: DType },
+    #[error("{what} is {have}, {first} is {need}\nhint: operands share one dtype")]
+    DType { what: &'static str, have: DType, first: &'static str, need: DType },
+    #[error("{what} has {rank} axes\nhint: attention takes [batch, heads, positions, head_dim]")]
+    FourAxes { what: &'static str, rank: usize },
+    #[error(
+        "{what} has shape {have:?}, where {need:?} fits\nhint: k and v share batch and head_dim with q"
+    )]
+    Shape { what: &'static str, have: Vec<u32>, need: Vec<u32> },
+    #[error(
+        "{implementation:?} attention cannot serve this: {why}\nhint: leave `implementation` out"
+    )]
+    Forced { implementation: Implementation, why: Infeasible },
     #[error("matmul does not take {0}\nhint: f32, f16 or bf16")]
     NotFloat(DType),
     #[error("tf32 was asked for {0} operands\nhint: it is a way to multiply f32")]
@@ -69,6 +82,8 @@ pub enum OpError {
     Memory { what: &'static str, need: u128, have: u64, at_once: bool },
     #[error(transparent)]
     Invalid(#[from] InvalidMatmul),
+    #[error(transparent)]
+    InvalidAttention(#[from] InvalidAttention),
     #[error(transparent)]
     Tensor(#[from] TensorError),
     #[error(transparent)]
@@ -89,7 +104,9 @@ fn gib(bytes: u128) -> String {
 /// Runs the op called `name` on named inputs; settings are `key=value` pairs.
 ///
 /// `matmul` takes `lhs`, `rhs` and optionally `bias`, with settings `lhs=row|col`, `rhs=row|col`,
-/// `tf32=true|false`, and gives `out`.
+/// `tf32=true|false`, and gives `out`. `attention` takes `q`, `k`, `v` and optionally `bias`, with settings
+/// `causal=true|false`, `window`, `scale`, `softcap`, `implementation=flash|plain`, and gives `out` and
+/// `lse`.
 ///
 /// # Errors
 /// See [`OpError`].
@@ -100,17 +117,53 @@ pub fn run_op(
     settings: &[(String, String)],
     policy: Policy,
 ) -> Result<BTreeMap<String, HostTensor>, OpError> {
-    const INPUTS: &str = "lhs, rhs and optionally bias";
-    if name != "matmul" {
-        return Err(OpError::UnknownOp(name.to_owned()));
+    let (known, text): (&[&str], _) = match name {
+        "matmul" => (&["lhs", "rhs", "bias"], "lhs, rhs and optionally bias"),
+        "attention" => (&["q", "k", "v", "bias"], "q, k, v and optionally bias"),
+        _ => return Err(OpError::UnknownOp(name.to_owned())),
+    };
+    if let Some(extra) = inputs.keys().find(|k| !known.contains(&k.as_str())) {
+        return Err(OpError::UnusedInput(extra.clone(), text));
     }
-    if let Some(extra) = inputs.keys().find(|k| !["lhs", "rhs", "bias"].contains(&k.as_str())) {
-        return Err(OpError::UnusedInput(extra.clone(), INPUTS));
+    let get = |name: &'static str| inputs.get(name).ok_or(OpError::MissingInput(name, text));
+    let bias = inputs.get("bias");
+    if name == "matmul" {
+        let options = matmul_options(settings)?;
+        let out = matmul(device, get("lhs")?, get("rhs")?, bias, &options, policy)?;
+        return Ok(BTreeMap::from([("out".to_owned(), out)]));
     }
-    let get = |name: &'static str| inputs.get(name).ok_or(OpError::MissingInput(name, INPUTS));
-    let options = matmul_options(settings)?;
-    let out = matmul(device, get("lhs")?, get("rhs")?, inputs.get("bias"), &options, policy)?;
-    Ok(BTreeMap::from([("out".to_owned(), out)]))
+    let options = attention_options(settings)?;
+    let done = attention(device, [get("q")?, get("k")?, get("v")?], bias, &options, policy)?;
+    Ok(BTreeMap::from([("out".to_owned(), done.out), ("lse".to_owned(), done.lse)]))
+}
+
+fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, OpError> {
+    let mut options = AttentionOptions::default();
+    for (key, value) in settings {
+        let unknown = || OpError::UnknownSetting {
+            op: "attention",
+            key: key.clone(),
+            value: value.clone(),
+            known: "causal=true|false, window=KEYS, scale=NUMBER, softcap=NUMBER, \
+                    implementation=flash|plain",
+        };
+        let number = || value.parse().map_err(|_| unknown());
+        match key.as_str() {
+            "causal" => options.causal = value.parse().map_err(|_| unknown())?,
+            "window" => options.window = Some(value.parse().map_err(|_| unknown())?),
+            "scale" => options.scale = Some(number()?),
+            "softcap" => options.softcap = Some(number()?),
+            "implementation" => {
+                options.implementation = Some(match value.as_str() {
+                    "flash" => Implementation::Flash,
+                    "plain" => Implementation::Plain,
+                    _ => return Err(unknown()),
+                });
+            }
+            _ => return Err(unknown()),
+        }
+    }
+    Ok(options)
 }
 
 fn matmul_options(settings: &[(String, String)]) -> Result<MatmulOptions, OpError> {
@@ -180,7 +233,7 @@ pub fn matmul(
         ("rhs", bytes([copies(batch_r), k, n])),
         ("the result", bytes([count, m, n])),
     ];
-    check_memory(device, needs)?;
+    check_memory(device, &needs)?;
     let (lhs_bytes, lhs_step) = spread(lhs, batch_l, &batch, m * k, elem);
     let (rhs_bytes, rhs_step) = spread(rhs, batch_r, &batch, k * n, elem);
     let problem = MatmulProblem {
@@ -188,59 +241,75 @@ pub fn matmul(
         epilogue: Epilogue { bias: bias.is_some(), ..Epilogue::default() },
         ..dense
     };
-    // What this machine measured before counts; what is measured now is kept.
-    let cache = match tune::default_cache_path() {
-        Some(path) => TuneCache::open(&path)?,
-        None => TuneCache::shipped(),
-    };
-    let now = OffsetDateTime::now_utc();
-    let mut tuner = Tuner {
-        device,
-        cache,
-        policy,
-        commit: concat!("v", env!("CARGO_PKG_VERSION")).to_owned(),
-        date: now
-            .replace_nanosecond(0)
-            .unwrap_or(now)
-            .format(&Rfc3339)
-            .expect("a year has four digits"),
-    };
-    let config = tuner.choose::<Matmul>(&problem)?.config;
-    tuner.cache.warnings().iter().for_each(|w| log::warn!("{w}"));
-    let client = device.client();
-    let upload = |bytes: &[u8]| {
-        let mut words = bytes.to_vec();
-        words.resize(bytes.len().next_multiple_of(4), 0);
-        client.create_from_slice(&words)
-    };
+    let config = choose::<Matmul>(device, &problem, policy)?;
     let bytes = problem.extents()[2] * elem;
     let operands = MatmulOperands {
-        lhs: upload(&lhs_bytes),
-        rhs: upload(&rhs_bytes),
-        out: client.empty(bytes.next_multiple_of(4)),
-        bias: bias.map(|b| upload(b.bytes())),
+        lhs: upload(device, &lhs_bytes),
+        rhs: upload(device, &rhs_bytes),
+        out: device.client().empty(bytes.next_multiple_of(4)),
+        bias: bias.map(|b| upload(device, b.bytes())),
         gate: None,
         residual: None,
         rows: None,
     };
     let scratch = Matmul::scratch(device, &problem, &config);
     Matmul::launch(device, &problem, &config, &operands, scratch.as_ref());
-    let out = client.read_one(operands.out).map_err(|e| OpError::Failed(format!("{e:?}")))?;
+    let out = read(device, operands.out, bytes)?;
     let shape: Vec<_> = batch.into_iter().chain([m, n]).collect();
-    Ok(HostTensor::new(lhs.dtype(), &shape, out[..bytes].to_vec())?)
+    Ok(HostTensor::new(lhs.dtype(), &shape, out)?)
+}
+
+/// The config of `problem`: what this machine measured before counts, and what is measured now is kept.
+/// Warnings of the cache are logged.
+pub(crate) fn choose<K: Kernel>(
+    device: &Device,
+    problem: &K::Problem,
+    policy: Policy,
+) -> Result<K::Config, OpError> {
+    let cache = match tune::default_cache_path() {
+        Some(path) => TuneCache::open(&path)?,
+        None => TuneCache::shipped(),
+    };
+    let now = OffsetDateTime::now_utc();
+    let date = now.replace_nanosecond(0).unwrap_or(now).format(&Rfc3339);
+    let mut tuner = Tuner {
+        device,
+        cache,
+        policy,
+        commit: concat!("v", env!("CARGO_PKG_VERSION")).to_owned(),
+        date: date.expect("a year has four digits"),
+    };
+    let choice = tuner.choose::<K>(problem)?;
+    tuner.cache.warnings().iter().for_each(|w| log::warn!("{w}"));
+    Ok(choice.config)
+}
+
+/// A device buffer of `bytes`, whole words.
+pub(crate) fn upload(device: &Device, bytes: &[u8]) -> Handle {
+    let mut words = bytes.to_vec();
+    words.resize(bytes.len().next_multiple_of(4), 0);
+    device.client().create_from_slice(&words)
+}
+
+/// The first `len` bytes of a device buffer.
+pub(crate) fn read(device: &Device, handle: Handle, len: usize) -> Result<Vec<u8>, OpError> {
+    let read = device.client().read_one(handle).map_err(|e| OpError::Failed(format!("{e:?}")))?;
+    Ok(read[..len].to_vec())
 }
 
 /// Refuses what the device cannot hold, before anything is spread out here or allocated there.
-fn check_memory(device: &Device, needs: [(&'static str, u128); 3]) -> Result<(), OpError> {
+pub(crate) fn check_memory(device: &Device, needs: &[(&'static str, u128)]) -> Result<(), OpError> {
     let have = device.client().properties().memory.max_page_size;
-    if let Some((what, need)) = needs.into_iter().find(|(_, need)| *need > have.into()) {
+    if let Some(&(what, need)) = needs.iter().find(|(_, need)| *need > have.into()) {
         return Err(OpError::Memory { what, need, have, at_once: true });
     }
     // The host's copies, one read and one handed over, come out of a CPU's own memory.
     let times = if device.backend() == Backend::Cpu { 3 } else { 1 };
-    let need = times * needs.into_iter().map(|(_, need)| need).sum::<u128>();
+    let need = times * needs.iter().map(|(_, need)| need).sum::<u128>();
     match device.profile().memory_bytes.filter(|have| need > (*have).into()) {
-        Some(have) => Err(OpError::Memory { what: "the product", need, have, at_once: false }),
+        Some(have) => {
+            Err(OpError::Memory { what: "all of it together", need, have, at_once: false })
+        }
         None => Ok(()),
     }
 }
@@ -254,7 +323,7 @@ fn precision_of(
     let need = lhs.dtype();
     for (what, tensor) in [("rhs", Some(rhs)), ("bias", bias)] {
         if let Some(have) = tensor.map(HostTensor::dtype).filter(|d| *d != need) {
-            return Err(OpError::DType { what, have, need });
+            return Err(OpError::DType { what, have, first: "lhs", need });
         }
     }
     match (need, options.tf32) {

@@ -23,21 +23,13 @@ use kernels::attention::backward::{
     AttentionBackward, BackwardConfig, BackwardOperands, BackwardProblem,
 };
 use kernels::attention::{
-    Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, ScoreStrides,
+    Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, Implementation,
+    ScoreStrides,
 };
 use tune::Kernel;
 
 use crate::call::{Call, Optional, on_cubecl};
 use crate::{Ctx, OpError};
-
-/// Which kernel computes an attention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Implementation {
-    /// Tensor cores; the scores stay in registers.
-    Flash,
-    /// One key after the other, in f32: what others are checked against.
-    Plain,
-}
 
 /// What an attention does beside the two products.
 #[derive(Debug, Clone, Copy, Default)]
@@ -342,21 +334,9 @@ fn forced(
     problem: &AttentionProblem,
     wanted: Implementation,
 ) -> Result<AttentionConfig, OpError> {
-    let arch = device.profile();
-    let refused = |why: String| OpError::Forced { implementation: wanted, why };
-    match wanted {
-        Implementation::Plain => {
-            Attention::simplest(arch, problem).map_err(|why| refused(why.to_string()))
-        }
-        Implementation::Flash => {
-            let flash = |c: &AttentionConfig| matches!(c, AttentionConfig::Flash(_));
-            let found = Attention::candidates(arch, problem).into_iter().find(flash);
-            found.ok_or_else(|| {
-                let why = Attention::check(arch, problem, &AttentionConfig::smallest_flash());
-                refused(why.err().map_or_else(|| "no tile fits".to_owned(), |e| e.to_string()))
-            })
-        }
-    }
+    wanted
+        .config(device.profile(), problem)
+        .map_err(|why| OpError::Forced { implementation: wanted, why: why.to_string() })
 }
 
 /// As [`forced`] for the gradients.

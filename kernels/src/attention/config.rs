@@ -17,9 +17,42 @@ pub enum AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// The flash config that needs least: what it lacks, every one lacks.
-    pub const fn smallest_flash() -> Self {
+    const fn smallest_flash() -> Self {
         Self::Flash(flash(2, 16, 16, 2))
+    }
+}
+
+/// Which kernel computes an attention, where a caller forces one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Implementation {
+    /// Tensor cores; the scores stay in registers.
+    Flash,
+    /// One key after the other, in f32: what others are checked against.
+    Plain,
+}
+
+impl Implementation {
+    /// The config of it that runs unmeasured.
+    ///
+    /// # Errors
+    /// Why it cannot serve the problem on the device.
+    pub fn config(
+        self,
+        arch: &ArchProfile,
+        problem: &AttentionProblem,
+    ) -> Result<AttentionConfig, Infeasible> {
+        let flash = |c: &AttentionConfig| matches!(c, AttentionConfig::Flash(_));
+        match self {
+            Self::Plain => simplest(arch, problem),
+            Self::Flash => match candidates(arch, problem).into_iter().find(flash) {
+                Some(config) => Ok(config),
+                // What the smallest lacks, every one lacks.
+                None => {
+                    let smallest = AttentionConfig::smallest_flash();
+                    check(arch, problem, &smallest).map(|()| smallest)
+                }
+            },
+        }
     }
 }
 

@@ -43,7 +43,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
 
-pub use config::AttentionConfig;
+pub use config::{AttentionConfig, Implementation};
 pub use flash::FlashConfig;
 pub use problem::{AttentionProblem, HeadStrides, InvalidAttention, ScoreStrides};
 pub use rows::RowsConfig;

@@ -96,6 +96,41 @@ fn mistakes_are_named() {
     assert!(matches!(unknown, Err(OpError::UnknownOp(_))));
 }
 
+#[test]
+fn attention_weighs_values_by_their_keys() {
+    // Two heads share one key head whose keys are alike: every query gets the mean of what it sees.
+    let q = integers(&[1, 2, 2, 4], 1);
+    let k = HostTensor::from_f32(&[1, 1, 3, 4], &[1.0; 12]).expect("12 values");
+    let v: Vec<f32> = (0..12).map(|i| (i / 4) as f32).collect();
+    let v = HostTensor::from_f32(&[1, 1, 3, 4], &v).expect("12 values");
+    let run = |settings: &[(&str, &str)]| {
+        let inputs = [("q", &q), ("k", &k), ("v", &v)];
+        let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
+        let settings: Vec<_> =
+            settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        run_op("attention", &cpu(), &BTreeMap::from(inputs), &settings, Policy::Default)
+    };
+    let values = |settings: &[(&str, &str)], name: &str| {
+        run(settings).expect("valid")[name].to_f32().expect("f32")
+    };
+    let close = |got: &[f32], want: f32| got.iter().all(|v| (v - want).abs() < 1e-6);
+    assert!(close(&values(&[], "out"), 1.0));
+    // The first of two queries stands beside the second of three keys.
+    let causal = values(&[("causal", "true")], "out");
+    assert!(close(&causal[..4], 0.5) && close(&causal[4..8], 1.0), "{causal:?}");
+    let nearest = values(&[("causal", "true"), ("window", "1")], "out");
+    assert!(close(&nearest[..4], 1.0) && close(&nearest[4..8], 2.0), "{nearest:?}");
+    let scores: f32 = q.to_f32().expect("f32")[..4].iter().sum::<f32>() / 2.0;
+    let lse = values(&[("implementation", "plain")], "lse");
+    assert_eq!(lse.len(), 4);
+    assert!((lse[0] - (scores + 3f32.ln())).abs() < 1e-5, "{lse:?}");
+    let fails = |settings: &[(&str, &str)]| run(settings).expect_err("a mistake").to_string();
+    assert!(fails(&[("implementation", "flash")]).contains("matrix instructions"));
+    assert!(fails(&[("scale", "0")]).contains("scale is 0"));
+    assert!(fails(&[("window", "-1")]).contains("unknown setting `window=-1`"));
+    assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
+}
+
 fn flashover(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_flashover")).args(args).output().expect("the program starts")
 }
