@@ -196,6 +196,11 @@ impl CopyPlan {
         (((down >> shift) & mask) << up) * 16
     }
 
+    /// Whether every unit has the same number of copies.
+    pub(crate) const fn divides(self) -> bool {
+        self.shape.len() / self.width % self.units == 0
+    }
+
     const fn copies(self) -> usize {
         self.shape.len() / self.width / self.units
     }
@@ -299,32 +304,6 @@ pub(crate) fn copy_vector(
             options(explicit_mem, reads_address_space global, writes_address_space shared)
         );
     }
-}
-
-/// Copies eight bytes, or writes zero when `inside` is false.
-#[cube]
-pub(crate) fn copy_pair(from: u64, to: u32, inside: bool) {
-    let valid = select(inside, 8u32.runtime(), 0u32);
-    gpu_asm!(
-        "cp.async.ca.shared.global [{to}], [{from}], 8, {valid};",
-        to = in(_) to,
-        from = in(_) from,
-        valid = in(_) valid,
-        options(explicit_mem, reads_address_space global, writes_address_space shared)
-    );
-}
-
-/// The four numbers at shared address `at + far`.
-#[cube]
-pub(crate) fn load_quad(at: u32, #[comptime] far: u32) -> Vector<f32, Const<4>> {
-    let quad: Vector<f32, Const<4>>;
-    gpu_asm!(
-        "ld.shared.v4.f32 {quad}, [{at}+{far}];",
-        quad = out(_) quad,
-        at = in(_) at,
-        options(explicit_mem, reads_address_space shared)
-    );
-    quad
 }
 
 /// The two bytes at `from`.

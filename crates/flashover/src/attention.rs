@@ -2,27 +2,12 @@
 
 use arch::{DType, Device};
 use kernels::attention::{
-    Attention, AttentionOperands, AttentionProblem, Implementation, ScoreStrides,
+    Attention, AttentionOperands, AttentionOptions, AttentionProblem, ScoreStrides,
 };
 use tune::{Kernel, Policy};
 
 use crate::HostTensor;
 use crate::op::{OpError, check_memory, choose, read, upload};
-
-/// What an attention does beside the two products.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct AttentionOptions {
-    /// Scores are multiplied by this; by 1 / √head_dim when none.
-    pub scale: Option<f32>,
-    /// Scores become `softcap · tanh(score / softcap)`.
-    pub softcap: Option<f32>,
-    /// Query i sees key j when j <= i + seq_kv - seq_q.
-    pub causal: bool,
-    /// Query i sees keys at a distance from i + seq_kv - seq_q below this.
-    pub window: Option<u32>,
-    /// The fastest that serves the problem when none; a forced one that cannot is an error.
-    pub implementation: Option<Implementation>,
-}
 
 /// Result and log-sum-exp of an attention.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,16 +72,8 @@ pub fn attention(
             Some(repeated(have))
         }
     };
-    let problem = AttentionProblem {
-        scale: options.scale.unwrap_or(dense.scale),
-        softcap: options.softcap,
-        causal: options.causal,
-        window: options.window,
-        bias: bias_steps,
-        lse: true,
-        ..dense
-    }
-    .checked()?;
+    let problem =
+        AttentionProblem { bias: bias_steps, lse: true, ..options.on(dense) }.checked()?;
     let bytes = |tensor: Option<&HostTensor>| tensor.map_or(0, |t| t.bytes().len() as u128);
     let (rows, out_len) = (problem.rows() as usize, problem.extents()[3]);
     check_memory(

@@ -21,8 +21,8 @@ mod tensor;
 pub use arch::{
     ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile, report,
 };
-pub use attention::{Attended, AttentionOptions, attention};
-pub use kernels::attention::Implementation;
+pub use attention::{Attended, attention};
+pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use op::{MatmulOptions, OpError, matmul, run_op};
 pub use tensor::{HostTensor, TensorError};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
-use kernels::attention::{Implementation, InvalidAttention};
+use kernels::attention::{AttentionOptions, Implementation, InvalidAttention};
 use kernels::matmul::{
     Batches, Epilogue, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
 };
@@ -12,7 +12,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tune::{CacheError, Infeasible, Kernel, Policy, TuneCache, TuneError, Tuner};
 
-use crate::attention::{AttentionOptions, attention};
+use crate::attention::attention;
 use crate::{HostTensor, TensorError};
 
 /// How the operands of [`matmul`] lie and how they are multiplied.

@@ -19,32 +19,15 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::attention::backward::{
-    AttentionBackward, BackwardConfig, BackwardOperands, BackwardProblem,
-};
+use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 use kernels::attention::{
-    Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, Implementation,
+    Attention, AttentionOperands, AttentionOptions, AttentionProblem, HeadStrides, Implementation,
     ScoreStrides,
 };
-use tune::Kernel;
+use tune::{Infeasible, Kernel};
 
-use crate::call::{Call, Optional, on_cubecl};
+use crate::call::{Call, Optional, float_of, on_cubecl};
 use crate::{Ctx, OpError};
-
-/// What an attention does beside the two products.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct AttentionOptions {
-    /// Scores are multiplied by this; by 1 / √head_dim when none.
-    pub scale: Option<f32>,
-    /// Scores become `softcap · tanh(score / softcap)`.
-    pub softcap: Option<f32>,
-    /// Query i sees key j when j <= i + seq_kv - seq_q.
-    pub causal: bool,
-    /// Query i sees keys at a distance from i + seq_kv - seq_q below this.
-    pub window: Option<u32>,
-    /// The fastest that serves the problem when none; a forced one that cannot is an error.
-    pub implementation: Option<Implementation>,
-}
 
 /// Scaled dot product attention with `heads / kv_heads` neighbouring heads to one of k and v.
 ///
@@ -94,13 +77,7 @@ fn validate(
     bias: Option<&Tensor<4>>,
 ) -> Result<(), OpError> {
     let need = q.dtype();
-    let float = matches!(
-        need,
-        burn::tensor::DType::F32 | burn::tensor::DType::F16 | burn::tensor::DType::BF16
-    );
-    if !float {
-        return Err(OpError::NotFloat(need));
-    }
+    float_of(need)?;
     let typed = [("k", Some(k.dtype())), ("v", Some(v.dtype())), ("bias", bias.map(Tensor::dtype))];
     for (what, have) in typed {
         if let Some(have) = have.filter(|have| *have != need) {
@@ -214,7 +191,7 @@ impl AttentionKernels for CubeBackend {
     ) -> (CubeTensor, Option<CubeTensor>) {
         let operands = operands.map(along_head_dim);
         let q = &operands[0];
-        let out = like(q, q.dtype);
+        let out = like(q);
         let rows = Shape::new([q.meta.shape()[0], q.meta.shape()[1], q.meta.shape()[2]]);
         let float = burn::tensor::DType::F32;
         let lse = lse.then(|| {
@@ -224,7 +201,9 @@ impl AttentionKernels for CubeBackend {
             let device = call.ctx.device(&out.device)?;
             let config = match options.implementation {
                 None => call.ctx.config::<Attention>(&device, &l.problem)?,
-                Some(wanted) => forced(&device, &l.problem, wanted)?,
+                Some(wanted) => wanted
+                    .config(device.profile(), &l.problem)
+                    .map_err(|why| forced(wanted, &why))?,
             };
             Attention::launch(&device, &l.problem, &config, &l.operands, None);
             Ok(())
@@ -238,7 +217,7 @@ impl AttentionKernels for CubeBackend {
     fn backward(saved: Saved<Self>, dout: CubeTensor) -> [CubeTensor; 3] {
         let operands = saved.operands.map(along_head_dim);
         let dout = along_head_dim(dout);
-        let gradients = operands.each_ref().map(|t| like(t, t.dtype));
+        let gradients = operands.each_ref().map(like);
         let (options, call, lse) = (saved.options, saved.call, Some(&saved.lse));
         let forward = Launch::new(&operands, saved.scores, &saved.out, lse, &options);
         let launched = forward.and_then(|forward| {
@@ -249,7 +228,9 @@ impl AttentionKernels for CubeBackend {
             let device = call.ctx.device(&dout.device)?;
             let config = match options.implementation {
                 None => call.ctx.config::<AttentionBackward>(&device, &problem)?,
-                Some(wanted) => forced_backward(&device, &problem, wanted)?,
+                Some(wanted) => wanted
+                    .backward_config(device.profile(), &problem)
+                    .map_err(|why| forced(wanted, &why))?,
             };
             let [dq, dk, dv] = gradients.each_ref().map(|t| t.handle.clone());
             let operands =
@@ -265,10 +246,10 @@ impl AttentionKernels for CubeBackend {
     }
 }
 
-/// An empty dense tensor of `tensor`'s shape.
-fn like(tensor: &CubeTensor, dtype: burn::tensor::DType) -> CubeTensor {
+/// An empty dense tensor of `tensor`'s shape and dtype.
+pub(crate) fn like(tensor: &CubeTensor) -> CubeTensor {
     let (client, device) = (tensor.client.clone(), tensor.device.clone());
-    empty_device_contiguous_dtype(client, device, tensor.meta.shape().clone(), dtype)
+    empty_device_contiguous_dtype(client, device, tensor.meta.shape().clone(), tensor.dtype)
 }
 
 /// A forward pass as the kernel takes it.
@@ -287,11 +268,7 @@ impl Launch {
     ) -> Result<Self, OpError> {
         let size = |t: &CubeTensor, axis: usize| t.meta.shape()[axis] as u32;
         let (heads, seqs) = ([size(q, 1), size(k, 1)], [size(q, 2), size(k, 2)]);
-        let dtype = match q.dtype {
-            burn::tensor::DType::F16 => DType::F16,
-            burn::tensor::DType::BF16 => DType::Bf16,
-            _ => DType::F32,
-        };
+        let dtype = float_of(q.dtype)?;
         let dense = AttentionProblem::dense(size(q, 0), heads, seqs, size(q, 3), dtype)?;
         // Burn's booleans are bytes or words.
         let mask_dtype = match mask.as_ref().map(|m| m.dtype.size()) {
@@ -303,15 +280,11 @@ impl Launch {
             k: head_strides(k),
             v: head_strides(v),
             out: head_strides(out),
-            scale: options.scale.unwrap_or(dense.scale),
-            softcap: options.softcap,
-            causal: options.causal,
-            window: options.window,
             bias: bias.as_ref().map(score_strides),
             mask: mask.as_ref().map(score_strides),
             mask_dtype,
             lse: lse.is_some(),
-            ..dense
+            ..options.on(dense)
         }
         .checked()?;
         let operands = AttentionOperands {
@@ -328,35 +301,8 @@ impl Launch {
     }
 }
 
-/// A config of the implementation asked for.
-fn forced(
-    device: &arch::Device,
-    problem: &AttentionProblem,
-    wanted: Implementation,
-) -> Result<AttentionConfig, OpError> {
-    wanted
-        .config(device.profile(), problem)
-        .map_err(|why| OpError::Forced { implementation: wanted, why: why.to_string() })
-}
-
-/// As [`forced`] for the gradients.
-fn forced_backward(
-    device: &arch::Device,
-    problem: &BackwardProblem,
-    wanted: Implementation,
-) -> Result<BackwardConfig, OpError> {
-    let arch = device.profile();
-    let refused = |why: String| OpError::Forced { implementation: wanted, why };
-    match wanted {
-        Implementation::Plain => {
-            AttentionBackward::simplest(arch, problem).map_err(|why| refused(why.to_string()))
-        }
-        Implementation::Flash => {
-            let flash = |c: &BackwardConfig| matches!(c.queries, AttentionConfig::Flash(_));
-            let found = AttentionBackward::candidates(arch, problem).into_iter().find(flash);
-            found.ok_or_else(|| refused("no tile of the backward pass fits".to_owned()))
-        }
-    }
+fn forced(implementation: Implementation, why: &Infeasible) -> OpError {
+    OpError::Forced { implementation, why: why.to_string() }
 }
 
 /// The tensor itself, or a copy whose last axis is contiguous.

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use arch::DType;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, DispatchDevice, ExtensionType};
 use burn::tensor::Device;
@@ -13,6 +14,16 @@ pub(crate) fn on_cubecl(device: &Device) -> Result<(), OpError> {
     match device.clone().inner().as_dispatch() {
         DispatchDevice::Cube(_) => Ok(()),
         other => Err(OpError::Device(format!("{other:?}"))),
+    }
+}
+
+/// The dtype of a tensor that is multiplied.
+pub(crate) const fn float_of(dtype: burn::tensor::DType) -> Result<DType, OpError> {
+    match dtype {
+        burn::tensor::DType::F32 => Ok(DType::F32),
+        burn::tensor::DType::F16 => Ok(DType::F16),
+        burn::tensor::DType::BF16 => Ok(DType::Bf16),
+        other => Err(OpError::NotFloat(other)),
     }
 }
 

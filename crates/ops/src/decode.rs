@@ -9,7 +9,6 @@ use burn::backend::{
 use burn::tensor::{Device, Int, IntDType, Tensor, TensorData};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::attention::HeadStrides;
 use kernels::attention::decode::{
@@ -17,8 +16,8 @@ use kernels::attention::decode::{
 };
 use tune::Kernel;
 
-use crate::attention::{along_head_dim, head_strides};
-use crate::call::{Call, on_cubecl};
+use crate::attention::{along_head_dim, head_strides, like};
+use crate::call::{Call, float_of, on_cubecl};
 use crate::{Ctx, OpError};
 
 /// Keys and values of all positions so far, those of the step among them.
@@ -143,12 +142,7 @@ fn problem(
     options: &DecodeOptions,
 ) -> Result<DecodeProblem, OpError> {
     let need = q.dtype();
-    let dtype = match need {
-        burn::tensor::DType::F32 => DType::F32,
-        burn::tensor::DType::F16 => DType::F16,
-        burn::tensor::DType::BF16 => DType::Bf16,
-        other => return Err(OpError::NotFloat(other)),
-    };
+    let dtype = float_of(need)?;
     let shape = |what, have: &[usize], need: &[usize]| match have == need {
         true => Ok(()),
         false => Err(OpError::Shape { what, have: have.to_vec(), need: need.to_vec() }),
@@ -321,12 +315,7 @@ impl DecodeOps for CubeBackend {
         call: Call,
     ) -> CubeTensor {
         let q = along_head_dim(q);
-        let out = empty_device_contiguous_dtype(
-            q.client.clone(),
-            q.device.clone(),
-            q.meta.shape().clone(),
-            q.dtype,
-        );
+        let out = like(&q);
         let [lengths, table] = [Some(lengths), table.into_option()].map(|t| t.map(into_contiguous));
         let lengths = lengths.expect("put there above");
         if let Err(e) = launch(&q, k, v, lengths, table, &out, problem, &call) {

@@ -24,10 +24,10 @@ mod error;
 mod layout;
 mod matmul;
 
-pub use attention::{AttentionOptions, attention};
+pub use attention::attention;
 pub use ctx::Ctx;
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode};
 pub use error::OpError;
-pub use kernels::attention::Implementation;
+pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
 pub use matmul::{Epilogue, linear, matmul};

@@ -45,7 +45,7 @@ pub fn check(
     let host = Host::new(device, case)?;
     Attention::launch(device, &case.problem, config, &host.operands, None);
     let (out, lse) = host.results(device)?;
-    let mut worst = Worst::default();
+    let mut comparisons = Vec::new();
     for part in parts(case) {
         let p = &case.problem;
         let values = part.dense(&out, p.out, [p.heads, part.seq_q], part.from_q, p.head_dim);
@@ -53,9 +53,9 @@ pub fn check(
         let (bias, mask) = host.scores(p, &part);
         let scores = Scores { bias: bias.as_deref(), mask: mask.as_deref() };
         let reference = part.reference(p);
-        worst.add(reference.check(host.of(p, &part), scores, &values, sums.as_deref())?);
+        comparisons.push(reference.check(host.of(p, &part), scores, &values, sums.as_deref())?);
     }
-    Ok(Verdict { comparison: worst.take(), digest: digest(&out) })
+    Ok(Verdict { comparison: Comparison::worst(comparisons), digest: digest(&out) })
 }
 
 /// The inputs of one case, on the host and on the device.
@@ -166,6 +166,31 @@ impl Host {
     }
 }
 
+/// Strides as the reference has them.
+pub(crate) const fn strides(s: HeadStrides) -> reference::HeadStrides {
+    reference::HeadStrides { batch: s.batch as usize, head: s.head as usize, seq: s.seq as usize }
+}
+
+/// A tensor that lies by strides as a dense `[batch, heads, seq, head_dim]`, of positions from `from` on.
+pub(crate) fn dense(
+    values: &[f32],
+    strides: HeadStrides,
+    [batch, heads, seq]: [u32; 3],
+    from: u32,
+    head_dim: u32,
+) -> Vec<f32> {
+    let mut dense = Vec::new();
+    for b in 0..u64::from(batch) {
+        for h in 0..u64::from(heads) {
+            for i in u64::from(from)..u64::from(from) + u64::from(seq) {
+                let at = (b * strides.batch + h * strides.head + i * strides.seq) as usize;
+                dense.extend_from_slice(&values[at..at + head_dim as usize]);
+            }
+        }
+    }
+    dense
+}
+
 /// Seeded normal values of a case, as its format holds them.
 pub(crate) fn values(
     case: &EdgeCase,
@@ -192,23 +217,6 @@ pub(crate) fn read(
 
 pub(crate) fn digest(values: &[f32]) -> u64 {
     fnv1a(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
-}
-
-/// The comparison that is furthest from its tolerance, of those that failed if any did.
-#[derive(Default)]
-pub(crate) struct Worst(Option<Comparison>);
-
-impl Worst {
-    pub(crate) fn add(&mut self, comparison: Comparison) {
-        let worse = |w: &Comparison| w.passed && !comparison.passed;
-        if self.0.as_ref().is_none_or(worse) {
-            self.0 = Some(comparison);
-        }
-    }
-
-    pub(crate) fn take(self) -> Comparison {
-        self.0.expect("a problem has a sequence")
-    }
 }
 
 /// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
@@ -272,11 +280,6 @@ impl Part {
     }
 
     pub(crate) fn reference(&self, p: &AttentionProblem) -> reference::Attention {
-        let strides = |s: HeadStrides| reference::HeadStrides {
-            batch: s.batch as usize,
-            head: s.head as usize,
-            seq: s.seq as usize,
-        };
         reference::Attention {
             batch: self.batch as usize,
             heads: p.heads as usize,
@@ -304,17 +307,7 @@ impl Part {
         from: u32,
         head_dim: u32,
     ) -> Vec<f32> {
-        let mut dense = Vec::new();
-        for b in 0..u64::from(self.batch) {
-            for h in 0..u64::from(heads) {
-                for i in 0..u64::from(seq) {
-                    let seq = u64::from(from) + i;
-                    let at = (b * strides.batch + h * strides.head + seq * strides.seq) as usize;
-                    dense.extend_from_slice(&values[at..at + head_dim as usize]);
-                }
-            }
-        }
-        dense
+        dense(values, strides, [self.batch, heads, seq], from, head_dim)
     }
 
     /// The part's log-sum-exps, dense `[batch, heads, seq_q]`.

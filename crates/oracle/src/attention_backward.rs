@@ -5,12 +5,12 @@ use arch::{Backend, DType, Device};
 use kernels::attention::backward::{
     AttentionBackward, BackwardConfig, BackwardOperands, BackwardProblem,
 };
-use kernels::attention::{Attention, AttentionProblem, HeadStrides};
-use reference::{Saved, Scores};
+use kernels::attention::{Attention, AttentionProblem};
+use reference::{Comparison, Saved, Scores};
 use tune::Kernel;
 
 use crate::attention::{
-    EdgeCase, Host, Part, Worst, digest, edge_cases as forward_cases, extents, parts, read,
+    EdgeCase, Host, Part, digest, edge_cases as forward_cases, extents, parts, read,
     reference_dtype, values,
 };
 use crate::{CheckError, Verdict};
@@ -58,7 +58,7 @@ pub fn check(
     let dk = read(device, &operands.dk, dtype, k_len)?;
     let dv = read(device, &operands.dv, dtype, v_len)?;
 
-    let mut worst = Worst::default();
+    let mut comparisons = Vec::new();
     for part in parts(&case.forward) {
         let queries =
             |from: &[f32], s| part.dense(from, s, [p.heads, part.seq_q], part.from_q, p.head_dim);
@@ -75,10 +75,10 @@ pub fn check(
         let reference = part.reference(p);
         let rows = reference.every();
         let operands = host.of(p, &part);
-        worst.add(reference.check_gradients(&rows, operands, scores, saved, results)?);
+        comparisons.push(reference.check_gradients(&rows, operands, scores, saved, results)?);
     }
     let all = [dq, dk, dv].concat();
-    Ok(Verdict { comparison: worst.take(), digest: digest(&all) })
+    Ok(Verdict { comparison: Comparison::worst(comparisons), digest: digest(&all) })
 }
 
 /// Compares what a launch left in `operands` with the reference at a seeded sample of rows, reading
@@ -102,20 +102,18 @@ pub fn check_operands(
     let lse = forward.lse.as_ref().expect("a checked problem stores its log-sum-exp");
     let lse = read(device, lse, reference::DType::F32, p.rows() as usize)?;
     let part = Part::whole(p);
-    let dense = |handle, strides: HeadStrides, [heads, seq]: [u32; 2]| {
-        let values = read_half(handle, problem.reach(strides, heads, seq))?;
-        Ok::<_, CheckError>(part.dense(&values, strides, [heads, seq], 0, p.head_dim))
+    let dense = |handle, len, strides, heads| {
+        let values = read_half(handle, len)?;
+        Ok::<_, CheckError>(part.dense(&values, strides, heads, 0, p.head_dim))
     };
     let (queries, keys) = ([p.heads, p.seq_q], [p.kv_heads, p.seq_kv]);
-    let out = {
-        let values = read_half(&forward.out, out)?;
-        part.dense(&values, p.out, queries, 0, p.head_dim)
-    };
-    let dout = dense(&operands.dout, problem.dout, queries)?;
+    let [dout, dq, dk, dv] = problem.extents();
+    let out = dense(&forward.out, out, p.out, queries)?;
+    let dout = dense(&operands.dout, dout, problem.dout, queries)?;
     let saved = Saved { out: &out, lse: &lse, dout: &dout };
-    let dq = dense(&operands.dq, problem.dq, queries)?;
-    let dk = dense(&operands.dk, problem.dk, keys)?;
-    let dv = dense(&operands.dv, problem.dv, keys)?;
+    let dq = dense(&operands.dq, dq, problem.dq, queries)?;
+    let dk = dense(&operands.dk, dk, problem.dk, keys)?;
+    let dv = dense(&operands.dv, dv, problem.dv, keys)?;
     let reference = part.reference(p);
     let rows = reference.sample_gradients(seed, 64);
     let results = [dq.as_slice(), &dk, &dv];

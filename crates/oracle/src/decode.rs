@@ -9,7 +9,7 @@ use kernels::attention::decode::{
 use reference::{Cache, Distribution, Table, fill};
 use tune::Kernel;
 
-use crate::attention::reference_dtype;
+use crate::attention::{dense, reference_dtype, strides};
 use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
 
 /// One step to verify.
@@ -91,7 +91,7 @@ pub fn check(
         table: table_of(p, &table),
         scales: scales.as_ref().map(|[k, v]| [&k[..], &v[..]]),
     };
-    let out = dense(p, &dtype.decode(bytes)?);
+    let out = dense(&dtype.decode(bytes)?, p.out, [p.batch, p.heads, p.seq_q], 0, p.head_dim);
     let comparison = reference.check(&reference.all(), &q, &cache, &out, lse.as_deref())?;
     Ok(Verdict { comparison, digest: fnv1a(bytes) })
 }
@@ -134,7 +134,7 @@ pub fn check_operands(
         None => None,
     };
     let bytes = read(&operands.out, out_len * size)?;
-    let out = dense(p, &dtype.decode(&bytes)?);
+    let out = dense(&dtype.decode(&bytes)?, p.out, [p.batch, p.heads, p.seq_q], 0, p.head_dim);
     let cache = Cache {
         k: &k,
         v: &v,
@@ -252,20 +252,6 @@ fn decode(p: &DecodeProblem, bytes: &[u8]) -> Result<Vec<f32>, CheckError> {
     }
 }
 
-/// A result in its buffer as `[batch, heads, seq_q, head_dim]`.
-fn dense(p: &DecodeProblem, out: &[f32]) -> Vec<f32> {
-    let mut values = Vec::new();
-    for b in 0..u64::from(p.batch) {
-        for h in 0..u64::from(p.heads) {
-            for i in 0..u64::from(p.seq_q) {
-                let at = (b * p.out.batch + h * p.out.head + i * p.out.seq) as usize;
-                values.extend_from_slice(&out[at..at + p.head_dim as usize]);
-            }
-        }
-    }
-    values
-}
-
 fn reference_of(p: &DecodeProblem) -> reference::Decode {
     let cached = |s: CacheStrides| reference::CacheStrides {
         page: s.page as usize,
@@ -278,11 +264,7 @@ fn reference_of(p: &DecodeProblem) -> reference::Decode {
         kv_heads: p.kv_heads as usize,
         seq_q: p.seq_q as usize,
         head_dim: p.head_dim as usize,
-        q: reference::HeadStrides {
-            batch: p.q.batch as usize,
-            head: p.q.head as usize,
-            seq: p.q.seq as usize,
-        },
+        q: strides(p.q),
         k: cached(p.k),
         v: cached(p.v),
         scales: cached(p.scales),

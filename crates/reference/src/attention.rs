@@ -167,20 +167,12 @@ impl Attention {
 
     /// A seeded choice of `count` rows, and the first and the last.
     pub fn sample(&self, seed: u64, count: usize) -> Vec<usize> {
-        let [rows, _] = self.sample_gradients(seed, count);
-        rows
+        sample(seed, count, self.lines()[0])
     }
 
     /// A seeded choice of `count` rows of dq, and of dk and dv, with the first and the last of each.
     pub fn sample_gradients(&self, seed: u64, count: usize) -> [Vec<usize>; 2] {
-        let mut rng = stream(seed);
-        self.lines().map(|rows| {
-            let mut chosen: Vec<_> = (0..count).map(|_| rng.next_u32() as usize % rows).collect();
-            chosen.extend([0, rows - 1]);
-            chosen.sort_unstable();
-            chosen.dedup();
-            chosen
-        })
+        self.lines().map(|rows| sample(seed, count, rows))
     }
 
     /// [`Attention::check`] of some rows only; `out` is the whole result.
@@ -204,8 +196,7 @@ impl Attention {
         }
         let exact = self.evaluate::<f64>(rows, operands, scores, |v| v, |v| v)?;
         let naive = self.naive_rows(rows, operands, scores)?;
-        let line = |row: &usize| &out[row * self.head_dim..][..self.head_dim];
-        let out: Vec<f32> = rows.iter().flat_map(line).copied().collect();
+        let out = lines_of(out, rows, self.head_dim);
         compare(&out, &exact.out, &naive.out, self.dtype.storage())
     }
 
@@ -232,14 +223,7 @@ impl Attention {
                 return Err(Error::Length { what, need, have });
             }
         }
-        let result = compare(out, &exact.out, &naive.out, self.dtype.storage())?;
-        match lse {
-            Some(lse) if result.passed => {
-                let sums = compare(lse, &exact.lse, &naive.lse, DType::F32)?;
-                Ok(if sums.passed { result } else { sums })
-            }
-            _ => Ok(result),
-        }
+        exact.compare(&naive, out, lse, self.dtype)
     }
 
     fn validate(&self, [q, k, v]: [&[f32]; 3], scores: Scores<'_>) -> Result<(), Error> {
@@ -326,25 +310,10 @@ impl Attention {
             }
             s.push((j, score));
         }
-        let minus_inf = T::from(f32::NEG_INFINITY);
-        // NaN wins, as it does in a sum of exponentials.
-        let most = s.iter().fold(minus_inf, |m, (_, s)| if *s <= m { m } else { *s });
-        let mut out = vec![T::from(0.0); self.head_dim];
-        if most == minus_inf {
-            return (out, minus_inf);
-        }
-        let mut sum = T::from(0.0);
-        for (j, score) in s {
-            let p = (score + -most).exp();
-            sum = sum + p;
-            let p = weight(p);
-            let v = &v[at(self.v, shared, j)..][..self.head_dim];
-            for (out, v) in out.iter_mut().zip(v) {
-                *out = *out + p * T::from(*v);
-            }
-        }
-        out.iter_mut().for_each(|v| *v = *v / sum);
-        (out, most + sum.ln())
+        let values = s
+            .into_iter()
+            .map(|(j, score)| (score, T::from(1.0), &v[at(self.v, shared, j)..][..self.head_dim]));
+        weighted(values.collect(), self.head_dim, weight)
     }
 
     /// The exact gradients by q, k and v for the stored operands and what the forward pass saved.
@@ -383,25 +352,17 @@ impl Attention {
             self.evaluate_gradients::<f32>(rows, operands, scores, saved, round, move |v| {
                 storage.round(v)
             })?;
-        let mut worst: Option<Comparison> = None;
+        let mut comparisons = Vec::new();
         for (i, what) in ["dq", "dk", "dv"].into_iter().enumerate() {
             let (rows, lines) = (&rows[usize::from(i > 0)], self.lines()[usize::from(i > 0)]);
             let (have, need) = (results[i].len(), lines * self.head_dim);
             if have != need {
                 return Err(Error::Length { what, need, have });
             }
-            let line = |row: &usize| &results[i][row * self.head_dim..][..self.head_dim];
-            let got: Vec<f32> = rows.iter().flat_map(line).copied().collect();
-            let comparison = compare(&got, &exact[i], &naive[i], storage)?;
-            let closer = |w: &Comparison| w.max_err / w.tolerance;
-            let worse = |w: &Comparison| {
-                w.passed && !(comparison.passed && closer(&comparison) <= closer(w))
-            };
-            if worst.as_ref().is_none_or(worse) {
-                worst = Some(comparison);
-            }
+            let got = lines_of(results[i], rows, self.head_dim);
+            comparisons.push(compare(&got, &exact[i], &naive[i], storage)?);
         }
-        Ok(worst.expect("there are three"))
+        Ok(Comparison::worst(comparisons))
     }
 
     /// Rows of dq, and of dk and dv.
@@ -537,6 +498,68 @@ impl Attention {
         let distance = position - j as i64;
         (!self.causal || distance >= 0)
             && self.window.is_none_or(|window| distance.unsigned_abs() < window as u64)
+    }
+}
+
+/// The softmax of scores over what each has, a scale and values, and the log-sum-exp. Without a score
+/// that is seen it is 0, and -inf.
+pub(crate) fn weighted<T: Real>(
+    scores: Vec<(T, T, &[f32])>,
+    head_dim: usize,
+    weight: impl Fn(T) -> T,
+) -> (Vec<T>, T) {
+    let minus_inf = T::from(f32::NEG_INFINITY);
+    // NaN wins, as it does in a sum of exponentials.
+    let most = scores.iter().fold(minus_inf, |m, (s, ..)| if *s <= m { m } else { *s });
+    let mut out = vec![T::from(0.0); head_dim];
+    if most == minus_inf {
+        return (out, minus_inf);
+    }
+    let mut sum = T::from(0.0);
+    for (score, scale, values) in scores {
+        let p = (score + -most).exp();
+        sum = sum + p;
+        let p = weight(p * scale);
+        for (out, v) in out.iter_mut().zip(values) {
+            *out = *out + p * T::from(*v);
+        }
+    }
+    out.iter_mut().for_each(|v| *v = *v / sum);
+    (out, most + sum.ln())
+}
+
+/// Some rows of a dense result.
+pub(crate) fn lines_of(values: &[f32], rows: &[usize], head_dim: usize) -> Vec<f32> {
+    rows.iter().flat_map(|row| &values[row * head_dim..][..head_dim]).copied().collect()
+}
+
+/// A seeded choice of `count` of `rows` rows, and the first and the last.
+pub(crate) fn sample(seed: u64, count: usize, rows: usize) -> Vec<usize> {
+    let mut rng = stream(seed);
+    let mut chosen: Vec<_> = (0..count).map(|_| rng.next_u32() as usize % rows).collect();
+    chosen.extend([0, rows - 1]);
+    chosen.sort_unstable();
+    chosen.dedup();
+    chosen
+}
+
+impl Attended {
+    /// Compares a kernel's result (and its log-sum-exp, where it gives one) with this.
+    pub(crate) fn compare(
+        &self,
+        naive: &Self,
+        out: &[f32],
+        lse: Option<&[f32]>,
+        dtype: DType,
+    ) -> Result<Comparison, Error> {
+        let result = compare(out, &self.out, &naive.out, dtype.storage())?;
+        match lse {
+            Some(lse) if result.passed => {
+                let sums = compare(lse, &self.lse, &naive.lse, DType::F32)?;
+                Ok(if sums.passed { result } else { sums })
+            }
+            _ => Ok(result),
+        }
     }
 }
 

@@ -63,6 +63,20 @@ pub fn compare(
     })
 }
 
+impl Comparison {
+    /// The one that says most of several: the first that failed, or the nearest to its tolerance.
+    ///
+    /// # Panics
+    /// There is none.
+    pub fn worst(all: Vec<Self>) -> Self {
+        let failed = all.iter().find(|c| !c.passed).copied();
+        let near = |c: &Self| if c.max_err == 0.0 { 0.0 } else { c.max_err / c.tolerance };
+        failed
+            .or_else(|| all.into_iter().max_by(|a, b| near(a).total_cmp(&near(b))))
+            .expect("something was compared")
+    }
+}
+
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let relation = if self.passed { "within" } else { "exceeds" };
@@ -124,6 +138,23 @@ mod tests {
             compare(&[1.0, out], &[1.0, reference], &[1.0, naive], dtype).expect("lengths agree");
         assert!(!comparison.passed || comparison.max_err <= comparison.tolerance);
         comparison.passed
+    }
+
+    #[test]
+    fn a_failure_is_the_worst_of_several() {
+        let of = |max_err, tolerance, passed| Comparison {
+            max_err,
+            tolerance,
+            worst_index: None,
+            worst_out: 0.0,
+            worst_reference: 0.0,
+            passed,
+        };
+        let (exact, near) = (of(0.0, 0.0, true), of(0.9, 1.0, true));
+        assert_eq!(Comparison::worst(vec![near, exact, of(0.1, 1.0, true)]), near);
+        let failed = of(0.5, 0.2, false);
+        assert_eq!(Comparison::worst(vec![near, failed, of(9.0, 1.0, false)]), failed);
+        assert!(Comparison::worst(vec![near, of(f64::NAN, 1.0, false)]).max_err.is_nan());
     }
 
     #[test]

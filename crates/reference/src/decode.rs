@@ -13,12 +13,10 @@
 //! values, and as a naive kernel would, with f32 scores and sums and weights, times the scale of v,
 //! rounded to the format of q, which sets the tolerance.
 
-use rand_chacha::rand_core::Rng;
 use rayon::prelude::*;
 
-use crate::attention::{Attended, HeadStrides, Real};
-use crate::compare::{Comparison, compare};
-use crate::inputs::stream;
+use crate::attention::{Attended, HeadStrides, Real, lines_of, sample, weighted};
+use crate::compare::Comparison;
 use crate::{DType, Error};
 
 /// How far apart a cache's neighbours lie, in elements; the head dimension is contiguous. A sequence is
@@ -79,13 +77,7 @@ impl Decode {
 
     /// A seeded choice of `count` rows, and the first and the last.
     pub fn sample(&self, seed: u64, count: usize) -> Vec<usize> {
-        let rows = self.batch * self.heads * self.seq_q;
-        let mut rng = stream(seed);
-        let mut chosen: Vec<_> = (0..count).map(|_| rng.next_u32() as usize % rows).collect();
-        chosen.extend([0, rows - 1]);
-        chosen.sort_unstable();
-        chosen.dedup();
-        chosen
+        sample(seed, count, self.batch * self.heads * self.seq_q)
     }
 
     /// The exact result for the stored values.
@@ -136,17 +128,9 @@ impl Decode {
             }
         }
         let (exact, naive) = (self.run(rows, q, cache)?, self.naive(rows, q, cache)?);
-        let line = |row: &usize| &out[row * self.head_dim..][..self.head_dim];
-        let out: Vec<f32> = rows.iter().flat_map(line).copied().collect();
-        let result = compare(&out, &exact.out, &naive.out, self.dtype.storage())?;
-        match lse {
-            Some(lse) if result.passed => {
-                let lse: Vec<f32> = rows.iter().map(|row| lse[*row]).collect();
-                let sums = compare(&lse, &exact.lse, &naive.lse, DType::F32)?;
-                Ok(if sums.passed { result } else { sums })
-            }
-            _ => Ok(result),
-        }
+        let out = lines_of(out, rows, self.head_dim);
+        let lse: Option<Vec<f32>> = lse.map(|lse| rows.iter().map(|row| lse[*row]).collect());
+        exact.compare(&naive, &out, lse.as_deref(), self.dtype)
     }
 
     fn evaluate<T: Real>(
@@ -196,7 +180,7 @@ impl Decode {
         // One past the query's own position.
         let end = (cache.lengths[b] as usize + i + 1).saturating_sub(self.seq_q);
         let start = self.window.map_or(0, |window| end.saturating_sub(window));
-        let mut s: Vec<(Position<'_>, T)> = Vec::new();
+        let mut scores = Vec::new();
         for j in start..end {
             let position = self.position(cache, b, shared, j)?;
             let mut dot = T::from(0.0);
@@ -207,26 +191,9 @@ impl Decode {
             if let Some(cap) = self.softcap {
                 score = T::near(cap) * (score / T::near(cap)).tanh();
             }
-            s.push((position, score));
+            scores.push((score, T::from(position.v_scale), position.v));
         }
-        let minus_inf = T::from(f32::NEG_INFINITY);
-        // NaN wins, as it does in a sum of exponentials.
-        let most = s.iter().fold(minus_inf, |m, (_, s)| if *s <= m { m } else { *s });
-        let mut out = vec![T::from(0.0); self.head_dim];
-        if most == minus_inf {
-            return Ok((out, minus_inf));
-        }
-        let mut sum = T::from(0.0);
-        for (position, score) in s {
-            let p = (score + -most).exp();
-            sum = sum + p;
-            let p = weight(p * T::from(position.v_scale));
-            for (out, v) in out.iter_mut().zip(position.v) {
-                *out = *out + p * T::from(*v);
-            }
-        }
-        out.iter_mut().for_each(|v| *v = *v / sum);
-        Ok((out, most + sum.ln()))
+        Ok(weighted(scores, self.head_dim, weight))
     }
 
     /// Position j of a sequence in one head of the cache.

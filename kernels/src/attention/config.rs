@@ -17,7 +17,7 @@ pub enum AttentionConfig {
 }
 
 impl AttentionConfig {
-    const fn smallest_flash() -> Self {
+    pub(super) const fn smallest_flash() -> Self {
         Self::Flash(flash(2, 16, 16, 2))
     }
 }
@@ -102,11 +102,7 @@ pub(super) fn simplest(
     arch: &ArchProfile,
     problem: &AttentionProblem,
 ) -> Result<AttentionConfig, Infeasible> {
-    let units = match arch.backend {
-        Backend::Cpu => arch.processors.unwrap_or(1),
-        _ => 64,
-    };
-    let config = AttentionConfig::Rows(RowsConfig { units });
+    let config = AttentionConfig::Rows(RowsConfig::of(arch));
     check(arch, problem, &config).map(|()| config)
 }
 
@@ -122,13 +118,11 @@ pub(super) fn check(
     };
     let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
     for copies in [plan.q, plan.kv] {
-        if copies.shape.len() / copies.width % copies.units != 0 {
+        if !copies.divides() {
             return shape("tile_kv", c.tile_kv, "the copies of a tile do not divide");
         }
     }
-    // Reading scores for a bias or mask takes addresses: with 32 rows of 128 it spills 164 bytes (sm_120).
-    let addresses = if problem.bias.is_some() || problem.mask.is_some() { 32 } else { 0 };
-    if c.registers(problem.head_dim) + addresses > 255 {
+    if c.registers(problem.head_dim) + addresses(problem) > 255 {
         return shape("rows", c.rows, "results and scores would spill");
     }
     let (need, have) = (c.shared_bytes(problem.head_dim), arch.max_shared_bytes);
@@ -138,39 +132,27 @@ pub(super) fn check(
     Ok(())
 }
 
+/// Registers for the addresses of a bias or mask: with 32 rows of 128 they spill 164 bytes (sm_120).
+pub(super) const fn addresses(problem: &AttentionProblem) -> u32 {
+    if problem.bias.is_some() || problem.mask.is_some() { 32 } else { 0 }
+}
+
 /// Whether the device has what `config` is made of, for passes in both directions.
 pub(super) fn serves(
     arch: &ArchProfile,
     problem: &AttentionProblem,
     config: &AttentionConfig,
 ) -> Result<(), Infeasible> {
-    let lacks = |what: String| Err(Infeasible::Feature { what });
-    let shape = |name, value: u32, why: &str| {
-        Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
-    };
-    if !arch.dtypes.contains(&problem.dtype) {
-        return lacks(format!("{} buffers", problem.dtype));
-    }
-    if problem.mask.is_some() && !arch.dtypes.contains(&problem.mask_dtype) {
-        return lacks(format!("{} buffers", problem.mask_dtype));
-    }
+    let mask = problem.mask.map(|_| problem.mask_dtype);
+    holds(arch, [problem.dtype].into_iter().chain(mask))?;
     let c = match config {
         AttentionConfig::Flash(c) => c,
         AttentionConfig::Rows(c) => return fits(arch, c.units),
     };
-    if problem.dtype == DType::F32 {
-        return lacks("f32 matrix instructions".to_owned());
-    }
-    let inst = arch.mma_for(problem.dtype, DType::F32);
-    if arch.backend != Backend::Cuda || inst.is_none_or(|s| s.k != 16) {
-        return lacks(format!("{} matrix instructions 16 deep", problem.dtype));
-    }
-    if !arch.async_copy {
-        return lacks("asynchronous copies".to_owned());
-    }
-    if problem.head_dim % 16 != 0 || problem.head_dim > 256 {
-        return shape("head_dim", problem.head_dim, "a multiple of 16 up to 256");
-    }
+    tensor_cores(arch, problem.dtype, problem.head_dim)?;
+    let shape = |name, value: u32, why: &str| {
+        Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
+    };
     for (name, value, allowed) in [
         ("rows", c.rows, &[16u32, 32][..]),
         ("planes", c.planes, &[1, 2, 4, 8]),
@@ -182,6 +164,41 @@ pub(super) fn serves(
         }
     }
     fits(arch, c.units())
+}
+
+/// Whether the device has buffers of all of `dtypes`.
+pub(super) fn holds(
+    arch: &ArchProfile,
+    dtypes: impl IntoIterator<Item = DType>,
+) -> Result<(), Infeasible> {
+    match dtypes.into_iter().find(|dtype| !arch.dtypes.contains(dtype)) {
+        None => Ok(()),
+        Some(dtype) => Err(Infeasible::Feature { what: format!("{dtype} buffers") }),
+    }
+}
+
+/// Whether the device has the instructions of the tensor-core paths, and they divide the head dimension.
+pub(super) fn tensor_cores(
+    arch: &ArchProfile,
+    dtype: DType,
+    head_dim: u32,
+) -> Result<(), Infeasible> {
+    let lacks = |what: String| Err(Infeasible::Feature { what });
+    if dtype == DType::F32 {
+        return lacks("f32 matrix instructions".to_owned());
+    }
+    let inst = arch.mma_for(dtype, DType::F32);
+    if arch.backend != Backend::Cuda || inst.is_none_or(|s| s.k != 16) {
+        return lacks(format!("{dtype} matrix instructions 16 deep"));
+    }
+    if !arch.async_copy {
+        return lacks("asynchronous copies".to_owned());
+    }
+    if head_dim % 16 != 0 || head_dim > 256 {
+        let (name, why) = ("head_dim", "a multiple of 16 up to 256".to_owned());
+        return Err(Infeasible::Shape { name, value: u64::from(head_dim), why });
+    }
+    Ok(())
 }
 
 pub(super) fn fits(arch: &ArchProfile, units: u32) -> Result<(), Infeasible> {

@@ -37,7 +37,7 @@ mod tiles;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -45,7 +45,9 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 pub use config::{AttentionConfig, Implementation};
 pub use flash::FlashConfig;
-pub use problem::{AttentionProblem, HeadStrides, InvalidAttention, ScoreStrides};
+pub use problem::{
+    AttentionOptions, AttentionProblem, HeadStrides, InvalidAttention, ScoreStrides,
+};
 pub use rows::RowsConfig;
 
 use crate::matmul::elem;
@@ -250,19 +252,12 @@ impl Plan {
                 cubes: CubeCount::Static(p.seq_q.div_ceil(c.tile_q()), p.heads, p.batch),
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
-            AttentionConfig::Rows(c) => {
-                let widest = u64::from(arch.load_bytes / 4).clamp(1, 16);
-                let cubes = match arch.backend {
-                    Backend::Cpu => 1,
-                    _ => p.rows().div_ceil(u64::from(c.units)).min(65_535) as u32,
-                };
-                Self {
-                    path: Path::Rows(RowsPlan { head_dim: p.head_dim }),
-                    widths: [p.width(widest), 1],
-                    cubes: CubeCount::Static(cubes, 1, 1),
-                    cube_dim: CubeDim::new_1d(c.units),
-                }
-            }
+            AttentionConfig::Rows(c) => Self {
+                path: Path::Rows(RowsPlan { head_dim: p.head_dim }),
+                widths: [p.width(RowsConfig::widest(arch)), 1],
+                cubes: c.cubes(arch, p.rows()),
+                cube_dim: CubeDim::new_1d(c.units),
+            },
         }
     }
 }

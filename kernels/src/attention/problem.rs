@@ -4,6 +4,8 @@ use arch::DType;
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
+use super::Implementation;
+
 /// How one tensor lies in its buffer, in elements; the head dimension is contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeadStrides {
@@ -68,6 +70,35 @@ pub struct AttentionProblem {
     /// Whether sequences vary in length: they lie one after the other in q, k, v and out, and two
     /// buffers of batch + 1 offsets say where each starts.
     pub varlen: bool,
+}
+
+/// What an attention does beside the two products, as a caller says it.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct AttentionOptions {
+    /// Scores are multiplied by this; by 1 / √head_dim when none.
+    pub scale: Option<f32>,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+    /// Query i sees key j when j <= i + seq_kv - seq_q.
+    pub causal: bool,
+    /// Query i sees keys at a distance from i + seq_kv - seq_q below this.
+    pub window: Option<u32>,
+    /// The fastest that serves the problem when none; a forced one that cannot is an error.
+    pub implementation: Option<Implementation>,
+}
+
+impl AttentionOptions {
+    /// `dense` with these rules.
+    #[must_use]
+    pub fn on(&self, dense: AttentionProblem) -> AttentionProblem {
+        AttentionProblem {
+            scale: self.scale.unwrap_or(dense.scale),
+            softcap: self.softcap,
+            causal: self.causal,
+            window: self.window,
+            ..dense
+        }
+    }
 }
 
 /// An attention that means nothing.
@@ -202,7 +233,7 @@ impl AttentionProblem {
     }
 
     /// Elements of one such buffer.
-    pub(crate) fn reach(&self, s: HeadStrides, heads: u32, seq: u32) -> usize {
+    pub(super) fn reach(&self, s: HeadStrides, heads: u32, seq: u32) -> usize {
         let batch = if self.varlen { u64::from(seq) * s.seq } else { s.batch };
         (u64::from(self.batch - 1) * batch
             + u64::from(heads - 1) * s.head

@@ -11,6 +11,7 @@
 //!
 //! Everything is f32. No shared memory, no barrier: what others are compared with.
 
+use arch::{ArchProfile, Backend};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +23,31 @@ use super::{Dims, Sequences};
 pub struct RowsConfig {
     /// Units of a cube.
     pub units: u32,
+}
+
+impl RowsConfig {
+    /// Every core of a CPU, two planes of a GPU.
+    pub(super) fn of(arch: &ArchProfile) -> Self {
+        let units = match arch.backend {
+            Backend::Cpu => arch.processors.unwrap_or(1),
+            _ => 64,
+        };
+        Self { units }
+    }
+
+    /// Cubes for `rows` of them; a unit takes several where a grid has no more.
+    pub(super) fn cubes(self, arch: &ArchProfile, rows: u64) -> CubeCount {
+        let cubes = match arch.backend {
+            Backend::Cpu => 1,
+            _ => rows.div_ceil(u64::from(self.units)).min(65_535) as u32,
+        };
+        CubeCount::Static(cubes, 1, 1)
+    }
+
+    /// The widest vector of f32 that the device loads at once.
+    pub(super) fn widest(arch: &ArchProfile) -> u64 {
+        u64::from(arch.load_bytes / 4).clamp(1, 16)
+    }
 }
 
 /// Comptime facts of one instance.
@@ -55,27 +81,15 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
         if row < span.seq_q {
             let kv_head = head / dims.group;
             let from_q = dims.q.at(span.from_q + row, batch, head) / NI::value();
-            let mut query = Array::<Vector<f32, NI>>::new(vectors);
-            let mut acc = Array::<Vector<f32, NI>>::new(vectors);
-            for d in 0..vectors {
-                query[d] = Vector::cast_from(q[from_q + d]);
-                acc[d] = Vector::new(0.0f32);
-            }
+            let query = load_row::<F, NI>(q, from_q, vectors);
+            let mut acc = zero_row::<NI>(vectors);
             let mut most = scores.hidden;
             let mut sum = 0.0f32.runtime();
             let (first, last) = scores.range(&span, row, 1u32.runtime());
             for col in first..last {
                 let from_k = dims.k.at(span.from_kv + col, batch, kv_head) / NI::value();
                 let from_v = dims.v.at(span.from_kv + col, batch, kv_head) / NI::value();
-                let mut products = Vector::<f32, NI>::new(0.0f32);
-                for d in 0..vectors {
-                    products = fma(query[d], Vector::cast_from(k[from_k + d]), products);
-                }
-                let mut dot = 0.0f32.runtime();
-                #[unroll]
-                for e in 0..NI::value() {
-                    dot += products.extract(e);
-                }
+                let dot = dot::<F, NI>(&query, k, from_k, vectors);
                 let place = Place { batch, head, row, col };
                 let score = scores.of(dot, &place, &span, dims) * scores.unit();
                 let log2 = std::f32::consts::LN_2;
@@ -95,13 +109,7 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
             }
             let quotient = select(sum == 0.0, 0.0, 1.0 / sum);
             let to = dims.out.at(span.from_q + row, batch, head);
-            for d in 0..vectors {
-                let value = acc[d] * Vector::new(quotient);
-                #[unroll]
-                for e in 0..NI::value() {
-                    out[to + d * NI::value() + e] = Vector::new(F::cast_from(value.extract(e)));
-                }
-            }
+            store_row::<F, NI, NO>(out, to, &acc, quotient, vectors);
             if comptime!(scores.rules.lse) {
                 let at = dims.lse_at(span.from_q + row, batch, head);
                 let log = most * std::f32::consts::LN_2 + sum.ln();
@@ -109,5 +117,67 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
             }
         }
         task += stride;
+    }
+}
+
+/// A row of vectors from vector `at` on, in f32.
+#[cube]
+pub(super) fn load_row<F: Float, N: Size>(
+    from: &[Vector<F, N>],
+    at: usize,
+    #[comptime] vectors: usize,
+) -> Array<Vector<f32, N>> {
+    let mut row = Array::<Vector<f32, N>>::new(vectors);
+    for d in 0..vectors {
+        row[d] = Vector::cast_from(from[at + d]);
+    }
+    row
+}
+
+/// A row of zeros.
+#[cube]
+pub(super) fn zero_row<N: Size>(#[comptime] vectors: usize) -> Array<Vector<f32, N>> {
+    let mut row = Array::<Vector<f32, N>>::new(vectors);
+    for d in 0..vectors {
+        row[d] = Vector::new(0.0f32);
+    }
+    row
+}
+
+/// The product of a row with the one at vector `at` of `other`.
+#[cube]
+pub(super) fn dot<C: Numeric, N: Size>(
+    own: &Array<Vector<f32, N>>,
+    other: &[Vector<C, N>],
+    at: usize,
+    #[comptime] vectors: usize,
+) -> f32 {
+    let mut products = Vector::<f32, N>::new(0.0f32);
+    for d in 0..vectors {
+        products = fma(own[d], Vector::cast_from(other[at + d]), products);
+    }
+    let mut dot = 0.0f32.runtime();
+    #[unroll]
+    for e in 0..N::value() {
+        dot += products.extract(e);
+    }
+    dot
+}
+
+/// Stores a row, scaled, from element `to` on.
+#[cube]
+pub(super) fn store_row<F: Float, N: Size, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    to: usize,
+    row: &Array<Vector<f32, N>>,
+    scale: f32,
+    #[comptime] vectors: usize,
+) {
+    for d in 0..vectors {
+        let value = row[d] * Vector::new(scale);
+        #[unroll]
+        for e in 0..N::value() {
+            out[to + d * N::value() + e] = Vector::new(F::cast_from(value.extract(e)));
+        }
     }
 }

@@ -389,7 +389,8 @@ pub(crate) fn own_block(
     block_of(dims.m.div_ceil(tile_m), dims.n.div_ceil(tile_n), id)
 }
 
-/// Row and column of block `id` of C, which has `rows` by `cols` of them. Blocks run down groups of eight block rows before they move one
+/// Row and column of block `id` of C, which has `rows` by `cols` of them. Blocks run down groups of
+/// eight block rows before they move one
 /// to the right, so that the cubes of a wave share rows of A and columns of B in the L2.
 #[cube]
 pub(crate) fn block_of(rows: u32, cols: u32, id: u32) -> (u32, u32) {

@@ -15,17 +15,18 @@
 //!     sum 1 += ds · other 1;  sum 2 += p · other 2        // p and ds go on in registers
 //! ```
 //!
-//! So that each result has one writer and one order of summing: the same bits in every run, nothing
-//! beside the results in memory. The price is that both sides compute s and g.
+//! So that each result has one writer and one order of summing: the same bits in every run, no sums in
+//! memory beside the results. The price is that both sides compute s and g.
 //!
 //! Cost: `6·head_dim` flop a visible pair on the side of the queries, `8·head_dim` on that of the keys;
 //! 5/7 of it is what the literature counts. A plane of 16 rows, all that two sums leave room for at head
-//! dimension 128, reads 144 fragments for every 256 instructions, one of 32 rows 80 for 192: on the H200
-//! the first is bound by shared memory. Head dimensions over 128 take dk and dv one after the other.
+//! dimension 128, reads 144 fragments for every 256 instructions, one of 32 rows 80 for 192: by that count
+//! shared memory bounds the first on an H200. Head dimensions over 128 take dk and dv one after the other.
 //!
 //! Ladder, ms at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal on an H200
 //! (torch's FlashAttention-2 4.77 / 2.70 in the run of the last row), all but that row of CUDA C++
-//! prototypes:
+//! prototypes. One pass adds four numbers at once, as only sm_90 can; its rows are the best of several
+//! orders of heads, with what prepares and finishes dq:
 //!
 //! | version                                                                | full | causal |
 //! |------------------------------------------------------------------------|------|--------|
@@ -49,8 +50,8 @@ use crate::attention::scores::{Place, Region, Scores};
 use crate::attention::tiles::{Products, accumulate, bytes, copies_of, multiply, pitch, zeros};
 use crate::attention::{Dims, Sequences};
 use crate::tile::{
-    CopyLane, CopyPlan, commit_copies, copy_pair, exp2, global_address, lhs_lane, load_quad,
-    next_stage, rhs_lane, shared_address, wait_copies,
+    CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, exp2, global_address, lhs_lane,
+    load_chunk, next_stage, rhs_lane, shared_address, wait_copies,
 };
 
 /// Which rows a launch owns, and what it sums: comptime.
@@ -133,6 +134,13 @@ impl FlashPlan {
         2 * self.other.shape.bytes() + if self.side.keys { 8 * self.config.tile_kv } else { 0 }
     }
 
+    /// A copy of a query's statistics.
+    const fn stats(self) -> CopyPlan {
+        let shape = TileShape::new(self.config.tile_kv, 2, false, 4);
+        let units = self.config.units() as usize;
+        CopyPlan { shape, width: 2, units, exact: false }
+    }
+
     const fn products(self) -> Products {
         Products {
             frags: self.config.rows as usize / 16,
@@ -207,7 +215,8 @@ impl Others {
                 if unit < comptime!(plan.config.tile_kv) {
                     let at = self.at_stats + head_at * dims.lse_head + down_at + unit;
                     let from = global_address(stats) + u64::cast_from(at) * 8;
-                    copy_pair(from, to + 2 * tile_bytes + unit * 8, unit < left);
+                    let to = to + 2 * tile_bytes + unit * 8;
+                    copy_vector(from, to, 0u32, unit < left, comptime!(plan.stats()));
                 }
             }
         }
@@ -479,5 +488,9 @@ fn store<F: Float, NC: Size, NO: Size>(
 /// The statistics of the two queries in columns `2 · lane` of fragments `j`, where columns are queries.
 #[cube]
 fn quad_of(at: u32, #[comptime] j: usize, #[comptime] side: Side) -> Vector<f32, Const<4>> {
-    if comptime!(side.keys) { load_quad(at, comptime!(64 * j as u32)) } else { Vector::new(0.0f32) }
+    if comptime!(side.keys) {
+        load_chunk(at, comptime!(64 * j as u32))
+    } else {
+        Vector::new(0.0f32)
+    }
 }

@@ -23,7 +23,7 @@ mod stats;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -32,11 +32,12 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 pub use problem::BackwardProblem;
 
-use super::config::{fits, flash as tiles, serves};
+use super::config::{addresses, fits, flash as tiles, serves};
 use super::scores::{Scores, ScoresCompilationArg, ScoresLaunch};
 use super::{
-    AttentionConfig, AttentionOperands, AttentionProblem, Dims, HeadStrides, RowsConfig, Sequences,
-    SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
+    AttentionConfig, AttentionOperands, AttentionProblem, Dims, HeadStrides, Implementation,
+    RowsConfig, Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of,
+    types,
 };
 use crate::matmul::elem;
 use flash::{FlashPlan, Side};
@@ -65,7 +66,7 @@ pub struct BackwardConfig {
     pub keys: AttentionConfig,
 }
 
-/// In the order of how often they win.
+/// The widest tiles first.
 const QUERIES: [AttentionConfig; 6] = [
     AttentionConfig::Flash(tiles(4, 32, 32, 2)),
     AttentionConfig::Flash(tiles(4, 32, 64, 2)),
@@ -146,13 +147,13 @@ impl Kernel for AttentionBackward {
         let p = &problem.forward;
         let make = |len, salt| crate::noise(device, len, p.dtype, 5 * seed + salt);
         let empty = |len: usize| device.client().empty(bytes_of(len, p.dtype));
-        let [q, k, v, out] = p.extents();
+        let [dout, dq, dk, dv] = problem.extents();
         let operands = BackwardOperands {
             forward: super::Attention::operands(device, p, seed),
-            dout: make(problem.reach(problem.dout, p.heads, p.seq_q).max(out), 7),
-            dq: empty(problem.reach(problem.dq, p.heads, p.seq_q).max(q)),
-            dk: empty(problem.reach(problem.dk, p.kv_heads, p.seq_kv).max(k)),
-            dv: empty(problem.reach(problem.dv, p.kv_heads, p.seq_kv).max(v)),
+            dout: make(dout, 7),
+            dq: empty(dq),
+            dk: empty(dk),
+            dv: empty(dv),
         };
         // Weights are those of a softmax only with the forward pass's own sums.
         if let Some(config) = super::Attention::candidates(device.profile(), p).first() {
@@ -162,18 +163,12 @@ impl Kernel for AttentionBackward {
     }
 
     fn outputs(problem: &BackwardProblem, operands: &BackwardOperands) -> Vec<Output> {
-        let p = &problem.forward;
-        let of = |handle: &Handle, strides: HeadStrides, heads, seq| Output {
-            handle: handle.clone(),
-            dtype: p.dtype,
-            len: problem.reach(strides, heads, seq),
-            tolerance: super::tolerance(p.dtype),
-        };
-        vec![
-            of(&operands.dq, problem.dq, p.heads, p.seq_q),
-            of(&operands.dk, problem.dk, p.kv_heads, p.seq_kv),
-            of(&operands.dv, problem.dv, p.kv_heads, p.seq_kv),
-        ]
+        let dtype = problem.forward.dtype;
+        let tolerance = super::tolerance(dtype);
+        let [_, dq, dk, dv] = problem.extents();
+        [(&operands.dq, dq), (&operands.dk, dk), (&operands.dv, dv)]
+            .map(|(handle, len)| Output { handle: handle.clone(), dtype, len, tolerance })
+            .to_vec()
     }
 
     /// A pair of numbers a query.
@@ -194,7 +189,7 @@ impl Kernel for AttentionBackward {
             KernelSettings::new(cube_dim.into(), ExecutionMode::Unchecked, address(p))
         };
         let statistics = stats::stats::Stats::new(
-            settings(CubeDim::new_1d(stats_units(arch))),
+            settings(CubeDim::new_1d(RowsConfig::of(arch).units)),
             properties.clone(),
             target.clone(),
             buffer(),
@@ -250,24 +245,15 @@ impl Kernel for AttentionBackward {
         let lse = forward.lse.as_ref().expect("a checked problem stores its log-sum-exp");
         let rows = p.rows() as usize;
         let [q, k, v, out] = p.extents();
-        let dout = problem.reach(problem.dout, p.heads, p.seq_q);
-        let (dq, dk, dv) = (
-            problem.reach(problem.dq, p.heads, p.seq_q),
-            problem.reach(problem.dk, p.kv_heads, p.seq_kv),
-            problem.reach(problem.dv, p.kv_heads, p.seq_kv),
-        );
-        let units = stats_units(device.profile());
+        let [dout, dq, dk, dv] = problem.extents();
+        let spread = RowsConfig::of(device.profile());
         let width = problem.width(8);
-        let cubes = match device.backend() {
-            Backend::Cpu => 1,
-            _ => rows.div_ceil(units as usize).min(65_535) as u32,
-        };
         // SAFETY: the extents are the problem's, whose strides the kernel stays within.
         unsafe {
             stats::stats::launch_unchecked(
                 client,
-                CubeCount::Static(cubes, 1, 1),
-                CubeDim::new_1d(units),
+                spread.cubes(device.profile(), p.rows()),
+                CubeDim::new_1d(spread.units),
                 address(p),
                 width,
                 BufferArg::from_raw_parts(forward.out.clone(), out / width),
@@ -333,6 +319,34 @@ impl Kernel for AttentionBackward {
     }
 }
 
+impl Implementation {
+    /// As [`Implementation::config`] for the gradients.
+    ///
+    /// # Errors
+    /// Why it cannot serve the problem on the device.
+    pub fn backward_config(
+        self,
+        arch: &ArchProfile,
+        problem: &BackwardProblem,
+    ) -> Result<BackwardConfig, Infeasible> {
+        let flash = |c: &BackwardConfig| matches!(c.queries, AttentionConfig::Flash(_));
+        match self {
+            Self::Plain => AttentionBackward::simplest(arch, problem),
+            Self::Flash => {
+                match AttentionBackward::candidates(arch, problem).into_iter().find(flash) {
+                    Some(config) => Ok(config),
+                    // What the smallest lacks, every one lacks.
+                    None => {
+                        let smallest = AttentionConfig::smallest_flash();
+                        let config = BackwardConfig { queries: smallest, keys: smallest };
+                        AttentionBackward::check(arch, problem, &config).map(|()| config)
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// The launches of a backward pass, and which config each has.
 fn sides(
     head_dim: u32,
@@ -364,7 +378,7 @@ fn check(
     }
     let plan = FlashPlan::new(*c, side, p.head_dim, true, problem.width(8), false, false);
     for copies in [plan.own, plan.other] {
-        if copies.shape.len() / copies.width % copies.units != 0 {
+        if !copies.divides() {
             return shape("tile_kv", c.tile_kv, "the copies of a tile do not divide");
         }
     }
@@ -381,17 +395,8 @@ fn check(
 /// Registers of a unit, roughly; none of the plain path.
 fn registers(p: &AttentionProblem, config: &AttentionConfig, side: Side) -> u32 {
     let AttentionConfig::Flash(c) = config else { return 0 };
-    let addresses = if p.bias.is_some() || p.mask.is_some() { 32 } else { 0 };
     let slopes = if p.softcap.is_some() { 8 } else { 0 };
-    side.registers(*c, p.head_dim) + addresses + slopes
-}
-
-/// Units of a cube that computes statistics.
-fn stats_units(arch: &ArchProfile) -> u32 {
-    match arch.backend {
-        Backend::Cpu => arch.processors.unwrap_or(1),
-        _ => 64,
-    }
+    side.registers(*c, p.head_dim) + addresses(p) + slopes
 }
 
 /// A side's config bound to a problem.
@@ -431,18 +436,13 @@ impl Plan {
                 cubes: CubeCount::Static(own.div_ceil(c.tile_q()), own_heads, p.batch),
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
-            AttentionConfig::Rows(RowsConfig { units }) => {
+            AttentionConfig::Rows(c) => {
                 let rows = u64::from(p.batch) * u64::from(own_heads) * u64::from(own);
-                let widest = u64::from(arch.load_bytes / 4).clamp(1, 16);
-                let cubes = match arch.backend {
-                    Backend::Cpu => 1,
-                    _ => rows.div_ceil(u64::from(units)).min(65_535) as u32,
-                };
                 Self {
                     path: Path::Rows(RowsPlan { side, head_dim: p.head_dim }),
-                    widths: [problem.width(widest), 1],
-                    cubes: CubeCount::Static(cubes, 1, 1),
-                    cube_dim: CubeDim::new_1d(units),
+                    widths: [problem.width(RowsConfig::widest(arch)), 1],
+                    cubes: c.cubes(arch, rows),
+                    cube_dim: CubeDim::new_1d(c.units),
                 }
             }
         }

@@ -47,10 +47,16 @@ impl BackwardProblem {
         Ok(self)
     }
 
-    /// Elements that the buffer of a gradient must hold; where lengths vary, as if every sequence had the
-    /// longest.
-    pub fn reach(&self, s: HeadStrides, heads: u32, seq: u32) -> usize {
-        self.forward.reach(s, heads, seq)
+    /// Elements that the buffers of dout, dq, dk and dv must hold; where lengths vary, as if every
+    /// sequence had the longest.
+    pub fn extents(&self) -> [usize; 4] {
+        let p = &self.forward;
+        [
+            p.reach(self.dout, p.heads, p.seq_q),
+            p.reach(self.dq, p.heads, p.seq_q),
+            p.reach(self.dk, p.kv_heads, p.seq_kv),
+            p.reach(self.dv, p.kv_heads, p.seq_kv),
+        ]
     }
 
     /// The least work: two products forward that are needed again, three more for the gradients, as the

@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 
 use super::Roles;
 use super::flash::Side;
+use crate::attention::rows::{dot, load_row, store_row, zero_row};
 use crate::attention::scores::{Place, Scores};
 use crate::attention::{Dims, Sequences};
 
@@ -54,16 +55,10 @@ pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
         if row < own_len {
             let at_1 = roles.own_1.at(from_own + row, batch, own_head) / NI::value();
             let at_2 = roles.own_2.at(from_own + row, batch, own_head) / NI::value();
-            let mut mine_1 = Array::<Vector<f32, NI>>::new(vectors);
-            let mut mine_2 = Array::<Vector<f32, NI>>::new(vectors);
-            let mut sum_1 = Array::<Vector<f32, NI>>::new(vectors);
-            let mut sum_2 = Array::<Vector<f32, NI>>::new(vectors);
-            for d in 0..vectors {
-                mine_1[d] = Vector::cast_from(own_1[at_1 + d]);
-                mine_2[d] = Vector::cast_from(own_2[at_2 + d]);
-                sum_1[d] = Vector::new(0.0f32);
-                sum_2[d] = Vector::new(0.0f32);
-            }
+            let mine_1 = load_row::<F, NI>(own_1, at_1, vectors);
+            let mine_2 = load_row::<F, NI>(own_2, at_2, vectors);
+            let mut sum_1 = zero_row::<NI>(vectors);
+            let mut sum_2 = zero_row::<NI>(vectors);
             let (first, last) = if comptime!(side.keys) {
                 scores.seers(&span, row, 1u32.runtime())
             } else {
@@ -81,31 +76,18 @@ pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                         roles.other_1.at(from_other + other, batch, other_head) / NI::value();
                     let at_2 =
                         roles.other_2.at(from_other + other, batch, other_head) / NI::value();
-                    let mut products_1 = Vector::<f32, NI>::new(0.0f32);
-                    let mut products_2 = Vector::<f32, NI>::new(0.0f32);
-                    for d in 0..vectors {
-                        products_1 =
-                            fma(mine_1[d], Vector::cast_from(other_1[at_1 + d]), products_1);
-                        products_2 =
-                            fma(mine_2[d], Vector::cast_from(other_2[at_2 + d]), products_2);
-                    }
-                    let mut dot = 0.0f32.runtime();
-                    let mut gradient = 0.0f32.runtime();
-                    #[unroll]
-                    for e in 0..NI::value() {
-                        dot += products_1.extract(e);
-                        gradient += products_2.extract(e);
-                    }
+                    let product = dot::<F, NI>(&mine_1, other_1, at_1, vectors);
+                    let gradient = dot::<F, NI>(&mine_2, other_2, at_2, vectors);
                     let (query, key) =
                         if comptime!(side.keys) { (other, row) } else { (row, other) };
                     let place = Place { batch, head, row: query, col: key };
-                    let score = scores.of(dot, &place, &span, dims);
+                    let score = scores.of(product, &place, &span, dims);
                     // A hidden key has no gradient; a NaN goes through.
                     if score != scores.hidden {
                         let of_query = stats[dims.lse_at(span.from_q + query, batch, head)];
                         let log2 = score * scores.unit() - of_query.extract(0usize);
                         let weight = (log2 * std::f32::consts::LN_2).exp();
-                        let slope = scores.slope_at(dot);
+                        let slope = scores.slope_at(product);
                         let change = weight * (gradient - of_query.extract(1usize)) * slope;
                         for d in 0..vectors {
                             let first = Vector::<f32, NI>::cast_from(other_1[at_1 + d]);
@@ -118,18 +100,11 @@ pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                     }
                 }
             }
-            let to_1 = roles.out_1.at(from_own + row, batch, own_head);
-            let to_2 = roles.out_2.at(from_own + row, batch, own_head);
-            for d in 0..vectors {
-                #[unroll]
-                for e in 0..NI::value() {
-                    let at = d * NI::value() + e;
-                    let first = sum_1[d].extract(e) * scores.scale;
-                    out_1[to_1 + at] = Vector::new(F::cast_from(first));
-                    if comptime!(side.second) {
-                        out_2[to_2 + at] = Vector::new(F::cast_from(sum_2[d].extract(e)));
-                    }
-                }
+            let to = roles.out_1.at(from_own + row, batch, own_head);
+            store_row::<F, NI, NO>(out_1, to, &sum_1, scores.scale, vectors);
+            if comptime!(side.second) {
+                let to = roles.out_2.at(from_own + row, batch, own_head);
+                store_row::<F, NI, NO>(out_2, to, &sum_2, 1.0f32.runtime(), vectors);
             }
         }
         task += stride;

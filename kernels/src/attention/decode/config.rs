@@ -1,13 +1,13 @@
 //! How to compute it: configs, what they need, which are worth measuring.
 
-use arch::{ArchProfile, Backend, DType};
+use arch::ArchProfile;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use super::DecodeProblem;
 use super::merge::COUNTERS;
 use super::split::{SplitConfig, SplitPlan};
-use crate::attention::config::fits;
+use crate::attention::config::{fits, holds, tensor_cores};
 use crate::attention::rows::RowsConfig;
 
 /// One way to run a step of decoding.
@@ -16,21 +16,6 @@ use crate::attention::rows::RowsConfig;
 pub enum DecodeConfig {
     Split(SplitConfig),
     Rows(RowsConfig),
-}
-
-impl DecodeConfig {
-    /// The tensor-core config that needs least: what it lacks, every one lacks.
-    pub const fn smallest_split() -> Self {
-        Self::Split(SplitConfig { planes: 1, tile_kv: 16, stages: 1, splits: 1 })
-    }
-
-    /// Units of one cube.
-    pub const fn units(&self) -> u32 {
-        match self {
-            Self::Split(c) => c.units(),
-            Self::Rows(c) => c.units,
-        }
-    }
 }
 
 /// Planes, keys of a tile, stages.
@@ -87,11 +72,7 @@ pub(super) fn simplest(
     arch: &ArchProfile,
     problem: &DecodeProblem,
 ) -> Result<DecodeConfig, Infeasible> {
-    let units = match arch.backend {
-        Backend::Cpu => arch.processors.unwrap_or(1),
-        _ => 64,
-    };
-    let config = DecodeConfig::Rows(RowsConfig { units });
+    let config = DecodeConfig::Rows(RowsConfig::of(arch));
     check(arch, problem, &config).map(|()| config)
 }
 
@@ -100,31 +81,14 @@ pub(super) fn check(
     problem: &DecodeProblem,
     config: &DecodeConfig,
 ) -> Result<(), Infeasible> {
-    let lacks = |what: String| Err(Infeasible::Feature { what });
     let shape =
         |name, value: u64, why: &str| Err(Infeasible::Shape { name, value, why: why.to_owned() });
-    for dtype in [problem.dtype, problem.cache] {
-        if !arch.dtypes.contains(&dtype) {
-            return lacks(format!("{dtype} buffers"));
-        }
-    }
+    holds(arch, [problem.dtype, problem.cache])?;
     let c = match config {
         DecodeConfig::Split(c) => c,
         DecodeConfig::Rows(c) => return fits(arch, c.units),
     };
-    if problem.dtype == DType::F32 {
-        return lacks("f32 matrix instructions".to_owned());
-    }
-    let inst = arch.mma_for(problem.dtype, DType::F32);
-    if arch.backend != Backend::Cuda || inst.is_none_or(|s| s.k != 16) {
-        return lacks(format!("{} matrix instructions 16 deep", problem.dtype));
-    }
-    if !arch.async_copy {
-        return lacks("asynchronous copies".to_owned());
-    }
-    if problem.head_dim % 16 != 0 || problem.head_dim > 256 {
-        return shape("head_dim", problem.head_dim.into(), "a multiple of 16 up to 256");
-    }
+    tensor_cores(arch, problem.dtype, problem.head_dim)?;
     let vector = 16 / problem.cache.size() as u64;
     if let Some(step) = problem.cache_steps().into_iter().find(|step| step % vector != 0) {
         return shape("stride", step, "rows of the cache start at multiples of 16 bytes");
@@ -173,6 +137,8 @@ pub(super) fn check(
 
 #[cfg(test)]
 mod tests {
+    use arch::DType;
+
     use super::*;
 
     #[test]

@@ -19,7 +19,7 @@ use super::Dims;
 use super::scores::Scores;
 use super::split::SplitPlan;
 use crate::tile::{
-    exp2, global_address_mut, load_pair, load_quad, load_shared, store_pair, store_shared,
+    exp2, global_address_mut, load_chunk, load_pair, load_shared, store_pair, store_shared,
 };
 
 /// Counters at the start of scratch: words, of which every launch uses the first few.
@@ -147,7 +147,7 @@ pub(crate) fn meet<F: Float, NO: Size>(
             l += load_shared(state, comptime!(8 * plane * rows + 4)) * factor;
             let line = row + comptime!(plane * rows);
             let from = sums + line * comptime!(4 * plan.sums_pitch()) + vector * 16;
-            sum += load_quad(from, 0u32) * Vector::new(factor);
+            sum += load_chunk(from, 0u32) * Vector::new(factor);
         }
         if comptime!(plan.cut) {
             let part = Part::of(dims, share, row, plan);

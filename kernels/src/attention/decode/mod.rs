@@ -43,7 +43,7 @@ mod stream;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -53,7 +53,7 @@ pub use config::DecodeConfig;
 pub use problem::{CacheLayout, CacheStrides, DecodeProblem, InvalidDecode, MAX_QUERIES};
 pub use split::SplitConfig;
 
-use super::{Steps, bound, optional, tolerance};
+use super::{RowsConfig, Steps, bound, bytes_of, optional, tolerance};
 use crate::matmul::elem;
 use crate::tile::global_address;
 use rows::RowsPlan;
@@ -136,7 +136,7 @@ impl Kernel for Decode {
             q: make(q, problem.dtype, 0),
             k: make(k, problem.cache, 1),
             v: make(v, problem.cache, 2),
-            out: client.empty((out * problem.dtype.size()).next_multiple_of(4)),
+            out: client.empty(bytes_of(out, problem.dtype)),
             lengths: words(vec![problem.longest; problem.batch as usize]),
             table: (problem.table_len() > 0)
                 .then(|| words((0..problem.table_len() as u64).map(block).collect())),
@@ -289,16 +289,11 @@ impl Plan {
                 }
             }
             DecodeConfig::Rows(c) => {
-                let widest = u64::from(arch.load_bytes / 4).clamp(1, 16);
-                let cubes = match arch.backend {
-                    Backend::Cpu => 1,
-                    _ => p.rows().div_ceil(u64::from(c.units)).min(65_535) as u32,
-                };
                 let plan = RowsPlan { head_dim: p.head_dim, cache: CachePlan::of(p) };
                 Self {
                     path: Path::Rows(plan),
-                    widths: [p.width(widest), 1],
-                    cubes: CubeCount::Static(cubes, 1, 1),
+                    widths: [p.width(RowsConfig::widest(arch)), 1],
+                    cubes: c.cubes(arch, p.rows()),
                     cube_dim: CubeDim::new_1d(c.units),
                     splits: 1,
                     tile_kv: 1,
@@ -445,27 +440,27 @@ impl Cache {
         scales
     }
 
-    /// Where the scales of k start; 0 where there are none.
+    /// Where the scales of k start.
     pub(crate) fn k_scales_address(&self) -> u64 {
-        let mut address = 0u64.runtime();
-        #[comptime]
-        match &self.k_scales {
-            ComptimeOption::Some(k) => address = global_address(k),
-            ComptimeOption::None => {}
-        }
-        address
+        start_of(&self.k_scales)
     }
 
-    /// Where the scales of v start; 0 where there are none.
+    /// Where the scales of v start.
     pub(crate) fn v_scales_address(&self) -> u64 {
-        let mut address = 0u64.runtime();
-        #[comptime]
-        match &self.v_scales {
-            ComptimeOption::Some(v) => address = global_address(v),
-            ComptimeOption::None => {}
-        }
-        address
+        start_of(&self.v_scales)
     }
+}
+
+/// Where a buffer starts; 0 where there is none.
+#[cube]
+fn start_of(buffer: &ComptimeOption<Box<[Vector<f32, Const<1>>]>>) -> u64 {
+    let mut address = 0u64.runtime();
+    #[comptime]
+    match buffer {
+        ComptimeOption::Some(buffer) => address = global_address(buffer),
+        ComptimeOption::None => {}
+    }
+    address
 }
 
 /// Elements of `size` bytes, in bytes.

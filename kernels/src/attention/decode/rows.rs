@@ -15,6 +15,7 @@ use cubecl::prelude::*;
 
 use super::scores::Scores;
 use super::{Cache, CachePlan, Dims};
+use crate::attention::rows::{dot, load_row, store_row, zero_row};
 
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -46,12 +47,8 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
         let batch = task / dims.seq_q / dims.heads;
         let kv_head = head / dims.group;
         let from_q = dims.q.at(i, batch, head) / NI::value();
-        let mut query = Array::<Vector<f32, NI>>::new(vectors);
-        let mut acc = Array::<Vector<f32, NI>>::new(vectors);
-        for d in 0..vectors {
-            query[d] = Vector::cast_from(q[from_q + d]);
-            acc[d] = Vector::new(0.0f32);
-        }
+        let query = load_row::<F, NI>(q, from_q, vectors);
+        let mut acc = zero_row::<NI>(vectors);
         let mut most = scores.hidden;
         let mut sum = 0.0f32.runtime();
         // A query before the start of a short sequence sees nothing.
@@ -61,15 +58,7 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
             let (page, row) = cache.place(dims, batch, key as u32, plan.cache);
             let from_k = dims.k.at(page, kv_head, row) / NI::value();
             let from_v = dims.v.at(page, kv_head, row) / NI::value();
-            let mut products = Vector::<f32, NI>::new(0.0f32);
-            for d in 0..vectors {
-                products = fma(query[d], Vector::cast_from(k[from_k + d]), products);
-            }
-            let mut dot = 0.0f32.runtime();
-            #[unroll]
-            for e in 0..NI::value() {
-                dot += products.extract(e);
-            }
+            let dot = dot::<C, NI>(&query, k, from_k, vectors);
             let (k_scale, v_scale) = cache.scales(dims, page, kv_head, row);
             let score = scores.of(dot * k_scale) * scores.unit();
             let log2 = std::f32::consts::LN_2;
@@ -90,13 +79,7 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
         }
         let quotient = select(sum == 0.0, 0.0, 1.0 / sum);
         let to = dims.out.at(i, batch, head);
-        for d in 0..vectors {
-            let value = acc[d] * Vector::new(quotient);
-            #[unroll]
-            for e in 0..NI::value() {
-                out[to + d * NI::value() + e] = Vector::new(F::cast_from(value.extract(e)));
-            }
-        }
+        store_row::<F, NI, NO>(out, to, &acc, quotient, vectors);
         if comptime!(scores.rules.lse) {
             let log = most * std::f32::consts::LN_2 + sum.ln();
             lse[task as usize] = select(sum == 0.0, scores.hidden, log);
