@@ -18,4 +18,10 @@ pub enum Error {
     /// Bytes that do not divide into values.
     #[error("{bytes} bytes are not a whole number of {dtype} values")]
     Bytes { dtype: DType, bytes: usize },
+    /// Infinity or NaN where there is no place for it.
+    #[error("{what} {index} is infinite or not a number")]
+    NotFinite { what: &'static str, index: usize },
+    /// Blocks hold 32, 64 .. 4096 values.
+    #[error("blocks of {0} values: a power of two in 32..=4096 was expected")]
+    BlockSize(usize),
 }

@@ -7,6 +7,8 @@
 //! | [`attention`] | softmax(q·kᵀ)·v with masks, soft cap, window, shared keys |
 //! | [`decode`] | attention of the newest positions over a cache: pages, lengths, bytes with scales |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
+//! | [`nf4`] | weights of 4 bits, NF4 and FP4, and the 8-bit code of their absmax |
+//! | [`int8`] | weights of 8 bits, one absmax a row |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
 //! This crate shares neither code nor constants with the kernels, and knows no GPU. A check runs in
@@ -34,7 +36,9 @@ pub mod decode;
 pub mod dtype;
 mod error;
 pub mod inputs;
+pub mod int8;
 pub mod matmul;
+pub mod nf4;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, compare};
@@ -43,3 +47,4 @@ pub use dtype::DType;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides};
+pub use nf4::{Blocks, FourBit};

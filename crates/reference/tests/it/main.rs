@@ -3,3 +3,4 @@
 mod attention;
 mod inputs;
 mod matmul;
+mod nf4;

@@ -1,0 +1,128 @@
+//! ```text
+//! values: [rows, cols]   codes: i8 as values   scb: [rows], bitsandbytes' name for a row's absmax
+//!   for each row: scb[row] = max|values[row, ..]|;  code = round(values[row, col]·(127/scb[row]))
+//!   values[row, col] ≈ code·scb[row]·(1/127)
+//! ```
+//!
+//! In f32, one rounding an operation; ties go to even. bitsandbytes quantizes weights that it rounded to
+//! f16 first, and so does who wants its codes. Its CUDA kernel divides approximately: where a product is
+//! near a tie it may round to the neighbour, which [`disagreement`] can excuse.
+//!
+//! Source: Dettmers et al., "LLM.int8()" (2022); bitsandbytes 95f9af3, `kInt8VectorQuant` and
+//! `int8_vectorwise_dequant`.
+
+use rayon::prelude::*;
+
+use crate::Error;
+use crate::nf4::{around, finite, largest, length, normal};
+
+/// Quantized rows.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rows {
+    /// `[rows, cols]`
+    pub codes: Vec<i8>,
+    /// `[rows]`
+    pub scb: Vec<f32>,
+}
+
+/// Quantizes `[rows, cols]` values; a row of zeros has scb 0 and codes 0. Subnormals count as zero.
+///
+/// # Errors
+/// [`Error::Length`] when there are not rows·cols values; [`Error::NotFinite`] with the first infinity
+/// or NaN.
+pub fn quantize(values: &[f32], rows: usize, cols: usize) -> Result<Rows, Error> {
+    let scb = absmax(values, rows, cols)?;
+    let code = |i: usize| round(scaled(values[i], scb[i / cols]));
+    let codes = (0..values.len()).into_par_iter().map(code).collect();
+    Ok(Rows { codes, scb })
+}
+
+/// The values that codes stand for.
+///
+/// # Shapes
+/// codes `[rows, cols]`, scb `[rows]`; the result as codes.
+///
+/// # Errors
+/// [`Error::Length`] when the shapes disagree.
+pub fn dequantize(codes: &[i8], scb: &[f32], cols: usize) -> Result<Vec<f32>, Error> {
+    length("codes", codes.len(), scb.len().saturating_mul(cols))?;
+    let value = |i: usize| f32::from(codes[i]) * scb[i / cols] * (1.0 / 127.0);
+    Ok((0..codes.len()).into_par_iter().map(value).collect())
+}
+
+/// The first element whose code is wrong by more than a scale that is off by `ulps` excuses.
+///
+/// # Errors
+/// As [`quantize`]; [`Error::Length`] when there is not one code for each value.
+pub fn disagreement(
+    values: &[f32],
+    rows: usize,
+    cols: usize,
+    codes: &[i8],
+    ulps: u32,
+) -> Result<Option<usize>, Error> {
+    let scb = absmax(values, rows, cols)?;
+    length("codes", codes.len(), values.len())?;
+    Ok((0..values.len()).into_par_iter().find_first(|&i| {
+        let x = scaled(values[i], scb[i / cols]);
+        around(x, ulps).iter().all(|x| round(*x) != codes[i])
+    }))
+}
+
+fn absmax(values: &[f32], rows: usize, cols: usize) -> Result<Vec<f32>, Error> {
+    length("values", values.len(), rows.saturating_mul(cols))?;
+    finite(values)?;
+    Ok((0..rows).into_par_iter().map(|row| largest(&values[row * cols..][..cols])).collect())
+}
+
+fn scaled(v: f32, scb: f32) -> f32 {
+    if scb > 0.0 { normal(v) * (127.0 / scb) } else { 0.0 }
+}
+
+fn round(x: f32) -> i8 {
+    x.round_ties_even() as i8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_have_their_own_scale_and_ties_go_to_even() -> Result<(), Error> {
+        let values = [127.0, 0.5, 1.5, -126.5, 0.0, 0.0, 0.0, 0.0, -2.0, 1.0, 0.0, 2.0];
+        let rows = quantize(&values, 3, 4)?;
+        assert_eq!(rows.scb, [127.0, 0.0, 2.0]);
+        assert_eq!(rows.codes, [127, 0, 2, -126, 0, 0, 0, 0, -127, 64, 0, 127]);
+        let back = dequantize(&rows.codes, &rows.scb, 4)?;
+        assert_eq!(back[..4], [127.0 * 127.0 * (1.0 / 127.0), 0.0, 2.0, -126.0]);
+        assert_eq!(back[4..8], [0.0; 4]);
+        assert_eq!(disagreement(&values, 3, 4, &rows.codes, 0)?, None);
+        let mut other = rows.codes;
+        other[1] = 1; // On the other side of a tie.
+        assert_eq!(disagreement(&values, 3, 4, &other, 0)?, Some(1));
+        assert_eq!(disagreement(&values, 3, 4, &other, 2)?, None);
+        other[2] = 3;
+        assert_eq!(disagreement(&values, 3, 4, &other, 2)?, Some(2));
+        Ok(())
+    }
+
+    #[test]
+    fn the_largest_scales_are_the_smallest_steps() -> Result<(), Error> {
+        let values = [65504.0, -65504.0, f32::MIN_POSITIVE / 2.0, 2.0f32.powi(-24)];
+        assert_eq!(quantize(&values, 2, 2)?.codes, [127, -127, 0, 127]);
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let need = |what, need, have| Err(Error::Length { what, need, have });
+        assert_eq!(quantize(&[1.0; 5], 2, 3), need("values", 6, 5));
+        assert_eq!(quantize(&[], usize::MAX, 3), need("values", usize::MAX, 0));
+        assert_eq!(
+            quantize(&[0.0, f32::NAN], 1, 2),
+            Err(Error::NotFinite { what: "value", index: 1 })
+        );
+        assert_eq!(dequantize(&[1; 5], &[1.0; 2], 3).err(), need("codes", 6, 5).err());
+        assert_eq!(quantize(&[], 3, 0).map(|rows| rows.scb), Ok(vec![0.0; 3]));
+    }
+}
