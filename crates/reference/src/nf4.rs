@@ -22,7 +22,7 @@
 //!   block of zeros is 1e-38.
 //! - Torch on the CPU divides in a short last block where it multiplies elsewhere; its thresholds of FP4
 //!   are the exact midpoints, up to 14 ulps from CUDA's, which are used here; and it gives FP4's two zeros
-//!   the other sign.
+//!   the other sign. Its code book has 0 at 8, as here, but its kernels decode 8 to -0.
 //! - On the CPU it finds nested codes in a table of 65536 places: the code of the neighbour, near a
 //!   midpoint. Here they are found as on CUDA.
 //! - `offset` is torch's f32 mean, whose last bits depend on the order of summation, and so on the device

@@ -160,6 +160,14 @@ fn what_is_wrong_is_named() {
 }
 
 #[test]
+fn equal_absmax_are_all_offset() -> Result<(), Error> {
+    let blocks = nest(&[0.5; 3], mean(&[0.5; 3]))?;
+    assert_eq!((&blocks.codes[..], &blocks.absmax[..]), (&[0; 3][..], &[0.0][..]));
+    assert_eq!(unnest(&dynamic_map(), &blocks.codes, &blocks.absmax, 0.5)?, [0.5; 3]);
+    Ok(())
+}
+
+#[test]
 fn an_empty_weight_has_no_blocks() -> Result<(), Error> {
     let blocks = FourBit::Nf4.quantize(&[], 64)?;
     assert!(blocks.codes.is_empty() && blocks.absmax.is_empty());
@@ -213,7 +221,7 @@ proptest! {
         let back = unnest(&map, &blocks.codes, &blocks.absmax, offset)?;
         for (i, (v, back)) in values.iter().zip(&back).enumerate() {
             let absmax = blocks.absmax[i / NESTED_BLOCK_SIZE];
-            let least = nearest(&map, (v - offset) / absmax) * absmax;
+            let least = if absmax > 0.0 { nearest(&map, (v - offset) / absmax) * absmax } else { 0.0 };
             prop_assert!((v - back).abs() <= least + 2e-6, "{} {}", v, back);
         }
         prop_assert_eq!(nested_disagreement(&values, offset, &blocks.codes, 0)?, None);
