@@ -1,0 +1,77 @@
+use std::io;
+use std::path::PathBuf;
+
+use safetensors::Dtype;
+
+/// Why a checkpoint cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot read {}: {why}", .path.display())]
+    Read { path: PathBuf, why: io::Error },
+    #[error("cannot write {}: {why}", .path.display())]
+    Write { path: PathBuf, why: io::Error },
+    /// A header that is cut, no JSON, or at odds with itself or the length of the file.
+    #[error("{} is not a safetensors file: {why}", .path.display())]
+    Header { path: PathBuf, why: String },
+    #[error("{} does not tell which shard holds which tensor: {why}", .path.display())]
+    Index { path: PathBuf, why: String },
+    #[error("{} names {shard}, which is not there\nhint: download all shards", .index.display())]
+    MissingShard { index: PathBuf, shard: String },
+    #[error("tensor {tensor}: {reason}")]
+    Tensor { tensor: String, reason: Reason },
+}
+
+/// What is wrong with a tensor.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Reason {
+    #[error("is not there")]
+    Missing,
+    /// No part of the format that its neighbours are in.
+    #[error("does not belong to {0}")]
+    Unexpected(&'static str),
+    #[error("is there twice, or is written twice")]
+    Twice,
+    #[error("is {have:?} where {} was expected", names(.need))]
+    DType { have: Dtype, need: Vec<Dtype> },
+    #[error("has shape {have:?} where {need:?} was expected")]
+    Shape { have: Vec<usize>, need: Vec<usize> },
+    #[error("has shape {have:?} where {need} axes were expected")]
+    Axes { have: Vec<usize>, need: usize },
+    #[error("is not named `weight`, as int8 weights are")]
+    Name,
+    #[error("holds {have} bytes where its shape takes {need}")]
+    Bytes { have: usize, need: usize },
+    #[error("shape {0:?} is too large to count its elements")]
+    Overflow(Vec<usize>),
+    /// The JSON of a quantization state.
+    #[error("is no quantization state: {0}")]
+    State(String),
+    #[error("more than one quantization state: {}", .0.join(", "))]
+    States(Vec<String>),
+    #[error("quantization of type {0:?}; nf4 and fp4 are known")]
+    QuantType(String),
+    #[error("blocks of {0} values: a power of two in 32..=4096 was expected")]
+    BlockSize(usize),
+    #[error("nested blocks of {0} values: 256 was expected")]
+    NestedBlockSize(usize),
+    #[error("has shape {have:?}; the weight in blocks of {block_size} values has {need:?}")]
+    Blocks { have: Vec<usize>, need: Vec<usize>, block_size: usize },
+    /// Two values a byte, `[bytes/size, 1]` of the storage's dtype.
+    #[error("has shape {have:?}, which does not hold {len} values of 4 bits stored as {storage:?}")]
+    Packing { have: Vec<usize>, len: usize, storage: Dtype },
+    #[error("value {index} is infinite or not a number")]
+    NotFinite { index: usize },
+    #[error("weight format {0}; rows, 0, is known")]
+    WeightFormat(u8),
+}
+
+impl Reason {
+    pub(crate) fn of(self, tensor: impl Into<String>) -> Error {
+        Error::Tensor { tensor: tensor.into(), reason: self }
+    }
+}
+
+fn names(dtypes: &[Dtype]) -> String {
+    let names: Vec<_> = dtypes.iter().map(|dtype| format!("{dtype:?}")).collect();
+    names.join(" or ")
+}

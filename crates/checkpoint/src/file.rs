@@ -1,0 +1,211 @@
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+
+use memmap2::Mmap;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::Deserialize;
+
+use crate::{Error, Reason};
+
+/// Tensors by name, in one file or in the shards of a folder. Files are mapped: what is asked for is read,
+/// and not copied.
+#[derive(Debug)]
+pub struct Checkpoint {
+    shards: Vec<Mmap>,
+    tensors: BTreeMap<String, Place>,
+}
+
+#[derive(Debug)]
+struct Place {
+    shard: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Range<usize>,
+}
+
+/// A dense row-major tensor, its bytes little-endian.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor<'a> {
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub bytes: Cow<'a, [u8]>,
+}
+
+/// `model.safetensors.index.json`.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Opens a safetensors file, an index of shards, or a folder that has `model.safetensors.index.json`
+    /// or `model.safetensors`. No one may shorten the files while they are open.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::Header`], [`Error::Index`]; [`Error::MissingShard`] for a shard that is not
+    /// there, before any is opened; [`Error::Tensor`] for a tensor that its shard lacks.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
+        let path = path.as_ref();
+        if path.is_dir() {
+            let index = path.join("model.safetensors.index.json");
+            return if index.exists() {
+                Self::open_index(&index)
+            } else {
+                Self::open_file(&path.join("model.safetensors"))
+            };
+        }
+        match path.extension() {
+            Some(extension) if extension == "json" => Self::open_index(path),
+            _ => Self::open_file(path),
+        }
+    }
+
+    /// The tensors, in order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// A tensor as it lies in the file.
+    ///
+    /// # Errors
+    /// [`Reason::Missing`].
+    pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, Error> {
+        let place = self.tensors.get(name).ok_or_else(|| Reason::Missing.of(name))?;
+        let bytes = &self.shards[place.shard][place.bytes.clone()];
+        Ok(Tensor { dtype: place.dtype, shape: place.shape.clone(), bytes: bytes.into() })
+    }
+
+    /// What is named `{name}.…`, without that.
+    pub(crate) fn below(&self, name: &str) -> impl Iterator<Item = &str> {
+        let prefix = format!("{name}.");
+        let from = self.tensors.range(prefix.clone()..);
+        from.map_while(move |(name, _)| name.strip_prefix(prefix.as_str()))
+    }
+
+    fn open_file(path: &Path) -> Result<Self, Error> {
+        let mut checkpoint = Self { shards: Vec::new(), tensors: BTreeMap::new() };
+        for (name, place) in checkpoint.map(path)? {
+            checkpoint.tensors.insert(name, place);
+        }
+        Ok(checkpoint)
+    }
+
+    fn open_index(path: &Path) -> Result<Self, Error> {
+        let bad = |why: String| Error::Index { path: path.to_owned(), why };
+        let text = fs::read(path).map_err(|why| Error::Read { path: path.to_owned(), why })?;
+        let index: Index = serde_json::from_slice(&text).map_err(|why| bad(why.to_string()))?;
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let mut shards: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
+        for (name, shard) in &index.weight_map {
+            if Path::new(shard).file_name() != Some(shard.as_ref()) {
+                return Err(bad(format!("{shard:?} is not the name of a file beside it")));
+            }
+            shards.entry(shard).or_default().push(name);
+        }
+        if let Some(shard) = shards.keys().find(|shard| !folder.join(shard).is_file()) {
+            return Err(Error::MissingShard { index: path.to_owned(), shard: (*shard).into() });
+        }
+        let mut checkpoint = Self { shards: Vec::new(), tensors: BTreeMap::new() };
+        for (shard, names) in shards {
+            let mut places = checkpoint.map(&folder.join(shard))?;
+            for name in names {
+                let place = places.remove(name).ok_or_else(|| Reason::Missing.of(name))?;
+                checkpoint.tensors.insert(name.clone(), place);
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    /// Maps a file as the next shard.
+    fn map(&mut self, path: &Path) -> Result<BTreeMap<String, Place>, Error> {
+        let read = |why| Error::Read { path: path.to_owned(), why };
+        let file = File::open(path).map_err(read)?;
+        if !file.metadata().map_err(read)?.is_file() {
+            return Err(read(io::Error::other("not a file")));
+        }
+        // SAFETY: the map is only read; `open` asks that files are not shortened meanwhile, and bytes that
+        // change under it are still bytes.
+        let map = unsafe { Mmap::map(&file) }.map_err(read)?;
+        let places = places(&map, self.shards.len())
+            .map_err(|why| Error::Header { path: path.to_owned(), why })?;
+        self.shards.push(map);
+        Ok(places)
+    }
+}
+
+impl<'a> Tensor<'a> {
+    pub fn new(dtype: Dtype, shape: &[usize], bytes: impl Into<Cow<'a, [u8]>>) -> Self {
+        Self { dtype, shape: shape.to_vec(), bytes: bytes.into() }
+    }
+
+    /// The values of an F32 tensor; borrowed where they lie at a multiple of four.
+    ///
+    /// # Errors
+    /// [`Reason::DType`], [`Reason::Bytes`].
+    pub fn f32s(self) -> Result<Cow<'a, [f32]>, Reason> {
+        if self.dtype != Dtype::F32 {
+            return Err(Reason::DType { have: self.dtype, need: vec![Dtype::F32] });
+        }
+        let (have, need) = (self.bytes.len(), bytes_of(self.dtype, &self.shape)?);
+        if have != need {
+            return Err(Reason::Bytes { have, need });
+        }
+        Ok(match self.bytes {
+            Cow::Borrowed(bytes) if cfg!(target_endian = "little") => {
+                match bytemuck::try_cast_slice(bytes) {
+                    Ok(values) => Cow::Borrowed(values),
+                    Err(_) => Cow::Owned(values(bytes)),
+                }
+            }
+            bytes => Cow::Owned(values(&bytes)),
+        })
+    }
+
+    /// A tensor of one axis.
+    pub(crate) fn of_f32s(values: &'a [f32]) -> Self {
+        let bytes = if cfg!(target_endian = "little") {
+            Cow::Borrowed(bytemuck::cast_slice(values))
+        } else {
+            Cow::Owned(values.iter().flat_map(|v| v.to_le_bytes()).collect())
+        };
+        Self { dtype: Dtype::F32, shape: vec![values.len()], bytes }
+    }
+}
+
+/// Bytes of a tensor.
+pub(crate) fn bytes_of(dtype: Dtype, shape: &[usize]) -> Result<usize, Reason> {
+    let bits = shape.iter().try_fold(dtype.bitsize(), |n, axis| n.checked_mul(*axis));
+    bits.map(|bits| bits.div_ceil(8)).ok_or_else(|| Reason::Overflow(shape.to_vec()))
+}
+
+fn values(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+}
+
+/// Where the tensors of a file lie. The format's own crate adds lengths that a file may choose, and so may
+/// overflow; here they are compared before.
+fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> {
+    let (len, rest) = file.split_first_chunk::<8>().ok_or("it is shorter than a length")?;
+    let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
+    let header = rest.get(..len).ok_or("its header is longer than the file")?;
+    let metadata: Metadata = serde_json::from_slice(header).map_err(|why| why.to_string())?;
+    let (need, have) = (metadata.data_len(), rest.len() - len);
+    if need != have {
+        return Err(format!("its tensors take {need} bytes, it has {have}"));
+    }
+    let place = |(name, info): (String, &TensorInfo)| {
+        let (start, end) = info.data_offsets;
+        let bytes = 8 + len + start..8 + len + end;
+        (name, Place { shard, dtype: info.dtype, shape: info.shape.clone(), bytes })
+    };
+    Ok(metadata.tensors().into_iter().map(place).collect())
+}

@@ -1,0 +1,322 @@
+use std::borrow::Cow;
+use std::fmt;
+
+use safetensors::Dtype;
+
+use crate::state::State;
+use crate::{Checkpoint, Error, Plan, Reason, Tensor};
+
+/// Values of one nested block.
+const NESTED_BLOCK_SIZE: usize = 256;
+
+/// Which code the halves of a byte are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QuantType {
+    Nf4,
+    Fp4,
+}
+
+/// Everything of a weight of 4 bits but its numbers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    pub quant_type: QuantType,
+    /// 32, 64 .. 4096 elements; blocks run over the flat index and may straddle rows.
+    pub block_size: usize,
+    /// Whether the absmax are bytes themselves.
+    pub nested: bool,
+    /// Format before quantization: F16, BF16 or F32.
+    pub dtype: Dtype,
+    /// Of the weight; a linear layer's is `[n, k]`.
+    pub shape: Vec<usize>,
+    /// What the bytes of the codes are said to be: U8, F16, BF16 or F32.
+    pub storage: Dtype,
+}
+
+/// A weight of 4 bits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FourBit<'a> {
+    pub layout: Layout,
+    /// `[ceil(elements/2)]`, element 2j in the high half; after an odd number the last low half means
+    /// nothing.
+    pub codes: Cow<'a, [u8]>,
+    /// `[16]`: what each code stands for.
+    pub quant_map: Cow<'a, [f32]>,
+    pub absmax: Absmax<'a>,
+}
+
+/// One number a block: `[ceil(elements/block_size)]`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Absmax<'a> {
+    Plain(Cow<'a, [f32]>),
+    Nested(Nested<'a>),
+}
+
+/// `absmax[b] = quant_map[codes[b]]·absmax[b/256] + offset`, in f32.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Nested<'a> {
+    /// One a block.
+    pub codes: Cow<'a, [u8]>,
+    /// `[ceil(codes/256)]`
+    pub absmax: Cow<'a, [f32]>,
+    /// `[256]`
+    pub quant_map: Cow<'a, [f32]>,
+    pub offset: f32,
+}
+
+impl fmt::Display for QuantType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Nf4 => "nf4",
+            Self::Fp4 => "fp4",
+        })
+    }
+}
+
+impl Layout {
+    /// Elements of the weight.
+    ///
+    /// # Errors
+    /// [`Reason::Overflow`].
+    pub fn elements(&self) -> Result<usize, Reason> {
+        // In bits of f32, so that the decoded weight can be counted too.
+        let bits = self.shape.iter().try_fold(32usize, |n, axis| n.checked_mul(*axis));
+        bits.map(|bits| bits / 32).ok_or_else(|| Reason::Overflow(self.shape.clone()))
+    }
+
+    /// The tensors that hold a weight of this name, for [`crate::Writer::create`].
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for a block size, a dtype or a storage that the format has not.
+    pub fn plan(&self, name: &str) -> Result<Vec<Plan>, Error> {
+        let elements = self.check().map_err(|reason| reason.of(name))?;
+        let below = |part: &str| format!("{name}.{part}");
+        let f32s = |part: &str, len| Plan::new(below(part), Dtype::F32, &[len]);
+        let blocks = elements.div_ceil(self.block_size);
+        let codes = elements.div_ceil(2) / bytes(self.storage);
+        let mut plan = vec![
+            Plan::new(name, self.storage, &[codes, 1]),
+            f32s("quant_map", 16),
+            Plan::text(self.state_name(name)),
+        ];
+        if self.nested {
+            plan.extend([
+                Plan::new(below("absmax"), Dtype::U8, &[blocks]),
+                f32s("nested_absmax", blocks.div_ceil(NESTED_BLOCK_SIZE)),
+                f32s("nested_quant_map", 256),
+            ]);
+        } else {
+            plan.push(f32s("absmax", blocks));
+        }
+        Ok(plan)
+    }
+
+    fn state_name(&self, name: &str) -> String {
+        format!("{name}.quant_state.bitsandbytes__{}", self.quant_type)
+    }
+
+    /// The elements, where all of it is of the format.
+    fn check(&self) -> Result<usize, Reason> {
+        let (dtype, storage) = (self.dtype, self.storage);
+        let need = vec![Dtype::F16, Dtype::BF16, Dtype::F32];
+        if !self.block_size.is_power_of_two() || !(32..=4096).contains(&self.block_size) {
+            return Err(Reason::BlockSize(self.block_size));
+        }
+        if !need.contains(&dtype) {
+            return Err(Reason::DType { have: dtype, need });
+        }
+        if storage != Dtype::U8 && !need.contains(&storage) {
+            let need = [vec![Dtype::U8], need].concat();
+            return Err(Reason::DType { have: storage, need });
+        }
+        let len = self.elements()?;
+        if len.div_ceil(2) % bytes(storage) != 0 {
+            return Err(Reason::Packing { have: self.shape.clone(), len, storage });
+        }
+        Ok(len)
+    }
+
+    /// What the state of this name says; the offset if it is nested.
+    fn read(name: &str, state: &Tensor<'_>, storage: Dtype) -> Result<(Self, Option<f32>), Reason> {
+        let (_, suffix) = name.rsplit_once('.').unwrap_or(("", name));
+        let Some(quant_type) = suffix.strip_prefix("bitsandbytes__") else {
+            return Err(Reason::QuantType(suffix.into()));
+        };
+        let known = [QuantType::Nf4, QuantType::Fp4];
+        let Some(known) = known.into_iter().find(|known| known.to_string() == quant_type) else {
+            return Err(Reason::QuantType(quant_type.into()));
+        };
+        if state.dtype != Dtype::U8 {
+            return Err(Reason::DType { have: state.dtype, need: vec![Dtype::U8] });
+        }
+        let state = State::parse(&state.bytes)?;
+        if state.quant_type != quant_type {
+            return Err(Reason::QuantType(state.quant_type));
+        }
+        let dtype = match state.dtype.as_str() {
+            "float16" => Dtype::F16,
+            "bfloat16" => Dtype::BF16,
+            "float32" => Dtype::F32,
+            other => return Err(Reason::State(format!("dtype {other:?}"))),
+        };
+        if let Some(other) = state.nested_dtype.filter(|dtype| dtype != "float32") {
+            return Err(Reason::State(format!("nested dtype {other:?}")));
+        }
+        if let Some(other) = state.nested_blocksize.filter(|size| *size != NESTED_BLOCK_SIZE) {
+            return Err(Reason::NestedBlockSize(other));
+        }
+        let offset = state.nested_offset.map(|offset| offset as f32);
+        finite(offset.as_slice())?;
+        let layout = Self {
+            quant_type: known,
+            block_size: state.blocksize,
+            nested: offset.is_some(),
+            dtype,
+            shape: state.shape,
+            storage,
+        };
+        layout.check()?;
+        Ok((layout, offset))
+    }
+
+    fn state(&self, offset: Option<f32>) -> State {
+        let dtype = match self.dtype {
+            Dtype::F16 => "float16",
+            Dtype::BF16 => "bfloat16",
+            _ => "float32",
+        };
+        State {
+            quant_type: self.quant_type.to_string(),
+            blocksize: self.block_size,
+            dtype: dtype.into(),
+            shape: self.shape.clone(),
+            nested_blocksize: offset.map(|_| NESTED_BLOCK_SIZE),
+            nested_dtype: offset.map(|_| "float32".into()),
+            nested_offset: offset.map(f64::from),
+        }
+    }
+
+    /// Whether a tensor is what was planned.
+    fn compare(&self, name: &str, plan: &Plan, tensor: &Tensor<'_>) -> Result<(), Error> {
+        plan.check(tensor)
+            .map_err(|reason| match reason {
+                Reason::Shape { have, .. } if plan.name == name => {
+                    let len = self.elements().unwrap_or(usize::MAX);
+                    Reason::Packing { have, len, storage: self.storage }
+                }
+                Reason::Shape { have, need } if plan.name.ends_with(".absmax") => {
+                    Reason::Blocks { have, need, block_size: self.block_size }
+                }
+                other => other,
+            })
+            .map_err(|reason| reason.of(&plan.name))
+    }
+}
+
+impl<'a> FourBit<'a> {
+    /// The weight of a name, if any part of one is there.
+    pub(crate) fn read(file: &'a Checkpoint, name: &str) -> Result<Option<Self>, Error> {
+        const PARTS: [&str; 4] = ["absmax", "quant_map", "nested_absmax", "nested_quant_map"];
+        let below = |part: &str| format!("{name}.{part}");
+        let states = file.below(name).filter(|part| part.starts_with("quant_state."));
+        let states: Vec<_> = states.map(below).collect();
+        let state_name = match &states[..] {
+            [] if file.below(name).any(|part| PARTS.contains(&part)) => {
+                return Err(Reason::Missing.of(below("quant_state.bitsandbytes__nf4")));
+            }
+            [] => return Ok(None),
+            [state] => state,
+            _ => return Err(Reason::States(states).of(name)),
+        };
+        let codes = file.tensor(name)?;
+        let (layout, offset) = Layout::read(state_name, &file.tensor(state_name)?, codes.dtype)
+            .map_err(|reason| reason.of(state_name))?;
+        let plan = layout.plan(name)?;
+        let planned = |part: &str| plan.iter().any(|plan| plan.name == below(part));
+        if let Some(part) = file.below(name).find(|part| !planned(part)) {
+            return Err(Reason::Unexpected("the quantization of its weight").of(below(part)));
+        }
+        for plan in &plan {
+            layout.compare(name, plan, &file.tensor(&plan.name)?)?;
+        }
+        let f32s = |part: &str| {
+            let values = file.tensor(&below(part))?.f32s();
+            values.map_err(|reason| reason.of(below(part)))
+        };
+        let absmax = match offset {
+            None => Absmax::Plain(f32s("absmax")?),
+            Some(offset) => Absmax::Nested(Nested {
+                codes: file.tensor(&below("absmax"))?.bytes,
+                absmax: f32s("nested_absmax")?,
+                quant_map: f32s("nested_quant_map")?,
+                offset,
+            }),
+        };
+        let weight = Self { layout, codes: codes.bytes, quant_map: f32s("quant_map")?, absmax };
+        weight.check(name)?;
+        Ok(Some(weight))
+    }
+
+    /// The tensors that bitsandbytes saves for a weight of this name.
+    ///
+    /// # Errors
+    /// As [`Layout::plan`]; [`Error::Tensor`] for lengths that contradict the layout, and for numbers that
+    /// are not finite.
+    pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
+        let layout = &self.layout;
+        let plan = layout.plan(name)?;
+        self.check(name)?;
+        let below = |part: &str| format!("{name}.{part}");
+        let codes = [self.codes.len() / bytes(layout.storage), 1];
+        let offset = match &self.absmax {
+            Absmax::Plain(_) => None,
+            Absmax::Nested(nested) => Some(nested.offset),
+        };
+        let state = layout.state(offset).to_string().into_bytes();
+        let mut tensors = vec![
+            (name.to_owned(), Tensor::new(layout.storage, &codes, &*self.codes)),
+            (below("quant_map"), Tensor::of_f32s(&self.quant_map)),
+            (layout.state_name(name), Tensor::new(Dtype::U8, &[state.len()], state)),
+        ];
+        match &self.absmax {
+            Absmax::Plain(absmax) => tensors.push((below("absmax"), Tensor::of_f32s(absmax))),
+            Absmax::Nested(Nested { codes, absmax, quant_map, .. }) => tensors.extend([
+                (below("absmax"), Tensor::new(Dtype::U8, &[codes.len()], &**codes)),
+                (below("nested_absmax"), Tensor::of_f32s(absmax)),
+                (below("nested_quant_map"), Tensor::of_f32s(quant_map)),
+            ]),
+        }
+        for (plan, (_, tensor)) in plan.iter().zip(&tensors) {
+            layout.compare(name, plan, tensor)?;
+        }
+        Ok(tensors)
+    }
+
+    /// Numbers are finite, and nested where the layout says so.
+    fn check(&self, name: &str) -> Result<(), Error> {
+        let check = |part: &str, values: &[f32]| {
+            finite(values).map_err(|reason| reason.of(format!("{name}.{part}")))
+        };
+        check("quant_map", &self.quant_map)?;
+        match &self.absmax {
+            Absmax::Plain(absmax) if !self.layout.nested => check("absmax", absmax),
+            Absmax::Nested(nested) if self.layout.nested => {
+                check("nested_absmax", &nested.absmax)?;
+                check("nested_quant_map", &nested.quant_map)?;
+                check("nested_offset", &[nested.offset])
+            }
+            _ => Err(Reason::Unexpected("its layout").of(format!("{name}.absmax"))),
+        }
+    }
+}
+
+/// Bytes of one value.
+fn bytes(dtype: Dtype) -> usize {
+    dtype.bitsize() / 8
+}
+
+pub(crate) fn finite(values: &[f32]) -> Result<(), Reason> {
+    match values.iter().position(|v| !v.is_finite()) {
+        Some(index) => Err(Reason::NotFinite { index }),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,178 @@
+use std::borrow::Cow;
+
+use safetensors::Dtype;
+
+use crate::four_bit::finite;
+use crate::{Checkpoint, Error, FourBit, Plan, Reason, Tensor};
+
+/// What lies under the name of a weight.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Weight<'a> {
+    /// F16, BF16 or F32.
+    Dense(Tensor<'a>),
+    FourBit(FourBit<'a>),
+    Int8(Int8<'a>),
+}
+
+/// A weight of 8 bits: `value = codes[n, k]·scb[n]/127`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Int8<'a> {
+    /// `[n, k]`
+    pub shape: [usize; 2],
+    /// The bytes of i8.
+    pub codes: Cow<'a, [u8]>,
+    /// `[n]`: the absmax of each row.
+    pub scb: Cow<'a, [f32]>,
+}
+
+/// A weight `[n, k]` and its bias `[n]`, F16, BF16 or F32.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Linear<'a> {
+    pub weight: Weight<'a>,
+    pub bias: Option<Tensor<'a>>,
+}
+
+impl Checkpoint {
+    /// The weight of this name, such as `lm_head.weight`, in the form that the tensors beside it tell.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for what is missing, too much, or contradicts the rest.
+    pub fn weight(&self, name: &str) -> Result<Weight<'_>, Error> {
+        if let Some(weight) = FourBit::read(self, name)? {
+            return Ok(Weight::FourBit(weight));
+        }
+        if let Some(weight) = Int8::read(self, name)? {
+            return Ok(Weight::Int8(weight));
+        }
+        let dense = self.tensor(name)?;
+        float(&dense).map_err(|reason| reason.of(name))?;
+        Ok(Weight::Dense(dense))
+    }
+
+    /// The weight `{name}.weight` of two axes, and `{name}.bias` if there is one.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weight`].
+    pub fn linear(&self, name: &str) -> Result<Linear<'_>, Error> {
+        let [weight_name, bias_name] = ["weight", "bias"].map(|part| format!("{name}.{part}"));
+        let weight = self.weight(&weight_name)?;
+        let [n, _] = weight.shape() else {
+            let have = weight.shape().to_vec();
+            return Err(Reason::Axes { have, need: 2 }.of(weight_name));
+        };
+        let bias = if self.contains(&bias_name) {
+            let bias = self.tensor(&bias_name)?;
+            let plan = Plan::new(bias_name, bias.dtype, &[*n]);
+            float(&bias)
+                .and_then(|()| plan.check(&bias))
+                .map_err(|reason| reason.of(&plan.name))?;
+            Some(bias)
+        } else {
+            None
+        };
+        Ok(Linear { weight, bias })
+    }
+}
+
+impl<'a> Weight<'a> {
+    /// Of the weight itself, not of its codes.
+    pub fn shape(&self) -> &[usize] {
+        match self {
+            Self::Dense(tensor) => &tensor.shape,
+            Self::FourBit(weight) => &weight.layout.shape,
+            Self::Int8(weight) => &weight.shape,
+        }
+    }
+
+    /// The tensors to be written for a weight of this name.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for a weight that contradicts itself.
+    pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
+        match self {
+            Self::Dense(tensor) => {
+                let Tensor { dtype, shape, bytes } = tensor;
+                let tensor = Tensor::new(*dtype, shape, &**bytes);
+                float(&tensor).map_err(|reason| reason.of(name))?;
+                Ok(vec![(name.into(), tensor)])
+            }
+            Self::FourBit(weight) => weight.tensors(name),
+            Self::Int8(weight) => weight.tensors(name),
+        }
+    }
+}
+
+impl<'a> Int8<'a> {
+    /// The tensors that hold a weight of this name, for [`crate::Writer::create`].
+    ///
+    /// # Errors
+    /// [`Reason::Name`] for a name that is not `weight`, which the scales' names rely on.
+    pub fn plan(name: &str, shape: [usize; 2]) -> Result<Vec<Plan>, Error> {
+        let [scb, format] = beside(name).ok_or_else(|| Reason::Name.of(name))?;
+        Ok(vec![
+            Plan::new(name, Dtype::I8, &shape),
+            Plan::new(scb, Dtype::F32, &shape[..1]),
+            Plan::new(format, Dtype::U8, &[]),
+        ])
+    }
+
+    fn read(file: &'a Checkpoint, name: &str) -> Result<Option<Self>, Error> {
+        let Some([scb_name, format_name]) = beside(name) else { return Ok(None) };
+        if !file.contains(&scb_name) && !file.contains(&format_name) {
+            return Ok(None);
+        }
+        let codes = file.tensor(name)?;
+        let [n, k] = codes.shape[..] else {
+            return Err(Reason::Axes { have: codes.shape, need: 2 }.of(name));
+        };
+        for plan in Self::plan(name, [n, k])? {
+            // Files of old have no format; it was rows.
+            if plan.name == format_name && !file.contains(&format_name) {
+                continue;
+            }
+            let tensor = file.tensor(&plan.name)?;
+            plan.check(&tensor).map_err(|reason| reason.of(&plan.name))?;
+            if plan.name == format_name && tensor.bytes[0] != 0 {
+                return Err(Reason::WeightFormat(tensor.bytes[0]).of(format_name));
+            }
+        }
+        let scb = file.tensor(&scb_name)?.f32s().map_err(|reason| reason.of(&scb_name))?;
+        finite(&scb).map_err(|reason| reason.of(scb_name))?;
+        Ok(Some(Self { shape: [n, k], codes: codes.bytes, scb }))
+    }
+
+    /// The tensors that bitsandbytes saves for a weight of this name.
+    ///
+    /// # Errors
+    /// As [`Int8::plan`]; [`Error::Tensor`] for lengths that contradict the shape, and for scales that are
+    /// not finite.
+    pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
+        let plan = Self::plan(name, self.shape)?;
+        let tensors = [
+            Tensor::new(Dtype::I8, &self.shape, &*self.codes),
+            Tensor::of_f32s(&self.scb),
+            Tensor::new(Dtype::U8, &[], vec![0]),
+        ];
+        let check = |plan: &Plan, tensor: &Tensor<'_>| {
+            plan.check(tensor).map_err(|reason| reason.of(&plan.name))
+        };
+        finite(&self.scb).map_err(|reason| reason.of(&plan[1].name))?;
+        plan.iter().zip(&tensors).try_for_each(|(plan, tensor)| check(plan, tensor))?;
+        Ok(plan.into_iter().map(|plan| plan.name).zip(tensors).collect())
+    }
+}
+
+/// The names of a weight's scales and of their format.
+fn beside(name: &str) -> Option<[String; 2]> {
+    let module = name.strip_suffix("weight").filter(|m| m.is_empty() || m.ends_with('.'))?;
+    Some(["SCB", "weight_format"].map(|part| format!("{module}{part}")))
+}
+
+fn float(tensor: &Tensor<'_>) -> Result<(), Reason> {
+    let need = vec![Dtype::F16, Dtype::BF16, Dtype::F32];
+    if need.contains(&tensor.dtype) {
+        Ok(())
+    } else {
+        Err(Reason::DType { have: tensor.dtype, need })
+    }
+}

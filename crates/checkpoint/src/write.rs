@@ -1,0 +1,211 @@
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::io::{self, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use tempfile::NamedTempFile;
+
+use crate::file::bytes_of;
+use crate::state::MOST_BYTES;
+use crate::{Error, Reason, Tensor};
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    pub name: String,
+    pub dtype: Dtype,
+    /// None for a text of 4096 bytes at most, whose length is known when it is written.
+    pub shape: Option<Vec<usize>>,
+}
+
+/// Writes a safetensors file, its tensors one at a time and in any order. Until [`Writer::finish`] there is
+/// no file, or the one that was there.
+///
+/// Tensors lie as the format's own writer lays them, by alignment and name, but for texts, which come
+/// last; so every tensor is aligned. The header ends in spaces where texts were left room.
+#[derive(Debug)]
+pub struct Writer {
+    path: PathBuf,
+    file: NamedTempFile,
+    header_bytes: usize,
+    /// In the order of the file.
+    slots: Vec<Slot>,
+    /// Places in `slots`.
+    names: BTreeMap<String, usize>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    plan: Plan,
+    /// Behind the header; of texts the last place it can be.
+    start: usize,
+    written: bool,
+    /// Kept until the end.
+    text: Vec<u8>,
+}
+
+impl Plan {
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[usize]) -> Self {
+        Self { name: name.into(), dtype, shape: Some(shape.to_vec()) }
+    }
+
+    pub fn text(name: impl Into<String>) -> Self {
+        Self { name: name.into(), dtype: Dtype::U8, shape: None }
+    }
+
+    /// Whether a tensor is the one that was planned.
+    pub(crate) fn check(&self, tensor: &Tensor<'_>) -> Result<(), Reason> {
+        if tensor.dtype != self.dtype {
+            return Err(Reason::DType { have: tensor.dtype, need: vec![self.dtype] });
+        }
+        let need = self.shape.clone().unwrap_or_else(|| vec![tensor.bytes.len().min(MOST_BYTES)]);
+        if tensor.shape != need {
+            return Err(Reason::Shape { have: tensor.shape.clone(), need });
+        }
+        let (have, need) = (tensor.bytes.len(), bytes_of(self.dtype, &need)?);
+        if have == need { Ok(()) } else { Err(Reason::Bytes { have, need }) }
+    }
+
+    /// Of a text the most.
+    fn bytes(&self) -> Result<usize, Reason> {
+        self.shape.as_ref().map_or(Ok(MOST_BYTES), |shape| bytes_of(self.dtype, shape))
+    }
+}
+
+impl Writer {
+    /// Begins a file of these tensors.
+    ///
+    /// # Errors
+    /// [`Error::Write`] where no file can be made; [`Error::Tensor`] for a name that comes twice or a shape
+    /// that overflows.
+    pub fn create(
+        path: impl AsRef<Path>,
+        plan: impl IntoIterator<Item = Plan>,
+    ) -> Result<Self, Error> {
+        let path = path.as_ref().to_owned();
+        let mut plan: Vec<Plan> = plan.into_iter().collect();
+        plan.sort_by(|a, b| {
+            let texts = a.shape.is_none().cmp(&b.shape.is_none());
+            texts.then(b.dtype.cmp(&a.dtype)).then_with(|| a.name.cmp(&b.name))
+        });
+        let (mut slots, mut names, mut end) = (Vec::new(), BTreeMap::new(), 0usize);
+        for plan in plan {
+            if names.insert(plan.name.clone(), slots.len()).is_some() {
+                return Err(Reason::Twice.of(plan.name));
+            }
+            let start = end;
+            let next = plan.bytes().and_then(|bytes| {
+                let shape = || plan.shape.clone().unwrap_or_default();
+                start.checked_add(bytes).ok_or_else(|| Reason::Overflow(shape()))
+            });
+            end = next.map_err(|reason| reason.of(&plan.name))?;
+            slots.push(Slot { plan, start, written: false, text: Vec::new() });
+        }
+        let refused = |why| Error::Write { path: path.clone(), why };
+        // No text is longer than was left room for, so no number of the final header has more digits.
+        let longest = header(&slots, |_| MOST_BYTES).map_err(refused)?;
+        let header_bytes = longest.len().next_multiple_of(8);
+        let file = beside(&path).map_err(refused)?;
+        Ok(Self { path, file, header_bytes, slots, names })
+    }
+
+    /// Writes a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for one that was not planned, or not so, or was written before; [`Error::Write`].
+    pub fn write(&mut self, name: &str, tensor: &Tensor<'_>) -> Result<(), Error> {
+        let index = self.names.get(name);
+        let index = *index.ok_or_else(|| Reason::Unexpected("what was planned").of(name))?;
+        let slot = &mut self.slots[index];
+        slot.plan.check(tensor).map_err(|reason| reason.of(name))?;
+        if std::mem::replace(&mut slot.written, true) {
+            return Err(Reason::Twice.of(name));
+        }
+        if slot.plan.shape.is_none() {
+            slot.text = tensor.bytes.to_vec();
+            return Ok(());
+        }
+        let start = 8 + self.header_bytes + slot.start;
+        self.put(start, &tensor.bytes)
+    }
+
+    /// Writes the tensors of a weight.
+    ///
+    /// # Errors
+    /// As [`Writer::write`].
+    pub fn write_all(&mut self, tensors: &[(String, Tensor<'_>)]) -> Result<(), Error> {
+        tensors.iter().try_for_each(|(name, tensor)| self.write(name, tensor))
+    }
+
+    /// Puts the file in its place.
+    ///
+    /// # Errors
+    /// [`Reason::Missing`] for a tensor that was planned and not written; [`Error::Write`].
+    pub fn finish(mut self) -> Result<(), Error> {
+        if let Some(slot) = self.slots.iter().find(|slot| !slot.written) {
+            return Err(Reason::Missing.of(&slot.plan.name));
+        }
+        let refused = |why| Error::Write { path: self.path.clone(), why };
+        let mut bytes = header(&self.slots, |slot| slot.text.len()).map_err(refused)?;
+        bytes.resize(self.header_bytes, b' ');
+        let len = (self.header_bytes as u64).to_le_bytes();
+        self.put(0, &[&len, &bytes[..]].concat())?;
+        let texts = self.slots.iter().skip_while(|slot| slot.plan.shape.is_some());
+        let start = texts.clone().next().map(|slot| 8 + self.header_bytes + slot.start);
+        let texts: Vec<u8> = texts.flat_map(|slot| slot.text.iter().copied()).collect();
+        if let Some(start) = start {
+            self.put(start, &texts)?;
+        }
+        let refused = |why| Error::Write { path: self.path.clone(), why };
+        self.file.as_file().sync_all().map_err(refused)?;
+        self.file
+            .persist(&self.path)
+            .map_err(|fault| Error::Write { path: self.path.clone(), why: fault.error })?;
+        Ok(())
+    }
+
+    fn put(&mut self, start: usize, bytes: &[u8]) -> Result<(), Error> {
+        let seek = self.file.seek(SeekFrom::Start(start as u64));
+        let put = seek.and_then(|_| self.file.write_all(bytes));
+        put.map_err(|why| Error::Write { path: self.path.clone(), why })
+    }
+}
+
+/// The header, given the length of each text.
+fn header(slots: &[Slot], text: impl Fn(&Slot) -> usize) -> io::Result<Vec<u8>> {
+    let mut end = 0;
+    let mut tensors = Vec::new();
+    for slot in slots {
+        let start = end;
+        let shape = slot.plan.shape.clone().unwrap_or_else(|| vec![text(slot)]);
+        end += bytes_of(slot.plan.dtype, &shape).map_err(io::Error::other)?;
+        let info = TensorInfo { dtype: slot.plan.dtype, shape, data_offsets: (start, end) };
+        tensors.push((slot.plan.name.clone(), info));
+    }
+    // As transformers has it, which refuses a file without.
+    let pt = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = Metadata::new(Some(pt), tensors).map_err(io::Error::other)?;
+    Ok(serde_json::to_vec(&metadata)?)
+}
+
+/// A file without a name in the folder of `path`, which keeps the permissions of the file that is there.
+fn beside(path: &Path) -> io::Result<NamedTempFile> {
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".flashover-");
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        builder.permissions(fs::Permissions::from_mode(0o666));
+    }
+    let file = builder.tempfile_in(folder)?;
+    if let Ok(meta) = fs::metadata(path) {
+        file.as_file().set_permissions(meta.permissions())?;
+    }
+    Ok(file)
+}

@@ -1,0 +1,333 @@
+//! Files that are broken give an error that names the tensor and the reason, and never panic.
+
+use std::fs;
+use std::path::Path;
+
+use checkpoint::{Checkpoint, Dtype, Error, Reason, Tensor, Weight};
+use proptest::prelude::*;
+
+use crate::{FIXTURES, Named, fixture, save, tensors, weight_of};
+
+const STATE: &str = "linear.weight.quant_state.bitsandbytes__nf4";
+
+/// What breaks a fixture.
+type Change = Box<dyn Fn(&mut Vec<Named>)>;
+
+/// What reading the linear layer says after a change to a fixture.
+fn refused(name: &str, change: impl Fn(&mut Vec<Named>)) -> String {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("x.safetensors");
+    let mut tensors = tensors(name);
+    change(&mut tensors);
+    save(&path, &tensors).expect("whole, if wrong");
+    let file = Checkpoint::open(&path).expect("a safetensors file");
+    file.linear("linear").expect_err("broken").to_string()
+}
+
+fn tensor<'t>(tensors: &'t mut [Named], name: &str) -> &'t mut Tensor<'static> {
+    let named = tensors.iter_mut().find(|(have, _)| have == name);
+    &mut named.unwrap_or_else(|| panic!("no {name}")).1
+}
+
+fn put(name: &'static str, dtype: Dtype, shape: &'static [usize]) -> Change {
+    Box::new(move |tensors| {
+        let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        tensors.retain(|(have, _)| have != name);
+        tensors.push((name.into(), Tensor::new(dtype, shape, vec![0; bytes])));
+    })
+}
+
+fn drop(name: &'static str) -> Change {
+    Box::new(move |tensors| tensors.retain(|(have, _)| have != name))
+}
+
+/// Changes the JSON of the state.
+fn state(from: &'static str, to: &'static str) -> Change {
+    Box::new(move |tensors| {
+        let state = tensor(tensors, STATE);
+        let text = String::from_utf8(state.bytes.to_vec()).expect("JSON");
+        assert!(text.contains(from), "{text}");
+        let text = text.replace(from, to).into_bytes();
+        *state = Tensor::new(Dtype::U8, &[text.len()], text);
+    })
+}
+
+fn rename(from: &'static str, to: &'static str) -> Change {
+    Box::new(move |tensors| {
+        let named = tensors.iter_mut().find(|(name, _)| name == from);
+        named.expect("there").0 = to.into();
+    })
+}
+
+fn nan(name: &'static str) -> Change {
+    Box::new(move |tensors| {
+        let nan = f32::NAN.to_le_bytes();
+        tensor(tensors, name).bytes.to_mut()[4..8].copy_from_slice(&nan);
+    })
+}
+
+#[test]
+fn states_that_are_broken() {
+    let fp4 = "linear.weight.quant_state.bitsandbytes__fp4";
+    let cases: Vec<(Change, &str)> = vec![
+        (drop(STATE), "bitsandbytes__nf4: is not there"),
+        (drop("linear.weight"), "tensor linear.weight: is not there"),
+        (drop("linear.weight.absmax"), "linear.weight.absmax: is not there"),
+        (drop("linear.weight.quant_map"), "linear.weight.quant_map: is not there"),
+        (drop("linear.weight.nested_absmax"), "nested_absmax: is not there"),
+        (drop("linear.weight.nested_quant_map"), "nested_quant_map: is not there"),
+        (state("}", ""), "is no quantization state: EOF"),
+        (state("blocksize", "size"), "unknown field `size`"),
+        (state("\"nested_blocksize\": 256, ", ""), "nested keys are missing"),
+        (state("\"nf4\"", "\"int4\""), "quantization of type \"int4\""),
+        (state("\"nf4\"", "\"fp4\""), "quantization of type \"fp4\""),
+        (state("\"blocksize\": 64", "\"blocksize\": 48"), "blocks of 48 values"),
+        (state("\"blocksize\": 64", "\"blocksize\": 0"), "blocks of 0 values"),
+        (
+            state("\"blocksize\": 64", "\"blocksize\": 128"),
+            "linear.weight.absmax: has shape [272]; the weight in blocks of 128 values has [136]",
+        ),
+        (state("256", "128"), "nested blocks of 128 values"),
+        (state("bfloat16", "float64"), "dtype \"float64\""),
+        (state("\"float32\"", "\"float16\""), "nested dtype \"float16\""),
+        (state("[136, 128]", "[136, 130]"), "does not hold 17680 values of 4 bits"),
+        (
+            state("[136, 128]", "[4294967296, 4294967296]"),
+            "shape [4294967296, 4294967296] is too large",
+        ),
+        (state("[136, 128]", "[17408]"), "where 2 axes were expected"),
+        (state("[136, 128]", "[128, 136]"), "tensor linear.bias: has shape [136]"),
+        (state("\"nested_offset\": ", "\"nested_offset\": 1e300"), "out of range"),
+        (put(STATE, Dtype::U8, &[5000]), "5000 bytes are too many"),
+        (put(STATE, Dtype::I8, &[4]), "is I8 where U8 was expected"),
+        (put(fp4, Dtype::U8, &[4]), "more than one quantization state: linear.weight"),
+        (rename(STATE, "linear.weight.quant_state.nf4"), "type \"nf4\""),
+        (rename(STATE, fp4), "quantization of type \"nf4\""),
+        (put("linear.weight.zeros", Dtype::U8, &[1]), "zeros: does not belong to the"),
+        (put("linear.weight", Dtype::U8, &[8703, 1]), "has shape [8703, 1], which"),
+        (put("linear.weight", Dtype::U8, &[1, 8704]), "has shape [1, 8704], which"),
+        (put("linear.weight", Dtype::BF16, &[8704, 1]), "has shape [8704, 1], which"),
+        (put("linear.weight", Dtype::I8, &[8704, 1]), "is I8 where U8 or F16"),
+        (put("linear.weight.absmax", Dtype::F32, &[272]), "is F32 where U8"),
+        (put("linear.weight.absmax", Dtype::U8, &[271]), "has shape [271]; the weight"),
+        (put("linear.weight.quant_map", Dtype::F32, &[15]), "has shape [15] where [16]"),
+        (put("linear.weight.quant_map", Dtype::F16, &[16]), "is F16 where F32"),
+        (put("linear.weight.nested_absmax", Dtype::F32, &[1]), "[1] where [2]"),
+        (put("linear.weight.nested_quant_map", Dtype::F32, &[16]), "[16] where [256]"),
+        (nan("linear.weight.nested_absmax"), "nested_absmax: value 1 is infinite"),
+        (nan("linear.weight.quant_map"), "quant_map: value 1 is infinite or not"),
+        (nan("linear.weight.nested_quant_map"), "nested_quant_map: value 1 is"),
+        (put("linear.bias", Dtype::I8, &[136]), "tensor linear.bias: is I8 where"),
+    ];
+    for (change, word) in cases {
+        let text = refused("nf4_nested", change);
+        assert!(
+            text.starts_with("tensor linear.") && text.contains(word),
+            "{text:?}, not {word:?}"
+        );
+    }
+    let plain = refused("nf4_plain", put("linear.weight.nested_absmax", Dtype::F32, &[1]));
+    assert!(plain.contains("nested_absmax: does not belong"), "{plain}");
+    let plain = refused("nf4_plain", nan("linear.weight.absmax"));
+    assert!(plain.contains("linear.weight.absmax: value 1 is infinite"), "{plain}");
+    let odd = refused("nf4_odd", put("linear.weight", Dtype::U8, &[129, 1]));
+    assert!(odd.contains("has shape [129, 1], which does not hold 259 values"), "{odd}");
+    let odd = refused("nf4_storage_f32", state("[8, 64]", "[8, 63]"));
+    assert!(
+        odd.contains("[64, 1], which does not hold 504 values of 4 bits stored as F32"),
+        "{odd}"
+    );
+    let odd = refused("nf4_storage_f32", state("[8, 64]", "[1, 510]"));
+    assert!(odd.contains("does not hold 510 values of 4 bits stored as F32"), "{odd}");
+}
+
+#[test]
+fn an_offset_that_overflows() {
+    let text = refused("nf4_nested", |tensors| {
+        let state = tensor(tensors, STATE);
+        let text = String::from_utf8(state.bytes.to_vec()).expect("JSON");
+        let (before, _) = text.split_once("\"nested_offset\"").expect("nested");
+        let text = format!("{before}\"nested_offset\": 1e300}}").into_bytes();
+        *state = Tensor::new(Dtype::U8, &[text.len()], text);
+    });
+    assert!(text.contains("bitsandbytes__nf4: value 0 is infinite"), "{text}");
+}
+
+#[test]
+fn int8_that_is_broken() {
+    let cases: Vec<(Change, &str)> = vec![
+        (drop("linear.SCB"), "tensor linear.SCB: is not there"),
+        (drop("linear.weight"), "tensor linear.weight: is not there"),
+        (put("linear.SCB", Dtype::F32, &[23]), "linear.SCB: has shape [23] where [24]"),
+        (put("linear.SCB", Dtype::F16, &[24]), "linear.SCB: is F16 where F32"),
+        (nan("linear.SCB"), "linear.SCB: value 1 is infinite"),
+        (put("linear.weight", Dtype::U8, &[24, 40]), "is U8 where I8"),
+        (put("linear.weight", Dtype::I8, &[960]), "has shape [960] where 2 axes"),
+        (put("linear.weight_format", Dtype::U8, &[2]), "weight_format: has shape [2]"),
+        (Box::new(|t| tensor(t, "linear.weight_format").bytes.to_mut()[0] = 3), "weight format 3"),
+    ];
+    for (change, word) in cases {
+        let text = refused("int8", change);
+        assert!(
+            text.starts_with("tensor linear.") && text.contains(word),
+            "{text:?}, not {word:?}"
+        );
+    }
+    let both = refused("int8", |tensors| {
+        drop("linear.SCB")(tensors);
+        drop("linear.weight_format")(tensors);
+    });
+    assert!(both.contains("linear.weight: is I8 where F16 or BF16 or F32"), "{both}");
+}
+
+#[test]
+fn int8_of_old_has_no_format() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("x.safetensors");
+    let mut tensors = tensors("int8");
+    drop("linear.weight_format")(&mut tensors);
+    save(&path, &tensors).expect("written");
+    let file = Checkpoint::open(&path).expect("whole");
+    assert!(matches!(file.weight("linear.weight"), Ok(Weight::Int8(_))));
+    assert!(matches!(
+        file.weight("none"),
+        Err(Error::Tensor { reason: Reason::Missing, tensor }) if tensor == "none"
+    ));
+}
+
+/// A file of a header and so many bytes.
+fn header(path: &Path, header: &str, data: usize) -> String {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend(vec![0; data]);
+    fs::write(path, bytes).expect("written");
+    let error = Checkpoint::open(path).expect_err("broken");
+    assert!(matches!(error, Error::Header { .. }), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn headers_that_lie() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("x.safetensors");
+    for bytes in
+        [&b""[..], b"1234567", b"\xff\xff\xff\xff\xff\xff\xff\xff{}", b"\x03\0\0\0\0\0\0\0{}"]
+    {
+        fs::write(&path, bytes).expect("written");
+        assert!(matches!(Checkpoint::open(&path), Err(Error::Header { .. })));
+    }
+    let tensor = |shape: &str, start: usize, end: usize| {
+        format!(r#"{{"dtype":"U8","shape":[{shape}],"data_offsets":[{start},{end}]}}"#)
+    };
+    let one = |shape: &str, start, end| format!(r#"{{"a":{}}}"#, tensor(shape, start, end));
+    assert!(header(&path, &one("4", 0, 4), 3).contains("its tensors take 4 bytes, it has 3"));
+    for (text, data) in [
+        (one("4", 0, 4), 5),
+        (one("4", 0, 3), 3),
+        (one("4", 1, 5), 5),
+        (one("4", 4, 0), 4),
+        (one("-4", 0, 4), 4),
+        (one("18446744073709551615, 16", 0, 4), 4),
+        ("{".into(), 0),
+        ("\u{1}".into(), 0),
+        (format!(r#"{{"a":{0},"a":{0}}}"#, tensor("4", 0, 4)), 8),
+        (one("4", 0, 4).replace("U8", "U9"), 4),
+    ] {
+        header(&path, &text, data);
+    }
+    // Tensors whose lengths together overflow.
+    let eighth = 1usize << 60;
+    let many: Vec<_> = (0..15)
+        .map(|i| format!("\"{i}\":{}", tensor(&eighth.to_string(), i * eighth, (i + 1) * eighth)))
+        .chain([format!(
+            "\"z\":{}",
+            tensor(&(eighth - 1).to_string(), 15 * eighth, 15 * eighth + (eighth - 1))
+        )])
+        .collect();
+    header(&path, &format!("{{{}}}", many.join(",")), 7);
+}
+
+/// Reads everything there is to read.
+fn read_all(path: &Path) -> Result<(), Error> {
+    let file = Checkpoint::open(path)?;
+    let names: Vec<String> = file.names().map(String::from).collect();
+    let mut first = Ok(());
+    for name in names {
+        let weight = file.weight(&name);
+        // What was read without an error can be written.
+        if let Ok(weight) = &weight {
+            weight.tensors(&name)?;
+        }
+        let layer =
+            name.strip_suffix(".weight").map(|layer| file.linear(layer).map(std::mem::drop));
+        first = first.and(weight.map(std::mem::drop)).and(layer.unwrap_or(Ok(())));
+    }
+    first
+}
+
+#[test]
+fn files_that_end_anywhere() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("x.safetensors");
+    for name in ["nf4_odd", "nf4_zeros", "int8"] {
+        let bytes = fs::read(fixture(name)).expect("there");
+        for len in (0..bytes.len()).step_by(7) {
+            fs::write(&path, &bytes[..len]).expect("written");
+            assert!(matches!(read_all(&path), Err(Error::Header { .. })), "{name} {len}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+    #[test]
+    fn bytes_that_flip_give_an_error_or_a_weight(
+        name in prop::sample::select(FIXTURES.to_vec()),
+        places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        header: bool,
+    ) {
+        let mut bytes = fs::read(fixture(name)).expect("there");
+        let len = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize + 8;
+        let within = if header { len } else { bytes.len() };
+        for (place, byte) in places {
+            bytes[place.index(within)] = byte;
+        }
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("x.safetensors");
+        fs::write(&path, bytes).expect("written");
+        // A weight that is read is consistent: `read_all` writes it again.
+        if let Ok(file) = Checkpoint::open(&path)
+            && let Ok(weight) = file.weight(weight_of(name)[0])
+        {
+            prop_assert!(weight.tensors(weight_of(name)[0]).is_ok());
+        }
+        let _ = read_all(&path);
+    }
+
+    #[test]
+    fn states_that_flip_give_an_error_or_a_weight(
+        name in prop::sample::select(vec!["nf4_nested", "nf4_odd", "nf4_storage_bf16", "nf4_plain"]),
+        places in prop::collection::vec((any::<prop::sample::Index>(), 32..127u8), 1..3),
+        cut in any::<prop::sample::Index>(),
+        cuts in 0..4u8,
+    ) {
+        let mut tensors = tensors(name);
+        let state = tensor(&mut tensors, STATE);
+        let mut text = state.bytes.to_vec();
+        for (place, byte) in places {
+            let place = place.index(text.len());
+            text[place] = byte;
+        }
+        if cuts == 0 {
+            text.truncate(cut.index(text.len()));
+        }
+        *state = Tensor::new(Dtype::U8, &[text.len()], text);
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("x.safetensors");
+        save(&path, &tensors).expect("written");
+        let file = Checkpoint::open(&path).expect("whole");
+        if let Ok(weight) = file.weight("linear.weight") {
+            prop_assert!(weight.tensors("linear.weight").is_ok());
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Checkpoints as files: what bitsandbytes wrote, what we write, and what is broken.
+
+mod bad;
+mod golden;
+mod shards;
+mod writer;
+
+use std::path::{Path, PathBuf};
+
+use checkpoint::{Checkpoint, Dtype, Error, Plan, Tensor, Writer};
+
+/// Every fixture but the text of floats.
+const FIXTURES: [&str; 14] = [
+    "experts",
+    "fp4_nested",
+    "fp4_plain",
+    "int8",
+    "nf4_128_straddling",
+    "nf4_32",
+    "nf4_4096",
+    "nf4_nested",
+    "nf4_odd",
+    "nf4_plain",
+    "nf4_storage_bf16",
+    "nf4_storage_f16",
+    "nf4_storage_f32",
+    "nf4_zeros",
+];
+
+/// A tensor by its name.
+type Named = (String, Tensor<'static>);
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("fixtures/{name}.safetensors"))
+}
+
+fn open(name: &str) -> Checkpoint {
+    Checkpoint::open(fixture(name)).expect("a fixture is a checkpoint")
+}
+
+fn owned(tensor: Tensor<'_>) -> Tensor<'static> {
+    Tensor::new(tensor.dtype, &tensor.shape, tensor.bytes.into_owned())
+}
+
+/// All tensors of a fixture.
+fn tensors(name: &str) -> Vec<Named> {
+    let file = open(name);
+    let named = |name: &str| (name.to_owned(), owned(file.tensor(name).expect("listed")));
+    file.names().map(named).collect()
+}
+
+/// Writes tensors as they are, right or wrong.
+fn save(path: &Path, tensors: &[Named]) -> Result<(), Error> {
+    let plan = tensors.iter().map(|(name, tensor)| Plan::new(name, tensor.dtype, &tensor.shape));
+    let mut writer = Writer::create(path, plan)?;
+    writer.write_all(tensors)?;
+    writer.finish()
+}
+
+/// The name of the weight in a fixture, and of the tensors that tell what it is.
+fn weight_of(fixture: &str) -> [&'static str; 3] {
+    if fixture == "experts" {
+        ["experts.gate_up_proj", "original.experts", "dequantized.experts"]
+    } else {
+        ["linear.weight", "original.linear", "dequantized.linear"]
+    }
+}
+
+fn values(tensor: &Tensor<'_>) -> Vec<f32> {
+    reference_dtype(tensor.dtype).decode(&tensor.bytes).expect("whole values")
+}
+
+fn reference_dtype(dtype: Dtype) -> reference::DType {
+    match dtype {
+        Dtype::F16 => reference::DType::F16,
+        Dtype::BF16 => reference::DType::Bf16,
+        _ => reference::DType::F32,
+    }
+}

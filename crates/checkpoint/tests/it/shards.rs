@@ -1,0 +1,82 @@
+//! Folders of shards.
+
+use std::fs;
+use std::path::Path;
+
+use checkpoint::{Checkpoint, Error, Reason, Weight};
+
+use crate::{save, tensors};
+
+/// A folder with the tensors of a fixture in two shards, in turn.
+fn sharded(folder: &Path) -> Vec<crate::Named> {
+    let all = tensors("nf4_nested");
+    let mut map = Vec::new();
+    for shard in 0..2 {
+        let file = format!("model-{}-of-2.safetensors", shard + 1);
+        let part: Vec<_> = all.iter().skip(shard).step_by(2).cloned().collect();
+        map.extend(part.iter().map(|(name, _)| format!("{name:?}: {file:?}")));
+        save(&folder.join(file), &part).expect("written");
+    }
+    let index =
+        format!(r#"{{"metadata": {{"total_size": 1}}, "weight_map": {{{}}}}}"#, map.join(", "));
+    fs::write(folder.join("model.safetensors.index.json"), index).expect("written");
+    all
+}
+
+#[test]
+fn a_weight_is_found_in_several_shards() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let all = sharded(folder.path());
+    for path in [folder.path(), &folder.path().join("model.safetensors.index.json")] {
+        let file = Checkpoint::open(path).expect("two shards");
+        assert!(file.names().eq(all.iter().map(|(name, _)| name)));
+        for (name, tensor) in &all {
+            assert_eq!(&file.tensor(name).expect("listed"), tensor);
+        }
+        assert!(matches!(file.weight("linear.weight"), Ok(Weight::FourBit(_))));
+    }
+}
+
+#[test]
+fn a_shard_that_is_missing_is_named() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    sharded(folder.path());
+    fs::remove_file(folder.path().join("model-2-of-2.safetensors")).expect("there");
+    let error = Checkpoint::open(folder.path()).expect_err("a shard is missing");
+    assert!(
+        matches!(&error, Error::MissingShard { shard, .. } if shard == "model-2-of-2.safetensors")
+    );
+    assert!(error.to_string().ends_with("\nhint: download all shards"), "{error}");
+}
+
+#[test]
+fn an_index_is_checked() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    sharded(folder.path());
+    let index = folder.path().join("model.safetensors.index.json");
+    let text = fs::read_to_string(&index).expect("written");
+    let open = |text: &str| {
+        fs::write(&index, text).expect("written");
+        Checkpoint::open(folder.path()).expect_err("broken")
+    };
+    for broken in ["", "{", "[]", "{}", r#"{"weight_map": {"a": 1}}"#] {
+        assert!(matches!(open(broken), Error::Index { .. }), "{broken}");
+    }
+    for path in ["../model-1-of-2.safetensors", "/etc/passwd", "..", ""] {
+        let text = text.replace("model-1-of-2.safetensors", path);
+        assert!(matches!(open(&text), Error::Index { .. }), "{path}");
+    }
+    let moved = text.replacen("model-1-of-2", "model-2-of-2", 1);
+    assert!(matches!(open(&moved), Error::Tensor { reason: Reason::Missing, .. }));
+}
+
+#[test]
+fn a_folder_without_a_model_is_named() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let error = Checkpoint::open(folder.path()).expect_err("empty").to_string();
+    assert!(error.contains("model.safetensors: "), "{error}");
+    save(&folder.path().join("model.safetensors"), &tensors("int8")).expect("written");
+    assert!(Checkpoint::open(folder.path()).expect("one file").contains("linear.SCB"));
+    fs::create_dir(folder.path().join("x.safetensors")).expect("made");
+    assert!(Checkpoint::open(folder.path().join("x.safetensors")).is_err());
+}
