@@ -8,6 +8,7 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
+use kernels::nf4::{DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Order, Weight};
 use models::Fusion;
 use models::shapes::LLAMA_3_8B;
 use tune::Kernel;
@@ -52,6 +53,8 @@ pub(crate) enum Problem {
     Attention(AttentionProblem),
     AttentionBackward(BackwardProblem),
     Decode(DecodeProblem),
+    Nf4Dequantize(DequantizeProblem),
+    Nf4Matmul(Nf4MatmulProblem),
 }
 
 /// One case.
@@ -71,6 +74,10 @@ impl Case {
                 record::case_name(AttentionBackward::NAME, &AttentionBackward::params(p))
             }
             Problem::Decode(p) => record::case_name(Decode::NAME, &Decode::params(p)),
+            Problem::Nf4Dequantize(p) => {
+                record::case_name(Nf4Dequantize::NAME, &Nf4Dequantize::params(p))
+            }
+            Problem::Nf4Matmul(p) => record::case_name(Nf4Matmul::NAME, &Nf4Matmul::params(p)),
         }
     }
 }
@@ -172,6 +179,18 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                     add(1, [m, 4096, 14336], layouts, Bf16, false)?;
                 }
             }
+            // What stands beside the products with weights in 4 bits.
+            for [m, n, k] in [
+                [1, 4096, 4096],
+                [1, 11008, 4096],
+                [1, 4096, 11008],
+                [1, 32000, 4096],
+                [1, 1024, 4096],
+                [512, 14336, 4096],
+                [4096, 14336, 4096],
+            ] {
+                add(1, [m, n, k], LINEAR, Bf16, false)?;
+            }
             add(1, [64, 64, 65536], ROWS, Bf16, false)?;
             add(64, [512, 512, 128], ROWS, Bf16, true)?;
         }
@@ -194,6 +213,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     cases.extend(attentions(suite, scale)?);
     cases.extend(backwards(suite, scale)?);
     cases.extend(decodes(suite, scale)?);
+    cases.extend(nf4s(suite, scale)?);
     Ok(cases)
 }
 
@@ -308,6 +328,60 @@ fn decodes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                 add(64, 1, 1024, Some(16), bf16, bf16)?;
             }
         }
+    }
+    Ok(cases)
+}
+
+/// Weights in 4 bits, blocks of 64 with nested absmax: linear layers of an 8B model.
+fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let weight = |n, k| {
+        let rows = Weight::new(n, k, 64, true).context("a case of the suite is invalid")?;
+        rows.ordered(Order::Tiles).context("a case of the suite is invalid")
+    };
+    let mut product = |m, n, k, dtype| -> anyhow::Result<()> {
+        let problem = Nf4MatmulProblem::new(m, weight(n, k)?, dtype);
+        let problem = problem.context("a case of the suite is invalid")?;
+        cases.push(Case { problem: Problem::Nf4Matmul(problem), peer: false });
+        Ok(())
+    };
+    let dtype = match scale {
+        Scale::Host => {
+            product(1, 4096, 4096, DType::F32)?;
+            if suite != Suite::Quick {
+                product(8, 4096, 4096, DType::F32)?;
+                product(64, 4096, 4096, DType::F32)?;
+            }
+            DType::F32
+        }
+        Scale::Gpu => {
+            let bf16 = DType::Bf16;
+            for m in [1, 8, 16, 512] {
+                product(m, 14336, 4096, bf16)?;
+            }
+            product(1, 4096, 4096, bf16)?;
+            if suite != Suite::Quick {
+                for m in [4, 32, 64, 128, 4096] {
+                    product(m, 14336, 4096, bf16)?;
+                }
+                for m in [1, 8] {
+                    product(m, 4096, 14336, bf16)?;
+                    product(m, 11008, 4096, bf16)?;
+                    product(m, 4096, 11008, bf16)?;
+                    product(m, 1024, 4096, bf16)?;
+                }
+                product(1, 32000, 4096, bf16)?;
+                product(8, 4096, 4096, bf16)?;
+                product(1, 14336, 4096, DType::F16)?;
+            }
+            bf16
+        }
+    };
+    let (n, k) = if scale == Scale::Gpu { (14336, 4096) } else { (4096, 1024) };
+    for order in [Order::Rows, Order::Tiles] {
+        let weight = Weight { order, ..weight(n, k)? };
+        let problem = DequantizeProblem { weight, out: dtype };
+        cases.push(Case { problem: Problem::Nf4Dequantize(problem), peer: false });
     }
     Ok(cases)
 }

@@ -7,6 +7,10 @@ use kernels::attention::backward::{AttentionBackward, BackwardOperands, Backward
 use kernels::attention::decode::{CacheLayout, Decode, DecodeOperands, DecodeProblem};
 use kernels::attention::{Attention, AttentionOperands, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulOperands, MatmulProblem, Precision};
+use kernels::nf4::{
+    DequantizeOperands, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulOperands,
+    Nf4MatmulProblem, Weight,
+};
 use oracle::{CheckError, Verdict};
 use serde_json::{Value, json};
 use tune::Kernel;
@@ -38,6 +42,9 @@ pub(crate) trait Family: Kernel {
 
     /// Peers that make `sets` sets of operands of their own.
     fn peers(device: &Device, problem: &Self::Problem, sets: usize) -> Peers;
+
+    /// Whose figure torch.py gives.
+    const TORCH: &'static str = "torch";
 
     /// The case as torch.py reads it; none where torch has nothing of the kind.
     fn torch(problem: &Self::Problem) -> Option<Value>;
@@ -262,6 +269,107 @@ impl Family for AttentionBackward {
         case["op"] = Self::NAME.into();
         Some(case)
     }
+}
+
+impl Family for Nf4Dequantize {
+    const TORCH: &'static str = "bitsandbytes";
+
+    fn params(p: &DequantizeProblem) -> BTreeMap<String, Value> {
+        let mut params = weight_params(&p.weight);
+        params.insert("dtype".to_owned(), p.out.name().into());
+        params
+    }
+
+    fn unit(p: &DequantizeProblem) -> &'static str {
+        precision(p.out).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &DequantizeProblem,
+        operands: &DequantizeOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::nf4::check_dequantized(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &DequantizeProblem, _: &[DequantizeOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &DequantizeProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(p: &DequantizeProblem) -> Option<Value> {
+        Some(bitsandbytes(Self::NAME, 1, &p.weight, p.out))
+    }
+}
+
+impl Family for Nf4Matmul {
+    const TORCH: &'static str = "bitsandbytes";
+
+    fn params(p: &Nf4MatmulProblem) -> BTreeMap<String, Value> {
+        let mut params = weight_params(&p.weight);
+        params.insert("m".to_owned(), p.m.into());
+        params.insert("dtype".to_owned(), p.dtype.name().into());
+        let epilogue = p.epilogue.names();
+        if !epilogue.is_empty() {
+            params.insert("epilogue".to_owned(), epilogue.join("+").into());
+        }
+        params
+    }
+
+    fn unit(p: &Nf4MatmulProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &Nf4MatmulProblem,
+        operands: &Nf4MatmulOperands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::nf4::check_operands(device, p, operands, seed)
+    }
+
+    fn peers_on(_: &Device, _: &Nf4MatmulProblem, _: &[Nf4MatmulOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &Nf4MatmulProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(p: &Nf4MatmulProblem) -> Option<Value> {
+        Some(bitsandbytes(Self::NAME, p.m, &p.weight, p.dtype))
+    }
+}
+
+fn weight_params(w: &Weight) -> BTreeMap<String, Value> {
+    let mut params = BTreeMap::from([
+        ("n".to_owned(), w.n.into()),
+        ("k".to_owned(), w.k.into()),
+        ("block_size".to_owned(), w.block_size.into()),
+        ("order".to_owned(), w.order.name().into()),
+    ]);
+    if w.nested {
+        params.insert("nested".to_owned(), true.into());
+    }
+    params
+}
+
+/// A case of bitsandbytes, which torch.py runs where it is installed.
+fn bitsandbytes(op: &str, m: u32, w: &Weight, dtype: DType) -> Value {
+    json!({
+        "op": op,
+        "m": m,
+        "n": w.n,
+        "k": w.k,
+        "block_size": w.block_size,
+        "nested": w.nested,
+        "dtype": dtype.name(),
+    })
 }
 
 const fn precision(dtype: DType) -> Precision {

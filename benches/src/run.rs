@@ -8,6 +8,7 @@ use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::ceiling::{self, Multiply};
 use kernels::matmul::{Matmul, Precision};
+use kernels::nf4::{Nf4Dequantize, Nf4Matmul};
 use record::{Line, Record, SCHEMA, Summary};
 use serde_json::Value;
 use tune::timing::{self, Effort, Timing, TimingError};
@@ -118,6 +119,10 @@ fn measure(
                 one::<AttentionBackward>(&mut tuner, p, case.peer, card, torch)?
             }
             Problem::Decode(p) => one::<Decode>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::Nf4Dequantize(p) => {
+                one::<Nf4Dequantize>(&mut tuner, p, case.peer, card, torch)?
+            }
+            Problem::Nf4Matmul(p) => one::<Nf4Matmul>(&mut tuner, p, case.peer, card, torch)?,
         };
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
@@ -265,8 +270,8 @@ fn one<K: Family>(
     }
     if let (Some(torch), None, Some(case)) = (torch, &record.error, K::torch(problem)) {
         match torch.measure(case, n) {
-            Ok(ns) => drop(record.peers.insert("torch".to_owned(), ns)),
-            Err(e) => eprintln!("{}: no figure of torch's: {e}", record.case()),
+            Ok(ns) => drop(record.peers.insert(K::TORCH.to_owned(), ns)),
+            Err(e) => eprintln!("{}: no figure of {}'s: {e}", record.case(), K::TORCH),
         }
     }
     Ok(Line::Record(record))

@@ -134,7 +134,56 @@ def attention_backward(case, dtype):
     return run
 
 
-OPS = {"matmul": matmul, "attention": attention, "attention_backward": attention_backward}
+def weights(case, dtype):
+    """Quantised weights, one for each of the operand sets."""
+    from bitsandbytes.functional import quantize_4bit
+
+    def weight():
+        made = torch.randn((case["n"], case["k"]), device="cuda", dtype=dtype) / 50
+        return quantize_4bit(
+            made,
+            blocksize=case["block_size"],
+            quant_type="nf4",
+            compress_statistics=case["nested"],
+        )
+
+    return [weight() for _ in range(case["sets"])]
+
+
+def nf4(case, dtype):
+    """One product with a weight in 4 bits by bitsandbytes, on the next of the operand sets."""
+    from bitsandbytes import matmul_4bit
+
+    x = torch.randn((case["m"], case["k"]), device="cuda", dtype=dtype)
+    turns = itertools.cycle(weights(case, dtype))
+
+    def run():
+        codes, state = next(turns)
+        matmul_4bit(x, codes.t(), quant_state=state)
+
+    return run
+
+
+def nf4_dequantize(case, dtype):
+    """A weight in 4 bits made dense by bitsandbytes."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    turns = itertools.cycle(weights(case, dtype))
+
+    def run():
+        codes, state = next(turns)
+        dequantize_4bit(codes, state)
+
+    return run
+
+
+OPS = {
+    "matmul": matmul,
+    "attention": attention,
+    "attention_backward": attention_backward,
+    "nf4": nf4,
+    "nf4_dequantize": nf4_dequantize,
+}
 
 for line in sys.stdin:
     case = json.loads(line)

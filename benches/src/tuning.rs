@@ -10,6 +10,7 @@ use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::matmul::Matmul;
+use kernels::nf4::{Nf4Dequantize, Nf4Matmul};
 use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
 use crate::cases::{self, Case, Problem, Scale, Suite};
@@ -143,6 +144,8 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
                 good &= tune_one::<AttentionBackward>(&mut tuner, p, &case)?;
             }
             Problem::Decode(p) => good &= tune_one::<Decode>(&mut tuner, p, &case)?,
+            Problem::Nf4Dequantize(p) => good &= tune_one::<Nf4Dequantize>(&mut tuner, p, &case)?,
+            Problem::Nf4Matmul(p) => good &= tune_one::<Nf4Matmul>(&mut tuner, p, &case)?,
         }
     }
     Ok(good)
@@ -212,6 +215,8 @@ fn try_configs(
                 good &= try_one::<AttentionBackward>(&tuner, p, &text)?;
             }
             Problem::Decode(p) => good &= try_one::<Decode>(&tuner, p, &text)?,
+            Problem::Nf4Dequantize(p) => good &= try_one::<Nf4Dequantize>(&tuner, p, &text)?,
+            Problem::Nf4Matmul(p) => good &= try_one::<Nf4Matmul>(&tuner, p, &text)?,
         }
     }
     Ok(good)

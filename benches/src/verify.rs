@@ -8,8 +8,10 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulProblem, Precision};
+use kernels::nf4::{DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem};
 use oracle::attention_backward::BackwardCase;
-use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul};
+use oracle::nf4::{DequantizeCase, ProductCase};
+use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul, nf4};
 use record::{Check, Line};
 use serde_json::Value;
 use tune::{Entry, Kernel, Key, TuneCache};
@@ -284,11 +286,91 @@ impl Verified for Decode {
     }
 }
 
+impl Verified for Nf4Dequantize {
+    type Case = DequantizeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &DequantizeProblem) -> DType {
+        problem.out
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<DequantizeCase> {
+        nf4::dequantize_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<DequantizeCase> {
+        nf4::dequantize_cases(kind).into_iter().skip(1).step_by(11).collect()
+    }
+
+    fn problem(case: &DequantizeCase) -> &DequantizeProblem {
+        &case.problem
+    }
+
+    fn params(case: &DequantizeCase) -> BTreeMap<String, Value> {
+        let mut params = <Self as Family>::params(&case.problem);
+        params.insert("code".to_owned(), case.code_name().into());
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &DequantizeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        nf4::check_dequantize(device, case, config)
+    }
+}
+
+impl Verified for Nf4Matmul {
+    type Case = ProductCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &Nf4MatmulProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<ProductCase> {
+        nf4::product_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<ProductCase> {
+        nf4::product_config_cases(kind)
+    }
+
+    fn problem(case: &ProductCase) -> &Nf4MatmulProblem {
+        &case.problem
+    }
+
+    fn params(case: &ProductCase) -> BTreeMap<String, Value> {
+        let mut params = <Self as Family>::params(&case.problem);
+        params.insert("code".to_owned(), case.code_name().into());
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &ProductCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        nf4::check(device, case, config)
+    }
+}
+
 fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
     jobs.extend(jobs_of::<Attention>(arch, cache, configs));
     jobs.extend(jobs_of::<AttentionBackward>(arch, cache, configs));
     jobs.extend(jobs_of::<Decode>(arch, cache, configs));
+    jobs.extend(jobs_of::<Nf4Dequantize>(arch, cache, configs));
+    jobs.extend(jobs_of::<Nf4Matmul>(arch, cache, configs));
     jobs
 }
 

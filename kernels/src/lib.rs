@@ -4,6 +4,7 @@
 pub mod attention;
 pub mod ceiling;
 pub mod matmul;
+pub mod nf4;
 mod tile;
 
 use arch::{Backend, DType, Device};

@@ -332,6 +332,19 @@ pub(crate) fn load_chunk(at: u32, #[comptime] far: u32) -> Vector<f32, Const<4>>
     chunk
 }
 
+/// The four words at `at + far`.
+#[cube]
+pub(crate) fn load_words(at: u32, #[comptime] far: u32) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ld.shared.v4.b32 {words}, [{at}+{far}];",
+        words = out(_) words,
+        at = in(_) at,
+        options(explicit_mem, reads_address_space shared)
+    );
+    words
+}
+
 /// Where a unit's `ldmatrix` row of the left operand starts, from the tile's start: the fragment at row
 /// `row` and k = 0 of a `[m, k]` tile, or of a `[k, m]` tile when it is transposed. Fragments a multiple
 /// of eight rows of the tile further on are at a constant distance; along the tile's columns, the
@@ -545,6 +558,17 @@ pub(crate) fn store_shared(at: u32, value: f32, #[comptime] far: u32) {
         "st.shared.f32 [{at}+{far}], {value};",
         at = in(_) u32::cast_from(at),
         value = in(_) f32::cast_from(value),
+        options(explicit_mem, writes_address_space shared)
+    );
+}
+
+/// Stores a word at shared address `at`.
+#[cube]
+pub(crate) fn store_word(at: u32, word: u32) {
+    gpu_asm!(
+        "st.shared.b32 [{at}], {word};",
+        at = in(_) u32::cast_from(at),
+        word = in(_) u32::cast_from(word),
         options(explicit_mem, writes_address_space shared)
     );
 }

@@ -9,6 +9,7 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{CacheLayout, CacheStrides, Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
+use kernels::nf4::{DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Order, Weight};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
@@ -125,6 +126,14 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
         attention_name(&p.forward)
     }));
     all.extend(instances_of::<Decode>(arch, decodes(), decode_name));
+    all.extend(instances_of::<Nf4Dequantize>(arch, dequantizes(), |p| {
+        format!("{} {}", p.out, weight_name(&p.weight))
+    }));
+    all.extend(instances_of::<Nf4Matmul>(arch, nf4s(), |p| {
+        let mut name = format!("{} m{} {}", p.dtype, p.m, weight_name(&p.weight));
+        p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
+        name
+    }));
     all
 }
 
@@ -363,6 +372,57 @@ fn decode_name(p: &DecodeProblem) -> String {
     }
     p.rules().into_iter().for_each(|rule| name += &format!(" {rule}"));
     name
+}
+
+/// Weights whose decoding differs: the order of their codes, what their absmax is.
+fn weights() -> Vec<Weight> {
+    let mut weights = Vec::new();
+    for order in [Order::Tiles, Order::Rows] {
+        for nested in [true, false] {
+            let rows = Weight::new(4096, 4096, 64, nested).expect("valid sizes");
+            weights.push(rows.ordered(order).expect("whole tiles"));
+        }
+    }
+    weights
+}
+
+fn dequantizes() -> Vec<Case<Nf4Dequantize>> {
+    let problems =
+        weights().into_iter().map(|weight| DequantizeProblem { weight, out: DType::Bf16 });
+    problems.map(|problem| Case { problem, most: 2, clean: 2 }).collect()
+}
+
+/// Products whose code differs: rows of x in one fragment and in two, k in parts, the plain path.
+fn nf4s() -> Vec<Case<Nf4Matmul>> {
+    let product =
+        |m, weight| Nf4MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
+    let all =
+        Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
+    let mut cases = Vec::new();
+    for weight in weights() {
+        for m in [1, 16] {
+            let case = Case { problem: product(m, weight), most: usize::MAX, clean: 1 };
+            cases.push(case);
+        }
+        for m in [1, 512] {
+            let problem = Nf4MatmulProblem { epilogue: all, ..product(m, weight) };
+            cases.push(Case { problem, most: 1, clean: 1 });
+        }
+    }
+    let weight = Weight { k: 14336, ..weights()[0] };
+    cases.push(Case { problem: product(8, weight), most: usize::MAX, clean: 1 });
+    for m in [64, 500] {
+        cases.push(Case { problem: product(m, weights()[0]), most: 8, clean: 1 });
+    }
+    let half = Nf4MatmulProblem { dtype: DType::F16, ..product(1, weights()[0]) };
+    cases.push(Case { problem: half, most: 1, clean: 1 });
+    cases
+}
+
+/// `4096x4096 b64 nested tiles`.
+fn weight_name(w: &Weight) -> String {
+    let nested = if w.nested { " nested" } else { "" };
+    format!("{}x{} b{}{nested} {}", w.n, w.k, w.block_size, w.order.name())
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ pub mod attention;
 pub mod attention_backward;
 pub mod decode;
 pub mod matmul;
+pub mod nf4;
 
 use reference::Comparison;
 

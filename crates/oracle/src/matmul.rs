@@ -221,7 +221,7 @@ const fn reference_dtype(precision: Precision) -> reference::DType {
 }
 
 /// The format of the result.
-const fn result_dtype(problem: &MatmulProblem) -> reference::DType {
+pub(crate) const fn result_dtype(problem: &MatmulProblem) -> reference::DType {
     match problem.out {
         arch::DType::F16 => reference::DType::F16,
         arch::DType::Bf16 => reference::DType::Bf16,
@@ -229,7 +229,7 @@ const fn result_dtype(problem: &MatmulProblem) -> reference::DType {
     }
 }
 
-const fn reference_activation(activation: Activation) -> reference::Activation {
+pub(crate) const fn reference_activation(activation: Activation) -> reference::Activation {
     match activation {
         Activation::Silu => reference::Activation::Silu,
         Activation::Gelu => reference::Activation::Gelu,
@@ -237,7 +237,7 @@ const fn reference_activation(activation: Activation) -> reference::Activation {
     }
 }
 
-fn reference_of(p: &MatmulProblem) -> reference::Matmul {
+pub(crate) fn reference_of(p: &MatmulProblem) -> reference::Matmul {
     let strides = |op: Operand, (outer, inner): (u64, u64)| {
         let line = op.stride as usize;
         let (row, col) = if op.layout == Layout::Row { (line, 1) } else { (1, line) };

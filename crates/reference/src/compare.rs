@@ -64,6 +64,34 @@ pub fn compare(
 }
 
 impl Comparison {
+    /// For results that have one right value: `out` must be `expected`, number for number; NaN is never
+    /// right, and zeros of either sign are equal.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when the two differ in length.
+    pub fn exact(out: &[f32], expected: &[f32]) -> Result<Self, Error> {
+        if out.len() != expected.len() {
+            return Err(Error::Length { what: "out", need: expected.len(), have: out.len() });
+        }
+        let wrong = |(o, e): &(&f32, &f32)| !(o == e);
+        let error = |o: f32, e: f32| if o == e { 0.0 } else { (f64::from(o) - f64::from(e)).abs() };
+        let worst = out.iter().zip(expected).enumerate().filter(|(_, pair)| wrong(pair));
+        let worst = worst.max_by(|(_, (a, b)), (_, (c, d))| {
+            error(**a, **b).total_cmp(&error(**c, **d)) // NaN is above all numbers
+        });
+        let first = (!out.is_empty()).then_some(0);
+        let at = worst.map(|(at, _)| at).or(first);
+        let (worst_out, wanted) = at.map_or((0.0, 0.0), |i| (out[i], expected[i]));
+        Ok(Self {
+            max_err: error(worst_out, wanted),
+            tolerance: 0.0,
+            worst_index: at,
+            worst_out: worst_out.into(),
+            worst_reference: wanted.into(),
+            passed: worst.is_none(),
+        })
+    }
+
     /// The one that says most of several: the first that failed, or the nearest to its tolerance.
     ///
     /// # Panics
@@ -138,6 +166,19 @@ mod tests {
             compare(&[1.0, out], &[1.0, reference], &[1.0, naive], dtype).expect("lengths agree");
         assert!(!comparison.passed || comparison.max_err <= comparison.tolerance);
         comparison.passed
+    }
+
+    #[test]
+    fn exact_is_exact() {
+        let exact = |out: &[f32], expected: &[f32]| {
+            let c = Comparison::exact(out, expected).expect("lengths agree");
+            (c.passed, c.worst_index)
+        };
+        assert_eq!(exact(&[], &[]), (true, None));
+        assert_eq!(exact(&[1.0, -0.0], &[1.0, 0.0]), (true, Some(0)));
+        assert_eq!(exact(&[1.0, 1.0 + f32::EPSILON, 1.0], &[1.0; 3]), (false, Some(1)));
+        assert_eq!(exact(&[f32::NAN, 3.0], &[f32::NAN, 1.0]), (false, Some(0)));
+        assert!(Comparison::exact(&[1.0], &[]).is_err());
     }
 
     #[test]

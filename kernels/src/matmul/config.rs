@@ -71,7 +71,7 @@ impl MatmulConfig {
     }
 
     /// Parts that k is cut into.
-    pub(super) const fn parts(&self) -> u32 {
+    pub(crate) const fn parts(&self) -> u32 {
         match self {
             Self::Mma(c) => c.parts,
             _ => 1,

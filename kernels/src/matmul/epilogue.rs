@@ -82,7 +82,7 @@ pub(crate) struct Finish<F: Float, E: Float, N: Size> {
 
 impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
     /// The arguments of `problem`, whose result is stored in vectors of `width`.
-    pub(super) fn of(problem: &MatmulProblem, operands: &MatmulOperands, width: usize) -> Self {
+    pub(crate) fn of(problem: &MatmulProblem, operands: &MatmulOperands, width: usize) -> Self {
         let len = problem.extents()[2] / width;
         let matrix = |handle: &Option<cubecl::server::Handle>| {
             // SAFETY: gate and residual have the result's elements.
@@ -102,7 +102,7 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
     }
 
     /// Nothing but the sum.
-    pub(super) fn nothing() -> Self {
+    pub(crate) fn nothing() -> Self {
         let none = || ComptimeOptionArgs::None;
         Self::new(ComptimeOptionArgs::None, none(), none(), Epilogue::default())
     }
@@ -110,7 +110,7 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
 
 impl<F: Float, E: Float, N: Size> FinishCompilationArg<F, E, N> {
     /// The arguments of `epilogue`, as a compilation sees them.
-    pub(super) fn of(epilogue: Epilogue) -> Self {
+    pub(crate) fn of(epilogue: Epilogue) -> Self {
         fn buffer<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
             there: bool,
         ) -> ComptimeOptionCompilationArg<T> {

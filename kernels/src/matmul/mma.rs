@@ -40,7 +40,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Finish, Layout, Precision, block_of};
+use super::{Columns, Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
     gather_lane, global_address, lhs_lane, load_fragments, multiply_halves, next_stage,
@@ -686,31 +686,15 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
             if comptime!(width == 8) {
                 #[unroll]
                 for quad in 0..comptime!(frags_n / 4) {
-                    let mine = col + comptime!(32 * quad as u32) + lane % 4 * 8;
-                    let inside = mine < dims.n;
-                    let at = (line + mine as usize) / 8;
-                    let mut values = Array::<Vector<f32, NC>>::new(4usize);
+                    let mut pairs = Array::<Vector<f32, NC>>::new(4usize);
                     #[unroll]
                     for j in 0..4usize {
-                        let left = col + comptime!(8 * (4 * quad + j) as u32) + lane % 4 * 2;
-                        let sum = acc.pair(comptime!(fragment + 4 * quad + j), half, plan);
-                        values[j] = finish.activate::<NC>(sum, left, &columns);
+                        pairs[j] = acc.pair(comptime!(fragment + 4 * quad + j), half, plan);
                     }
-                    finish.join_quad::<NC>(&mut values, at, comptime!(exact) || inside, lane);
-                    let mut words = Array::<u32>::new(4usize);
-                    #[unroll]
-                    for j in 0..4usize {
-                        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(values[j]));
-                    }
-                    quad_transpose(&mut words, lane);
-                    if comptime!(exact) || inside {
-                        let mut vector = Vector::<u32, Const<4>>::new(0u32);
-                        #[unroll]
-                        for j in 0..4usize {
-                            vector.insert(j, words[j]);
-                        }
-                        out[at] = Vector::reinterpret(vector);
-                    }
+                    let col = col + comptime!(32 * quad as u32);
+                    store_quad::<F, E, NC, NO>(
+                        out, finish, &mut pairs, line, col, lane, &columns, exact,
+                    );
                 }
             } else {
                 #[unroll]
@@ -737,6 +721,44 @@ fn store<F: Float, E: Float, NC: Size, NO: Size>(
                 }
             }
         }
+    }
+}
+
+/// Stores the four pairs that a unit has of columns `col` to `col + 31` of the row that begins at `line`.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
+pub(crate) fn store_quad<F: Float, E: Float, NC: Size, NO: Size>(
+    out: &mut [Vector<E, NO>],
+    finish: &Finish<F, E, NO>,
+    pairs: &mut Array<Vector<f32, NC>>,
+    line: usize,
+    col: u32,
+    lane: u32,
+    columns: &Columns,
+    #[comptime] exact: bool,
+) {
+    let mine = col + lane % 4 * 8;
+    let inside = mine < columns.count;
+    let at = (line + mine as usize) / 8;
+    #[unroll]
+    for j in 0..4usize {
+        let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
+        pairs[j] = finish.activate::<NC>(pairs[j], left, columns);
+    }
+    finish.join_quad::<NC>(pairs, at, comptime!(exact) || inside, lane);
+    let mut words = Array::<u32>::new(4usize);
+    #[unroll]
+    for j in 0..4usize {
+        words[j] = u32::reinterpret(Vector::<E, NC>::cast_from(pairs[j]));
+    }
+    quad_transpose(&mut words, lane);
+    if comptime!(exact) || inside {
+        let mut vector = Vector::<u32, Const<4>>::new(0u32);
+        #[unroll]
+        for j in 0..4usize {
+            vector.insert(j, words[j]);
+        }
+        out[at] = Vector::reinterpret(vector);
     }
 }
 

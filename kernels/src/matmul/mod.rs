@@ -37,7 +37,7 @@ mod cores;
 mod epilogue;
 mod fma;
 mod mma;
-mod parts;
+pub(crate) mod parts;
 mod problem;
 mod ring;
 
@@ -55,10 +55,11 @@ pub use cores::CoresConfig;
 pub use epilogue::{Activation, Epilogue};
 pub use fma::FmaConfig;
 pub use mma::MmaConfig;
+pub(crate) use mma::store_quad;
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
 
 use config::Plan;
-use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
+pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 
 /// The matmul kernel family.
 pub struct Matmul;

@@ -26,7 +26,7 @@ fn shape(problem: &MatmulProblem, parts: u32) -> (usize, AddressType) {
 }
 
 /// The program of [`add`].
-pub(super) fn program(
+pub(crate) fn program(
     problem: &MatmulProblem,
     parts: u32,
     properties: &Arc<DeviceProperties>,
@@ -51,7 +51,7 @@ pub(super) fn program(
 }
 
 /// Enqueues the sum over `parts` of all results of `problem`.
-pub(super) fn add(
+pub(crate) fn add(
     device: &Device,
     problem: &MatmulProblem,
     operands: &MatmulOperands,

@@ -1,17 +1,20 @@
 //! Every kernel against the reference on the devices that need no GPU: the CPU runtime, and WGSL on a
 //! software rasteriser where one is installed.
 
+use std::fmt::Debug;
 use std::io::Write;
 
-use arch::{ArchProfile, Backend, Device};
+use arch::{ArchProfile, Backend, DType, Device};
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
+use kernels::nf4::{Nf4Dequantize, Nf4Matmul};
 use oracle::attention_backward::BackwardCase;
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
+use oracle::{CheckError, Verdict};
 use tune::{Kernel, TuneCache};
 
 /// Opens `backend`, or says why the test is skipped: past the harness, which would keep it to itself,
@@ -31,11 +34,15 @@ fn device(backend: Backend) -> Option<Device> {
 }
 
 /// Checks each case with its default config and returns what went wrong.
-fn failures(device: &Device, cases: &[EdgeCase]) -> Vec<String> {
-    let arch = device.profile();
+fn failures<K: Kernel, C: Debug>(
+    device: &Device,
+    cases: &[C],
+    problem: impl Fn(&C) -> &K::Problem,
+    check: impl Fn(&Device, &C, &K::Config) -> Result<Verdict, CheckError>,
+) -> Vec<String> {
     let mut failures = Vec::new();
     for case in cases {
-        let Some(config) = Matmul::candidates(arch, &case.problem).first().copied() else {
+        let Some(config) = K::candidates(device.profile(), problem(case)).first().copied() else {
             failures.push(format!("no candidate for {case:?}"));
             continue;
         };
@@ -48,11 +55,15 @@ fn failures(device: &Device, cases: &[EdgeCase]) -> Vec<String> {
     failures
 }
 
+fn matmul_failures(device: &Device, cases: &[EdgeCase]) -> Vec<String> {
+    failures::<Matmul, _>(device, cases, |case| &case.problem, check)
+}
+
 #[test]
 fn matmul_is_right_on_the_cpu() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
     for precision in [Precision::F32, Precision::F16, Precision::Bf16] {
-        let failures = failures(&device, &edge_cases(precision));
+        let failures = matmul_failures(&device, &edge_cases(precision));
         assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
 }
@@ -88,7 +99,7 @@ fn matmul_is_right_in_wgsl() {
     let mut cases = edge_cases(Precision::F32);
     // Results in half precision need an extension that software rasterisers lack.
     cases.retain(|c| device.profile().dtypes.contains(&c.problem.out));
-    let failures = failures(&device, &cases);
+    let failures = matmul_failures(&device, &cases);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
@@ -98,7 +109,7 @@ fn a_precision_that_the_device_lacks_has_no_candidate() {
     let problem =
         MatmulProblem::dense(1, [64; 3], [Layout::Row; 2], Precision::Bf16).expect("valid");
     let mut without = arch.clone();
-    without.dtypes.remove(&arch::DType::Bf16);
+    without.dtypes.remove(&DType::Bf16);
     assert!(!Matmul::candidates(&arch, &problem).is_empty());
     assert!(Matmul::candidates(&without, &problem).is_empty());
 }
@@ -112,7 +123,7 @@ fn f16_sums_are_for_instructions_that_have_them() {
     let all = Matmul::candidates(&arch, &problem);
     assert!(!all.is_empty() && all.iter().all(|c| matches!(c, MatmulConfig::Mma(_))), "{all:?}");
     let mut without = arch.clone();
-    without.mma.retain(|shape| shape.acc != arch::DType::F16);
+    without.mma.retain(|shape| shape.acc != DType::F16);
     assert!(Matmul::candidates(&without, &problem).is_empty());
     let f16 = MatmulProblem { precision: Precision::F16, ..problem };
     let fma = Matmul::simplest(&arch, &f16).expect("any GPU has one");
@@ -182,7 +193,7 @@ fn every_epilogue_is_another_program_and_so_are_groups() {
         for flags in 0..8 {
             let [bias, gate, residual] = [flags & 1 > 0, flags & 2 > 0, flags & 4 > 0];
             let epilogue = Epilogue { bias, activation, gate, residual };
-            for out in [arch::DType::F32, arch::DType::F16] {
+            for out in [DType::F32, DType::F16] {
                 let problem = MatmulProblem { epilogue, out, ..plain };
                 let arch = device.profile();
                 let programs = Matmul::programs(arch, &problem, &config, &properties, &target);
@@ -197,98 +208,60 @@ fn every_epilogue_is_another_program_and_so_are_groups() {
     assert_eq!(hashes.len(), count + 1);
 }
 
-/// Checks each attention with its default config and returns what went wrong.
-fn attention_failures(device: &Device, dtype: arch::DType) -> Vec<String> {
-    let arch = device.profile();
-    let mut failures = Vec::new();
-    for case in oracle::attention::edge_cases(dtype, device.backend()) {
-        let Some(config) = Attention::candidates(arch, &case.problem).first().copied() else {
-            failures.push(format!("no candidate for {case:?}"));
-            continue;
-        };
-        match oracle::attention::check(device, &case, &config) {
-            Ok(verdict) if verdict.comparison.passed => {}
-            Ok(verdict) => failures.push(format!("{case:?}: {}", verdict.comparison)),
-            Err(e) => failures.push(format!("{case:?}: {e}")),
-        }
-    }
-    failures
+fn attention_failures(device: &Device, dtype: DType) -> Vec<String> {
+    let cases = oracle::attention::edge_cases(dtype, device.backend());
+    failures::<Attention, _>(device, &cases, |case| &case.problem, oracle::attention::check)
 }
 
 #[test]
 fn attention_is_right_on_the_cpu() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [arch::DType::F32, arch::DType::Bf16] {
+    for dtype in [DType::F32, DType::Bf16] {
         let failures = attention_failures(&device, dtype);
         assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
 }
 
-/// Checks the gradients of each attention with their default config and returns what went wrong.
-fn gradient_failures(device: &Device, cases: Vec<BackwardCase>) -> Vec<String> {
-    let arch = device.profile();
-    let mut failures = Vec::new();
-    for case in cases {
-        let config = AttentionBackward::candidates(arch, &case.problem).first().copied();
-        let config = config.unwrap_or_else(|| panic!("no candidate for {case:?}"));
-        match oracle::attention_backward::check(device, &case, &config) {
-            Ok(verdict) if verdict.comparison.passed => {}
-            Ok(verdict) => failures.push(format!("{case:?}: {}", verdict.comparison)),
-            Err(e) => failures.push(format!("{case:?}: {e}")),
-        }
-    }
-    failures
+fn gradient_failures(device: &Device, cases: &[BackwardCase]) -> Vec<String> {
+    let check = oracle::attention_backward::check;
+    failures::<AttentionBackward, _>(device, cases, |case| &case.problem, check)
 }
 
 #[test]
 fn gradients_of_attention_are_right_on_the_cpu() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    let mut cases = oracle::attention_backward::edge_cases(arch::DType::F32, Backend::Cpu);
-    cases.extend(oracle::attention_backward::config_cases(arch::DType::Bf16));
-    let failures = gradient_failures(&device, cases);
+    let mut cases = oracle::attention_backward::edge_cases(DType::F32, Backend::Cpu);
+    cases.extend(oracle::attention_backward::config_cases(DType::Bf16));
+    let failures = gradient_failures(&device, &cases);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
 fn gradients_of_attention_are_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
-    let cases = oracle::attention_backward::edge_cases(arch::DType::F32, Backend::WebGpu);
-    let failures = gradient_failures(&device, cases);
+    let cases = oracle::attention_backward::edge_cases(DType::F32, Backend::WebGpu);
+    let failures = gradient_failures(&device, &cases);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
 fn attention_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = attention_failures(&device, arch::DType::F32);
+    let failures = attention_failures(&device, DType::F32);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Checks each step of decoding with its default config and returns what went wrong.
-fn decode_failures(device: &Device, dtype: arch::DType) -> Vec<String> {
-    let arch = device.profile();
-    let mut failures = Vec::new();
+fn decode_failures(device: &Device, dtype: DType) -> Vec<String> {
     let mut cases = oracle::decode::edge_cases(dtype);
     // WGSL has no bytes.
-    cases.retain(|case| arch.dtypes.contains(&case.problem.cache));
-    for case in cases {
-        let Some(config) = Decode::candidates(arch, &case.problem).first().copied() else {
-            failures.push(format!("no candidate for {case:?}"));
-            continue;
-        };
-        match oracle::decode::check(device, &case, &config) {
-            Ok(verdict) if verdict.comparison.passed => {}
-            Ok(verdict) => failures.push(format!("{case:?}: {}", verdict.comparison)),
-            Err(e) => failures.push(format!("{case:?}: {e}")),
-        }
-    }
-    failures
+    cases.retain(|case| device.profile().dtypes.contains(&case.problem.cache));
+    failures::<Decode, _>(device, &cases, |case| &case.problem, oracle::decode::check)
 }
 
 #[test]
 fn decode_is_right_on_the_cpu() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [arch::DType::F32, arch::DType::Bf16] {
+    for dtype in [DType::F32, DType::Bf16] {
         let failures = decode_failures(&device, dtype);
         assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
@@ -297,7 +270,35 @@ fn decode_is_right_on_the_cpu() {
 #[test]
 fn decode_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = decode_failures(&device, arch::DType::F32);
+    let failures = decode_failures(&device, DType::F32);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Checks each decoding of 4-bit weights and each product with them.
+fn nf4_failures(device: &Device, dtype: DType) -> Vec<String> {
+    let cases = oracle::nf4::dequantize_cases(dtype);
+    let check = oracle::nf4::check_dequantize;
+    let mut all = failures::<Nf4Dequantize, _>(device, &cases, |case| &case.problem, check);
+    let mut cases = oracle::nf4::product_cases(dtype);
+    cases.extend(oracle::nf4::product_config_cases(dtype));
+    let check = oracle::nf4::check;
+    all.extend(failures::<Nf4Matmul, _>(device, &cases, |case| &case.problem, check));
+    all
+}
+
+#[test]
+fn weights_of_4_bits_are_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        let failures = nf4_failures(&device, dtype);
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+#[test]
+fn weights_of_4_bits_are_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = nf4_failures(&device, DType::F32);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 

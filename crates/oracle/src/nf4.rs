@@ -1,0 +1,401 @@
+//! Kernels of 4-bit weights against their reference: decoding to the last bit, products as products with
+//! the dense weight.
+
+use arch::{DType, Device};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::matmul::{Activation, Epilogue};
+use kernels::nf4::{
+    DequantizeConfig, DequantizeOperands, DequantizeProblem, NestedBuffers, Nf4Dequantize,
+    Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem, Order, Weight, WeightBuffers,
+    reorder,
+};
+use reference::{Comparison, Distribution, FourBit, fill, nf4};
+use tune::Kernel;
+
+use crate::matmul::{reference_activation, reference_of, result_dtype};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
+
+/// A product to verify.
+#[derive(Debug, Clone, Copy)]
+pub struct ProductCase {
+    pub problem: Nf4MatmulProblem,
+    pub code: FourBit,
+    pub seed: u64,
+}
+
+/// A dequantisation to verify.
+#[derive(Debug, Clone, Copy)]
+pub struct DequantizeCase {
+    pub problem: DequantizeProblem,
+    pub code: FourBit,
+    pub seed: u64,
+}
+
+impl ProductCase {
+    pub const fn code_name(&self) -> &'static str {
+        code_name(self.code)
+    }
+}
+
+impl DequantizeCase {
+    pub const fn code_name(&self) -> &'static str {
+        code_name(self.code)
+    }
+}
+
+const fn code_name(code: FourBit) -> &'static str {
+    match code {
+        FourBit::Nf4 => "nf4",
+        FourBit::Fp4 => "fp4",
+    }
+}
+
+/// A quantised weight on the host.
+struct Quantized {
+    book: [f32; 16],
+    codes: Vec<u8>,
+    /// As they are decoded, one a block.
+    absmax: Vec<f32>,
+    nested: Option<(Vec<u8>, Vec<f32>, f32)>,
+    /// What the codes mean, in f32.
+    values: Vec<f32>,
+}
+
+impl Quantized {
+    /// Seeded normal values, quantised as bitsandbytes does; the first block is all zeros.
+    fn seeded(weight: Weight, code: FourBit, seed: u64) -> Result<Self, CheckError> {
+        let (len, block_size) = (weight.len() as usize, weight.block_size as usize);
+        let mut values = fill(seed, len, Distribution::Normal);
+        values.iter_mut().take(block_size).for_each(|v| *v = 0.0);
+        let blocks = code.quantize(&values, block_size)?;
+        let book = code.code_book();
+        let (absmax, nested) = if weight.nested {
+            let offset = nf4::mean(&blocks.absmax);
+            let outer = nf4::nest(&blocks.absmax, offset)?;
+            let absmax = nf4::unnest(&nf4::dynamic_map(), &outer.codes, &outer.absmax, offset)?;
+            (absmax, Some((outer.codes, outer.absmax, offset)))
+        } else {
+            (blocks.absmax, None)
+        };
+        let values = nf4::dequantize(&book, &blocks.codes, &absmax, block_size, len)?;
+        Ok(Self { book, codes: blocks.codes, absmax, nested, values })
+    }
+
+    /// The buffers of `weight`, in its order.
+    fn upload(&self, device: &Device, weight: Weight) -> WeightBuffers {
+        let client = device.client();
+        let bytes = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
+        let floats = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+        let rows = Weight { order: Order::Rows, ..weight };
+        let buffers = WeightBuffers {
+            codes: bytes(&self.codes),
+            absmax: match &self.nested {
+                Some((codes, ..)) => bytes(codes),
+                None => floats(&self.absmax),
+            },
+            book: floats(&self.book),
+            nested: self.nested.as_ref().map(|(_, scales, offset)| NestedBuffers {
+                book: floats(&nf4::dynamic_map()),
+                scales: floats(&scales.iter().flat_map(|s| [*s, *offset]).collect::<Vec<_>>()),
+            }),
+        };
+        reorder(device, rows, &buffers, weight.order)
+    }
+}
+
+/// Quantises on the host, dequantises on the device and compares every bit. The output is filled with NaN
+/// first.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check_dequantize(
+    device: &Device,
+    case: &DequantizeCase,
+    config: &DequantizeConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let host = Quantized::seeded(p.weight, case.code, case.seed)?;
+    let bytes = vec![0xffu8; p.weight.len() as usize * p.out.size()];
+    let operands = DequantizeOperands {
+        weight: host.upload(device, p.weight),
+        out: device.client().create_from_slice(&padded(&bytes)),
+    };
+    Nf4Dequantize::launch(device, p, config, &operands, None);
+    let out = read(device, &operands.out, bytes.len())?;
+    let dtype = reference_dtype(p.out);
+    let expected = dtype.decode(&dtype.encode(&host.values))?;
+    let comparison = Comparison::exact(&dtype.decode(&out)?, &expected)?;
+    Ok(Verdict { comparison, digest: fnv1a(&out) })
+}
+
+/// Compares what a launch left in `operands` with what their codes mean, all of it.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_dequantized(
+    device: &Device,
+    p: &DequantizeProblem,
+    operands: &DequantizeOperands,
+) -> Result<Verdict, CheckError> {
+    let out = read(device, &operands.out, p.weight.len() as usize * p.out.size())?;
+    let dtype = reference_dtype(p.out);
+    let values = values_of(device, p.weight, &operands.weight)?;
+    let expected = dtype.decode(&dtype.encode(&values))?;
+    let comparison = Comparison::exact(&dtype.decode(&out)?, &expected)?;
+    Ok(Verdict { comparison, digest: fnv1a(&out) })
+}
+
+/// Runs a product on fresh host inputs and compares every result with the product of x and the dense
+/// weight. The output is filled with NaN first.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check(
+    device: &Device,
+    case: &ProductCase,
+    config: &Nf4MatmulConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let host = Quantized::seeded(p.weight, case.code, 9 * case.seed)?;
+    let (dense, dtype) = (p.dense(), reference_dtype(p.dtype));
+    let [x_len, _, out_len] = dense.extents();
+    let make = |len: usize, salt: u64| -> Result<Vec<f32>, CheckError> {
+        let values = fill(9 * case.seed + salt, len, Distribution::Normal);
+        Ok(dtype.decode(&dtype.encode(&values))?)
+    };
+    let Epilogue { bias, gate, residual, .. } = p.epilogue;
+    let host = Host {
+        x: make(x_len, 1)?,
+        values: host.values.clone(),
+        bias: bias.then(|| make(dense.bias_len(), 2)).transpose()?,
+        gate: gate.then(|| make(out_len, 3)).transpose()?,
+        residual: residual.then(|| make(out_len, 4)).transpose()?,
+        quantized: Some(host),
+    };
+    let client = device.client();
+    let upload = |values: &[f32]| client.create_from_slice(&padded(&dtype.encode(values)));
+    let part = |values: &Option<Vec<f32>>| values.as_deref().map(upload);
+    let quantized = host.quantized.as_ref().expect("made above");
+    let operands = Nf4MatmulOperands {
+        x: upload(&host.x),
+        weight: quantized.upload(device, p.weight),
+        out: client.create_from_slice(&padded(&vec![0xffu8; out_len * p.dtype.size()])),
+        bias: part(&host.bias),
+        gate: part(&host.gate),
+        residual: part(&host.residual),
+    };
+    let scratch = Nf4Matmul::scratch(device, p, config);
+    Nf4Matmul::launch(device, p, config, &operands, scratch.as_ref());
+    verdict(device, p, &operands, &host, None)
+}
+
+/// Compares what a launch left in `operands` with the reference at a seeded sample of positions,
+/// reading the inputs back from the device.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_operands(
+    device: &Device,
+    p: &Nf4MatmulProblem,
+    operands: &Nf4MatmulOperands,
+    seed: u64,
+) -> Result<Verdict, CheckError> {
+    let (dense, dtype) = (p.dense(), reference_dtype(p.dtype));
+    let [x_len, _, out_len] = dense.extents();
+    let load = |handle: &Handle, len: usize| -> Result<Vec<f32>, CheckError> {
+        Ok(dtype.decode(&read(device, handle, len * dtype.bytes())?)?)
+    };
+    let part = |handle: &Option<Handle>, len| handle.as_ref().map(|h| load(h, len)).transpose();
+    let host = Host {
+        x: load(&operands.x, x_len)?,
+        values: values_of(device, p.weight, &operands.weight)?,
+        bias: part(&operands.bias, dense.bias_len())?,
+        gate: part(&operands.gate, out_len)?,
+        residual: part(&operands.residual, out_len)?,
+        quantized: None,
+    };
+    verdict(device, p, operands, &host, Some(seed))
+}
+
+/// The inputs of one product, decoded.
+struct Host {
+    x: Vec<f32>,
+    values: Vec<f32>,
+    bias: Option<Vec<f32>>,
+    gate: Option<Vec<f32>>,
+    residual: Option<Vec<f32>>,
+    quantized: Option<Quantized>,
+}
+
+fn verdict(
+    device: &Device,
+    p: &Nf4MatmulProblem,
+    operands: &Nf4MatmulOperands,
+    host: &Host,
+    sample: Option<u64>,
+) -> Result<Verdict, CheckError> {
+    let dense = p.dense();
+    let dtype = result_dtype(&dense);
+    let bytes = read(device, &operands.out, dense.extents()[2] * dtype.bytes())?;
+    let out = dtype.decode(&bytes)?;
+    let weight = dtype.decode(&dtype.encode(&host.values))?;
+    let reference = reference_of(&dense);
+    let epilogue = reference::Epilogue {
+        bias: host.bias.as_deref(),
+        activation: p.epilogue.activation.map(reference_activation),
+        gate: host.gate.as_deref(),
+        residual: host.residual.as_deref(),
+    };
+    let sample = match sample {
+        Some(seed) => reference.sample(seed),
+        None => reference.everything(),
+    };
+    let comparison = reference.check(&sample, &host.x, &weight, epilogue, &out)?;
+    Ok(Verdict { comparison, digest: fnv1a(&bytes) })
+}
+
+/// What the codes in a weight's buffers mean, in f32.
+fn values_of(
+    device: &Device,
+    weight: Weight,
+    buffers: &WeightBuffers,
+) -> Result<Vec<f32>, CheckError> {
+    let rows = Weight { order: Order::Rows, ..weight };
+    let buffers = reorder(device, weight, buffers, Order::Rows);
+    let floats = |handle: &Handle, len: usize| -> Result<Vec<f32>, CheckError> {
+        Ok(reference::DType::F32.decode(&read(device, handle, len * 4)?)?)
+    };
+    let blocks = rows.blocks() as usize;
+    let absmax = match &buffers.nested {
+        Some(nested) => {
+            let codes = read(device, &buffers.absmax, blocks)?;
+            let book = floats(&nested.book, 256)?;
+            let scales = floats(&nested.scales, 2 * rows.groups() as usize)?;
+            let book: [f32; 256] = book.try_into().expect("256 were read");
+            // Each group has an offset of its own.
+            let groups = codes.chunks(256).zip(scales.chunks_exact(2));
+            let each = groups.map(|(codes, s)| nf4::unnest(&book, codes, &s[..1], s[1]));
+            each.collect::<Result<Vec<_>, _>>()?.concat()
+        }
+        None => floats(&buffers.absmax, blocks)?,
+    };
+    let book: [f32; 16] = floats(&buffers.book, 16)?.try_into().expect("16 were read");
+    let codes = read(device, &buffers.codes, weight.len().div_ceil(2) as usize)?;
+    let (block_size, len) = (weight.block_size as usize, weight.len() as usize);
+    Ok(nf4::dequantize(&book, &codes, &absmax, block_size, len)?)
+}
+
+fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, CheckError> {
+    let all = device.client().read_one(handle.clone()).map_err(kernel_error)?;
+    Ok(all[..bytes].to_vec())
+}
+
+const fn reference_dtype(dtype: DType) -> reference::DType {
+    match dtype {
+        DType::F16 => reference::DType::F16,
+        DType::Bf16 => reference::DType::Bf16,
+        _ => reference::DType::F32,
+    }
+}
+
+fn weight(n: u32, k: u32, block_size: u32, nested: bool, order: Order) -> Weight {
+    let rows = Weight::new(n, k, block_size, nested).expect("the sizes below are valid");
+    rows.ordered(order).expect("tiles below are whole")
+}
+
+/// Every block size, nested and not, in both orders; odd counts, blocks that straddle rows, a last block
+/// and a last group of blocks that are not whole; both code books.
+pub fn dequantize_cases(out: DType) -> Vec<DequantizeCase> {
+    let mut weights = Vec::new();
+    for nested in [false, true] {
+        for block_size in [32, 64, 128, 256, 512, 1024, 2048, 4096] {
+            weights.push(weight(24, 200, block_size, nested, Order::Rows));
+            if block_size >= 64 {
+                weights.push(weight(48, 512, block_size, nested, Order::Tiles));
+            }
+        }
+        weights.extend([
+            weight(1, 1, 64, nested, Order::Rows),
+            weight(7, 13, 32, nested, Order::Rows),
+            weight(37, 41, 64, nested, Order::Rows),
+            weight(3, 22000, 64, nested, Order::Rows),
+            weight(160, 768, 64, nested, Order::Tiles),
+        ]);
+    }
+    let problems = weights.into_iter().map(|weight| DequantizeProblem { weight, out });
+    (1..)
+        .zip(problems)
+        .map(|(seed, problem)| {
+            let code = if seed % 4 == 3 { FourBit::Fp4 } else { FourBit::Nf4 };
+            DequantizeCase { problem, code, seed }
+        })
+        .collect()
+}
+
+/// Products that every config must get right: one row and many, whole tiles and none, blocks that straddle
+/// rows, k in parts, every part of an epilogue.
+pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
+    let product = |m, weight| Nf4MatmulProblem::new(m, weight, dtype).expect("there are rows");
+    let mut problems = Vec::new();
+    for m in [1, 2, 7, 8, 9, 16, 17, 40] {
+        for nested in [false, true] {
+            problems.push(product(m, weight(48, 512, 64, nested, Order::Tiles)));
+            problems.push(product(m, weight(40, 136, 64, nested, Order::Rows)));
+        }
+    }
+    for (m, weight) in [
+        (1, weight(1, 1, 64, false, Order::Rows)),
+        (3, weight(7, 13, 32, true, Order::Rows)),
+        (5, weight(37, 41, 64, true, Order::Rows)),
+        (2, weight(129, 328, 128, true, Order::Rows)),
+        (1, weight(16, 256, 64, true, Order::Tiles)),
+        // One tile a cube is not enough: rows of the weight past every processor's second tile.
+        (1, weight(16 * 300, 256, 64, true, Order::Tiles)),
+        (11, weight(16 * 290, 256, 4096, false, Order::Tiles)),
+        // Planes without a share, and parts.
+        (4, weight(32, 256 * 11, 64, true, Order::Tiles)),
+        (8, weight(64, 256 * 17, 128, true, Order::Tiles)),
+        (16, weight(64, 256 * 21, 256, false, Order::Tiles)),
+    ] {
+        problems.push(product(m, weight));
+    }
+    let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };
+    let epilogues = [
+        Epilogue { bias: true, ..Epilogue::default() },
+        Epilogue { residual: true, ..Epilogue::default() },
+        all(Some(Activation::Silu)),
+        all(Some(Activation::Gelu)),
+        all(Some(Activation::GeluTanh)),
+    ];
+    for epilogue in epilogues {
+        for (m, weight) in [
+            (3, weight(48, 512, 64, true, Order::Tiles)),
+            (2, weight(32, 256 * 18, 64, true, Order::Tiles)),
+            (4, weight(33, 72, 64, true, Order::Rows)),
+        ] {
+            problems.push(Nf4MatmulProblem { epilogue, ..product(m, weight) });
+        }
+    }
+    (1..)
+        .zip(problems)
+        .map(|(seed, problem)| {
+            let code = if seed % 5 == 4 { FourBit::Fp4 } else { FourBit::Nf4 };
+            ProductCase { problem, code, seed }
+        })
+        .collect()
+}
+
+/// Fewer products for configs that are not the default.
+pub fn product_config_cases(dtype: DType) -> Vec<ProductCase> {
+    let product = |m, weight| Nf4MatmulProblem::new(m, weight, dtype).expect("there are rows");
+    let problems = [
+        product(1, weight(48, 4096, 64, true, Order::Tiles)),
+        product(8, weight(16 * 140, 1024, 64, false, Order::Tiles)),
+        product(13, weight(64, 256 * 19, 64, true, Order::Tiles)),
+        product(70, weight(144, 512, 64, true, Order::Tiles)),
+        product(5, weight(131, 200, 64, true, Order::Rows)),
+    ];
+    let case = |(seed, problem)| ProductCase { problem, code: FourBit::Nf4, seed };
+    (100..).zip(problems).map(case).collect()
+}

@@ -1,0 +1,298 @@
+//! out = round(book[code] · absmax)    out: `[n, k]` in f16, bf16 or f32
+//!
+//! ```text
+//!   for each word of eight codes                        // one unit, several words on its way
+//!     a = absmax of its block
+//!     out[8 · word ..] = round(book[code] · a)          // one vector store
+//! ```
+//!
+//! Cost: half a byte and an absmax's share read, an element written: 2.5 bytes an element of bf16.
+//! The book lies in shared memory, one value a bank: any mix of codes is read at once. Products are f32
+//! and rounded once, which is what bitsandbytes does, bit for bit.
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers, code_shift};
+use crate::matmul::elem;
+
+/// The family of dequantisation kernels.
+pub struct Nf4Dequantize;
+
+/// A weight to make dense, `[n, k]` row by row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DequantizeProblem {
+    pub weight: Weight,
+    /// Type of the result.
+    pub out: DType,
+}
+
+/// How dequantisation is spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DequantizeConfig {
+    /// Units of a cube.
+    pub units: u32,
+    /// Words that a unit decodes before it looks for more.
+    pub words: u32,
+}
+
+/// Device buffers of one dequantisation.
+#[derive(Debug, Clone)]
+pub struct DequantizeOperands {
+    pub weight: WeightBuffers,
+    pub out: Handle,
+}
+
+impl Kernel for Nf4Dequantize {
+    type Problem = DequantizeProblem;
+    type Config = DequantizeConfig;
+    type Operands = DequantizeOperands;
+
+    const NAME: &'static str = "nf4_dequantize";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &DequantizeProblem) -> String {
+        let Weight { nested, order, .. } = p.weight;
+        let nested = if nested { " nested" } else { "" };
+        format!("{} {}{nested} {}", p.out, order.name(), p.weight.len().next_power_of_two())
+    }
+
+    fn candidates(arch: &ArchProfile, p: &DequantizeProblem) -> Vec<DequantizeConfig> {
+        let gpu = [[256, 2], [256, 4], [128, 4], [512, 2], [256, 1], [256, 8]];
+        let cpu = [[arch.processors.unwrap_or(1), 1]];
+        let all = if arch.backend == Backend::Cpu { &cpu[..] } else { &gpu };
+        let configs =
+            all.iter().map(|[units, words]| DequantizeConfig { units: *units, words: *words });
+        configs.filter(|c| Self::check(arch, p, c).is_ok()).collect()
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        p: &DequantizeProblem,
+        c: &DequantizeConfig,
+    ) -> Result<(), Infeasible> {
+        if !arch.dtypes.contains(&p.out) {
+            return Err(Infeasible::Feature { what: format!("{} buffers", p.out) });
+        }
+        if c.units == 0 || c.units > arch.max_units_per_cube {
+            return Err(Infeasible::Units { need: c.units, have: arch.max_units_per_cube });
+        }
+        if !(1..=16).contains(&c.words) {
+            let why = "a unit decodes 1 to 16 words at a time".to_owned();
+            return Err(Infeasible::Shape { name: "words", value: c.words.into(), why });
+        }
+        Ok(())
+    }
+
+    fn cost(p: &DequantizeProblem) -> Cost {
+        let bytes = p.weight.bytes() + p.weight.len() * p.out.size() as u64;
+        Cost { flops: p.weight.len(), bytes }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
+        let units = match arch.backend {
+            Backend::Cpu => arch.processors.unwrap_or(1),
+            _ => 64,
+        };
+        let config = DequantizeConfig { units, words: 1 };
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &DequantizeProblem, seed: u64) -> DequantizeOperands {
+        DequantizeOperands {
+            weight: super::noise(device, p.weight, 3 * seed),
+            out: device.client().empty(out_bytes(p)),
+        }
+    }
+
+    fn outputs(p: &DequantizeProblem, operands: &DequantizeOperands) -> Vec<Output> {
+        let len = p.weight.len() as usize;
+        vec![Output { handle: operands.out.clone(), dtype: p.out, len, tolerance: 0.0 }]
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        p: &DequantizeProblem,
+        c: &DequantizeConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let settings = KernelSettings::new(
+            CubeDim::new_1d(c.units).into(),
+            ExecutionMode::Unchecked,
+            address(p),
+        );
+        vec![Box::new(dequantize::Dequantize::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            CodesCompilationArg::of(&p.weight),
+            BufferCompilationArg { inplace: None },
+            (),
+            1,
+            width(p),
+            plan(arch, c),
+            elem(p.out),
+        ))]
+    }
+
+    fn launch(
+        device: &Device,
+        p: &DequantizeProblem,
+        c: &DequantizeConfig,
+        operands: &DequantizeOperands,
+        _scratch: Option<&Handle>,
+    ) {
+        launch(device, p, c, &operands.weight, &operands.out);
+    }
+}
+
+/// Enqueues the kernel with the result at the start of `out`.
+pub(super) fn launch(
+    device: &Device,
+    p: &DequantizeProblem,
+    c: &DequantizeConfig,
+    weight: &WeightBuffers,
+    out: &Handle,
+) {
+    let cubes = match device.backend() {
+        Backend::Cpu => 1,
+        _ => p.weight.words().div_ceil(u64::from(c.units * c.words)).min(65_535) as u32,
+    };
+    let (len, width) = (p.weight.len() as usize, width(p));
+    // SAFETY: the result has the weight's elements, and the kernel checks its index.
+    unsafe {
+        dequantize::launch_unchecked(
+            device.client(),
+            CubeCount::Static(cubes, 1, 1),
+            CubeDim::new_1d(c.units),
+            address(p),
+            1,
+            width,
+            CodesLaunch::of(&p.weight, weight, 1),
+            BufferArg::from_raw_parts(out.clone(), len / width),
+            p.weight.k,
+            plan(device.profile(), c),
+            elem(p.out),
+        );
+    }
+}
+
+/// Bytes of the result, in whole words.
+pub(super) fn out_bytes(p: &DequantizeProblem) -> usize {
+    (p.weight.len() as usize * p.out.size()).next_multiple_of(4)
+}
+
+/// Elements of a vector of the result.
+fn width(p: &DequantizeProblem) -> usize {
+    let widest = 16 / p.out.size() as u64;
+    if p.weight.len() % 8 == 0 { widest as usize } else { 1 }
+}
+
+fn address(p: &DequantizeProblem) -> AddressType {
+    if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct DequantizePlan {
+    units: u32,
+    words: u32,
+    /// Whether the book is worth a copy that all units of a cube share.
+    shared: bool,
+}
+
+fn plan(arch: &ArchProfile, c: &DequantizeConfig) -> DequantizePlan {
+    DequantizePlan { units: c.units, words: c.words, shared: arch.backend != Backend::Cpu }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn dequantize<E: Float, NW: Size, NO: Size>(
+    weight: &Codes<NW>,
+    out: &mut [Vector<E, NO>],
+    k: u32,
+    #[comptime] plan: DequantizePlan,
+    #[define(E)] _dtype: ElemType,
+) {
+    if comptime!(plan.shared) {
+        let mut book = Shared::<[f32]>::new_slice(16usize);
+        if UNIT_POS < 16 {
+            book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
+        }
+        sync_cube();
+        decode::<E, NW, NO>(weight, &book, out, k, plan);
+    } else {
+        decode::<E, NW, NO>(weight, &weight.book, out, k, plan);
+    }
+}
+
+#[cube]
+fn decode<E: Float, NW: Size, NO: Size>(
+    weight: &Codes<NW>,
+    book: &[f32],
+    out: &mut [Vector<E, NO>],
+    k: u32,
+    #[comptime] plan: DequantizePlan,
+) {
+    let words = weight.codes.len() as u32;
+    let width = NO::value();
+    let all = out.len() * width;
+    let mut first = CUBE_POS_X * comptime!(plan.units * plan.words) + UNIT_POS;
+    while first < words {
+        #[unroll]
+        for i in 0..plan.words {
+            let word = first + comptime!(i * plan.units);
+            if word < words {
+                let mut row = 0u32.runtime();
+                let mut chunk = 0u32.runtime();
+                if comptime!(weight.plan.tiles) {
+                    row = word / (k / 8);
+                    chunk = word % (k / 8);
+                }
+                let absmax = weight.absmax_of_word(word, row, chunk, k);
+                let codes = weight.word(word, row, chunk, k);
+                let start = word as usize * 8;
+                #[unroll]
+                for v in 0..comptime!(8 / width) {
+                    let mut values = Vector::<E, NO>::new(E::from_int(0));
+                    #[unroll]
+                    for e in 0..width {
+                        let shift = comptime!(code_shift((v * width + e) as u32));
+                        let value = book[((codes >> shift) & 15) as usize] * absmax;
+                        values.insert(e, E::cast_from(value));
+                    }
+                    // Where vectors are single elements the last word may have fewer than eight.
+                    if comptime!(width > 1) || start + comptime!(v * width) < all {
+                        out[start / NO::value() + v] = values;
+                    }
+                }
+            }
+        }
+        first += CUBE_COUNT_X * comptime!(plan.units * plan.words);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_profile_has_a_candidate() {
+        let weight = Weight::new(4096, 4096, 64, true).expect("valid");
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for out in [DType::F32, DType::F16, DType::Bf16] {
+                let p = DequantizeProblem { weight, out };
+                assert!(!Nf4Dequantize::candidates(&arch, &p).is_empty(), "{name} {out}");
+                let simplest = Nf4Dequantize::simplest(&arch, &p).expect("there is one");
+                Nf4Dequantize::check(&arch, &p, &simplest).expect("it is feasible");
+            }
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! Weights in 4 bits: `w[n, k] = book[code] · absmax[block]`, a block being 32 to 4096 neighbours.
+//!
+//! ```text
+//!   quantise      absmax = max |w| of the block;  code = nearest of the book to w / absmax
+//!   dequantise    w = book[code] · absmax                            // f32, rounded once
+//!   multiply      y = epilogue(x · wᵀ)                               // x: [m, k], y: [m, n]
+//!   nested        absmax = book256[byte] · scale[block / 256] + offset
+//! ```
+//!
+//! NF4's book holds the quantiles of a normal distribution, FP4's the values of a float with two bits of
+//! exponent; a kernel reads the book from a buffer and knows neither. Codes and absmax are bit for bit
+//! those of bitsandbytes, so that its checkpoints load as they are.
+//!
+//! | family           | what it does                                  | bound by                      |
+//! |------------------|-----------------------------------------------|-------------------------------|
+//! | [`Nf4Matmul`]    | products, decoding codes in registers          | bytes of codes; for many rows products |
+//! | [`Nf4Dequantize`] | a dense weight                                | bytes of the dense weight     |
+//!
+//! Sources: Dettmers et al., "QLoRA" (2023); bitsandbytes, `functional.py` and `csrc/kernels.cu`.
+
+mod dequantize;
+mod product;
+mod weight;
+
+pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
+pub use product::{
+    FusedConfig, LanesConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem,
+    StreamConfig,
+};
+pub use weight::{
+    InvalidWeight, NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, reorder,
+};
+
+use arch::{DType, Device};
+use cubecl::prelude::*;
+
+/// The code book of NF4, of which index 7 is zero (bitsandbytes, `get_4bit_type`).
+pub const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// Random codes with plausible scales, for measuring.
+pub(crate) fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers {
+    let client = device.client();
+    let floats = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+    let codes = crate::noise(device, weight.words() as usize * 4, DType::U8, seed);
+    let absmax_len = weight.absmax_bytes() as usize;
+    let (absmax, nested) = if weight.nested {
+        let book: Vec<f32> = (0..256).map(|i| (i as f32 - 127.5) / 127.5).collect();
+        let scales = vec![[0.01f32, 0.04]; weight.groups() as usize].concat();
+        let nested = NestedBuffers { book: floats(&book), scales: floats(&scales) };
+        (crate::noise(device, absmax_len, DType::U8, seed + 1), Some(nested))
+    } else {
+        let values = |i: u64| 0.03 + 0.02 * ((i * 7 + seed) % 64) as f32 / 64.0;
+        let values: Vec<f32> = (0..weight.absmax_len()).map(values).collect();
+        (floats(&values), None)
+    };
+    WeightBuffers { codes, absmax, book: floats(&NF4), nested }
+}
+
+/// A weight's buffers as a kernel sees them; codes in vectors of `N` words.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Codes<N: Size> {
+    pub(crate) codes: Box<[Vector<u32, N>]>,
+    /// Words: f32 each, or four bytes.
+    pub(crate) absmax: Box<[Vector<u32, Const<1>>]>,
+    pub(crate) book: Box<[f32]>,
+    /// Of nested absmax; else the code book again.
+    pub(crate) nested_book: Box<[f32]>,
+    /// Of nested absmax; else the code book again.
+    pub(crate) scales: Box<[Vector<f32, Const<1>>]>,
+    #[cube(comptime)]
+    pub(crate) plan: CodesPlan,
+}
+
+/// Comptime facts of a weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct CodesPlan {
+    pub(crate) block_size: u32,
+    pub(crate) nested: bool,
+    pub(crate) tiles: bool,
+}
+
+impl CodesPlan {
+    const fn of(weight: &Weight) -> Self {
+        Self {
+            block_size: weight.block_size,
+            nested: weight.nested,
+            tiles: matches!(weight.order, Order::Tiles),
+        }
+    }
+}
+
+impl<N: Size> CodesLaunch<N> {
+    fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
+        let WeightBuffers { codes, absmax, book, nested } = buffers;
+        let (nested_book, scales) = match nested {
+            Some(nested) => ((&nested.book, 256), (&nested.scales, 2 * weight.groups() as usize)),
+            None => ((book, 16), (book, 16)),
+        };
+        // SAFETY: the lengths are the weight's.
+        let buffer = |(handle, len): (&cubecl::server::Handle, usize)| unsafe {
+            BufferArg::from_raw_parts(handle.clone(), len)
+        };
+        Self::new(
+            buffer((codes, weight.words() as usize / width)),
+            buffer((absmax, weight.absmax_bytes() as usize / 4)),
+            buffer((book, 16)),
+            buffer(nested_book),
+            buffer(scales),
+            CodesPlan::of(weight),
+        )
+    }
+}
+
+impl<N: Size> CodesCompilationArg<N> {
+    fn of(weight: &Weight) -> Self {
+        let buffer = || BufferCompilationArg { inplace: None };
+        Self {
+            codes: buffer(),
+            absmax: buffer(),
+            book: buffer(),
+            nested_book: buffer(),
+            scales: buffer(),
+            plan: CodesPlan::of(weight),
+        }
+    }
+}
+
+#[cube]
+impl<N: Size> Codes<N> {
+    /// The eight codes from column `8·chunk` of a row on, in the order of [`Order::Rows`], where they are
+    /// word `word`.
+    pub(crate) fn word(&self, word: u32, row: u32, chunk: u32, k: u32) -> u32 {
+        if comptime!(self.plan.tiles) {
+            let mut made = 0u32;
+            #[unroll]
+            for q in 0..4u32 {
+                let at = weight::word_in_tiles(row, chunk, q.runtime(), k);
+                let found = self.codes[at as usize].extract(0usize);
+                made |= ((found >> (chunk % 4 * 8)) & 255) << comptime!(8 * q);
+            }
+            made
+        } else {
+            self.codes[word as usize].extract(0usize)
+        }
+    }
+
+    /// The absmax of the same.
+    pub(crate) fn absmax_of_word(&self, word: u32, row: u32, chunk: u32, k: u32) -> f32 {
+        let block = word / comptime!(self.plan.block_size / 8);
+        let mut at = block;
+        if comptime!(self.plan.tiles) {
+            at = weight::absmax_in_tiles(row, chunk / 8, k);
+        }
+        self.absmax_at(at, block, k)
+    }
+
+    /// The absmax that lies at `at`, of block `block`. The product and the sum of a nested one are rounded
+    /// one after the other, as bitsandbytes does: a bit that is 0 in every weight, which no compiler
+    /// knows, keeps them from becoming one operation.
+    pub(crate) fn absmax_at(&self, at: u32, block: u32, k: u32) -> f32 {
+        if comptime!(self.plan.nested) {
+            let word = self.absmax[(at / 4) as usize].extract(0usize);
+            let byte = (word >> (at % 4 * 8)) & 255;
+            let group = 2 * (block / comptime!(NESTED_BLOCK)) as usize;
+            let (scale, offset) = (self.scales[group], self.scales[group + 1]);
+            let scaled = self.nested_book[byte as usize] * scale.extract(0usize);
+            f32::reinterpret(u32::reinterpret(scaled) ^ (k >> 31)) + offset.extract(0usize)
+        } else {
+            f32::reinterpret(self.absmax[at as usize].extract(0usize))
+        }
+    }
+}
+
+/// Where code `i` of a word's eight begins: bytes in order, in each the high half first.
+pub(crate) const fn code_shift(i: u32) -> u32 {
+    i / 2 * 8 + (1 - i % 2) * 4
+}

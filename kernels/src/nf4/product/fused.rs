@@ -1,0 +1,586 @@
+//! The path of many rows on CUDA: a tile of x in shared memory, codes decoded into right fragments.
+//!
+//! | loop                                     | level                                              |
+//! |------------------------------------------|----------------------------------------------------|
+//! | `(tile_m, 32·planes)` blocks of y, parts of k | cubes                                         |
+//! | 64 of k                                  | ring of `stages`: x swizzled, codes, absmax        |
+//! | 32 columns of y                          | planes, accumulators in registers                  |
+//! | 32 of k                                  | codes of all columns decoded, then row after row   |
+//!
+//! Planes stand side by side along n, so each code is decoded once a cube, into the register that the
+//! instruction takes: no dense tile in shared memory, no barrier for one. While the products of a half
+//! step are under way, the codes of the next are decoded, a slice beside each fragment of rows.
+//!
+//! Eight codes become four registers by byte permutations: the book's 16 halves are two tables of 16
+//! bytes, each half of a table one `prmt` for four codes, chosen by the codes' top bits. That is 24
+//! instructions for eight codes, none of them on shared memory, which is what the loads of x need. A pair
+//! is then multiplied by its absmax in half precision: book value, absmax and product are each rounded.
+//!
+//! Cost: products, and 24 integer instructions for eight codes a cube.
+//!
+//! Ladder, us at m = 64 / 128 / 512 (14336 x 4096, H200 restricted to an RTX 4090's features; a dense weight
+//! and its product 85 / 98 / 192, bitsandbytes 0.50.2 114 / 109 / 166):
+//!
+//! | version                                                         |  64 | 128 | 512 |
+//! |-----------------------------------------------------------------|-----|-----|-----|
+//! | v1 x by 16-byte loads in the order of the codes, decoded at once | 48  | 80  | 252 |
+//! | v2 v1, the next half step's codes decoded beside the products    | 51  | 82  | 251 |
+//! | v3 codes in the order of `ldmatrix`: no register is moved        | 43  | 71  | 207 |
+//! | v4 v3, fragments of x loaded three turns ahead                   | 39  | 68  | 200 |
+//! | v5 v4, copies a step and a half ahead instead of half a step     | 40  | 69  | 204 |
+//!
+//! At 512 rows the tensor pipe is busy for 47% of the time, no pipe for more than 53%: what two planes a
+//! scheduler wait for is not found yet.
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::Dims;
+use crate::matmul::{Columns, Finish, block_of, store_quad};
+use crate::nf4::{Codes, CodesPlan};
+use crate::tile::{
+    CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, global_address, lhs_lane,
+    load_fragments, load_shared, load_words, next_stage, pack_pair, shared_address, store_shared,
+    typed, wait_copies,
+};
+
+/// Tile sizes of the fused path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct FusedConfig {
+    /// Rows of x that a cube takes.
+    pub tile_m: u32,
+    /// Planes of a cube, each with 32 columns.
+    pub planes: u32,
+    /// Steps of 64 of k in the ring.
+    pub stages: u32,
+    /// Parts that k is cut into, each the work of other cubes.
+    pub parts: u32,
+}
+
+/// Register sets for fragments of x; all but one are loaded ahead.
+const SETS: usize = 4;
+/// k of a stage.
+const STEP: u32 = 64;
+/// Bytes of codes of a plane's 32 columns in a stage: two pieces of 16 rows of the weight.
+const CODES_BYTES: u32 = 1024;
+const NESTED_BYTES: u32 = 256 * 4;
+
+impl FusedConfig {
+    pub(super) const fn units(self) -> u32 {
+        32 * self.planes
+    }
+
+    pub(super) const fn tile_n(self) -> u32 {
+        32 * self.planes
+    }
+
+    /// Steps of each part but the last: whole quads of 256.
+    pub(super) const fn part_steps(self, k: u32) -> u32 {
+        (k / 256).div_ceil(self.parts) * 4
+    }
+
+    /// Registers of a unit, roughly: accumulators, fragments of both, codes, book and addresses.
+    pub(super) const fn registers(self) -> u32 {
+        self.tile_m + 96
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct FusedPlan {
+    /// With one part, so that instances differ by `partial` alone.
+    pub(super) config: FusedConfig,
+    pub(super) bf16: bool,
+    pub(super) nested: bool,
+    /// Every tile is full: no edge is checked.
+    pub(super) exact: bool,
+    /// Sums go to the workspace.
+    pub(super) partial: bool,
+}
+
+impl FusedPlan {
+    const fn copies(self) -> CopyPlan {
+        CopyPlan {
+            shape: TileShape::new(self.config.tile_m, STEP, false, 2),
+            width: 8,
+            units: self.config.units() as usize,
+            exact: self.exact,
+        }
+    }
+
+    /// Bytes of a vector of `words` words that is copied without a check.
+    const fn whole(words: usize) -> CopyPlan {
+        CopyPlan {
+            shape: TileShape { swizzled: false, ..TileShape::new(1, words as u32, false, 4) },
+            width: words,
+            units: 32,
+            exact: true,
+        }
+    }
+
+    /// Where in a stage the codes of the planes lie, then their absmax, then scale and offset of these.
+    const fn codes_at(self) -> u32 {
+        self.config.tile_m * STEP * 2
+    }
+
+    const fn absmax_at(self) -> u32 {
+        self.codes_at() + self.config.planes * CODES_BYTES
+    }
+
+    const fn scales_at(self) -> u32 {
+        self.absmax_at() + self.config.planes * 128
+    }
+
+    const fn stage_bytes(self) -> u32 {
+        self.scales_at() + if self.nested { self.config.planes * 256 } else { 0 }
+    }
+
+    pub(super) const fn shared_bytes(self) -> u32 {
+        NESTED_BYTES + self.config.stages * self.stage_bytes()
+    }
+}
+
+/// The book's halves, cut in bytes: `low[i]` has those of values 4i to 4i + 3.
+#[derive(CubeType)]
+struct Bytes {
+    low: Array<u32>,
+    high: Array<u32>,
+}
+
+/// What a unit copies of every step.
+#[derive(CubeType)]
+struct Feed {
+    lane: CopyLane,
+    /// Address of its first vector of x, at the first step.
+    x: u64,
+    /// Bytes between rows of x.
+    line: u64,
+    rows_left: u32,
+    /// Addresses of its 16 bytes of both pieces of codes, at step 0.
+    codes: u64,
+    second: u64,
+    /// Address of its row's absmax, at step 0.
+    absmax: u64,
+    /// Its row of the weight, and quads of a row.
+    row: u32,
+    quads: u32,
+    scales: u64,
+}
+
+#[cube]
+pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: &Finish<F, F, NO>,
+    dims: &Dims,
+    #[comptime] plan: FusedPlan,
+) {
+    let (config, stages) = comptime!((plan.config, plan.config.stages));
+    let frags = comptime!((config.tile_m / 16) as usize);
+    let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
+        comptime!((plan.shared_bytes() / 16) as usize),
+        128usize,
+    );
+    let nested_book = shared_address(&mut shared);
+    let ring = nested_book + NESTED_BYTES;
+    let end = ring + comptime!(stages * plan.stage_bytes());
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * 32 + lane;
+    let (rows, cols) = (dims.m.div_ceil(config.tile_m), dims.n.div_ceil(config.tile_n()));
+    let (block_m, block_n) = block_of(rows, cols, CUBE_POS_X);
+    let (row, col) = (block_m * config.tile_m, block_n * config.tile_n() + plane * 32);
+    let all = dims.k / STEP;
+    let first = CUBE_POS_Y * dims.part_steps;
+    let steps = min(all - first, dims.part_steps);
+
+    let feed = feed_of(x, weight, dims, unit, row, col, lane, plan);
+    let mut to = u32::cast_from(ring);
+    #[unroll]
+    for step in 0..comptime!(stages - 1) {
+        copy(&feed, first, step.runtime(), steps, to, plane, lane, weight.plan, plan);
+        to = next_stage(to, ring, end, plan.stage_bytes());
+    }
+    let book = bytes_of_book(&weight.book, plan.bf16);
+    if comptime!(weight.plan.nested) {
+        let mut i = u32::cast_from(unit);
+        while i < 256 {
+            store_shared(nested_book + i * 4, weight.nested_book[i as usize], 0u32);
+            i += comptime!(config.units());
+        }
+    }
+
+    let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let size!(NF) = def.vector_size(MatrixIdent::A);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+    let mut acc = Sequence::<Array<Vector<f32, NC>>>::new(); // [frags, 4]
+    #[unroll]
+    for _ in 0..comptime!(4 * frags) {
+        let mut sums = Array::<Vector<f32, NC>>::new(2usize);
+        sums[0] = Vector::new(0.0f32);
+        sums[1] = Vector::new(0.0f32);
+        acc.push(sums);
+    }
+    let own = lhs_lane(0u32.runtime(), lane, plan.copies().shape);
+    let mut read = u32::cast_from(ring);
+    wait_copies(comptime!(stages - 2));
+    sync_cube();
+    // Right fragments of the half step at hand and of the next: [2, 4], of columns 8j to 8j + 7 each.
+    let mut right = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for _ in 0..8usize {
+        right.push(Array::<u32>::new(4usize));
+    }
+    let mut codes = Array::<u32>::new(8usize);
+    let mut scales = Array::<u32>::new(4usize);
+    load_codes(&mut codes, read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16);
+    load_scales(&mut scales, read, nested_book, 0u32, plane, lane, weight.plan, plan);
+    #[unroll]
+    for slice in 0..8usize {
+        decode(&codes, &scales, &book, &mut right, 0usize, slice, plan.bf16);
+    }
+    let mut left = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for turn in 0..SETS {
+        left.push(Array::<u32>::new(4usize));
+        if comptime!(turn + 1 < SETS) {
+            load_left::<F>(read, own, left.index_mut(turn), turn, plan);
+        }
+    }
+    for step in 0..steps {
+        // Into the stage of the step before, which every plane has read.
+        copy(&feed, first, step + comptime!(stages - 1), steps, to, plane, lane, weight.plan, plan);
+        to = next_stage(to, ring, end, plan.stage_bytes());
+        let now = u32::cast_from(read);
+        #[unroll]
+        for half in 0..2usize {
+            if comptime!(half == 1) {
+                // Codes and absmax of a plane are copied by its own units.
+                wait_copies(comptime!(stages - 2));
+                sync_plane();
+                read = next_stage(read, ring, end, plan.stage_bytes());
+                // Past the last step this is what an earlier one left there, and nobody multiplies it.
+                let from = read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16;
+                load_codes(&mut codes, from);
+                load_scales(
+                    &mut scales,
+                    read,
+                    nested_book,
+                    step + 1,
+                    plane,
+                    lane,
+                    weight.plan,
+                    plan,
+                );
+            }
+            // Fragment after fragment of the first 16 of k, then of the other.
+            #[unroll]
+            for turn in 0..comptime!(2 * frags) {
+                let ahead = comptime!(2 * frags * half + turn + SETS - 1);
+                let next = left.index_mut(comptime!(ahead % SETS));
+                if comptime!(ahead < 4 * frags) {
+                    load_left::<F>(now, own, next, ahead, plan);
+                } else {
+                    if comptime!(ahead == 4 * frags) {
+                        // All of the stage at hand is read, and all of the next one is there.
+                        sync_cube();
+                    }
+                    load_left::<F>(read, own, next, comptime!(ahead - 4 * frags), plan);
+                }
+                // A share of the next half step's codes, for while the products are under way.
+                #[unroll]
+                for slice in comptime!(4 * turn / frags)..comptime!(4 * (turn + 1) / frags) {
+                    decode(&codes, &scales, &book, &mut right, 1 - half, slice, plan.bf16);
+                }
+                let left = typed::<F, NF>(left.index(comptime!(turn % SETS)), 0usize, 4usize);
+                #[unroll]
+                for x in 0..4usize {
+                    let j = comptime!(if turn % 2 == 1 { 3 - x } else { x });
+                    let words = right.index(comptime!(4 * half + j));
+                    let right = typed::<F, NF>(words, comptime!(turn / frags * 2), 2usize);
+                    let sums = acc.index_mut(comptime!(turn % frags * 4 + j));
+                    def.execute_inplace(&left, &right, sums);
+                }
+            }
+        }
+    }
+
+    let columns = Columns { first: 0usize.runtime(), count: dims.n };
+    #[unroll]
+    for i in 0..comptime!(2 * frags) {
+        let row = row + comptime!(8 * i as u32) + lane / 4;
+        let line = row as usize * dims.n as usize;
+        if comptime!(plan.exact) || row < dims.m {
+            let mut pairs = Array::<Vector<f32, NC>>::new(4usize);
+            #[unroll]
+            for j in 0..4usize {
+                pairs[j] = acc.index(comptime!(i / 2 * 4 + j))[comptime!(i % 2)];
+            }
+            if comptime!(plan.partial) {
+                let start = CUBE_POS_Y as usize * dims.m as usize * dims.n as usize;
+                #[unroll]
+                for j in 0..4usize {
+                    let col = col + comptime!(8 * j as u32) + lane % 4 * 2;
+                    if col < dims.n {
+                        let at = start + line + col as usize;
+                        partials[at] = pairs[j].extract(0usize);
+                        partials[at + 1] = pairs[j].extract(1usize);
+                    }
+                }
+            } else {
+                store_quad::<F, F, NC, NO>(
+                    out, finish, &mut pairs, line, col, lane, &columns, false,
+                );
+            }
+        }
+    }
+}
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands and one place")]
+fn feed_of<F: Float, NX: Size, NW: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    dims: &Dims,
+    unit: u32,
+    row: u32,
+    col: u32,
+    lane: u32,
+    #[comptime] plan: FusedPlan,
+) -> Feed {
+    let copies = comptime!(plan.copies());
+    let (spans, quads) = (dims.k / STEP, dims.k / 256);
+    let line = u64::cast_from(dims.k) * 2;
+    let copy_lane = CopyLane::new(unit, copies);
+    // Columns past the end repeat the last ones; they are never stored.
+    let last = dims.n / 16 - 1;
+    let (one, two) = (min(col / 16, last), min(col / 16 + 1, last));
+    let bytes = u64::cast_from(spans) * 512;
+    let codes = global_address(&weight.codes) + u64::cast_from(lane * 16);
+    // Unit 16·t + 2·r + h copies the absmax of row r + 8·h of piece t.
+    let piece = select(lane < 16, one, two);
+    let weight_row = piece * 16 + lane % 2 * 8 + lane / 2 % 8;
+    let each = comptime!(if weight.plan.nested { 1u32 } else { 4u32 });
+    let place = u64::cast_from(piece) * u64::cast_from(quads * comptime!(64 * each))
+        + u64::cast_from(lane % 16 * comptime!(4 * each));
+    let corner = global_address(x) + u64::cast_from(row) * line;
+    Feed {
+        x: corner + copy_lane.start(line, copies),
+        lane: copy_lane,
+        line,
+        rows_left: dims.m - row,
+        codes: codes + u64::cast_from(one) * bytes,
+        second: codes + u64::cast_from(two) * bytes,
+        absmax: global_address(&weight.absmax) + place,
+        row: weight_row,
+        quads,
+        scales: global_address(&weight.scales),
+    }
+}
+
+/// Issues the copies of step `step` of `steps` after `first` to the stage at `to`; closes their group.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one step, one stage")]
+fn copy(
+    feed: &Feed,
+    first: u32,
+    step: u32,
+    steps: u32,
+    to: u32,
+    plane: u32,
+    lane: u32,
+    #[comptime] weight: CodesPlan,
+    #[comptime] plan: FusedPlan,
+) {
+    if step < steps {
+        let span = first + step;
+        let x = feed.x + u64::cast_from(span * comptime!(STEP * 2));
+        feed.lane.copy(x, feed.line, to, feed.rows_left, STEP, plan.copies());
+        let codes = to + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16;
+        let four = comptime!(FusedPlan::whole(4));
+        let far = u64::cast_from(span * 512);
+        copy_vector(feed.codes + far, codes, 0u32, true, four);
+        copy_vector(feed.second + far, codes, 512u32, true, four);
+        let absmax = to + comptime!(plan.absmax_at()) + plane * 128 + lane * 4;
+        let one = comptime!(FusedPlan::whole(1));
+        let quad = span / 4;
+        if comptime!(weight.nested) {
+            // The bytes of four steps.
+            copy_vector(feed.absmax + u64::cast_from(quad * 64), absmax, 0u32, true, one);
+            let scales = to + comptime!(plan.scales_at()) + plane * 256 + lane * 8;
+            let group = (feed.row * feed.quads + quad) / comptime!(weight.block_size);
+            let from = feed.scales + u64::cast_from(group * 8);
+            copy_vector(from, scales, 0u32, true, comptime!(FusedPlan::whole(2)));
+        } else {
+            let far = u64::cast_from(quad * 256 + span % 4 * 4);
+            copy_vector(feed.absmax + far, absmax, 0u32, true, one);
+        }
+    }
+    commit_copies();
+}
+
+/// The unit's words of both pieces: columns lane / 4 + 8j at 2j and 2j + 1.
+#[cube]
+fn load_codes(codes: &mut Array<u32>, from: u32) {
+    #[unroll]
+    for piece in 0..2usize {
+        let words = load_words(from, comptime!(512 * piece as u32));
+        #[unroll]
+        for i in 0..4usize {
+            codes[comptime!(4 * piece + i)] = words.extract(i);
+        }
+    }
+}
+
+/// The absmax of the unit's four columns, each twice in a word of halves.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one step, one stage")]
+fn load_scales(
+    scales: &mut Array<u32>,
+    read: u32,
+    nested_book: u32,
+    step: u32,
+    plane: u32,
+    lane: u32,
+    #[comptime] weight: CodesPlan,
+    #[comptime] plan: FusedPlan,
+) {
+    let size!(NP) = 2usize;
+    // Parts begin at multiples of four steps.
+    let shift = step % 4 * 8;
+    #[unroll]
+    for j in 0..4usize {
+        let place = comptime!(j as u32 / 2 * 16 + j as u32 % 2) + lane / 4 * 2;
+        let at = read + comptime!(plan.absmax_at()) + plane * 128 + place * 4;
+        let word = load_shared(at, 0u32);
+        let mut value = f32::cast_from(word);
+        if comptime!(weight.nested) {
+            let byte = (u32::reinterpret(word) >> shift) & 255;
+            let at = read + comptime!(plan.scales_at()) + plane * 256 + place * 8;
+            value = fma(
+                load_shared(nested_book + byte * 4, 0u32),
+                load_shared(at, 0u32),
+                load_shared(at, 4u32),
+            );
+        }
+        scales[j] = pack_pair(Vector::<f32, NP>::new(value), plan.bf16);
+    }
+}
+
+/// The fragment of turn `turn` of a step: rows one after the other, for 16 of k after 16.
+#[cube]
+fn load_left<F: Float>(
+    read: u32,
+    own: u32,
+    into: &mut Array<u32>,
+    #[comptime] turn: usize,
+    #[comptime] plan: FusedPlan,
+) {
+    let frags = comptime!((plan.config.tile_m / 16) as usize);
+    let (k, row) = comptime!((turn / frags, turn % frags));
+    let at = read + (own ^ comptime!(32 * k as u32));
+    let far = comptime!(16 * 128 * row as u32);
+    load_fragments::<F>(at, into, far, plan.copies().shape, false);
+}
+
+/// The book cut into tables of bytes.
+#[cube]
+fn bytes_of_book(book: &[f32], #[comptime] bf16: bool) -> Bytes {
+    let size!(NP) = 2usize;
+    let mut low = Array::<u32>::new(4usize);
+    let mut high = Array::<u32>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        let mut words = Array::<u32>::new(2usize);
+        #[unroll]
+        for p in 0..2usize {
+            let mut pair = Vector::<f32, NP>::new(0.0f32);
+            pair.insert(0usize, book[comptime!(4 * i + 2 * p)]);
+            pair.insert(1usize, book[comptime!(4 * i + 2 * p + 1)]);
+            words[p] = pack_pair(pair, bf16);
+        }
+        low[i] = permute(words[0], words[1], 0x6420u32.runtime());
+        high[i] = permute(words[0], words[1], 0x7531u32.runtime());
+    }
+    Bytes { low, high }
+}
+
+/// Slice `slice` of eight of the right fragments of half step `half`: two bytes of a column's word, each a
+/// pair times its absmax.
+#[cube]
+fn decode(
+    codes: &Array<u32>,
+    scales: &Array<u32>,
+    book: &Bytes,
+    right: &mut Sequence<Array<u32>>,
+    #[comptime] half: usize,
+    #[comptime] slice: usize,
+    #[comptime] bf16: bool,
+) {
+    let (j, bytes) = comptime!((slice / 2, slice % 2));
+    let word = codes[comptime!(2 * j + half)];
+    let shift = comptime!(16 * bytes as u32);
+    let which = (word & 0x7777_7777u32) >> shift;
+    // 0 or 9 for each code: byte 0 of the constant below, or the sign of its byte 1 all over.
+    let top = word & 0x8888_8888u32;
+    let upper = (top | (top >> 3)) >> shift;
+    let mask = permute(0x8000u32.runtime(), 0u32.runtime(), upper);
+    let low = choose(
+        mask,
+        permute(book.low[0], book.low[1], which),
+        permute(book.low[2], book.low[3], which),
+    );
+    let high = choose(
+        mask,
+        permute(book.high[0], book.high[1], which),
+        permute(book.high[2], book.high[3], which),
+    );
+    // The high half of a byte is the first of its pair.
+    let first = permute(low, high, 0x4051u32.runtime());
+    let second = permute(low, high, 0x6273u32.runtime());
+    let pairs = right.index_mut(comptime!(4 * half + j));
+    pairs[comptime!(2 * bytes)] = times(first, scales[j], bf16);
+    pairs[comptime!(2 * bytes + 1)] = times(second, scales[j], bf16);
+}
+
+/// Bits of `yes` where `mask` is set, of `no` elsewhere.
+#[cube]
+fn choose(mask: u32, no: u32, yes: u32) -> u32 {
+    (mask & yes) | (!mask & no)
+}
+
+/// Each byte of the result is the one of the eight of `a` and `b` that its half byte of `selector` names;
+/// with the top bit set, that one's sign all over.
+#[cube]
+fn permute(a: u32, b: u32, selector: u32) -> u32 {
+    let out: u32;
+    gpu_asm!(
+        "prmt.b32 {out}, {a}, {b}, {selector};",
+        out = out(_) out,
+        a = in(_) u32::cast_from(a),
+        b = in(_) u32::cast_from(b),
+        selector = in(_) u32::cast_from(selector),
+        options(pure, nomem)
+    );
+    out
+}
+
+/// The products of two pairs of halves.
+#[cube]
+fn times(a: u32, b: u32, #[comptime] bf16: bool) -> u32 {
+    let kind = comptime!(if bf16 { "bf16x2" } else { "f16x2" });
+    let out: u32;
+    // Plus -0, which changes nothing: sm_89 has no product of bf16 alone.
+    gpu_asm!(
+        "fma.rn.{kind} {out}, {a}, {b}, {zero};",
+        out = out(_) out,
+        a = in(_) u32::cast_from(a),
+        b = in(_) u32::cast_from(b),
+        zero = in(_) 0x8000_8000u32.runtime(),
+        options(pure, nomem)
+    );
+    out
+}

@@ -1,0 +1,233 @@
+//! The plain path, for the CPU and for any GPU: neighbouring units share rows of the weight.
+//!
+//! ```text
+//!   for each `columns` rows of x
+//!     for each word of a row of the weight              // one unit, the next word the next unit's
+//!       decode eight elements; acc += each · x          // for `rows` rows and `columns` of x
+//!     y = epilogue(sum of the units' acc)               // through shared memory, in order
+//! ```
+//!
+//! Everything is f32. The book lies in shared memory where units share one. Where k is no multiple of 8 a
+//! word straddles rows, and elements are decoded one by one.
+
+use arch::{ArchProfile, Backend};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::Dims;
+use crate::matmul::{Columns, Finish};
+use crate::nf4::{Codes, code_shift};
+
+/// How the plain path is spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct LanesConfig {
+    /// Units of a cube.
+    pub units: u32,
+    /// Units that share rows.
+    pub lanes: u32,
+    /// Rows of the weight that they take at once.
+    pub rows: u32,
+    /// Rows of x that they take at once.
+    pub columns: u32,
+}
+
+impl LanesConfig {
+    /// Rows of the weight that a cube takes.
+    pub(super) const fn rows_of_cube(self) -> u32 {
+        self.units / self.lanes * self.rows
+    }
+
+    pub(super) const fn shared_bytes(self) -> u32 {
+        let sums = if self.lanes > 1 { self.units * self.rows * self.columns } else { 0 };
+        16 * 4 + sums * 4
+    }
+
+    /// The config with the least to go wrong.
+    pub(super) fn simplest(arch: &ArchProfile) -> Self {
+        match arch.backend {
+            Backend::Cpu => {
+                Self { units: arch.processors.unwrap_or(1), lanes: 1, rows: 1, columns: 1 }
+            }
+            _ => Self { units: 64, lanes: 8, rows: 1, columns: 1 },
+        }
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct LanesPlan {
+    pub(super) config: LanesConfig,
+    /// Words do not straddle rows.
+    pub(super) whole: bool,
+}
+
+#[cube]
+pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    out: &mut [Vector<F, NO>],
+    finish: &Finish<F, F, NO>,
+    dims: &Dims,
+    #[comptime] plan: LanesPlan,
+) {
+    if comptime!(plan.config.lanes > 1) {
+        let mut book = Shared::<[f32]>::new_slice(16usize);
+        if UNIT_POS < 16 {
+            book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
+        }
+        sync_cube();
+        multiply::<F, NX, NW, NO>(x, weight, &book, out, finish, dims, plan);
+    } else {
+        multiply::<F, NX, NW, NO>(x, weight, &weight.book, out, finish, dims, plan);
+    }
+}
+
+#[cube]
+fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    book: &[f32],
+    out: &mut [Vector<F, NO>],
+    finish: &Finish<F, F, NO>,
+    dims: &Dims,
+    #[comptime] plan: LanesPlan,
+) {
+    let LanesConfig { units, lanes, rows, columns } = comptime!(plan.config);
+    let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
+    let first = CUBE_POS_X * comptime!(plan.config.rows_of_cube());
+    let row = first + group * rows;
+    let per_unit = comptime!((rows * columns) as usize);
+    let mut sums = Shared::<[f32]>::new_slice(comptime!(if lanes > 1 {
+        units as usize * per_unit
+    } else {
+        1
+    }));
+    let mut col = 0u32;
+    while col < dims.m {
+        let mut acc = Array::<f32>::new(per_unit);
+        #[unroll]
+        for i in 0..per_unit {
+            acc[i] = 0.0f32;
+        }
+        if comptime!(plan.whole) {
+            let words = dims.k / 8;
+            let mut at = u32::cast_from(lane);
+            while at < words {
+                let eights = load_eights(x, col, at, dims, plan);
+                #[unroll]
+                for r in 0..rows {
+                    // Rows past the end repeat the last; they are never stored.
+                    let row = min(row + r, dims.n - 1);
+                    let flat = row * words + at;
+                    let codes = weight.word(flat, row, at, dims.k);
+                    let absmax = weight.absmax_of_word(flat, row, at, dims.k);
+                    #[unroll]
+                    for e in 0..8u32 {
+                        let shift = comptime!(code_shift(e));
+                        let value = book[((codes >> shift) & 15) as usize] * absmax;
+                        #[unroll]
+                        for c in 0..columns {
+                            let i = comptime!((r * columns + c) as usize);
+                            acc[i] = fma(value, eights[comptime!((c * 8 + e) as usize)], acc[i]);
+                        }
+                    }
+                }
+                at += lanes;
+            }
+        } else {
+            let mut at = u32::cast_from(lane);
+            while at < dims.k {
+                #[unroll]
+                for r in 0..rows {
+                    let row = min(row + r, dims.n - 1);
+                    let flat = row as usize * dims.k as usize + at as usize;
+                    let word = weight.codes[flat / 8].extract(0usize);
+                    let e = (flat % 8) as u32;
+                    let code = (word >> (e / 2 * 8 + (1 - e % 2) * 4)) & 15;
+                    let block = (flat / comptime!(weight.plan.block_size as usize)) as u32;
+                    let value = book[code as usize] * weight.absmax_at(block, block, dims.k);
+                    #[unroll]
+                    for c in 0..columns {
+                        let line = min(col + c, dims.m - 1) as usize * dims.k as usize;
+                        let x = f32::cast_from(x[line + at as usize].extract(0usize));
+                        let i = comptime!((r * columns + c) as usize);
+                        acc[i] = fma(value, x, acc[i]);
+                    }
+                }
+                at += lanes;
+            }
+        }
+        if comptime!(lanes > 1) {
+            #[unroll]
+            for i in 0..per_unit {
+                sums[UNIT_POS as usize * per_unit + i] = acc[i];
+            }
+            sync_cube();
+            let mut id = UNIT_POS;
+            while id < comptime!(units / lanes * rows * columns) {
+                let (group, i) = (id / per_unit as u32, id % per_unit as u32);
+                let from = (group * lanes) as usize * per_unit + i as usize;
+                let mut sum = 0.0f32.runtime();
+                for l in 0..lanes {
+                    sum += sums[from + l as usize * per_unit];
+                }
+                let (n, m) = (first + group * rows + i / columns, col + i % columns);
+                store(out, finish, sum, n, m, dims);
+                id += units;
+            }
+            sync_cube();
+        } else {
+            #[unroll]
+            for i in 0..per_unit {
+                let (n, m) =
+                    (row + comptime!(i as u32 / columns), col + comptime!(i as u32 % columns));
+                store(out, finish, acc[i], n, m, dims);
+            }
+        }
+        col += columns;
+    }
+}
+
+/// Eight elements of each of a unit's rows of x; rows past the end repeat the last.
+#[cube]
+fn load_eights<F: Float, NX: Size>(
+    x: &[Vector<F, NX>],
+    col: u32,
+    at: u32,
+    dims: &Dims,
+    #[comptime] plan: LanesPlan,
+) -> Array<f32> {
+    let width = NX::value();
+    let columns = comptime!(plan.config.columns as usize);
+    let mut eights = Array::<f32>::new(comptime!(columns * 8));
+    #[unroll]
+    for c in 0..columns {
+        let line = min(col + comptime!(c as u32), dims.m - 1) as usize * dims.k as usize;
+        let from = (line + at as usize * 8) / NX::value();
+        #[unroll]
+        for v in 0..comptime!(8 / width) {
+            let vector = x[from + v];
+            #[unroll]
+            for e in 0..width {
+                eights[comptime!(c * 8 + v * width + e)] = f32::cast_from(vector.extract(e));
+            }
+        }
+    }
+    eights
+}
+
+#[cube]
+fn store<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    finish: &Finish<F, F, NO>,
+    sum: f32,
+    n: u32,
+    m: u32,
+    dims: &Dims,
+) {
+    if n < dims.n && m < dims.m {
+        let at = m as usize * dims.n as usize + n as usize;
+        let columns = Columns { first: 0usize.runtime(), count: dims.n };
+        out[at] = Vector::new(F::cast_from(finish.one(sum, at, n, &columns)));
+    }
+}

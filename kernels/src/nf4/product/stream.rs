@@ -1,0 +1,576 @@
+//! The path of few rows on CUDA: weights stream through registers into `mma.sync`, x stays there.
+//!
+//! | loop                                        | level                                         |
+//! |---------------------------------------------|-----------------------------------------------|
+//! | tiles of 16 rows of the weight              | cubes, as many as there are processors        |
+//! | 256 of k each                               | planes; x of these in registers for all tiles |
+//! | 64 of k: one 16-byte load of codes a unit   | four steps of the instruction                 |
+//! | two codes: one lookup in shared memory      | a register of the left fragment               |
+//!
+//! The weight is the left operand, 16 of its rows; x the right one, eight of its rows at a time. A byte of
+//! codes in tiles is a pair that the instruction takes as one register. Sums over 64 of k are scaled by
+//! the absmax of their rows in f32, so a weight is rounded once, as its book value, and absmax not at all.
+//!
+//! Two codes are decoded by one lookup: a table of 256 pairs, a copy for every unit of a plane so that no
+//! two meet in a bank. Its entries are 256 bytes apart, which makes the address of byte i of a word one
+//! instruction (`prmt`: byte i above the unit's place).
+//!
+//! Cost: the codes and absmax once, at m = 1 as at m = 8. Of a weight 14336 x 4096 that is 7.0 us of an
+//! H200's copy bandwidth. A lookup a byte is 4.1 us of its shared memory, beside it.
+//!
+//! Ladder, us at m = 1 / 8 (H200 restricted to an RTX 4090's features, CUDA C++ prototypes; bitsandbytes
+//! 0.50.2 in the same run 33.5 / 70.6):
+//!
+//! | version                                                                   | 14336 x 4096 | 4096 x 4096 |
+//! |---------------------------------------------------------------------------|--------------|-------------|
+//! | v1 codes as bitsandbytes lays them: eight rows a load, 32 bytes of each    | 17.5 / 17.9  | 7.6 / 7.9   |
+//! | v2 codes in tiles: a load is 512 bytes in one piece                        | 13.4 / 13.8  | 6.0 / 6.3   |
+//! | v3 v2, table addressed by `prmt` for shift, mask and or                    | 12.7 / 13.3  | 5.9 / 6.1   |
+//! | v4 v3, a barrier for two tiles                                             | 11.5 / 12.2  | 5.7 / 6.1   |
+//! | v5 v4 here, pairs in the order of the instruction                           | 11.6 / 11.8  | 5.5 / 6.0   |
+//!
+//! In v1 the cache's tags were the bound: eight lines a load. Two chains of sums (v4: 11.7) and two cubes
+//! of eight planes (14.7, with an addition of parts) are slower. v5 gives up that x comes by 16-byte loads
+//! as it is (11.3 / 12.2), so that [`super::fused`] can have it by `ldmatrix`: x goes through shared memory
+//! once, before the table is there; turned by shuffles instead it costs 1.2 us more.
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::Dims;
+use crate::matmul::{Columns, Finish};
+use crate::nf4::{Codes, CodesPlan};
+use crate::tile::{
+    CopyPlan, TileShape, commit_copies, copy_vector, global_address, load_fragments, load_pair,
+    load_shared, pack_pair, shared_address, store_shared, store_word, typed, wait_copies,
+};
+
+/// How the streaming path is spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct StreamConfig {
+    /// Planes of a cube, each with 256 of k.
+    pub planes: u32,
+    /// Parts that k is cut into, each the work of other cubes.
+    pub parts: u32,
+}
+
+/// Steps of 64 of k that a plane has.
+const SPANS: usize = 4;
+/// Bytes of the table of pairs: 256 bytes a pair, of which the units of a plane use 128.
+const TABLE_BYTES: u32 = 256 * 256;
+/// Bytes of the book of nested absmax.
+const NESTED_BYTES: u32 = 256 * 4;
+
+impl StreamConfig {
+    pub(super) const fn units(self) -> u32 {
+        32 * self.planes
+    }
+
+    /// k that all parts cover.
+    pub(super) const fn reach(self) -> u32 {
+        256 * self.planes * self.parts
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct StreamPlan {
+    /// With one part, so that instances differ by `partial` alone.
+    pub(super) config: StreamConfig,
+    /// Eights of rows of x.
+    pub(super) eights: usize,
+    pub(super) bf16: bool,
+    /// Sums go to the workspace.
+    pub(super) partial: bool,
+}
+
+impl StreamPlan {
+    /// Tiles between barriers.
+    const fn tiles(self) -> usize {
+        if self.eights == 1 { 2 } else { 1 }
+    }
+
+    /// Bytes of a plane's sums of one tile.
+    const fn sums_bytes(self) -> u32 {
+        512 * self.eights as u32
+    }
+
+    /// Bytes of one set of sums, of all planes and tiles between two barriers.
+    const fn set_bytes(self) -> u32 {
+        self.sums_bytes() * self.config.planes * self.tiles() as u32
+    }
+
+    pub(super) const fn shared_bytes(self) -> u32 {
+        TABLE_BYTES + NESTED_BYTES + 2 * self.set_bytes()
+    }
+}
+
+/// What a unit holds of the tile to come.
+#[derive(CubeType)]
+struct Ahead {
+    /// Four words of each step.
+    codes: Array<u32>,
+    /// Of rows `lane / 4` and that plus 8, one a step: four bytes in a word, or four numbers.
+    absmax: Array<u32>,
+    /// Scale and offset of both rows, where absmax is nested.
+    scales: Array<f32>,
+}
+
+/// Where a plane's share of tiles lies.
+#[derive(CubeType)]
+struct Share {
+    /// Addresses for tile 0.
+    codes: u64,
+    absmax: u64,
+    scales: u64,
+    /// Bytes between tiles.
+    codes_step: u64,
+    absmax_step: u64,
+    /// The plane's 256 of k, and how many there are.
+    quad: u32,
+    quads: u32,
+    /// First of the unit's two rows.
+    row: u32,
+}
+
+#[cube]
+pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: &Finish<F, F, NO>,
+    dims: &Dims,
+    #[comptime] plan: StreamPlan,
+) {
+    let planes = comptime!(plan.config.planes);
+    let (eights, at_once) = comptime!((plan.eights, plan.tiles()));
+    let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
+        comptime!((plan.shared_bytes() / 16) as usize),
+        128usize,
+    );
+    let table = shared_address(&mut shared);
+    let nested_book = table + TABLE_BYTES;
+    let sums = nested_book + NESTED_BYTES;
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * 32 + lane;
+    let mut cubes = CUBE_COUNT_X;
+    let mut part = 0u32.runtime();
+    let mut first = CUBE_POS_X;
+    if comptime!(plan.partial) {
+        cubes = CUBE_COUNT_X / dims.parts;
+        part = CUBE_POS_X / cubes;
+        first = CUBE_POS_X % cubes;
+    }
+    let tiles = dims.n / 16;
+    let quads = dims.k / 256;
+    let own = part * planes + plane;
+    let share = share_of(weight, own, quads, lane);
+
+    let mut ahead = Ahead {
+        codes: Array::new(comptime!(4 * SPANS)),
+        absmax: Array::new(comptime!(if weight.plan.nested { 2 } else { 2 * SPANS })),
+        scales: Array::new(4usize),
+    };
+    load_scales(&mut ahead, &share, first, weight.plan);
+    #[unroll]
+    for span in 0..SPANS {
+        load_codes(&mut ahead, &share, first, span);
+    }
+    let book = weight.book[(lane % 16) as usize];
+    let mut nested = 0.0f32.runtime();
+    if comptime!(weight.plan.nested) {
+        nested = weight.nested_book[(unit % 256) as usize];
+    }
+    let stage = Stage { table, sums, plane, lane };
+    stage.copy(x, dims, own, quads, 0usize);
+    fill_table(book, table, lane, plane, plan);
+    if comptime!(weight.plan.nested) {
+        fill_nested(weight, nested, nested_book, unit, plan);
+    }
+    // The right fragments of a plane's 256 of k: `[eights, spans, steps, 2]` words.
+    let mut fixed = Array::<u32>::new(comptime!(eights * SPANS * 8));
+    stage.load::<F>(&mut fixed, 0usize);
+    if comptime!(eights == 2) {
+        stage.copy(x, dims, own, quads, 1usize);
+        stage.load::<F>(&mut fixed, 1usize);
+    }
+    sync_cube();
+
+    let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let size!(NF) = def.vector_size(MatrixIdent::A);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+    let columns = Columns { first: 0usize.runtime(), count: dims.n };
+    let mut tile = first;
+    let mut set = 0u32.runtime();
+    while tile < tiles {
+        #[unroll]
+        for i in 0..at_once {
+            let now = tile + comptime!(i as u32) * cubes;
+            if now < tiles {
+                let next = select(now + cubes < tiles, now + cubes, now);
+                let scales = decode_scales(&ahead, nested_book, weight.plan);
+                load_scales(&mut ahead, &share, next, weight.plan);
+                let mut acc = Array::<f32>::new(comptime!(4 * eights));
+                #[unroll]
+                for e in 0..comptime!(4 * eights) {
+                    acc[e] = 0.0f32;
+                }
+                #[unroll]
+                for span in 0..SPANS {
+                    let left = decode_codes(&ahead, table, lane, span);
+                    load_codes(&mut ahead, &share, next, span);
+                    #[unroll]
+                    for eight in 0..eights {
+                        let mut sum = Array::<Vector<f32, NC>>::new(2usize);
+                        sum[0] = Vector::new(0.0f32);
+                        sum[1] = Vector::new(0.0f32);
+                        #[unroll]
+                        for step in 0..4usize {
+                            let from = comptime!(((eight * SPANS + span) * 4 + step) * 2);
+                            let right = typed::<F, NF>(&fixed, from, 2usize);
+                            let left = typed::<F, NF>(&left, comptime!(4 * step), 4usize);
+                            def.execute_inplace(&left, &right, &mut sum);
+                        }
+                        #[unroll]
+                        for half in 0..2usize {
+                            let scale = scales[comptime!(half * SPANS + span)];
+                            #[unroll]
+                            for e in 0..2usize {
+                                let at = comptime!(4 * eight + 2 * half + e);
+                                acc[at] = fma(sum[half].extract(e), scale, acc[at]);
+                            }
+                        }
+                    }
+                }
+                let to = sums
+                    + set
+                    + plane * comptime!(plan.sums_bytes())
+                    + comptime!(i as u32 * plan.sums_bytes() * planes);
+                store_sums(&acc, to, lane, dims.m, plan);
+            }
+        }
+        sync_cube();
+        let count = comptime!(128 * eights as u32);
+        #[unroll]
+        for pass in 0..comptime!((at_once as u32 * count).div_ceil(plan.config.units())) {
+            let id = unit + comptime!(pass * plan.config.units());
+            let now = tile + id / count * cubes;
+            let (col, n) = (id % count / 16, now * 16 + id % 16);
+            if id < comptime!(at_once as u32 * count) && col < dims.m && now < tiles {
+                let which = id / count * comptime!(plan.sums_bytes() * planes);
+                let from = sums + set + which + place_of_sum(id % 16, col);
+                let mut sum = 0.0f32.runtime();
+                #[unroll]
+                for p in 0..planes {
+                    sum += load_shared(from, comptime!(p * plan.sums_bytes()));
+                }
+                let at = col as usize * dims.n as usize + n as usize;
+                if comptime!(plan.partial) {
+                    partials[(part * dims.m) as usize * dims.n as usize + at] = sum;
+                } else {
+                    out[at] = Vector::new(F::cast_from(finish.one(sum, at, n, &columns)));
+                }
+            }
+        }
+        set ^= comptime!(plan.set_bytes());
+        tile += comptime!(at_once as u32) * cubes;
+    }
+}
+
+/// Where in a plane's sums that of a row of the weight and of x lies, in bytes: pairs of columns apart in
+/// rows of 32 words, each turned by eight so that the units of a plane write to all banks at once.
+#[cube]
+fn place_of_sum(row: u32, col: u32) -> u32 {
+    (col / 2 * 32 + (col % 2 * 16 + row + col / 2 * 8) % 32) * 4
+}
+
+#[cube]
+fn store_sums(acc: &Array<f32>, to: u32, lane: u32, m: u32, #[comptime] plan: StreamPlan) {
+    #[unroll]
+    for eight in 0..comptime!(plan.eights) {
+        #[unroll]
+        for e in 0..2usize {
+            let col = lane % 4 * 2 + comptime!((8 * eight + e) as u32);
+            if col < m {
+                #[unroll]
+                for half in 0..2usize {
+                    let row = lane / 4 + comptime!(8 * half as u32);
+                    let value = acc[comptime!(4 * eight + 2 * half + e)];
+                    store_shared(to + place_of_sum(row, col), value, 0u32);
+                }
+            }
+        }
+    }
+}
+
+#[cube]
+fn share_of<NW: Size>(weight: &Codes<NW>, own: u32, quads: u32, lane: u32) -> Share {
+    let quad = min(own, quads - 1);
+    // Bytes of absmax that a unit has of a tile: two rows, four steps.
+    let unit_bytes = comptime!(if weight.plan.nested { 8u32 } else { 32u32 });
+    let absmax_bytes = comptime!(8 * unit_bytes);
+    let place = u64::cast_from(quad * absmax_bytes + lane / 4 * unit_bytes);
+    Share {
+        codes: global_address(&weight.codes) + u64::cast_from(quad * 2048 + lane * 16),
+        absmax: global_address(&weight.absmax) + place,
+        scales: global_address(&weight.scales),
+        codes_step: u64::cast_from(quads) * 2048,
+        absmax_step: u64::cast_from(quads * absmax_bytes),
+        quad,
+        quads,
+        row: lane / 4,
+    }
+}
+
+/// Issues the load of the codes of one step.
+#[cube]
+fn load_codes(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] span: usize) {
+    let from = share.codes + u64::cast_from(tile) * share.codes_step;
+    let words = stream_words(from, comptime!(512 * span as u32));
+    #[unroll]
+    for i in 0..4usize {
+        ahead.codes[comptime!(4 * span + i)] = words.extract(i);
+    }
+}
+
+/// Issues the loads of absmax and, where it is nested, of its scales.
+#[cube]
+fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] weight: CodesPlan) {
+    let from = share.absmax + u64::cast_from(tile) * share.absmax_step;
+    if comptime!(weight.nested) {
+        let pair = load_two_words(from);
+        ahead.absmax[0] = pair.extract(0usize);
+        ahead.absmax[1] = pair.extract(1usize);
+        #[unroll]
+        for half in 0..2usize {
+            let row = tile * 16 + share.row + comptime!(8 * half as u32);
+            // A quad has 256 elements; a group 256 blocks.
+            let group = (row * share.quads + share.quad) / comptime!(weight.block_size);
+            let pair = load_pair(share.scales + u64::cast_from(group * 8));
+            ahead.scales[comptime!(2 * half)] = pair.extract(0usize);
+            ahead.scales[comptime!(2 * half + 1)] = pair.extract(1usize);
+        }
+    } else {
+        #[unroll]
+        for half in 0..2usize {
+            let words = stream_words(from, comptime!(16 * half as u32));
+            #[unroll]
+            for i in 0..SPANS {
+                ahead.absmax[comptime!(SPANS * half + i)] = words.extract(i);
+            }
+        }
+    }
+}
+
+/// The absmax of both rows, one a step.
+#[cube]
+fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] weight: CodesPlan) -> Array<f32> {
+    let mut scales = Array::<f32>::new(comptime!(2 * SPANS));
+    #[unroll]
+    for half in 0..2usize {
+        #[unroll]
+        for span in 0..SPANS {
+            let at = comptime!(half * SPANS + span);
+            if comptime!(weight.nested) {
+                let byte = (ahead.absmax[half] >> comptime!(8 * span as u32)) & 255;
+                let value = load_shared(nested_book + byte * 4, 0u32);
+                let (scale, offset) =
+                    (ahead.scales[comptime!(2 * half)], ahead.scales[comptime!(2 * half + 1)]);
+                scales[at] = fma(value, scale, offset);
+            } else {
+                scales[at] = f32::reinterpret(ahead.absmax[at]);
+            }
+        }
+    }
+    scales
+}
+
+/// The left fragments of one step of 64: those of row `lane / 4` at even places of a pair, of the row eight
+/// below at odd ones.
+#[cube]
+fn decode_codes(ahead: &Ahead, table: u32, lane: u32, #[comptime] span: usize) -> Array<u32> {
+    let mut left = Array::<u32>::new(16usize);
+    #[unroll]
+    for half in 0..2usize {
+        #[unroll]
+        for byte in 0..8usize {
+            let word = ahead.codes[comptime!(4 * span + 2 * half + byte / 4)];
+            let place = above(word, lane * 4, comptime!((byte % 4) as u32));
+            // Byte 2j is the first pair of step j, byte 2j + 1 the second.
+            let to = comptime!(byte / 2 * 4 + byte % 2 * 2 + half);
+            left[to] = lookup(table + place);
+        }
+    }
+    left
+}
+
+/// Byte `byte` of `word` in the second byte, `low` in the first.
+#[cube]
+fn above(word: u32, low: u32, #[comptime] byte: u32) -> u32 {
+    let selector = comptime!(0x5504 | byte << 4);
+    let place: u32;
+    gpu_asm!(
+        "prmt.b32 {place}, {word}, {low}, {selector};",
+        place = out(_) place,
+        word = in(_) u32::cast_from(word),
+        low = in(_) u32::cast_from(low),
+        options(pure, nomem)
+    );
+    place
+}
+
+/// The word at shared address `at`, which nobody writes any more.
+#[cube]
+fn lookup(at: u32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "ld.shared.b32 {word}, [{at}];",
+        word = out(_) word,
+        at = in(_) u32::cast_from(at),
+        options(explicit_mem, reads_address_space shared)
+    );
+    word
+}
+
+/// The 16 bytes at global address `from + far`, which are read once.
+#[cube]
+fn stream_words(from: u64, #[comptime] far: u32) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ld.global.nc.L1::no_allocate.v4.u32 {words}, [{from}+{far}];",
+        words = out(_) words,
+        from = in(_) u64::cast_from(from),
+        options(explicit_mem, reads_address_space global)
+    );
+    words
+}
+
+#[cube]
+fn load_two_words(from: u64) -> Vector<u32, Const<2>> {
+    let words: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "ld.global.nc.v2.u32 {words}, [{from}];",
+        words = out(_) words,
+        from = in(_) u64::cast_from(from),
+        options(explicit_mem, reads_address_space global)
+    );
+    words
+}
+
+/// Where eight rows of x lie on their way into registers, 512 bytes of each: the first four in the halves of
+/// the table's entries that nobody uses, the others where sums will be.
+#[derive(CubeType)]
+struct Stage {
+    table: u32,
+    sums: u32,
+    plane: u32,
+    lane: u32,
+}
+
+#[cube]
+impl Stage {
+    /// Issues the copies of eight rows of x, zero past k. What is in place of rows past the last makes
+    /// columns that are never stored.
+    fn copy<F: Float, NX: Size>(
+        &self,
+        x: &[Vector<F, NX>],
+        dims: &Dims,
+        own: u32,
+        quads: u32,
+        #[comptime] eight: usize,
+    ) {
+        let chunk = comptime!(CopyPlan {
+            shape: TileShape::new(8, 256, false, 2),
+            width: 8,
+            units: 32,
+            exact: false,
+        });
+        let first = global_address(x) + u64::cast_from(own * 512 + self.lane * 16);
+        #[unroll]
+        for i in 0..8u32 {
+            let row = comptime!(8 * eight as u32) + i;
+            let inside = own < quads;
+            let from = first + u64::cast_from(row as usize * dims.k as usize) * 2;
+            // Turned by the row, so that the same chunk of eight rows lies in eight places.
+            let turned = (self.lane % 8) ^ i;
+            let to = if comptime!(i < 4) {
+                let line = self.plane * 16 + comptime!(i * 4) + self.lane / 8;
+                self.table + line * 256 + 128 + turned * 16
+            } else {
+                let line = self.plane * 16 + comptime!((i - 4) * 4) + self.lane / 8;
+                self.sums + line * 128 + turned * 16
+            };
+            if row < dims.m {
+                copy_vector(from, to, 0u32, inside, chunk);
+            }
+        }
+        commit_copies();
+    }
+
+    /// Waits for the copies and loads their fragments.
+    fn load<F: Float>(&self, fixed: &mut Array<u32>, #[comptime] eight: usize) {
+        wait_copies(0u32);
+        sync_plane();
+        let (r, j) = (self.lane % 8, self.lane / 8);
+        let upper = r < 4;
+        let line = self.plane * 16 + r % 4 * 4;
+        let step = select(upper, 256u32, 128u32);
+        let start = select(upper, self.table + 128, self.sums) + line * step + (j ^ r) * 16;
+        #[unroll]
+        for span in 0..SPANS {
+            #[unroll]
+            for half in 0..2usize {
+                let mut words = Array::<u32>::new(4usize);
+                let at = (start + step * comptime!(span as u32)) ^ comptime!(64 * half as u32);
+                let shape = comptime!(TileShape::new(8, 256, false, 2));
+                load_fragments::<F>(at, &mut words, 0u32, shape, false);
+                #[unroll]
+                for i in 0..4usize {
+                    let to = comptime!(((eight * SPANS + span) * 2 + half) * 4 + i);
+                    fixed[to] = words[i];
+                }
+            }
+        }
+        // The next rows come to the same place.
+        sync_plane();
+    }
+}
+
+/// Writes the pairs of the book for every unit of a plane; unit i holds value i % 16 of it.
+#[cube]
+fn fill_table(book: f32, table: u32, lane: u32, plane: u32, #[comptime] plan: StreamPlan) {
+    let size!(NP) = 2usize;
+    let planes = comptime!(plan.config.planes);
+    #[unroll]
+    for i in 0..comptime!(256u32.div_ceil(planes)) {
+        let byte = plane + comptime!(i * planes);
+        let mut pair = Vector::<f32, NP>::new(0.0f32);
+        pair.insert(0usize, plane_shuffle(book, byte / 16 % 16));
+        pair.insert(1usize, plane_shuffle(book, byte % 16));
+        if comptime!(256 % planes == 0) || byte < 256 {
+            store_word(table + byte * 256 + lane * 4, pack_pair(pair, plan.bf16));
+        }
+    }
+}
+
+/// Writes the book of nested absmax, of which unit i holds value i % 256.
+#[cube]
+fn fill_nested<NW: Size>(
+    weight: &Codes<NW>,
+    first: f32,
+    nested_book: u32,
+    unit: u32,
+    #[comptime] plan: StreamPlan,
+) {
+    if unit < 256 {
+        store_shared(nested_book + unit * 4, first, 0u32);
+    }
+    let mut i = unit + comptime!(plan.config.units());
+    while i < 256 {
+        store_shared(nested_book + i * 4, weight.nested_book[i as usize], 0u32);
+        i += comptime!(plan.config.units());
+    }
+}

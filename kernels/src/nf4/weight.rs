@@ -1,0 +1,345 @@
+//! What a 4-bit weight is, and the two orders in which it may lie on a device.
+
+use arch::Device;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+
+/// Blocks whose absmax share one scale where they are nested.
+pub const NESTED_BLOCK: u32 = 256;
+
+/// Where the codes of a weight lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
+    /// As bitsandbytes stores them: `[n, k]` row by row, element 2i in the high half of byte i; one absmax
+    /// a block of consecutive elements, which may straddle rows.
+    Rows,
+    /// As matrix instructions take them: `[n / 16, k / 64]` pieces of 16 rows by 64 of k, in which unit
+    /// `4·r + q` of a plane finds its 16 bytes in one load: byte c of eight has elements 8c + 2q and the
+    /// next of row r, and then of row r + 8. One absmax a row and 64 of k, those of 256 of k together:
+    /// `[n / 16, k / 256, 8, 2, 4]`.
+    Tiles,
+}
+
+impl Order {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Rows => "rows",
+            Self::Tiles => "tiles",
+        }
+    }
+}
+
+/// A weight `[n, k]` in 4 bits an element, each an index into a book of 16 values, times the absmax of its
+/// block. Build it with [`Weight::new`], which checks it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Weight {
+    pub n: u32,
+    pub k: u32,
+    /// Elements that share an absmax.
+    pub block_size: u32,
+    /// Whether each absmax is a byte, an index into a book of 256 values, times the scale of its 256
+    /// neighbours plus an offset.
+    pub nested: bool,
+    pub order: Order,
+}
+
+/// A weight that means nothing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidWeight {
+    #[error("{axis} is 0\nhint: an empty weight has no kernel to run; skip it")]
+    Empty { axis: &'static str },
+    #[error("blocks of {0} elements\nhint: a power of two from 32 to 4096")]
+    BlockSize(u32),
+    #[error("{n} x {k} in blocks of {block_size} does not divide into tiles: {why}")]
+    Tiles { n: u32, k: u32, block_size: u32, why: &'static str },
+    #[error("{0} elements\nhint: up to 2^34 are addressed, below 2^31 of them in a row")]
+    TooLarge(u64),
+}
+
+impl Weight {
+    /// A weight as bitsandbytes stores it.
+    ///
+    /// # Errors
+    /// See [`InvalidWeight`].
+    pub fn new(n: u32, k: u32, block_size: u32, nested: bool) -> Result<Self, InvalidWeight> {
+        Self { n, k, block_size, nested, order: Order::Rows }.checked()
+    }
+
+    /// The same weight in another order.
+    ///
+    /// # Errors
+    /// [`InvalidWeight::Tiles`] where it has no whole tiles.
+    pub fn ordered(self, order: Order) -> Result<Self, InvalidWeight> {
+        Self { order, ..self }.checked()
+    }
+
+    /// The weight itself, if it means something.
+    ///
+    /// # Errors
+    /// See [`InvalidWeight`].
+    pub fn checked(self) -> Result<Self, InvalidWeight> {
+        let Self { n, k, block_size, .. } = self;
+        for (axis, size) in [("n", n), ("k", k)] {
+            if size == 0 {
+                return Err(InvalidWeight::Empty { axis });
+            }
+        }
+        if !block_size.is_power_of_two() || !(32..=4096).contains(&block_size) {
+            return Err(InvalidWeight::BlockSize(block_size));
+        }
+        // Words and blocks are counted in 32 bits, and the last bit of k is nobody's.
+        if self.len() > 1 << 34 || k >> 31 != 0 {
+            return Err(InvalidWeight::TooLarge(self.len()));
+        }
+        if self.order == Order::Tiles {
+            let tiles = |why| Err(InvalidWeight::Tiles { n, k, block_size, why });
+            if n % 16 != 0 {
+                return tiles("n is no multiple of 16");
+            }
+            if k % 256 != 0 {
+                return tiles("k is no multiple of 256");
+            }
+            if block_size < 64 {
+                return tiles("64 elements have more than one absmax");
+            }
+        }
+        Ok(self)
+    }
+
+    /// Elements.
+    pub const fn len(&self) -> u64 {
+        self.n as u64 * self.k as u64
+    }
+
+    /// Never: [`Weight::checked`] refuses it.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Blocks of elements that share an absmax.
+    pub const fn blocks(&self) -> u64 {
+        self.len().div_ceil(self.block_size as u64)
+    }
+
+    /// 4-byte words of codes.
+    pub const fn words(&self) -> u64 {
+        self.len().div_ceil(8)
+    }
+
+    /// Elements of the buffer of absmax.
+    pub const fn absmax_len(&self) -> u64 {
+        match self.order {
+            Order::Rows => self.blocks(),
+            Order::Tiles => self.len() / 64,
+        }
+    }
+
+    /// Bytes of the buffer of absmax, in whole words.
+    pub const fn absmax_bytes(&self) -> u64 {
+        let each = if self.nested { 1 } else { 4 };
+        (self.absmax_len() * each).next_multiple_of(4)
+    }
+
+    /// Scales of nested absmax.
+    pub const fn groups(&self) -> u64 {
+        self.blocks().div_ceil(NESTED_BLOCK as u64)
+    }
+
+    /// Bytes of all buffers.
+    pub const fn bytes(&self) -> u64 {
+        let nested = if self.nested { 256 * 4 + self.groups() * 8 } else { 0 };
+        self.words() * 4 + self.absmax_bytes() + 16 * 4 + nested
+    }
+}
+
+/// Device buffers of a weight.
+#[derive(Debug, Clone)]
+pub struct WeightBuffers {
+    /// Words of eight codes; whole words.
+    pub codes: Handle,
+    /// f32, or u8 where nested; whole words.
+    pub absmax: Handle,
+    /// f32 `[16]`, what each code means.
+    pub book: Handle,
+    /// Present where nested.
+    pub nested: Option<NestedBuffers>,
+}
+
+/// What makes numbers of nested absmax.
+#[derive(Debug, Clone)]
+pub struct NestedBuffers {
+    /// f32 `[256]`, what each byte means.
+    pub book: Handle,
+    /// f32 `[groups, 2]`: scale and offset of 256 neighbouring blocks each.
+    pub scales: Handle,
+}
+
+/// The same weight in the other order, which must be valid ([`Weight::ordered`]).
+///
+/// Cost: every byte read and written once.
+pub fn reorder(device: &Device, weight: Weight, from: &WeightBuffers, to: Order) -> WeightBuffers {
+    let client = device.client();
+    let ordered = Weight { order: to, ..weight };
+    let codes = client.empty(weight.words() as usize * 4);
+    let absmax = client.empty(ordered.absmax_bytes() as usize);
+    if weight.order == to {
+        return from.clone();
+    }
+    let units = 128u32;
+    let cpu = device.backend() == arch::Backend::Cpu;
+    let (dim, most) = if cpu { (1, 1) } else { (units, 65_535) };
+    let cubes = |len: u64| {
+        let cubes = len.div_ceil(u64::from(dim)).min(most) as u32;
+        CubeCount::Static(cubes, 1, 1)
+    };
+    let words = weight.words() as usize;
+    let spread = (ordered.absmax_bytes() / 4) as usize;
+    let given = (weight.absmax_bytes() / 4) as usize;
+    let tiles = if to == Order::Tiles { ordered } else { weight };
+    // SAFETY: the buffers are those of the weight in its two orders, and the kernels check their index.
+    unsafe {
+        reorder_codes::launch_unchecked(
+            client,
+            cubes(words as u64),
+            CubeDim::new_1d(dim),
+            BufferArg::from_raw_parts(from.codes.clone(), words),
+            BufferArg::from_raw_parts(codes.clone(), words),
+            weight.k,
+            to == Order::Tiles,
+        );
+        reorder_absmax::launch_unchecked(
+            client,
+            cubes(spread as u64),
+            CubeDim::new_1d(dim),
+            BufferArg::from_raw_parts(from.absmax.clone(), given),
+            BufferArg::from_raw_parts(absmax.clone(), spread),
+            weight.k,
+            weight.block_size,
+            ordered.absmax_len() as u32,
+            to == Order::Tiles,
+            tiles.nested,
+        );
+    }
+    WeightBuffers { codes, absmax, ..from.clone() }
+}
+
+/// The word of [`Order::Tiles`] whose byte `chunk % 4` has the pair at column `8·chunk + 2·q` of a row.
+#[cube]
+pub(crate) fn word_in_tiles(row: u32, chunk: u32, q: u32, k: u32) -> u32 {
+    let (tile, half, r) = (row / 16, row / 8 % 2, row % 8);
+    (tile * (k / 64) + chunk / 8) * 128 + r * 16 + q * 4 + half * 2 + chunk / 4 % 2
+}
+
+/// Where the absmax of `row` and the 64 of k at `span` lies in [`Order::Tiles`].
+#[cube]
+pub(crate) fn absmax_in_tiles(row: u32, span: u32, k: u32) -> u32 {
+    let quads = k / 256;
+    let (r, half) = (row % 8, row / 8 % 2);
+    ((row / 16 * quads + span / 4) * 16 + r * 2 + half) * 4 + span % 4
+}
+
+#[cube(launch_unchecked)]
+fn reorder_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) {
+    let mut at = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    while at < to.len() {
+        let word = at as u32;
+        let mut made = 0u32;
+        #[unroll]
+        for byte in 0..4u32 {
+            let (source, which) = if comptime!(to_tiles) {
+                let (i, half, q, r) = (word % 2, word / 2 % 2, word / 4 % 4, word / 16 % 8);
+                let (piece, spans) = (word / 128, k / 64);
+                let row = piece / spans * 16 + half * 8 + r;
+                (row * (k / 8) + piece % spans * 8 + i * 4 + byte, q)
+            } else {
+                let (row, chunk) = (word / (k / 8), word % (k / 8));
+                (word_in_tiles(row, chunk, byte.runtime(), k), chunk % 4)
+            };
+            made |= ((from[source as usize] >> (which * 8)) & 255) << comptime!(8 * byte);
+        }
+        to[at] = made;
+        at += stride;
+    }
+}
+
+/// One word of absmax after the other: one number, or four bytes.
+#[cube(launch_unchecked)]
+fn reorder_absmax(
+    from: &[u32],
+    to: &mut [u32],
+    k: u32,
+    block_size: u32,
+    len: u32,
+    #[comptime] to_tiles: bool,
+    #[comptime] nested: bool,
+) {
+    let mut at = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    let per = comptime!(if nested { 4u32 } else { 1u32 });
+    while at < to.len() {
+        let mut word = 0u32;
+        #[unroll]
+        for e in 0..per {
+            let element = at as u32 * per + e;
+            if element < len {
+                let source = if comptime!(to_tiles) {
+                    let quads = k / 256;
+                    let (span, half, r) = (element % 4, element / 4 % 2, element / 8 % 8);
+                    let quad = element / 64;
+                    let row = quad / quads * 16 + half * 8 + r;
+                    (row * (k / 64) + quad % quads * 4 + span) / (block_size / 64)
+                } else {
+                    let span = element * (block_size / 64);
+                    absmax_in_tiles(span / (k / 64), span % (k / 64), k)
+                };
+                let found = from[(source / per) as usize];
+                word |= if comptime!(nested) {
+                    ((found >> (source % 4 * 8)) & 255) << comptime!(e * 8)
+                } else {
+                    found
+                };
+            }
+        }
+        to[at] = word;
+        at += stride;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_that_mean_nothing_are_refused() {
+        assert_eq!(Weight::new(0, 4, 64, false), Err(InvalidWeight::Empty { axis: "n" }));
+        for bad in [0, 16, 48, 8192] {
+            assert_eq!(Weight::new(4, 4, bad, false), Err(InvalidWeight::BlockSize(bad)));
+        }
+        assert!(matches!(Weight::new(1 << 18, 1 << 17, 64, true), Err(InvalidWeight::TooLarge(_))));
+        let tiles =
+            |n, k, block| Weight::new(n, k, block, true).and_then(|w| w.ordered(Order::Tiles));
+        assert!(tiles(16, 256, 64).is_ok());
+        for (n, k, block) in [(17, 256, 64), (16, 320, 64), (16, 256, 32)] {
+            assert!(
+                matches!(tiles(n, k, block), Err(InvalidWeight::Tiles { .. })),
+                "{n} {k} {block}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_nested_weight_takes_4_1_bits_an_element() {
+        let w = Weight::new(4096, 4096, 64, true).expect("valid");
+        let bits = w.bytes() as f64 * 8.0 / w.len() as f64;
+        assert!((4.12..4.13).contains(&bits), "{bits}");
+        let tiles = w.ordered(Order::Tiles).expect("whole tiles");
+        assert_eq!(tiles.bytes(), w.bytes());
+        // Tiles have an absmax for every 64 elements, of larger blocks too.
+        let wide = Weight::new(32, 512, 128, false).and_then(|w| w.ordered(Order::Tiles));
+        let wide = wide.expect("whole tiles");
+        assert_eq!((wide.blocks(), wide.absmax_len()), (128, 256));
+    }
+}
