@@ -8,7 +8,10 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
-use kernels::nf4::{DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Order, Weight};
+use kernels::nf4::{
+    CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
+    QuantizeProblem, Weight,
+};
 use models::Fusion;
 use models::shapes::LLAMA_3_8B;
 use tune::Kernel;
@@ -55,6 +58,7 @@ pub(crate) enum Problem {
     Decode(DecodeProblem),
     Nf4Dequantize(DequantizeProblem),
     Nf4Matmul(Nf4MatmulProblem),
+    Nf4Quantize(QuantizeProblem),
 }
 
 /// One case.
@@ -78,6 +82,9 @@ impl Case {
                 record::case_name(Nf4Dequantize::NAME, &Nf4Dequantize::params(p))
             }
             Problem::Nf4Matmul(p) => record::case_name(Nf4Matmul::NAME, &Nf4Matmul::params(p)),
+            Problem::Nf4Quantize(p) => {
+                record::case_name(Nf4Quantize::NAME, &Nf4Quantize::params(p))
+            }
         }
     }
 }
@@ -383,6 +390,9 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         let problem = DequantizeProblem { weight, out: dtype };
         cases.push(Case { problem: Problem::Nf4Dequantize(problem), peer: false });
     }
+    let weight = Weight::new(n, k, 64, false).context("a case of the suite is invalid")?;
+    let problem = QuantizeProblem { weight, dtype, book: CodeBook::Nf4 };
+    cases.push(Case { problem: Problem::Nf4Quantize(problem), peer: false });
     Ok(cases)
 }
 

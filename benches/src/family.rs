@@ -9,7 +9,7 @@ use kernels::attention::{Attention, AttentionOperands, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulOperands, MatmulProblem, Precision};
 use kernels::nf4::{
     DequantizeOperands, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulOperands,
-    Nf4MatmulProblem, Weight,
+    Nf4MatmulProblem, Nf4Quantize, QuantizeOperands, QuantizeProblem, Weight,
 };
 use oracle::{CheckError, Verdict};
 use serde_json::{Value, json};
@@ -343,6 +343,43 @@ impl Family for Nf4Matmul {
 
     fn torch(p: &Nf4MatmulProblem) -> Option<Value> {
         Some(bitsandbytes(Self::NAME, p.m, &p.weight, p.dtype))
+    }
+}
+
+impl Family for Nf4Quantize {
+    const TORCH: &'static str = "bitsandbytes";
+
+    fn params(p: &QuantizeProblem) -> BTreeMap<String, Value> {
+        let mut params = weight_params(&p.weight);
+        params.remove("order");
+        params.insert("dtype".to_owned(), p.dtype.name().into());
+        params.insert("book".to_owned(), p.book.name().into());
+        params
+    }
+
+    fn unit(p: &QuantizeProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &QuantizeProblem,
+        operands: &QuantizeOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::nf4::check_quantized(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &QuantizeProblem, _: &[QuantizeOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &QuantizeProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(p: &QuantizeProblem) -> Option<Value> {
+        Some(bitsandbytes(Self::NAME, 1, &p.weight, p.dtype))
     }
 }
 

@@ -8,7 +8,7 @@ use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::ceiling::{self, Multiply};
 use kernels::matmul::{Matmul, Precision};
-use kernels::nf4::{Nf4Dequantize, Nf4Matmul};
+use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use record::{Line, Record, SCHEMA, Summary};
 use serde_json::Value;
 use tune::timing::{self, Effort, Timing, TimingError};
@@ -123,6 +123,7 @@ fn measure(
                 one::<Nf4Dequantize>(&mut tuner, p, case.peer, card, torch)?
             }
             Problem::Nf4Matmul(p) => one::<Nf4Matmul>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::Nf4Quantize(p) => one::<Nf4Quantize>(&mut tuner, p, case.peer, card, torch)?,
         };
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());

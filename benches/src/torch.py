@@ -177,12 +177,32 @@ def nf4_dequantize(case, dtype):
     return run
 
 
+def nf4_quantize(case, dtype):
+    """A weight quantised to 4 bits by bitsandbytes."""
+    from bitsandbytes.functional import quantize_4bit
+
+    shape = (case["n"], case["k"])
+    sets = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(case["sets"])]
+    turns = itertools.cycle(sets)
+
+    def run():
+        quantize_4bit(
+            next(turns),
+            blocksize=case["block_size"],
+            quant_type="nf4",
+            compress_statistics=case["nested"],
+        )
+
+    return run
+
+
 OPS = {
     "matmul": matmul,
     "attention": attention,
     "attention_backward": attention_backward,
     "nf4": nf4,
     "nf4_dequantize": nf4_dequantize,
+    "nf4_quantize": nf4_quantize,
 }
 
 for line in sys.stdin:

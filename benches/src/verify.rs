@@ -8,9 +8,11 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::matmul::{Matmul, MatmulProblem, Precision};
-use kernels::nf4::{DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem};
+use kernels::nf4::{
+    DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, QuantizeProblem,
+};
 use oracle::attention_backward::BackwardCase;
-use oracle::nf4::{DequantizeCase, ProductCase};
+use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
 use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul, nf4};
 use record::{Check, Line};
 use serde_json::Value;
@@ -364,6 +366,43 @@ impl Verified for Nf4Matmul {
     }
 }
 
+impl Verified for Nf4Quantize {
+    type Case = QuantizeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &QuantizeProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<QuantizeCase> {
+        nf4::quantize_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<QuantizeCase> {
+        nf4::quantize_cases(kind).into_iter().skip(3).step_by(9).collect()
+    }
+
+    fn problem(case: &QuantizeCase) -> &QuantizeProblem {
+        &case.problem
+    }
+
+    fn params(case: &QuantizeCase) -> BTreeMap<String, Value> {
+        <Self as Family>::params(&case.problem)
+    }
+
+    fn run(
+        device: &Device,
+        case: &QuantizeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        nf4::check_quantize(device, case, config)
+    }
+}
+
 fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
     jobs.extend(jobs_of::<Attention>(arch, cache, configs));
@@ -371,6 +410,7 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     jobs.extend(jobs_of::<Decode>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Dequantize>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Matmul>(arch, cache, configs));
+    jobs.extend(jobs_of::<Nf4Quantize>(arch, cache, configs));
     jobs
 }
 

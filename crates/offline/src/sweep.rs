@@ -9,7 +9,10 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{CacheLayout, CacheStrides, Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
-use kernels::nf4::{DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Order, Weight};
+use kernels::nf4::{
+    CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
+    QuantizeProblem, Weight,
+};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
@@ -128,6 +131,9 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     all.extend(instances_of::<Decode>(arch, decodes(), decode_name));
     all.extend(instances_of::<Nf4Dequantize>(arch, dequantizes(), |p| {
         format!("{} {}", p.out, weight_name(&p.weight))
+    }));
+    all.extend(instances_of::<Nf4Quantize>(arch, quantizes(), |p| {
+        format!("{} {} b{}", p.book.name(), p.dtype, p.weight.block_size)
     }));
     all.extend(instances_of::<Nf4Matmul>(arch, nf4s(), |p| {
         let mut name = format!("{} m{} {}", p.dtype, p.m, weight_name(&p.weight));
@@ -390,6 +396,15 @@ fn dequantizes() -> Vec<Case<Nf4Dequantize>> {
     let problems =
         weights().into_iter().map(|weight| DequantizeProblem { weight, out: DType::Bf16 });
     problems.map(|problem| Case { problem, most: 2, clean: 2 }).collect()
+}
+
+fn quantizes() -> Vec<Case<Nf4Quantize>> {
+    let case = |book, block_size| {
+        let weight = Weight::new(4096, 4096, block_size, false).expect("valid sizes");
+        let problem = QuantizeProblem { weight, dtype: DType::Bf16, book };
+        Case { problem, most: 2, clean: 2 }
+    };
+    vec![case(CodeBook::Nf4, 64), case(CodeBook::Nf4, 4096), case(CodeBook::Fp4, 64)]
 }
 
 /// Products whose code differs: rows of x in one fragment and in two, k in parts, the plain path.

@@ -6,9 +6,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::matmul::{Activation, Epilogue};
 use kernels::nf4::{
-    DequantizeConfig, DequantizeOperands, DequantizeProblem, NestedBuffers, Nf4Dequantize,
-    Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem, Order, Weight, WeightBuffers,
-    reorder,
+    CodeBook, DequantizeConfig, DequantizeOperands, DequantizeProblem, NestedBuffers,
+    Nf4Dequantize, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem, Nf4Quantize,
+    Order, QuantizeConfig, QuantizeOperands, QuantizeProblem, Weight, WeightBuffers, nest,
+    nested_values, reorder,
 };
 use reference::{Comparison, Distribution, FourBit, fill, nf4};
 use tune::Kernel;
@@ -49,6 +50,107 @@ const fn code_name(code: FourBit) -> &'static str {
         FourBit::Nf4 => "nf4",
         FourBit::Fp4 => "fp4",
     }
+}
+
+/// A quantisation to verify; where the weight is nested, of its absmax too.
+#[derive(Debug, Clone, Copy)]
+pub struct QuantizeCase {
+    pub problem: QuantizeProblem,
+    pub seed: u64,
+}
+
+/// Quantises on the device and compares with the reference: absmax to the last bit, codes where a
+/// reciprocal wrong by two units in the last place does not excuse them. The error of the verdict is how
+/// many of the three parts (absmax, codes, what is nested) are wrong. All outputs are filled with ones
+/// first.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check_quantize(
+    device: &Device,
+    case: &QuantizeCase,
+    config: &QuantizeConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let (len, block_size) = (p.weight.len() as usize, p.weight.block_size as usize);
+    let mut values = fill(case.seed, len, Distribution::Normal);
+    values.iter_mut().take(block_size).for_each(|v| *v = 0.0);
+    let dtype = reference_dtype(p.dtype);
+    let client = device.client();
+    let ones = |bytes: u64| client.create_from_slice(&padded(&vec![0xffu8; bytes as usize]));
+    let operands = QuantizeOperands {
+        values: client.create_from_slice(&padded(&dtype.encode(&values))),
+        codes: ones(p.weight.words() * 4),
+        absmax: ones(p.weight.blocks() * 4),
+        flag: client.create_from_slice(&[0; 4]),
+    };
+    Nf4Quantize::launch(device, p, config, &operands, None);
+    check_quantized(device, p, &operands)
+}
+
+/// As [`check_quantize`], of what a launch left in `operands`.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_quantized(
+    device: &Device,
+    p: &QuantizeProblem,
+    operands: &QuantizeOperands,
+) -> Result<Verdict, CheckError> {
+    let (len, block_size) = (p.weight.len() as usize, p.weight.block_size as usize);
+    let dtype = reference_dtype(p.dtype);
+    let values = dtype.decode(&read(device, &operands.values, len * dtype.bytes())?)?;
+    let book = match p.book {
+        CodeBook::Nf4 => FourBit::Nf4,
+        CodeBook::Fp4 => FourBit::Fp4,
+    };
+    let expected = book.quantize(&values, block_size)?;
+    let codes = read(device, &operands.codes, len.div_ceil(2))?;
+    let absmax = read(device, &operands.absmax, expected.absmax.len() * 4)?;
+    let flag = read(device, &operands.flag, 4)?;
+    let mut wrong = vec![reference::DType::F32.decode(&absmax)? != expected.absmax];
+    wrong.push(book.disagreement(&values, block_size, &codes, 2)?.is_some());
+    // A block of zeros has the code of zero, and after an odd number there is another.
+    let zeros = values.iter().take(block_size).all(|v| *v == 0.0);
+    wrong.push(
+        zeros && codes[..block_size.min(len) / 2] != expected.codes[..block_size.min(len) / 2],
+    );
+    wrong.push(len % 2 == 1 && codes[len / 2] & 15 != book.encode(0.0));
+    wrong.push(flag != [0; 4]);
+    wrong.push(book.code_book() != p.book.values() || nested_values() != nf4::dynamic_map());
+    if p.weight.nested {
+        let offset = nf4::mean(&expected.absmax);
+        let (bytes, nested) = nest(device, &operands.absmax, p.weight, offset);
+        let bytes = read(device, &bytes, expected.absmax.len())?;
+        let scales = read(device, &nested.scales, 8 * p.weight.groups() as usize)?;
+        let outer = nf4::nest(&expected.absmax, offset)?;
+        let pairs: Vec<f32> = outer.absmax.iter().flat_map(|scale| [*scale, offset]).collect();
+        wrong.push(reference::DType::F32.decode(&scales)? != pairs);
+        wrong.push(nf4::nested_disagreement(&expected.absmax, offset, &bytes, 2)?.is_some());
+    }
+    let count = wrong.iter().filter(|wrong| **wrong).count() as f32;
+    let comparison = Comparison::exact(&[count], &[0.0])?;
+    Ok(Verdict { comparison, digest: fnv1a(&codes) })
+}
+
+/// Every block size and type, odd counts, blocks that are not whole, both books, nested and not.
+pub fn quantize_cases(dtype: DType) -> Vec<QuantizeCase> {
+    let rows = |n, k, block_size, nested| weight(n, k, block_size, nested, Order::Rows);
+    let mut weights: Vec<_> = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+        .into_iter()
+        .flat_map(|size| [rows(24, 200, size, false), rows(40, 512, size, true)])
+        .collect();
+    weights.extend([
+        rows(1, 1, 64, true),
+        rows(7, 13, 32, true),
+        rows(37, 41, 64, false),
+        rows(3, 22000, 64, true),
+    ]);
+    let books = [CodeBook::Nf4, CodeBook::Fp4];
+    let problems = weights
+        .into_iter()
+        .flat_map(|weight| books.map(|book| QuantizeProblem { weight, dtype, book }));
+    (1..).zip(problems).map(|(seed, problem)| QuantizeCase { problem, seed }).collect()
 }
 
 /// A quantised weight on the host.

@@ -14,18 +14,24 @@
 //! | family           | what it does                                  | bound by                      |
 //! |------------------|-----------------------------------------------|-------------------------------|
 //! | [`Nf4Matmul`]    | products, decoding codes in registers          | bytes of codes; for many rows products |
+//! | [`Nf4Quantize`]  | codes and absmax                              | bytes of the dense weight     |
 //! | [`Nf4Dequantize`] | a dense weight                                | bytes of the dense weight     |
 //!
 //! Sources: Dettmers et al., "QLoRA" (2023); bitsandbytes, `functional.py` and `csrc/kernels.cu`.
 
 mod dequantize;
 mod product;
+mod quantize;
 mod weight;
 
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
 pub use product::{
     FusedConfig, LanesConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem,
     StreamConfig,
+};
+pub use quantize::{
+    CodeBook, Nf4Quantize, QuantizeConfig, QuantizeError, QuantizeOperands, QuantizeProblem, nest,
+    nested_values, quantize,
 };
 pub use weight::{
     InvalidWeight, NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, reorder,

@@ -11,7 +11,9 @@ use kernels::attention::decode::Decode;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
-use kernels::nf4::{Nf4Dequantize, Nf4Matmul};
+use kernels::nf4::{
+    CodeBook, Nf4Dequantize, Nf4Matmul, Nf4Quantize, Order, QuantizeError, Weight, quantize,
+};
 use oracle::attention_backward::BackwardCase;
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use oracle::{CheckError, Verdict};
@@ -283,7 +285,28 @@ fn nf4_failures(device: &Device, dtype: DType) -> Vec<String> {
     cases.extend(oracle::nf4::product_config_cases(dtype));
     let check = oracle::nf4::check;
     all.extend(failures::<Nf4Matmul, _>(device, &cases, |case| &case.problem, check));
+    let cases = oracle::nf4::quantize_cases(dtype);
+    let check = oracle::nf4::check_quantize;
+    all.extend(failures::<Nf4Quantize, _>(device, &cases, |case| &case.problem, check));
     all
+}
+
+#[test]
+fn a_weight_with_infinities_is_not_quantised() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let weight = Weight::new(16, 256, 64, true).and_then(|w| w.ordered(Order::Tiles));
+    let weight = weight.expect("whole tiles");
+    let mut values = vec![0.5f32; 16 * 256];
+    for bad in [None, Some(f32::INFINITY), Some(f32::NEG_INFINITY), Some(f32::NAN)] {
+        values[1234] = bad.unwrap_or(-1.0);
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let handle = device.client().create_from_slice(&bytes);
+        let made = quantize(&device, &handle, weight, DType::F32, CodeBook::Nf4);
+        match bad {
+            None => drop(made.expect("finite")),
+            Some(bad) => assert!(matches!(made, Err(QuantizeError::NotFinite)), "{bad}"),
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,633 @@
+//! absmax = max |w| of a block; code = nearest of the book to w / absmax    w: `[n, k]` in f16, bf16 or f32
+//!
+//! ```text
+//!   for each block                                       // neighbouring units, a word of codes each
+//!     absmax[block] = max |w|                            // through shared memory
+//!     code[i] = nearest(book, w[i] · (1 / absmax))       // thresholds, counted
+//! ```
+//!
+//! and again for nested absmax, whose blocks are 256 numbers, whose codes are bytes of a book of 256 and
+//! which are taken relative to their mean. The mean is summed in f64 on the host, an element in 64 to read
+//! back: no order of f32 sums on a device would give the same bits everywhere.
+//!
+//! Codes are those of bitsandbytes' CUDA kernels but for what its approximate reciprocal does next to a
+//! threshold; a block of zeros has the code of zero, as bitsandbytes' CPU path gives it. A weight with
+//! infinities or NaN is refused.
+//!
+//! Cost: an element read, half a byte and an absmax's share written.
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+use super::{NESTED_BLOCK, NF4, NestedBuffers, Order, Weight, WeightBuffers};
+use crate::matmul::elem;
+use crate::nf4::code_shift;
+
+/// The family of quantisation kernels.
+pub struct Nf4Quantize;
+
+/// A book of 16 values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CodeBook {
+    /// Quantiles of the normal distribution.
+    Nf4,
+    /// A sign, two bits of exponent and one of mantissa, in bitsandbytes' order.
+    Fp4,
+}
+
+impl CodeBook {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nf4 => "nf4",
+            Self::Fp4 => "fp4",
+        }
+    }
+
+    /// What each code means.
+    pub fn values(self) -> [f32; 16] {
+        match self {
+            Self::Nf4 => NF4,
+            Self::Fp4 => {
+                let magnitudes =
+                    [0.0, 0.0625 / 12.0, 8.0 / 12.0, 1.0, 4.0 / 12.0, 0.5, 2.0 / 12.0, 0.25];
+                std::array::from_fn(|i| if i < 8 { magnitudes[i] } else { 0.0 - magnitudes[i - 8] })
+            }
+        }
+    }
+}
+
+/// The book of nested absmax: bitsandbytes' signed dynamic map of 8 bits, whose decades from 1e-6 to 1 are
+/// each cut twice as fine as the one below (`create_dynamic_map`).
+pub fn nested_values() -> [f32; 256] {
+    let mut values = vec![0.0f32, 1.0];
+    for decade in 0..7i32 {
+        let parts = 1 << decade;
+        // torch.linspace(0.1, 1, parts + 1), which counts from the nearer end and by FMA.
+        let step = 0.9f32 / parts as f32;
+        let edge = |i: i32| match i < (parts + 1) / 2 {
+            true => step.mul_add(i as f32, 0.1),
+            false => (-step).mul_add((parts - i) as f32, 1.0),
+        };
+        let scale = 10f64.powi(decade - 6) as f32;
+        for i in 0..parts {
+            let value = scale * ((edge(i) + edge(i + 1)) / 2.0);
+            values.extend([value, -value]);
+        }
+    }
+    values.sort_by(f32::total_cmp);
+    values.try_into().expect("2 and twice 127")
+}
+
+/// Values to quantise, `[n, k]` row by row; codes and absmax in [`Order::Rows`], absmax in f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuantizeProblem {
+    pub weight: Weight,
+    /// Type of the values.
+    pub dtype: DType,
+    pub book: CodeBook,
+}
+
+/// How quantisation is spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct QuantizeConfig {
+    /// Units of a cube.
+    pub units: u32,
+    /// Units that share a block.
+    pub lanes: u32,
+}
+
+/// Device buffers of one quantisation.
+#[derive(Debug, Clone)]
+pub struct QuantizeOperands {
+    pub values: Handle,
+    /// Whole words.
+    pub codes: Handle,
+    pub absmax: Handle,
+    /// A word, not 0 afterwards where a value is infinite or NaN.
+    pub flag: Handle,
+}
+
+/// Why a weight was not quantised.
+#[derive(Debug, thiserror::Error)]
+pub enum QuantizeError {
+    #[error("the weight holds infinities or NaN\nhint: 4 bits hold finite numbers only")]
+    NotFinite,
+    #[error("cannot quantise here: {0}")]
+    Unsupported(#[from] Infeasible),
+    #[error("the device failed: {0}")]
+    Device(String),
+}
+
+impl Kernel for Nf4Quantize {
+    type Problem = QuantizeProblem;
+    type Config = QuantizeConfig;
+    type Operands = QuantizeOperands;
+
+    const NAME: &'static str = "nf4_quantize";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &QuantizeProblem) -> String {
+        let len = p.weight.len().next_power_of_two();
+        format!("{} {} b{} {len}", p.book.name(), p.dtype, p.weight.block_size)
+    }
+
+    fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
+        if arch.backend == Backend::Cpu {
+            return Self::simplest(arch, p).into_iter().collect();
+        }
+        let words = p.weight.block_size / 8;
+        let all = [[256, 32], [256, 8], [128, 8], [512, 32], [256, 64]];
+        let mut found: Vec<_> = all
+            .into_iter()
+            .map(|[units, lanes]| QuantizeConfig { units, lanes: lanes.min(words) })
+            .filter(|c| Self::check(arch, p, c).is_ok())
+            .collect();
+        found.dedup();
+        found
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        p: &QuantizeProblem,
+        c: &QuantizeConfig,
+    ) -> Result<(), Infeasible> {
+        if !arch.dtypes.contains(&p.dtype) {
+            return Err(Infeasible::Feature { what: format!("{} buffers", p.dtype) });
+        }
+        if c.units == 0 || c.units > arch.max_units_per_cube {
+            return Err(Infeasible::Units { need: c.units, have: arch.max_units_per_cube });
+        }
+        let shape = |why: &str| {
+            let (name, value) = ("lanes", u64::from(c.lanes));
+            Err(Infeasible::Shape { name, value, why: why.to_owned() })
+        };
+        if c.lanes == 0 || c.units % c.lanes != 0 || (p.weight.block_size / 8) % c.lanes != 0 {
+            return shape("units of a cube and words of a block divide among them");
+        }
+        if arch.backend == Backend::Cpu && c.lanes != 1 {
+            return Err(Infeasible::Feature { what: "cheap barriers".to_owned() });
+        }
+        Ok(())
+    }
+
+    fn cost(p: &QuantizeProblem) -> Cost {
+        let Weight { n, k, block_size, .. } = p.weight;
+        let plain = Weight { nested: false, order: Order::Rows, n, k, block_size };
+        // A product, and comparisons that are no arithmetic.
+        Cost { flops: plain.len(), bytes: plain.bytes() + plain.len() * p.dtype.size() as u64 }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
+        let config = match arch.backend {
+            Backend::Cpu => QuantizeConfig { units: arch.processors.unwrap_or(1), lanes: 1 },
+            _ => QuantizeConfig { units: 64, lanes: 4 },
+        };
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
+        let client = device.client();
+        QuantizeOperands {
+            values: crate::noise(device, p.weight.len() as usize, p.dtype, seed),
+            codes: client.empty(p.weight.words() as usize * 4),
+            absmax: client.empty(p.weight.blocks() as usize * 4),
+            flag: client.create_from_slice(&[0; 4]),
+        }
+    }
+
+    fn outputs(p: &QuantizeProblem, operands: &QuantizeOperands) -> Vec<Output> {
+        let output = |handle: &Handle, dtype, len| Output {
+            handle: handle.clone(),
+            dtype,
+            len: len as usize,
+            tolerance: 0.0,
+        };
+        vec![
+            output(&operands.codes, DType::U8, p.weight.len().div_ceil(2)),
+            output(&operands.absmax, DType::F32, p.weight.blocks()),
+        ]
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        p: &QuantizeProblem,
+        c: &QuantizeConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let dim = CubeDim::new_1d(c.units).into();
+        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
+        let buffer = || BufferCompilationArg { inplace: None };
+        vec![Box::new(quantize_blocks::QuantizeBlocks::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            width(arch, p),
+            plan(p, c),
+            elem(p.dtype),
+        ))]
+    }
+
+    fn launch(
+        device: &Device,
+        p: &QuantizeProblem,
+        c: &QuantizeConfig,
+        operands: &QuantizeOperands,
+        _scratch: Option<&Handle>,
+    ) {
+        let (len, width) = (p.weight.len() as usize, width(device.profile(), p));
+        let cubes = p.weight.blocks().div_ceil(u64::from(c.units / c.lanes)).min(65_535) as u32;
+        // SAFETY: the lengths are the weight's, and the kernel checks its indices.
+        unsafe {
+            quantize_blocks::launch_unchecked(
+                device.client(),
+                CubeCount::Static(cubes, 1, 1),
+                CubeDim::new_1d(c.units),
+                address(p),
+                width,
+                BufferArg::from_raw_parts(operands.values.clone(), len / width),
+                BufferArg::from_raw_parts(operands.codes.clone(), p.weight.words() as usize),
+                BufferArg::from_raw_parts(operands.absmax.clone(), p.weight.blocks() as usize),
+                BufferArg::from_raw_parts(operands.flag.clone(), 1),
+                plan(p, c),
+                elem(p.dtype),
+            );
+        }
+    }
+}
+
+/// Quantises `values`, dense `[n, k]` of type `dtype`, to `weight`, in its order and nested where it is.
+///
+/// Beside the result it needs, on the device, absmax in f32 and the codes in their first order, and on the
+/// host absmax in f32 where they are nested.
+///
+/// # Errors
+/// [`QuantizeError`]; a weight with infinities or NaN is one.
+pub fn quantize(
+    device: &Device,
+    values: &Handle,
+    weight: Weight,
+    dtype: DType,
+    book: CodeBook,
+) -> Result<WeightBuffers, QuantizeError> {
+    let client = device.client();
+    let rows = Weight { order: Order::Rows, ..weight };
+    let problem = QuantizeProblem { weight: Weight { nested: false, ..rows }, dtype, book };
+    let config = match Nf4Quantize::candidates(device.profile(), &problem).first() {
+        Some(config) => *config,
+        None => Nf4Quantize::simplest(device.profile(), &problem)?,
+    };
+    let blocks = weight.blocks() as usize;
+    let operands = QuantizeOperands {
+        values: values.clone(),
+        codes: client.empty(weight.words() as usize * 4),
+        absmax: client.empty(blocks * 4),
+        flag: client.create_from_slice(&[0; 4]),
+    };
+    Nf4Quantize::launch(device, &problem, &config, &operands, None);
+    let read = |handle: &Handle| {
+        client.read_one(handle.clone()).map_err(|e| QuantizeError::Device(format!("{e:?}")))
+    };
+    if read(&operands.flag)?[..4] != [0; 4] {
+        return Err(QuantizeError::NotFinite);
+    }
+    let floats = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+    let (absmax, nested) = if weight.nested {
+        let bytes = read(&operands.absmax)?;
+        let sum: f64 = f32::from_bytes(&bytes)[..blocks].iter().map(|a| f64::from(*a)).sum();
+        let (codes, nested) = nest(device, &operands.absmax, rows, (sum / blocks as f64) as f32);
+        (codes, Some(nested))
+    } else {
+        (operands.absmax, None)
+    };
+    let quantized =
+        WeightBuffers { codes: operands.codes, absmax, book: floats(&book.values()), nested };
+    Ok(super::reorder(device, rows, &quantized, weight.order))
+}
+
+/// Bytes and their scales for the absmax of a weight, relative to `offset`.
+pub fn nest(
+    device: &Device,
+    absmax: &Handle,
+    weight: Weight,
+    offset: f32,
+) -> (Handle, NestedBuffers) {
+    let client = device.client();
+    let (blocks, groups) = (weight.blocks() as usize, weight.groups() as usize);
+    let codes = client.empty(blocks.next_multiple_of(4));
+    let book = client.create_from_slice(f32::as_bytes(&nested_values()));
+    let scales = client.empty(groups * 8);
+    let cpu = device.backend() == Backend::Cpu;
+    let (units, lanes) = if cpu { (1, 1) } else { (64, 64) };
+    let cubes = CubeCount::Static(groups.min(65_535) as u32, 1, 1);
+    // SAFETY: the lengths are the weight's, and the kernel checks its indices.
+    unsafe {
+        nest_absmax::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units),
+            BufferArg::from_raw_parts(absmax.clone(), blocks),
+            BufferArg::from_raw_parts(book.clone(), 256),
+            BufferArg::from_raw_parts(codes.clone(), blocks.div_ceil(4)),
+            BufferArg::from_raw_parts(scales.clone(), groups * 2),
+            offset,
+            lanes,
+        );
+    }
+    (codes, NestedBuffers { book, scales })
+}
+
+/// Elements of a vector of values.
+fn width(arch: &ArchProfile, p: &QuantizeProblem) -> usize {
+    let widest = (arch.load_bytes as usize / p.dtype.size()).clamp(1, 8);
+    if p.weight.len() % 8 == 0 { widest } else { 1 }
+}
+
+fn address(p: &QuantizeProblem) -> AddressType {
+    if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct QuantizePlan {
+    config: QuantizeConfig,
+    block_size: u32,
+    book: CodeBook,
+}
+
+fn plan(p: &QuantizeProblem, c: &QuantizeConfig) -> QuantizePlan {
+    QuantizePlan { config: *c, block_size: p.weight.block_size, book: p.book }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn quantize_blocks<F: Float, NI: Size>(
+    values: &[Vector<F, NI>],
+    codes: &mut [u32],
+    absmax: &mut [f32],
+    flag: &mut [u32],
+    #[comptime] plan: QuantizePlan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let QuantizeConfig { units, lanes } = comptime!(plan.config);
+    let (words, per_cube) = comptime!((plan.block_size / 8, units / lanes));
+    let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
+    let mut shared =
+        Shared::<[f32]>::new_slice(comptime!(if lanes > 1 { units as usize } else { 1 }));
+    let blocks = absmax.len() as u32;
+    let mut first = CUBE_POS_X * per_cube;
+    while first < blocks {
+        let block = first + group;
+        let mut most = 0.0f32.runtime();
+        for i in 0..comptime!(words / lanes) {
+            let word = block * words + lane + i * lanes;
+            if word < codes.len() as u32 {
+                let eight = load_eight(values, word);
+                #[unroll]
+                for e in 0..8usize {
+                    let size = f32::abs(eight[e]);
+                    most = select(size > most, size, most);
+                    // Neither is below the largest number.
+                    if !(size <= f32::MAX) {
+                        flag[0] = 1u32;
+                    }
+                }
+            }
+        }
+        if comptime!(lanes > 1) {
+            shared[UNIT_POS as usize] = most;
+            sync_cube();
+            for l in 0..lanes {
+                let other = shared[(group * lanes + l) as usize];
+                most = select(other > most, other, most);
+            }
+            sync_cube();
+        }
+        let inverse = select(most > 0.0, 1.0 / most, 0.0f32.runtime());
+        if lane == 0 && block < blocks {
+            absmax[block as usize] = most;
+        }
+        for i in 0..comptime!(words / lanes) {
+            let word = block * words + lane + i * lanes;
+            if word < codes.len() as u32 {
+                let eight = load_eight(values, word);
+                let mut made = 0u32;
+                #[unroll]
+                for e in 0..8u32 {
+                    let code = encode(eight[comptime!(e as usize)] * inverse, plan.book);
+                    made |= code << comptime!(code_shift(e));
+                }
+                codes[word as usize] = made;
+            }
+        }
+        first += CUBE_COUNT_X * per_cube;
+    }
+}
+
+/// Eight values from element `8·word` on, 0 past the end.
+#[cube]
+fn load_eight<F: Float, NI: Size>(values: &[Vector<F, NI>], word: u32) -> Array<f32> {
+    let width = NI::value();
+    let mut eight = Array::<f32>::new(8usize);
+    #[unroll]
+    for v in 0..comptime!(8 / width) {
+        let at = word as usize * comptime!(8 / width) + v;
+        let mut vector = Vector::<F, NI>::new(F::from_int(0));
+        if comptime!(width > 1) || at < values.len() {
+            vector = values[at];
+        }
+        #[unroll]
+        for e in 0..width {
+            eight[comptime!(v * width + e)] = f32::cast_from(vector.extract(e));
+        }
+    }
+    eight
+}
+
+/// The code of a value in -1 to 1: how many thresholds it is above, or what the last of them stands for.
+#[cube]
+fn encode(x: f32, #[comptime] book: CodeBook) -> u32 {
+    let mut code = 0u32.runtime();
+    match comptime!(book) {
+        CodeBook::Nf4 =>
+        {
+            #[unroll]
+            for i in 0..15usize {
+                code += select(x > comptime!(NF4_ABOVE[i]), 1u32, 0u32);
+            }
+        }
+        CodeBook::Fp4 => {
+            let size = f32::abs(x);
+            #[unroll]
+            for i in 0..7usize {
+                let (above, this) = comptime!(FP4_ABOVE[i]);
+                code = select(size > above, this.runtime(), code);
+            }
+            code += select(x < 0.0, 8u32, 0u32);
+        }
+    }
+    code
+}
+
+/// Midpoints of [`NF4`] (bitsandbytes, `dQuantizeNF4`).
+const NF4_ABOVE: [f32; 15] = [
+    -0.848_096_4,
+    -0.610_632_9,
+    -0.459_995_27,
+    -0.339_679_42,
+    -0.234_607_4,
+    -0.137_911_74,
+    -0.045_525_018,
+    0.039_790_15,
+    0.120_255_25,
+    0.203_521_25,
+    0.292_013_76,
+    0.389_312_54,
+    0.501_663_45,
+    0.642_786_9,
+    0.861_478_45,
+];
+
+/// Midpoints of FP4's magnitudes, ascending, and the code above each (bitsandbytes, `dQuantizeFP4`).
+const FP4_ABOVE: [(f32, u32); 7] = [
+    (0.002_604_17, 1),
+    (0.085_937_5, 6),
+    (0.208_333_33, 7),
+    (0.291_666_67, 4),
+    (0.416_666_7, 5),
+    (0.583_333, 2),
+    (0.833_333_3, 3),
+];
+
+#[cube(launch_unchecked)]
+fn nest_absmax(
+    absmax: &[f32],
+    book: &[f32],
+    codes: &mut [u32],
+    scales: &mut [f32],
+    offset: f32,
+    #[comptime] lanes: u32,
+) {
+    let words = comptime!(NESTED_BLOCK / 4);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(lanes as usize));
+    let groups = (scales.len() / 2) as u32;
+    let mut group = u32::cast_from(CUBE_POS_X);
+    while group < groups {
+        let mut most = 0.0f32.runtime();
+        let mut word = group * words + UNIT_POS;
+        while word < (group + 1) * words {
+            #[unroll]
+            for e in 0..4u32 {
+                let at = (word * 4 + e) as usize;
+                if at < absmax.len() {
+                    let size = f32::abs(absmax[at] - offset);
+                    most = select(size > most, size, most);
+                }
+            }
+            word += lanes;
+        }
+        if comptime!(lanes > 1) {
+            shared[UNIT_POS as usize] = most;
+            sync_cube();
+            for l in 0..lanes {
+                let other = shared[l as usize];
+                most = select(other > most, other, most);
+            }
+            sync_cube();
+        }
+        let inverse = 1.0 / most;
+        if UNIT_POS == 0 {
+            scales[(2 * group) as usize] = most;
+            scales[(2 * group + 1) as usize] = offset;
+        }
+        let mut word = group * words + UNIT_POS;
+        while word < (group + 1) * words {
+            let mut made = 0u32;
+            #[unroll]
+            for e in 0..4u32 {
+                let at = (word * 4 + e) as usize;
+                if at < absmax.len() && most > 0.0 {
+                    let code = encode_nested((absmax[at] - offset) * inverse, book);
+                    made |= code << comptime!(8 * e);
+                }
+            }
+            if word < codes.len() as u32 {
+                codes[word as usize] = made;
+            }
+            word += lanes;
+        }
+        group += CUBE_COUNT_X;
+    }
+}
+
+/// The nearest of an ascending book of 256, found by halving as bitsandbytes does (`dQuantize`): half way
+/// between two it takes the one that it met last.
+#[cube]
+fn encode_nested(x: f32, book: &[f32]) -> u32 {
+    let mut pivot = 127u32.runtime();
+    let mut lower = 0u32.runtime();
+    let mut upper = 255u32.runtime();
+    #[unroll]
+    for i in 0..7u32 {
+        let step = comptime!(64u32 >> i);
+        let above = x > book[pivot as usize];
+        lower = select(above, pivot, lower);
+        upper = select(above, upper, pivot);
+        pivot = select(above, pivot + step, pivot - step);
+    }
+    let here = book[pivot as usize];
+    let next = (book[upper as usize] + here) * 0.5f32;
+    let last = (book[lower as usize] + here) * 0.5f32;
+    let above = select(x > next, upper, pivot);
+    let below = select(x < last, lower, pivot);
+    select(x > here, above, below)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn books_ascend_and_hold_zero_and_one() {
+        let nested = nested_values();
+        assert!(nested.windows(2).all(|w| w[0] < w[1]));
+        assert_eq!((nested[127], nested[255]), (0.0, 1.0));
+        assert!(NF4.windows(2).all(|w| w[0] < w[1]));
+        for (i, above) in NF4_ABOVE.into_iter().enumerate() {
+            assert!(NF4[i] < above && above < NF4[i + 1], "{i}");
+        }
+        let fp4 = CodeBook::Fp4.values();
+        let mut below = 0.0;
+        for (above, code) in FP4_ABOVE {
+            assert!(below < above && above < fp4[code as usize], "{code}");
+            below = fp4[code as usize];
+            assert_eq!(fp4[code as usize + 8], -below);
+        }
+    }
+
+    #[test]
+    fn every_profile_has_a_candidate() {
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for block_size in [32, 64, 4096] {
+                let weight = Weight::new(37, 41, block_size, false).expect("valid");
+                let p = QuantizeProblem { weight, dtype: DType::Bf16, book: CodeBook::Nf4 };
+                let found = Nf4Quantize::candidates(&arch, &p);
+                assert!(!found.is_empty(), "{name} {block_size}");
+                for c in found {
+                    Nf4Quantize::check(&arch, &p, &c).expect("candidates are checked");
+                }
+            }
+        }
+    }
+}
