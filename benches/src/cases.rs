@@ -384,6 +384,12 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             bf16
         }
     };
+    // The order of back ends that have no use for tiles.
+    let (n, k) = if scale == Scale::Gpu { (14336, 4096) } else { (4096, 4096) };
+    let weight_in_rows = Weight { order: Order::Rows, ..weight(n, k)? };
+    let problem = Nf4MatmulProblem::new(1, weight_in_rows, dtype);
+    let problem = problem.context("a case of the suite is invalid")?;
+    cases.push(Case { problem: Problem::Nf4Matmul(problem), peer: false });
     let (n, k) = if scale == Scale::Gpu { (14336, 4096) } else { (4096, 1024) };
     for order in [Order::Rows, Order::Tiles] {
         let weight = Weight { order, ..weight(n, k)? };

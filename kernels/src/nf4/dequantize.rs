@@ -137,7 +137,7 @@ impl Kernel for Nf4Dequantize {
             (),
             1,
             width(p),
-            plan(arch, c),
+            plan(arch, p, c),
             elem(p.out),
         ))]
     }
@@ -178,7 +178,7 @@ pub(super) fn launch(
             CodesLaunch::of(&p.weight, weight, 1),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
-            plan(device.profile(), c),
+            plan(device.profile(), p, c),
             elem(p.out),
         );
     }
@@ -206,10 +206,18 @@ struct DequantizePlan {
     words: u32,
     /// Whether the book is worth a copy that all units of a cube share.
     shared: bool,
+    /// Whether numbers are rounded to bf16 before they are stored as such: through Vulkan a conversion
+    /// cuts them off.
+    rounds: bool,
 }
 
-fn plan(arch: &ArchProfile, c: &DequantizeConfig) -> DequantizePlan {
-    DequantizePlan { units: c.units, words: c.words, shared: arch.backend != Backend::Cpu }
+fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> DequantizePlan {
+    DequantizePlan {
+        units: c.units,
+        words: c.words,
+        shared: arch.backend != Backend::Cpu,
+        rounds: p.out == DType::Bf16 && arch.backend == Backend::Vulkan,
+    }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -265,6 +273,8 @@ fn decode<E: Float, NW: Size, NO: Size>(
                     for e in 0..width {
                         let shift = comptime!(code_shift((v * width + e) as u32));
                         let value = book[((codes >> shift) & 15) as usize] * absmax;
+                        let value =
+                            if comptime!(plan.rounds) { round_to_bf16(value) } else { value };
                         values.insert(e, E::cast_from(value));
                     }
                     // Where vectors are single elements the last word may have fewer than eight.
@@ -276,6 +286,13 @@ fn decode<E: Float, NW: Size, NO: Size>(
         }
         first += CUBE_COUNT_X * comptime!(plan.units * plan.words);
     }
+}
+
+/// The nearest number that bf16 holds, the even one of two.
+#[cube]
+fn round_to_bf16(x: f32) -> f32 {
+    let bits = u32::reinterpret(x);
+    f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16) & 1)) & 0xffff_0000u32)
 }
 
 #[cfg(test)]
