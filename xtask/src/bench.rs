@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use command::OutFile;
+use record::Record;
 
 use crate::cli::{BenchArgs, Format, word};
 use crate::compare::{Baseline, Comparison};
@@ -33,22 +34,44 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     }
 
     let run = measure(&programs, &chosen, args)?;
+    deliver(&run, baseline.as_ref(), args, save, html)
+}
+
+/// Prints and writes what was measured, then says what is wrong with it: neither a file that cannot be
+/// written nor a baseline that does not fit may cost it.
+fn deliver(
+    run: &[Column],
+    baseline: Option<&Baseline>,
+    args: &BenchArgs,
+    save: Option<OutFile>,
+    html: Option<OutFile>,
+) -> Result<()> {
     let now: Vec<_> = run.iter().flat_map(|column| column.records.iter().cloned()).collect();
-    // A file that cannot be written must not cost what was measured.
-    let comparison =
-        baseline.map(|baseline| baseline.compare(&now, args.threshold / 100.0)).transpose()?;
-    print(&run, comparison.as_ref(), args.format)?;
+    let compared = baseline.map(|baseline| baseline.compare(&now, args.threshold / 100.0));
+    let comparison = compared.as_ref().and_then(|compared| compared.as_ref().ok());
+    print(run, comparison, args.format)?;
     if let (Some(file), Some(path)) = (save, &args.save) {
-        let lines: Vec<_> = now.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
-        file.write((lines.join("\n") + "\n").as_bytes())?;
-        eprintln!("saved {} records to {}", now.len(), path.display());
+        eprintln!("{}", keep(file, path, &now)?);
     }
     if let (Some(file), Some(path)) = (html, &args.html) {
-        let table = comparison.as_ref().map(Comparison::table);
-        file.write(report::page(&run, table.as_ref()).as_bytes())?;
+        file.write(report::page(run, comparison.map(Comparison::table).as_ref()).as_bytes())?;
         eprintln!("wrote {}", path.display());
     }
-    verdict(&run, comparison.as_ref())
+    match compared {
+        Some(Err(refused)) if !now.is_empty() => Err(refused),
+        Some(Ok(comparison)) => verdict(run, Some(&comparison)),
+        _ => verdict(run, None),
+    }
+}
+
+/// Writes the records, and says so. Without any the file keeps those that it has.
+fn keep(file: OutFile, path: &Path, records: &[Record]) -> Result<String> {
+    if records.is_empty() {
+        return Ok(format!("no record to save: {} is left as it is", path.display()));
+    }
+    let lines: Vec<_> = records.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+    file.write((lines.join("\n") + "\n").as_bytes())?;
+    Ok(format!("saved {} records to {}", records.len(), path.display()))
 }
 
 /// What backends of this selection need on the machine.
@@ -154,7 +177,13 @@ fn out_file(path: &Path) -> Result<OutFile> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
+    use std::path::PathBuf;
+
+    use clap::Parser;
+
     use super::*;
+    use crate::cli::{Cli, Command};
     use crate::report::sample;
 
     #[test]
@@ -164,6 +193,43 @@ mod tests {
         assert_eq!(code(dir.path()), 2);
         assert_eq!(code(&dir.path().join("absent/x.jsonl")), 2);
         assert!(out_file(&dir.path().join("x.jsonl")).is_ok());
+    }
+
+    #[test]
+    fn a_run_without_a_record_leaves_the_file_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keep.jsonl");
+        let kept = |records: &[Record]| keep(out_file(&path).unwrap(), &path, records).unwrap();
+        assert_eq!(kept(&[]), format!("no record to save: {} is left as it is", path.display()));
+        assert!(!path.exists(), "nor is it made");
+        assert!(kept(&sample::run()[0].records).starts_with("saved "));
+        let text = std::fs::read_to_string(&path).unwrap();
+        kept(&[]);
+        assert!(!text.is_empty() && std::fs::read_to_string(&path).unwrap() == text);
+    }
+
+    #[test]
+    fn a_baseline_that_does_not_fit_costs_nothing_that_was_measured() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let mut other = sample::run()[0].records[0].clone();
+        other.params.insert("other".into(), 1.into());
+        std::fs::write(path("base"), serde_json::to_string(&other).unwrap()).unwrap();
+        let baseline = Baseline::read(&path("base")).unwrap();
+        let words = ["xtask", "bench", "--format", "csv", "--save"];
+        let paths = [path("save"), "--html".into(), path("html")];
+        let line = words.iter().map(OsString::from).chain(paths.map(PathBuf::into_os_string));
+        let Command::Bench(args) = Cli::try_parse_from(line).unwrap().command else {
+            panic!("not bench")
+        };
+        let file = |name| Some(out_file(&path(name)).unwrap());
+        let run = &sample::run()[..1];
+        let error = deliver(run, Some(&baseline), &args, file("save"), file("html")).unwrap_err();
+        assert!(error.to_string().contains("no case in common"), "{error}");
+        assert_eq!(crate::fail::report(&error), 2);
+        let saved = std::fs::read_to_string(path("save")).unwrap();
+        assert_eq!(saved.lines().count(), run[0].records.len());
+        assert!(path("html").exists());
     }
 
     #[test]
