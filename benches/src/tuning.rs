@@ -261,7 +261,7 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
     }
     for file in files {
         let name = file.display().to_string();
-        let text = std::fs::read_to_string(file).map_err(|e| {
+        let text = std::fs::read(file).map_err(|e| {
             anyhow!(
                 "cannot read {name}: {e}\nhint: name cache files; `tune path` prints where one is kept"
             )
