@@ -65,6 +65,9 @@ pub(crate) fn run(
         None => None,
     };
     let cache = tuning::open_cache()?;
+    if policy == Policy::Measure {
+        cache.check_writable()?;
+    }
     let tuner = Tuner {
         device: &device,
         cache,
@@ -72,7 +75,8 @@ pub(crate) fn run(
         commit: provenance::COMMIT.to_owned(),
         date: provenance::now()?,
     };
-    // From here on what fails is the device's doing, not the caller's.
+    // From here on a failure costs this backend's column only, whatever its cause: the caller's mistakes
+    // that can be known before a measurement were refused above.
     match measure(tuner, &mut card, matmuls, ceilings, peers.rust, torch) {
         Ok(good) => Ok(good),
         Err(e) => {

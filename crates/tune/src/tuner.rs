@@ -150,8 +150,9 @@ impl Tuner<'_> {
     /// Measures every candidate of `problem`, remembers the outcome and returns the winner.
     ///
     /// # Errors
-    /// No candidate ran, or the cache cannot be written.
+    /// No candidate ran, or the cache cannot be written, which is found out first.
     pub fn measure<K: Kernel>(&mut self, problem: &K::Problem) -> Result<K::Config, TuneError> {
+        self.cache.check_writable()?;
         let arch = self.device.profile();
         let key = Key::of::<K>(&arch.id, problem);
         let outcomes = self.time::<K>(problem, K::candidates(arch, problem));
