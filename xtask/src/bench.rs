@@ -1,9 +1,8 @@
 //! `cargo xtask bench`: measure on every chosen backend, print, save, compare.
 
-use std::io::Write;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use command::OutFile;
 use record::Record;
 
@@ -120,17 +119,7 @@ fn print(run: &[Column], comparison: Option<&Comparison>, format: Format) -> Res
             eprint!("{}", report::notes(column, Style::Terminal));
         }
     }
-    print_all(&text)
-}
-
-/// Prints, and ends quietly when the reader has gone away, as `head` does.
-pub(crate) fn print_all(text: &str) -> Result<()> {
-    match std::io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(error).context("cannot write to standard output")
-        }
-        _ => Ok(()),
-    }
+    Ok(command::print(&text)?)
 }
 
 /// One line about everything that went wrong, and exit code 1, if something did.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Result;
 use record::Check;
 
-use crate::bench::{print_all, problems, wants};
+use crate::bench::{problems, wants};
 use crate::cli::VerifyArgs;
 use crate::devices::{Backend, Doctor};
 use crate::fail::{check, usage};
@@ -26,7 +26,7 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
         options.push("--configs");
     }
     let run = columns(&programs, &backends, &options)?;
-    print_all(&document(&run, Style::of_stdout()))?;
+    command::print(&document(&run, Style::of_stdout()))?;
     verdict(&run)
 }
 

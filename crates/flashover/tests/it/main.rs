@@ -250,3 +250,21 @@ fn doctor_speaks_json() {
     assert!(devices.iter().any(|d| d["backend"] == "cpu"));
     assert!(report["chosen"]["why"].is_string());
 }
+#[test]
+fn an_output_that_takes_nothing_is_no_panic() {
+    let doctor = |to: std::process::Stdio| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
+        command.args(["doctor", "--json"]).stdout(to).stderr(std::process::Stdio::piped());
+        command.output().expect("the program starts")
+    };
+    let (reader, pipe) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    assert!(doctor(pipe.into()).status.success(), "the reader has gone away");
+    if let Ok(full) = std::fs::OpenOptions::new().write(true).open("/dev/full") {
+        let done = doctor(full.into());
+        let text = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{text}");
+        assert!(text.contains("\nhint: "), "{text}");
+    }
+}
+
