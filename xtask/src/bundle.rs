@@ -27,11 +27,20 @@ pub(crate) fn run(args: &BundleArgs) -> Result<()> {
         return Err(usage(format!("{} is no folder", args.out.display()), "name a folder"));
     }
     setup::ensure_xz()?;
+    make_folder(&args.out)?;
     let (programs, _) = Programs::ready(&place, Wants { cuda: Cuda::Installed, gl: false })?;
-    fs::create_dir_all(&args.out).with_context(|| format!("cannot make {}", args.out.display()))?;
     let bytes = pack(programs.dir(), &args.out, LIMIT)?;
-    println!("{}: {:.1} MB", args.out.display(), bytes as f64 / 1e6);
-    Ok(())
+    Ok(command::print(&format!("{}: {:.1} MB\n", args.out.display(), bytes as f64 / 1e6))?)
+}
+
+/// Makes the folder, and finds out whether files can be made in it, before the programs are built.
+fn make_folder(out: &Path) -> Result<()> {
+    fs::create_dir_all(out).and_then(|()| tempfile::tempfile_in(out)).map(drop).map_err(|why| {
+        usage(
+            format!("cannot write to {}: {why}", out.display()),
+            "name a folder that can be written",
+        )
+    })
 }
 
 /// Writes both files, each complete or not at all, and returns their size.
@@ -247,4 +256,14 @@ mod tests {
         assert!(error.to_string().contains("over its limit"), "{error}");
         assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
     }
+    #[test]
+    fn a_folder_that_cannot_be_made_is_the_callers_error() {
+        let error = make_folder(Path::new("/proc/x")).unwrap_err();
+        assert_eq!(crate::fail::report(&error), 2);
+        assert!(error.to_string().contains("\nhint: "), "{error}");
+        let out = tempfile::tempdir().unwrap();
+        make_folder(&out.path().join("a/b")).unwrap();
+        assert!(out.path().join("a/b").is_dir());
+    }
+
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::{Missing, announce, apt};
+use super::{Missing, announce, apt, cannot_write};
 use crate::fail::check;
 use crate::place;
 
@@ -100,8 +100,9 @@ fn has_pip() -> bool {
 /// taken for a toolkit. The inner error is a failed download.
 fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
     let parent = home.parent().context("the cache folder has no parent")?;
-    fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
-    let work = tempfile::Builder::new().prefix(".cuda-").tempdir_in(parent)?;
+    fs::create_dir_all(parent).map_err(|why| cannot_write(parent, &why))?;
+    let work = tempfile::Builder::new().prefix(".cuda-").tempdir_in(parent);
+    let work = work.map_err(|why| cannot_write(parent, &why))?;
     let wheels = work.path().join("wheels");
     let download = Command::new("python3")
         .args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"])

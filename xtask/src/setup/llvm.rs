@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::{announce, apt};
+use super::{announce, apt, cannot_write};
 use crate::fail::usage;
 use crate::place;
 
@@ -120,7 +120,7 @@ fn write_folder(folder: &Path, real: &Path) -> Result<()> {
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?;
         fs::write(folder.join(SENTINEL), "")
     };
-    write().with_context(|| format!("cannot write {}", folder.display()))
+    write().map_err(|why| cannot_write(folder, &why))
 }
 
 /// The stand-in for `llvm-config`, keeping the targets that the back ends use.

@@ -9,6 +9,9 @@ mod cuda;
 mod gl;
 mod llvm;
 
+use std::io;
+use std::path::Path;
+
 use anyhow::Result;
 
 pub(crate) use cuda::CudaHome;
@@ -76,7 +79,7 @@ fn toolchain() -> Result<()> {
             // `CC` may hold options or a wrapper after the program's name.
             let text = compiler.to_string_lossy();
             let program = text.split_whitespace().next().unwrap_or_default();
-            !std::path::Path::new(program).is_file() && place::tool(program).is_none()
+            !Path::new(program).is_file() && place::tool(program).is_none()
         })
         .map(|(_, name)| name)
         .collect();
@@ -97,6 +100,15 @@ pub(crate) fn ensure_xz() -> Result<()> {
     }
     match apt::install(&["xz-utils"], "the bundle is packed with xz")? {
         Ok(()) => Ok(()),
+/// A folder of this user that takes no file.
+fn cannot_write(folder: &Path, why: &io::Error) -> anyhow::Error {
+    usage(
+        format!("cannot write {}: {why}", folder.display()),
+        "make it and the folders above writable, or set HOME, XDG_DATA_HOME and XDG_CACHE_HOME to \
+         folders that are",
+    )
+}
+
         Err(commands) => Err(usage("the bundle is packed with xz, which is missing", commands)),
     }
 }
