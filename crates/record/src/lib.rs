@@ -59,9 +59,9 @@ pub struct Card {
     pub dirty: bool,
     /// UTC, RFC 3339.
     pub date: String,
-    /// Measured device-to-device copy rate, read and write counted.
+    /// Measured device-to-device copy rate, read and write counted, at the 10th percentile of its times.
     pub copy_gbps: Option<f64>,
-    /// Measured matrix-multiply rate from registers, by precision (`bf16`, `f32`, ...).
+    /// Measured matrix-multiply rate from registers, by precision (`bf16`, `f32`, ...), likewise.
     pub peak_tflops: BTreeMap<String, f64>,
 }
 
@@ -88,7 +88,8 @@ pub struct Record {
     pub bytes: u64,
     pub tflops: Option<f64>,
     pub gbps: Option<f64>,
-    /// Achieved over the tighter of the two measured ceilings of this device (0 to 1).
+    /// Achieved over the tighter of the two measured ceilings of this device; may exceed 1 where a case
+    /// beats the copy, as one that stays in the caches does.
     pub share_of_ceiling: Option<f64>,
     /// Median nanoseconds of other implementations of the same case in the same run.
     pub peers: BTreeMap<String, f64>,
