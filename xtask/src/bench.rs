@@ -13,15 +13,18 @@ use crate::fail::{Fail, check, usage};
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::report::{self, Style};
-use crate::setup::{Cuda, Wants};
+use crate::setup::{self, Cuda, Wants};
 use crate::stream::{self, Column};
 
-/// Everything cheap is checked before the programs are built.
+/// What can be known without the programs is checked before they are built, the rest before anything is
+/// measured.
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let place = Place::find()?;
     let baseline = args.compare.as_deref().map(Baseline::read).transpose()?;
     let target = |file: &Option<_>| file.as_deref().map(out_file).transpose();
     let (save, html) = (target(&args.save)?, target(&args.html)?);
+    check_distinct(save.as_ref(), html.as_ref())?;
+    setup::check_drivers(&args.backend)?;
     let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, args.require_gpu)?;
     eprintln!("{chosen}");
@@ -32,6 +35,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         baseline.check_devices(&chosen, args.profile.as_deref())?;
     }
 
+    if args.dry_run {
+        return Ok(());
+    }
     let run = measure(&programs, &chosen, args)?;
     deliver(&run, baseline.as_ref(), args, save, html)
 }
@@ -164,6 +170,16 @@ fn out_file(path: &Path) -> Result<OutFile> {
     OutFile::new(path).map_err(|error| Fail::Refused(error.to_string()).into())
 }
 
+/// The page would replace the records.
+fn check_distinct(save: Option<&OutFile>, html: Option<&OutFile>) -> Result<()> {
+    match (save, html) {
+        (Some(save), Some(html)) if save.is_same(html) => {
+            Err(usage("--save and --html name one file", "name two"))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::ffi::OsString;
@@ -195,6 +211,17 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         kept(&[]);
         assert!(!text.is_empty() && std::fs::read_to_string(&path).unwrap() == text);
+    }
+
+    #[test]
+    fn records_and_page_take_two_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| out_file(&dir.path().join(name)).unwrap();
+        let error = check_distinct(Some(&path("x")), Some(&path("./x"))).unwrap_err();
+        assert_eq!(crate::fail::report(&error), 2);
+        assert!(check_distinct(Some(&path("x")), Some(&path("y"))).is_ok());
+        let null = || out_file(Path::new("/dev/null")).unwrap();
+        assert!(check_distinct(Some(&null()), Some(&null())).is_ok(), "keeps neither");
     }
 
     #[test]

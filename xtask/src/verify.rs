@@ -12,10 +12,13 @@ use crate::fail::{check, usage};
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::report::{self, Align, Style, Table};
+use crate::setup;
 use crate::stream::{self, Column};
 
 pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
-    let (programs, _) = Programs::ready(&Place::find()?, wants(&args.backend))?;
+    let place = Place::find()?;
+    setup::check_drivers(&args.backend)?;
+    let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, false)?;
     eprintln!("{chosen}");
     let backends: Vec<_> = chosen.devices.iter().map(|(backend, _)| *backend).collect();

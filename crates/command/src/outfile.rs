@@ -59,6 +59,15 @@ impl OutFile {
         Ok(Self { path: path.to_owned(), place })
     }
 
+    /// Whether both stand for one file, which the second to be written would replace.
+    pub fn is_same(&self, other: &Self) -> bool {
+        let (Place::File(one), Place::File(two)) = (&self.place, &other.place) else {
+            return false;
+        };
+        let folder = |file: &Path| folder_of(file).canonicalize().ok();
+        one.file_name() == two.file_name() && folder(one) == folder(two)
+    }
+
     /// Writes all of it.
     ///
     /// # Errors
@@ -213,7 +222,7 @@ mod tests {
         let beside = named(&file, dir.path()).expect("gets a name");
         beside.persist(&target).expect("replaces");
         assert_eq!(fs::read_to_string(&target).expect("there"), "whole");
-        let new = fs::File::create(dir.path().join("y")).and_then(|f| f.metadata()).expect("made");
+        let new = File::create(dir.path().join("y")).and_then(|f| f.metadata()).expect("made");
         let mode = |meta: fs::Metadata| meta.permissions().mode();
         assert_eq!(mode(fs::metadata(&target).expect("there")), mode(new), "as any new file");
     }
