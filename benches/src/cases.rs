@@ -418,7 +418,7 @@ pub(crate) fn list(suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
         check_filter(suite, filter)?;
     }
     let shown = names(suite)?.into_iter().filter(|n| filter.is_none_or(|f| n.contains(f)));
-    shown.for_each(|n| println!("{n}"));
+    command::print(&shown.map(|name| name + "\n").collect::<String>())?;
     Ok(true)
 }
 

@@ -23,7 +23,8 @@ pub(crate) fn run(
         );
     }
     if json {
-        println!("{}", serde_json::json!({ "rows": rows, "findings": findings }));
+        let report = serde_json::json!({ "rows": rows, "findings": findings });
+        command::print(&format!("{report}\n"))?;
         return Ok(findings.is_empty());
     }
     let head =
@@ -36,20 +37,18 @@ pub(crate) fn run(
     let lines: Vec<_> = std::iter::once(head).chain(rows.iter().map(cells)).collect();
     let configs = std::iter::once(Ok("config".to_owned()))
         .chain(rows.iter().map(|r| serde_json::to_string(&r.config)));
+    let mut text = String::new();
     for (line, config) in aligned(&lines).into_iter().zip(configs) {
-        println!("{line}  {}", config?);
+        text += &format!("{line}  {}\n", config?);
     }
     for f in &findings {
-        println!(
-            "failed: {} {} {}: {}",
-            f.target,
-            f.instance,
-            serde_json::to_string(&f.config)?,
-            f.what
-        );
+        let config = serde_json::to_string(&f.config)?;
+        text += &format!("failed: {} {} {config}: {}\n", f.target, f.instance, f.what);
     }
     let spill = rows.iter().filter(|r| r.usage.spilled() > 0).count();
-    println!("{} instances compiled, {spill} of them spill, {} failed", rows.len(), findings.len());
+    let (all, failed) = (rows.len(), findings.len());
+    text += &format!("{all} instances compiled, {spill} of them spill, {failed} failed\n");
+    command::print(&text)?;
     Ok(findings.is_empty())
 }
 

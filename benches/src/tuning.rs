@@ -1,6 +1,5 @@
 //! The tune cache from the command line.
 
-use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
@@ -74,7 +73,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
         }
         Command::Merge { files } => merge(&mut open_cache()?, &files),
         Command::Path => {
-            println!("{}", cache_path()?.display());
+            command::print(&format!("{}\n", cache_path()?.display()))?;
             Ok(true)
         }
     }
@@ -97,11 +96,8 @@ fn show(cache: &TuneCache, filter: Option<&str>) -> anyhow::Result<bool> {
         None if shown == 0 => text = "no result\n".to_owned(),
         _ => {}
     }
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // The reader has gone away, as `head` does.
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(e.into()),
-        _ => Ok(true),
-    }
+    command::print(&text)?;
+    Ok(true)
 }
 
 fn describe(key: &str, entry: &Entry, source: Source) -> String {
@@ -157,14 +153,13 @@ fn tune_one<K: Kernel>(
     problem: &K::Problem,
     case: &Case,
 ) -> anyhow::Result<bool> {
-    match tuner.measure::<K>(problem) {
-        Ok(config) => println!("{}: {}", case.name(), serde_json::to_string(&config)?),
-        Err(e) => {
-            println!("{}: {e}", case.name());
-            return Ok(false);
-        }
-    }
-    Ok(true)
+    let outcome = tuner.measure::<K>(problem);
+    let text = match &outcome {
+        Ok(config) => serde_json::to_string(config)?,
+        Err(e) => e.to_string(),
+    };
+    command::print(&format!("{}: {text}\n", case.name()))?;
+    Ok(outcome.is_ok())
 }
 
 /// The cases of `suite` for `device`; none is an error.
@@ -208,7 +203,7 @@ fn try_configs(
     let tuner = tuner(&device)?;
     let mut good = true;
     for case in select(&device, suite, filter)? {
-        println!("{}", case.name());
+        command::print(&format!("{}\n", case.name()))?;
         match &case.problem {
             Problem::Matmul(p) => good &= try_one::<Matmul>(&tuner, p, &text)?,
             Problem::Attention(p) => good &= try_one::<Attention>(&tuner, p, &text)?,
@@ -241,18 +236,17 @@ fn try_one<K: Kernel>(
     let (cost, mut good) = (K::cost(problem), true);
     for (config, outcome) in tuner.time::<K>(problem, configs.collect::<anyhow::Result<_>>()?) {
         let config = serde_json::to_string(&config)?;
-        match outcome {
-            Ok(ns) => println!(
-                "  {:9.1} us {:7.1} TFLOP/s {:7.0} GB/s  {config}",
+        good &= outcome.is_ok();
+        let text = match outcome {
+            Ok(ns) => format!(
+                "{:9.1} us {:7.1} TFLOP/s {:7.0} GB/s ",
                 ns / 1e3,
                 cost.flops as f64 / ns / 1e3,
                 cost.bytes as f64 / ns
             ),
-            Err(why) => {
-                println!("  {why}: {config}");
-                good = false;
-            }
-        }
+            Err(why) => why + ":",
+        };
+        command::print(&format!("  {text} {config}\n"))?;
     }
     Ok(good)
 }
@@ -263,7 +257,7 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
     }
     for file in files {
         let name = file.display().to_string();
-        let text = std::fs::read_to_string(file).map_err(|e| {
+        let text = std::fs::read(file).map_err(|e| {
             anyhow!(
                 "cannot read {name}: {e}\nhint: name cache files; `tune path` prints where one is kept"
             )
@@ -280,7 +274,7 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
             );
         }
         ignored.iter().for_each(|w| eprintln!("{w}"));
-        println!("{name}: {taken} results");
+        command::print(&format!("{name}: {taken} results\n"))?;
     }
     Ok(true)
 }

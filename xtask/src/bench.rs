@@ -1,10 +1,10 @@
 //! `cargo xtask bench`: measure on every chosen backend, print, save, compare.
 
-use std::io::Write;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use command::OutFile;
+use record::Record;
 
 use crate::cli::{BenchArgs, Format, word};
 use crate::compare::{Baseline, Comparison};
@@ -13,15 +13,18 @@ use crate::fail::{Fail, check, usage};
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::report::{self, Style};
-use crate::setup::{Cuda, Wants};
+use crate::setup::{self, Cuda, Wants};
 use crate::stream::{self, Column};
 
-/// Everything cheap is checked before the programs are built.
+/// What can be known without the programs is checked before they are built, the rest before anything is
+/// measured.
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let place = Place::find()?;
     let baseline = args.compare.as_deref().map(Baseline::read).transpose()?;
     let target = |file: &Option<_>| file.as_deref().map(out_file).transpose();
     let (save, html) = (target(&args.save)?, target(&args.html)?);
+    check_distinct(save.as_ref(), html.as_ref())?;
+    setup::check_drivers(&args.backend)?;
     let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, args.require_gpu)?;
     eprintln!("{chosen}");
@@ -32,23 +35,48 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         baseline.check_devices(&chosen, args.profile.as_deref())?;
     }
 
+    if args.dry_run {
+        return Ok(());
+    }
     let run = measure(&programs, &chosen, args)?;
+    deliver(&run, baseline.as_ref(), args, save, html)
+}
+
+/// Prints and writes what was measured, then says what is wrong with it: neither a file that cannot be
+/// written nor a baseline that does not fit may cost it.
+fn deliver(
+    run: &[Column],
+    baseline: Option<&Baseline>,
+    args: &BenchArgs,
+    save: Option<OutFile>,
+    html: Option<OutFile>,
+) -> Result<()> {
     let now: Vec<_> = run.iter().flat_map(|column| column.records.iter().cloned()).collect();
-    // A file that cannot be written must not cost what was measured.
-    let comparison =
-        baseline.map(|baseline| baseline.compare(&now, args.threshold / 100.0)).transpose()?;
-    print(&run, comparison.as_ref(), args.format)?;
+    let compared = baseline.map(|baseline| baseline.compare(&now, args.threshold / 100.0));
+    let comparison = compared.as_ref().and_then(|compared| compared.as_ref().ok());
+    print(run, comparison, args.format)?;
     if let (Some(file), Some(path)) = (save, &args.save) {
-        let lines: Vec<_> = now.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
-        file.write((lines.join("\n") + "\n").as_bytes())?;
-        eprintln!("saved {} records to {}", now.len(), path.display());
+        eprintln!("{}", keep(file, path, &now)?);
     }
     if let (Some(file), Some(path)) = (html, &args.html) {
-        let table = comparison.as_ref().map(Comparison::table);
-        file.write(report::page(&run, table.as_ref()).as_bytes())?;
+        file.write(report::page(run, comparison.map(Comparison::table).as_ref()).as_bytes())?;
         eprintln!("wrote {}", path.display());
     }
-    verdict(&run, comparison.as_ref())
+    match compared {
+        Some(Err(refused)) if !now.is_empty() => Err(refused),
+        Some(Ok(comparison)) => verdict(run, Some(&comparison)),
+        _ => verdict(run, None),
+    }
+}
+
+/// Writes the records, and says so. Without any the file keeps those that it has.
+fn keep(file: OutFile, path: &Path, records: &[Record]) -> Result<String> {
+    if records.is_empty() {
+        return Ok(format!("no record to save: {} is left as it is", path.display()));
+    }
+    let lines: Vec<_> = records.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+    file.write((lines.join("\n") + "\n").as_bytes())?;
+    Ok(format!("saved {} records to {}", records.len(), path.display()))
 }
 
 /// What backends of this selection need on the machine.
@@ -97,17 +125,7 @@ fn print(run: &[Column], comparison: Option<&Comparison>, format: Format) -> Res
             eprint!("{}", report::notes(column, Style::Terminal));
         }
     }
-    print_all(&text)
-}
-
-/// Prints, and ends quietly when the reader has gone away, as `head` does.
-pub(crate) fn print_all(text: &str) -> Result<()> {
-    match std::io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(error).context("cannot write to standard output")
-        }
-        _ => Ok(()),
-    }
+    Ok(command::print(&text)?)
 }
 
 /// One line about everything that went wrong, and exit code 1, if something did.
@@ -152,9 +170,25 @@ fn out_file(path: &Path) -> Result<OutFile> {
     OutFile::new(path).map_err(|error| Fail::Refused(error.to_string()).into())
 }
 
+/// The page would replace the records.
+fn check_distinct(save: Option<&OutFile>, html: Option<&OutFile>) -> Result<()> {
+    match (save, html) {
+        (Some(save), Some(html)) if save.is_same(html) => {
+            Err(usage("--save and --html name one file", "name two"))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
+    use std::path::PathBuf;
+
+    use clap::Parser;
+
     use super::*;
+    use crate::cli::{Cli, Command};
     use crate::report::sample;
 
     #[test]
@@ -164,6 +198,54 @@ mod tests {
         assert_eq!(code(dir.path()), 2);
         assert_eq!(code(&dir.path().join("absent/x.jsonl")), 2);
         assert!(out_file(&dir.path().join("x.jsonl")).is_ok());
+    }
+
+    #[test]
+    fn a_run_without_a_record_leaves_the_file_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keep.jsonl");
+        let kept = |records: &[Record]| keep(out_file(&path).unwrap(), &path, records).unwrap();
+        assert_eq!(kept(&[]), format!("no record to save: {} is left as it is", path.display()));
+        assert!(!path.exists(), "nor is it made");
+        assert!(kept(&sample::run()[0].records).starts_with("saved "));
+        let text = std::fs::read_to_string(&path).unwrap();
+        kept(&[]);
+        assert!(!text.is_empty() && std::fs::read_to_string(&path).unwrap() == text);
+    }
+
+    #[test]
+    fn records_and_page_take_two_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| out_file(&dir.path().join(name)).unwrap();
+        let error = check_distinct(Some(&path("x")), Some(&path("./x"))).unwrap_err();
+        assert_eq!(crate::fail::report(&error), 2);
+        assert!(check_distinct(Some(&path("x")), Some(&path("y"))).is_ok());
+        let null = || out_file(Path::new("/dev/null")).unwrap();
+        assert!(check_distinct(Some(&null()), Some(&null())).is_ok(), "keeps neither");
+    }
+
+    #[test]
+    fn a_baseline_that_does_not_fit_costs_nothing_that_was_measured() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let mut other = sample::run()[0].records[0].clone();
+        other.params.insert("other".into(), 1.into());
+        std::fs::write(path("base"), serde_json::to_string(&other).unwrap()).unwrap();
+        let baseline = Baseline::read(&path("base")).unwrap();
+        let words = ["xtask", "bench", "--format", "csv", "--save"];
+        let paths = [path("save"), "--html".into(), path("html")];
+        let line = words.iter().map(OsString::from).chain(paths.map(PathBuf::into_os_string));
+        let Command::Bench(args) = Cli::try_parse_from(line).unwrap().command else {
+            panic!("not bench")
+        };
+        let file = |name| Some(out_file(&path(name)).unwrap());
+        let run = &sample::run()[..1];
+        let error = deliver(run, Some(&baseline), &args, file("save"), file("html")).unwrap_err();
+        assert!(error.to_string().contains("no case in common"), "{error}");
+        assert_eq!(crate::fail::report(&error), 2);
+        let saved = std::fs::read_to_string(path("save")).unwrap();
+        assert_eq!(saved.lines().count(), run[0].records.len());
+        assert!(path("html").exists());
     }
 
     #[test]

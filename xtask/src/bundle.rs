@@ -19,19 +19,29 @@ const LIMIT: u64 = 40_000_000;
 const ARCHIVE: &str = "flashover.tar.xz";
 const SCRIPT: &str = include_str!("run.sh");
 
-/// Baselines and recorded configs are compiled into the programs, so nothing else is packed.
+/// Recorded configs and profiles are compiled into the programs, and a baseline serves the machine that it
+/// was measured on: nothing else is packed.
 pub(crate) fn run(args: &BundleArgs) -> Result<()> {
     let place = Place::find()?;
     place.workspace()?;
     if args.out.exists() && !args.out.is_dir() {
         return Err(usage(format!("{} is no folder", args.out.display()), "name a folder"));
     }
+    make_folder(&args.out)?;
     setup::ensure_xz()?;
     let (programs, _) = Programs::ready(&place, Wants { cuda: Cuda::Installed, gl: false })?;
-    fs::create_dir_all(&args.out).with_context(|| format!("cannot make {}", args.out.display()))?;
     let bytes = pack(programs.dir(), &args.out, LIMIT)?;
-    println!("{}: {:.1} MB", args.out.display(), bytes as f64 / 1e6);
-    Ok(())
+    Ok(command::print(&format!("{}: {:.1} MB\n", args.out.display(), bytes as f64 / 1e6))?)
+}
+
+/// Makes the folder, and finds out whether files can be made in it, before the programs are built.
+fn make_folder(out: &Path) -> Result<()> {
+    fs::create_dir_all(out).and_then(|()| tempfile::tempfile_in(out)).map(drop).map_err(|why| {
+        usage(
+            format!("cannot write to {}: {why}", out.display()),
+            "name a folder that can be written",
+        )
+    })
 }
 
 /// Writes both files, each complete or not at all, and returns their size.
@@ -220,6 +230,19 @@ mod tests {
     }
 
     #[test]
+    fn the_script_refuses_bad_options_before_it_verifies() {
+        let out = tempfile::tempdir().unwrap();
+        let programs = fake_programs();
+        // `false` refuses everything.
+        fs::copy(place::tool("false").unwrap(), programs.path().join("xtask")).unwrap();
+        pack(programs.path(), out.path(), LIMIT).unwrap();
+        let mut script = Command::new(out.path().join("run.sh"));
+        let run = script.args(["--backend", "x"]).env("OUT", out.path()).output().unwrap();
+        assert_eq!(run.status.code(), Some(1));
+        assert!(!out.path().join("bench.md").exists(), "nothing was measured");
+    }
+
+    #[test]
     fn what_a_killed_run_left_is_cleared_and_a_running_one_is_not() {
         let out = tempfile::tempdir().unwrap();
         let left = out.path().join(".bundle/lib");
@@ -231,6 +254,16 @@ mod tests {
         assert_eq!(crate::fail::report(&second), 2);
         drop(work);
         assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_the_callers_error() {
+        let error = make_folder(Path::new("/proc/x")).unwrap_err();
+        assert_eq!(crate::fail::report(&error), 2);
+        assert!(error.to_string().contains("\nhint: "), "{error}");
+        let out = tempfile::tempdir().unwrap();
+        make_folder(&out.path().join("a/b")).unwrap();
+        assert!(out.path().join("a/b").is_dir());
     }
 
     #[test]

@@ -6,6 +6,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::devices::Selection;
 
+/// The GPUs of `crates/arch/profiles`.
+const PROFILES: [&str; 4] = ["h200", "rtx4080", "rtx4090", "rtx5090"];
+
 #[derive(Debug, Parser)]
 #[command(
     name = "cargo xtask",
@@ -53,7 +56,8 @@ pub(crate) enum Command {
     args_override_self = true,
     after_help = "Examples:\n  cargo xtask bench\n  \
                   cargo xtask bench --suite kernels --backend cuda,vulkan --save now.jsonl\n  \
-                  cargo xtask bench --compare benches/baselines/cuda-sm90-132/kernels.jsonl"
+                  cargo xtask bench --suite kernels --profile rtx4090 \\\n      \
+                  --compare benches/baselines/cuda-sm90-132@rtx4090/kernels.jsonl"
 )]
 pub(crate) struct BenchArgs {
     /// Which cases run
@@ -62,8 +66,8 @@ pub(crate) struct BenchArgs {
     /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
     #[arg(long, default_value = "auto", value_name = "LIST")]
     pub(crate) backend: Selection,
-    /// Restrict the device to what this GPU has, for example rtx4090
-    #[arg(long)]
+    /// Restrict the device to what this GPU has
+    #[arg(long, value_parser = PROFILES)]
     pub(crate) profile: Option<String>,
     /// Run the cases whose name contains this text
     #[arg(long, value_name = "TEXT")]
@@ -84,7 +88,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) compare: Option<PathBuf>,
     /// Slowdown in percent that `--compare` lets pass
-    #[arg(long, value_name = "PCT", default_value_t = 5.0, value_parser = percent, requires = "compare")]
+    #[arg(long, value_name = "PCT", default_value_t = 5.0, value_parser = percent)]
+    #[arg(allow_negative_numbers = true, requires = "compare")]
     pub(crate) threshold: f64,
     /// How the result is printed on standard output
     #[arg(long, value_enum, default_value_t = Format::Md)]
@@ -92,6 +97,9 @@ pub(crate) struct BenchArgs {
     /// Also write one self-contained page with charts to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
+    /// Refuse what would be refused, and measure nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
 }
 
 #[derive(Debug, Args)]
@@ -111,8 +119,8 @@ pub(crate) struct VerifyArgs {
     /// Check the cases whose name contains this text
     #[arg(long, value_name = "TEXT")]
     pub(crate) filter: Option<String>,
-    /// Restrict the device to what this GPU has, for example rtx4090
-    #[arg(long)]
+    /// Restrict the device to what this GPU has
+    #[arg(long, value_parser = PROFILES)]
     pub(crate) profile: Option<String>,
     /// Also check every candidate config, not only the default and the measured ones
     #[arg(long)]
@@ -184,6 +192,7 @@ pub(crate) fn word(value: impl ValueEnum) -> String {
 fn percent(text: &str) -> Result<f64, String> {
     match text.trim_end_matches('%').parse::<f64>() {
         Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        Ok(value) if value < 0.0 => Err("it is below 0\nhint: such as 5, or 2.5".into()),
         _ => Err("it is no percentage\nhint: such as 5, or 2.5".into()),
     }
 }
@@ -230,6 +239,27 @@ mod tests {
     }
 
     #[test]
+    fn the_profiles_are_those_that_are_recorded() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/arch/profiles");
+        let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let mut names: Vec<_> =
+            files.map(|file| file.file_stem().unwrap().to_string_lossy().into_owned()).collect();
+        names.sort();
+        assert_eq!(names, PROFILES);
+    }
+
+    #[test]
+    fn what_the_examples_name_is_there() {
+        let help = Cli::command().find_subcommand("bench").unwrap().get_after_help().cloned();
+        let help = help.unwrap().to_string();
+        let named: Vec<_> =
+            help.split_whitespace().filter(|word| word.contains("/baselines/")).collect();
+        assert_eq!(named.len(), 1);
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+        assert!(std::path::Path::new(root).join(named[0]).is_file(), "{named:?}");
+    }
+
+    #[test]
     fn a_later_option_replaces_an_earlier_one() {
         let args = bench(&["--suite", "kernels", "--suite", "quick"]).unwrap();
         assert_eq!(args.suite, Suite::Quick);
@@ -245,10 +275,17 @@ mod tests {
             &["--compare", "x", "--threshold", "NaN"],
             &["--threshold", "3"],
             &["--format", "xml"],
+            &["--profile", "rtx9090"],
         ] {
             let error = bench(bad).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{bad:?}");
         }
+    }
+
+    #[test]
+    fn a_threshold_below_zero_is_named_as_such() {
+        let text = bench(&["--compare", "x", "--threshold", "-1"]).unwrap_err().to_string();
+        assert!(text.contains("'-1' for '--threshold <PCT>': it is below 0"), "{text}");
     }
 
     #[test]

@@ -108,24 +108,45 @@ enum Verdict {
     NoBase,
 }
 
-/// A difference counts when it exceeds the threshold and also the noise: the bands from the 10th to the
-/// 90th percentile of the two runs, each widened to twice its width, do not overlap. Samples of one run
-/// are taken within seconds and so differ less than two runs of one program on a machine that does
-/// other things too. A run without a band is its median.
+/// A difference counts when [`beyond`] says so. A run without a band is its median.
 fn judge(base: &Record, now: &Record, threshold: f64) -> Verdict {
     let Some(old) = base.median_ns else { return Verdict::NoBase };
     let Some(new) = now.median_ns else { return Verdict::Broken(old) };
-    let low = |r: &Record, median: f64| median - 2.0 * (median - r.p10_ns.unwrap_or(median));
-    let high = |r: &Record, median: f64| median + 2.0 * (r.p90_ns.unwrap_or(median) - median);
-    // A time that is not a number counts as slower.
-    let above = |a: f64, b: f64| a > b || a.is_nan();
-    if above(new, old * (1.0 + threshold)) && above(low(now, new), high(base, old)) {
+    let run = |r: &Record, median: f64| Run {
+        p10: r.p10_ns.unwrap_or(median),
+        median,
+        p90: r.p90_ns.unwrap_or(median),
+    };
+    let (base, now) = (run(base, old), run(now, new));
+    if beyond(base, now, threshold) {
         Verdict::Slower(old, new)
-    } else if new * (1.0 + threshold) < old && high(now, new) < low(base, old) {
+    } else if beyond(now, base, threshold) {
         Verdict::Faster(old, new)
     } else {
         Verdict::Same(old, new)
     }
+}
+
+/// The samples of one case in one run.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    p10: f64,
+    median: f64,
+    p90: f64,
+}
+
+/// Whether `slow` took longer than `fast` by more than the threshold and by more than noise.
+///
+/// Noise is twice the spread that lies between the medians: from the median of `fast` to its 90th
+/// percentile, and from the 10th of `slow` to its median. Samples of one run are taken within seconds and
+/// so differ less than two runs of one program on a machine that does other things too. It is never taken
+/// for more than the time of `fast`: samples however wild do not excuse more than twice the time.
+fn beyond(fast: Run, slow: Run, threshold: f64) -> bool {
+    let noise = 2.0 * (fast.p90 - fast.median) + 2.0 * (slow.median - slow.p10);
+    let within = slow.median <= fast.median * (1.0 + threshold)
+        || slow.median - fast.median <= noise.min(fast.median);
+    // Written so that a time that is not a number counts as slower.
+    !within
 }
 
 #[derive(Debug)]
@@ -255,6 +276,32 @@ mod tests {
         now.median_ns = Some(f64::NAN);
         now.p10_ns = Some(f64::NAN);
         assert!(matches!(judge(&base, &now, 0.05), Verdict::Slower(..)));
+    }
+
+    #[test]
+    fn noise_does_not_excuse_more_than_twice_the_time() {
+        // The band of the slow run reaches below half its median, so twice the band reaches zero.
+        let noisy = |median: f64| {
+            let mut record = record(median, 0.0);
+            (record.p10_ns, record.p90_ns) = (Some(median * 0.4), Some(median * 4.0));
+            record
+        };
+        for times in [2.1, 100.0, 4e6] {
+            let verdict = judge(&noisy(100.0), &noisy(100.0 * times), 0.05);
+            assert!(matches!(verdict, Verdict::Slower(..)), "{times}: {verdict:?}");
+            let verdict = judge(&noisy(100.0 * times), &noisy(100.0), 0.05);
+            assert!(matches!(verdict, Verdict::Faster(..)), "{times}: {verdict:?}");
+        }
+        assert!(matches!(judge(&noisy(100.0), &noisy(190.0), 0.05), Verdict::Same(..)));
+        assert!(matches!(judge(&noisy(100.0), &noisy(210.0), 1.5), Verdict::Same(..)), "allowed");
+    }
+
+    #[test]
+    fn a_shared_machine_may_drift_by_what_its_samples_spread() {
+        for drift in [1.06, 1.09, 1.13] {
+            let verdict = judge(&record(100.0, 0.05), &record(100.0 * drift, 0.05), 0.05);
+            assert!(matches!(verdict, Verdict::Same(..)), "{drift}: {verdict:?}");
+        }
     }
 
     #[test]

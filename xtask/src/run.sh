@@ -32,6 +32,8 @@ export FLASHOVER_PROGRAMS="$work"
 # Each part runs even when an earlier one failed; the last failure is the exit code.
 status=0
 "$work/xtask" doctor || status=$?
+# Options that bench would refuse are refused before verify takes its time.
+"$work/xtask" bench --suite kernels --backend all "$@" --dry-run || exit $?
 "$work/xtask" verify --backend all || status=$?
 "$work/xtask" bench --suite kernels --backend all --format md \
   --save "$out/records.jsonl" --html "$out/bench.html" "$@" >"$out/bench.md" || status=$?

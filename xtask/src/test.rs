@@ -23,7 +23,7 @@ pub(crate) fn run(args: &TestArgs) -> Result<()> {
     let mut steps = Steps::default();
     let result =
         if args.fast { fast(&place, root, &mut steps) } else { full(&place, root, &mut steps) };
-    println!("\n{steps}");
+    command::print(&format!("\n{steps}\n"))?;
     result
 }
 
@@ -106,7 +106,7 @@ fn verified(programs: &Programs, ready: &Ready, backend: Backend) -> Result<Outc
         return Ok(Outcome::Skipped(reason));
     }
     let run = verify::columns(programs, &[backend], &[])?;
-    println!("{}", verify::document(&run, Style::of_stdout()));
+    command::print(&(verify::document(&run, Style::of_stdout()) + "\n"))?;
     verify::verdict(&run)?;
     Ok(Outcome::Passed)
 }
@@ -123,7 +123,7 @@ fn cargo_test(root: &Path, which: &[&str], counts: &mut Counts) -> Result<()> {
     let stdout = child.stdout.take().context("cargo has no standard output")?;
     for line in BufReader::new(stdout).lines() {
         let line = line?;
-        println!("{line}");
+        command::print(&format!("{line}\n"))?;
         counts.add(&line);
     }
     if child.wait()?.success() { Ok(()) } else { Err(check("tests failed")) }
@@ -176,7 +176,7 @@ impl Steps {
         name: &str,
         work: impl FnOnce(&mut Counts) -> Result<Outcome>,
     ) -> Result<()> {
-        println!("\n== {name}");
+        command::print(&format!("\n== {name}\n"))?;
         let begin = Instant::now();
         let result = work(&mut self.counts);
         let time = begin.elapsed();
@@ -189,7 +189,7 @@ impl Steps {
             Some(Outcome::Skipped(reason)) => format!("skipped: {reason}"),
             None => "FAILED".to_owned(),
         };
-        println!("== {name}: {word} ({:.1} s)", time.as_secs_f64());
+        command::print(&format!("== {name}: {word} ({:.1} s)\n", time.as_secs_f64()))?;
         self.done.push((name.to_owned(), time, outcome));
         end
     }

@@ -5,17 +5,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Result;
 use record::Check;
 
-use crate::bench::{print_all, problems, wants};
+use crate::bench::{problems, wants};
 use crate::cli::VerifyArgs;
 use crate::devices::{Backend, Doctor};
 use crate::fail::{check, usage};
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::report::{self, Align, Style, Table};
+use crate::setup;
 use crate::stream::{self, Column};
 
 pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
-    let (programs, _) = Programs::ready(&Place::find()?, wants(&args.backend))?;
+    let place = Place::find()?;
+    setup::check_drivers(&args.backend)?;
+    let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, false)?;
     eprintln!("{chosen}");
     let backends: Vec<_> = chosen.devices.iter().map(|(backend, _)| *backend).collect();
@@ -26,7 +29,7 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
         options.push("--configs");
     }
     let run = columns(&programs, &backends, &options)?;
-    print_all(&document(&run, Style::of_stdout()))?;
+    command::print(&document(&run, Style::of_stdout()))?;
     verdict(&run)
 }
 

@@ -59,6 +59,15 @@ impl OutFile {
         Ok(Self { path: path.to_owned(), place })
     }
 
+    /// Whether both stand for one file, which the second to be written would replace.
+    pub fn is_same(&self, other: &Self) -> bool {
+        let (Place::File(one), Place::File(two)) = (&self.place, &other.place) else {
+            return false;
+        };
+        let folder = |file: &Path| folder_of(file).canonicalize().ok();
+        one.file_name() == two.file_name() && folder(one) == folder(two)
+    }
+
     /// Writes all of it.
     ///
     /// # Errors
@@ -112,16 +121,63 @@ fn of_processes(path: &Path) -> bool {
 /// Writes beside `target` and renames; the file keeps the permissions it had, a new one has those of any
 /// new file.
 fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
+    match unnamed(folder_of(target)) {
+        Some(file) => {
+            fill(&file, target, bytes)?;
+            match named(&file, folder_of(target)) {
+                Ok(beside) => beside.persist(target).map_err(|e| e.error),
+                // Such as a system without /proc.
+                Err(_) => replace_by_name(target, bytes),
+            }
+        }
+        None => replace_by_name(target, bytes),
+    }
+}
+
+/// The bytes and the permissions of the file that is replaced, down to the disk.
+fn fill(mut file: &File, target: &Path, bytes: &[u8]) -> io::Result<()> {
+    if let Ok(meta) = fs::metadata(target) {
+        file.set_permissions(meta.permissions())?;
+    }
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// A file without a name, so that a command that is killed while it writes leaves nothing; none where
+/// the system or the file system has no such files.
+fn unnamed(folder: &Path) -> Option<File> {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{Mode, OFlags};
+        let flags = OFlags::WRONLY | OFlags::TMPFILE | OFlags::CLOEXEC;
+        rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666)).ok().map(File::from)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = folder;
+        None
+    }
+}
+
+/// Gives a file of [`unnamed`] a name of its own: a link cannot replace a file, a rename can.
+fn named(file: &File, folder: &Path) -> io::Result<tempfile::NamedTempFile<()>> {
+    use std::os::fd::AsRawFd;
+
+    use rustix::fs::{AtFlags, CWD, linkat};
+    let descriptor = format!("/proc/self/fd/{}", file.as_raw_fd());
+    tempfile::Builder::new()
+        .prefix(".flashover-")
+        .make_in(folder, |path| Ok(linkat(CWD, &descriptor, CWD, path, AtFlags::SYMLINK_FOLLOW)?))
+}
+
+/// As [`replace`], through a file that has a name from the start.
+fn replace_by_name(target: &Path, bytes: &[u8]) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
-    let mut beside = tempfile::Builder::new()
+    let beside = tempfile::Builder::new()
         .prefix(".flashover-")
         .permissions(fs::Permissions::from_mode(0o666))
         .tempfile_in(folder_of(target))?;
-    if let Ok(meta) = fs::metadata(target) {
-        beside.as_file().set_permissions(meta.permissions())?;
-    }
-    beside.write_all(bytes)?;
-    beside.as_file().sync_all()?;
+    fill(beside.as_file(), target, bytes)?;
     beside.persist(target).map_err(|e| e.error)?;
     Ok(())
 }
@@ -146,6 +202,29 @@ mod tests {
         assert_eq!(fs::read_to_string(&file).expect("there"), "second");
         assert_eq!(fs::metadata(&file).expect("there").permissions().mode() & 0o777, 0o640);
         assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 1);
+        replace_by_name(&file, b"third").expect("is written");
+        assert_eq!(fs::read_to_string(&file).expect("there"), "third");
+        assert_eq!(fs::metadata(&file).expect("there").permissions().mode() & 0o777, 0o640);
+        assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 1);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn nothing_stands_in_the_folder_while_it_is_written() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let target = dir.path().join("x");
+        let Some(file) = unnamed(dir.path()) else {
+            println!("skipped: needs a file system with unnamed files");
+            return;
+        };
+        fill(&file, &target, b"whole").expect("is written");
+        assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 0, "a kill leaves nothing");
+        let beside = named(&file, dir.path()).expect("gets a name");
+        beside.persist(&target).expect("replaces");
+        assert_eq!(fs::read_to_string(&target).expect("there"), "whole");
+        let new = File::create(dir.path().join("y")).and_then(|f| f.metadata()).expect("made");
+        let mode = |meta: fs::Metadata| meta.permissions().mode();
+        assert_eq!(mode(fs::metadata(&target).expect("there")), mode(new), "as any new file");
     }
 
     #[test]

@@ -63,11 +63,8 @@ pub fn attention(
         Some(tensor) => {
             let have = axes("bias", tensor)?;
             if have.iter().zip(scores).any(|(have, size)| *have != size && *have != 1) {
-                return Err(OpError::Shape {
-                    what: "bias",
-                    have: have.to_vec(),
-                    need: scores.to_vec(),
-                });
+                let (have, scores) = (have.to_vec(), scores.to_vec());
+                return Err(OpError::ScoreBias { have, scores });
             }
             Some(repeated(have))
         }

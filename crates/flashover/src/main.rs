@@ -85,40 +85,42 @@ fn main() -> ExitCode {
 
 fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
     let report = report::survey();
-    if json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+    command::print(&if json {
+        serde_json::to_string_pretty(&report)? + "\n"
     } else {
-        print_report(&report);
-    }
+        shown(&report)
+    })?;
     if require_gpu && !report.has_gpu() {
         bail!("no GPU answers\nhint: the lines under `missing` say what each back end needs");
     }
     Ok(())
 }
 
-fn print_report(report: &Report) {
+/// The report as people read it.
+fn shown(report: &Report) -> String {
     let gib = |b: Option<u64>| {
         b.map_or_else(String::new, |b| format!(", {:.1} GiB", b as f64 / 1073741824.0))
     };
-    println!("devices");
+    let mut out = "devices\n".to_owned();
     for d in &report.devices {
         let kind = if d.software { " (software)" } else { "" };
-        println!("  {:<7} {}{kind}{}", d.backend, d.name, gib(d.memory_bytes));
-        println!("          {}", d.arch_id);
+        out += &format!("  {:<7} {}{kind}{}\n", d.backend, d.name, gib(d.memory_bytes));
+        out += &format!("          {}\n", d.arch_id);
         for (name, value) in d.versions.iter().chain(&d.clocks) {
-            println!("          {name}: {value}");
+            out += &format!("          {name}: {value}\n");
         }
     }
     match &report.chosen {
-        Some(c) => println!("chosen\n  {}: {}", c.backend, c.why),
-        None => println!("chosen\n  nothing: no back end answers"),
+        Some(c) => out += &format!("chosen\n  {}: {}\n", c.backend, c.why),
+        None => out += "chosen\n  nothing: no back end answers\n",
     }
     if !report.missing.is_empty() {
-        println!("missing");
+        out += "missing\n";
     }
     for m in &report.missing {
-        println!("  {:<7} {}\n          hint: {}", m.needed_for, m.what, m.how);
+        out += &format!("  {:<7} {}\n          hint: {}\n", m.needed_for, m.what, m.how);
     }
+    out
 }
 
 fn op(

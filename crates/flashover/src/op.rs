@@ -39,6 +39,8 @@ pub enum OpError {
     UnknownOp(String),
     #[error("unknown setting `{key}={value}`\nhint: {op} takes {known}")]
     UnknownSetting { op: &'static str, key: String, value: String, known: &'static str },
+    #[error("setting `{key}` does not take `{value}`\nhint: {takes}")]
+    SettingValue { key: String, value: String, takes: &'static str },
     #[error("input `{0}` is missing\nhint: the file must hold {1}")]
     MissingInput(&'static str, &'static str),
     #[error("input `{0}` is not used\nhint: the file must hold {1}")]
@@ -65,6 +67,11 @@ pub enum OpError {
         "{what} has shape {have:?}, where {need:?} fits\nhint: k and v share batch and head_dim with q"
     )]
     Shape { what: &'static str, have: Vec<u32>, need: Vec<u32> },
+    #[error(
+        "bias has shape {have:?}, the scores {scores:?}\nhint: bias is [batch, heads, seq_q, seq_kv], and \
+         each axis may be 1"
+    )]
+    ScoreBias { have: Vec<u32>, scores: Vec<u32> },
     #[error(
         "{implementation:?} attention cannot serve this: {why}\nhint: leave `implementation` out"
     )]
@@ -147,17 +154,25 @@ fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, 
             known: "causal=true|false, window=KEYS, scale=NUMBER, softcap=NUMBER, \
                     implementation=flash|plain",
         };
-        let number = || value.parse().map_err(|_| unknown());
+        let number = || match value.parse() {
+            Ok(number) if f32::is_finite(number) => Ok(number),
+            _ => Err(bad_value(key, value, "a finite number, such as 0.125")),
+        };
         match key.as_str() {
-            "causal" => options.causal = value.parse().map_err(|_| unknown())?,
-            "window" => options.window = Some(value.parse().map_err(|_| unknown())?),
+            "causal" => options.causal = truth(key, value)?,
+            "window" => {
+                let keys = value.parse().map_err(|_| {
+                    bad_value(key, value, "a number of keys, whole, from 1 to 4294967295")
+                });
+                options.window = Some(keys?);
+            }
             "scale" => options.scale = Some(number()?),
             "softcap" => options.softcap = Some(number()?),
             "implementation" => {
                 options.implementation = Some(match value.as_str() {
                     "flash" => Implementation::Flash,
                     "plain" => Implementation::Plain,
-                    _ => return Err(unknown()),
+                    _ => return Err(bad_value(key, value, "flash or plain")),
                 });
             }
             _ => return Err(unknown()),
@@ -178,16 +193,24 @@ fn matmul_options(settings: &[(String, String)]) -> Result<MatmulOptions, OpErro
         let layout = || match value.as_str() {
             "row" => Ok(Layout::Row),
             "col" => Ok(Layout::Col),
-            _ => Err(unknown()),
+            _ => Err(bad_value(key, value, "row or col")),
         };
         match key.as_str() {
             "lhs" => options.lhs = layout()?,
             "rhs" => options.rhs = layout()?,
-            "tf32" => options.tf32 = value.parse().map_err(|_| unknown())?,
+            "tf32" => options.tf32 = truth(key, value)?,
             _ => return Err(unknown()),
         }
     }
     Ok(options)
+}
+
+fn truth(key: &str, value: &str) -> Result<bool, OpError> {
+    value.parse().map_err(|_| bad_value(key, value, "true or false"))
+}
+
+fn bad_value(key: &str, value: &str, takes: &'static str) -> OpError {
+    OpError::SettingValue { key: key.to_owned(), value: value.to_owned(), takes }
 }
 
 /// `lhs · rhs + bias`, batches broadcast.

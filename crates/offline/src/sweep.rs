@@ -90,25 +90,32 @@ pub fn sweep(
         match outcome {
             Err(e) => find(e.to_string()),
             Ok(usage) => {
-                let rtx = target.starts_with("rtx");
-                // Elsewhere a spill is a column of the table: the tuner decides by time.
-                if rtx && of.clean && usage.spilled() > 0 {
-                    find(format!("spills {} bytes", usage.spilled()));
-                }
-                if rtx && usage.shared > RTX_SHARED {
-                    find(format!("{} bytes of shared memory, over 99 KiB", usage.shared));
-                }
                 let occupancy = Limits::of(sm)
                     .map_or(0, |l| occupancy(l, usage.units, usage.registers, usage.shared));
-                if occupancy == 0 {
-                    find("does not fit one processor".to_owned());
-                }
+                faults(target, of.clean, &usage, occupancy).into_iter().for_each(find);
                 let kernel = of.kernel;
                 rows.push(Row { kernel, target, sm, instance, config, usage, occupancy });
             }
         }
     }
     Ok((rows, findings))
+}
+
+/// What is wrong with an instance that compiles; a `clean` one must not spill on an RTX card. Elsewhere a
+/// spill is a column of the table: the tuner decides by time.
+fn faults(target: &str, clean: bool, usage: &Usage, occupancy: u32) -> Vec<String> {
+    let rtx = target.starts_with("rtx");
+    let mut faults = Vec::new();
+    if rtx && clean && usage.spilled() > 0 {
+        faults.push(format!("spills {} bytes", usage.spilled()));
+    }
+    if rtx && usage.shared > RTX_SHARED {
+        faults.push(format!("{} bytes of shared memory, over 99 KiB", usage.shared));
+    }
+    if occupancy == 0 {
+        faults.push("does not fit one processor".to_owned());
+    }
+    faults
 }
 
 /// One program to compile.
@@ -443,6 +450,27 @@ fn weight_name(w: &Weight) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn spills_and_memory_are_faults_on_an_rtx_card() {
+        let fits = Usage {
+            registers: 64,
+            spill_stores: 0,
+            spill_loads: 0,
+            stack: 0,
+            shared: RTX_SHARED,
+            units: 128,
+        };
+        let spills = Usage { spill_loads: 4, ..fits };
+        let large = Usage { shared: RTX_SHARED + 1, ..fits };
+        assert!(faults("rtx4090", true, &fits, 1).is_empty());
+        assert_eq!(faults("rtx4090", true, &spills, 1), ["spills 4 bytes"]);
+        assert!(faults("rtx4090", false, &spills, 1).is_empty(), "the tuner decides by time");
+        assert_eq!(faults("rtx4090", false, &large, 1).len(), 1);
+        assert!(faults("h200", true, &spills, 1).is_empty());
+        assert!(faults("h200", true, &large, 1).is_empty());
+        assert_eq!(faults("h200", true, &fits, 0), ["does not fit one processor"]);
+    }
 
     #[test]
     fn every_code_path_is_compiled_for_every_target() {

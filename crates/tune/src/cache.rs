@@ -1,13 +1,14 @@
 //! TuneCache: what was measured, as text.
 //!
 //! One entry per line, sorted by key, so that two files merge and a diff reads well. A line that
-//! does not parse, or of another format, is reported and ignored; the others still count; a file that
-//! is no cache is refused. Writing takes a lock file, reads again what another process wrote meanwhile,
-//! and replaces the file by rename: a crash in the middle leaves the old file.
+//! does not parse, or of another format, is reported and ignored; the others still count; a file in
+//! which no line even begins as a result does is refused. Writing takes a lock file, reads again what
+//! another process wrote meanwhile, and replaces the file, behind all links, by rename: a crash in the
+//! middle leaves the old file.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -138,7 +139,7 @@ impl TuneCache {
     pub fn shipped() -> Self {
         let mut cache = Self::default();
         for text in RECORDED {
-            let (entries, warnings) = parse(text, "recorded");
+            let (entries, warnings) = parse(text.as_bytes(), "recorded");
             merge(&mut cache.recorded, entries);
             cache.warnings.extend(warnings);
         }
@@ -187,20 +188,40 @@ impl TuneCache {
     /// # Errors
     /// The file cannot be written.
     pub fn insert(&mut self, entry: Entry) -> Result<(), CacheError> {
-        self.measured.insert(entry.key.clone(), entry);
-        self.save()
+        let key = entry.key.clone();
+        self.measured.insert(key.clone(), entry);
+        // What was measured just now counts, whatever date the file has.
+        self.save(Some(&key))
+    }
+
+    /// Finds out whether results can be written, before time is spent on measuring them. Nothing is
+    /// changed but that the folder and the lock file are made.
+    ///
+    /// # Errors
+    /// They cannot.
+    pub fn check_writable(&self) -> Result<(), CacheError> {
+        let Some(path) = &self.path else { return Ok(()) };
+        let wrap = |why| CacheError { path: path.clone(), why };
+        let target = behind_links(path).map_err(wrap)?;
+        let _lock = lock(&target).map_err(wrap)?;
+        let temporary = beside(&target, "new");
+        File::create(&temporary).and_then(|_| fs::remove_file(&temporary)).map_err(wrap)
     }
 
     /// Adds the results in `text`, the newer of two for one key; returns how many lines were taken.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn merge_text(&mut self, text: &str, origin: &str) -> Result<usize, CacheError> {
-        let (entries, warnings) = parse(text, origin);
+    pub fn merge_text(
+        &mut self,
+        text: impl AsRef<[u8]>,
+        origin: &str,
+    ) -> Result<usize, CacheError> {
+        let (entries, warnings) = parse(text.as_ref(), origin);
         let taken = entries.len();
         merge(&mut self.measured, entries);
         self.warnings.extend(warnings);
-        self.save()?;
+        self.save(None)?;
         Ok(taken)
     }
 
@@ -209,64 +230,115 @@ impl TuneCache {
         render(&self.measured)
     }
 
-    fn save(&mut self) -> Result<(), CacheError> {
+    /// Writes the file, after taking over what another process wrote; `own` is kept as it is here.
+    fn save(&mut self, own: Option<&Key>) -> Result<(), CacheError> {
         let Some(path) = self.path.clone() else { return Ok(()) };
         let wrap = |why| CacheError { path: path.clone(), why };
-        let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        fs::create_dir_all(dir).map_err(wrap)?;
-        let lock = File::create(path.with_extension("lock")).map_err(wrap)?;
-        lock.lock().map_err(wrap)?; // released when `lock` is dropped
-        let (theirs, _) = read(&path)?;
+        let target = behind_links(&path).map_err(wrap)?;
+        let _lock = lock(&target).map_err(wrap)?;
+        let (mut theirs, _) = read(&path)?;
+        theirs.retain(|key, _| Some(key) != own);
         merge(&mut self.measured, theirs);
         let foreign = foreign_lines(&path)?;
-        let temporary = path.with_extension(format!("new-{}", std::process::id()));
+        let temporary = beside(&target, "new");
         let mut file = File::create(&temporary).map_err(wrap)?;
-        file.write_all((render(&self.measured) + &foreign).as_bytes()).map_err(wrap)?;
+        file.write_all(render(&self.measured).as_bytes()).map_err(wrap)?;
+        file.write_all(&foreign).map_err(wrap)?;
         file.sync_all().map_err(wrap)?;
-        fs::rename(&temporary, &path).map_err(wrap)
+        fs::rename(&temporary, &target).map_err(wrap)
     }
+}
+
+/// The lock of the cache at `target`, held until it is dropped; makes the folder.
+fn lock(target: &Path) -> io::Result<File> {
+    fs::create_dir_all(folder_of(target))?;
+    // Never truncated: a file of this name may be somebody's.
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(beside(target, "flashover-lock"))?;
+    file.lock()?;
+    Ok(file)
+}
+
+fn folder_of(file: &Path) -> &Path {
+    file.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// `.tune.jsonl.new` for `tune.jsonl`: the whole name, so that no other file has this one.
+fn beside(target: &Path, suffix: &str) -> PathBuf {
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    target.with_file_name(format!(".{name}.{suffix}"))
+}
+
+/// The path that `path` stands for, whether there is a file or not.
+fn behind_links(path: &Path) -> io::Result<PathBuf> {
+    // As many as Linux follows.
+    const MOST: usize = 40;
+    let mut target = path.to_owned();
+    for _ in 0..MOST {
+        if !target.is_symlink() {
+            return Ok(target);
+        }
+        target = folder_of(&target).join(fs::read_link(&target)?);
+    }
+    Err(io::Error::other("too many symbolic links"))
 }
 
 type Parsed = (BTreeMap<Key, Entry>, Vec<Warning>);
 
 fn read(path: &Path) -> Result<Parsed, CacheError> {
-    Ok(parse(&text_of(path)?, &path.display().to_string()))
+    Ok(parse(&bytes_of(path)?, &path.display().to_string()))
 }
 
 /// Lines of other formats, as they are: another version of this program reads them.
-fn foreign_lines(path: &Path) -> Result<String, CacheError> {
-    let text = text_of(path)?;
-    let foreign = text.lines().filter(|l| format_of(l).is_some_and(|f| f != u64::from(FORMAT)));
-    Ok(foreign.map(|line| line.to_owned() + "\n").collect())
+fn foreign_lines(path: &Path) -> Result<Vec<u8>, CacheError> {
+    let bytes = bytes_of(path)?;
+    let foreign = lines_of(&bytes).filter(|(_, line)| {
+        format_of(&String::from_utf8_lossy(line)).is_some_and(|f| f != u64::from(FORMAT))
+    });
+    Ok(foreign.flat_map(|(_, line)| [line, b"\n".as_slice()]).flatten().copied().collect())
 }
 
-/// The text of a cache file, which need not exist. A file of something else is refused, because it would
-/// be overwritten with the first result.
-fn text_of(path: &Path) -> Result<String, CacheError> {
+/// The bytes of a cache file, which need not exist. A file of something else is refused, because it
+/// would be overwritten with the first result.
+fn bytes_of(path: &Path) -> Result<Vec<u8>, CacheError> {
     let refused = |why| CacheError { path: path.to_owned(), why };
-    let text = match fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
+    let bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
         Err(why) => return Err(refused(why)),
     };
-    if !text.trim().is_empty() && !text.lines().any(|line| format_of(line).is_some()) {
+    if lines_of(&bytes).next().is_some() && !lines_of(&bytes).any(|(_, line)| is_ours(line)) {
         let why = "no line of it is a result, so it is left alone";
         return Err(refused(io::Error::new(io::ErrorKind::InvalidData, why)));
     }
-    Ok(text)
+    Ok(bytes)
+}
+
+/// Lines that are not blank, with their numbers, from 1.
+fn lines_of(bytes: &[u8]) -> impl Iterator<Item = (usize, &[u8])> {
+    let lines = bytes.split(|byte| *byte == b'\n').enumerate();
+    lines.map(|(i, line)| (i + 1, line)).filter(|(_, line)| !line.trim_ascii().is_empty())
+}
+
+/// Whether a line is a result of any version, or the beginning of one that was damaged.
+fn is_ours(line: &[u8]) -> bool {
+    line.starts_with(br#"{"format":"#) || format_of(&String::from_utf8_lossy(line)).is_some()
 }
 
 fn format_of(line: &str) -> Option<u64> {
     serde_json::from_str::<Value>(line).ok()?.get("format")?.as_u64()
 }
 
-fn parse(text: &str, origin: &str) -> Parsed {
+fn parse(bytes: &[u8], origin: &str) -> Parsed {
     let (mut entries, mut warnings) = Parsed::default();
-    for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+    for (number, line) in lines_of(bytes) {
         let mut ignore = |why: String| {
-            warnings.push(Warning { origin: origin.to_owned(), line: i + 1, why });
+            warnings.push(Warning { origin: origin.to_owned(), line: number, why });
         };
-        match serde_json::from_str::<Entry>(line) {
+        match serde_json::from_slice::<Entry>(line) {
             Ok(entry) if entry.format != FORMAT => {
                 ignore(format!("format {}, this program reads format {FORMAT}", entry.format));
             }
@@ -280,7 +352,8 @@ fn parse(text: &str, origin: &str) -> Parsed {
     (entries, warnings)
 }
 
-/// The newer result of each key wins; dates are RFC 3339 in UTC, so they order as text.
+/// The newer result of each key wins, of equally old ones that of `from`; dates are RFC 3339 in UTC, so
+/// they order as text.
 fn merge(into: &mut BTreeMap<Key, Entry>, from: BTreeMap<Key, Entry>) {
     for (key, entry) in from {
         let newer = into.get(&key).is_none_or(|have| have.date <= entry.date);
@@ -328,7 +401,7 @@ mod tests {
         let foreign = good.replace("\"format\":1", "\"format\":9").replace("\"a\"", "\"b\"");
         let frozen = good.replace("5.0", "-1.0").replace("\"a\"", "\"c\"");
         let text = format!("{good}\n{{\"format\":1,\n{foreign}\n{frozen}\n");
-        let (entries, warnings) = parse(&text, "f");
+        let (entries, warnings) = parse(text.as_bytes(), "f");
         assert_eq!(entries.len(), 1);
         assert_eq!(warnings.iter().map(|w| w.line).collect::<Vec<_>>(), [2, 3, 4]);
     }
@@ -346,6 +419,30 @@ mod tests {
             let (found, source) = cache.get(&old.key).expect("merged");
             assert_eq!((found.median_ns, source), (5.0, Source::Tuned));
         }
+    }
+
+    #[test]
+    fn of_equally_old_results_the_later_one_wins() {
+        let mut cache = TuneCache::default();
+        for ns in [9.0, 5.0, 7.0] {
+            let text = serde_json::to_string(&entry("a", "2026-01-01T00:00:00Z", ns));
+            cache.merge_text(text.expect("plain"), "f").expect("no file to write");
+        }
+        assert_eq!(cache.measured.values().map(|e| e.median_ns).collect::<Vec<_>>(), [7.0]);
+    }
+
+    #[test]
+    fn what_was_measured_now_wins_over_a_future_date() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("tune.jsonl");
+        let mut cache = TuneCache::open(&path).expect("absent file");
+        cache.insert(entry("a", "2999-01-01T00:00:00Z", 9.0)).expect("writable");
+        cache.insert(entry("b", "2999-01-01T00:00:00Z", 9.0)).expect("writable");
+        let mut cache = TuneCache::open(&path).expect("readable");
+        cache.insert(entry("a", "2026-01-01T00:00:00Z", 5.0)).expect("writable");
+        let kept = TuneCache::open(&path).expect("readable");
+        let times: Vec<_> = kept.measured.values().map(|e| e.median_ns).collect();
+        assert_eq!(times, [5.0, 9.0]);
     }
 
     #[test]
@@ -377,8 +474,7 @@ mod tests {
     fn a_file_that_is_no_cache_is_refused_and_kept() {
         let dir = tempfile::tempdir().expect("temporary folder");
         let path = dir.path().join("tune.jsonl");
-        let foreign = b"{\"format\":99,\"whatever\":\"\xff\"}\n".as_slice();
-        for bytes in [foreign, b"export PATH\n"] {
+        for bytes in [b"export PATH\n".as_slice(), b"\xff\n", b"{\n}\n"] {
             let mut cache = TuneCache::open(&path).expect("absent file");
             fs::write(&path, bytes).expect("writable");
             let text = TuneCache::open(&path).expect_err("no cache").to_string();
@@ -387,6 +483,76 @@ mod tests {
             assert_eq!(fs::read(&path).expect("there"), bytes);
             fs::remove_file(&path).expect("ours");
         }
+    }
+
+    #[test]
+    fn every_damaged_line_is_ignored_and_named_even_when_no_other_is_left() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("tune.jsonl");
+        let good = serde_json::to_string(&entry("a", "2026-01-01T00:00:00Z", 5.0)).expect("plain");
+        let cases: [(Vec<u8>, usize); 5] = [
+            (good.as_bytes()[..60].to_vec(), 0),
+            ([good.as_bytes(), b"\n\xff\n"].concat(), 1),
+            ((good.clone() + &good).into_bytes(), 0),
+            (good.replace("5.0", "1e400").into_bytes(), 0),
+            (b"{\"format\":99,\"whatever\":\"\xff\"}\n".to_vec(), 0),
+        ];
+        for (bytes, kept) in cases {
+            fs::write(&path, &bytes).expect("writable");
+            let shown = String::from_utf8_lossy(&bytes);
+            let mut cache = TuneCache::open(&path).expect("a damaged cache");
+            assert_eq!((cache.measured.len(), cache.warnings().len()), (kept, 1), "{shown}");
+            cache.insert(entry("b", "2026-01-01T00:00:00Z", 1.0)).expect("written");
+            let foreign = bytes.starts_with(b"{\"format\":99");
+            let left = fs::read(&path).expect("there");
+            assert_eq!(left.ends_with(&bytes), foreign, "another version's line stays: {shown}");
+        }
+    }
+
+    #[test]
+    fn the_lock_is_nobody_elses_file() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = |name: &str| dir.path().join(name);
+        for name in ["Cargo.lock", ".Cargo.jsonl.flashover-lock"] {
+            fs::write(path(name), "kept").expect("writable");
+        }
+        for name in ["Cargo.jsonl", "x.lock"] {
+            let mut cache = TuneCache::open(&path(name)).expect("absent file");
+            cache.insert(entry("a", "2026-01-01T00:00:00Z", 1.0)).expect("writable");
+            assert_eq!(TuneCache::open(&path(name)).expect("readable").measured.len(), 1);
+        }
+        for name in ["Cargo.lock", ".Cargo.jsonl.flashover-lock"] {
+            assert_eq!(fs::read_to_string(path(name)).expect("there"), "kept");
+        }
+    }
+
+    #[test]
+    fn a_link_stays_a_link() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink("sub/tune.jsonl", &link).expect("linked");
+        for bucket in ["a", "b"] {
+            let mut cache = TuneCache::open(&link).expect("readable");
+            cache.insert(entry(bucket, "2026-01-01T00:00:00Z", 1.0)).expect("writable");
+        }
+        assert!(link.is_symlink());
+        let behind = TuneCache::open(&dir.path().join("sub/tune.jsonl")).expect("readable");
+        assert_eq!(behind.measured.len(), 2);
+    }
+
+    #[test]
+    fn a_cache_that_cannot_be_written_is_found_out_beforehand() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("sub/tune.jsonl");
+        let cache = TuneCache::open(&path).expect("absent file");
+        cache.check_writable().expect("can be written");
+        assert!(!path.exists(), "nothing to write yet");
+        for path in ["/proc/flashover/tune.jsonl", "/dev/null/tune.jsonl"] {
+            let cache = TuneCache { path: Some(path.into()), ..TuneCache::default() };
+            let text = cache.check_writable().expect_err("no such folder").to_string();
+            assert!(text.contains("\nhint: "), "{text}");
+        }
+        TuneCache::shipped().check_writable().expect("keeps nothing");
     }
 
     #[test]

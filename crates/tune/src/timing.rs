@@ -13,6 +13,7 @@ use arch::{Backend, Device};
 use cubecl::future::block_on;
 use cubecl::profile::{ProfileDuration, TimingMethod};
 use cubecl::server::Handle;
+use record::Summary;
 
 use crate::fill::fill;
 
@@ -115,9 +116,8 @@ pub struct Timing {
 impl Timing {
     /// The median sample.
     pub fn median_ns(&self) -> f64 {
-        let mut sorted = self.samples_ns.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted[sorted.len() / 2]
+        let summary = Summary::of(&self.samples_ns);
+        summary.expect("a sample is a duration, and there is one at least").median
     }
 }
 

@@ -150,19 +150,13 @@ impl Tuner<'_> {
     /// Measures every candidate of `problem`, remembers the outcome and returns the winner.
     ///
     /// # Errors
-    /// No candidate ran, or the cache cannot be written.
+    /// No candidate ran, or the cache cannot be written, which is found out first.
     pub fn measure<K: Kernel>(&mut self, problem: &K::Problem) -> Result<K::Config, TuneError> {
+        self.cache.check_writable()?;
         let arch = self.device.profile();
         let key = Key::of::<K>(&arch.id, problem);
         let outcomes = self.time::<K>(problem, K::candidates(arch, problem));
-        let mut best: Option<(K::Config, f64)> = None;
-        for (config, outcome) in &outcomes {
-            if let Ok(ns) = outcome
-                && best.is_none_or(|(_, b)| *ns < b * MARGIN)
-            {
-                best = Some((*config, *ns));
-            }
-        }
+        let best = fastest(&outcomes);
         let timings: Vec<_> = outcomes
             .into_iter()
             .map(|(config, outcome)| Measured {
@@ -244,6 +238,19 @@ impl Tuner<'_> {
         }
         Ok(timed(Effort::tune(self.device.backend()))?.median_ns())
     }
+}
+
+/// The fastest config that is right; an earlier, simpler one stays when another is faster by too little.
+fn fastest<C: Copy>(outcomes: &[(C, Result<f64, String>)]) -> Option<(C, f64)> {
+    let mut best: Option<(C, f64)> = None;
+    for (config, outcome) in outcomes {
+        if let Ok(ns) = outcome
+            && best.is_none_or(|(_, b)| *ns < b * MARGIN)
+        {
+            best = Some((*config, *ns));
+        }
+    }
+    best
 }
 
 /// Enough operand sets that their bytes pass three times the last-level cache.
@@ -336,7 +343,94 @@ pub fn poison(device: &Device, output: &Output) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use arch::{ArchProfile, Backend};
+    use cubecl::ir::{DeviceProperties, TargetProperties};
+    use cubecl::server::Handle;
+
     use super::*;
+    use crate::{Cost, Infeasible};
+
+    /// Fills a buffer with the problem's number; a config is the number that it writes.
+    struct Filled;
+
+    const WORDS: usize = 1024;
+
+    impl Kernel for Filled {
+        type Problem = u32;
+        type Config = u32;
+        type Operands = Handle;
+        const NAME: &'static str = "filled";
+        const VERSION: u32 = 1;
+
+        fn bucket(problem: &u32) -> String {
+            problem.to_string()
+        }
+        fn candidates(_: &ArchProfile, problem: &u32) -> Vec<u32> {
+            vec![problem + 1, *problem, problem + 2]
+        }
+        fn check(_: &ArchProfile, _: &u32, _: &u32) -> Result<(), Infeasible> {
+            Ok(())
+        }
+        fn cost(_: &u32) -> Cost {
+            Cost { flops: 0, bytes: WORDS as u64 * 4 }
+        }
+        fn simplest(_: &ArchProfile, problem: &u32) -> Result<u32, Infeasible> {
+            Ok(*problem)
+        }
+        fn operands(device: &Device, _: &u32, _: u64) -> Handle {
+            device.client().empty(WORDS * 4)
+        }
+        fn outputs(_: &u32, operands: &Handle) -> Vec<Output> {
+            let handle = operands.clone();
+            vec![Output { handle, dtype: DType::I32, len: WORDS, tolerance: 0.0 }]
+        }
+        fn programs(
+            _: &ArchProfile,
+            _: &u32,
+            _: &u32,
+            _: &Arc<DeviceProperties>,
+            _: &Arc<TargetProperties>,
+        ) -> Vec<Box<dyn CubeKernel>> {
+            Vec::new()
+        }
+        fn launch(device: &Device, _: &u32, config: &u32, operands: &Handle, _: Option<&Handle>) {
+            fill(device, operands, WORDS, *config);
+        }
+    }
+
+    #[test]
+    fn a_wrong_candidate_is_neither_timed_nor_kept() {
+        let device = Device::open(Backend::Cpu).expect("every machine has one");
+        let mut tuner = Tuner {
+            device: &device,
+            cache: TuneCache::shipped(),
+            policy: Policy::Measure,
+            commit: "c".to_owned(),
+            date: "2026-01-01T00:00:00Z".to_owned(),
+        };
+        let choice = tuner.choose::<Filled>(&7).expect("one of them is right");
+        assert_eq!((choice.config, choice.source), (7, Source::Tuned));
+        let key = Key::of::<Filled>(&device.profile().id, &7);
+        let (entry, _) = tuner.cache.get(&key).expect("remembered");
+        let wrong = |m: &&Measured| m.error.as_ref().is_some_and(|e| e.starts_with("wrong: "));
+        assert_eq!(entry.timings.iter().filter(wrong).count(), 2, "{:?}", entry.timings);
+        assert_eq!(entry.timings.iter().filter(|m| m.median_ns.is_some()).count(), 1);
+    }
+
+    #[test]
+    fn the_fastest_wins_by_a_margin_over_an_earlier_one() {
+        let of = |times: &[f64]| {
+            let outcomes: Vec<_> = times.iter().map(|ns| Ok(*ns)).enumerate().collect();
+            fastest(&outcomes).map(|(i, _)| i)
+        };
+        assert_eq!(of(&[3.0, 1.0, 2.0]), Some(1));
+        assert_eq!(of(&[1.0, 0.99]), Some(0), "too little to prefer it");
+        assert_eq!(of(&[1.0, 0.97]), Some(1));
+        assert_eq!(of(&[]), None);
+        assert_eq!(fastest(&[(0, Err("wrong".to_owned())), (1, Ok(9.0))]), Some((1, 9.0)));
+    }
 
     #[test]
     fn a_nan_anywhere_disagrees() {

@@ -116,9 +116,9 @@ pub enum InvalidAttention {
          positions may lie apart, not over each other"
     )]
     Stride { operand: &'static str, stride: u64, head_dim: u32 },
-    #[error("softcap is {0}\nhint: it is positive; leave it out for none")]
+    #[error("softcap is {0}\nhint: it is positive and finite; leave it out for none")]
     Softcap(f32),
-    #[error("scale is {0}\nhint: it is positive; fold a sign into q")]
+    #[error("scale is {0}\nhint: it is positive and finite; fold a sign into q")]
     Scale(f32),
     #[error("a backward pass needs the log-sum-exp of the forward pass\nhint: set `lse` there")]
     NoLse,
@@ -202,7 +202,7 @@ impl AttentionProblem {
             }
         }
         // NaN is not positive.
-        if let Some(cap) = self.softcap.filter(|cap| cap.is_nan() || *cap <= 0.0) {
+        if let Some(cap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(InvalidAttention::Softcap(cap));
         }
         if !(self.scale.is_finite() && self.scale > 0.0) {
@@ -364,7 +364,10 @@ mod tests {
         let bad = |p: AttentionProblem| p.checked().expect_err("a mistake").to_string();
         assert!(bad(AttentionProblem { kv_heads: 3, ..p }).contains("4 heads"));
         assert!(bad(AttentionProblem { seq_kv: 0, ..p }).contains("seq_kv is 0"));
-        assert!(bad(AttentionProblem { softcap: Some(f32::NAN), ..p }).contains("positive"));
+        for wrong in [f32::NAN, f32::INFINITY, 0.0, -1.0] {
+            assert!(bad(AttentionProblem { softcap: Some(wrong), ..p }).contains("positive"));
+            assert!(bad(AttentionProblem { scale: wrong, ..p }).contains("positive"));
+        }
         assert!(bad(AttentionProblem { dtype: DType::I8, ..p }).contains("i8"));
         let mut short = p;
         short.k.seq = 15;

@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use record::{Card, Record};
 use serde_json::Value;
 
-/// Three significant digits, without an exponent for anything that a table holds.
+/// Three significant digits, without an exponent for anything that was ever measured.
 pub(crate) fn digits(value: f64) -> String {
     let magnitude = value.abs();
     if magnitude == 0.0 || !value.is_finite() {
         return value.to_string();
     }
-    if magnitude < 1e-5 {
+    if !(1e-5..1e9).contains(&magnitude) {
         return format!("{value:.2e}");
     }
     let before_point = magnitude.log10().floor() as i32 + 1;
@@ -36,7 +36,7 @@ pub(crate) fn error(value: f64) -> String {
 
 /// How many times.
 pub(crate) fn ratio(value: f64) -> String {
-    format!("{value:.2}x")
+    if value < 1e6 { format!("{value:.2}x") } else { digits(value) + "x" }
 }
 
 /// The rate that describes the case: arithmetic where there is any, else bytes moved.
@@ -138,6 +138,8 @@ mod tests {
             .collect();
         assert_eq!(shown, ["1234", "99.9", "9.99", "0.500", "0.0123", "0.000120", "1.20e-6", "0"]);
         assert_eq!(digits(f64::NAN), "NaN");
+        assert_eq!((digits(1e294), ratio(1e300)), ("1.00e294".into(), "1.00e300x".into()));
+        assert_eq!((digits(123_456_789.0), ratio(1.625)), ("123456789".into(), "1.62x".into()));
     }
 
     #[test]

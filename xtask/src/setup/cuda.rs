@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::{Missing, announce, apt};
+use super::{Missing, announce, apt, cannot_write};
 use crate::fail::check;
 use crate::place;
 
@@ -44,7 +44,7 @@ impl CudaHome {
             .find(|dir| nvrtc_in(dir).is_some())
             .ok_or_else(|| format!("{} lacks libnvrtc", root.display()))?;
         for file in ["bin/ptxas", "include/cuda_fp16.h", "include/cuda_runtime.h"] {
-            if !root.join(file).exists() {
+            if !has_bytes(&root.join(file)) {
                 return Err(format!("{} lacks {file}", root.display()));
             }
         }
@@ -100,8 +100,9 @@ fn has_pip() -> bool {
 /// taken for a toolkit. The inner error is a failed download.
 fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
     let parent = home.parent().context("the cache folder has no parent")?;
-    fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
-    let work = tempfile::Builder::new().prefix(".cuda-").tempdir_in(parent)?;
+    fs::create_dir_all(parent).map_err(|why| cannot_write(parent, &why))?;
+    let work = tempfile::Builder::new().prefix(".cuda-").tempdir_in(parent);
+    let work = work.map_err(|why| cannot_write(parent, &why))?;
     let wheels = work.path().join("wheels");
     let download = Command::new("python3")
         .args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"])
@@ -162,11 +163,17 @@ fn complete(root: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Whether there is a file that is not empty, as one is after a disk was full.
+fn has_bytes(file: &Path) -> bool {
+    fs::metadata(file).is_ok_and(|meta| meta.len() > 0)
+}
+
 /// Name of the NVRTC library in a folder, the plain name first.
 fn nvrtc_in(dir: &Path) -> Option<String> {
     let mut names: Vec<_> = fs::read_dir(dir)
         .ok()?
         .flatten()
+        .filter(|entry| has_bytes(&entry.path()))
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .filter(|name| name == "libnvrtc.so" || name.starts_with("libnvrtc.so."))
         .collect();
@@ -198,7 +205,7 @@ mod tests {
         ] {
             let path = dir.path().join(file);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, "").unwrap();
+            fs::write(path, "something").unwrap();
         }
         dir
     }
@@ -223,6 +230,13 @@ mod tests {
         fs::remove_file(dir.path().join("bin/ptxas")).unwrap();
         let missing = CudaHome::open(dir.path()).unwrap_err();
         assert!(missing.ends_with("lacks bin/ptxas"), "{missing}");
+        fs::write(dir.path().join("bin/ptxas"), "").unwrap();
+        let empty = CudaHome::open(dir.path()).unwrap_err();
+        assert_eq!(empty, missing);
+        fs::write(dir.path().join("bin/ptxas"), "something").unwrap();
+        fs::write(dir.path().join("lib/libnvrtc.so.13"), "").unwrap();
+        let empty = CudaHome::open(dir.path()).unwrap_err();
+        assert!(empty.ends_with("lacks libnvrtc"), "{empty}");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::{announce, apt};
+use super::{announce, apt, cannot_write};
 use crate::fail::usage;
 use crate::place;
 
@@ -30,7 +30,12 @@ pub(super) fn prepare() -> Result<()> {
     let data = dirs::data_local_dir().context("this user has no folder for local data")?;
     let folder = data.join(format!("tracel/tracel-llvm-{RELEASE}"));
     if folder.join(SENTINEL).exists() {
-        return Ok(());
+        if runs(&folder.join("bin/llvm-config")) {
+            return Ok(());
+        }
+        // The bundler would believe the folder, whatever is in it.
+        announce(&format!("{} holds no LLVM that runs; it is made anew", folder.display()));
+        fs::remove_dir_all(&folder).map_err(|why| cannot_write(&folder, &why))?;
     }
     if can_download(&format!("{DOWNLOADS}/v{RELEASE}/{}", checksum_file()?)) {
         announce("the build will download LLVM from its release page");
@@ -40,6 +45,12 @@ pub(super) fn prepare() -> Result<()> {
     write_folder(&folder, &real)?;
     announce(&format!("LLVM cannot be downloaded; {} serves instead", real.display()));
     Ok(())
+}
+
+/// Whether this `llvm-config` tells its version: a link may dangle, a stand-in forward to nothing.
+fn runs(config: &Path) -> bool {
+    let asked = Command::new(config).arg("--version").output();
+    asked.is_ok_and(|out| out.status.success() && !out.stdout.trim_ascii().is_empty())
 }
 
 /// Name that the bundler gives to the first file it downloads.
@@ -120,7 +131,7 @@ fn write_folder(folder: &Path, real: &Path) -> Result<()> {
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?;
         fs::write(folder.join(SENTINEL), "")
     };
-    write().with_context(|| format!("cannot write {}", folder.display()))
+    write().map_err(|why| cannot_write(folder, &why))
 }
 
 /// The stand-in for `llvm-config`, keeping the targets that the back ends use.
@@ -179,6 +190,26 @@ esac
     #[test]
     fn other_questions_pass_unchanged() {
         assert_eq!(stand_in(&["--link-static", "--version"]), "22.1.8 --link-static --version");
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_has_a_hint() {
+        let error = write_folder(Path::new("/proc/x"), Path::new("llvm-config")).unwrap_err();
+        assert_eq!(crate::fail::report(&error), 2);
+        assert!(error.to_string().contains("\nhint: "), "{error}");
+    }
+
+    #[test]
+    fn an_llvm_is_believed_when_it_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = dir.path().join("bin/llvm-config");
+        assert!(!runs(&config), "missing");
+        write_folder(dir.path(), &dir.path().join("gone")).unwrap();
+        assert!(config.exists() && !runs(&config), "forwards to nothing");
+        fs::write(&config, "").unwrap();
+        assert!(!runs(&config), "empty");
+        write_folder(dir.path(), &place::tool("echo").unwrap()).unwrap();
+        assert!(runs(&config));
     }
 
     #[test]

@@ -9,10 +9,14 @@ mod cuda;
 mod gl;
 mod llvm;
 
+use std::io;
+use std::path::Path;
+
 use anyhow::Result;
 
 pub(crate) use cuda::CudaHome;
 
+use crate::devices::{Backend, Selection};
 use crate::fail::usage;
 use crate::place::{self, Place};
 
@@ -63,9 +67,46 @@ pub(crate) fn prepare(place: &Place, wants: Wants) -> Result<Ready> {
     Ok(Ready { cuda, gl })
 }
 
+/// Refuses a backend that was asked for by name and whose driver is nowhere, before anything is built.
+pub(crate) fn check_drivers(selection: &Selection) -> Result<()> {
+    match absent_driver(selection, has_library) {
+        None => Ok(()),
+        Some((backend, library, how)) => Err(usage(
+            format!("no device for backend `{backend}` on this machine: {library} is missing"),
+            how,
+        )),
+    }
+}
+
+/// What the named backends load, as the loader calls it, and what brings it.
+fn absent_driver(
+    selection: &Selection,
+    has: impl Fn(&str) -> bool,
+) -> Option<(Backend, &'static str, &'static str)> {
+    let Selection::List(list) = selection else { return None };
+    let drivers = [
+        (Backend::Cuda, "libcuda.so.1", "install the driver of the NVIDIA card"),
+        (
+            Backend::Vulkan,
+            "libvulkan.so.1",
+            "install the Vulkan loader (Debian package libvulkan1)",
+        ),
+    ];
+    drivers.into_iter().find(|(backend, library, _)| list.contains(backend) && !has(library))
+}
+
 /// Says what a step is about to do to the machine.
 fn announce(what: &str) {
     eprintln!("setup: {what}");
+}
+
+/// A folder of this user that takes no file.
+fn cannot_write(folder: &Path, why: &io::Error) -> anyhow::Error {
+    usage(
+        format!("cannot write {}: {why}", folder.display()),
+        "make it and the folders above writable, or set HOME, XDG_DATA_HOME and XDG_CACHE_HOME to \
+         folders that are",
+    )
 }
 
 /// Build scripts compile C and C++.
@@ -76,7 +117,7 @@ fn toolchain() -> Result<()> {
             // `CC` may hold options or a wrapper after the program's name.
             let text = compiler.to_string_lossy();
             let program = text.split_whitespace().next().unwrap_or_default();
-            !std::path::Path::new(program).is_file() && place::tool(program).is_none()
+            !Path::new(program).is_file() && place::tool(program).is_none()
         })
         .map(|(_, name)| name)
         .collect();
@@ -117,6 +158,18 @@ fn has_library(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_named_backend_needs_its_driver() {
+        let absent = |text: &str| {
+            let selection: Selection = text.parse().unwrap();
+            absent_driver(&selection, |library| library == "libvulkan.so.1").map(|(b, ..)| b)
+        };
+        assert_eq!(absent("cpu,cuda"), Some(Backend::Cuda));
+        for text in ["auto", "all", "vulkan", "webgpu", "cpu"] {
+            assert_eq!(absent(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn the_loader_finds_libc_and_no_nonsense() {

@@ -127,7 +127,26 @@ fn attention_weighs_values_by_their_keys() {
     let fails = |settings: &[(&str, &str)]| run(settings).expect_err("a mistake").to_string();
     assert!(fails(&[("implementation", "flash")]).contains("matrix instructions"));
     assert!(fails(&[("scale", "0")]).contains("scale is 0"));
-    assert!(fails(&[("window", "-1")]).contains("unknown setting `window=-1`"));
+    for value in ["-1", "4294967296", "1e30"] {
+        let text = fails(&[("window", value)]);
+        assert!(
+            text.contains(&format!("`window` does not take `{value}`\nhint: a number")),
+            "{text}"
+        );
+    }
+    for (key, value) in [("softcap", "inf"), ("softcap", "1e39"), ("scale", "NaN")] {
+        let text = fails(&[(key, value)]);
+        assert!(
+            text.contains(&format!("`{key}` does not take `{value}`\nhint: a finite")),
+            "{text}"
+        );
+    }
+    assert!(fails(&[("causal", "yes")]).ends_with("hint: true or false"));
+    let inputs = [("q", &q), ("k", &k), ("v", &v), ("bias", &integers(&[1, 2, 3, 3], 1))];
+    let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
+    let error = run_op("attention", &cpu(), &BTreeMap::from(inputs), &[], Policy::Default);
+    let text = error.expect_err("three rows for two queries").to_string();
+    assert!(text.contains("\nhint: bias is [batch, heads, seq_q, seq_kv]"), "{text}");
     assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
 }
 
@@ -227,7 +246,8 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
         (op("matmul", "absent", "cpu", ""), "cannot read"),
         (op("matmul", &input, "tpu", ""), "unknown backend"),
         (op("conv", &input, "cpu", ""), "unknown op"),
-        (op("matmul", &input, "cpu", "rhs=diagonal"), "unknown setting"),
+        (op("matmul", &input, "cpu", "rhs=diagonal"), "`rhs` does not take `diagonal`"),
+        (op("matmul", &input, "cpu", "depth=1"), "unknown setting"),
         (op("matmul", &input, "cpu", "rhs"), "key=value"),
         (flashover(&["conv"]), "unrecognized subcommand"),
         (flashover(&["op", "matmul"]), "--input <INPUT>"),
@@ -239,6 +259,24 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
         assert!(!text.contains("panicked"), "{text}");
     }
     assert!(!output.exists(), "nothing half-written");
+}
+
+#[test]
+fn an_output_that_takes_nothing_is_no_panic() {
+    let doctor = |to: std::process::Stdio| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
+        command.args(["doctor", "--json"]).stdout(to).stderr(std::process::Stdio::piped());
+        command.output().expect("the program starts")
+    };
+    let (reader, pipe) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    assert!(doctor(pipe.into()).status.success(), "the reader has gone away");
+    if let Ok(full) = std::fs::OpenOptions::new().write(true).open("/dev/full") {
+        let done = doctor(full.into());
+        let text = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{text}");
+        assert!(text.contains("\nhint: "), "{text}");
+    }
 }
 
 #[test]

@@ -106,27 +106,45 @@ pub enum InvalidDecode {
     Empty { axis: &'static str },
     #[error("{0} new positions\nhint: up to 16 are decoded; more are a prompt, for `attention`")]
     Queries(u32),
-    #[error("{heads} heads do not divide among {kv_heads} key heads")]
+    #[error(
+        "{heads} heads do not divide among {kv_heads} key heads\nhint: each key head serves as many \
+         query heads as the others"
+    )]
     Heads { heads: u32, kv_heads: u32 },
-    #[error("{operand} steps {stride} elements between positions of {width}")]
+    #[error(
+        "{operand} steps {stride} elements between positions of {width}\nhint: positions may lie apart, \
+         not over each other"
+    )]
     Stride { operand: &'static str, stride: u64, width: u32 },
     #[error("pages of {0} positions\nhint: a power of two from 16 on")]
     BlockSize(u32),
-    #[error("a sequence of {longest} positions in a cache that holds {capacity} of each")]
+    #[error(
+        "a sequence of {longest} positions in a cache that holds {capacity} of each\nhint: make the cache \
+         larger, or `longest` smaller"
+    )]
     Capacity { longest: u32, capacity: u64 },
-    #[error("softcap is {0}; it must be positive")]
+    #[error("softcap is {0}\nhint: it is positive and finite; leave it out for none")]
     Softcap(f32),
-    #[error("scale is {0}; it must be positive")]
+    #[error("scale is {0}\nhint: it is positive and finite; fold a sign into q")]
     Scale(f32),
-    #[error("attention is computed in f32, f16 or bf16, not {0}")]
+    #[error("attention is not computed in {0}\nhint: f32, f16 or bf16")]
     DType(DType),
-    #[error("a cache for {dtype} is {dtype} or i8, not {cache}")]
+    #[error("a cache of {cache} for {dtype}\nhint: {dtype} or i8")]
     Cache { cache: DType, dtype: DType },
-    #[error("{have} {what} for {need}")]
+    #[error(
+        "{have} {what} for {need}\nhint: a length for each sequence; a table of `max_blocks` entries for each, \
+         for a paged cache alone"
+    )]
     Count { what: &'static str, have: usize, need: usize },
-    #[error("sequence {sequence} has {length} positions, the longest was to have {longest}")]
+    #[error(
+        "sequence {sequence} has {length} positions, the longest was to have {longest}\nhint: `longest` is \
+         the bound of every length"
+    )]
     Length { sequence: usize, length: u32, longest: u32 },
-    #[error("sequence {sequence} has block {block} as its {index}th, the cache has {blocks}")]
+    #[error(
+        "sequence {sequence} has block {block} as its {index}th, the cache has {blocks}\nhint: blocks are \
+         counted from 0"
+    )]
     Block { sequence: usize, index: usize, block: u32, blocks: u32 },
 }
 
@@ -247,8 +265,7 @@ impl DecodeProblem {
                 return Err(InvalidDecode::Stride { operand, stride, width });
             }
         }
-        // NaN is not positive.
-        let positive = |x: f32| x > 0.0;
+        let positive = |x: f32| x.is_finite() && x > 0.0;
         if let Some(cap) = self.softcap.filter(|cap| !positive(*cap)) {
             return Err(InvalidDecode::Softcap(cap));
         }
@@ -469,15 +486,31 @@ mod tests {
         assert_eq!(p.table_len(), 14);
     }
 
+    /// What an error says, which ends with a hint.
+    fn hinted(error: &InvalidDecode) -> String {
+        let text = error.to_string();
+        assert!(text.lines().last().is_some_and(|line| line.starts_with("hint: ")), "{text}");
+        text
+    }
+
     #[test]
     fn mistakes_are_named() {
         let p = paged();
-        let bad = |p: DecodeProblem| p.checked().expect_err("a mistake").to_string();
+        let bad = |p: DecodeProblem| hinted(&p.checked().expect_err("a mistake"));
         assert!(bad(DecodeProblem { seq_q: 17, ..p }).contains("17 new positions"));
         assert!(bad(DecodeProblem { kv_heads: 3, ..p }).contains("8 heads"));
         assert!(bad(DecodeProblem { longest: 113, ..p }).contains("holds 112"));
         assert!(bad(DecodeProblem { cache: DType::Bf16, ..p }).contains("f16 or i8"));
-        assert!(bad(DecodeProblem { scale: f32::NAN, ..p }).contains("scale is NaN"));
+        assert!(bad(DecodeProblem { dtype: DType::I8, ..p }).contains("not computed in i8"));
+        for wrong in [f32::NAN, f32::INFINITY, 0.0] {
+            assert!(
+                bad(DecodeProblem { scale: wrong, ..p }).contains(&format!("scale is {wrong}"))
+            );
+            assert!(bad(DecodeProblem { softcap: Some(wrong), ..p }).contains("softcap is "));
+        }
+        let mut short = p;
+        short.k.seq = 1;
+        assert!(bad(short).contains("k steps 1"));
         for block_size in [0, 8, 24] {
             let layout = CacheLayout::Paged { block_size, blocks: 9, max_blocks: 9 };
             assert!(bad(DecodeProblem { layout, ..p }).contains("power of two"));
@@ -496,7 +529,9 @@ mod tests {
         assert_eq!(p.check_table(&[100, 33], &table), Err(block));
         let length = InvalidDecode::Length { sequence: 0, length: 101, longest: 100 };
         assert_eq!(p.check_table(&[101, 33], &table), Err(length));
-        assert!(p.check_lengths(&[1]).is_err());
-        assert!(p.check_table(&[1, 1], &table[1..]).is_err());
+        hinted(&p.check_lengths(&[1]).expect_err("one of two"));
+        hinted(&p.check_lengths(&[101, 1]).expect_err("too long"));
+        hinted(&p.check_table(&[100, 33], &table).expect_err("no such block"));
+        hinted(&p.check_table(&[1, 1], &table[1..]).expect_err("an entry is missing"));
     }
 }

@@ -1,0 +1,42 @@
+//! Data on standard output.
+
+use std::io::{self, ErrorKind, Write};
+
+/// Standard output takes nothing more.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write to standard output: {0}\nhint: direct it to a file on a disk that has room")]
+pub struct PrintError(io::Error);
+
+/// Prints `text`, all of it at once, and quietly not at all when the reader has gone away, as `head`
+/// does. `println!` would panic in both cases that are told apart here.
+///
+/// # Errors
+/// Such as a full disk.
+pub fn print(text: &str) -> Result<(), PrintError> {
+    print_into(&mut io::stdout().lock(), text)
+}
+
+fn print_into(out: &mut impl Write, text: &str) -> Result<(), PrintError> {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(why) if why.kind() != ErrorKind::BrokenPipe => Err(PrintError(why)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_that_is_gone_is_no_error_and_a_full_disk_is_one() {
+        let (reader, mut pipe) = io::pipe().expect("a pipe");
+        drop(reader);
+        assert!(print_into(&mut pipe, "text\n").is_ok());
+        let Ok(mut full) = std::fs::OpenOptions::new().write(true).open("/dev/full") else {
+            println!("skipped: needs /dev/full");
+            return;
+        };
+        let text = print_into(&mut full, "text\n").expect_err("no room").to_string();
+        assert!(text.contains("\nhint: "), "{text}");
+    }
+}
