@@ -397,8 +397,9 @@ fn quantize_blocks<F: Float, NI: Size>(
                 for e in 0..8usize {
                     let size = f32::abs(eight[e]);
                     most = select(size > most, size, most);
-                    // Neither is below the largest number.
-                    if !(size <= f32::MAX) {
+                    // Neither infinity nor NaN is.
+                    let finite = size <= f32::MAX;
+                    if !finite {
                         flag[0] = 1u32;
                     }
                 }
@@ -463,20 +464,28 @@ fn encode(x: f32, #[comptime] book: CodeBook) -> u32 {
         {
             #[unroll]
             for i in 0..15usize {
-                code += select(x > comptime!(NF4_ABOVE[i]), 1u32, 0u32);
+                code += select(x > comptime!(nf4_above(i)), 1u32, 0u32);
             }
         }
         CodeBook::Fp4 => {
             let size = f32::abs(x);
             #[unroll]
             for i in 0..7usize {
-                let (above, this) = comptime!(FP4_ABOVE[i]);
+                let (above, this) = comptime!(fp4_above(i));
                 code = select(size > above, this.runtime(), code);
             }
             code += select(x < 0.0, 8u32, 0u32);
         }
     }
     code
+}
+
+const fn nf4_above(i: usize) -> f32 {
+    NF4_ABOVE[i]
+}
+
+const fn fp4_above(i: usize) -> (f32, u32) {
+    FP4_ABOVE[i]
 }
 
 /// Midpoints of [`NF4`] (bitsandbytes, `dQuantizeNF4`).
