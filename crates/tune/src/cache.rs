@@ -212,9 +212,9 @@ impl TuneCache {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn merge_text(
+    pub fn merge_text<T: AsRef<[u8]> + ?Sized>(
         &mut self,
-        text: impl AsRef<[u8]>,
+        text: &T,
         origin: &str,
     ) -> Result<usize, CacheError> {
         let (entries, warnings) = parse(text.as_ref(), origin);
@@ -426,7 +426,7 @@ mod tests {
         let mut cache = TuneCache::default();
         for ns in [9.0, 5.0, 7.0] {
             let text = serde_json::to_string(&entry("a", "2026-01-01T00:00:00Z", ns));
-            cache.merge_text(text.expect("plain"), "f").expect("no file to write");
+            cache.merge_text(&text.expect("plain"), "f").expect("no file to write");
         }
         assert_eq!(cache.measured.values().map(|e| e.median_ns).collect::<Vec<_>>(), [7.0]);
     }

@@ -168,13 +168,16 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
         1
     }
     let cache = TuneCache::shipped();
-    let mut here = [0; 4];
+    let mut here = [0; 7];
     for (entry, _) in cache.entries() {
         match entry.key.kernel.as_str() {
             Matmul::NAME => here[0] += fits::<Matmul>(entry, &cuda),
             Attention::NAME => here[1] += fits::<Attention>(entry, &cuda),
             AttentionBackward::NAME => here[2] += fits::<AttentionBackward>(entry, &cuda),
             Decode::NAME => here[3] += fits::<Decode>(entry, &cuda),
+            Nf4Matmul::NAME => here[4] += fits::<Nf4Matmul>(entry, &cuda),
+            Nf4Dequantize::NAME => here[5] += fits::<Nf4Dequantize>(entry, &cuda),
+            Nf4Quantize::NAME => here[6] += fits::<Nf4Quantize>(entry, &cuda),
             other => panic!("no kernel is called {other}"),
         }
     }

@@ -85,7 +85,11 @@ fn absent_driver(
 ) -> Option<(Backend, &'static str, &'static str)> {
     let Selection::List(list) = selection else { return None };
     let drivers = [
-        (Backend::Cuda, "libcuda.so.1", "install the driver of the NVIDIA card"),
+        (
+            Backend::Cuda,
+            "libcuda.so.1",
+            "install the NVIDIA driver, 580 or newer, which NVRTC 13 needs",
+        ),
         (
             Backend::Vulkan,
             "libvulkan.so.1",

@@ -690,7 +690,9 @@ mod tests {
         let stream = |planes, parts| Nf4MatmulConfig::Stream(StreamConfig { planes, parts });
         assert_eq!(first(1, 14336, 4096), stream(16, 1));
         assert_eq!(first(8, 4096, 14336), stream(14, 4));
-        assert_eq!(first(16, 4096, 11008), stream(15, 3));
+        assert_eq!(first(8, 4096, 11008), stream(15, 3));
+        // With two fragments of x, 16 planes would spill.
+        assert_eq!(first(16, 4096, 11008), stream(11, 4));
         assert!(matches!(first(17, 4096, 4096), Nf4MatmulConfig::Fused(_)));
         assert!(matches!(first(4096, 4096, 4096), Nf4MatmulConfig::Dense { .. }));
     }
