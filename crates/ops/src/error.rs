@@ -3,6 +3,8 @@
 use burn::tensor::DType;
 use kernels::attention::InvalidAttention;
 use kernels::attention::decode::InvalidDecode;
+use kernels::matmul::InvalidMatmul;
+use kernels::nf4::{InvalidWeight, QuantizeError};
 use tune::TuneError;
 
 use crate::Implementation;
@@ -46,6 +48,20 @@ pub enum OpError {
     Apart(&'static str),
     #[error("decoding has no gradient\nhint: detach q and the cache, or call attention")]
     NoGradient,
+    #[error(
+        "nested absmax of several offsets are no weight of a file\nhint: save the weights that were joined"
+    )]
+    Joined,
+    #[error("weights in 4 bits are not multiplied in tf32\nhint: their f32 products are f32")]
+    NoTf32,
+    #[error("the books of these weights differ\nhint: multiply with each by itself")]
+    Books,
+    #[error(transparent)]
+    Weight(#[from] InvalidWeight),
+    #[error(transparent)]
+    Quantize(#[from] QuantizeError),
+    #[error(transparent)]
+    Matmul(#[from] InvalidMatmul),
     #[error(transparent)]
     Decode(#[from] InvalidDecode),
     #[error(transparent)]

@@ -23,6 +23,7 @@ mod decode;
 mod error;
 mod layout;
 mod matmul;
+mod nf4;
 
 pub use attention::attention;
 pub use ctx::Ctx;
@@ -31,3 +32,4 @@ pub use error::OpError;
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
 pub use matmul::{Epilogue, linear, matmul};
+pub use nf4::{HostAbsmax, HostNf4, Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};

@@ -221,7 +221,7 @@ impl MatmulOps for CubeBackend {
                 }
                 None => zeros,
             };
-            return finish::<Self>(sum, gate, residual, spec);
+            return finish::<Self>(sum, spec.activation, gate, residual);
         }
         let (lhs, mut left) = Matrices::of_any(lhs, &batch);
         let (rhs, mut right) = Matrices::of_any(rhs, &batch);
@@ -319,17 +319,8 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
         // The operands' own type: a result of another type has gradients of that type.
         let own = saved.spec.precision.storage();
         let dout = B::float_cast(gradients.consume::<B>(&ops.node), float_dtype(own));
-        let absent = || Optional::Absent;
-        let product = |a, b| {
-            let call = Call::of(&saved.ctx);
-            let spec = Spec { activation: None, out: float_dtype(own), ..saved.spec };
-            let out = B::product(a, b, absent(), absent(), absent(), spec, call.clone());
-            // Burn's backward pass has no way to return an error.
-            match call.failed() {
-                None => out,
-                Some(e) => panic!("the gradient of a product failed: {e}"),
-            }
-        };
+        let spec = Spec { activation: None, out: float_dtype(own), ..saved.spec };
+        let product = |a, b| bare_product::<B>(a, b, spec, &saved.ctx);
         let [lhs_shape, rhs_shape] = saved.shapes;
         if let (Some(node), Some(rhs)) = (to_lhs, saved.rhs) {
             let rhs = B::float_transpose(checkpointer.retrieve_node_output(rhs));
@@ -342,11 +333,7 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
             gradients.register::<B>(node.id, sum_to::<B>(gradient, &rhs_shape));
         }
         if let (Some(node), true) = (to_bias, saved.biased) {
-            let n = dout.shape()[dout.rank() - 1];
-            let rows = dout.shape().num_elements() / n;
-            let flat = B::float_reshape(dout, Shape::new([rows, n]));
-            let sum = B::float_reshape(B::float_sum_dim(flat, 0), Shape::new([n]));
-            gradients.register::<B>(node.id, sum);
+            gradients.register::<B>(node.id, summed_over_rows::<B>(dout));
         }
     }
 }
@@ -374,7 +361,7 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
             let bare = Spec { activation: None, ..spec };
             let bias = Optional::of(bias);
             let sum = Self::product(lhs, rhs, bias, Optional::Absent, Optional::Absent, bare, call);
-            return finish::<Self>(sum, gate, residual, spec);
+            return finish::<Self>(sum, spec.activation, gate, residual);
         }
         let biased = bias.is_some();
         let shapes = [lhs.shape(), rhs.shape()];
@@ -406,16 +393,54 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
     }
 }
 
+/// A product of a backward pass, which has no way to return an error.
+fn bare_product<B: MatmulOps>(
+    lhs: FloatTensor<B>,
+    rhs: FloatTensor<B>,
+    spec: Spec,
+    ctx: &Ctx,
+) -> FloatTensor<B> {
+    let (call, absent) = (Call::of(ctx), || Optional::Absent);
+    let out = B::product(lhs, rhs, absent(), absent(), absent(), spec, call.clone());
+    match call.failed() {
+        None => out,
+        Some(e) => panic!("the gradient of a product failed: {e}"),
+    }
+}
+
+/// lhs · rhs of tensors of type `dtype`, in a backward pass.
+pub(crate) fn product_of<B: MatmulOps>(
+    lhs: FloatTensor<B>,
+    rhs: FloatTensor<B>,
+    dtype: DType,
+    ctx: &Ctx,
+) -> FloatTensor<B> {
+    let precision = match dtype {
+        DType::F16 => Precision::F16,
+        DType::Bf16 => Precision::Bf16,
+        _ => Precision::F32,
+    };
+    bare_product::<B>(lhs, rhs, Spec { precision, activation: None, out: float_dtype(dtype) }, ctx)
+}
+
+/// The sum over all axes but the last: the gradient of a bias.
+pub(crate) fn summed_over_rows<B: Backend>(dout: FloatTensor<B>) -> FloatTensor<B> {
+    let n = dout.shape()[dout.rank() - 1];
+    let rows = dout.shape().num_elements() / n;
+    let flat = B::float_reshape(dout, Shape::new([rows, n]));
+    B::float_reshape(B::float_sum_dim(flat, 0), Shape::new([n]))
+}
+
 /// The rest of an epilogue, by ordinary ops.
-fn finish<B: Backend>(
+pub(crate) fn finish<B: Backend>(
     sum: FloatTensor<B>,
+    activation: Option<Activation>,
     gate: Option<FloatTensor<B>>,
     residual: Option<FloatTensor<B>>,
-    spec: Spec,
 ) -> FloatTensor<B> {
     let scaled = |t, by: f64| B::float_mul_scalar(t, Scalar::from(by));
     let halves = |x, curve| scaled(B::float_mul(x, B::float_add_scalar(curve, 1.0.into())), 0.5);
-    let mut out = match spec.activation {
+    let mut out = match activation {
         None => sum,
         Some(Activation::Silu) => B::float_mul(sum.clone(), B::sigmoid(sum)),
         // Not `B::gelu`: Burn 0.22 gives it the gradient of the tanh formula, 1e-3 off.
@@ -459,7 +484,7 @@ fn sum_to<B: Backend>(gradient: FloatTensor<B>, shape: &Shape) -> FloatTensor<B>
     out
 }
 
-const fn float_dtype(dtype: DType) -> FloatDType {
+pub(crate) const fn float_dtype(dtype: DType) -> FloatDType {
     match dtype {
         DType::F16 => FloatDType::F16,
         DType::Bf16 => FloatDType::BF16,

@@ -35,7 +35,8 @@ pub use quantize::{
     nested_values, quantize,
 };
 pub use weight::{
-    InvalidWeight, NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, join, reorder, split,
+    InvalidWeight, NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, join, reorder,
+    reorder_absmax, reorder_codes, split,
 };
 
 use arch::{DType, Device};

@@ -112,6 +112,25 @@ impl Weight {
         Ok(self)
     }
 
+    /// Weights of one k, block size and order as one, their rows one after the other.
+    ///
+    /// # Errors
+    /// [`InvalidWeight::Join`] where they differ, or where a block or a nested group would hold elements
+    /// of two; those of [`Weight::checked`].
+    pub fn joined(parts: &[Self]) -> Result<Self, InvalidWeight> {
+        let refused = |why| Err(InvalidWeight::Join { why });
+        let Some((last, rest)) = parts.split_last() else { return refused("there are none") };
+        if !rest.iter().all(|part| Self { n: last.n, ..*part } == *last) {
+            return refused("their k, block size or order differ");
+        }
+        if !rest.iter().all(Self::ends_whole) {
+            return refused("a block or a nested group would hold elements of two");
+        }
+        let n = rest.iter().try_fold(last.n, |n, part| n.checked_add(part.n));
+        let Some(n) = n else { return refused("more rows than are counted") };
+        Self { n, ..*last }.checked()
+    }
+
     /// Elements.
     pub const fn len(&self) -> u64 {
         self.n as u64 * self.k as u64
@@ -205,34 +224,53 @@ pub struct NestedBuffers {
 ///
 /// Cost: every byte read and written once.
 pub fn reorder(device: &Device, weight: Weight, from: &WeightBuffers, to: Order) -> WeightBuffers {
+    WeightBuffers {
+        codes: reorder_codes(device, weight, &from.codes, to),
+        absmax: reorder_absmax(device, weight, &from.absmax, to),
+        ..from.clone()
+    }
+}
+
+/// The codes of a weight in the other order.
+pub fn reorder_codes(device: &Device, weight: Weight, from: &Handle, to: Order) -> Handle {
     if weight.order == to {
         return from.clone();
     }
-    let client = device.client();
-    let ordered = Weight { order: to, ..weight };
     let words = weight.words() as usize;
-    let (given, made) = (weight.absmax_bytes() as usize / 4, ordered.absmax_bytes() as usize / 4);
-    let codes = client.empty(words * 4);
-    let absmax = client.empty(made * 4);
+    let made = device.client().empty(words * 4);
     let (cubes, dim) = spread(device, words);
-    // SAFETY: the buffers are those of the weight in its two orders, and the kernels check their index.
+    // SAFETY: both buffers have the weight's words, and the kernel checks its index.
     unsafe {
-        reorder_codes::launch_unchecked(
-            client,
+        turn_codes::launch_unchecked(
+            device.client(),
             cubes,
             dim,
-            BufferArg::from_raw_parts(from.codes.clone(), words),
-            BufferArg::from_raw_parts(codes.clone(), words),
+            BufferArg::from_raw_parts(from.clone(), words),
+            BufferArg::from_raw_parts(made.clone(), words),
             weight.k,
             to == Order::Tiles,
         );
-        let (cubes, dim) = spread(device, made);
-        reorder_absmax::launch_unchecked(
-            client,
+    }
+    made
+}
+
+/// The absmax of a weight in the other order.
+pub fn reorder_absmax(device: &Device, weight: Weight, from: &Handle, to: Order) -> Handle {
+    if weight.order == to {
+        return from.clone();
+    }
+    let ordered = Weight { order: to, ..weight };
+    let (given, words) = (weight.absmax_bytes() as usize / 4, ordered.absmax_bytes() as usize / 4);
+    let made = device.client().empty(words * 4);
+    let (cubes, dim) = spread(device, words);
+    // SAFETY: the buffers are those of the weight in its two orders, and the kernel checks its index.
+    unsafe {
+        turn_absmax::launch_unchecked(
+            device.client(),
             cubes,
             dim,
-            BufferArg::from_raw_parts(from.absmax.clone(), given),
-            BufferArg::from_raw_parts(absmax.clone(), made),
+            BufferArg::from_raw_parts(from.clone(), given),
+            BufferArg::from_raw_parts(made.clone(), words),
             weight.k,
             weight.block_size,
             ordered.absmax_len() as u32,
@@ -240,7 +278,7 @@ pub fn reorder(device: &Device, weight: Weight, from: &WeightBuffers, to: Order)
             weight.nested,
         );
     }
-    WeightBuffers { codes, absmax, ..from.clone() }
+    made
 }
 
 /// Weights of one k, block size and order as one, their rows one after the other: the projections of queries,
@@ -255,31 +293,20 @@ pub fn join(
     device: &Device,
     parts: &[(Weight, &WeightBuffers)],
 ) -> Result<(Weight, WeightBuffers), InvalidWeight> {
-    let refused = |why| Err(InvalidWeight::Join { why });
-    let Some(((first, buffers), rest)) = parts.split_first() else {
-        return refused("there are none");
-    };
-    let alike = |w: &Weight| Weight { n: first.n, ..*w } == *first;
-    if !rest.iter().all(|(w, _)| alike(w)) {
-        return refused("their k, block size or order differ");
-    }
-    if !parts[..parts.len() - 1].iter().all(|(w, _)| w.ends_whole()) {
-        return refused("a block or a nested group would hold elements of two");
-    }
+    let weights: Vec<Weight> = parts.iter().map(|(weight, _)| *weight).collect();
+    let joined = Weight::joined(&weights)?;
+    let (_, buffers) = parts[0];
     let books = |b: &WeightBuffers| {
         let nested = b.nested.as_ref().map(|nested| nested.book.clone());
         let handles = [b.book.clone()].into_iter().chain(nested).collect();
         device.client().read(handles).map_err(|e| InvalidWeight::Device(format!("{e:?}")))
     };
     let wanted = books(buffers)?;
-    for (_, other) in rest {
+    for (_, other) in &parts[1..] {
         if books(other)? != wanted {
-            return refused("their books differ");
+            return Err(InvalidWeight::Join { why: "their books differ" });
         }
     }
-    let n = parts.iter().try_fold(0u32, |n, (w, _)| n.checked_add(w.n));
-    let Some(n) = n else { return refused("more rows than are counted") };
-    let joined = Weight { n, ..*first }.checked()?;
     let client = device.client();
     let made = WeightBuffers {
         codes: client.empty(joined.words() as usize * 4),
@@ -403,7 +430,7 @@ pub(crate) fn absmax_in_tiles(row: u32, span: u32, k: u32) -> u32 {
 }
 
 #[cube(launch_unchecked)]
-fn reorder_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) {
+fn turn_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) {
     let mut at = ABSOLUTE_POS;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     while at < to.len() {
@@ -429,7 +456,7 @@ fn reorder_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: boo
 
 /// One word of absmax after the other: one number, or four bytes.
 #[cube(launch_unchecked)]
-fn reorder_absmax(
+fn turn_absmax(
     from: &[u32],
     to: &mut [u32],
     k: u32,

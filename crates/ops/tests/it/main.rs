@@ -4,6 +4,7 @@
 mod attention;
 mod decode;
 mod matmul;
+mod nf4;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use reference::{Distribution, fill};

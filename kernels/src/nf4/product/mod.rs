@@ -64,7 +64,8 @@ pub struct Nf4MatmulProblem {
     pub dtype: DType,
     /// A bias has `[n]` elements, the other matrices those of y.
     pub epilogue: Epilogue,
-    /// Whether the upper half of the weight's rows gates the lower one.
+    /// Whether the first half of the weight's rows gates the second; where nothing is said, not.
+    #[serde(default)]
     pub glu: bool,
 }
 

@@ -267,7 +267,7 @@ pub(crate) fn stream<F: Float, NX: Size, NO: Size>(
         } else {
             set ^= comptime!(plan.set_bytes());
         }
-        tile += comptime!(at_once as u32) * cubes;
+        tile += comptime!(if plan.glu { 1 } else { at_once as u32 }) * cubes;
     }
 }
 

@@ -1,0 +1,181 @@
+//! Layers over a 4-bit weight.
+
+use burn::backend::Dispatch;
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::Tensor;
+use kernels::matmul::Activation;
+
+use super::product::{Nf4Ops, Nf4Spec};
+use super::{Nf4Options, Nf4Weight};
+use crate::call::{Call, Optional, float_of, on_cubecl};
+use crate::{Ctx, Epilogue, OpError};
+
+/// `residual + gate · activation(x · wᵀ + bias)` with a frozen weight in 4 bits.
+///
+/// # Shapes
+/// x `[.., k]`, result `[.., n]`; bias `[n]`. Gradients flow to every tensor but the weight.
+///
+/// # Errors
+/// Shapes or dtypes that do not fit, another result dtype than x's or `tf32`, which the kernels have not, a
+/// device without our kernels, a policy that forbids the shape.
+pub fn nf4_linear<const D: usize>(
+    ctx: &Ctx,
+    x: Tensor<D>,
+    weight: &Nf4Weight,
+    epilogue: Epilogue<D>,
+) -> Result<Tensor<D>, OpError> {
+    run(ctx, x, weight, epilogue, false)
+}
+
+/// `residual + gate · activation(x · Gᵀ + bias) · (x · Uᵀ + bias)`: a gated feed-forward's first half in one
+/// launch, of a weight that [`Nf4Weight::join`] made of G and U.
+///
+/// # Shapes
+/// x `[.., k]`, weight `[2n, k]`, bias `[2n]`, result `[.., n]`.
+///
+/// # Errors
+/// As [`nf4_linear`]; a weight that is not two matrices of one height.
+pub fn nf4_glu<const D: usize>(
+    ctx: &Ctx,
+    x: Tensor<D>,
+    weight: &Nf4Weight,
+    epilogue: Epilogue<D>,
+) -> Result<Tensor<D>, OpError> {
+    run(ctx, x, weight, epilogue, true)
+}
+
+fn run<const D: usize>(
+    ctx: &Ctx,
+    x: Tensor<D>,
+    weight: &Nf4Weight,
+    epilogue: Epilogue<D>,
+    glu: bool,
+) -> Result<Tensor<D>, OpError> {
+    on_cubecl(&x.device())?;
+    let need = x.dtype();
+    let dtype = float_of(need)?;
+    let [n, k] = weight.shape();
+    let have = x.dims();
+    if have[D - 1] != k {
+        return Err(OpError::Depth {
+            lhs: have.to_vec(),
+            lhs_k: have[D - 1],
+            rhs: vec![n, k],
+            rhs_k: k,
+        });
+    }
+    let mut shape = have;
+    shape[D - 1] = if glu { n / 2 } else { n };
+    let Epilogue { bias, activation, gate, residual, out, tf32 } = epilogue;
+    if let Some(out) = out.filter(|out| burn::tensor::DType::from(*out) != need) {
+        return Err(OpError::DType { what: "the result", have: out.into(), need });
+    }
+    if tf32 {
+        return Err(OpError::NoTf32);
+    }
+    for (what, have) in [
+        ("bias", bias.as_ref().map(Tensor::dtype)),
+        ("gate", gate.as_ref().map(Tensor::dtype)),
+        ("residual", residual.as_ref().map(Tensor::dtype)),
+    ] {
+        if let Some(have) = have.filter(|have| *have != need) {
+            return Err(OpError::DType { what, have, need });
+        }
+    }
+    if let Some(have) = bias.as_ref().map(Tensor::dims).filter(|have| *have != [n]) {
+        return Err(OpError::Shape { what: "bias", have: have.to_vec(), need: vec![n] });
+    }
+    for (what, tensor) in [("gate", &gate), ("residual", &residual)] {
+        if let Some(have) = tensor.as_ref().map(Tensor::dims).filter(|have| *have != shape) {
+            return Err(OpError::Shape { what, have: have.to_vec(), need: shape.to_vec() });
+        }
+    }
+    if shape.contains(&0) {
+        return Ok(Tensor::<D>::zeros(shape, &x.device()).cast(need));
+    }
+    let rows: usize = have[..D - 1].iter().product();
+    let flat = |t: Option<Tensor<D>>| {
+        Optional::of(t.map(|t| t.reshape([rows, shape[D - 1]]).into_dispatch()))
+    };
+    let call = Call::of(ctx);
+    let made = <Dispatch as Nf4Ops>::nf4_product(
+        x.reshape([rows, k]).into_dispatch(),
+        weight.words(),
+        Optional::of(bias.map(Tensor::into_dispatch)),
+        flat(gate),
+        flat(residual),
+        Nf4Spec { weight: weight.weight, dtype, activation, glu },
+        call.clone(),
+    );
+    match call.failed() {
+        None => Ok(Tensor::<2>::from_dispatch(made).reshape(shape)),
+        Some(e) => Err(e),
+    }
+}
+
+/// A linear layer with a frozen weight in 4 bits, in place of Burn's `Linear`.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use ops::{Ctx, Nf4Linear, Nf4Options};
+///
+/// let device = Device::cpu();
+/// let dense = LinearConfig::new(256, 32).init(&device);
+/// let layer = Nf4Linear::of(&Ctx::default(), dense, Nf4Options::default())?;
+/// let y = layer.forward(Tensor::<2>::random([4, 256], Distribution::Default, &device))?;
+/// assert_eq!(y.dims(), [4, 32]);
+/// # Ok::<(), ops::OpError>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct Nf4Linear {
+    pub weight: Nf4Weight,
+    /// `[n]`; it trains, unless it is told otherwise.
+    pub bias: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    ctx: Ctx,
+}
+
+impl Nf4Linear {
+    /// A layer of a weight, with a bias `[n]` or none.
+    pub fn new(ctx: &Ctx, weight: Nf4Weight, bias: Option<Param<Tensor<1>>>) -> Self {
+        Self { weight, bias, ctx: ctx.clone() }
+    }
+
+    /// Quantises a layer of Burn's; its bias stays as it is.
+    ///
+    /// # Errors
+    /// As [`Nf4Weight::quantize`].
+    pub fn of(ctx: &Ctx, linear: Linear, options: Nf4Options) -> Result<Self, OpError> {
+        let Linear { weight, bias } = linear;
+        let weight = Nf4Weight::quantize(ctx, weight.val().detach().transpose(), options)?;
+        Ok(Self::new(ctx, weight, bias))
+    }
+
+    /// `x · wᵀ + bias`.
+    ///
+    /// # Shapes
+    /// x `[.., k]`, result `[.., n]`.
+    ///
+    /// # Errors
+    /// As [`nf4_linear`].
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, OpError> {
+        let bias = self.bias.as_ref().map(Param::val);
+        nf4_linear(&self.ctx, x, &self.weight, Epilogue { bias, ..Epilogue::default() })
+    }
+
+    /// `activation(x · wᵀ + bias)` in one launch.
+    ///
+    /// # Errors
+    /// As [`nf4_linear`].
+    pub fn forward_activated<const D: usize>(
+        &self,
+        x: Tensor<D>,
+        activation: Activation,
+    ) -> Result<Tensor<D>, OpError> {
+        let bias = self.bias.as_ref().map(Param::val);
+        let epilogue = Epilogue { bias, activation: Some(activation), ..Epilogue::default() };
+        nf4_linear(&self.ctx, x, &self.weight, epilogue)
+    }
+}

@@ -1,0 +1,425 @@
+//! Frozen weights in 4 bits: `w = book[code] · absmax[block]`, multiplied with as they are.
+//!
+//! ```text
+//!   y = residual + gate · activation(x · wᵀ + bias)          dx = (dout) · w      w has no gradient
+//! ```
+//!
+//! A backward pass makes one dense weight at a time and keeps none: what is saved for it are the codes.
+//! The format is bitsandbytes' (QLoRA, Dettmers et al. 2023); on CUDA codes lie in the order of matrix
+//! instructions where they divide so, and [`Nf4Weight::to_host`] gives them back as files have them.
+
+mod linear;
+mod product;
+
+use std::fmt;
+
+use arch::Backend;
+use burn::backend::{Dispatch, DispatchDevice};
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use cubecl::prelude::CubeElement;
+use kernels::nf4::{CodeBook, Order, Weight};
+
+pub use linear::{Nf4Linear, nf4_glu, nf4_linear};
+
+use crate::call::{Call, float_of, on_cubecl};
+use crate::{Ctx, OpError};
+use product::{Nf4Ops, Part, Words};
+
+/// How a weight is quantised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Nf4Options {
+    /// Elements that share an absmax: a power of two from 32 to 4096.
+    pub block_size: u32,
+    /// Whether absmax itself takes 8 bits.
+    pub nested: bool,
+    /// Values of a 4-bit float in place of quantiles of the normal distribution.
+    pub fp4: bool,
+}
+
+impl Default for Nf4Options {
+    /// NF4 in nested blocks of 64: 4.13 bits an element.
+    fn default() -> Self {
+        Self { block_size: 64, nested: true, fp4: false }
+    }
+}
+
+/// A weight `[n, k]` in 4 bits on a device. It has no gradient; clones share its memory.
+///
+/// As a Burn module it has integer parameters alone, which optimisers pass by.
+#[derive(Module, Debug)]
+pub struct Nf4Weight {
+    /// Words of eight codes.
+    codes: Param<Tensor<1, Int>>,
+    /// Words: f32 each, or four bytes.
+    absmax: Param<Tensor<1, Int>>,
+    /// Words of 16 f32: what the codes mean.
+    book: Param<Tensor<1, Int>>,
+    /// Words of 256 f32, and of pairs of scale and offset, where absmax is nested.
+    nested_book: Option<Param<Tensor<1, Int>>>,
+    scales: Option<Param<Tensor<1, Int>>>,
+    #[module(skip)]
+    weight: Weight,
+}
+
+/// A weight in 4 bits as bitsandbytes lays it.
+#[derive(Clone, PartialEq)]
+pub struct HostNf4 {
+    /// `[n, k]`.
+    pub shape: [usize; 2],
+    pub block_size: u32,
+    /// Two codes a byte, the first in its high half; row by row, and blocks may straddle rows.
+    pub codes: Vec<u8>,
+    /// What the codes mean.
+    pub book: [f32; 16],
+    pub absmax: HostAbsmax,
+}
+
+/// One absmax a block.
+#[derive(Clone, PartialEq)]
+pub enum HostAbsmax {
+    Plain(Vec<f32>),
+    /// `book[code] · scale + offset`, a scale for 256 blocks.
+    Nested {
+        codes: Vec<u8>,
+        book: Box<[f32; 256]>,
+        scales: Vec<f32>,
+        offset: f32,
+    },
+}
+
+impl fmt::Debug for HostNf4 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (shape, block_size) = (self.shape, self.block_size);
+        let nested = matches!(self.absmax, HostAbsmax::Nested { .. });
+        write!(f, "HostNf4 {{ shape: {shape:?}, block_size: {block_size}, nested: {nested} }}")
+    }
+}
+
+impl Nf4Weight {
+    /// Quantises `weight` where it lies.
+    ///
+    /// # Shapes
+    /// weight `[n, k]`: transposed from Burn's `Linear`, as checkpoints have it.
+    ///
+    /// # Errors
+    /// A block size that there is not, infinities or NaN, a device without our kernels.
+    pub fn quantize(ctx: &Ctx, weight: Tensor<2>, options: Nf4Options) -> Result<Self, OpError> {
+        let device = weight.device();
+        on_cubecl(&device)?;
+        float_of(weight.dtype())?;
+        let target = target(weight.dims(), options.block_size, options.nested)?;
+        let call = Call::of(ctx);
+        let book = if options.fp4 { CodeBook::Fp4 } else { CodeBook::Nf4 };
+        let words =
+            <Dispatch as Nf4Ops>::nf4_quantize(weight.into_dispatch(), target, book, call.clone());
+        match call.failed() {
+            None => Self::of_words(ctx, words, target).in_best_order(ctx, &device),
+            Some(e) => Err(e),
+        }
+    }
+
+    /// A weight that was quantised elsewhere, such as bitsandbytes' of a file.
+    ///
+    /// # Errors
+    /// Lengths that are not those of the shape, a device without our kernels.
+    pub fn from_host(ctx: &Ctx, host: &HostNf4, device: &Device) -> Result<Self, OpError> {
+        on_cubecl(device)?;
+        let nested = matches!(host.absmax, HostAbsmax::Nested { .. });
+        let weight = target(host.shape, host.block_size, nested)?;
+        let bytes = weight.len().div_ceil(2) as usize;
+        let length = |what, have, need| match have == need {
+            true => Ok(()),
+            false => Err(OpError::Shape { what, have: vec![have], need: vec![need] }),
+        };
+        length("codes", host.codes.len(), bytes)?;
+        let (blocks, groups) = (weight.blocks() as usize, weight.groups() as usize);
+        let words = |bytes: &[u8]| upload(bytes, device);
+        let floats = |values: &[f32]| upload(f32::as_bytes(values), device);
+        let (absmax, nested) = match &host.absmax {
+            HostAbsmax::Plain(values) => {
+                length("absmax", values.len(), blocks)?;
+                (floats(values), None)
+            }
+            HostAbsmax::Nested { codes, book, scales, offset } => {
+                length("absmax", codes.len(), blocks)?;
+                length("scales", scales.len(), groups)?;
+                let pairs: Vec<f32> = scales.iter().flat_map(|s| [*s, *offset]).collect();
+                (words(codes), Some((floats(&book[..]), floats(&pairs))))
+            }
+        };
+        let (codes, book) = (words(&host.codes), floats(&host.book));
+        Self::of_tensors(ctx, [codes, absmax, book], nested, weight).in_best_order(ctx, device)
+    }
+
+    /// The weight as files have it, whatever its order on the device.
+    ///
+    /// # Errors
+    /// [`OpError::Joined`] of several weights whose nested absmax have offsets of their own: split them
+    /// first.
+    pub fn to_host(&self, ctx: &Ctx) -> Result<HostNf4, OpError> {
+        let rows = self.reordered(ctx, Order::Rows)?;
+        let weight = rows.weight;
+        let blocks = weight.blocks() as usize;
+        let mut codes = download(&rows.codes)?;
+        codes.truncate(weight.len().div_ceil(2) as usize);
+        let book: [f32; 16] = floats(&rows.book)?.try_into().expect("a book of 16");
+        let absmax = match (&rows.nested_book, &rows.scales) {
+            (Some(nested), Some(scales)) => {
+                let mut codes = download(&rows.absmax)?;
+                codes.truncate(blocks);
+                let book: Box<[f32; 256]> =
+                    floats(nested)?.into_boxed_slice().try_into().expect("a book of 256");
+                let pairs = floats(scales)?;
+                let offset = pairs[1];
+                if pairs.chunks_exact(2).any(|pair| pair[1].to_bits() != offset.to_bits()) {
+                    return Err(OpError::Joined);
+                }
+                let scales = pairs.chunks_exact(2).map(|pair| pair[0]).collect();
+                HostAbsmax::Nested { codes, book, scales, offset }
+            }
+            _ => {
+                let mut absmax = floats(&rows.absmax)?;
+                absmax.truncate(blocks);
+                HostAbsmax::Plain(absmax)
+            }
+        };
+        let shape = [weight.n as usize, weight.k as usize];
+        Ok(HostNf4 { shape, block_size: weight.block_size, codes, book, absmax })
+    }
+
+    /// The dense weight `[n, k]`.
+    ///
+    /// # Errors
+    /// A dtype that no weight is made of.
+    pub fn dequantize(&self, ctx: &Ctx, dtype: FloatDType) -> Result<Tensor<2>, OpError> {
+        let call = Call::of(ctx);
+        let out = float_of(dtype.into())?;
+        let dense =
+            <Dispatch as Nf4Ops>::nf4_dequantize(self.words(), self.weight, out, call.clone());
+        match call.failed() {
+            None => Ok(Tensor::from_dispatch(dense)),
+            Some(e) => Err(e),
+        }
+    }
+
+    /// Weights of one k as one, their rows one after the other: a launch for the projections of queries,
+    /// keys and values, or for [`nf4_glu`].
+    ///
+    /// # Errors
+    /// Block sizes or k that differ, a block or a nested group that would hold elements of two.
+    pub fn join(ctx: &Ctx, parts: &[&Self]) -> Result<Self, OpError> {
+        let weights: Vec<Weight> = parts.iter().map(|part| part.weight).collect();
+        let weight = Weight::joined(&weights)?;
+        let cat = |of: &dyn Fn(&Self) -> Tensor<1, Int>| {
+            Tensor::cat(parts.iter().map(|part| of(part)).collect(), 0)
+        };
+        let first = parts[0];
+        let same = |of: &dyn Fn(&Self) -> Option<Tensor<1, Int>>| -> Result<bool, OpError> {
+            let wanted = of(first).map(words_of).transpose()?;
+            for part in parts {
+                if of(part).map(words_of).transpose()? != wanted {
+                    return Ok(false);
+                }
+            }
+            Ok(true)
+        };
+        let nested_book = |part: &Self| part.nested_book.as_ref().map(Param::val);
+        if !same(&|part| Some(part.book.val()))? || !same(&nested_book)? {
+            return Err(OpError::Books);
+        }
+        let scales = first.scales.is_some().then(|| {
+            cat(&|part| part.scales.as_ref().map(Param::val).expect("all are nested or none"))
+        });
+        let nested = nested_book(first).zip(scales);
+        let absmax =
+            cat(&|part| part.absmax.val().narrow(0, 0, (part.weight.absmax_bytes() / 4) as usize));
+        let codes = cat(&|part| part.codes.val());
+        Ok(Self::of_tensors(ctx, [codes, absmax, first.book.val()], nested, weight))
+    }
+
+    /// `[n, k]`.
+    pub const fn shape(&self) -> [usize; 2] {
+        [self.weight.n as usize, self.weight.k as usize]
+    }
+
+    /// Bytes on the device.
+    pub const fn bytes(&self) -> u64 {
+        self.weight.bytes()
+    }
+
+    /// Of codes, absmax and book. In a record the first two lie as files have them, so that a module whose
+    /// weights lie otherwise can load it.
+    fn of_tensors(
+        ctx: &Ctx,
+        [codes, absmax, book]: [Tensor<1, Int>; 3],
+        nested: Option<(Tensor<1, Int>, Tensor<1, Int>)>,
+        weight: Weight,
+    ) -> Self {
+        let frozen = |tensor: Tensor<1, Int>| Param::initialized(ParamId::new(), tensor);
+        let ordered = |tensor, which| {
+            let (param, rows) = (frozen(tensor), Weight { order: Order::Rows, ..weight });
+            let (save, load) = (ctx.clone(), ctx.clone());
+            let turned = |made: Result<_, OpError>| {
+                made.unwrap_or_else(|e| panic!("a record has no place for an error: {e}"))
+            };
+            param
+                .save_mapper(move |t| {
+                    let rows = turned(turn(&save, t, which, weight, Order::Rows));
+                    if matches!(which, Part::Absmax) { padded(rows, weight) } else { rows }
+                })
+                .load_mapper(move |t| turned(turn(&load, t, which, rows, weight.order)))
+        };
+        let (nested_book, scales) = nested.unzip();
+        Self {
+            codes: ordered(codes, Part::Codes),
+            absmax: ordered(padded(absmax, weight), Part::Absmax),
+            book: frozen(book),
+            nested_book: nested_book.map(frozen),
+            scales: scales.map(frozen),
+            weight,
+        }
+    }
+
+    fn of_words(ctx: &Ctx, words: Words<Dispatch>, weight: Weight) -> Self {
+        let Words { codes, absmax, book, nested_book, scales } = words;
+        let [codes, absmax, book, nested_book, scales] =
+            [codes, absmax, book, nested_book, scales].map(Tensor::<1, Int>::from_dispatch);
+        let nested = weight.nested.then_some((nested_book, scales));
+        Self::of_tensors(ctx, [codes, absmax, book], nested, weight)
+    }
+
+    fn words(&self) -> Words<Dispatch> {
+        let word = |param: &Param<Tensor<1, Int>>| param.val().into_dispatch();
+        let or_book =
+            |param: &Option<Param<Tensor<1, Int>>>| param.as_ref().unwrap_or(&self.book).clone();
+        Words {
+            codes: word(&self.codes),
+            absmax: word(&self.absmax),
+            book: word(&self.book),
+            nested_book: word(&or_book(&self.nested_book)),
+            scales: word(&or_book(&self.scales)),
+        }
+    }
+
+    /// In tiles where there are instructions that take them and the shape divides so.
+    fn in_best_order(self, ctx: &Ctx, device: &Device) -> Result<Self, OpError> {
+        let device = match device.clone().inner().as_dispatch() {
+            DispatchDevice::Cube(raw) => ctx.device(raw)?,
+            other => return Err(OpError::Device(format!("{other:?}"))),
+        };
+        match self.weight.ordered(Order::Tiles) {
+            Ok(_) if device.backend() == Backend::Cuda => self.reordered(ctx, Order::Tiles),
+            _ => Ok(self),
+        }
+    }
+
+    fn reordered(&self, ctx: &Ctx, order: Order) -> Result<Self, OpError> {
+        if self.weight.order == order {
+            return Ok(self.clone());
+        }
+        let part = |param: &Param<Tensor<1, Int>>, which| {
+            turn(ctx, param.val(), which, self.weight, order)
+        };
+        let codes = part(&self.codes, Part::Codes)?;
+        let absmax = part(&self.absmax, Part::Absmax)?;
+        let value = |param: &Option<Param<Tensor<1, Int>>>| param.as_ref().map(Param::val);
+        let nested = value(&self.nested_book).zip(value(&self.scales));
+        let weight = Weight { order, ..self.weight };
+        Ok(Self::of_tensors(ctx, [codes, absmax, self.book.val()], nested, weight))
+    }
+}
+
+/// Absmax with as many words as the weight has of it in either order, so that a record fits a module of
+/// both: in tiles a block of more than 64 elements has several.
+fn padded(absmax: Tensor<1, Int>, weight: Weight) -> Tensor<1, Int> {
+    let tiles = weight.ordered(Order::Tiles).unwrap_or(weight);
+    let missing = (tiles.absmax_bytes() / 4) as usize - absmax.dims()[0];
+    if missing == 0 {
+        return absmax;
+    }
+    let zeros = Tensor::zeros([missing], (&absmax.device(), burn::tensor::DType::I32));
+    Tensor::cat(vec![absmax, zeros], 0)
+}
+
+/// Codes or absmax of a weight in another order.
+fn turn(
+    ctx: &Ctx,
+    part: Tensor<1, Int>,
+    which: Part,
+    weight: Weight,
+    order: Order,
+) -> Result<Tensor<1, Int>, OpError> {
+    if weight.order == order {
+        return Ok(part);
+    }
+    let (call, part) = (Call::of(ctx), part.into_dispatch());
+    let made = <Dispatch as Nf4Ops>::nf4_reorder(part, which, weight, order, call.clone());
+    match call.failed() {
+        None => Ok(Tensor::from_dispatch(made)),
+        Some(e) => Err(e),
+    }
+}
+
+/// The weight of a shape, row by row.
+fn target(shape: [usize; 2], block_size: u32, nested: bool) -> Result<Weight, OpError> {
+    let [n, k] = shape.map(|size| u32::try_from(size).map_err(|_| OpError::TooLarge(size)));
+    Ok(Weight::new(n?, k?, block_size, nested)?)
+}
+
+/// Bytes as whole words on the device.
+fn upload(bytes: &[u8], device: &Device) -> Tensor<1, Int> {
+    let word = |chunk: &[u8]| {
+        let mut word = [0; 4];
+        word[..chunk.len()].copy_from_slice(chunk);
+        i32::from_le_bytes(word)
+    };
+    let words: Vec<i32> = bytes.chunks(4).map(word).collect();
+    let len = words.len();
+    let data = TensorData::new(words, [len]);
+    Tensor::from_data(data, (device, burn::tensor::DType::I32))
+}
+
+fn words_of(tensor: Tensor<1, Int>) -> Result<Vec<i32>, OpError> {
+    let data = tensor.into_data();
+    data.try_to_vec::<i32>().map_err(|e| OpError::Device(format!("{e:?}")))
+}
+
+fn download(param: &Param<Tensor<1, Int>>) -> Result<Vec<u8>, OpError> {
+    Ok(words_of(param.val())?.into_iter().flat_map(i32::to_le_bytes).collect())
+}
+
+fn floats(param: &Param<Tensor<1, Int>>) -> Result<Vec<f32>, OpError> {
+    let bits = words_of(param.val())?;
+    Ok(bits.into_iter().map(|word| f32::from_bits(word.cast_unsigned())).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Distribution;
+
+    use super::*;
+
+    #[test]
+    fn a_record_does_not_depend_on_the_order_of_its_weight() {
+        let (device, ctx) = (Device::cpu(), Ctx::default());
+        let options = Nf4Options { block_size: 128, nested: true, fp4: false };
+        let make = || {
+            let dense = Tensor::<2>::random([32, 512], Distribution::Default, &device);
+            Nf4Weight::quantize(&ctx, dense, options).expect("finite")
+        };
+        let rows = make();
+        assert_eq!(rows.weight.order, Order::Rows);
+        let host = rows.to_host(&ctx).expect("one weight");
+        let tiles = rows.reordered(&ctx, Order::Tiles).expect("whole tiles");
+        assert!(words_of(tiles.codes.val()).ok() != words_of(rows.codes.val()).ok());
+        assert!(tiles.to_host(&ctx).expect("one weight") == host);
+        let other = || make().reordered(&ctx, Order::Tiles).expect("whole tiles");
+        let loaded = make().load_record(tiles.clone().into_record());
+        assert!(loaded.to_host(&ctx).expect("one weight") == host);
+        let loaded = other().load_record(rows.into_record());
+        assert!(loaded.to_host(&ctx).expect("one weight") == host);
+        let loaded = other().load_record(tiles.into_record());
+        assert!(loaded.to_host(&ctx).expect("one weight") == host);
+    }
+}

@@ -1,0 +1,399 @@
+//! The kernels of 4-bit weights behind Burn's dispatch, and the gradient of a product with one.
+
+use std::fmt;
+
+use arch::{DType, Device};
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{
+    Autodiff, AutodiffBackend, Backend, ExtensionType, TensorMetadata, backend_extension,
+};
+use burn::tensor::Shape;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::server::Handle;
+use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
+use kernels::nf4::{
+    CodeBook, DequantizeOperands, DequantizeProblem, NestedBuffers, Nf4Dequantize, Nf4Matmul,
+    Nf4MatmulOperands, Nf4MatmulProblem, Order, Weight, WeightBuffers, quantize, reorder_absmax,
+    reorder_codes,
+};
+use tune::Kernel;
+
+use crate::call::{Call, Optional};
+use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
+use crate::{Ctx, OpError};
+
+/// The buffers of a weight as integer tensors; where absmax is not nested, the last two are the book again.
+#[derive(Clone, ExtensionType)]
+pub(crate) struct Words<B: Backend> {
+    pub(crate) codes: IntTensor<B>,
+    pub(crate) absmax: IntTensor<B>,
+    pub(crate) book: IntTensor<B>,
+    pub(crate) nested_book: IntTensor<B>,
+    pub(crate) scales: IntTensor<B>,
+}
+
+/// What remains of a product without its tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Nf4Spec {
+    pub(crate) weight: Weight,
+    pub(crate) dtype: DType,
+    pub(crate) activation: Option<Activation>,
+    pub(crate) glu: bool,
+}
+
+/// What of a weight lies in an order.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Part {
+    Codes,
+    Absmax,
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait Nf4Ops: Backend {
+    /// x is `[m, k]`, and everything else that of a validated call.
+    fn nf4_product(
+        x: FloatTensor<Self>,
+        #[extension_type] words: Words<Self>,
+        #[extension_type] bias: Optional<Self>,
+        #[extension_type] gate: Optional<Self>,
+        #[extension_type] residual: Optional<Self>,
+        spec: Nf4Spec,
+        call: Call,
+    ) -> FloatTensor<Self>;
+
+    /// The dense weight `[n, k]`.
+    fn nf4_dequantize(
+        #[extension_type] words: Words<Self>,
+        weight: Weight,
+        dtype: DType,
+        call: Call,
+    ) -> FloatTensor<Self>;
+
+    /// `values` as `weight`, which lies in rows.
+    fn nf4_quantize(
+        values: FloatTensor<Self>,
+        weight: Weight,
+        book: CodeBook,
+        call: Call,
+    ) -> Words<Self>;
+
+    /// Part of the same weight in another order, which is valid.
+    fn nf4_reorder(
+        part: IntTensor<Self>,
+        which: Part,
+        weight: Weight,
+        order: Order,
+        call: Call,
+    ) -> IntTensor<Self>;
+}
+
+impl Words<CubeBackend> {
+    fn buffers(&self, weight: Weight) -> WeightBuffers {
+        let handle = |t: &CubeTensor| into_contiguous(t.clone()).handle;
+        WeightBuffers {
+            codes: handle(&self.codes),
+            absmax: handle(&self.absmax),
+            book: handle(&self.book),
+            nested: weight.nested.then(|| NestedBuffers {
+                book: handle(&self.nested_book),
+                scales: handle(&self.scales),
+            }),
+        }
+    }
+
+    /// The buffers of `weight`, on the device of `like`.
+    fn of(buffers: WeightBuffers, weight: Weight, like: &CubeTensor) -> Self {
+        let tensor = |handle, words| words_at(handle, words, like);
+        let book = tensor(buffers.book, 16);
+        let (nested_book, scales) = match buffers.nested {
+            Some(nested) => (tensor(nested.book, 256), tensor(nested.scales, 2 * weight.groups())),
+            None => (book.clone(), book.clone()),
+        };
+        Self {
+            codes: tensor(buffers.codes, weight.words()),
+            absmax: tensor(buffers.absmax, weight.absmax_bytes() / 4),
+            book,
+            nested_book,
+            scales,
+        }
+    }
+}
+
+impl Nf4Ops for CubeBackend {
+    fn nf4_product(
+        x: CubeTensor,
+        words: Words<Self>,
+        bias: Optional<Self>,
+        gate: Optional<Self>,
+        residual: Optional<Self>,
+        spec: Nf4Spec,
+        call: Call,
+    ) -> CubeTensor {
+        let x = into_contiguous(x);
+        let m = x.meta.shape()[0];
+        let n = spec.weight.n as usize / if spec.glu { 2 } else { 1 };
+        let out = empty_like(&x, [m, n], spec.dtype);
+        let [bias, gate, residual] = [bias, gate, residual]
+            .map(|part| part.into_option().map(|tensor| into_contiguous(tensor).handle));
+        let buffers = EpilogueBuffers { bias, gate, residual };
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let problem = problem(m, &spec, &buffers)?;
+            let config = call.ctx.config::<Nf4Matmul>(&device, &problem)?;
+            let operands = Nf4MatmulOperands {
+                x: x.handle.clone(),
+                weight: words.buffers(spec.weight),
+                out: out.handle.clone(),
+                epilogue: buffers,
+            };
+            let scratch = Nf4Matmul::scratch(&device, &problem, &config);
+            Nf4Matmul::launch(&device, &problem, &config, &operands, scratch.as_ref());
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+
+    fn nf4_dequantize(words: Words<Self>, weight: Weight, dtype: DType, call: Call) -> CubeTensor {
+        let out = empty_like(&words.codes, [weight.n as usize, weight.k as usize], dtype);
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let problem = DequantizeProblem { weight, out: dtype };
+            let config = call.ctx.config::<Nf4Dequantize>(&device, &problem)?;
+            let operands =
+                DequantizeOperands { weight: words.buffers(weight), out: out.handle.clone() };
+            Nf4Dequantize::launch(&device, &problem, &config, &operands, None);
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+
+    fn nf4_quantize(values: CubeTensor, weight: Weight, book: CodeBook, call: Call) -> Words<Self> {
+        let values = into_contiguous(values);
+        let dtype = crate::call::float_of(values.dtype).expect("validated");
+        let made = call
+            .ctx
+            .device(&values.device)
+            .and_then(|device: Device| Ok(quantize(&device, &values.handle, weight, dtype, book)?));
+        match made {
+            Ok(buffers) => Words::of(buffers, weight, &values),
+            Err(e) => {
+                call.fail(e);
+                // Never seen: the caller asks for the failure first.
+                let nothing = || empty_like(&values, [0], DType::F32);
+                let [codes, absmax, book] = [nothing(), nothing(), nothing()];
+                Words { codes, absmax, book, nested_book: nothing(), scales: nothing() }
+            }
+        }
+    }
+
+    fn nf4_reorder(
+        part: CubeTensor,
+        which: Part,
+        weight: Weight,
+        order: Order,
+        call: Call,
+    ) -> CubeTensor {
+        let part = into_contiguous(part);
+        let device = match call.ctx.device(&part.device) {
+            Ok(device) => device,
+            Err(e) => {
+                call.fail(e);
+                return part;
+            }
+        };
+        let ordered = Weight { order, ..weight };
+        let (handle, words) = match which {
+            Part::Codes => (reorder_codes(&device, weight, &part.handle, order), ordered.words()),
+            Part::Absmax => {
+                let made = reorder_absmax(&device, weight, &part.handle, order);
+                (made, ordered.absmax_bytes() / 4)
+            }
+        };
+        words_at(handle, words, &part)
+    }
+}
+
+/// So many words as a tensor on the device of `like`.
+fn words_at(handle: Handle, words: u64, like: &CubeTensor) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    let shape = Shape::new([words as usize]);
+    CubeTensor::new_contiguous(client, device, shape, handle, burn::tensor::DType::I32)
+}
+
+fn problem(m: usize, spec: &Nf4Spec, parts: &EpilogueBuffers) -> Result<Nf4MatmulProblem, OpError> {
+    let m = u32::try_from(m).map_err(|_| OpError::TooLarge(m))?;
+    let epilogue = Epilogue {
+        bias: parts.bias.is_some(),
+        activation: spec.activation,
+        gate: parts.gate.is_some(),
+        residual: parts.residual.is_some(),
+    };
+    let plain = Nf4MatmulProblem::new(m, spec.weight, spec.dtype)?;
+    let problem = if spec.glu { plain.gated_by_half()? } else { plain };
+    Ok(Nf4MatmulProblem { epilogue, ..problem })
+}
+
+fn empty_like<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    let dtype = crate::matmul::float_dtype(dtype).into();
+    empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
+}
+
+/// Parents of a product's node: x, and bias or once more x where there is none.
+#[derive(Debug)]
+struct Product;
+
+/// What the gradients need: nothing of the weight's dense shape.
+#[derive(Clone)]
+struct Saved<B: Backend> {
+    words: Words<B>,
+    spec: Nf4Spec,
+    biased: bool,
+    ctx: Ctx,
+}
+
+impl<B: Backend> fmt::Debug for Saved<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Saved").field("spec", &self.spec).finish_non_exhaustive()
+    }
+}
+
+impl<B: Nf4Ops + MatmulOps> Backward<B, 2> for Product {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Saved<B>, 2>,
+        gradients: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let [to_x, to_bias] = ops.parents;
+        let Saved { words, spec, biased, ctx } = ops.state;
+        let dout = gradients.consume::<B>(&ops.node);
+        if let Some(node) = to_x {
+            let call = Call::of(&ctx);
+            let dense = B::nf4_dequantize(words, spec.weight, spec.dtype, call.clone());
+            // Burn's backward pass has no way to return an error.
+            if let Some(e) = call.failed() {
+                panic!("the gradient of a product failed: {e}");
+            }
+            let gradient = product_of::<B>(dout.clone(), dense, spec.dtype, &ctx);
+            gradients.register::<B>(node.id, gradient);
+        }
+        if let (Some(node), true) = (to_bias, biased) {
+            gradients.register::<B>(node.id, summed_over_rows::<B>(dout));
+        }
+    }
+}
+
+impl<B: Nf4Ops + MatmulOps, C: CheckpointStrategy> Nf4Ops for Autodiff<B, C> {
+    fn nf4_product(
+        x: FloatTensor<Self>,
+        words: Words<Self>,
+        bias: Optional<Self>,
+        gate: Optional<Self>,
+        residual: Optional<Self>,
+        spec: Nf4Spec,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
+        let tensors = [Some(&x), bias.as_ref(), gate.as_ref(), residual.as_ref()];
+        if !tensors.into_iter().flatten().any(|t| t.is_tracked()) {
+            let inner = |t: Option<FloatTensor<Self>>| Optional::of(t.map(Self::inner));
+            let (bias, gate, residual) = (inner(bias), inner(gate), inner(residual));
+            let (x, words) = (Self::inner(x), inner_words(words));
+            return Self::from_inner(B::nf4_product(x, words, bias, gate, residual, spec, call));
+        }
+        if spec.glu || spec.activation.is_some() || gate.is_some() || residual.is_some() {
+            let bare = Nf4Spec { activation: None, glu: false, ..spec };
+            let (bias, absent) = (Optional::of(bias), || Optional::Absent);
+            let sum = Self::nf4_product(x, words, bias, absent(), absent(), bare, call);
+            return finish_gated::<Self>(sum, gate, residual, &spec);
+        }
+        let biased = bias.is_some();
+        let words = inner_words(words);
+        let second = bias.as_ref().unwrap_or(&x).node();
+        let saved = Saved { words: words.clone(), spec, biased, ctx: call.ctx.clone() };
+        let bias = Optional::of(bias.map(|b| b.into_primitive()));
+        let multiply = |x: FloatTensor<Self>| {
+            let (x, absent) = (x.into_primitive(), || Optional::Absent);
+            B::nf4_product(x, words, bias, absent(), absent(), spec, call)
+        };
+        match Product.prepare::<C>([x.node(), second]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(saved, multiply(x)),
+            OpsKind::UnTracked(prep) => prep.finish(multiply(x)),
+        }
+    }
+
+    fn nf4_dequantize(
+        words: Words<Self>,
+        weight: Weight,
+        dtype: DType,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::nf4_dequantize(inner_words(words), weight, dtype, call))
+    }
+
+    fn nf4_quantize(
+        values: FloatTensor<Self>,
+        weight: Weight,
+        book: CodeBook,
+        call: Call,
+    ) -> Words<Self> {
+        outer_words(B::nf4_quantize(Self::inner(values), weight, book, call))
+    }
+
+    fn nf4_reorder(
+        part: IntTensor<Self>,
+        which: Part,
+        weight: Weight,
+        order: Order,
+        call: Call,
+    ) -> IntTensor<Self> {
+        B::nf4_reorder(part, which, weight, order, call)
+    }
+}
+
+fn inner_words<B: Backend, C: CheckpointStrategy>(words: Words<Autodiff<B, C>>) -> Words<B> {
+    let Words { codes, absmax, book, nested_book, scales } = words;
+    Words { codes, absmax, book, nested_book, scales }
+}
+
+fn outer_words<B: Backend, C: CheckpointStrategy>(words: Words<B>) -> Words<Autodiff<B, C>> {
+    let Words { codes, absmax, book, nested_book, scales } = words;
+    Words { codes, absmax, book, nested_book, scales }
+}
+
+/// The rest of an epilogue, by ordinary ops; `sum` has the columns of both matrices of two.
+fn finish_gated<B: Backend>(
+    sum: FloatTensor<B>,
+    gate: Option<FloatTensor<B>>,
+    residual: Option<FloatTensor<B>>,
+    spec: &Nf4Spec,
+) -> FloatTensor<B> {
+    if !spec.glu {
+        return finish::<B>(sum, spec.activation, gate, residual);
+    }
+    let [m, both] = [sum.shape()[0], sum.shape()[1]];
+    let half = |from: usize| {
+        let slices = [(0..m).into(), (from..from + both / 2).into()];
+        B::float_slice(sum.clone(), &slices)
+    };
+    let first = finish::<B>(half(0), spec.activation, gate, None);
+    let out = B::float_mul(first, half(both / 2));
+    match residual {
+        Some(residual) => B::float_add(out, residual),
+        None => out,
+    }
+}

@@ -1,0 +1,259 @@
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::LinearConfig;
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use ops::{
+    Activation, Ctx, Epilogue, HostAbsmax, HostNf4, Nf4Linear, Nf4Options, Nf4Weight, OpError,
+    linear, nf4_glu, nf4_linear,
+};
+use reference::{Distribution, FourBit, Layout, Matmul, fill, nf4};
+
+use crate::{close, tensor, values};
+
+fn product(m: usize, n: usize, k: usize) -> Matmul {
+    Matmul::contiguous(&[], [m, n, k], Layout::Row, Layout::Col, reference::DType::F32)
+}
+
+fn quantized(ctx: &Ctx, weight: Tensor<2>) -> (Nf4Weight, Vec<f32>) {
+    let made = Nf4Weight::quantize(ctx, weight, Nf4Options::default()).expect("finite");
+    let dense = made.dequantize(ctx, FloatDType::F32).expect("f32");
+    assert_eq!(dense.dims(), made.shape());
+    (made, values(dense))
+}
+
+#[test]
+fn a_weight_comes_back_as_files_have_it() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    for (shape, block_size, nested, fp4) in [
+        ([24, 40], 64, false, false),
+        ([320, 64], 64, true, false),
+        ([7, 13], 32, true, true),
+        ([48, 512], 128, true, false),
+    ] {
+        let input = fill(3, shape.iter().product(), Distribution::Normal);
+        let dense = Tensor::<2>::from_data(TensorData::new(input.clone(), shape), &device);
+        let options = Nf4Options { block_size, nested, fp4 };
+        let made = Nf4Weight::quantize(&ctx, dense, options).expect("finite");
+        let host = made.to_host(&ctx).expect("one weight");
+        let book = if fp4 { FourBit::Fp4 } else { FourBit::Nf4 };
+        let want = book.quantize(&input, block_size as usize).expect("finite");
+        assert_eq!((host.shape, host.book), (shape, book.code_book()));
+        let wrong = book.disagreement(&input, block_size as usize, &host.codes, 2);
+        assert_eq!(wrong.expect("as many codes"), None);
+        let absmax = match &host.absmax {
+            HostAbsmax::Plain(absmax) => absmax.clone(),
+            HostAbsmax::Nested { codes, book, scales, offset } => {
+                assert_eq!(*offset, nf4::mean(&want.absmax));
+                nf4::unnest(book, codes, scales, *offset).expect("a scale for 256")
+            }
+        };
+        if !nested {
+            assert_eq!(absmax, want.absmax);
+        }
+        let len = input.len();
+        let meant = nf4::dequantize(&host.book, &host.codes, &absmax, block_size as usize, len);
+        let again = Nf4Weight::from_host(&ctx, &host, &device).expect("as it was");
+        let dense = again.dequantize(&ctx, FloatDType::F32).expect("f32");
+        assert_eq!(values(dense), meant.expect("as many"));
+        assert!(again.to_host(&ctx).expect("one weight") == host);
+        assert_eq!(again.bytes(), made.bytes());
+        // A record holds it in this order too.
+        let empty = Nf4Weight::quantize(&ctx, Tensor::zeros(shape, &device), options);
+        let loaded = empty.expect("finite").load_record(made.into_record());
+        assert!(loaded.to_host(&ctx).expect("one weight") == host);
+    }
+}
+
+#[test]
+fn products_are_those_of_the_dense_weight() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let (n, k) = (24, 72);
+    let (weight, dense) = quantized(&ctx, tensor([n, k], 1, &device));
+    let x = tensor::<3>([2, 3, k], 2, &device);
+    let (b, g) = (tensor::<1>([n], 3, &device), tensor::<3>([2, 3, n], 4, &device));
+    let r = tensor::<3>([2, 3, n], 5, &device);
+    let (xs, bs) = (values(x.clone()), values(b.clone()));
+    let (gs, rs) = (values(g.clone()), values(r.clone()));
+    let out = nf4_linear(&ctx, x.clone(), &weight, Epilogue::default()).expect("valid");
+    assert_eq!(out.dims(), [2, 3, n]);
+    let want = product(6, n, k).run(&xs, &dense, reference::Epilogue::NONE).expect("sizes");
+    close(&values(out), &want, "bare");
+    let epilogue = Epilogue {
+        bias: Some(b),
+        activation: Some(Activation::Silu),
+        gate: Some(g),
+        residual: Some(r),
+        ..Epilogue::default()
+    };
+    let out = nf4_linear(&ctx, x.clone(), &weight, epilogue.clone()).expect("valid");
+    let theirs = reference::Epilogue {
+        bias: Some(&bs),
+        activation: Some(reference::Activation::Silu),
+        up: None,
+        gate: Some(&gs),
+        residual: Some(&rs),
+    };
+    let want = product(6, n, k).run(&xs, &dense, theirs).expect("sizes");
+    close(&values(out), &want, "all");
+    // A view with other strides.
+    let turned = Tensor::<3>::from_data(x.swap_dims(0, 2).into_data(), &device).swap_dims(0, 2);
+    close(&values(nf4_linear(&ctx, turned, &weight, epilogue).expect("valid")), &want, "strides");
+}
+
+#[test]
+fn weights_are_joined_and_gate_one_another() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    // 16384 elements each: whole nested groups.
+    let (n, k) = (64, 256);
+    let (gate, gates) = quantized(&ctx, tensor([n, k], 1, &device));
+    let (up, ups) = quantized(&ctx, tensor([n, k], 2, &device));
+    let both = Nf4Weight::join(&ctx, &[&gate, &up]).expect("whole groups");
+    assert_eq!(both.shape(), [2 * n, k]);
+    let x = tensor::<2>([3, k], 3, &device);
+    let (b, r) = (tensor::<1>([2 * n], 4, &device), tensor::<2>([3, n], 5, &device));
+    let (xs, bs, rs) = (values(x.clone()), values(b.clone()), values(r.clone()));
+    let epilogue = Epilogue {
+        bias: Some(b),
+        activation: Some(Activation::GeluTanh),
+        residual: Some(r),
+        ..Epilogue::default()
+    };
+    let theirs = reference::Epilogue {
+        bias: Some(&bs[..n]),
+        activation: Some(reference::Activation::GeluTanh),
+        up: Some(reference::Up { rhs: &ups, bias: Some(&bs[n..]) }),
+        gate: None,
+        residual: Some(&rs),
+    };
+    let want = product(3, n, k).run(&xs, &gates, theirs).expect("sizes");
+    let out = nf4_glu(&ctx, x.clone(), &both, epilogue.clone()).expect("valid");
+    close(&values(out), &want, "fused");
+    // By ordinary ops, where a gradient is asked for.
+    let tracked = Tensor::<2>::from_data(x.into_data(), &device.clone().autodiff()).require_grad();
+    let lifted = |t: Tensor<2>| Tensor::<2>::from_data(t.into_data(), &tracked.device());
+    let epilogue = Epilogue {
+        bias: epilogue.bias.map(|b| Tensor::from_data(b.into_data(), &tracked.device())),
+        residual: epilogue.residual.map(lifted),
+        ..epilogue
+    };
+    let out = nf4_glu(&ctx, tracked.clone(), &both, epilogue).expect("valid");
+    close(&values(out.clone()), &want, "by ops");
+    let gradient = tracked.grad(&out.sum().backward()).expect("x is tracked");
+    assert!(values(gradient).iter().all(|v| v.is_finite() && *v != 0.0));
+
+    let offsets = both.to_host(&ctx).expect_err("two offsets");
+    assert!(matches!(offsets, OpError::Joined));
+    let (small, _) = quantized(&ctx, tensor([n / 2, k], 1, &device));
+    let half = Nf4Weight::join(&ctx, &[&small, &gate]).expect_err("half a group");
+    assert!(matches!(half, OpError::Weight(_)), "{half}");
+    let options = Nf4Options { fp4: true, ..Nf4Options::default() };
+    let other = Nf4Weight::quantize(&ctx, tensor([n, k], 1, &device), options).expect("finite");
+    assert!(matches!(Nf4Weight::join(&ctx, &[&gate, &other]), Err(OpError::Books)));
+}
+
+#[test]
+fn gradients_are_those_of_a_dense_layer() {
+    let (plain, ctx) = (Device::cpu(), Ctx::default());
+    let device = plain.clone().autodiff();
+    let (n, k) = (24, 72);
+    let (weight, dense) = quantized(&ctx, tensor([n, k], 1, &plain));
+    let of = |t: Tensor<2>| Tensor::<2>::from_data(t.into_data(), &device);
+    let dense = Tensor::<2>::from_data(TensorData::new(dense, [n, k]), &device);
+    let (x, g) = (tensor::<2>([5, k], 2, &plain), tensor::<2>([5, n], 3, &plain));
+    let (b, weights) = (tensor::<1>([n], 4, &plain), of(tensor([5, n], 6, &plain)));
+    for activation in [None, Some(Activation::Silu)] {
+        let run = |quantized: bool| {
+            let x = of(x.clone()).require_grad();
+            let b = Tensor::<1>::from_data(b.clone().into_data(), &device).require_grad();
+            let gate = activation.map(|_| of(g.clone()).require_grad());
+            let epilogue =
+                Epilogue { bias: Some(b.clone()), activation, gate, ..Epilogue::default() };
+            let y = match quantized {
+                true => nf4_linear(&ctx, x.clone(), &weight, epilogue),
+                false => linear(&ctx, x.clone(), dense.clone().transpose(), epilogue),
+            };
+            let all = (y.expect("valid") * weights.clone()).sum().backward();
+            let grads = (x.grad(&all).expect("tracked"), b.grad(&all).expect("tracked"));
+            (values(grads.0), values(grads.1))
+        };
+        let (ours, theirs) = (run(true), run(false));
+        let wide = |v: Vec<f32>| v.into_iter().map(f64::from).collect::<Vec<_>>();
+        close(&ours.0, &wide(theirs.0), "dx");
+        close(&ours.1, &wide(theirs.1), "dbias");
+    }
+}
+
+/// The lengths of a module's floating-point parameters.
+struct Floats(Vec<usize>);
+
+impl ModuleVisitor for Floats {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(param.val().shape().num_elements());
+    }
+}
+
+#[test]
+fn a_layer_of_burns_becomes_one_in_4_bits() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let dense = LinearConfig::new(72, 24).init(&device);
+    let x = tensor::<2>([4, 72], 1, &device);
+    let exact = values(dense.forward(x.clone()));
+    let layer = Nf4Linear::of(&ctx, dense, Nf4Options::default()).expect("finite");
+    let weight = layer.weight.dequantize(&ctx, FloatDType::F32).expect("f32");
+    let bias = values(layer.bias.as_ref().map(Param::val).expect("Burn's has one"));
+    let epilogue = reference::Epilogue::bias(&bias);
+    let want = product(4, 24, 72).run(&values(x.clone()), &values(weight), epilogue);
+    let got = values(layer.forward(x.clone()).expect("valid"));
+    close(&got, &want.expect("sizes"), "layer");
+    // Four bits are near sixteen: by a tenth of the size of the results.
+    let size = exact.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+    assert!(got.iter().zip(&exact).all(|(g, e)| (g - e).abs() < 0.1 * size));
+    let silu = layer.forward_activated(x, Activation::Silu).expect("valid");
+    let silu = values(silu);
+    assert!(silu.iter().zip(&got).all(|(s, v)| (s - v / (1.0 + (-v).exp())).abs() < 1e-5));
+    // What trains is the bias alone.
+    let mut floats = Floats(Vec::new());
+    layer.visit(&mut floats);
+    assert_eq!(floats.0, [24]);
+}
+
+#[test]
+fn what_is_no_weight_is_refused() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let quantize = |values: Vec<f32>, shape: [usize; 2], block_size| {
+        let dense = Tensor::<2>::from_data(TensorData::new(values, shape), &device);
+        let options = Nf4Options { block_size, ..Nf4Options::default() };
+        Nf4Weight::quantize(&ctx, dense, options)
+    };
+    for special in [f32::NAN, f32::INFINITY] {
+        let error = quantize(vec![1.0, special], [1, 2], 64).expect_err("not finite");
+        assert!(matches!(error, OpError::Quantize(_)), "{error}");
+    }
+    assert!(matches!(quantize(vec![1.0; 96], [2, 48], 48), Err(OpError::Weight(_))));
+    let weight = quantize(vec![1.0; 96], [2, 48], 64).expect("finite");
+    let host = weight.to_host(&ctx).expect("one weight");
+    let short = HostNf4 { codes: host.codes[1..].to_vec(), ..host.clone() };
+    let error = Nf4Weight::from_host(&ctx, &short, &device).expect_err("47 bytes");
+    assert!(error.to_string().starts_with("codes has shape [47]"), "{error}");
+    let absmax = HostAbsmax::Plain(vec![1.0]);
+    let error = Nf4Weight::from_host(&ctx, &HostNf4 { absmax, ..host }, &device);
+    assert!(error.expect_err("one of two blocks").to_string().starts_with("absmax"));
+    let run = |x: Tensor<2>, epilogue| nf4_linear(&ctx, x, &weight, epilogue);
+    let x = || tensor::<2>([3, 48], 1, &device);
+    assert!(matches!(
+        run(tensor([3, 47], 1, &device), Epilogue::default()),
+        Err(OpError::Depth { .. })
+    ));
+    let half = Epilogue { out: Some(FloatDType::F16), ..Epilogue::default() };
+    assert!(matches!(run(x(), half), Err(OpError::DType { what: "the result", .. })));
+    let tf32 = Epilogue { tf32: true, ..Epilogue::default() };
+    assert!(matches!(run(x(), tf32), Err(OpError::NoTf32)));
+    let bias = Epilogue { bias: Some(tensor([3], 1, &device)), ..Epilogue::default() };
+    assert!(matches!(run(x(), bias), Err(OpError::Shape { what: "bias", .. })));
+    let odd = quantize(vec![1.0; 144], [3, 48], 64).expect("finite");
+    let error = nf4_glu(&ctx, x(), &odd, Epilogue::default()).expect_err("three rows");
+    assert!(matches!(error, OpError::Matmul(_)), "{error}");
+    assert_eq!(
+        run(tensor([0, 48], 1, &device), Epilogue::default()).expect("empty").dims(),
+        [0, 2]
+    );
+}
