@@ -526,6 +526,9 @@ fn check_cores(
     if c.block_n % c.vector != 0 || c.block_m % c.rows != 0 {
         return Err(shape("block_m", c.block_m, "not a multiple of the register block"));
     }
+    if c.block_k % c.vector != 0 {
+        return Err(shape("block_k", c.block_k, "the panel is packed in whole vectors"));
+    }
     if c.stack_bytes() > 256 << 10 {
         return Err(shape("block_k", c.block_k, "the panel outgrows a unit's stack"));
     }
@@ -648,12 +651,7 @@ impl Plan {
                         lhs_along_k: lhs_rows,
                         rhs_along_k: !rhs_rows,
                     }),
-                    widths: [
-                        1,
-                        if rhs_rows { all_or_one(whole[1]) } else { 1 },
-                        all_or_one(whole[2]),
-                        1,
-                    ],
+                    widths: [1, all_or_one(whole[1]), all_or_one(whole[2]), 1],
                     part_tiles: 0,
                     streams: None,
                     units: (c.units, 1),

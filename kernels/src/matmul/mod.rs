@@ -84,7 +84,7 @@ impl Kernel for Matmul {
     type Operands = MatmulOperands;
 
     const NAME: &'static str = "matmul";
-    const VERSION: u32 = 4;
+    const VERSION: u32 = 5;
 
     fn bucket(problem: &MatmulProblem) -> String {
         problem.bucket()
