@@ -120,15 +120,17 @@ impl Writer {
         let index = *index.ok_or_else(|| Reason::Unexpected("what was planned").of(name))?;
         let slot = &mut self.slots[index];
         slot.plan.check(tensor).map_err(|reason| reason.of(name))?;
-        if std::mem::replace(&mut slot.written, true) {
+        if slot.written {
             return Err(Reason::Twice.of(name));
         }
         if slot.plan.shape.is_none() {
             slot.text = tensor.bytes.to_vec();
-            return Ok(());
+        } else {
+            let start = 8 + self.header_bytes + slot.start;
+            self.put(start, &tensor.bytes)?;
         }
-        let start = 8 + self.header_bytes + slot.start;
-        self.put(start, &tensor.bytes)
+        self.slots[index].written = true;
+        Ok(())
     }
 
     /// Writes the tensors of a weight.
