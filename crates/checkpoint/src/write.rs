@@ -47,10 +47,12 @@ struct Slot {
 }
 
 impl Plan {
+    /// A tensor whose shape is known.
     pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[usize]) -> Self {
         Self { name: name.into(), dtype, shape: Some(shape.to_vec()) }
     }
 
+    /// A text, which is a tensor of U8.
     pub fn text(name: impl Into<String>) -> Self {
         Self { name: name.into(), dtype: Dtype::U8, shape: None }
     }
