@@ -7,7 +7,7 @@ use arch::DType;
 use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
-use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
+use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
     QuantizeProblem, Weight,
@@ -352,12 +352,22 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         cases.push(Case { problem: Problem::Nf4Matmul(problem), peer: false });
         Ok(())
     };
+    let gated = |m, n, k, dtype| -> anyhow::Result<Case> {
+        let problem = Nf4MatmulProblem::new(m, weight(n, k)?, dtype)
+            .and_then(Nf4MatmulProblem::gated_by_half)
+            .context("a case of the suite is invalid")?;
+        let silu = Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() };
+        let problem = Nf4MatmulProblem { epilogue: silu, ..problem };
+        Ok(Case { problem: Problem::Nf4Matmul(problem), peer: false })
+    };
+    let mut pairs = Vec::new();
     let dtype = match scale {
         Scale::Host => {
             product(1, 4096, 4096, DType::F32)?;
             if suite != Suite::Quick {
                 product(8, 4096, 4096, DType::F32)?;
                 product(64, 4096, 4096, DType::F32)?;
+                pairs.push(gated(1, 8192, 4096, DType::F32)?);
             }
             DType::F32
         }
@@ -378,12 +388,18 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                     product(m, 1024, 4096, bf16)?;
                 }
                 product(1, 32000, 4096, bf16)?;
+                // Queries, keys and values of grouped heads; gate and up.
+                product(1, 6144, 4096, bf16)?;
+                for m in [1, 8, 16, 512] {
+                    pairs.push(gated(m, 28672, 4096, bf16)?);
+                }
                 product(8, 4096, 4096, bf16)?;
                 product(1, 14336, 4096, DType::F16)?;
             }
             bf16
         }
     };
+    cases.extend(pairs);
     // The order of back ends that have no use for tiles.
     let (n, k) = if scale == Scale::Gpu { (14336, 4096) } else { (4096, 4096) };
     let weight_in_rows = Weight { order: Order::Rows, ..weight(n, k)? };

@@ -317,6 +317,9 @@ impl Family for Nf4Matmul {
         if !epilogue.is_empty() {
             params.insert("epilogue".to_owned(), epilogue.join("+").into());
         }
+        if p.glu {
+            params.insert("glu".to_owned(), true.into());
+        }
         params
     }
 
@@ -342,7 +345,9 @@ impl Family for Nf4Matmul {
     }
 
     fn torch(p: &Nf4MatmulProblem) -> Option<Value> {
-        Some(bitsandbytes(Self::NAME, p.m, &p.weight, p.dtype))
+        let mut case = bitsandbytes(Self::NAME, p.m, &p.weight, p.dtype);
+        case["glu"] = p.glu.into();
+        Some(case)
     }
 }
 

@@ -155,6 +155,15 @@ def nf4(case, dtype):
     from bitsandbytes import matmul_4bit
 
     x = torch.randn((case["m"], case["k"]), device="cuda", dtype=dtype)
+    if case["glu"]:
+        half = dict(case, n=case["n"] // 2)
+        pairs = itertools.cycle(list(zip(weights(half, dtype), weights(half, dtype))))
+
+        def run():
+            gate, up = (matmul_4bit(x, c.t(), quant_state=s) for c, s in next(pairs))
+            torch.nn.functional.silu(gate) * up
+
+        return run
     turns = itertools.cycle(weights(case, dtype))
 
     def run():

@@ -7,6 +7,7 @@
 
 pub mod attention;
 pub mod ceiling;
+mod fits;
 pub mod matmul;
 pub mod nf4;
 mod tile;

@@ -105,7 +105,7 @@ pub(crate) fn shared_address(buffer: &mut [Vector<u32, Const<4>>]) -> u32 {
 
 /// Where a global buffer starts.
 #[cube]
-pub(crate) fn global_address<E: Numeric, N: Size>(buffer: &[Vector<E, N>]) -> u64 {
+pub(crate) fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     let address: u64;
     gpu_asm!(
         "cvta.to.global.u64 {a}, {p};",

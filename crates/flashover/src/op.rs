@@ -6,7 +6,8 @@ use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
 use kernels::attention::{AttentionOptions, Implementation, InvalidAttention};
 use kernels::matmul::{
-    Batches, Epilogue, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem, Precision,
+    Batches, Epilogue, EpilogueBuffers, InvalidMatmul, Layout, Matmul, MatmulOperands,
+    MatmulProblem, Precision,
 };
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -270,9 +271,10 @@ pub fn matmul(
         lhs: upload(device, &lhs_bytes),
         rhs: upload(device, &rhs_bytes),
         out: device.client().empty(bytes.next_multiple_of(4)),
-        bias: bias.map(|b| upload(device, b.bytes())),
-        gate: None,
-        residual: None,
+        epilogue: EpilogueBuffers {
+            bias: bias.map(|b| upload(device, b.bytes())),
+            ..EpilogueBuffers::default()
+        },
         rows: None,
     };
     let scratch = Matmul::scratch(device, &problem, &config);

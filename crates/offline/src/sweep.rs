@@ -155,6 +155,9 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     all.extend(instances_of::<Nf4Matmul>(arch, nf4s(), |p| {
         let mut name = format!("{} m{} {}", p.dtype, p.m, weight_name(&p.weight));
         p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
+        if p.glu {
+            name += " glu";
+        }
         name
     }));
     all
@@ -448,6 +451,16 @@ fn nf4s() -> Vec<Case<Nf4Matmul>> {
     }
     let half = Nf4MatmulProblem { dtype: DType::F16, ..product(1, weights()[0]) };
     cases.push(Case { problem: half, most: 1, clean: 1 });
+    // Two matrices that gate one another.
+    let silu = Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() };
+    for (m, weight, most) in [(1, weights()[0], 2), (1, weight, 1), (16, weights()[0], 2)]
+        .into_iter()
+        .chain([(64, weights()[0], 8), (1, weights()[2], 2)])
+    {
+        let gated = product(m, weight).gated_by_half().expect("halves are whole");
+        let problem = Nf4MatmulProblem { epilogue: silu, ..gated };
+        cases.push(Case { problem, most, clean: 1 });
+    }
     cases
 }
 

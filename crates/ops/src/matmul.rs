@@ -24,7 +24,9 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::matmul::{Activation, Matmul, MatmulOperands, MatmulProblem, Precision};
+use kernels::matmul::{
+    Activation, EpilogueBuffers, Matmul, MatmulOperands, MatmulProblem, Precision,
+};
 use tune::Kernel;
 
 use crate::call::{Call, Optional, on_cubecl};
@@ -262,9 +264,11 @@ impl MatmulOps for CubeBackend {
             lhs: lhs.handle,
             rhs: rhs.handle,
             out: out.handle.clone(),
-            bias: dense(bias),
-            gate: dense(gate),
-            residual: dense(residual),
+            epilogue: EpilogueBuffers {
+                bias: dense(bias),
+                gate: dense(gate),
+                residual: dense(residual),
+            },
             rows: None,
         };
         let launched = call.ctx.device(&out.device).and_then(|device| {

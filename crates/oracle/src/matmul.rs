@@ -2,8 +2,8 @@
 
 use arch::Device;
 use kernels::matmul::{
-    Activation, Batches, Epilogue, Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem,
-    Operand, Precision,
+    Activation, Batches, Epilogue, EpilogueBuffers, Layout, Matmul, MatmulConfig, MatmulOperands,
+    MatmulProblem, Operand, Precision,
 };
 use reference::{Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
@@ -113,9 +113,11 @@ pub fn check(
         lhs: upload(&stored.encode(&host.lhs)),
         rhs: upload(&stored.encode(&host.rhs)),
         out: upload(&vec![0xffu8; out_len * problem.out.size()]),
-        bias: part(&host.bias, stored),
-        gate: part(&host.gate, result),
-        residual: part(&host.residual, result),
+        epilogue: EpilogueBuffers {
+            bias: part(&host.bias, stored),
+            gate: part(&host.gate, result),
+            residual: part(&host.residual, result),
+        },
         rows: host.offsets.as_ref().map(|offsets| {
             let bytes: Vec<u8> = offsets.iter().flat_map(|o| o.to_le_bytes()).collect();
             upload(&bytes)
@@ -160,9 +162,9 @@ pub fn check_operands(
     let host = Host {
         lhs: read(&operands.lhs, lhs_len, stored)?,
         rhs: read(&operands.rhs, rhs_len, stored)?,
-        bias: part(&operands.bias, problem.bias_len(), stored)?,
-        gate: part(&operands.gate, out_len, result)?,
-        residual: part(&operands.residual, out_len, result)?,
+        bias: part(&operands.epilogue.bias, problem.bias_len(), stored)?,
+        gate: part(&operands.epilogue.gate, out_len, result)?,
+        residual: part(&operands.epilogue.residual, out_len, result)?,
         offsets: operands.rows.as_ref().map(|rows| words(device, rows, problem)).transpose()?,
     };
     verdict(device, problem, operands, &host, Some(seed))
@@ -195,6 +197,7 @@ fn verdict(
     let epilogue = reference::Epilogue {
         bias: host.bias.as_deref(),
         activation: problem.epilogue.activation.map(reference_activation),
+        up: None,
         gate: host.gate.as_deref(),
         residual: host.residual.as_deref(),
     };

@@ -4,12 +4,12 @@
 use arch::{DType, Device};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::matmul::{Activation, Epilogue};
+use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
 use kernels::nf4::{
     CodeBook, DequantizeConfig, DequantizeOperands, DequantizeProblem, NestedBuffers,
     Nf4Dequantize, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem, Nf4Quantize,
-    Order, QuantizeConfig, QuantizeOperands, QuantizeProblem, Weight, WeightBuffers, nest,
-    nested_values, reorder,
+    Order, QuantizeConfig, QuantizeOperands, QuantizeProblem, Weight, WeightBuffers, join, nest,
+    nested_values, reorder, split,
 };
 use reference::{Comparison, Distribution, FourBit, fill, nf4};
 use tune::Kernel;
@@ -270,7 +270,7 @@ pub fn check(
     let host = Host {
         x: make(x_len, 1)?,
         values: host.values.clone(),
-        bias: bias.then(|| make(dense.bias_len(), 2)).transpose()?,
+        bias: bias.then(|| make(p.bias_len(), 2)).transpose()?,
         gate: gate.then(|| make(out_len, 3)).transpose()?,
         residual: residual.then(|| make(out_len, 4)).transpose()?,
         quantized: Some(host),
@@ -281,11 +281,13 @@ pub fn check(
     let quantized = host.quantized.as_ref().expect("made above");
     let operands = Nf4MatmulOperands {
         x: upload(&host.x),
-        weight: quantized.upload(device, p.weight),
+        weight: rejoined(device, p, quantized.upload(device, p.weight))?,
         out: client.create_from_slice(&padded(&vec![0xffu8; out_len * p.dtype.size()])),
-        bias: part(&host.bias),
-        gate: part(&host.gate),
-        residual: part(&host.residual),
+        epilogue: EpilogueBuffers {
+            bias: part(&host.bias),
+            gate: part(&host.gate),
+            residual: part(&host.residual),
+        },
     };
     let scratch = Nf4Matmul::scratch(device, p, config);
     Nf4Matmul::launch(device, p, config, &operands, scratch.as_ref());
@@ -312,12 +314,32 @@ pub fn check_operands(
     let host = Host {
         x: load(&operands.x, x_len)?,
         values: values_of(device, p.weight, &operands.weight)?,
-        bias: part(&operands.bias, dense.bias_len())?,
-        gate: part(&operands.gate, out_len)?,
-        residual: part(&operands.residual, out_len)?,
+        bias: part(&operands.epilogue.bias, p.bias_len())?,
+        gate: part(&operands.epilogue.gate, out_len)?,
+        residual: part(&operands.epilogue.residual, out_len)?,
         quantized: None,
     };
     verdict(device, p, operands, &host, Some(seed))
+}
+
+/// The weight of two matrices made of both, where they are weights by themselves.
+fn rejoined(
+    device: &Device,
+    p: &Nf4MatmulProblem,
+    buffers: WeightBuffers,
+) -> Result<WeightBuffers, CheckError> {
+    if !p.glu {
+        return Ok(buffers);
+    }
+    let Ok(halves) = split(device, p.weight, &buffers, &[p.columns(); 2]) else {
+        return Ok(buffers);
+    };
+    let halves: Vec<_> = halves.iter().map(|(weight, buffers)| (*weight, buffers)).collect();
+    let (weight, joined) = join(device, &halves).map_err(kernel_error)?;
+    if weight != p.weight {
+        return Err(kernel_error(format!("{weight:?} was joined of halves of {:?}", p.weight)));
+    }
+    Ok(joined)
 }
 
 /// The inputs of one product, decoded.
@@ -343,9 +365,17 @@ fn verdict(
     let out = dtype.decode(&bytes)?;
     let weight = dtype.decode(&dtype.encode(&host.values))?;
     let reference = reference_of(&dense);
+    // Of two matrices the upper half of the rows is the one that gates.
+    let (weight, up) = weight.split_at(if p.glu { weight.len() / 2 } else { weight.len() });
+    let (bias, up_bias) = match host.bias.as_deref().map(|bias| bias.split_at(p.columns() as usize))
+    {
+        Some((bias, up_bias)) => (Some(bias), Some(up_bias)),
+        None => (None, None),
+    };
     let epilogue = reference::Epilogue {
-        bias: host.bias.as_deref(),
+        bias,
         activation: p.epilogue.activation.map(reference_activation),
+        up: p.glu.then_some(reference::Up { rhs: up, bias: up_bias }),
         gate: host.gate.as_deref(),
         residual: host.residual.as_deref(),
     };
@@ -353,7 +383,7 @@ fn verdict(
         Some(seed) => reference.sample(seed),
         None => reference.everything(),
     };
-    let comparison = reference.check(&sample, &host.x, &weight, epilogue, &out)?;
+    let comparison = reference.check(&sample, &host.x, weight, epilogue, &out)?;
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
 
@@ -479,6 +509,26 @@ pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
             problems.push(Nf4MatmulProblem { epilogue, ..product(m, weight) });
         }
     }
+    // Two matrices that gate one another: one tile of each, more than a cube takes at once, k in parts, halves
+    // of 64 that no plane of the tiled paths divides evenly, and none in tiles.
+    for (m, weight) in [
+        (1, weight(32, 256, 64, true, Order::Tiles)),
+        (5, weight(16 * 300, 512, 64, true, Order::Tiles)),
+        (12, weight(32 * 9, 256 * 3, 64, false, Order::Tiles)),
+        (8, weight(64, 256 * 18, 64, true, Order::Tiles)),
+        (40, weight(32 * 13, 512, 128, true, Order::Tiles)),
+        (3, weight(2, 1, 64, false, Order::Rows)),
+        (2, weight(130, 136, 64, true, Order::Rows)),
+    ] {
+        let plain = product(m, weight);
+        for epilogue in [
+            Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() },
+            all(Some(Activation::GeluTanh)),
+        ] {
+            let gated = plain.gated_by_half().expect("halves are whole");
+            problems.push(Nf4MatmulProblem { epilogue, ..gated });
+        }
+    }
     (1..)
         .zip(problems)
         .map(|(seed, problem)| {
@@ -491,12 +541,24 @@ pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
 /// Fewer products for configs that are not the default.
 pub fn product_config_cases(dtype: DType) -> Vec<ProductCase> {
     let product = |m, weight| Nf4MatmulProblem::new(m, weight, dtype).expect("there are rows");
+    let gated = |m, weight| {
+        let gated = product(m, weight).gated_by_half().expect("halves are whole");
+        let activation = Some(Activation::Silu);
+        Nf4MatmulProblem {
+            epilogue: Epilogue { bias: true, activation, ..gated.epilogue },
+            ..gated
+        }
+    };
     let problems = [
         product(1, weight(48, 4096, 64, true, Order::Tiles)),
         product(8, weight(16 * 140, 1024, 64, false, Order::Tiles)),
         product(13, weight(64, 256 * 19, 64, true, Order::Tiles)),
         product(70, weight(144, 512, 64, true, Order::Tiles)),
         product(5, weight(131, 200, 64, true, Order::Rows)),
+        gated(1, weight(96, 4096, 64, true, Order::Tiles)),
+        gated(11, weight(64, 2048, 64, false, Order::Tiles)),
+        gated(70, weight(288, 512, 64, true, Order::Tiles)),
+        gated(5, weight(130, 200, 64, true, Order::Rows)),
     ];
     let case = |(seed, problem)| ProductCase { problem, code: FourBit::Nf4, seed };
     (100..).zip(problems).map(case).collect()

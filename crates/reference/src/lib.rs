@@ -46,5 +46,5 @@ pub use decode::{Cache, CacheStrides, Decode, Table};
 pub use dtype::DType;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};
-pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides};
+pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};

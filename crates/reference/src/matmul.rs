@@ -1,5 +1,5 @@
 //! ```text
-//! out = residual + gate·activation(lhs·rhs + bias)
+//! out = residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias)      up where there is one
 //! lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]   out, gate, residual: [batch.., m, n]
 //!   for each output position [.., row, col]:
 //!     for p in 0..k: sum += lhs[.., row, p]·rhs[.., p, col]
@@ -71,15 +71,26 @@ pub struct Epilogue<'a> {
     /// [n]
     pub bias: Option<&'a [f32]>,
     pub activation: Option<Activation>,
+    /// A second product that the first one gates.
+    pub up: Option<Up<'a>>,
     /// [batch.., m, n]
     pub gate: Option<&'a [f32]>,
     /// [batch.., m, n]
     pub residual: Option<&'a [f32]>,
 }
 
+/// lhs times another matrix of rhs's shape and strides, plus a bias of its own.
+#[derive(Debug, Clone, Copy)]
+pub struct Up<'a> {
+    pub rhs: &'a [f32],
+    /// [n]
+    pub bias: Option<&'a [f32]>,
+}
+
 impl<'a> Epilogue<'a> {
     /// The product itself.
-    pub const NONE: Self = Self { bias: None, activation: None, gate: None, residual: None };
+    pub const NONE: Self =
+        Self { bias: None, activation: None, up: None, gate: None, residual: None };
 
     /// The product plus a bias `[n]`.
     pub const fn bias(bias: &'a [f32]) -> Self {
@@ -292,20 +303,22 @@ impl Matmul {
     ///
     /// # Errors
     /// As [`Matmul::check`]; offsets that are not the groups'.
-    pub fn check_groups(
+    pub fn check_groups<'a>(
         &self,
         offsets: &[usize],
         seed: Option<u64>,
         lhs: &[f32],
         rhs: &[f32],
-        epilogue: Epilogue<'_>,
+        epilogue: Epilogue<'a>,
         out: &[f32],
     ) -> Result<Comparison, Error> {
         let (groups, size) = (self.batches(), self.m * self.n);
+        let up_bias = epilogue.up.and_then(|up| up.bias);
         for (what, need, have) in [
             ("offsets", groups + 1, offsets.len()),
             ("out", size, out.len()),
             ("bias", groups * self.n, epilogue.bias.map_or(groups * self.n, <[f32]>::len)),
+            ("bias", groups * self.n, up_bias.map_or(groups * self.n, <[f32]>::len)),
             ("gate", size, epilogue.gate.map_or(size, <[f32]>::len)),
             ("residual", size, epilogue.residual.map_or(size, <[f32]>::len)),
         ] {
@@ -337,9 +350,14 @@ impl Matmul {
             }
             let cells = first * self.n..end * self.n;
             let lhs = &lhs[(first * self.lhs.row).min(lhs.len())..];
-            let rhs = &rhs[self.rhs.base(&self.batch, group).min(rhs.len())..];
+            let of_group = |rhs: &[f32]| self.rhs.base(&self.batch, group).min(rhs.len());
+            let rhs = &rhs[of_group(rhs)..];
+            let own = |bias: Option<&'a [f32]>| bias.map(|b| &b[group * self.n..][..self.n]);
             let epilogue = Epilogue {
-                bias: epilogue.bias.map(|bias| &bias[group * self.n..][..self.n]),
+                bias: own(epilogue.bias),
+                up: epilogue
+                    .up
+                    .map(|up| Up { rhs: &up.rhs[of_group(up.rhs)..], bias: own(up.bias) }),
                 gate: epilogue.gate.map(|gate| &gate[cells.clone()]),
                 residual: epilogue.residual.map(|residual| &residual[cells.clone()]),
                 ..epilogue
@@ -425,7 +443,10 @@ impl Matmul {
             }
         }
         let [lhs_len, rhs_len, _] = self.lens();
-        for (what, need, have) in [("lhs", lhs_len, lhs.len()), ("rhs", rhs_len, rhs.len())] {
+        let up = epilogue.up.map_or(rhs_len, |up| up.rhs.len());
+        for (what, need, have) in
+            [("lhs", lhs_len, lhs.len()), ("rhs", rhs_len, rhs.len()), ("up", rhs_len, up)]
+        {
             if have < need {
                 return Err(Error::Length { what, need, have });
             }
@@ -433,6 +454,7 @@ impl Matmul {
         let [_, _, out_len] = self.lens();
         for (what, values, need) in [
             ("bias", epilogue.bias, self.n),
+            ("bias", epilogue.up.and_then(|up| up.bias), self.n),
             ("gate", epilogue.gate, out_len),
             ("residual", epilogue.residual, out_len),
         ] {
@@ -462,6 +484,30 @@ impl Matmul {
         multiply: impl Fn(&[T], &[T], [usize; 3]) -> Vec<T>,
     ) -> Result<Vec<T>, Error> {
         self.validate(sample, [lhs, rhs], epilogue)?;
+        let product = |rhs, finish: &dyn Fn(T, usize, usize) -> T| {
+            self.products(sample, [lhs, rhs], finish, &read, &multiply)
+        };
+        let Some(Up { rhs: up, bias }) = epilogue.up else {
+            return Ok(product(rhs, &|sum, at, col| epilogue.apply(sum, None, at, col)));
+        };
+        let second = Epilogue { bias, ..Epilogue::NONE };
+        let second = product(up, &|sum, at, col| second.apply(sum, None, at, col));
+        let first = product(rhs, &|sum, _, _| sum);
+        let cols = sample.cols.iter().copied().cycle();
+        let places = self.indices(sample).zip(cols);
+        let both = first.into_iter().zip(second).zip(places);
+        Ok(both.map(|((sum, up), (at, col))| epilogue.apply(sum, Some(up), at, col)).collect())
+    }
+
+    /// The sums of one product, each made what `finish` says of it, its index and its column.
+    fn products<T: Number>(
+        &self,
+        sample: &Sample,
+        [lhs, rhs]: [&[f32]; 2],
+        finish: &dyn Fn(T, usize, usize) -> T,
+        read: &(impl Fn(f32) -> T + Sync),
+        multiply: &impl Fn(&[T], &[T], [usize; 3]) -> Vec<T>,
+    ) -> Vec<T> {
         let scaled = |at: &[usize], stride| at.iter().map(|i| i * stride).collect::<Vec<_>>();
         let depth: Vec<usize> = (0..self.k).collect();
         let mut out =
@@ -471,19 +517,19 @@ impl Matmul {
             let rhs = &rhs[self.rhs.base(&self.batch, b).min(rhs.len())..];
             let (rows, across) = (scaled(&sample.rows, self.lhs.row), scaled(&depth, self.lhs.col));
             let (down, cols) = (scaled(&depth, self.rhs.row), scaled(&sample.cols, self.rhs.col));
-            let lhs = gather(lhs, &rows, &across, &read); //                     [rows, k]
-            let rhs = gather(rhs, &down, &cols, &read); //                       [k, cols]
+            let lhs = gather(lhs, &rows, &across, read); //                      [rows, k]
+            let rhs = gather(rhs, &down, &cols, read); //                        [k, cols]
             let sizes = [sample.rows.len(), self.k, sample.cols.len()];
             let mut product = multiply(&lhs, &rhs, sizes);
             let wide = sample.cols.len().max(1);
             for (line, &row) in product.chunks_mut(wide).zip(&sample.rows) {
                 for (value, &col) in line.iter_mut().zip(&sample.cols) {
-                    *value = epilogue.apply(*value, (b * self.m + row) * self.n + col, col);
+                    *value = finish(*value, (b * self.m + row) * self.n + col, col);
                 }
             }
             out.append(&mut product);
         }
-        Ok(out)
+        out
     }
 }
 
@@ -538,8 +584,8 @@ impl Number for f64 {
 }
 
 impl Epilogue<'_> {
-    /// What is stored at flat output index `at`, in column `col`, for the product `sum`.
-    fn apply<T: Number>(&self, sum: T, at: usize, col: usize) -> T {
+    /// What is stored at flat output index `at`, in column `col`, for the product `sum`, which gates `up`.
+    fn apply<T: Number>(&self, sum: T, up: Option<T>, at: usize, col: usize) -> T {
         let x = sum + T::from(self.bias.map_or(0.0, |bias| bias[col]));
         let one = T::from(1.0);
         let mut value = match self.activation {
@@ -553,6 +599,9 @@ impl Epilogue<'_> {
                 x * T::near(0.5) * (one + (root * (x + T::near(0.044_715) * x * x * x)).tanh())
             }
         };
+        if let Some(up) = up {
+            value = value * up;
+        }
         if let Some(gate) = self.gate {
             value = value * T::from(gate[at]);
         }

@@ -7,6 +7,7 @@ use tune::Infeasible;
 use super::AttentionProblem;
 use super::flash::{FlashConfig, FlashPlan};
 use super::rows::RowsConfig;
+use crate::fits::{lacks, limits, shape, stores};
 
 /// One way to run an attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -113,23 +114,16 @@ pub(super) fn check(
 ) -> Result<(), Infeasible> {
     serves(arch, problem, config)?;
     let AttentionConfig::Flash(c) = config else { return Ok(()) };
-    let shape = |name, value: u32, why: &str| {
-        Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
-    };
     let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
     for copies in [plan.q, plan.kv] {
         if !copies.divides() {
-            return shape("tile_kv", c.tile_kv, "the copies of a tile do not divide");
+            return Err(shape("tile_kv", c.tile_kv, "the copies of a tile do not divide"));
         }
     }
     if c.registers(problem.head_dim) + addresses(problem) > 255 {
-        return shape("rows", c.rows, "results and scores would spill");
+        return Err(shape("rows", c.rows, "results and scores would spill"));
     }
-    let (need, have) = (c.shared_bytes(problem.head_dim), arch.max_shared_bytes);
-    if need > have {
-        return Err(Infeasible::SharedMemory { need, have });
-    }
-    Ok(())
+    limits(arch, c.units(), c.shared_bytes(problem.head_dim))
 }
 
 /// Registers for the addresses of a bias or mask: with 32 rows of 128 they spill 164 bytes (sm_120).
@@ -144,15 +138,12 @@ pub(super) fn serves(
     config: &AttentionConfig,
 ) -> Result<(), Infeasible> {
     let mask = problem.mask.map(|_| problem.mask_dtype);
-    holds(arch, [problem.dtype].into_iter().chain(mask))?;
+    stores(arch, [problem.dtype].into_iter().chain(mask))?;
     let c = match config {
         AttentionConfig::Flash(c) => c,
-        AttentionConfig::Rows(c) => return fits(arch, c.units),
+        AttentionConfig::Rows(c) => return limits(arch, c.units, 0),
     };
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
-    let shape = |name, value: u32, why: &str| {
-        Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
-    };
     for (name, value, allowed) in [
         ("rows", c.rows, &[16u32, 32][..]),
         ("planes", c.planes, &[1, 2, 4, 8]),
@@ -160,21 +151,10 @@ pub(super) fn serves(
         ("stages", c.stages, &[2, 3, 4]),
     ] {
         if !allowed.contains(&value) {
-            return shape(name, value, &format!("one of {allowed:?}"));
+            return Err(shape(name, value, &format!("one of {allowed:?}")));
         }
     }
-    fits(arch, c.units())
-}
-
-/// Whether the device has buffers of all of `dtypes`.
-pub(super) fn holds(
-    arch: &ArchProfile,
-    dtypes: impl IntoIterator<Item = DType>,
-) -> Result<(), Infeasible> {
-    match dtypes.into_iter().find(|dtype| !arch.dtypes.contains(dtype)) {
-        None => Ok(()),
-        Some(dtype) => Err(Infeasible::Feature { what: format!("{dtype} buffers") }),
-    }
+    limits(arch, c.units(), 0)
 }
 
 /// Whether the device has the instructions of the tensor-core paths, and they divide the head dimension.
@@ -183,27 +163,18 @@ pub(super) fn tensor_cores(
     dtype: DType,
     head_dim: u32,
 ) -> Result<(), Infeasible> {
-    let lacks = |what: String| Err(Infeasible::Feature { what });
     if dtype == DType::F32 {
-        return lacks("f32 matrix instructions".to_owned());
+        return Err(lacks("f32 matrix instructions"));
     }
     let inst = arch.mma_for(dtype, DType::F32);
     if arch.backend != Backend::Cuda || inst.is_none_or(|s| s.k != 16) {
-        return lacks(format!("{dtype} matrix instructions 16 deep"));
+        return Err(lacks(format!("{dtype} matrix instructions 16 deep")));
     }
     if !arch.async_copy {
-        return lacks("asynchronous copies".to_owned());
+        return Err(lacks("asynchronous copies"));
     }
     if head_dim % 16 != 0 || head_dim > 256 {
-        let (name, why) = ("head_dim", "a multiple of 16 up to 256".to_owned());
-        return Err(Infeasible::Shape { name, value: u64::from(head_dim), why });
+        return Err(shape("head_dim", head_dim, "a multiple of 16 up to 256"));
     }
     Ok(())
-}
-
-pub(super) fn fits(arch: &ArchProfile, units: u32) -> Result<(), Infeasible> {
-    match (1..=arch.max_units_per_cube).contains(&units) {
-        true => Ok(()),
-        false => Err(Infeasible::Units { need: units, have: arch.max_units_per_cube }),
-    }
 }

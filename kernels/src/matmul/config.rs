@@ -6,6 +6,7 @@ use cubecl::prelude::{AddressType, CubeCount, CubeDim};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
+use crate::fits::{lacks, limits, shape};
 use crate::tile::CopyPlan;
 
 use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
@@ -322,7 +323,7 @@ pub(super) fn check(
         }
     }
     if precision.sums() == DType::F16 && !matches!(config, MatmulConfig::Mma(_)) {
-        return Err(lacks("f16 sums but in matrix instructions".into()));
+        return Err(lacks("f16 sums but in matrix instructions"));
     }
     if problem.grouped && problem.batch_slices(arch.backend).len() > 1 {
         return Err(lacks(format!("{} groups in one launch", problem.batch())));
@@ -337,24 +338,6 @@ pub(super) fn check(
     }
 }
 
-fn lacks(what: String) -> Infeasible {
-    Infeasible::Feature { what }
-}
-
-fn shape(name: &'static str, value: u32, why: &str) -> Infeasible {
-    Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() }
-}
-
-fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible> {
-    if units > arch.max_units_per_cube {
-        return Err(Infeasible::Units { need: units, have: arch.max_units_per_cube });
-    }
-    if shared > arch.max_shared_bytes {
-        return Err(Infeasible::SharedMemory { need: shared, have: arch.max_shared_bytes });
-    }
-    Ok(())
-}
-
 fn mma_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
     arch.mma_for(precision.instruction(), precision.sums())
 }
@@ -363,12 +346,12 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     let precision = problem.precision;
     let elem = precision.storage().size();
     if precision == Precision::F32 {
-        return Err(lacks("f32 matrix instructions".into()));
+        return Err(lacks("f32 matrix instructions"));
     }
     let inst = mma_inst(arch, precision)
         .ok_or_else(|| lacks(format!("{} matrix instructions", precision.name())))?;
     if !arch.async_copy {
-        return Err(lacks("asynchronous copies".into()));
+        return Err(lacks("asynchronous copies"));
     }
     let powers = [("tile_m", c.tile_m), ("tile_n", c.tile_n), ("tile_k", c.tile_k)];
     if let Some((name, value)) = powers.into_iter().find(|(_, v)| !v.is_power_of_two()) {
@@ -424,15 +407,15 @@ fn check_cube(
 ) -> Result<(), Infeasible> {
     let ab = problem.precision.instruction();
     if problem.precision == Precision::F32 {
-        return Err(lacks("f32 cube-scope matrices".into()));
+        return Err(lacks("f32 cube-scope matrices"));
     }
     if problem.epilogue != Epilogue::default() || problem.out != problem.precision.storage() {
-        return Err(lacks("epilogues on cube-scope matrices".into()));
+        return Err(lacks("epilogues on cube-scope matrices"));
     }
     // Blocks that begin where a group does, not at a multiple of the tile, gave wrong results, for a
     // reason not found.
     if problem.grouped {
-        return Err(lacks("groups on cube-scope matrices".into()));
+        return Err(lacks("groups on cube-scope matrices"));
     }
     let fits = |s: &&MmaShape| s.ab == ab && s.acc == DType::F32;
     if !arch
@@ -469,7 +452,7 @@ fn check_plane(
         .ok_or_else(|| lacks(format!("16 x 16 plane-scope {} matrices", precision.name())))?;
     let (plane, most) = arch.plane_size;
     if plane != most {
-        return Err(lacks("one fixed plane size".into()));
+        return Err(lacks("one fixed plane size"));
     }
     if c.tile_m % (16 * c.planes_m) != 0 || c.tile_n % (16 * c.planes_n) != 0 {
         return Err(shape("tile_m", c.tile_m, "planes hold multiples of 16 x 16"));
@@ -488,13 +471,13 @@ fn check_plane(
 
 fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Result<(), Infeasible> {
     if problem.precision == Precision::Tf32 {
-        return Err(lacks("tf32 without matrix instructions".into()));
+        return Err(lacks("tf32 without matrix instructions"));
     }
     if arch.backend == Backend::Cpu {
-        return Err(lacks("cheap barriers".into()));
+        return Err(lacks("cheap barriers"));
     }
     if c.stages == 2 || c.stages > 1 && !arch.async_copy {
-        return Err(lacks("asynchronous copies".into()));
+        return Err(lacks("asynchronous copies"));
     }
     if c.stages > 1 && problem.precision != Precision::F32 {
         return Err(shape("stages", c.stages, "the ring is read in chunks of four f32"));
@@ -522,10 +505,10 @@ fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Resu
 /// What both paths of the CPU need.
 fn check_cpu(arch: &ArchProfile, problem: &MatmulProblem, vector: u32) -> Result<(), Infeasible> {
     if arch.backend != Backend::Cpu {
-        return Err(lacks("a core per unit".into()));
+        return Err(lacks("a core per unit"));
     }
     if problem.precision == Precision::Tf32 {
-        return Err(lacks("tf32 matrix instructions".into()));
+        return Err(lacks("tf32 matrix instructions"));
     }
     if !vector.is_power_of_two() || vector > 16 {
         return Err(shape("vector", vector, "a vector register holds a power of two, 16 at most"));

@@ -8,10 +8,11 @@
 //! SiLU: `x · σ(x)`, Elfwing et al. (2017); gated as in Shazeer, "GLU Variants Improve Transformer"
 //! (2020).
 
+use arch::{DType, Device};
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 
-use super::{MatmulOperands, MatmulProblem};
 use crate::tile::quad_transpose;
 
 /// A function of one number.
@@ -68,6 +69,34 @@ impl Epilogue {
     }
 }
 
+/// Device buffers of an epilogue, present where it has them.
+#[derive(Debug, Clone, Default)]
+pub struct EpilogueBuffers {
+    pub bias: Option<Handle>,
+    pub gate: Option<Handle>,
+    pub residual: Option<Handle>,
+}
+
+impl EpilogueBuffers {
+    /// Noise for what `epilogue` has: a bias of that length and type, matrices of the result's.
+    pub(crate) fn noise(
+        device: &Device,
+        epilogue: Epilogue,
+        bias: (usize, DType),
+        out: (usize, DType),
+        seed: u64,
+    ) -> Self {
+        let make = |there: bool, (len, dtype): (usize, DType), salt: u64| {
+            there.then(|| crate::noise(device, len, dtype, seed + salt))
+        };
+        Self {
+            bias: make(epilogue.bias, bias, 0),
+            gate: make(epilogue.gate, out, 1),
+            residual: make(epilogue.residual, out, 2),
+        }
+    }
+}
+
 /// The formula with its buffers, gate and residual in vectors of `N`.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Finish<F: Float, E: Float, N: Size> {
@@ -81,23 +110,29 @@ pub(crate) struct Finish<F: Float, E: Float, N: Size> {
 }
 
 impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
-    /// The arguments of `problem`, whose result is stored in vectors of `width`.
-    pub(crate) fn of(problem: &MatmulProblem, operands: &MatmulOperands, width: usize) -> Self {
-        let len = problem.extents()[2] / width;
-        let matrix = |handle: &Option<cubecl::server::Handle>| {
-            // SAFETY: gate and residual have the result's elements.
-            let arg = handle.as_ref().map(|h| unsafe { BufferArg::from_raw_parts(h.clone(), len) });
+    /// The arguments of `epilogue`: a bias of `bias` elements, and matrices of `vectors` vectors.
+    pub(crate) fn of(
+        epilogue: Epilogue,
+        buffers: &EpilogueBuffers,
+        bias: usize,
+        vectors: usize,
+    ) -> Self {
+        let matrix = |handle: &Option<Handle>| {
+            let arg = handle.as_ref().map(|h| {
+                // SAFETY: gate and residual have the result's elements.
+                unsafe { BufferArg::from_raw_parts(h.clone(), vectors) }
+            });
             ComptimeOptionArgs::from(arg)
         };
-        let bias = operands.bias.as_ref().map(|h| {
+        let bias = buffers.bias.as_ref().map(|h| {
             // SAFETY: the bias has these elements.
-            unsafe { BufferArg::from_raw_parts(h.clone(), problem.bias_len()) }
+            unsafe { BufferArg::from_raw_parts(h.clone(), bias) }
         });
         Self::new(
             ComptimeOptionArgs::from(bias),
-            matrix(&operands.gate),
-            matrix(&operands.residual),
-            problem.epilogue,
+            matrix(&buffers.gate),
+            matrix(&buffers.residual),
+            epilogue,
         )
     }
 
@@ -128,7 +163,7 @@ impl<F: Float, E: Float, N: Size> FinishCompilationArg<F, E, N> {
     }
 }
 
-/// The columns of a matrix: where its bias begins, and how many there are.
+/// The columns of a matrix: where its bias begins, and how many numbers it has.
 #[derive(CubeType)]
 pub(crate) struct Columns {
     pub(crate) first: usize,
@@ -140,6 +175,23 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
     /// `activation(sum + bias)` of the sums of columns `col..`. Columns past the end, which are never
     /// stored, take the last one's bias.
     pub(crate) fn activate<W: Size>(
+        &self,
+        sum: Vector<f32, W>,
+        col: u32,
+        columns: &Columns,
+    ) -> Vector<f32, W> {
+        let mut value = self.biased::<W>(sum, col, columns);
+        if comptime!(self.epilogue.activation.is_some()) {
+            #[unroll]
+            for e in 0..W::value() {
+                value.insert(e, activation(value.extract(e), self.epilogue.activation));
+            }
+        }
+        value
+    }
+
+    /// `sum + bias` of the same.
+    pub(crate) fn biased<W: Size>(
         &self,
         sum: Vector<f32, W>,
         col: u32,
@@ -158,12 +210,6 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
                 }
             }
             ComptimeOption::None => {}
-        }
-        if comptime!(self.epilogue.activation.is_some()) {
-            #[unroll]
-            for e in 0..W::value() {
-                value.insert(e, activation(value.extract(e), self.epilogue.activation));
-            }
         }
         value
     }
@@ -186,6 +232,23 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
 
     /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1.
     pub(crate) fn one(&self, sum: f32, at: usize, col: u32, columns: &Columns) -> f32 {
+        let value = activation(self.biased_one(sum, col, columns), self.epilogue.activation);
+        self.join_one(value, at)
+    }
+
+    /// The result of two sums that gate one another, the second in column `up`: for `N` = 1.
+    pub(crate) fn one_of_two(
+        &self,
+        sums: (f32, f32),
+        at: usize,
+        cols: (u32, u32),
+        columns: &Columns,
+    ) -> f32 {
+        let gate = activation(self.biased_one(sums.0, cols.0, columns), self.epilogue.activation);
+        self.join_one(gate * self.biased_one(sums.1, cols.1, columns), at)
+    }
+
+    fn biased_one(&self, sum: f32, col: u32, columns: &Columns) -> f32 {
         let mut value = sum;
         #[comptime]
         match &self.bias {
@@ -194,7 +257,11 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             }
             ComptimeOption::None => {}
         }
-        value = activation(value, self.epilogue.activation);
+        value
+    }
+
+    fn join_one(&self, value: f32, at: usize) -> f32 {
+        let mut value = value;
         #[comptime]
         match &self.gate {
             ComptimeOption::Some(gate) => value *= f32::cast_from(gate[at].extract(0usize)),

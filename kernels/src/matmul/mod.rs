@@ -55,7 +55,7 @@ pub use cmma::{CubeConfig, PlaneConfig};
 pub use config::MatmulConfig;
 pub use cores::CoresConfig;
 pub use dots::DotsConfig;
-pub use epilogue::{Activation, Epilogue};
+pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
 pub use fma::FmaConfig;
 pub use mma::MmaConfig;
 pub(crate) use mma::store_quad;
@@ -73,10 +73,8 @@ pub struct MatmulOperands {
     pub lhs: Handle,
     pub rhs: Handle,
     pub out: Handle,
-    /// Present when the problem's epilogue has them.
-    pub bias: Option<Handle>,
-    pub gate: Option<Handle>,
-    pub residual: Option<Handle>,
+    /// Those of the problem's epilogue.
+    pub epilogue: EpilogueBuffers,
     /// Offsets of a grouped problem, `[groups + 1]` of u32.
     pub rows: Option<Handle>,
 }
@@ -116,16 +114,19 @@ impl Kernel for Matmul {
     fn operands(device: &Device, problem: &MatmulProblem, seed: u64) -> MatmulOperands {
         let client = device.client();
         let [lhs, rhs, out] = problem.extents();
-        let Epilogue { bias, gate, residual, .. } = problem.epilogue;
         let storage = problem.precision.storage();
-        let make = |len, dtype, salt| crate::noise(device, len, dtype, 5 * seed + salt);
+        let make = |len, salt| crate::noise(device, len, storage, 5 * seed + salt);
         MatmulOperands {
-            lhs: make(lhs, storage, 0),
-            rhs: make(rhs, storage, 1),
+            lhs: make(lhs, 0),
+            rhs: make(rhs, 1),
             out: client.empty((out * problem.out.size()).next_multiple_of(4)),
-            bias: bias.then(|| make(problem.bias_len(), storage, 2)),
-            gate: gate.then(|| make(out, problem.out, 3)),
-            residual: residual.then(|| make(out, problem.out, 4)),
+            epilogue: EpilogueBuffers::noise(
+                device,
+                problem.epilogue,
+                (problem.bias_len(), storage),
+                (out, problem.out),
+                5 * seed + 2,
+            ),
             rows: problem
                 .grouped
                 .then(|| client.create_from_slice(u32::as_bytes(&problem.uneven_rows()))),
@@ -190,7 +191,7 @@ impl Kernel for Matmul {
         );
         let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(matmul)];
         if config.parts() > 1 {
-            programs.push(parts::program(problem, config.parts(), properties, target));
+            programs.push(parts::program(problem, config.parts(), false, properties, target));
         }
         programs
     }
@@ -212,7 +213,12 @@ impl Kernel for Matmul {
             None => (&operands.out, 2),
         };
         let finish = || match parts {
-            1 => FinishLaunch::of(problem, operands, plan.widths[2]),
+            1 => FinishLaunch::of(
+                problem.epilogue,
+                &operands.epilogue,
+                problem.bias_len(),
+                out_len / plan.widths[2],
+            ),
             // The sums of the parts are finished where they are added.
             _ => FinishLaunch::nothing(),
         };
@@ -242,7 +248,7 @@ impl Kernel for Matmul {
             }
         }
         if let (Some(partials), true) = (scratch, parts > 1) {
-            parts::add(device, problem, operands, partials, parts);
+            parts::add(device, problem, partials, parts, false, &operands.out, &operands.epilogue);
         }
     }
 }

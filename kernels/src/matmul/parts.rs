@@ -3,6 +3,8 @@
 //! The end of a matmul whose k was cut into parts so that more cubes had work. Parts are added in
 //! their order, so the result does not depend on which cube was first.
 //!
+//! Where two matrices gate one another, P has the columns of both, and a result is made of two sums.
+//!
 //! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
 
 use std::sync::Arc;
@@ -12,27 +14,32 @@ use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
-use super::{MatmulOperands, MatmulProblem, elem};
+use super::epilogue::{Columns, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch};
+use super::{MatmulProblem, elem};
 
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;
 
 /// The widest vector of results, and the width of indices.
-fn shape(problem: &MatmulProblem, parts: u32) -> (usize, AddressType) {
+fn shape(problem: &MatmulProblem, sums: usize) -> (usize, AddressType) {
     let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
-    let all = problem.extents()[2] * parts as usize;
-    (width, if all > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 })
+    (width, if sums > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 })
+}
+
+/// Partial sums of all results of `problem`.
+fn sums(problem: &MatmulProblem, parts: u32, glu: bool) -> usize {
+    problem.extents()[2] * parts as usize * if glu { 2 } else { 1 }
 }
 
 /// The program of [`add`].
 pub(crate) fn program(
     problem: &MatmulProblem,
     parts: u32,
+    glu: bool,
     properties: &Arc<DeviceProperties>,
     target: &Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
-    let (width, address) = shape(problem, parts);
+    let (width, address) = shape(problem, sums(problem, parts, glu));
     let dim = CubeDim::new_1d(UNITS);
     let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, address);
     let buffer = || BufferCompilationArg { inplace: None };
@@ -46,24 +53,29 @@ pub(crate) fn program(
         (),
         (),
         width,
+        glu,
         [elem(problem.precision.storage()), elem(problem.out)],
     ))
 }
 
-/// Enqueues the sum over `parts` of all results of `problem`.
+/// Enqueues the sum over `parts` of all results of `problem`, into `out`.
+///
+/// With `glu` the partial sums, and the bias, have twice the problem's columns.
 pub(crate) fn add(
     device: &Device,
     problem: &MatmulProblem,
-    operands: &MatmulOperands,
     partials: &Handle,
     parts: u32,
+    glu: bool,
+    out: &Handle,
+    epilogue: &EpilogueBuffers,
 ) {
-    let len = problem.extents()[2];
-    let (width, address) = shape(problem, parts);
-    let vectors = len / width;
+    let all = sums(problem, parts, glu);
+    let (width, address) = shape(problem, all);
+    let vectors = problem.extents()[2] / width;
     let cubes = vectors.div_ceil(UNITS as usize);
     let cubes = CubeCount::Static(cubes.min(1 << 20) as u32, 1, 1);
-    let all = len * parts as usize;
+    let bias = problem.bias_len() * if glu { 2 } else { 1 };
     // SAFETY: `partials` holds `parts` times the results, and the kernel checks its index.
     unsafe {
         add_parts::launch_unchecked(
@@ -73,10 +85,11 @@ pub(crate) fn add(
             address,
             width,
             BufferArg::from_raw_parts(partials.clone(), all / width),
-            BufferArg::from_raw_parts(operands.out.clone(), vectors),
-            FinishLaunch::of(problem, operands, width),
+            BufferArg::from_raw_parts(out.clone(), vectors),
+            FinishLaunch::of(problem.epilogue, epilogue, bias, vectors),
             problem.n,
             parts,
+            glu,
             [elem(problem.precision.storage()), elem(problem.out)],
         );
     }
@@ -89,20 +102,44 @@ fn add_parts<F: Float, E: Float, N: Size>(
     finish: Finish<F, E, N>,
     columns: u32,
     parts: u32,
+    #[comptime] glu: bool,
     #[define(F, E)] _dtypes: [ElemType; 2],
 ) {
     let len = out.len();
     let mut i = ABSOLUTE_POS;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     while i < len {
-        let mut sum = partials[i];
-        for part in 1..parts {
-            sum += partials[part as usize * len + i];
-        }
         let col = (i * N::value() % columns as usize) as u32;
-        let columns = Columns { first: 0usize.runtime(), count: columns };
-        let value = finish.activate::<N>(sum, col, &columns);
-        out[i] = Vector::cast_from(finish.join::<N>(value, i));
+        if comptime!(glu) {
+            let half = columns as usize / N::value();
+            let at = i / half * 2 * half + i % half;
+            let gate = sum_of::<N>(partials, at, 2 * len, parts);
+            let up = sum_of::<N>(partials, at + half, 2 * len, parts);
+            let both = Columns { first: 0usize.runtime(), count: 2 * columns };
+            let gate = finish.activate::<N>(gate, col, &both);
+            let value = gate * finish.biased::<N>(up, columns + col, &both);
+            out[i] = Vector::cast_from(finish.join::<N>(value, i));
+        } else {
+            let sum = sum_of::<N>(partials, i, len, parts);
+            let columns = Columns { first: 0usize.runtime(), count: columns };
+            let value = finish.activate::<N>(sum, col, &columns);
+            out[i] = Vector::cast_from(finish.join::<N>(value, i));
+        }
         i += stride;
     }
+}
+
+/// What lies at `at` of every part, `len` vectors apart.
+#[cube]
+fn sum_of<N: Size>(
+    partials: &[Vector<f32, N>],
+    at: usize,
+    len: usize,
+    parts: u32,
+) -> Vector<f32, N> {
+    let mut sum = partials[at];
+    for part in 1..parts {
+        sum += partials[part as usize * len + at];
+    }
+    sum
 }

@@ -134,6 +134,11 @@ pub enum InvalidMatmul {
          [m, k], rhs [groups, k, n]"
     )]
     Groups,
+    #[error(
+        "{n} rows of a weight are not those of two matrices\nhint: both have as many, in tiles a multiple of \
+         16"
+    )]
+    Halves { n: u32 },
 }
 
 impl MatmulProblem {

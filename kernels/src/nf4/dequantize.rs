@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers, code_shift};
+use crate::fits::{limits, shape, stores};
 use crate::matmul::elem;
 
 /// The family of dequantisation kernels.
@@ -77,17 +78,11 @@ impl Kernel for Nf4Dequantize {
         p: &DequantizeProblem,
         c: &DequantizeConfig,
     ) -> Result<(), Infeasible> {
-        if !arch.dtypes.contains(&p.out) {
-            return Err(Infeasible::Feature { what: format!("{} buffers", p.out) });
-        }
-        if c.units == 0 || c.units > arch.max_units_per_cube {
-            return Err(Infeasible::Units { need: c.units, have: arch.max_units_per_cube });
-        }
+        stores(arch, [p.out])?;
         if !(1..=16).contains(&c.words) {
-            let why = "a unit decodes 1 to 16 words at a time".to_owned();
-            return Err(Infeasible::Shape { name: "words", value: c.words.into(), why });
+            return Err(shape("words", c.words, "a unit decodes 1 to 16 words at a time"));
         }
-        Ok(())
+        limits(arch, c.units, 16 * 4)
     }
 
     fn cost(p: &DequantizeProblem) -> Cost {
@@ -135,7 +130,6 @@ impl Kernel for Nf4Dequantize {
             CodesCompilationArg::of(&p.weight),
             BufferCompilationArg { inplace: None },
             (),
-            1,
             width(p),
             plan(arch, p, c),
             elem(p.out),
@@ -173,9 +167,8 @@ pub(super) fn launch(
             CubeCount::Static(cubes, 1, 1),
             CubeDim::new_1d(c.units),
             address(p),
-            1,
             width,
-            CodesLaunch::of(&p.weight, weight, 1),
+            CodesLaunch::of(&p.weight, weight),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             plan(device.profile(), p, c),
@@ -221,8 +214,8 @@ fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> Dequ
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn dequantize<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+fn dequantize<E: Float, NO: Size>(
+    weight: &Codes,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
@@ -234,15 +227,15 @@ fn dequantize<E: Float, NW: Size, NO: Size>(
             book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
         }
         sync_cube();
-        decode::<E, NW, NO>(weight, &book, out, k, plan);
+        decode::<E, NO>(weight, &book, out, k, plan);
     } else {
-        decode::<E, NW, NO>(weight, &weight.book, out, k, plan);
+        decode::<E, NO>(weight, &weight.book, out, k, plan);
     }
 }
 
 #[cube]
-fn decode<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+fn decode<E: Float, NO: Size>(
+    weight: &Codes,
     book: &[f32],
     out: &mut [Vector<E, NO>],
     k: u32,

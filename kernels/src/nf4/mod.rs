@@ -8,8 +8,9 @@
 //! ```
 //!
 //! NF4's book holds the quantiles of a normal distribution, FP4's the values of a float with two bits of
-//! exponent; a kernel reads the book from a buffer and knows neither. Codes and absmax are bit for bit
-//! those of bitsandbytes, so that its checkpoints load as they are.
+//! exponent; a kernel reads the book from a buffer and knows neither. The format is that of bitsandbytes,
+//! so that its checkpoints load as they are, and absmax, nested absmax and their scales are its own to the
+//! bit; of codes, next to a threshold, see `quantize`.
 //!
 //! | family           | what it does                                  | bound by                      |
 //! |------------------|-----------------------------------------------|-------------------------------|
@@ -26,15 +27,15 @@ mod weight;
 
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
 pub use product::{
-    FusedConfig, LanesConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem,
-    StreamConfig,
+    DenseConfig, FusedConfig, LanesConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
+    Nf4MatmulProblem, StreamConfig,
 };
 pub use quantize::{
     CodeBook, Nf4Quantize, QuantizeConfig, QuantizeError, QuantizeOperands, QuantizeProblem, nest,
     nested_values, quantize,
 };
 pub use weight::{
-    InvalidWeight, NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, reorder,
+    InvalidWeight, NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, join, reorder, split,
 };
 
 use arch::{DType, Device};
@@ -79,17 +80,18 @@ pub(crate) fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers
     WeightBuffers { codes, absmax, book: floats(&NF4), nested }
 }
 
-/// A weight's buffers as a kernel sees them; codes in vectors of `N` words.
+/// A weight's buffers as a kernel sees them.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<N: Size> {
-    pub(crate) codes: Box<[Vector<u32, N>]>,
+pub(crate) struct Codes {
+    /// Words of eight.
+    pub(crate) codes: Box<[u32]>,
     /// Words: f32 each, or four bytes.
-    pub(crate) absmax: Box<[Vector<u32, Const<1>>]>,
+    pub(crate) absmax: Box<[u32]>,
     pub(crate) book: Box<[f32]>,
     /// Of nested absmax; else the code book again.
     pub(crate) nested_book: Box<[f32]>,
     /// Of nested absmax; else the code book again.
-    pub(crate) scales: Box<[Vector<f32, Const<1>>]>,
+    pub(crate) scales: Box<[f32]>,
     #[cube(comptime)]
     pub(crate) plan: CodesPlan,
 }
@@ -112,8 +114,8 @@ impl CodesPlan {
     }
 }
 
-impl<N: Size> CodesLaunch<N> {
-    fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
+impl CodesLaunch {
+    fn of(weight: &Weight, buffers: &WeightBuffers) -> Self {
         let WeightBuffers { codes, absmax, book, nested } = buffers;
         let (nested_book, scales) = match nested {
             Some(nested) => ((&nested.book, 256), (&nested.scales, 2 * weight.groups() as usize)),
@@ -124,7 +126,7 @@ impl<N: Size> CodesLaunch<N> {
             BufferArg::from_raw_parts(handle.clone(), len)
         };
         Self::new(
-            buffer((codes, weight.words() as usize / width)),
+            buffer((codes, weight.words() as usize)),
             buffer((absmax, weight.absmax_bytes() as usize / 4)),
             buffer((book, 16)),
             buffer(nested_book),
@@ -134,7 +136,7 @@ impl<N: Size> CodesLaunch<N> {
     }
 }
 
-impl<N: Size> CodesCompilationArg<N> {
+impl CodesCompilationArg {
     fn of(weight: &Weight) -> Self {
         let buffer = || BufferCompilationArg { inplace: None };
         Self {
@@ -149,7 +151,7 @@ impl<N: Size> CodesCompilationArg<N> {
 }
 
 #[cube]
-impl<N: Size> Codes<N> {
+impl Codes {
     /// The eight codes from column `8·chunk` of a row on, in the order of [`Order::Rows`], where they are
     /// word `word`.
     pub(crate) fn word(&self, word: u32, row: u32, chunk: u32, k: u32) -> u32 {
@@ -158,12 +160,12 @@ impl<N: Size> Codes<N> {
             #[unroll]
             for q in 0..4u32 {
                 let at = weight::word_in_tiles(row, chunk, q.runtime(), k);
-                let found = self.codes[at as usize].extract(0usize);
+                let found = self.codes[at as usize];
                 made |= ((found >> (chunk % 4 * 8)) & 255) << comptime!(8 * q);
             }
             made
         } else {
-            self.codes[word as usize].extract(0usize)
+            self.codes[word as usize]
         }
     }
 
@@ -182,14 +184,14 @@ impl<N: Size> Codes<N> {
     /// knows, keeps them from becoming one operation.
     pub(crate) fn absmax_at(&self, at: u32, block: u32, k: u32) -> f32 {
         if comptime!(self.plan.nested) {
-            let word = self.absmax[(at / 4) as usize].extract(0usize);
+            let word = self.absmax[(at / 4) as usize];
             let byte = (word >> (at % 4 * 8)) & 255;
             let group = 2 * (block / comptime!(NESTED_BLOCK)) as usize;
             let (scale, offset) = (self.scales[group], self.scales[group + 1]);
-            let scaled = self.nested_book[byte as usize] * scale.extract(0usize);
-            f32::reinterpret(u32::reinterpret(scaled) ^ (k >> 31)) + offset.extract(0usize)
+            let scaled = self.nested_book[byte as usize] * scale;
+            f32::reinterpret(u32::reinterpret(scaled) ^ (k >> 31)) + offset
         } else {
-            f32::reinterpret(self.absmax[at as usize].extract(0usize))
+            f32::reinterpret(self.absmax[at as usize])
         }
     }
 }

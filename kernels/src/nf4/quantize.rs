@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::{NESTED_BLOCK, NF4, NestedBuffers, Order, Weight, WeightBuffers};
+use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::elem;
 use crate::nf4::code_shift;
 
@@ -158,23 +159,15 @@ impl Kernel for Nf4Quantize {
         p: &QuantizeProblem,
         c: &QuantizeConfig,
     ) -> Result<(), Infeasible> {
-        if !arch.dtypes.contains(&p.dtype) {
-            return Err(Infeasible::Feature { what: format!("{} buffers", p.dtype) });
-        }
-        if c.units == 0 || c.units > arch.max_units_per_cube {
-            return Err(Infeasible::Units { need: c.units, have: arch.max_units_per_cube });
-        }
-        let shape = |why: &str| {
-            let (name, value) = ("lanes", u64::from(c.lanes));
-            Err(Infeasible::Shape { name, value, why: why.to_owned() })
-        };
+        stores(arch, [p.dtype])?;
         if c.lanes == 0 || c.units % c.lanes != 0 || (p.weight.block_size / 8) % c.lanes != 0 {
-            return shape("units of a cube and words of a block divide among them");
+            let why = "units of a cube and words of a block divide among them";
+            return Err(shape("lanes", c.lanes, why));
         }
         if arch.backend == Backend::Cpu && c.lanes != 1 {
-            return Err(Infeasible::Feature { what: "cheap barriers".to_owned() });
+            return Err(lacks("cheap barriers"));
         }
-        Ok(())
+        limits(arch, c.units, if c.lanes > 1 { c.units * 4 } else { 0 })
     }
 
     fn cost(p: &QuantizeProblem) -> Cost {

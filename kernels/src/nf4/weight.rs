@@ -54,6 +54,10 @@ pub enum InvalidWeight {
     BlockSize(u32),
     #[error("{n} x {k} in blocks of {block_size} does not divide into tiles: {why}")]
     Tiles { n: u32, k: u32, block_size: u32, why: &'static str },
+    #[error("cannot be one weight: {why}\nhint: multiply with each by itself")]
+    Join { why: &'static str },
+    #[error("the device failed: {0}")]
+    Device(String),
     #[error("{0} elements\nhint: up to 2^34 are addressed, below 2^31 of them in a row")]
     TooLarge(u64),
 }
@@ -147,6 +151,18 @@ impl Weight {
         self.blocks().div_ceil(NESTED_BLOCK as u64)
     }
 
+    /// Words of codes, absmax and scales.
+    const fn lens(&self) -> [usize; 3] {
+        let scales = if self.nested { 2 * self.groups() as usize } else { 0 };
+        [self.words() as usize, self.absmax_bytes() as usize / 4, scales]
+    }
+
+    /// Whether another weight's first element would begin a block and a nested group of its own.
+    fn ends_whole(&self) -> bool {
+        let together = if self.nested { NESTED_BLOCK } else { 1 } * self.block_size;
+        self.len() % u64::from(together) == 0
+    }
+
     /// Bytes of all buffers.
     pub const fn bytes(&self) -> u64 {
         let nested = if self.nested { 256 * 4 + self.groups() * 8 } else { 0 };
@@ -167,6 +183,15 @@ pub struct WeightBuffers {
     pub nested: Option<NestedBuffers>,
 }
 
+impl WeightBuffers {
+    /// Codes, absmax and, where they are nested, scales, with their words.
+    fn pieces(&self, weight: &Weight) -> Vec<(&Handle, usize)> {
+        let scales = self.nested.as_ref().map(|nested| &nested.scales);
+        let handles = [Some(&self.codes), Some(&self.absmax), scales];
+        handles.into_iter().flatten().zip(weight.lens()).collect()
+    }
+}
+
 /// What makes numbers of nested absmax.
 #[derive(Debug, Clone)]
 pub struct NestedBuffers {
@@ -180,49 +205,186 @@ pub struct NestedBuffers {
 ///
 /// Cost: every byte read and written once.
 pub fn reorder(device: &Device, weight: Weight, from: &WeightBuffers, to: Order) -> WeightBuffers {
-    let client = device.client();
-    let ordered = Weight { order: to, ..weight };
-    let codes = client.empty(weight.words() as usize * 4);
-    let absmax = client.empty(ordered.absmax_bytes() as usize);
     if weight.order == to {
         return from.clone();
     }
-    let units = 128u32;
-    let cpu = device.backend() == arch::Backend::Cpu;
-    let (dim, most) = if cpu { (1, 1) } else { (units, 65_535) };
-    let cubes = |len: u64| {
-        let cubes = len.div_ceil(u64::from(dim)).min(most) as u32;
-        CubeCount::Static(cubes, 1, 1)
-    };
+    let client = device.client();
+    let ordered = Weight { order: to, ..weight };
     let words = weight.words() as usize;
-    let spread = (ordered.absmax_bytes() / 4) as usize;
-    let given = (weight.absmax_bytes() / 4) as usize;
-    let tiles = if to == Order::Tiles { ordered } else { weight };
+    let (given, made) = (weight.absmax_bytes() as usize / 4, ordered.absmax_bytes() as usize / 4);
+    let codes = client.empty(words * 4);
+    let absmax = client.empty(made * 4);
+    let (cubes, dim) = spread(device, words);
     // SAFETY: the buffers are those of the weight in its two orders, and the kernels check their index.
     unsafe {
         reorder_codes::launch_unchecked(
             client,
-            cubes(words as u64),
-            CubeDim::new_1d(dim),
+            cubes,
+            dim,
             BufferArg::from_raw_parts(from.codes.clone(), words),
             BufferArg::from_raw_parts(codes.clone(), words),
             weight.k,
             to == Order::Tiles,
         );
+        let (cubes, dim) = spread(device, made);
         reorder_absmax::launch_unchecked(
             client,
-            cubes(spread as u64),
-            CubeDim::new_1d(dim),
+            cubes,
+            dim,
             BufferArg::from_raw_parts(from.absmax.clone(), given),
-            BufferArg::from_raw_parts(absmax.clone(), spread),
+            BufferArg::from_raw_parts(absmax.clone(), made),
             weight.k,
             weight.block_size,
             ordered.absmax_len() as u32,
             to == Order::Tiles,
-            tiles.nested,
+            weight.nested,
         );
     }
     WeightBuffers { codes, absmax, ..from.clone() }
+}
+
+/// Weights of one k, block size and order as one, their rows one after the other: the projections of queries,
+/// keys and values, or two matrices that gate one another.
+///
+/// Cost: every byte read and written once.
+///
+/// # Errors
+/// [`InvalidWeight::Join`] where they differ, or where a block or a nested group would hold elements of two;
+/// [`InvalidWeight::Device`] where their books cannot be read.
+pub fn join(
+    device: &Device,
+    parts: &[(Weight, &WeightBuffers)],
+) -> Result<(Weight, WeightBuffers), InvalidWeight> {
+    let refused = |why| Err(InvalidWeight::Join { why });
+    let Some(((first, buffers), rest)) = parts.split_first() else {
+        return refused("there are none");
+    };
+    let alike = |w: &Weight| Weight { n: first.n, ..*w } == *first;
+    if !rest.iter().all(|(w, _)| alike(w)) {
+        return refused("their k, block size or order differ");
+    }
+    if !parts[..parts.len() - 1].iter().all(|(w, _)| w.ends_whole()) {
+        return refused("a block or a nested group would hold elements of two");
+    }
+    let books = |b: &WeightBuffers| {
+        let nested = b.nested.as_ref().map(|nested| nested.book.clone());
+        let handles = [b.book.clone()].into_iter().chain(nested).collect();
+        device.client().read(handles).map_err(|e| InvalidWeight::Device(format!("{e:?}")))
+    };
+    let wanted = books(buffers)?;
+    for (_, other) in rest {
+        if books(other)? != wanted {
+            return refused("their books differ");
+        }
+    }
+    let n = parts.iter().try_fold(0u32, |n, (w, _)| n.checked_add(w.n));
+    let Some(n) = n else { return refused("more rows than are counted") };
+    let joined = Weight { n, ..*first }.checked()?;
+    let client = device.client();
+    let made = WeightBuffers {
+        codes: client.empty(joined.words() as usize * 4),
+        absmax: client.empty(joined.absmax_bytes() as usize),
+        book: buffers.book.clone(),
+        nested: buffers.nested.as_ref().map(|nested| NestedBuffers {
+            book: nested.book.clone(),
+            scales: client.empty(joined.groups() as usize * 8),
+        }),
+    };
+    let mut row = 0;
+    for (weight, buffers) in parts {
+        let pairs = buffers.pieces(weight).into_iter().zip(made.pieces(&joined));
+        let starts = Weight { n: row, ..joined }.lens();
+        for (((from, len), (to, all)), start) in pairs.zip(starts) {
+            copy_words(device, (from, len, 0), (to, all, start), len);
+        }
+        row += weight.n;
+    }
+    Ok((joined, made))
+}
+
+/// What [`join`] makes one of: weights of so many rows each.
+///
+/// # Errors
+/// [`InvalidWeight::Join`] where the heights are not those of the weight, or its parts could not be joined.
+pub fn split(
+    device: &Device,
+    weight: Weight,
+    buffers: &WeightBuffers,
+    heights: &[u32],
+) -> Result<Vec<(Weight, WeightBuffers)>, InvalidWeight> {
+    let refused = |why| Err(InvalidWeight::Join { why });
+    let all: u64 = heights.iter().map(|n| u64::from(*n)).sum();
+    if all != u64::from(weight.n) {
+        return refused("the heights are not those of the weight");
+    }
+    let parts: Vec<Weight> =
+        heights.iter().map(|n| Weight { n: *n, ..weight }.checked()).collect::<Result<_, _>>()?;
+    if !parts[..parts.len() - 1].iter().all(Weight::ends_whole) {
+        return refused("a block or a nested group holds elements of two");
+    }
+    let client = device.client();
+    let mut row = 0;
+    let mut made = Vec::new();
+    for part in parts {
+        let own = WeightBuffers {
+            codes: client.empty(part.words() as usize * 4),
+            absmax: client.empty(part.absmax_bytes() as usize),
+            book: buffers.book.clone(),
+            nested: buffers.nested.as_ref().map(|nested| NestedBuffers {
+                book: nested.book.clone(),
+                scales: client.empty(part.groups() as usize * 8),
+            }),
+        };
+        let pairs = buffers.pieces(&weight).into_iter().zip(own.pieces(&part));
+        let starts = Weight { n: row, ..weight }.lens();
+        for (((from, all), (to, len)), start) in pairs.zip(starts) {
+            copy_words(device, (from, all, start), (to, len, 0), len);
+        }
+        row += part.n;
+        made.push((part, own));
+    }
+    Ok(made)
+}
+
+/// Cubes and their units for `len` words.
+fn spread(device: &Device, len: usize) -> (CubeCount, CubeDim) {
+    let cpu = device.backend() == arch::Backend::Cpu;
+    let (units, most) = if cpu { (1, 1) } else { (128, 65_535) };
+    let cubes = len.div_ceil(units as usize).min(most) as u32;
+    (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units))
+}
+
+/// Copies `len` words between buffers: each a handle, its words and the first of them.
+fn copy_words(
+    device: &Device,
+    from: (&Handle, usize, usize),
+    to: (&Handle, usize, usize),
+    len: usize,
+) {
+    let (cubes, dim) = spread(device, len);
+    // SAFETY: the caller's words lie within the buffers, and the kernel checks its index.
+    unsafe {
+        copy::launch_unchecked(
+            device.client(),
+            cubes,
+            dim,
+            BufferArg::from_raw_parts(from.0.clone(), from.1),
+            BufferArg::from_raw_parts(to.0.clone(), to.1),
+            from.2 as u32,
+            to.2 as u32,
+            len as u32,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn copy(from: &[u32], to: &mut [u32], from_at: u32, to_at: u32, len: u32) {
+    let mut i = ABSOLUTE_POS as u32;
+    let stride = CUBE_COUNT as u32 * CUBE_DIM;
+    while i < len {
+        to[(to_at + i) as usize] = from[(from_at + i) as usize];
+        i += stride;
+    }
 }
 
 /// The word of [`Order::Tiles`] whose byte `chunk % 4` has the pair at column `8·chunk + 2·q` of a row.

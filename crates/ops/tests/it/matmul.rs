@@ -81,6 +81,7 @@ fn a_linear_layer_has_its_epilogue_and_a_result_type() {
                 reference::Epilogue {
                     bias: Some(&b),
                     activation: Some(theirs),
+                    up: None,
                     gate: Some(&g),
                     residual: Some(&r),
                 },
@@ -169,6 +170,7 @@ fn gradients_are_the_differences() {
             let epilogue = reference::Epilogue {
                 bias: Some(&v[2]),
                 activation: theirs,
+                up: None,
                 gate: theirs.map(|_| &v[3][..]),
                 residual: theirs.map(|_| &v[4][..]),
             };

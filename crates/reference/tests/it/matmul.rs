@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 use reference::{
-    Activation, DType, Distribution, Epilogue, Error, Layout, Matmul, Sample, Special, Strides,
+    Activation, DType, Distribution, Epilogue, Error, Layout, Matmul, Sample, Special, Strides, Up,
     fill, plant,
 };
 
@@ -117,6 +117,14 @@ fn an_epilogue_is_its_formula() -> Result<(), Error> {
         ..Epilogue::bias(&[-1.0, 1.0])
     };
     assert_eq!(matmul.run(&[1.0], &[2.0, -3.0], epilogue)?, [10.5, -199.75]);
+    // The sums 2 and -3 plus a bias, times those of a second matrix plus its own.
+    let up = Some(Up { rhs: &[4.0, 5.0], bias: Some(&[0.5, -1.0]) });
+    let gated = Epilogue { up, ..Epilogue::bias(&[-1.0, 1.0]) };
+    assert_eq!(matmul.run(&[1.0], &[2.0, -3.0], gated)?, [4.5, -8.0]);
+    assert_eq!(matmul.naive(&[1.0], &[2.0, -3.0], gated)?, [4.5, -8.0]);
+    let short = Epilogue { up: Some(Up { rhs: &[4.0], bias: None }), ..NONE };
+    let error = matmul.run(&[1.0], &[2.0, -3.0], short).expect_err("half a matrix");
+    assert_eq!(error.to_string(), "up holds 1 values, the problem needs 2");
     let short = Epilogue { gate: Some(&[1.0]), ..NONE };
     let error = matmul.run(&[1.0], &[2.0, -3.0], short).expect_err("one gate for two results");
     assert_eq!(error.to_string(), "gate holds 1 values, the problem needs 2");

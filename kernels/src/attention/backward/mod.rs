@@ -32,13 +32,14 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 pub use problem::BackwardProblem;
 
-use super::config::{addresses, fits, flash as tiles, serves};
+use super::config::{addresses, flash as tiles, serves};
 use super::scores::{Scores, ScoresCompilationArg, ScoresLaunch};
 use super::{
     AttentionConfig, AttentionOperands, AttentionProblem, Dims, HeadStrides, Implementation,
     RowsConfig, Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of,
     types,
 };
+use crate::fits::{limits, shape};
 use crate::matmul::elem;
 use flash::{FlashPlan, Side};
 use rows::RowsPlan;
@@ -370,26 +371,19 @@ fn check(
     let p = &problem.forward;
     serves(arch, p, config)?;
     let AttentionConfig::Flash(c) = config else { return Ok(()) };
-    let shape = |name, value: u32, why: &str| {
-        Err(Infeasible::Shape { name, value: u64::from(value), why: why.to_owned() })
-    };
     if side.keys && c.tile_kv > c.units() {
-        return shape("tile_kv", c.tile_kv, "a unit copies the statistics of one query");
+        return Err(shape("tile_kv", c.tile_kv, "a unit copies the statistics of one query"));
     }
     let plan = FlashPlan::new(*c, side, p.head_dim, true, problem.width(8), false, false);
     for copies in [plan.own, plan.other] {
         if !copies.divides() {
-            return shape("tile_kv", c.tile_kv, "the copies of a tile do not divide");
+            return Err(shape("tile_kv", c.tile_kv, "the copies of a tile do not divide"));
         }
     }
     if registers(p, config, side) > 255 {
-        return shape("rows", c.rows, "sums and scores would spill");
+        return Err(shape("rows", c.rows, "sums and scores would spill"));
     }
-    let (need, have) = (side.shared_bytes(*c, p.head_dim), arch.max_shared_bytes);
-    if need > have {
-        return Err(Infeasible::SharedMemory { need, have });
-    }
-    fits(arch, c.units())
+    limits(arch, c.units(), side.shared_bytes(*c, p.head_dim))
 }
 
 /// Registers of a unit, roughly; none of the plain path.

@@ -7,8 +7,9 @@ use tune::Infeasible;
 use super::DecodeProblem;
 use super::merge::COUNTERS;
 use super::split::{SplitConfig, SplitPlan};
-use crate::attention::config::{fits, holds, tensor_cores};
+use crate::attention::config::tensor_cores;
 use crate::attention::rows::RowsConfig;
+use crate::fits::{limits, shape, stores};
 
 /// One way to run a step of decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -81,26 +82,24 @@ pub(super) fn check(
     problem: &DecodeProblem,
     config: &DecodeConfig,
 ) -> Result<(), Infeasible> {
-    let shape =
-        |name, value: u64, why: &str| Err(Infeasible::Shape { name, value, why: why.to_owned() });
-    holds(arch, [problem.dtype, problem.cache])?;
+    stores(arch, [problem.dtype, problem.cache])?;
     let c = match config {
         DecodeConfig::Split(c) => c,
-        DecodeConfig::Rows(c) => return fits(arch, c.units),
+        DecodeConfig::Rows(c) => return limits(arch, c.units, 0),
     };
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
     let vector = 16 / problem.cache.size() as u64;
     if let Some(step) = problem.cache_steps().into_iter().find(|step| step % vector != 0) {
-        return shape("stride", step, "rows of the cache start at multiples of 16 bytes");
+        return Err(shape("stride", step, "rows of the cache start at multiples of 16 bytes"));
     }
     let (q, out) = (problem.q, problem.out);
     let ends = [q.batch, q.head, q.seq, out.batch, out.head, out.seq];
     if let Some(step) = ends.into_iter().find(|step| step % 4 != 0) {
-        return shape("stride", step, "rows of q and out start at multiples of 8 bytes");
+        return Err(shape("stride", step, "rows of q and out start at multiples of 8 bytes"));
     }
     // One dimension of a grid.
     if problem.batch > 65_535 {
-        return shape("batch", problem.batch.into(), "up to 65535");
+        return Err(shape("batch", problem.batch, "up to 65535"));
     }
     for (name, value, allowed) in [
         ("planes", c.planes, &[1u32, 2, 3, 4, 6, 8, 12, 16][..]),
@@ -108,31 +107,26 @@ pub(super) fn check(
         ("stages", c.stages, &[1, 2, 3, 4, 6, 8]),
     ] {
         if !allowed.contains(&value) {
-            return shape(name, value.into(), &format!("one of {allowed:?}"));
+            return Err(shape(name, value, &format!("one of {allowed:?}")));
         }
     }
     if !(1..=SplitConfig::MAX_SPLITS).contains(&c.splits) {
         let why = format!("1 to {}", SplitConfig::MAX_SPLITS);
-        return shape("splits", c.splits.into(), &why);
+        return Err(shape("splits", c.splits, &why));
     }
     if c.splits > 1 && shares(problem) > u64::from(COUNTERS) {
         let why = format!("{} shares of work need not be cut", shares(problem));
-        return shape("splits", c.splits.into(), &why);
+        return Err(shape("splits", c.splits, &why));
     }
     let block = problem.layout.block_size();
     if block > 0 && c.tile_kv > block {
-        return shape("tile_kv", c.tile_kv.into(), "a tile lies within a page");
+        return Err(shape("tile_kv", c.tile_kv, "a tile lies within a page"));
     }
-    fits(arch, c.units())?;
     let plan = SplitPlan::new(*c, problem);
     if plan.registers() > 255 {
-        return shape("tile_kv", c.tile_kv.into(), "sums and scores would spill");
+        return Err(shape("tile_kv", c.tile_kv, "sums and scores would spill"));
     }
-    let (need, have) = (plan.shared_bytes(), arch.max_shared_bytes);
-    if need > have {
-        return Err(Infeasible::SharedMemory { need, have });
-    }
-    Ok(())
+    limits(arch, c.units(), plan.shared_bytes())
 }
 
 #[cfg(test)]

@@ -38,12 +38,13 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
+use super::codes::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
 use crate::matmul::{Columns, Finish, block_of, store_quad};
 use crate::nf4::{Codes, CodesPlan};
 use crate::tile::{
     CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, global_address, lhs_lane,
-    load_fragments, load_shared, load_words, next_stage, pack_pair, shared_address, store_shared,
-    typed, wait_copies,
+    load_fragments, load_shared, load_words, next_stage, pack_pair, shared_address, typed,
+    wait_copies,
 };
 
 /// Tile sizes of the fused path.
@@ -65,7 +66,6 @@ const SETS: usize = 4;
 const STEP: u32 = 64;
 /// Bytes of codes of a plane's 32 columns in a stage: two pieces of 16 rows of the weight.
 const CODES_BYTES: u32 = 1024;
-const NESTED_BYTES: u32 = 256 * 4;
 
 impl FusedConfig {
     pub(super) const fn units(self) -> u32 {
@@ -92,10 +92,12 @@ impl FusedConfig {
 pub(crate) struct FusedPlan {
     /// With one part, so that instances differ by `partial` alone.
     pub(super) config: FusedConfig,
+    pub(super) weight: CodesPlan,
     pub(super) bf16: bool,
-    pub(super) nested: bool,
     /// Every tile is full: no edge is checked.
     pub(super) exact: bool,
+    /// Of a plane's columns, the first 16 are one matrix's and the others those of the one it gates.
+    pub(super) glu: bool,
     /// Sums go to the workspace.
     pub(super) partial: bool,
 }
@@ -134,7 +136,7 @@ impl FusedPlan {
     }
 
     const fn stage_bytes(self) -> u32 {
-        self.scales_at() + if self.nested { self.config.planes * 256 } else { 0 }
+        self.scales_at() + if self.weight.nested { self.config.planes * 256 } else { 0 }
     }
 
     pub(super) const fn shared_bytes(self) -> u32 {
@@ -170,9 +172,9 @@ struct Feed {
 }
 
 #[cube]
-pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
+pub(crate) fn fused<F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &Codes,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -193,7 +195,10 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     let unit = plane * 32 + lane;
     let (rows, cols) = (dims.m.div_ceil(config.tile_m), dims.n.div_ceil(config.tile_n()));
     let (block_m, block_n) = block_of(rows, cols, CUBE_POS_X);
-    let (row, col) = (block_m * config.tile_m, block_n * config.tile_n() + plane * 32);
+    // Of two matrices a plane has half as many columns of each.
+    let wide = comptime!(if plan.glu { 16u32 } else { 32u32 });
+    let row = block_m * config.tile_m;
+    let col = (block_n * comptime!(config.planes) + plane) * wide;
     let all = dims.k / STEP;
     let first = CUBE_POS_Y * dims.part_steps;
     let steps = min(all - first, dims.part_steps);
@@ -202,17 +207,12 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     let mut to = u32::cast_from(ring);
     #[unroll]
     for step in 0..comptime!(stages - 1) {
-        copy(&feed, first, step.runtime(), steps, to, plane, lane, weight.plan, plan);
+        copy(&feed, first, step.runtime(), steps, to, plane, lane, plan);
         to = next_stage(to, ring, end, plan.stage_bytes());
     }
+    let nested = first_nested(weight, unit);
     let book = bytes_of_book(&weight.book, plan.bf16);
-    if comptime!(weight.plan.nested) {
-        let mut i = u32::cast_from(unit);
-        while i < 256 {
-            store_shared(nested_book + i * 4, weight.nested_book[i as usize], 0u32);
-            i += comptime!(config.units());
-        }
-    }
+    fill_nested(weight, nested, nested_book, unit, comptime!(config.units()));
 
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
@@ -238,7 +238,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     let mut codes = Array::<u32>::new(8usize);
     let mut scales = Array::<u32>::new(4usize);
     load_codes(&mut codes, read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16);
-    load_scales(&mut scales, read, nested_book, 0u32, plane, lane, weight.plan, plan);
+    load_scales(&mut scales, read, nested_book, 0u32, plane, lane, plan);
     #[unroll]
     for slice in 0..8usize {
         decode(&codes, &scales, &book, &mut right, 0usize, slice, plan.bf16);
@@ -253,7 +253,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     }
     for step in 0..steps {
         // Into the stage of the step before, which every plane has read.
-        copy(&feed, first, step + comptime!(stages - 1), steps, to, plane, lane, weight.plan, plan);
+        copy(&feed, first, step + comptime!(stages - 1), steps, to, plane, lane, plan);
         to = next_stage(to, ring, end, plan.stage_bytes());
         let now = u32::cast_from(read);
         #[unroll]
@@ -266,16 +266,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                 // Past the last step this is what an earlier one left there, and nobody multiplies it.
                 let from = read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16;
                 load_codes(&mut codes, from);
-                load_scales(
-                    &mut scales,
-                    read,
-                    nested_book,
-                    step + 1,
-                    plane,
-                    lane,
-                    weight.plan,
-                    plan,
-                );
+                load_scales(&mut scales, read, nested_book, step + 1, plane, lane, plan);
             }
             // Fragment after fragment of the first 16 of k, then of the other.
             #[unroll]
@@ -313,7 +304,6 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     #[unroll]
     for i in 0..comptime!(2 * frags) {
         let row = row + comptime!(8 * i as u32) + lane / 4;
-        let line = row as usize * dims.n as usize;
         if comptime!(plan.exact) || row < dims.m {
             let mut pairs = Array::<Vector<f32, NC>>::new(4usize);
             #[unroll]
@@ -321,17 +311,11 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                 pairs[j] = acc.index(comptime!(i / 2 * 4 + j))[comptime!(i % 2)];
             }
             if comptime!(plan.partial) {
-                let start = CUBE_POS_Y as usize * dims.m as usize * dims.n as usize;
-                #[unroll]
-                for j in 0..4usize {
-                    let col = col + comptime!(8 * j as u32) + lane % 4 * 2;
-                    if col < dims.n {
-                        let at = start + line + col as usize;
-                        partials[at] = pairs[j].extract(0usize);
-                        partials[at + 1] = pairs[j].extract(1usize);
-                    }
-                }
+                store_partials(partials, &pairs, row, col, lane, dims, plan);
+            } else if comptime!(plan.glu) {
+                store_gated(out, finish, &pairs, row, col, lane, &columns);
             } else {
+                let line = row as usize * dims.n as usize;
                 store_quad::<F, F, NC, NO>(
                     out, finish, &mut pairs, line, col, lane, &columns, false,
                 );
@@ -340,11 +324,65 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     }
 }
 
+/// Stores a unit's sums of one row as those of a part.
+#[cube]
+fn store_partials<NC: Size>(
+    partials: &mut [f32],
+    pairs: &Array<Vector<f32, NC>>,
+    row: u32,
+    col: u32,
+    lane: u32,
+    dims: &Dims,
+    #[comptime] plan: FusedPlan,
+) {
+    let line = (CUBE_POS_Y * dims.m + row) as usize * dims.n as usize;
+    let half = dims.n / 2;
+    #[unroll]
+    for j in 0..4usize {
+        let mine = if comptime!(plan.glu) {
+            col + comptime!(j as u32 % 2 * 8) + lane % 4 * 2
+        } else {
+            col + comptime!(8 * j as u32) + lane % 4 * 2
+        };
+        let end = if comptime!(plan.glu) { half } else { dims.n };
+        if mine < end {
+            let far = if comptime!(plan.glu && j >= 2) { half } else { 0u32.runtime() };
+            let at = line + (mine + far) as usize;
+            partials[at] = pairs[j].extract(0usize);
+            partials[at + 1] = pairs[j].extract(1usize);
+        }
+    }
+}
+
+/// Stores a unit's results of one row, of two matrices: the first two pairs gate the others.
+#[cube]
+fn store_gated<F: Float, NC: Size, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    finish: &Finish<F, F, NO>,
+    pairs: &Array<Vector<f32, NC>>,
+    row: u32,
+    col: u32,
+    lane: u32,
+    columns: &Columns,
+) {
+    let half = columns.count / 2;
+    #[unroll]
+    for j in 0..2usize {
+        let mine = col + comptime!(8 * j as u32) + lane % 4 * 2;
+        if mine < half {
+            let at = (row as usize * half as usize + mine as usize) / 2;
+            let gate = finish.activate::<NC>(pairs[j], mine, columns);
+            let value = gate * finish.biased::<NC>(pairs[comptime!(j + 2)], half + mine, columns);
+            out[at] = Vector::cast_from(finish.join::<NC>(value, at));
+        }
+    }
+}
+
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands and one place")]
-fn feed_of<F: Float, NX: Size, NW: Size>(
+fn feed_of<F: Float, NX: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &Codes,
     dims: &Dims,
     unit: u32,
     row: u32,
@@ -357,14 +395,15 @@ fn feed_of<F: Float, NX: Size, NW: Size>(
     let line = u64::cast_from(dims.k) * 2;
     let copy_lane = CopyLane::new(unit, copies);
     // Columns past the end repeat the last ones; they are never stored.
-    let last = dims.n / 16 - 1;
-    let (one, two) = (min(col / 16, last), min(col / 16 + 1, last));
+    let tiles = dims.n / comptime!(if plan.glu { 32u32 } else { 16u32 });
+    let one = min(col / 16, tiles - 1);
+    let two = if comptime!(plan.glu) { one + tiles } else { min(col / 16 + 1, tiles - 1) };
     let bytes = u64::cast_from(spans) * 512;
     let codes = global_address(&weight.codes) + u64::cast_from(lane * 16);
     // Unit 16·t + 2·r + h copies the absmax of row r + 8·h of piece t.
     let piece = select(lane < 16, one, two);
     let weight_row = piece * 16 + lane % 2 * 8 + lane / 2 % 8;
-    let each = comptime!(if weight.plan.nested { 1u32 } else { 4u32 });
+    let each = comptime!(if plan.weight.nested { 1u32 } else { 4u32 });
     let place = u64::cast_from(piece) * u64::cast_from(quads * comptime!(64 * each))
         + u64::cast_from(lane % 16 * comptime!(4 * each));
     let corner = global_address(x) + u64::cast_from(row) * line;
@@ -393,7 +432,6 @@ fn copy(
     to: u32,
     plane: u32,
     lane: u32,
-    #[comptime] weight: CodesPlan,
     #[comptime] plan: FusedPlan,
 ) {
     if step < steps {
@@ -408,11 +446,11 @@ fn copy(
         let absmax = to + comptime!(plan.absmax_at()) + plane * 128 + lane * 4;
         let one = comptime!(FusedPlan::whole(1));
         let quad = span / 4;
-        if comptime!(weight.nested) {
+        if comptime!(plan.weight.nested) {
             // The bytes of four steps.
             copy_vector(feed.absmax + u64::cast_from(quad * 64), absmax, 0u32, true, one);
             let scales = to + comptime!(plan.scales_at()) + plane * 256 + lane * 8;
-            let group = (feed.row * feed.quads + quad) / comptime!(weight.block_size);
+            let group = (feed.row * feed.quads + quad) / comptime!(plan.weight.block_size);
             let from = feed.scales + u64::cast_from(group * 8);
             copy_vector(from, scales, 0u32, true, comptime!(FusedPlan::whole(2)));
         } else {
@@ -438,7 +476,6 @@ fn load_codes(codes: &mut Array<u32>, from: u32) {
 
 /// The absmax of the unit's four columns, each twice in a word of halves.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "one step, one stage")]
 fn load_scales(
     scales: &mut Array<u32>,
     read: u32,
@@ -446,7 +483,6 @@ fn load_scales(
     step: u32,
     plane: u32,
     lane: u32,
-    #[comptime] weight: CodesPlan,
     #[comptime] plan: FusedPlan,
 ) {
     let size!(NP) = 2usize;
@@ -458,14 +494,10 @@ fn load_scales(
         let at = read + comptime!(plan.absmax_at()) + plane * 128 + place * 4;
         let word = load_shared(at, 0u32);
         let mut value = f32::cast_from(word);
-        if comptime!(weight.nested) {
+        if comptime!(plan.weight.nested) {
             let byte = (u32::reinterpret(word) >> shift) & 255;
             let at = read + comptime!(plan.scales_at()) + plane * 256 + place * 8;
-            value = fma(
-                load_shared(nested_book + byte * 4, 0u32),
-                load_shared(at, 0u32),
-                load_shared(at, 4u32),
-            );
+            value = unnest(nested_book, byte, load_shared(at, 0u32), load_shared(at, 4u32));
         }
         scales[j] = pack_pair(Vector::<f32, NP>::new(value), plan.bf16);
     }
@@ -551,22 +583,6 @@ fn decode(
 #[cube]
 fn choose(mask: u32, no: u32, yes: u32) -> u32 {
     (mask & yes) | (!mask & no)
-}
-
-/// Each byte of the result is the one of the eight of `a` and `b` that its half byte of `selector` names;
-/// with the top bit set, that one's sign all over.
-#[cube]
-fn permute(a: u32, b: u32, selector: u32) -> u32 {
-    let out: u32;
-    gpu_asm!(
-        "prmt.b32 {out}, {a}, {b}, {selector};",
-        out = out(_) out,
-        a = in(_) u32::cast_from(a),
-        b = in(_) u32::cast_from(b),
-        selector = in(_) u32::cast_from(selector),
-        options(pure, nomem)
-    );
-    out
 }
 
 /// The products of two pairs of halves.

@@ -42,13 +42,14 @@ impl LanesConfig {
         16 * 4 + sums * 4
     }
 
-    /// The config with the least to go wrong.
-    pub(super) fn simplest(arch: &ArchProfile) -> Self {
+    /// The config with the least to go wrong, for one matrix or two.
+    pub(super) fn simplest(arch: &ArchProfile, glu: bool) -> Self {
+        let rows = if glu { 2 } else { 1 };
         match arch.backend {
             Backend::Cpu => {
-                Self { units: arch.processors.unwrap_or(1), lanes: 1, rows: 1, columns: 1 }
+                Self { units: arch.processors.unwrap_or(1), lanes: 1, rows, columns: 1 }
             }
-            _ => Self { units: 64, lanes: 8, rows: 1, columns: 1 },
+            _ => Self { units: 64, lanes: 8, rows, columns: 1 },
         }
     }
 }
@@ -59,12 +60,27 @@ pub(crate) struct LanesPlan {
     pub(super) config: LanesConfig,
     /// Words do not straddle rows.
     pub(super) whole: bool,
+    /// Of a unit's rows every other one is of the matrix that its neighbour gates.
+    pub(super) glu: bool,
+}
+
+impl LanesPlan {
+    /// Rows of the weight that make one column of y.
+    const fn matrices(self) -> u32 {
+        if self.glu { 2 } else { 1 }
+    }
+
+    /// Where among a unit's sums that of its row `r` of the weight and its row `c` of x lies.
+    const fn place(self, r: u32, c: u32) -> usize {
+        let matrices = self.matrices();
+        ((r / matrices * self.config.columns + c) * matrices + r % matrices) as usize
+    }
 }
 
 #[cube]
-pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
+pub(crate) fn lanes<F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &Codes,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     dims: &Dims,
@@ -76,16 +92,16 @@ pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
             book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
         }
         sync_cube();
-        multiply::<F, NX, NW, NO>(x, weight, &book, out, finish, dims, plan);
+        multiply::<F, NX, NO>(x, weight, &book, out, finish, dims, plan);
     } else {
-        multiply::<F, NX, NW, NO>(x, weight, &weight.book, out, finish, dims, plan);
+        multiply::<F, NX, NO>(x, weight, &weight.book, out, finish, dims, plan);
     }
 }
 
 #[cube]
-fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
+fn multiply<F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &Codes,
     book: &[f32],
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
@@ -93,9 +109,12 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     #[comptime] plan: LanesPlan,
 ) {
     let LanesConfig { units, lanes, rows, columns } = comptime!(plan.config);
+    let matrices = comptime!(plan.matrices());
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
-    let first = CUBE_POS_X * comptime!(plan.config.rows_of_cube());
-    let row = first + group * rows;
+    // Columns of y that the cube and the unit's group have, and what each costs of `acc`.
+    let first = CUBE_POS_X * comptime!(plan.config.rows_of_cube() / matrices);
+    let width = dims.n / matrices;
+    let per_group = comptime!(rows / matrices);
     let per_unit = comptime!((rows * columns) as usize);
     let mut sums = Shared::<[f32]>::new_slice(comptime!(if lanes > 1 {
         units as usize * per_unit
@@ -104,7 +123,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     }));
     let mut col = 0u32;
     while col < dims.m {
-        let mut acc = Array::<f32>::new(per_unit);
+        let mut acc = Array::<f32>::new(per_unit); // [per_group, columns, matrices]
         #[unroll]
         for i in 0..per_unit {
             acc[i] = 0.0f32;
@@ -116,8 +135,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                 let eights = load_eights(x, col, at, dims, plan);
                 #[unroll]
                 for r in 0..rows {
-                    // Rows past the end repeat the last; they are never stored.
-                    let row = min(row + r, dims.n - 1);
+                    let row = row_of(first + group * per_group, r, width, plan);
                     let flat = row * words + at;
                     let codes = weight.word(flat, row, at, dims.k);
                     let absmax = weight.absmax_of_word(flat, row, at, dims.k);
@@ -127,7 +145,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                         let value = book[((codes >> shift) & 15) as usize] * absmax;
                         #[unroll]
                         for c in 0..columns {
-                            let i = comptime!((r * columns + c) as usize);
+                            let i = comptime!(plan.place(r, c));
                             acc[i] = fma(value, eights[comptime!((c * 8 + e) as usize)], acc[i]);
                         }
                     }
@@ -139,9 +157,9 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
             while at < dims.k {
                 #[unroll]
                 for r in 0..rows {
-                    let row = min(row + r, dims.n - 1);
+                    let row = row_of(first + group * per_group, r, width, plan);
                     let flat = row as usize * dims.k as usize + at as usize;
-                    let word = weight.codes[flat / 8].extract(0usize);
+                    let word = weight.codes[flat / 8];
                     let e = (flat % 8) as u32;
                     let code = (word >> (e / 2 * 8 + (1 - e % 2) * 4)) & 15;
                     let block = (flat / comptime!(weight.plan.block_size as usize)) as u32;
@@ -150,13 +168,14 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                     for c in 0..columns {
                         let line = min(col + c, dims.m - 1) as usize * dims.k as usize;
                         let x = f32::cast_from(x[line + at as usize].extract(0usize));
-                        let i = comptime!((r * columns + c) as usize);
+                        let i = comptime!(plan.place(r, c));
                         acc[i] = fma(value, x, acc[i]);
                     }
                 }
                 at += lanes;
             }
         }
+        let results = comptime!(per_group * columns);
         if comptime!(lanes > 1) {
             #[unroll]
             for i in 0..per_unit {
@@ -164,28 +183,44 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
             }
             sync_cube();
             let mut id = UNIT_POS;
-            while id < comptime!(units / lanes * rows * columns) {
-                let (group, i) = (id / per_unit as u32, id % per_unit as u32);
-                let from = (group * lanes) as usize * per_unit + i as usize;
-                let mut sum = 0.0f32.runtime();
-                for l in 0..lanes {
-                    sum += sums[from + l as usize * per_unit];
+            while id < comptime!(units / lanes * results) {
+                let (group, i) = (id / results, id % results);
+                let mut total = Array::<f32>::new(comptime!(matrices as usize));
+                #[unroll]
+                for which in 0..matrices as usize {
+                    total[which] = 0.0f32;
                 }
-                let (n, m) = (first + group * rows + i / columns, col + i % columns);
-                store(out, finish, sum, n, m, dims);
+                let from = group * comptime!(lanes * rows * columns) + i * matrices;
+                for l in 0..lanes {
+                    #[unroll]
+                    for which in 0..matrices {
+                        let at = from + l * comptime!(rows * columns) + which;
+                        total[comptime!(which as usize)] += sums[at as usize];
+                    }
+                }
+                let (n, m) = (first + group * per_group + i / columns, col + i % columns);
+                store(out, finish, &total, 0usize, n, m, dims, plan);
                 id += units;
             }
             sync_cube();
         } else {
             #[unroll]
-            for i in 0..per_unit {
-                let (n, m) =
-                    (row + comptime!(i as u32 / columns), col + comptime!(i as u32 % columns));
-                store(out, finish, acc[i], n, m, dims);
+            for i in 0..results {
+                let n = first + group * per_group + comptime!(i / columns);
+                let m = col + comptime!(i % columns);
+                store(out, finish, &acc, comptime!((i * matrices) as usize), n, m, dims, plan);
             }
         }
         col += columns;
     }
+}
+
+/// Row `r` of a unit's in the weight, its first being of column `first` of y. Rows past the end repeat the
+/// last; they are never stored.
+#[cube]
+fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: LanesPlan) -> u32 {
+    let matrices = comptime!(plan.matrices());
+    min(first + comptime!(r / matrices), width - 1) + comptime!(r % matrices) * width
 }
 
 /// Eight elements of each of a unit's rows of x; rows past the end repeat the last.
@@ -216,18 +251,29 @@ fn load_eights<F: Float, NX: Size>(
     eights
 }
 
+/// Stores the result of column `n` and row `m` of y, made of the sum at `at`, or of that and the next.
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "sums, a result and its place")]
 fn store<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
-    sum: f32,
+    sums: &Array<f32>,
+    #[comptime] at: usize,
     n: u32,
     m: u32,
     dims: &Dims,
+    #[comptime] plan: LanesPlan,
 ) {
-    if n < dims.n && m < dims.m {
-        let at = m as usize * dims.n as usize + n as usize;
+    let width = dims.n / comptime!(plan.matrices());
+    if n < width && m < dims.m {
         let columns = Columns { first: 0usize.runtime(), count: dims.n };
-        out[at] = Vector::new(F::cast_from(finish.one(sum, at, n, &columns)));
+        let to = m as usize * width as usize + n as usize;
+        let value = if comptime!(plan.glu) {
+            let both = (sums[at], sums[comptime!(at + 1)]);
+            finish.one_of_two(both, to, (n, width + n), &columns)
+        } else {
+            finish.one(sums[at], to, n, &columns)
+        };
+        out[to] = Vector::new(F::cast_from(value));
     }
 }

@@ -1,4 +1,8 @@
-//! y = epilogue(x · wᵀ)    x: `[m, k]`   w: `[n, k]` in 4 bits   y: `[m, n]`
+//! y = residual + gate · activation(x · wᵀ + bias)    x: `[m, k]`   w: `[n, k]` in 4 bits   y: `[m, n]`
+//!
+//! or, where the rows of w are those of two matrices `[G; U]` that gate one another,
+//!
+//! y = residual + gate · activation(x · Gᵀ + bias) · (x · Uᵀ + bias)    y: `[m, n / 2]`
 //!
 //! One source, four ways through it, chosen by [`Nf4MatmulConfig`]:
 //!
@@ -12,31 +16,37 @@
 //! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Dense` writes and reads a dense weight besides, 4
 //! bytes an element: at 4096 rows a thirtieth of the time of its product.
 //!
+//! Gated: Shazeer, "GLU Variants Improve Transformer" (2020). G and U are one weight
+//! ([`join`](super::join)), so that a launch reads x once and nothing is stored between them.
+//!
 //! [`Nf4Dequantize`]: super::Nf4Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
 
+mod codes;
+mod config;
 mod fused;
 mod lanes;
 mod stream;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
+pub use config::{DenseConfig, Nf4MatmulConfig};
 pub use fused::FusedConfig;
 pub use lanes::LanesConfig;
 pub use stream::StreamConfig;
 
-use super::dequantize::{self, DequantizeConfig, DequantizeProblem, Nf4Dequantize};
+use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
 use super::{Codes, CodesCompilationArg, CodesLaunch, Order, Weight, WeightBuffers};
 use crate::matmul::{
-    Epilogue, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout, Matmul,
-    MatmulConfig, MatmulOperands, MatmulProblem, Precision, elem, parts,
+    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
+    Matmul, MatmulOperands, MatmulProblem, Precision, elem, parts,
 };
 use fused::FusedPlan;
 use lanes::LanesPlan;
@@ -52,7 +62,10 @@ pub struct Nf4MatmulProblem {
     pub weight: Weight,
     /// Type of x, bias and y: f32, f16 or bf16.
     pub dtype: DType,
+    /// A bias has `[n]` elements, the other matrices those of y.
     pub epilogue: Epilogue,
+    /// Whether the upper half of the weight's rows gates the lower one.
+    pub glu: bool,
 }
 
 impl Nf4MatmulProblem {
@@ -64,24 +77,78 @@ impl Nf4MatmulProblem {
         if m == 0 {
             return Err(InvalidMatmul::Empty { axis: "m" });
         }
-        Ok(Self { m, weight, dtype, epilogue: Epilogue::default() })
+        Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), glu: false })
     }
 
-    /// The product with the dense weight.
+    /// The same weight as two matrices, the first of which gates the second.
+    ///
+    /// # Errors
+    /// [`InvalidMatmul::Halves`].
+    pub fn gated_by_half(self) -> Result<Self, InvalidMatmul> {
+        let n = self.weight.n;
+        let gated = Self { glu: true, ..self };
+        if gated.has_halves() { Ok(gated) } else { Err(InvalidMatmul::Halves { n }) }
+    }
+
+    /// Whether the weight is two matrices where it has to be.
+    const fn has_halves(&self) -> bool {
+        let rows = match self.weight.order {
+            Order::Tiles => 32,
+            Order::Rows => 2,
+        };
+        !self.glu || self.weight.n % rows == 0
+    }
+
+    /// Columns of y.
+    pub const fn columns(&self) -> u32 {
+        if self.glu { self.weight.n / 2 } else { self.weight.n }
+    }
+
+    /// Elements of a bias.
+    pub const fn bias_len(&self) -> usize {
+        self.weight.n as usize
+    }
+
+    /// The product with a dense weight that has the shape of y.
     pub fn dense(&self) -> MatmulProblem {
-        let Weight { n, k, .. } = self.weight;
         let precision = match self.dtype {
             DType::F16 => Precision::F16,
             DType::Bf16 => Precision::Bf16,
             _ => Precision::F32,
         };
-        let dense = MatmulProblem::dense(1, [self.m, n, k], [Layout::Row, Layout::Col], precision)
-            .expect("no size is 0");
+        let sizes = [self.m, self.columns(), self.weight.k];
+        let dense = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)
+            .expect("sizes were checked");
         MatmulProblem { epilogue: self.epilogue, ..dense }
     }
 
     const fn dequantized(&self) -> DequantizeProblem {
         DequantizeProblem { weight: self.weight, out: self.dtype }
+    }
+
+    /// Of two dense products the one that ends in y.
+    fn gated(&self) -> MatmulProblem {
+        let dense = self.dense();
+        let gate = dense.epilogue.gate || self.glu;
+        MatmulProblem { epilogue: Epilogue { gate, ..dense.epilogue }, ..dense }
+    }
+
+    /// Of two dense products the one that is gated by the other.
+    fn ungated(&self) -> MatmulProblem {
+        let bias = self.epilogue.bias;
+        MatmulProblem { epilogue: Epilogue { bias, ..Epilogue::default() }, ..self.dense() }
+    }
+
+    /// Bytes of half a dense weight, and of half a bias: where the second ones begin.
+    fn halves(&self) -> [u64; 2] {
+        let (columns, size) = (u64::from(self.columns()), self.dtype.size() as u64);
+        [columns * u64::from(self.weight.k) * size, columns * size]
+    }
+
+    /// Whether halves, and what lies behind a dense weight, begin where any device can bind them.
+    fn halves_are_aligned(&self) -> bool {
+        let [weight, bias] = self.halves();
+        weight % 256 == 0 && (!self.epilogue.bias || bias % 256 == 0)
     }
 }
 
@@ -91,46 +158,7 @@ pub struct Nf4MatmulOperands {
     pub x: Handle,
     pub weight: WeightBuffers,
     pub out: Handle,
-    /// Present when the problem's epilogue has them.
-    pub bias: Option<Handle>,
-    pub gate: Option<Handle>,
-    pub residual: Option<Handle>,
-}
-
-impl Nf4MatmulOperands {
-    /// Those of the product with the dense weight at `rhs`.
-    fn dense(&self, rhs: &Handle) -> MatmulOperands {
-        MatmulOperands {
-            lhs: self.x.clone(),
-            rhs: rhs.clone(),
-            out: self.out.clone(),
-            bias: self.bias.clone(),
-            gate: self.gate.clone(),
-            residual: self.residual.clone(),
-            rows: None,
-        }
-    }
-}
-
-/// One way to multiply with a 4-bit weight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(tag = "path", rename_all = "lowercase")]
-pub enum Nf4MatmulConfig {
-    Stream(StreamConfig),
-    Fused(FusedConfig),
-    Lanes(LanesConfig),
-    Dense { dequantize: DequantizeConfig, matmul: MatmulConfig },
-}
-
-impl Nf4MatmulConfig {
-    /// Parts that k is cut into, whose sums are kept between two launches.
-    const fn parts(&self) -> u32 {
-        match self {
-            Self::Stream(c) => c.parts,
-            Self::Fused(c) => c.parts,
-            Self::Lanes(_) | Self::Dense { .. } => 1,
-        }
-    }
+    pub epilogue: EpilogueBuffers,
 }
 
 impl Kernel for Nf4Matmul {
@@ -144,28 +172,12 @@ impl Kernel for Nf4Matmul {
     fn bucket(p: &Nf4MatmulProblem) -> String {
         let Weight { block_size, nested, order, .. } = p.weight;
         let nested = if nested { "n" } else { "" };
-        format!("{} {}{block_size}{nested}", p.dense().bucket(), order.name())
+        let glu = if p.glu { " glu" } else { "" };
+        format!("{} {}{block_size}{nested}{glu}", p.dense().bucket(), order.name())
     }
 
     fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
-        let feasible = |c: &Nf4MatmulConfig| Self::check(arch, p, c).is_ok();
-        let streams = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream);
-        let lanes = lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes);
-        // Few rows leave a dense weight's bytes unpaid, and tiles mostly empty.
-        let fused = if p.m <= 8 { Vec::new() } else { fused(arch, p) };
-        let fused: Vec<_> = fused.into_iter().map(Nf4MatmulConfig::Fused).collect();
-        let dense = if p.m <= 8 { Vec::new() } else { denses(arch, p) };
-        // From a thousand rows on a dense weight costs less than decoding it for every tile of rows.
-        let (many, few) = if p.m >= 1024 { (dense, fused) } else { (fused, dense) };
-        let all = streams.chain(many).chain(few).chain(lanes);
-        let all: Vec<_> = all.filter(feasible).collect();
-        match all.iter().position(|c| !matches!(c, Nf4MatmulConfig::Lanes(_))) {
-            // On tensor cores only the simplest of the plain path is worth a try.
-            Some(_) if p.m > 8 => {
-                all.into_iter().filter(|c| !matches!(c, Nf4MatmulConfig::Lanes(_))).collect()
-            }
-            _ => all,
-        }
+        config::candidates(arch, p)
     }
 
     fn check(
@@ -173,50 +185,28 @@ impl Kernel for Nf4Matmul {
         p: &Nf4MatmulProblem,
         config: &Nf4MatmulConfig,
     ) -> Result<(), Infeasible> {
-        if !arch.dtypes.contains(&p.dtype) {
-            return Err(Infeasible::Feature { what: format!("{} buffers", p.dtype) });
-        }
-        match config {
-            Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
-            Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
-            Nf4MatmulConfig::Lanes(c) => check_lanes(arch, p, c),
-            Nf4MatmulConfig::Dense { dequantize, matmul } => {
-                Nf4Dequantize::check(arch, &p.dequantized(), dequantize)?;
-                if matmul.parts() > 1 {
-                    return Err(shape(
-                        "parts",
-                        matmul.parts(),
-                        "the dense weight is all the scratch",
-                    ));
-                }
-                Matmul::check(arch, &p.dense(), matmul)
-            }
-        }
+        config::check(arch, p, config)
     }
 
     fn cost(p: &Nf4MatmulProblem) -> Cost {
         let dense = p.dense().cost();
-        let weight = p.weight.len() * p.dtype.size() as u64;
-        Cost { flops: dense.flops, bytes: dense.bytes - weight + p.weight.bytes() }
+        let matrices = if p.glu { 2 } else { 1 };
+        let weight = u64::from(p.columns()) * u64::from(p.weight.k) * p.dtype.size() as u64;
+        Cost { flops: dense.flops * matrices, bytes: dense.bytes - weight + p.weight.bytes() }
     }
 
     fn simplest(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<Nf4MatmulConfig, Infeasible> {
-        let config = Nf4MatmulConfig::Lanes(LanesConfig::simplest(arch));
-        Self::check(arch, p, &config).map(|()| config)
+        config::simplest(arch, p)
     }
 
     fn operands(device: &Device, p: &Nf4MatmulProblem, seed: u64) -> Nf4MatmulOperands {
-        let dense = p.dense();
-        let Epilogue { bias, gate, residual, .. } = p.epilogue;
-        let [x, _, out] = dense.extents();
-        let make = |len, salt| crate::noise(device, len, p.dtype, 7 * seed + salt);
+        let [x, _, out] = p.dense().extents();
+        let (bias, matrix) = ((p.bias_len(), p.dtype), (out, p.dtype));
         Nf4MatmulOperands {
-            x: make(x, 0),
+            x: crate::noise(device, x, p.dtype, 7 * seed),
             weight: super::noise(device, p.weight, 7 * seed + 1),
             out: device.client().empty((out * p.dtype.size()).next_multiple_of(4)),
-            bias: bias.then(|| make(dense.bias_len(), 3)),
-            gate: gate.then(|| make(out, 4)),
-            residual: residual.then(|| make(out, 5)),
+            epilogue: EpilogueBuffers::noise(device, p.epilogue, bias, matrix, 7 * seed + 3),
         }
     }
 
@@ -232,10 +222,14 @@ impl Kernel for Nf4Matmul {
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
     }
 
-    /// Sums of parts, or the dense weight.
+    /// Sums of parts, or the dense weight and behind it the product that is gated by the other.
     fn scratch_bytes(p: &Nf4MatmulProblem, config: &Nf4MatmulConfig) -> u64 {
         match config {
-            Nf4MatmulConfig::Dense { .. } => dequantize::out_bytes(&p.dequantized()) as u64,
+            Nf4MatmulConfig::Dense(_) => {
+                let result = p.dense().extents()[2] * p.dtype.size();
+                let ungated = if p.glu { result.next_multiple_of(4) } else { 0 };
+                (dequantize::out_bytes(&p.dequantized()) + ungated) as u64
+            }
             _ => match config.parts() {
                 1 => 0,
                 parts => 4 * u64::from(parts) * u64::from(p.m) * u64::from(p.weight.n),
@@ -250,10 +244,13 @@ impl Kernel for Nf4Matmul {
         properties: &Arc<DeviceProperties>,
         target: &Arc<TargetProperties>,
     ) -> Vec<Box<dyn CubeKernel>> {
-        if let Nf4MatmulConfig::Dense { dequantize, matmul } = config {
-            let dense = p.dequantized();
-            let mut all = Nf4Dequantize::programs(arch, &dense, dequantize, properties, target);
-            all.extend(Matmul::programs(arch, &p.dense(), matmul, properties, target));
+        if let Nf4MatmulConfig::Dense(c) = config {
+            let weight = p.dequantized();
+            let mut all = Nf4Dequantize::programs(arch, &weight, &c.dequantize, properties, target);
+            let products = if p.glu { vec![p.ungated(), p.gated()] } else { vec![p.gated()] };
+            for product in products {
+                all.extend(Matmul::programs(arch, &product, &c.matmul, properties, target));
+            }
             return all;
         }
         let plan = Plan::new(arch, p, config);
@@ -272,13 +269,12 @@ impl Kernel for Nf4Matmul {
             FinishCompilationArg::of(epilogue),
             DimsCompilationArg { m: (), n: (), k: (), parts: (), part_steps: () },
             plan.width,
-            1,
             plan.out_width,
             plan.path,
             elem(p.dtype),
         ))];
         if plan.parts > 1 {
-            programs.push(parts::program(&p.dense(), plan.parts, properties, target));
+            programs.push(parts::program(&p.dense(), plan.parts, p.glu, properties, target));
         }
         programs
     }
@@ -290,21 +286,23 @@ impl Kernel for Nf4Matmul {
         operands: &Nf4MatmulOperands,
         scratch: Option<&Handle>,
     ) {
-        let dense = p.dense();
-        if let Nf4MatmulConfig::Dense { dequantize, matmul } = config {
-            let rhs = scratch.expect("a dense weight has its scratch");
-            dequantize::launch(device, &p.dequantized(), dequantize, &operands.weight, rhs);
-            Matmul::launch(device, &dense, matmul, &operands.dense(rhs), None);
-            return;
+        if let Nf4MatmulConfig::Dense(c) = config {
+            let scratch = scratch.expect("a dense weight has its scratch");
+            return launch_dense(device, p, c, operands, scratch);
         }
+        let (dense, epilogue) = (p.dense(), &operands.epilogue);
         let plan = Plan::new(device.profile(), p, config);
         let [x_len, _, out_len] = dense.extents();
+        let sums = out_len * if p.glu { 2 } else { 1 };
         // A kernel without partial sums still binds a buffer in their place, and never writes it.
         let (partials, partials_len) = match scratch {
-            Some(scratch) => (scratch, out_len * plan.parts as usize),
+            Some(scratch) => (scratch, sums * plan.parts as usize),
             None => (&operands.out, 1),
         };
-        let unused = operands.dense(&operands.x);
+        let finish = match plan.parts {
+            1 => FinishLaunch::of(p.epilogue, epilogue, p.bias_len(), out_len / plan.out_width),
+            _ => FinishLaunch::nothing(),
+        };
         // SAFETY: the extents are the problem's, and every path checks its edges.
         unsafe {
             product::launch_unchecked(
@@ -313,236 +311,51 @@ impl Kernel for Nf4Matmul {
                 plan.cube_dim,
                 address(p),
                 plan.width,
-                1,
                 plan.out_width,
                 BufferArg::from_raw_parts(operands.x.clone(), x_len / plan.width),
-                CodesLaunch::of(&p.weight, &operands.weight, 1),
+                CodesLaunch::of(&p.weight, &operands.weight),
                 BufferArg::from_raw_parts(operands.out.clone(), out_len / plan.out_width),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
-                match plan.parts {
-                    1 => FinishLaunch::of(&dense, &unused, plan.out_width),
-                    _ => FinishLaunch::nothing(),
-                },
+                finish,
                 DimsLaunch::new(p.m, p.weight.n, p.weight.k, plan.parts, plan.part_steps),
                 plan.path,
                 elem(p.dtype),
             );
         }
         if plan.parts > 1 {
-            parts::add(device, &dense, &unused, partials, plan.parts);
+            parts::add(device, &dense, partials, plan.parts, p.glu, &operands.out, epilogue);
         }
     }
 }
 
-/// Every number of parts that gives whole planes work, the fewest first.
-fn streams(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<StreamConfig> {
-    let quads = p.weight.k / 256;
-    let mut found: Vec<StreamConfig> = Vec::new();
-    // Of 16 planes a unit has 128 registers; with two fragments of x it spills 160 bytes on sm_89.
-    let tight = p.m > 8 && arch.compute_capability < Some(90);
-    for planes in [16u32, 12, 8].map(|planes| planes.min(arch.max_units_per_cube / 32)) {
-        if planes == 0 || quads == 0 || planes > 12 && tight {
-            continue;
-        }
-        for extra in 0..2 {
-            let parts = quads.div_ceil(planes) + extra;
-            // Even shares: no plane more than another.
-            let config = StreamConfig { planes: quads.div_ceil(parts), parts };
-            if !found.contains(&config) {
-                found.push(config);
-            }
-        }
-    }
-    found
-}
-
-/// Tiles for the rows at hand; k in parts where few blocks leave processors idle.
-fn fused(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<FusedConfig> {
-    let quads = p.weight.k / 256;
-    let mut found = Vec::new();
-    for (tile_m, planes, stages) in
-        [(128, 8, 3), (64, 8, 5), (32, 8, 6), (64, 4, 4), (32, 4, 6), (128, 4, 4)]
-    {
-        if quads == 0 || tile_m > p.m.next_power_of_two().max(32) {
-            continue;
-        }
-        let one = FusedConfig { tile_m, planes, stages, parts: 1 };
-        let blocks = p.m.div_ceil(tile_m) * p.weight.n.div_ceil(one.tile_n());
-        let wanted = (2 * arch.processors.unwrap_or(1) / blocks).clamp(1, quads.min(8));
-        for parts in [1, wanted, wanted.div_ceil(2)] {
-            // Even shares, and none without one.
-            let parts = quads.div_ceil(quads.div_ceil(parts));
-            let config = FusedConfig { parts, ..one };
-            if !found.contains(&config) {
-                found.push(config);
-            }
-        }
-    }
-    // The fewest blocks that keep every processor busy come first.
-    let idle = |c: &FusedConfig| {
-        let blocks = p.m.div_ceil(c.tile_m) * p.weight.n.div_ceil(c.tile_n()) * c.parts;
-        blocks < arch.processors.unwrap_or(1)
+/// Makes the weight dense at the start of `scratch` and multiplies with it, once or for each of two halves.
+fn launch_dense(
+    device: &Device,
+    p: &Nf4MatmulProblem,
+    c: &DenseConfig,
+    operands: &Nf4MatmulOperands,
+    scratch: &Handle,
+) {
+    let weight = p.dequantized();
+    dequantize::launch(device, &weight, &c.dequantize, &operands.weight, scratch);
+    let multiply = |problem: MatmulProblem, rhs: Handle, out: &Handle, epilogue| {
+        let (lhs, out) = (operands.x.clone(), out.clone());
+        let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None };
+        Matmul::launch(device, &problem, &c.matmul, &operands, None);
     };
-    found.sort_by_key(|c| (idle(c), c.parts));
-    found.truncate(8);
-    found
-}
-
-fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
-    let columns = p.m.next_power_of_two().min(4);
-    if arch.backend == Backend::Cpu {
-        let units = arch.processors.unwrap_or(1);
-        return [4, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns }).to_vec();
+    let mut epilogue = operands.epilogue.clone();
+    if p.glu {
+        let [half, bias] = p.halves();
+        let second = |bytes: u64| move |h: Handle| h.offset_start(bytes);
+        let ungated = scratch.clone().offset_start(dequantize::out_bytes(&weight) as u64);
+        let biased = EpilogueBuffers {
+            bias: epilogue.bias.clone().map(second(bias)),
+            ..EpilogueBuffers::default()
+        };
+        multiply(p.ungated(), second(half)(scratch.clone()), &ungated, biased);
+        epilogue.gate = Some(ungated);
     }
-    let shapes =
-        [[256, 32, 2], [128, 32, 2], [256, 32, 4], [256, 16, 2], [256, 64, 2], [256, 32, 1]];
-    let mut all: Vec<_> = shapes
-        .into_iter()
-        .map(|[units, lanes, rows]| LanesConfig { units, lanes, rows, columns })
-        .collect();
-    all.push(LanesConfig::simplest(arch));
-    all
-}
-
-/// The products of the dense weight that are worth a try.
-fn denses(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
-    let Some(dequantize) = Nf4Dequantize::candidates(arch, &p.dequantized()).first().copied()
-    else {
-        return Vec::new();
-    };
-    let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.parts() == 1);
-    all.take(4).map(|matmul| Nf4MatmulConfig::Dense { dequantize, matmul }).collect()
-}
-
-fn shape(name: &'static str, value: u32, why: &str) -> Infeasible {
-    Infeasible::Shape { name, value: value.into(), why: why.to_owned() }
-}
-
-fn check_stream(
-    arch: &ArchProfile,
-    p: &Nf4MatmulProblem,
-    c: &StreamConfig,
-) -> Result<(), Infeasible> {
-    on_tensor_cores(arch, p)?;
-    if p.m > 16 {
-        return Err(shape("m", p.m, "x of 16 rows at most lies in registers"));
-    }
-    if !(1..=16).contains(&c.planes) {
-        return Err(shape("planes", c.planes, "1 to 16"));
-    }
-    if !(1..=64).contains(&c.parts) {
-        return Err(shape("parts", c.parts, "1 to 64"));
-    }
-    if c.reach() < p.weight.k {
-        return Err(shape("planes", c.planes, "the planes of all parts do not cover k"));
-    }
-    let (need, have) = (c.units(), arch.max_units_per_cube);
-    if need > have {
-        return Err(Infeasible::Units { need, have });
-    }
-    let (need, have) = (stream_plan(p, c).shared_bytes(), arch.max_shared_bytes);
-    if need > have {
-        return Err(Infeasible::SharedMemory { need, have });
-    }
-    Ok(())
-}
-
-fn check_fused(
-    arch: &ArchProfile,
-    p: &Nf4MatmulProblem,
-    c: &FusedConfig,
-) -> Result<(), Infeasible> {
-    on_tensor_cores(arch, p)?;
-    if !arch.async_copy {
-        return Err(Infeasible::Feature { what: "asynchronous copies".to_owned() });
-    }
-    for (name, value, allowed) in [
-        ("tile_m", c.tile_m, &[32u32, 64, 128][..]),
-        ("planes", c.planes, &[2, 4, 8]),
-        ("stages", c.stages, &[2, 3, 4, 5, 6]),
-    ] {
-        if !allowed.contains(&value) {
-            return Err(shape(name, value, &format!("one of {allowed:?}")));
-        }
-    }
-    if !(1..=64).contains(&c.parts) || (c.parts - 1) * c.part_steps(p.weight.k) >= p.weight.k / 64 {
-        return Err(shape("parts", c.parts, "each has at least 256 of k"));
-    }
-    if c.registers() > 255 {
-        return Err(shape("tile_m", c.tile_m, "sums would spill"));
-    }
-    let (need, have) = (c.units(), arch.max_units_per_cube);
-    if need > have {
-        return Err(Infeasible::Units { need, have });
-    }
-    let (need, have) = (fused_plan(p, c).shared_bytes(), arch.max_shared_bytes);
-    if need > have {
-        return Err(Infeasible::SharedMemory { need, have });
-    }
-    Ok(())
-}
-
-/// The weight lies in tiles, and there are instructions for it.
-fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
-    if p.weight.order != Order::Tiles {
-        return Err(shape("k", p.weight.k, "the weight does not lie in tiles"));
-    }
-    let half = matches!(p.dtype, DType::F16 | DType::Bf16);
-    let inst = arch.mma_for(p.dtype, DType::F32).filter(|_| half);
-    if inst.is_none_or(|s| (s.m, s.n, s.k) != (16, 8, 16)) {
-        return Err(Infeasible::Feature { what: format!("{} matrix instructions", p.dtype) });
-    }
-    Ok(())
-}
-
-fn check_lanes(
-    arch: &ArchProfile,
-    p: &Nf4MatmulProblem,
-    c: &LanesConfig,
-) -> Result<(), Infeasible> {
-    let (need, have) = (c.units, arch.max_units_per_cube);
-    if need == 0 || need > have {
-        return Err(Infeasible::Units { need, have });
-    }
-    if arch.backend == Backend::Cpu && c.lanes != 1 {
-        return Err(Infeasible::Feature { what: "cheap barriers".to_owned() });
-    }
-    if c.lanes == 0 || c.units % c.lanes != 0 || c.lanes > 1 && c.units < 16 {
-        return Err(shape("lanes", c.lanes, "units divide among them, and 16 fill the book"));
-    }
-    if !(1..=8).contains(&c.rows) {
-        return Err(shape("rows", c.rows, "1 to 8"));
-    }
-    if !(1..=8).contains(&c.columns) {
-        return Err(shape("columns", c.columns, "1 to 8"));
-    }
-    if p.weight.n.div_ceil(c.rows_of_cube()) > 65_535 {
-        return Err(shape("n", p.weight.n, "more cubes than a grid has in a line"));
-    }
-    let (need, have) = (c.shared_bytes(), arch.max_shared_bytes);
-    if need > have {
-        return Err(Infeasible::SharedMemory { need, have });
-    }
-    Ok(())
-}
-
-fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan {
-    StreamPlan {
-        config: StreamConfig { parts: 1, ..*c },
-        eights: p.m.div_ceil(8) as usize,
-        bf16: p.dtype == DType::Bf16,
-        partial: c.parts > 1,
-    }
-}
-
-fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
-    FusedPlan {
-        config: FusedConfig { parts: 1, ..*c },
-        bf16: p.dtype == DType::Bf16,
-        nested: p.weight.nested,
-        exact: p.m % c.tile_m == 0,
-        partial: c.parts > 1,
-    }
+    multiply(p.gated(), scratch.clone(), &operands.out, epilogue);
 }
 
 /// A config of one launch bound to a problem.
@@ -562,9 +375,9 @@ impl Plan {
         match *config {
             Nf4MatmulConfig::Stream(c) => {
                 let processors = arch.processors.unwrap_or(1);
-                let cubes = (processors / c.parts).clamp(1, p.weight.n / 16) * c.parts;
+                let cubes = (processors / c.parts).clamp(1, p.columns() / 16) * c.parts;
                 Self {
-                    path: Path::Stream(stream_plan(p, &c)),
+                    path: Path::Stream(config::stream_plan(p, &c)),
                     // Addresses are taken of x; its width means nothing.
                     width: 4,
                     out_width: 1,
@@ -577,9 +390,10 @@ impl Plan {
             Nf4MatmulConfig::Fused(c) => {
                 let blocks = p.m.div_ceil(c.tile_m) * p.weight.n.div_ceil(c.tile_n());
                 Self {
-                    path: Path::Fused(fused_plan(p, &c)),
+                    path: Path::Fused(config::fused_plan(p, &c)),
                     width: 4,
-                    out_width: 8,
+                    // Of two matrices a unit holds a pair, of one it gathers eight.
+                    out_width: if p.glu { 2 } else { 8 },
                     cubes: CubeCount::Static(blocks, c.parts, 1),
                     cube_dim: CubeDim::new_2d(32, c.planes),
                     parts: c.parts,
@@ -590,7 +404,7 @@ impl Plan {
                 let whole = p.weight.k % 8 == 0;
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
                 Self {
-                    path: Path::Lanes(LanesPlan { config: c, whole }),
+                    path: Path::Lanes(LanesPlan { config: c, whole, glu: p.glu }),
                     width: if whole { widest.clamp(1, 8) } else { 1 },
                     out_width: 1,
                     cubes: CubeCount::Static(p.weight.n.div_ceil(c.rows_of_cube()), 1, 1),
@@ -599,7 +413,7 @@ impl Plan {
                     part_steps: 0,
                 }
             }
-            Nf4MatmulConfig::Dense { .. } => unreachable!("a dense weight has launches of its own"),
+            Nf4MatmulConfig::Dense(_) => unreachable!("launched as two products of other families"),
         }
     }
 }
@@ -631,9 +445,9 @@ enum Path {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn product<F: Float, NX: Size, NW: Size, NO: Size>(
+fn product<F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &Codes,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
@@ -643,67 +457,11 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
 ) {
     match path {
         Path::Stream(plan) => {
-            stream::stream::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
+            stream::stream::<F, NX, NO>(x, weight, out, partials, &finish, dims, plan)
         }
         Path::Fused(plan) => {
-            fused::fused::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
+            fused::fused::<F, NX, NO>(x, weight, out, partials, &finish, dims, plan)
         }
-        Path::Lanes(plan) => lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, dims, plan),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn problem(m: u32, n: u32, k: u32, order: Order, dtype: DType) -> Nf4MatmulProblem {
-        let weight = Weight::new(n, k, 64, true).and_then(|w| w.ordered(order)).expect("valid");
-        Nf4MatmulProblem::new(m, weight, dtype).expect("rows")
-    }
-
-    #[test]
-    fn every_profile_has_a_candidate_and_every_candidate_passes_its_check() {
-        for name in arch::recorded() {
-            let arch = ArchProfile::recorded(name).expect("recorded");
-            for dtype in [DType::F32, DType::F16, DType::Bf16] {
-                for m in [1, 8, 9, 16, 17, 4096] {
-                    for p in [
-                        problem(m, 4096, 4096, Order::Tiles, dtype),
-                        problem(m, 37, 41, Order::Rows, dtype),
-                    ] {
-                        let found = Nf4Matmul::candidates(&arch, &p);
-                        assert!(!found.is_empty(), "{name} {p:?}");
-                        for c in found {
-                            Nf4Matmul::check(&arch, &p, &c).expect("candidates are checked");
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn few_rows_stream_and_their_planes_have_even_shares() {
-        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
-        let first =
-            |m, n, k| Nf4Matmul::candidates(&arch, &problem(m, n, k, Order::Tiles, DType::Bf16))[0];
-        let stream = |planes, parts| Nf4MatmulConfig::Stream(StreamConfig { planes, parts });
-        assert_eq!(first(1, 14336, 4096), stream(16, 1));
-        assert_eq!(first(8, 4096, 14336), stream(14, 4));
-        assert_eq!(first(8, 4096, 11008), stream(15, 3));
-        // With two fragments of x, 16 planes would spill.
-        assert_eq!(first(16, 4096, 11008), stream(11, 4));
-        assert!(matches!(first(17, 4096, 4096), Nf4MatmulConfig::Fused(_)));
-        assert!(matches!(first(4096, 4096, 4096), Nf4MatmulConfig::Dense { .. }));
-    }
-
-    #[test]
-    fn a_cut_k_must_be_covered() {
-        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
-        let p = problem(1, 4096, 4096, Order::Tiles, DType::Bf16);
-        for (planes, parts) in [(8, 1), (0, 4), (16, 0), (17, 1), (u32::MAX, u32::MAX)] {
-            let c = Nf4MatmulConfig::Stream(StreamConfig { planes, parts });
-            assert!(Nf4Matmul::check(&arch, &p, &c).is_err(), "{c:?}");
-        }
+        Path::Lanes(plan) => lanes::lanes::<F, NX, NO>(x, weight, out, &finish, dims, plan),
     }
 }

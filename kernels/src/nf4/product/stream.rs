@@ -39,6 +39,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
+use super::codes::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
 use crate::matmul::{Columns, Finish};
 use crate::nf4::{Codes, CodesPlan};
 use crate::tile::{
@@ -59,8 +60,6 @@ pub struct StreamConfig {
 const SPANS: usize = 4;
 /// Bytes of the table of pairs: 256 bytes a pair, of which the units of a plane use 128.
 const TABLE_BYTES: u32 = 256 * 256;
-/// Bytes of the book of nested absmax.
-const NESTED_BYTES: u32 = 256 * 4;
 
 impl StreamConfig {
     pub(super) const fn units(self) -> u32 {
@@ -78,9 +77,12 @@ impl StreamConfig {
 pub(crate) struct StreamPlan {
     /// With one part, so that instances differ by `partial` alone.
     pub(super) config: StreamConfig,
+    pub(super) weight: CodesPlan,
     /// Eights of rows of x.
     pub(super) eights: usize,
     pub(super) bf16: bool,
+    /// Tiles come in pairs, one of each of two matrices.
+    pub(super) glu: bool,
     /// Sums go to the workspace.
     pub(super) partial: bool,
 }
@@ -88,7 +90,12 @@ pub(crate) struct StreamPlan {
 impl StreamPlan {
     /// Tiles between barriers.
     const fn tiles(self) -> usize {
-        if self.eights == 1 { 2 } else { 1 }
+        if self.eights == 1 || self.glu { 2 } else { 1 }
+    }
+
+    /// Sets of sums: one is added up while the planes write the other, where there is room for both.
+    const fn sets(self) -> u32 {
+        if self.eights > 1 && self.glu { 1 } else { 2 }
     }
 
     /// Bytes of a plane's sums of one tile.
@@ -102,7 +109,7 @@ impl StreamPlan {
     }
 
     pub(super) const fn shared_bytes(self) -> u32 {
-        TABLE_BYTES + NESTED_BYTES + 2 * self.set_bytes()
+        TABLE_BYTES + NESTED_BYTES + self.sets() * self.set_bytes()
     }
 }
 
@@ -135,9 +142,9 @@ struct Share {
 }
 
 #[cube]
-pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
+pub(crate) fn stream<F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &Codes,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -164,32 +171,27 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
         part = CUBE_POS_X / cubes;
         first = CUBE_POS_X % cubes;
     }
-    let tiles = dims.n / 16;
+    let tiles = dims.n / comptime!(if plan.glu { 32u32 } else { 16u32 });
     let quads = dims.k / 256;
     let own = part * planes + plane;
-    let share = share_of(weight, own, quads, lane);
+    let share = share_of(weight, own, quads, lane, plan);
 
     let mut ahead = Ahead {
         codes: Array::new(comptime!(4 * SPANS)),
-        absmax: Array::new(comptime!(if weight.plan.nested { 2 } else { 2 * SPANS })),
+        absmax: Array::new(comptime!(if plan.weight.nested { 2 } else { 2 * SPANS })),
         scales: Array::new(4usize),
     };
-    load_scales(&mut ahead, &share, first, weight.plan);
+    load_scales(&mut ahead, &share, first, plan);
     #[unroll]
     for span in 0..SPANS {
         load_codes(&mut ahead, &share, first, span);
     }
     let book = weight.book[(lane % 16) as usize];
-    let mut nested = 0.0f32.runtime();
-    if comptime!(weight.plan.nested) {
-        nested = weight.nested_book[(unit % 256) as usize];
-    }
+    let nested = first_nested(weight, unit);
     let stage = Stage { table, sums, plane, lane };
     stage.copy(x, dims, own, quads, 0usize);
     fill_table(book, table, lane, plane, plan);
-    if comptime!(weight.plan.nested) {
-        fill_nested(weight, nested, nested_book, unit, plan);
-    }
+    fill_nested(weight, nested, nested_book, unit, comptime!(plan.config.units()));
     // The right fragments of a plane's 256 of k: `[eights, spans, steps, 2]` words.
     let mut fixed = Array::<u32>::new(comptime!(eights * SPANS * 8));
     stage.load::<F>(&mut fixed, 0usize);
@@ -202,17 +204,23 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
-    let columns = Columns { first: 0usize.runtime(), count: dims.n };
     let mut tile = first;
     let mut set = 0u32.runtime();
     while tile < tiles {
         #[unroll]
         for i in 0..at_once {
-            let now = tile + comptime!(i as u32) * cubes;
-            if now < tiles {
-                let next = select(now + cubes < tiles, now + cubes, now);
-                let scales = decode_scales(&ahead, nested_book, weight.plan);
-                load_scales(&mut ahead, &share, next, weight.plan);
+            // Tiles of two matrices lie `tiles` apart.
+            let (now, next) = if comptime!(plan.glu) {
+                let after = select(tile + cubes < tiles, tile + cubes, tile);
+                let up = tile + tiles;
+                if comptime!(i == 0) { (tile, up) } else { (up, after) }
+            } else {
+                let now = tile + comptime!(i as u32) * cubes;
+                (now, select(now + cubes < tiles, now + cubes, now))
+            };
+            if comptime!(plan.glu) || now < tiles {
+                let scales = decode_scales(&ahead, nested_book, plan);
+                load_scales(&mut ahead, &share, next, plan);
                 let mut acc = Array::<f32>::new(comptime!(4 * eights));
                 #[unroll]
                 for e in 0..comptime!(4 * eights) {
@@ -253,31 +261,76 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
             }
         }
         sync_cube();
-        let count = comptime!(128 * eights as u32);
-        #[unroll]
-        for pass in 0..comptime!((at_once as u32 * count).div_ceil(plan.config.units())) {
-            let id = unit + comptime!(pass * plan.config.units());
-            let now = tile + id / count * cubes;
-            let (col, n) = (id % count / 16, now * 16 + id % 16);
-            if id < comptime!(at_once as u32 * count) && col < dims.m && now < tiles {
-                let which = id / count * comptime!(plan.sums_bytes() * planes);
-                let from = sums + set + which + place_of_sum(id % 16, col);
-                let mut sum = 0.0f32.runtime();
-                #[unroll]
-                for p in 0..planes {
-                    sum += load_shared(from, comptime!(p * plan.sums_bytes()));
-                }
-                let at = col as usize * dims.n as usize + n as usize;
-                if comptime!(plan.partial) {
-                    partials[(part * dims.m) as usize * dims.n as usize + at] = sum;
-                } else {
-                    out[at] = Vector::new(F::cast_from(finish.one(sum, at, n, &columns)));
-                }
-            }
+        add_sums(out, partials, finish, sums + set, tile, cubes, part, unit, dims, plan);
+        if comptime!(plan.sets() == 1) {
+            sync_cube();
+        } else {
+            set ^= comptime!(plan.set_bytes());
         }
-        set ^= comptime!(plan.set_bytes());
         tile += comptime!(at_once as u32) * cubes;
     }
+}
+
+/// Adds up what all planes left of the tiles between two barriers, and stores it.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "sums, results and their places")]
+fn add_sums<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: &Finish<F, F, NO>,
+    sums: u32,
+    tile: u32,
+    cubes: u32,
+    part: u32,
+    unit: u32,
+    dims: &Dims,
+    #[comptime] plan: StreamPlan,
+) {
+    let columns = Columns { first: 0usize.runtime(), count: dims.n };
+    let tiles = comptime!(plan.tiles() as u32);
+    let count = comptime!(128 * plan.eights as u32);
+    // Of two matrices a unit adds up both sums, unless they are but parts.
+    let both = comptime!(plan.glu && !plan.partial);
+    let width = dims.n / comptime!(if plan.glu { 2u32 } else { 1u32 });
+    let ids = comptime!(if both { count } else { tiles * count });
+    #[unroll]
+    for pass in 0..comptime!(ids.div_ceil(plan.config.units())) {
+        let id = unit + comptime!(pass * plan.config.units());
+        let (which, row, col) = (id / count, id % 16, id % count / 16);
+        // Of two matrices the second begins at column `width`.
+        let step = if comptime!(plan.glu) { width } else { cubes * 16 };
+        let n = tile * 16 + which * step + row;
+        let inside = if comptime!(plan.glu) { true.runtime() } else { n < dims.n };
+        if id < ids && col < dims.m && inside {
+            let place = sums + place_of_sum(row, col);
+            let far = comptime!(plan.sums_bytes() * plan.config.planes);
+            let sum = sum_of_planes(place + which * far, plan);
+            if comptime!(plan.partial) {
+                let line = (part * dims.m + col) as usize * dims.n as usize;
+                partials[line + n as usize] = sum;
+            } else {
+                let at = col as usize * width as usize + n as usize;
+                let value = if comptime!(both) {
+                    let up = sum_of_planes(place + far, plan);
+                    finish.one_of_two((sum, up), at, (n, width + n), &columns)
+                } else {
+                    finish.one(sum, at, n, &columns)
+                };
+                out[at] = Vector::new(F::cast_from(value));
+            }
+        }
+    }
+}
+
+/// The sum of what every plane left at `from`.
+#[cube]
+fn sum_of_planes(from: u32, #[comptime] plan: StreamPlan) -> f32 {
+    let mut sum = 0.0f32.runtime();
+    #[unroll]
+    for p in 0..comptime!(plan.config.planes) {
+        sum += load_shared(from, comptime!(p * plan.sums_bytes()));
+    }
+    sum
 }
 
 /// Where in a plane's sums that of a row of the weight and of x lies, in bytes: pairs of columns apart in
@@ -307,10 +360,16 @@ fn store_sums(acc: &Array<f32>, to: u32, lane: u32, m: u32, #[comptime] plan: St
 }
 
 #[cube]
-fn share_of<NW: Size>(weight: &Codes<NW>, own: u32, quads: u32, lane: u32) -> Share {
+fn share_of(
+    weight: &Codes,
+    own: u32,
+    quads: u32,
+    lane: u32,
+    #[comptime] plan: StreamPlan,
+) -> Share {
     let quad = min(own, quads - 1);
     // Bytes of absmax that a unit has of a tile: two rows, four steps.
-    let unit_bytes = comptime!(if weight.plan.nested { 8u32 } else { 32u32 });
+    let unit_bytes = comptime!(if plan.weight.nested { 8u32 } else { 32u32 });
     let absmax_bytes = comptime!(8 * unit_bytes);
     let place = u64::cast_from(quad * absmax_bytes + lane / 4 * unit_bytes);
     Share {
@@ -338,9 +397,9 @@ fn load_codes(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] span: usi
 
 /// Issues the loads of absmax and, where it is nested, of its scales.
 #[cube]
-fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] weight: CodesPlan) {
+fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: StreamPlan) {
     let from = share.absmax + u64::cast_from(tile) * share.absmax_step;
-    if comptime!(weight.nested) {
+    if comptime!(plan.weight.nested) {
         let pair = load_two_words(from);
         ahead.absmax[0] = pair.extract(0usize);
         ahead.absmax[1] = pair.extract(1usize);
@@ -348,7 +407,7 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] weight: 
         for half in 0..2usize {
             let row = tile * 16 + share.row + comptime!(8 * half as u32);
             // A quad has 256 elements; a group 256 blocks.
-            let group = (row * share.quads + share.quad) / comptime!(weight.block_size);
+            let group = (row * share.quads + share.quad) / comptime!(plan.weight.block_size);
             let pair = load_pair(share.scales + u64::cast_from(group * 8));
             ahead.scales[comptime!(2 * half)] = pair.extract(0usize);
             ahead.scales[comptime!(2 * half + 1)] = pair.extract(1usize);
@@ -367,19 +426,18 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] weight: 
 
 /// The absmax of both rows, one a step.
 #[cube]
-fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] weight: CodesPlan) -> Array<f32> {
+fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) -> Array<f32> {
     let mut scales = Array::<f32>::new(comptime!(2 * SPANS));
     #[unroll]
     for half in 0..2usize {
         #[unroll]
         for span in 0..SPANS {
             let at = comptime!(half * SPANS + span);
-            if comptime!(weight.nested) {
+            if comptime!(plan.weight.nested) {
                 let byte = (ahead.absmax[half] >> comptime!(8 * span as u32)) & 255;
-                let value = load_shared(nested_book + byte * 4, 0u32);
-                let (scale, offset) =
-                    (ahead.scales[comptime!(2 * half)], ahead.scales[comptime!(2 * half + 1)]);
-                scales[at] = fma(value, scale, offset);
+                let scale = ahead.scales[comptime!(2 * half)];
+                scales[at] =
+                    unnest(nested_book, byte, scale, ahead.scales[comptime!(2 * half + 1)]);
             } else {
                 scales[at] = f32::reinterpret(ahead.absmax[at]);
             }
@@ -398,28 +456,15 @@ fn decode_codes(ahead: &Ahead, table: u32, lane: u32, #[comptime] span: usize) -
         #[unroll]
         for byte in 0..8usize {
             let word = ahead.codes[comptime!(4 * span + 2 * half + byte / 4)];
-            let place = above(word, lane * 4, comptime!((byte % 4) as u32));
+            // Byte `byte` above the unit's place.
+            let selector = comptime!(0x5504 | (byte as u32 % 4) << 4);
+            let place = permute(word, lane * 4, selector.runtime());
             // Byte 2j is the first pair of step j, byte 2j + 1 the second.
             let to = comptime!(byte / 2 * 4 + byte % 2 * 2 + half);
             left[to] = lookup(table + place);
         }
     }
     left
-}
-
-/// Byte `byte` of `word` in the second byte, `low` in the first.
-#[cube]
-fn above(word: u32, low: u32, #[comptime] byte: u32) -> u32 {
-    let selector = comptime!(0x5504 | byte << 4);
-    let place: u32;
-    gpu_asm!(
-        "prmt.b32 {place}, {word}, {low}, {selector};",
-        place = out(_) place,
-        word = in(_) u32::cast_from(word),
-        low = in(_) u32::cast_from(low),
-        options(pure, nomem)
-    );
-    place
 }
 
 /// The word at shared address `at`, which nobody writes any more.
@@ -553,24 +598,5 @@ fn fill_table(book: f32, table: u32, lane: u32, plane: u32, #[comptime] plan: St
         if comptime!(256 % planes == 0) || byte < 256 {
             store_word(table + byte * 256 + lane * 4, pack_pair(pair, plan.bf16));
         }
-    }
-}
-
-/// Writes the book of nested absmax, of which unit i holds value i % 256.
-#[cube]
-fn fill_nested<NW: Size>(
-    weight: &Codes<NW>,
-    first: f32,
-    nested_book: u32,
-    unit: u32,
-    #[comptime] plan: StreamPlan,
-) {
-    if unit < 256 {
-        store_shared(nested_book + unit * 4, first, 0u32);
-    }
-    let mut i = unit + comptime!(plan.config.units());
-    while i < 256 {
-        store_shared(nested_book + i * 4, weight.nested_book[i as usize], 0u32);
-        i += comptime!(plan.config.units());
     }
 }

@@ -1,0 +1,36 @@
+//! What every family's `check` asks of a device.
+
+use arch::{ArchProfile, DType};
+use tune::Infeasible;
+
+/// The device lacks `what`.
+pub(crate) fn lacks(what: impl Into<String>) -> Infeasible {
+    Infeasible::Feature { what: what.into() }
+}
+
+/// A config's `name` cannot be `value`, because of `why`.
+pub(crate) fn shape(name: &'static str, value: impl Into<u64>, why: &str) -> Infeasible {
+    Infeasible::Shape { name, value: value.into(), why: why.to_owned() }
+}
+
+/// Buffers of all of `dtypes` may lie on the device.
+pub(crate) fn stores(
+    arch: &ArchProfile,
+    dtypes: impl IntoIterator<Item = DType>,
+) -> Result<(), Infeasible> {
+    match dtypes.into_iter().find(|dtype| !arch.dtypes.contains(dtype)) {
+        None => Ok(()),
+        Some(dtype) => Err(lacks(format!("{dtype} buffers"))),
+    }
+}
+
+/// A cube may have so many units, and not none, and so many bytes of shared memory.
+pub(crate) fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible> {
+    if !(1..=arch.max_units_per_cube).contains(&units) {
+        return Err(Infeasible::Units { need: units, have: arch.max_units_per_cube });
+    }
+    if shared > arch.max_shared_bytes {
+        return Err(Infeasible::SharedMemory { need: shared, have: arch.max_shared_bytes });
+    }
+    Ok(())
+}

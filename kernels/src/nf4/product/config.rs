@@ -1,0 +1,377 @@
+//! Ways to multiply with a 4-bit weight, which of them a device can run, and which are worth a try.
+
+use arch::{ArchProfile, Backend, DType};
+use serde::{Deserialize, Serialize};
+use tune::{Infeasible, Kernel};
+
+use super::Nf4MatmulProblem;
+use super::fused::{FusedConfig, FusedPlan};
+use super::lanes::LanesConfig;
+use super::stream::{StreamConfig, StreamPlan};
+use crate::fits::{lacks, limits, shape, stores};
+use crate::matmul::{Matmul, MatmulConfig};
+use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
+use crate::nf4::{CodesPlan, Order};
+
+/// One way to multiply with a 4-bit weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(tag = "path", rename_all = "lowercase")]
+pub enum Nf4MatmulConfig {
+    Stream(StreamConfig),
+    Fused(FusedConfig),
+    Lanes(LanesConfig),
+    Dense(DenseConfig),
+}
+
+/// A weight made dense, and how it is multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DenseConfig {
+    pub dequantize: DequantizeConfig,
+    pub matmul: MatmulConfig,
+}
+
+impl Nf4MatmulConfig {
+    /// Parts that k is cut into, whose sums are kept between two launches.
+    pub(super) const fn parts(&self) -> u32 {
+        match self {
+            Self::Stream(c) => c.parts,
+            Self::Fused(c) => c.parts,
+            Self::Lanes(_) | Self::Dense(_) => 1,
+        }
+    }
+}
+
+pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
+    if !p.has_halves() {
+        return Vec::new();
+    }
+    let feasible = |c: &Nf4MatmulConfig| check(arch, p, c).is_ok();
+    let mut all: Vec<_> = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect();
+    // Few rows leave a dense weight's bytes unpaid, and tiles mostly empty.
+    if p.m > 8 {
+        let fused = fused(arch, p).into_iter().map(Nf4MatmulConfig::Fused);
+        let dense = denses(arch, p).into_iter().map(Nf4MatmulConfig::Dense);
+        // From a thousand rows on a dense weight costs less than decoding it for every tile of rows.
+        if p.m >= 1024 {
+            all.extend(dense.chain(fused));
+        } else {
+            all.extend(fused.chain(dense));
+        }
+    }
+    all.retain(feasible);
+    // Where tensor cores serve many rows the plain path is not worth a try.
+    if p.m <= 8 || all.is_empty() {
+        all.extend(lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).filter(feasible));
+    }
+    all
+}
+
+pub(super) fn check(
+    arch: &ArchProfile,
+    p: &Nf4MatmulProblem,
+    config: &Nf4MatmulConfig,
+) -> Result<(), Infeasible> {
+    stores(arch, [p.dtype])?;
+    if !p.has_halves() {
+        return Err(shape("n", p.weight.n, "both matrices of a gated product have half of it"));
+    }
+    match config {
+        Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
+        Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
+        Nf4MatmulConfig::Lanes(c) => check_lanes(arch, p, c),
+        Nf4MatmulConfig::Dense(c) => check_dense(arch, p, c),
+    }
+}
+
+pub(super) fn simplest(
+    arch: &ArchProfile,
+    p: &Nf4MatmulProblem,
+) -> Result<Nf4MatmulConfig, Infeasible> {
+    let config = Nf4MatmulConfig::Lanes(LanesConfig::simplest(arch, p.glu));
+    check(arch, p, &config).map(|()| config)
+}
+
+/// Every number of parts that gives whole planes work, the fewest first.
+fn streams(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<StreamConfig> {
+    let quads = p.weight.k / 256;
+    let mut found: Vec<StreamConfig> = Vec::new();
+    // Of 16 planes a unit has 128 registers; with two fragments of x it spills 16 to 248 bytes.
+    let planes = if p.m > 8 { [12u32, 8, 6] } else { [16, 12, 8] };
+    for planes in planes.map(|planes| planes.min(arch.max_units_per_cube / 32)) {
+        if planes == 0 || quads == 0 {
+            continue;
+        }
+        for extra in 0..2 {
+            let parts = quads.div_ceil(planes) + extra;
+            // Even shares: no plane more than another.
+            let config = StreamConfig { planes: quads.div_ceil(parts), parts };
+            if !found.contains(&config) {
+                found.push(config);
+            }
+        }
+    }
+    found
+}
+
+/// Tiles for the rows at hand; k in parts where few blocks leave processors idle.
+fn fused(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<FusedConfig> {
+    let quads = p.weight.k / 256;
+    let processors = arch.processors.unwrap_or(1);
+    let blocks = |c: &FusedConfig| p.m.div_ceil(c.tile_m) * p.weight.n.div_ceil(c.tile_n());
+    let mut found = Vec::new();
+    for (tile_m, planes, stages) in
+        [(128, 8, 3), (64, 8, 5), (32, 8, 6), (64, 4, 4), (32, 4, 6), (128, 4, 4)]
+    {
+        if quads == 0 || tile_m > p.m.next_power_of_two().max(32) {
+            continue;
+        }
+        let one = FusedConfig { tile_m, planes, stages, parts: 1 };
+        let wanted = (2 * processors / blocks(&one)).clamp(1, quads.min(8));
+        for parts in [1, wanted, wanted.div_ceil(2)] {
+            // Even shares, and none without one.
+            let parts = quads.div_ceil(quads.div_ceil(parts));
+            let config = FusedConfig { parts, ..one };
+            if !found.contains(&config) {
+                found.push(config);
+            }
+        }
+    }
+    // The fewest blocks that keep every processor busy come first.
+    found.sort_by_key(|c| (blocks(c) * c.parts < processors, c.parts));
+    found.truncate(8);
+    found
+}
+
+fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
+    let columns = p.m.next_power_of_two().min(4);
+    if arch.backend == Backend::Cpu {
+        let units = arch.processors.unwrap_or(1);
+        let configs = [4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
+        return configs.to_vec();
+    }
+    // What 32 units leave of two matrices is added up by so many loads at once that they spill.
+    let shapes = match p.glu {
+        true => [[256, 64, 2], [256, 16, 2], [128, 64, 2], [256, 16, 4], [256, 8, 2], [128, 16, 2]],
+        false => {
+            [[256, 32, 2], [128, 32, 2], [256, 32, 4], [256, 16, 2], [256, 64, 2], [256, 32, 1]]
+        }
+    };
+    let all = shapes.map(|[units, lanes, rows]| LanesConfig { units, lanes, rows, columns });
+    all.into_iter().chain([LanesConfig::simplest(arch, p.glu)]).collect()
+}
+
+/// The products of the dense weight that are worth a try.
+fn denses(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<DenseConfig> {
+    let Some(dequantize) = Nf4Dequantize::candidates(arch, &p.dequantized()).first().copied()
+    else {
+        return Vec::new();
+    };
+    let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.parts() == 1);
+    all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
+}
+
+fn check_stream(
+    arch: &ArchProfile,
+    p: &Nf4MatmulProblem,
+    c: &StreamConfig,
+) -> Result<(), Infeasible> {
+    on_tensor_cores(arch, p)?;
+    if p.m > 16 {
+        return Err(shape("m", p.m, "x of 16 rows at most lies in registers"));
+    }
+    if !(1..=16).contains(&c.planes) {
+        return Err(shape("planes", c.planes, "1 to 16"));
+    }
+    if !(1..=64).contains(&c.parts) {
+        return Err(shape("parts", c.parts, "1 to 64"));
+    }
+    if c.reach() < p.weight.k {
+        return Err(shape("planes", c.planes, "the planes of all parts do not cover k"));
+    }
+    limits(arch, c.units(), stream_plan(p, c).shared_bytes())
+}
+
+fn check_fused(
+    arch: &ArchProfile,
+    p: &Nf4MatmulProblem,
+    c: &FusedConfig,
+) -> Result<(), Infeasible> {
+    on_tensor_cores(arch, p)?;
+    if !arch.async_copy {
+        return Err(lacks("asynchronous copies"));
+    }
+    for (name, value, allowed) in [
+        ("tile_m", c.tile_m, &[32u32, 64, 128][..]),
+        ("planes", c.planes, &[2, 4, 8]),
+        ("stages", c.stages, &[2, 3, 4, 5, 6]),
+    ] {
+        if !allowed.contains(&value) {
+            return Err(shape(name, value, &format!("one of {allowed:?}")));
+        }
+    }
+    if !(1..=64).contains(&c.parts) || (c.parts - 1) * c.part_steps(p.weight.k) >= p.weight.k / 64 {
+        return Err(shape("parts", c.parts, "each has at least 256 of k"));
+    }
+    if c.registers() > 255 {
+        return Err(shape("tile_m", c.tile_m, "sums would spill"));
+    }
+    limits(arch, c.units(), fused_plan(p, c).shared_bytes())
+}
+
+/// The weight lies in tiles, and there are instructions for it.
+fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
+    if p.weight.order != Order::Tiles {
+        return Err(shape("k", p.weight.k, "the weight does not lie in tiles"));
+    }
+    let half = matches!(p.dtype, DType::F16 | DType::Bf16);
+    let inst = arch.mma_for(p.dtype, DType::F32).filter(|_| half);
+    if inst.is_none_or(|s| (s.m, s.n, s.k) != (16, 8, 16)) {
+        return Err(lacks(format!("{} matrix instructions", p.dtype)));
+    }
+    Ok(())
+}
+
+fn check_lanes(
+    arch: &ArchProfile,
+    p: &Nf4MatmulProblem,
+    c: &LanesConfig,
+) -> Result<(), Infeasible> {
+    limits(arch, c.units, 0)?;
+    if arch.backend == Backend::Cpu && c.lanes != 1 {
+        return Err(lacks("cheap barriers"));
+    }
+    if c.lanes == 0 || c.units % c.lanes != 0 || c.lanes > 1 && c.units < 16 {
+        return Err(shape("lanes", c.lanes, "units divide among them, and 16 fill the book"));
+    }
+    if !(1..=8).contains(&c.rows) || p.glu && c.rows % 2 != 0 {
+        return Err(shape("rows", c.rows, "1 to 8, half of them of either matrix of two"));
+    }
+    if !(1..=8).contains(&c.columns) {
+        return Err(shape("columns", c.columns, "1 to 8"));
+    }
+    if p.weight.n.div_ceil(c.rows_of_cube()) > 65_535 {
+        return Err(shape("n", p.weight.n, "more cubes than a grid has in a line"));
+    }
+    limits(arch, c.units, c.shared_bytes())
+}
+
+fn check_dense(
+    arch: &ArchProfile,
+    p: &Nf4MatmulProblem,
+    c: &DenseConfig,
+) -> Result<(), Infeasible> {
+    Nf4Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
+    if c.matmul.parts() > 1 {
+        return Err(shape("parts", c.matmul.parts(), "the dense weight is all the scratch"));
+    }
+    if p.glu {
+        if p.epilogue.gate {
+            return Err(lacks("a product with two gates"));
+        }
+        // The second matrix and its bias begin within a buffer.
+        if arch.backend != Backend::Cuda && !p.halves_are_aligned() {
+            return Err(shape("n", p.weight.n, "buffers begin at multiples of 256 bytes"));
+        }
+        Matmul::check(arch, &p.ungated(), &c.matmul)?;
+    }
+    Matmul::check(arch, &p.gated(), &c.matmul)
+}
+
+pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan {
+    StreamPlan {
+        config: StreamConfig { parts: 1, ..*c },
+        weight: CodesPlan::of(&p.weight),
+        eights: p.m.div_ceil(8) as usize,
+        bf16: p.dtype == DType::Bf16,
+        glu: p.glu,
+        partial: c.parts > 1,
+    }
+}
+
+pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
+    FusedPlan {
+        config: FusedConfig { parts: 1, ..*c },
+        weight: CodesPlan::of(&p.weight),
+        bf16: p.dtype == DType::Bf16,
+        exact: p.m % c.tile_m == 0,
+        glu: p.glu,
+        partial: c.parts > 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nf4::{Nf4Matmul, Weight};
+
+    fn problem(m: u32, n: u32, k: u32, order: Order, dtype: DType) -> Nf4MatmulProblem {
+        let weight = Weight::new(n, k, 64, true).and_then(|w| w.ordered(order)).expect("valid");
+        Nf4MatmulProblem::new(m, weight, dtype).expect("rows")
+    }
+
+    fn gated(m: u32, n: u32, k: u32, order: Order, dtype: DType) -> Nf4MatmulProblem {
+        problem(m, n, k, order, dtype).gated_by_half().expect("two halves")
+    }
+
+    #[test]
+    fn every_profile_has_a_candidate_and_every_candidate_passes_its_check() {
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                for m in [1, 8, 9, 16, 17, 4096] {
+                    for p in [
+                        problem(m, 4096, 4096, Order::Tiles, dtype),
+                        problem(m, 37, 41, Order::Rows, dtype),
+                        gated(m, 4096, 4096, Order::Tiles, dtype),
+                        gated(m, 38, 41, Order::Rows, dtype),
+                    ] {
+                        let found = Nf4Matmul::candidates(&arch, &p);
+                        assert!(!found.is_empty(), "{name} {p:?}");
+                        for c in found {
+                            Nf4Matmul::check(&arch, &p, &c).expect("candidates are checked");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn two_matrices_of_different_height_do_not_gate_one_another() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        for p in [
+            problem(1, 37, 41, Order::Rows, DType::Bf16),
+            problem(1, 48, 256, Order::Tiles, DType::Bf16),
+        ] {
+            p.gated_by_half().expect_err("no halves");
+            let p = Nf4MatmulProblem { glu: true, ..p };
+            assert!(Nf4Matmul::candidates(&arch, &p).is_empty());
+            Nf4Matmul::simplest(&arch, &p).expect_err("nor does the simplest");
+        }
+    }
+
+    #[test]
+    fn few_rows_stream_and_their_planes_have_even_shares() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let first =
+            |m, n, k| Nf4Matmul::candidates(&arch, &problem(m, n, k, Order::Tiles, DType::Bf16))[0];
+        let stream = |planes, parts| Nf4MatmulConfig::Stream(StreamConfig { planes, parts });
+        assert_eq!(first(1, 14336, 4096), stream(16, 1));
+        assert_eq!(first(8, 4096, 14336), stream(14, 4));
+        assert_eq!(first(8, 4096, 11008), stream(15, 3));
+        // With two fragments of x, 16 planes would spill.
+        assert_eq!(first(16, 4096, 11008), stream(11, 4));
+        assert!(matches!(first(17, 4096, 4096), Nf4MatmulConfig::Fused(_)));
+        assert!(matches!(first(4096, 4096, 4096), Nf4MatmulConfig::Dense(_)));
+    }
+
+    #[test]
+    fn a_cut_k_must_be_covered() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let p = problem(1, 4096, 4096, Order::Tiles, DType::Bf16);
+        for (planes, parts) in [(8, 1), (0, 4), (16, 0), (17, 1), (u32::MAX, u32::MAX)] {
+            let c = Nf4MatmulConfig::Stream(StreamConfig { planes, parts });
+            assert!(Nf4Matmul::check(&arch, &p, &c).is_err(), "{c:?}");
+        }
+    }
+}
