@@ -1,5 +1,6 @@
 //! Registers, spills, shared memory and occupancy of every config, for cards that are not there.
 
+use std::io::IsTerminal;
 use std::path::Path;
 
 use offline::{Row, Toolkit, sweep};
@@ -16,7 +17,13 @@ pub(crate) fn run(
             anyhow::anyhow!("cannot make {}: {e}\nhint: --dump names a folder", dir.display())
         })?;
     }
-    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump)?;
+    let terminal = std::io::stderr().is_terminal();
+    let show = |done, total| {
+        if let Some(text) = progress(done, total, terminal) {
+            eprint!("{text}");
+        }
+    };
+    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump, show)?;
     if rows.is_empty() && findings.is_empty() {
         anyhow::bail!(
             "no instance matches\nhint: names look like `rtx4090 matmul bf16 row.col 4096x4096x4096`"
@@ -52,6 +59,17 @@ pub(crate) fn run(
     Ok(findings.is_empty())
 }
 
+/// What to show on standard error, where it takes minutes: on a terminal one line that is written over and
+/// in the end removed, elsewhere a line for each tenth.
+fn progress(done: usize, total: usize, terminal: bool) -> Option<String> {
+    let text = format!("{done} of {total} compiled");
+    if terminal {
+        return Some(if done == total { "\r\x1b[K".into() } else { format!("\r{text}") });
+    }
+    let tenth = |done: usize| done * 10 / total.max(1);
+    (done == 0 || tenth(done) > tenth(done - 1)).then(|| text + "\n")
+}
+
 /// Lines of columns as wide as their widest cell: three of text, then numbers.
 fn aligned(lines: &[[String; 7]]) -> Vec<String> {
     let width = |column: usize| lines.iter().map(|l| l[column].chars().count()).max().unwrap_or(0);
@@ -69,6 +87,19 @@ fn aligned(lines: &[[String; 7]]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn progress_is_a_line_or_ten() {
+        let shown = |total: usize, terminal| -> Vec<_> {
+            (0..=total).filter_map(|done| progress(done, total, terminal)).collect()
+        };
+        let lines = shown(619, false);
+        assert_eq!((lines.len(), lines[0].as_str()), (11, "0 of 619 compiled\n"));
+        assert_eq!(lines[10], "619 of 619 compiled\n");
+        assert_eq!(shown(3, false).len(), 4);
+        assert_eq!(shown(0, false), ["0 of 0 compiled\n"]);
+        assert_eq!(shown(2, true), ["\r0 of 2 compiled", "\r1 of 2 compiled", "\r\x1b[K"]);
+    }
 
     #[test]
     fn columns_are_as_wide_as_their_widest_cell() {

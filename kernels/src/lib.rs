@@ -1,5 +1,9 @@
 //! The kernels, one module each. Every module reads like a paper: the mathematics, the cost, the
 //! ladder of versions with their numbers, the config, the loop.
+//!
+//! "Rounded" is to the nearest, ties to even, but for one conversion: from f32 to bf16 SPIR-V of CubeCL 0.11.3
+//! cuts off. [`nf4`] rounds decoded weights itself, to have bitsandbytes' bits; products and [`attention`] in
+//! bf16 through Vulkan are off by up to one unit in the last place, not half of one.
 
 pub mod attention;
 pub mod ceiling;

@@ -1,5 +1,6 @@
 //! The built programs: how they come about and how they are started.
 
+use std::cmp::Reverse;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -80,16 +81,27 @@ impl Programs {
 
     /// Refuses a filter that selects no case, before anything runs.
     pub(crate) fn check_filter(&self, suite: &str, filter: &str) -> Result<()> {
-        let names =
-            self.output("flashover-bench", &["list", "--suite", suite, "--filter", filter])?;
-        if names.trim().is_empty() {
-            return Err(usage(
-                format!("no case of suite {suite} has `{filter}` in its name"),
-                format!("`flashover-bench list --suite {suite}` names them all"),
-            ));
+        let names = self.output("flashover-bench", &["list", "--suite", suite])?;
+        let names: Vec<_> = names.lines().collect();
+        if names.iter().any(|name| name.contains(filter)) {
+            return Ok(());
         }
-        Ok(())
+        let near: Vec<_> = nearest(&names, filter).iter().map(|n| format!("`{n}`")).collect();
+        Err(usage(
+            format!("no case of suite {suite} has `{filter}` in its name"),
+            format!("its cases are such as {}", near.join(", ")),
+        ))
     }
+}
+
+/// The three names that have most of the filter's words in them, the first ones where several have as many.
+fn nearest<'a>(names: &[&'a str], filter: &str) -> Vec<&'a str> {
+    let filter = filter.to_lowercase();
+    let words = |name: &str| filter.split_whitespace().filter(|word| name.contains(word)).count();
+    let mut near = names.to_vec();
+    near.sort_by_key(|name| Reverse(words(name)));
+    near.truncate(3);
+    near
 }
 
 /// A program that ended well, or the error that stands for how it ended.
@@ -179,6 +191,14 @@ mod tests {
         assert_eq!(describe(sh("kill -SEGV $$")), "ended by signal 11 (segmentation fault)");
         assert_eq!(describe(sh("exit 7")), "ended with exit code 7");
         assert_eq!(describe(sh("exit 101")), "ended by a panic (exit code 101)");
+    }
+
+    #[test]
+    fn names_near_a_filter_share_its_words() {
+        let names = ["copy mib=480", "matmul f32 8x8x8", "matmul bf16 8x8x8", "nf4 bf16 1x8x8"];
+        assert_eq!(nearest(&names, "Matmul BF16 9x9x9"), [names[2], names[1], names[3]]);
+        assert_eq!(nearest(&names, "x"), names[1..], "in their order");
+        assert_eq!(nearest(&names, "alien"), names[..3]);
     }
 
     #[test]

@@ -12,6 +12,9 @@ use serde::Deserialize;
 
 use crate::{Error, Reason};
 
+/// The longest header that is read, as in the format's own crate: its JSON is held in memory.
+const MOST_HEADER_BYTES: usize = 100_000_000;
+
 /// Tensors by name, in one file or in the shards of a folder. Files are mapped: what is asked for is read,
 /// and not copied.
 #[derive(Debug)]
@@ -70,6 +73,7 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// Whether there is a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
@@ -93,9 +97,7 @@ impl Checkpoint {
 
     fn open_file(path: &Path) -> Result<Self, Error> {
         let mut checkpoint = Self { shards: Vec::new(), tensors: BTreeMap::new() };
-        for (name, place) in checkpoint.map(path)? {
-            checkpoint.tensors.insert(name, place);
-        }
+        checkpoint.tensors = checkpoint.map(path)?;
         Ok(checkpoint)
     }
 
@@ -143,6 +145,7 @@ impl Checkpoint {
 }
 
 impl<'a> Tensor<'a> {
+    /// Whether the bytes are as many as the shape takes is found out where the tensor is used.
     pub fn new(dtype: Dtype, shape: &[usize], bytes: impl Into<Cow<'a, [u8]>>) -> Self {
         Self { dtype, shape: shape.to_vec(), bytes: bytes.into() }
     }
@@ -197,6 +200,9 @@ fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> 
     let (len, rest) = file.split_first_chunk::<8>().ok_or("it is shorter than a length")?;
     let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
     let header = rest.get(..len).ok_or("its header is longer than the file")?;
+    if len > MOST_HEADER_BYTES {
+        return Err(format!("its header has {len} bytes, over {MOST_HEADER_BYTES}"));
+    }
     let metadata: Metadata = serde_json::from_slice(header).map_err(|why| why.to_string())?;
     let (need, have) = (metadata.data_len(), rest.len() - len);
     if need != have {

@@ -47,10 +47,12 @@ struct Slot {
 }
 
 impl Plan {
+    /// A tensor whose shape is known.
     pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[usize]) -> Self {
         Self { name: name.into(), dtype, shape: Some(shape.to_vec()) }
     }
 
+    /// A text, which is a tensor of U8.
     pub fn text(name: impl Into<String>) -> Self {
         Self { name: name.into(), dtype: Dtype::U8, shape: None }
     }
@@ -120,15 +122,17 @@ impl Writer {
         let index = *index.ok_or_else(|| Reason::Unexpected("what was planned").of(name))?;
         let slot = &mut self.slots[index];
         slot.plan.check(tensor).map_err(|reason| reason.of(name))?;
-        if std::mem::replace(&mut slot.written, true) {
+        if slot.written {
             return Err(Reason::Twice.of(name));
         }
         if slot.plan.shape.is_none() {
             slot.text = tensor.bytes.to_vec();
-            return Ok(());
+        } else {
+            let start = 8 + self.header_bytes + slot.start;
+            self.put(start, &tensor.bytes)?;
         }
-        let start = 8 + self.header_bytes + slot.start;
-        self.put(start, &tensor.bytes)
+        self.slots[index].written = true;
+        Ok(())
     }
 
     /// Writes the tensors of a weight.

@@ -13,6 +13,9 @@
 //! assert_eq!((out.shape(), out.to_f32()?), (&[2, 1][..], vec![-2.0, -2.0]));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! That copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
+//! the kernels are the functions of [`ops`].
 
 mod attention;
 mod op;
@@ -25,5 +28,11 @@ pub use attention::{Attended, attention};
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use op::{MatmulOptions, OpError, matmul, run_op};
+pub use ops;
 pub use tensor::{HostTensor, TensorError};
 pub use tune::Policy;
+
+/// The examples of the README run as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

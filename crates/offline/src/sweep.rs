@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Mutex;
 
 use arch::{ArchProfile, DType};
 use cubecl::prelude::CubeKernel;
@@ -51,7 +52,8 @@ pub struct Finding {
 
 /// Compiles, for every target, the instances whose `target kernel instance config` text contains `filter`; both
 /// lists are in a fixed order. With `dump`, sources and binaries are kept in that folder, numbered in
-/// the order of the list.
+/// the order of the list. `progress` is told how many of how many are compiled: from 0 on, in order, each
+/// once.
 ///
 /// # Errors
 /// A target profile that is not recorded.
@@ -59,6 +61,7 @@ pub fn sweep(
     toolkit: &Toolkit,
     filter: Option<&str>,
     dump: Option<&Path>,
+    progress: impl Fn(usize, usize) + Sync,
 ) -> Result<(Vec<Row>, Vec<Finding>), arch::UnknownProfile> {
     let mut work = Vec::new();
     for target in TARGETS {
@@ -71,12 +74,19 @@ pub fn sweep(
             }
         }
     }
+    let total = work.len();
+    progress(0, total);
+    let done = Mutex::new(0);
     let results: Vec<_> = work
         .into_par_iter()
         .map(|(index, target, arch, instance)| {
             let stem = dump.map(|d| d.join(format!("{index:03}-{target}")));
             let sm = arch.compute_capability.unwrap_or(0);
             let outcome = toolkit.usage(instance.program.as_ref(), sm, stem.as_deref());
+            let mut done = done.lock().expect("no holder panics");
+            *done += 1;
+            progress(*done, total);
+            drop(done);
             (target, sm, instance, outcome)
         })
         .collect();

@@ -69,7 +69,7 @@ pub struct Card {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     pub schema: u32,
-    /// `matmul`, `copy`, `mma`, later `attention`, `nf4`, `decode`, ...
+    /// A kernel's name, such as `matmul`, or a ceiling's: `copy` or `mma`.
     pub op: String,
     /// Only what the op has: m, n, k, lhs, rhs, dtype, batch, heads, ...
     pub params: BTreeMap<String, Value>,

@@ -95,7 +95,7 @@ impl Comparison {
     /// The one that says most of several: the first that failed, or the nearest to its tolerance.
     ///
     /// # Panics
-    /// There is none.
+    /// Where there are none to choose from.
     pub fn worst(all: Vec<Self>) -> Self {
         let failed = all.iter().find(|c| !c.passed).copied();
         let near = |c: &Self| if c.max_err == 0.0 { 0.0 } else { c.max_err / c.tolerance };

@@ -110,6 +110,7 @@ const FP4_THRESHOLDS: [(f32, u8); 7] = [
 ];
 
 impl FourBit {
+    /// Both of them.
     pub const ALL: [Self; 2] = [Self::Nf4, Self::Fp4];
 
     /// What each code stands for. A checkpoint brings its own: decode with that.

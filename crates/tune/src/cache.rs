@@ -153,7 +153,7 @@ impl TuneCache {
     /// [`TuneCache::warnings`].
     pub fn open(path: &Path) -> Result<Self, CacheError> {
         let mut cache = Self { path: Some(path.to_owned()), ..Self::shipped() };
-        let (entries, warnings) = read(path)?;
+        let (entries, warnings) = parse(&bytes_of(path)?, &path.display().to_string());
         cache.measured = entries;
         cache.warnings.extend(warnings);
         Ok(cache)
@@ -236,14 +236,14 @@ impl TuneCache {
         let wrap = |why| CacheError { path: path.clone(), why };
         let target = behind_links(&path).map_err(wrap)?;
         let _lock = lock(&target).map_err(wrap)?;
-        let (mut theirs, _) = read(&path)?;
+        let bytes = bytes_of(&path)?;
+        let (mut theirs, _) = parse(&bytes, "");
         theirs.retain(|key, _| Some(key) != own);
         merge(&mut self.measured, theirs);
-        let foreign = foreign_lines(&path)?;
         let temporary = beside(&target, "new");
         let mut file = File::create(&temporary).map_err(wrap)?;
         file.write_all(render(&self.measured).as_bytes()).map_err(wrap)?;
-        file.write_all(&foreign).map_err(wrap)?;
+        file.write_all(&foreign_lines(&bytes)).map_err(wrap)?;
         file.sync_all().map_err(wrap)?;
         fs::rename(&temporary, &target).map_err(wrap)
     }
@@ -288,17 +288,12 @@ fn behind_links(path: &Path) -> io::Result<PathBuf> {
 
 type Parsed = (BTreeMap<Key, Entry>, Vec<Warning>);
 
-fn read(path: &Path) -> Result<Parsed, CacheError> {
-    Ok(parse(&bytes_of(path)?, &path.display().to_string()))
-}
-
 /// Lines of other formats, as they are: another version of this program reads them.
-fn foreign_lines(path: &Path) -> Result<Vec<u8>, CacheError> {
-    let bytes = bytes_of(path)?;
-    let foreign = lines_of(&bytes).filter(|(_, line)| {
+fn foreign_lines(bytes: &[u8]) -> Vec<u8> {
+    let foreign = lines_of(bytes).filter(|(_, line)| {
         format_of(&String::from_utf8_lossy(line)).is_some_and(|f| f != u64::from(FORMAT))
     });
-    Ok(foreign.flat_map(|(_, line)| [line, b"\n".as_slice()]).flatten().copied().collect())
+    foreign.flat_map(|(_, line)| [line, b"\n".as_slice()]).flatten().copied().collect()
 }
 
 /// The bytes of a cache file, which need not exist. A file of something else is refused, because it

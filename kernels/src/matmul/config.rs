@@ -11,6 +11,7 @@ use crate::tile::CopyPlan;
 
 use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
 use super::cores::{CoresConfig, CoresPlan};
+use super::dots::DotsConfig;
 use super::fma::{FmaConfig, FmaPlan};
 use super::mma::{MmaConfig, MmaPlan};
 use super::{Epilogue, Layout, MatmulProblem, Path, Precision, elem};
@@ -24,6 +25,7 @@ pub enum MatmulConfig {
     Plane(PlaneConfig),
     Fma(FmaConfig),
     Cores(CoresConfig),
+    Dots(DotsConfig),
 }
 
 impl MatmulConfig {
@@ -68,6 +70,9 @@ impl MatmulConfig {
                 ("vector", c.vector),
                 ("units", c.units),
             ],
+            Self::Dots(c) => {
+                vec![("rows", c.rows), ("cols", c.cols), ("vector", c.vector), ("units", c.units)]
+            }
         }
     }
 
@@ -163,7 +168,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
         other => other,
     };
     let all: Vec<_> = match arch.backend {
-        Backend::Cpu => cores(arch),
+        Backend::Cpu => cores(arch).into_iter().chain(dots(arch)).collect(),
         // `wmma` is a tenth to a third as fast as `mma.sync` (H200): for cards without it only.
         Backend::Cuda if mma_inst(arch, problem.precision).is_some() => {
             MMA.into_iter().chain(FMA).collect()
@@ -241,6 +246,7 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> 
         MatmulConfig::Plane(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Fma(c) => c.tile(),
         MatmulConfig::Cores(c) => (c.block_m, c.block_n),
+        MatmulConfig::Dots(c) => (c.rows, c.cols),
     };
     let parts = f64::from(config.parts());
     let items = blocks(problem, tile_m, tile_n) as f64 * parts;
@@ -248,10 +254,12 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> 
     let waves = (items / processors).ceil() / parts;
     // A larger tile reads each operand fewer times: the traffic of one tile is m + n a multiply.
     let traffic = 1.0 / f64::from(tile_m.min(256)) + 1.0 / f64::from(tile_n.min(256));
+    // A read takes about as long as 16 multiplies, and nothing more than one where nothing is packed.
+    let read = if matches!(config, MatmulConfig::Dots(_)) { 1.0 } else { 16.0 };
     // Partial sums are written and read in f32; a byte takes about as long as two multiplies.
     let results = f64::from(problem.m) * f64::from(problem.n) * problem.batch() as f64;
     let sums = if parts > 1.0 { 4.0 * parts * results / f64::from(problem.k) } else { 0.0 };
-    waves * f64::from(tile_m) * f64::from(tile_n) * (1.0 + 16.0 * traffic) + sums
+    waves * f64::from(tile_m) * f64::from(tile_n) * (1.0 + read * traffic) + sums
 }
 
 fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
@@ -270,6 +278,14 @@ fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
         config(4, 4, 256, 4),
         config(1, 4, 256, 1),
     ]
+}
+
+fn dots(arch: &ArchProfile) -> Vec<MatmulConfig> {
+    let units = arch.processors.unwrap_or(1);
+    let vector = (arch.load_bytes / 4).clamp(4, 16);
+    let config =
+        |[rows, cols]: [u32; 2]| MatmulConfig::Dots(DotsConfig { rows, cols, vector, units });
+    [[1, 4], [1, 8], [2, 4], [4, 4], [8, 2]].map(config).to_vec()
 }
 
 pub(super) fn simplest(
@@ -318,6 +334,7 @@ pub(super) fn check(
         MatmulConfig::Plane(c) => check_plane(arch, problem, c),
         MatmulConfig::Fma(c) => check_fma(arch, problem, c),
         MatmulConfig::Cores(c) => check_cores(arch, problem, c),
+        MatmulConfig::Dots(c) => check_dots(arch, problem, c),
     }
 }
 
@@ -485,29 +502,53 @@ fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Resu
     limits(arch, c.units(), c.shared_bytes(problem.precision.storage().size()))
 }
 
-fn check_cores(
-    arch: &ArchProfile,
-    problem: &MatmulProblem,
-    c: &CoresConfig,
-) -> Result<(), Infeasible> {
+/// What both paths of the CPU need.
+fn check_cpu(arch: &ArchProfile, problem: &MatmulProblem, vector: u32) -> Result<(), Infeasible> {
     if arch.backend != Backend::Cpu {
         return Err(lacks("a core per unit"));
     }
     if problem.precision == Precision::Tf32 {
         return Err(lacks("tf32 matrix instructions"));
     }
-    if !c.vector.is_power_of_two() || c.vector > 16 {
-        return Err(shape(
-            "vector",
-            c.vector,
-            "a vector register holds a power of two, 16 at most",
-        ));
+    if !vector.is_power_of_two() || vector > 16 {
+        return Err(shape("vector", vector, "a vector register holds a power of two, 16 at most"));
     }
+    Ok(())
+}
+
+fn check_dots(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &DotsConfig,
+) -> Result<(), Infeasible> {
+    check_cpu(arch, problem, c.vector)?;
+    if problem.lhs.layout != Layout::Row || problem.rhs.layout != Layout::Col {
+        return Err(shape("vector", c.vector, "an operand does not lie along k"));
+    }
+    let [lhs, rhs, _] = problem.widths(u64::from(c.vector));
+    if lhs != c.vector as usize || rhs != c.vector as usize {
+        return Err(shape("vector", c.vector, "lines are not whole vectors"));
+    }
+    if c.rows > 16 || c.rows * c.cols > 24 {
+        return Err(shape("rows", c.rows, "more sums than vector registers"));
+    }
+    Ok(())
+}
+
+fn check_cores(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &CoresConfig,
+) -> Result<(), Infeasible> {
+    check_cpu(arch, problem, c.vector)?;
     if c.rows > 16 || c.rows * c.block_n / c.vector > 32 {
         return Err(shape("rows", c.rows, "more sums than vector registers"));
     }
     if c.block_n % c.vector != 0 || c.block_m % c.rows != 0 {
         return Err(shape("block_m", c.block_m, "not a multiple of the register block"));
+    }
+    if c.block_k % c.vector != 0 {
+        return Err(shape("block_k", c.block_k, "the panel is packed in whole vectors"));
     }
     if c.stack_bytes() > 256 << 10 {
         return Err(shape("block_k", c.block_k, "the panel outgrows a unit's stack"));
@@ -631,12 +672,7 @@ impl Plan {
                         lhs_along_k: lhs_rows,
                         rhs_along_k: !rhs_rows,
                     }),
-                    widths: [
-                        1,
-                        if rhs_rows { all_or_one(whole[1]) } else { 1 },
-                        all_or_one(whole[2]),
-                        1,
-                    ],
+                    widths: [1, all_or_one(whole[1]), all_or_one(whole[2]), 1],
                     part_tiles: 0,
                     streams: None,
                     units: (c.units, 1),
@@ -645,6 +681,16 @@ impl Plan {
                     cubes_in_a_line,
                 }
             }
+            MatmulConfig::Dots(c) => Self {
+                path: Path::Dots(c),
+                widths: [c.vector as usize, c.vector as usize, 1, 1],
+                part_tiles: 0,
+                streams: None,
+                units: (c.units, 1),
+                tile: (c.rows, c.cols),
+                per_cube: c.units,
+                cubes_in_a_line,
+            },
         }
     }
 
@@ -756,6 +802,22 @@ mod tests {
             MatmulConfig::Cores(c) => c,
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn few_rows_of_a_linear_layer_are_not_packed() {
+        let (cpu, linear) = (cpu(), [Layout::Row, Layout::Col]);
+        let dots = |sizes, layouts| {
+            let all = candidates(&cpu, &problem(sizes, layouts, Precision::F32));
+            let is = |c: &MatmulConfig| matches!(c, MatmulConfig::Dots(_));
+            (is(&all[0]), all.iter().any(is))
+        };
+        for m in [1, 2, 8] {
+            assert_eq!(dots([m, 4096, 4096], linear), (true, true), "{m}");
+        }
+        assert_eq!(dots([1, 4096, 4092], linear), (false, false), "lines end within a vector");
+        assert_eq!(dots([1, 4096, 4096], [Layout::Row; 2]), (false, false), "rhs lies along n");
+        assert_eq!(dots([1, 4096, 4096], [Layout::Col; 2]), (false, false), "lhs lies along m");
     }
 
     #[test]

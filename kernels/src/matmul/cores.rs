@@ -78,19 +78,29 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         let mut k0 = 0u32;
         while k0 < dims.k {
             let depth = min(dims.k - k0, block_k);
-            for kk in 0..depth {
+            if comptime!(plan.rhs_along_k) {
                 #[unroll]
                 for j in 0..vectors {
                     let col = col0 + comptime!(j as u32 * config.vector);
-                    panel[kk as usize * vectors + j] = pack::<F, NR, W>(
-                        rhs,
-                        rhs_start,
-                        dims.rhs_stride,
-                        k0 + kk,
-                        col,
-                        dims.n,
-                        plan,
+                    pack_lines::<F, NR, W>(
+                        rhs, &mut panel, rhs_start, dims, k0, depth, col, j, vectors,
                     );
+                }
+            } else {
+                for kk in 0..depth {
+                    #[unroll]
+                    for j in 0..vectors {
+                        let col = col0 + comptime!(j as u32 * config.vector);
+                        panel[kk as usize * vectors + j] = pack::<F, NR, W>(
+                            rhs,
+                            rhs_start,
+                            dims.rhs_stride,
+                            k0 + kk,
+                            col,
+                            dims.n,
+                            config.vector,
+                        );
+                    }
                 }
             }
             let mut row = 0u32;
@@ -132,7 +142,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 }
 
-/// One vector of B at depth `k`, columns `col..`, zero past `n`.
+/// One vector of a B with contiguous rows, at depth `k` and columns `col..`, zero past `n`.
 #[cube]
 fn pack<F: Float, N: Size, W: Size>(
     rhs: &[Vector<F, N>],
@@ -141,30 +151,59 @@ fn pack<F: Float, N: Size, W: Size>(
     k: u32,
     col: u32,
     n: u32,
-    #[comptime] plan: CoresPlan,
+    #[comptime] vector: u32,
 ) -> Vector<f32, W> {
     let mut value = Vector::<f32, W>::new(0.0f32);
+    let line = start + k as usize * stride;
     let width = N::value();
-    if comptime!(!plan.rhs_along_k && width == plan.config.vector as usize) {
+    if comptime!(width == vector as usize) {
         if col < n {
-            let from = start + k as usize * stride + col as usize;
-            value = Vector::cast_from(rhs[from / N::value()]);
+            value = Vector::cast_from(rhs[(line + col as usize) / N::value()]);
         }
     } else {
         #[unroll]
         for e in 0..W::value() {
             let col = col + comptime!(e as u32);
             if col < n {
-                let from = if comptime!(plan.rhs_along_k) {
-                    start + col as usize * stride + k as usize
-                } else {
-                    start + k as usize * stride + col as usize
-                };
-                value.insert(e, f32::cast_from(rhs[from].extract(0usize)));
+                value.insert(e, f32::cast_from(rhs[line + col as usize].extract(0usize)));
             }
         }
     }
     value
+}
+
+/// Vector `j` of every line of the panel, from a B with contiguous columns: one column after the other,
+/// because lines of all of them, a power of two apart, would drive each other out of the cache. Columns
+/// past `n` repeat the last; they are never stored.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one operand, one panel")]
+fn pack_lines<F: Float, N: Size, W: Size>(
+    rhs: &[Vector<F, N>],
+    panel: &mut Array<Vector<f32, W>>,
+    start: usize,
+    dims: &Dims,
+    k0: u32,
+    depth: u32,
+    col: u32,
+    #[comptime] j: usize,
+    #[comptime] vectors: usize,
+) {
+    let width = N::value();
+    #[unroll]
+    for e in 0..W::value() {
+        let col = min(col + comptime!(e as u32), dims.n - 1) as usize;
+        let from = (start + col * dims.rhs_stride + k0 as usize) / N::value();
+        for step in 0..depth as usize / width {
+            let values = rhs[from + step];
+            #[unroll]
+            for i in 0..width {
+                let at = (step * width + i) * vectors + j;
+                let mut line = panel[at];
+                line.insert(e, f32::cast_from(values.extract(i)));
+                panel[at] = line;
+            }
+        }
+    }
 }
 
 /// `sums[row.., ..] += A[row0 + row.., k0..] · panel` for one group of rows. Rows past the end of A

@@ -18,7 +18,7 @@
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
 //!
-//! One source, five ways through it, chosen by [`MatmulConfig`]:
+//! One source, six ways through it, chosen by [`MatmulConfig`]:
 //!
 //! | path    | multiplies with            | feeds it by                        | where                   |
 //! |---------|----------------------------|------------------------------------|-------------------------|
@@ -27,6 +27,7 @@
 //! | `Plane` | plane-scope matrices       | shared memory                      | Vulkan, CUDA            |
 //! | `Fma`   | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
 //! | `Cores` | vector multiply-add        | packed panels on the stack         | CPU                     |
+//! | `Dots`  | vector multiply-add        | nothing: both lie along k          | CPU, few rows           |
 //!
 //! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for the
 //! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
@@ -34,6 +35,7 @@
 mod cmma;
 mod config;
 mod cores;
+mod dots;
 mod epilogue;
 mod fma;
 mod mma;
@@ -52,6 +54,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 pub use cmma::{CubeConfig, PlaneConfig};
 pub use config::MatmulConfig;
 pub use cores::CoresConfig;
+pub use dots::DotsConfig;
 pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
 pub use fma::FmaConfig;
 pub use mma::MmaConfig;
@@ -82,7 +85,7 @@ impl Kernel for Matmul {
     type Operands = MatmulOperands;
 
     const NAME: &'static str = "matmul";
-    const VERSION: u32 = 4;
+    const VERSION: u32 = 5;
 
     fn bucket(problem: &MatmulProblem) -> String {
         problem.bucket()
@@ -355,6 +358,7 @@ pub(crate) enum Path {
     Plane(cmma::PlanePlan),
     Fma(fma::FmaPlan),
     Cores(cores::CoresPlan),
+    Dots(DotsConfig),
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -379,6 +383,9 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
         Path::Fma(plan) => fma::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan),
         Path::Cores(plan) => {
             cores::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
+        }
+        Path::Dots(config) => {
+            dots::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, config)
         }
     }
 }

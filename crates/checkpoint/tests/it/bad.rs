@@ -216,6 +216,12 @@ fn headers_that_lie() {
         fs::write(&path, bytes).expect("written");
         assert!(matches!(Checkpoint::open(&path), Err(Error::Header { .. })));
     }
+    let long = fs::File::create(&path).expect("made");
+    long.set_len(8 + 100_000_001).expect("sparse");
+    std::os::unix::fs::FileExt::write_all_at(&long, &100_000_001u64.to_le_bytes(), 0)
+        .expect("written");
+    let error = Checkpoint::open(&path).expect_err("too long").to_string();
+    assert!(error.contains("its header has 100000001 bytes, over 100000000"), "{error}");
     let tensor = |shape: &str, start: usize, end: usize| {
         format!(r#"{{"dtype":"U8","shape":[{shape}],"data_offsets":[{start},{end}]}}"#)
     };
