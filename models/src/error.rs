@@ -19,6 +19,18 @@ pub enum Error {
     Field { file: &'static str, field: String, fault: Box<Fault> },
     #[error("{file}: `model_type` is \"{value}\", which is none of {}", families::known())]
     UnknownModelType { file: &'static str, value: String },
+    #[error(transparent)]
+    Checkpoint(#[from] checkpoint::Error),
+    /// Everything that is wrong with the tensors of a checkpoint, at once.
+    #[error("{}", tensors(.missing, .unused, .wrong))]
+    Tensors {
+        /// What the configuration asks for and no file has.
+        missing: Vec<String>,
+        /// What files have and the configuration does not explain.
+        unused: Vec<String>,
+        /// Of another shape or dtype than the configuration asks for, or not readable.
+        wrong: Vec<checkpoint::Error>,
+    },
 }
 
 /// What is wrong with a field.
@@ -36,4 +48,23 @@ pub enum Fault {
     Contradiction { value: Value, other: String, other_value: Value },
     #[error("is {value}, which is not a multiple of `{divisor_field}`, {divisor}")]
     NotMultiple { value: usize, divisor_field: &'static str, divisor: usize },
+}
+
+fn tensors(missing: &[String], unused: &[String], wrong: &[checkpoint::Error]) -> String {
+    let mut text = format!(
+        "the tensors are not those of config.json: {} missing, {} unused, {} wrong",
+        missing.len(),
+        unused.len(),
+        wrong.len()
+    );
+    for name in missing {
+        text.push_str(&format!("\nmissing: {name}"));
+    }
+    for name in unused {
+        text.push_str(&format!("\nunused: {name}"));
+    }
+    for why in wrong {
+        text.push_str(&format!("\nwrong: {why}"));
+    }
+    text
 }

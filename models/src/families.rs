@@ -32,6 +32,10 @@ struct Definition {
     read: fn(Family, &Fields<'_>) -> Result<DecoderConfig, Error>,
     /// Where a tensor of it lies, within the prefix.
     place: fn(&DecoderConfig, Slot) -> Place,
+    /// What may stand before every name but that of the output projection.
+    prefixes: &'static [&'static str],
+    /// Tensors that older files hold beside the parameters; `{}` is any layer.
+    ignored: &'static [&'static str],
 }
 
 impl Family {
@@ -63,6 +67,14 @@ impl Family {
 
     pub(crate) fn place(self, config: &DecoderConfig, slot: Slot) -> Place {
         (self.0.place)(config, slot)
+    }
+
+    pub(crate) fn prefixes(self) -> &'static [&'static str] {
+        self.0.prefixes
+    }
+
+    pub(crate) fn ignored(self) -> &'static [&'static str] {
+        self.0.ignored
     }
 }
 

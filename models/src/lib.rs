@@ -6,6 +6,7 @@
 //! | `families` | [`Family`]: how each family's file reads, and what its tensors are called |
 //! | [`rope`] | [`Rope`]: rotary positions and how they are stretched |
 //! | [`names`] | [`Param`]: every parameter of a decoder, and where a checkpoint has it |
+//! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these |
 //! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
 //! | [`shapes`] | the configurations of a few public models |
 //!
@@ -31,6 +32,7 @@ pub mod matrices;
 pub mod names;
 pub mod rope;
 pub mod shapes;
+pub mod weights;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use error::{Error, Fault};
@@ -38,3 +40,4 @@ pub use families::Family;
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
 pub use rope::{Rope, Scaling};
+pub use weights::{Stored, Weights};

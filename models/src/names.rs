@@ -201,3 +201,17 @@ impl DecoderConfig {
         Param { slot, side, shape, name, stored, transposed, row }
     }
 }
+
+impl Slot {
+    /// Whether its weight multiplies what a token became, so that it may be quantised.
+    pub(crate) fn is_matrix(self) -> bool {
+        use Part::{Down, Gate, Key, Out, Query, Up, Value};
+        match self {
+            Self::Layer(_, part) => {
+                matches!(part, Query | Key | Value | Out | Gate | Up | Down)
+            }
+            Self::Head => true,
+            Self::Embedding | Self::Positions | Self::FinalNorm => false,
+        }
+    }
+}

@@ -5,7 +5,8 @@ use crate::fields::Fields;
 use crate::names::standard;
 use crate::{DecoderConfig, Error};
 
-pub(super) const GEMMA2: Definition = Definition { model_type: "gemma2", read, place: standard };
+pub(super) const GEMMA2: Definition =
+    Definition { model_type: "gemma2", read, place: standard, prefixes: &["model."], ignored: &[] };
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let defaults = Defaults { head_dim: Some(256), tie_embeddings: true, ..DEFAULTS };

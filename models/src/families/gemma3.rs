@@ -7,8 +7,13 @@ use crate::names::standard;
 use crate::rope::Model;
 use crate::{DecoderConfig, Error, Rope};
 
-pub(super) const GEMMA3: Definition =
-    Definition { model_type: "gemma3_text", read, place: standard };
+pub(super) const GEMMA3: Definition = Definition {
+    model_type: "gemma3_text",
+    read,
+    place: standard,
+    prefixes: &["model."],
+    ignored: &[],
+};
 
 const GLOBAL_THETA: f64 = 1e6;
 const LOCAL_THETA: f64 = 1e4;

@@ -8,7 +8,15 @@ use crate::fields::Fields;
 use crate::names::{Part, Place, Slot, standard};
 use crate::{DecoderConfig, Error};
 
-pub(super) const GPT2: Definition = Definition { model_type: "gpt2", read, place };
+pub(super) const GPT2: Definition = Definition {
+    model_type: "gpt2",
+    read,
+    place,
+    // Files of the first release have none.
+    prefixes: &["transformer.", ""],
+    // Masks: which keys a query sees, and what the others' scores are.
+    ignored: &["h.{}.attn.bias", "h.{}.attn.masked_bias"],
+};
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     fields.only("add_cross_attention", &[Value::Bool(false)])?;

@@ -5,7 +5,13 @@ use crate::fields::Fields;
 use crate::names::standard;
 use crate::{DecoderConfig, Error};
 
-pub(super) const LLAMA: Definition = Definition { model_type: "llama", read, place: standard };
+pub(super) const LLAMA: Definition = Definition {
+    model_type: "llama",
+    read,
+    place: standard,
+    prefixes: &["model."],
+    ignored: &["layers.{}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"],
+};
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let config = common(family, fields, Defaults { kv_heads_are_heads: true, ..DEFAULTS })?;

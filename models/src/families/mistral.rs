@@ -5,7 +5,13 @@ use crate::fields::Fields;
 use crate::names::standard;
 use crate::{DecoderConfig, Error};
 
-pub(super) const MISTRAL: Definition = Definition { model_type: "mistral", read, place: standard };
+pub(super) const MISTRAL: Definition = Definition {
+    model_type: "mistral",
+    read,
+    place: standard,
+    prefixes: &["model."],
+    ignored: &["layers.{}.self_attn.rotary_emb.inv_freq"],
+};
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let mut config = common(family, fields, DEFAULTS)?;

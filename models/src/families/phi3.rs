@@ -5,7 +5,13 @@ use crate::fields::Fields;
 use crate::names::{Part, Place, Slot, standard};
 use crate::{DecoderConfig, Error};
 
-pub(super) const PHI3: Definition = Definition { model_type: "phi3", read, place };
+pub(super) const PHI3: Definition = Definition {
+    model_type: "phi3",
+    read,
+    place,
+    prefixes: &["model."],
+    ignored: &["layers.{}.self_attn.rotary_emb.inv_freq"],
+};
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let mut config = common(family, fields, Defaults { kv_heads_are_heads: true, ..DEFAULTS })?;

@@ -1,0 +1,104 @@
+//! The name map: total, and nobody's guess.
+
+use std::collections::BTreeSet;
+
+use checkpoint::{Checkpoint, Weight};
+use models::{Family, Part, Side, Slot};
+
+use crate::adapter::values;
+use crate::{FIXTURES, fixture, open};
+
+#[test]
+fn every_family_has_a_fixture() {
+    let have: BTreeSet<_> =
+        FIXTURES.iter().map(|name| open(name).config().family.model_type()).collect();
+    let all: BTreeSet<_> = Family::ALL.iter().map(|family| family.model_type()).collect();
+    assert_eq!(have, all);
+    assert!(Family::ALL.iter().all(|family| Family::named(family.model_type()) == Some(*family)));
+}
+
+/// Rows of fused tensors tile them: each row is one parameter's.
+#[test]
+fn fused_tensors_are_cut_without_gaps() {
+    for name in FIXTURES {
+        let params = open(name).config().params();
+        for param in &params {
+            let rows = |p: &models::Param| p.row..p.row + p.shape[0];
+            let all = if param.transposed { param.stored[1] } else { param.stored[0] };
+            let parts = params.iter().filter(|other| other.name == param.name);
+            let mut covered: Vec<usize> = parts.flat_map(rows).collect();
+            covered.sort_unstable();
+            assert_eq!(covered, (0..all).collect::<Vec<_>>(), "{name}: {}", param.name);
+        }
+        let unique: BTreeSet<_> = params.iter().map(|param| (param.slot, param.side)).collect();
+        assert_eq!(unique.len(), params.len());
+    }
+}
+
+/// A matrix stored [in, out] is turned, rows are cut: against the bytes in the file.
+#[test]
+fn conv1d_is_turned_and_cut() {
+    let weights = open("gpt2");
+    let file = Checkpoint::open(fixture("gpt2")).expect("a fixture");
+    let stored = file.tensor("transformer.h.1.attn.c_attn.weight").expect("there"); // [32, 96]
+    let bias = file.tensor("transformer.h.1.attn.c_attn.bias").expect("there");
+    for (third, part) in [Part::Query, Part::Key, Part::Value].into_iter().enumerate() {
+        let slot = Slot::Layer(1, part);
+        let turned = weights.weight(slot).expect("there").dense().expect("no codes");
+        assert_eq!(turned.shape, [32, 32]);
+        for (row, column) in [(0, 0), (5, 31), (31, 5)] {
+            let to = 2 * (row * 32 + column);
+            let from = 2 * (column * 96 + third * 32 + row);
+            assert_eq!(turned.bytes[to..to + 2], stored.bytes[from..from + 2]);
+        }
+        let cut = weights.bias(slot).expect("readable").expect("there").dense().expect("no codes");
+        assert_eq!(cut.bytes, &bias.bytes[third * 64..][..64]);
+    }
+}
+
+/// Nothing is copied that lies in the file as it is wanted.
+#[test]
+fn rows_of_a_file_are_borrowed() {
+    let weights = open("phi3");
+    for part in [Part::Query, Part::Value, Part::Up] {
+        let stored = weights.weight(Slot::Layer(0, part)).expect("there");
+        let dense = stored.dense().expect("no codes");
+        assert!(matches!(dense.bytes, std::borrow::Cow::Borrowed(_)), "{part:?}");
+    }
+}
+
+#[test]
+fn a_tied_head_is_the_embedding() {
+    let weights = open("qwen3");
+    let head = weights.weight(Slot::Head).expect("tied");
+    assert_eq!(values(head), values(weights.weight(Slot::Embedding).expect("there")));
+    assert!(weights.config().params().iter().all(|param| param.slot != Slot::Head));
+    let error = weights.weight(Slot::Positions).expect_err("turned, not learned");
+    assert_eq!(error.to_string(), "tensor Positions: is not there");
+    assert!(weights.bias(Slot::FinalNorm).expect("readable").is_none());
+}
+
+/// The tensors tell what is quantised: here all matrices of layers, and not the head.
+#[test]
+fn tensors_tell_what_is_quantised() {
+    let weights = open("llama_nf4");
+    for param in weights.config().params() {
+        let four_bit = param.side == Side::Weight
+            && matches!(
+                param.slot,
+                Slot::Layer(
+                    _,
+                    Part::Query
+                        | Part::Key
+                        | Part::Value
+                        | Part::Out
+                        | Part::Gate
+                        | Part::Up
+                        | Part::Down
+                )
+            );
+        let stored = weights.weight(param.slot).expect("there");
+        assert_eq!(matches!(stored.weight, Weight::FourBit(_)), four_bit, "{param:?}");
+        assert_eq!(stored.dense().is_none(), four_bit);
+    }
+}
