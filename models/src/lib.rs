@@ -7,6 +7,7 @@
 //! | [`rope`] | [`Rope`]: rotary positions and how they are stretched |
 //! | [`names`] | [`Param`]: every parameter of a decoder, and where a checkpoint has it |
 //! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these |
+//! | [`generation`] | [`GenerationConfig`]: sampling and ends, from `generation_config.json` |
 //! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
 //! | [`shapes`] | the configurations of a few public models |
 //!
@@ -28,6 +29,7 @@ pub mod config;
 mod error;
 mod families;
 mod fields;
+pub mod generation;
 pub mod matrices;
 pub mod names;
 pub mod rope;
@@ -37,6 +39,7 @@ pub mod weights;
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use error::{Error, Fault};
 pub use families::Family;
+pub use generation::GenerationConfig;
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
 pub use rope::{Rope, Scaling};

@@ -1,7 +1,7 @@
 //! The reference decoder, fed by each family's configuration and names, against transformers.
 
 use checkpoint::{Checkpoint, Dtype};
-use models::{DecoderConfig, Weights};
+use models::{DecoderConfig, GenerationConfig, Weights};
 use reference::Decoder;
 
 use crate::adapter::{decoder, floats};
@@ -153,4 +153,14 @@ fn shards_hold_what_one_file_would() {
         .expect("the index of a fixture");
     let again = Weights::new(config, again).expect("the same tensors");
     assert_eq!(decoder(&weights), decoder(&again));
+}
+
+#[test]
+fn every_fixture_says_where_texts_end() {
+    for name in FIXTURES {
+        let generation = GenerationConfig::open(fixture(name)).expect("readable");
+        assert_eq!((generation.eos, generation.bos, generation.pad), (vec![2], Some(1), Some(0)));
+    }
+    let none = GenerationConfig::open(fixture("")).expect("nothing to read");
+    assert_eq!(none, GenerationConfig::default());
 }
