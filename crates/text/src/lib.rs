@@ -5,6 +5,8 @@
 //! | `tokenizer` | [`Tokenizer`]: text to ids and back, by a `tokenizer.json` |
 //! | `stream` | [`Stream`]: text of ids that come one at a time |
 //! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
+//! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
+//! | `python` | what templates expect of Python |
 //!
 //! ```
 //! use text::{Error, Stops};
@@ -17,11 +19,14 @@
 //! ```
 
 mod error;
+mod python;
 mod stop;
 mod stream;
+mod template;
 mod tokenizer;
 
 pub use error::Error;
 pub use stop::{Piece, Stops};
 pub use stream::Stream;
+pub use template::{ChatTemplate, Message, Prompt, SpecialTokens};
 pub use tokenizer::Tokenizer;

@@ -1,11 +1,14 @@
 //! Text through tiny tokenizers and templates, against what Python made of it.
 
+mod bad;
 mod stream;
+mod template;
 mod tokenizer;
 
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use text::Tokenizer;
 
 /// Every folder that `fixtures/make.py` writes.
@@ -15,6 +18,7 @@ const FIXTURES: [&str; 3] = ["bytes", "pieces", "split"];
 #[derive(Deserialize)]
 struct Golden {
     encoded: Vec<Encoded>,
+    rendered: Vec<Rendered>,
 }
 
 #[derive(Deserialize)]
@@ -24,6 +28,19 @@ struct Encoded {
     special_ids: Vec<u32>,
     decoded: String,
     decoded_special: String,
+}
+
+/// Arguments of `apply_chat_template`, and what it returned.
+#[derive(Deserialize)]
+struct Rendered {
+    messages: Value,
+    tools: Option<Value>,
+    #[serde(default)]
+    add_generation_prompt: bool,
+    chat_template: Option<String>,
+    expected: String,
+    #[serde(flatten)]
+    more: Map<String, Value>,
 }
 
 fn fixture(name: &str) -> PathBuf {
