@@ -137,8 +137,9 @@ impl Activation {
 impl DecoderConfig {
     /// Reads a Hugging Face `config.json`, as transformers 4 and 5 write it.
     ///
-    /// A field that is absent or null takes the value that the family's published configs leave out. Fields
-    /// that the family's code in transformers does not read are not read here either.
+    /// A field that is absent takes the value that the family's class in transformers gives it, where
+    /// published files leave it out, or else is missing. Fields that the family's code there does not read are
+    /// not read here either.
     ///
     /// # Errors
     /// Text that is not a JSON object; an unknown `model_type`; a field that is missing, of the wrong type,

@@ -222,15 +222,22 @@ fn set_windows(
 }
 
 /// Gives `sliding_window`, where there is one, to all layers; `layer_types` must not say otherwise.
-fn set_window_of_all(config: &mut DecoderConfig, fields: &Fields<'_>) -> Result<(), Error> {
-    let window = fields.optional_size("sliding_window")?;
+/// `usual` is that of a file without the field, where null is none.
+fn set_window_of_all(
+    config: &mut DecoderConfig,
+    fields: &Fields<'_>,
+    usual: Option<usize>,
+) -> Result<(), Error> {
+    let absent = fields.absent("sliding_window");
+    let window = if absent { usual } else { fields.optional_size("sliding_window")? };
     for slides in sliding(fields, config.layers.len(), |_| window.is_some())? {
         if slides != window.is_some() {
             let value = fields.value("sliding_window").cloned().unwrap_or_default();
             return Err(fields.contradiction("layer_types", "sliding_window", value));
         }
     }
-    set_windows(config, fields, &vec![window.is_some(); config.layers.len()])
+    config.layers.iter_mut().for_each(|layer| layer.window = window);
+    Ok(())
 }
 
 /// Gives `sliding_window`, where `use_sliding_window` says so, to the layers from `max_window_layers` on.
@@ -274,7 +281,6 @@ fn gemma(family: Family, fields: &Fields<'_>, defaults: Defaults) -> Result<Deco
         out_bias: bias,
         activation: bent,
         embedding_scale: Some((config.hidden as f64).sqrt()),
-        logit_softcap: fields.optional_positive("final_logit_softcapping")?,
         ..config
     })
 }

@@ -24,7 +24,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Absent and null are the same, as they are to transformers.
+    /// Whether there is no such field; null is one, where the family has a default that it takes away.
+    pub(crate) fn absent(&self, field: &str) -> bool {
+        !self.map.contains_key(field)
+    }
+
+    /// The field's value; null is none.
     pub(crate) fn value(&self, field: &str) -> Option<&'a Value> {
         self.map.get(field).filter(|value| !value.is_null())
     }

@@ -1,4 +1,4 @@
-//! Rotary positions: pair i of a head, at position p, turns by the angle p·f[i].
+//! Rotary positions: pair i of a head, at position p, turns by p·f, f its frequency.
 //!
 //! ```text
 //! f[i] = theta^(-2i/dim)                             none

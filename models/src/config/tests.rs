@@ -146,7 +146,12 @@ fn absent_fields() {
     assert_eq!((gemma.head_dim, gemma.tie_embeddings), (256, true));
     assert_eq!(gemma.activation, Activation::GeluTanh);
     assert_eq!(windows(&gemma), [Some(8), None, Some(8)]);
+    assert_eq!((gemma.softcap, gemma.logit_softcap), (Some(50.0), Some(30.0)));
+    let nulls = json!({ "attn_logit_softcapping": null, "final_logit_softcapping": null });
+    let nulls = read_tiny("gemma2", nulls);
+    assert_eq!(nulls, DecoderConfig { softcap: None, logit_softcap: None, ..gemma });
     let gemma = read_tiny("gemma3_text", json!({}));
+    assert_eq!((gemma.softcap, gemma.logit_softcap), (None, None));
     assert_eq!([gemma.ropes[0].theta, gemma.ropes[1].theta], [1e6, 1e4]);
     let gpt2 = read_tiny("gpt2", json!({}));
     assert_eq!((gpt2.ffn_hidden, gpt2.norm.eps, gpt2.tie_embeddings), (256, 1e-5, true));
@@ -195,11 +200,43 @@ fn old_and_new_files_read_alike() {
     assert_eq!(phi("su").ropes[0].attention_factor, factor);
 }
 
+/// Fields that published files have and that are read, or are known to change nothing.
+#[test]
+fn published_files_read() {
+    let gemma = json!({
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16,
+        "query_pre_attn_scalar": 144, "sliding_window": 4096, "torch_dtype": "bfloat16", "pad_token_id": 0,
+    });
+    let gemma = read_tiny("gemma2", gemma);
+    assert_eq!((gemma.layers[1].scale, gemma.embedding_scale), (1.0 / 12.0, Some(8.0)));
+    let phi = json!({
+        "auto_map": { "AutoConfig": "configuration_phi3.Phi3Config" }, "attention_bias": false, "mlp_bias": false,
+        "embd_pdrop": 0.0, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": false, "head_dim": 16,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rope_scaling": null,
+        "sliding_window": 262_144, "tie_word_embeddings": true,
+    });
+    let phi = read_tiny("phi3", phi);
+    assert_eq!(
+        (phi.ropes[0].dim, phi.layers[2].window, phi.tie_embeddings),
+        (12, Some(262_144), true)
+    );
+    let gpt2 = json!({
+        "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-5,
+        "n_ctx": 1024, "summary_type": "cls_index", "task_specific_params": { "text-generation": { "do_sample": true } },
+    });
+    assert_eq!(read_tiny("gpt2", gpt2), read_tiny("gpt2", json!({})));
+    let unscaled = read_tiny("gpt2", json!({ "scale_attn_weights": false }));
+    assert!(unscaled.layers.iter().all(|layer| layer.scale == 1.0));
+}
+
 #[test]
 fn windows_are_where_the_family_has_them() {
     let given = json!({ "sliding_window": 8 });
     assert_eq!(windows(&read_tiny("mistral", given.clone())), [Some(8); 3]);
-    assert_eq!(windows(&read_tiny("mistral", json!({}))), [None; 3]);
+    assert_eq!(windows(&read_tiny("mistral", json!({}))), [Some(4096); 3]);
+    assert_eq!(windows(&read_tiny("mistral", json!({ "sliding_window": null }))), [None; 3]);
+    assert_eq!(windows(&read_tiny("phi3", json!({}))), [None; 3]);
     assert_eq!(windows(&read_tiny("phi3", given.clone())), [Some(8); 3]);
     assert_eq!(windows(&read_tiny("qwen2", given)), [None; 3]);
     let used = json!({ "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 2 });

@@ -13,5 +13,10 @@ fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let mut config = gemma(family, fields, defaults)?;
     let slides = sliding(fields, config.layers.len(), |layer| layer % 2 == 0)?;
     set_windows(&mut config, fields, &slides)?;
-    Ok(DecoderConfig { softcap: fields.optional_positive("attn_logit_softcapping")?, ..config })
+    let cap = |field, usual| match fields.absent(field) {
+        true => Ok(Some(usual)),
+        false => fields.optional_positive(field),
+    };
+    let softcap = cap("attn_logit_softcapping", 50.0)?;
+    Ok(DecoderConfig { softcap, logit_softcap: cap("final_logit_softcapping", 30.0)?, ..config })
 }

@@ -31,7 +31,8 @@ fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     for layer in &mut config.layers {
         layer.rope = Some(usize::from(layer.window.is_some()));
     }
-    Ok(DecoderConfig { qk_norm: true, ..config })
+    let logit_softcap = fields.optional_positive("final_logit_softcapping")?;
+    Ok(DecoderConfig { qk_norm: true, logit_softcap, ..config })
 }
 
 /// That of full layers, and that of layers with a window.

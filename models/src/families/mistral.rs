@@ -15,6 +15,6 @@ pub(super) const MISTRAL: Definition = Definition {
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let mut config = common(family, fields, DEFAULTS)?;
-    set_window_of_all(&mut config, fields)?;
+    set_window_of_all(&mut config, fields, Some(4096))?;
     Ok(config)
 }

@@ -15,7 +15,7 @@ pub(super) const PHI3: Definition = Definition {
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let mut config = common(family, fields, Defaults { kv_heads_are_heads: true, ..DEFAULTS })?;
-    set_window_of_all(&mut config, fields)?;
+    set_window_of_all(&mut config, fields, None)?;
     Ok(config)
 }
 
