@@ -10,15 +10,17 @@ use std::path::{Path, PathBuf};
 use models::Weights;
 
 /// Every folder that `fixtures/make.py` writes.
-const FIXTURES: [&str; 19] = [
+const FIXTURES: [&str; 22] = [
     "gemma2",
     "gemma3",
     "gemma3_new",
     "gpt2",
     "gpt2_bare",
+    "gpt2_nf4",
     "llama",
     "llama3_tied",
     "llama_dynamic",
+    "llama_int8",
     "llama_linear_bias",
     "llama_nf4",
     "llama_sharded",
@@ -26,6 +28,7 @@ const FIXTURES: [&str; 19] = [
     "mistral_full",
     "phi3",
     "phi3_longrope",
+    "phi3_nf4",
     "qwen2",
     "qwen2_yarn",
     "qwen3",

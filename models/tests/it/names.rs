@@ -81,24 +81,25 @@ fn a_tied_head_is_the_embedding() {
 /// The tensors tell what is quantised: here all matrices of layers, and not the head.
 #[test]
 fn tensors_tell_what_is_quantised() {
-    let weights = open("llama_nf4");
-    for param in weights.config().params() {
-        let four_bit = param.side == Side::Weight
-            && matches!(
-                param.slot,
-                Slot::Layer(
-                    _,
-                    Part::Query
-                        | Part::Key
-                        | Part::Value
-                        | Part::Out
-                        | Part::Gate
-                        | Part::Up
-                        | Part::Down
-                )
-            );
-        let stored = weights.weight(param.slot).expect("there");
-        assert_eq!(matches!(stored.weight, Weight::FourBit(_)), four_bit, "{param:?}");
-        assert_eq!(stored.dense().is_none(), four_bit);
+    use Part::{Down, Gate, Key, Out, Query, Up, Value};
+    for name in ["llama_nf4", "llama_int8", "phi3_nf4", "gpt2_nf4", "llama"] {
+        let weights = open(name);
+        for param in weights.config().params() {
+            let Slot::Layer(_, part) = param.slot else { continue };
+            let matrix = matches!(part, Query | Key | Value | Out | Gate | Up | Down);
+            let codes = matrix && param.side == Side::Weight && name != "llama";
+            let stored = match param.side {
+                Side::Weight => weights.weight(param.slot).expect("there"),
+                Side::Bias => weights.bias(param.slot).expect("readable").expect("there"),
+            };
+            let int8 = matches!(stored.weight, Weight::Int8(_));
+            assert_eq!(int8, codes && name == "llama_int8", "{name}: {param:?}");
+            let four_bit = matches!(stored.weight, Weight::FourBit(_));
+            assert_eq!(four_bit, codes && name != "llama_int8", "{name}: {param:?}");
+            assert!(!(codes && stored.transposed), "{name}: {param:?}");
+            assert_eq!(stored.dense().is_none(), codes, "{name}: {param:?}");
+        }
+        let head = weights.weight(Slot::Head).expect("there");
+        assert!(head.dense().is_some(), "{name}");
     }
 }
