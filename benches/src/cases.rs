@@ -12,8 +12,7 @@ use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
     QuantizeProblem, Weight,
 };
-use models::Fusion;
-use models::shapes::LLAMA_3_8B;
+use models::{Fusion, shapes};
 use tune::Kernel;
 
 use crate::family::Family;
@@ -207,7 +206,8 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             Scale::Gpu => &[1, 8, 16, 512, 4096],
             Scale::Host => &[1],
         };
-        for linear in LLAMA_3_8B.linears(Fusion::Fused) {
+        let llama = shapes::named("llama-3-8b").context("no shapes of llama-3-8b")?;
+        for linear in llama.linears(Fusion::Fused) {
             for m in rows {
                 add(1, [*m, linear.n as u32, linear.k as u32], LINEAR, Bf16, false)?;
             }

@@ -1,14 +1,46 @@
-//! Model families.
+//! Model families, from the files of a Hugging Face folder.
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`config`] | a decoder's sizes, from a Hugging Face `config.json`; its matrices |
+//! | [`config`] | [`DecoderConfig`]: what a decoder computes, from `config.json` |
+//! | `families` | [`Family`]: how each family's file reads, and what its tensors are called |
+//! | [`rope`] | [`Rope`]: rotary positions and how they are stretched |
+//! | [`names`] | [`Param`]: every parameter of a decoder, and where a checkpoint has it |
+//! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these |
+//! | [`generation`] | [`GenerationConfig`]: sampling and ends, from `generation_config.json` |
+//! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
 //! | [`shapes`] | the configurations of a few public models |
 //!
-//! This crate never sees CubeCL. For now it holds no layers: the bench takes its matmul cases from
-//! here, so that they are those of real models.
+//! This crate never sees CubeCL. For now it holds no layers; the bench takes its matmul cases from here, so
+//! that they are those of real models.
+//!
+//! ```
+//! use models::{DecoderConfig, Fusion, shapes};
+//!
+//! let llama = shapes::named("llama-3.2-1b").expect("one of those published");
+//! assert_eq!(llama.parameters(), 1_235_814_400);
+//! assert_eq!(llama.linears(Fusion::Fused)[0].name, "qkv_proj");
+//!
+//! let error = DecoderConfig::from_json(r#"{"model_type": "rwkv"}"#).expect_err("no decoder of ours");
+//! assert!(error.to_string().starts_with("config.json: `model_type` is \"rwkv\", which is none of llama"));
+//! ```
 
 pub mod config;
+mod error;
+mod families;
+mod fields;
+pub mod generation;
+pub mod matrices;
+pub mod names;
+pub mod rope;
 pub mod shapes;
+pub mod weights;
 
-pub use config::{ConfigError, DecoderConfig, Family, Fusion, Linear};
+pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
+pub use error::{Error, Fault};
+pub use families::Family;
+pub use generation::GenerationConfig;
+pub use matrices::{Fusion, Linear};
+pub use names::{Param, Part, Side, Slot};
+pub use rope::{Rope, Scaling};
+pub use weights::{Stored, Weights};

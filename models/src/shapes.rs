@@ -1,94 +1,57 @@
 //! Configurations of public models, as their `config.json` gives them.
 
-use crate::config::{DecoderConfig, Family};
+use crate::DecoderConfig;
 
-/// meta-llama/Meta-Llama-3-8B: 8.03 billion parameters.
-pub const LLAMA_3_8B: DecoderConfig = DecoderConfig {
-    family: Family::Llama,
-    hidden: 4096,
-    ffn_hidden: 14336,
-    layers: 32,
-    heads: 32,
-    kv_heads: 8,
-    head_dim: 128,
-    vocab: 128_256,
-    max_seq: 8192,
-    norm_eps: 1e-5,
-    rope_theta: 500_000.0,
-    tie_embeddings: false,
-    qkv_bias: false,
-    out_bias: false,
-    ffn_bias: false,
-};
+/// What a model's `config.json` says, but for what changes no answer.
+struct Published {
+    name: &'static str,
+    json: &'static str,
+}
 
-/// meta-llama/Llama-2-7b-hf: 6.74 billion parameters.
-pub const LLAMA_2_7B: DecoderConfig = DecoderConfig {
-    family: Family::Llama,
-    hidden: 4096,
-    ffn_hidden: 11008,
-    layers: 32,
-    heads: 32,
-    kv_heads: 32,
-    head_dim: 128,
-    vocab: 32_000,
-    max_seq: 4096,
-    norm_eps: 1e-5,
-    rope_theta: 10_000.0,
-    tie_embeddings: false,
-    qkv_bias: false,
-    out_bias: false,
-    ffn_bias: false,
-};
-
-/// Qwen/Qwen2-7B: 7.62 billion parameters.
-pub const QWEN2_7B: DecoderConfig = DecoderConfig {
-    family: Family::Qwen2,
-    hidden: 3584,
-    ffn_hidden: 18944,
-    layers: 28,
-    heads: 28,
-    kv_heads: 4,
-    head_dim: 128,
-    vocab: 152_064,
-    max_seq: 131_072,
-    norm_eps: 1e-6,
-    rope_theta: 1_000_000.0,
-    tie_embeddings: false,
-    qkv_bias: true,
-    out_bias: false,
-    ffn_bias: false,
-};
-
-/// meta-llama/Llama-3.2-1B: 1.24 billion parameters.
-pub const LLAMA_3_2_1B: DecoderConfig = DecoderConfig {
-    family: Family::Llama,
-    hidden: 2048,
-    ffn_hidden: 8192,
-    layers: 16,
-    heads: 32,
-    kv_heads: 8,
-    head_dim: 64,
-    vocab: 128_256,
-    max_seq: 131_072,
-    norm_eps: 1e-5,
-    rope_theta: 500_000.0,
-    tie_embeddings: true,
-    qkv_bias: false,
-    out_bias: false,
-    ffn_bias: false,
-};
-
-/// All of the above, by the name that benches print.
-pub const NAMED: [(&str, DecoderConfig); 4] = [
-    ("llama-3-8b", LLAMA_3_8B),
-    ("llama-2-7b", LLAMA_2_7B),
-    ("qwen2-7b", QWEN2_7B),
-    ("llama-3.2-1b", LLAMA_3_2_1B),
+const PUBLISHED: [Published; 4] = [
+    Published {
+        name: "llama-3-8b",
+        json: r#"{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-05,
+            "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": false}"#,
+    },
+    Published {
+        name: "llama-2-7b",
+        json: r#"{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+            "hidden_act": "silu", "tie_word_embeddings": false}"#,
+    },
+    Published {
+        name: "qwen2-7b",
+        json: r#"{"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+            "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+            "vocab_size": 152064, "max_position_embeddings": 131072, "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": false,
+            "use_sliding_window": false, "sliding_window": 131072, "max_window_layers": 28}"#,
+    },
+    Published {
+        name: "llama-3.2-1b",
+        json: r#"{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+            "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "hidden_act": "silu",
+            "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+            "tie_word_embeddings": true}"#,
+    },
 ];
 
-/// The configuration of that name, if it is one of [`NAMED`].
+/// The names that [`named`] knows.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    PUBLISHED.iter().map(|published| published.name)
+}
+
+/// The configuration of a public model by the name that benches print, if it is one of [`names`].
 pub fn named(name: &str) -> Option<DecoderConfig> {
-    NAMED.iter().find(|(known, _)| *known == name).map(|&(_, config)| config)
+    let published = PUBLISHED.iter().find(|published| published.name == name)?;
+    Some(DecoderConfig::from_json(published.json).expect("every published text is tested to read"))
 }
 
 #[cfg(test)]
@@ -98,12 +61,9 @@ mod tests {
     /// Parameter counts that the published weight files add up to.
     #[test]
     fn parameter_counts_are_those_of_the_published_weights() {
-        for (name, parameters) in [
-            ("llama-3-8b", 8_030_261_248),
-            ("llama-2-7b", 6_738_415_616),
-            ("qwen2-7b", 7_615_616_512),
-            ("llama-3.2-1b", 1_235_814_400),
-        ] {
+        for (name, parameters) in
+            names().zip([8_030_261_248, 6_738_415_616, 7_615_616_512, 1_235_814_400])
+        {
             assert_eq!(named(name).map(|config| config.parameters()), Some(parameters), "{name}");
         }
         assert_eq!(named("gpt-2"), None);

@@ -6,6 +6,8 @@
 //! | [`inputs`] | seeded inputs, the same on every machine |
 //! | [`attention`] | softmax(q·kᵀ)·v with masks, soft cap, window, shared keys |
 //! | [`decode`] | attention of the newest positions over a cache: pages, lengths, bytes with scales |
+//! | [`decoder`] | a whole decoder, tokens to logits, of any family |
+//! | [`rotary`] | rotary positions, and how they are stretched |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
 //! | [`nf4`] | weights of 4 bits, NF4 and FP4, and the 8-bit code of their absmax |
 //! | [`int8`] | weights of 8 bits, one absmax a row |
@@ -33,18 +35,22 @@
 pub mod attention;
 pub mod compare;
 pub mod decode;
+pub mod decoder;
 pub mod dtype;
 mod error;
 pub mod inputs;
 pub mod int8;
 pub mod matmul;
 pub mod nf4;
+pub mod rotary;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, compare};
 pub use decode::{Cache, CacheStrides, Decode, Table};
+pub use decoder::{Block, Decoder, Linear, NormRule};
 pub use dtype::DType;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};
+pub use rotary::{Rotary, Stretch};

@@ -583,22 +583,30 @@ impl Number for f64 {
     }
 }
 
+impl Activation {
+    fn of<T: Number>(self, x: T) -> T {
+        let one = T::from(1.0);
+        match self {
+            Self::Silu => x / (one + (-x).exp()),
+            Self::Gelu => x * T::near(0.5) * (one + (x * T::near(0.5_f64.sqrt())).erf()),
+            Self::GeluTanh => {
+                let root = T::near((2.0 / std::f64::consts::PI).sqrt());
+                x * T::near(0.5) * (one + (root * (x + T::near(0.044_715) * x * x * x)).tanh())
+            }
+        }
+    }
+
+    /// Of one value, in f64.
+    pub(crate) fn exact(self, x: f64) -> f64 {
+        self.of(x)
+    }
+}
+
 impl Epilogue<'_> {
     /// What is stored at flat output index `at`, in column `col`, for the product `sum`, which gates `up`.
     fn apply<T: Number>(&self, sum: T, up: Option<T>, at: usize, col: usize) -> T {
         let x = sum + T::from(self.bias.map_or(0.0, |bias| bias[col]));
-        let one = T::from(1.0);
-        let mut value = match self.activation {
-            None => x,
-            Some(Activation::Silu) => x / (one + (-x).exp()),
-            Some(Activation::Gelu) => {
-                x * T::near(0.5) * (one + (x * T::near(0.5_f64.sqrt())).erf())
-            }
-            Some(Activation::GeluTanh) => {
-                let root = T::near((2.0 / std::f64::consts::PI).sqrt());
-                x * T::near(0.5) * (one + (root * (x + T::near(0.044_715) * x * x * x)).tanh())
-            }
-        };
+        let mut value = self.activation.map_or(x, |activation| activation.of(x));
         if let Some(up) = up {
             value = value * up;
         }

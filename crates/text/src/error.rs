@@ -1,0 +1,41 @@
+use std::io;
+use std::path::PathBuf;
+
+/// Why text cannot become ids or a prompt, or ids text.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot read {}: {why}", .path.display())]
+    Read { path: PathBuf, why: io::Error },
+    #[error("{} is no tokenizer: {why}", .path.display())]
+    Tokenizer { path: PathBuf, why: String },
+    /// A `tokenizer_config.json` or a file of templates that is not what it should be.
+    #[error("{} is malformed: {why}", .path.display())]
+    Config { path: PathBuf, why: String },
+    #[error(
+        "the tokenizer has {tokens} tokens, the last of them {largest}, the model a vocabulary of {vocab}\n\
+         hint: take tokenizer.json from the folder that the weights are from"
+    )]
+    Vocab { tokens: usize, largest: u32, vocab: usize },
+    /// A token that was added to a tokenizer and not to the model.
+    #[error(
+        "the text has token {id}, {token:?}, which is outside of the model's vocabulary of {vocab}"
+    )]
+    OutsideVocab { token: String, id: u32, vocab: usize },
+    #[error("the text cannot be encoded: {0}")]
+    Encode(String),
+    #[error("tokens {ids:?} cannot be decoded: {why}")]
+    Decode { ids: Vec<u32>, why: String },
+    /// A chat template that is not one.
+    #[error("chat template `{name}` is broken: {why}")]
+    Template { name: String, why: String },
+    #[error("there is no chat template `{name}`; known: {}", .known.join(", "))]
+    NoTemplate { name: String, known: Vec<String> },
+    /// A template that meets what it cannot work with.
+    #[error("chat template `{name}` fails on these messages: {why}")]
+    Render { name: String, why: String },
+    /// What a template says itself, such as that roles must take turns.
+    #[error("chat template `{name}` refuses these messages: {why}")]
+    Refused { name: String, why: String },
+    #[error("an empty string stops every text before its beginning")]
+    EmptyStop,
+}

@@ -1,0 +1,32 @@
+//! Text on its way to a model and back: it knows no model and no GPU.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | `tokenizer` | [`Tokenizer`]: text to ids and back, by a `tokenizer.json` |
+//! | `stream` | [`Stream`]: text of ids that come one at a time |
+//! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
+//! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
+//! | `python` | what templates expect of Python |
+//!
+//! ```
+//! use text::{Error, Stops};
+//!
+//! let mut stops = Stops::new(["</answer>"])?;
+//! assert_eq!(stops.push("42</ans").text, "42"); // What may be a stop is held back.
+//! let piece = stops.push("wer> and more");
+//! assert_eq!((piece.text.as_str(), piece.stop), ("", Some(0)));
+//! # Ok::<(), Error>(())
+//! ```
+
+mod error;
+mod python;
+mod stop;
+mod stream;
+mod template;
+mod tokenizer;
+
+pub use error::Error;
+pub use stop::{Piece, Stops};
+pub use stream::Stream;
+pub use template::{ChatTemplate, Message, Prompt, SpecialTokens};
+pub use tokenizer::Tokenizer;

@@ -1,0 +1,181 @@
+//! What chat templates expect of Python: `tojson`, `strftime_now`, and how values print.
+
+use std::io;
+
+use minijinja::value::{Kwargs, Value, ValueKind};
+use minijinja::{Error, ErrorKind, Output, State, escape_formatter};
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use time::OffsetDateTime;
+
+/// `json.dumps` without `ensure_ascii`, which is what transformers gives templates as `tojson`.
+pub(crate) fn tojson(value: Value, options: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    if options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false) {
+        return Err(refused("tojson with ensure_ascii"));
+    }
+    let sorted: bool = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    options.assert_all_used()?;
+    let mut value = serde_json::to_value(&value).map_err(|why| refused(&why.to_string()))?;
+    if sorted {
+        value.sort_all_objects();
+    }
+    match indent {
+        Some(indent) => dumped(&value, PrettyFormatter::with_indent(" ".repeat(indent).as_bytes())),
+        None => dumped(&value, OneLine),
+    }
+}
+
+fn dumped(value: &serde_json::Value, formatter: impl Formatter) -> Result<String, Error> {
+    let mut bytes = Vec::new();
+    let mut serializer = Serializer::with_formatter(&mut bytes, formatter);
+    value.serialize(&mut serializer).map_err(|why| refused(&why.to_string()))?;
+    String::from_utf8(bytes).map_err(|why| refused(&why.to_string()))
+}
+
+/// Python's separators: a space after each comma and colon.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: io::Write + ?Sized>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_key<W: io::Write + ?Sized>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_value<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+/// `str` of a value, which is what a template prints.
+pub(crate) fn print(
+    out: &mut Output<'_>,
+    state: &mut State<'_, '_>,
+    value: &Value,
+) -> Result<(), Error> {
+    match value.kind() {
+        ValueKind::None | ValueKind::Bool | ValueKind::Seq | ValueKind::Map => {
+            out.write_str(&repr(value)?).map_err(|_| refused("printing"))
+        }
+        _ => escape_formatter(out, state, value),
+    }
+}
+
+fn repr(value: &Value) -> Result<String, Error> {
+    let items =
+        |open: &str, close: &str, items: Vec<String>| format!("{open}{}{close}", items.join(", "));
+    Ok(match value.kind() {
+        ValueKind::None => "None".to_owned(),
+        ValueKind::Bool => if value.is_true() { "True" } else { "False" }.to_owned(),
+        ValueKind::String => quoted(value.as_str().unwrap_or_default()),
+        ValueKind::Seq => {
+            items("[", "]", value.try_iter()?.map(|item| repr(&item)).collect::<Result<_, _>>()?)
+        }
+        ValueKind::Map => {
+            let pair = |key: Value| {
+                Ok::<_, Error>(format!("{}: {}", repr(&key)?, repr(&value.get_item(&key)?)?))
+            };
+            items("{", "}", value.try_iter()?.map(pair).collect::<Result<_, _>>()?)
+        }
+        _ => value.to_string(),
+    })
+}
+
+/// In single quotes, unless there are such within and no double ones.
+fn quoted(text: &str) -> String {
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let mut out = String::from(quote);
+    for c in text.chars() {
+        match c {
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\\' => out.push_str("\\\\"),
+            c if c == quote => out.extend(['\\', c]),
+            c if c.is_control() => out.push_str(&format!("\\x{:02x}", u32::from(c))),
+            c => out.push(c),
+        }
+    }
+    out.push(quote);
+    out
+}
+
+/// A time by the codes of C's `strftime` that templates use, in the C locale.
+pub(crate) fn strftime(now: OffsetDateTime, format: &str) -> Result<String, Error> {
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        let mut code = chars.next();
+        let padded = code != Some('-');
+        if !padded {
+            code = chars.next();
+        }
+        let two = |n: u8| if padded { format!("{n:02}") } else { n.to_string() };
+        let hour = (now.hour() + 11) % 12 + 1;
+        out.push_str(&match code {
+            Some('Y') => now.year().to_string(),
+            Some('y') => two((now.year().rem_euclid(100)) as u8),
+            Some('m') => two(now.month().into()),
+            Some('B') => now.month().to_string(),
+            Some('b') => now.month().to_string()[..3].to_owned(),
+            Some('d') => two(now.day()),
+            Some('A') => now.weekday().to_string(),
+            Some('a') => now.weekday().to_string()[..3].to_owned(),
+            Some('j') if padded => format!("{:03}", now.ordinal()),
+            Some('j') => now.ordinal().to_string(),
+            Some('H') => two(now.hour()),
+            Some('I') => two(hour),
+            Some('p') => if now.hour() < 12 { "AM" } else { "PM" }.to_owned(),
+            Some('M') => two(now.minute()),
+            Some('S') => two(now.second()),
+            Some('%') => "%".to_owned(),
+            _ => return Err(refused(&format!("strftime_now of {format:?}"))),
+        });
+    }
+    Ok(out)
+}
+
+/// What a template asks for and Python would do.
+fn refused(what: &str) -> Error {
+    Error::new(ErrorKind::InvalidOperation, format!("{what} is not supported"))
+}
+
+#[cfg(test)]
+mod tests {
+    use time::{Date, Month, Time};
+
+    use super::*;
+
+    #[test]
+    fn times_are_written_as_c_writes_them() {
+        let date = Date::from_calendar_date(2026, Month::March, 7).expect("a date");
+        let at = |hour| date.with_time(Time::from_hms(hour, 5, 9).expect("a time")).assume_utc();
+        for (hour, format, text) in [
+            (0, "%d %b %Y", "07 Mar 2026"),
+            (13, "%A, %B %-d, %y at %I:%M:%S %p", "Saturday, March 7, 26 at 01:05:09 PM"),
+            (0, "%a %j %-j %-m %H %-I %p 100%%", "Sat 066 66 3 00 12 AM 100%"),
+            (12, "%I %p %Y-%m-%d", "12 PM 2026-03-07"),
+        ] {
+            assert_eq!(strftime(at(hour), format).expect(format), text);
+        }
+        for format in ["%Q", "%", "%-"] {
+            let error = strftime(at(0), format).expect_err("no code");
+            assert!(error.to_string().contains("is not supported"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,327 @@
+use std::borrow::Cow;
+use std::error::Error as _;
+use std::fmt;
+use std::fs;
+use std::path::Path;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Serde, Value as JinjaValue, merge_maps};
+use minijinja::{AutoEscape, Environment, ErrorKind, context};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use time::OffsetDateTime;
+
+use crate::Error;
+use crate::python::{print, strftime, tojson};
+
+/// The template of a model that has one only, and the first choice of one that has several.
+const DEFAULT: &str = "default";
+/// The choice of several where there are tools.
+const TOOL_USE: &str = "tool_use";
+
+/// Steps of a rendering after which a template counts as endless; a long conversation takes a thousandth.
+const FUEL: u64 = 50_000_000;
+
+/// The tokens that `tokenizer_config.json` names.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct SpecialTokens {
+    #[serde(rename = "bos_token", skip_serializing_if = "Option::is_none")]
+    pub bos: Option<String>,
+    #[serde(rename = "eos_token", skip_serializing_if = "Option::is_none")]
+    pub eos: Option<String>,
+    #[serde(rename = "pad_token", skip_serializing_if = "Option::is_none")]
+    pub pad: Option<String>,
+    #[serde(rename = "unk_token", skip_serializing_if = "Option::is_none")]
+    pub unk: Option<String>,
+}
+
+/// The chat templates of a model, and the tokens that they name.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    templates: Environment<'static>,
+    names: Vec<String>,
+    special: SpecialTokens,
+}
+
+/// One message of a conversation that is text alone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// Such as `system`, `user`, `assistant`.
+    pub role: String,
+    pub content: String,
+}
+
+/// What a template makes a prompt of.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Prompt {
+    /// A list of objects, such as [`Message`] becomes; what else they may have is the template's.
+    pub messages: Value,
+    /// Functions that the model may call, as JSON schemas.
+    pub tools: Option<Value>,
+    /// Texts to answer from.
+    pub documents: Option<Value>,
+    /// The prompt ends with the beginning of an answer.
+    pub add_generation_prompt: bool,
+    /// Which of several templates; without it that for tools where there are some, else the default one.
+    pub template: Option<String>,
+    /// Variables that this template asks for.
+    pub more: Map<String, Value>,
+    /// What `strftime_now` tells; without it the time, in UTC.
+    pub now: Option<OffsetDateTime>,
+}
+
+/// A file that holds one template, or several by name.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Templates {
+    One(String),
+    Named(Vec<Named>),
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+    template: String,
+}
+
+/// A token's text, or all that a tokenizer knows about it.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Token {
+    Text(String),
+    Object { content: String },
+}
+
+#[derive(Deserialize, Default)]
+struct Config {
+    chat_template: Option<Templates>,
+    bos_token: Option<Token>,
+    eos_token: Option<Token>,
+    pad_token: Option<Token>,
+    unk_token: Option<Token>,
+}
+
+/// What a template raised itself.
+#[derive(Debug)]
+struct Raised;
+
+impl ChatTemplate {
+    /// Reads the templates of a folder: of `chat_template.jinja`, or else of `chat_template.json`, or else of
+    /// `tokenizer_config.json`. None where no file has one.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::Config`]; [`Error::Template`] for one that cannot be parsed.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Option<Self>, Error> {
+        let folder = folder.as_ref();
+        let config: Config = json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
+        let of_file = match read(&folder.join("chat_template.jinja"))? {
+            Some(template) => Some(Templates::One(template)),
+            None => {
+                json::<Config>(&folder.join("chat_template.json"))?.and_then(|c| c.chat_template)
+            }
+        };
+        let special = SpecialTokens {
+            bos: config.bos_token.map(Token::text),
+            eos: config.eos_token.map(Token::text),
+            pad: config.pad_token.map(Token::text),
+            unk: config.unk_token.map(Token::text),
+        };
+        match of_file.or(config.chat_template) {
+            Some(templates) => Self::named(templates.named(), special).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// One template by itself.
+    ///
+    /// # Errors
+    /// [`Error::Template`].
+    pub fn new(template: &str, special: SpecialTokens) -> Result<Self, Error> {
+        Self::named(Templates::One(template.to_owned()).named(), special)
+    }
+
+    fn named(named: Vec<Named>, special: SpecialTokens) -> Result<Self, Error> {
+        let mut templates = environment();
+        let mut names = Vec::new();
+        for Named { name, template } in named {
+            let source = without_generation(&template).into_owned();
+            templates
+                .add_template_owned(name.clone(), source)
+                .map_err(|why| Error::Template { name: name.clone(), why: told(&why) })?;
+            names.push(name);
+        }
+        Ok(Self { templates, names, special })
+    }
+
+    /// The tokens that `tokenizer_config.json` names.
+    pub fn special(&self) -> &SpecialTokens {
+        &self.special
+    }
+
+    /// The templates there are.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// The prompt, to be encoded without special tokens.
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`]; [`Error::Refused`] with what the template says; [`Error::Render`] for a template
+    /// that meets what it cannot work with.
+    pub fn render(&self, prompt: &Prompt) -> Result<String, Error> {
+        let name = self.choice(prompt);
+        let template = self
+            .templates
+            .get_template(name)
+            .map_err(|_| Error::NoTemplate { name: name.to_owned(), known: self.names.clone() })?;
+        let now = prompt.now.unwrap_or_else(OffsetDateTime::now_utc);
+        let asked = context! {
+            messages => Serde(&prompt.messages),
+            tools => Serde(&prompt.tools),
+            documents => Serde(&prompt.documents),
+            add_generation_prompt => prompt.add_generation_prompt,
+            strftime_now => JinjaValue::from_function(move |format: String| strftime(now, &format)),
+        };
+        let [special, more] =
+            [JinjaValue::from(Serde(&self.special)), JinjaValue::from(Serde(&prompt.more))];
+        let variables = merge_maps([special, more, asked]);
+        template.render(variables).map_err(|why| {
+            let name = name.to_owned();
+            match why.source().is_some_and(|source| source.is::<Raised>()) {
+                true => Error::Refused { name, why: why.detail().unwrap_or_default().to_owned() },
+                false => Error::Render { name, why: told(&why) },
+            }
+        })
+    }
+
+    fn choice<'a>(&self, prompt: &'a Prompt) -> &'a str {
+        let tools = prompt.tools.is_some() && self.names.iter().any(|name| name == TOOL_USE);
+        prompt.template.as_deref().unwrap_or(if tools { TOOL_USE } else { DEFAULT })
+    }
+}
+
+impl Prompt {
+    /// A prompt of messages, to be answered.
+    pub fn of(messages: &[Message]) -> Self {
+        let object = |Message { role, content }: &Message| serde_json::json!({ "role": role, "content": content });
+        let messages = messages.iter().map(object).collect();
+        Self { messages, add_generation_prompt: true, ..Self::default() }
+    }
+}
+
+impl Message {
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+impl Templates {
+    fn named(self) -> Vec<Named> {
+        match self {
+            Self::One(template) => vec![Named { name: DEFAULT.to_owned(), template }],
+            Self::Named(named) => named,
+        }
+    }
+}
+
+impl Token {
+    fn text(self) -> String {
+        match self {
+            Self::Text(text) | Self::Object { content: text } => text,
+        }
+    }
+}
+
+impl fmt::Display for Raised {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("raised by the template")
+    }
+}
+
+impl std::error::Error for Raised {}
+
+/// Jinja as transformers sets it up.
+fn environment() -> Environment<'static> {
+    let mut templates = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    templates.set_syntax(syntax.expect("usual delimiters do not clash"));
+    templates.set_auto_escape_callback(|_| AutoEscape::None);
+    templates.set_formatter(print);
+    templates.set_fuel(Some(FUEL));
+    templates.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    templates.add_filter("tojson", tojson);
+    templates.add_function("raise_exception", |why: String| -> Result<String, minijinja::Error> {
+        Err(minijinja::Error::new(ErrorKind::InvalidOperation, why).with_source(Raised))
+    });
+    templates
+}
+
+/// Marks of what an assistant said are for training; here they are blocks that are always taken.
+fn without_generation(template: &str) -> Cow<'_, str> {
+    if !template.contains("generation") {
+        return template.into();
+    }
+    let mut out = String::with_capacity(template.len());
+    let mut rest = template;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at + 2);
+        out.push_str(before);
+        let inner = tag.trim_start_matches(['-', '+']);
+        out.push_str(&tag[..tag.len() - inner.len()]);
+        let word = inner.trim_start();
+        rest = inner;
+        for (mark, block) in [("generation", " if true "), ("endgeneration", " endif ")] {
+            let Some(after) = word.strip_prefix(mark) else { continue };
+            let after = after.trim_start();
+            if after.starts_with("%}") || after.starts_with("-%}") || after.starts_with("+%}") {
+                out.push_str(block);
+                rest = after;
+            }
+        }
+    }
+    out.push_str(rest);
+    out.into()
+}
+
+/// A file's text; none where there is no such file.
+fn read(path: &Path) -> Result<Option<String>, Error> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    fs::read_to_string(path).map(Some).map_err(|why| Error::Read { path: path.to_owned(), why })
+}
+
+fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {
+    let Some(text) = read(path)? else { return Ok(None) };
+    let why =
+        |why: serde_json::Error| Error::Config { path: path.to_owned(), why: why.to_string() };
+    serde_json::from_str(&text).map(Some).map_err(why)
+}
+
+/// What went wrong, and in which line.
+fn told(why: &minijinja::Error) -> String {
+    let line = why.line().map(|line| format!(", in line {line}")).unwrap_or_default();
+    let detail = why.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
+    format!("{}{detail}{line}", why.kind())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_of_generation_are_blocks() {
+        for (template, plain) in [
+            ("a{% generation %}b{% endgeneration %}c", "a{% if true %}b{% endif %}c"),
+            ("{%- generation -%}b{%-endgeneration-%}", "{%- if true -%}b{%- endif -%}"),
+            (
+                "{% set generation = 1 %}{{ add_generation_prompt }}",
+                "{% set generation = 1 %}{{ add_generation_prompt }}",
+            ),
+            ("{% generations %}", "{% generations %}"),
+            ("{%", "{%"),
+        ] {
+            assert_eq!(without_generation(template), plain);
+        }
+    }
+}

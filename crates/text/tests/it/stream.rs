@@ -1,0 +1,168 @@
+use proptest::prelude::*;
+use text::{Error, Stops, Stream, Tokenizer};
+
+use crate::{FIXTURES, golden, tokenizer};
+
+/// The pieces of ids that follow a prompt.
+fn pieces(tokenizer: &Tokenizer, prompt: &[u32], ids: &[u32]) -> Result<Vec<String>, Error> {
+    let mut stream = Stream::new(prompt, false);
+    let pieces: Result<Vec<_>, _> = ids.iter().map(|id| stream.push(tokenizer, *id)).collect();
+    let mut pieces = pieces?;
+    pieces.push(stream.finish(tokenizer)?);
+    Ok(pieces)
+}
+
+#[test]
+fn pieces_join_to_the_text_wherever_a_prompt_ends() -> Result<(), Error> {
+    for name in FIXTURES {
+        let tokenizer = tokenizer(name);
+        for case in golden(name).encoded {
+            let ids = &case.special_ids;
+            for cut in 0..=ids.len() {
+                let pieces = pieces(&tokenizer, &ids[..cut], &ids[cut..])?;
+                // A prompt that ends within a character gives what is whole of it.
+                let before = tokenizer.decode(&ids[..cut], false)?;
+                let before = before.trim_end_matches('\u{FFFD}');
+                assert_eq!(format!("{before}{}", pieces.concat()), case.decoded, "{name} at {cut}");
+                assert!(pieces.iter().all(|piece| !piece.contains('\u{FFFD}')), "{pieces:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn words_come_as_their_tokens_do() -> Result<(), Error> {
+    let tokenizer = tokenizer("pieces");
+    let ids = tokenizer.encode("The dog and the fox", false)?;
+    let tokens: Vec<_> = ids.iter().map(|id| tokenizer.token(*id).expect("named")).collect();
+    let shown: Vec<_> = tokens.iter().map(|token| token.replace('▁', " ")).collect();
+    let streamed = pieces(&tokenizer, &[], &ids)?;
+    assert_eq!(streamed[0], shown[0].trim_start());
+    assert_eq!(streamed[1..shown.len()], shown[1..]);
+    // After other words the first one keeps its space.
+    let after = pieces(&tokenizer, &ids, &ids)?;
+    assert_eq!(after[..shown.len()], shown);
+    Ok(())
+}
+
+#[test]
+fn special_tokens_are_nothing_or_their_names() -> Result<(), Error> {
+    let tokenizer = tokenizer("pieces");
+    let dog = tokenizer.encode("dog", false)?;
+    let end = tokenizer.id("</s>").expect("there");
+    let ids = [&dog[..], &[end, end], &dog[..]].concat();
+    assert_eq!(pieces(&tokenizer, &[], &ids)?.concat(), "dog dog");
+    let mut stream = Stream::new(&dog, true);
+    assert_eq!(stream.push(&tokenizer, end)?, "</s>");
+    Ok(())
+}
+
+/// A byte that no character begins with is shown when none can follow that makes it whole.
+#[test]
+fn bytes_that_are_no_text_do_not_dam_the_stream() -> Result<(), Error> {
+    let tokenizer = tokenizer("pieces");
+    let byte = |byte: u8| tokenizer.id(&format!("<0x{byte:02X}>")).expect("every byte");
+    let dog = tokenizer.encode("dog", false)?;
+    let mut stream = Stream::new(&dog, false);
+    let mut shown = String::new();
+    for _ in 0..12 {
+        shown.push_str(&stream.push(&tokenizer, byte(0xFF))?);
+    }
+    assert_eq!(shown, "\u{FFFD}".repeat(12 - 3));
+    shown.push_str(&stream.push(&tokenizer, dog[0])?);
+    let ids = [&dog[..], &[byte(0xFF); 12], &dog[..1]].concat();
+    assert_eq!(format!("dog{shown}{}", stream.finish(&tokenizer)?), tokenizer.decode(&ids, false)?);
+    // A character that stays cut.
+    let mut stream = Stream::new(&dog, false);
+    assert_eq!(stream.push(&tokenizer, byte(0xF0))?, "");
+    assert_eq!(stream.push(&tokenizer, byte(0x9F))?, "");
+    assert!(stream.finish(&tokenizer)?.starts_with('\u{FFFD}'));
+    Ok(())
+}
+
+#[test]
+fn the_stop_that_is_whole_first_wins() -> Result<(), Error> {
+    let run = |stops: &[&str], pushed: &[&str]| {
+        let mut all = Stops::new(stops.iter().copied())?;
+        let mut shown = Vec::new();
+        for text in pushed {
+            let piece = all.push(text);
+            shown.push(piece.text);
+            if piece.stop.is_some() {
+                return Ok::<_, Error>((shown, piece.stop));
+            }
+        }
+        shown.push(all.finish());
+        Ok((shown, None))
+    };
+    let owned = |text: &[&str]| text.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+    for (stops, pushed, shown, stop) in [
+        (&["\n\n"][..], &["a\n", "b\n", "\nc"][..], &["a", "\nb", ""][..], Some(0)),
+        (&["abc", "b"], &["xab"], &["xa"], Some(1)),
+        (&["bc", "abc"], &["xa", "bc"], &["x", ""], Some(1)),
+        (&["aab"], &["a", "a", "a", "b"], &["", "", "a", ""], Some(0)),
+        (&["aab"], &["a", "a"], &["", "", "aa"], None),
+        (&["ende", "größe"], &["grö", "ß", "er"], &["", "", ""], Some(1)),
+        (&["ende", "größe"], &["grö", "ß", "t"], &["", "", "größt", ""], None),
+        (&["日本"], &["日", "本語"], &["", ""], Some(0)),
+        (&[], &["a", "b"], &["a", "b", ""], None),
+    ] {
+        let (have, stopped) = run(stops, pushed)?;
+        assert_eq!(stopped, stop, "{stops:?} {pushed:?}");
+        assert_eq!(have, owned(shown), "{stops:?} {pushed:?}");
+    }
+    assert!(matches!(Stops::new(["a", ""]), Err(Error::EmptyStop)));
+    Ok(())
+}
+
+proptest! {
+    /// However a text is cut, the same is shown, and nothing of a stop.
+    #[test]
+    fn cuts_change_nothing(
+        text in "[ab]{0,12}",
+        stops in proptest::collection::vec("[ab]{1,3}", 1..4),
+        cuts in proptest::collection::vec(0usize..13, 0..5),
+    ) {
+        let run = |parts: &[&str]| {
+            let mut all = Stops::new(stops.clone()).expect("none is empty");
+            let mut shown = String::new();
+            for part in parts {
+                let piece = all.push(part);
+                shown.push_str(&piece.text);
+                if piece.stop.is_some() {
+                    return (shown, piece.stop);
+                }
+            }
+            shown.push_str(&all.finish());
+            (shown, None)
+        };
+        let mut cuts: Vec<_> = cuts.into_iter().map(|cut| cut.min(text.len())).collect();
+        cuts.extend([0, text.len()]);
+        cuts.sort_unstable();
+        let parts: Vec<_> = cuts.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect();
+        let (shown, stop) = run(&parts);
+        prop_assert_eq!(&(shown.clone(), stop), &run(&[&text]));
+        prop_assert!(text.starts_with(&shown));
+        prop_assert!(stops.iter().all(|stop| !shown.contains(stop.as_str())));
+        match stop {
+            Some(stop) => prop_assert!(text[shown.len()..].starts_with(&stops[stop])),
+            None => prop_assert_eq!(shown, text),
+        }
+    }
+
+    /// Any ids at all: the pieces are the text. Where bytes are none, `pieces` takes back characters that
+    /// were whole before.
+    #[test]
+    fn any_ids_stream_to_their_text(ids in proptest::collection::vec(0u32..430, 0..24)) {
+        for name in FIXTURES {
+            let tokenizer = tokenizer(name);
+            let streamed = pieces(&tokenizer, &[], &ids).expect("decodable").concat();
+            let text = tokenizer.decode(&ids, false).expect("decodable");
+            if name == "pieces" && text.contains('\u{FFFD}') {
+                continue;
+            }
+            prop_assert_eq!(streamed, text, "{}", name);
+        }
+    }
+}

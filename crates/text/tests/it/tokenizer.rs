@@ -1,0 +1,64 @@
+use text::{Error, Tokenizer};
+
+use crate::{FIXTURES, fixture, golden, tokenizer};
+
+#[test]
+fn ids_and_texts_are_those_of_python() -> Result<(), Error> {
+    for name in FIXTURES {
+        let tokenizer = tokenizer(name);
+        for case in golden(name).encoded {
+            let text = &case.text;
+            assert_eq!(tokenizer.encode(text, false)?, case.ids, "{name}: {text:?}");
+            assert_eq!(tokenizer.encode(text, true)?, case.special_ids, "{name}: {text:?}");
+            assert_eq!(tokenizer.decode(&case.special_ids, false)?, case.decoded, "{name}");
+            assert_eq!(tokenizer.decode(&case.special_ids, true)?, case.decoded_special, "{name}");
+        }
+    }
+    Ok(())
+}
+
+/// The file of `bytes` says that texts are cut to four tokens and padded to eight.
+#[test]
+fn nothing_is_cut_or_padded() -> Result<(), Error> {
+    let tokenizer = Tokenizer::open(fixture("bytes/tokenizer.json"))?;
+    assert!(tokenizer.encode("one two three four five six", true)?.len() > 8);
+    assert!(tokenizer.encode("", true)?.is_empty());
+    Ok(())
+}
+
+#[test]
+fn tokens_have_names() {
+    let split = tokenizer("split");
+    let id = split.id("<|head|>").expect("a special token");
+    assert_eq!(split.token(id).as_deref(), Some("<|head|>"));
+    assert_eq!((split.id("<|nothing|>"), split.token(9999)), (None, None));
+    let special = split.special();
+    assert_eq!(special.get("<|head|>"), Some(&id));
+    assert!(special.len() == 3 && !special.contains_key("<think>"), "{special:?}");
+}
+
+/// Vocabularies are padded; tokens may be added, which the model then lacks.
+#[test]
+fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
+    let fits = |vocab| tokenizer("split").for_vocab(vocab);
+    assert_eq!(tokenizer("split").tokens(), 424); // 420, and 4 that were added.
+    for vocab in [424, 420, 512, 848] {
+        fits(vocab)?;
+    }
+    for vocab in [0, 419, 849] {
+        let error = fits(vocab).expect_err("of another model").to_string();
+        let message = format!(
+            "the tokenizer has 424 tokens, the last of them 419, the model a vocabulary of {vocab}\n\
+             hint: take tokenizer.json from the folder that the weights are from"
+        );
+        assert_eq!(error, message);
+    }
+    let small = fits(422)?;
+    assert_eq!(small.encode("<|begin|>a", false)?.len(), 2);
+    let error = small.encode("a<think>", false).expect_err("token 423");
+    assert_eq!(
+        error.to_string(),
+        "the text has token 423, \"<think>\", which is outside of the model's vocabulary of 422"
+    );
+    Ok(())
+}

@@ -1,0 +1,70 @@
+use std::io;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use crate::families;
+
+/// Why a folder is none of our models.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot read {}: {why}", .path.display())]
+    Read { path: PathBuf, why: io::Error },
+    #[error("{file} is not JSON: {why}")]
+    Json { file: &'static str, why: serde_json::Error },
+    #[error("{file} is not an object")]
+    NotAnObject { file: &'static str },
+    /// The field is `section.field` within a section.
+    #[error("{file}: `{field}` {fault}")]
+    Field { file: &'static str, field: String, fault: Box<Fault> },
+    #[error("{file}: `model_type` is \"{value}\", which is none of {}", families::known())]
+    UnknownModelType { file: &'static str, value: String },
+    #[error(transparent)]
+    Checkpoint(#[from] checkpoint::Error),
+    /// Everything that is wrong with the tensors of a checkpoint, at once.
+    #[error("{}", tensors(.missing, .unused, .wrong))]
+    Tensors {
+        /// What the configuration asks for and no file has.
+        missing: Vec<String>,
+        /// What files have and the configuration does not explain.
+        unused: Vec<String>,
+        /// Of another shape or dtype than the configuration asks for, or not readable.
+        wrong: Vec<checkpoint::Error>,
+    },
+}
+
+/// What is wrong with a field.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Fault {
+    #[error("is missing")]
+    Missing,
+    #[error("is {value}, which is not {expected}")]
+    Malformed { value: Value, expected: String },
+    /// A value that means something, but nothing that this crate computes.
+    #[error("is {value}, which is not supported; known: {known}")]
+    Unsupported { value: Value, known: String },
+    /// Another field of the file says otherwise.
+    #[error("is {value}, but `{other}` is {other_value}")]
+    Contradiction { value: Value, other: String, other_value: Value },
+    #[error("is {value}, which is not a multiple of `{divisor_field}`, {divisor}")]
+    NotMultiple { value: usize, divisor_field: &'static str, divisor: usize },
+}
+
+fn tensors(missing: &[String], unused: &[String], wrong: &[checkpoint::Error]) -> String {
+    let mut text = format!(
+        "the tensors are not those of config.json: {} missing, {} unused, {} wrong",
+        missing.len(),
+        unused.len(),
+        wrong.len()
+    );
+    for name in missing {
+        text.push_str(&format!("\nmissing: {name}"));
+    }
+    for name in unused {
+        text.push_str(&format!("\nunused: {name}"));
+    }
+    for why in wrong {
+        text.push_str(&format!("\nwrong: {why}"));
+    }
+    text
+}

@@ -1,0 +1,20 @@
+//! Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and windows in the upper layers.
+
+use super::{DEFAULTS, Definition, Family, common, set_windows_from};
+use crate::fields::Fields;
+use crate::names::standard;
+use crate::{DecoderConfig, Error};
+
+pub(super) const QWEN2: Definition = Definition {
+    model_type: "qwen2",
+    read,
+    place: standard,
+    prefixes: &["model."],
+    ignored: &["layers.{}.self_attn.rotary_emb.inv_freq"],
+};
+
+fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
+    let mut config = common(family, fields, DEFAULTS)?;
+    set_windows_from(&mut config, fields)?;
+    Ok(DecoderConfig { qkv_bias: true, ..config })
+}

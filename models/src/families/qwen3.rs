@@ -1,0 +1,16 @@
+//! Qwen3: Qwen2 with norms of queries and keys, and no biases unless asked for.
+
+use super::{DEFAULTS, Defaults, Definition, Family, common, set_windows_from};
+use crate::fields::Fields;
+use crate::names::standard;
+use crate::{DecoderConfig, Error};
+
+pub(super) const QWEN3: Definition =
+    Definition { model_type: "qwen3", read, place: standard, prefixes: &["model."], ignored: &[] };
+
+fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
+    let mut config = common(family, fields, Defaults { head_dim: Some(128), ..DEFAULTS })?;
+    set_windows_from(&mut config, fields)?;
+    let bias = fields.flag("attention_bias")?.unwrap_or(false);
+    Ok(DecoderConfig { qk_norm: true, qkv_bias: bias, out_bias: bias, ..config })
+}

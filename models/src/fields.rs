@@ -1,0 +1,220 @@
+//! A JSON object, field by field; every refusal names the file, the field and the value.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::{Error, Fault};
+
+/// The fields of an object, or of a section within one.
+#[derive(Debug, Clone)]
+pub(crate) struct Fields<'a> {
+    file: &'static str,
+    /// `section.` where it is one.
+    prefix: String,
+    map: &'a Map<String, Value>,
+}
+
+impl<'a> Fields<'a> {
+    pub(crate) fn new(file: &'static str, value: &'a Value) -> Result<Self, Error> {
+        match value {
+            Value::Object(map) => Ok(Self { file, prefix: String::new(), map }),
+            _ => Err(Error::NotAnObject { file }),
+        }
+    }
+
+    /// Whether there is no such field; null is one, where the family has a default that it takes away.
+    pub(crate) fn absent(&self, field: &str) -> bool {
+        !self.map.contains_key(field)
+    }
+
+    /// The field's value; null is none.
+    pub(crate) fn value(&self, field: &str) -> Option<&'a Value> {
+        self.map.get(field).filter(|value| !value.is_null())
+    }
+
+    /// The names of the fields that are there and not null.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &'a str> {
+        let there = |(_, value): &(&String, &Value)| !value.is_null();
+        self.map.iter().filter(there).map(|(name, _)| name.as_str())
+    }
+
+    /// The field, unless it is absent or null; `read` says no to what is not `expected`.
+    pub(crate) fn optional<T>(
+        &self,
+        field: &str,
+        expected: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let Some(value) = self.value(field) else { return Ok(None) };
+        read(value).map(Some).ok_or_else(|| self.malformed(field, expected))
+    }
+
+    pub(crate) fn optional_size(&self, field: &str) -> Result<Option<usize>, Error> {
+        self.optional(field, "an integer from 1 to 2147483647", |value| {
+            let size = i32::try_from(value.as_u64()?).ok()?;
+            usize::try_from(size).ok().filter(|&size| size > 0)
+        })
+    }
+
+    pub(crate) fn size(&self, field: &str) -> Result<usize, Error> {
+        self.optional_size(field)?.ok_or_else(|| self.missing(field))
+    }
+
+    /// A count of layers; each takes memory before any tensor is looked at.
+    pub(crate) fn layers(&self, field: &str) -> Result<usize, Error> {
+        let layers = self.optional(field, "an integer from 1 to 10000", |value| {
+            usize::try_from(value.as_u64()?).ok().filter(|layers| (1..=10_000).contains(layers))
+        })?;
+        layers.ok_or_else(|| self.missing(field))
+    }
+
+    /// A finite number above 0.
+    pub(crate) fn optional_positive(&self, field: &str) -> Result<Option<f64>, Error> {
+        self.optional(field, "a number above 0", |value| {
+            value.as_f64().filter(|number| number.is_finite() && *number > 0.0)
+        })
+    }
+
+    pub(crate) fn positive(&self, field: &str) -> Result<f64, Error> {
+        self.optional_positive(field)?.ok_or_else(|| self.missing(field))
+    }
+
+    pub(crate) fn flag(&self, field: &str) -> Result<Option<bool>, Error> {
+        self.optional(field, "true or false", Value::as_bool)
+    }
+
+    pub(crate) fn text(&self, field: &str) -> Result<Option<&'a str>, Error> {
+        self.optional(field, "a string", Value::as_str)
+    }
+
+    pub(crate) fn list(&self, field: &str) -> Result<Option<&'a Vec<Value>>, Error> {
+        self.optional(field, "a list", Value::as_array)
+    }
+
+    /// The object under a field.
+    pub(crate) fn section(&self, field: &str) -> Result<Option<Self>, Error> {
+        let map = self.optional(field, "an object", Value::as_object)?;
+        Ok(map.map(|map| Self { map, prefix: format!("{}{field}.", self.prefix), ..*self }))
+    }
+
+    /// Refuses a field that is there with any value but these, which are what its absence means.
+    pub(crate) fn only(&self, field: &str, neutral: &[Value]) -> Result<(), Error> {
+        match self.value(field) {
+            Some(value) if !neutral.iter().any(|same| equal(same, value)) => {
+                let known: Vec<_> = neutral.iter().map(Value::to_string).collect();
+                Err(self.unsupported(field, &known.join(", ")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn missing(&self, field: &str) -> Error {
+        self.fault(field, Fault::Missing)
+    }
+
+    pub(crate) fn malformed(&self, field: &str, expected: &str) -> Error {
+        let value = self.value(field).cloned().unwrap_or_default();
+        self.fault(field, Fault::Malformed { value, expected: expected.into() })
+    }
+
+    pub(crate) fn unsupported(&self, field: &str, known: &str) -> Error {
+        let value = self.value(field).cloned().unwrap_or_default();
+        self.fault(field, Fault::Unsupported { value, known: known.into() })
+    }
+
+    /// That two fields cannot both be right; `other` is a full name.
+    pub(crate) fn contradiction(
+        &self,
+        field: &str,
+        other: impl Into<String>,
+        other_value: impl Into<Value>,
+    ) -> Error {
+        let value = self.value(field).cloned().unwrap_or_default();
+        let (other, other_value) = (other.into(), other_value.into());
+        self.fault(field, Fault::Contradiction { value, other, other_value })
+    }
+
+    /// Refuses heads or widths that do not divide.
+    pub(crate) fn divides(
+        &self,
+        (field, value): (&'static str, usize),
+        (divisor_field, divisor): (&'static str, usize),
+    ) -> Result<(), Error> {
+        if value.is_multiple_of(divisor) {
+            return Ok(());
+        }
+        Err(self.fault(field, Fault::NotMultiple { value, divisor_field, divisor }))
+    }
+
+    pub(crate) fn unknown_model_type(&self, value: &str) -> Error {
+        Error::UnknownModelType { file: self.file, value: value.into() }
+    }
+
+    fn fault(&self, field: &str, fault: Fault) -> Error {
+        Error::Field { file: self.file, field: self.name(field), fault: Box::new(fault) }
+    }
+
+    /// A field's full name.
+    pub(crate) fn name(&self, field: &str) -> String {
+        format!("{}{field}", self.prefix)
+    }
+}
+
+/// A file's text.
+pub(crate) fn read(path: &Path) -> Result<String, Error> {
+    fs::read_to_string(path).map_err(|why| Error::Read { path: path.to_owned(), why })
+}
+
+/// Numbers by value: 1 is 1.0.
+fn equal(a: &Value, b: &Value) -> bool {
+    match (a.as_f64(), b.as_f64()) {
+        (Some(a), Some(b)) => a == b,
+        _ => a == b,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn check(
+        value: &Value,
+        test: impl Fn(&Fields<'_>) -> Result<(), Error>,
+        message: Option<&str>,
+    ) {
+        let fields = Fields::new("x.json", value).expect("an object");
+        let have = test(&fields).err().map(|error| error.to_string());
+        assert_eq!(have.as_deref(), message);
+    }
+
+    #[test]
+    fn refusals_name_file_field_and_value() {
+        let value = json!({ "a": -1, "b": { "c": "x" }, "d": null, "e": 1.5 });
+        let size = "x.json: `a` is -1, which is not an integer from 1 to 2147483647";
+        check(&value, |f| f.size("a").map(drop), Some(size));
+        check(&value, |f| f.size("d").map(drop), Some("x.json: `d` is missing"));
+        check(&value, |f| f.optional_size("d").map(drop), None);
+        check(&value, |f| f.positive("e").map(drop), None);
+        check(&value, |f| f.only("e", &[json!(1.5)]), None);
+        let only = "x.json: `e` is 1.5, which is not supported; known: 1, null";
+        check(&value, |f| f.only("e", &[json!(1), Value::Null]), Some(only));
+        check(
+            &value,
+            |f| {
+                let section = f.section("b")?.expect("an object");
+                section.positive("c").map(drop)
+            },
+            Some("x.json: `b.c` is \"x\", which is not a number above 0"),
+        );
+    }
+
+    #[test]
+    fn what_is_no_object_has_no_fields() {
+        let error = Fields::new("x.json", &json!([1])).expect_err("a list");
+        assert_eq!(error.to_string(), "x.json is not an object");
+    }
+}

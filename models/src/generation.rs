@@ -1,0 +1,185 @@
+//! `generation_config.json`: how a model's makers would have it sampled, and where it stops.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::Error;
+use crate::fields::{Fields, read};
+
+/// What a request falls back to. None is what the file leaves open.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct GenerationConfig {
+    /// Tokens that end a text.
+    pub eos: Vec<u32>,
+    pub bos: Option<u32>,
+    pub pad: Option<u32>,
+    /// False takes the likeliest token, whatever the rest says.
+    pub do_sample: Option<bool>,
+    /// Logits are divided by it; 0 is greedy.
+    pub temperature: Option<f64>,
+    /// How many of the likeliest tokens may be drawn; 0 is all.
+    pub top_k: Option<usize>,
+    /// The likeliest tokens that reach this probability together may be drawn; 1 is all.
+    pub top_p: Option<f64>,
+    /// Tokens of less than this share of the likeliest one's probability are not drawn.
+    pub min_p: Option<f64>,
+    /// Logits of tokens that were there are divided by it where above 0, else multiplied; 1 is nothing.
+    pub repetition_penalty: Option<f64>,
+    pub max_new_tokens: Option<usize>,
+}
+
+impl GenerationConfig {
+    /// Reads a Hugging Face `generation_config.json`.
+    ///
+    /// # Errors
+    /// Text that is not a JSON object; a field of the wrong type or out of range; a field that would change
+    /// what is generated in a way that is not offered here, unless its value is that of its absence.
+    ///
+    /// Source: the `GenerationConfig` of Hugging Face transformers.
+    pub fn from_json(text: &str) -> Result<Self, Error> {
+        let file = "generation_config.json";
+        let value: Value = serde_json::from_str(text).map_err(|why| Error::Json { file, why })?;
+        let fields = Fields::new(file, &value)?;
+        refuse_others(&fields)?;
+        let number = |field, expected, fits: fn(f64) -> bool| {
+            fields.optional(field, expected, |value| value.as_f64().filter(|number| fits(*number)))
+        };
+        let share = "a number from 0 to 1";
+        Ok(Self {
+            eos: eos(&fields)?,
+            bos: id(&fields, "bos_token_id")?,
+            pad: id(&fields, "pad_token_id")?,
+            do_sample: fields.flag("do_sample")?,
+            temperature: number("temperature", "a number of 0 or more", |t| t >= 0.0)?,
+            top_k: fields.optional("top_k", "an integer of 0 or more", |value| {
+                usize::try_from(value.as_u64()?).ok()
+            })?,
+            top_p: number("top_p", share, |p| (0.0..=1.0).contains(&p))?,
+            min_p: number("min_p", share, |p| (0.0..=1.0).contains(&p))?,
+            repetition_penalty: fields.optional_positive("repetition_penalty")?,
+            max_new_tokens: fields.optional_size("max_new_tokens")?,
+        })
+    }
+
+    /// Reads the `generation_config.json` of a folder; one that has none leaves everything open.
+    ///
+    /// # Errors
+    /// [`Error::Read`], and as [`GenerationConfig::from_json`].
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
+        let path = folder.as_ref().join("generation_config.json");
+        if path.exists() { Self::from_json(&read(&path)?) } else { Ok(Self::default()) }
+    }
+}
+
+const ID: &str = "a token id";
+
+fn id(fields: &Fields<'_>, field: &str) -> Result<Option<u32>, Error> {
+    fields.optional(field, ID, token)
+}
+
+fn token(value: &Value) -> Option<u32> {
+    u32::try_from(value.as_u64()?).ok()
+}
+
+/// One id, or a list of them.
+fn eos(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
+    let ids =
+        fields.optional("eos_token_id", "a token id or a list of them", |value| match value {
+            Value::Array(list) => list.iter().map(token).collect(),
+            one => token(one).map(|id| vec![id]),
+        })?;
+    Ok(ids.unwrap_or_default())
+}
+
+/// Fields that change what is generated and are not offered, with what their absence means.
+fn refuse_others(fields: &Fields<'_>) -> Result<(), Error> {
+    let [zero, one, no] = [json!(0), json!(1), json!(false)];
+    for (field, neutral) in [
+        ("num_beams", &one),
+        ("num_beam_groups", &one),
+        ("typical_p", &one),
+        ("guidance_scale", &one),
+        ("encoder_repetition_penalty", &one),
+        ("epsilon_cutoff", &zero),
+        ("eta_cutoff", &zero),
+        ("diversity_penalty", &zero),
+        ("no_repeat_ngram_size", &zero),
+        ("encoder_no_repeat_ngram_size", &zero),
+        ("min_length", &zero),
+        ("min_new_tokens", &zero),
+        ("penalty_alpha", &zero),
+        ("remove_invalid_values", &no),
+        ("token_healing", &no),
+        ("top_h", &Value::Null),
+        ("bad_words_ids", &Value::Null),
+        ("force_words_ids", &Value::Null),
+        ("constraints", &Value::Null),
+        ("sequence_bias", &Value::Null),
+        ("suppress_tokens", &Value::Null),
+        ("begin_suppress_tokens", &Value::Null),
+        ("forced_bos_token_id", &Value::Null),
+        ("forced_eos_token_id", &Value::Null),
+        ("forced_decoder_ids", &Value::Null),
+        ("exponential_decay_length_penalty", &Value::Null),
+        ("dola_layers", &Value::Null),
+        ("watermarking_config", &Value::Null),
+    ] {
+        fields.only(field, std::slice::from_ref(neutral))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fails(text: &str, message: &str) {
+        let error = GenerationConfig::from_json(text).expect_err(message);
+        assert_eq!(error.to_string(), message);
+    }
+
+    #[test]
+    fn one_eos_or_several() -> Result<(), Error> {
+        let one =
+            GenerationConfig::from_json(r#"{"eos_token_id": 2, "transformers_version": "4"}"#)?;
+        assert_eq!(one, GenerationConfig { eos: vec![2], ..GenerationConfig::default() });
+        let text = r#"{"bos_token_id": 128000, "do_sample": true, "eos_token_id": [128001, 128009],
+            "temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.1,
+            "pad_token_id": null, "num_beams": 1.0, "max_new_tokens": 7}"#;
+        let several = GenerationConfig {
+            eos: vec![128_001, 128_009],
+            bos: Some(128_000),
+            pad: None,
+            do_sample: Some(true),
+            temperature: Some(0.6),
+            top_k: Some(0),
+            top_p: Some(0.9),
+            min_p: Some(0.05),
+            repetition_penalty: Some(1.1),
+            max_new_tokens: Some(7),
+        };
+        assert_eq!(GenerationConfig::from_json(text)?, several);
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_not_offered_is_refused() {
+        let file = "generation_config.json";
+        fails(
+            r#"{"num_beams": 4}"#,
+            &format!("{file}: `num_beams` is 4, which is not supported; known: 1"),
+        );
+        fails(
+            r#"{"top_p": 1.5}"#,
+            &format!("{file}: `top_p` is 1.5, which is not a number from 0 to 1"),
+        );
+        fails(
+            r#"{"eos_token_id": [1, -2]}"#,
+            &format!("{file}: `eos_token_id` is [1,-2], which is not a token id or a list of them"),
+        );
+        fails("[]", &format!("{file} is not an object"));
+        let error = GenerationConfig::from_json("{").expect_err("cut");
+        assert!(error.to_string().starts_with(&format!("{file} is not JSON: ")), "{error}");
+    }
+}

@@ -1,0 +1,355 @@
+//! Rotary positions: pair i of a head, at position p, turns by p·f, f its frequency.
+//!
+//! ```text
+//! f[i] = theta^(-2i/dim)                             none
+//! f[i] / factor                                      linear
+//! theta·(factor·seq/max_seq - factor + 1)^(dim/(dim-2)) in place of theta, past max_seq   dynamic
+//! f[i] / factor below low, f[i] above high, a blend between      llama3, by turns in original_max_seq
+//! a blend by i, which turns beta_fast and beta_slow bound        yarn
+//! f[i] / short[i], or / long[i] past original_max_seq            longrope
+//! ```
+//!
+//! Source: Su et al., "RoFormer" (2021); Peng et al., "YaRN" (2023); Ding et al., "LongRoPE" (2024); the
+//! functions of the same names in Hugging Face transformers.
+
+use std::f64::consts::TAU;
+
+use serde_json::Value;
+
+use crate::Error;
+use crate::fields::Fields;
+
+/// How a head is turned by its position. Pairs are `(i, i + dim/2)`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    pub theta: f64,
+    /// Dimensions of a head that turn, the first ones; even.
+    pub dim: usize,
+    pub scaling: Scaling,
+    /// What sine and cosine are multiplied by.
+    pub attention_factor: f64,
+}
+
+/// How frequencies are stretched beyond the positions that a model was first trained for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Scaling {
+    None,
+    Linear {
+        factor: f64,
+    },
+    /// Depends on the length of the whole sequence.
+    Dynamic {
+        factor: f64,
+        max_seq: usize,
+    },
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_max_seq: usize,
+    },
+    Yarn {
+        factor: f64,
+        beta_fast: f64,
+        beta_slow: f64,
+        original_max_seq: usize,
+        /// The bounds of the blend are whole dimensions.
+        truncate: bool,
+    },
+    /// Depends on whether the whole sequence is longer than `original_max_seq`.
+    LongRope {
+        /// `[dim / 2]`
+        short: Vec<f64>,
+        /// `[dim / 2]`
+        long: Vec<f64>,
+        original_max_seq: usize,
+    },
+}
+
+/// What the frequencies of a model depend on beside the section that describes them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Model {
+    pub(crate) head_dim: usize,
+    pub(crate) max_seq: usize,
+    /// Where the file has none.
+    pub(crate) theta: f64,
+}
+
+const KNOWN: &str = "default, linear, dynamic, llama3, yarn, longrope";
+
+impl Rope {
+    /// Radians a position of each pair, `[dim / 2]`, in a sequence of `seq` positions.
+    pub fn frequencies(&self, seq: usize) -> Vec<f64> {
+        let pairs = 0..self.dim / 2;
+        let plain = |theta: f64, i: usize| theta.powf(-2.0 * i as f64 / self.dim as f64);
+        let base = pairs.map(|i| (i, plain(self.theta, i)));
+        match &self.scaling {
+            Scaling::None => base.map(|(_, f)| f).collect(),
+            Scaling::Linear { factor } => base.map(|(_, f)| f / factor).collect(),
+            Scaling::Dynamic { factor, max_seq } => {
+                let length = seq.max(*max_seq) as f64 / *max_seq as f64;
+                let dim = self.dim as f64;
+                let stretch = (factor * length - (factor - 1.0)).powf(dim / (dim - 2.0));
+                base.map(|(i, _)| plain(self.theta * stretch, i)).collect()
+            }
+            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_seq } => base
+                .map(|(_, f)| {
+                    let turns = *original_max_seq as f64 * f / TAU;
+                    let width = high_freq_factor - low_freq_factor;
+                    let kept = ((turns - low_freq_factor) / width).clamp(0.0, 1.0);
+                    blend(f, *factor, kept)
+                })
+                .collect(),
+            Scaling::Yarn { factor, .. } => {
+                let [low, high] = self.yarn_bounds();
+                let kept = |i: usize| 1.0 - ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                base.map(|(i, f)| blend(f, *factor, kept(i))).collect()
+            }
+            Scaling::LongRope { short, long, original_max_seq } => {
+                let factors = if seq > *original_max_seq { long } else { short };
+                base.zip(factors).map(|((_, f), factor)| f / factor).collect()
+            }
+        }
+    }
+
+    /// The longest sequence whose frequencies are those of every shorter one; none where all are alike.
+    /// Beyond it, keys that were turned before have other angles than the sequence asks for.
+    pub fn fixed_until(&self) -> Option<usize> {
+        match &self.scaling {
+            Scaling::Dynamic { max_seq, .. } => Some(*max_seq),
+            Scaling::LongRope { short, long, original_max_seq } => {
+                (short != long).then_some(*original_max_seq)
+            }
+            _ => None,
+        }
+    }
+
+    /// The pairs between which yarn blends.
+    fn yarn_bounds(&self) -> [f64; 2] {
+        let Scaling::Yarn { beta_fast, beta_slow, original_max_seq, truncate, .. } = self.scaling
+        else {
+            return [0.0, 0.0];
+        };
+        let pair = |turns: f64| {
+            let wavelengths = original_max_seq as f64 / (turns * TAU);
+            self.dim as f64 * wavelengths.ln() / (2.0 * self.theta.ln())
+        };
+        let [mut low, mut high] = [beta_fast, beta_slow].map(pair);
+        if truncate {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let [low, high] = [low.max(0.0), high.min(self.dim as f64 - 1.0)];
+        [low, if low == high { high + 0.001 } else { high }]
+    }
+
+    /// Reads the rope of a whole model, from `rope_scaling` and `rope_theta` or from `rope_parameters`.
+    pub(crate) fn of_model(fields: &Fields<'_>, model: Model) -> Result<Self, Error> {
+        let old = fields.section("rope_scaling")?;
+        let new = fields.section("rope_parameters")?;
+        if let (Some(_), Some(new)) = (&old, fields.value("rope_parameters"))
+            && Some(new) != fields.value("rope_scaling")
+        {
+            return Err(fields.contradiction("rope_scaling", "rope_parameters", new.clone()));
+        }
+        Self::read(fields, "rope_theta", old.or(new).as_ref(), model)
+    }
+
+    /// Reads one rope; `theta` names the field of its base outside of the section.
+    pub(crate) fn read(
+        fields: &Fields<'_>,
+        theta: &str,
+        section: Option<&Fields<'_>>,
+        model: Model,
+    ) -> Result<Self, Error> {
+        let base = both(fields, theta, section, "rope_theta", |fields, name| {
+            fields.optional_positive(name)
+        })?;
+        let part = "partial_rotary_factor";
+        let part = both(fields, part, section, part, |fields, name| {
+            fields.optional(name, "a number above 0, at most 1", |value| {
+                value.as_f64().filter(|part| *part > 0.0 && *part <= 1.0)
+            })
+        })?;
+        let dim = (model.head_dim as f64 * part.unwrap_or(1.0)) as usize;
+        if dim == 0 || dim % 2 != 0 {
+            let known = format!("an even number of the {} dimensions of a head", model.head_dim);
+            let field = if part.is_some() { "partial_rotary_factor" } else { "head_dim" };
+            let holder = section.filter(|section| section.value(field).is_some());
+            return Err(holder.unwrap_or(fields).unsupported(field, &known));
+        }
+        let theta = base.unwrap_or(model.theta);
+        let rope = Self { theta, dim, scaling: Scaling::None, attention_factor: 1.0 };
+        match section {
+            Some(section) => rope.scaled(fields, section, model),
+            None => Ok(rope),
+        }
+    }
+
+    fn scaled(
+        self,
+        fields: &Fields<'_>,
+        section: &Fields<'_>,
+        model: Model,
+    ) -> Result<Self, Error> {
+        let original = "original_max_position_embeddings";
+        let original_max_seq = both(fields, original, Some(section), original, |fields, name| {
+            fields.optional_size(name)
+        })?;
+        let factor = section.optional_positive("factor")?;
+        let kind = kind(section)?;
+        // The ratio is what the factor is where a file leaves it out.
+        let ratio = original_max_seq.map(|original| model.max_seq as f64 / original as f64);
+        let given = |need: Option<f64>| need.ok_or_else(|| section.missing("factor"));
+        let (scaling, attention_factor, known): (_, _, &[&str]) = match kind {
+            "default" => (Scaling::None, 1.0, &[original]),
+            "linear" => (Scaling::Linear { factor: given(factor)? }, 1.0, &["factor", original]),
+            "dynamic" => {
+                let scaling = Scaling::Dynamic { factor: given(factor)?, max_seq: model.max_seq };
+                (scaling, 1.0, &["factor", original])
+            }
+            "llama3" => {
+                let original_max_seq = original_max_seq.unwrap_or(model.max_seq);
+                (llama3(section, given(factor)?, original_max_seq)?, 1.0, LLAMA3)
+            }
+            "yarn" => {
+                let factor = given(factor.or(ratio))?;
+                let original_max_seq = original_max_seq.unwrap_or(model.max_seq);
+                let scaling = yarn(section, factor, original_max_seq)?;
+                (scaling, yarn_attention_factor(section, factor)?, YARN)
+            }
+            "longrope" | "su" => {
+                let original_max_seq = original_max_seq.ok_or_else(|| fields.missing(original))?;
+                let factor = given(factor.or(ratio))?;
+                let scaling = longrope(section, self.dim, original_max_seq)?;
+                (scaling, long_attention_factor(section, factor, original_max_seq)?, LONGROPE)
+            }
+            _ => return Err(section.unsupported(kind_field(section), KNOWN)),
+        };
+        let common = ["rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"];
+        match section.names().find(|name| !known.contains(name) && !common.contains(name)) {
+            Some(stray) => Err(section.unsupported(stray, &known.join(", "))),
+            None => Ok(Self { scaling, attention_factor, ..self }),
+        }
+    }
+}
+
+const LLAMA3: &[&str] =
+    &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
+const YARN: &[&str] = &[
+    "factor",
+    "beta_fast",
+    "beta_slow",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+];
+const LONGROPE: &[&str] = &[
+    "factor",
+    "short_factor",
+    "long_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+];
+
+/// A frequency of which `kept` stays and the rest is divided by `factor`.
+fn blend(frequency: f64, factor: f64, kept: f64) -> f64 {
+    kept * frequency + (1.0 - kept) * frequency / factor
+}
+
+/// A field that may stand outside of the section or within, and must not say two things.
+fn both<T: PartialEq>(
+    fields: &Fields<'_>,
+    outside: &str,
+    section: Option<&Fields<'_>>,
+    within: &str,
+    read: impl Fn(&Fields<'_>, &str) -> Result<Option<T>, Error>,
+) -> Result<Option<T>, Error> {
+    let outer = read(fields, outside)?;
+    let Some(section) = section else { return Ok(outer) };
+    match (outer, read(section, within)?) {
+        (Some(outer), Some(inner)) if outer != inner => {
+            let value = section.value(within).cloned().unwrap_or_default();
+            Err(fields.contradiction(outside, section.name(within), value))
+        }
+        (outer, inner) => Ok(inner.or(outer)),
+    }
+}
+
+fn kind_field(section: &Fields<'_>) -> &'static str {
+    if section.value("rope_type").is_some() { "rope_type" } else { "type" }
+}
+
+/// Which scaling a section means; with a factor and no type it could be several.
+fn kind<'a>(section: &Fields<'a>) -> Result<&'a str, Error> {
+    match (section.text("rope_type")?, section.text("type")?) {
+        (Some(new), Some(old)) if new != old => {
+            Err(section.contradiction("rope_type", section.name("type"), old))
+        }
+        (None, None) if section.value("factor").is_some() => Err(section.missing("rope_type")),
+        (new, old) => Ok(new.or(old).unwrap_or("default")),
+    }
+}
+
+fn llama3(section: &Fields<'_>, factor: f64, original_max_seq: usize) -> Result<Scaling, Error> {
+    let [low_freq_factor, high_freq_factor] =
+        [section.positive("low_freq_factor")?, section.positive("high_freq_factor")?];
+    if low_freq_factor >= high_freq_factor {
+        let other = section.name("high_freq_factor");
+        return Err(section.contradiction("low_freq_factor", other, high_freq_factor));
+    }
+    Ok(Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_seq })
+}
+
+fn yarn(section: &Fields<'_>, factor: f64, original_max_seq: usize) -> Result<Scaling, Error> {
+    Ok(Scaling::Yarn {
+        factor,
+        beta_fast: section.optional_positive("beta_fast")?.unwrap_or(32.0),
+        beta_slow: section.optional_positive("beta_slow")?.unwrap_or(1.0),
+        original_max_seq,
+        truncate: section.flag("truncate")?.unwrap_or(true),
+    })
+}
+
+fn yarn_attention_factor(section: &Fields<'_>, factor: f64) -> Result<f64, Error> {
+    let given = section.optional_positive("attention_factor")?;
+    let number = |field: &str| {
+        let zero_is_none = |value: &Value| value.as_f64().filter(|number| *number >= 0.0);
+        section.optional(field, "a number of 0 or more", zero_is_none)
+    };
+    let [mscale, all] =
+        [number("mscale")?, number("mscale_all_dim")?].map(|m| m.filter(|m| *m > 0.0));
+    let scale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
+    Ok(given.unwrap_or(match (mscale, all) {
+        (Some(mscale), Some(all)) => scale(mscale) / scale(all),
+        _ => scale(1.0),
+    }))
+}
+
+fn longrope(section: &Fields<'_>, dim: usize, original_max_seq: usize) -> Result<Scaling, Error> {
+    let factors = |field: &str| {
+        let expected = format!("a list of {} numbers above 0", dim / 2);
+        let list = section.list(field)?.ok_or_else(|| section.missing(field))?;
+        let number = |value: &Value| value.as_f64().filter(|number| *number > 0.0);
+        let factors: Option<Vec<f64>> = list.iter().map(number).collect();
+        factors
+            .filter(|factors| factors.len() == dim / 2)
+            .ok_or_else(|| section.malformed(field, &expected))
+    };
+    let [short, long] = [factors("short_factor")?, factors("long_factor")?];
+    Ok(Scaling::LongRope { short, long, original_max_seq })
+}
+
+fn long_attention_factor(
+    section: &Fields<'_>,
+    factor: f64,
+    original_max_seq: usize,
+) -> Result<f64, Error> {
+    let usual = if factor <= 1.0 {
+        1.0
+    } else {
+        (1.0 + factor.ln() / (original_max_seq as f64).ln()).sqrt()
+    };
+    Ok(section.optional_positive("attention_factor")?.unwrap_or(usual))
+}

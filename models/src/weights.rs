@@ -1,0 +1,236 @@
+//! The tensors of a checkpoint as the parameters of a decoder, and nothing else.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::Path;
+
+use checkpoint::{Checkpoint, Dtype, Reason, Tensor, Weight};
+
+use crate::names::{Param, Side, Slot};
+use crate::{DecoderConfig, Error};
+
+/// A checkpoint that holds exactly the parameters of a configuration. Files stay mapped: what is asked for
+/// is read, one tensor at a time.
+#[derive(Debug)]
+pub struct Weights {
+    config: DecoderConfig,
+    checkpoint: Checkpoint,
+    prefix: &'static str,
+    params: BTreeMap<(Slot, Side), Param>,
+}
+
+/// A parameter as a checkpoint holds it: `rows` of a tensor, or columns of one stored `[in, out]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Stored<'a> {
+    /// Of the parameter.
+    pub shape: Vec<usize>,
+    /// The whole tensor.
+    pub weight: Weight<'a>,
+    /// It is stored `[in, out]`; a quantised one never is.
+    pub transposed: bool,
+    pub rows: Range<usize>,
+}
+
+impl Weights {
+    /// Opens the `config.json` and the weights of a folder.
+    ///
+    /// # Errors
+    /// As [`DecoderConfig::open`] and [`Weights::new`]; [`Error::Checkpoint`] for files that cannot be read.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
+        let config = DecoderConfig::open(&folder)?;
+        Self::new(config, Checkpoint::open(folder)?)
+    }
+
+    /// Takes a checkpoint's tensors for the parameters of `config`. Whether a matrix is quantised is told by
+    /// the tensors beside it.
+    ///
+    /// # Errors
+    /// [`Error::Tensors`] with everything that is missing, unused, or of the wrong shape or dtype.
+    pub fn new(config: DecoderConfig, checkpoint: Checkpoint) -> Result<Self, Error> {
+        let params = config.params();
+        let prefix = prefix(&config, &params, &checkpoint);
+        let mut survey = Survey::of(&checkpoint);
+        for param in &params {
+            survey.take(param, full_name(prefix, param));
+        }
+        survey.ignore(&config, prefix);
+        survey.finish()?;
+        let params = params.into_iter().map(|param| ((param.slot, param.side), param)).collect();
+        Ok(Self { config, checkpoint, prefix, params })
+    }
+
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// The weight of a slot; of a tied output projection, the embedding.
+    ///
+    /// # Errors
+    /// [`Reason::Missing`], by the name of the slot, where the decoder has no such parameter.
+    pub fn weight(&self, slot: Slot) -> Result<Stored<'_>, Error> {
+        let tied = slot == Slot::Head && self.config.tie_embeddings;
+        let slot = if tied { Slot::Embedding } else { slot };
+        self.stored(slot, Side::Weight)?.ok_or_else(|| missing(format!("{slot:?}")).into())
+    }
+
+    /// The bias of a slot, if the decoder has one there.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`].
+    pub fn bias(&self, slot: Slot) -> Result<Option<Stored<'_>>, Error> {
+        self.stored(slot, Side::Bias)
+    }
+
+    fn stored(&self, slot: Slot, side: Side) -> Result<Option<Stored<'_>>, Error> {
+        let Some(param) = self.params.get(&(slot, side)) else { return Ok(None) };
+        let weight = load(&self.checkpoint, param, &full_name(self.prefix, param))?;
+        let transposed = param.transposed && matches!(weight, Weight::Dense(_));
+        let rows = param.row..param.row + param.shape[0];
+        Ok(Some(Stored { shape: param.shape.clone(), weight, transposed, rows }))
+    }
+}
+
+impl<'a> Stored<'a> {
+    /// The parameter in the file's dtype, row-major; copied only where it is stored `[in, out]`. None where
+    /// it is quantised.
+    pub fn dense(self) -> Option<Tensor<'a>> {
+        let Self { shape, weight, transposed, rows } = self;
+        let Weight::Dense(Tensor { dtype, shape: stored, bytes }) = weight else { return None };
+        let size = dtype.bitsize() / 8;
+        let bytes = if transposed {
+            let [k, of] = [stored[0], stored[1]];
+            let value = |row, column| (column * of + row) * size;
+            let values = rows.flat_map(|row| (0..k).map(move |column| value(row, column)));
+            values.flat_map(|at| bytes[at..at + size].iter().copied()).collect::<Vec<_>>().into()
+        } else {
+            let row = stored[1..].iter().product::<usize>() * size;
+            let range = rows.start * row..rows.end * row;
+            match bytes {
+                Cow::Borrowed(bytes) => bytes[range].into(),
+                Cow::Owned(bytes) => bytes[range].to_vec().into(),
+            }
+        };
+        Some(Tensor { dtype, shape, bytes })
+    }
+}
+
+/// What is found out about a checkpoint, parameter by parameter.
+struct Survey<'a> {
+    checkpoint: &'a Checkpoint,
+    /// Tensors that no parameter explains yet.
+    left: BTreeSet<&'a str>,
+    /// Whole tensors that a parameter was part of.
+    taken: BTreeSet<String>,
+    missing: Vec<String>,
+    wrong: Vec<checkpoint::Error>,
+}
+
+impl<'a> Survey<'a> {
+    fn of(checkpoint: &'a Checkpoint) -> Self {
+        Self {
+            checkpoint,
+            left: checkpoint.names().collect(),
+            taken: BTreeSet::new(),
+            missing: Vec::new(),
+            wrong: Vec::new(),
+        }
+    }
+
+    fn take(&mut self, param: &Param, name: String) {
+        if !self.taken.insert(name.clone()) {
+            return;
+        }
+        if !self.left.remove(name.as_str()) {
+            self.missing.push(name);
+            return;
+        }
+        match load(self.checkpoint, param, &name) {
+            Ok(Weight::Dense(_)) => {}
+            Ok(_) => self.take_beside(&name),
+            Err(why) => {
+                self.take_beside(&name);
+                self.wrong.push(why);
+            }
+        }
+    }
+
+    /// What bitsandbytes stores beside a matrix.
+    fn take_beside(&mut self, name: &str) {
+        let below = format!("{name}.");
+        let module = name.strip_suffix("weight").unwrap_or(name);
+        let int8 = ["SCB", "weight_format"].map(|part| format!("{module}{part}"));
+        self.left.retain(|left| !left.starts_with(&below) && !int8.iter().any(|name| name == left));
+    }
+
+    /// What files may hold though nothing reads it.
+    fn ignore(&mut self, config: &DecoderConfig, prefix: &str) {
+        if config.tie_embeddings {
+            self.left.remove("lm_head.weight");
+        }
+        for pattern in config.family.ignored() {
+            for layer in 0..config.layers.len() {
+                let name = format!("{prefix}{}", pattern.replace("{}", &layer.to_string()));
+                self.left.remove(name.as_str());
+            }
+        }
+    }
+
+    fn finish(self) -> Result<(), Error> {
+        let Self { left, missing, wrong, .. } = self;
+        if left.is_empty() && missing.is_empty() && wrong.is_empty() {
+            return Ok(());
+        }
+        let unused = left.into_iter().map(str::to_owned).collect();
+        Err(Error::Tensors { missing, unused, wrong })
+    }
+}
+
+/// The tensor that a parameter is, or is part of, when it has the shape that it must have.
+fn load<'a>(
+    checkpoint: &'a Checkpoint,
+    param: &Param,
+    name: &str,
+) -> Result<Weight<'a>, checkpoint::Error> {
+    let wrong = |reason| checkpoint::Error::Tensor { tensor: name.into(), reason };
+    let weight = if quantizable(param) {
+        checkpoint.weight(name)?
+    } else {
+        let tensor = checkpoint.tensor(name)?;
+        let need = vec![Dtype::F16, Dtype::BF16, Dtype::F32];
+        if !need.contains(&tensor.dtype) {
+            return Err(wrong(Reason::DType { have: tensor.dtype, need }));
+        }
+        Weight::Dense(tensor)
+    };
+    let mut need = param.stored.clone();
+    if param.transposed && !matches!(weight, Weight::Dense(_)) {
+        need.reverse(); // bitsandbytes turns what is stored [in, out].
+    }
+    if weight.shape() != need {
+        return Err(wrong(Reason::Shape { have: weight.shape().to_vec(), need }));
+    }
+    Ok(weight)
+}
+
+fn quantizable(param: &Param) -> bool {
+    param.side == Side::Weight && param.slot.is_matrix()
+}
+
+/// What stands before the names of this checkpoint: where the first parameter is, or else the usual.
+fn prefix(config: &DecoderConfig, params: &[Param], checkpoint: &Checkpoint) -> &'static str {
+    let prefixes = config.family.prefixes();
+    let there = |prefix: &&&str| {
+        params.first().is_some_and(|param| checkpoint.contains(&full_name(prefix, param)))
+    };
+    prefixes.iter().find(there).or(prefixes.first()).copied().unwrap_or_default()
+}
+
+/// The output projection lies outside of what families prefix.
+fn full_name(prefix: &str, param: &Param) -> String {
+    if param.slot == Slot::Head { param.name.clone() } else { format!("{prefix}{}", param.name) }
+}
+
+fn missing(tensor: String) -> checkpoint::Error {
+    checkpoint::Error::Tensor { tensor, reason: Reason::Missing }
+}

@@ -1,0 +1,53 @@
+//! Folders as transformers writes them: what they compute, and what is wrong with them.
+
+mod adapter;
+mod bad;
+mod golden;
+mod names;
+
+use std::path::{Path, PathBuf};
+
+use models::Weights;
+
+/// Every folder that `fixtures/make.py` writes.
+const FIXTURES: [&str; 22] = [
+    "gemma2",
+    "gemma3",
+    "gemma3_new",
+    "gpt2",
+    "gpt2_bare",
+    "gpt2_nf4",
+    "llama",
+    "llama3_tied",
+    "llama_dynamic",
+    "llama_int8",
+    "llama_linear_bias",
+    "llama_nf4",
+    "llama_sharded",
+    "mistral",
+    "mistral_full",
+    "phi3",
+    "phi3_longrope",
+    "phi3_nf4",
+    "qwen2",
+    "qwen2_yarn",
+    "qwen3",
+    "qwen3_windows",
+];
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
+}
+
+fn open(name: &str) -> Weights {
+    Weights::open(fixture(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+#[test]
+fn every_folder_is_listed() {
+    let folder = std::fs::read_dir(fixture("")).expect("fixtures are there");
+    let entries = folder.map(|entry| entry.expect("readable").file_name());
+    let mut names: Vec<_> = entries.filter(|name| fixture("").join(name).is_dir()).collect();
+    names.sort();
+    assert_eq!(names, FIXTURES);
+}

@@ -1,0 +1,105 @@
+//! The name map: total, and nobody's guess.
+
+use std::collections::BTreeSet;
+
+use checkpoint::{Checkpoint, Weight};
+use models::{Family, Part, Side, Slot};
+
+use crate::adapter::values;
+use crate::{FIXTURES, fixture, open};
+
+#[test]
+fn every_family_has_a_fixture() {
+    let have: BTreeSet<_> =
+        FIXTURES.iter().map(|name| open(name).config().family.model_type()).collect();
+    let all: BTreeSet<_> = Family::ALL.iter().map(|family| family.model_type()).collect();
+    assert_eq!(have, all);
+    assert!(Family::ALL.iter().all(|family| Family::named(family.model_type()) == Some(*family)));
+}
+
+/// Rows of fused tensors tile them: each row is one parameter's.
+#[test]
+fn fused_tensors_are_cut_without_gaps() {
+    for name in FIXTURES {
+        let params = open(name).config().params();
+        for param in &params {
+            let rows = |p: &models::Param| p.row..p.row + p.shape[0];
+            let all = if param.transposed { param.stored[1] } else { param.stored[0] };
+            let parts = params.iter().filter(|other| other.name == param.name);
+            let mut covered: Vec<usize> = parts.flat_map(rows).collect();
+            covered.sort_unstable();
+            assert_eq!(covered, (0..all).collect::<Vec<_>>(), "{name}: {}", param.name);
+        }
+        let unique: BTreeSet<_> = params.iter().map(|param| (param.slot, param.side)).collect();
+        assert_eq!(unique.len(), params.len());
+    }
+}
+
+/// A matrix stored [in, out] is turned, rows are cut: against the bytes in the file.
+#[test]
+fn conv1d_is_turned_and_cut() {
+    let weights = open("gpt2");
+    let file = Checkpoint::open(fixture("gpt2")).expect("a fixture");
+    let stored = file.tensor("transformer.h.1.attn.c_attn.weight").expect("there"); // [32, 96]
+    let bias = file.tensor("transformer.h.1.attn.c_attn.bias").expect("there");
+    for (third, part) in [Part::Query, Part::Key, Part::Value].into_iter().enumerate() {
+        let slot = Slot::Layer(1, part);
+        let turned = weights.weight(slot).expect("there").dense().expect("no codes");
+        assert_eq!(turned.shape, [32, 32]);
+        for (row, column) in [(0, 0), (5, 31), (31, 5)] {
+            let to = 2 * (row * 32 + column);
+            let from = 2 * (column * 96 + third * 32 + row);
+            assert_eq!(turned.bytes[to..to + 2], stored.bytes[from..from + 2]);
+        }
+        let cut = weights.bias(slot).expect("readable").expect("there").dense().expect("no codes");
+        assert_eq!(cut.bytes, &bias.bytes[third * 64..][..64]);
+    }
+}
+
+/// Nothing is copied that lies in the file as it is wanted.
+#[test]
+fn rows_of_a_file_are_borrowed() {
+    let weights = open("phi3");
+    for part in [Part::Query, Part::Value, Part::Up] {
+        let stored = weights.weight(Slot::Layer(0, part)).expect("there");
+        let dense = stored.dense().expect("no codes");
+        assert!(matches!(dense.bytes, std::borrow::Cow::Borrowed(_)), "{part:?}");
+    }
+}
+
+#[test]
+fn a_tied_head_is_the_embedding() {
+    let weights = open("qwen3");
+    let head = weights.weight(Slot::Head).expect("tied");
+    assert_eq!(values(head), values(weights.weight(Slot::Embedding).expect("there")));
+    assert!(weights.config().params().iter().all(|param| param.slot != Slot::Head));
+    let error = weights.weight(Slot::Positions).expect_err("turned, not learned");
+    assert_eq!(error.to_string(), "tensor Positions: is not there");
+    assert!(weights.bias(Slot::FinalNorm).expect("readable").is_none());
+}
+
+/// The tensors tell what is quantised: here all matrices of layers, and not the head.
+#[test]
+fn tensors_tell_what_is_quantised() {
+    use Part::{Down, Gate, Key, Out, Query, Up, Value};
+    for name in ["llama_nf4", "llama_int8", "phi3_nf4", "gpt2_nf4", "llama"] {
+        let weights = open(name);
+        for param in weights.config().params() {
+            let Slot::Layer(_, part) = param.slot else { continue };
+            let matrix = matches!(part, Query | Key | Value | Out | Gate | Up | Down);
+            let codes = matrix && param.side == Side::Weight && name != "llama";
+            let stored = match param.side {
+                Side::Weight => weights.weight(param.slot).expect("there"),
+                Side::Bias => weights.bias(param.slot).expect("readable").expect("there"),
+            };
+            let int8 = matches!(stored.weight, Weight::Int8(_));
+            assert_eq!(int8, codes && name == "llama_int8", "{name}: {param:?}");
+            let four_bit = matches!(stored.weight, Weight::FourBit(_));
+            assert_eq!(four_bit, codes && name != "llama_int8", "{name}: {param:?}");
+            assert!(!(codes && stored.transposed), "{name}: {param:?}");
+            assert_eq!(stored.dense().is_none(), codes, "{name}: {param:?}");
+        }
+        let head = weights.weight(Slot::Head).expect("there");
+        assert!(head.dense().is_some(), "{name}");
+    }
+}
