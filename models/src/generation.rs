@@ -178,6 +178,25 @@ mod tests {
             r#"{"eos_token_id": [1, -2]}"#,
             &format!("{file}: `eos_token_id` is [1,-2], which is not a token id or a list of them"),
         );
+        for field in [
+            "typical_p",
+            "guidance_scale",
+            "epsilon_cutoff",
+            "diversity_penalty",
+            "no_repeat_ngram_size",
+            "min_new_tokens",
+            "penalty_alpha",
+            "top_h",
+            "bad_words_ids",
+            "sequence_bias",
+            "suppress_tokens",
+            "forced_eos_token_id",
+            "watermarking_config",
+        ] {
+            let error = GenerationConfig::from_json(&json!({ field: 0.5 }).to_string());
+            let error = error.expect_err(field).to_string();
+            assert!(error.starts_with(&format!("{file}: `{field}` is 0.5, ")), "{error}");
+        }
         fails("[]", &format!("{file} is not an object"));
         let error = GenerationConfig::from_json("{").expect_err("cut");
         assert!(error.to_string().starts_with(&format!("{file} is not JSON: ")), "{error}");

@@ -1,9 +1,9 @@
-//! What chat templates expect of Python: `tojson`, `strftime_now`, and how values print.
+//! What chat templates expect of Python: `tojson` and `strftime_now`.
 
 use std::io;
 
-use minijinja::value::{Kwargs, Value, ValueKind};
-use minijinja::{Error, ErrorKind, Output, State, escape_formatter};
+use minijinja::value::{Kwargs, Value};
+use minijinja::{Error, ErrorKind};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use time::OffsetDateTime;
@@ -56,59 +56,6 @@ impl Formatter for OneLine {
     fn begin_object_value<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
         writer.write_all(b": ")
     }
-}
-
-/// `str` of a value, which is what a template prints.
-pub(crate) fn print(
-    out: &mut Output<'_>,
-    state: &mut State<'_, '_>,
-    value: &Value,
-) -> Result<(), Error> {
-    match value.kind() {
-        ValueKind::None | ValueKind::Bool | ValueKind::Seq | ValueKind::Map => {
-            out.write_str(&repr(value)?).map_err(|_| refused("printing"))
-        }
-        _ => escape_formatter(out, state, value),
-    }
-}
-
-fn repr(value: &Value) -> Result<String, Error> {
-    let items =
-        |open: &str, close: &str, items: Vec<String>| format!("{open}{}{close}", items.join(", "));
-    Ok(match value.kind() {
-        ValueKind::None => "None".to_owned(),
-        ValueKind::Bool => if value.is_true() { "True" } else { "False" }.to_owned(),
-        ValueKind::String => quoted(value.as_str().unwrap_or_default()),
-        ValueKind::Seq => {
-            items("[", "]", value.try_iter()?.map(|item| repr(&item)).collect::<Result<_, _>>()?)
-        }
-        ValueKind::Map => {
-            let pair = |key: Value| {
-                Ok::<_, Error>(format!("{}: {}", repr(&key)?, repr(&value.get_item(&key)?)?))
-            };
-            items("{", "}", value.try_iter()?.map(pair).collect::<Result<_, _>>()?)
-        }
-        _ => value.to_string(),
-    })
-}
-
-/// In single quotes, unless there are such within and no double ones.
-fn quoted(text: &str) -> String {
-    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
-    let mut out = String::from(quote);
-    for c in text.chars() {
-        match c {
-            '\n' => out.push_str("\\n"),
-            '\r' => out.push_str("\\r"),
-            '\t' => out.push_str("\\t"),
-            '\\' => out.push_str("\\\\"),
-            c if c == quote => out.extend(['\\', c]),
-            c if c.is_control() => out.push_str(&format!("\\x{:02x}", u32::from(c))),
-            c => out.push(c),
-        }
-    }
-    out.push(quote);
-    out
 }
 
 /// A time by the codes of C's `strftime` that templates use, in the C locale.

@@ -33,13 +33,6 @@ pub struct Stream {
     special: bool,
 }
 
-/// The text of pending ids.
-struct Pending {
-    text: String,
-    /// What is given ends within a character, which the text begins with.
-    from_within: bool,
-}
-
 impl Stream {
     /// A stream of what follows a prompt. Special tokens are nothing in the text, unless `special`.
     pub fn new(prompt: &[u32], special: bool) -> Self {
@@ -53,17 +46,14 @@ impl Stream {
     /// [`Error::Decode`].
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String, Error> {
         self.window.push(id);
-        let Pending { text, from_within } = self.pending(tokenizer)?;
+        let text = self.pending(tokenizer)?;
         let whole = whole(&text);
         let piece = added(&self.shown, whole).to_owned();
         if whole.len() < text.len() {
             self.shown.push_str(&piece);
         } else if !text.is_empty() {
             self.shown.clear();
-            // What begins within a character says nothing without what is before it.
-            if !from_within {
-                self.window.drain(..self.given);
-            }
+            self.window.drain(..self.given);
             self.given = self.window.len();
         }
         Ok(piece)
@@ -75,30 +65,31 @@ impl Stream {
     /// [`Error::Decode`].
     pub fn finish(self, tokenizer: &Tokenizer) -> Result<String, Error> {
         let pending = self.pending(tokenizer)?;
-        Ok(added(&self.shown, &pending.text).to_owned())
+        Ok(added(&self.shown, &pending).to_owned())
     }
 
-    fn pending(&self, tokenizer: &Tokenizer) -> Result<Pending, Error> {
+    /// The text of pending ids.
+    fn pending(&self, tokenizer: &Tokenizer) -> Result<String, Error> {
         let decode = |ids: &[u32]| tokenizer.decode(ids, self.special);
         let (given, pending) = self.window.split_at(self.given);
         let (given, text) = (decode(given)?, decode(&self.window)?);
         let rest = text.strip_prefix(given.as_str());
         if let Some(rest) = rest.filter(|rest| !rest.contains(NO_TEXT)) {
-            return Ok(Pending { text: rest.to_owned(), from_within: false });
+            return Ok(rest.to_owned());
         }
+        // A prompt that ends within a character, which is whole now.
         if rest.is_none()
             && given.ends_with(NO_TEXT)
             && let Some(rest) = text.strip_prefix(given.trim_end_matches(NO_TEXT))
         {
-            return Ok(Pending { text: rest.to_owned(), from_within: true });
+            return Ok(rest.to_owned());
         }
-        // Where a run of bytes is no text, some tokenizers take back characters within it.
+        // Some tokenizers show a run of bytes as none of its characters where one is broken.
         let alone = decode(pending)?;
-        let text = match rest {
+        Ok(match rest {
             Some(rest) if alone.contains(NO_TEXT) => rest.to_owned(),
             _ => alone,
-        };
-        Ok(Pending { text, from_within: false })
+        })
     }
 }
 

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use time::OffsetDateTime;
 
 use crate::Error;
-use crate::python::{print, strftime, tojson};
+use crate::python::{strftime, tojson};
 
 /// The template of a model that has one only, and the first choice of one that has several.
 const DEFAULT: &str = "default";
@@ -246,7 +246,6 @@ fn environment() -> Environment<'static> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     templates.set_syntax(syntax.expect("usual delimiters do not clash"));
     templates.set_auto_escape_callback(|_| AutoEscape::None);
-    templates.set_formatter(print);
     templates.set_fuel(Some(FUEL));
     templates.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     templates.add_filter("tojson", tojson);

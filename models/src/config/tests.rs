@@ -413,6 +413,16 @@ fn ropes_that_are_not_computed_are_refused() {
 }
 
 #[test]
+fn a_part_of_a_head_is_named_where_it_stands() {
+    fails(
+        "phi3",
+        json!({ "rope_parameters": { "rope_theta": 1e4, "partial_rotary_factor": 0.2 } }),
+        "`rope_parameters.partial_rotary_factor` is 0.2, which is not supported; known: an even number of the \
+         16 dimensions of a head",
+    );
+}
+
+#[test]
 fn yarn_takes_what_its_files_say() {
     let yarn = |more: Value| {
         let mut section =

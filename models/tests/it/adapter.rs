@@ -65,7 +65,8 @@ fn has(config: &DecoderConfig, part: Part) -> bool {
     config.params().iter().any(|param| param.slot == Slot::Layer(0, part))
 }
 
-fn rotary(rope: &Rope) -> Rotary {
+/// A rope as the reference's own.
+pub(crate) fn rotary(rope: &Rope) -> Rotary {
     let stretch = match rope.scaling.clone() {
         Scaling::None => Stretch::None,
         Scaling::Linear { factor } => Stretch::Linear(factor),

@@ -117,35 +117,6 @@ fn nothing_in_the_description_is_idle() {
 }
 
 #[test]
-fn a_rope_in_models_turns_as_the_reference_does() {
-    for name in FIXTURES {
-        let weights = open(name);
-        let decoder = decoder(&weights);
-        for (layer, block) in weights.config().layers.iter().zip(&decoder.blocks) {
-            let (Some(rope), Some(rotary)) = (layer.rope, &block.rotary) else { continue };
-            let rope = &weights.config().ropes[rope];
-            for (position, seq) in [(0, 1), (23, 24), (31, 32), (32, 33), (87, 88)] {
-                let frequencies = rope.frequencies(seq);
-                // The head (1, .. 1, 0, .. 0) turns into cosines and sines.
-                let mut head = vec![0.0; decoder.head_dim];
-                head[..rope.dim / 2].fill(1.0);
-                rotary.turn(&mut head, position, seq);
-                for (i, frequency) in frequencies.iter().enumerate() {
-                    let (sin, cos) = (position as f64 * frequency).sin_cos();
-                    let [x, y] = [head[i], head[i + rope.dim / 2]];
-                    let gap = (x - rope.attention_factor * cos).abs()
-                        + (y - rope.attention_factor * sin).abs();
-                    assert!(gap < 1e-9, "{name}: pair {i} at {position} of {seq}: {gap}");
-                }
-                let fixed = rope.fixed_until().is_none_or(|until| seq <= until);
-                let same = frequencies == rope.frequencies(1);
-                assert_eq!(fixed, same, "{name} at {seq}");
-            }
-        }
-    }
-}
-
-#[test]
 fn shards_hold_what_one_file_would() {
     let weights = open("llama_sharded");
     let config = DecoderConfig::open(fixture("llama_sharded")).expect("a fixture");

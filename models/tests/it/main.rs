@@ -4,6 +4,7 @@ mod adapter;
 mod bad;
 mod golden;
 mod names;
+mod rope;
 
 use std::path::{Path, PathBuf};
 

@@ -73,11 +73,42 @@ fn bytes_that_are_no_text_do_not_dam_the_stream() -> Result<(), Error> {
     shown.push_str(&stream.push(&tokenizer, dog[0])?);
     let ids = [&dog[..], &[byte(0xFF); 12], &dog[..1]].concat();
     assert_eq!(format!("dog{shown}{}", stream.finish(&tokenizer)?), tokenizer.decode(&ids, false)?);
+    // Bytes that a broken one follows stay the character that they were.
+    let crab = tokenizer.encode("🦀", false)?;
+    let broken = [&crab[..], &[byte(0xFF); 2], &dog[..]].concat();
+    assert_eq!(pieces(&tokenizer, &[], &broken)?.concat(), "🦀\u{FFFD}\u{FFFD} dog");
     // A character that stays cut.
     let mut stream = Stream::new(&dog, false);
     assert_eq!(stream.push(&tokenizer, byte(0xF0))?, "");
     assert_eq!(stream.push(&tokenizer, byte(0x9F))?, "");
     assert!(stream.finish(&tokenizer)?.starts_with('\u{FFFD}'));
+    Ok(())
+}
+
+/// What is looked back at begins within a character, and all of it is bytes.
+#[test]
+fn a_prompt_of_bytes_is_no_hindrance() -> Result<(), Error> {
+    let tokenizer = tokenizer("pieces");
+    let prompt = tokenizer.encode(&"€".repeat(50), false)?;
+    let more = &prompt[prompt.len() - 6..];
+    assert_eq!(prompt.len(), 151, "a space, and three bytes each");
+    assert_eq!(pieces(&tokenizer, &prompt, more)?.concat(), "€€");
+    Ok(())
+}
+
+/// Tokens that end one character and begin the next: each is given as soon as it is whole.
+#[test]
+fn characters_do_not_wait_for_the_next() -> Result<(), Error> {
+    let tokenizer = tokenizer("bytes");
+    let ids = tokenizer.encode("€", false)?;
+    assert_eq!(ids.len(), 3);
+    let mut stream = Stream::new(&[], false);
+    let mut shown = Vec::new();
+    for id in [&ids[..], &ids[..1], &ids[1..], &ids[..2]].concat() {
+        shown.push(stream.push(&tokenizer, id)?);
+    }
+    assert_eq!(shown, ["", "", "€", "", "", "€", "", ""]);
+    assert_eq!(stream.finish(&tokenizer)?, "\u{FFFD}");
     Ok(())
 }
 
