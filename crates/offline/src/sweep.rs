@@ -455,7 +455,7 @@ fn nf4s() -> Vec<Case<Nf4Matmul>> {
     let silu = Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() };
     for (m, weight, most) in [(1, weights()[0], 2), (1, weight, 1), (16, weights()[0], 2)]
         .into_iter()
-        .chain([(64, weights()[0], 8), (1, weights()[2], 2)])
+        .chain([(64, weights()[0], 8), (1, weights()[2], 9)])
     {
         let gated = product(m, weight).gated_by_half().expect("halves are whole");
         let problem = Nf4MatmulProblem { epilogue: silu, ..gated };

@@ -130,6 +130,7 @@ impl Kernel for Nf4Dequantize {
             CodesCompilationArg::of(&p.weight),
             BufferCompilationArg { inplace: None },
             (),
+            1,
             width(p),
             plan(arch, p, c),
             elem(p.out),
@@ -167,8 +168,9 @@ pub(super) fn launch(
             CubeCount::Static(cubes, 1, 1),
             CubeDim::new_1d(c.units),
             address(p),
+            1,
             width,
-            CodesLaunch::of(&p.weight, weight),
+            CodesLaunch::of(&p.weight, weight, 1),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             plan(device.profile(), p, c),
@@ -214,8 +216,8 @@ fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> Dequ
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn dequantize<E: Float, NO: Size>(
-    weight: &Codes,
+fn dequantize<E: Float, NW: Size, NO: Size>(
+    weight: &Codes<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
@@ -227,15 +229,15 @@ fn dequantize<E: Float, NO: Size>(
             book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
         }
         sync_cube();
-        decode::<E, NO>(weight, &book, out, k, plan);
+        decode::<E, NW, NO>(weight, &book, out, k, plan);
     } else {
-        decode::<E, NO>(weight, &weight.book, out, k, plan);
+        decode::<E, NW, NO>(weight, &weight.book, out, k, plan);
     }
 }
 
 #[cube]
-fn decode<E: Float, NO: Size>(
-    weight: &Codes,
+fn decode<E: Float, NW: Size, NO: Size>(
+    weight: &Codes<NW>,
     book: &[f32],
     out: &mut [Vector<E, NO>],
     k: u32,

@@ -81,11 +81,11 @@ pub(crate) fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers
     WeightBuffers { codes, absmax, book: floats(&NF4), nested }
 }
 
-/// A weight's buffers as a kernel sees them.
+/// A weight's buffers as a kernel sees them, codes in vectors of `N` words.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes {
+pub(crate) struct Codes<N: Size> {
     /// Words of eight.
-    pub(crate) codes: Box<[u32]>,
+    pub(crate) codes: Box<[Vector<u32, N>]>,
     /// Words: f32 each, or four bytes.
     pub(crate) absmax: Box<[u32]>,
     pub(crate) book: Box<[f32]>,
@@ -115,8 +115,8 @@ impl CodesPlan {
     }
 }
 
-impl CodesLaunch {
-    fn of(weight: &Weight, buffers: &WeightBuffers) -> Self {
+impl<N: Size> CodesLaunch<N> {
+    fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
         let WeightBuffers { codes, absmax, book, nested } = buffers;
         let (nested_book, scales) = match nested {
             Some(nested) => ((&nested.book, 256), (&nested.scales, 2 * weight.groups() as usize)),
@@ -127,7 +127,7 @@ impl CodesLaunch {
             BufferArg::from_raw_parts(handle.clone(), len)
         };
         Self::new(
-            buffer((codes, weight.words() as usize)),
+            buffer((codes, weight.words() as usize / width)),
             buffer((absmax, weight.absmax_bytes() as usize / 4)),
             buffer((book, 16)),
             buffer(nested_book),
@@ -137,7 +137,7 @@ impl CodesLaunch {
     }
 }
 
-impl CodesCompilationArg {
+impl<N: Size> CodesCompilationArg<N> {
     fn of(weight: &Weight) -> Self {
         let buffer = || BufferCompilationArg { inplace: None };
         Self {
@@ -152,21 +152,21 @@ impl CodesCompilationArg {
 }
 
 #[cube]
-impl Codes {
+impl<N: Size> Codes<N> {
     /// The eight codes from column `8·chunk` of a row on, in the order of [`Order::Rows`], where they are
-    /// word `word`.
+    /// word `word`: for `N` = 1.
     pub(crate) fn word(&self, word: u32, row: u32, chunk: u32, k: u32) -> u32 {
         if comptime!(self.plan.tiles) {
             let mut made = 0u32;
             #[unroll]
             for q in 0..4u32 {
                 let at = weight::word_in_tiles(row, chunk, q.runtime(), k);
-                let found = self.codes[at as usize];
+                let found = self.codes[at as usize].extract(0usize);
                 made |= ((found >> (chunk % 4 * 8)) & 255) << comptime!(8 * q);
             }
             made
         } else {
-            self.codes[word as usize]
+            self.codes[word as usize].extract(0usize)
         }
     }
 

@@ -10,7 +10,7 @@ pub(super) const NESTED_BYTES: u32 = 256 * 4;
 
 /// The value of the book of nested absmax that a unit writes first; asked for early, it is there by then.
 #[cube]
-pub(super) fn first_nested(weight: &Codes, unit: u32) -> f32 {
+pub(super) fn first_nested<NW: Size>(weight: &Codes<NW>, unit: u32) -> f32 {
     let mut first = 0.0f32.runtime();
     if comptime!(weight.plan.nested) {
         first = weight.nested_book[(unit % 256) as usize];
@@ -20,7 +20,13 @@ pub(super) fn first_nested(weight: &Codes, unit: u32) -> f32 {
 
 /// Writes the book of nested absmax, where there is one, to shared address `to`.
 #[cube]
-pub(super) fn fill_nested(weight: &Codes, first: f32, to: u32, unit: u32, #[comptime] units: u32) {
+pub(super) fn fill_nested<NW: Size>(
+    weight: &Codes<NW>,
+    first: f32,
+    to: u32,
+    unit: u32,
+    #[comptime] units: u32,
+) {
     if comptime!(weight.plan.nested) {
         if unit < 256 {
             store_shared(to + unit * 4, first, 0u32);

@@ -149,12 +149,15 @@ fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
         let configs = [4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
         return configs.to_vec();
     }
-    // What 32 units leave of two matrices is added up by so many loads at once that they spill.
-    let shapes = match p.glu {
-        true => [[256, 64, 2], [256, 16, 2], [128, 64, 2], [256, 16, 4], [256, 8, 2], [128, 16, 2]],
-        false => {
-            [[256, 32, 2], [128, 32, 2], [256, 32, 4], [256, 16, 2], [256, 64, 2], [256, 32, 1]]
+    // One row of x leaves registers for many rows of the weight, which share what is read of x; eight of them
+    // spill 8 to 44 bytes where NVRTC compiles.
+    let cuda = arch.backend == Backend::Cuda;
+    let shapes = match columns {
+        1 if cuda => {
+            [[128, 32, 4], [128, 64, 4], [64, 32, 4], [128, 128, 4], [128, 32, 2], [256, 32, 2]]
         }
+        1 => [[128, 128, 8], [128, 64, 8], [128, 64, 4], [128, 32, 8], [128, 32, 4], [256, 32, 2]],
+        _ => [[256, 32, 2], [128, 32, 2], [256, 32, 4], [256, 16, 2], [256, 64, 2], [256, 64, 4]],
     };
     let all = shapes.map(|[units, lanes, rows]| LanesConfig { units, lanes, rows, columns });
     all.into_iter().chain([LanesConfig::simplest(arch, p.glu)]).collect()
@@ -240,8 +243,10 @@ fn check_lanes(
     if arch.backend == Backend::Cpu && c.lanes != 1 {
         return Err(lacks("cheap barriers"));
     }
-    if c.lanes == 0 || c.units % c.lanes != 0 || c.lanes > 1 && c.units < 16 {
-        return Err(shape("lanes", c.lanes, "units divide among them, and 16 fill the book"));
+    let halves = c.lanes.is_power_of_two() && c.units % c.lanes == 0;
+    if !halves || c.lanes > 1 && c.units < 16 {
+        let why = "a power of two that units divide among, and 16 fill the book";
+        return Err(shape("lanes", c.lanes, why));
     }
     if !(1..=8).contains(&c.rows) || p.glu && c.rows % 2 != 0 {
         return Err(shape("rows", c.rows, "1 to 8, half of them of either matrix of two"));

@@ -172,9 +172,9 @@ struct Feed {
 }
 
 #[cube]
-pub(crate) fn fused<F: Float, NX: Size, NO: Size>(
+pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes,
+    weight: &Codes<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -380,9 +380,9 @@ fn store_gated<F: Float, NC: Size, NO: Size>(
 
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands and one place")]
-fn feed_of<F: Float, NX: Size>(
+fn feed_of<F: Float, NX: Size, NW: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes,
+    weight: &Codes<NW>,
     dims: &Dims,
     unit: u32,
     row: u32,

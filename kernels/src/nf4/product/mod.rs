@@ -168,7 +168,7 @@ impl Kernel for Nf4Matmul {
     type Operands = Nf4MatmulOperands;
 
     const NAME: &'static str = "nf4";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
 
     fn bucket(p: &Nf4MatmulProblem) -> String {
         let Weight { block_size, nested, order, .. } = p.weight;
@@ -270,6 +270,7 @@ impl Kernel for Nf4Matmul {
             FinishCompilationArg::of(epilogue),
             DimsCompilationArg { m: (), n: (), k: (), parts: (), part_steps: () },
             plan.width,
+            plan.code_width,
             plan.out_width,
             plan.path,
             elem(p.dtype),
@@ -312,9 +313,10 @@ impl Kernel for Nf4Matmul {
                 plan.cube_dim,
                 address(p),
                 plan.width,
+                plan.code_width,
                 plan.out_width,
                 BufferArg::from_raw_parts(operands.x.clone(), x_len / plan.width),
-                CodesLaunch::of(&p.weight, &operands.weight),
+                CodesLaunch::of(&p.weight, &operands.weight, plan.code_width),
                 BufferArg::from_raw_parts(operands.out.clone(), out_len / plan.out_width),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
                 finish,
@@ -362,8 +364,9 @@ fn launch_dense(
 /// A config of one launch bound to a problem.
 struct Plan {
     path: Path,
-    /// Elements of a vector of x, and of y.
+    /// Elements of a vector of x, words of one of codes, elements of one of y.
     width: usize,
+    code_width: usize,
     out_width: usize,
     cubes: CubeCount,
     cube_dim: CubeDim,
@@ -381,6 +384,7 @@ impl Plan {
                     path: Path::Stream(config::stream_plan(p, &c)),
                     // Addresses are taken of x; its width means nothing.
                     width: 4,
+                    code_width: 1,
                     out_width: 1,
                     cubes: CubeCount::Static(cubes, 1, 1),
                     cube_dim: CubeDim::new_2d(32, c.planes),
@@ -393,6 +397,7 @@ impl Plan {
                 Self {
                     path: Path::Fused(config::fused_plan(p, &c)),
                     width: 4,
+                    code_width: 1,
                     // Of two matrices a unit holds a pair, of one it gathers eight.
                     out_width: if p.glu { 2 } else { 8 },
                     cubes: CubeCount::Static(blocks, c.parts, 1),
@@ -403,10 +408,15 @@ impl Plan {
             }
             Nf4MatmulConfig::Lanes(c) => {
                 let whole = p.weight.k % 8 == 0;
+                // The least block has 32 elements: 4 words share an absmax.
+                let wide =
+                    p.weight.k % 32 == 0 && p.weight.order == Order::Rows && arch.load_bytes >= 16;
+                let words = if wide { 4 } else { 1 };
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
                 Self {
-                    path: Path::Lanes(LanesPlan { config: c, whole, glu: p.glu }),
+                    path: Path::Lanes(LanesPlan { config: c, whole, words, glu: p.glu }),
                     width: if whole { widest.clamp(1, 8) } else { 1 },
+                    code_width: words as usize,
                     out_width: 1,
                     cubes: CubeCount::Static(p.weight.n.div_ceil(c.rows_of_cube()), 1, 1),
                     cube_dim: CubeDim::new_1d(c.units),
@@ -446,9 +456,9 @@ enum Path {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn product<F: Float, NX: Size, NO: Size>(
+fn product<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes,
+    weight: &Codes<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
@@ -458,11 +468,11 @@ fn product<F: Float, NX: Size, NO: Size>(
 ) {
     match path {
         Path::Stream(plan) => {
-            stream::stream::<F, NX, NO>(x, weight, out, partials, &finish, dims, plan)
+            stream::stream::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
         Path::Fused(plan) => {
-            fused::fused::<F, NX, NO>(x, weight, out, partials, &finish, dims, plan)
+            fused::fused::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
-        Path::Lanes(plan) => lanes::lanes::<F, NX, NO>(x, weight, out, &finish, dims, plan),
+        Path::Lanes(plan) => lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, dims, plan),
     }
 }

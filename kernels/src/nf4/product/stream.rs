@@ -142,9 +142,9 @@ struct Share {
 }
 
 #[cube]
-pub(crate) fn stream<F: Float, NX: Size, NO: Size>(
+pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes,
+    weight: &Codes<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -360,8 +360,8 @@ fn store_sums(acc: &Array<f32>, to: u32, lane: u32, m: u32, #[comptime] plan: St
 }
 
 #[cube]
-fn share_of(
-    weight: &Codes,
+fn share_of<NW: Size>(
+    weight: &Codes<NW>,
     own: u32,
     quads: u32,
     lane: u32,
