@@ -64,6 +64,22 @@ impl Weights {
         &self.config
     }
 
+    /// The tensors themselves, by the names that the files have.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// The tensors that the matrices of the layers are, or are parts of, by the names that the files have:
+    /// what is quantised where a model is. Of several matrices in one tensor the first stands for it.
+    pub fn layer_matrices(&self) -> BTreeMap<String, &Param> {
+        let matrix = |param: &&Param| quantizable(param) && param.slot != Slot::Head;
+        let mut matrices = BTreeMap::new();
+        for param in self.params.values().filter(matrix) {
+            matrices.entry(full_name(self.prefix, param)).or_insert(param);
+        }
+        matrices
+    }
+
     /// The weight of a slot; of a tied output projection, the embedding.
     ///
     /// # Errors

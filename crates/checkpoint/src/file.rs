@@ -3,9 +3,11 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
+#[cfg(unix)]
+use memmap2::UncheckedAdvice;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
@@ -19,8 +21,14 @@ const MOST_HEADER_BYTES: usize = 100_000_000;
 /// and not copied.
 #[derive(Debug)]
 pub struct Checkpoint {
-    shards: Vec<Mmap>,
+    shards: Vec<Shard>,
     tensors: BTreeMap<String, Place>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    map: Mmap,
 }
 
 #[derive(Debug)]
@@ -84,8 +92,27 @@ impl Checkpoint {
     /// [`Reason::Missing`].
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, Error> {
         let place = self.tensors.get(name).ok_or_else(|| Reason::Missing.of(name))?;
-        let bytes = &self.shards[place.shard][place.bytes.clone()];
+        let bytes = &self.shards[place.shard].map[place.bytes.clone()];
         Ok(Tensor { dtype: place.dtype, shape: place.shape.clone(), bytes: bytes.into() })
+    }
+
+    /// The files that hold them.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(|shard| shard.path.as_path())
+    }
+
+    /// Says that a tensor is not needed for now: the system counts what was read of it among this process's
+    /// memory no more, and reads it from the file where it is asked for again. Without it all that was ever
+    /// asked for counts. Nothing happens where there is no such tensor, or the system has no such call.
+    pub fn release(&self, name: &str) {
+        #[cfg(unix)]
+        if let Some(Place { shard, bytes, .. }) = self.tensors.get(name) {
+            let (map, advice) = (&self.shards[*shard].map, UncheckedAdvice::DontNeed);
+            // SAFETY: nobody writes to the map, so that pages which are dropped are read again as they were.
+            let released = unsafe { map.unchecked_advise_range(advice, bytes.start, bytes.len()) };
+            // A system that does not follow keeps the pages.
+            released.ok();
+        }
     }
 
     /// What is named `{name}.…`, without that.
@@ -139,7 +166,7 @@ impl Checkpoint {
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let places = places(&map, self.shards.len())
             .map_err(|why| Error::Header { path: path.to_owned(), why })?;
-        self.shards.push(map);
+        self.shards.push(Shard { path: path.to_owned(), map });
         Ok(places)
     }
 }

@@ -15,10 +15,12 @@
 //! ```
 //!
 //! That copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
-//! the kernels are the functions of [`ops`].
+//! the kernels are the functions of [`ops`]. [`quantize_model`] makes weights in 4 bits of a Hugging Face
+//! folder.
 
 mod attention;
 mod op;
+mod quantize;
 mod tensor;
 
 pub use arch::{
@@ -27,8 +29,13 @@ pub use arch::{
 pub use attention::{Attended, attention};
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
+pub use kernels::nf4::CodeBook;
 pub use op::{MatmulOptions, OpError, matmul, run_op};
 pub use ops;
+pub use quantize::{
+    Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
+    quantize_model,
+};
 pub use tensor::{HostTensor, TensorError};
 pub use tune::Policy;
 

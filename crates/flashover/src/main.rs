@@ -1,5 +1,7 @@
 //! The `flashover` command.
 
+mod quantize_command;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -53,6 +55,10 @@ enum Command {
         #[arg(long, default_value = "default")]
         policy: Policy,
     },
+    /// Write a Hugging Face model with the matrices of its layers in 4 bits, as bitsandbytes has them
+    ///
+    /// Example: flashover quantize --model llama --output llama-nf4 --report
+    Quantize(quantize_command::Args),
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
@@ -73,6 +79,7 @@ fn main() -> ExitCode {
         Command::Op { name, input, output, backend, profile, settings, policy } => {
             op(&name, &input, &output, backend, profile.as_deref(), &settings, policy)
         }
+        Command::Quantize(args) => quantize_command::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -311,6 +311,9 @@ pub(crate) fn choose<K: Kernel>(
 
 /// A device buffer of `bytes`, whole words.
 pub(crate) fn upload(device: &Device, bytes: &[u8]) -> Handle {
+    if bytes.len() % 4 == 0 {
+        return device.client().create_from_slice(bytes);
+    }
     let mut words = bytes.to_vec();
     words.resize(bytes.len().next_multiple_of(4), 0);
     device.client().create_from_slice(&words)

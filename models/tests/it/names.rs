@@ -103,3 +103,21 @@ fn tensors_tell_what_is_quantised() {
         assert!(head.dense().is_some(), "{name}");
     }
 }
+
+/// They are the tensors that bitsandbytes quantised, whole, whatever they are cut into here.
+#[test]
+fn layer_matrices_are_what_bitsandbytes_quantises() {
+    for name in ["llama_nf4", "llama_int8", "phi3_nf4", "gpt2_nf4"] {
+        let weights = open(name);
+        let checkpoint = weights.checkpoint();
+        let weights_of = |name: &&str| name.ends_with(".weight");
+        let quantised =
+            |name: &&str| !matches!(checkpoint.weight(name), Ok(Weight::Dense(_)) | Err(_));
+        let want: Vec<_> = checkpoint.names().filter(weights_of).filter(quantised).collect();
+        let matrices = weights.layer_matrices();
+        assert_eq!(matrices.keys().collect::<Vec<_>>(), want, "{name}");
+        assert!(matrices.values().all(|param| param.transposed == (name == "gpt2_nf4")));
+    }
+    let head = "lm_head.weight".to_owned();
+    assert!(!open("llama").layer_matrices().contains_key(&head), "the head is none");
+}

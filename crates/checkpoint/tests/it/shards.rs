@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use checkpoint::{Checkpoint, Error, Reason, Weight};
+use checkpoint::{Checkpoint, Dtype, Error, Reason, Tensor, Weight};
 
 use crate::{save, tensors};
 
@@ -79,4 +79,33 @@ fn a_folder_without_a_model_is_named() {
     assert!(Checkpoint::open(folder.path()).expect("one file").contains("linear.SCB"));
     fs::create_dir(folder.path().join("x.safetensors")).expect("made");
     assert!(Checkpoint::open(folder.path().join("x.safetensors")).is_err());
+}
+
+/// What is released counts no more, as `/proc` has it, and reads as before.
+#[test]
+fn released_tensors_leave_memory_and_read_again() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("released.safetensors");
+    let bytes: Vec<u8> = (0..4 << 20).map(|i: u32| (i % 251) as u8).collect();
+    let tensor = Tensor::new(Dtype::U8, &[bytes.len()], bytes.clone());
+    save(&path, &[("x".into(), tensor)]).expect("written");
+    let file = Checkpoint::open(&path).expect("whole");
+    let read = || file.tensor("x").expect("there").bytes == bytes;
+    let held = || {
+        let maps = fs::read_to_string("/proc/self/smaps").ok()?;
+        let own = maps.split_once("released.safetensors")?.1;
+        let line = own.lines().find_map(|line| line.strip_prefix("Rss:"))?;
+        line.trim().strip_suffix(" kB")?.parse::<usize>().ok()
+    };
+    assert!(read());
+    let Some(most) = held() else {
+        println!("skipped: needs /proc/self/smaps");
+        return;
+    };
+    assert!(most >= 4 << 10, "{most} KiB");
+    file.release("absent");
+    file.release("x");
+    let left = held().expect("still mapped");
+    assert!(left <= 64, "{left} KiB");
+    assert!(read());
 }

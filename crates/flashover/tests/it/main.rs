@@ -1,5 +1,7 @@
 //! The public crate and the command, on the CPU.
 
+mod quantize;
+
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

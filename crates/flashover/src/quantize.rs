@@ -1,0 +1,313 @@
+//! A Hugging Face folder, the matrices of its layers in 4 bits.
+//!
+//! ```text
+//!   for each tensor, one at a time:
+//!     a matrix of a layer     [out, in] to the device; codes and absmax back; into the file
+//!     any other               into the file as it is
+//!   config.json               with what transformers writes of such weights
+//!   other files               as they are
+//! ```
+//!
+//! All of it goes to a folder beside the one that was asked for, which gets its name when it is whole.
+//! Matrices that are stored `[in, out]`, as GPT-2's, are turned first, and fused ones stay fused: transformers
+//! does so too.
+
+mod errors;
+mod folder;
+mod matrix;
+mod peaks;
+mod shards;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use arch::Device;
+use checkpoint::{Checkpoint, Plan, Tensor, Writer};
+use kernels::nf4::{CodeBook, InvalidWeight, Weight};
+use models::Weights;
+use serde::Serialize;
+use tune::Infeasible;
+
+use errors::Sums;
+use folder::Target;
+use matrix::Matrix;
+pub use peaks::Peaks;
+use shards::Shard;
+
+/// How [`quantize_model`] writes weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantizeOptions {
+    pub book: CodeBook,
+    /// Values that share an absmax: a power of two from 32 to 4096.
+    pub block_size: u32,
+    /// Whether absmax are bytes themselves, which bitsandbytes calls double quantization.
+    pub nested: bool,
+    /// Bytes of tensors that a file holds at most, unless one tensor has more.
+    pub shard_bytes: u64,
+    /// Whether what was written is decoded again and compared with what it was made of.
+    pub measure: bool,
+}
+
+impl Default for QuantizeOptions {
+    /// NF4 in blocks of 64, nested, in files of 5 GB.
+    fn default() -> Self {
+        Self {
+            book: CodeBook::Nf4,
+            block_size: 64,
+            nested: true,
+            shard_bytes: 5_000_000_000,
+            measure: false,
+        }
+    }
+}
+
+/// What [`quantize_model`] wrote.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct QuantizedModel {
+    pub quant: CodeBook,
+    pub block_size: u32,
+    pub nested: bool,
+    /// In the order of their names.
+    pub weights: Vec<QuantizedWeight>,
+    /// Of all of `weights`.
+    pub total: Figures,
+    /// Tensors that were left as they are.
+    pub kept: usize,
+    /// Bytes of all tensors, before.
+    pub bytes_before: u64,
+    /// Bytes of all tensors, after.
+    pub bytes: u64,
+    pub peaks: Peaks,
+}
+
+/// A weight in 4 bits.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct QuantizedWeight {
+    pub name: String,
+    /// `[out, in]`
+    pub shape: [usize; 2],
+    #[serde(flatten)]
+    pub figures: Figures,
+}
+
+/// How small, and how close.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Figures {
+    pub values: u64,
+    /// In the file: codes, absmax, the books and the state that say how to read them.
+    pub bytes: u64,
+    pub bits_per_weight: f64,
+    /// Where [`QuantizeOptions::measure`] asked for them.
+    #[serde(flatten)]
+    pub errors: Option<WeightErrors>,
+}
+
+/// What the weights of a file, decoded, differ by from those they were made of.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct WeightErrors {
+    /// ‖w - decoded‖ / ‖w‖, 0 where all of w is 0.
+    pub relative_error: f64,
+    /// max |w - decoded|
+    pub largest_error: f64,
+}
+
+/// Why a model was not quantised. Nothing was written then.
+#[derive(Debug, thiserror::Error)]
+pub enum QuantizeError {
+    #[error(
+        "{0}\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
+    )]
+    Model(models::Error),
+    #[error("{what} is quantised already\nhint: quantise the weights that it was made of")]
+    Quantized { what: String },
+    #[error("{}\nhint: name a folder that is not there yet, or an empty one", .0)]
+    Output(String),
+    #[error(transparent)]
+    Block(InvalidWeight),
+    #[error("tensor {tensor}: {why}")]
+    Weight { tensor: String, why: InvalidWeight },
+    #[error(
+        "tensor {tensor} holds infinities or NaN\nhint: 4 bits hold finite numbers only; the checkpoint is damaged"
+    )]
+    NotFinite { tensor: String },
+    #[error(
+        "tensor {tensor} takes {need} bytes, and the device gives {have} at once\nhint: --backend cpu may have more"
+    )]
+    Memory { tensor: String, need: u64, have: u64 },
+    #[error("tensor {tensor}: {why}\nhint: another --backend may serve it")]
+    Unsupported { tensor: String, why: Infeasible },
+    #[error(
+        "tensor {tensor}: the device failed: {why}\nhint: `flashover doctor` says what this machine has; \
+         another --backend may do it"
+    )]
+    Failed { tensor: String, why: String },
+    #[error("{0}\nhint: is there room for the result?")]
+    Checkpoint(checkpoint::Error),
+    #[error("cannot write {}: {why}\nhint: is there room, and is it yours to write?", .path.display())]
+    Write { path: PathBuf, why: io::Error },
+}
+
+// By hand: as sources they would be printed twice.
+impl From<models::Error> for QuantizeError {
+    fn from(why: models::Error) -> Self {
+        Self::Model(why)
+    }
+}
+
+impl From<checkpoint::Error> for QuantizeError {
+    fn from(why: checkpoint::Error) -> Self {
+        Self::Checkpoint(why)
+    }
+}
+
+/// Writes the model of the folder `model` to the folder `output`, the matrices of its layers in 4 bits, so
+/// that transformers with bitsandbytes loads it, and so does this library. Embeddings, norms, biases and the
+/// output projection stay as they are.
+///
+/// Tensor by tensor: beside what was there before, the host holds the values of one and the device one with
+/// its codes. [`QuantizedModel::peaks`] says how much that was.
+///
+/// # Errors
+/// [`QuantizeError`]; nothing is left in `output` then.
+pub fn quantize_model(
+    device: &Device,
+    model: &Path,
+    output: &Path,
+    options: &QuantizeOptions,
+) -> Result<QuantizedModel, QuantizeError> {
+    Weight::new(1, 1, options.block_size, options.nested).map_err(QuantizeError::Block)?;
+    let target = Target::new(model, output)?;
+    let weights = Weights::open(model)?;
+    let job = Job::of(&weights, options)?;
+    let config = folder::config(model, job.compute_dtype(), options)?;
+    let others = folder::others(model, weights.checkpoint())?;
+    let staging = target.begin()?;
+    let mut peaks = Peaks::start();
+    let mut sizes = BTreeMap::new();
+    for shard in &job.shards {
+        sizes.extend(job.write(device, staging.path(), shard, &mut peaks)?);
+    }
+    shards::write_index(staging.path(), &job.shards, &sizes)?;
+    let mut weights = Vec::new();
+    let mut sums = Sums::default();
+    let written = Checkpoint::open(staging.path())?;
+    for matrix in job.matrices.values() {
+        let found = options.measure.then(|| job.compare(matrix, &written)).transpose()?;
+        let bytes = matrix.plan()?.iter().map(|plan| sizes[&plan.name]).sum();
+        let figures = Figures::new(matrix.weight.len(), bytes, found.map(|sums| sums.errors()));
+        sums.add(&found.unwrap_or_default());
+        let (name, shape) = (matrix.name.clone(), matrix.shape);
+        weights.push(QuantizedWeight { name, shape, figures });
+    }
+    drop(written);
+    folder::copy(model, staging.path(), &others)?;
+    folder::write(&staging.path().join("config.json"), config.as_bytes())?;
+    target.finish(staging)?;
+    peaks.finish();
+    let all = |of: fn(&Figures) -> u64| weights.iter().map(|w| of(&w.figures)).sum();
+    let total =
+        Figures::new(all(|f| f.values), all(|f| f.bytes), options.measure.then(|| sums.errors()));
+    Ok(QuantizedModel {
+        quant: options.book,
+        block_size: options.block_size,
+        nested: options.nested,
+        total,
+        kept: job.checkpoint.names().count() - weights.len(),
+        weights,
+        bytes_before: job.bytes_before()?,
+        bytes: sizes.values().sum(),
+        peaks,
+    })
+}
+
+impl Figures {
+    fn new(values: u64, bytes: u64, errors: Option<WeightErrors>) -> Self {
+        let bits_per_weight = bytes as f64 * 8.0 / values.max(1) as f64;
+        Self { values, bytes, bits_per_weight, errors }
+    }
+}
+
+/// What is to be done, all of it checked.
+struct Job<'a> {
+    checkpoint: &'a Checkpoint,
+    matrices: BTreeMap<String, Matrix>,
+    shards: Vec<Shard>,
+    book: CodeBook,
+}
+
+impl<'a> Job<'a> {
+    fn of(weights: &'a Weights, options: &QuantizeOptions) -> Result<Self, QuantizeError> {
+        let checkpoint = weights.checkpoint();
+        let mut matrices = BTreeMap::new();
+        for (name, param) in weights.layer_matrices() {
+            let matrix = Matrix::of(checkpoint, &name, param.transposed, options)?;
+            matrices.insert(name, matrix);
+        }
+        let mut job = Self { checkpoint, matrices, shards: Vec::new(), book: options.book };
+        let plans = checkpoint.names().map(|name| Ok((name.to_owned(), job.plan(name)?)));
+        let plans = plans.collect::<Result<Vec<_>, QuantizeError>>()?;
+        job.shards = shards::split(plans, options.shard_bytes);
+        Ok(job)
+    }
+
+    /// The tensors that one of the model becomes.
+    fn plan(&self, name: &str) -> Result<Vec<Plan>, QuantizeError> {
+        if let Some(matrix) = self.matrices.get(name) {
+            return matrix.plan();
+        }
+        let tensor = self.checkpoint.tensor(name)?;
+        Ok(vec![Plan::new(name, tensor.dtype, &tensor.shape)])
+    }
+
+    /// What layers compute in: the type that their matrices had.
+    fn compute_dtype(&self) -> &'static str {
+        self.matrices.values().next().map_or("float32", Matrix::dtype_name)
+    }
+
+    fn bytes_before(&self) -> Result<u64, QuantizeError> {
+        let bytes = |name| Ok(self.checkpoint.tensor(name)?.bytes.len() as u64);
+        self.checkpoint.names().map(bytes).sum()
+    }
+
+    /// Writes a file; returns the bytes of each tensor in it.
+    fn write(
+        &self,
+        device: &Device,
+        folder: &Path,
+        shard: &Shard,
+        peaks: &mut Peaks,
+    ) -> Result<Vec<(String, u64)>, QuantizeError> {
+        let plans = shard.tensors.iter().flat_map(|(_, plans)| plans.iter().cloned());
+        let mut writer = Writer::create(folder.join(&shard.file), plans)?;
+        let mut sizes = Vec::new();
+        let mut put = |writer: &mut Writer, tensors: &[(String, Tensor<'_>)]| {
+            sizes.extend(tensors.iter().map(|(name, t)| (name.clone(), t.bytes.len() as u64)));
+            writer.write_all(tensors)
+        };
+        for (name, _) in &shard.tensors {
+            if let Some(matrix) = self.matrices.get(name) {
+                let quantized = matrix.quantize(device, self.checkpoint, self.book, peaks)?;
+                put(&mut writer, &quantized.tensors(name)?)?;
+            } else {
+                put(&mut writer, &[(name.clone(), self.checkpoint.tensor(name)?)])?;
+            }
+            self.checkpoint.release(name);
+        }
+        writer.finish()?;
+        Ok(sizes)
+    }
+
+    /// How far a weight of the file is from what it was made of.
+    fn compare(&self, matrix: &Matrix, written: &Checkpoint) -> Result<Sums, QuantizeError> {
+        let checkpoint::Weight::FourBit(weight) = written.weight(&matrix.name)? else {
+            let reason = checkpoint::Reason::Unexpected("weights of 4 bits");
+            return Err(checkpoint::Error::Tensor { tensor: matrix.name.clone(), reason }.into());
+        };
+        let values = matrix.values(self.checkpoint)?;
+        let sums = errors::compare(&values, matrix.dtype, &weight);
+        self.checkpoint.release(&matrix.name);
+        matrix.plan()?.iter().for_each(|plan| written.release(&plan.name));
+        Ok(sums)
+    }
+}

@@ -1,0 +1,132 @@
+//! What a file's codes stand for, beside what they were made of.
+
+use std::borrow::Cow;
+
+use checkpoint::{Absmax, Dtype, FourBit};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::WeightErrors;
+
+/// Values whose sums are one: the same on every machine, whatever the number of its cores.
+const CHUNK: usize = 1 << 16;
+
+/// What errors are computed from.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Sums {
+    squared_error: f64,
+    squared_norm: f64,
+    largest: f64,
+}
+
+impl Sums {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.squared_error += other.squared_error;
+        self.squared_norm += other.squared_norm;
+        self.largest = self.largest.max(other.largest);
+    }
+
+    pub(super) fn errors(&self) -> WeightErrors {
+        let relative = (self.squared_error / self.squared_norm).sqrt();
+        let zeros = self.squared_norm == 0.0 && self.squared_error == 0.0;
+        let relative_error = if zeros { 0.0 } else { relative };
+        WeightErrors { relative_error, largest_error: self.largest }
+    }
+}
+
+/// Compares values of `dtype` with a weight made of them. The weight is decoded as bitsandbytes decodes it, in
+/// f32, and not rounded to the dtype; all else is f64.
+pub(super) fn compare(values: &[u8], dtype: Dtype, weight: &FourBit<'_>) -> Sums {
+    let size = dtype.bitsize() / 8;
+    let absmax = absmax(weight);
+    let block_size = weight.layout.block_size;
+    let chunk = |(chunk, values): (usize, &[u8])| {
+        let mut sums = Sums::default();
+        for (i, value) in values.chunks_exact(size).enumerate() {
+            let at = chunk * CHUNK + i;
+            let byte = weight.codes[at / 2];
+            let code = if at % 2 == 0 { byte >> 4 } else { byte & 15 };
+            let decoded = weight.quant_map[usize::from(code)] * absmax[at / block_size];
+            let value = number(value, dtype);
+            let error = value - f64::from(decoded);
+            sums.squared_error += error * error;
+            sums.squared_norm += value * value;
+            sums.largest = sums.largest.max(error.abs());
+        }
+        sums
+    };
+    let chunks: Vec<Sums> = values.par_chunks(CHUNK * size).enumerate().map(chunk).collect();
+    chunks.iter().fold(Sums::default(), |mut all, sums| {
+        all.add(sums);
+        all
+    })
+}
+
+/// One number a block.
+fn absmax<'a>(weight: &'a FourBit<'_>) -> Cow<'a, [f32]> {
+    match &weight.absmax {
+        Absmax::Plain(absmax) => Cow::Borrowed(absmax),
+        Absmax::Nested(nested) => {
+            let value = |(block, code): (usize, &u8)| {
+                nested.quant_map[usize::from(*code)] * nested.absmax[block / 256] + nested.offset
+            };
+            nested.codes.iter().enumerate().map(value).collect()
+        }
+    }
+}
+
+fn number(bytes: &[u8], dtype: Dtype) -> f64 {
+    match (dtype, bytes) {
+        (Dtype::F16, &[a, b]) => f16::from_le_bytes([a, b]).into(),
+        (Dtype::BF16, &[a, b]) => bf16::from_le_bytes([a, b]).into(),
+        (_, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]).into(),
+        _ => f64::NAN,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use checkpoint::{Layout, Nested, QuantType};
+
+    use super::*;
+
+    fn weight(len: usize, codes: Vec<u8>, absmax: Absmax<'static>) -> FourBit<'static> {
+        let layout = Layout {
+            quant_type: QuantType::Nf4,
+            block_size: 32,
+            nested: matches!(absmax, Absmax::Nested(_)),
+            dtype: Dtype::F32,
+            shape: vec![1, len],
+            storage: Dtype::U8,
+        };
+        let quant_map: Vec<f32> = (0..16).map(|i| i as f32 / 8.0 - 1.0).collect();
+        FourBit { layout, codes: codes.into(), quant_map: quant_map.into(), absmax }
+    }
+
+    /// By hand: 33 values of code 12, or 0.5, with absmax 2 and then 6, where there were 1.5 and 2.
+    #[test]
+    fn errors_are_those_of_the_decoded_values() {
+        let values: Vec<f32> = [[1.5; 32].as_slice(), &[2.0]].concat();
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let codes = || [[0xcc; 16].as_slice(), &[0xc0]].concat();
+        let nested = Nested {
+            codes: vec![1, 3].into(),
+            absmax: vec![4.0].into(),
+            quant_map: (0..256).map(|i| i as f32 / 2.0).collect(),
+            offset: 0.0,
+        };
+        for absmax in [Absmax::Plain(vec![2.0, 6.0].into()), Absmax::Nested(nested)] {
+            let sums = compare(&bytes, Dtype::F32, &weight(33, codes(), absmax));
+            let WeightErrors { relative_error, largest_error } = sums.errors();
+            assert_eq!(largest_error, 1.0);
+            assert_eq!(relative_error, (9.0f64 / (32.0 * 2.25 + 4.0)).sqrt());
+        }
+    }
+
+    #[test]
+    fn no_error_of_nothing_is_no_nan() {
+        let absmax = Absmax::Plain(vec![0.0].into());
+        let sums = compare(&[0; 8], Dtype::F16, &weight(4, vec![0x77; 2], absmax));
+        assert_eq!(sums.errors(), WeightErrors { relative_error: 0.0, largest_error: 0.0 });
+    }
+}

@@ -1,0 +1,207 @@
+//! The files around the weights, and the folder that all of it becomes.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use checkpoint::Checkpoint;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::{QuantizeError, QuantizeOptions};
+
+/// A folder that does not exist until all of it is written.
+pub(super) struct Target {
+    output: PathBuf,
+    parent: PathBuf,
+}
+
+impl Target {
+    /// Finds out whether `output` may be made of `model`.
+    pub(super) fn new(model: &Path, output: &Path) -> Result<Self, QuantizeError> {
+        let shown = output.display();
+        let refused = |why: &str| Err(QuantizeError::Output(format!("{shown} {why}")));
+        let output = match fs::metadata(output) {
+            Ok(meta) if !meta.is_dir() => return refused("is a file"),
+            Ok(_) => {
+                let first = fs::read_dir(output).map(|mut entries| entries.next());
+                match first {
+                    Ok(None) => output.canonicalize().map_err(write_error(output))?,
+                    Ok(Some(_)) => return refused("is not empty"),
+                    Err(why) => return refused(&format!("cannot be read: {why}")),
+                }
+            }
+            Err(_) if output.is_symlink() => return refused("is a link to nothing"),
+            Err(_) => output.to_owned(),
+        };
+        let parent = match output.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+            _ => PathBuf::from("."),
+        };
+        let Ok(real) = parent.canonicalize() else {
+            return refused("has no folder to lie in");
+        };
+        if model.canonicalize().is_ok_and(|model| real.starts_with(model)) {
+            return refused("lies in the folder of the model");
+        }
+        Ok(Self { output, parent })
+    }
+
+    /// A folder beside it, which goes away unless it is finished.
+    pub(super) fn begin(&self) -> Result<TempDir, QuantizeError> {
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".flashover-");
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            builder.permissions(fs::Permissions::from_mode(0o777));
+        }
+        builder.tempdir_in(&self.parent).map_err(write_error(&self.output))
+    }
+
+    /// Gives the folder its name.
+    pub(super) fn finish(self, staging: TempDir) -> Result<(), QuantizeError> {
+        fs::rename(staging.path(), &self.output).map_err(write_error(&self.output))?;
+        // It is no more where it was made, so nothing is to be removed.
+        drop(staging.keep());
+        Ok(())
+    }
+}
+
+/// `config.json` with what transformers writes of weights in 4 bits, and otherwise as it was, digit by digit.
+pub(super) fn config(
+    model: &Path,
+    compute_dtype: &str,
+    options: &QuantizeOptions,
+) -> Result<String, QuantizeError> {
+    const FILE: &str = "config.json";
+    let path = model.join(FILE);
+    let text = fs::read_to_string(&path).map_err(|why| models::Error::Read { path, why })?;
+    let value: Value =
+        serde_json::from_str(&text).map_err(|why| models::Error::Json { file: FILE, why })?;
+    let field = "quantization_config";
+    if value.get(field).is_some_and(|value| !value.is_null()) {
+        return Err(QuantizeError::Quantized { what: format!("the model ({FILE}: `{field}`)") });
+    }
+    let quantization = json!({
+        "_load_in_4bit": true,
+        "_load_in_8bit": false,
+        "bnb_4bit_compute_dtype": compute_dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": options.book,
+        "bnb_4bit_use_double_quant": options.nested,
+        "llm_int8_enable_fp32_cpu_offload": false,
+        "llm_int8_has_fp16_weight": false,
+        // Besides the output projection, which it always skips.
+        "llm_int8_skip_modules": null,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": true,
+        "load_in_8bit": false,
+        "quant_method": "bitsandbytes",
+    });
+    Ok(with_field(&text, field, &quantization))
+}
+
+/// A JSON object with one more field, its last, which counts where it was there before.
+fn with_field(object: &str, field: &str, value: &Value) -> String {
+    let open = object.trim_end().strip_suffix('}').unwrap_or(object).trim_end();
+    let comma = if open.ends_with('{') { "" } else { "," };
+    let value = format!("{value:#}").replace('\n', "\n  ");
+    format!("{open}{comma}\n  \"{field}\": {value}\n}}\n")
+}
+
+/// Files to be copied, from the folder on: all but the weights, in whatever format, and what is hidden.
+pub(super) fn others(model: &Path, checkpoint: &Checkpoint) -> Result<Vec<PathBuf>, QuantizeError> {
+    let mut found = Vec::new();
+    let mut folders = vec![PathBuf::new()];
+    while let Some(folder) = folders.pop() {
+        let at = model.join(&folder);
+        let read = |why| models::Error::Read { path: at.clone(), why };
+        for entry in fs::read_dir(&at).map_err(read)? {
+            let entry = entry.map_err(read)?;
+            let name = entry.file_name();
+            let path = folder.join(&name);
+            if name.as_encoded_bytes().starts_with(b".") {
+                continue;
+            }
+            if entry.file_type().map_err(read)?.is_dir() {
+                folders.push(path);
+            } else if entry.path().is_file()
+                && path != Path::new("config.json")
+                && !is_weights(&name.to_string_lossy())
+                && !checkpoint.files().any(|file| file == entry.path())
+            {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Whether a file holds the weights that were quantised, or the same in another format.
+fn is_weights(name: &str) -> bool {
+    const ENDS: [&str; 9] =
+        [".pth", ".pt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".index.json"];
+    let named = |starts: &str, ends: &str| name.starts_with(starts) && name.ends_with(ends);
+    named("model", ".safetensors")
+        || named("consolidated", ".safetensors")
+        || named("pytorch_model", ".bin")
+        || ENDS.iter().any(|end| name.ends_with(end))
+}
+
+/// Copies files of `model`, their folders made.
+pub(super) fn copy(model: &Path, to: &Path, files: &[PathBuf]) -> Result<(), QuantizeError> {
+    for file in files {
+        let target = to.join(file);
+        let folder = target.parent().unwrap_or(to);
+        fs::create_dir_all(folder).map_err(write_error(folder))?;
+        fs::copy(model.join(file), &target).map_err(write_error(&target))?;
+    }
+    Ok(())
+}
+
+/// Writes a whole file.
+pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<(), QuantizeError> {
+    fs::write(path, bytes).map_err(write_error(path))
+}
+
+fn write_error(path: &Path) -> impl Fn(io::Error) -> QuantizeError {
+    let path = path.to_owned();
+    move |why| QuantizeError::Write { path: path.clone(), why }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_is_added_and_the_rest_is_kept() {
+        let text = "{\n  \"eps\": 1e-05,\n  \"b\": {}\n}\n";
+        let more = with_field(text, "q", &json!({ "x": 1 }));
+        let want = "{\n  \"eps\": 1e-05,\n  \"b\": {},\n  \"q\": {\n    \"x\": 1\n  }\n}\n";
+        assert_eq!(more, want);
+        assert_eq!(with_field("{}", "q", &json!(1)), "{\n  \"q\": 1\n}\n");
+        let null = with_field("{\"q\": null}", "q", &json!(1));
+        let value: Value = serde_json::from_str(&null).expect("JSON");
+        assert_eq!(value["q"], 1);
+    }
+
+    #[test]
+    fn weights_are_known_by_their_names() {
+        for name in [
+            "model.safetensors",
+            "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model-00001-of-00002.bin",
+            "consolidated.00.pth",
+            "consolidated.safetensors",
+            "x-q4_0.gguf",
+        ] {
+            assert!(is_weights(name), "{name}");
+        }
+        for name in ["tokenizer.json", "tokenizer.model", "training_args.bin", "README.md"] {
+            assert!(!is_weights(name), "{name}");
+        }
+    }
+}

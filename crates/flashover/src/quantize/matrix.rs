@@ -1,0 +1,232 @@
+//! One weight, to the device and back.
+
+use std::borrow::Cow;
+
+use arch::{DType, Device};
+use checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Layout, Nested, Plan, QuantType};
+use half::{bf16, f16};
+use kernels::nf4::{self, CodeBook, Weight, WeightBuffers};
+
+use super::{Peaks, QuantizeError, QuantizeOptions};
+use crate::OpError;
+use crate::op::{read, upload};
+
+/// A matrix of a layer, as the model has it and as it is to be.
+pub(super) struct Matrix {
+    pub(super) name: String,
+    /// `[out, in]`
+    pub(super) shape: [usize; 2],
+    pub(super) dtype: Dtype,
+    pub(super) weight: Weight,
+    layout: Layout,
+    /// It is stored `[in, out]`.
+    transposed: bool,
+}
+
+impl Matrix {
+    /// The tensor `name` of two axes.
+    ///
+    /// # Errors
+    /// One that is quantised already, or is larger than any kernel takes.
+    pub(super) fn of(
+        checkpoint: &Checkpoint,
+        name: &str,
+        transposed: bool,
+        options: &QuantizeOptions,
+    ) -> Result<Self, QuantizeError> {
+        let checkpoint::Weight::Dense(tensor) = checkpoint.weight(name)? else {
+            return Err(QuantizeError::Quantized { what: format!("tensor {name}") });
+        };
+        let &[rows, columns] = &tensor.shape[..] else {
+            let reason = checkpoint::Reason::Axes { have: tensor.shape, need: 2 };
+            return Err(checkpoint::Error::Tensor { tensor: name.into(), reason }.into());
+        };
+        let shape = if transposed { [columns, rows] } else { [rows, columns] };
+        // What does not fit is above what a weight may have.
+        let [n, k] = shape.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
+        let weight = Weight::new(n, k, options.block_size, options.nested)
+            .map_err(|why| QuantizeError::Weight { tensor: name.into(), why })?;
+        let layout = Layout {
+            quant_type: match options.book {
+                CodeBook::Nf4 => QuantType::Nf4,
+                CodeBook::Fp4 => QuantType::Fp4,
+            },
+            block_size: options.block_size as usize,
+            nested: options.nested,
+            dtype: tensor.dtype,
+            shape: shape.to_vec(),
+            storage: Dtype::U8,
+        };
+        Ok(Self { name: name.into(), shape, dtype: tensor.dtype, weight, layout, transposed })
+    }
+
+    /// The tensors that it becomes.
+    pub(super) fn plan(&self) -> Result<Vec<Plan>, QuantizeError> {
+        Ok(self.layout.plan(&self.name)?)
+    }
+
+    /// As torch calls it.
+    pub(super) fn dtype_name(&self) -> &'static str {
+        match self.dtype {
+            Dtype::F16 => "float16",
+            Dtype::BF16 => "bfloat16",
+            _ => "float32",
+        }
+    }
+
+    /// The bytes of `[out, in]`, copied only where they are stored `[in, out]`.
+    pub(super) fn values<'a>(
+        &self,
+        checkpoint: &'a Checkpoint,
+    ) -> Result<Cow<'a, [u8]>, QuantizeError> {
+        let bytes = checkpoint.tensor(&self.name)?.bytes;
+        if !self.transposed {
+            return Ok(bytes);
+        }
+        let turned = match self.dtype {
+            Dtype::F32 => turned::<4>(&bytes, self.shape),
+            _ => turned::<2>(&bytes, self.shape),
+        };
+        Ok(turned.into())
+    }
+
+    /// Quantises it on the device.
+    ///
+    /// # Errors
+    /// Infinities and NaN, and what the device refuses or fails at.
+    pub(super) fn quantize(
+        &self,
+        device: &Device,
+        checkpoint: &Checkpoint,
+        book: CodeBook,
+        peaks: &mut Peaks,
+    ) -> Result<FourBit<'static>, QuantizeError> {
+        let (values, dtype) = self.taken(device, self.values(checkpoint)?);
+        self.check_memory(device, values.len())?;
+        let on_device = upload(device, &values);
+        drop(values);
+        let tensor = || self.name.clone();
+        let made = nf4::quantize(device, &on_device, self.weight, dtype, book);
+        let made = made.map_err(|why| match why {
+            nf4::QuantizeError::NotFinite => QuantizeError::NotFinite { tensor: tensor() },
+            nf4::QuantizeError::Unsupported(why) => {
+                QuantizeError::Unsupported { tensor: tensor(), why }
+            }
+            nf4::QuantizeError::Device(why) => QuantizeError::Failed { tensor: tensor(), why },
+        })?;
+        peaks.see(device);
+        drop(on_device);
+        let weight = self.download(device, &made, book)?;
+        drop(made);
+        // Pools would keep what the last tensor took beside what the next takes.
+        device
+            .client()
+            .memory_cleanup()
+            .map_err(|why| QuantizeError::Failed { tensor: tensor(), why: format!("{why:?}") })?;
+        Ok(weight)
+    }
+
+    /// The values in a type that the device stores: those of 16 bits are f32 as well.
+    fn taken<'v>(&self, device: &Device, values: Cow<'v, [u8]>) -> (Cow<'v, [u8]>, DType) {
+        let dtype = match self.dtype {
+            Dtype::F16 => DType::F16,
+            Dtype::BF16 => DType::Bf16,
+            _ => return (values, DType::F32),
+        };
+        if device.profile().dtypes.contains(&dtype) {
+            return (values, dtype);
+        }
+        let wide = |bytes: &[u8; 2]| match dtype {
+            DType::F16 => f16::from_le_bytes(*bytes).to_f32(),
+            _ => bf16::from_le_bytes(*bytes).to_f32(),
+        };
+        let halves = values.as_chunks::<2>().0;
+        let values = halves.iter().flat_map(|bytes| wide(bytes).to_le_bytes()).collect::<Vec<_>>();
+        (values.into(), DType::F32)
+    }
+
+    fn check_memory(&self, device: &Device, bytes: usize) -> Result<(), QuantizeError> {
+        let (need, have) = (bytes as u64, device.client().properties().memory.max_page_size);
+        if need > have {
+            return Err(QuantizeError::Memory { tensor: self.name.clone(), need, have });
+        }
+        Ok(())
+    }
+
+    /// What the device made, as files have it.
+    fn download(
+        &self,
+        device: &Device,
+        made: &WeightBuffers,
+        book: CodeBook,
+    ) -> Result<FourBit<'static>, QuantizeError> {
+        let bytes = |handle: &cubecl::server::Handle, len: u64| {
+            read(device, handle.clone(), len as usize).map_err(|why| {
+                let why = match why {
+                    OpError::Failed(why) => why,
+                    other => other.to_string(),
+                };
+                QuantizeError::Failed { tensor: self.name.clone(), why }
+            })
+        };
+        let floats = |handle, len: u64| -> Result<Vec<f32>, QuantizeError> {
+            let bytes = bytes(handle, 4 * len)?;
+            Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
+        };
+        let weight = &self.weight;
+        let absmax = match &made.nested {
+            None => Absmax::Plain(floats(&made.absmax, weight.blocks())?.into()),
+            Some(nested) => {
+                let scales = floats(&nested.scales, 2 * weight.groups())?; // [groups, 2]
+                Absmax::Nested(Nested {
+                    codes: bytes(&made.absmax, weight.blocks())?.into(),
+                    absmax: scales.iter().step_by(2).copied().collect(),
+                    quant_map: floats(&nested.book, 256)?.into(),
+                    offset: scales[1],
+                })
+            }
+        };
+        Ok(FourBit {
+            layout: self.layout.clone(),
+            codes: bytes(&made.codes, weight.len().div_ceil(2))?.into(),
+            quant_map: book.values().to_vec().into(),
+            absmax,
+        })
+    }
+}
+
+/// Values of `S` bytes, stored `[in, out]`, as `[out, in]`.
+fn turned<const S: usize>(bytes: &[u8], [n, k]: [usize; 2]) -> Vec<u8> {
+    // Lines of both sides stay in the first cache.
+    const TILE: usize = 32;
+    let from = bytes.as_chunks::<S>().0; // [k, n]
+    let mut to = vec![[0; S]; from.len()]; // [n, k]
+    for row in (0..n).step_by(TILE) {
+        for column in (0..k).step_by(TILE) {
+            for r in row..n.min(row + TILE) {
+                for c in column..k.min(column + TILE) {
+                    to[r * k + c] = from[c * n + r];
+                }
+            }
+        }
+    }
+    to.into_flattened()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turning_exchanges_rows_and_columns() {
+        let [n, k] = [37, 70];
+        let stored: Vec<u8> = (0..k * n).flat_map(|i| (i as u16).to_le_bytes()).collect();
+        let turned = turned::<2>(&stored, [n, k]);
+        let at = |row, column| u16::from_le_bytes(turned.as_chunks::<2>().0[row * k + column]);
+        for row in 0..n {
+            for column in 0..k {
+                assert_eq!(usize::from(at(row, column)), column * n + row);
+            }
+        }
+    }
+}

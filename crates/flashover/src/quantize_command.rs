@@ -1,0 +1,134 @@
+//! `flashover quantize`.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use anyhow::anyhow;
+use command::OutFile;
+use flashover::{
+    Backend, CodeBook, Device, Figures, QuantizeOptions, QuantizedModel, quantize_model, report,
+};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Folder with config.json and safetensors
+    #[arg(long)]
+    model: PathBuf,
+    /// Folder to be made; it must not be there, or be empty
+    #[arg(long)]
+    output: PathBuf,
+    /// nf4 or fp4
+    #[arg(long, default_value = "nf4", value_parser = code_book)]
+    quant: CodeBook,
+    /// Values that share an absmax, a power of two from 32 to 4096
+    #[arg(long, default_value_t = QuantizeOptions::default().block_size)]
+    block_size: u32,
+    /// Keep absmax in f32: 4.5 bits a weight in blocks of 64, where 4.13 are usual
+    #[arg(long)]
+    plain_absmax: bool,
+    /// The most that one file of weights holds
+    #[arg(long, value_name = "BYTES", default_value_t = QuantizeOptions::default().shard_bytes)]
+    shard_bytes: u64,
+    /// Decode what was written and print bits and errors of every weight, or write them to FILE as JSON
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    report: Option<Option<PathBuf>>,
+    /// cuda, vulkan, webgpu or cpu; without it the one that `flashover doctor` calls chosen
+    #[arg(long)]
+    backend: Option<Backend>,
+    /// Restrict the device to a recorded profile, such as rtx4090
+    #[arg(long, requires = "backend")]
+    profile: Option<String>,
+}
+
+fn code_book(text: &str) -> Result<CodeBook, String> {
+    [CodeBook::Nf4, CodeBook::Fp4]
+        .into_iter()
+        .find(|book| book.name() == text)
+        .ok_or_else(|| format!("unknown quantisation `{text}`\nhint: one of nf4, fp4"))
+}
+
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let file = args.report.iter().flatten().map(|path| OutFile::new(path)).next().transpose()?;
+    let options = QuantizeOptions {
+        book: args.quant,
+        block_size: args.block_size,
+        nested: !args.plain_absmax,
+        shard_bytes: args.shard_bytes,
+        measure: args.report.is_some(),
+    };
+    let device = open(args)?;
+    let made = quantize_model(&device, &args.model, &args.output, &options)?;
+    let mut text = String::new();
+    match file {
+        Some(file) => file.write((serde_json::to_string_pretty(&made)? + "\n").as_bytes())?,
+        None if options.measure => text += &table(&made),
+        None => {}
+    }
+    let name = &device.profile().name;
+    text += &format!("{} on {name} ({})\n", args.output.display(), device.backend());
+    text += &summary(&made);
+    Ok(command::print(&text)?)
+}
+
+fn open(args: &Args) -> anyhow::Result<Device> {
+    let backend = match args.backend {
+        Some(backend) => backend,
+        None => {
+            let chosen = report::survey().chosen;
+            let hint = "hint: `flashover doctor` says what each back end needs";
+            chosen.ok_or_else(|| anyhow!("no back end answers\n{hint}"))?.backend
+        }
+    };
+    let device = Device::open(backend)?;
+    Ok(match &args.profile {
+        Some(profile) => device.restrict(profile)?,
+        None => device,
+    })
+}
+
+/// One line a weight, and one of all.
+fn table(made: &QuantizedModel) -> String {
+    let width = made.weights.iter().map(|w| w.name.len()).max().unwrap_or_default().max(6);
+    let mut text = format!(
+        "{:<width$}  {:>13}  {:>5}  {:>14}  {:>13}\n",
+        "weight", "shape", "bits", "relative error", "largest error"
+    );
+    let mut line = |name: &str, shape: &str, figures: &Figures| {
+        let Figures { bits_per_weight: bits, errors, .. } = figures;
+        let error = |value: Option<f64>| value.map_or_else(String::new, |v| format!("{v:.5}"));
+        let [relative, largest] =
+            [error(errors.map(|e| e.relative_error)), error(errors.map(|e| e.largest_error))];
+        writeln!(text, "{name:<width$}  {shape:>13}  {bits:>5.2}  {relative:>14}  {largest:>13}")
+            .expect("a string takes all");
+    };
+    for weight in &made.weights {
+        let [n, k] = weight.shape;
+        line(&weight.name, &format!("{n} x {k}"), &weight.figures);
+    }
+    line("total", &made.total.values.to_string(), &made.total);
+    text
+}
+
+fn summary(made: &QuantizedModel) -> String {
+    let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+    let QuantizedModel { weights, total, kept, peaks, .. } = made;
+    let absmax = if made.nested { "nested absmax" } else { "plain absmax" };
+    let host = match (peaks.host_bytes, peaks.host_bytes_before) {
+        (Some(most), Some(before)) => {
+            format!("host {}, {} before the first tensor", mib(most), mib(before))
+        }
+        _ => "host unknown".to_owned(),
+    };
+    format!(
+        "{} weights in {}, blocks of {}, {absmax}, {:.2} bits each; {kept} tensors as they were\n\
+         {} of tensors, where there were {}\n\
+         peak memory: {host}; device {}\n",
+        weights.len(),
+        made.quant.name(),
+        made.block_size,
+        total.bits_per_weight,
+        mib(made.bytes),
+        mib(made.bytes_before),
+        mib(peaks.device_bytes),
+    )
+}
