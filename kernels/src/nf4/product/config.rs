@@ -95,8 +95,13 @@ pub(super) fn simplest(
 fn streams(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<StreamConfig> {
     let quads = p.weight.k / 256;
     let mut found: Vec<StreamConfig> = Vec::new();
-    // Of 16 planes a unit has 128 registers; with two fragments of x it spills 16 to 248 bytes.
-    let planes = if p.m > 8 { [12u32, 8, 6] } else { [16, 12, 8] };
+    // Of 16 planes a unit has 128 registers; with two fragments of x it spills 16 to 248 bytes. Eight planes
+    // spill 8 (sm_120) where absmax are numbers, of which a unit holds eight.
+    let planes = match (p.m > 8, p.weight.nested) {
+        (false, _) => [16u32, 12, 8],
+        (true, true) => [12, 8, 6],
+        (true, false) => [6, 4, 12],
+    };
     for planes in planes.map(|planes| planes.min(arch.max_units_per_cube / 32)) {
         if planes == 0 || quads == 0 {
             continue;
