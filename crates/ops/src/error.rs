@@ -52,10 +52,12 @@ pub enum OpError {
         "nested absmax of several offsets are no weight of a file\nhint: save the weights that were joined"
     )]
     Joined,
+    #[error("nothing was given to join\nhint: give one weight at least")]
+    Empty,
+    #[error("a weight of shape {0:?} is no matrix\nhint: a linear layer's is [n, k]")]
+    NoMatrix(Vec<usize>),
     #[error("weights in 4 bits are not multiplied in tf32\nhint: their f32 products are f32")]
     NoTf32,
-    #[error("the books of these weights differ\nhint: multiply with each by itself")]
-    Books,
     #[error(transparent)]
     Weight(#[from] InvalidWeight),
     #[error(transparent)]

@@ -26,10 +26,13 @@ mod matmul;
 mod nf4;
 
 pub use attention::attention;
+/// Where [`Nf4Weight`]s come from and go to.
+pub use checkpoint;
 pub use ctx::Ctx;
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode};
 pub use error::OpError;
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
+pub use kernels::nf4::CodeBook;
 pub use matmul::{Epilogue, linear, matmul};
-pub use nf4::{HostAbsmax, HostNf4, Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
+pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};

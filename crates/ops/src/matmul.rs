@@ -55,6 +55,41 @@ impl<const D: usize> Default for Epilogue<D> {
     }
 }
 
+impl<const D: usize> Epilogue<D> {
+    /// The bias has the operands' dtype, the matrices the result's.
+    pub(crate) fn check_dtypes(
+        &self,
+        operands: burn::tensor::DType,
+        out: burn::tensor::DType,
+    ) -> Result<(), OpError> {
+        let typed = [
+            ("bias", self.bias.as_ref().map(Tensor::dtype), operands),
+            ("gate", self.gate.as_ref().map(Tensor::dtype), out),
+            ("residual", self.residual.as_ref().map(Tensor::dtype), out),
+        ];
+        for (what, have, need) in typed {
+            if let Some(have) = have.filter(|have| *have != need) {
+                return Err(OpError::DType { what, have, need });
+            }
+        }
+        Ok(())
+    }
+
+    /// The bias has `bias` elements, the matrices the result's shape.
+    pub(crate) fn check_shapes(&self, bias: usize, result: [usize; D]) -> Result<(), OpError> {
+        if let Some(have) = self.bias.as_ref().map(Tensor::dims).filter(|have| *have != [bias]) {
+            return Err(OpError::Shape { what: "bias", have: have.to_vec(), need: vec![bias] });
+        }
+        for (what, tensor) in [("gate", &self.gate), ("residual", &self.residual)] {
+            if let Some(have) = tensor.as_ref().map(Tensor::dims).filter(|have| *have != result) {
+                let need = result.to_vec();
+                return Err(OpError::Shape { what, have: have.to_vec(), need });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// `residual + gate · activation(lhs·rhs + bias)`; batches broadcast.
 ///
 /// # Shapes
@@ -108,12 +143,8 @@ pub fn linear<const D: usize>(
     let (k, n) = (shape[D - 1], weight.dims()[1]);
     let rows: usize = shape[..D - 1].iter().product();
     shape[D - 1] = n;
+    epilogue.check_shapes(n, shape)?;
     let Epilogue { bias, activation, gate, residual, out, tf32 } = epilogue;
-    for (what, tensor) in [("gate", &gate), ("residual", &residual)] {
-        if let Some(have) = tensor.as_ref().map(Tensor::dims).filter(|have| *have != shape) {
-            return Err(OpError::Shape { what, have: have.to_vec(), need: shape.to_vec() });
-        }
-    }
     let flat = |t: Tensor<D>| t.reshape([rows, n]);
     let (gate, residual) = (gate.map(flat), residual.map(flat));
     let epilogue = Epilogue { bias, activation, gate, residual, out, tf32 };
@@ -133,7 +164,7 @@ fn validate<const D: usize>(
     rhs: &Tensor<D>,
     epilogue: &Epilogue<D>,
 ) -> Result<(Spec, [usize; D]), OpError> {
-    let Epilogue { bias, activation, gate, residual, out, tf32 } = epilogue;
+    let Epilogue { activation, out, tf32, .. } = epilogue;
     let (l, r) = (lhs.dims(), rhs.dims());
     let (m, k, n) = (l[D - 2], l[D - 1], r[D - 1]);
     if k != r[D - 2] {
@@ -160,25 +191,11 @@ fn validate<const D: usize>(
     if !matches!(out, FloatDType::F32 | FloatDType::F16 | FloatDType::BF16) {
         return Err(OpError::NotFloat(out.into()));
     }
-    let typed = [
-        ("rhs", Some(rhs.dtype()), need),
-        ("bias", bias.as_ref().map(Tensor::dtype), need),
-        ("gate", gate.as_ref().map(Tensor::dtype), out.into()),
-        ("residual", residual.as_ref().map(Tensor::dtype), out.into()),
-    ];
-    for (what, have, need) in typed {
-        if let Some(have) = have.filter(|have| *have != need) {
-            return Err(OpError::DType { what, have, need });
-        }
+    if rhs.dtype() != need {
+        return Err(OpError::DType { what: "rhs", have: rhs.dtype(), need });
     }
-    if let Some(have) = bias.as_ref().map(Tensor::dims).filter(|have| *have != [n]) {
-        return Err(OpError::Shape { what: "bias", have: have.to_vec(), need: vec![n] });
-    }
-    for (what, tensor) in [("gate", gate), ("residual", residual)] {
-        if let Some(have) = tensor.as_ref().map(Tensor::dims).filter(|have| *have != shape) {
-            return Err(OpError::Shape { what, have: have.to_vec(), need: shape.to_vec() });
-        }
-    }
+    epilogue.check_dtypes(need, out.into())?;
+    epilogue.check_shapes(n, shape)?;
     Ok((Spec { precision, activation: *activation, out }, shape))
 }
 

@@ -7,6 +7,7 @@ use minijinja::{Error, ErrorKind};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use time::OffsetDateTime;
+use time::format_description::parse_strftime_borrowed;
 
 /// `json.dumps` without `ensure_ascii`, which is what transformers gives templates as `tojson`.
 pub(crate) fn tojson(value: Value, options: Kwargs) -> Result<String, Error> {
@@ -58,43 +59,11 @@ impl Formatter for OneLine {
     }
 }
 
-/// A time by the codes of C's `strftime` that templates use, in the C locale.
+/// A time by the codes of C's `strftime`, in the C locale.
 pub(crate) fn strftime(now: OffsetDateTime, format: &str) -> Result<String, Error> {
-    let mut out = String::new();
-    let mut chars = format.chars();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            out.push(c);
-            continue;
-        }
-        let mut code = chars.next();
-        let padded = code != Some('-');
-        if !padded {
-            code = chars.next();
-        }
-        let two = |n: u8| if padded { format!("{n:02}") } else { n.to_string() };
-        let hour = (now.hour() + 11) % 12 + 1;
-        out.push_str(&match code {
-            Some('Y') => now.year().to_string(),
-            Some('y') => two((now.year().rem_euclid(100)) as u8),
-            Some('m') => two(now.month().into()),
-            Some('B') => now.month().to_string(),
-            Some('b') => now.month().to_string()[..3].to_owned(),
-            Some('d') => two(now.day()),
-            Some('A') => now.weekday().to_string(),
-            Some('a') => now.weekday().to_string()[..3].to_owned(),
-            Some('j') if padded => format!("{:03}", now.ordinal()),
-            Some('j') => now.ordinal().to_string(),
-            Some('H') => two(now.hour()),
-            Some('I') => two(hour),
-            Some('p') => if now.hour() < 12 { "AM" } else { "PM" }.to_owned(),
-            Some('M') => two(now.minute()),
-            Some('S') => two(now.second()),
-            Some('%') => "%".to_owned(),
-            _ => return Err(refused(&format!("strftime_now of {format:?}"))),
-        });
-    }
-    Ok(out)
+    let not = || refused(&format!("strftime_now of {format:?}"));
+    let items = parse_strftime_borrowed(format).map_err(|_| not())?;
+    now.format(&items).map_err(|_| not())
 }
 
 /// What a template asks for and Python would do.

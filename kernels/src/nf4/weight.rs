@@ -203,6 +203,20 @@ pub struct WeightBuffers {
 }
 
 impl WeightBuffers {
+    /// Buffers for another weight with the same books, not filled.
+    fn empty_like(&self, device: &Device, weight: &Weight) -> Self {
+        let client = device.client();
+        Self {
+            codes: client.empty(weight.words() as usize * 4),
+            absmax: client.empty(weight.absmax_bytes() as usize),
+            book: self.book.clone(),
+            nested: self.nested.as_ref().map(|nested| NestedBuffers {
+                book: nested.book.clone(),
+                scales: client.empty(weight.groups() as usize * 8),
+            }),
+        }
+    }
+
     /// Codes, absmax and, where they are nested, scales, with their words.
     fn pieces(&self, weight: &Weight) -> Vec<(&Handle, usize)> {
         let scales = self.nested.as_ref().map(|nested| &nested.scales);
@@ -307,22 +321,14 @@ pub fn join(
             return Err(InvalidWeight::Join { why: "their books differ" });
         }
     }
-    let client = device.client();
-    let made = WeightBuffers {
-        codes: client.empty(joined.words() as usize * 4),
-        absmax: client.empty(joined.absmax_bytes() as usize),
-        book: buffers.book.clone(),
-        nested: buffers.nested.as_ref().map(|nested| NestedBuffers {
-            book: nested.book.clone(),
-            scales: client.empty(joined.groups() as usize * 8),
-        }),
-    };
+    let made = buffers.empty_like(device, &joined);
     let mut row = 0;
     for (weight, buffers) in parts {
-        let pairs = buffers.pieces(weight).into_iter().zip(made.pieces(&joined));
         let starts = Weight { n: row, ..joined }.lens();
-        for (((from, len), (to, all)), start) in pairs.zip(starts) {
-            copy_words(device, (from, len, 0), (to, all, start), len);
+        for ((from, to), start) in
+            buffers.pieces(weight).into_iter().zip(made.pieces(&joined)).zip(starts)
+        {
+            copy_words(device, from, 0, to, start, from.1);
         }
         row += weight.n;
     }
@@ -349,23 +355,15 @@ pub fn split(
     if !parts[..parts.len() - 1].iter().all(Weight::ends_whole) {
         return refused("a block or a nested group holds elements of two");
     }
-    let client = device.client();
     let mut row = 0;
     let mut made = Vec::new();
     for part in parts {
-        let own = WeightBuffers {
-            codes: client.empty(part.words() as usize * 4),
-            absmax: client.empty(part.absmax_bytes() as usize),
-            book: buffers.book.clone(),
-            nested: buffers.nested.as_ref().map(|nested| NestedBuffers {
-                book: nested.book.clone(),
-                scales: client.empty(part.groups() as usize * 8),
-            }),
-        };
-        let pairs = buffers.pieces(&weight).into_iter().zip(own.pieces(&part));
+        let own = buffers.empty_like(device, &part);
         let starts = Weight { n: row, ..weight }.lens();
-        for (((from, all), (to, len)), start) in pairs.zip(starts) {
-            copy_words(device, (from, all, start), (to, len, 0), len);
+        for ((from, to), start) in
+            buffers.pieces(&weight).into_iter().zip(own.pieces(&part)).zip(starts)
+        {
+            copy_words(device, from, start, to, 0, to.1);
         }
         row += part.n;
         made.push((part, own));
@@ -381,11 +379,14 @@ fn spread(device: &Device, len: usize) -> (CubeCount, CubeDim) {
     (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units))
 }
 
-/// Copies `len` words between buffers: each a handle, its words and the first of them.
+/// Copies `len` words from one buffer's word `first` on to another's word `to_first` on; each a handle and
+/// its words.
 fn copy_words(
     device: &Device,
-    from: (&Handle, usize, usize),
-    to: (&Handle, usize, usize),
+    (from, from_len): (&Handle, usize),
+    first: usize,
+    (to, to_len): (&Handle, usize),
+    to_first: usize,
     len: usize,
 ) {
     let (cubes, dim) = spread(device, len);
@@ -395,10 +396,10 @@ fn copy_words(
             device.client(),
             cubes,
             dim,
-            BufferArg::from_raw_parts(from.0.clone(), from.1),
-            BufferArg::from_raw_parts(to.0.clone(), to.1),
-            from.2 as u32,
-            to.2 as u32,
+            BufferArg::from_raw_parts(from.clone(), from_len),
+            BufferArg::from_raw_parts(to.clone(), to_len),
+            first as u32,
+            to_first as u32,
             len as u32,
         );
     }

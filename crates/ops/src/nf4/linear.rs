@@ -5,6 +5,7 @@ use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
 use kernels::matmul::Activation;
+use kernels::nf4::Nf4MatmulProblem;
 
 use super::product::{Nf4Ops, Nf4Spec};
 use super::{Nf4Options, Nf4Weight};
@@ -67,29 +68,18 @@ fn run<const D: usize>(
     }
     let mut shape = have;
     shape[D - 1] = if glu { n / 2 } else { n };
+    if glu {
+        // By ordinary ops too, where a gradient is asked for.
+        Nf4MatmulProblem::new(1, weight.weight, dtype)?.gated_by_half()?;
+    }
+    epilogue.check_dtypes(need, need)?;
+    epilogue.check_shapes(n, shape)?;
     let Epilogue { bias, activation, gate, residual, out, tf32 } = epilogue;
     if let Some(out) = out.filter(|out| burn::tensor::DType::from(*out) != need) {
         return Err(OpError::DType { what: "the result", have: out.into(), need });
     }
     if tf32 {
         return Err(OpError::NoTf32);
-    }
-    for (what, have) in [
-        ("bias", bias.as_ref().map(Tensor::dtype)),
-        ("gate", gate.as_ref().map(Tensor::dtype)),
-        ("residual", residual.as_ref().map(Tensor::dtype)),
-    ] {
-        if let Some(have) = have.filter(|have| *have != need) {
-            return Err(OpError::DType { what, have, need });
-        }
-    }
-    if let Some(have) = bias.as_ref().map(Tensor::dims).filter(|have| *have != [n]) {
-        return Err(OpError::Shape { what: "bias", have: have.to_vec(), need: vec![n] });
-    }
-    for (what, tensor) in [("gate", &gate), ("residual", &residual)] {
-        if let Some(have) = tensor.as_ref().map(Tensor::dims).filter(|have| *have != shape) {
-            return Err(OpError::Shape { what, have: have.to_vec(), need: shape.to_vec() });
-        }
     }
     if shape.contains(&0) {
         return Ok(Tensor::<D>::zeros(shape, &x.device()).cast(need));

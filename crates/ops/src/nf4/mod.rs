@@ -11,12 +11,11 @@
 mod linear;
 mod product;
 
-use std::fmt;
-
-use arch::Backend;
+use arch::{Backend, DType};
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use checkpoint::{Absmax, Dtype, FourBit, Layout, Nested, QuantType};
 use cubecl::prelude::CubeElement;
 use kernels::nf4::{CodeBook, Order, Weight};
 
@@ -33,14 +32,14 @@ pub struct Nf4Options {
     pub block_size: u32,
     /// Whether absmax itself takes 8 bits.
     pub nested: bool,
-    /// Values of a 4-bit float in place of quantiles of the normal distribution.
-    pub fp4: bool,
+    /// What the codes mean.
+    pub book: CodeBook,
 }
 
 impl Default for Nf4Options {
     /// NF4 in nested blocks of 64: 4.13 bits an element.
     fn default() -> Self {
-        Self { block_size: 64, nested: true, fp4: false }
+        Self { block_size: 64, nested: true, book: CodeBook::Nf4 }
     }
 }
 
@@ -60,40 +59,16 @@ pub struct Nf4Weight {
     scales: Option<Param<Tensor<1, Int>>>,
     #[module(skip)]
     weight: Weight,
+    #[module(skip)]
+    origin: Origin,
 }
 
-/// A weight in 4 bits as bitsandbytes lays it.
-#[derive(Clone, PartialEq)]
-pub struct HostNf4 {
-    /// `[n, k]`.
-    pub shape: [usize; 2],
-    pub block_size: u32,
-    /// Two codes a byte, the first in its high half; row by row, and blocks may straddle rows.
-    pub codes: Vec<u8>,
-    /// What the codes mean.
-    pub book: [f32; 16],
-    pub absmax: HostAbsmax,
-}
-
-/// One absmax a block.
-#[derive(Clone, PartialEq)]
-pub enum HostAbsmax {
-    Plain(Vec<f32>),
-    /// `book[code] · scale + offset`, a scale for 256 blocks.
-    Nested {
-        codes: Vec<u8>,
-        book: Box<[f32; 256]>,
-        scales: Vec<f32>,
-        offset: f32,
-    },
-}
-
-impl fmt::Debug for HostNf4 {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (shape, block_size) = (self.shape, self.block_size);
-        let nested = matches!(self.absmax, HostAbsmax::Nested { .. });
-        write!(f, "HostNf4 {{ shape: {shape:?}, block_size: {block_size}, nested: {nested} }}")
-    }
+/// What a file says of a weight beside its numbers.
+#[derive(Debug, Clone, Copy)]
+struct Origin {
+    book: CodeBook,
+    /// Type of the values before.
+    dtype: Dtype,
 }
 
 impl Nf4Weight {
@@ -107,85 +82,108 @@ impl Nf4Weight {
     pub fn quantize(ctx: &Ctx, weight: Tensor<2>, options: Nf4Options) -> Result<Self, OpError> {
         let device = weight.device();
         on_cubecl(&device)?;
-        float_of(weight.dtype())?;
+        let dtype = match float_of(weight.dtype())? {
+            DType::F16 => Dtype::F16,
+            DType::Bf16 => Dtype::BF16,
+            _ => Dtype::F32,
+        };
         let target = target(weight.dims(), options.block_size, options.nested)?;
         let call = Call::of(ctx);
-        let book = if options.fp4 { CodeBook::Fp4 } else { CodeBook::Nf4 };
+        let Nf4Options { book, .. } = options;
         let words =
             <Dispatch as Nf4Ops>::nf4_quantize(weight.into_dispatch(), target, book, call.clone());
+        let origin = Origin { book, dtype };
         match call.failed() {
-            None => Self::of_words(ctx, words, target).in_best_order(ctx, &device),
+            None => Self::of_words(ctx, words, target, origin).in_best_order(ctx, &device),
             Some(e) => Err(e),
         }
     }
 
-    /// A weight that was quantised elsewhere, such as bitsandbytes' of a file.
+    /// A weight of a checkpoint.
     ///
     /// # Errors
-    /// Lengths that are not those of the shape, a device without our kernels.
-    pub fn from_host(ctx: &Ctx, host: &HostNf4, device: &Device) -> Result<Self, OpError> {
+    /// One that is no matrix, lengths that are not those of its shape, a device without our kernels.
+    pub fn from_host(ctx: &Ctx, host: &FourBit<'_>, device: &Device) -> Result<Self, OpError> {
         on_cubecl(device)?;
-        let nested = matches!(host.absmax, HostAbsmax::Nested { .. });
-        let weight = target(host.shape, host.block_size, nested)?;
-        let bytes = weight.len().div_ceil(2) as usize;
-        let length = |what, have, need| match have == need {
+        let Layout { quant_type, block_size, dtype, shape, .. } = &host.layout;
+        let &[n, k] = &shape[..] else { return Err(OpError::NoMatrix(shape.clone())) };
+        let nested = matches!(host.absmax, Absmax::Nested(_));
+        let block_size = u32::try_from(*block_size).unwrap_or(u32::MAX);
+        let weight = target([n, k], block_size, nested)?;
+        let length = |what, have: usize, need: u64| match have as u64 == need {
             true => Ok(()),
-            false => Err(OpError::Shape { what, have: vec![have], need: vec![need] }),
+            false => Err(OpError::Shape { what, have: vec![have], need: vec![need as usize] }),
         };
-        length("codes", host.codes.len(), bytes)?;
-        let (blocks, groups) = (weight.blocks() as usize, weight.groups() as usize);
+        length("codes", host.codes.len(), weight.len().div_ceil(2))?;
+        length("quant_map", host.quant_map.len(), 16)?;
         let words = |bytes: &[u8]| upload(bytes, device);
         let floats = |values: &[f32]| upload(f32::as_bytes(values), device);
         let (absmax, nested) = match &host.absmax {
-            HostAbsmax::Plain(values) => {
-                length("absmax", values.len(), blocks)?;
+            Absmax::Plain(values) => {
+                length("absmax", values.len(), weight.blocks())?;
                 (floats(values), None)
             }
-            HostAbsmax::Nested { codes, book, scales, offset } => {
-                length("absmax", codes.len(), blocks)?;
-                length("scales", scales.len(), groups)?;
-                let pairs: Vec<f32> = scales.iter().flat_map(|s| [*s, *offset]).collect();
-                (words(codes), Some((floats(&book[..]), floats(&pairs))))
+            Absmax::Nested(Nested { codes, absmax, quant_map, offset }) => {
+                length("absmax", codes.len(), weight.blocks())?;
+                length("nested_absmax", absmax.len(), weight.groups())?;
+                length("nested_quant_map", quant_map.len(), 256)?;
+                let pairs: Vec<f32> = absmax.iter().flat_map(|scale| [*scale, *offset]).collect();
+                (words(codes), Some((floats(quant_map), floats(&pairs))))
             }
         };
-        let (codes, book) = (words(&host.codes), floats(&host.book));
-        Self::of_tensors(ctx, [codes, absmax, book], nested, weight).in_best_order(ctx, device)
+        let book = match quant_type {
+            QuantType::Nf4 => CodeBook::Nf4,
+            QuantType::Fp4 => CodeBook::Fp4,
+        };
+        let (origin, book) = (Origin { book, dtype: *dtype }, floats(&host.quant_map));
+        let tensors = [words(&host.codes), absmax, book];
+        Self::of_tensors(ctx, tensors, nested, weight, origin).in_best_order(ctx, device)
     }
 
     /// The weight as files have it, whatever its order on the device.
     ///
     /// # Errors
-    /// [`OpError::Joined`] of several weights whose nested absmax have offsets of their own: split them
-    /// first.
-    pub fn to_host(&self, ctx: &Ctx) -> Result<HostNf4, OpError> {
+    /// [`OpError::Joined`] for several weights whose nested absmax have offsets of their own.
+    pub fn to_host(&self, ctx: &Ctx) -> Result<FourBit<'static>, OpError> {
         let rows = self.reordered(ctx, Order::Rows)?;
-        let weight = rows.weight;
+        let (weight, origin) = (rows.weight, rows.origin);
         let blocks = weight.blocks() as usize;
         let mut codes = download(&rows.codes)?;
         codes.truncate(weight.len().div_ceil(2) as usize);
-        let book: [f32; 16] = floats(&rows.book)?.try_into().expect("a book of 16");
         let absmax = match (&rows.nested_book, &rows.scales) {
             (Some(nested), Some(scales)) => {
                 let mut codes = download(&rows.absmax)?;
                 codes.truncate(blocks);
-                let book: Box<[f32; 256]> =
-                    floats(nested)?.into_boxed_slice().try_into().expect("a book of 256");
                 let pairs = floats(scales)?;
                 let offset = pairs[1];
                 if pairs.chunks_exact(2).any(|pair| pair[1].to_bits() != offset.to_bits()) {
                     return Err(OpError::Joined);
                 }
-                let scales = pairs.chunks_exact(2).map(|pair| pair[0]).collect();
-                HostAbsmax::Nested { codes, book, scales, offset }
+                Absmax::Nested(Nested {
+                    codes: codes.into(),
+                    absmax: pairs.into_iter().step_by(2).collect(),
+                    quant_map: floats(nested)?.into(),
+                    offset,
+                })
             }
             _ => {
                 let mut absmax = floats(&rows.absmax)?;
                 absmax.truncate(blocks);
-                HostAbsmax::Plain(absmax)
+                Absmax::Plain(absmax.into())
             }
         };
-        let shape = [weight.n as usize, weight.k as usize];
-        Ok(HostNf4 { shape, block_size: weight.block_size, codes, book, absmax })
+        let layout = Layout {
+            quant_type: match origin.book {
+                CodeBook::Nf4 => QuantType::Nf4,
+                CodeBook::Fp4 => QuantType::Fp4,
+            },
+            block_size: weight.block_size as usize,
+            nested: weight.nested,
+            dtype: origin.dtype,
+            shape: self.shape().to_vec(),
+            storage: Dtype::U8,
+        };
+        Ok(FourBit { layout, codes: codes.into(), quant_map: floats(&rows.book)?.into(), absmax })
     }
 
     /// The dense weight `[n, k]`.
@@ -209,33 +207,20 @@ impl Nf4Weight {
     /// # Errors
     /// Block sizes or k that differ, a block or a nested group that would hold elements of two.
     pub fn join(ctx: &Ctx, parts: &[&Self]) -> Result<Self, OpError> {
-        let weights: Vec<Weight> = parts.iter().map(|part| part.weight).collect();
-        let weight = Weight::joined(&weights)?;
-        let cat = |of: &dyn Fn(&Self) -> Tensor<1, Int>| {
-            Tensor::cat(parts.iter().map(|part| of(part)).collect(), 0)
-        };
-        let first = parts[0];
-        let same = |of: &dyn Fn(&Self) -> Option<Tensor<1, Int>>| -> Result<bool, OpError> {
-            let wanted = of(first).map(words_of).transpose()?;
-            for part in parts {
-                if of(part).map(words_of).transpose()? != wanted {
-                    return Ok(false);
-                }
+        let Some((first, rest)) = parts.split_first() else { return Err(OpError::Empty) };
+        let mut joined = (*first).clone();
+        for part in rest {
+            let weights = [joined.weight, part.weight];
+            let weight = Weight::joined(&weights)?;
+            let call = Call::of(ctx);
+            let both =
+                <Dispatch as Nf4Ops>::nf4_join(joined.words(), part.words(), weights, call.clone());
+            if let Some(e) = call.failed() {
+                return Err(e);
             }
-            Ok(true)
-        };
-        let nested_book = |part: &Self| part.nested_book.as_ref().map(Param::val);
-        if !same(&|part| Some(part.book.val()))? || !same(&nested_book)? {
-            return Err(OpError::Books);
+            joined = Self::of_words(ctx, both, weight, first.origin);
         }
-        let scales = first.scales.is_some().then(|| {
-            cat(&|part| part.scales.as_ref().map(Param::val).expect("all are nested or none"))
-        });
-        let nested = nested_book(first).zip(scales);
-        let absmax =
-            cat(&|part| part.absmax.val().narrow(0, 0, (part.weight.absmax_bytes() / 4) as usize));
-        let codes = cat(&|part| part.codes.val());
-        Ok(Self::of_tensors(ctx, [codes, absmax, first.book.val()], nested, weight))
+        Ok(joined)
     }
 
     /// `[n, k]`.
@@ -255,6 +240,7 @@ impl Nf4Weight {
         [codes, absmax, book]: [Tensor<1, Int>; 3],
         nested: Option<(Tensor<1, Int>, Tensor<1, Int>)>,
         weight: Weight,
+        origin: Origin,
     ) -> Self {
         let frozen = |tensor: Tensor<1, Int>| Param::initialized(ParamId::new(), tensor);
         let ordered = |tensor, which| {
@@ -278,15 +264,16 @@ impl Nf4Weight {
             nested_book: nested_book.map(frozen),
             scales: scales.map(frozen),
             weight,
+            origin,
         }
     }
 
-    fn of_words(ctx: &Ctx, words: Words<Dispatch>, weight: Weight) -> Self {
+    fn of_words(ctx: &Ctx, words: Words<Dispatch>, weight: Weight, origin: Origin) -> Self {
         let Words { codes, absmax, book, nested_book, scales } = words;
         let [codes, absmax, book, nested_book, scales] =
             [codes, absmax, book, nested_book, scales].map(Tensor::<1, Int>::from_dispatch);
         let nested = weight.nested.then_some((nested_book, scales));
-        Self::of_tensors(ctx, [codes, absmax, book], nested, weight)
+        Self::of_tensors(ctx, [codes, absmax, book], nested, weight, origin)
     }
 
     fn words(&self) -> Words<Dispatch> {
@@ -326,7 +313,8 @@ impl Nf4Weight {
         let value = |param: &Option<Param<Tensor<1, Int>>>| param.as_ref().map(Param::val);
         let nested = value(&self.nested_book).zip(value(&self.scales));
         let weight = Weight { order, ..self.weight };
-        Ok(Self::of_tensors(ctx, [codes, absmax, self.book.val()], nested, weight))
+        let tensors = [codes, absmax, self.book.val()];
+        Ok(Self::of_tensors(ctx, tensors, nested, weight, self.origin))
     }
 }
 
@@ -403,7 +391,7 @@ mod tests {
     #[test]
     fn a_record_does_not_depend_on_the_order_of_its_weight() {
         let (device, ctx) = (Device::cpu(), Ctx::default());
-        let options = Nf4Options { block_size: 128, nested: true, fp4: false };
+        let options = Nf4Options { block_size: 128, ..Nf4Options::default() };
         let make = || {
             let dense = Tensor::<2>::random([32, 512], Distribution::Default, &device);
             Nf4Weight::quantize(&ctx, dense, options).expect("finite")

@@ -20,8 +20,8 @@ use cubecl::server::Handle;
 use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
 use kernels::nf4::{
     CodeBook, DequantizeOperands, DequantizeProblem, NestedBuffers, Nf4Dequantize, Nf4Matmul,
-    Nf4MatmulOperands, Nf4MatmulProblem, Order, Weight, WeightBuffers, quantize, reorder_absmax,
-    reorder_codes,
+    Nf4MatmulOperands, Nf4MatmulProblem, Order, Weight, WeightBuffers, join, quantize,
+    reorder_absmax, reorder_codes,
 };
 use tune::Kernel;
 
@@ -81,6 +81,14 @@ pub(crate) trait Nf4Ops: Backend {
         values: FloatTensor<Self>,
         weight: Weight,
         book: CodeBook,
+        call: Call,
+    ) -> Words<Self>;
+
+    /// Two weights as one, of which the second's rows come last.
+    fn nf4_join(
+        #[extension_type] first: Words<Self>,
+        #[extension_type] second: Words<Self>,
+        weights: [Weight; 2],
         call: Call,
     ) -> Words<Self>;
 
@@ -193,6 +201,26 @@ impl Nf4Ops for CubeBackend {
                 let nothing = || empty_like(&values, [0], DType::F32);
                 let [codes, absmax, book] = [nothing(), nothing(), nothing()];
                 Words { codes, absmax, book, nested_book: nothing(), scales: nothing() }
+            }
+        }
+    }
+
+    fn nf4_join(
+        first: Words<Self>,
+        second: Words<Self>,
+        weights: [Weight; 2],
+        call: Call,
+    ) -> Words<Self> {
+        let [one, two] = weights;
+        let made = call.ctx.device(&first.codes.device).and_then(|device| {
+            let parts = [(one, &first.buffers(one)), (two, &second.buffers(two))];
+            Ok(join(&device, &parts)?)
+        });
+        match made {
+            Ok((weight, buffers)) => Words::of(buffers, weight, &first.codes),
+            Err(e) => {
+                call.fail(e);
+                first
             }
         }
     }
@@ -352,6 +380,15 @@ impl<B: Nf4Ops + MatmulOps, C: CheckpointStrategy> Nf4Ops for Autodiff<B, C> {
         call: Call,
     ) -> Words<Self> {
         outer_words(B::nf4_quantize(Self::inner(values), weight, book, call))
+    }
+
+    fn nf4_join(
+        first: Words<Self>,
+        second: Words<Self>,
+        weights: [Weight; 2],
+        call: Call,
+    ) -> Words<Self> {
+        outer_words(B::nf4_join(inner_words(first), inner_words(second), weights, call))
     }
 
     fn nf4_reorder(

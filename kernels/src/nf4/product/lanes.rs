@@ -21,6 +21,10 @@
 //! | v1 a word at a time, its absmax looked up for each, two rows    | 29.7   | 28.2 |
 //! | v2 four words and one absmax at a time, two rows                | 30.5   | 25.4 |
 //! | v3 v2, eight rows of 128 units on Vulkan, four of 32 on CUDA    | 20.7   | 19.8 |
+//! | v4 v3, the units' sums added by halves, not one after the other | 22.9   | 19.8 |
+//!
+//! v4 needs no other shapes for two matrices, where v3 spills 24 to 72 bytes on CUDA; why it costs Vulkan 2 us
+//! was not looked into.
 //!
 //! With two rows, v2 waits for shared memory and the first-level cache, which are busy for 69% of the time:
 //! what units read of x lies 64 bytes apart. More rows share it.
