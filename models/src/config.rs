@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::families::{self, Family};
 use crate::fields::{Fields, read};
-use crate::{Error, Rope};
+use crate::{Error, Rope, Scaling};
 
 /// What a decoder computes. Everything that changes an answer is here.
 #[derive(Debug, Clone, PartialEq)]
@@ -155,6 +155,12 @@ impl DecoderConfig {
             quantization.only("quant_method", &["bitsandbytes".into()])?;
         }
         families::of(&fields)?.read(&fields)
+    }
+
+    /// Positions that a sequence may have; none where the ropes stretch to any length.
+    pub fn context(&self) -> Option<usize> {
+        let stretches = |rope: &Rope| matches!(rope.scaling, Scaling::Dynamic { .. });
+        (!self.ropes.iter().any(stretches)).then_some(self.max_seq)
     }
 
     /// Reads the `config.json` of a folder.

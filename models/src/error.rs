@@ -31,6 +31,25 @@ pub enum Error {
         /// Of another shape or dtype than the configuration asks for, or not readable.
         wrong: Vec<checkpoint::Error>,
     },
+    #[error(
+        "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, or fewer tokens to come"
+    )]
+    Context { need: usize, max_seq: usize },
+    #[error("{need} positions, but the cache holds {capacity}")]
+    Full { need: usize, capacity: usize },
+    #[error("token {id} is past the vocabulary, which has {vocab}")]
+    Token { id: u32, vocab: usize },
+    #[error(
+        "{tokens:?} tokens for the {batch} sequences of a cache\nhint: as many of each, and not more than 16 \
+         where their lengths differ"
+    )]
+    Step { batch: usize, tokens: Vec<usize> },
+    #[error(
+        "sequences of {length} positions turn all of them anew, and a batch cannot\nhint: one sequence at a time"
+    )]
+    Stretched { length: usize },
+    #[error(transparent)]
+    Op(#[from] ops::OpError),
 }
 
 /// What is wrong with a field.

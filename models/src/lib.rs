@@ -8,11 +8,12 @@
 //! | [`names`] | [`Param`]: every parameter of a decoder, and where a checkpoint has it |
 //! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these |
 //! | [`generation`] | [`GenerationConfig`]: sampling and ends, from `generation_config.json` |
+//! | [`decoder`] | [`Decoder`]: the weights on a device, and what it computes with them |
 //! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
 //! | [`shapes`] | the configurations of a few public models |
 //!
-//! This crate never sees CubeCL. For now it holds no layers; the bench takes its matmul cases from here, so
-//! that they are those of real models.
+//! This crate never sees CubeCL. The bench takes its matmul cases from here, so that they are those of real
+//! models.
 //!
 //! ```
 //! use models::{DecoderConfig, Fusion, shapes};
@@ -26,6 +27,7 @@
 //! ```
 
 pub mod config;
+pub mod decoder;
 mod error;
 mod families;
 mod fields;
@@ -37,6 +39,7 @@ pub mod shapes;
 pub mod weights;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
+pub use decoder::{Decoder, KvCache, LoadOptions, Loading, Rows};
 pub use error::{Error, Fault};
 pub use families::Family;
 pub use generation::GenerationConfig;

@@ -11,15 +11,15 @@ use crate::{FIXTURES, fixture, open};
 const BAR: f64 = 1e-5;
 
 /// What transformers made of a fixture.
-struct Golden {
-    prompt: Vec<u32>,
+pub(crate) struct Golden {
+    pub(crate) prompt: Vec<u32>,
     /// `[24, vocab]`
-    logits: Vec<f32>,
+    pub(crate) logits: Vec<f32>,
     /// `[64]`
-    greedy: Vec<u32>,
+    pub(crate) greedy: Vec<u32>,
 }
 
-fn golden(name: &str) -> Golden {
+pub(crate) fn golden(name: &str) -> Golden {
     let file = Checkpoint::open(fixture(name).join("golden.safetensors")).expect("a fixture");
     let ids = |name: &str| {
         let tensor = file.tensor(name).expect("make.py writes it");

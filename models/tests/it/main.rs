@@ -2,6 +2,7 @@
 
 mod adapter;
 mod bad;
+mod device;
 mod golden;
 mod names;
 mod rope;

@@ -1,0 +1,275 @@
+//! Weights of a checkpoint onto a device, one tensor at a time.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use checkpoint::{Dtype, Int8, Weight};
+use half::{bf16, f16};
+use ops::{Ctx, Nf4Options, Nf4Weight};
+
+use super::blocks::Norm;
+use super::projection::{Ffn, Matrix, Projection};
+use super::{Decoder, Layer};
+use crate::{Error, Ffn as Kind, Part, Slot, Stored, Weights};
+
+/// How weights are put on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LoadOptions {
+    /// What is computed in; the dtype of the embedding's file when none.
+    pub dtype: Option<FloatDType>,
+    /// Quantises the matrices of the layers that are dense in the file.
+    pub quant: Option<Nf4Options>,
+}
+
+/// How far loading is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Loading {
+    /// Parts of the model that are on the device: the embedding, each layer, the head.
+    pub done: usize,
+    pub parts: usize,
+}
+
+impl Decoder {
+    /// Puts the weights of a checkpoint on a device. Matrices in 4 bits stay so; those of bitsandbytes' 8 bits
+    /// become dense.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`]; [`Error::Op`] for what the device cannot hold or run.
+    pub fn load(
+        weights: &Weights,
+        device: &Device,
+        ctx: Ctx,
+        options: &LoadOptions,
+        mut progress: impl FnMut(Loading),
+    ) -> Result<Self, Error> {
+        let config = weights.config().clone();
+        let parts = config.layers.len() + 2;
+        let mut done = 0;
+        let mut step = || {
+            progress(Loading { done, parts });
+            done += 1;
+        };
+        step();
+        let dtype = match options.dtype {
+            Some(dtype) => dtype,
+            None => dtype_of(&weights.weight(Slot::Embedding)?),
+        };
+        let loader = Loader { weights, device, ctx: &ctx, dtype, quant: options.quant };
+        let embedding = loader.tensor(weights.weight(Slot::Embedding)?);
+        let positions = match config.learned_positions {
+            true => Some(loader.tensor(weights.weight(Slot::Positions)?)),
+            false => None,
+        };
+        step();
+        let mut layers = Vec::with_capacity(config.layers.len());
+        for index in 0..config.layers.len() {
+            layers.push(loader.layer(index)?);
+            step();
+        }
+        let final_norm = loader.norm(Slot::FinalNorm)?;
+        let head = match config.tie_embeddings {
+            true => Projection { matrices: vec![Matrix::Dense(embedding.clone())], bias: None },
+            // Whatever is done to the layers, the head stays as the file has it.
+            false => Loader { quant: None, ..loader }.projection(&[Slot::Head])?,
+        };
+        step();
+        let device = device.clone();
+        Ok(Self { config, ctx, device, dtype, embedding, positions, layers, final_norm, head })
+    }
+}
+
+struct Loader<'a> {
+    weights: &'a Weights,
+    device: &'a Device,
+    ctx: &'a Ctx,
+    dtype: FloatDType,
+    quant: Option<Nf4Options>,
+}
+
+impl Loader<'_> {
+    fn layer(&self, index: usize) -> Result<Layer, Error> {
+        let at = |part| Slot::Layer(index, part);
+        let config = self.weights.config();
+        let there = |part| config.parts().iter().any(|(own, _)| *own == part);
+        let norm = |part| there(part).then(|| self.norm(at(part))).transpose();
+        let one = |part| self.projection(&[at(part)]);
+        let ffn = match config.ffn {
+            Kind::Plain => Ffn::Plain { up: one(Part::Up)?, down: one(Part::Down)? },
+            Kind::Gated => self.gated(at(Part::Gate), at(Part::Up), one(Part::Down)?)?,
+        };
+        Ok(Layer {
+            attention_norm: self.norm(at(Part::AttentionNorm))?,
+            qkv: self.projection(&[Part::Query, Part::Key, Part::Value].map(at))?,
+            qk_norm: match (norm(Part::QueryNorm)?, norm(Part::KeyNorm)?) {
+                (Some(q), Some(k)) => Some([q, k]),
+                _ => None,
+            },
+            out: one(Part::Out)?,
+            attention_post_norm: norm(Part::AttentionPostNorm)?,
+            ffn_norm: self.norm(at(Part::FfnNorm))?,
+            ffn,
+            ffn_post_norm: norm(Part::FfnPostNorm)?,
+        })
+    }
+
+    /// Gate and up in one where both are in 4 bits and their blocks do not mix.
+    fn gated(&self, gate: Slot, up: Slot, down: Projection) -> Result<Ffn, Error> {
+        let biases = [self.bias(&[gate])?, self.bias(&[up])?];
+        let mut matrices = self.matrices(&[gate, up])?;
+        if let [Matrix::FourBit(both)] = &matrices[..] {
+            return Ok(Ffn::Joint { both: both.clone(), bias: self.bias(&[gate, up])?, down });
+        }
+        let up = matrices.split_off(1);
+        let [gate, up] = [(matrices, 0), (up, 1)]
+            .map(|(matrices, i)| Projection { matrices, bias: biases[i].clone() });
+        Ok(Ffn::Gated { gate, up, down })
+    }
+
+    fn norm(&self, slot: Slot) -> Result<Norm, Error> {
+        let bias = self.weights.bias(slot)?.map(|bias| self.tensor(bias));
+        Ok(Norm { weight: self.tensor(self.weights.weight(slot)?), bias })
+    }
+
+    /// The matrices of `slots`, their rows one after the other.
+    fn projection(&self, slots: &[Slot]) -> Result<Projection, Error> {
+        let mut matrices = self.matrices(slots)?;
+        if matrices.len() > 1
+            && let Some(all) = matrices.iter().map(Matrix::dense).collect::<Option<Vec<_>>>()
+        {
+            matrices = vec![Matrix::Dense(Tensor::cat(all, 0))];
+        }
+        Ok(Projection { matrices, bias: self.bias(slots)? })
+    }
+
+    /// Those of 4 bits as one where they can be.
+    fn matrices(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
+        let mut matrices = Vec::with_capacity(slots.len());
+        for slot in slots {
+            let stored = self.weights.weight(*slot)?;
+            // Where a file has several of them in one tensor of 4 bits, it comes whole with the first.
+            let fused = matches!(stored.weight, Weight::FourBit(_)) && stored.rows.start > 0;
+            if !fused {
+                matrices.push(self.matrix(stored)?);
+            }
+        }
+        let four_bit = matrices.iter().map(Matrix::four_bit).collect::<Option<Vec<_>>>();
+        if let Some(all) = four_bit.filter(|all| all.len() > 1)
+            && let Some(joined) = self.joined(&all)?
+        {
+            return Ok(vec![Matrix::FourBit(joined)]);
+        }
+        Ok(matrices)
+    }
+
+    fn bias(&self, slots: &[Slot]) -> Result<Option<Tensor<1>>, Error> {
+        let mut biases = Vec::new();
+        for slot in slots {
+            biases.extend(self.weights.bias(*slot)?.map(|bias| self.tensor::<1>(bias)));
+        }
+        Ok((!biases.is_empty()).then(|| Tensor::cat(biases, 0)))
+    }
+
+    /// The matrix of a layer.
+    fn matrix(&self, stored: Stored<'_>) -> Result<Matrix, Error> {
+        let dense = match &stored.weight {
+            Weight::FourBit(weight) => {
+                let weight = Nf4Weight::from_host(self.ctx, weight, self.device)?;
+                return Ok(Matrix::FourBit(weight));
+            }
+            Weight::Int8(weight) => self.int8(weight, stored.rows.clone()),
+            Weight::Dense(_) => self.tensor(stored),
+        };
+        Ok(match self.quant {
+            None => Matrix::Dense(dense),
+            Some(options) => Matrix::FourBit(Nf4Weight::quantize(self.ctx, dense, options)?),
+        })
+    }
+
+    /// Rows of a weight of 8 bits, dense.
+    fn int8(&self, weight: &Int8<'_>, rows: Range<usize>) -> Tensor<2> {
+        let k = weight.shape[1];
+        let values = rows.clone().flat_map(|row| {
+            let scale = weight.scb[row] / 127.0;
+            weight.codes[row * k..][..k]
+                .iter()
+                .map(move |code| f32::from(code.cast_signed()) * scale)
+        });
+        let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+        self.upload(converted(bytes.into(), Dtype::F32, self.dtype).into_owned(), &[rows.len(), k])
+    }
+
+    /// Several weights as one; none where a block or a nested group would hold elements of two.
+    fn joined(&self, parts: &[&Nf4Weight]) -> Result<Option<Nf4Weight>, Error> {
+        match Nf4Weight::join(self.ctx, parts) {
+            Ok(joined) => Ok(Some(joined)),
+            Err(ops::OpError::Weight(_)) => Ok(None),
+            Err(other) => Err(other.into()),
+        }
+    }
+
+    /// A parameter that is dense.
+    fn tensor<const D: usize>(&self, stored: Stored<'_>) -> Tensor<D> {
+        let tensor = stored.dense().expect("what is no matrix of a layer is dense");
+        let bytes = converted(tensor.bytes, tensor.dtype, self.dtype);
+        self.upload(bytes.into_owned(), &tensor.shape)
+    }
+
+    fn upload<const D: usize>(&self, bytes: Vec<u8>, shape: &[usize]) -> Tensor<D> {
+        let dtype = DType::from(self.dtype);
+        let data = TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype);
+        let upload = |data: TensorData| Tensor::from_data(data, (self.device, dtype));
+        self.device.memory_persistent_allocations(data, upload)
+    }
+}
+
+impl Matrix {
+    fn dense(&self) -> Option<Tensor<2>> {
+        match self {
+            Self::Dense(weight) => Some(weight.clone()),
+            Self::FourBit(_) => None,
+        }
+    }
+
+    const fn four_bit(&self) -> Option<&Nf4Weight> {
+        match self {
+            Self::FourBit(weight) => Some(weight),
+            Self::Dense(_) => None,
+        }
+    }
+}
+
+/// The dtype that a parameter has in its file; bf16 where it is quantised.
+fn dtype_of(stored: &Stored<'_>) -> FloatDType {
+    match &stored.weight {
+        Weight::Dense(tensor) if tensor.dtype == Dtype::F32 => FloatDType::F32,
+        Weight::Dense(tensor) if tensor.dtype == Dtype::F16 => FloatDType::F16,
+        _ => FloatDType::BF16,
+    }
+}
+
+/// Values of one dtype in another, rounded to the nearest, ties to even.
+fn converted(bytes: Cow<'_, [u8]>, from: Dtype, to: FloatDType) -> Cow<'_, [u8]> {
+    let same = match from {
+        Dtype::F32 => to == FloatDType::F32,
+        Dtype::F16 => to == FloatDType::F16,
+        _ => to == FloatDType::BF16,
+    };
+    if same {
+        return bytes;
+    }
+    let pairs = || bytes.as_chunks::<2>().0.iter();
+    let wide: Vec<f32> = match from {
+        Dtype::F32 => {
+            bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four)).collect()
+        }
+        Dtype::F16 => pairs().map(|two| f16::from_le_bytes(*two).to_f32()).collect(),
+        _ => pairs().map(|two| bf16::from_le_bytes(*two).to_f32()).collect(),
+    };
+    let values = wide.into_iter();
+    match to {
+        FloatDType::F16 => values.flat_map(|v| f16::from_f32(v).to_le_bytes()).collect(),
+        FloatDType::BF16 => values.flat_map(|v| bf16::from_f32(v).to_le_bytes()).collect(),
+        _ => values.flat_map(f32::to_le_bytes).collect(),
+    }
+}

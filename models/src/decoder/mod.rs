@@ -1,0 +1,282 @@
+//! A decoder's weights on a device, and what it computes with them.
+//!
+//! ```text
+//! x = embed(tokens)                                          [batch · seq, hidden]
+//! for each layer:
+//!   q, k, v = rope(norm(x) · qkvᵀ)                           k and v go into the cache
+//!   x = x + post(attention(q, cache) · outᵀ)                 the sum in the product's epilogue
+//!   y = norm(x);  x = x + post((act(y · gateᵀ) · (y · upᵀ)) · downᵀ)
+//! logits = softcap(norm(x) · headᵀ)                          of the rows that are asked for, in f32
+//! ```
+//!
+//! Projections that read the same rows are one product where their weights allow: queries, keys and values
+//! always where they are dense, gate and up where they are in 4 bits.
+
+mod blocks;
+mod cache;
+mod load;
+mod projection;
+
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use ops::{AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, Lengths};
+
+use crate::{Activation, DecoderConfig, Error};
+use blocks::{Norm, Turn};
+pub use cache::KvCache;
+pub use load::{LoadOptions, Loading};
+use projection::{Ffn, Projection};
+
+/// The longest step that attention's decoding kernel takes.
+const SHORT: usize = 16;
+/// Tokens of a prompt that pass the layers together: what bounds the memory of activations.
+const CHUNK: usize = 2048;
+
+/// A decoder with its weights on a device. It does not change; clones share its memory.
+#[derive(Debug, Clone)]
+pub struct Decoder {
+    config: DecoderConfig,
+    ctx: Ctx,
+    device: Device,
+    dtype: FloatDType,
+    /// `[vocab, hidden]`
+    embedding: Tensor<2>,
+    /// `[max_seq, hidden]`
+    positions: Option<Tensor<2>>,
+    layers: Vec<Layer>,
+    final_norm: Norm,
+    head: Projection,
+}
+
+/// The weights of one layer.
+#[derive(Debug, Clone)]
+struct Layer {
+    attention_norm: Norm,
+    /// Queries, keys and values, their rows in this order.
+    qkv: Projection,
+    /// Of queries and of keys, head by head.
+    qk_norm: Option<[Norm; 2]>,
+    out: Projection,
+    attention_post_norm: Option<Norm>,
+    ffn_norm: Norm,
+    ffn: Ffn,
+    ffn_post_norm: Option<Norm>,
+}
+
+/// Which rows of a step want logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rows {
+    /// The last of each sequence.
+    Last,
+    All,
+}
+
+impl Decoder {
+    pub const fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    pub const fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// What it computes in; logits are f32.
+    pub const fn dtype(&self) -> FloatDType {
+        self.dtype
+    }
+
+    /// An empty cache for `batch` sequences of up to `capacity` positions.
+    ///
+    /// # Errors
+    /// [`Error::Context`] for more positions than the model has.
+    pub fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache, Error> {
+        if let Some(max_seq) = self.config.context().filter(|max_seq| capacity > *max_seq) {
+            return Err(Error::Context { need: capacity, max_seq });
+        }
+        Ok(KvCache::new(self, batch, capacity))
+    }
+
+    /// Lets the next tokens of every sequence of `cache` pass, as many of each.
+    ///
+    /// # Shapes
+    /// tokens `[batch][seq]`; the result `[batch, vocab]` or, of all rows, `[batch · seq, vocab]`, in f32.
+    ///
+    /// # Errors
+    /// [`Error::Step`] for tokens that are not as many of each sequence, none, or more than 16 of several
+    /// sequences of different lengths; [`Error::Token`] for one that the vocabulary does not have;
+    /// [`Error::Full`] for more than the cache holds; [`Error::Stretched`] for several sequences past the
+    /// length at which the model turns all positions anew; [`Error::Op`].
+    pub fn forward(
+        &self,
+        cache: &mut KvCache,
+        tokens: &[impl AsRef<[u32]>],
+        rows: Rows,
+    ) -> Result<Tensor<2>, Error> {
+        let tokens: Vec<&[u32]> = tokens.iter().map(AsRef::as_ref).collect();
+        let seq = self.check(cache, &tokens)?;
+        let longest = cache.longest() + seq;
+        if !cache.turns_for(&self.config, longest, &self.device) {
+            // Keys were turned by other frequencies than a sequence of this length asks for.
+            if cache.batch() > 1 {
+                return Err(Error::Stretched { length: longest });
+            }
+            let whole = [cache.tokens(0), tokens[0]].concat();
+            cache.clear();
+            cache.turn_for(&self.config, longest, &self.device);
+            let logits = self.chunks(cache, &[&whole], rows)?;
+            let from = if rows == Rows::All { whole.len() - seq } else { 0 };
+            let to = logits.dims()[0];
+            return Ok(logits.slice([from..to]));
+        }
+        self.chunks(cache, &tokens, rows)
+    }
+
+    /// How many tokens there are of each sequence.
+    fn check(&self, cache: &KvCache, tokens: &[&[u32]]) -> Result<usize, Error> {
+        let vocab = self.config.vocab;
+        let seq = tokens.first().map_or(0, |first| first.len());
+        let batch = cache.batch();
+        let even = seq > 0 && tokens.iter().all(|own| own.len() == seq);
+        let joint = seq <= SHORT || cache.lengths().iter().all(|own| *own == cache.lengths()[0]);
+        if tokens.len() != batch || !even || !joint {
+            return Err(Error::Step {
+                batch,
+                tokens: tokens.iter().map(|own| own.len()).collect(),
+            });
+        }
+        if let Some(id) = tokens.iter().flat_map(|own| own.iter()).find(|id| **id as usize >= vocab)
+        {
+            return Err(Error::Token { id: *id, vocab });
+        }
+        let (need, capacity) = (cache.longest() + seq, cache.capacity());
+        if need > capacity {
+            return Err(Error::Full { need, capacity });
+        }
+        Ok(seq)
+    }
+
+    /// Tokens by the chunk.
+    fn chunks(
+        &self,
+        cache: &mut KvCache,
+        tokens: &[&[u32]],
+        rows: Rows,
+    ) -> Result<Tensor<2>, Error> {
+        let (batch, seq) = (tokens.len(), tokens[0].len());
+        let mut logits = Vec::new();
+        for from in (0..seq).step_by(CHUNK) {
+            let to = (from + CHUNK).min(seq);
+            let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
+            let x = self.layers(cache, &part)?;
+            cache.push(&part);
+            if rows == Rows::All {
+                let vocab = self.config.vocab;
+                logits.push(self.logits(x)?.reshape([batch, to - from, vocab]));
+            } else if to == seq {
+                let last = x.reshape([batch, to - from, self.config.hidden]);
+                let last = last.slice([0..batch, to - from - 1..to - from]);
+                return self.logits(last.reshape([batch, self.config.hidden]));
+            }
+        }
+        let all = if logits.len() == 1 { logits.remove(0) } else { Tensor::cat(logits, 1) };
+        Ok(all.reshape([batch * seq, self.config.vocab]))
+    }
+
+    /// What leaves the last layer, `[batch · seq, hidden]`.
+    fn layers(&self, cache: &mut KvCache, tokens: &[&[u32]]) -> Result<Tensor<2>, Error> {
+        let [batch, seq] = [tokens.len(), tokens[0].len()];
+        let ids: Vec<i32> = tokens.concat().into_iter().map(u32::cast_signed).collect();
+        let options = (&self.device, burn::tensor::DType::I32);
+        let ids = Tensor::<1, Int>::from_data(TensorData::new(ids, [batch * seq]), options);
+        let mut x = blocks::embed(self, cache, ids, seq);
+        for index in 0..self.layers.len() {
+            x = self.attend(index, x, cache, [batch, seq])?;
+            x = self.feed(index, x)?;
+        }
+        Ok(x)
+    }
+
+    /// x with what attention adds.
+    fn attend(
+        &self,
+        index: usize,
+        x: Tensor<2>,
+        cache: &mut KvCache,
+        [batch, seq]: [usize; 2],
+    ) -> Result<Tensor<2>, Error> {
+        let (layer, rules) = (&self.layers[index], &self.config.layers[index]);
+        let DecoderConfig { heads, head_dim, .. } = self.config;
+        let y = layer.attention_norm.of(&self.config, x.clone());
+        let qkv = layer.qkv.of(&self.ctx, y, Epilogue::default())?;
+        let q = Turn { config: &self.config, rope: rules.rope, norms: layer.qk_norm.as_ref(), seq }
+            .of(qkv, cache, index); // [batch, heads, seq, head_dim]
+        let (scale, softcap) =
+            (Some(rules.scale as f32), self.config.softcap.map(|cap| cap as f32));
+        let window = rules.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX));
+        let a = if seq <= SHORT {
+            let (k, v) = cache.layer(index);
+            let lengths = cache.lengths().iter().map(|start| (start + seq) as u32).collect();
+            let cache = Cache {
+                k: Cached::Float(k),
+                v: Cached::Float(v),
+                lengths: Lengths::Host(lengths),
+                table: None,
+            };
+            ops::decode(&self.ctx, q, cache, DecodeOptions { scale, softcap, window })?
+        } else {
+            let (k, v) = cache.layer(index);
+            let all = cache.longest() + seq;
+            let so_far = |t: Tensor<4>| {
+                let [batch, kv_heads, _, head_dim] = t.dims();
+                t.slice([0..batch, 0..kv_heads, 0..all, 0..head_dim])
+            };
+            let rules =
+                AttentionOptions { scale, softcap, causal: true, window, implementation: None };
+            ops::attention(&self.ctx, q, so_far(k), so_far(v), None, None, rules)?
+        };
+        let a = a.swap_dims(1, 2).reshape([batch * seq, heads * head_dim]);
+        self.add(&layer.out, a, x, layer.attention_post_norm.as_ref())
+    }
+
+    /// x with what the feed-forward block adds.
+    fn feed(&self, index: usize, x: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let layer = &self.layers[index];
+        let y = layer.ffn_norm.of(&self.config, x.clone());
+        let activation = match self.config.activation {
+            Activation::Silu => ops::Activation::Silu,
+            Activation::Gelu => ops::Activation::Gelu,
+            Activation::GeluTanh => ops::Activation::GeluTanh,
+        };
+        let (inner, down) = layer.ffn.inner(&self.ctx, y, activation)?;
+        self.add(down, inner, x, layer.ffn_post_norm.as_ref())
+    }
+
+    /// x + post(y · weightᵀ + bias)
+    fn add(
+        &self,
+        projection: &Projection,
+        y: Tensor<2>,
+        x: Tensor<2>,
+        post: Option<&Norm>,
+    ) -> Result<Tensor<2>, Error> {
+        Ok(match post {
+            None => {
+                let residual = Some(x);
+                projection.of(&self.ctx, y, Epilogue { residual, ..Epilogue::default() })?
+            }
+            Some(norm) => {
+                let y = projection.of(&self.ctx, y, Epilogue::default())?;
+                norm.of(&self.config, y) + x
+            }
+        })
+    }
+
+    /// Of rows `[rows, hidden]`, in f32.
+    fn logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let y = self.final_norm.of(&self.config, x);
+        let logits = self.head.in_f32(&self.ctx, y)?;
+        Ok(match self.config.logit_softcap {
+            None => logits,
+            Some(cap) => (logits / cap).tanh() * cap,
+        })
+    }
+}

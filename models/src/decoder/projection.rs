@@ -1,0 +1,120 @@
+//! Weights that multiply.
+
+use burn::tensor::{FloatDType, Tensor};
+use ops::{Activation, Ctx, Epilogue, Nf4Weight, OpError, linear, nf4_glu, nf4_linear};
+
+/// A weight `[n, k]`.
+#[derive(Debug, Clone)]
+pub(super) enum Matrix {
+    Dense(Tensor<2>),
+    FourBit(Nf4Weight),
+}
+
+/// `x · wᵀ + bias`, of matrices whose rows follow one another: several where they cannot be one.
+#[derive(Debug, Clone)]
+pub(super) struct Projection {
+    pub(super) matrices: Vec<Matrix>,
+    /// `[n]`, of all of them.
+    pub(super) bias: Option<Tensor<1>>,
+}
+
+/// The feed-forward block.
+#[derive(Debug, Clone)]
+pub(super) enum Ffn {
+    Gated {
+        gate: Projection,
+        up: Projection,
+        down: Projection,
+    },
+    /// Gate and up as one weight in 4 bits.
+    Joint {
+        both: Nf4Weight,
+        bias: Option<Tensor<1>>,
+        down: Projection,
+    },
+    Plain {
+        up: Projection,
+        down: Projection,
+    },
+}
+
+impl Matrix {
+    fn rows(&self) -> usize {
+        match self {
+            Self::Dense(weight) => weight.dims()[0],
+            Self::FourBit(weight) => weight.shape()[0],
+        }
+    }
+
+    fn of(&self, ctx: &Ctx, x: Tensor<2>, epilogue: Epilogue<2>) -> Result<Tensor<2>, OpError> {
+        match self {
+            Self::Dense(weight) => linear(ctx, x, weight.clone().transpose(), epilogue),
+            Self::FourBit(weight) => nf4_linear(ctx, x, weight, epilogue),
+        }
+    }
+}
+
+impl Projection {
+    /// x `[rows, k]`, result `[rows, n]`. The epilogue's bias is the projection's own.
+    pub(super) fn of(
+        &self,
+        ctx: &Ctx,
+        x: Tensor<2>,
+        epilogue: Epilogue<2>,
+    ) -> Result<Tensor<2>, OpError> {
+        if let [matrix] = &self.matrices[..] {
+            return matrix.of(ctx, x, Epilogue { bias: self.bias.clone(), ..epilogue });
+        }
+        let mut from = 0;
+        let mut parts = Vec::with_capacity(self.matrices.len());
+        for matrix in &self.matrices {
+            let to = from + matrix.rows();
+            let columns = |t: &Tensor<2>| t.clone().slice_dim(1, from..to);
+            let own = Epilogue {
+                bias: self.bias.as_ref().map(|bias| bias.clone().slice([from..to])),
+                gate: epilogue.gate.as_ref().map(columns),
+                residual: epilogue.residual.as_ref().map(columns),
+                ..epilogue.clone()
+            };
+            parts.push(matrix.of(ctx, x.clone(), own)?);
+            from = to;
+        }
+        Ok(Tensor::cat(parts, 1))
+    }
+
+    /// The same in f32, whatever x is.
+    pub(super) fn in_f32(&self, ctx: &Ctx, x: Tensor<2>) -> Result<Tensor<2>, OpError> {
+        let wide = Some(FloatDType::F32);
+        if self.matrices.iter().all(|matrix| matches!(matrix, Matrix::Dense(_))) {
+            return self.of(ctx, x, Epilogue { out: wide, ..Epilogue::default() });
+        }
+        // Products with 4 bits have the dtype of x.
+        Ok(self.of(ctx, x, Epilogue::default())?.cast(FloatDType::F32))
+    }
+}
+
+impl Ffn {
+    /// What goes into the last product of the block, `[rows, ffn_hidden]`, and that product.
+    pub(super) fn inner(
+        &self,
+        ctx: &Ctx,
+        y: Tensor<2>,
+        activation: Activation,
+    ) -> Result<(Tensor<2>, &Projection), OpError> {
+        let activation = Some(activation);
+        Ok(match self {
+            Self::Gated { gate, up, down } => {
+                let up = up.of(ctx, y.clone(), Epilogue::default())?;
+                let gated = Epilogue { activation, gate: Some(up), ..Epilogue::default() };
+                (gate.of(ctx, y, gated)?, down)
+            }
+            Self::Joint { both, bias, down } => {
+                let epilogue = Epilogue { bias: bias.clone(), activation, ..Epilogue::default() };
+                (nf4_glu(ctx, y, both, epilogue)?, down)
+            }
+            Self::Plain { up, down } => {
+                (up.of(ctx, y, Epilogue { activation, ..Epilogue::default() })?, down)
+            }
+        })
+    }
+}

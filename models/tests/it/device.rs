@@ -1,0 +1,151 @@
+//! Decoders on the CPU runtime, against transformers and against themselves.
+
+use burn::tensor::{Device, FloatDType, Tensor};
+use models::{Decoder, Error, KvCache, LoadOptions, Rows};
+use ops::{Ctx, Nf4Options};
+
+use reference::nf4::{FourBit, dequantize};
+use reference::{Block, Linear};
+
+use crate::adapter::decoder;
+use crate::golden::{Golden, golden};
+use crate::{FIXTURES, open};
+
+/// Of the largest logit.
+const BAR: f64 = 1e-4;
+
+fn load(name: &str, options: LoadOptions) -> Decoder {
+    let weights = open(name);
+    Decoder::load(&weights, &Device::cpu(), Ctx::default(), &options, |_| {}).expect("a fixture")
+}
+
+fn in_f32(name: &str) -> Decoder {
+    load(name, LoadOptions { dtype: Some(FloatDType::F32), quant: None })
+}
+
+fn values(logits: Tensor<2>) -> Vec<f32> {
+    logits.into_data().try_to_vec().expect("f32")
+}
+
+/// The largest difference, relative to the largest of `want`.
+fn distance(have: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(have.len(), want.len());
+    let largest = want.iter().fold(0f32, |top, logit| top.max(logit.abs()));
+    let gaps = have.iter().zip(want).map(|(a, b)| f64::from((a - b).abs()));
+    let gap = gaps.fold(0.0, |top: f64, gap| if gap.is_nan() { f64::NAN } else { top.max(gap) });
+    gap / f64::from(largest)
+}
+
+fn best(logits: &[f32]) -> u32 {
+    let better = |top: usize, i: usize| if logits[i] > logits[top] { i } else { top };
+    (0..logits.len()).fold(0, better) as u32
+}
+
+/// Greedy tokens of each sequence after the last of `logits`, `[batch, vocab]`.
+fn greedy(decoder: &Decoder, cache: &mut KvCache, logits: Vec<f32>, count: usize) -> Vec<Vec<u32>> {
+    let vocab = decoder.config().vocab;
+    let mut next: Vec<[u32; 1]> = logits.chunks(vocab).map(|own| [best(own)]).collect();
+    let mut tokens: Vec<Vec<u32>> = next.iter().map(|one| one.to_vec()).collect();
+    for _ in 1..count {
+        let logits = values(decoder.forward(cache, &next, Rows::Last).expect("room"));
+        next = logits.chunks(vocab).map(|own| [best(own)]).collect();
+        tokens.iter_mut().zip(&next).for_each(|(all, one)| all.push(one[0]));
+    }
+    tokens
+}
+
+#[test]
+fn logits_and_greedy_tokens_are_those_of_transformers() {
+    for name in FIXTURES {
+        let began = std::time::Instant::now();
+        let (decoder, Golden { prompt, logits, greedy: want }) = (in_f32(name), golden(name));
+        let mut cache = decoder.cache(1, prompt.len() + want.len()).expect("short");
+        let all = values(decoder.forward(&mut cache, &[&prompt], Rows::All).expect("room"));
+        let distance = distance(&all, &logits);
+        println!("{name}: {distance:.1e} of the largest logit");
+        assert!(distance <= BAR, "{name}: {distance:e}");
+        let last = all[all.len() - decoder.config().vocab..].to_vec();
+        let tokens = greedy(&decoder, &mut cache, last, want.len());
+        assert_eq!(tokens[0], want, "{name}");
+        println!("{name} took {:.1} s", began.elapsed().as_secs_f64());
+    }
+}
+
+/// Prompts of different lengths, prefilled one by one and in parts, decode together as alone.
+#[test]
+fn batches_and_parts_of_prompts_change_nothing() {
+    for name in ["llama", "mistral", "gemma2", "gemma3", "gpt2", "phi3_nf4"] {
+        let (decoder, Golden { prompt, .. }) = (in_f32(name), golden(name));
+        let lengths = [prompt.len(), 1, 7];
+        let (mut caches, mut last, mut alone) = (Vec::new(), Vec::new(), Vec::new());
+        for length in lengths {
+            let own = &prompt[..length];
+            let cache = || decoder.cache(1, prompt.len() + 12).expect("short");
+            let mut whole = cache();
+            let logits = decoder.forward(&mut whole, &[own], Rows::Last).expect("room");
+            let logits = values(logits);
+            let mut parts = cache();
+            let mut stepped = Vec::new();
+            for part in own.chunks(length.div_ceil(3)) {
+                let part = decoder.forward(&mut parts, &[part], Rows::Last).expect("room");
+                stepped = values(part);
+            }
+            assert!(distance(&stepped, &logits) < 1e-5, "{name}: {length} tokens in parts");
+            assert_eq!((parts.tokens(0), parts.lengths()), (own, &[length][..]));
+            alone.extend(greedy(&decoder, &mut whole, logits, 12));
+            caches.push(parts);
+            last.extend(stepped);
+        }
+        let mut batch = KvCache::stack(&caches.iter().collect::<Vec<_>>());
+        assert_eq!((batch.batch(), batch.lengths()), (3, &lengths[..]));
+        assert_eq!(greedy(&decoder, &mut batch, last, 12), alone, "{name}");
+    }
+}
+
+/// A matrix as the reference's 4 bits have it.
+fn in_4_bits(linear: &mut Linear) {
+    let book = FourBit::Nf4;
+    let blocks = book.quantize(&linear.weight, 64).expect("finite");
+    linear.weight =
+        dequantize(&book.code_book(), &blocks.codes, &blocks.absmax, 64, linear.weight.len())
+            .expect("of these blocks");
+}
+
+#[test]
+fn weights_quantised_at_load_are_the_references() {
+    let quant = Nf4Options { nested: false, ..Nf4Options::default() };
+    for name in ["llama", "phi3", "gpt2", "qwen2"] {
+        let four = LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant) };
+        let (four, prompt) = (load(name, four), golden(name).prompt);
+        let mut reference = decoder(&open(name));
+        for block in &mut reference.blocks {
+            let Block { query, key, value, out, gate, up, down, .. } = block;
+            [query, key, value, out, up, down].into_iter().for_each(in_4_bits);
+            gate.iter_mut().for_each(in_4_bits);
+        }
+        let want: Vec<f32> =
+            reference.forward(&prompt).expect("whole").into_iter().map(|l| l as f32).collect();
+        let mut cache = four.cache(1, prompt.len()).expect("short");
+        let have = values(four.forward(&mut cache, &[&prompt], Rows::All).expect("room"));
+        let distance = distance(&have, &want);
+        assert!(distance <= BAR, "{name}: {distance:e}");
+    }
+}
+
+#[test]
+fn mistakes_are_errors() {
+    let decoder = in_f32("llama");
+    let (vocab, max_seq) = (decoder.config().vocab, decoder.config().max_seq);
+    let error = decoder.cache(1, max_seq + 1).expect_err("longer than the model");
+    assert!(matches!(error, Error::Context { .. }), "{error}");
+    let mut cache = decoder.cache(2, 4).expect("short");
+    let mut fails =
+        |tokens: &[&[u32]]| decoder.forward(&mut cache, tokens, Rows::Last).expect_err("a mistake");
+    for uneven in [&[&[1][..]][..], &[&[1], &[1, 2]], &[&[], &[]]] {
+        assert!(matches!(fails(uneven), Error::Step { batch: 2, .. }));
+    }
+    let past = vocab as u32;
+    assert!(matches!(fails(&[&[1], &[past]]), Error::Token { id, .. } if id == past));
+    assert!(matches!(fails(&[&[1; 5], &[1; 5]]), Error::Full { need: 5, capacity: 4 }));
+    assert_eq!(cache.lengths(), [0, 0]);
+}
