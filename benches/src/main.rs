@@ -119,6 +119,12 @@ enum Command {
         /// Keep CUDA C++, PTX and machine code in this folder
         #[arg(long)]
         dump: Option<PathBuf>,
+        /// Compile also what is known by its source
+        #[arg(long)]
+        fresh: bool,
+        /// Write what is known after this run to FILE, to be committed
+        #[arg(long, value_name = "FILE", conflicts_with_all = ["filter", "dump"])]
+        record: Option<PathBuf>,
     },
     /// Show, fill or merge the tune cache
     #[command(subcommand)]
@@ -137,8 +143,9 @@ fn main() -> ExitCode {
         Command::Verify { target, filter, configs } => {
             verify::verify(&target, filter.as_deref(), configs)
         }
-        Command::Targets { cuda_home, json, filter, dump } => {
-            targets::run(&cuda_home, json, filter.as_deref(), dump.as_deref())
+        Command::Targets { cuda_home, json, filter, dump, fresh, record } => {
+            let (dump, record) = (dump.as_deref(), record.as_deref());
+            targets::run(&cuda_home, json, filter.as_deref(), dump, fresh, record)
         }
         Command::Tune(command) => tuning::run(command),
     };

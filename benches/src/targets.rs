@@ -3,7 +3,8 @@
 use std::io::IsTerminal;
 use std::path::Path;
 
-use offline::{Row, Toolkit, sweep};
+use command::OutFile;
+use offline::{Known, Row, Toolkit, sweep};
 
 /// Prints the sweep; false when an instance failed.
 pub(crate) fn run(
@@ -11,6 +12,8 @@ pub(crate) fn run(
     json: bool,
     filter: Option<&str>,
     dump: Option<&Path>,
+    fresh: bool,
+    record: Option<&Path>,
 ) -> anyhow::Result<bool> {
     if let Some(dir) = dump {
         std::fs::create_dir_all(dir).map_err(|e| {
@@ -23,11 +26,16 @@ pub(crate) fn run(
             eprint!("{text}");
         }
     };
-    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump, show)?;
+    let record = record.map(OutFile::new).transpose()?;
+    let known = if fresh { Known::default() } else { Known::shipped() };
+    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump, &known, show)?;
     if rows.is_empty() && findings.is_empty() {
         anyhow::bail!(
             "no instance matches\nhint: names look like `rtx4090 matmul bf16 row.col 4096x4096x4096`"
         );
+    }
+    if let Some(file) = record {
+        file.write(known.lines().as_bytes())?;
     }
     if json {
         let report = serde_json::json!({ "rows": rows, "findings": findings });
@@ -54,7 +62,8 @@ pub(crate) fn run(
     }
     let spill = rows.iter().filter(|r| r.usage.spilled() > 0).count();
     let (all, failed) = (rows.len(), findings.len());
-    text += &format!("{all} instances compiled, {spill} of them spill, {failed} failed\n");
+    let new = if dump.is_some() { all } else { known.compiled() };
+    text += &format!("{all} instances, {spill} of them spill, {failed} failed; {new} compiled\n");
     command::print(&text)?;
     Ok(findings.is_empty())
 }
@@ -62,7 +71,7 @@ pub(crate) fn run(
 /// What to show on standard error, where it takes minutes: on a terminal one line that is written over and
 /// in the end removed, elsewhere a line for each tenth.
 fn progress(done: usize, total: usize, terminal: bool) -> Option<String> {
-    let text = format!("{done} of {total} compiled");
+    let text = format!("{done} of {total} instances");
     if terminal {
         return Some(if done == total { "\r\x1b[K".into() } else { format!("\r{text}") });
     }
@@ -94,8 +103,8 @@ mod tests {
             (0..=total).filter_map(|done| progress(done, total, terminal)).collect()
         };
         let lines = shown(619, false);
-        assert_eq!((lines.len(), lines[0].as_str()), (11, "0 of 619 compiled\n"));
-        assert_eq!(lines[10], "619 of 619 compiled\n");
+        assert_eq!((lines.len(), lines[0].as_str()), (11, "0 of 619 instances\n"));
+        assert_eq!(lines[10], "619 of 619 instances\n");
         assert_eq!(shown(3, false).len(), 4);
         assert_eq!(shown(0, false), ["0 of 0 compiled\n"]);
         assert_eq!(shown(2, true), ["\r0 of 2 compiled", "\r1 of 2 compiled", "\r\x1b[K"]);

@@ -14,19 +14,25 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! That copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
+//! [`Engine`] answers with a model from a Hugging Face folder. The function above copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
 //! the kernels are the functions of [`ops`]. [`quantize_model`] makes weights in 4 bits of a Hugging Face
 //! folder.
 
 mod attention;
+mod engine;
 mod op;
 mod quantize;
 mod tensor;
 
+pub use ::text::Message;
 pub use arch::{
     ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile, report,
 };
 pub use attention::{Attended, attention};
+pub use engine::{
+    Completion, Compute, End, Engine, EngineError, EngineOptions, Quant, Request, Sampling,
+    Session, Text, Token, Tokens,
+};
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;

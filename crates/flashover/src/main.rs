@@ -1,5 +1,8 @@
 //! The `flashover` command.
 
+mod generate_command;
+mod logits_command;
+mod model_args;
 mod quantize_command;
 
 use std::collections::BTreeMap;
@@ -59,6 +62,18 @@ enum Command {
     ///
     /// Example: flashover quantize --model llama --output llama-nf4 --report
     Quantize(quantize_command::Args),
+    /// Go on from a text with a model
+    ///
+    /// Example: flashover generate --model models/demo --prompt "Once upon a time"
+    Generate(generate_command::GenerateArgs),
+    /// Talk with a model that has a chat template, a line a message
+    ///
+    /// Example: flashover chat --model llama-instruct --quant nf4
+    Chat(generate_command::ChatArgs),
+    /// Write the logits of every position, to compare with another engine
+    ///
+    /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors
+    Logits(logits_command::Args),
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
@@ -80,6 +95,9 @@ fn main() -> ExitCode {
             op(&name, &input, &output, backend, profile.as_deref(), &settings, policy)
         }
         Command::Quantize(args) => quantize_command::run(&args),
+        Command::Generate(args) => generate_command::generate(&args),
+        Command::Chat(args) => generate_command::chat(&args),
+        Command::Logits(args) => logits_command::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

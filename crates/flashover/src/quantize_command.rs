@@ -3,11 +3,10 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use anyhow::anyhow;
 use command::OutFile;
-use flashover::{
-    Backend, CodeBook, Device, Figures, QuantizeOptions, QuantizedModel, quantize_model, report,
-};
+use flashover::{CodeBook, Figures, QuantizeOptions, QuantizedModel, quantize_model};
+
+use crate::model_args::DeviceArgs;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -32,12 +31,8 @@ pub(super) struct Args {
     /// Decode what was written and print bits and errors of every weight, or write them to FILE as JSON
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     report: Option<Option<PathBuf>>,
-    /// cuda, vulkan, webgpu or cpu; without it the one that `flashover doctor` calls chosen
-    #[arg(long)]
-    backend: Option<Backend>,
-    /// Restrict the device to a recorded profile, such as rtx4090
-    #[arg(long, requires = "backend")]
-    profile: Option<String>,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
 fn code_book(text: &str) -> Result<CodeBook, String> {
@@ -56,7 +51,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         shard_bytes: args.shard_bytes,
         measure: args.report.is_some(),
     };
-    let device = open(args)?;
+    let device = args.device.open()?;
     let made = quantize_model(&device, &args.model, &args.output, &options)?;
     let mut text = String::new();
     match file {
@@ -68,22 +63,6 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     text += &format!("{} on {name} ({})\n", args.output.display(), device.backend());
     text += &summary(&made);
     Ok(command::print(&text)?)
-}
-
-fn open(args: &Args) -> anyhow::Result<Device> {
-    let backend = match args.backend {
-        Some(backend) => backend,
-        None => {
-            let chosen = report::survey().chosen;
-            let hint = "hint: `flashover doctor` says what each back end needs";
-            chosen.ok_or_else(|| anyhow!("no back end answers\n{hint}"))?.backend
-        }
-    };
-    let device = Device::open(backend)?;
-    Ok(match &args.profile {
-        Some(profile) => device.restrict(profile)?,
-        None => device,
-    })
 }
 
 /// One line a weight, and one of all.

@@ -17,6 +17,8 @@ use cubecl_cpp::cuda::arch::CudaArchitecture;
 use cubecl_cpp::cuda::mma::CudaCmmaCompiler;
 use cudarc::nvrtc::CompileOptions;
 
+use crate::known::{self, Compiled, Known};
+
 /// What a kernel's machine code uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Usage {
@@ -62,6 +64,8 @@ pub enum CompileError {
 pub struct Toolkit {
     ptxas: PathBuf,
     include: PathBuf,
+    /// Versions of both.
+    versions: String,
 }
 
 impl Toolkit {
@@ -70,8 +74,8 @@ impl Toolkit {
     /// # Errors
     /// A file that is not there.
     pub fn at(home: &Path) -> Result<Self, CompileError> {
-        let tools = Self { ptxas: home.join("bin/ptxas"), include: home.join("include") };
-        for path in [&tools.ptxas, &tools.include.join("cuda_fp16.h")] {
+        let (ptxas, include) = (home.join("bin/ptxas"), home.join("include"));
+        for path in [&ptxas, &include.join("cuda_fp16.h")] {
             if !path.exists() {
                 return Err(CompileError::Missing { path: path.clone() });
             }
@@ -80,11 +84,20 @@ impl Toolkit {
         if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
             return Err(CompileError::Missing { path: PathBuf::from("libnvrtc.so") });
         }
-        Ok(tools)
+        let out = Command::new(&ptxas).arg("--version").output()?;
+        let assembler = String::from_utf8_lossy(&out.stdout);
+        let assembler = assembler.lines().last().unwrap_or_default();
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the library is there, and both places may be written.
+        unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }
+            .result()
+            .map_err(|e| CompileError::Nvrtc(format!("{e:?}")))?;
+        let versions = format!("nvrtc {major}.{minor}, ptxas {assembler}");
+        Ok(Self { ptxas, include, versions })
     }
 
-    /// Compiles `kernel` for compute capability `sm` and reads what it uses; with `dump`, keeps
-    /// `dump.cu`, `dump.ptx` and `dump.cubin`.
+    /// What `kernel` uses on compute capability `sm`: as `known`, or else compiled. With `dump` it is always
+    /// compiled, and `dump.cu`, `dump.ptx` and `dump.cubin` are kept.
     ///
     /// # Errors
     /// The stage that refused it, with its words.
@@ -93,16 +106,26 @@ impl Toolkit {
         kernel: &dyn CubeKernel,
         sm: u32,
         dump: Option<&Path>,
+        known: &Known,
     ) -> Result<Usage, CompileError> {
         let source = ahead::source(kernel, sm)?;
-        let ptx = self.ptx(&source.text, sm)?;
-        let dir = tempfile::tempdir()?;
-        let stem = dump.map_or_else(|| dir.path().join("k"), Path::to_owned);
-        if dump.is_some() {
-            std::fs::write(stem.with_extension("cu"), &source.text)?;
-        }
+        let compile = || {
+            let ptx = self.ptx(&source.text, sm)?;
+            let dir = tempfile::tempdir()?;
+            let stem = dump.map_or_else(|| dir.path().join("k"), Path::to_owned);
+            if dump.is_some() {
+                std::fs::write(stem.with_extension("cu"), &source.text)?;
+            }
+            self.assemble(&ptx, sm, &stem)
+        };
+        let Compiled { registers, spill_stores, spill_loads, stack } = match dump {
+            Some(_) => compile()?,
+            None => {
+                known.get_or(known::key(&source.text, &options(sm), &self.versions), compile)?
+            }
+        };
         let (shared, units) = (source.shared_bytes as u32, source.units);
-        Ok(Usage { shared, units, ..self.assemble(&ptx, sm, &stem)? })
+        Ok(Usage { registers, spill_stores, spill_loads, stack, shared, units })
     }
 
     /// CUDA C++ to PTX.
@@ -112,10 +135,7 @@ impl Toolkit {
                 self.include.display().to_string(),
                 self.include.join("cccl").display().to_string(),
             ],
-            options: vec![
-                format!("--gpu-architecture={}", ahead::target_name(sm)),
-                "-lineinfo".into(),
-            ],
+            options: options(sm),
             ..CompileOptions::default()
         };
         let ptx = cudarc::nvrtc::compile_ptx_with_opts(source, options)
@@ -124,7 +144,7 @@ impl Toolkit {
     }
 
     /// PTX to machine code, whose resource report `ptxas -v` prints.
-    fn assemble(&self, ptx: &str, sm: u32, stem: &Path) -> Result<Usage, CompileError> {
+    fn assemble(&self, ptx: &str, sm: u32, stem: &Path) -> Result<Compiled, CompileError> {
         let (input, output) = (stem.with_extension("ptx"), stem.with_extension("cubin"));
         std::fs::write(&input, ptx)?;
         let out = Command::new(&self.ptxas)
@@ -141,20 +161,23 @@ impl Toolkit {
     }
 }
 
+/// Of NVRTC.
+fn options(sm: u32) -> Vec<String> {
+    vec![format!("--gpu-architecture={}", ahead::target_name(sm)), "-lineinfo".into()]
+}
+
 /// Reads `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill
-/// loads`, `N bytes smem`; of units it says nothing.
-fn parse_report(report: &str) -> Option<Usage> {
+/// loads`.
+fn parse_report(report: &str) -> Option<Compiled> {
     let before = |text: &str, unit: &str| -> Option<u32> {
         let head = &text[..text.find(unit)?];
         head.split_whitespace().last()?.parse().ok()
     };
-    Some(Usage {
+    Some(Compiled {
         registers: before(report, "registers")?,
         spill_stores: before(report, "bytes spill stores")?,
         spill_loads: before(report, "bytes spill loads")?,
         stack: before(report, "bytes stack frame")?,
-        shared: before(report, "bytes smem").unwrap_or(0),
-        units: 0,
     })
 }
 
@@ -224,18 +247,8 @@ mod tests {
             ptxas info    : Function properties for k\n\
             \x20   16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n\
             ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 448 bytes cmem[0]\n";
-        let usage = parse_report(report).expect("all facts are there");
-        assert_eq!(
-            usage,
-            Usage {
-                registers: 168,
-                spill_stores: 8,
-                spill_loads: 12,
-                stack: 16,
-                shared: 1024,
-                units: 0
-            }
-        );
+        let want = Compiled { registers: 168, spill_stores: 8, spill_loads: 12, stack: 16 };
+        assert_eq!(parse_report(report), Some(want));
         assert_eq!(parse_report("error: nothing"), None);
     }
 }

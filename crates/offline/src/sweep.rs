@@ -19,6 +19,7 @@ use serde::Serialize;
 use serde_json::Value;
 use tune::Kernel;
 
+use crate::Known;
 use crate::compile::{Toolkit, Usage, properties, target_properties};
 use crate::occupancy::{Limits, occupancy};
 
@@ -51,7 +52,7 @@ pub struct Finding {
 }
 
 /// Compiles, for every target, the instances whose `target kernel instance config` text contains `filter`; both
-/// lists are in a fixed order. With `dump`, sources and binaries are kept in that folder, numbered in
+/// lists are in a fixed order. What is `known` is not compiled again. With `dump`, sources and binaries are kept in that folder, numbered in
 /// the order of the list. `progress` is told how many of how many are compiled: from 0 on, in order, each
 /// once.
 ///
@@ -61,6 +62,7 @@ pub fn sweep(
     toolkit: &Toolkit,
     filter: Option<&str>,
     dump: Option<&Path>,
+    known: &Known,
     progress: impl Fn(usize, usize) + Sync,
 ) -> Result<(Vec<Row>, Vec<Finding>), arch::UnknownProfile> {
     let mut work = Vec::new();
@@ -82,7 +84,7 @@ pub fn sweep(
         .map(|(index, target, arch, instance)| {
             let stem = dump.map(|d| d.join(format!("{index:03}-{target}")));
             let sm = arch.compute_capability.unwrap_or(0);
-            let outcome = toolkit.usage(instance.program.as_ref(), sm, stem.as_deref());
+            let outcome = toolkit.usage(instance.program.as_ref(), sm, stem.as_deref(), known);
             let mut done = done.lock().expect("no holder panics");
             *done += 1;
             progress(*done, total);

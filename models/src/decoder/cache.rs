@@ -6,7 +6,7 @@ use super::Decoder;
 use crate::{DecoderConfig, Rope};
 
 /// Keys and values of a batch of sequences, for every layer, and the tokens that they are of.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct KvCache {
     /// `[batch, kv_heads, capacity, head_dim]`
     layers: Vec<(Tensor<4>, Tensor<4>)>,
@@ -43,30 +43,62 @@ impl KvCache {
         cache
     }
 
-    /// Sequences that decode together from here on, one after the other; each keeps its length. One that is
-    /// named twice goes on as two.
+    /// Caches whose sequences decode together from here on, in this order, those of each as often as
+    /// said: the batch of one, then that batch again.
     ///
     /// # Panics
-    /// Without a cache, or with caches of different capacities or models.
+    /// Without a sequence, or with caches of different capacities or models.
     #[must_use]
-    pub fn stack(parts: &[&Self]) -> Self {
-        let first = parts.first().expect("a batch has a sequence");
-        let join = |tensors: Vec<Tensor<4>>| match <[_; 1]>::try_from(tensors) {
-            Ok([one]) => one,
-            Err(several) => Tensor::cat(several, 0),
+    pub fn stack(parts: Vec<(Self, usize)>) -> Self {
+        let mut rows = parts.into_iter().filter(|(_, times)| *times > 0);
+        let (mut all, times) = rows.next().expect("a batch has a sequence");
+        let mut layers: Vec<(Vec<_>, Vec<_>)> =
+            all.layers.drain(..).map(|(k, v)| (vec![k; times], vec![v; times])).collect();
+        all.tokens = vec![all.tokens; times].concat();
+        all.lengths = all.lengths.repeat(times);
+        for (part, times) in rows {
+            assert_eq!((part.capacity, part.layers.len()), (all.capacity, layers.len()));
+            for ((k, v), (own_k, own_v)) in layers.iter_mut().zip(part.layers) {
+                k.extend(vec![own_k; times]);
+                v.extend(vec![own_v; times]);
+            }
+            all.tokens.extend(vec![part.tokens; times].concat());
+            all.lengths.extend(part.lengths.repeat(times));
+        }
+        let join = |mut tensors: Vec<Tensor<4>>| match tensors.len() {
+            1 => tensors.remove(0),
+            _ => Tensor::cat(tensors, 0),
         };
-        let layer = |index: usize| {
-            let of = |which: fn(&(Tensor<4>, Tensor<4>)) -> Tensor<4>| {
-                join(parts.iter().map(|part| which(&part.layers[index])).collect())
-            };
-            (of(|layer| layer.0.clone()), of(|layer| layer.1.clone()))
+        all.layers = layers.into_iter().map(|(k, v)| (join(k), join(v))).collect();
+        all
+    }
+
+    /// The cache of some of the sequences, in this order.
+    ///
+    /// # Panics
+    /// For a sequence that is not of the batch.
+    #[must_use]
+    pub fn keep(self, sequences: &[usize]) -> Self {
+        self.some(sequences)
+    }
+
+    /// A cache for each of the sequences.
+    pub fn split(self) -> Vec<Self> {
+        (0..self.batch()).map(|sequence| self.some(&[sequence])).collect()
+    }
+
+    /// May share memory with `self`, where both would write.
+    fn some(&self, sequences: &[usize]) -> Self {
+        let rows = |t: &Tensor<4>| {
+            let own = |at: &usize| t.clone().slice_dim(0, *at..at + 1);
+            Tensor::cat(sequences.iter().map(own).collect(), 0)
         };
         Self {
-            layers: (0..first.layers.len()).map(layer).collect(),
-            tokens: parts.iter().flat_map(|part| part.tokens.clone()).collect(),
-            lengths: parts.iter().flat_map(|part| part.lengths.clone()).collect(),
-            capacity: first.capacity,
-            turns: first.turns.clone(),
+            layers: self.layers.iter().map(|(k, v)| (rows(k), rows(v))).collect(),
+            tokens: sequences.iter().map(|at| self.tokens[*at].clone()).collect(),
+            lengths: sequences.iter().map(|at| self.lengths[*at]).collect(),
+            capacity: self.capacity,
+            turns: self.turns.clone(),
         }
     }
 

@@ -11,7 +11,7 @@ use ops::{Ctx, Nf4Options, Nf4Weight};
 use super::blocks::Norm;
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
-use crate::{Error, Ffn as Kind, Part, Slot, Stored, Weights};
+use crate::{Error, Ffn as Kind, Part, Side, Slot, Stored, Weights};
 
 /// How weights are put on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -20,6 +20,32 @@ pub struct LoadOptions {
     pub dtype: Option<FloatDType>,
     /// Quantises the matrices of the layers that are dense in the file.
     pub quant: Option<Nf4Options>,
+}
+
+/// Bytes that the weights of a checkpoint take on a device; absmax of 4 bits counted as nested.
+///
+/// # Errors
+/// [`Error::Checkpoint`].
+pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u64, Error> {
+    let mut bytes = 0;
+    for param in weights.config().params() {
+        let stored = match param.side {
+            Side::Weight => Some(weights.weight(param.slot)?),
+            Side::Bias => weights.bias(param.slot)?,
+        };
+        let Some(stored) = stored else { continue };
+        let values = stored.shape.iter().product::<usize>() as u64;
+        let matrix = param.side == Side::Weight && param.slot.is_matrix();
+        let four_bit = matches!(stored.weight, Weight::FourBit(_))
+            || (options.quant.is_some() && matrix && param.slot != Slot::Head);
+        let dtype = options.dtype.unwrap_or_else(|| dtype_of(&stored));
+        bytes += match four_bit {
+            // Half a byte, and a byte for a block of 64.
+            true => values / 2 + values.div_ceil(64),
+            false => values * DType::from(dtype).size() as u64,
+        };
+    }
+    Ok(bytes)
 }
 
 /// How far loading is.

@@ -23,7 +23,7 @@ use ops::{AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, Lengths
 use crate::{Activation, DecoderConfig, Error};
 use blocks::{Norm, Turn};
 pub use cache::KvCache;
-pub use load::{LoadOptions, Loading};
+pub use load::{LoadOptions, Loading, device_bytes};
 use projection::{Ffn, Projection};
 
 /// The longest step that attention's decoding kernel takes.

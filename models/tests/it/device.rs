@@ -93,10 +93,10 @@ fn batches_and_parts_of_prompts_change_nothing() {
             assert!(distance(&stepped, &logits) < 1e-5, "{name}: {length} tokens in parts");
             assert_eq!((parts.tokens(0), parts.lengths()), (own, &[length][..]));
             alone.extend(greedy(&decoder, &mut whole, logits, 12));
-            caches.push(parts);
+            caches.push((parts, 1));
             last.extend(stepped);
         }
-        let mut batch = KvCache::stack(&caches.iter().collect::<Vec<_>>());
+        let mut batch = KvCache::stack(caches);
         assert_eq!((batch.batch(), batch.lengths()), (3, &lengths[..]));
         assert_eq!(greedy(&decoder, &mut batch, last, 12), alone, "{name}");
     }

@@ -1,5 +1,6 @@
 //! The public crate and the command, on the CPU.
 
+mod engine;
 mod quantize;
 
 use std::collections::BTreeMap;

@@ -1,0 +1,140 @@
+use models::{KvCache, Rope, Rows};
+
+use super::sampling::Place;
+use super::{End, Engine, EngineError, Request, Token, on_host};
+
+/// What one prompt became.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Completion {
+    pub tokens: Vec<Token>,
+    pub end: End,
+}
+
+/// A sequence of a batch while it grows.
+struct Growing {
+    prompt: usize,
+    completion: usize,
+    seen: Vec<u32>,
+    tokens: Vec<Token>,
+    end: Option<End>,
+}
+
+impl Engine {
+    /// `completions` answers to each of several prompts, which decode together; each prompt passes once. The
+    /// result is `[prompts][completions]`, each as it would be alone.
+    ///
+    /// # Errors
+    /// As [`super::Session::generate`].
+    pub fn generate_batch(
+        &self,
+        prompts: &[impl AsRef<[u32]>],
+        completions: usize,
+        request: &Request,
+    ) -> Result<Vec<Vec<Completion>>, EngineError> {
+        request.sampling.check()?;
+        let longest = prompts.iter().map(|prompt| prompt.as_ref().len()).max().unwrap_or(0);
+        let context = self.config().context();
+        let room = match (request.max_new_tokens, context) {
+            (Some(most), Some(context)) => (longest + most).min(context),
+            (Some(most), None) => longest + most,
+            (None, Some(context)) => context,
+            (None, None) => self.config().max_seq.max(longest),
+        };
+        let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
+        for (prompt, tokens) in prompts.iter().enumerate() {
+            let mut session = self.session(room)?;
+            let after = session.pass(tokens.as_ref(), Rows::Last)?;
+            let seen = tokens.as_ref().to_vec();
+            growing.extend((0..completions).map(|completion| Growing {
+                prompt,
+                completion,
+                seen: seen.clone(),
+                tokens: Vec::new(),
+                end: None,
+            }));
+            logits.extend(after.repeat(completions));
+            caches.push((session.into_cache(), completions));
+        }
+        if completions > 0 && !prompts.is_empty() {
+            let fixed = |rope: &Rope| rope.fixed_until().is_none_or(|fixed| room <= fixed);
+            let together = self.config().ropes.iter().all(fixed);
+            self.grow(&mut growing, KvCache::stack(caches), logits, request, together)?;
+        }
+        let mut answers: Vec<Vec<Completion>> = prompts.iter().map(|_| Vec::new()).collect();
+        for Growing { prompt, tokens, end, .. } in growing {
+            let end = end.expect("a batch decodes until all have ended");
+            answers[prompt].push(Completion { tokens, end });
+        }
+        Ok(answers)
+    }
+
+    /// Decodes a batch until all its sequences ended: `together`, or else one after the other, where a longer
+    /// sequence turns all its positions anew.
+    fn grow(
+        &self,
+        batch: &mut [Growing],
+        mut cache: KvCache,
+        mut logits: Vec<f32>,
+        request: &Request,
+        together: bool,
+    ) -> Result<(), EngineError> {
+        let vocab = self.config().vocab;
+        if !together && batch.len() > 1 {
+            let alone = batch.chunks_mut(1).zip(cache.split()).zip(logits.chunks(vocab));
+            for ((own, cache), logits) in alone {
+                self.grow(own, cache, logits.to_vec(), request, true)?;
+            }
+            return Ok(());
+        }
+        let mut rows: Vec<usize> = (0..batch.len()).collect();
+        loop {
+            for (at, logits) in rows.iter().zip(logits.chunks(vocab)) {
+                batch[*at].take(logits, cache.capacity(), request)?;
+            }
+            let open: Vec<usize> =
+                (0..rows.len()).filter(|row| batch[rows[*row]].end.is_none()).collect();
+            if open.is_empty() {
+                return Ok(());
+            }
+            // Those that ended go along with a token of theirs, whose logits nobody looks at, as long as
+            // there is room for it.
+            if cache.lengths().iter().any(|length| *length == cache.capacity()) {
+                cache = cache.keep(&open);
+                rows = open.into_iter().map(|row| rows[row]).collect();
+            }
+            let last = |at: &usize| [*batch[*at].seen.last().expect("a prompt has tokens")];
+            let next: Vec<[u32; 1]> = rows.iter().map(last).collect();
+            logits = on_host(self.decoder().forward(&mut cache, &next, Rows::Last)?)?;
+        }
+    }
+}
+
+impl Growing {
+    /// One more token, or the end.
+    fn take(
+        &mut self,
+        logits: &[f32],
+        capacity: usize,
+        request: &Request,
+    ) -> Result<(), EngineError> {
+        if self.end.is_some() {
+            return Ok(());
+        }
+        let place = Place { position: self.seen.len(), completion: self.completion };
+        let token = request.sampling.pick(logits, &self.seen, place)?;
+        if request.max_new_tokens == Some(0) {
+            self.end = Some(End::Length);
+        } else if request.eos.contains(&token.id) {
+            self.end = Some(End::Eos);
+        } else {
+            self.seen.push(token.id);
+            self.tokens.push(token);
+            if request.max_new_tokens.is_some_and(|most| self.tokens.len() >= most) {
+                self.end = Some(End::Length);
+            } else if self.seen.len() > capacity {
+                self.end = Some(End::Context);
+            }
+        }
+        Ok(())
+    }
+}

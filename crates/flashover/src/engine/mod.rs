@@ -1,0 +1,241 @@
+//! A model that answers: loaded once, shared by the sessions that generate with it.
+//!
+//! ```text
+//! Engine    weights on a device, tokenizer, what the model's makers would have        does not change
+//! Session   keys and values so far, of one sequence                                   yields tokens
+//! ```
+
+mod batch;
+mod sampling;
+mod session;
+mod text;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
+use arch::{Backend, Device};
+use burn::tensor::FloatDType;
+use models::{Decoder, DecoderConfig, GenerationConfig, LoadOptions, Weights};
+use ops::{Ctx, Nf4Options};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+
+pub use batch::Completion;
+pub use sampling::{Sampling, Token};
+pub use session::{End, Session, Tokens};
+pub use text::Text;
+
+/// How [`Engine::load`] puts a model on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EngineOptions {
+    /// What is computed in. When none, f32 on a CPU and elsewhere what the files have.
+    pub dtype: Option<Compute>,
+    /// Quantises the matrices of the layers that are dense in the files.
+    pub quant: Option<Quant>,
+    /// What a shape whose config is not known gets.
+    pub policy: Option<tune::Policy>,
+}
+
+/// What a model computes in; logits are f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compute {
+    F32,
+    F16,
+    Bf16,
+}
+
+/// How weights are quantised at load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quant {
+    /// NF4 in nested blocks of 64, as bitsandbytes' double quantization: 4.13 bits a weight.
+    Nf4,
+}
+
+/// What one generation is asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    pub sampling: Sampling,
+    /// Tokens at most; as many as the context holds when none.
+    pub max_new_tokens: Option<usize>,
+    /// Tokens that end it. They are not given out.
+    pub eos: Vec<u32>,
+    /// Strings that end it, in [`Session::write`]. They are not given out.
+    pub stops: Vec<String>,
+}
+
+/// Why a model does not answer.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    #[error(
+        "{0}\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
+    )]
+    Folder(models::Error),
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    #[error(transparent)]
+    Text(#[from] ::text::Error),
+    #[error(
+        "the weights take {weights} bytes on {device}, which has {have}\nhint: quant nf4 takes about a quarter of \
+         what bf16 does"
+    )]
+    Memory { weights: u64, have: u64, device: String },
+    #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
+    NoTokenizer(PathBuf),
+    #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
+    NoTemplate(PathBuf),
+    #[error("a prompt has no tokens\nhint: at least one, such as the model's first token")]
+    EmptyPrompt,
+    #[error("{name} is {value}\nhint: a number {range}")]
+    Sampling { name: &'static str, value: f32, range: &'static str },
+    #[error(
+        "after {position} tokens the logits hold NaN\nhint: compute in f32 or bf16; f16 ends at 65504"
+    )]
+    NotANumber { position: usize },
+    #[error("the tune cache cannot be read: {0}")]
+    Cache(#[from] tune::CacheError),
+    #[error("the device failed: {0}")]
+    Failed(String),
+}
+
+/// A model on a device. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Engine(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    folder: PathBuf,
+    decoder: Decoder,
+    tokenizer: Option<Tokenizer>,
+    template: Option<ChatTemplate>,
+    generation: GenerationConfig,
+}
+
+impl Engine {
+    /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json, tokenizer.json and a
+    /// chat template where it has them. Files are mapped and go to the device one tensor at a time.
+    ///
+    /// # Errors
+    /// [`EngineError::Folder`] for what is no model of ours; [`EngineError::Memory`] before anything is loaded;
+    /// [`EngineError::Text`] for a tokenizer that cannot be read or is another model's.
+    pub fn load(
+        device: &Device,
+        folder: impl AsRef<Path>,
+        options: &EngineOptions,
+    ) -> Result<Self, EngineError> {
+        Self::load_with(device, folder, options, |_, _| {})
+    }
+
+    /// The same, which tells `progress` how many of how many parts are loaded.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn load_with(
+        device: &Device,
+        folder: impl AsRef<Path>,
+        options: &EngineOptions,
+        mut progress: impl FnMut(usize, usize),
+    ) -> Result<Self, EngineError> {
+        let folder = folder.as_ref().to_owned();
+        let weights = Weights::open(&folder).map_err(EngineError::Folder)?;
+        let vocab = weights.config().vocab;
+        let generation = GenerationConfig::open(&folder).map_err(EngineError::Folder)?;
+        let tokenizer = match folder.join("tokenizer.json").exists() {
+            true => Some(Tokenizer::open(&folder)?.for_vocab(vocab)?),
+            false => None,
+        };
+        let template = ChatTemplate::open(&folder)?;
+        let load = load_options(device, options);
+        if let Some(have) = device.profile().memory_bytes {
+            let need = models::device_bytes(&weights, &load)?;
+            if need > have {
+                let device = device.profile().name.clone();
+                return Err(EngineError::Memory { weights: need, have, device });
+            }
+        }
+        let date = OffsetDateTime::now_utc().format(&Rfc3339).expect("a year has four digits");
+        let mut ctx = Ctx::of_user(options.policy.unwrap_or(tune::Policy::Default), date)?;
+        if let Some(profile) = &device.profile().restricted_to {
+            ctx = ctx.restricted_to(profile);
+        }
+        let on = burn::tensor::Device::from(device.raw().clone());
+        let decoder = Decoder::load(&weights, &on, ctx, &load, |loading| {
+            progress(loading.done, loading.parts)
+        })?;
+        Ok(Self(Arc::new(Inner { folder, decoder, tokenizer, template, generation })))
+    }
+
+    pub fn config(&self) -> &DecoderConfig {
+        self.0.decoder.config()
+    }
+
+    /// What the model's makers would have.
+    pub fn generation(&self) -> &GenerationConfig {
+        &self.0.generation
+    }
+
+    /// Sampling and ends as the model's makers would have them.
+    pub fn request(&self) -> Request {
+        let GenerationConfig { eos, max_new_tokens, .. } = self.generation();
+        Request {
+            sampling: Sampling::of(self.generation()),
+            max_new_tokens: *max_new_tokens,
+            eos: eos.clone(),
+            stops: Vec::new(),
+        }
+    }
+
+    /// # Errors
+    /// [`EngineError::NoTokenizer`].
+    pub fn tokenizer(&self) -> Result<&Tokenizer, EngineError> {
+        self.0.tokenizer.as_ref().ok_or_else(|| EngineError::NoTokenizer(self.0.folder.clone()))
+    }
+
+    /// The tokens of a plain prompt, with what the tokenizer puts before a text.
+    ///
+    /// # Errors
+    /// [`EngineError::NoTokenizer`], [`EngineError::Text`].
+    pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, EngineError> {
+        Ok(self.tokenizer()?.encode(prompt, true)?)
+    }
+
+    /// The tokens of a conversation that waits for its answer.
+    ///
+    /// # Errors
+    /// [`EngineError::NoTemplate`], [`EngineError::NoTokenizer`], [`EngineError::Text`].
+    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, EngineError> {
+        let template = self.0.template.as_ref();
+        let template = template.ok_or_else(|| EngineError::NoTemplate(self.0.folder.clone()))?;
+        Ok(self.tokenizer()?.encode(&template.render(&Prompt::of(messages))?, false)?)
+    }
+
+    /// Room for one sequence of `context` positions.
+    ///
+    /// # Errors
+    /// [`EngineError::Model`] for more than the model has.
+    pub fn session(&self, context: usize) -> Result<Session, EngineError> {
+        Session::new(self.clone(), context)
+    }
+
+    pub(crate) fn decoder(&self) -> &Decoder {
+        &self.0.decoder
+    }
+}
+
+fn load_options(device: &Device, options: &EngineOptions) -> LoadOptions {
+    let dtype = match options.dtype {
+        Some(Compute::F32) => Some(FloatDType::F32),
+        Some(Compute::F16) => Some(FloatDType::F16),
+        Some(Compute::Bf16) => Some(FloatDType::BF16),
+        None => (device.backend() == Backend::Cpu).then_some(FloatDType::F32),
+    };
+    let quant = options.quant.map(|Quant::Nf4| Nf4Options::default());
+    LoadOptions { dtype, quant }
+}
+
+/// Logits on the host.
+fn on_host(logits: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
+    let failed = |e: &dyn std::fmt::Debug| EngineError::Failed(format!("{e:?}"));
+    let data = logits.try_into_data().map_err(|e| failed(&e))?;
+    data.try_to_vec::<f32>().map_err(|e| failed(&e))
+}

@@ -1,0 +1,139 @@
+use models::{KvCache, Rows};
+
+use super::sampling::Place;
+use super::{Engine, EngineError, Request, Token, on_host};
+
+/// One sequence: the tokens so far, with their keys and values.
+#[derive(Debug)]
+pub struct Session {
+    engine: Engine,
+    cache: KvCache,
+}
+
+/// Why a generation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// The model gave a token of [`Request::eos`].
+    Eos,
+    /// A string of [`Request::stops`] came up.
+    Stop,
+    /// As many tokens as were asked for.
+    Length,
+    /// The session has no more room.
+    Context,
+}
+
+/// The tokens of a generation, as they come.
+#[derive(Debug)]
+pub struct Tokens<'a> {
+    session: &'a mut Session,
+    request: Request,
+    /// Of the token to come.
+    logits: Vec<f32>,
+    given: usize,
+    /// Given out and not yet passed through the model.
+    last: Option<u32>,
+    end: Option<End>,
+}
+
+impl Session {
+    pub(super) fn new(engine: Engine, context: usize) -> Result<Self, EngineError> {
+        let cache = engine.decoder().cache(1, context)?;
+        Ok(Self { engine, cache })
+    }
+
+    pub(super) fn into_cache(self) -> KvCache {
+        self.cache
+    }
+
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// The tokens so far.
+    pub fn tokens(&self) -> &[u32] {
+        self.cache.tokens(0)
+    }
+
+    /// Positions that it has room for.
+    pub fn context(&self) -> usize {
+        self.cache.capacity()
+    }
+
+    /// Lets tokens pass, and gives the logits after each of them, `[tokens, vocab]`.
+    ///
+    /// # Errors
+    /// [`EngineError::EmptyPrompt`]; [`EngineError::Model`] for tokens that the model does not have or that the
+    /// session has no room for.
+    pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
+        self.pass(tokens, Rows::All)
+    }
+
+    /// Lets `prompt` pass, after what passed before, and generates.
+    ///
+    /// # Errors
+    /// As [`Session::logits`]; [`EngineError::Sampling`]. Those of later tokens come from the iterator.
+    pub fn generate(
+        &mut self,
+        prompt: &[u32],
+        request: &Request,
+    ) -> Result<Tokens<'_>, EngineError> {
+        request.sampling.check()?;
+        let logits = self.pass(prompt, Rows::Last)?;
+        let request = request.clone();
+        Ok(Tokens { session: self, request, logits, given: 0, last: None, end: None })
+    }
+
+    pub(super) fn pass(&mut self, tokens: &[u32], rows: Rows) -> Result<Vec<f32>, EngineError> {
+        if tokens.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        on_host(self.engine.decoder().forward(&mut self.cache, &[tokens], rows)?)
+    }
+}
+
+impl Tokens<'_> {
+    /// Why it ended, when it did.
+    pub fn end(&self) -> Option<End> {
+        self.end
+    }
+
+    fn step(&mut self) -> Result<Option<Token>, EngineError> {
+        if self.request.max_new_tokens.is_some_and(|most| self.given >= most) {
+            self.end = Some(End::Length);
+            return Ok(None);
+        }
+        if let Some(last) = self.last.take() {
+            if self.session.tokens().len() >= self.session.context() {
+                self.end = Some(End::Context);
+                return Ok(None);
+            }
+            self.logits = self.session.pass(&[last], Rows::Last)?;
+        }
+        let seen = self.session.tokens();
+        let place = Place { position: seen.len(), completion: 0 };
+        let token = self.request.sampling.pick(&self.logits, seen, place)?;
+        if self.request.eos.contains(&token.id) {
+            self.end = Some(End::Eos);
+            return Ok(None);
+        }
+        self.given += 1;
+        self.last = Some(token.id);
+        Ok(Some(token))
+    }
+}
+
+impl Iterator for Tokens<'_> {
+    type Item = Result<Token, EngineError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.end.is_some() {
+            return None;
+        }
+        let step = self.step();
+        if step.is_err() {
+            self.end = Some(End::Length);
+        }
+        step.transpose()
+    }
+}

@@ -1,0 +1,211 @@
+//! `flashover generate` and `flashover chat`.
+
+use std::io::{BufRead, IsTerminal, Read, Write};
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use flashover::{End, Engine, Message, Request, Session};
+
+use crate::model_args::{ModelArgs, SamplingArgs};
+
+#[derive(clap::Args)]
+pub(super) struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The text to go on from; without it and --tokens, standard input
+    #[arg(long, conflicts_with_all = ["tokens", "prompt_file"])]
+    prompt: Option<String>,
+    /// A file with the text to go on from
+    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
+    prompt_file: Option<PathBuf>,
+    /// Token ids to go on from; ids come out, too
+    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    tokens: Option<Vec<u32>>,
+    /// Put the prompt into the model's chat template, as a user's message
+    #[arg(long, conflicts_with = "tokens")]
+    chat: bool,
+    /// How many answers; they decode together
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    completions: u16,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+#[derive(clap::Args)]
+pub(super) struct ChatArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// What the model is told before the conversation
+    #[arg(long)]
+    system: Option<String>,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+pub(super) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
+    let text = match (&args.prompt, &args.prompt_file, &args.tokens) {
+        (Some(prompt), ..) => Some(prompt.clone()),
+        (_, Some(file), _) => Some(
+            std::fs::read_to_string(file)
+                .with_context(|| format!("cannot read {}", file.display()))?,
+        ),
+        (.., Some(_)) => None,
+        (None, None, None) => {
+            let mut text = String::new();
+            std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
+            Some(text)
+        }
+    };
+    let engine = args.model.load()?;
+    let prompt = match (&text, &args.tokens) {
+        (Some(text), _) if args.chat => engine.encode_chat(&[Message::new("user", text)])?,
+        (Some(text), _) => engine.encode(text)?,
+        (None, tokens) => tokens.clone().unwrap_or_default(),
+    };
+    let request = args.sampling.request(&engine);
+    if args.completions > 1 {
+        return several(&engine, &prompt, args.completions, &request, text.is_some());
+    }
+    let context = room(&engine, prompt.len(), &request);
+    let mut session = engine.session(context)?;
+    if text.is_some() {
+        let answer = write(&mut session, &prompt, &request)?;
+        command::print("\n")?;
+        eprintln!("{}", answer.summary);
+        return Ok(());
+    }
+    let begin = Instant::now();
+    let mut ids = Vec::new();
+    let mut tokens = session.generate(&prompt, &request)?;
+    let first = begin.elapsed().as_secs_f64();
+    for token in tokens.by_ref() {
+        ids.push(token?.id.to_string());
+    }
+    let end = tokens.end();
+    command::print(&format!("{}\n", ids.join(",")))?;
+    eprintln!("{}", summary(prompt.len(), ids.len(), first, begin.elapsed().as_secs_f64(), end));
+    Ok(())
+}
+
+/// Positions for a prompt and what follows it.
+fn room(engine: &Engine, prompt: usize, request: &Request) -> usize {
+    let all = engine.config().context().unwrap_or_else(|| prompt.max(engine.config().max_seq));
+    match request.max_new_tokens {
+        // A prompt that is too long is left to the error that says so.
+        Some(most) => (prompt + most).min(all.max(prompt)),
+        None => all.max(prompt),
+    }
+}
+
+fn several(
+    engine: &Engine,
+    prompt: &[u32],
+    completions: u16,
+    request: &Request,
+    text: bool,
+) -> anyhow::Result<()> {
+    if !request.stops.is_empty() {
+        bail!("--stop ends one answer\nhint: leave out --completions, or cut the answers yourself");
+    }
+    let begin = Instant::now();
+    let answers = engine.generate_batch(&[prompt], completions.into(), request)?;
+    let (mut all, mut shown) = (0, String::new());
+    for (at, answer) in answers.iter().flatten().enumerate() {
+        let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
+        all += ids.len();
+        if text {
+            shown += &format!("--- {at}\n{}\n", engine.tokenizer()?.decode(&ids, false)?);
+        } else {
+            let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
+            shown += &format!("{}\n", ids.join(","));
+        }
+    }
+    command::print(&shown)?;
+    let seconds = begin.elapsed().as_secs_f64();
+    eprintln!(
+        "{completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
+        prompt.len(),
+        all as f64 / seconds
+    );
+    Ok(())
+}
+
+/// What was answered, and how fast.
+struct Answer {
+    text: String,
+    summary: String,
+}
+
+/// Writes an answer as it comes.
+fn write(session: &mut Session, prompt: &[u32], request: &Request) -> anyhow::Result<Answer> {
+    let begin = Instant::now();
+    let mut pieces = session.write(prompt, request)?;
+    let first = begin.elapsed().as_secs_f64();
+    let mut text = String::new();
+    for piece in pieces.by_ref() {
+        let piece = piece?;
+        command::print(&piece)?;
+        std::io::stdout().flush()?;
+        text += &piece;
+    }
+    let seconds = begin.elapsed().as_secs_f64();
+    let summary = summary(prompt.len(), pieces.tokens(), first, seconds, pieces.end());
+    Ok(Answer { text, summary })
+}
+
+/// `first` and `all` are seconds from the beginning, to the first token and to the end.
+fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>) -> String {
+    let why = match end {
+        Some(End::Eos) => "the model ended",
+        Some(End::Stop) => "a stop came up",
+        Some(End::Length) => "as many as asked for",
+        Some(End::Context) => "the context is full",
+        None => "not ended",
+    };
+    let rate = tokens.saturating_sub(1) as f64 / (all - first).max(1e-9);
+    format!(
+        "{prompt} tokens of prompt, first token after {:.0} ms; {tokens} tokens, {rate:.1} tokens/s after \
+         the first; {why}",
+        first * 1e3
+    )
+}
+
+pub(super) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
+    let engine = args.model.load()?;
+    let request = args.sampling.request(&engine);
+    let mut messages: Vec<Message> =
+        args.system.iter().map(|system| Message::new("system", system)).collect();
+    let context = engine.config().context().unwrap_or(engine.config().max_seq);
+    let mut session = engine.session(context)?;
+    let terminal = std::io::stdin().is_terminal();
+    loop {
+        if terminal {
+            command::print("> ")?;
+            std::io::stdout().flush()?;
+        }
+        let mut line = String::new();
+        if std::io::stdin().lock().read_line(&mut line).context("cannot read standard input")? == 0
+        {
+            return Ok(());
+        }
+        let line = line.trim();
+        if line.is_empty() {
+            continue;
+        }
+        messages.push(Message::new("user", line));
+        let all = engine.encode_chat(&messages)?;
+        // What passed before is kept, unless the template writes it in another way now.
+        let new = match all.strip_prefix(session.tokens()) {
+            Some(new) if !new.is_empty() => new,
+            _ => {
+                session = engine.session(context)?;
+                &all[..]
+            }
+        };
+        let answer = write(&mut session, new, &request)?;
+        command::print("\n")?;
+        eprintln!("{}", answer.summary);
+        messages.push(Message::new("assistant", answer.text));
+    }
+}

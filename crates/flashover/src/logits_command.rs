@@ -1,0 +1,42 @@
+//! `flashover logits`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use command::OutFile;
+use flashover::HostTensor;
+
+use crate::encoded;
+use crate::model_args::ModelArgs;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Token ids
+    #[arg(long, value_delimiter = ',', value_name = "IDS", required_unless_present = "prompt")]
+    tokens: Option<Vec<u32>>,
+    /// Text in place of ids
+    #[arg(long, conflicts_with = "tokens")]
+    prompt: Option<String>,
+    /// A safetensors file: logits `[tokens, vocab]` in f32, and tokens `[tokens]`
+    #[arg(long)]
+    output: PathBuf,
+}
+
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let target = OutFile::new(&args.output)?;
+    let engine = args.model.load()?;
+    let tokens = match (&args.tokens, &args.prompt) {
+        (Some(tokens), _) => tokens.clone(),
+        (None, prompt) => engine.encode(prompt.as_deref().unwrap_or_default())?,
+    };
+    let logits = engine.session(tokens.len())?.logits(&tokens)?;
+    let ids: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
+    let shape = [tokens.len(), engine.config().vocab];
+    let outputs = BTreeMap::from([
+        ("logits".to_owned(), HostTensor::from_f32(&shape, &logits)?),
+        ("tokens".to_owned(), HostTensor::new(flashover::DType::I32, &shape[..1], ids)?),
+    ]);
+    Ok(target.write(&encoded(&outputs)?)?)
+}

@@ -1,0 +1,147 @@
+//! What every command with a model takes.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::anyhow;
+use flashover::{Backend, Compute, Device, Engine, EngineOptions, Policy, Quant, Request, report};
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Which device.
+#[derive(clap::Args)]
+pub(super) struct DeviceArgs {
+    /// cuda, vulkan, webgpu or cpu; without it the one that `flashover doctor` calls chosen
+    #[arg(long)]
+    backend: Option<Backend>,
+    /// Restrict the device to a recorded profile, such as rtx4090
+    #[arg(long, requires = "backend")]
+    profile: Option<String>,
+}
+
+/// Which model, and how it is loaded.
+#[derive(clap::Args)]
+pub(super) struct ModelArgs {
+    /// Folder with config.json and safetensors, as Hugging Face has it
+    #[arg(long)]
+    pub(super) model: PathBuf,
+    #[command(flatten)]
+    pub(super) device: DeviceArgs,
+    /// f32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
+    #[arg(long, value_parser = dtype)]
+    dtype: Option<Compute>,
+    /// Quantise the matrices of the layers at load: nf4
+    #[arg(long, value_parser = quant)]
+    quant: Option<Quant>,
+    /// What an unknown shape gets: frozen, default or measure
+    #[arg(long, default_value = "default")]
+    policy: Policy,
+}
+
+/// How tokens are chosen, over what the model's makers would have.
+#[derive(clap::Args)]
+pub(super) struct SamplingArgs {
+    /// Divides the logits; 0 takes the likeliest token
+    #[arg(long)]
+    temperature: Option<f32>,
+    /// Draw among so many of the likeliest tokens; 0 is all
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Draw among the likeliest tokens that reach this probability together
+    #[arg(long)]
+    top_p: Option<f32>,
+    /// Do not draw tokens of less than this share of the likeliest one's probability
+    #[arg(long)]
+    min_p: Option<f32>,
+    /// Divide the logits of tokens that were there
+    #[arg(long)]
+    repetition_penalty: Option<f32>,
+    /// One seed, one text
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Tokens at most; without it as many as the context holds
+    #[arg(long)]
+    max_new_tokens: Option<usize>,
+    /// End at this text; may be given several times
+    #[arg(long = "stop", value_name = "TEXT")]
+    stops: Vec<String>,
+    /// Go on past the tokens that end a text
+    #[arg(long)]
+    ignore_eos: bool,
+}
+
+fn dtype(text: &str) -> Result<Compute, String> {
+    match text {
+        "f32" => Ok(Compute::F32),
+        "f16" => Ok(Compute::F16),
+        "bf16" => Ok(Compute::Bf16),
+        _ => Err(format!("unknown dtype `{text}`\nhint: one of f32, f16, bf16")),
+    }
+}
+
+fn quant(text: &str) -> Result<Quant, String> {
+    match text {
+        "nf4" => Ok(Quant::Nf4),
+        _ => Err(format!("unknown quantisation `{text}`\nhint: nf4")),
+    }
+}
+
+impl DeviceArgs {
+    pub(super) fn open(&self) -> anyhow::Result<Device> {
+        let backend = match self.backend {
+            Some(backend) => backend,
+            None => {
+                let chosen = report::survey().chosen;
+                let hint = "hint: `flashover doctor` says what each back end needs";
+                chosen.ok_or_else(|| anyhow!("no back end answers\n{hint}"))?.backend
+            }
+        };
+        let device = Device::open(backend)?;
+        Ok(match &self.profile {
+            Some(profile) => device.restrict(profile)?,
+            None => device,
+        })
+    }
+}
+
+impl ModelArgs {
+    /// Loads the model, with a bar on a terminal.
+    pub(super) fn load(&self) -> anyhow::Result<Engine> {
+        let device = self.device.open()?;
+        let options =
+            EngineOptions { dtype: self.dtype, quant: self.quant, policy: Some(self.policy) };
+        let bar = match std::io::stderr().is_terminal() {
+            true => ProgressBar::new(0),
+            false => ProgressBar::hidden(),
+        };
+        bar.set_style(ProgressStyle::with_template("loading {wide_bar} {percent}%")?);
+        bar.enable_steady_tick(Duration::from_millis(100));
+        let engine = Engine::load_with(&device, &self.model, &options, |done, parts| {
+            bar.set_length(parts as u64);
+            bar.set_position(done as u64);
+        });
+        bar.finish_and_clear();
+        Ok(engine?)
+    }
+}
+
+impl SamplingArgs {
+    /// What `engine`'s makers would have, but for what is said here.
+    pub(super) fn request(&self, engine: &Engine) -> Request {
+        let mut request = engine.request();
+        let sampling = &mut request.sampling;
+        sampling.temperature = self.temperature.unwrap_or(sampling.temperature);
+        sampling.top_k = self.top_k.unwrap_or(sampling.top_k);
+        sampling.top_p = self.top_p.unwrap_or(sampling.top_p);
+        sampling.min_p = self.min_p.unwrap_or(sampling.min_p);
+        sampling.repetition_penalty =
+            self.repetition_penalty.unwrap_or(sampling.repetition_penalty);
+        sampling.seed = self.seed;
+        request.max_new_tokens = self.max_new_tokens.or(request.max_new_tokens);
+        request.stops.clone_from(&self.stops);
+        if self.ignore_eos {
+            request.eos.clear();
+        }
+        request
+    }
+}

@@ -1,0 +1,275 @@
+//! Models that answer, by the library and by the command, against transformers.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use checkpoint::{Checkpoint, Tensor};
+use flashover::{
+    Backend, Completion, Device, End, Engine, EngineError, EngineOptions, Quant, Request, Sampling,
+    Token,
+};
+
+use crate::{cpu, flashover};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/fixtures").join(name)
+}
+
+fn engine(name: &str) -> Engine {
+    Engine::load(&cpu(), fixture(name), &EngineOptions::default()).expect("a fixture")
+}
+
+/// Prompt and greedy tokens by transformers.
+fn golden(name: &str) -> [Vec<u32>; 2] {
+    let file = Checkpoint::open(fixture(name).join("golden.safetensors")).expect("a fixture");
+    ["prompt", "greedy"].map(|name| {
+        let Tensor { bytes, .. } = file.tensor(name).expect("make.py writes it");
+        let ids = bytes.as_chunks::<8>().0.iter();
+        ids.map(|id| u32::try_from(i64::from_le_bytes(*id)).expect("an id")).collect()
+    })
+}
+
+fn plain(max_new_tokens: usize) -> Request {
+    Request {
+        sampling: Sampling::default(),
+        max_new_tokens: Some(max_new_tokens),
+        eos: Vec::new(),
+        stops: Vec::new(),
+    }
+}
+
+fn ids(tokens: &[Token]) -> Vec<u32> {
+    tokens.iter().map(|token| token.id).collect()
+}
+
+/// All tokens of one generation, and why it ended.
+fn alone(engine: &Engine, prompt: &[u32], context: usize, request: &Request) -> Completion {
+    let mut session = engine.session(context).expect("not longer than the model's");
+    let mut tokens = session.generate(prompt, request).expect("a prompt that fits");
+    let made = tokens.by_ref().collect::<Result<Vec<_>, _>>().expect("room");
+    assert!(tokens.next().is_none());
+    Completion { tokens: made, end: tokens.end().expect("it ended") }
+}
+
+#[test]
+fn a_session_ends_where_it_is_told_to() {
+    let (engine, [prompt, greedy]) = (engine("llama"), golden("llama"));
+    let made = alone(&engine, &prompt, 96, &plain(20));
+    assert_eq!((ids(&made.tokens), made.end), (greedy[..20].to_vec(), End::Length));
+    assert!(made.tokens.iter().all(|token| token.logprob < 0.0));
+    // Up to the first token of this id, which is not given out.
+    let eos = greedy[6];
+    let first = greedy.iter().position(|id| *id == eos).expect("it is there");
+    let made = alone(&engine, &prompt, 96, &Request { eos: vec![eos], ..plain(64) });
+    assert_eq!((ids(&made.tokens), made.end), (greedy[..first].to_vec(), End::Eos));
+    // The last token is given out though nothing can follow it.
+    let made = alone(&engine, &prompt, prompt.len() + 4, &plain(64));
+    assert_eq!((ids(&made.tokens), made.end), (greedy[..5].to_vec(), End::Context));
+    // What follows a generation goes on from it.
+    let mut session = engine.session(96).expect("short");
+    let given: Vec<_> = session.generate(&prompt, &plain(3)).expect("fits").collect();
+    assert_eq!((given.len(), session.tokens().len()), (3, prompt.len() + 2));
+    let next: Vec<_> = session.generate(&greedy[2..3], &plain(4)).expect("fits").collect();
+    let next: Vec<u32> = next.into_iter().map(|token| token.expect("room").id).collect();
+    assert_eq!(next, greedy[3..7]);
+}
+
+/// Prompts of different lengths, several answers to each, one seed: as each alone.
+#[test]
+fn a_batch_is_what_each_is_alone() {
+    let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
+    let prompts = [&prompt[..5], &prompt[..], &prompt[..1]];
+    let sampling = Sampling { temperature: 1.5, seed: 11, ..Sampling::default() };
+    let request = Request { sampling, eos: vec![3, 17, 29], ..plain(24) };
+    let batch = engine.generate_batch(&prompts, 3, &request).expect("fits");
+    assert_eq!(batch, engine.generate_batch(&prompts, 3, &request).expect("fits"));
+    let mut different = Vec::new();
+    for (prompt, answers) in prompts.iter().zip(&batch) {
+        let one = alone(&engine, prompt, 96, &request);
+        assert_eq!((ids(&answers[0].tokens), answers[0].end), (ids(&one.tokens), one.end));
+        different.extend(answers.iter().map(|answer| ids(&answer.tokens)));
+    }
+    different.sort();
+    different.dedup();
+    assert!(different.len() > 6, "a seed is not shared by the answers to a prompt");
+    // Without a limit, up to the model's context.
+    let long = Request { max_new_tokens: None, ..plain(0) };
+    let batch = engine.generate_batch(&prompts[..2], 1, &long).expect("fits");
+    for (prompt, answers) in prompts.iter().zip(&batch) {
+        let context = engine.config().context().expect("llama's has an end");
+        assert_eq!(answers[0].tokens.len(), context - prompt.len() + 1);
+        assert_eq!(answers[0].end, End::Context);
+    }
+}
+
+/// Frequencies that change with the length, of each sequence by itself.
+#[test]
+fn stretched_ropes_batch_one_by_one() {
+    for name in ["llama_dynamic", "phi3_longrope"] {
+        let (engine, [prompt, greedy]) = (engine(name), golden(name));
+        let prompts = [&prompt[..], &prompt[..9]];
+        let batch = engine.generate_batch(&prompts, 1, &plain(greedy.len())).expect("fits");
+        assert_eq!(ids(&batch[0][0].tokens), greedy, "{name}");
+        let one = alone(&engine, &prompt[..9], 9 + greedy.len(), &plain(greedy.len()));
+        assert_eq!(ids(&batch[1][0].tokens), ids(&one.tokens), "{name}");
+    }
+}
+
+#[test]
+fn the_command_writes_tokens_and_logits() {
+    let ([prompt, greedy], folder) = (golden("llama"), tempfile::tempdir().expect("a folder"));
+    let list = |ids: &[u32]| ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let (model, output) = (fixture("llama"), folder.path().join("out.safetensors"));
+    let (model, output) = (model.to_str().expect("UTF-8"), output.to_str().expect("UTF-8"));
+    let tokens = list(&prompt);
+    let common = ["--model", model, "--backend", "cpu", "--tokens", &tokens];
+    let run = |name: &str, more: &[&str]| flashover(&[&[name], &common[..], more].concat());
+    let out = run("generate", &["--max-new-tokens", "9", "--ignore-eos", "--temperature", "0"]);
+    assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{}\n", list(&greedy[..9])));
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(said.contains("9 tokens, ") && said.ends_with("as many as asked for\n"), "{said}");
+    let more = ["--max-new-tokens", "5", "--ignore-eos", "--completions", "2", "--seed", "3"];
+    let out = run("generate", &more);
+    let want = list(&greedy[..5]);
+    assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{want}\n{want}\n"));
+    let out = run("logits", &["--output", output]);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let [file, golden] = [output.into(), fixture("llama").join("golden.safetensors")]
+        .map(|path: PathBuf| Checkpoint::open(path).expect("written"));
+    let logits = |file: &Checkpoint| {
+        let tensor = file.tensor("logits").expect("there");
+        (tensor.shape.clone(), tensor.f32s().expect("f32").into_owned())
+    };
+    let ((shape, have), (want_shape, want)) = (logits(&file), logits(&golden));
+    assert_eq!(shape, want_shape);
+    assert!(have.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-4));
+}
+
+#[test]
+fn what_cannot_answer_says_why() {
+    let engine = engine("llama");
+    let mut session = engine.session(8).expect("short");
+    let mut fails = |prompt: &[u32], request: &Request| {
+        session.generate(prompt, request).map(|_| ()).expect_err("a mistake")
+    };
+    assert!(matches!(fails(&[], &plain(1)), EngineError::EmptyPrompt));
+    let full = fails(&[1; 9], &plain(1));
+    assert!(full.to_string().starts_with("9 positions, but the cache holds 8"), "{full}");
+    let hot = Sampling { temperature: -1.0, ..Sampling::default() };
+    let hot = fails(&[1], &Request { sampling: hot, ..plain(1) });
+    assert!(hot.to_string().starts_with("temperature is -1\nhint: "), "{hot}");
+    assert!(matches!(engine.encode("text"), Err(EngineError::NoTokenizer(_))));
+    assert!(matches!(engine.encode_chat(&[]), Err(EngineError::NoTemplate(_))));
+    let long = engine.config().max_seq + 1;
+    let long = engine.session(long).expect_err("longer than the model").to_string();
+    assert!(long.contains("but the model has"), "{long}");
+}
+
+/// One line of error, a hint, exit code 2 and nothing on standard output.
+#[test]
+fn the_command_refuses_what_is_wrong() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = |name: &str, change: &dyn Fn(&Path)| {
+        let to = folder.path().join(name);
+        fs::create_dir(&to).expect("made");
+        for entry in fs::read_dir(fixture("llama")).expect("there") {
+            let from = entry.expect("readable").path();
+            fs::copy(&from, to.join(from.file_name().expect("a file"))).expect("copied");
+        }
+        change(&to);
+        to
+    };
+    let family = copy("family", &|to| {
+        fs::write(to.join("config.json"), r#"{"model_type": "rwkv"}"#).expect("written");
+    });
+    let cut = copy("cut", &|to| {
+        let path = to.join("model.safetensors");
+        let bytes = fs::read(&path).expect("there");
+        fs::write(&path, &bytes[..bytes.len() - 8]).expect("written");
+    });
+    let tokenizer = copy("tokenizer", &|to| {
+        let text = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
+        fs::write(to.join("tokenizer.json"), text).expect("written");
+    });
+    let (none, good) = (folder.path().join("none"), fixture("llama"));
+    let refused = |model: &Path, more: &[&str], want: &str| {
+        let model = model.to_str().expect("UTF-8");
+        let out = flashover(&[&["generate", "--model", model, "--backend", "cpu"], more].concat());
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{said}");
+        assert!(out.stdout.is_empty() && said.starts_with("error: "), "{said}");
+        assert!(said.contains(want), "{want:?} is not in {said}");
+    };
+    let one = ["--tokens", "1,2"];
+    refused(&none, &one, "hint: a model is a folder");
+    refused(&family, &one, "`model_type` is \"rwkv\"");
+    refused(&cut, &one, "model.safetensors");
+    refused(&tokenizer, &one, "tokens");
+    refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
+    refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
+    refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
+    refused(&good, &["--tokens", "1", "--top-p", "2"], "top_p is 2");
+    refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
+    refused(&good, &["--tokens", "1", "--quant", "q4"], "unknown quantisation `q4`");
+}
+
+#[test]
+fn memory_that_cannot_suffice_is_said_before_loading() {
+    let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let have = device.profile().memory_bytes.expect("Linux tells");
+    let folder = tempfile::tempdir().expect("a folder");
+    // A model of 100 times the memory, in a file that takes none of the disk.
+    let hidden = 4096u64;
+    let vocab = have * 100 / (2 * hidden);
+    let mut config: serde_json::Value = serde_json::from_str(
+        &fs::read_to_string(fixture("llama").join("config.json")).expect("there"),
+    )
+    .expect("JSON");
+    for (field, value) in [("hidden_size", hidden), ("vocab_size", vocab), ("num_hidden_layers", 1)]
+    {
+        config[field] = value.into();
+    }
+    config["tie_word_embeddings"] = true.into();
+    fs::write(folder.path().join("config.json"), config.to_string()).expect("written");
+    let shapes = models::DecoderConfig::open(folder.path()).expect("valid").params();
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for param in shapes {
+        let bytes = 2 * param.stored.iter().product::<usize>();
+        let tensor = serde_json::json!({
+            "dtype": "BF16", "shape": param.stored, "data_offsets": [end, end + bytes],
+        });
+        header.insert(format!("model.{}", param.name), tensor);
+        end += bytes;
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let path = folder.path().join("model.safetensors");
+    let begin = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    fs::write(&path, &begin).expect("written");
+    let file = fs::OpenOptions::new().write(true).open(&path).expect("there");
+    if let Err(why) = file.set_len(begin.len() as u64 + end as u64) {
+        println!(
+            "skipped: memory_that_cannot_suffice_is_said_before_loading: needs sparse files: {why}"
+        );
+        return;
+    }
+    let error = Engine::load(&device, folder.path(), &EngineOptions::default());
+    assert!(
+        matches!(error, Err(EngineError::Memory { weights, .. }) if weights > have),
+        "{error:?}"
+    );
+}
+
+#[test]
+fn weights_in_4_bits_answer() {
+    let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
+    let four = Engine::load(&cpu(), fixture("llama"), &options).expect("a fixture");
+    let [prompt, _] = golden("llama");
+    let logits = |engine: &Engine| {
+        engine.session(prompt.len()).expect("short").logits(&prompt).expect("fits")
+    };
+    let (four, dense) = (logits(&four), logits(&engine("llama")));
+    assert_eq!(four.len(), dense.len());
+    assert!(four.iter().all(|logit| logit.is_finite()) && four != dense);
+}
