@@ -12,6 +12,7 @@ use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
     QuantizeProblem, Weight,
 };
+use kernels::norm::{Norm, NormKind, NormProblem};
 use models::{Fusion, shapes};
 use tune::Kernel;
 
@@ -58,6 +59,7 @@ pub(crate) enum Problem {
     Nf4Dequantize(DequantizeProblem),
     Nf4Matmul(Nf4MatmulProblem),
     Nf4Quantize(QuantizeProblem),
+    Norm(NormProblem),
 }
 
 /// One case.
@@ -84,6 +86,7 @@ impl Case {
             Problem::Nf4Quantize(p) => {
                 record::case_name(Nf4Quantize::NAME, &Nf4Quantize::params(p))
             }
+            Problem::Norm(p) => record::case_name(Norm::NAME, &Norm::params(p)),
         }
     }
 }
@@ -221,6 +224,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     cases.extend(backwards(suite, scale)?);
     cases.extend(decodes(suite, scale)?);
     cases.extend(nf4s(suite, scale)?);
+    cases.extend(norms(suite, scale)?);
     Ok(cases)
 }
 
@@ -415,6 +419,37 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     let weight = Weight::new(n, k, 64, false).context("a case of the suite is invalid")?;
     let problem = QuantizeProblem { weight, dtype, book: CodeBook::Nf4 };
     cases.push(Case { problem: Problem::Nf4Quantize(problem), peer: false });
+    Ok(cases)
+}
+
+/// Norms of an 8B model's rows: steps of decoding and a prompt.
+fn norms(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let mut add = |rows, kind, dtype, residual| -> anyhow::Result<()> {
+        let problem = NormProblem::new(rows, 4096, dtype, kind, 1e-5)
+            .context("a case of the suite is invalid")?;
+        let problem = Problem::Norm(NormProblem { residual, ..problem });
+        cases.push(Case { problem, peer: false });
+        Ok(())
+    };
+    match (scale, suite) {
+        (_, Suite::Quick) => {}
+        (Scale::Host, _) => {
+            for rows in [1, 512] {
+                add(rows, NormKind::Rms, DType::F32, false)?;
+            }
+        }
+        (Scale::Gpu, _) => {
+            for rows in [1, 16, 512] {
+                add(rows, NormKind::Rms, DType::Bf16, false)?;
+            }
+            // What Gemma does after a product, and a layer norm.
+            for rows in [1, 512] {
+                add(rows, NormKind::RmsPlusOne, DType::Bf16, true)?;
+                add(rows, NormKind::Layer, DType::Bf16, false)?;
+            }
+        }
+    }
     Ok(cases)
 }
 

@@ -11,6 +11,7 @@ use kernels::nf4::{
     DequantizeOperands, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulOperands,
     Nf4MatmulProblem, Nf4Quantize, QuantizeOperands, QuantizeProblem, Weight,
 };
+use kernels::norm::{Norm, NormOperands, NormProblem};
 use oracle::{CheckError, Verdict};
 use serde_json::{Value, json};
 use tune::Kernel;
@@ -385,6 +386,48 @@ impl Family for Nf4Quantize {
 
     fn torch(p: &QuantizeProblem) -> Option<Value> {
         Some(bitsandbytes(Self::NAME, 1, &p.weight, p.dtype))
+    }
+}
+
+impl Family for Norm {
+    fn params(p: &NormProblem) -> BTreeMap<String, Value> {
+        let mut params = BTreeMap::from([
+            ("rows".to_owned(), p.rows.into()),
+            ("width".to_owned(), p.width.into()),
+            ("kind".to_owned(), p.kind.name().into()),
+            ("dtype".to_owned(), p.dtype.name().into()),
+        ]);
+        for (name, there) in [("bias", p.bias), ("residual", p.residual)] {
+            if there {
+                params.insert(name.to_owned(), true.into());
+            }
+        }
+        params
+    }
+
+    fn unit(p: &NormProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &NormProblem,
+        operands: &NormOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::norm::check_operands(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &NormProblem, _: &[NormOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &NormProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(_: &NormProblem) -> Option<Value> {
+        None
     }
 }
 

@@ -10,6 +10,7 @@ use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::matmul::Matmul;
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
+use kernels::norm::Norm;
 use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
 use crate::cases::{self, Case, Problem, Scale, Suite};
@@ -143,6 +144,7 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
             Problem::Nf4Dequantize(p) => good &= tune_one::<Nf4Dequantize>(&mut tuner, p, &case)?,
             Problem::Nf4Matmul(p) => good &= tune_one::<Nf4Matmul>(&mut tuner, p, &case)?,
             Problem::Nf4Quantize(p) => good &= tune_one::<Nf4Quantize>(&mut tuner, p, &case)?,
+            Problem::Norm(p) => good &= tune_one::<Norm>(&mut tuner, p, &case)?,
         }
     }
     Ok(good)
@@ -214,6 +216,7 @@ fn try_configs(
             Problem::Nf4Dequantize(p) => good &= try_one::<Nf4Dequantize>(&tuner, p, &text)?,
             Problem::Nf4Matmul(p) => good &= try_one::<Nf4Matmul>(&tuner, p, &text)?,
             Problem::Nf4Quantize(p) => good &= try_one::<Nf4Quantize>(&tuner, p, &text)?,
+            Problem::Norm(p) => good &= try_one::<Norm>(&tuner, p, &text)?,
         }
     }
     Ok(good)

@@ -11,9 +11,10 @@ use kernels::matmul::{Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, QuantizeProblem,
 };
+use kernels::norm::{Norm, NormProblem};
 use oracle::attention_backward::BackwardCase;
 use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
-use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul, nf4};
+use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul, nf4, norm};
 use record::{Check, Line};
 use serde_json::Value;
 use tune::{Entry, Kernel, Key, TuneCache};
@@ -403,6 +404,48 @@ impl Verified for Nf4Quantize {
     }
 }
 
+impl Verified for Norm {
+    type Case = norm::EdgeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &NormProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<norm::EdgeCase> {
+        norm::edge_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<norm::EdgeCase> {
+        norm::config_cases(kind)
+    }
+
+    fn problem(case: &norm::EdgeCase) -> &NormProblem {
+        &case.problem
+    }
+
+    fn params(case: &norm::EdgeCase) -> BTreeMap<String, Value> {
+        let mut params = <Self as Family>::params(&case.problem);
+        if case.inputs != norm::Inputs::Normal {
+            let inputs = format!("{:?}", case.inputs).to_lowercase();
+            params.insert("inputs".to_owned(), inputs.into());
+        }
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &norm::EdgeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        norm::check(device, case, config)
+    }
+}
+
 fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
     jobs.extend(jobs_of::<Attention>(arch, cache, configs));
@@ -411,6 +454,7 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     jobs.extend(jobs_of::<Nf4Dequantize>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Matmul>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Quantize>(arch, cache, configs));
+    jobs.extend(jobs_of::<Norm>(arch, cache, configs));
     jobs
 }
 

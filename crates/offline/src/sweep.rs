@@ -14,6 +14,7 @@ use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
     QuantizeProblem, Weight,
 };
+use kernels::norm::{Norm, NormKind, NormProblem};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
@@ -161,6 +162,9 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
             name += " glu";
         }
         name
+    }));
+    all.extend(instances_of::<Norm>(arch, norms(), |p| {
+        format!("{} {} {}", p.dtype, p.width, p.names().join(" "))
     }));
     all
 }
@@ -464,6 +468,30 @@ fn nf4s() -> Vec<Case<Nf4Matmul>> {
         let problem = Nf4MatmulProblem { epilogue: silu, ..gated };
         cases.push(Case { problem, most, clean: 1 });
     }
+    cases
+}
+
+/// Norms whose code differs: each kind with and without what is added, rows that units hold and that they read
+/// again, whole vectors and none.
+fn norms() -> Vec<Case<Norm>> {
+    let norm = |width, dtype, kind| {
+        NormProblem::new(16, width, dtype, kind, 1e-5).expect("sizes below are positive")
+    };
+    let case = |problem, most| Case { problem, most, clean: usize::MAX };
+    let mut cases = Vec::new();
+    for kind in NormKind::ALL {
+        let plain = norm(4096, DType::Bf16, kind);
+        cases.push(case(plain, usize::MAX));
+        cases.push(case(NormProblem { bias: true, residual: true, ..plain }, usize::MAX));
+        cases.push(case(
+            NormProblem { bias: true, residual: true, ..norm(4095, DType::F32, kind) },
+            2,
+        ));
+    }
+    cases.push(case(norm(4096, DType::F32, NormKind::Rms), 2));
+    cases.push(case(norm(4096, DType::F16, NormKind::Rms), 1));
+    cases.push(case(norm(100_000, DType::Bf16, NormKind::Layer), 2));
+    cases.push(case(norm(128, DType::Bf16, NormKind::Rms), 2));
     cases
 }
 

@@ -27,6 +27,35 @@ pub(crate) const fn float_of(dtype: burn::tensor::DType) -> Result<DType, OpErro
     }
 }
 
+/// Fails unless a tensor has the shape that the others ask for.
+pub(crate) fn same_shape(
+    what: &'static str,
+    have: &[usize],
+    need: &[usize],
+) -> Result<(), OpError> {
+    match have == need {
+        true => Ok(()),
+        false => Err(OpError::Shape { what, have: have.to_vec(), need: need.to_vec() }),
+    }
+}
+
+/// Fails unless a tensor has the dtype that the others ask for.
+pub(crate) fn same_dtype(
+    what: &'static str,
+    have: burn::tensor::DType,
+    need: burn::tensor::DType,
+) -> Result<(), OpError> {
+    match have == need {
+        true => Ok(()),
+        false => Err(OpError::DType { what, have, need }),
+    }
+}
+
+/// The length of an axis as kernels have it.
+pub(crate) fn size_of(axis: usize) -> Result<u32, OpError> {
+    u32::try_from(axis).map_err(|_| OpError::TooLarge(axis))
+}
+
 /// Who calls: the context, and where an op that cannot return an error leaves it.
 #[derive(Clone)]
 pub(crate) struct Call {

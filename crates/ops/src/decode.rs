@@ -17,7 +17,7 @@ use kernels::attention::decode::{
 use tune::Kernel;
 
 use crate::attention::{along_head_dim, head_strides, like};
-use crate::call::{Call, float_of, on_cubecl};
+use crate::call::{Call, float_of, on_cubecl, same_dtype, same_shape, size_of};
 use crate::{Ctx, OpError};
 
 /// Keys and values of all positions so far, those of the step among them.
@@ -143,23 +143,15 @@ fn problem(
 ) -> Result<DecodeProblem, OpError> {
     let need = q.dtype();
     let dtype = float_of(need)?;
-    let shape = |what, have: &[usize], need: &[usize]| match have == need {
-        true => Ok(()),
-        false => Err(OpError::Shape { what, have: have.to_vec(), need: need.to_vec() }),
-    };
-    let typed = |what, have, need| match have == need {
-        true => Ok(()),
-        false => Err(OpError::DType { what, have, need }),
-    };
     let [k, v] = [&cache.k, &cache.v].map(Cached::dims);
-    shape("v", &v, &k)?;
+    same_shape("v", &v, &k)?;
     for (what, cached) in [("k", &cache.k), ("v", &cache.v)] {
         match cached {
-            Cached::Float(values) => typed(what, values.dtype(), need)?,
+            Cached::Float(values) => same_dtype(what, values.dtype(), need)?,
             Cached::Bytes { values, scales } => {
-                typed(what, values.dtype(), burn::tensor::DType::I8)?;
-                typed("scales", scales.dtype(), burn::tensor::DType::F32)?;
-                shape("scales", &scales.dims(), &k[..3])?;
+                same_dtype(what, values.dtype(), burn::tensor::DType::I8)?;
+                same_dtype("scales", scales.dtype(), burn::tensor::DType::F32)?;
+                same_shape("scales", &scales.dims(), &k[..3])?;
             }
         }
     }
@@ -169,7 +161,7 @@ fn problem(
     }
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = if cache.table.is_some() { k[2] } else { k[1] };
-    shape("k", &k, &[k[0], k[1], k[2], head_dim])?;
+    same_shape("k", &k, &[k[0], k[1], k[2], head_dim])?;
     if kv_heads == 0 || heads % kv_heads != 0 {
         return Err(OpError::Heads { heads, kv_heads });
     }
@@ -182,7 +174,7 @@ fn problem(
     let blocks = k.map(|size| size as u32);
     let (layout, strides, scales) = match &cache.table {
         None => {
-            shape("k", &k[..1], &[batch])?;
+            same_shape("k", &k[..1], &[batch])?;
             let capacity = blocks[2];
             let strides = |width| CacheStrides::contiguous(kv_heads, capacity, width);
             (CacheLayout::Contiguous { capacity }, strides(head_dim), strides(1))
@@ -194,12 +186,11 @@ fn problem(
             };
             let max_blocks = entries / batch.max(1);
             match table {
-                Table::Host(blocks) => shape("table", &[blocks.len()], &[batch * max_blocks])?,
-                Table::Device(blocks) => shape("table", &blocks.dims(), &[batch, max_blocks])?,
+                Table::Host(blocks) => same_shape("table", &[blocks.len()], &[batch * max_blocks])?,
+                Table::Device(blocks) => same_shape("table", &blocks.dims(), &[batch, max_blocks])?,
             }
             let [blocks, block_size, ..] = blocks;
-            let max_blocks =
-                u32::try_from(max_blocks).map_err(|_| OpError::TooLarge(max_blocks))?;
+            let max_blocks = size_of(max_blocks)?;
             let strides = |width| CacheStrides::paged(kv_heads, block_size, width);
             let layout = CacheLayout::Paged { block_size, blocks, max_blocks };
             (layout, strides(head_dim), strides(1))
@@ -208,7 +199,7 @@ fn problem(
     let longest = match &cache.lengths {
         Lengths::Host(lengths) => lengths.iter().copied().max().unwrap_or(0),
         Lengths::Device { lengths, longest } => {
-            shape("lengths", &lengths.dims(), &[batch])?;
+            same_shape("lengths", &lengths.dims(), &[batch])?;
             *longest
         }
     };

@@ -5,6 +5,7 @@ use kernels::attention::InvalidAttention;
 use kernels::attention::decode::InvalidDecode;
 use kernels::matmul::InvalidMatmul;
 use kernels::nf4::{InvalidWeight, QuantizeError};
+use kernels::norm::InvalidNorm;
 use tune::TuneError;
 
 use crate::Implementation;
@@ -24,7 +25,7 @@ pub enum OpError {
          it does not broadcast; expand it first"
     )]
     Shape { what: &'static str, have: Vec<usize>, need: Vec<usize> },
-    #[error("{what} is {have:?}, lhs is {need:?}\nhint: cast one of them")]
+    #[error("{what} is {have:?}, the other operand {need:?}\nhint: cast one of them")]
     DType { what: &'static str, have: DType, need: DType },
     #[error("tensors of {0:?} are not multiplied\nhint: cast to f32, f16 or bf16")]
     NotFloat(DType),
@@ -46,7 +47,9 @@ pub enum OpError {
         "positions of {0} do not lie apart with their head dimension contiguous\nhint: a cache is not copied"
     )]
     Apart(&'static str),
-    #[error("decoding has no gradient\nhint: detach q and the cache, or call attention")]
+    #[error(
+        "this op has no gradient\nhint: detach what it is given; for decode there is attention instead"
+    )]
     NoGradient,
     #[error(
         "nested absmax of several offsets are no weight of a file\nhint: save the weights that were joined"
@@ -68,6 +71,8 @@ pub enum OpError {
     Decode(#[from] InvalidDecode),
     #[error(transparent)]
     Attention(#[from] InvalidAttention),
+    #[error(transparent)]
+    Norm(#[from] InvalidNorm),
     #[error(transparent)]
     Tune(#[from] TuneError),
 }

@@ -24,6 +24,7 @@ mod error;
 mod layout;
 mod matmul;
 mod nf4;
+mod norm;
 
 pub use attention::attention;
 /// Where [`Nf4Weight`]s come from and go to.
@@ -34,5 +35,7 @@ pub use error::OpError;
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
 pub use kernels::nf4::CodeBook;
+pub use kernels::norm::NormKind;
 pub use matmul::{Epilogue, linear, matmul};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
+pub use norm::{NormWeights, norm};

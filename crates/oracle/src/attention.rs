@@ -9,7 +9,7 @@ use kernels::attention::{
 use reference::{Comparison, Distribution, Scores, fill};
 use tune::Kernel;
 
-use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, reference_dtype};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -361,14 +361,6 @@ pub(crate) fn extents(case: &EdgeCase) -> [usize; 4] {
         reach(p.v, p.kv_heads, keys),
         reach(p.out, p.heads, queries),
     ]
-}
-
-pub(crate) const fn reference_dtype(dtype: DType) -> reference::DType {
-    match dtype {
-        DType::F16 => reference::DType::F16,
-        DType::Bf16 => reference::DType::Bf16,
-        _ => reference::DType::F32,
-    }
 }
 
 /// The problems that every config must get right, for one type on one backend.

@@ -10,10 +10,9 @@ use reference::{Comparison, Saved, Scores};
 use tune::Kernel;
 
 use crate::attention::{
-    EdgeCase, Host, Part, digest, edge_cases as forward_cases, extents, parts, read,
-    reference_dtype, values,
+    EdgeCase, Host, Part, digest, edge_cases as forward_cases, extents, parts, read, values,
 };
-use crate::{CheckError, Verdict};
+use crate::{CheckError, Verdict, reference_dtype};
 
 /// One problem to verify, and the inputs of its forward pass.
 #[derive(Debug, Clone)]

@@ -9,8 +9,8 @@ use kernels::attention::decode::{
 use reference::{Cache, Distribution, Table, fill};
 use tune::Kernel;
 
-use crate::attention::{dense, reference_dtype, strides};
-use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
+use crate::attention::{dense, strides};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, reference_dtype};
 
 /// One step to verify.
 #[derive(Debug, Clone)]

@@ -6,7 +6,10 @@ pub mod attention_backward;
 pub mod decode;
 pub mod matmul;
 pub mod nf4;
+pub mod norm;
 
+use arch::{DType, Device};
+use cubecl::server::Handle;
 use reference::Comparison;
 
 /// Why a check has no verdict.
@@ -29,6 +32,20 @@ pub struct Verdict {
 
 fn kernel_error(e: impl std::fmt::Debug) -> CheckError {
     CheckError::Kernel(format!("{e:?}"))
+}
+
+const fn reference_dtype(dtype: DType) -> reference::DType {
+    match dtype {
+        DType::F16 => reference::DType::F16,
+        DType::Bf16 => reference::DType::Bf16,
+        _ => reference::DType::F32,
+    }
+}
+
+/// The first `bytes` of a buffer.
+fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, CheckError> {
+    let all = device.client().read_one(handle.clone()).map_err(kernel_error)?;
+    Ok(all[..bytes].to_vec())
 }
 
 /// Device buffers are whole words.

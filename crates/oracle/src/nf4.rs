@@ -15,7 +15,7 @@ use reference::{Comparison, Distribution, FourBit, fill, nf4};
 use tune::Kernel;
 
 use crate::matmul::{reference_activation, reference_of, result_dtype};
-use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, read, reference_dtype};
 
 /// A product to verify.
 #[derive(Debug, Clone, Copy)]
@@ -416,19 +416,6 @@ fn values_of(
     let codes = read(device, &buffers.codes, weight.len().div_ceil(2) as usize)?;
     let (block_size, len) = (weight.block_size as usize, weight.len() as usize);
     Ok(nf4::dequantize(&book, &codes, &absmax, block_size, len)?)
-}
-
-fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, CheckError> {
-    let all = device.client().read_one(handle.clone()).map_err(kernel_error)?;
-    Ok(all[..bytes].to_vec())
-}
-
-const fn reference_dtype(dtype: DType) -> reference::DType {
-    match dtype {
-        DType::F16 => reference::DType::F16,
-        DType::Bf16 => reference::DType::Bf16,
-        _ => reference::DType::F32,
-    }
 }
 
 fn weight(n: u32, k: u32, block_size: u32, nested: bool, order: Order) -> Weight {

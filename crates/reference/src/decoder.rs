@@ -17,7 +17,7 @@
 
 use rayon::prelude::*;
 
-use crate::{Activation, Error, Rotary};
+use crate::{Activation, Error, Norm, NormRule, Rotary};
 
 /// A decoder with its weights. Matrices are `[out, in]`.
 #[derive(Debug, Clone, PartialEq)]
@@ -73,17 +73,6 @@ pub struct Block {
 pub struct Linear {
     pub weight: Vec<f32>,
     pub bias: Option<Vec<f32>>,
-}
-
-/// What a norm does with its weight w.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NormRule {
-    /// x / rms·w
-    Rms,
-    /// x / rms·(1 + w)
-    RmsPlusOne,
-    /// (x - mean) / deviation·w + bias
-    Layer,
 }
 
 impl Decoder {
@@ -147,21 +136,10 @@ impl Decoder {
     }
 
     fn normalised(&self, x: &[f64], norm: &Linear) -> Vec<f64> {
-        let width = norm.weight.len();
+        let rule = Norm { rule: self.norm_rule, eps: self.eps };
         let mut out = x.to_vec();
-        for line in out.chunks_mut(width) {
-            if self.norm_rule == NormRule::Layer {
-                let mean = line.iter().sum::<f64>() / width as f64;
-                line.iter_mut().for_each(|x| *x -= mean);
-            }
-            let square = line.iter().map(|x| x * x).sum::<f64>() / width as f64;
-            let size = (square + self.eps).sqrt();
-            for (i, x) in line.iter_mut().enumerate() {
-                let weight = f64::from(norm.weight[i]);
-                let weight =
-                    if self.norm_rule == NormRule::RmsPlusOne { 1.0 + weight } else { weight };
-                *x = *x / size * weight + norm.bias.as_ref().map_or(0.0, |bias| bias[i].into());
-            }
+        for line in out.chunks_mut(norm.weight.len()) {
+            rule.apply(line, &norm.weight, norm.bias.as_deref());
         }
         out
     }

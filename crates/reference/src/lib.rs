@@ -10,6 +10,7 @@
 //! | [`rotary`] | rotary positions, and how they are stretched |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
 //! | [`nf4`] | weights of 4 bits, NF4 and FP4, and the 8-bit code of their absmax |
+//! | [`norm`] | norms of rows |
 //! | [`int8`] | weights of 8 bits, one absmax a row |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
@@ -42,15 +43,17 @@ pub mod inputs;
 pub mod int8;
 pub mod matmul;
 pub mod nf4;
+pub mod norm;
 pub mod rotary;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, compare};
 pub use decode::{Cache, CacheStrides, Decode, Table};
-pub use decoder::{Block, Decoder, Linear, NormRule};
+pub use decoder::{Block, Decoder, Linear};
 pub use dtype::DType;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};
+pub use norm::{Norm, NormOperands, NormRule};
 pub use rotary::{Rotary, Stretch};

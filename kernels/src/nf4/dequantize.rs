@@ -22,6 +22,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers, code_shift};
 use crate::fits::{limits, shape, stores};
 use crate::matmul::elem;
+use crate::round::{by_hand, round_to_bf16};
 
 /// The family of dequantisation kernels.
 pub struct Nf4Dequantize;
@@ -201,8 +202,7 @@ struct DequantizePlan {
     words: u32,
     /// Whether the book is worth a copy that all units of a cube share.
     shared: bool,
-    /// Whether numbers are rounded to bf16 before they are stored as such: through Vulkan a conversion
-    /// cuts them off.
+    /// Whether numbers are rounded to bf16 before they are stored as such.
     rounds: bool,
 }
 
@@ -211,7 +211,7 @@ fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> Dequ
         units: c.units,
         words: c.words,
         shared: arch.backend != Backend::Cpu,
-        rounds: p.out == DType::Bf16 && arch.backend == Backend::Vulkan,
+        rounds: by_hand(arch, p.out),
     }
 }
 
@@ -281,13 +281,6 @@ fn decode<E: Float, NW: Size, NO: Size>(
         }
         first += CUBE_COUNT_X * comptime!(plan.units * plan.words);
     }
-}
-
-/// The nearest number that bf16 holds, the even one of two.
-#[cube]
-fn round_to_bf16(x: f32) -> f32 {
-    let bits = u32::reinterpret(x);
-    f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16) & 1)) & 0xffff_0000u32)
 }
 
 #[cfg(test)]

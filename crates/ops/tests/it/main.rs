@@ -5,6 +5,7 @@ mod attention;
 mod decode;
 mod matmul;
 mod nf4;
+mod norm;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use reference::{Distribution, fill};

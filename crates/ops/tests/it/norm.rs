@@ -1,0 +1,96 @@
+use burn::tensor::{Device, FloatDType, Tensor};
+use ops::{Ctx, NormKind, NormWeights, OpError, norm};
+use reference::{Norm, NormOperands, NormRule};
+
+use crate::{close, tensor, values};
+
+const KINDS: [(NormKind, NormRule); 3] = [
+    (NormKind::Rms, NormRule::Rms),
+    (NormKind::RmsPlusOne, NormRule::RmsPlusOne),
+    (NormKind::Layer, NormRule::Layer),
+];
+
+fn weights(width: usize, bias: bool, device: &Device) -> NormWeights {
+    let bias = bias.then(|| tensor([width], 3, device));
+    NormWeights { weight: tensor([width], 2, device), bias }
+}
+
+#[test]
+fn norms_are_the_references() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    for (kind, rule) in KINDS {
+        for (width, more) in [(48, false), (35, true)] {
+            let x = tensor([5, width], 1, &device);
+            let with = weights(width, more, &device);
+            let residual: Option<Tensor<2>> = more.then(|| tensor([5, width], 4, &device));
+            let (bias, added) = (with.bias.clone().map(values), residual.clone().map(values));
+            let operands = NormOperands {
+                weight: &values(with.weight.clone()),
+                bias: bias.as_deref(),
+                residual: added.as_deref(),
+            };
+            let reference = Norm { rule, eps: 1e-3 };
+            let want = reference.run(&values(x.clone()), operands).expect("lengths agree");
+            let out = norm(&ctx, x.clone(), with.clone(), residual.clone(), kind, 1e-3);
+            close(&values(out.expect("valid")), &want, &format!("{kind:?} {width}"));
+            // Rows that lie otherwise.
+            let turned = Tensor::from_data(x.transpose().into_data(), &device).transpose();
+            let out = norm(&ctx, turned, with, residual, kind, 1e-3);
+            close(&values(out.expect("valid")), &want, &format!("{kind:?} {width}, transposed"));
+        }
+    }
+}
+
+#[test]
+fn halves_are_rounded_once() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    for (dtype, rounds) in
+        [(FloatDType::F16, reference::DType::F16), (FloatDType::BF16, reference::DType::Bf16)]
+    {
+        for (kind, rule) in KINDS {
+            let x = tensor::<2>([3, 64], 1, &device).cast(dtype);
+            let NormWeights { weight, .. } = weights(64, false, &device);
+            let weight = weight.cast(dtype);
+            let host = values(weight.clone());
+            let operands = NormOperands { weight: &host, bias: None, residual: None };
+            let reference = Norm { rule, eps: 1e-5 };
+            let x_host = values(x.clone());
+            let out = norm(&ctx, x, NormWeights { weight, bias: None }, None, kind, 1e-5);
+            let out = out.expect("valid");
+            assert_eq!(out.dtype(), dtype.into());
+            let verdict = reference.check(&x_host, operands, &values(out), rounds);
+            let verdict = verdict.expect("lengths agree");
+            assert!(verdict.passed, "{kind:?}: {verdict}");
+        }
+    }
+}
+
+#[test]
+fn mistakes_are_errors() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let x = || tensor::<2>([4, 8], 1, &device);
+    let run = |x, with, residual, eps| norm(&ctx, x, with, residual, NormKind::Rms, eps);
+    let fails = |with, residual| run(x(), with, residual, 1e-5).expect_err("a mistake").to_string();
+    let good = || weights(8, true, &device);
+    assert!(run(x(), good(), Some(x()), 1e-5).is_ok());
+    assert!(fails(weights(9, false, &device), None).contains("weight has shape [9]"));
+    let long = NormWeights { bias: Some(tensor([4], 1, &device)), ..good() };
+    assert!(fails(long, None).contains("bias has shape [4]"));
+    assert!(fails(good(), Some(tensor([8, 4], 1, &device))).contains("residual has shape [8, 4]"));
+    let half = NormWeights { weight: good().weight.cast(FloatDType::F16), ..good() };
+    assert!(fails(half, None).contains("weight is F16"));
+    let negative = run(x(), good(), None, -1.0).expect_err("a mistake").to_string();
+    assert!(negative.contains("eps is -1"), "{negative}");
+    let none = Tensor::<2>::zeros([0, 8], &device);
+    assert_eq!(run(none, good(), None, 1e-5).expect("nothing to do").dims(), [0, 8]);
+
+    let device = Device::cpu().autodiff();
+    let tracked = tensor::<2>([4, 8], 1, &device).require_grad();
+    let refused = run(tracked, weights(8, false, &device), None, 1e-5);
+    assert!(matches!(refused, Err(OpError::NoGradient)), "{refused:?}");
+    let untracked = run(tensor([4, 8], 1, &device), weights(8, true, &device), None, 1e-5);
+    assert_eq!(
+        values(untracked.expect("valid")),
+        values(run(x(), good(), None, 1e-5).expect("valid"))
+    );
+}

@@ -1,0 +1,186 @@
+//! ```text
+//! Rms           x / √(Σ x² / width + eps) · w
+//! RmsPlusOne    x / √(Σ x² / width + eps) · (1 + w)
+//! Layer         (x - mean) / √(Σ (x - mean)² / width + eps) · w + bias
+//! ```
+//!
+//! of each row, and a residual added where there is one. Rounding is at the end alone.
+//!
+//! Source: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "Root Mean Square Layer Normalization"
+//! (2019); `1 + w` by Gemma Team, "Gemma" (2024).
+
+use rayon::prelude::*;
+
+use crate::{Comparison, DType, Error, compare};
+
+/// What a norm does with its weight w.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormRule {
+    /// x / rms·w
+    Rms,
+    /// x / rms·(1 + w)
+    RmsPlusOne,
+    /// (x - mean) / deviation·w + bias
+    Layer,
+}
+
+/// A norm of rows.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Norm {
+    pub rule: NormRule,
+    /// Added to the mean of the squares.
+    pub eps: f64,
+}
+
+/// What rows are normalised with, and added to.
+#[derive(Debug, Clone, Copy)]
+pub struct NormOperands<'a> {
+    /// `[width]`
+    pub weight: &'a [f32],
+    /// `[width]`
+    pub bias: Option<&'a [f32]>,
+    /// `[rows, width]`
+    pub residual: Option<&'a [f32]>,
+}
+
+impl Norm {
+    /// Normalises one row `[width]`.
+    pub fn apply(&self, line: &mut [f64], weight: &[f32], bias: Option<&[f32]>) {
+        let width = line.len() as f64;
+        if self.rule == NormRule::Layer {
+            let mean = line.iter().sum::<f64>() / width;
+            line.iter_mut().for_each(|x| *x -= mean);
+        }
+        let square = line.iter().map(|x| x * x).sum::<f64>() / width;
+        let size = (square + self.eps).sqrt();
+        for (i, x) in line.iter_mut().enumerate() {
+            let weight = f64::from(weight[i]);
+            let weight = if self.rule == NormRule::RmsPlusOne { 1.0 + weight } else { weight };
+            *x = *x / size * weight + bias.map_or(0.0, |bias| bias[i].into());
+        }
+    }
+
+    /// As [`Norm::apply`], in f32 with sums in order.
+    pub fn apply_naively(&self, line: &mut [f32], weight: &[f32], bias: Option<&[f32]>) {
+        let width = line.len() as f32;
+        if self.rule == NormRule::Layer {
+            let mean = line.iter().fold(0.0, |sum, x| sum + x) / width;
+            line.iter_mut().for_each(|x| *x -= mean);
+        }
+        let square = line.iter().fold(0.0, |sum, x| sum + x * x) / width;
+        let size = (square + self.eps as f32).sqrt();
+        for (i, x) in line.iter_mut().enumerate() {
+            let weight =
+                if self.rule == NormRule::RmsPlusOne { 1.0 + weight[i] } else { weight[i] };
+            *x = *x / size * weight + bias.map_or(0.0, |bias| bias[i]);
+        }
+    }
+
+    /// Every result, `[rows, width]`.
+    ///
+    /// # Errors
+    /// Operands that are not of x's `[rows, width]`.
+    pub fn run(&self, x: &[f32], operands: NormOperands<'_>) -> Result<Vec<f64>, Error> {
+        let NormOperands { weight, bias, residual } = operands;
+        operands.check(x.len())?;
+        let mut out: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
+        out.par_chunks_mut(weight.len()).for_each(|line| self.apply(line, weight, bias));
+        let added = residual.into_iter().flatten();
+        out.iter_mut().zip(added).for_each(|(out, r)| *out += f64::from(*r));
+        Ok(out)
+    }
+
+    /// What a simple kernel computes: in f32, rounded to `dtype` once.
+    ///
+    /// # Errors
+    /// As [`Norm::run`].
+    pub fn naive(
+        &self,
+        x: &[f32],
+        operands: NormOperands<'_>,
+        dtype: DType,
+    ) -> Result<Vec<f64>, Error> {
+        let NormOperands { weight, bias, residual } = operands;
+        operands.check(x.len())?;
+        let mut out = x.to_vec();
+        out.par_chunks_mut(weight.len()).for_each(|line| self.apply_naively(line, weight, bias));
+        let added = residual.into_iter().flatten();
+        out.iter_mut().zip(added).for_each(|(out, r)| *out += r);
+        Ok(out.iter().map(|out| dtype.round(f64::from(*out))).collect())
+    }
+
+    /// Compares `out`, of format `dtype`, with every result.
+    ///
+    /// # Errors
+    /// As [`Norm::run`]; another number of results.
+    pub fn check(
+        &self,
+        x: &[f32],
+        operands: NormOperands<'_>,
+        out: &[f32],
+        dtype: DType,
+    ) -> Result<Comparison, Error> {
+        compare(out, &self.run(x, operands)?, &self.naive(x, operands, dtype)?, dtype)
+    }
+}
+
+impl NormOperands<'_> {
+    fn check(&self, len: usize) -> Result<(), Error> {
+        let width = self.weight.len();
+        if width == 0 || len % width != 0 {
+            return Err(Error::Length { what: "weight", need: len, have: width });
+        }
+        let length = |what, have: Option<&[f32]>, need| match have {
+            Some(have) if have.len() != need => Err(Error::Length { what, need, have: have.len() }),
+            _ => Ok(()),
+        };
+        length("bias", self.bias, width)?;
+        length("residual", self.residual, len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(rule: NormRule, x: &[f32], operands: NormOperands<'_>) -> Vec<f64> {
+        Norm { rule, eps: 1.0 }.run(x, operands).expect("lengths agree")
+    }
+
+    #[test]
+    fn rules_are_those_of_the_papers() {
+        // Rows with the squares 15 and 0 beside eps.
+        let x = [3.0, 5.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.0f32];
+        let x = x.map(|x| x * (15.0f32 / 16.5).sqrt());
+        let weight = [1.0, 2.0, 0.5, -1.0f32];
+        let plain = NormOperands { weight: &weight, bias: None, residual: None };
+        let close = |got: &[f64], want: &[f64]| {
+            assert_eq!(got.len(), want.len());
+            got.iter().zip(want).for_each(|(g, w)| assert!((g - w).abs() < 1e-6, "{got:?}"));
+        };
+        let unit = (15.0f64 / 16.5).sqrt() / 4.0;
+        let rms = [3.0, 10.0, 2.0, -4.0, 0.0, 0.0, 0.0, 0.0].map(|v| v * unit);
+        close(&run(NormRule::Rms, &x, plain), &rms);
+        let plus = [6.0, 15.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0].map(|v| v * unit);
+        close(&run(NormRule::RmsPlusOne, &x, plain), &plus);
+        // Around the mean: -1, 1, 0, 0 with a mean square of 1/2 beside eps.
+        let x = [-1.0, 1.0, 0.0, 0.0, 7.0, 7.0, 7.0, 7.0f32];
+        let (bias, residual) = ([0.25f32; 4], [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0f32]);
+        let all = NormOperands { bias: Some(&bias), residual: Some(&residual), ..plain };
+        let unit = 1.0 / 1.5f64.sqrt();
+        let want = [0.25 - unit, 0.25 + 2.0 * unit, 0.25, 0.25, 1.25, 2.25, 3.25, 4.25];
+        close(&run(NormRule::Layer, &x, all), &want);
+    }
+
+    #[test]
+    fn lengths_that_contradict_are_refused() {
+        let norm = Norm { rule: NormRule::Rms, eps: 0.0 };
+        let of = |weight, bias, residual| {
+            norm.run(&[1.0; 6], NormOperands { weight, bias, residual }).is_ok()
+        };
+        assert!(of(&[1.0; 3], Some(&[0.0; 3]), Some(&[0.0; 6])));
+        assert!(!of(&[1.0; 4], None, None) && !of(&[], None, None));
+        assert!(!of(&[1.0; 3], Some(&[0.0; 2]), None));
+        assert!(!of(&[1.0; 3], None, Some(&[0.0; 3])));
+    }
+}

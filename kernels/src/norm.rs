@@ -1,0 +1,521 @@
+//! out[r] = round(residual[r] + norm(x[r]) · w + bias)    x, out, residual: `[rows, width]`, w, bias: `[width]`
+//!
+//! ```text
+//!   for each row r                                      // one group of units, one or several a cube
+//!     factor = 1 / √(Σ (x - mean)² / width + eps)       // mean = 0 but for a layer norm
+//!     out = round(residual + (x - mean) · factor · w + bias)        // (1 + w) where the kind says so
+//! ```
+//!
+//! Everything is f32 and rounded once. Transformers rounds `x / rms` to the dtype and multiplies by w in the
+//! dtype, so that its bf16 results are up to one unit in the last place further from the exact ones than
+//! these; where the two differ, these are nearer.
+//!
+//! Cost: x, residual and out once, w and bias once: a step of decoding is bound by latency, a prompt by bytes.
+//! Where a unit's share of a row is a few vectors, it asks for x, w, bias and residual at once, before the first
+//! sum, and keeps them in registers as they came: a row costs one trip to memory, not three. Longer shares
+//! are read again, from the first-level cache. On a CPU a unit has rows to itself.
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+use crate::fits::stores;
+use crate::matmul::elem;
+use crate::round::{by_hand, rounded};
+pub use crate::rows::NormKind;
+use crate::rows::{
+    RowPlan, RowScale, add, add_squares, norm_weight, row_scale, row_sum, total, zeros,
+};
+
+/// The family of norms.
+pub struct Norm;
+
+/// Rows to normalise. Build it with [`NormProblem::new`], change fields, end with [`NormProblem::checked`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct NormProblem {
+    pub rows: u32,
+    pub width: u32,
+    /// Type of all tensors.
+    pub dtype: DType,
+    pub kind: NormKind,
+    /// Added to the mean of the squares.
+    pub eps: f32,
+    /// Whether a vector `[width]` is added.
+    pub bias: bool,
+    /// Whether a matrix of x's shape is added.
+    pub residual: bool,
+}
+
+/// A norm that means nothing.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum InvalidNorm {
+    #[error("{axis} is 0\nhint: an empty norm has no kernel to run; skip it")]
+    Empty { axis: &'static str },
+    #[error("eps is {0}\nhint: it is finite and not negative")]
+    Eps(f32),
+    #[error("rows of {0} are not normalised\nhint: f32, f16 or bf16")]
+    DType(DType),
+}
+
+impl NormProblem {
+    /// Rows with a weight alone.
+    ///
+    /// # Errors
+    /// See [`InvalidNorm`].
+    pub fn new(
+        rows: u32,
+        width: u32,
+        dtype: DType,
+        kind: NormKind,
+        eps: f32,
+    ) -> Result<Self, InvalidNorm> {
+        Self { rows, width, dtype, kind, eps, bias: false, residual: false }.checked()
+    }
+
+    /// Itself, if it means something.
+    ///
+    /// # Errors
+    /// See [`InvalidNorm`].
+    pub fn checked(self) -> Result<Self, InvalidNorm> {
+        for (axis, size) in [("rows", self.rows), ("width", self.width)] {
+            if size == 0 {
+                return Err(InvalidNorm::Empty { axis });
+            }
+        }
+        if !self.eps.is_finite() || self.eps < 0.0 {
+            return Err(InvalidNorm::Eps(self.eps));
+        }
+        match self.dtype {
+            DType::F32 | DType::F16 | DType::Bf16 => Ok(self),
+            other => Err(InvalidNorm::DType(other)),
+        }
+    }
+
+    /// Elements of x.
+    pub const fn elements(&self) -> usize {
+        self.rows as usize * self.width as usize
+    }
+
+    /// `rms bias residual`, without what is not there.
+    pub fn names(&self) -> Vec<&'static str> {
+        let flag = |on: bool, name| on.then_some(name);
+        [Some(self.kind.name()), flag(self.bias, "bias"), flag(self.residual, "residual")]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+
+    /// Elements of a vector: the longest that a load takes and a row divides into.
+    fn vector(&self, arch: &ArchProfile) -> u32 {
+        let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
+        [8, 4, 2].into_iter().find(|v| *v <= widest && self.width % v == 0).unwrap_or(1)
+    }
+}
+
+/// How rows are spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct NormConfig {
+    /// Units of a cube.
+    pub units: u32,
+    /// Units that share a row.
+    pub lanes: u32,
+}
+
+/// Device buffers of one launch, bias and residual where the problem has them.
+#[derive(Debug, Clone)]
+pub struct NormOperands {
+    pub x: Handle,
+    pub weight: Handle,
+    pub bias: Option<Handle>,
+    pub residual: Option<Handle>,
+    pub out: Handle,
+}
+
+impl Kernel for Norm {
+    type Problem = NormProblem;
+    type Config = NormConfig;
+    type Operands = NormOperands;
+
+    const NAME: &'static str = "norm";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &NormProblem) -> String {
+        let rows = p.rows.next_power_of_two().min(4096);
+        format!("{} {} {} rows {rows}", p.dtype, p.names().join(" "), p.width)
+    }
+
+    fn candidates(arch: &ArchProfile, p: &NormProblem) -> Vec<NormConfig> {
+        let mut configs = Vec::new();
+        if arch.backend == Backend::Cpu {
+            configs.extend(Self::simplest(arch, p));
+            return configs;
+        }
+        // Two vectors a unit: enough loads on their way, and still few units to add up.
+        let vectors = p.width / p.vector(arch);
+        let middle = vectors.div_ceil(2).next_power_of_two().clamp(32, 512);
+        for lanes in [middle, 2 * middle, middle / 2, 4 * middle] {
+            let useful = (32..=1024).contains(&lanes) && lanes <= 2 * vectors.max(16);
+            for units in [lanes.max(128), lanes.max(64)] {
+                let config = NormConfig { units, lanes };
+                let new = useful && !configs.contains(&config);
+                if new && Self::check(arch, p, &config).is_ok() {
+                    configs.push(config);
+                }
+            }
+        }
+        configs
+    }
+
+    fn check(arch: &ArchProfile, p: &NormProblem, c: &NormConfig) -> Result<(), Infeasible> {
+        stores(arch, [p.dtype])?;
+        RowPlan::of(arch, c.units, c.lanes).check(arch)
+    }
+
+    fn cost(p: &NormProblem) -> Cost {
+        let (all, size) = (p.elements() as u64, p.dtype.size() as u64);
+        let vectors = u64::from(p.width) * if p.bias { 2 } else { 1 };
+        let matrices = if p.residual { 3 } else { 2 };
+        Cost { flops: 4 * all, bytes: (matrices * all + vectors) * size }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &NormProblem) -> Result<NormConfig, Infeasible> {
+        let config = match arch.backend {
+            Backend::Cpu => NormConfig { units: arch.processors.unwrap_or(1), lanes: 1 },
+            _ => NormConfig { units: 64, lanes: 64 },
+        };
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &NormProblem, seed: u64) -> NormOperands {
+        let noise = |len: usize, salt| crate::noise(device, len, p.dtype, 8 * seed + salt);
+        let (width, all) = (p.width as usize, p.elements());
+        NormOperands {
+            x: noise(all, 0),
+            weight: noise(width, 1),
+            bias: p.bias.then(|| noise(width, 2)),
+            residual: p.residual.then(|| noise(all, 3)),
+            out: device.client().empty((all * p.dtype.size()).next_multiple_of(4)),
+        }
+    }
+
+    fn outputs(p: &NormProblem, operands: &NormOperands) -> Vec<Output> {
+        // Sums in another order, and then another rounding.
+        let tolerance = match p.dtype {
+            DType::F16 => 2f64.powi(-10),
+            DType::Bf16 => 2f64.powi(-7),
+            _ => 1e-5,
+        };
+        let handle = operands.out.clone();
+        vec![Output { handle, dtype: p.dtype, len: p.elements(), tolerance }]
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        p: &NormProblem,
+        c: &NormConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let dim = CubeDim::new_1d(c.units).into();
+        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
+        let buffer = || BufferCompilationArg { inplace: None };
+        vec![Box::new(normalise::Normalise::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            (),
+            (),
+            (),
+            p.vector(arch) as usize,
+            plan(arch, p, c),
+            elem(p.dtype),
+        ))]
+    }
+
+    fn launch(
+        device: &Device,
+        p: &NormProblem,
+        c: &NormConfig,
+        operands: &NormOperands,
+        _scratch: Option<&Handle>,
+    ) {
+        let plan = plan(device.profile(), p, c);
+        let cubes = match device.backend() {
+            Backend::Cpu => 1,
+            _ => p.rows.div_ceil(plan.rows.rows()).min(65_535),
+        };
+        let vector = p.vector(device.profile()) as usize;
+        let (matrix, row) = (p.elements() / vector, p.width as usize / vector);
+        // What is not there is not read.
+        let bias = operands.bias.as_ref().unwrap_or(&operands.weight);
+        let residual = operands.residual.as_ref().unwrap_or(&operands.x);
+        // SAFETY: the lengths are the problem's, and the kernel reads and writes whole rows below `rows`.
+        unsafe {
+            normalise::launch_unchecked(
+                device.client(),
+                CubeCount::Static(cubes, 1, 1),
+                CubeDim::new_1d(c.units),
+                address(p),
+                vector,
+                BufferArg::from_raw_parts(operands.x.clone(), matrix),
+                BufferArg::from_raw_parts(operands.weight.clone(), row),
+                BufferArg::from_raw_parts(bias.clone(), row),
+                BufferArg::from_raw_parts(residual.clone(), matrix),
+                BufferArg::from_raw_parts(operands.out.clone(), matrix),
+                p.rows,
+                row as u32,
+                p.eps,
+                plan,
+                elem(p.dtype),
+            );
+        }
+    }
+}
+
+fn address(p: &NormProblem) -> AddressType {
+    if p.elements() > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// The most vectors of a row that a unit keeps: with bias and residual 64 registers.
+const HELD: u32 = 4;
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct NormPlan {
+    rows: RowPlan,
+    kind: NormKind,
+    bias: bool,
+    residual: bool,
+    /// Vectors of a row that a unit keeps in registers; 0 where it reads them again.
+    held: u32,
+    /// Whether results are rounded before they are stored.
+    rounds: bool,
+}
+
+fn plan(arch: &ArchProfile, p: &NormProblem, c: &NormConfig) -> NormPlan {
+    let share = (p.width / p.vector(arch)).div_ceil(c.lanes);
+    let held = if share <= HELD && arch.backend != Backend::Cpu { share } else { 0 };
+    NormPlan {
+        rows: RowPlan::of(arch, c.units, c.lanes),
+        kind: p.kind,
+        bias: p.bias,
+        residual: p.residual,
+        held,
+        rounds: by_hand(arch, p.dtype),
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn normalise<F: Float, N: Size>(
+    x: &[Vector<F, N>],        // [rows, vectors]
+    weight: &[Vector<F, N>],   // [vectors]
+    bias: &[Vector<F, N>],     // [vectors]
+    residual: &[Vector<F, N>], // [rows, vectors]
+    out: &mut [Vector<F, N>],  // [rows, vectors]
+    rows: u32,
+    // A buffer's own length would count the padding of an odd number of halves.
+    vectors: u32,
+    eps: f32,
+    #[comptime] plan: NormPlan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let lanes = comptime!(plan.rows.lanes);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(plan.rows.shared_len()));
+    let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
+    let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
+    while first < rows {
+        // A group past the end repeats the last row, and stores nothing: all units meet at barriers.
+        let row = min(first + group, rows - 1);
+        let inside = first + group < rows;
+        let from = row as usize * vectors as usize;
+        if comptime!(plan.held > 0) {
+            let values = load(x, from, vectors, plan);
+            let weights = load(weight, 0usize.runtime(), vectors, plan);
+            let mut biases = Array::<Vector<F, N>>::new(comptime!(plan.held as usize));
+            if comptime!(plan.bias) {
+                biases = load(bias, 0usize.runtime(), vectors, plan);
+            }
+            let mut residuals = Array::<Vector<F, N>>::new(comptime!(plan.held as usize));
+            if comptime!(plan.residual) {
+                residuals = load(residual, from, vectors, plan);
+            }
+            let scale = held_scale(&values, vectors, eps, &mut shared, plan);
+            #[unroll]
+            for h in 0..comptime!(plan.held as usize) {
+                let at = lane + comptime!(h as u32 * lanes);
+                if inside && at < vectors {
+                    let others = Others::<F, N> {
+                        weight: weights[h],
+                        bias: biases[h],
+                        residual: residuals[h],
+                    };
+                    out[from + at as usize] = finish(values[h], &others, &scale, plan);
+                }
+            }
+        } else {
+            let scale = row_scale(x, from, vectors, eps, &mut shared, plan.kind, plan.rows);
+            let mut at = u32::cast_from(lane);
+            while at < vectors {
+                let mut others = Others::<F, N> {
+                    weight: weight[at as usize],
+                    bias: Vector::new(F::from_int(0)),
+                    residual: Vector::new(F::from_int(0)),
+                };
+                if comptime!(plan.bias) {
+                    others.bias = bias[at as usize];
+                }
+                if comptime!(plan.residual) {
+                    others.residual = residual[from + at as usize];
+                }
+                if inside {
+                    let to = from + at as usize;
+                    let vector = x[to];
+                    out[to] = finish(vector, &others, &scale, plan);
+                }
+                at += lanes;
+            }
+        }
+        first += CUBE_COUNT_X * comptime!(plan.rows.rows());
+    }
+}
+
+/// A unit's vectors of a row that lies from vector `from` on; 0 past its end.
+#[cube]
+fn load<F: Float, N: Size>(
+    x: &[Vector<F, N>],
+    from: usize,
+    vectors: u32,
+    #[comptime] plan: NormPlan,
+) -> Array<Vector<F, N>> {
+    let lanes = comptime!(plan.rows.lanes);
+    let mut held = Array::<Vector<F, N>>::new(comptime!(plan.held as usize));
+    #[unroll]
+    for h in 0..comptime!(plan.held as usize) {
+        let at = UNIT_POS % lanes + comptime!(h as u32 * lanes);
+        let mut vector = Vector::<F, N>::new(F::from_int(0));
+        if at < vectors {
+            vector = x[from + at as usize];
+        }
+        held[h] = vector;
+    }
+    held
+}
+
+/// The scale of a row whose units hold it.
+#[cube]
+fn held_scale<F: Float, N: Size>(
+    values: &Array<Vector<F, N>>,
+    vectors: u32,
+    eps: f32,
+    shared: &mut [f32],
+    #[comptime] plan: NormPlan,
+) -> RowScale {
+    let (width, lanes) = (N::value(), comptime!(plan.rows.lanes));
+    let count = f32::cast_from(vectors * comptime!(width as u32));
+    let mut mean = 0.0f32.runtime();
+    if comptime!(matches!(plan.kind, NormKind::Layer)) {
+        let mut sums = zeros(width);
+        #[unroll]
+        for h in 0..comptime!(plan.held as usize) {
+            add(&mut sums, values[h]);
+        }
+        mean = row_sum(total(&sums, width), shared, plan.rows) / count;
+    }
+    let mut sums = zeros(width);
+    #[unroll]
+    for h in 0..comptime!(plan.held as usize) {
+        // Zeros past the end of a row are as far from the mean as its numbers are from 0.
+        if UNIT_POS % lanes + comptime!(h as u32 * lanes) < vectors {
+            add_squares(&mut sums, values[h], mean);
+        }
+    }
+    let square = row_sum(total(&sums, width), shared, plan.rows) / count;
+    RowScale { mean, factor: (square + eps).inverse_sqrt() }
+}
+
+/// What goes with a vector of x.
+#[derive(CubeType)]
+struct Others<F: Float, N: Size> {
+    weight: Vector<F, N>,
+    bias: Vector<F, N>,
+    residual: Vector<F, N>,
+}
+
+/// A vector of the result.
+#[cube]
+fn finish<F: Float, N: Size>(
+    x: Vector<F, N>,
+    others: &Others<F, N>,
+    scale: &RowScale,
+    #[comptime] plan: NormPlan,
+) -> Vector<F, N> {
+    let mut out = Vector::<F, N>::new(F::from_int(0));
+    #[unroll]
+    for e in 0..N::value() {
+        let weight = norm_weight::<F>(others.weight.extract(e), plan.kind);
+        let mut value = (f32::cast_from(x.extract(e)) - scale.mean) * scale.factor * weight;
+        if comptime!(plan.bias) {
+            value += f32::cast_from(others.bias.extract(e));
+        }
+        if comptime!(plan.residual) {
+            value += f32::cast_from(others.residual.extract(e));
+        }
+        out.insert(e, rounded::<F>(value, plan.rounds));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_profile_has_candidates_that_fit() {
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                for width in [1, 3, 64, 1000, 4096, 16384, 100_000] {
+                    let p = NormProblem::new(7, width, dtype, NormKind::Rms, 1e-5).expect("valid");
+                    let all = Norm::candidates(&arch, &p);
+                    assert!(!all.is_empty(), "{name} {p:?}");
+                    let simplest = Norm::simplest(&arch, &p).expect("there is one");
+                    for config in all.into_iter().chain([simplest]) {
+                        Norm::check(&arch, &p, &config).expect("it is feasible");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_of_a_model_is_kept_in_registers() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        for (width, dtype) in [(4096, DType::Bf16), (8192, DType::Bf16), (4096, DType::F32)] {
+            let p = NormProblem::new(1, width, dtype, NormKind::Rms, 1e-5).expect("valid");
+            let first = Norm::candidates(&arch, &p)[0];
+            assert_eq!(plan(&arch, &p, &first).held, 2, "{p:?} {first:?}");
+        }
+    }
+
+    #[test]
+    fn what_means_nothing_is_refused() {
+        let new = |rows, width, dtype, eps| {
+            NormProblem::new(rows, width, dtype, NormKind::Layer, eps).expect_err("refused")
+        };
+        assert_eq!(new(0, 8, DType::F32, 1e-5), InvalidNorm::Empty { axis: "rows" });
+        assert_eq!(new(8, 0, DType::F32, 1e-5), InvalidNorm::Empty { axis: "width" });
+        assert_eq!(new(1, 1, DType::I8, 1e-5), InvalidNorm::DType(DType::I8));
+        assert_eq!(new(1, 1, DType::F32, -1.0), InvalidNorm::Eps(-1.0));
+        assert!(matches!(new(1, 1, DType::F32, f32::NAN), InvalidNorm::Eps(_)));
+    }
+}

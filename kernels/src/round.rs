@@ -1,0 +1,30 @@
+//! The one rounding at the end of f32 arithmetic, to the nearest, ties to even.
+
+use arch::{ArchProfile, Backend, DType};
+use cubecl::prelude::*;
+
+/// Whether numbers are rounded before they are stored as `dtype`: through Vulkan a conversion to bf16 cuts
+/// them off.
+pub(crate) fn by_hand(arch: &ArchProfile, dtype: DType) -> bool {
+    dtype == DType::Bf16 && arch.backend == Backend::Vulkan
+}
+
+/// The nearest number that `F` holds; NaN stays NaN.
+#[cube]
+pub(crate) fn rounded<F: Float>(x: f32, #[comptime] by_hand: bool) -> F {
+    let mut x = x;
+    if comptime!(by_hand) {
+        let bits = u32::reinterpret(x);
+        // A carry out of a NaN's mantissa would make it a number.
+        let nan = (bits & 0x7fff_ffffu32) > 0x7f80_0000u32;
+        x = select(nan, f32::reinterpret(bits | 0x7fc0_0000u32), round_to_bf16(x));
+    }
+    F::cast_from(x)
+}
+
+/// The nearest number that bf16 holds, the even one of two; `x` is not NaN.
+#[cube]
+pub(crate) fn round_to_bf16(x: f32) -> f32 {
+    let bits = u32::reinterpret(x);
+    f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16) & 1)) & 0xffff_0000u32)
+}

@@ -1,0 +1,230 @@
+//! Rows that neighbouring units share: their sums, and what a norm makes of them.
+//!
+//! ```text
+//!   Rms, RmsPlusOne   mean = 0                factor = 1 / √(Σ x² / width + eps)
+//!   Layer             mean = Σ x / width      factor = 1 / √(Σ (x - mean)² / width + eps)
+//! ```
+//!
+//! The deviation takes a pass of its own: Σ x² - width·mean² loses every digit where the mean is large. Sums
+//! are f32, one for each element of a vector, then over the units by halves: in the registers of a plane
+//! where units have no need of shared memory for that, else through shared memory.
+//!
+//! Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019); Ba et al., "Layer
+//! Normalization" (2016).
+
+use arch::{ArchProfile, Backend};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
+
+use crate::fits::{limits, shape};
+
+/// What a norm does with a row x and its weight w.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NormKind {
+    /// `x / rms · w`.
+    Rms,
+    /// `x / rms · (1 + w)`: Gemma's.
+    RmsPlusOne,
+    /// `(x - mean) / deviation · w`.
+    Layer,
+}
+
+impl NormKind {
+    pub const ALL: [Self; 3] = [Self::Rms, Self::RmsPlusOne, Self::Layer];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Rms => "rms",
+            Self::RmsPlusOne => "rms_plus_one",
+            Self::Layer => "layer",
+        }
+    }
+}
+
+/// Comptime facts of units that share rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct RowPlan {
+    /// Units of a cube.
+    pub(crate) units: u32,
+    /// Units that share a row.
+    pub(crate) lanes: u32,
+    /// Whether planes are of 32 units that read one another's registers.
+    shuffles: bool,
+}
+
+impl RowPlan {
+    pub(crate) fn of(arch: &ArchProfile, units: u32, lanes: u32) -> Self {
+        Self { units, lanes, shuffles: arch.backend == Backend::Cuda }
+    }
+
+    /// Whether so many units of a cube can share rows so.
+    pub(crate) fn check(self, arch: &ArchProfile) -> Result<(), Infeasible> {
+        if !self.lanes.is_power_of_two() || !self.units.is_multiple_of(self.lanes) {
+            return Err(shape(
+                "lanes",
+                self.lanes,
+                "a power of two that divides the units of a cube",
+            ));
+        }
+        if self.shuffles && self.lanes > 1 && !self.units.is_multiple_of(32) {
+            return Err(shape("units", self.units, "whole planes"));
+        }
+        limits(arch, self.units, self.shared_len() as u32 * 4)
+    }
+
+    /// Rows that a cube takes at once.
+    pub(crate) const fn rows(self) -> u32 {
+        self.units / self.lanes
+    }
+
+    /// Numbers in shared memory that [`row_sum`] needs.
+    pub(crate) const fn shared_len(self) -> usize {
+        match (self.lanes, self.shuffles) {
+            (1, _) | (..=32, true) => 1,
+            (_, true) => self.units as usize / 32,
+            (_, false) => self.units as usize,
+        }
+    }
+}
+
+/// The sum of what the units of a row have; each of them gets it. Every unit of the cube takes part.
+#[cube]
+pub(crate) fn row_sum(value: f32, shared: &mut [f32], #[comptime] plan: RowPlan) -> f32 {
+    let lanes = comptime!(plan.lanes);
+    let mut sum = value;
+    if comptime!(lanes > 1 && plan.shuffles) {
+        #[unroll]
+        for level in 0..comptime!(if lanes > 32 { 5 } else { lanes.ilog2() }) {
+            sum += plane_shuffle_xor(sum, comptime!(1u32 << level));
+        }
+        if comptime!(lanes > 32) {
+            let planes = comptime!(lanes / 32);
+            // Whoever still reads the sum before this one comes first.
+            sync_cube();
+            if UNIT_POS % 32 == 0 {
+                shared[(UNIT_POS / 32) as usize] = sum;
+            }
+            sync_cube();
+            sum = shared[(UNIT_POS / lanes * planes + UNIT_POS % planes) as usize];
+            #[unroll]
+            for level in 0..comptime!(planes.ilog2()) {
+                sum += plane_shuffle_xor(sum, comptime!(1u32 << level));
+            }
+        }
+    } else if comptime!(lanes > 1) {
+        let lane = UNIT_POS % lanes;
+        sync_cube();
+        shared[UNIT_POS as usize] = sum;
+        #[unroll]
+        for level in 0..comptime!(lanes.ilog2()) {
+            sync_cube();
+            let apart = comptime!(lanes >> (level + 1));
+            if lane < apart {
+                let other = shared[(UNIT_POS + apart) as usize];
+                shared[UNIT_POS as usize] += other;
+            }
+        }
+        sync_cube();
+        sum = shared[(UNIT_POS - lane) as usize];
+    }
+    sum
+}
+
+/// What is taken from the numbers of a row, and what the rest is multiplied by.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct RowScale {
+    pub(crate) mean: f32,
+    pub(crate) factor: f32,
+}
+
+/// The scale of a row that lies from vector `from` on, of `vectors` vectors.
+#[cube]
+pub(crate) fn row_scale<F: Float, N: Size>(
+    x: &[Vector<F, N>],
+    from: usize,
+    vectors: u32,
+    eps: f32,
+    shared: &mut [f32],
+    #[comptime] kind: NormKind,
+    #[comptime] plan: RowPlan,
+) -> RowScale {
+    let width = N::value();
+    let count = f32::cast_from(vectors * comptime!(width as u32));
+    let first = UNIT_POS % comptime!(plan.lanes);
+    let mut mean = 0.0f32.runtime();
+    if comptime!(matches!(kind, NormKind::Layer)) {
+        let mut sums = zeros(width);
+        let mut at = u32::cast_from(first);
+        while at < vectors {
+            let vector = x[from + at as usize];
+            add(&mut sums, vector);
+            at += comptime!(plan.lanes);
+        }
+        mean = row_sum(total(&sums, width), shared, plan) / count;
+    }
+    let mut sums = zeros(width);
+    let mut at = u32::cast_from(first);
+    while at < vectors {
+        let vector = x[from + at as usize];
+        add_squares(&mut sums, vector, mean);
+        at += comptime!(plan.lanes);
+    }
+    let square = row_sum(total(&sums, width), shared, plan) / count;
+    RowScale { mean, factor: (square + eps).inverse_sqrt() }
+}
+
+/// A sum for each element of a vector.
+#[cube]
+pub(crate) fn zeros(#[comptime] width: usize) -> Array<f32> {
+    let mut sums = Array::<f32>::new(width);
+    #[unroll]
+    for e in 0..width {
+        sums[e] = 0.0f32;
+    }
+    sums
+}
+
+#[cube]
+pub(crate) fn add<F: Float, N: Size>(sums: &mut Array<f32>, vector: Vector<F, N>) {
+    #[unroll]
+    for e in 0..N::value() {
+        sums[e] += f32::cast_from(vector.extract(e));
+    }
+}
+
+/// Adds the squares of what lies `mean` from 0.
+#[cube]
+pub(crate) fn add_squares<F: Float, N: Size>(
+    sums: &mut Array<f32>,
+    vector: Vector<F, N>,
+    mean: f32,
+) {
+    #[unroll]
+    for e in 0..N::value() {
+        let far = f32::cast_from(vector.extract(e)) - mean;
+        sums[e] = fma(far, far, sums[e]);
+    }
+}
+
+/// The sum of `width` sums.
+#[cube]
+pub(crate) fn total(sums: &Array<f32>, #[comptime] width: usize) -> f32 {
+    let mut total = sums[0];
+    #[unroll]
+    for e in 1..width {
+        total += sums[e];
+    }
+    total
+}
+
+/// What a norm of this kind multiplies by, for a weight.
+#[cube]
+pub(crate) fn norm_weight<F: Float>(weight: F, #[comptime] kind: NormKind) -> f32 {
+    let mut weight = f32::cast_from(weight);
+    if comptime!(matches!(kind, NormKind::RmsPlusOne)) {
+        weight += 1.0;
+    }
+    weight
+}
