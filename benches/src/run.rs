@@ -6,7 +6,7 @@ use arch::{Backend, Device};
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
-use kernels::ceiling::{self, Multiply};
+use kernels::ceiling;
 use kernels::matmul::{Matmul, Precision};
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
@@ -192,31 +192,17 @@ fn at_best(record: &Record, rate: Option<f64>) -> Option<f64> {
 }
 
 fn measure_copy(device: &Device, card: &record::Card) -> anyhow::Result<Record> {
-    let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
-    // WGSL devices bind 128 MiB at most.
-    let most = if device.backend() == Backend::WebGpu { 64 << 20 } else { 1 << 30 };
-    let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
-    let from = kernels::noise(device, bytes / 4, arch::DType::F32, 1);
-    let to = device.client().empty(bytes);
-    let timing = timing::measure(device, Effort::report(device.backend()), |_| {
-        ceiling::copy(device, &from, &to, bytes);
-    })?;
-    let params = BTreeMap::from([("mib".to_owned(), (bytes >> 20).into())]);
-    let cost = Cost { flops: 0, bytes: 2 * bytes as u64 };
-    Ok(timed(blank(card, "copy", params, cost), &timing))
+    let (bytes, timing) = ceiling::time_copy(device)?;
+    let params = BTreeMap::from([("mib".to_owned(), (bytes >> 21).into())]);
+    Ok(timed(blank(card, "copy", params, Cost { flops: 0, bytes }), &timing))
 }
 
 fn measure_multiplies(device: &Device, card: &record::Card) -> anyhow::Result<Vec<Record>> {
     let mut records = Vec::new();
     for precision in Precision::ALL {
-        let Some(multiply) = Multiply::of(device.profile(), precision) else { continue };
-        let out = device.client().empty(multiply.out_len() * 4);
-        let timing = timing::measure(device, Effort::report(device.backend()), |_| {
-            multiply.launch(device, &out)
-        })?;
+        let Some((flops, timing)) = ceiling::time_multiply(device, precision)? else { continue };
         let params = BTreeMap::from([("dtype".to_owned(), precision.name().into())]);
-        let cost = Cost { flops: multiply.flops(), bytes: 0 };
-        records.push(timed(blank(card, "mma", params, cost), &timing));
+        records.push(timed(blank(card, "mma", params, Cost { flops, bytes: 0 }), &timing));
     }
     Ok(records)
 }

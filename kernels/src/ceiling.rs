@@ -8,6 +8,7 @@ use arch::{ArchProfile, Backend, DType, Device};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use tune::timing::{self, Effort, Timing, TimingError};
 
 use crate::matmul::Precision;
 use crate::tile::multiply_halves;
@@ -59,6 +60,38 @@ fn copy_kernel(
             i += stride;
         }
     }
+}
+
+/// Times a copy between buffers far larger than the last cache. Bytes that were read and written, and how long
+/// it took.
+///
+/// # Errors
+/// A launch that fails.
+pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
+    let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
+    // WGSL devices bind 128 MiB at most.
+    let most = if device.backend() == Backend::WebGpu { 64 << 20 } else { 1 << 30 };
+    let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
+    let from = crate::noise(device, bytes / 4, DType::F32, 1);
+    let to = device.client().empty(bytes);
+    let effort = Effort::report(device.backend());
+    let timing = timing::measure(device, effort, |_| copy(device, &from, &to, bytes))?;
+    Ok((2 * bytes as u64, timing))
+}
+
+/// Times multiplying from registers. Operations, and how long they took; none where [`Multiply::of`] is.
+///
+/// # Errors
+/// A launch that fails.
+pub fn time_multiply(
+    device: &Device,
+    precision: Precision,
+) -> Result<Option<(u64, Timing)>, TimingError> {
+    let Some(multiply) = Multiply::of(device.profile(), precision) else { return Ok(None) };
+    let out = device.client().empty(multiply.out_len() * 4);
+    let effort = Effort::report(device.backend());
+    let timing = timing::measure(device, effort, |_| multiply.launch(device, &out))?;
+    Ok(Some((multiply.flops(), timing)))
 }
 
 /// One way to saturate the multipliers.

@@ -12,4 +12,5 @@ pub mod report;
 
 pub use backend::{Backend, UnknownBackend};
 pub use device::{Device, OpenError};
+pub use facts::energy_millijoules;
 pub use profile::{ArchId, ArchProfile, DType, MmaShape, UnknownProfile, recorded};

@@ -30,8 +30,8 @@ pub use arch::{
 };
 pub use attention::{Attended, attention};
 pub use engine::{
-    Completion, Compute, End, Engine, EngineError, EngineOptions, Quant, Request, Sampling,
-    Session, Text, Token, Tokens,
+    Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions, Quant, Request,
+    Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
 };
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};

@@ -1,5 +1,6 @@
 //! The `flashover` command.
 
+mod bench_command;
 mod generate_command;
 mod logits_command;
 mod model_args;
@@ -70,6 +71,10 @@ enum Command {
     ///
     /// Example: flashover chat --model llama-instruct --quant nf4
     Chat(generate_command::ChatArgs),
+    /// Measure how fast a model passes prompts and generates, as llama-bench does
+    ///
+    /// Example: flashover bench --shape llama-3-8b --quant nf4 -p 512 -n 128 --batch 1,16
+    Bench(bench_command::Args),
     /// Write the logits of every position, to compare with another engine
     ///
     /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors
@@ -97,6 +102,7 @@ fn main() -> ExitCode {
         Command::Quantize(args) => quantize_command::run(&args),
         Command::Generate(args) => generate_command::generate(&args),
         Command::Chat(args) => generate_command::chat(&args),
+        Command::Bench(args) => bench_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
     };
     match outcome {

@@ -1,7 +1,7 @@
 //! What every command with a model takes.
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::anyhow;
@@ -23,10 +23,17 @@ pub(super) struct DeviceArgs {
 #[derive(clap::Args)]
 pub(super) struct ModelArgs {
     /// Folder with config.json and safetensors, as Hugging Face has it
-    #[arg(long)]
-    pub(super) model: PathBuf,
+    #[arg(long, short)]
+    model: PathBuf,
     #[command(flatten)]
-    pub(super) device: DeviceArgs,
+    load: LoadArgs,
+}
+
+/// How a model is loaded.
+#[derive(clap::Args)]
+pub(super) struct LoadArgs {
+    #[command(flatten)]
+    device: DeviceArgs,
     /// f32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
     #[arg(long, value_parser = dtype)]
     dtype: Option<Compute>,
@@ -107,16 +114,28 @@ impl DeviceArgs {
 impl ModelArgs {
     /// Loads the model, with a bar on a terminal.
     pub(super) fn load(&self) -> anyhow::Result<Engine> {
-        let device = self.device.open()?;
-        let options =
-            EngineOptions { dtype: self.dtype, quant: self.quant, policy: Some(self.policy) };
+        self.load.folder(&self.load.open()?, &self.model)
+    }
+}
+
+impl LoadArgs {
+    pub(super) fn open(&self) -> anyhow::Result<Device> {
+        self.device.open()
+    }
+
+    pub(super) fn options(&self) -> EngineOptions {
+        EngineOptions { dtype: self.dtype, quant: self.quant, policy: Some(self.policy) }
+    }
+
+    /// Loads a folder, with a bar on a terminal.
+    pub(super) fn folder(&self, device: &Device, folder: &Path) -> anyhow::Result<Engine> {
         let bar = match std::io::stderr().is_terminal() {
             true => ProgressBar::new(0),
             false => ProgressBar::hidden(),
         };
         bar.set_style(ProgressStyle::with_template("loading {wide_bar} {percent}%")?);
         bar.enable_steady_tick(Duration::from_millis(100));
-        let engine = Engine::load_with(&device, &self.model, &options, |done, parts| {
+        let engine = Engine::load_with(device, folder, &self.options(), |done, parts| {
             bar.set_length(parts as u64);
             bar.set_position(done as u64);
         });

@@ -4,19 +4,34 @@ use burn::tensor::{DType, FloatDType, Int, Tensor};
 
 use super::{Decoder, KvCache};
 use crate::{DecoderConfig, NormKind};
+use ops::{NormWeights, OpError};
 
 /// A norm over the last axis.
-#[derive(Debug, Clone)]
-pub(super) struct Norm {
-    /// `[width]`
-    pub(super) weight: Tensor<1>,
-    /// `[width]`
-    pub(super) bias: Option<Tensor<1>>,
+pub(super) type Norm = NormWeights;
+
+/// residual + norm(x), rows `[rows, width]`.
+pub(super) fn normed(
+    of: &Decoder,
+    norm: &Norm,
+    x: Tensor<2>,
+    residual: Option<Tensor<2>>,
+) -> Result<Tensor<2>, OpError> {
+    let kind = match of.config.norm.kind {
+        NormKind::Rms => ops::NormKind::Rms,
+        NormKind::RmsPlusOne => ops::NormKind::RmsPlusOne,
+        NormKind::Layer => ops::NormKind::Layer,
+    };
+    let eps = of.config.norm.eps as f32;
+    ops::norm(&of.ctx, x, norm.clone(), residual, kind, eps)
 }
 
-impl Norm {
+trait OfHeads {
+    fn of<const D: usize>(&self, config: &DecoderConfig, x: Tensor<D>) -> Tensor<D>;
+}
+
+impl OfHeads for Norm {
     /// In f32, rounded once.
-    pub(super) fn of<const D: usize>(&self, config: &DecoderConfig, x: Tensor<D>) -> Tensor<D> {
+    fn of<const D: usize>(&self, config: &DecoderConfig, x: Tensor<D>) -> Tensor<D> {
         let dtype = x.dtype();
         let wide = |t: &Tensor<1>| t.clone().cast(FloatDType::F32).unsqueeze::<D>();
         let mut x = x.cast(FloatDType::F32);

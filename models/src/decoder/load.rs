@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
 use checkpoint::{Dtype, Int8, Weight};
 use half::{bf16, f16};
 use ops::{Ctx, Nf4Options, Nf4Weight};
@@ -11,7 +11,7 @@ use ops::{Ctx, Nf4Options, Nf4Weight};
 use super::blocks::Norm;
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
-use crate::{Error, Ffn as Kind, Part, Side, Slot, Stored, Weights};
+use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights};
 
 /// How weights are put on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -67,46 +67,43 @@ impl Decoder {
         device: &Device,
         ctx: Ctx,
         options: &LoadOptions,
-        mut progress: impl FnMut(Loading),
+        progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
-        let config = weights.config().clone();
-        let parts = config.layers.len() + 2;
-        let mut done = 0;
-        let mut step = || {
-            progress(Loading { done, parts });
-            done += 1;
-        };
-        step();
         let dtype = match options.dtype {
             Some(dtype) => dtype,
             None => dtype_of(&weights.weight(Slot::Embedding)?),
         };
-        let loader = Loader { weights, device, ctx: &ctx, dtype, quant: options.quant };
-        let embedding = loader.tensor(weights.weight(Slot::Embedding)?);
-        let positions = match config.learned_positions {
-            true => Some(loader.tensor(weights.weight(Slot::Positions)?)),
-            false => None,
-        };
-        step();
-        let mut layers = Vec::with_capacity(config.layers.len());
-        for index in 0..config.layers.len() {
-            layers.push(loader.layer(index)?);
-            step();
-        }
-        let final_norm = loader.norm(Slot::FinalNorm)?;
-        let head = match config.tie_embeddings {
-            true => Projection { matrices: vec![Matrix::Dense(embedding.clone())], bias: None },
-            // Whatever is done to the layers, the head stays as the file has it.
-            false => Loader { quant: None, ..loader }.projection(&[Slot::Head])?,
-        };
-        step();
-        let device = device.clone();
-        Ok(Self { config, ctx, device, dtype, embedding, positions, layers, final_norm, head })
+        let (source, quant) = (Source::Files(weights), options.quant);
+        Loader { source, device, ctx: &ctx, dtype, quant }.decoder(progress)
+    }
+
+    /// A decoder of random weights, for measuring: bf16 when no dtype is said.
+    ///
+    /// # Errors
+    /// [`Error::Op`] for what the device cannot hold or run.
+    pub fn random(
+        config: &DecoderConfig,
+        device: &Device,
+        ctx: Ctx,
+        options: &LoadOptions,
+        progress: impl FnMut(Loading),
+    ) -> Result<Self, Error> {
+        let dtype = options.dtype.unwrap_or(FloatDType::BF16);
+        let (source, quant) = (Source::Noise(config), options.quant);
+        Loader { source, device, ctx: &ctx, dtype, quant }.decoder(progress)
     }
 }
 
+/// Where weights come from.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Files(&'a Weights),
+    Noise(&'a DecoderConfig),
+}
+
+#[derive(Clone, Copy)]
 struct Loader<'a> {
-    weights: &'a Weights,
+    source: Source<'a>,
     device: &'a Device,
     ctx: &'a Ctx,
     dtype: FloatDType,
@@ -114,9 +111,47 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
+    fn decoder(self, mut progress: impl FnMut(Loading)) -> Result<Decoder, Error> {
+        let config = self.config().clone();
+        let parts = config.layers.len() + 2;
+        let mut done = 0;
+        let mut step = || {
+            progress(Loading { done, parts });
+            done += 1;
+        };
+        step();
+        let embedding = self.weight(Slot::Embedding)?;
+        let positions = match config.learned_positions {
+            true => Some(self.weight(Slot::Positions)?),
+            false => None,
+        };
+        step();
+        let mut layers = Vec::with_capacity(config.layers.len());
+        for index in 0..config.layers.len() {
+            layers.push(self.layer(index)?);
+            step();
+        }
+        let final_norm = self.norm(Slot::FinalNorm)?;
+        let head = match config.tie_embeddings {
+            true => Projection { matrices: vec![Matrix::Dense(embedding.clone())], bias: None },
+            // Whatever is done to the layers, the head stays as it is.
+            false => Loader { quant: None, ..self }.projection(&[Slot::Head])?,
+        };
+        step();
+        let (ctx, device, dtype) = (self.ctx.clone(), self.device.clone(), self.dtype);
+        Ok(Decoder { config, ctx, device, dtype, embedding, positions, layers, final_norm, head })
+    }
+
+    fn config(&self) -> &DecoderConfig {
+        match self.source {
+            Source::Files(weights) => weights.config(),
+            Source::Noise(config) => config,
+        }
+    }
+
     fn layer(&self, index: usize) -> Result<Layer, Error> {
         let at = |part| Slot::Layer(index, part);
-        let config = self.weights.config();
+        let config = self.config();
         let there = |part| config.parts().iter().any(|(own, _)| *own == part);
         let norm = |part| there(part).then(|| self.norm(at(part))).transpose();
         let one = |part| self.projection(&[at(part)]);
@@ -153,8 +188,7 @@ impl Loader<'_> {
     }
 
     fn norm(&self, slot: Slot) -> Result<Norm, Error> {
-        let bias = self.weights.bias(slot)?.map(|bias| self.tensor(bias));
-        Ok(Norm { weight: self.tensor(self.weights.weight(slot)?), bias })
+        Ok(Norm { weight: self.weight(slot)?, bias: self.bias(&[slot])? })
     }
 
     /// The matrices of `slots`, their rows one after the other.
@@ -172,12 +206,7 @@ impl Loader<'_> {
     fn matrices(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
         let mut matrices = Vec::with_capacity(slots.len());
         for slot in slots {
-            let stored = self.weights.weight(*slot)?;
-            // Where a file has several of them in one tensor of 4 bits, it comes whole with the first.
-            let fused = matches!(stored.weight, Weight::FourBit(_)) && stored.rows.start > 0;
-            if !fused {
-                matrices.push(self.matrix(stored)?);
-            }
+            matrices.extend(self.matrix(*slot)?);
         }
         let four_bit = matrices.iter().map(Matrix::four_bit).collect::<Option<Vec<_>>>();
         if let Some(all) = four_bit.filter(|all| all.len() > 1)
@@ -188,28 +217,74 @@ impl Loader<'_> {
         Ok(matrices)
     }
 
+    /// The biases of `slots`, one after the other.
     fn bias(&self, slots: &[Slot]) -> Result<Option<Tensor<1>>, Error> {
         let mut biases = Vec::new();
         for slot in slots {
-            biases.extend(self.weights.bias(*slot)?.map(|bias| self.tensor::<1>(bias)));
+            match self.source {
+                Source::Files(weights) => {
+                    biases.extend(weights.bias(*slot)?.map(|bias| self.tensor::<1>(bias)));
+                }
+                Source::Noise(config) if config.biased(*slot) => {
+                    biases.push(self.noise(*slot, Side::Bias));
+                }
+                Source::Noise(_) => {}
+            }
         }
         Ok((!biases.is_empty()).then(|| Tensor::cat(biases, 0)))
     }
 
-    /// The matrix of a layer.
-    fn matrix(&self, stored: Stored<'_>) -> Result<Matrix, Error> {
-        let dense = match &stored.weight {
-            Weight::FourBit(weight) => {
-                let weight = Nf4Weight::from_host(self.ctx, weight, self.device)?;
-                return Ok(Matrix::FourBit(weight));
+    /// The weight of a slot that is never quantised.
+    fn weight<const D: usize>(&self, slot: Slot) -> Result<Tensor<D>, Error> {
+        Ok(match self.source {
+            Source::Files(weights) => self.tensor(weights.weight(slot)?),
+            Source::Noise(_) => self.noise(slot, Side::Weight),
+        })
+    }
+
+    /// A matrix; none where it came with the one before, because a file has both in one tensor of 4 bits.
+    fn matrix(&self, slot: Slot) -> Result<Option<Matrix>, Error> {
+        let dense = match self.source {
+            Source::Noise(_) => self.noise(slot, Side::Weight),
+            Source::Files(weights) => {
+                let stored = weights.weight(slot)?;
+                match &stored.weight {
+                    Weight::FourBit(_) if stored.rows.start > 0 => return Ok(None),
+                    Weight::FourBit(weight) => {
+                        let weight = Nf4Weight::from_host(self.ctx, weight, self.device)?;
+                        return Ok(Some(Matrix::FourBit(weight)));
+                    }
+                    Weight::Int8(weight) => self.int8(weight, stored.rows.clone()),
+                    Weight::Dense(_) => self.tensor(stored),
+                }
             }
-            Weight::Int8(weight) => self.int8(weight, stored.rows.clone()),
-            Weight::Dense(_) => self.tensor(stored),
         };
-        Ok(match self.quant {
+        Ok(Some(match self.quant {
             None => Matrix::Dense(dense),
             Some(options) => Matrix::FourBit(Nf4Weight::quantize(self.ctx, dense, options)?),
-        })
+        }))
+    }
+
+    /// A parameter that leaves the size of what passes it as it is.
+    fn noise<const D: usize>(&self, slot: Slot, side: Side) -> Tensor<D> {
+        let config = self.config();
+        let own = |param: &crate::Param| param.slot == slot && param.side == side;
+        let param = config.params().into_iter().find(own);
+        let shape = param.expect("a parameter of this decoder").shape;
+        let norm = shape.len() == 1 && side == Side::Weight;
+        let make = |shape: Vec<usize>| {
+            let made = match (norm, config.norm.kind) {
+                (true, NormKind::RmsPlusOne) => Tensor::<D>::zeros(shape, self.device),
+                (true, _) => Tensor::ones(shape, self.device),
+                _ => {
+                    let k = if slot == Slot::Embedding { 1 } else { shape[shape.len() - 1] };
+                    let spread = Distribution::Normal(0.0, 1.0 / (k as f64).sqrt());
+                    Tensor::random(shape, spread, self.device)
+                }
+            };
+            made.cast(self.dtype)
+        };
+        self.device.memory_persistent_allocations(shape, make)
     }
 
     /// Rows of a weight of 8 bits, dense.

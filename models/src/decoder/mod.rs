@@ -84,6 +84,25 @@ impl Decoder {
         self.dtype
     }
 
+    /// Bytes of the matrices that every token multiplies.
+    pub fn matrix_bytes(&self) -> u64 {
+        let layer = |layer: &Layer| layer.qkv.bytes() + layer.out.bytes() + layer.ffn.bytes();
+        self.layers.iter().map(layer).sum::<u64>() + self.head.bytes()
+    }
+
+    /// Bytes of all weights on the device; norms and biases are not counted.
+    pub fn weight_bytes(&self) -> u64 {
+        let dense = |t: &Tensor<2>| (t.shape().num_elements() * t.dtype().size()) as u64;
+        let positions = self.positions.as_ref().map_or(0, dense);
+        let embedding = if self.config.tie_embeddings { 0 } else { dense(&self.embedding) };
+        self.matrix_bytes() + embedding + positions
+    }
+
+    /// Whether layers have weights in 4 bits.
+    pub fn in_4_bits(&self) -> bool {
+        self.layers.iter().any(|layer| layer.qkv.in_4_bits())
+    }
+
     /// An empty cache for `batch` sequences of up to `capacity` positions.
     ///
     /// # Errors
@@ -205,7 +224,7 @@ impl Decoder {
     ) -> Result<Tensor<2>, Error> {
         let (layer, rules) = (&self.layers[index], &self.config.layers[index]);
         let DecoderConfig { heads, head_dim, .. } = self.config;
-        let y = layer.attention_norm.of(&self.config, x.clone());
+        let y = blocks::normed(self, &layer.attention_norm, x.clone(), None)?;
         let qkv = layer.qkv.of(&self.ctx, y, Epilogue::default())?;
         let q = Turn { config: &self.config, rope: rules.rope, norms: layer.qk_norm.as_ref(), seq }
             .of(qkv, cache, index); // [batch, heads, seq, head_dim]
@@ -240,7 +259,7 @@ impl Decoder {
     /// x with what the feed-forward block adds.
     fn feed(&self, index: usize, x: Tensor<2>) -> Result<Tensor<2>, Error> {
         let layer = &self.layers[index];
-        let y = layer.ffn_norm.of(&self.config, x.clone());
+        let y = blocks::normed(self, &layer.ffn_norm, x.clone(), None)?;
         let activation = match self.config.activation {
             Activation::Silu => ops::Activation::Silu,
             Activation::Gelu => ops::Activation::Gelu,
@@ -265,14 +284,14 @@ impl Decoder {
             }
             Some(norm) => {
                 let y = projection.of(&self.ctx, y, Epilogue::default())?;
-                norm.of(&self.config, y) + x
+                blocks::normed(self, norm, y, Some(x))?
             }
         })
     }
 
     /// Of rows `[rows, hidden]`, in f32.
     fn logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Error> {
-        let y = self.final_norm.of(&self.config, x);
+        let y = blocks::normed(self, &self.final_norm, x, None)?;
         let logits = self.head.in_f32(&self.ctx, y)?;
         Ok(match self.config.logit_softcap {
             None => logits,

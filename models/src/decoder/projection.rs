@@ -39,6 +39,13 @@ pub(super) enum Ffn {
 }
 
 impl Matrix {
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Dense(weight) => (weight.shape().num_elements() * weight.dtype().size()) as u64,
+            Self::FourBit(weight) => weight.bytes(),
+        }
+    }
+
     fn rows(&self) -> usize {
         match self {
             Self::Dense(weight) => weight.dims()[0],
@@ -55,6 +62,14 @@ impl Matrix {
 }
 
 impl Projection {
+    pub(super) fn in_4_bits(&self) -> bool {
+        self.matrices.iter().any(|matrix| matches!(matrix, Matrix::FourBit(_)))
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.matrices.iter().map(Matrix::bytes).sum()
+    }
+
     /// x `[rows, k]`, result `[rows, n]`. The epilogue's bias is the projection's own.
     pub(super) fn of(
         &self,
@@ -94,6 +109,14 @@ impl Projection {
 }
 
 impl Ffn {
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Self::Gated { gate, up, down } => gate.bytes() + up.bytes() + down.bytes(),
+            Self::Joint { both, down, .. } => both.bytes() + down.bytes(),
+            Self::Plain { up, down } => up.bytes() + down.bytes(),
+        }
+    }
+
     /// What goes into the last product of the block, `[rows, ffn_hidden]`, and that product.
     pub(super) fn inner(
         &self,

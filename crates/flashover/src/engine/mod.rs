@@ -6,6 +6,7 @@
 //! ```
 
 mod batch;
+mod measure;
 mod sampling;
 mod session;
 mod text;
@@ -16,12 +17,14 @@ use std::sync::Arc;
 use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
 use arch::{Backend, Device};
 use burn::tensor::FloatDType;
+use cubecl::MemoryScope;
 use models::{Decoder, DecoderConfig, GenerationConfig, LoadOptions, Weights};
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 pub use batch::Completion;
+pub use measure::{Ceilings, Speed, SpeedTest};
 pub use sampling::{Sampling, Token};
 pub use session::{End, Session, Tokens};
 pub use text::Text;
@@ -92,6 +95,8 @@ pub enum EngineError {
         "after {position} tokens the logits hold NaN\nhint: compute in f32 or bf16; f16 ends at 65504"
     )]
     NotANumber { position: usize },
+    #[error("no published shape is called {shape}\nhint: one of {known}")]
+    Shape { shape: String, known: String },
     #[error("the tune cache cannot be read: {0}")]
     Cache(#[from] tune::CacheError),
     #[error("the device failed: {0}")]
@@ -153,20 +158,57 @@ impl Engine {
                 return Err(EngineError::Memory { weights: need, have, device });
             }
         }
-        let date = OffsetDateTime::now_utc().format(&Rfc3339).expect("a year has four digits");
-        let mut ctx = Ctx::of_user(options.policy.unwrap_or(tune::Policy::Default), date)?;
-        if let Some(profile) = &device.profile().restricted_to {
-            ctx = ctx.restricted_to(profile);
-        }
-        let on = burn::tensor::Device::from(device.raw().clone());
+        let (ctx, on) = (context(device, options)?, on_burn(device));
         let decoder = Decoder::load(&weights, &on, ctx, &load, |loading| {
             progress(loading.done, loading.parts)
         })?;
         Ok(Self(Arc::new(Inner { folder, decoder, tokenizer, template, generation })))
     }
 
+    /// A model of random weights of a published shape, for measuring: one of [`models::shapes::names`]. It has
+    /// no tokenizer.
+    ///
+    /// # Errors
+    /// [`EngineError::Shape`]; [`EngineError::Model`] for what the device cannot hold or run.
+    pub fn random(
+        device: &Device,
+        shape: &str,
+        options: &EngineOptions,
+    ) -> Result<Self, EngineError> {
+        let Some(config) = models::shapes::named(shape) else {
+            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
+            return Err(EngineError::Shape { shape: shape.to_owned(), known });
+        };
+        let (ctx, on) = (context(device, options)?, on_burn(device));
+        let load = load_options(device, options);
+        let decoder = Decoder::random(&config, &on, ctx, &load, |_| {})?;
+        Ok(Self(Arc::new(Inner {
+            folder: PathBuf::from(shape),
+            decoder,
+            tokenizer: None,
+            template: None,
+            generation: GenerationConfig::default(),
+        })))
+    }
+
     pub fn config(&self) -> &DecoderConfig {
         self.0.decoder.config()
+    }
+
+    /// What it computes in, and what weights of 4 bits are called where there are such.
+    pub fn precision(&self) -> (String, Option<String>) {
+        let compute = format!("{:?}", self.0.decoder.dtype()).to_lowercase();
+        (compute, self.0.decoder.in_4_bits().then(|| "4-bit".to_owned()))
+    }
+
+    /// Bytes of the weights on the device.
+    pub fn weight_bytes(&self) -> u64 {
+        self.0.decoder.weight_bytes()
+    }
+
+    /// Bytes that the pools of `device` hold, the model's and those of others.
+    pub fn reserved_bytes(&self, device: &Device) -> u64 {
+        device.client().memory_report(MemoryScope::Device).usage().bytes_reserved
     }
 
     /// What the model's makers would have.
@@ -220,6 +262,20 @@ impl Engine {
     pub(crate) fn decoder(&self) -> &Decoder {
         &self.0.decoder
     }
+}
+
+/// Known configs, of the user's cache and of those that ship.
+fn context(device: &Device, options: &EngineOptions) -> Result<Ctx, EngineError> {
+    let date = OffsetDateTime::now_utc().format(&Rfc3339).expect("a year has four digits");
+    let ctx = Ctx::of_user(options.policy.unwrap_or(tune::Policy::Default), date)?;
+    Ok(match &device.profile().restricted_to {
+        Some(profile) => ctx.restricted_to(profile),
+        None => ctx,
+    })
+}
+
+fn on_burn(device: &Device) -> burn::tensor::Device {
+    burn::tensor::Device::from(device.raw().clone())
 }
 
 fn load_options(device: &Device, options: &EngineOptions) -> LoadOptions {

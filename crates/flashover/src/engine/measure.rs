@@ -1,0 +1,195 @@
+//! How fast a model is, and against what a device gives at most.
+
+use std::time::Instant;
+
+use arch::{Backend, Device};
+use burn::tensor::DType;
+use kernels::ceiling;
+use kernels::matmul::Precision;
+use models::{Rows, Slot};
+use serde::Serialize;
+use tune::timing::{Timing, TimingError};
+
+use super::{Engine, EngineError, on_host};
+
+/// What is measured: a prompt that passes, or tokens that are generated one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct SpeedTest {
+    /// Tokens of a prompt; 0 for none.
+    pub prompt: usize,
+    /// Tokens that are generated; 0 for none.
+    pub generated: usize,
+    /// Positions that are there before.
+    pub depth: usize,
+    /// Sequences that run together.
+    pub batch: usize,
+}
+
+/// What was measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Speed {
+    pub test: SpeedTest,
+    /// Nanoseconds of each repetition, by the host's clock, from tokens on the host to logits on the host.
+    pub samples_ns: Vec<f64>,
+    /// Nanoseconds up to the first generated token, of the first repetition; the prompt's where there is one.
+    pub first_token_ns: f64,
+    /// Joules of the card for a token, where the driver tells.
+    pub joules_per_token: Option<f64>,
+    /// Bytes that a step of generating must read: weights, and keys and values halfway.
+    pub bytes_per_step: u64,
+    /// Operations of the products for a token; a multiply-add counts two.
+    pub flops_per_token: u64,
+}
+
+/// The most that a device gives.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Ceilings {
+    /// Gigabytes a second of a copy, read and written.
+    pub gbps: f64,
+    /// Operations a nanosecond in registers, where the backend has a way to measure it.
+    pub gflops: Option<f64>,
+}
+
+impl Ceilings {
+    /// Measures them for what `engine` computes in.
+    ///
+    /// # Errors
+    /// [`EngineError::Failed`].
+    pub fn measure(device: &Device, engine: &Engine) -> Result<Self, EngineError> {
+        let failed = |e: TimingError| EngineError::Failed(e.to_string());
+        let best =
+            |timing: &Timing| timing.samples_ns.iter().copied().fold(f64::INFINITY, f64::min);
+        let (bytes, timing) = ceiling::time_copy(device).map_err(failed)?;
+        let precision = match DType::from(engine.decoder().dtype()) {
+            DType::F16 => Precision::F16,
+            DType::BF16 => Precision::Bf16,
+            _ => Precision::F32,
+        };
+        let multiply = ceiling::time_multiply(device, precision).map_err(failed)?;
+        Ok(Self {
+            gbps: bytes as f64 / best(&timing),
+            gflops: multiply.map(|(flops, timing)| flops as f64 / best(&timing)),
+        })
+    }
+}
+
+impl SpeedTest {
+    /// Its name as llama-bench has it: `pp512`, `tg128 @ d1024`.
+    pub fn name(&self) -> String {
+        let what = match self.generated {
+            0 => format!("pp{}", self.prompt),
+            generated => format!("tg{generated}"),
+        };
+        match self.depth {
+            0 => what,
+            depth => format!("{what} @ d{depth}"),
+        }
+    }
+
+    /// Tokens of all sequences.
+    pub const fn tokens(&self) -> usize {
+        (self.prompt + self.generated) * self.batch
+    }
+}
+
+impl Speed {
+    /// Tokens a second of each repetition, of all sequences.
+    pub fn rates(&self) -> Vec<f64> {
+        self.samples_ns.iter().map(|ns| self.test.tokens() as f64 / ns * 1e9).collect()
+    }
+
+    /// Bytes that had to be read over those that a copy would have moved, for generated tokens.
+    pub fn share_of_bandwidth(&self, ceilings: &Ceilings) -> Option<f64> {
+        let steps = self.test.generated as f64;
+        let gbps = self.bytes_per_step as f64 * steps / self.median_ns();
+        (self.test.generated > 0).then(|| gbps / ceilings.gbps)
+    }
+
+    /// Model FLOPs utilisation: operations of the products over what registers would have given.
+    pub fn utilisation(&self, ceilings: &Ceilings) -> Option<f64> {
+        let rate = self.flops_per_token as f64 * self.test.tokens() as f64 / self.median_ns();
+        ceilings.gflops.map(|ceiling| rate / ceiling)
+    }
+
+    fn median_ns(&self) -> f64 {
+        let mut sorted = self.samples_ns.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+}
+
+impl Engine {
+    /// Runs a test once to warm up and then as often as `repetitions` says.
+    ///
+    /// # Errors
+    /// [`EngineError::Model`] for more positions than the model has.
+    pub fn measure(
+        &self,
+        device: &Device,
+        test: SpeedTest,
+        repetitions: usize,
+    ) -> Result<Speed, EngineError> {
+        let SpeedTest { prompt, generated, depth, batch } = test;
+        let mut samples_ns = Vec::new();
+        let (mut first_token_ns, mut joules) = (f64::NAN, None);
+        let energy = || match device.backend() {
+            Backend::Cuda | Backend::Vulkan => arch::energy_millijoules(),
+            Backend::Cpu | Backend::WebGpu => None,
+        };
+        for repetition in 0..=repetitions {
+            let mut cache = self.decoder().cache(batch, depth + prompt + generated)?;
+            let run = |cache: &mut _, seed, count| -> Result<Vec<f32>, EngineError> {
+                let tokens = vec![self.some_tokens(seed, count); batch];
+                on_host(self.decoder().forward(cache, &tokens, Rows::Last)?)
+            };
+            if depth > 0 {
+                run(&mut cache, 1, depth)?;
+            }
+            let (before, begin) = (energy(), Instant::now());
+            let mut first = None;
+            if prompt > 0 {
+                run(&mut cache, 2, prompt)?;
+                first = Some(begin.elapsed());
+            }
+            for step in 0..generated {
+                run(&mut cache, 3 + step, 1)?;
+                first.get_or_insert_with(|| begin.elapsed());
+            }
+            let all = begin.elapsed().as_nanos() as f64;
+            if repetition > 0 {
+                samples_ns.push(all);
+            }
+            if repetition == 1 {
+                first_token_ns = first.map_or(f64::NAN, |first| first.as_nanos() as f64);
+                // The counter moves in steps; the last repetitions see most of it.
+                joules = energy().zip(before).map(|(after, before)| after.abs_diff(before) as f64);
+            }
+        }
+        let kv = self.decoder().cache(batch, depth + generated / 2)?.bytes();
+        Ok(Speed {
+            test,
+            samples_ns,
+            first_token_ns,
+            joules_per_token: joules.map(|millis| millis / 1e3 / test.tokens() as f64),
+            bytes_per_step: self.decoder().matrix_bytes() + kv,
+            flops_per_token: self.flops_per_token(),
+        })
+    }
+
+    /// Tokens of no meaning.
+    fn some_tokens(&self, seed: usize, count: usize) -> Vec<u32> {
+        let vocab = self.config().vocab;
+        (0..count).map(|at| ((at * 7919 + seed * 104_729) % vocab) as u32).collect()
+    }
+
+    /// Two for each value of a matrix.
+    fn flops_per_token(&self) -> u64 {
+        let config = self.config();
+        let values = |shape: &[usize]| shape.iter().product::<usize>() as u64;
+        let matrix = |slot: Slot| matches!(slot, Slot::Layer(..) | Slot::Head);
+        let params = config.params();
+        let all = params.iter().filter(|param| matrix(param.slot) && param.shape.len() == 2);
+        let head = if config.tie_embeddings { values(&[config.vocab, config.hidden]) } else { 0 };
+        2 * (all.map(|param| values(&param.shape)).sum::<u64>() + head)
+    }
+}
