@@ -13,6 +13,7 @@ use kernels::nf4::{
     QuantizeProblem, Weight,
 };
 use kernels::norm::{Norm, NormKind, NormProblem};
+use kernels::rope::{HeadNorm, Rope, RopeProblem};
 use models::{Fusion, shapes};
 use tune::Kernel;
 
@@ -60,6 +61,7 @@ pub(crate) enum Problem {
     Nf4Matmul(Nf4MatmulProblem),
     Nf4Quantize(QuantizeProblem),
     Norm(NormProblem),
+    Rope(RopeProblem),
 }
 
 /// One case.
@@ -87,6 +89,7 @@ impl Case {
                 record::case_name(Nf4Quantize::NAME, &Nf4Quantize::params(p))
             }
             Problem::Norm(p) => record::case_name(Norm::NAME, &Norm::params(p)),
+            Problem::Rope(p) => record::case_name(Rope::NAME, &Rope::params(p)),
         }
     }
 }
@@ -225,6 +228,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     cases.extend(decodes(suite, scale)?);
     cases.extend(nf4s(suite, scale)?);
     cases.extend(norms(suite, scale)?);
+    cases.extend(ropes(suite, scale)?);
     Ok(cases)
 }
 
@@ -447,6 +451,34 @@ fn norms(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             for rows in [1, 512] {
                 add(rows, NormKind::RmsPlusOne, DType::Bf16, true)?;
                 add(rows, NormKind::Layer, DType::Bf16, false)?;
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// Heads of an 8B model between their projection and attention: steps of decoding and a prompt.
+fn ropes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let mut add = |tokens, capacity, dtype, norm: Option<NormKind>| -> anyhow::Result<()> {
+        let problem = RopeProblem::new(tokens, [32, 8], 128, capacity, dtype)
+            .context("a case of the suite is invalid")?;
+        let qk_norm = norm.map(|kind| HeadNorm { kind, eps: 1e-6 });
+        let problem = Problem::Rope(RopeProblem { qk_norm, ..problem });
+        cases.push(Case { problem, peer: false });
+        Ok(())
+    };
+    match (scale, suite) {
+        (_, Suite::Quick) => {}
+        (Scale::Host, _) => {
+            for tokens in [[1, 1], [1, 512]] {
+                add(tokens, 1024, DType::F32, None)?;
+            }
+        }
+        (Scale::Gpu, _) => {
+            for tokens in [[1, 1], [16, 1], [1, 512]] {
+                add(tokens, 2048, DType::Bf16, None)?;
+                add(tokens, 2048, DType::Bf16, Some(NormKind::Rms))?;
             }
         }
     }

@@ -12,6 +12,7 @@ use kernels::nf4::{
     Nf4MatmulProblem, Nf4Quantize, QuantizeOperands, QuantizeProblem, Weight,
 };
 use kernels::norm::{Norm, NormOperands, NormProblem};
+use kernels::rope::{Rope, RopeOperands, RopeProblem};
 use oracle::{CheckError, Verdict};
 use serde_json::{Value, json};
 use tune::Kernel;
@@ -427,6 +428,51 @@ impl Family for Norm {
     }
 
     fn torch(_: &NormProblem) -> Option<Value> {
+        None
+    }
+}
+
+impl Family for Rope {
+    fn params(p: &RopeProblem) -> BTreeMap<String, Value> {
+        let mut params = BTreeMap::from([
+            ("batch".to_owned(), p.batch.into()),
+            ("seq".to_owned(), p.seq.into()),
+            ("heads".to_owned(), p.heads.into()),
+            ("kv_heads".to_owned(), p.kv_heads.into()),
+            ("head_dim".to_owned(), p.head_dim.into()),
+            ("dtype".to_owned(), p.dtype.name().into()),
+        ]);
+        if p.dim != p.head_dim {
+            params.insert("dim".to_owned(), p.dim.into());
+        }
+        if let Some(norm) = p.qk_norm {
+            params.insert("qk_norm".to_owned(), norm.kind.name().into());
+        }
+        params
+    }
+
+    fn unit(p: &RopeProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &RopeProblem,
+        operands: &RopeOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::rope::check_operands(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &RopeProblem, _: &[RopeOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &RopeProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(_: &RopeProblem) -> Option<Value> {
         None
     }
 }

@@ -10,6 +10,7 @@ use kernels::ceiling;
 use kernels::matmul::{Matmul, Precision};
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
+use kernels::rope::Rope;
 use record::{Line, Record, SCHEMA, Summary};
 use serde_json::Value;
 use tune::timing::{self, Effort, Timing, TimingError};
@@ -130,6 +131,7 @@ fn measure(
             Problem::Nf4Matmul(p) => one::<Nf4Matmul>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Nf4Quantize(p) => one::<Nf4Quantize>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Norm(p) => one::<Norm>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::Rope(p) => one::<Rope>(&mut tuner, p, case.peer, card, torch)?,
         };
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());

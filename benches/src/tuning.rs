@@ -11,6 +11,7 @@ use kernels::attention::decode::Decode;
 use kernels::matmul::Matmul;
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
+use kernels::rope::Rope;
 use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
 use crate::cases::{self, Case, Problem, Scale, Suite};
@@ -145,6 +146,7 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
             Problem::Nf4Matmul(p) => good &= tune_one::<Nf4Matmul>(&mut tuner, p, &case)?,
             Problem::Nf4Quantize(p) => good &= tune_one::<Nf4Quantize>(&mut tuner, p, &case)?,
             Problem::Norm(p) => good &= tune_one::<Norm>(&mut tuner, p, &case)?,
+            Problem::Rope(p) => good &= tune_one::<Rope>(&mut tuner, p, &case)?,
         }
     }
     Ok(good)
@@ -217,6 +219,7 @@ fn try_configs(
             Problem::Nf4Matmul(p) => good &= try_one::<Nf4Matmul>(&tuner, p, &text)?,
             Problem::Nf4Quantize(p) => good &= try_one::<Nf4Quantize>(&tuner, p, &text)?,
             Problem::Norm(p) => good &= try_one::<Norm>(&tuner, p, &text)?,
+            Problem::Rope(p) => good &= try_one::<Rope>(&tuner, p, &text)?,
         }
     }
     Ok(good)

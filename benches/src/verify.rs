@@ -12,9 +12,10 @@ use kernels::nf4::{
     DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, QuantizeProblem,
 };
 use kernels::norm::{Norm, NormProblem};
+use kernels::rope::{Rope, RopeProblem};
 use oracle::attention_backward::BackwardCase;
 use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
-use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul, nf4, norm};
+use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul, nf4, norm, rope};
 use record::{Check, Line};
 use serde_json::Value;
 use tune::{Entry, Kernel, Key, TuneCache};
@@ -446,6 +447,46 @@ impl Verified for Norm {
     }
 }
 
+impl Verified for Rope {
+    type Case = rope::EdgeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &RopeProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<rope::EdgeCase> {
+        rope::edge_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<rope::EdgeCase> {
+        rope::config_cases(kind)
+    }
+
+    fn problem(case: &rope::EdgeCase) -> &RopeProblem {
+        &case.problem
+    }
+
+    fn params(case: &rope::EdgeCase) -> BTreeMap<String, Value> {
+        let mut params = <Self as Family>::params(&case.problem);
+        // Cases that differ in where sequences are, and in their caches, are told apart by their seed.
+        params.insert("seed".to_owned(), case.seed.into());
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &rope::EdgeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        rope::check(device, case, config)
+    }
+}
+
 fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
     jobs.extend(jobs_of::<Attention>(arch, cache, configs));
@@ -455,6 +496,7 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     jobs.extend(jobs_of::<Nf4Matmul>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Quantize>(arch, cache, configs));
     jobs.extend(jobs_of::<Norm>(arch, cache, configs));
+    jobs.extend(jobs_of::<Rope>(arch, cache, configs));
     jobs
 }
 

@@ -2,7 +2,7 @@
 //! ladder of versions with their numbers, the config, the loop.
 //!
 //! "Rounded" is to the nearest, ties to even, but for one conversion: from f32 to bf16 SPIR-V of CubeCL 0.11.3
-//! cuts off. [`nf4`] rounds decoded weights itself, to have bitsandbytes' bits, and [`norm`] its results; products
+//! cuts off. [`nf4`] rounds decoded weights itself, to have bitsandbytes' bits, and [`norm`] and [`rope`] their results; products
 //! and [`attention`] in bf16 through Vulkan are off by up to one unit in the last place, not half of one.
 
 pub mod attention;
@@ -11,6 +11,7 @@ mod fits;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod rope;
 mod round;
 mod rows;
 mod tile;

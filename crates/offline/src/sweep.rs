@@ -15,6 +15,7 @@ use kernels::nf4::{
     QuantizeProblem, Weight,
 };
 use kernels::norm::{Norm, NormKind, NormProblem};
+use kernels::rope::{HeadNorm, Rope, RopeProblem};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
@@ -165,6 +166,10 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     }));
     all.extend(instances_of::<Norm>(arch, norms(), |p| {
         format!("{} {} {}", p.dtype, p.width, p.names().join(" "))
+    }));
+    all.extend(instances_of::<Rope>(arch, ropes(), |p| {
+        let norm = p.qk_norm.map_or("", |norm| norm.kind.name());
+        format!("{} d{} rope{} {norm}", p.dtype, p.head_dim, p.dim).trim_end().to_owned()
     }));
     all
 }
@@ -492,6 +497,28 @@ fn norms() -> Vec<Case<Norm>> {
     cases.push(case(norm(4096, DType::F16, NormKind::Rms), 1));
     cases.push(case(norm(100_000, DType::Bf16, NormKind::Layer), 2));
     cases.push(case(norm(128, DType::Bf16, NormKind::Rms), 2));
+    cases
+}
+
+/// Heads whose code differs: every dimension, part of one that turns, each norm.
+fn ropes() -> Vec<Case<Rope>> {
+    let rope = |head_dim, dtype| {
+        RopeProblem::new([16, 1], [32, 8], head_dim, 2048, dtype).expect("sizes are valid")
+    };
+    let case = |problem, most| Case { problem, most, clean: usize::MAX };
+    let mut cases = Vec::new();
+    for head_dim in [6, 64, 80, 96, 128, 256] {
+        cases.push(case(rope(head_dim, DType::Bf16), if head_dim == 128 { 4 } else { 1 }));
+    }
+    let p = rope(128, DType::Bf16);
+    cases.push(case(RopeProblem { dim: 32, ..p }, 2));
+    cases.push(case(RopeProblem { dim: 0, ..p }, 2));
+    for kind in NormKind::ALL {
+        let qk_norm = Some(HeadNorm { kind, eps: 1e-6 });
+        cases.push(case(RopeProblem { qk_norm, ..p }, 4));
+        cases.push(case(RopeProblem { qk_norm, ..rope(256, DType::F32) }, 2));
+    }
+    cases.push(case(rope(128, DType::F16), 1));
     cases
 }
 

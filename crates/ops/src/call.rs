@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use arch::DType;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, DispatchDevice, ExtensionType};
-use burn::tensor::Device;
+use burn::tensor::{Device, Int, IntDType, Shape, Tensor};
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
 
 use crate::{Ctx, OpError};
 
@@ -54,6 +56,25 @@ pub(crate) fn same_dtype(
 /// The length of an axis as kernels have it.
 pub(crate) fn size_of(axis: usize) -> Result<u32, OpError> {
     u32::try_from(axis).map_err(|_| OpError::TooLarge(axis))
+}
+
+/// 32-bit words as kernels read them: the tensor itself where it has such.
+pub(crate) fn words_of<const D: usize>(tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+    match tensor.dtype() {
+        burn::tensor::DType::I32 | burn::tensor::DType::U32 => tensor,
+        _ => tensor.cast(IntDType::I32),
+    }
+}
+
+/// An empty dense tensor on the device of `like`.
+pub(crate) fn empty_like<const D: usize>(
+    like: &CubeTensor,
+    shape: [usize; D],
+    dtype: DType,
+) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    let dtype = crate::matmul::float_dtype(dtype).into();
+    empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
 }
 
 /// Who calls: the context, and where an op that cannot return an error leaves it.

@@ -6,6 +6,7 @@ use kernels::attention::decode::InvalidDecode;
 use kernels::matmul::InvalidMatmul;
 use kernels::nf4::{InvalidWeight, QuantizeError};
 use kernels::norm::InvalidNorm;
+use kernels::rope::InvalidRope;
 use tune::TuneError;
 
 use crate::Implementation;
@@ -52,6 +53,10 @@ pub enum OpError {
     )]
     NoGradient,
     #[error(
+        "{0} is not dense\nhint: what is written in place is not copied first; give it memory of its own"
+    )]
+    Scattered(&'static str),
+    #[error(
         "nested absmax of several offsets are no weight of a file\nhint: save the weights that were joined"
     )]
     Joined,
@@ -73,6 +78,8 @@ pub enum OpError {
     Attention(#[from] InvalidAttention),
     #[error(transparent)]
     Norm(#[from] InvalidNorm),
+    #[error(transparent)]
+    Rope(#[from] InvalidRope),
     #[error(transparent)]
     Tune(#[from] TuneError),
 }

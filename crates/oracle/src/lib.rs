@@ -7,6 +7,7 @@ pub mod decode;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod rope;
 
 use arch::{DType, Device};
 use cubecl::server::Handle;

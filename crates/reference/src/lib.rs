@@ -8,6 +8,7 @@
 //! | [`decode`] | attention of the newest positions over a cache: pages, lengths, bytes with scales |
 //! | [`decoder`] | a whole decoder, tokens to logits, of any family |
 //! | [`rotary`] | rotary positions, and how they are stretched |
+//! | [`rope`] | heads from their projection to a cache |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
 //! | [`nf4`] | weights of 4 bits, NF4 and FP4, and the 8-bit code of their absmax |
 //! | [`norm`] | norms of rows |
@@ -44,6 +45,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod rope;
 pub mod rotary;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
@@ -56,4 +58,5 @@ pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};
 pub use norm::{Norm, NormOperands, NormRule};
+pub use rope::{Projected, Rope, RopeOperands};
 pub use rotary::{Rotary, Stretch};

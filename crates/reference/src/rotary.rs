@@ -61,13 +61,23 @@ pub enum Stretch {
 impl Rotary {
     /// Turns one head `[head_dim]` at `position` of a sequence of `seq`.
     pub fn turn(&self, head: &mut [f64], position: usize, seq: usize) {
-        let half = self.dims / 2;
-        for pair in 0..half {
-            let (sin, cos) = (position as f64 * self.speed(pair, seq)).sin_cos();
-            let (x, y) = (head[pair], head[pair + half]);
-            head[pair] = self.magnitude * (x * cos - y * sin);
-            head[pair + half] = self.magnitude * (y * cos + x * sin);
-        }
+        turn_by(head, self.dims, |pair| self.cos_sin(pair, position, seq));
+    }
+
+    /// `[positions, dims]`: the cosines of a position's pairs, then their sines, multiplied by the magnitude,
+    /// for sequences of `seq`.
+    pub fn table(&self, positions: usize, seq: usize) -> Vec<f64> {
+        let pairs = self.dims / 2;
+        let row = |position| {
+            let each = move |pair| self.cos_sin(pair, position, seq);
+            (0..pairs).map(move |i| each(i).0).chain((0..pairs).map(move |i| each(i).1))
+        };
+        (0..positions).flat_map(row).collect()
+    }
+
+    fn cos_sin(&self, pair: usize, position: usize, seq: usize) -> (f64, f64) {
+        let (sin, cos) = (position as f64 * self.speed(pair, seq)).sin_cos();
+        (self.magnitude * cos, self.magnitude * sin)
     }
 
     pub(crate) fn check(&self, head_dim: usize) -> Result<(), Error> {
@@ -129,5 +139,16 @@ impl Rotary {
                 plain / factors[pair]
             }
         }
+    }
+}
+
+/// Turns the pairs of the first `dims` dimensions of a head, each by its cosine and sine.
+pub fn turn_by(head: &mut [f64], dims: usize, cos_sin: impl Fn(usize) -> (f64, f64)) {
+    let half = dims / 2;
+    for pair in 0..half {
+        let (cos, sin) = cos_sin(pair);
+        let (x, y) = (head[pair], head[pair + half]);
+        head[pair] = x * cos - y * sin;
+        head[pair + half] = y * cos + x * sin;
     }
 }

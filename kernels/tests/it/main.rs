@@ -15,6 +15,7 @@ use kernels::nf4::{
     CodeBook, Nf4Dequantize, Nf4Matmul, Nf4Quantize, Order, QuantizeError, Weight, quantize,
 };
 use kernels::norm::Norm;
+use kernels::rope::Rope;
 use oracle::attention_backward::BackwardCase;
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use oracle::{CheckError, Verdict};
@@ -181,6 +182,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
             Nf4Quantize::NAME => here[6] += fits::<Nf4Quantize>(entry, &cuda),
             // Not measured yet: their entries, once there are some, must fit all the same.
             Norm::NAME => drop(fits::<Norm>(entry, &cuda)),
+            Rope::NAME => drop(fits::<Rope>(entry, &cuda)),
             other => panic!("no kernel is called {other}"),
         }
     }
@@ -358,6 +360,27 @@ fn norms_are_right_in_wgsl() {
             }
         }
     }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+fn rope_failures(device: &Device, dtype: DType) -> Vec<String> {
+    let cases = oracle::rope::edge_cases(dtype);
+    failures::<Rope, _>(device, &cases, |case| &case.problem, oracle::rope::check)
+}
+
+#[test]
+fn heads_turn_and_are_cached_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        let failures = rope_failures(&device, dtype);
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+#[test]
+fn heads_turn_and_are_cached_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = rope_failures(&device, DType::F32);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 

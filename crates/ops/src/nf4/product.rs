@@ -14,7 +14,6 @@ use burn::backend::{
 use burn::tensor::Shape;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::server::Handle;
 use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
@@ -25,7 +24,7 @@ use kernels::nf4::{
 };
 use tune::Kernel;
 
-use crate::call::{Call, Optional};
+use crate::call::{Call, Optional, empty_like};
 use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
 use crate::{Ctx, OpError};
 
@@ -270,12 +269,6 @@ fn problem(m: usize, spec: &Nf4Spec, parts: &EpilogueBuffers) -> Result<Nf4Matmu
     let plain = Nf4MatmulProblem::new(m, spec.weight, spec.dtype)?;
     let problem = if spec.glu { plain.gated_by_half()? } else { plain };
     Ok(Nf4MatmulProblem { epilogue, ..problem })
-}
-
-fn empty_like<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType) -> CubeTensor {
-    let (client, device) = (like.client.clone(), like.device.clone());
-    let dtype = crate::matmul::float_dtype(dtype).into();
-    empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
 }
 
 /// Parents of a product's node: x, and bias or once more x where there is none.

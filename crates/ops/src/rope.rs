@@ -1,0 +1,251 @@
+//! Heads of Burn tensors: normalised, turned by their position, and stored in a cache where it lies.
+
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{
+    Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, backend_extension,
+};
+use burn::tensor::{Int, Tensor};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use kernels::norm::NormKind;
+use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeOperands, RopeProblem};
+use tune::Kernel;
+
+use crate::call::{
+    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
+};
+use crate::{Ctx, OpError};
+
+/// The cache of a layer, and how far each sequence is.
+///
+/// # Shapes
+/// k and v `[batch, kv_heads, capacity, head_dim]`, dense, each with memory of its own; start `[batch]`,
+/// I32 or U32 without a copy.
+#[derive(Debug, Clone)]
+pub struct KvSlots {
+    pub k: Tensor<4>,
+    pub v: Tensor<4>,
+    /// Positions that each sequence has already.
+    pub start: Tensor<1, Int>,
+}
+
+/// Norms of queries and keys, each head by itself.
+///
+/// # Shapes
+/// Both weights `[head_dim]`.
+#[derive(Debug, Clone)]
+pub struct QkNorm {
+    pub kind: NormKind,
+    /// Added to the mean of the squares.
+    pub eps: f32,
+    pub q: Tensor<1>,
+    pub k: Tensor<1>,
+}
+
+/// What heads are, and what becomes of them.
+#[derive(Debug, Clone)]
+pub struct RopeOptions {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// f32 `[positions, dim]`: for each position `dim / 2` cosines, then as many sines, multiplied by what a
+    /// stretch does to magnitudes. Pair i of a head is dimensions i and `i + dim / 2`; those past dim stay.
+    /// Nothing turns where there is none.
+    pub table: Option<Tensor<2>>,
+    pub qk_norm: Option<QkNorm>,
+}
+
+/// Takes heads from their projection to attention, in one launch: queries and keys are normalised, turned by
+/// their position, and returned or stored; values are stored. f32 throughout, rounded once.
+///
+/// Position `start[b] + s` of k and v is **written in place**: every clone of these tensors, and every tensor
+/// that shares their memory, sees it. What Burn's own ops made of them before keeps its values. A position past
+/// the cache or the table is not written, and its queries are NaN.
+///
+/// # Shapes
+/// qkv `[batch · seq, (heads + 2 · kv_heads) · head_dim]`: queries, keys, values of token `b · seq + s`, any
+/// strides; the result `[batch, heads, seq, head_dim]`, a view of `[batch, seq, heads, head_dim]`.
+///
+/// # Errors
+/// Shapes or dtypes that do not fit, caches that are not dense, a device without our kernels, a gradient
+/// asked for. Nothing is written then.
+pub fn rope(
+    ctx: &Ctx,
+    qkv: Tensor<2>,
+    slots: &KvSlots,
+    options: RopeOptions,
+) -> Result<Tensor<4>, OpError> {
+    on_cubecl(&qkv.device())?;
+    let problem = problem(&qkv, slots, &options)?;
+    let KvSlots { k, v, start } = slots.clone();
+    let (q_weight, k_weight) = options.qk_norm.map(|norm| (norm.q, norm.k)).unzip();
+    let part = |tensor: Option<Tensor<1>>| Optional::of(tensor.map(Tensor::into_dispatch));
+    let call = Call::of(ctx);
+    let q = <Dispatch as RopeOps>::rope(
+        qkv.into_dispatch(),
+        Slots {
+            k: k.into_dispatch(),
+            v: v.into_dispatch(),
+            start: words_of(start).into_dispatch(),
+        },
+        Optional::of(options.table.map(Tensor::into_dispatch)),
+        part(q_weight),
+        part(k_weight),
+        problem,
+        call.clone(),
+    );
+    match call.failed() {
+        None => Ok(Tensor::<4>::from_dispatch(q).swap_dims(1, 2)),
+        Some(e) => Err(e),
+    }
+}
+
+fn problem(
+    qkv: &Tensor<2>,
+    slots: &KvSlots,
+    options: &RopeOptions,
+) -> Result<RopeProblem, OpError> {
+    let RopeOptions { heads, kv_heads, head_dim, table, qk_norm } = options;
+    let dtype = qkv.dtype();
+    let float = float_of(dtype)?;
+    let ([rows, width], [batch, _, capacity, _]) = (qkv.dims(), slots.k.dims());
+    // Of a batch of none the kernel's own check says so.
+    let seq = rows / batch.max(1);
+    same_shape("qkv", &[rows, width], &[batch * seq, (heads + 2 * kv_heads) * head_dim])?;
+    for (what, cache) in [("k", &slots.k), ("v", &slots.v)] {
+        same_shape(what, &cache.dims(), &[batch, *kv_heads, capacity, *head_dim])?;
+        same_dtype(what, cache.dtype(), dtype)?;
+    }
+    same_shape("start", &slots.start.dims(), &[batch])?;
+    let [positions, dim] = match table {
+        Some(table) => {
+            same_dtype("table", table.dtype(), burn::tensor::DType::F32)?;
+            table.dims()
+        }
+        None => [0, 0],
+    };
+    if let Some(norm) = qk_norm {
+        for (what, weight) in [("query weight", &norm.q), ("key weight", &norm.k)] {
+            same_shape(what, &weight.dims(), &[*head_dim])?;
+            same_dtype(what, weight.dtype(), dtype)?;
+        }
+    }
+    let problem = RopeProblem {
+        batch: size_of(batch)?,
+        seq: size_of(seq)?,
+        heads: size_of(*heads)?,
+        kv_heads: size_of(*kv_heads)?,
+        head_dim: size_of(*head_dim)?,
+        dtype: float,
+        cache: KvLayout { dtype: float, capacity: size_of(capacity)? },
+        dim: size_of(dim)?,
+        positions: size_of(positions)?,
+        qk_norm: qk_norm.as_ref().map(|norm| HeadNorm { kind: norm.kind, eps: norm.eps }),
+    };
+    Ok(problem.checked()?)
+}
+
+/// [`KvSlots`] behind Burn's dispatch.
+#[derive(Clone, ExtensionType)]
+pub(crate) struct Slots<B: Backend> {
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    start: IntTensor<B>,
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait RopeOps: Backend {
+    /// The queries `[batch, seq, heads, head_dim]`; `problem` is of these tensors.
+    fn rope(
+        qkv: FloatTensor<Self>,
+        #[extension_type] slots: Slots<Self>,
+        #[extension_type] table: Optional<Self>,
+        #[extension_type] q_weight: Optional<Self>,
+        #[extension_type] k_weight: Optional<Self>,
+        problem: RopeProblem,
+        call: Call,
+    ) -> FloatTensor<Self>;
+}
+
+impl RopeOps for CubeBackend {
+    fn rope(
+        qkv: CubeTensor,
+        slots: Slots<Self>,
+        table: Optional<Self>,
+        q_weight: Optional<Self>,
+        k_weight: Optional<Self>,
+        problem: RopeProblem,
+        call: Call,
+    ) -> CubeTensor {
+        let RopeProblem { batch, seq, heads, head_dim, dtype, .. } = problem;
+        let shape = [batch, seq, heads, head_dim].map(|size| size as usize);
+        let q = empty_like(&qkv, shape, dtype);
+        let part = |part: Optional<Self>| part.into_option().map(|t| into_contiguous(t).handle);
+        let weights = part(q_weight).zip(part(k_weight));
+        let launched = call.ctx.device(&q.device).and_then(|device| {
+            dense("k", &slots.k)?;
+            dense("v", &slots.v)?;
+            let config = call.ctx.config::<Rope>(&device, &problem)?;
+            let operands = RopeOperands {
+                qkv: into_contiguous(qkv).handle,
+                start: into_contiguous(slots.start).handle,
+                table: part(table),
+                weights: weights.map(|(q, k)| HeadWeights { q, k }),
+                q: q.handle.clone(),
+                k: slots.k.handle,
+                v: slots.v.handle,
+            };
+            Rope::launch(&device, &problem, &config, &operands, None);
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        q
+    }
+}
+
+/// Refuses a tensor that would have to be copied to be written.
+fn dense(what: &'static str, tensor: &CubeTensor) -> Result<(), OpError> {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let mut step = 1;
+    for axis in (0..shape.num_dims()).rev() {
+        // The stride of an axis of one element means nothing.
+        if shape[axis] > 1 && strides[axis] != step {
+            return Err(OpError::Scattered(what));
+        }
+        step *= shape[axis];
+    }
+    Ok(())
+}
+
+impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
+    fn rope(
+        qkv: FloatTensor<Self>,
+        slots: Slots<Self>,
+        table: Optional<Self>,
+        q_weight: Optional<Self>,
+        k_weight: Optional<Self>,
+        problem: RopeProblem,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let parts = [table, q_weight, k_weight].map(Optional::into_option);
+        let all = [Some(&qkv), Some(&slots.k), Some(&slots.v)];
+        let all = all.into_iter().chain(parts.iter().map(Option::as_ref));
+        let gradient = all.flatten().any(|tensor| tensor.is_tracked());
+        let qkv = Self::inner(qkv);
+        if gradient {
+            call.fail(OpError::NoGradient);
+            return Self::from_inner(qkv);
+        }
+        let slots = Slots {
+            k: Self::inner(slots.k),
+            v: Self::inner(slots.v),
+            start: Self::int_inner(slots.start),
+        };
+        let [table, q_weight, k_weight] = parts.map(|t| Optional::of(t.map(Self::inner)));
+        Self::from_inner(B::rope(qkv, slots, table, q_weight, k_weight, problem, call))
+    }
+}

@@ -1,0 +1,157 @@
+use burn::tensor::{Device, FloatDType, Int, IntDType, Tensor, TensorData};
+use ops::{Ctx, KvSlots, NormKind, OpError, QkNorm, RopeOptions, rope};
+use reference::{DType, Norm, NormRule, Rope, RopeOperands, Rotary, Stretch};
+
+use crate::{tensor, values};
+
+const BATCH: usize = 2;
+const SEQ: usize = 3;
+const HEADS: [usize; 2] = [4, 2];
+const DIM: usize = 16;
+const CAPACITY: usize = 12;
+/// The second sequence's last position has no place.
+const START: [i32; BATCH] = [4, 10];
+
+fn slots(device: &Device) -> KvSlots {
+    let [k, v] = [2, 3].map(|seed| tensor([BATCH, HEADS[1], CAPACITY, DIM], seed, device));
+    KvSlots { k, v, start: start(device) }
+}
+
+fn start(device: &Device) -> Tensor<1, Int> {
+    let data = TensorData::new(START.to_vec(), [BATCH]);
+    Tensor::from_data(data, (device, burn::tensor::DType::I32))
+}
+
+fn qkv(device: &Device) -> Tensor<2> {
+    tensor([BATCH * SEQ, (HEADS[0] + 2 * HEADS[1]) * DIM], 1, device)
+}
+
+fn options(dim: usize, norm: bool, device: &Device) -> RopeOptions {
+    let rotary = Rotary { base: 1e4, dims: dim, stretch: Stretch::None, magnitude: 1.0 };
+    let table: Vec<f32> = rotary.table(CAPACITY, CAPACITY).iter().map(|v| *v as f32).collect();
+    let table = TensorData::new(table, [CAPACITY, dim]);
+    let [q, k] = [4, 5].map(|seed| tensor([DIM], seed, device));
+    RopeOptions {
+        heads: HEADS[0],
+        kv_heads: HEADS[1],
+        head_dim: DIM,
+        table: (dim > 0).then(|| Tensor::from_data(table, device)),
+        qk_norm: norm.then_some(QkNorm { kind: NormKind::Rms, eps: 1e-3, q, k }),
+    }
+}
+
+/// Fails unless `q`, and what `slots` holds now, are the reference's for what they held before.
+fn check(q: Tensor<4>, before: [Vec<f32>; 3], now: &KvSlots, with: &RopeOptions, dtype: DType) {
+    let dims = with.table.as_ref().map_or(0, |table| table.dims()[1]);
+    let reference = Rope {
+        batch: BATCH,
+        seq: SEQ,
+        heads: HEADS[0],
+        kv_heads: HEADS[1],
+        head_dim: DIM,
+        capacity: CAPACITY,
+        dims,
+        norm: with.qk_norm.is_some().then_some(Norm { rule: NormRule::Rms, eps: 1e-3 }),
+        dtype,
+    };
+    let table = with.table.clone().map_or(Vec::new(), values);
+    let weights = with.qk_norm.clone().map(|norm| [values(norm.q), values(norm.k)]);
+    let [qkv, k, v] = &before;
+    let operands = RopeOperands {
+        qkv,
+        start: &START.map(i32::cast_unsigned),
+        table: &table,
+        weights: weights.as_ref().map(|w| w.each_ref().map(|w| &w[..])),
+        k,
+        v,
+    };
+    assert_eq!(q.dims(), [BATCH, HEADS[0], SEQ, DIM]);
+    let results = [values(q.swap_dims(1, 2)), values(now.k.clone()), values(now.v.clone())];
+    let verdict = reference.check(operands, results.each_ref().map(|r| &r[..]));
+    let verdict = verdict.expect("lengths agree");
+    assert!(verdict.passed, "{dims} {dtype}: {verdict}");
+}
+
+#[test]
+fn heads_are_the_references_and_every_clone_of_the_cache_has_them() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    for dim in [DIM, 6, 0] {
+        for norm in [false, true] {
+            let (qkv, with, slots) = (qkv(&device), options(dim, norm, &device), slots(&device));
+            let before = [values(qkv.clone()), values(slots.k.clone()), values(slots.v.clone())];
+            // Made before, of the same memory.
+            let seen = slots.clone();
+            let q = rope(&ctx, qkv.clone(), &slots, with.clone()).expect("valid");
+            assert_ne!(values(seen.k.clone()), before[1]);
+            check(q, before, &seen, &with, DType::F32);
+            // A projection that lies otherwise, and words of another type.
+            let again = self::slots(&device);
+            let again = KvSlots { start: again.start.cast(IntDType::U32), ..again };
+            let turned = Tensor::from_data(qkv.transpose().into_data(), &device).transpose();
+            rope(&ctx, turned, &again, with).expect("valid");
+            assert_eq!(values(again.k), values(slots.k));
+            assert_eq!(values(again.v), values(slots.v));
+        }
+    }
+}
+
+#[test]
+fn halves_are_rounded_once() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    for (float, dtype) in [(FloatDType::F16, DType::F16), (FloatDType::BF16, DType::Bf16)] {
+        let KvSlots { k, v, start } = slots(&device);
+        let slots = KvSlots { k: k.cast(float), v: v.cast(float), start };
+        let (qkv, plain) = (qkv(&device).cast(float), options(DIM, true, &device));
+        let norm = plain.qk_norm.map(|n| QkNorm { q: n.q.cast(float), k: n.k.cast(float), ..n });
+        let with = RopeOptions { qk_norm: norm, ..plain };
+        let before = [values(qkv.clone()), values(slots.k.clone()), values(slots.v.clone())];
+        let q = rope(&ctx, qkv, &slots, with.clone()).expect("valid");
+        assert_eq!(q.dtype(), float.into());
+        check(q, before, &slots, &with, dtype);
+    }
+}
+
+#[test]
+fn mistakes_are_errors_and_write_nothing() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let good = || options(DIM, true, &device);
+    let slots = slots(&device);
+    let before = values(slots.k.clone());
+    let run = |qkv, slots: &KvSlots, with| rope(&ctx, qkv, slots, with);
+    let fails = |qkv, slots: &KvSlots, with| run(qkv, slots, with).expect_err("wrong").to_string();
+    let heads = RopeOptions { heads: 5, ..good() };
+    assert!(fails(qkv(&device), &slots, heads).contains("qkv has shape [6, 128]"));
+    let odd = tensor([BATCH * SEQ + 1, 128], 1, &device);
+    assert!(fails(odd, &slots, good()).contains("qkv has shape [7, 128]"));
+    let few = KvSlots { start: start(&device).narrow(0, 0, 1), ..slots.clone() };
+    assert!(fails(qkv(&device), &few, good()).contains("start has shape [1]"));
+    let small = KvSlots { v: slots.v.clone().slice([0..BATCH, 0..1]), ..slots.clone() };
+    assert!(fails(qkv(&device), &small, good()).contains("v has shape"));
+    let half = KvSlots { k: slots.k.clone().cast(FloatDType::F16), ..slots.clone() };
+    assert!(fails(qkv(&device), &half, good()).contains("k is F16"));
+    let table = good().table.map(|table| table.cast(FloatDType::F16));
+    let with = RopeOptions { table, ..good() };
+    assert!(fails(qkv(&device), &slots, with).contains("table is F16"));
+    let norm = good().qk_norm.map(|norm| QkNorm { k: tensor([8], 1, &device), ..norm });
+    let with = RopeOptions { qk_norm: norm, ..good() };
+    assert!(fails(qkv(&device), &slots, with).contains("key weight has shape [8]"));
+    let long = tensor([BATCH * 13, 128], 1, &device);
+    assert!(fails(long, &slots, good()).contains("13 new positions for a cache of 12"));
+    let table = Some(tensor([CAPACITY, 18], 1, &device));
+    let with = RopeOptions { table, ..good() };
+    assert!(fails(qkv(&device), &slots, with).contains("18 dimensions of 16 turn"));
+    let apart = slots.v.clone().swap_dims(1, 2);
+    let apart = Tensor::<4>::from_data(apart.into_data(), &device).swap_dims(1, 2);
+    let apart = KvSlots { v: apart, ..slots.clone() };
+    assert!(matches!(run(qkv(&device), &apart, good()), Err(OpError::Scattered("v"))));
+    assert_eq!(values(slots.k.clone()), before, "nothing is written");
+
+    let device = Device::cpu().autodiff();
+    let inner = |t: Tensor<4>| Tensor::<4>::from_data(t.into_data(), &device);
+    let slots = KvSlots { k: inner(slots.k), v: inner(slots.v), start: start(&device) };
+    let refused = run(qkv(&device).require_grad(), &slots, options(DIM, true, &device));
+    assert!(matches!(refused, Err(OpError::NoGradient)), "{refused:?}");
+    assert_eq!(values(slots.k.clone()), before, "nothing is written");
+    run(qkv(&device), &slots, options(DIM, true, &device)).expect("nothing is tracked");
+    assert_ne!(values(slots.k), before);
+}

@@ -1,0 +1,265 @@
+//! Between the projection and attention: heads are normalised, turn, and go to their cache.
+//!
+//! ```text
+//! qkv: [batch·seq, (heads + 2·kv_heads)·head_dim]
+//! for each token (b, s) and head:
+//!   position = start[b] + s
+//!   q[b, s, head]        = turned(norm(query), position)
+//!   k[b, head, position] = turned(norm(key), position)
+//!   v[b, head, position] = value
+//! ```
+//!
+//! A position past the cache or the table leaves the caches as they are, and its queries are NaN.
+
+use crate::rotary::turn_by;
+use crate::{Comparison, DType, Error, Norm, compare};
+
+/// What is computed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    pub batch: usize,
+    pub seq: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Positions that a cache `[batch, kv_heads, capacity, head_dim]` holds of each sequence.
+    pub capacity: usize,
+    /// Dimensions that turn, the first of each head.
+    pub dims: usize,
+    /// Of queries and keys.
+    pub norm: Option<Norm>,
+    /// Format of all but the table.
+    pub dtype: DType,
+}
+
+/// What it is computed from.
+#[derive(Debug, Clone, Copy)]
+pub struct RopeOperands<'a> {
+    pub qkv: &'a [f32],
+    /// Positions that each sequence has, `[batch]`.
+    pub start: &'a [u32],
+    /// `[positions, dims]`: cosines, then sines.
+    pub table: &'a [f32],
+    /// The norms' weights of queries and of keys, `[head_dim]`.
+    pub weights: Option<[&'a [f32]; 2]>,
+    /// The caches before.
+    pub k: &'a [f32],
+    pub v: &'a [f32],
+}
+
+/// Queries `[batch, seq, heads, head_dim]`, and the caches after.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Projected {
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+}
+
+impl Rope {
+    /// Every result.
+    ///
+    /// # Errors
+    /// Operands that are not of these sizes.
+    pub fn run(&self, operands: RopeOperands<'_>) -> Result<Projected, Error> {
+        self.project(operands, |values, weight, cos_sin| {
+            let mut head: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
+            if let (Some(norm), Some(weight)) = (&self.norm, weight) {
+                norm.apply(&mut head, weight, None);
+            }
+            if let Some(row) = cos_sin {
+                let half = self.dims / 2;
+                turn_by(&mut head, self.dims, |i| (row[i].into(), row[i + half].into()));
+            }
+            head
+        })
+    }
+
+    /// What a simple kernel computes: in f32, rounded once.
+    ///
+    /// # Errors
+    /// As [`Rope::run`].
+    pub fn naive(&self, operands: RopeOperands<'_>) -> Result<Projected, Error> {
+        self.project(operands, |values, weight, cos_sin| {
+            let mut head = values.to_vec();
+            if let (Some(norm), Some(weight)) = (&self.norm, weight) {
+                norm.apply_naively(&mut head, weight, None);
+            }
+            if let Some(row) = cos_sin {
+                let half = self.dims / 2;
+                for i in 0..half {
+                    let (x, y, cos, sin) = (head[i], head[i + half], row[i], row[i + half]);
+                    head[i] = x * cos - y * sin;
+                    head[i + half] = y * cos + x * sin;
+                }
+            }
+            head.iter().map(|v| self.dtype.round(f64::from(*v))).collect()
+        })
+    }
+
+    /// Compares what a kernel left of queries and caches with every result.
+    ///
+    /// # Errors
+    /// As [`Rope::run`]; results of other lengths.
+    pub fn check(
+        &self,
+        operands: RopeOperands<'_>,
+        [q, k, v]: [&[f32]; 3],
+    ) -> Result<Comparison, Error> {
+        let (exact, naive) = (self.run(operands)?, self.naive(operands)?);
+        let each = [
+            compare(q, &exact.q, &naive.q, self.dtype)?,
+            compare(k, &exact.k, &naive.k, self.dtype)?,
+            compare(v, &exact.v, &naive.v, self.dtype)?,
+        ];
+        Ok(Comparison::worst(each.to_vec()))
+    }
+
+    /// Puts heads where they go. `head` makes one of its values, the weight of its norm and its row of the
+    /// table, which are for queries and keys.
+    fn project(
+        &self,
+        operands: RopeOperands<'_>,
+        head: impl Fn(&[f32], Option<&[f32]>, Option<&[f32]>) -> Vec<f64>,
+    ) -> Result<Projected, Error> {
+        let RopeOperands { qkv, start, table, weights, .. } = operands;
+        let Self { seq, heads, kv_heads, head_dim, capacity, dims, .. } = *self;
+        self.check_lengths(operands)?;
+        let wide = |values: &[f32]| values.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
+        let (mut k, mut v) = (wide(operands.k), wide(operands.v));
+        let mut q = vec![f64::NAN; self.batch * seq * heads * head_dim];
+        let all = heads + 2 * kv_heads;
+        for (index, values) in qkv.chunks(head_dim).enumerate() {
+            let (token, which) = (index / all, index % all);
+            let (b, position) = (token / seq, start[token / seq] as usize + token % seq);
+            let row = match dims {
+                0 => None,
+                _ => table.chunks(dims).nth(position),
+            };
+            if position >= capacity || (dims > 0 && row.is_none()) {
+                continue;
+            }
+            let slot = |head: usize| ((b * kv_heads + head) * capacity + position) * head_dim;
+            let weight = |of: usize| weights.map(|weights| weights[of]);
+            let (out, at, made) = if which < heads {
+                (&mut q, (token * heads + which) * head_dim, head(values, weight(0), row))
+            } else if which < heads + kv_heads {
+                (&mut k, slot(which - heads), head(values, weight(1), row))
+            } else {
+                (&mut v, slot(which - heads - kv_heads), head(values, None, None))
+            };
+            out[at..at + head_dim].copy_from_slice(&made);
+        }
+        Ok(Projected { q, k, v })
+    }
+
+    fn check_lengths(&self, operands: RopeOperands<'_>) -> Result<(), Error> {
+        let RopeOperands { qkv, start, table, weights, k, v } = operands;
+        let Self { batch, seq, heads, kv_heads, head_dim, capacity, dims, .. } = *self;
+        if kv_heads == 0 || heads % kv_heads != 0 {
+            return Err(Error::Heads { heads, kv_heads });
+        }
+        if dims > head_dim {
+            return Err(Error::OutOfRange { what: "rotary dimension", index: dims, len: head_dim });
+        }
+        let cache = batch * kv_heads * capacity * head_dim;
+        let rows = table.len() - table.len() % dims.max(1);
+        let [q_weight, k_weight] = weights.map_or([head_dim; 2], |w| w.map(<[f32]>::len));
+        for (what, have, need) in [
+            ("qkv", qkv.len(), batch * seq * (heads + 2 * kv_heads) * head_dim),
+            ("start", start.len(), batch),
+            ("table", table.len(), rows),
+            ("k", k.len(), cache),
+            ("v", v.len(), cache),
+            ("query weight", q_weight, head_dim),
+            ("key weight", k_weight, head_dim),
+        ] {
+            if have != need {
+                return Err(Error::Length { what, need, have });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Distribution, NormRule, Rotary, Stretch, fill};
+
+    const ROPE: Rope = Rope {
+        batch: 2,
+        seq: 2,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 6,
+        capacity: 5,
+        dims: 4,
+        norm: Some(Norm { rule: NormRule::RmsPlusOne, eps: 0.1 }),
+        dtype: DType::F32,
+    };
+
+    #[test]
+    fn heads_are_normalised_turn_and_go_where_the_cache_has_them() -> Result<(), Error> {
+        let rotary = Rotary { base: 100.0, dims: 4, stretch: Stretch::None, magnitude: 1.5 };
+        let table: Vec<f32> = rotary.table(5, 5).iter().map(|v| *v as f32).collect();
+        let qkv = fill(1, 4 * 4 * 6, Distribution::Normal);
+        let [weight, other] = [2, 3].map(|seed| fill(seed, 6, Distribution::Normal));
+        let (k, v) = (vec![7.0f32; 2 * 5 * 6], vec![8.0f32; 2 * 5 * 6]);
+        let operands = RopeOperands {
+            qkv: &qkv,
+            // The second sequence's last position has no place.
+            start: &[1, 4],
+            table: &table,
+            weights: Some([&weight, &other]),
+            k: &k,
+            v: &v,
+        };
+        let got = ROPE.run(operands)?;
+        // By the functions of a decoder.
+        let head = |token: usize, which: usize, weight: &[f32], position: usize| {
+            let from = (token * 4 + which) * 6;
+            let mut head: Vec<f64> = qkv[from..from + 6].iter().map(|v| f64::from(*v)).collect();
+            ROPE.norm.expect("there is one").apply(&mut head, weight, None);
+            rotary.turn(&mut head, position, 5);
+            head
+        };
+        let close = |got: &[f64], want: &[f64]| {
+            got.iter()
+                .zip(want)
+                .for_each(|(g, w)| assert!((g - w).abs() < 1e-6, "{got:?} {want:?}"));
+        };
+        for (token, position) in [(0, 1), (1, 2), (2, 4)] {
+            for which in [0, 1] {
+                let want = head(token, which, &weight, position);
+                close(&got.q[(token * 2 + which) * 6..][..6], &want);
+            }
+            let slot = (token / 2 * 5 + position) * 6;
+            close(&got.k[slot..][..6], &head(token, 2, &other, position));
+            let value: Vec<f64> =
+                qkv[(token * 4 + 3) * 6..][..6].iter().map(|v| f64::from(*v)).collect();
+            assert_eq!(got.v[slot..][..6], value);
+        }
+        assert!(got.q[3 * 12..].iter().all(|q| q.is_nan()), "no place, no query");
+        assert_eq!(got.k.iter().filter(|k| **k != 7.0).count(), 3 * 6);
+        assert_eq!(got.v.iter().filter(|v| **v != 8.0).count(), 3 * 6);
+        let results: [Vec<f32>; 3] =
+            [&got.q, &got.k, &got.v].map(|values| values.iter().map(|v| *v as f32).collect());
+        let [q, mut k, v] = results;
+        assert!(ROPE.check(operands, [&q, &k, &v])?.passed);
+        k[0] = 7.5;
+        assert!(!ROPE.check(operands, [&q, &k, &v])?.passed, "written where nothing was to be");
+        Ok(())
+    }
+
+    #[test]
+    fn lengths_that_contradict_are_refused() {
+        let (qkv, cache) = ([1.0; 96], [0.0; 60]);
+        let of = |start, table| {
+            let weights = Some([&qkv[..6], &qkv[..6]]);
+            ROPE.run(RopeOperands { qkv: &qkv, start, table, weights, k: &cache, v: &cache })
+        };
+        assert!(of(&[0, 0], &[0.0; 8]).is_ok());
+        assert!(of(&[0], &[0.0; 8]).is_err());
+        assert!(of(&[0, 0], &[0.0; 9]).is_err());
+    }
+}

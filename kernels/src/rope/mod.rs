@@ -1,0 +1,584 @@
+//! Queries and keys turn by their position, and keys and values go where the cache has them.
+//!
+//! ```text
+//!   qkv: [batch · seq, (heads + 2 · kv_heads) · head_dim]
+//!   for each token (b, s) and each of its heads         // one group of units
+//!     x = norm(x) · w                                   // of queries and keys, where there is one
+//!     position = start[b] + s
+//!     for each pair of the first dim dimensions, (x, y) = (x[i], x[i + dim / 2]):
+//!       (x, y) = (x · cos - y · sin, y · cos + x · sin)         // cos, sin: table[position], f32
+//!     q[b, s, head] = round(x);  k[b, head, position] = round(x);  v[b, head, position] = x
+//! ```
+//!
+//! The table is `[positions, dim]`, `dim / 2` cosines and then as many sines, already multiplied by what a
+//! stretch does to magnitudes. `start` is how many positions each sequence has; the device alone need know
+//! it, so that a step of decoding can be recorded once and replayed. A position past the cache or the table
+//! is written nowhere: its keys and values are dropped, and its queries are NaN, so that it shows.
+//!
+//! Everything is f32 and rounded once. Transformers rounds after the norm, and both products and their sum
+//! again: in bf16 its results are further from the exact ones than these.
+//!
+//! Cost: the projection read and written once, and `4 · dim` bytes of the table a token, which its heads
+//! share in the first-level cache. One launch in place of six: norms, turns, two copies.
+//!
+//! Source: Su et al., "RoFormer" (2021); halves in place of neighbours as in GPT-NeoX.
+
+mod problem;
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
+
+use crate::fits::stores;
+use crate::matmul::elem;
+use crate::norm::NormKind;
+use crate::round::{by_hand, rounded};
+use crate::rows::{RowPlan, RowScale, norm_weight, row_scale};
+
+/// The family of kernels between the projection of queries, keys and values and attention.
+pub struct Rope;
+
+/// How heads are spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct RopeConfig {
+    /// Units of a cube.
+    pub units: u32,
+    /// Units that share a head.
+    pub lanes: u32,
+}
+
+/// Device buffers of one launch.
+#[derive(Debug, Clone)]
+pub struct RopeOperands {
+    pub qkv: Handle,
+    /// Words `[batch]`: positions that each sequence has already.
+    pub start: Handle,
+    /// f32 `[positions, dim]`, where any dimension turns.
+    pub table: Option<Handle>,
+    /// The norms' weights `[head_dim]`, where there are norms.
+    pub weights: Option<HeadWeights>,
+    pub q: Handle,
+    /// The caches, of which the new positions are written.
+    pub k: Handle,
+    pub v: Handle,
+}
+
+/// Weights `[head_dim]` of the norms of queries and keys.
+#[derive(Debug, Clone)]
+pub struct HeadWeights {
+    pub q: Handle,
+    pub k: Handle,
+}
+
+impl Kernel for Rope {
+    type Problem = RopeProblem;
+    type Config = RopeConfig;
+    type Operands = RopeOperands;
+
+    const NAME: &'static str = "rope";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &RopeProblem) -> String {
+        let RopeProblem { dtype, heads, kv_heads, head_dim, dim, .. } = p;
+        let norm = p.qk_norm.map_or(String::new(), |norm| format!(" {}", norm.kind.name()));
+        let tokens = p.tokens().next_power_of_two().min(4096);
+        format!("{dtype} {heads}/{kv_heads} d{head_dim} rope{dim}{norm} tokens {tokens}")
+    }
+
+    fn candidates(arch: &ArchProfile, p: &RopeProblem) -> Vec<RopeConfig> {
+        let mut configs = Vec::new();
+        if arch.backend == Backend::Cpu {
+            configs.extend(Self::simplest(arch, p));
+            return configs;
+        }
+        // A pair of vectors, or one that does not turn, a unit.
+        let most = plan(arch, p, &RopeConfig { units: 32, lanes: 1 }).items();
+        let most = most.next_power_of_two().min(32);
+        for (units, lanes) in [(128, most), (64, most), (256, most)] {
+            let config = RopeConfig { units, lanes };
+            if !configs.contains(&config) && Self::check(arch, p, &config).is_ok() {
+                configs.push(config);
+            }
+        }
+        configs
+    }
+
+    fn check(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> Result<(), Infeasible> {
+        stores(arch, [p.dtype])?;
+        RowPlan::of(arch, c.units, c.lanes).check(arch)
+    }
+
+    fn cost(p: &RopeProblem) -> Cost {
+        let tokens = u64::from(p.tokens());
+        let [all, ..] = p.extents();
+        let turned = tokens * u64::from(p.heads + p.kv_heads) * u64::from(p.dim);
+        let bytes = 2 * (all * p.dtype.size()) as u64 + 4 * tokens * u64::from(p.dim);
+        Cost { flops: 3 * turned, bytes }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &RopeProblem) -> Result<RopeConfig, Infeasible> {
+        let units = match arch.backend {
+            Backend::Cpu => arch.processors.unwrap_or(1),
+            _ => 64,
+        };
+        let config = RopeConfig { units, lanes: 1 };
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &RopeProblem, seed: u64) -> RopeOperands {
+        let client = device.client();
+        let [all, queries, slots] = p.extents();
+        let noise = |len, dtype, salt| crate::noise(device, len, dtype, 8 * seed + salt);
+        // The first sequence is new, the others are anywhere.
+        let free = p.limit() - p.seq + 1;
+        let start: Vec<u32> = (0..p.batch).map(|b| b.wrapping_mul(977) % free).collect();
+        let head = p.head_dim as usize;
+        RopeOperands {
+            qkv: noise(all, p.dtype, 0),
+            start: client.create_from_slice(u32::as_bytes(&start)),
+            table: (p.dim > 0).then(|| noise(p.table_len(), DType::F32, 1)),
+            weights: p
+                .qk_norm
+                .map(|_| HeadWeights { q: noise(head, p.dtype, 2), k: noise(head, p.dtype, 3) }),
+            q: client.empty((queries * p.dtype.size()).next_multiple_of(4)),
+            k: noise(slots, p.cache.dtype, 4),
+            v: noise(slots, p.cache.dtype, 5),
+        }
+    }
+
+    /// The queries, and of the caches what [`Rope::operands`] has a launch write first: the first head of the
+    /// first sequence.
+    fn outputs(p: &RopeProblem, operands: &RopeOperands) -> Vec<Output> {
+        // Sums in another order, and then another rounding.
+        let tolerance = match p.dtype {
+            DType::F16 => 2f64.powi(-10),
+            DType::Bf16 => 2f64.powi(-7),
+            _ => 1e-5,
+        };
+        let slots = (p.seq * p.head_dim) as usize;
+        [(&operands.q, p.extents()[1]), (&operands.k, slots), (&operands.v, slots)]
+            .map(|(handle, len)| Output { handle: handle.clone(), dtype: p.dtype, len, tolerance })
+            .to_vec()
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        p: &RopeProblem,
+        c: &RopeConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let dim = CubeDim::new_1d(c.units).into();
+        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
+        let buffer = || BufferCompilationArg { inplace: None };
+        vec![Box::new(turn_heads::TurnHeads::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            DimsCompilationArg {
+                groups: (),
+                seq: (),
+                heads: (),
+                kv_heads: (),
+                capacity: (),
+                limit: (),
+                eps: (),
+            },
+            p.vector(arch) as usize,
+            plan(arch, p, c),
+            elem(p.dtype),
+        ))]
+    }
+
+    fn launch(
+        device: &Device,
+        p: &RopeProblem,
+        c: &RopeConfig,
+        operands: &RopeOperands,
+        _scratch: Option<&Handle>,
+    ) {
+        let plan = plan(device.profile(), p, c);
+        let groups = p.tokens() * p.all_heads();
+        let cubes = match device.backend() {
+            Backend::Cpu => 1,
+            _ => groups.div_ceil(plan.rows.rows()).min(65_535),
+        };
+        let vector = p.vector(device.profile()) as usize;
+        let [all, queries, slots] = p.extents().map(|len| len / vector);
+        // What is not there is not read.
+        let (table, turns) = match &operands.table {
+            Some(table) => (table, p.table_len() / vector),
+            None => (&operands.qkv, 1),
+        };
+        let weights = operands.weights.as_ref();
+        let [q_weight, k_weight] = match weights {
+            Some(HeadWeights { q, k }) => [q, k],
+            None => [&operands.qkv; 2],
+        };
+        let head = p.head_dim as usize / vector;
+        // SAFETY: the lengths are the problem's; the kernel reads whole heads of `groups`, and compares a
+        // position with the cache and the table before it goes there.
+        unsafe {
+            turn_heads::launch_unchecked(
+                device.client(),
+                CubeCount::Static(cubes, 1, 1),
+                CubeDim::new_1d(c.units),
+                address(p),
+                vector,
+                BufferArg::from_raw_parts(operands.qkv.clone(), all),
+                BufferArg::from_raw_parts(operands.start.clone(), p.batch as usize),
+                BufferArg::from_raw_parts(table.clone(), turns),
+                BufferArg::from_raw_parts(q_weight.clone(), head),
+                BufferArg::from_raw_parts(k_weight.clone(), head),
+                BufferArg::from_raw_parts(operands.q.clone(), queries),
+                BufferArg::from_raw_parts(operands.k.clone(), slots),
+                BufferArg::from_raw_parts(operands.v.clone(), slots),
+                DimsLaunch::new(
+                    groups,
+                    p.seq,
+                    p.heads,
+                    p.kv_heads,
+                    p.cache.capacity,
+                    p.limit(),
+                    p.qk_norm.map_or(0.0, |norm| norm.eps),
+                ),
+                plan,
+                elem(p.dtype),
+            );
+        }
+    }
+}
+
+fn address(p: &RopeProblem) -> AddressType {
+    let longest = p.extents().into_iter().chain([p.table_len()]).max().unwrap_or(0);
+    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct RopePlan {
+    rows: RowPlan,
+    /// Vectors of a head.
+    head: u32,
+    /// Vectors of a head that turn with as many others.
+    half: u32,
+    norm: Option<NormKind>,
+    /// Whether results are rounded before they are stored.
+    rounds: bool,
+}
+
+impl RopePlan {
+    /// Pairs of vectors that turn, and vectors that do not.
+    const fn items(self) -> u32 {
+        self.head - self.half
+    }
+}
+
+fn plan(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> RopePlan {
+    let vector = p.vector(arch);
+    RopePlan {
+        rows: RowPlan::of(arch, c.units, c.lanes),
+        head: p.head_dim / vector,
+        half: p.dim / 2 / vector,
+        norm: p.qk_norm.map(|norm| norm.kind),
+        rounds: by_hand(arch, p.dtype),
+    }
+}
+
+/// Sizes of one launch.
+#[derive(CubeType, CubeLaunch)]
+struct Dims {
+    /// Heads of all tokens.
+    groups: u32,
+    seq: u32,
+    heads: u32,
+    kv_heads: u32,
+    capacity: u32,
+    /// The first position that is not written.
+    limit: u32,
+    eps: f32,
+}
+
+/// A head of a token: what it is, and where it goes.
+#[derive(CubeType, Clone, Copy)]
+struct Head {
+    /// First vector of it in the projection, and of where it goes.
+    from: usize,
+    to: usize,
+    position: u32,
+    query: bool,
+    key: bool,
+    /// Whether it goes anywhere.
+    within: bool,
+}
+
+#[cube]
+impl Head {
+    /// Head `index` of those of all tokens.
+    fn of(index: u32, start: &[u32], dims: &Dims, #[comptime] plan: RopePlan) -> Head {
+        let all = dims.heads + 2 * dims.kv_heads;
+        let (token, head) = (index / all, index % all);
+        let (b, s) = (token / dims.seq, token % dims.seq);
+        let before = start[b as usize];
+        let position = before + s;
+        let query = head < dims.heads;
+        let key = !query && head < dims.heads + dims.kv_heads;
+        let of_query = token as usize * dims.heads as usize + head as usize;
+        // Heads of values follow those of keys.
+        let kv_head = (head - min(head, dims.heads)) % dims.kv_heads;
+        let slot = (b * dims.kv_heads + kv_head) as usize * dims.capacity as usize;
+        let of_slot = slot + position as usize;
+        Head {
+            from: index as usize * comptime!(plan.head as usize),
+            to: select(query, of_query, of_slot) * comptime!(plan.head as usize),
+            position,
+            query,
+            key,
+            // A start near 2^32 wraps around.
+            within: before < dims.limit && position < dims.limit,
+        }
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
+fn turn_heads<F: Float, N: Size>(
+    qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]
+    start: &[u32],             // [batch]
+    table: &[Vector<f32, N>],  // [positions, 2, half]
+    q_weight: &[Vector<F, N>], // [head]
+    k_weight: &[Vector<F, N>], // [head]
+    q: &mut [Vector<F, N>],    // [tokens, heads, head]
+    k: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head]
+    v: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head]
+    dims: Dims,
+    #[comptime] plan: RopePlan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let lanes = comptime!(plan.rows.lanes);
+    let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(plan.rows.shared_len()));
+    let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
+    while first < dims.groups {
+        // A group past the end repeats the last head, and stores nothing: all units meet at barriers.
+        let inside = first + group < dims.groups;
+        let head = Head::of(min(first + group, dims.groups - 1), start, &dims, plan);
+        let scale = if comptime!(plan.norm.is_some()) {
+            let kind = comptime!(plan.norm.unwrap_or(NormKind::Rms));
+            row_scale(
+                qkv,
+                head.from,
+                comptime!(plan.head).runtime(),
+                dims.eps,
+                &mut shared,
+                kind,
+                plan.rows,
+            )
+        } else {
+            RowScale { mean: 0.0f32.runtime(), factor: 1.0f32.runtime() }
+        };
+        if inside && (head.within || head.query) {
+            if comptime!(plan.items() <= lanes) {
+                if lane < comptime!(plan.items()) {
+                    go(qkv, q_weight, k_weight, table, q, k, v, lane, &head, &scale, plan);
+                }
+            } else {
+                let mut item = u32::cast_from(lane);
+                while item < comptime!(plan.items()) {
+                    go(qkv, q_weight, k_weight, table, q, k, v, item, &head, &scale, plan);
+                    item += lanes;
+                }
+            }
+        }
+        first += CUBE_COUNT_X * comptime!(plan.rows.rows());
+    }
+}
+
+/// Takes item `item` of a head where it goes: a pair of vectors that turn, or a vector that does not.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results, which of them")]
+fn go<F: Float, N: Size>(
+    qkv: &[Vector<F, N>],
+    q_weight: &[Vector<F, N>],
+    k_weight: &[Vector<F, N>],
+    table: &[Vector<f32, N>],
+    q: &mut [Vector<F, N>],
+    k: &mut [Vector<F, N>],
+    v: &mut [Vector<F, N>],
+    item: u32,
+    head: &Head,
+    scale: &RowScale,
+    #[comptime] plan: RopePlan,
+) {
+    // Where a pair begins, or what lies behind all pairs.
+    let turns = item < comptime!(plan.half);
+    let at = select(turns, item, item + comptime!(plan.half)) as usize;
+    let mut x = load(qkv, q_weight, k_weight, at, head, scale, plan);
+    if turns {
+        let half = comptime!(plan.half as usize);
+        let mut y = load(qkv, q_weight, k_weight, at + half, head, scale, plan);
+        if head.within && (head.query || head.key) {
+            turn(&mut x, &mut y, table, at, head, plan);
+        }
+        store(q, k, v, &y, at + half, head, plan);
+    }
+    store(q, k, v, &x, at, head, plan);
+}
+
+/// Vector `at` of a head, normalised where heads are.
+#[cube]
+fn load<F: Float, N: Size>(
+    qkv: &[Vector<F, N>],
+    q_weight: &[Vector<F, N>],
+    k_weight: &[Vector<F, N>],
+    at: usize,
+    head: &Head,
+    scale: &RowScale,
+    #[comptime] plan: RopePlan,
+) -> Array<f32> {
+    let width = N::value();
+    let vector = qkv[head.from + at];
+    let mut values = Array::<f32>::new(width);
+    #[unroll]
+    for e in 0..width {
+        values[e] = f32::cast_from(vector.extract(e));
+    }
+    if comptime!(plan.norm.is_some()) {
+        let kind = comptime!(plan.norm.unwrap_or(NormKind::Rms));
+        if head.query || head.key {
+            let mut weight = q_weight[at];
+            if head.key {
+                weight = k_weight[at];
+            }
+            #[unroll]
+            for e in 0..width {
+                let weight = norm_weight::<F>(weight.extract(e), kind);
+                values[e] = (values[e] - scale.mean) * scale.factor * weight;
+            }
+        }
+    }
+    values
+}
+
+/// Turns the pairs that begin with vector `at` of a head.
+#[cube]
+fn turn<N: Size>(
+    x: &mut Array<f32>,
+    y: &mut Array<f32>,
+    table: &[Vector<f32, N>],
+    at: usize,
+    head: &Head,
+    #[comptime] plan: RopePlan,
+) {
+    let half = comptime!(plan.half as usize);
+    let row = head.position as usize * comptime!(2 * half) + at;
+    let (cos, sin) = (table[row], table[row + half]);
+    #[unroll]
+    for e in 0..N::value() {
+        let (cos, sin) = (cos.extract(e), sin.extract(e));
+        let (a, b) = (x[e], y[e]);
+        x[e] = a * cos - b * sin;
+        y[e] = b * cos + a * sin;
+    }
+}
+
+/// Stores vector `at` of a head where it goes; a query that has no position is NaN.
+#[cube]
+fn store<F: Float, N: Size>(
+    q: &mut [Vector<F, N>],
+    k: &mut [Vector<F, N>],
+    v: &mut [Vector<F, N>],
+    values: &Array<f32>,
+    at: usize,
+    head: &Head,
+    #[comptime] plan: RopePlan,
+) {
+    // Of a number that no compiler knows: WGSL refuses a constant NaN.
+    let nan = f32::reinterpret(head.position | 0x7fc0_0000u32);
+    let mut vector = Vector::<F, N>::new(F::from_int(0));
+    #[unroll]
+    for e in 0..N::value() {
+        let value = select(head.within, values[e], nan);
+        vector.insert(e, rounded::<F>(value, plan.rounds));
+    }
+    let to = head.to + at;
+    if head.query {
+        q[to] = vector;
+    } else if head.key {
+        k[to] = vector;
+    } else {
+        v[to] = vector;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_profile_has_candidates_that_fit() {
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                for (head_dim, dim) in [(1, 0), (6, 4), (64, 64), (80, 32), (128, 128), (256, 64)] {
+                    let whole = RopeProblem::new([3, 5], [8, 2], head_dim, 64, dtype);
+                    let qk_norm = Some(HeadNorm { kind: NormKind::Rms, eps: 1e-6 });
+                    let p = RopeProblem { dim, qk_norm, ..whole.unwrap_or(odd(dtype)) };
+                    let p = p.checked().expect("valid");
+                    let all = Rope::candidates(&arch, &p);
+                    assert!(!all.is_empty(), "{name} {p:?}");
+                    let simplest = Rope::simplest(&arch, &p).expect("there is one");
+                    for config in all.into_iter().chain([simplest]) {
+                        Rope::check(&arch, &p, &config).expect("it is feasible");
+                    }
+                }
+            }
+        }
+    }
+
+    /// One dimension, which cannot turn.
+    fn odd(dtype: DType) -> RopeProblem {
+        let even = RopeProblem::new([3, 5], [8, 2], 2, 64, dtype).expect("valid");
+        RopeProblem { head_dim: 1, dim: 0, ..even }
+    }
+
+    #[test]
+    fn what_means_nothing_is_refused() {
+        let new =
+            |tokens, heads, capacity| RopeProblem::new(tokens, heads, 8, capacity, DType::F16);
+        let good = new([2, 3], [4, 2], 9).expect("valid");
+        assert_eq!(new([0, 3], [4, 2], 9), Err(InvalidRope::Empty { axis: "batch" }));
+        assert_eq!(new([2, 3], [4, 3], 9), Err(InvalidRope::Heads { heads: 4, kv_heads: 3 }));
+        let short = InvalidRope::Short { what: "cache", seq: 3, have: 2 };
+        assert_eq!(new([2, 3], [4, 2], 2), Err(short));
+        let refused = |p: RopeProblem| p.checked().expect_err("refused");
+        let table = refused(RopeProblem { positions: 2, ..good });
+        assert_eq!(table, InvalidRope::Short { what: "table", seq: 3, have: 2 });
+        assert!(RopeProblem { positions: 0, dim: 0, ..good }.checked().is_ok(), "nothing turns");
+        for dim in [3, 10] {
+            let dim = refused(RopeProblem { dim, ..good });
+            assert!(matches!(dim, InvalidRope::Dim { head_dim: 8, .. }));
+        }
+        let cache = KvLayout { dtype: DType::I8, ..good.cache };
+        let bytes = InvalidRope::Cache { cache: DType::I8, dtype: DType::F16 };
+        assert_eq!(refused(RopeProblem { cache, ..good }), bytes);
+        let cache = KvLayout { capacity: u32::MAX - 2, ..good.cache };
+        let wraps = refused(RopeProblem { cache, ..good });
+        assert_eq!(wraps, InvalidRope::TooLarge(u64::from(u32::MAX) + 1));
+    }
+}

@@ -1,0 +1,193 @@
+//! What to compute.
+
+use arch::{ArchProfile, DType};
+use serde::{Deserialize, Serialize};
+
+use crate::norm::NormKind;
+
+/// How the cache of keys, and that of values, lies in its buffer: dense
+/// `[batch, kv_heads, capacity, head_dim]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvLayout {
+    /// Type of what is stored: that of the projection.
+    pub dtype: DType,
+    /// Positions that each sequence has room for.
+    pub capacity: u32,
+}
+
+/// A norm of each head by itself, before it turns.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct HeadNorm {
+    pub kind: NormKind,
+    /// Added to the mean of the squares.
+    pub eps: f32,
+}
+
+/// The newest positions of every sequence, their heads projected. Build it with [`RopeProblem::new`], change
+/// fields, end with [`RopeProblem::checked`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct RopeProblem {
+    pub batch: u32,
+    /// New positions of each sequence.
+    pub seq: u32,
+    pub heads: u32,
+    /// Heads of keys, and of values.
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    /// Type of the projection, of the queries and of the weights of norms.
+    pub dtype: DType,
+    pub cache: KvLayout,
+    /// Dimensions that turn, the first of each head; 0 where none does.
+    pub dim: u32,
+    /// Positions of the table.
+    pub positions: u32,
+    /// Of queries and keys.
+    pub qk_norm: Option<HeadNorm>,
+}
+
+/// A projection that means nothing.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum InvalidRope {
+    #[error("{axis} is 0\nhint: an empty projection has no kernel to run; skip it")]
+    Empty { axis: &'static str },
+    #[error(
+        "{heads} heads do not divide among {kv_heads} key heads\nhint: each key head serves as many query \
+         heads as the others"
+    )]
+    Heads { heads: u32, kv_heads: u32 },
+    #[error(
+        "{dim} dimensions of {head_dim} turn\nhint: they turn in pairs: an even number, up to the head \
+         dimension"
+    )]
+    Dim { dim: u32, head_dim: u32 },
+    #[error(
+        "{seq} new positions for a {what} of {have}\nhint: make it longer, or take fewer at once"
+    )]
+    Short { what: &'static str, seq: u32, have: u32 },
+    #[error("{0} heads of all positions\nhint: below 2^32 in one launch")]
+    TooLarge(u64),
+    #[error("eps is {0}\nhint: it is finite and not negative")]
+    Eps(f32),
+    #[error("heads of {0} are not turned\nhint: f32, f16 or bf16")]
+    DType(DType),
+    #[error("a cache of {cache} for {dtype}\nhint: {dtype} as well")]
+    Cache { cache: DType, dtype: DType },
+}
+
+impl RopeProblem {
+    /// Heads that turn whole, without norms, for a table as long as the cache.
+    ///
+    /// # Errors
+    /// See [`InvalidRope`].
+    pub fn new(
+        [batch, seq]: [u32; 2],
+        [heads, kv_heads]: [u32; 2],
+        head_dim: u32,
+        capacity: u32,
+        dtype: DType,
+    ) -> Result<Self, InvalidRope> {
+        Self {
+            batch,
+            seq,
+            heads,
+            kv_heads,
+            head_dim,
+            dtype,
+            cache: KvLayout { dtype, capacity },
+            dim: head_dim,
+            positions: capacity,
+            qk_norm: None,
+        }
+        .checked()
+    }
+
+    /// Itself, if it means something.
+    ///
+    /// # Errors
+    /// See [`InvalidRope`].
+    pub fn checked(self) -> Result<Self, InvalidRope> {
+        let Self { batch, seq, heads, kv_heads, head_dim, dtype, cache, dim, positions, .. } = self;
+        for (axis, size) in [
+            ("batch", batch),
+            ("seq", seq),
+            ("heads", heads),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+        ] {
+            if size == 0 {
+                return Err(InvalidRope::Empty { axis });
+            }
+        }
+        if heads % kv_heads != 0 {
+            return Err(InvalidRope::Heads { heads, kv_heads });
+        }
+        if dim % 2 != 0 || dim > head_dim {
+            return Err(InvalidRope::Dim { dim, head_dim });
+        }
+        if seq > cache.capacity {
+            return Err(InvalidRope::Short { what: "cache", seq, have: cache.capacity });
+        }
+        if dim > 0 && seq > positions {
+            return Err(InvalidRope::Short { what: "table", seq, have: positions });
+        }
+        let all = u64::from(batch) * u64::from(seq);
+        let all = all * (u64::from(heads) + 2 * u64::from(kv_heads));
+        // The end of the newest positions, too, is a number of 32 bits.
+        let end = u64::from(cache.capacity) + u64::from(seq);
+        if let Some(large) = [all, end].into_iter().find(|n| *n > u64::from(u32::MAX)) {
+            return Err(InvalidRope::TooLarge(large));
+        }
+        if let Some(HeadNorm { eps, .. }) = self.qk_norm
+            && (!eps.is_finite() || eps < 0.0)
+        {
+            return Err(InvalidRope::Eps(eps));
+        }
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
+            return Err(InvalidRope::DType(dtype));
+        }
+        if cache.dtype != dtype {
+            return Err(InvalidRope::Cache { cache: cache.dtype, dtype });
+        }
+        Ok(self)
+    }
+
+    /// Rows of the projection.
+    pub const fn tokens(&self) -> u32 {
+        self.batch * self.seq
+    }
+
+    /// Heads of a row of the projection: queries, keys, values.
+    pub const fn all_heads(&self) -> u32 {
+        self.heads + 2 * self.kv_heads
+    }
+
+    /// Elements of the projection, of the queries and of one cache.
+    pub const fn extents(&self) -> [usize; 3] {
+        let (tokens, head_dim) = (self.tokens() as usize, self.head_dim as usize);
+        let slots = self.batch as usize * self.kv_heads as usize * self.cache.capacity as usize;
+        [
+            tokens * self.all_heads() as usize * head_dim,
+            tokens * self.heads as usize * head_dim,
+            slots * head_dim,
+        ]
+    }
+
+    /// Elements of the table: cosines, then sines of each position.
+    pub const fn table_len(&self) -> usize {
+        self.positions as usize * self.dim as usize
+    }
+
+    /// The first position that is not written.
+    pub(super) const fn limit(&self) -> u32 {
+        let capacity = self.cache.capacity;
+        if self.dim > 0 && self.positions < capacity { self.positions } else { capacity }
+    }
+
+    /// Elements of a vector: the longest that a load takes, and that a head and the halves of what turns
+    /// divide into.
+    pub(super) fn vector(&self, arch: &ArchProfile) -> u32 {
+        let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
+        let whole = |v: u32| self.head_dim % v == 0 && self.dim / 2 % v == 0;
+        [8, 4, 2].into_iter().find(|v| *v <= widest && whole(*v)).unwrap_or(1)
+    }
+}
