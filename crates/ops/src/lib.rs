@@ -25,6 +25,7 @@ mod layout;
 mod matmul;
 mod nf4;
 mod norm;
+mod refresh;
 mod rope;
 
 pub use attention::attention;
@@ -40,4 +41,5 @@ pub use kernels::norm::NormKind;
 pub use matmul::{Epilogue, linear, matmul};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
 pub use norm::{NormWeights, norm};
+pub use refresh::{captures, refresh};
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope};

@@ -1,28 +1,31 @@
 //! Keys and values of the positions so far.
 
-use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 
 use super::Decoder;
-use crate::{DecoderConfig, Rope};
+use super::step::Single;
+use crate::{DecoderConfig, Error, Rope};
 
 /// Keys and values of a batch of sequences, for every layer, and the tokens that they are of.
 #[derive(Debug)]
 pub struct KvCache {
-    /// `[batch, kv_heads, capacity, head_dim]`
-    layers: Vec<(Tensor<4>, Tensor<4>)>,
+    memory: Memory,
     tokens: Vec<Vec<u32>>,
     lengths: Vec<usize>,
     capacity: usize,
-    turns: Vec<Turns>,
+    /// Of each rope, by which keys were turned.
+    frequencies: Vec<Vec<f64>>,
+    /// Steps of one token.
+    single: Single,
 }
 
-/// The angles of one rope.
+/// What lies on the device. Keys and values are written where they lie: all clones see it.
 #[derive(Debug, Clone)]
-struct Turns {
-    /// By which keys were turned.
-    frequencies: Vec<f64>,
-    /// `[capacity, dim]`: half cosines, half sines.
-    table: Tensor<2>,
+pub(super) struct Memory {
+    /// `[batch, kv_heads, capacity, head_dim]`
+    pub(super) layers: Vec<(Tensor<4>, Tensor<4>)>,
+    /// Of each rope `[capacity, dim]`: half cosines, half sines.
+    pub(super) tables: Vec<Tensor<2>>,
 }
 
 impl KvCache {
@@ -32,12 +35,14 @@ impl KvCache {
             let shape = [batch, *kv_heads, capacity, *head_dim];
             Tensor::<4>::zeros(shape, (&of.device, burn::tensor::DType::from(of.dtype)))
         };
+        let layers = layers.iter().map(|_| (zeros(), zeros())).collect();
         let mut cache = Self {
-            layers: layers.iter().map(|_| (zeros(), zeros())).collect(),
+            memory: Memory { layers, tables: Vec::new() },
             tokens: vec![Vec::new(); batch],
             lengths: vec![0; batch],
             capacity,
-            turns: Vec::new(),
+            frequencies: Vec::new(),
+            single: Single::default(),
         };
         cache.turn_for(&of.config, 1, &of.device);
         cache
@@ -53,12 +58,13 @@ impl KvCache {
         let mut rows = parts.into_iter().filter(|(_, times)| *times > 0);
         let (mut all, times) = rows.next().expect("a batch has a sequence");
         let mut layers: Vec<(Vec<_>, Vec<_>)> =
-            all.layers.drain(..).map(|(k, v)| (vec![k; times], vec![v; times])).collect();
+            all.memory.layers.drain(..).map(|(k, v)| (vec![k; times], vec![v; times])).collect();
         all.tokens = vec![all.tokens; times].concat();
         all.lengths = all.lengths.repeat(times);
         for (part, times) in rows {
-            assert_eq!((part.capacity, part.layers.len()), (all.capacity, layers.len()));
-            for ((k, v), (own_k, own_v)) in layers.iter_mut().zip(part.layers) {
+            let theirs = part.memory.layers;
+            assert_eq!((part.capacity, theirs.len()), (all.capacity, layers.len()));
+            for ((k, v), (own_k, own_v)) in layers.iter_mut().zip(theirs) {
                 k.extend(vec![own_k; times]);
                 v.extend(vec![own_v; times]);
             }
@@ -69,8 +75,9 @@ impl KvCache {
             1 => tensors.remove(0),
             _ => Tensor::cat(tensors, 0),
         };
-        all.layers = layers.into_iter().map(|(k, v)| (join(k), join(v))).collect();
-        all
+        let layers = layers.into_iter().map(|(k, v)| (join(k), join(v))).collect();
+        let memory = Memory { layers, ..all.memory };
+        Self { memory, single: Single::default(), ..all }
     }
 
     /// The cache of some of the sequences, in this order.
@@ -93,12 +100,15 @@ impl KvCache {
             let own = |at: &usize| t.clone().slice_dim(0, *at..at + 1);
             Tensor::cat(sequences.iter().map(own).collect(), 0)
         };
+        let Memory { layers, tables } = &self.memory;
+        let layers = layers.iter().map(|(k, v)| (rows(k), rows(v))).collect();
         Self {
-            layers: self.layers.iter().map(|(k, v)| (rows(k), rows(v))).collect(),
+            memory: Memory { layers, tables: tables.clone() },
             tokens: sequences.iter().map(|at| self.tokens[*at].clone()).collect(),
             lengths: sequences.iter().map(|at| self.lengths[*at]).collect(),
             capacity: self.capacity,
-            turns: self.turns.clone(),
+            frequencies: self.frequencies.clone(),
+            single: Single::default(),
         }
     }
 
@@ -127,33 +137,25 @@ impl KvCache {
     /// Bytes of keys and values on the device.
     pub fn bytes(&self) -> u64 {
         let bytes = |t: &Tensor<4>| (t.shape().num_elements() * t.dtype().size()) as u64;
-        self.layers.iter().map(|(k, v)| bytes(k) + bytes(v)).sum()
+        self.memory.layers.iter().map(|(k, v)| bytes(k) + bytes(v)).sum()
     }
 
     pub(super) fn longest(&self) -> usize {
         self.lengths.iter().copied().max().unwrap_or(0)
     }
 
-    pub(super) fn layer(&self, index: usize) -> (Tensor<4>, Tensor<4>) {
-        self.layers[index].clone()
+    pub(super) const fn memory(&self) -> &Memory {
+        &self.memory
     }
 
-    /// Replaces a layer's keys and values by what `write` makes of them.
-    pub(super) fn write(
-        &mut self,
-        index: usize,
-        write: impl FnOnce((Tensor<4>, Tensor<4>), &[usize]) -> (Tensor<4>, Tensor<4>),
-    ) {
-        // What is alone in holding its memory is written in place.
-        let nothing = || Tensor::<4>::empty([0, 0, 0, 0], &self.layers[index].0.device());
-        let (k, v) = (nothing(), nothing());
-        let own = std::mem::replace(&mut self.layers[index], (k, v));
-        self.layers[index] = write(own, &self.lengths);
+    /// Whether steps of one token are replayed from a graph by now.
+    pub fn captured(&self) -> bool {
+        self.single.captured()
     }
 
-    /// `[capacity, dim]` of a rope.
-    pub(super) fn table(&self, rope: usize) -> Tensor<2> {
-        self.turns[rope].table.clone()
+    /// The logits after one more token of each sequence, `[batch, vocab]`.
+    pub(super) fn single(&mut self, of: &Decoder, tokens: &[&[u32]]) -> Result<Tensor<2>, Error> {
+        self.single.run(of, &self.memory, tokens, &self.lengths, self.capacity)
     }
 
     /// Counts tokens whose keys and values were written.
@@ -178,9 +180,9 @@ impl KvCache {
         length: usize,
         device: &Device,
     ) -> bool {
-        let same = |(rope, turns): (&Rope, &Turns)| rope.frequencies(length) == turns.frequencies;
+        let same = |(rope, own): (&Rope, &Vec<f64>)| rope.frequencies(length) == *own;
         let fixed = config.ropes.iter().all(|rope| rope.fixed_until().is_none());
-        if fixed || config.ropes.iter().zip(&self.turns).all(same) {
+        if fixed || config.ropes.iter().zip(&self.frequencies).all(same) {
             return true;
         }
         if self.longest() > 0 {
@@ -192,19 +194,19 @@ impl KvCache {
 
     /// Angles for sequences of `length`.
     pub(super) fn turn_for(&mut self, config: &DecoderConfig, length: usize, device: &Device) {
-        let of = |rope: &Rope| {
-            let frequencies = rope.frequencies(length);
-            let factor = rope.attention_factor;
+        self.frequencies = config.ropes.iter().map(|rope| rope.frequencies(length)).collect();
+        let table = |(rope, frequencies): (&Rope, &Vec<f64>)| {
             let angles = |position: usize| {
                 let turn = move |f: &f64| (position as f64 * f).sin_cos();
                 let (sines, cosines): (Vec<_>, Vec<_>) = frequencies.iter().map(turn).unzip();
+                let factor = rope.attention_factor;
                 cosines.into_iter().chain(sines).map(move |value| (value * factor) as f32)
             };
             let table: Vec<f32> = (0..self.capacity).flat_map(angles).collect();
             let data = TensorData::new(table, [self.capacity, rope.dim]);
-            let options = (device, burn::tensor::DType::from(FloatDType::F32));
-            Turns { table: Tensor::from_data(data, options), frequencies }
+            Tensor::from_data(data, (device, burn::tensor::DType::F32))
         };
-        self.turns = config.ropes.iter().map(of).collect();
+        self.memory.tables = config.ropes.iter().zip(&self.frequencies).map(table).collect();
+        self.single = Single::default();
     }
 }

@@ -6,9 +6,8 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
 use checkpoint::{Dtype, Int8, Weight};
 use half::{bf16, f16};
-use ops::{Ctx, Nf4Options, Nf4Weight};
+use ops::{Ctx, Nf4Options, Nf4Weight, NormWeights};
 
-use super::blocks::Norm;
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
 use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights};
@@ -187,8 +186,8 @@ impl Loader<'_> {
         Ok(Ffn::Gated { gate, up, down })
     }
 
-    fn norm(&self, slot: Slot) -> Result<Norm, Error> {
-        Ok(Norm { weight: self.weight(slot)?, bias: self.bias(&[slot])? })
+    fn norm(&self, slot: Slot) -> Result<NormWeights, Error> {
+        Ok(NormWeights { weight: self.weight(slot)?, bias: self.bias(&[slot])? })
     }
 
     /// The matrices of `slots`, their rows one after the other.

@@ -9,22 +9,30 @@
 //! logits = softcap(norm(x) · headᵀ)                          of the rows that are asked for, in f32
 //! ```
 //!
+//! Launches of a layer: norm, qkv, rope, attention, out, norm, gate, up, down; gate and up are one in 4 bits. Where
+//! a sequence adds one token after the other, a step reads nothing of the host but two words a sequence, is
+//! captured as a graph where the device can, and replayed.
+//!
 //! Projections that read the same rows are one product where their weights allow: queries, keys and values
 //! always where they are dense, gate and up where they are in 4 bits.
 
-mod blocks;
 mod cache;
 mod load;
 mod projection;
+mod step;
 
-use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
-use ops::{AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, Lengths};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+use ops::{
+    AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights,
+    QkNorm, RopeOptions,
+};
 
-use crate::{Activation, DecoderConfig, Error};
-use blocks::{Norm, Turn};
+use crate::{Activation, DecoderConfig, Error, NormKind};
 pub use cache::KvCache;
+use cache::Memory;
 pub use load::{LoadOptions, Loading, device_bytes};
 use projection::{Ffn, Projection};
+use step::Step;
 
 /// The longest step that attention's decoding kernel takes.
 const SHORT: usize = 16;
@@ -43,23 +51,23 @@ pub struct Decoder {
     /// `[max_seq, hidden]`
     positions: Option<Tensor<2>>,
     layers: Vec<Layer>,
-    final_norm: Norm,
+    final_norm: NormWeights,
     head: Projection,
 }
 
 /// The weights of one layer.
 #[derive(Debug, Clone)]
 struct Layer {
-    attention_norm: Norm,
+    attention_norm: NormWeights,
     /// Queries, keys and values, their rows in this order.
     qkv: Projection,
     /// Of queries and of keys, head by head.
-    qk_norm: Option<[Norm; 2]>,
+    qk_norm: Option<[NormWeights; 2]>,
     out: Projection,
-    attention_post_norm: Option<Norm>,
-    ffn_norm: Norm,
+    attention_post_norm: Option<NormWeights>,
+    ffn_norm: NormWeights,
     ffn: Ffn,
-    ffn_post_norm: Option<Norm>,
+    ffn_post_norm: Option<NormWeights>,
 }
 
 /// Which rows of a step want logits.
@@ -117,7 +125,8 @@ impl Decoder {
     /// Lets the next tokens of every sequence of `cache` pass, as many of each.
     ///
     /// # Shapes
-    /// tokens `[batch][seq]`; the result `[batch, vocab]` or, of all rows, `[batch · seq, vocab]`, in f32.
+    /// tokens `[batch][seq]`; the result `[batch, vocab]` or, of all rows, `[batch · seq, vocab]`, in f32. After a
+    /// step of one token the next one writes over it.
     ///
     /// # Errors
     /// [`Error::Step`] for tokens that are not as many of each sequence, none, or more than 16 of several
@@ -181,34 +190,51 @@ impl Decoder {
         rows: Rows,
     ) -> Result<Tensor<2>, Error> {
         let (batch, seq) = (tokens.len(), tokens[0].len());
-        let mut logits = Vec::new();
+        if seq == 1 {
+            let logits = cache.single(self, tokens)?;
+            cache.push(tokens);
+            return Ok(logits);
+        }
+        let mut all = Vec::new();
         for from in (0..seq).step_by(CHUNK) {
             let to = (from + CHUNK).min(seq);
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
-            let x = self.layers(cache, &part)?;
+            let step = Step::of(&part, cache, &self.device);
+            let x = self.layers(cache.memory(), &step)?;
             cache.push(&part);
             if rows == Rows::All {
-                let vocab = self.config.vocab;
-                logits.push(self.logits(x)?.reshape([batch, to - from, vocab]));
+                let shape = [batch, to - from, self.config.vocab];
+                all.push(self.logits(x)?.reshape(shape));
             } else if to == seq {
-                let last = x.reshape([batch, to - from, self.config.hidden]);
-                let last = last.slice([0..batch, to - from - 1..to - from]);
-                return self.logits(last.reshape([batch, self.config.hidden]));
+                return self.logits(self.last(x, &step));
             }
         }
-        let all = if logits.len() == 1 { logits.remove(0) } else { Tensor::cat(logits, 1) };
+        let all = if all.len() == 1 { all.remove(0) } else { Tensor::cat(all, 1) };
         Ok(all.reshape([batch * seq, self.config.vocab]))
     }
 
+    /// The logits after a step of one token of each sequence.
+    fn single(&self, memory: &Memory, step: &Step) -> Result<Tensor<2>, Error> {
+        self.logits(self.layers(memory, step)?)
+    }
+
+    /// The last row of each sequence.
+    fn last(&self, x: Tensor<2>, step: &Step) -> Tensor<2> {
+        let ([batch, seq], hidden) = (step.tokens.dims(), self.config.hidden);
+        let x = x.reshape([batch, seq, hidden]);
+        x.slice([0..batch, seq - 1..seq]).reshape([batch, hidden])
+    }
+
     /// What leaves the last layer, `[batch · seq, hidden]`.
-    fn layers(&self, cache: &mut KvCache, tokens: &[&[u32]]) -> Result<Tensor<2>, Error> {
-        let [batch, seq] = [tokens.len(), tokens[0].len()];
-        let ids: Vec<i32> = tokens.concat().into_iter().map(u32::cast_signed).collect();
-        let options = (&self.device, burn::tensor::DType::I32);
-        let ids = Tensor::<1, Int>::from_data(TensorData::new(ids, [batch * seq]), options);
-        let mut x = blocks::embed(self, cache, ids, seq);
+    fn layers(&self, memory: &Memory, step: &Step) -> Result<Tensor<2>, Error> {
+        let scale = self.config.embedding_scale.map_or(1.0, |scale| rounded(scale, self.dtype));
+        let (tokens, start) = (step.tokens.clone(), step.start.clone());
+        let (table, positions) = (self.embedding.clone(), self.positions.clone());
+        let mut x = ops::embed(&self.ctx, tokens, table, start, positions, scale)?;
+        let lengths = step.start.clone() + step.tokens.dims()[1] as i32;
+        let lengths = Lengths::Device { lengths, longest: step.longest as u32 };
         for index in 0..self.layers.len() {
-            x = self.attend(index, x, cache, [batch, seq])?;
+            x = self.attend(index, x, memory, step, &lengths)?;
             x = self.feed(index, x)?;
         }
         Ok(x)
@@ -219,35 +245,36 @@ impl Decoder {
         &self,
         index: usize,
         x: Tensor<2>,
-        cache: &mut KvCache,
-        [batch, seq]: [usize; 2],
+        memory: &Memory,
+        step: &Step,
+        lengths: &Lengths,
     ) -> Result<Tensor<2>, Error> {
         let (layer, rules) = (&self.layers[index], &self.config.layers[index]);
-        let DecoderConfig { heads, head_dim, .. } = self.config;
-        let y = blocks::normed(self, &layer.attention_norm, x.clone(), None)?;
+        let DecoderConfig { heads, kv_heads, head_dim, .. } = self.config;
+        let [batch, seq] = step.tokens.dims();
+        let y = self.norm(&layer.attention_norm, x.clone(), None)?;
         let qkv = layer.qkv.of(&self.ctx, y, Epilogue::default())?;
-        let q = Turn { config: &self.config, rope: rules.rope, norms: layer.qk_norm.as_ref(), seq }
-            .of(qkv, cache, index); // [batch, heads, seq, head_dim]
+        let (k, v) = memory.layers[index].clone();
+        let slots = KvSlots { k: k.clone(), v: v.clone(), start: step.start.clone() };
+        let qk_norm = layer.qk_norm.as_ref().map(|[q, k]| QkNorm {
+            kind: self.norm_kind(),
+            eps: self.config.norm.eps as f32,
+            q: q.weight.clone(),
+            k: k.weight.clone(),
+        });
+        let table = rules.rope.map(|rope| memory.tables[rope].clone());
+        let heads_of = RopeOptions { heads, kv_heads, head_dim, table, qk_norm };
+        let q = ops::rope(&self.ctx, qkv, &slots, heads_of)?; // [batch, heads, seq, head_dim]
         let (scale, softcap) =
             (Some(rules.scale as f32), self.config.softcap.map(|cap| cap as f32));
         let window = rules.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX));
         let a = if seq <= SHORT {
-            let (k, v) = cache.layer(index);
-            let lengths = cache.lengths().iter().map(|start| (start + seq) as u32).collect();
-            let cache = Cache {
-                k: Cached::Float(k),
-                v: Cached::Float(v),
-                lengths: Lengths::Host(lengths),
-                table: None,
-            };
+            let (k, v) = (Cached::Float(k), Cached::Float(v));
+            let cache = Cache { k, v, lengths: lengths.clone(), table: None };
             ops::decode(&self.ctx, q, cache, DecodeOptions { scale, softcap, window })?
         } else {
-            let (k, v) = cache.layer(index);
-            let all = cache.longest() + seq;
-            let so_far = |t: Tensor<4>| {
-                let [batch, kv_heads, _, head_dim] = t.dims();
-                t.slice([0..batch, 0..kv_heads, 0..all, 0..head_dim])
-            };
+            let so_far =
+                |t: Tensor<4>| t.slice([0..batch, 0..kv_heads, 0..step.longest, 0..head_dim]);
             let rules =
                 AttentionOptions { scale, softcap, causal: true, window, implementation: None };
             ops::attention(&self.ctx, q, so_far(k), so_far(v), None, None, rules)?
@@ -259,7 +286,7 @@ impl Decoder {
     /// x with what the feed-forward block adds.
     fn feed(&self, index: usize, x: Tensor<2>) -> Result<Tensor<2>, Error> {
         let layer = &self.layers[index];
-        let y = blocks::normed(self, &layer.ffn_norm, x.clone(), None)?;
+        let y = self.norm(&layer.ffn_norm, x.clone(), None)?;
         let activation = match self.config.activation {
             Activation::Silu => ops::Activation::Silu,
             Activation::Gelu => ops::Activation::Gelu,
@@ -275,7 +302,7 @@ impl Decoder {
         projection: &Projection,
         y: Tensor<2>,
         x: Tensor<2>,
-        post: Option<&Norm>,
+        post: Option<&NormWeights>,
     ) -> Result<Tensor<2>, Error> {
         Ok(match post {
             None => {
@@ -284,18 +311,46 @@ impl Decoder {
             }
             Some(norm) => {
                 let y = projection.of(&self.ctx, y, Epilogue::default())?;
-                blocks::normed(self, norm, y, Some(x))?
+                self.norm(norm, y, Some(x))?
             }
         })
     }
 
     /// Of rows `[rows, hidden]`, in f32.
     fn logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Error> {
-        let y = blocks::normed(self, &self.final_norm, x, None)?;
+        let y = self.norm(&self.final_norm, x, None)?;
         let logits = self.head.in_f32(&self.ctx, y)?;
         Ok(match self.config.logit_softcap {
             None => logits,
             Some(cap) => (logits / cap).tanh() * cap,
         })
+    }
+
+    /// residual + norm(x)
+    fn norm(
+        &self,
+        weights: &NormWeights,
+        x: Tensor<2>,
+        residual: Option<Tensor<2>>,
+    ) -> Result<Tensor<2>, Error> {
+        let eps = self.config.norm.eps as f32;
+        Ok(ops::norm(&self.ctx, x, weights.clone(), residual, self.norm_kind(), eps)?)
+    }
+
+    const fn norm_kind(&self) -> ops::NormKind {
+        match self.config.norm.kind {
+            NormKind::Rms => ops::NormKind::Rms,
+            NormKind::RmsPlusOne => ops::NormKind::RmsPlusOne,
+            NormKind::Layer => ops::NormKind::Layer,
+        }
+    }
+}
+
+/// A factor as the model's dtype has it.
+fn rounded(scale: f64, dtype: FloatDType) -> f32 {
+    match DType::from(dtype) {
+        DType::BF16 => half::bf16::from_f64(scale).to_f32(),
+        DType::F16 => half::f16::from_f64(scale).to_f32(),
+        _ => scale as f32,
     }
 }

@@ -6,6 +6,7 @@ mod decode;
 mod matmul;
 mod nf4;
 mod norm;
+mod refresh;
 mod rope;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};

@@ -1,0 +1,65 @@
+//! New words in memory that is there: how what a captured graph reads is changed between replays.
+
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::IntTensor;
+use burn::backend::{
+    Autodiff, AutodiffBackend, Backend, Dispatch, DispatchDevice, backend_extension,
+};
+use burn::tensor::{Device, Int, Tensor};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::bytes::Bytes;
+
+use crate::OpError;
+use crate::call::on_cubecl;
+
+/// Writes `words` over those of `tensor`, **in place**: every clone of it sees them, and what was enqueued on
+/// this thread before does not.
+///
+/// # Shapes
+/// `tensor` I32 or U32 of any shape, dense; as many words, row-major.
+///
+/// # Errors
+/// A tensor of other words, or of another number of them; a device without our kernels.
+pub fn refresh<const D: usize>(tensor: &Tensor<D, Int>, words: &[u32]) -> Result<(), OpError> {
+    on_cubecl(&tensor.device())?;
+    let (have, dims) = (tensor.dtype(), tensor.dims());
+    if !matches!(have, burn::tensor::DType::I32 | burn::tensor::DType::U32) {
+        let need = burn::tensor::DType::I32;
+        return Err(OpError::DType { what: "the tensor", have, need });
+    }
+    if dims.iter().product::<usize>() != words.len() {
+        let (have, need) = (dims.to_vec(), vec![words.len()]);
+        return Err(OpError::Shape { what: "the tensor", have, need });
+    }
+    let bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    <Dispatch as RefreshOps>::refresh(tensor.clone().into_dispatch(), bytes);
+    Ok(())
+}
+
+/// Whether work on `device` can be captured as a graph and replayed.
+pub fn captures(device: &Device) -> bool {
+    match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(raw) => raw.client().name() != "cpu",
+        _ => false,
+    }
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait RefreshOps: Backend {
+    /// `bytes` are those of a dense tensor.
+    fn refresh(tensor: IntTensor<Self>, bytes: Vec<u8>) -> IntTensor<Self>;
+}
+
+impl RefreshOps for CubeBackend {
+    fn refresh(tensor: CubeTensor, bytes: Vec<u8>) -> CubeTensor {
+        tensor.client.write(&tensor.handle, Bytes::from_bytes_vec(bytes));
+        tensor
+    }
+}
+
+impl<B: RefreshOps, C: CheckpointStrategy> RefreshOps for Autodiff<B, C> {
+    fn refresh(tensor: IntTensor<Self>, bytes: Vec<u8>) -> IntTensor<Self> {
+        Self::int_from_inner(B::refresh(Self::int_inner(tensor), bytes))
+    }
+}

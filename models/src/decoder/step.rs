@@ -1,0 +1,148 @@
+//! One step of all sequences, and the graph of a step that repeats.
+
+use std::fmt;
+use std::thread::{self, ThreadId};
+
+use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
+
+use super::cache::Memory;
+use super::{Decoder, KvCache};
+use crate::Error;
+
+/// What a step reads beside weights and cache, on the device.
+#[derive(Debug, Clone)]
+pub(super) struct Step {
+    /// `[batch, seq]`
+    pub(super) tokens: Tensor<2, Int>,
+    /// `[batch]`: positions that each sequence has before.
+    pub(super) start: Tensor<1, Int>,
+    /// No sequence has more positions after it.
+    pub(super) longest: usize,
+}
+
+impl Step {
+    /// As many tokens of each sequence.
+    pub(super) fn of(tokens: &[&[u32]], cache: &KvCache, device: &Device) -> Self {
+        let [batch, seq] = [tokens.len(), tokens[0].len()];
+        let word = |word: usize| (word as u32).cast_signed();
+        let ids: Vec<i32> = tokens.concat().into_iter().map(u32::cast_signed).collect();
+        let start: Vec<i32> = cache.lengths().iter().copied().map(word).collect();
+        let options = (device, DType::I32);
+        Self {
+            tokens: Tensor::from_data(TensorData::new(ids, [batch, seq]), options.clone()),
+            start: Tensor::from_data(TensorData::new(start, [batch]), options),
+            longest: cache.longest() + seq,
+        }
+    }
+}
+
+/// Steps of this many positions share what is captured; longer ones go by powers of two.
+const SHORTEST: usize = 256;
+/// Steps before one is captured, which takes as long as some.
+const EAGER: usize = 2;
+
+type Run = Box<dyn FnMut() -> Result<Tensor<2>, Error> + Send>;
+
+/// Steps of one token, captured when they repeat.
+#[derive(Default)]
+pub(super) struct Single(Option<Repeated>);
+
+struct Repeated {
+    step: Step,
+    by: By,
+}
+
+enum By {
+    /// So many launches of it so far, on a device that captures.
+    Launches(usize),
+    Graph {
+        graph: Graph<Result<Tensor<2>, Error>, Run>,
+        thread: ThreadId,
+    },
+}
+
+impl Single {
+    pub(super) fn captured(&self) -> bool {
+        let hardware = |by: &By| matches!(by, By::Graph { graph, .. } if graph.is_hardware());
+        self.0.as_ref().is_some_and(|repeated| hardware(&repeated.by))
+    }
+
+    /// The logits after one more token of each sequence.
+    pub(super) fn run(
+        &mut self,
+        of: &Decoder,
+        memory: &Memory,
+        tokens: &[&[u32]],
+        lengths: &[usize],
+        capacity: usize,
+    ) -> Result<Tensor<2>, Error> {
+        let need = lengths.iter().copied().max().unwrap_or(0) + 1;
+        let longest = need.next_power_of_two().max(SHORTEST).min(capacity);
+        let repeated = match self.0.take().filter(|repeated| repeated.step.longest == longest) {
+            Some(repeated) => self.0.insert(repeated),
+            None => {
+                let batch = tokens.len();
+                let options = (&of.device, DType::I32);
+                let step = Step {
+                    tokens: Tensor::zeros([batch, 1], options.clone()),
+                    start: Tensor::zeros([batch], options),
+                    longest,
+                };
+                self.0.insert(Repeated { step, by: By::Launches(0) })
+            }
+        };
+        let start: Vec<u32> = lengths.iter().map(|length| *length as u32).collect();
+        ops::refresh(&repeated.step.tokens, &tokens.concat())?;
+        ops::refresh(&repeated.step.start, &start)?;
+        repeated.run(of, memory)
+    }
+}
+
+impl Repeated {
+    fn run(&mut self, of: &Decoder, memory: &Memory) -> Result<Tensor<2>, Error> {
+        // A graph belongs to the stream that it was captured on, and a thread is a stream.
+        if let By::Graph { thread, .. } = &self.by
+            && *thread != thread::current().id()
+        {
+            self.by = By::Launches(EAGER);
+        }
+        let launches = match &mut self.by {
+            By::Launches(launches) => launches,
+            By::Graph { graph, .. } => {
+                // SAFETY: the graph's closure holds everything that it reads and writes: weights, cache, tables
+                // and the step. Only this thread, on whose stream it was captured, writes to these, and
+                // enqueues what reads its result after it.
+                return read(unsafe { graph.replay() });
+            }
+        };
+        if !ops::captures(&of.device) || *launches < EAGER {
+            *launches += 1;
+            return of.single(memory, &self.step);
+        }
+        let (own, memory, step) = (of.clone(), memory.clone(), self.step.clone());
+        let run: Run = Box::new(move || own.single(&memory, &step));
+        let mut graph = capture(&of.device, run);
+        if !graph.is_hardware() {
+            log::warn!("a step could not be captured; each of its kernels is launched by itself");
+        }
+        // What capturing recorded has not run.
+        // SAFETY: as above.
+        let logits = read(unsafe { graph.replay() });
+        self.by = By::Graph { graph, thread: thread::current().id() };
+        logits
+    }
+}
+
+/// The result of a graph.
+fn read(logits: &Result<Tensor<2>, Error>) -> Result<Tensor<2>, Error> {
+    match logits {
+        Ok(logits) => Ok(logits.clone()),
+        Err(why) => Err(Error::Captured(why.to_string())),
+    }
+}
+
+impl fmt::Debug for Single {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Single").field("captured", &self.captured()).finish_non_exhaustive()
+    }
+}
