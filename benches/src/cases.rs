@@ -7,6 +7,7 @@ use arch::DType;
 use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
+use kernels::embed::{Embed, EmbedProblem};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
@@ -60,6 +61,7 @@ pub(crate) enum Problem {
     Nf4Dequantize(DequantizeProblem),
     Nf4Matmul(Nf4MatmulProblem),
     Nf4Quantize(QuantizeProblem),
+    Embed(EmbedProblem),
     Norm(NormProblem),
     Rope(RopeProblem),
 }
@@ -88,6 +90,7 @@ impl Case {
             Problem::Nf4Quantize(p) => {
                 record::case_name(Nf4Quantize::NAME, &Nf4Quantize::params(p))
             }
+            Problem::Embed(p) => record::case_name(Embed::NAME, &Embed::params(p)),
             Problem::Norm(p) => record::case_name(Norm::NAME, &Norm::params(p)),
             Problem::Rope(p) => record::case_name(Rope::NAME, &Rope::params(p)),
         }
@@ -228,6 +231,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     cases.extend(decodes(suite, scale)?);
     cases.extend(nf4s(suite, scale)?);
     cases.extend(norms(suite, scale)?);
+    cases.extend(embeds(suite, scale)?);
     cases.extend(ropes(suite, scale)?);
     Ok(cases)
 }
@@ -479,6 +483,28 @@ fn ropes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             for tokens in [[1, 1], [16, 1], [1, 512]] {
                 add(tokens, 2048, DType::Bf16, None)?;
                 add(tokens, 2048, DType::Bf16, Some(NormKind::Rms))?;
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// Tokens of an 8B model: steps of decoding and a prompt.
+fn embeds(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let mut add = |tokens, vocab, dtype| -> anyhow::Result<()> {
+        let problem = EmbedProblem::new(tokens, [vocab, 4096], dtype)
+            .context("a case of the suite is invalid")?;
+        cases.push(Case { problem: Problem::Embed(problem), peer: false });
+        Ok(())
+    };
+    match (scale, suite) {
+        (_, Suite::Quick) => {}
+        (Scale::Host, _) => add([1, 512], 4096, DType::F32)?,
+        (Scale::Gpu, _) => {
+            // A table of 64 MiB, so that several fit beside one another.
+            for tokens in [[1, 1], [16, 1], [1, 512]] {
+                add(tokens, 8192, DType::Bf16)?;
             }
         }
     }

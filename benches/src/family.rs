@@ -6,6 +6,7 @@ use arch::{Backend, DType, Device};
 use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 use kernels::attention::decode::{CacheLayout, Decode, DecodeOperands, DecodeProblem};
 use kernels::attention::{Attention, AttentionOperands, AttentionProblem};
+use kernels::embed::{Embed, EmbedOperands, EmbedProblem};
 use kernels::matmul::{Matmul, MatmulOperands, MatmulProblem, Precision};
 use kernels::nf4::{
     DequantizeOperands, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulOperands,
@@ -473,6 +474,47 @@ impl Family for Rope {
     }
 
     fn torch(_: &RopeProblem) -> Option<Value> {
+        None
+    }
+}
+
+impl Family for Embed {
+    fn params(p: &EmbedProblem) -> BTreeMap<String, Value> {
+        let mut params = BTreeMap::from([
+            ("batch".to_owned(), p.batch.into()),
+            ("seq".to_owned(), p.seq.into()),
+            ("hidden".to_owned(), p.hidden.into()),
+            ("vocab".to_owned(), p.vocab.into()),
+            ("dtype".to_owned(), p.dtype.name().into()),
+        ]);
+        if let Some(positions) = p.positions {
+            params.insert("positions".to_owned(), positions.into());
+        }
+        params
+    }
+
+    fn unit(p: &EmbedProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &EmbedProblem,
+        operands: &EmbedOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::embed::check_operands(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &EmbedProblem, _: &[EmbedOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &EmbedProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(_: &EmbedProblem) -> Option<Value> {
         None
     }
 }

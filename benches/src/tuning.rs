@@ -8,6 +8,7 @@ use clap::Subcommand;
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
+use kernels::embed::Embed;
 use kernels::matmul::Matmul;
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
@@ -145,6 +146,7 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
             Problem::Nf4Dequantize(p) => good &= tune_one::<Nf4Dequantize>(&mut tuner, p, &case)?,
             Problem::Nf4Matmul(p) => good &= tune_one::<Nf4Matmul>(&mut tuner, p, &case)?,
             Problem::Nf4Quantize(p) => good &= tune_one::<Nf4Quantize>(&mut tuner, p, &case)?,
+            Problem::Embed(p) => good &= tune_one::<Embed>(&mut tuner, p, &case)?,
             Problem::Norm(p) => good &= tune_one::<Norm>(&mut tuner, p, &case)?,
             Problem::Rope(p) => good &= tune_one::<Rope>(&mut tuner, p, &case)?,
         }
@@ -218,6 +220,7 @@ fn try_configs(
             Problem::Nf4Dequantize(p) => good &= try_one::<Nf4Dequantize>(&tuner, p, &text)?,
             Problem::Nf4Matmul(p) => good &= try_one::<Nf4Matmul>(&tuner, p, &text)?,
             Problem::Nf4Quantize(p) => good &= try_one::<Nf4Quantize>(&tuner, p, &text)?,
+            Problem::Embed(p) => good &= try_one::<Embed>(&tuner, p, &text)?,
             Problem::Norm(p) => good &= try_one::<Norm>(&tuner, p, &text)?,
             Problem::Rope(p) => good &= try_one::<Rope>(&tuner, p, &text)?,
         }

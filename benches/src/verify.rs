@@ -7,6 +7,7 @@ use cubecl::prelude::CubeKernel;
 use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
+use kernels::embed::{Embed, EmbedProblem};
 use kernels::matmul::{Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, QuantizeProblem,
@@ -15,7 +16,9 @@ use kernels::norm::{Norm, NormProblem};
 use kernels::rope::{Rope, RopeProblem};
 use oracle::attention_backward::BackwardCase;
 use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
-use oracle::{CheckError, Verdict, attention, attention_backward, decode, matmul, nf4, norm, rope};
+use oracle::{
+    CheckError, Verdict, attention, attention_backward, decode, embed, matmul, nf4, norm, rope,
+};
 use record::{Check, Line};
 use serde_json::Value;
 use tune::{Entry, Kernel, Key, TuneCache};
@@ -487,6 +490,45 @@ impl Verified for Rope {
     }
 }
 
+impl Verified for Embed {
+    type Case = embed::EdgeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &EmbedProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<embed::EdgeCase> {
+        embed::edge_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<embed::EdgeCase> {
+        embed::config_cases(kind)
+    }
+
+    fn problem(case: &embed::EdgeCase) -> &EmbedProblem {
+        &case.problem
+    }
+
+    fn params(case: &embed::EdgeCase) -> BTreeMap<String, Value> {
+        let mut params = <Self as Family>::params(&case.problem);
+        params.insert("past".to_owned(), case.past.into());
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &embed::EdgeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        embed::check(device, case, config)
+    }
+}
+
 fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = jobs_of::<Matmul>(arch, cache, configs);
     jobs.extend(jobs_of::<Attention>(arch, cache, configs));
@@ -495,6 +537,7 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     jobs.extend(jobs_of::<Nf4Dequantize>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Matmul>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Quantize>(arch, cache, configs));
+    jobs.extend(jobs_of::<Embed>(arch, cache, configs));
     jobs.extend(jobs_of::<Norm>(arch, cache, configs));
     jobs.extend(jobs_of::<Rope>(arch, cache, configs));
     jobs

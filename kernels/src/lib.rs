@@ -2,11 +2,13 @@
 //! ladder of versions with their numbers, the config, the loop.
 //!
 //! "Rounded" is to the nearest, ties to even, but for one conversion: from f32 to bf16 SPIR-V of CubeCL 0.11.3
-//! cuts off. [`nf4`] rounds decoded weights itself, to have bitsandbytes' bits, and [`norm`] and [`rope`] their results; products
-//! and [`attention`] in bf16 through Vulkan are off by up to one unit in the last place, not half of one.
+//! cuts off. [`nf4`] rounds decoded weights itself, to have bitsandbytes' bits, and [`norm`], [`rope`] and
+//! [`embed`] their results; products and [`attention`] in bf16 through Vulkan are off by up to one unit in the
+//! last place, not half of one.
 
 pub mod attention;
 pub mod ceiling;
+pub mod embed;
 mod fits;
 pub mod matmul;
 pub mod nf4;

@@ -9,6 +9,7 @@ use cubecl::prelude::CubeKernel;
 use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{CacheLayout, CacheStrides, Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
+use kernels::embed::{Embed, EmbedProblem};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
@@ -166,6 +167,10 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     }));
     all.extend(instances_of::<Norm>(arch, norms(), |p| {
         format!("{} {} {}", p.dtype, p.width, p.names().join(" "))
+    }));
+    all.extend(instances_of::<Embed>(arch, embeds(), |p| {
+        let learned = if p.positions.is_some() { " learned" } else { "" };
+        format!("{} {}{learned}", p.dtype, p.hidden)
     }));
     all.extend(instances_of::<Rope>(arch, ropes(), |p| {
         let norm = p.qk_norm.map_or("", |norm| norm.kind.name());
@@ -519,6 +524,19 @@ fn ropes() -> Vec<Case<Rope>> {
         cases.push(case(RopeProblem { qk_norm, ..rope(256, DType::F32) }, 2));
     }
     cases.push(case(rope(128, DType::F16), 1));
+    cases
+}
+
+/// Embeddings whose code differs: with learned positions and without, whole vectors and none.
+fn embeds() -> Vec<Case<Embed>> {
+    let mut cases = Vec::new();
+    for (hidden, dtype) in [(4096, DType::Bf16), (4095, DType::F16), (4096, DType::F32)] {
+        let plain = EmbedProblem::new([16, 1], [8192, hidden], dtype).expect("sizes are valid");
+        for positions in [None, Some(1024)] {
+            let problem = EmbedProblem { positions, ..plain };
+            cases.push(Case { problem, most: 2, clean: usize::MAX });
+        }
+    }
     cases
 }
 

@@ -3,6 +3,7 @@
 use burn::tensor::DType;
 use kernels::attention::InvalidAttention;
 use kernels::attention::decode::InvalidDecode;
+use kernels::embed::InvalidEmbed;
 use kernels::matmul::InvalidMatmul;
 use kernels::nf4::{InvalidWeight, QuantizeError};
 use kernels::norm::InvalidNorm;
@@ -78,6 +79,8 @@ pub enum OpError {
     Attention(#[from] InvalidAttention),
     #[error(transparent)]
     Norm(#[from] InvalidNorm),
+    #[error(transparent)]
+    Embed(#[from] InvalidEmbed),
     #[error(transparent)]
     Rope(#[from] InvalidRope),
     #[error(transparent)]

@@ -11,6 +11,7 @@
 //! | [`rope`] | heads from their projection to a cache |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
 //! | [`nf4`] | weights of 4 bits, NF4 and FP4, and the 8-bit code of their absmax |
+//! | [`embed`] | rows of tables for tokens and positions |
 //! | [`norm`] | norms of rows |
 //! | [`int8`] | weights of 8 bits, one absmax a row |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
@@ -39,6 +40,7 @@ pub mod compare;
 pub mod decode;
 pub mod decoder;
 pub mod dtype;
+pub mod embed;
 mod error;
 pub mod inputs;
 pub mod int8;
@@ -53,6 +55,7 @@ pub use compare::{Comparison, compare};
 pub use decode::{Cache, CacheStrides, Decode, Table};
 pub use decoder::{Block, Decoder, Linear};
 pub use dtype::DType;
+pub use embed::Embed;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides, Up};

@@ -8,6 +8,7 @@ use arch::{ArchProfile, Backend, DType, Device};
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
+use kernels::embed::Embed;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
@@ -181,6 +182,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
             Nf4Dequantize::NAME => here[5] += fits::<Nf4Dequantize>(entry, &cuda),
             Nf4Quantize::NAME => here[6] += fits::<Nf4Quantize>(entry, &cuda),
             // Not measured yet: their entries, once there are some, must fit all the same.
+            Embed::NAME => drop(fits::<Embed>(entry, &cuda)),
             Norm::NAME => drop(fits::<Norm>(entry, &cuda)),
             Rope::NAME => drop(fits::<Rope>(entry, &cuda)),
             other => panic!("no kernel is called {other}"),
@@ -381,6 +383,27 @@ fn heads_turn_and_are_cached_on_the_cpu() {
 fn heads_turn_and_are_cached_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
     let failures = rope_failures(&device, DType::F32);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+fn embed_failures(device: &Device, dtype: DType) -> Vec<String> {
+    let cases = oracle::embed::edge_cases(dtype);
+    failures::<Embed, _>(device, &cases, |case| &case.problem, oracle::embed::check)
+}
+
+#[test]
+fn embeddings_are_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        let failures = embed_failures(&device, dtype);
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+#[test]
+fn embeddings_are_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = embed_failures(&device, DType::F32);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 

@@ -57,7 +57,6 @@ fn greedy(decoder: &Decoder, cache: &mut KvCache, logits: Vec<f32>, count: usize
 #[test]
 fn logits_and_greedy_tokens_are_those_of_transformers() {
     for name in FIXTURES {
-        let began = std::time::Instant::now();
         let (decoder, Golden { prompt, logits, greedy: want }) = (in_f32(name), golden(name));
         let mut cache = decoder.cache(1, prompt.len() + want.len()).expect("short");
         let all = values(decoder.forward(&mut cache, &[&prompt], Rows::All).expect("room"));
@@ -67,7 +66,6 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
         let last = all[all.len() - decoder.config().vocab..].to_vec();
         let tokens = greedy(&decoder, &mut cache, last, want.len());
         assert_eq!(tokens[0], want, "{name}");
-        println!("{name} took {:.1} s", began.elapsed().as_secs_f64());
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod attention;
 mod decode;
+mod embed;
 mod matmul;
 mod nf4;
 mod norm;

@@ -1,0 +1,139 @@
+//! Rows of a table of Burn's for tokens that lie on the device.
+
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
+use burn::tensor::{Int, Tensor};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use kernels::embed::{Embed, EmbedOperands, EmbedProblem, Learned};
+use tune::Kernel;
+
+use crate::call::{
+    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
+};
+use crate::{Ctx, OpError};
+
+/// `table[token] · scale`, rounded, and where positions are learned `positions[start[b] + s]` added, rounded
+/// again. A token past the vocabulary, or a position past the learned ones, gives a row of NaN.
+///
+/// # Shapes
+/// tokens `[batch, seq]` and start `[batch]`, I32 or U32 without a copy; table `[vocab, hidden]`, positions
+/// `[max_seq, hidden]`; the result `[batch · seq, hidden]`, token `b · seq + s` in each row. start counts where
+/// positions are learned alone.
+///
+/// # Errors
+/// Shapes or dtypes that do not fit, a scale that is not finite, a device without our kernels, a gradient asked
+/// for.
+pub fn embed(
+    ctx: &Ctx,
+    tokens: Tensor<2, Int>,
+    table: Tensor<2>,
+    start: Tensor<1, Int>,
+    positions: Option<Tensor<2>>,
+    scale: f32,
+) -> Result<Tensor<2>, OpError> {
+    on_cubecl(&table.device())?;
+    let ([batch, seq], [vocab, hidden]) = (tokens.dims(), table.dims());
+    let dtype = float_of(table.dtype())?;
+    same_shape("start", &start.dims(), &[batch])?;
+    let mut learned = None;
+    if let Some(positions) = &positions {
+        let [max_seq, width] = positions.dims();
+        same_shape("positions", &[max_seq, width], &[max_seq, hidden])?;
+        same_dtype("positions", positions.dtype(), table.dtype())?;
+        learned = Some(size_of(max_seq)?);
+    }
+    let problem = EmbedProblem {
+        batch: size_of(batch)?,
+        seq: size_of(seq)?,
+        hidden: size_of(hidden)?,
+        vocab: size_of(vocab)?,
+        dtype,
+        positions: learned,
+        scale,
+    }
+    .checked()?;
+    let call = Call::of(ctx);
+    let out = <Dispatch as EmbedOps>::embed(
+        words_of(tokens).into_dispatch(),
+        table.into_dispatch(),
+        words_of(start).into_dispatch(),
+        Optional::of(positions.map(Tensor::into_dispatch)),
+        problem,
+        call.clone(),
+    );
+    match call.failed() {
+        None => Ok(Tensor::from_dispatch(out)),
+        Some(e) => Err(e),
+    }
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait EmbedOps: Backend {
+    /// `problem` is of these tensors.
+    fn embed(
+        tokens: IntTensor<Self>,
+        table: FloatTensor<Self>,
+        start: IntTensor<Self>,
+        #[extension_type] positions: Optional<Self>,
+        problem: EmbedProblem,
+        call: Call,
+    ) -> FloatTensor<Self>;
+}
+
+impl EmbedOps for CubeBackend {
+    fn embed(
+        tokens: CubeTensor,
+        table: CubeTensor,
+        start: CubeTensor,
+        positions: Optional<Self>,
+        problem: EmbedProblem,
+        call: Call,
+    ) -> CubeTensor {
+        let shape = [problem.tokens() as usize, problem.hidden as usize];
+        let out = empty_like(&table, shape, problem.dtype);
+        let handle = |tensor| into_contiguous(tensor).handle;
+        let operands = EmbedOperands {
+            tokens: handle(tokens),
+            table: handle(table),
+            learned: positions
+                .into_option()
+                .map(|positions| Learned { table: handle(positions), start: handle(start) }),
+            out: out.handle.clone(),
+        };
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let config = call.ctx.config::<Embed>(&device, &problem)?;
+            Embed::launch(&device, &problem, &config, &operands, None);
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+}
+
+impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
+    fn embed(
+        tokens: IntTensor<Self>,
+        table: FloatTensor<Self>,
+        start: IntTensor<Self>,
+        positions: Optional<Self>,
+        problem: EmbedProblem,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let positions = positions.into_option();
+        let all = [Some(&table), positions.as_ref()];
+        let gradient = all.into_iter().flatten().any(|tensor| tensor.is_tracked());
+        let table = Self::inner(table);
+        if gradient {
+            call.fail(OpError::NoGradient);
+            return Self::from_inner(table);
+        }
+        let [tokens, start] = [tokens, start].map(Self::int_inner);
+        let positions = Optional::of(positions.map(Self::inner));
+        Self::from_inner(B::embed(tokens, table, start, positions, problem, call))
+    }
+}

@@ -1,0 +1,152 @@
+//! Embeddings against their reference.
+
+use arch::{DType, Device};
+use cubecl::server::Handle;
+use kernels::embed::{Embed, EmbedConfig, EmbedOperands, EmbedProblem, Learned};
+use reference::{Distribution, fill};
+use tune::Kernel;
+
+use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype};
+
+/// One embedding to verify.
+#[derive(Debug, Clone)]
+pub struct EdgeCase {
+    pub problem: EmbedProblem,
+    /// Whether tokens and positions past the tables are among them.
+    pub past: bool,
+    pub seed: u64,
+}
+
+/// Values of one embedding.
+struct Host {
+    tokens: Vec<u32>,
+    table: Vec<f32>,
+    /// Learned positions, and where sequences are.
+    learned: Option<(Vec<f32>, Vec<u32>)>,
+}
+
+/// Runs `case` on fresh host inputs and compares every result with the reference. The output is filled with
+/// zeros first, which none is: NaN is right where a token is not known.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check(
+    device: &Device,
+    case: &EdgeCase,
+    config: &EmbedConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let dtype = reference_dtype(p.dtype);
+    let [table, learned, out] = p.extents();
+    let make = |len: usize, salt: u64| -> Result<Vec<f32>, CheckError> {
+        Ok(dtype.decode(&dtype.encode(&fill(4 * case.seed + salt, len, Distribution::Normal)))?)
+    };
+    let mut tokens: Vec<u32> =
+        (0..p.tokens()).map(|i| i.wrapping_mul(0x9e37_79b1) % p.vocab).collect();
+    let mut start: Vec<u32> = (0..p.batch).map(|b| 3 * b).collect();
+    if case.past {
+        let last = tokens.len() - 1;
+        (tokens[0], tokens[last], start[0]) = (p.vocab, u32::MAX, u32::MAX);
+    }
+    let learned =
+        p.positions.map(|_| Ok::<_, CheckError>((make(learned, 1)?, start))).transpose()?;
+    let host = Host { tokens, table: make(table, 0)?, learned };
+    let client = device.client();
+    let upload = |values: &[f32]| client.create_from_slice(&padded(&dtype.encode(values)));
+    let words = |words: &[u32]| {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        client.create_from_slice(&bytes)
+    };
+    let operands = EmbedOperands {
+        tokens: words(&host.tokens),
+        table: upload(&host.table),
+        learned: host
+            .learned
+            .as_ref()
+            .map(|(table, start)| Learned { table: upload(table), start: words(start) }),
+        out: upload(&vec![0.0; out]),
+    };
+    Embed::launch(device, p, config, &operands, None);
+    verdict(device, p, &operands, &host)
+}
+
+/// Compares what a launch left in `operands` with the reference, all of it, reading the inputs back from the
+/// device.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_operands(
+    device: &Device,
+    p: &EmbedProblem,
+    operands: &EmbedOperands,
+) -> Result<Verdict, CheckError> {
+    let dtype = reference_dtype(p.dtype);
+    let load = |handle: &Handle, len: usize| -> Result<Vec<f32>, CheckError> {
+        Ok(dtype.decode(&read(device, handle, len * p.dtype.size())?)?)
+    };
+    let words = |handle: &Handle, len: u32| -> Result<Vec<u32>, CheckError> {
+        let bytes = read(device, handle, len as usize * 4)?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+    };
+    let [table, learned, _] = p.extents();
+    let both = operands
+        .learned
+        .as_ref()
+        .map(|of| Ok::<_, CheckError>((load(&of.table, learned)?, words(&of.start, p.batch)?)));
+    let host = Host {
+        tokens: words(&operands.tokens, p.tokens())?,
+        table: load(&operands.table, table)?,
+        learned: both.transpose()?,
+    };
+    verdict(device, p, operands, &host)
+}
+
+fn verdict(
+    device: &Device,
+    p: &EmbedProblem,
+    operands: &EmbedOperands,
+    host: &Host,
+) -> Result<Verdict, CheckError> {
+    let dtype = reference_dtype(p.dtype);
+    let [.., out] = p.extents();
+    let bytes = read(device, &operands.out, out * p.dtype.size())?;
+    let positions: Vec<u32> = match &host.learned {
+        Some((_, start)) => {
+            (0..p.tokens()).map(|t| start[(t / p.seq) as usize].saturating_add(t % p.seq)).collect()
+        }
+        None => Vec::new(),
+    };
+    let reference = reference::Embed {
+        hidden: p.hidden as usize,
+        table: &host.table,
+        scale: p.scale.into(),
+        learned: host.learned.as_ref().map(|(table, _)| (&table[..], &positions[..])),
+        dtype,
+    };
+    let comparison = reference.check(&host.tokens, &dtype.decode(&bytes)?)?;
+    Ok(Verdict { comparison, digest: fnv1a(&bytes) })
+}
+
+/// The embeddings that every config must get right, for one type.
+pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
+    let mut cases = Vec::new();
+    for hidden in [1, 3, 64, 1000, 4096, 4098] {
+        for tokens in [[1, 1], [3, 5], [2, 1]] {
+            for (positions, scale) in [(None, 1.0), (Some(11), 1.0), (None, 11.3), (Some(6), 0.3)] {
+                let problem = EmbedProblem::new(tokens, [37, hidden], dtype).expect("valid");
+                let problem = EmbedProblem { positions, scale, ..problem };
+                let problem = problem.checked().expect("valid");
+                for past in [false, true] {
+                    let seed = 13_000 + cases.len() as u64;
+                    cases.push(EdgeCase { problem, past, seed });
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// Fewer embeddings for configs that are not the default.
+pub fn config_cases(dtype: DType) -> Vec<EdgeCase> {
+    edge_cases(dtype).into_iter().skip(5).step_by(13).collect()
+}

@@ -1,0 +1,416 @@
+//! out[b, s] = round(round(table[token[b, s]] · scale) + learned[start[b] + s])
+//!
+//! ```text
+//!   for each vector of each row                         // one unit
+//!     x = table[token] · scale                          // f32; rounded, since models have it so
+//!     out = round(x + learned[start + s])               // where positions are learned
+//! ```
+//!
+//! Tokens lie on the device, so that one that was just sampled need not visit the host. A token past the
+//! vocabulary, or a position past the learned ones, gives a row of NaN, so that it shows, and reads nothing.
+//!
+//! Cost: a row of the table read and one written a token; nothing is computed to speak of.
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+use crate::fits::{limits, stores};
+use crate::matmul::elem;
+use crate::round::{by_hand, rounded};
+
+/// The family of embeddings.
+pub struct Embed;
+
+/// Tokens whose rows are looked up. Build it with [`EmbedProblem::new`], change fields, end with
+/// [`EmbedProblem::checked`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct EmbedProblem {
+    pub batch: u32,
+    pub seq: u32,
+    pub hidden: u32,
+    pub vocab: u32,
+    /// Type of both tables and of the result.
+    pub dtype: DType,
+    /// Learned positions that are added, where there are such.
+    pub positions: Option<u32>,
+    /// Rows of the table are multiplied by this, and rounded.
+    pub scale: f32,
+}
+
+/// An embedding that means nothing.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum InvalidEmbed {
+    #[error("{axis} is 0\nhint: an empty embedding has no kernel to run; skip it")]
+    Empty { axis: &'static str },
+    #[error("{seq} new positions, {positions} are learned\nhint: take fewer at once")]
+    Short { seq: u32, positions: u32 },
+    #[error("{0} tokens\nhint: below 2^32 in one launch")]
+    TooLarge(u64),
+    #[error("scale is {0}\nhint: it is finite; 1 for none")]
+    Scale(f32),
+    #[error("there are no embeddings in {0}\nhint: f32, f16 or bf16")]
+    DType(DType),
+}
+
+impl EmbedProblem {
+    /// Rows as the table has them.
+    ///
+    /// # Errors
+    /// See [`InvalidEmbed`].
+    pub fn new(
+        [batch, seq]: [u32; 2],
+        [vocab, hidden]: [u32; 2],
+        dtype: DType,
+    ) -> Result<Self, InvalidEmbed> {
+        Self { batch, seq, hidden, vocab, dtype, positions: None, scale: 1.0 }.checked()
+    }
+
+    /// Itself, if it means something.
+    ///
+    /// # Errors
+    /// See [`InvalidEmbed`].
+    pub fn checked(self) -> Result<Self, InvalidEmbed> {
+        for (axis, size) in [
+            ("batch", self.batch),
+            ("seq", self.seq),
+            ("hidden", self.hidden),
+            ("vocab", self.vocab),
+            ("positions", self.positions.unwrap_or(1)),
+        ] {
+            if size == 0 {
+                return Err(InvalidEmbed::Empty { axis });
+            }
+        }
+        let (seq, positions) = (self.seq, self.positions.unwrap_or(self.seq));
+        if seq > positions {
+            return Err(InvalidEmbed::Short { seq, positions });
+        }
+        let tokens = u64::from(self.batch) * u64::from(seq);
+        if tokens > u64::from(u32::MAX) {
+            return Err(InvalidEmbed::TooLarge(tokens));
+        }
+        if !self.scale.is_finite() {
+            return Err(InvalidEmbed::Scale(self.scale));
+        }
+        match self.dtype {
+            DType::F32 | DType::F16 | DType::Bf16 => Ok(self),
+            other => Err(InvalidEmbed::DType(other)),
+        }
+    }
+
+    pub const fn tokens(&self) -> u32 {
+        self.batch * self.seq
+    }
+
+    /// Elements of the table, of the learned positions and of the result.
+    pub const fn extents(&self) -> [usize; 3] {
+        let positions = match self.positions {
+            Some(positions) => positions,
+            None => 0,
+        };
+        let hidden = self.hidden as usize;
+        [self.vocab as usize * hidden, positions as usize * hidden, self.tokens() as usize * hidden]
+    }
+
+    /// Elements of a vector: the longest that a load takes and a row divides into.
+    fn vector(&self, arch: &ArchProfile) -> u32 {
+        let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
+        [8, 4, 2].into_iter().find(|v| *v <= widest && self.hidden % v == 0).unwrap_or(1)
+    }
+}
+
+/// How rows are spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct EmbedConfig {
+    /// Units of a cube.
+    pub units: u32,
+}
+
+/// Device buffers of one launch.
+#[derive(Debug, Clone)]
+pub struct EmbedOperands {
+    /// Words `[batch, seq]`.
+    pub tokens: Handle,
+    /// `[vocab, hidden]`
+    pub table: Handle,
+    /// Where positions are learned.
+    pub learned: Option<Learned>,
+    pub out: Handle,
+}
+
+/// Learned positions, and where sequences are.
+#[derive(Debug, Clone)]
+pub struct Learned {
+    /// `[positions, hidden]`
+    pub table: Handle,
+    /// Words `[batch]`: positions that each sequence has already.
+    pub start: Handle,
+}
+
+impl Kernel for Embed {
+    type Problem = EmbedProblem;
+    type Config = EmbedConfig;
+    type Operands = EmbedOperands;
+
+    const NAME: &'static str = "embed";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &EmbedProblem) -> String {
+        let learned = if p.positions.is_some() { " learned" } else { "" };
+        let tokens = p.tokens().next_power_of_two().min(4096);
+        format!("{} {}{learned} tokens {tokens}", p.dtype, p.hidden)
+    }
+
+    fn candidates(arch: &ArchProfile, p: &EmbedProblem) -> Vec<EmbedConfig> {
+        let cpu = [arch.processors.unwrap_or(1)];
+        let all = if arch.backend == Backend::Cpu { &cpu[..] } else { &[128, 64, 256, 512] };
+        let configs = all.iter().map(|units| EmbedConfig { units: *units });
+        configs.filter(|c| Self::check(arch, p, c).is_ok()).collect()
+    }
+
+    fn check(arch: &ArchProfile, p: &EmbedProblem, c: &EmbedConfig) -> Result<(), Infeasible> {
+        stores(arch, [p.dtype])?;
+        limits(arch, c.units, 0)
+    }
+
+    fn cost(p: &EmbedProblem) -> Cost {
+        let [.., out] = p.extents();
+        let tables = if p.positions.is_some() { 2 } else { 1 };
+        let bytes = (1 + tables) * (out * p.dtype.size()) as u64 + 4 * u64::from(p.tokens());
+        Cost { flops: tables * out as u64, bytes }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &EmbedProblem) -> Result<EmbedConfig, Infeasible> {
+        let units = match arch.backend {
+            Backend::Cpu => arch.processors.unwrap_or(1),
+            _ => 64,
+        };
+        let config = EmbedConfig { units };
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &EmbedProblem, seed: u64) -> EmbedOperands {
+        let client = device.client();
+        let [table, learned, out] = p.extents();
+        let words = |words: Vec<u32>| client.create_from_slice(u32::as_bytes(&words));
+        let noise = |len, salt| crate::noise(device, len, p.dtype, 8 * seed + salt);
+        // Rows far apart, none of which is the next one's neighbour.
+        let token = |i: u32| i.wrapping_add(seed as u32).wrapping_mul(0x9e37_79b1) % p.vocab;
+        EmbedOperands {
+            tokens: words((0..p.tokens()).map(token).collect()),
+            table: noise(table, 0),
+            learned: p.positions.map(|positions| {
+                let free = positions - p.seq + 1;
+                let start = (0..p.batch).map(|b| b.wrapping_mul(977) % free).collect();
+                Learned { table: noise(learned, 1), start: words(start) }
+            }),
+            out: client.empty((out * p.dtype.size()).next_multiple_of(4)),
+        }
+    }
+
+    fn outputs(p: &EmbedProblem, operands: &EmbedOperands) -> Vec<Output> {
+        let [.., len] = p.extents();
+        vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance: 0.0 }]
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        p: &EmbedProblem,
+        c: &EmbedConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let dim = CubeDim::new_1d(c.units).into();
+        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
+        let buffer = || BufferCompilationArg { inplace: None };
+        vec![Box::new(look_up::LookUp::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            DimsCompilationArg {
+                tokens: (),
+                seq: (),
+                vectors: (),
+                vocab: (),
+                positions: (),
+                scale: (),
+            },
+            p.vector(arch) as usize,
+            plan(arch, p),
+            elem(p.dtype),
+        ))]
+    }
+
+    fn launch(
+        device: &Device,
+        p: &EmbedProblem,
+        c: &EmbedConfig,
+        operands: &EmbedOperands,
+        _scratch: Option<&Handle>,
+    ) {
+        let vector = p.vector(device.profile()) as usize;
+        let [table, positions, out] = p.extents().map(|len| len / vector);
+        let cubes = match device.backend() {
+            Backend::Cpu => 1,
+            _ => out.div_ceil(c.units as usize).min(65_535) as u32,
+        };
+        // What is not there is not read.
+        let (learned, start) = match &operands.learned {
+            Some(learned) => ((&learned.table, positions), (&learned.start, p.batch as usize)),
+            None => ((&operands.table, table), (&operands.tokens, 1)),
+        };
+        // SAFETY: the lengths are the problem's; the kernel compares tokens and positions with the tables
+        // before it goes there.
+        unsafe {
+            look_up::launch_unchecked(
+                device.client(),
+                CubeCount::Static(cubes, 1, 1),
+                CubeDim::new_1d(c.units),
+                address(p),
+                vector,
+                BufferArg::from_raw_parts(operands.tokens.clone(), p.tokens() as usize),
+                BufferArg::from_raw_parts(operands.table.clone(), table),
+                BufferArg::from_raw_parts(learned.0.clone(), learned.1),
+                BufferArg::from_raw_parts(start.0.clone(), start.1),
+                BufferArg::from_raw_parts(operands.out.clone(), out),
+                DimsLaunch::new(
+                    p.tokens(),
+                    p.seq,
+                    p.hidden / vector as u32,
+                    p.vocab,
+                    p.positions.unwrap_or(0),
+                    p.scale,
+                ),
+                plan(device.profile(), p),
+                elem(p.dtype),
+            );
+        }
+    }
+}
+
+fn address(p: &EmbedProblem) -> AddressType {
+    let longest = p.extents().into_iter().max().unwrap_or(0);
+    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct EmbedPlan {
+    learned: bool,
+    /// Whether results are rounded before they are stored.
+    rounds: bool,
+}
+
+fn plan(arch: &ArchProfile, p: &EmbedProblem) -> EmbedPlan {
+    EmbedPlan { learned: p.positions.is_some(), rounds: by_hand(arch, p.dtype) }
+}
+
+/// Sizes of one launch.
+#[derive(CubeType, CubeLaunch)]
+struct Dims {
+    tokens: u32,
+    seq: u32,
+    /// Vectors of a row.
+    vectors: u32,
+    vocab: u32,
+    positions: u32,
+    scale: f32,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn look_up<F: Float, N: Size>(
+    tokens: &[u32],
+    table: &[Vector<F, N>],   // [vocab, vectors]
+    learned: &[Vector<F, N>], // [positions, vectors]
+    start: &[u32],            // [batch]
+    out: &mut [Vector<F, N>], // [tokens, vectors]
+    dims: Dims,
+    #[comptime] plan: EmbedPlan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let all = dims.tokens as usize * dims.vectors as usize;
+    let mut i = ABSOLUTE_POS;
+    while i < all {
+        let row = (i / dims.vectors as usize) as u32;
+        let at = i % dims.vectors as usize;
+        let token = tokens[row as usize];
+        let mut known = token < dims.vocab;
+        let mut position = 0u32.runtime();
+        if comptime!(plan.learned) {
+            let before = start[(row / dims.seq) as usize];
+            position = before + row % dims.seq;
+            // A start near 2^32 wraps around.
+            known = known && before < dims.positions && position < dims.positions;
+        }
+        // Of a number that no compiler knows: WGSL refuses a constant NaN.
+        let nan = f32::reinterpret(token | 0x7fc0_0000u32);
+        let mut values = Vector::<F, N>::new(rounded::<F>(nan, plan.rounds));
+        if known {
+            let found = table[token as usize * dims.vectors as usize + at];
+            let mut added = Vector::<F, N>::new(F::from_int(0));
+            if comptime!(plan.learned) {
+                added = learned[position as usize * dims.vectors as usize + at];
+            }
+            #[unroll]
+            for e in 0..N::value() {
+                let product = f32::cast_from(found.extract(e)) * dims.scale;
+                let mut value = rounded::<F>(product, plan.rounds);
+                if comptime!(plan.learned) {
+                    let sum = f32::cast_from(value) + f32::cast_from(added.extract(e));
+                    value = rounded::<F>(sum, plan.rounds);
+                }
+                values.insert(e, value);
+            }
+        }
+        out[i] = values;
+        i += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_profile_has_candidates_that_fit() {
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                let p = EmbedProblem::new([2, 3], [10, 7], dtype).expect("valid");
+                let all = Embed::candidates(&arch, &p);
+                assert!(!all.is_empty(), "{name} {dtype}");
+                let simplest = Embed::simplest(&arch, &p).expect("there is one");
+                Embed::check(&arch, &p, &simplest).expect("it is feasible");
+            }
+        }
+    }
+
+    #[test]
+    fn what_means_nothing_is_refused() {
+        let new = |tokens, table| EmbedProblem::new(tokens, table, DType::F32);
+        let good = new([2, 3], [10, 8]).expect("valid");
+        assert_eq!(new([2, 0], [10, 8]), Err(InvalidEmbed::Empty { axis: "seq" }));
+        assert_eq!(new([2, 3], [0, 8]), Err(InvalidEmbed::Empty { axis: "vocab" }));
+        assert_eq!(new([1 << 16; 2], [10, 8]), Err(InvalidEmbed::TooLarge(1 << 32)));
+        let refused = |p: EmbedProblem| p.checked().expect_err("refused");
+        let positions = refused(EmbedProblem { positions: Some(0), ..good });
+        assert_eq!(positions, InvalidEmbed::Empty { axis: "positions" });
+        let short = refused(EmbedProblem { positions: Some(2), ..good });
+        assert_eq!(short, InvalidEmbed::Short { seq: 3, positions: 2 });
+        let scale = refused(EmbedProblem { scale: f32::INFINITY, ..good });
+        assert_eq!(scale, InvalidEmbed::Scale(f32::INFINITY));
+        let bytes = refused(EmbedProblem { dtype: DType::U8, ..good });
+        assert_eq!(bytes, InvalidEmbed::DType(DType::U8));
+    }
+}
