@@ -153,7 +153,7 @@ impl Decoder {
             let logits = self.chunks(cache, &[&whole], rows)?;
             let from = if rows == Rows::All { whole.len() - seq } else { 0 };
             let to = logits.dims()[0];
-            return Ok(logits.slice([from..to]));
+            return Ok(logits.slice_dim(0, from..to));
         }
         self.chunks(cache, &tokens, rows)
     }

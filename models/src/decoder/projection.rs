@@ -5,6 +5,7 @@ use ops::{Activation, Ctx, Epilogue, Nf4Weight, OpError, linear, nf4_glu, nf4_li
 
 /// A weight `[n, k]`.
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "a layer has a handful")]
 pub(super) enum Matrix {
     Dense(Tensor<2>),
     FourBit(Nf4Weight),
@@ -20,6 +21,7 @@ pub(super) struct Projection {
 
 /// The feed-forward block.
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "a layer has one")]
 pub(super) enum Ffn {
     Gated {
         gate: Projection,
@@ -86,7 +88,7 @@ impl Projection {
             let to = from + matrix.rows();
             let columns = |t: &Tensor<2>| t.clone().slice_dim(1, from..to);
             let own = Epilogue {
-                bias: self.bias.as_ref().map(|bias| bias.clone().slice([from..to])),
+                bias: self.bias.as_ref().map(|bias| bias.clone().slice_dim(0, from..to)),
                 gate: epilogue.gate.as_ref().map(columns),
                 residual: epilogue.residual.as_ref().map(columns),
                 ..epilogue.clone()

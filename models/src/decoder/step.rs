@@ -29,7 +29,7 @@ impl Step {
         let start: Vec<i32> = cache.lengths().iter().copied().map(word).collect();
         let options = (device, DType::I32);
         Self {
-            tokens: Tensor::from_data(TensorData::new(ids, [batch, seq]), options.clone()),
+            tokens: Tensor::from_data(TensorData::new(ids, [batch, seq]), options),
             start: Tensor::from_data(TensorData::new(start, [batch]), options),
             longest: cache.longest() + seq,
         }
@@ -52,6 +52,7 @@ struct Repeated {
     by: By,
 }
 
+#[expect(clippy::large_enum_variant, reason = "a cache has one")]
 enum By {
     /// So many launches of it so far, on a device that captures.
     Launches(usize),
@@ -84,7 +85,7 @@ impl Single {
                 let batch = tokens.len();
                 let options = (&of.device, DType::I32);
                 let step = Step {
-                    tokens: Tensor::zeros([batch, 1], options.clone()),
+                    tokens: Tensor::zeros([batch, 1], options),
                     start: Tensor::zeros([batch], options),
                     longest,
                 };
