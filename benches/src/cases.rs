@@ -1,5 +1,6 @@
 //! What is measured: suites of cases, sized for what runs them.
 
+use std::path::Path;
 use std::str::FromStr;
 
 use anyhow::{Context, bail};
@@ -19,6 +20,7 @@ use models::{Fusion, shapes};
 use tune::Kernel;
 
 use crate::family::Family;
+use crate::model_cases::ModelCase;
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -516,6 +518,9 @@ fn names(suite: Suite) -> anyhow::Result<Vec<String>> {
     let (gpu, host) = (all(suite, Scale::Gpu)?, all(suite, Scale::Host)?);
     let mut names: Vec<_> = gpu.iter().chain(&host).map(Case::name).collect();
     names.extend(crate::run::CEILINGS.map(str::to_owned));
+    // Wherever its folder is.
+    let models = crate::model_cases::select(suite, Scale::Gpu, None, Some(Path::new("demo")));
+    names.extend(models.iter().map(ModelCase::name));
     names.sort();
     names.dedup();
     Ok(names)

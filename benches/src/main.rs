@@ -4,6 +4,7 @@
 mod cases;
 mod emit;
 mod family;
+mod model_cases;
 mod peers;
 mod provenance;
 mod run;
@@ -88,6 +89,9 @@ enum Command {
         /// Also measure torch, with this Python, which needs torch, triton and CUDA
         #[arg(long, value_name = "PYTHON")]
         torch: Option<String>,
+        /// Folder of the demo model, to measure it too
+        #[arg(long, value_name = "DIR")]
+        demo: Option<PathBuf>,
     },
     /// Print the names of a suite's cases
     List {
@@ -135,9 +139,10 @@ fn main() -> ExitCode {
     env_logger::Builder::new().filter_level(log_level()).init();
     let cli = command::parse::<Cli>();
     let outcome = match cli.command {
-        Command::Run { target, suite, filter, policy, no_peers, torch } => {
+        Command::Run { target, suite, filter, policy, no_peers, torch, demo } => {
             let peers = run::Peers { rust: !no_peers, torch };
-            run::run(&target, suite, filter.as_deref(), policy, &peers)
+            let demo = demo.as_deref();
+            run::run(&target, suite, filter.as_deref(), policy, &peers, demo)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),
         Command::Verify { target, filter, configs } => {

@@ -1,6 +1,7 @@
 //! One run: the card, the ceilings, then each case: right first, then fast.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use arch::{Backend, Device};
 use kernels::attention::Attention;
@@ -20,6 +21,7 @@ use tune::{Cost, Policy, TuneError, Tuner};
 use crate::cases::{self, Case, Problem, Scale, Suite};
 use crate::emit::emit;
 use crate::family::Family;
+use crate::model_cases::{self, ModelCase};
 use crate::torch::Torch;
 use crate::{Target, provenance, tuning};
 
@@ -42,6 +44,7 @@ pub(crate) fn run(
     filter: Option<&str>,
     policy: Policy,
     peers: &Peers,
+    demo: Option<&Path>,
 ) -> anyhow::Result<bool> {
     let Some(device) = target.open_or_skip()? else { return Ok(true) };
     let mut card = provenance::card(&device)?;
@@ -50,8 +53,10 @@ pub(crate) fn run(
     let scale = if host { Scale::Host } else { Scale::Gpu };
     let ceilings = |name: &str| filter.is_none_or(|f| name.contains(f));
     let ceiling = filter.is_some_and(|f| CEILINGS.iter().any(|name| name.contains(f)));
-    let matmuls = cases::select(suite, scale, filter)?;
-    if let (true, false, Some(filter)) = (matmuls.is_empty(), ceiling, filter) {
+    let kernels = cases::select(suite, scale, filter)?;
+    let models = model_cases::select(suite, scale, filter, demo);
+    let none = kernels.is_empty() && models.is_empty();
+    if let (true, false, Some(filter)) = (none, ceiling, filter) {
         // It names cases of another backend, which a run over several goes on to.
         emit(&Line::Card(card))?;
         emit(&Line::Plan { cases: 1 })?;
@@ -80,7 +85,7 @@ pub(crate) fn run(
     };
     // From here on a failure costs this backend's column only, whatever its cause: the caller's mistakes
     // that can be known before a measurement were refused above.
-    match measure(tuner, &mut card, matmuls, ceilings, peers.rust, torch) {
+    match measure(tuner, &mut card, (kernels, models), ceilings, peers.rust, torch) {
         Ok(good) => Ok(good),
         Err(e) => {
             eprintln!("error: {e:#}");
@@ -92,12 +97,12 @@ pub(crate) fn run(
 fn measure(
     mut tuner: Tuner<'_>,
     card: &mut record::Card,
-    matmuls: Vec<Case>,
+    (kernels, models): (Vec<Case>, Vec<ModelCase>),
     shown: impl Fn(&str) -> bool,
     with_rust: bool,
     mut torch: Option<Torch>,
 ) -> anyhow::Result<bool> {
-    let device = tuner.device;
+    let (device, policy) = (tuner.device, tuner.policy);
     // The ceilings are always measured: every share is a share of them.
     let copy = measure_copy(device, card)?;
     let multiplies = measure_multiplies(device, card)?;
@@ -109,12 +114,12 @@ fn measure(
     emit(&Line::Card(card.clone()))?;
     let first: Vec<_> =
         std::iter::once(copy).chain(multiplies).filter(|r| shown(&r.case())).collect();
-    emit(&Line::Plan { cases: first.len() + matmuls.len() })?;
+    emit(&Line::Plan { cases: first.len() + kernels.len() + models.len() })?;
     for record in first {
         emit(&Line::Record(record))?;
     }
     let mut good = true;
-    for case in matmuls {
+    for case in kernels {
         let case = Case { peer: case.peer && with_rust, ..case };
         emit(&Line::Begin { case: case.name() })?;
         let warned = tuner.cache.warnings().len();
@@ -139,11 +144,18 @@ fn measure(
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());
         emit(&line)?;
     }
-    Ok(good)
+    // They look their configs up in the same file.
+    drop(tuner);
+    Ok(model_cases::run(device, card, policy, models)? && good)
 }
 
 /// A record with the facts of `card` and nothing measured.
-fn blank(card: &record::Card, op: &str, params: BTreeMap<String, Value>, cost: Cost) -> Record {
+pub(crate) fn blank(
+    card: &record::Card,
+    op: &str,
+    params: BTreeMap<String, Value>,
+    cost: Cost,
+) -> Record {
     Record {
         schema: SCHEMA,
         op: op.to_owned(),
@@ -294,7 +306,7 @@ fn add_peer(record: &mut Record, name: &str, outcome: Result<Timing, TimingError
 
 /// Time at the tighter ceiling over time taken. Vulkan has no register-level ceiling to measure, so
 /// there only bandwidth counts, and a case bound by arithmetic has no share.
-fn share(record: &Record, card: &record::Card, precision: &str) -> Option<f64> {
+pub(crate) fn share(record: &Record, card: &record::Card, precision: &str) -> Option<f64> {
     let median = record.median_ns?;
     let moving = record.bytes as f64 / card.copy_gbps?;
     // A CPU widens every precision and multiplies in f32.

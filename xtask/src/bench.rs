@@ -6,7 +6,7 @@ use anyhow::Result;
 use command::OutFile;
 use record::Record;
 
-use crate::cli::{BenchArgs, Format, word};
+use crate::cli::{BenchArgs, Format, Suite, word};
 use crate::compare::{Baseline, Comparison};
 use crate::devices::{Backend, Chosen, Doctor, Selection};
 use crate::fail::{Fail, check, usage};
@@ -38,8 +38,27 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     if args.dry_run {
         return Ok(());
     }
-    let run = measure(&programs, &chosen, args)?;
-    deliver(&run, baseline.as_ref(), args, save, html)
+    let demo = place.workspace().ok().map(|root| root.join("models/demo"));
+    let run = measure(&programs, &chosen, args, demo.as_deref())?;
+    deliver(&run, baseline.as_ref(), args, save, html)?;
+    match (demo, chosen.devices.first()) {
+        (Some(demo), Some((backend, _))) if tells(args) => tell(&programs, &demo, *backend),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a table is followed by what the demo model writes.
+fn tells(args: &BenchArgs) -> bool {
+    args.format == Format::Md && args.filter.is_none() && args.suite != Suite::Kernels
+}
+
+/// A story by the demo model.
+fn tell(programs: &Programs, demo: &Path, backend: Backend) -> Result<()> {
+    let prompt = "Once upon a time";
+    command::print(&format!("\nthe demo model on {backend}: {prompt}"))?;
+    let (demo, backend) = (demo.display().to_string(), backend.to_string());
+    let args = ["generate", "--model", &demo, "--backend", &backend, "--prompt", prompt];
+    programs.pass_through("flashover", &args)
 }
 
 /// Prints and writes what was measured, then says what is wrong with it: neither a file that cannot be
@@ -87,7 +106,12 @@ pub(crate) fn wants(selection: &Selection) -> Wants {
 }
 
 /// One process per backend, one after the other so that they do not disturb each other's times.
-fn measure(programs: &Programs, chosen: &Chosen, args: &BenchArgs) -> Result<Vec<Column>> {
+fn measure(
+    programs: &Programs,
+    chosen: &Chosen,
+    args: &BenchArgs,
+    demo: Option<&Path>,
+) -> Result<Vec<Column>> {
     let column = |backend: &Backend| {
         let mut command = programs.command("flashover-bench");
         command.args(["run", "--backend", &backend.to_string(), "--suite", &word(args.suite)]);
@@ -97,6 +121,9 @@ fn measure(programs: &Programs, chosen: &Chosen, args: &BenchArgs) -> Result<Vec
             if let Some(value) = value {
                 command.args([name, value]);
             }
+        }
+        if let Some(demo) = demo {
+            command.arg("--demo").arg(demo);
         }
         if let Some(policy) = args.policy {
             command.args(["--policy", &word(policy)]);

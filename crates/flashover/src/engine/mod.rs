@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
-use arch::{Backend, Device};
+use arch::{Backend, DType, Device};
 use burn::tensor::FloatDType;
 use cubecl::MemoryScope;
 use models::{Decoder, DecoderConfig, GenerationConfig, LoadOptions, Weights};
@@ -32,7 +32,8 @@ pub use text::Text;
 /// How [`Engine::load`] puts a model on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EngineOptions {
-    /// What is computed in. When none, f32 on a CPU and elsewhere what the files have.
+    /// What is computed in. When none, f32 on a CPU and where there are no 16 bits, and elsewhere what the files
+    /// have.
     pub dtype: Option<Compute>,
     /// Quantises the matrices of the layers that are dense in the files.
     pub quant: Option<Quant>,
@@ -95,6 +96,8 @@ pub enum EngineError {
         "after {position} tokens the logits hold NaN\nhint: compute in f32 or bf16; f16 ends at 65504"
     )]
     NotANumber { position: usize },
+    #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
+    DType { need: DType, backend: Backend },
     #[error("no published shape is called {shape}\nhint: one of {known}")]
     Shape { shape: String, known: String },
     #[error("the tune cache cannot be read: {0}")]
@@ -150,7 +153,7 @@ impl Engine {
             false => None,
         };
         let template = ChatTemplate::open(&folder)?;
-        let load = load_options(device, options);
+        let load = load_options(device, options)?;
         if let Some(have) = device.profile().memory_bytes {
             let need = models::device_bytes(&weights, &load)?;
             if need > have {
@@ -180,7 +183,7 @@ impl Engine {
             return Err(EngineError::Shape { shape: shape.to_owned(), known });
         };
         let (ctx, on) = (context(device, options)?, on_burn(device));
-        let load = load_options(device, options);
+        let load = load_options(device, options)?;
         let decoder = Decoder::random(&config, &on, ctx, &load, |_| {})?;
         Ok(Self(Arc::new(Inner {
             folder: PathBuf::from(shape),
@@ -278,15 +281,28 @@ fn on_burn(device: &Device) -> burn::tensor::Device {
     burn::tensor::Device::from(device.raw().clone())
 }
 
-fn load_options(device: &Device, options: &EngineOptions) -> LoadOptions {
+fn load_options(device: &Device, options: &EngineOptions) -> Result<LoadOptions, EngineError> {
+    let stored = &device.profile().dtypes;
     let dtype = match options.dtype {
-        Some(Compute::F32) => Some(FloatDType::F32),
-        Some(Compute::F16) => Some(FloatDType::F16),
-        Some(Compute::Bf16) => Some(FloatDType::BF16),
-        None => (device.backend() == Backend::Cpu).then_some(FloatDType::F32),
+        // WGSL has no 16 bits here.
+        None => {
+            let wide = device.backend() == Backend::Cpu || !stored.contains(&DType::Bf16);
+            wide.then_some(FloatDType::F32)
+        }
+        Some(compute) => {
+            let (need, float) = match compute {
+                Compute::F32 => (DType::F32, FloatDType::F32),
+                Compute::F16 => (DType::F16, FloatDType::F16),
+                Compute::Bf16 => (DType::Bf16, FloatDType::BF16),
+            };
+            if !stored.contains(&need) {
+                return Err(EngineError::DType { need, backend: device.backend() });
+            }
+            Some(float)
+        }
     };
     let quant = options.quant.map(|Quant::Nf4| Nf4Options::default());
-    LoadOptions { dtype, quant }
+    Ok(LoadOptions { dtype, quant })
 }
 
 /// Logits on the host.

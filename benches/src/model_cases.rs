@@ -1,0 +1,228 @@
+//! Whole models: prompts that pass, and tokens that are generated.
+//!
+//! A model's steps are compared with its own prompt before they are timed: 24 tokens that pass one after the
+//! other give the logits that they give together. What a model computes is tested against transformers
+//! elsewhere.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use arch::Device;
+use flashover::{Compute, Engine, EngineOptions, Quant, SpeedTest};
+use record::{Card, Line, Record, Summary};
+use serde_json::Value;
+use tune::{Cost, Policy};
+
+use crate::cases::{Scale, Suite};
+use crate::emit::emit;
+use crate::run::{blank, share};
+
+/// A model, and what is measured of it.
+#[derive(Debug, Clone)]
+pub(crate) struct ModelCase {
+    model: Model,
+    test: SpeedTest,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Model {
+    /// The folder of the repository's own.
+    Demo(PathBuf),
+    /// Random weights of a published shape.
+    Shape(&'static str, Option<Quant>),
+}
+
+/// Repetitions of a test.
+const REPETITIONS: usize = 5;
+
+impl ModelCase {
+    /// `prompt model=demo tokens=256`, `generate batch=16 model=llama-3-8b quant=nf4 tokens=128`.
+    pub(crate) fn name(&self) -> String {
+        record::case_name(self.op(), &self.params())
+    }
+
+    fn op(&self) -> &'static str {
+        if self.test.generated == 0 { "prompt" } else { "generate" }
+    }
+
+    fn params(&self) -> BTreeMap<String, Value> {
+        let mut params = BTreeMap::from([(
+            "tokens".to_owned(),
+            (self.test.prompt + self.test.generated).into(),
+        )]);
+        let (name, quant) = match &self.model {
+            Model::Demo(_) => ("demo", None),
+            Model::Shape(name, quant) => (*name, *quant),
+        };
+        params.insert("model".to_owned(), name.into());
+        if let Some(Quant::Nf4) = quant {
+            params.insert("quant".to_owned(), "nf4".into());
+        }
+        if self.test.batch > 1 {
+            params.insert("batch".to_owned(), self.test.batch.into());
+        }
+        params
+    }
+
+    fn load(&self, device: &Device, policy: Policy) -> anyhow::Result<Engine> {
+        let policy = Some(policy);
+        Ok(match &self.model {
+            Model::Demo(folder) => {
+                let options = EngineOptions { policy, ..EngineOptions::default() };
+                Engine::load(device, folder, &options)?
+            }
+            Model::Shape(shape, quant) => {
+                let options = EngineOptions { dtype: Some(Compute::Bf16), quant: *quant, policy };
+                Engine::random(device, shape, &options)?
+            }
+        })
+    }
+}
+
+/// The cases of `suite` whose name contains `filter`; the demo's where its folder is known.
+pub(crate) fn select(
+    suite: Suite,
+    scale: Scale,
+    filter: Option<&str>,
+    demo: Option<&Path>,
+) -> Vec<ModelCase> {
+    let of = |model: &Model, prompt, generated, batch| ModelCase {
+        model: model.clone(),
+        test: SpeedTest { prompt, generated, depth: 0, batch },
+    };
+    let mut cases = Vec::new();
+    if let (Suite::Quick | Suite::All, Some(demo)) = (suite, demo) {
+        let demo = Model::Demo(demo.to_owned());
+        cases.extend([of(&demo, 256, 0, 1), of(&demo, 0, 64, 1)]);
+    }
+    if let (Suite::All, Scale::Gpu) = (suite, scale) {
+        let shapes =
+            [("llama-3.2-1b", None), ("llama-3-8b", None), ("llama-3-8b", Some(Quant::Nf4))];
+        for (shape, quant) in shapes {
+            let model = Model::Shape(shape, quant);
+            cases.extend([of(&model, 512, 0, 1), of(&model, 0, 128, 1), of(&model, 0, 128, 16)]);
+        }
+    }
+    cases.retain(|case| filter.is_none_or(|filter| case.name().contains(filter)));
+    cases
+}
+
+/// Measures cases; false when one failed.
+pub(crate) fn run(
+    device: &Device,
+    card: &Card,
+    policy: Policy,
+    cases: Vec<ModelCase>,
+) -> anyhow::Result<bool> {
+    let (mut good, mut loaded) = (true, None::<(Model, Engine)>);
+    for case in cases {
+        emit(&Line::Begin { case: case.name() })?;
+        let mut record = blank(card, case.op(), case.params(), Cost { flops: 0, bytes: 0 });
+        // One model at a time on the device.
+        if loaded.as_ref().is_some_and(|(model, _)| *model != case.model) {
+            loaded = None;
+        }
+        let measured = match &loaded {
+            Some((_, engine)) => Ok(engine.clone()),
+            None => case.load(device, policy),
+        }
+        .and_then(|engine| {
+            loaded = Some((case.model.clone(), engine.clone()));
+            measure(device, card, &engine, &case, &mut record)
+        });
+        if let Err(e) = measured {
+            record.error = Some(format!("{e:#}"));
+        }
+        good &= record.error.is_none();
+        emit(&Line::Record(record))?;
+    }
+    Ok(good)
+}
+
+fn measure(
+    device: &Device,
+    card: &Card,
+    engine: &Engine,
+    case: &ModelCase,
+    record: &mut Record,
+) -> anyhow::Result<()> {
+    let (dtype, _) = engine.precision();
+    record.params.insert("dtype".to_owned(), dtype.clone().into());
+    let (gap, tolerance) = (steps_and_prompt(engine)?, if dtype == "f32" { 1e-4 } else { 0.05 });
+    (record.max_err, record.tolerance) = (Some(gap), Some(tolerance));
+    // Written so that NaN fails.
+    if !(gap <= tolerance) {
+        record.error = Some(format!(
+            "steps differ from a prompt by {gap:.1e} of the largest logit, over {tolerance:.1e}"
+        ));
+        return Ok(());
+    }
+    let speed = engine.measure(device, case.test, REPETITIONS)?;
+    // A generated token is a launch; a prompt passes in one.
+    let parts = case.test.generated.max(1) as f64;
+    let samples: Vec<f64> = speed.samples_ns.iter().map(|ns| ns / parts).collect();
+    let Some(Summary { median, p10, p90, samples }) = Summary::of(&samples) else {
+        record.error = Some("the clock gave no finite time".to_owned());
+        return Ok(());
+    };
+    (record.median_ns, record.p10_ns, record.p90_ns) = (Some(median), Some(p10), Some(p90));
+    (record.samples, record.clock) = (samples, "host".to_owned());
+    let tokens = case.test.prompt.max(1) * case.test.batch;
+    record.flops = speed.flops_per_token * tokens as u64;
+    record.bytes = speed.bytes_per_step;
+    record.tflops = Some(record.flops as f64 / median / 1e3);
+    record.gbps = Some(record.bytes as f64 / median);
+    record.share_of_ceiling = share(record, card, &dtype);
+    record.config = Some(serde_json::json!({ "tokens_per_second": tokens as f64 / median * 1e9 }));
+    Ok(())
+}
+
+/// How far the logits of 24 tokens one after the other are from those together, relative to the largest.
+fn steps_and_prompt(engine: &Engine) -> anyhow::Result<f64> {
+    let vocab = engine.config().vocab;
+    let tokens: Vec<u32> = (0..24).map(|at| (at * 7919 % vocab) as u32).collect();
+    let together = engine.session(tokens.len())?.logits(&tokens)?;
+    let mut session = engine.session(tokens.len())?;
+    let mut apart = Vec::with_capacity(together.len());
+    for token in &tokens {
+        apart.extend(session.logits(&[*token])?);
+    }
+    let largest = together.iter().fold(0.0f32, |top, logit| top.max(logit.abs()));
+    let gaps = together.iter().zip(&apart).map(|(a, b)| f64::from((a - b).abs() / largest));
+    Ok(gaps.fold(0.0, |top, gap| if gap.is_nan() { f64::NAN } else { gap.max(top) }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn suites_have_their_models() {
+        let demo = Some(Path::new("models/demo"));
+        let names = |suite, scale, demo| -> Vec<_> {
+            select(suite, scale, None, demo).iter().map(ModelCase::name).collect()
+        };
+        let own = ["prompt model=demo tokens=256", "generate model=demo tokens=64"];
+        assert_eq!(names(Suite::Quick, Scale::Host, demo), own);
+        assert!(names(Suite::Quick, Scale::Gpu, None).is_empty());
+        assert!(names(Suite::Kernels, Scale::Gpu, demo).is_empty());
+        let all = names(Suite::All, Scale::Gpu, demo);
+        let batch = "generate batch=16 model=llama-3-8b quant=nf4 tokens=128";
+        assert!(
+            all.starts_with(&own.map(str::to_owned)) && all.contains(&batch.to_owned()),
+            "{all:?}"
+        );
+        let some = select(Suite::All, Scale::Gpu, Some("quant=nf4"), demo);
+        assert_eq!(some.len(), 3);
+    }
+
+    #[test]
+    fn the_demos_steps_are_its_prompt() {
+        let device = Device::open(arch::Backend::Cpu).expect("the CPU runtime needs nothing");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+        let case = select(Suite::Quick, Scale::Host, Some("generate"), Some(&folder)).remove(0);
+        let engine = case.load(&device, Policy::Default).expect("a folder of ours");
+        let gap = steps_and_prompt(&engine).expect("24 tokens fit");
+        assert!(gap < 1e-4, "{gap:e}");
+    }
+}
