@@ -37,8 +37,12 @@ pub struct EmbedProblem {
     pub vocab: u32,
     /// Type of both tables and of the result.
     pub dtype: DType,
+    /// Elements from a row of the table to the next.
+    pub table_stride: u32,
     /// Learned positions that are added, where there are such.
     pub positions: Option<u32>,
+    /// Elements from one of them to the next.
+    pub positions_stride: u32,
     /// Rows of the table are multiplied by this, and rounded.
     pub scale: f32,
 }
@@ -50,6 +54,10 @@ pub enum InvalidEmbed {
     Empty { axis: &'static str },
     #[error("{seq} new positions, {positions} are learned\nhint: take fewer at once")]
     Short { seq: u32, positions: u32 },
+    #[error(
+        "{what} steps {stride} elements between rows of {hidden}\nhint: rows may lie apart, not over each other"
+    )]
+    Stride { what: &'static str, stride: u32, hidden: u32 },
     #[error("{0} tokens\nhint: below 2^32 in one launch")]
     TooLarge(u64),
     #[error("scale is {0}\nhint: it is finite; 1 for none")]
@@ -59,7 +67,7 @@ pub enum InvalidEmbed {
 }
 
 impl EmbedProblem {
-    /// Rows as the table has them.
+    /// Rows as a dense table has them.
     ///
     /// # Errors
     /// See [`InvalidEmbed`].
@@ -68,7 +76,18 @@ impl EmbedProblem {
         [vocab, hidden]: [u32; 2],
         dtype: DType,
     ) -> Result<Self, InvalidEmbed> {
-        Self { batch, seq, hidden, vocab, dtype, positions: None, scale: 1.0 }.checked()
+        Self {
+            batch,
+            seq,
+            hidden,
+            vocab,
+            dtype,
+            table_stride: hidden,
+            positions: None,
+            positions_stride: hidden,
+            scale: 1.0,
+        }
+        .checked()
     }
 
     /// Itself, if it means something.
@@ -85,6 +104,12 @@ impl EmbedProblem {
         ] {
             if size == 0 {
                 return Err(InvalidEmbed::Empty { axis });
+            }
+        }
+        let Self { hidden, table_stride, positions_stride, .. } = self;
+        for (what, stride) in [("table", table_stride), ("positions", positions_stride)] {
+            if stride < hidden {
+                return Err(InvalidEmbed::Stride { what, stride, hidden });
             }
         }
         let (seq, positions) = (self.seq, self.positions.unwrap_or(self.seq));
@@ -108,20 +133,23 @@ impl EmbedProblem {
         self.batch * self.seq
     }
 
-    /// Elements of the table, of the learned positions and of the result.
-    pub const fn extents(&self) -> [usize; 3] {
-        let positions = match self.positions {
-            Some(positions) => positions,
-            None => 0,
-        };
+    /// Elements of the buffers of the table and of the learned positions, and of the result.
+    pub fn extents(&self) -> [usize; 3] {
         let hidden = self.hidden as usize;
-        [self.vocab as usize * hidden, positions as usize * hidden, self.tokens() as usize * hidden]
+        let rows = |rows: u32, stride: u32| (rows - 1) as usize * stride as usize + hidden;
+        [
+            rows(self.vocab, self.table_stride),
+            self.positions.map_or(0, |positions| rows(positions, self.positions_stride)),
+            self.tokens() as usize * hidden,
+        ]
     }
 
-    /// Elements of a vector: the longest that a load takes and a row divides into.
+    /// Elements of a vector: the longest that a load takes and rows and their strides divide into.
     fn vector(&self, arch: &ArchProfile) -> u32 {
         let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
-        [8, 4, 2].into_iter().find(|v| *v <= widest && self.hidden % v == 0).unwrap_or(1)
+        let sizes = [self.hidden, self.table_stride, self.positions_stride];
+        let whole = |v: u32| v <= widest && sizes.iter().all(|size| size % v == 0);
+        [8, 4, 2].into_iter().find(|v| whole(*v)).unwrap_or(1)
     }
 }
 
@@ -137,7 +165,7 @@ pub struct EmbedConfig {
 pub struct EmbedOperands {
     /// Words `[batch, seq]`.
     pub tokens: Handle,
-    /// `[vocab, hidden]`
+    /// `[vocab, hidden]`, rows as far apart as the problem says.
     pub table: Handle,
     /// Where positions are learned.
     pub learned: Option<Learned>,
@@ -243,7 +271,9 @@ impl Kernel for Embed {
                 seq: (),
                 vectors: (),
                 vocab: (),
+                table: (),
                 positions: (),
+                learned: (),
                 scale: (),
             },
             p.vector(arch) as usize,
@@ -289,7 +319,9 @@ impl Kernel for Embed {
                     p.seq,
                     p.hidden / vector as u32,
                     p.vocab,
+                    p.table_stride / vector as u32,
                     p.positions.unwrap_or(0),
+                    p.positions_stride / vector as u32,
                     p.scale,
                 ),
                 plan(device.profile(), p),
@@ -324,15 +356,19 @@ struct Dims {
     /// Vectors of a row.
     vectors: u32,
     vocab: u32,
+    /// Vectors from a row to the next.
+    table: u32,
     positions: u32,
+    /// Vectors from one of them to the next.
+    learned: u32,
     scale: f32,
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn look_up<F: Float, N: Size>(
     tokens: &[u32],
-    table: &[Vector<F, N>],   // [vocab, vectors]
-    learned: &[Vector<F, N>], // [positions, vectors]
+    table: &[Vector<F, N>],   // [vocab, vectors], rows apart
+    learned: &[Vector<F, N>], // [positions, vectors], rows apart
     start: &[u32],            // [batch]
     out: &mut [Vector<F, N>], // [tokens, vectors]
     dims: Dims,
@@ -357,10 +393,10 @@ fn look_up<F: Float, N: Size>(
         let nan = f32::reinterpret(token | 0x7fc0_0000u32);
         let mut values = Vector::<F, N>::new(rounded::<F>(nan, plan.rounds));
         if known {
-            let found = table[token as usize * dims.vectors as usize + at];
+            let found = table[token as usize * dims.table as usize + at];
             let mut added = Vector::<F, N>::new(F::from_int(0));
             if comptime!(plan.learned) {
-                added = learned[position as usize * dims.vectors as usize + at];
+                added = learned[position as usize * dims.learned as usize + at];
             }
             #[unroll]
             for e in 0..N::value() {
@@ -408,6 +444,8 @@ mod tests {
         assert_eq!(positions, InvalidEmbed::Empty { axis: "positions" });
         let short = refused(EmbedProblem { positions: Some(2), ..good });
         assert_eq!(short, InvalidEmbed::Short { seq: 3, positions: 2 });
+        let over = refused(EmbedProblem { table_stride: 7, ..good });
+        assert_eq!(over, InvalidEmbed::Stride { what: "table", stride: 7, hidden: 8 });
         let scale = refused(EmbedProblem { scale: f32::INFINITY, ..good });
         assert_eq!(scale, InvalidEmbed::Scale(f32::INFINITY));
         let bytes = refused(EmbedProblem { dtype: DType::U8, ..good });

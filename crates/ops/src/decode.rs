@@ -333,11 +333,15 @@ fn launch(
         Stored::Bytes { values, scales } => (values, Some(into_contiguous(scales))),
     };
     let ((k, k_scales), (v, v_scales)) = (parts(k), parts(v));
+    let axes = match problem.layout {
+        CacheLayout::Contiguous { .. } => [1, 2],
+        CacheLayout::Paged { .. } => [2, 1],
+    };
     let problem = DecodeProblem {
         q: head_strides(q),
         out: head_strides(out),
-        k: cache_strides("k", &k, &problem)?,
-        v: cache_strides("v", &v, &problem)?,
+        k: cache_strides("k", &k, axes)?,
+        v: cache_strides("v", &v, axes)?,
         ..problem
     }
     .checked()?;
@@ -360,22 +364,20 @@ fn launch(
     Ok(())
 }
 
-/// How a cache lies; one that would have to be copied first is refused.
-fn cache_strides(
+/// How a cache lies, whose axes of heads and of positions are these; one that would have to be copied first is
+/// refused.
+pub(crate) fn cache_strides(
     what: &'static str,
     tensor: &CubeTensor,
-    problem: &DecodeProblem,
+    [head, seq]: [usize; 2],
 ) -> Result<CacheStrides, OpError> {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    let (head, seq) = match problem.layout {
-        CacheLayout::Contiguous { .. } => (1, 2),
-        CacheLayout::Paged { .. } => (2, 1),
-    };
     let step = |axis: usize| strides[axis] as u64;
+    let head_dim = shape[3] as u64;
     // The stride of an axis of one element means nothing.
     let contiguous = step(3) == 1 || shape[3] == 1;
-    let apart = if shape[seq] == 1 { u64::from(problem.head_dim) } else { step(seq) };
-    if !contiguous || apart < u64::from(problem.head_dim) {
+    let apart = if shape[seq] == 1 { head_dim } else { step(seq) };
+    if !contiguous || apart < head_dim {
         return Err(OpError::Apart(what));
     }
     Ok(CacheStrides { page: step(0), head: step(head), seq: apart })

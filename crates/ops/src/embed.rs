@@ -13,6 +13,7 @@ use tune::Kernel;
 use crate::call::{
     Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
 };
+use crate::layout::rows_of;
 use crate::{Ctx, OpError};
 
 /// `table[token] · scale`, rounded, and where positions are learned `positions[start[b] + s]` added, rounded
@@ -51,7 +52,9 @@ pub fn embed(
         hidden: size_of(hidden)?,
         vocab: size_of(vocab)?,
         dtype,
+        table_stride: size_of(hidden)?,
         positions: learned,
+        positions_stride: size_of(hidden)?,
         scale,
     }
     .checked()?;
@@ -72,7 +75,7 @@ pub fn embed(
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait EmbedOps: Backend {
-    /// `problem` is of these tensors.
+    /// `problem` is of these tensors but for their strides.
     fn embed(
         tokens: IntTensor<Self>,
         table: FloatTensor<Self>,
@@ -95,15 +98,22 @@ impl EmbedOps for CubeBackend {
         let shape = [problem.tokens() as usize, problem.hidden as usize];
         let out = empty_like(&table, shape, problem.dtype);
         let handle = |tensor| into_contiguous(tensor).handle;
+        let (table, table_stride) = rows_of(table);
+        let (positions, positions_stride) = positions.into_option().map(rows_of).unzip();
         let operands = EmbedOperands {
             tokens: handle(tokens),
-            table: handle(table),
+            table: table.handle,
             learned: positions
-                .into_option()
-                .map(|positions| Learned { table: handle(positions), start: handle(start) }),
+                .map(|positions| Learned { table: positions.handle, start: handle(start) }),
             out: out.handle.clone(),
         };
         let launched = call.ctx.device(&out.device).and_then(|device| {
+            let problem = EmbedProblem {
+                table_stride: size_of(table_stride)?,
+                positions_stride: positions_stride.map_or(Ok(problem.hidden), size_of)?,
+                ..problem
+            }
+            .checked()?;
             let config = call.ctx.config::<Embed>(&device, &problem)?;
             Embed::launch(&device, &problem, &config, &operands, None);
             Ok(())

@@ -54,10 +54,6 @@ pub enum OpError {
     )]
     NoGradient,
     #[error(
-        "{0} is not dense\nhint: what is written in place is not copied first; give it memory of its own"
-    )]
-    Scattered(&'static str),
-    #[error(
         "nested absmax of several offsets are no weight of a file\nhint: save the weights that were joined"
     )]
     Joined,

@@ -48,6 +48,24 @@ impl Matrices {
     }
 }
 
+/// A matrix with contiguous rows, copied where it is laid out otherwise, and the elements from one to the next.
+/// Burn's own tensors have padded rows on CUDA.
+pub(crate) fn rows_of(tensor: CubeTensor) -> (CubeTensor, usize) {
+    let stride = |tensor: &CubeTensor| {
+        let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+        // The stride of an axis of one element means nothing.
+        let apart = if shape[0] == 1 { shape[1] } else { strides[0] };
+        ((strides[1] == 1 || shape[1] == 1) && apart >= shape[1]).then_some(apart)
+    };
+    match stride(&tensor) {
+        Some(apart) => (tensor, apart),
+        None => {
+            let width = tensor.meta.shape()[1];
+            (into_contiguous(tensor), width)
+        }
+    }
+}
+
 /// The batch axes `batch` as two at most, where both operands step evenly; none where they do not.
 pub(crate) fn fold(batch: &[usize], lhs: &[u64], rhs: &[u64]) -> Option<Batches> {
     let mut axes: Vec<(u64, u64, u64)> = Vec::new(); // (size, step of lhs, step of rhs)

@@ -9,6 +9,7 @@ use burn::tensor::{Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
+use kernels::attention::decode::CacheStrides;
 use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeOperands, RopeProblem};
 use tune::Kernel;
@@ -16,12 +17,15 @@ use tune::Kernel;
 use crate::call::{
     Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
 };
+use crate::decode::cache_strides;
+use crate::layout::rows_of;
 use crate::{Ctx, OpError};
 
 /// The cache of a layer, and how far each sequence is.
 ///
 /// # Shapes
-/// k and v `[batch, kv_heads, capacity, head_dim]`, dense, each with memory of its own; start `[batch]`,
+/// k and v `[batch, kv_heads, capacity, head_dim]`, the head dimension contiguous, other strides any that keep
+/// positions apart; each has memory of its own. start `[batch]`,
 /// I32 or U32 without a copy.
 #[derive(Debug, Clone)]
 pub struct KvSlots {
@@ -69,7 +73,7 @@ pub struct RopeOptions {
 /// strides; the result `[batch, heads, seq, head_dim]`, a view of `[batch, seq, heads, head_dim]`.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, caches that are not dense, a device without our kernels, a gradient
+/// Shapes or dtypes that do not fit, a cache that would have to be copied, a device without our kernels, a gradient
 /// asked for. Nothing is written then.
 pub fn rope(
     ctx: &Ctx,
@@ -132,16 +136,21 @@ fn problem(
             same_dtype(what, weight.dtype(), dtype)?;
         }
     }
+    // Of dense tensors; where they lie is known behind Burn's dispatch.
+    let [kv_heads, capacity, head_dim] =
+        [size_of(*kv_heads)?, size_of(capacity)?, size_of(*head_dim)?];
+    let cache = KvLayout::dense(kv_heads, capacity, head_dim, float);
     let problem = RopeProblem {
         batch: size_of(batch)?,
         seq: size_of(seq)?,
         heads: size_of(*heads)?,
-        kv_heads: size_of(*kv_heads)?,
-        head_dim: size_of(*head_dim)?,
+        kv_heads,
+        head_dim,
         dtype: float,
-        cache: KvLayout { dtype: float, capacity: size_of(capacity)? },
+        cache,
         dim: size_of(dim)?,
         positions: size_of(positions)?,
+        table_stride: size_of(dim)?,
         qk_norm: qk_norm.as_ref().map(|norm| HeadNorm { kind: norm.kind, eps: norm.eps }),
     };
     Ok(problem.checked()?)
@@ -157,7 +166,7 @@ pub(crate) struct Slots<B: Backend> {
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait RopeOps: Backend {
-    /// The queries `[batch, seq, heads, head_dim]`; `problem` is of these tensors.
+    /// The queries `[batch, seq, heads, head_dim]`; `problem` is of these tensors but for their strides.
     fn rope(
         qkv: FloatTensor<Self>,
         #[extension_type] slots: Slots<Self>,
@@ -185,13 +194,19 @@ impl RopeOps for CubeBackend {
         let part = |part: Optional<Self>| part.into_option().map(|t| into_contiguous(t).handle);
         let weights = part(q_weight).zip(part(k_weight));
         let launched = call.ctx.device(&q.device).and_then(|device| {
-            dense("k", &slots.k)?;
-            dense("v", &slots.v)?;
+            let (k, v) = (slot_strides("k", &slots.k)?, slot_strides("v", &slots.v)?);
+            let (table, table_stride) = table.into_option().map(rows_of).unzip();
+            let problem = RopeProblem {
+                cache: KvLayout { k, v, ..problem.cache },
+                table_stride: size_of(table_stride.unwrap_or(0))?,
+                ..problem
+            }
+            .checked()?;
             let config = call.ctx.config::<Rope>(&device, &problem)?;
             let operands = RopeOperands {
                 qkv: into_contiguous(qkv).handle,
                 start: into_contiguous(slots.start).handle,
-                table: part(table),
+                table: table.map(|table| table.handle),
                 weights: weights.map(|(q, k)| HeadWeights { q, k }),
                 q: q.handle.clone(),
                 k: slots.k.handle,
@@ -207,18 +222,13 @@ impl RopeOps for CubeBackend {
     }
 }
 
-/// Refuses a tensor that would have to be copied to be written.
-fn dense(what: &'static str, tensor: &CubeTensor) -> Result<(), OpError> {
+/// How a cache lies that is written where it lies: none of its positions over another.
+fn slot_strides(what: &'static str, tensor: &CubeTensor) -> Result<CacheStrides, OpError> {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    let mut step = 1;
-    for axis in (0..shape.num_dims()).rev() {
-        // The stride of an axis of one element means nothing.
-        if shape[axis] > 1 && strides[axis] != step {
-            return Err(OpError::Scattered(what));
-        }
-        step *= shape[axis];
+    match (0..4).any(|axis| shape[axis] > 1 && strides[axis] == 0) {
+        true => Err(OpError::Apart(what)),
+        false => cache_strides(what, tensor, [1, 2]),
     }
-    Ok(())
 }
 
 impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {

@@ -6,7 +6,7 @@ use kernels::embed::{Embed, EmbedConfig, EmbedOperands, EmbedProblem, Learned};
 use reference::{Distribution, fill};
 use tune::Kernel;
 
-use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype};
+use crate::{CheckError, Verdict, apart, fnv1a, padded, read, reference_dtype, together};
 
 /// One embedding to verify.
 #[derive(Debug, Clone)]
@@ -17,7 +17,7 @@ pub struct EdgeCase {
     pub seed: u64,
 }
 
-/// Values of one embedding.
+/// Values of one embedding, dense.
 struct Host {
     tokens: Vec<u32>,
     table: Vec<f32>,
@@ -37,7 +37,9 @@ pub fn check(
 ) -> Result<Verdict, CheckError> {
     let p = &case.problem;
     let dtype = reference_dtype(p.dtype);
-    let [table, learned, out] = p.extents();
+    let [.., out] = p.extents();
+    let hidden = p.hidden as usize;
+    let rows = |rows: u32| rows as usize * hidden;
     let make = |len: usize, salt: u64| -> Result<Vec<f32>, CheckError> {
         Ok(dtype.decode(&dtype.encode(&fill(4 * case.seed + salt, len, Distribution::Normal)))?)
     };
@@ -49,8 +51,8 @@ pub fn check(
         (tokens[0], tokens[last], start[0]) = (p.vocab, u32::MAX, u32::MAX);
     }
     let learned =
-        p.positions.map(|_| Ok::<_, CheckError>((make(learned, 1)?, start))).transpose()?;
-    let host = Host { tokens, table: make(table, 0)?, learned };
+        p.positions.map(|n| Ok::<_, CheckError>((make(rows(n), 1)?, start))).transpose()?;
+    let host = Host { tokens, table: make(rows(p.vocab), 0)?, learned };
     let client = device.client();
     let upload = |values: &[f32]| client.create_from_slice(&padded(&dtype.encode(values)));
     let words = |words: &[u32]| {
@@ -59,11 +61,11 @@ pub fn check(
     };
     let operands = EmbedOperands {
         tokens: words(&host.tokens),
-        table: upload(&host.table),
-        learned: host
-            .learned
-            .as_ref()
-            .map(|(table, start)| Learned { table: upload(table), start: words(start) }),
+        table: upload(&apart(&host.table, hidden, p.table_stride as usize)),
+        learned: host.learned.as_ref().map(|(table, start)| {
+            let table = apart(table, hidden, p.positions_stride as usize);
+            Learned { table: upload(&table), start: words(start) }
+        }),
         out: upload(&vec![0.0; out]),
     };
     Embed::launch(device, p, config, &operands, None);
@@ -89,13 +91,14 @@ pub fn check_operands(
         Ok(bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
     };
     let [table, learned, _] = p.extents();
-    let both = operands
-        .learned
-        .as_ref()
-        .map(|of| Ok::<_, CheckError>((load(&of.table, learned)?, words(&of.start, p.batch)?)));
+    let dense = |rows: Vec<f32>, stride: u32| together(&rows, p.hidden as usize, stride as usize);
+    let both = operands.learned.as_ref().map(|of| {
+        let table = dense(load(&of.table, learned)?, p.positions_stride);
+        Ok::<_, CheckError>((table, words(&of.start, p.batch)?))
+    });
     let host = Host {
         tokens: words(&operands.tokens, p.tokens())?,
-        table: load(&operands.table, table)?,
+        table: dense(load(&operands.table, table)?, p.table_stride),
         learned: both.transpose()?,
     };
     verdict(device, p, operands, &host)
@@ -142,6 +145,18 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
                 }
             }
         }
+    }
+    // Rows that lie apart, so that vectors divide their strides and that they do not.
+    for (pad, past) in [(64, false), (64, true), (3, true)] {
+        let problem = EmbedProblem::new([2, 3], [11, 896], dtype).expect("valid");
+        let problem = EmbedProblem {
+            table_stride: 896 + pad,
+            positions: Some(9),
+            positions_stride: 896 + 2 * pad,
+            ..problem
+        };
+        let seed = 13_000 + cases.len() as u64;
+        cases.push(EdgeCase { problem: problem.checked().expect("valid"), past, seed });
     }
     cases
 }

@@ -50,6 +50,20 @@ fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, Check
     Ok(all[..bytes].to_vec())
 }
 
+/// Rows `[.., width]` as they lie `stride` apart, NaN between them.
+fn apart(rows: &[f32], width: usize, stride: usize) -> Vec<f32> {
+    let mut out = vec![f32::NAN; (rows.len() / width.max(1)).saturating_sub(1) * stride + width];
+    for (out, row) in out.chunks_mut(stride.max(1)).zip(rows.chunks(width.max(1))) {
+        out[..width].copy_from_slice(row);
+    }
+    out
+}
+
+/// The inverse of [`apart`].
+fn together(rows: &[f32], width: usize, stride: usize) -> Vec<f32> {
+    rows.chunks(stride.max(1)).flat_map(|row| &row[..width]).copied().collect()
+}
+
 /// Device buffers are whole words.
 fn padded(bytes: &[u8]) -> Vec<u8> {
     let mut out = bytes.to_vec();

@@ -2,13 +2,16 @@
 
 use arch::{DType, Device};
 use cubecl::server::Handle;
+use kernels::attention::decode::CacheStrides;
 use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeConfig, RopeOperands, RopeProblem};
 use reference::{Distribution, Rotary, Stretch, fill};
 use tune::Kernel;
 
 use crate::norm::reference_rule;
-use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype};
+use crate::{
+    CheckError, Verdict, apart, fnv1a, kernel_error, padded, read, reference_dtype, together,
+};
 
 /// One projection to verify.
 #[derive(Debug, Clone)]
@@ -19,7 +22,7 @@ pub struct EdgeCase {
     pub seed: u64,
 }
 
-/// Values of one projection, the caches as they were before.
+/// Values of one projection, dense; the caches as they were before.
 struct Host {
     qkv: Vec<f32>,
     start: Vec<u32>,
@@ -43,14 +46,15 @@ impl Host {
 }
 
 /// Runs `case` on fresh host inputs and compares the queries and all of both caches with the reference: what
-/// was there must still be, but for the new positions. Queries are filled with zeros first, which none is.
+/// was there must still be, but for the new positions, and between positions too. Queries are filled with
+/// zeros first, which none is.
 ///
 /// # Errors
 /// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
 pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Verdict, CheckError> {
     let p = &case.problem;
     let dtype = reference_dtype(p.dtype);
-    let [all, queries, slots] = p.extents();
+    let [all, queries, k_len, v_len] = p.extents();
     let make = |len: usize, salt: u64| -> Result<Vec<f32>, CheckError> {
         Ok(dtype.decode(&dtype.encode(&fill(8 * case.seed + salt, len, Distribution::Normal)))?)
     };
@@ -58,13 +62,14 @@ pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Ve
     let rotary = Rotary { base: 1e4, dims, stretch: Stretch::Linear(2.0), magnitude: 1.25 };
     let table = rotary.table(if dims > 0 { positions } else { 0 }, positions);
     let weights = [make(p.head_dim as usize, 1)?, make(p.head_dim as usize, 2)?];
+    let (k_before, v_before) = (make(k_len, 3)?, make(v_len, 4)?);
     let host = Host {
         qkv: make(all, 0)?,
         start: case.start.clone(),
         table: table.into_iter().map(|v| v as f32).collect(),
         weights: p.qk_norm.map(|_| weights),
-        k: make(slots, 3)?,
-        v: make(slots, 4)?,
+        k: gathered(p, p.cache.k, &k_before),
+        v: gathered(p, p.cache.v, &v_before),
     };
     let client = device.client();
     let upload = |values: &[f32]| client.create_from_slice(&padded(&dtype.encode(values)));
@@ -73,13 +78,22 @@ pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Ve
     let operands = RopeOperands {
         qkv: upload(&host.qkv),
         start: client.create_from_slice(&start),
-        table: (p.dim > 0).then(|| floats(&host.table)),
+        table: (p.dim > 0).then(|| floats(&apart(&host.table, dims, p.table_stride as usize))),
         weights: host.weights.as_ref().map(|[q, k]| HeadWeights { q: upload(q), k: upload(k) }),
         q: upload(&vec![0.0; queries]),
-        k: upload(&host.k),
-        v: upload(&host.v),
+        k: upload(&k_before),
+        v: upload(&v_before),
     };
     Rope::launch(device, p, config, &operands, None);
+    for (handle, before, strides) in
+        [(&operands.k, k_before, p.cache.k), (&operands.v, v_before, p.cache.v)]
+    {
+        let mut after = dtype.decode(&read(device, handle, before.len() * p.dtype.size())?)?;
+        places(p, strides).into_iter().for_each(|at| after[at] = before[at]);
+        if after != before {
+            return Err(kernel_error("something was written between positions"));
+        }
+    }
     verdict(device, p, &operands, &host)
 }
 
@@ -97,10 +111,13 @@ pub fn check_operands(
     let load = |handle: &Handle, len: usize| -> Result<Vec<f32>, CheckError> {
         Ok(dtype.decode(&read(device, handle, len * p.dtype.size())?)?)
     };
-    let [all, _, slots] = p.extents();
+    let [all, _, k_len, v_len] = p.extents();
     let start = read(device, &operands.start, p.batch as usize * 4)?;
     let table = match &operands.table {
-        Some(table) => reference::DType::F32.decode(&read(device, table, p.table_len() * 4)?)?,
+        Some(table) => {
+            let rows = reference::DType::F32.decode(&read(device, table, p.table_len() * 4)?)?;
+            together(&rows, p.dim as usize, p.table_stride as usize)
+        }
         None => Vec::new(),
     };
     let head = p.head_dim as usize;
@@ -111,8 +128,8 @@ pub fn check_operands(
         start: start.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect(),
         table,
         weights: weights.transpose()?,
-        k: load(&operands.k, slots)?,
-        v: load(&operands.v, slots)?,
+        k: gathered(p, p.cache.k, &load(&operands.k, k_len)?),
+        v: gathered(p, p.cache.v, &load(&operands.v, v_len)?),
     };
     verdict(device, p, operands, &host)
 }
@@ -124,7 +141,7 @@ fn verdict(
     host: &Host,
 ) -> Result<Verdict, CheckError> {
     let dtype = reference_dtype(p.dtype);
-    let [_, queries, slots] = p.extents();
+    let [_, queries, k_len, v_len] = p.extents();
     let mut bytes = Vec::new();
     let mut load = |handle, len: usize| -> Result<Vec<f32>, CheckError> {
         let part = read(device, handle, len * p.dtype.size())?;
@@ -132,9 +149,28 @@ fn verdict(
         Ok(dtype.decode(&part)?)
     };
     let (q, k, v) =
-        (load(&operands.q, queries)?, load(&operands.k, slots)?, load(&operands.v, slots)?);
+        (load(&operands.q, queries)?, load(&operands.k, k_len)?, load(&operands.v, v_len)?);
+    let (k, v) = (gathered(p, p.cache.k, &k), gathered(p, p.cache.v, &v));
     let comparison = reference_of(p).check(host.operands(), [&q, &k, &v])?;
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
+}
+
+/// Where the elements of a cache `[batch, kv_heads, capacity, head_dim]` lie in its buffer.
+fn places(p: &RopeProblem, strides: CacheStrides) -> Vec<usize> {
+    let mut places = Vec::new();
+    for b in 0..u64::from(p.batch) {
+        for head in 0..u64::from(p.kv_heads) {
+            for position in 0..u64::from(p.cache.capacity) {
+                let from = b * strides.page + head * strides.head + position * strides.seq;
+                places.extend((0..p.head_dim as usize).map(|i| from as usize + i));
+            }
+        }
+    }
+    places
+}
+
+fn gathered(p: &RopeProblem, strides: CacheStrides, buffer: &[f32]) -> Vec<f32> {
+    places(p, strides).into_iter().map(|at| buffer[at]).collect()
 }
 
 fn reference_of(p: &RopeProblem) -> reference::Rope {
@@ -188,9 +224,19 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
             add(RopeProblem { positions: 40, ..p }, &start);
         }
     }
+    // Caches of [batch, capacity, kv_heads, head_dim], of padded positions, and tables of padded rows, whose
+    // strides vectors divide and do not.
+    for (pad, head_dim) in [(0, 64), (48, 80), (3, 64), (2, 6)] {
+        let step = u64::from(head_dim + pad);
+        let k = CacheStrides { page: 19 * 2 * step, head: step, seq: 2 * step };
+        let v = CacheStrides { page: 2 * 21 * step, head: 21 * step, seq: step };
+        let p = whole(5, [4, 2], head_dim);
+        let table_stride = p.table_stride + pad;
+        add(RopeProblem { cache: KvLayout { k, v, ..p.cache }, table_stride, ..p }, &[3, 16, 0]);
+    }
     // Odd heads, which do not turn; one dimension; more heads than cubes take at once.
     for head_dim in [1, 7] {
-        let cache = KvLayout { dtype, capacity: 6 };
+        let cache = KvLayout::dense(1, 6, head_dim, dtype);
         let odd = RopeProblem { head_dim, dim: 0, positions: 0, cache, ..whole(2, [3, 1], 8) };
         add(odd, &[0, 4, 5]);
     }

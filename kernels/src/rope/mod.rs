@@ -23,6 +23,7 @@
 //!
 //! Source: Su et al., "RoFormer" (2021); halves in place of neighbours as in GPT-NeoX.
 
+mod head;
 mod problem;
 
 use std::sync::Arc;
@@ -36,6 +37,8 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 
+use self::head::{Dims, DimsCompilationArg, DimsLaunch, Head, StepsCompilationArg, StepsLaunch};
+use crate::attention::decode::CacheStrides;
 use crate::fits::stores;
 use crate::matmul::elem;
 use crate::norm::NormKind;
@@ -60,7 +63,7 @@ pub struct RopeOperands {
     pub qkv: Handle,
     /// Words `[batch]`: positions that each sequence has already.
     pub start: Handle,
-    /// f32 `[positions, dim]`, where any dimension turns.
+    /// f32 `[positions, dim]`, rows as far apart as the problem says, where any dimension turns.
     pub table: Option<Handle>,
     /// The norms' weights `[head_dim]`, where there are norms.
     pub weights: Option<HeadWeights>,
@@ -134,7 +137,7 @@ impl Kernel for Rope {
 
     fn operands(device: &Device, p: &RopeProblem, seed: u64) -> RopeOperands {
         let client = device.client();
-        let [all, queries, slots] = p.extents();
+        let [all, queries, k, v] = p.extents();
         let noise = |len, dtype, salt| crate::noise(device, len, dtype, 8 * seed + salt);
         // The first sequence is new, the others are anywhere.
         let free = p.limit() - p.seq + 1;
@@ -148,8 +151,8 @@ impl Kernel for Rope {
                 .qk_norm
                 .map(|_| HeadWeights { q: noise(head, p.dtype, 2), k: noise(head, p.dtype, 3) }),
             q: client.empty((queries * p.dtype.size()).next_multiple_of(4)),
-            k: noise(slots, p.cache.dtype, 4),
-            v: noise(slots, p.cache.dtype, 5),
+            k: noise(k, p.cache.dtype, 4),
+            v: noise(v, p.cache.dtype, 5),
         }
     }
 
@@ -162,8 +165,13 @@ impl Kernel for Rope {
             DType::Bf16 => 2f64.powi(-7),
             _ => 1e-5,
         };
-        let slots = (p.seq * p.head_dim) as usize;
-        [(&operands.q, p.extents()[1]), (&operands.k, slots), (&operands.v, slots)]
+        // Nothing is written between positions that lie apart.
+        let slots = |strides: CacheStrides| match strides.seq == u64::from(p.head_dim) {
+            true => (p.seq * p.head_dim) as usize,
+            false => p.head_dim as usize,
+        };
+        let [k, v] = [p.cache.k, p.cache.v].map(slots);
+        [(&operands.q, p.extents()[1]), (&operands.k, k), (&operands.v, v)]
             .map(|(handle, len)| Output { handle: handle.clone(), dtype: p.dtype, len, tolerance })
             .to_vec()
     }
@@ -178,6 +186,7 @@ impl Kernel for Rope {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
         let buffer = || BufferCompilationArg { inplace: None };
+        let steps = || StepsCompilationArg { page: (), head: (), seq: () };
         vec![Box::new(turn_heads::TurnHeads::new(
             settings,
             properties.clone(),
@@ -195,8 +204,10 @@ impl Kernel for Rope {
                 seq: (),
                 heads: (),
                 kv_heads: (),
-                capacity: (),
                 limit: (),
+                turn: (),
+                k: steps(),
+                v: steps(),
                 eps: (),
             },
             p.vector(arch) as usize,
@@ -219,7 +230,7 @@ impl Kernel for Rope {
             _ => groups.div_ceil(plan.rows.rows()).min(65_535),
         };
         let vector = p.vector(device.profile()) as usize;
-        let [all, queries, slots] = p.extents().map(|len| len / vector);
+        let [all, queries, k, v] = p.extents().map(|len| len / vector);
         // What is not there is not read.
         let (table, turns) = match &operands.table {
             Some(table) => (table, p.table_len() / vector),
@@ -231,6 +242,10 @@ impl Kernel for Rope {
             None => [&operands.qkv; 2],
         };
         let head = p.head_dim as usize / vector;
+        let steps = |strides: CacheStrides| {
+            let CacheStrides { page, head, seq } = strides;
+            StepsLaunch::new(page as usize / vector, head as usize / vector, seq as usize / vector)
+        };
         // SAFETY: the lengths are the problem's; the kernel reads whole heads of `groups`, and compares a
         // position with the cache and the table before it goes there.
         unsafe {
@@ -246,15 +261,17 @@ impl Kernel for Rope {
                 BufferArg::from_raw_parts(q_weight.clone(), head),
                 BufferArg::from_raw_parts(k_weight.clone(), head),
                 BufferArg::from_raw_parts(operands.q.clone(), queries),
-                BufferArg::from_raw_parts(operands.k.clone(), slots),
-                BufferArg::from_raw_parts(operands.v.clone(), slots),
+                BufferArg::from_raw_parts(operands.k.clone(), k),
+                BufferArg::from_raw_parts(operands.v.clone(), v),
                 DimsLaunch::new(
                     groups,
                     p.seq,
                     p.heads,
                     p.kv_heads,
-                    p.cache.capacity,
                     p.limit(),
+                    (p.table_stride as usize / vector) as u32,
+                    steps(p.cache.k),
+                    steps(p.cache.v),
                     p.qk_norm.map_or(0.0, |norm| norm.eps),
                 ),
                 plan,
@@ -300,72 +317,17 @@ fn plan(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> RopePlan {
     }
 }
 
-/// Sizes of one launch.
-#[derive(CubeType, CubeLaunch)]
-struct Dims {
-    /// Heads of all tokens.
-    groups: u32,
-    seq: u32,
-    heads: u32,
-    kv_heads: u32,
-    capacity: u32,
-    /// The first position that is not written.
-    limit: u32,
-    eps: f32,
-}
-
-/// A head of a token: what it is, and where it goes.
-#[derive(CubeType, Clone, Copy)]
-struct Head {
-    /// First vector of it in the projection, and of where it goes.
-    from: usize,
-    to: usize,
-    position: u32,
-    query: bool,
-    key: bool,
-    /// Whether it goes anywhere.
-    within: bool,
-}
-
-#[cube]
-impl Head {
-    /// Head `index` of those of all tokens.
-    fn of(index: u32, start: &[u32], dims: &Dims, #[comptime] plan: RopePlan) -> Head {
-        let all = dims.heads + 2 * dims.kv_heads;
-        let (token, head) = (index / all, index % all);
-        let (b, s) = (token / dims.seq, token % dims.seq);
-        let before = start[b as usize];
-        let position = before + s;
-        let query = head < dims.heads;
-        let key = !query && head < dims.heads + dims.kv_heads;
-        let of_query = token as usize * dims.heads as usize + head as usize;
-        // Heads of values follow those of keys.
-        let kv_head = (head - min(head, dims.heads)) % dims.kv_heads;
-        let slot = (b * dims.kv_heads + kv_head) as usize * dims.capacity as usize;
-        let of_slot = slot + position as usize;
-        Head {
-            from: index as usize * comptime!(plan.head as usize),
-            to: select(query, of_query, of_slot) * comptime!(plan.head as usize),
-            position,
-            query,
-            key,
-            // A start near 2^32 wraps around.
-            within: before < dims.limit && position < dims.limit,
-        }
-    }
-}
-
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 fn turn_heads<F: Float, N: Size>(
     qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]
     start: &[u32],             // [batch]
-    table: &[Vector<f32, N>],  // [positions, 2, half]
+    table: &[Vector<f32, N>],  // [positions, 2, half], rows apart
     q_weight: &[Vector<F, N>], // [head]
     k_weight: &[Vector<F, N>], // [head]
     q: &mut [Vector<F, N>],    // [tokens, heads, head]
-    k: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head]
-    v: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head]
+    k: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head], positions apart
+    v: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head], positions apart
     dims: Dims,
     #[comptime] plan: RopePlan,
     #[define(F)] _dtype: ElemType,
@@ -486,7 +448,7 @@ fn turn<N: Size>(
     #[comptime] plan: RopePlan,
 ) {
     let half = comptime!(plan.half as usize);
-    let row = head.position as usize * comptime!(2 * half) + at;
+    let row = head.turns + at;
     let (cos, sin) = (table[row], table[row + half]);
     #[unroll]
     for e in 0..N::value() {
@@ -554,7 +516,8 @@ mod tests {
     /// One dimension, which cannot turn.
     fn odd(dtype: DType) -> RopeProblem {
         let even = RopeProblem::new([3, 5], [8, 2], 2, 64, dtype).expect("valid");
-        RopeProblem { head_dim: 1, dim: 0, ..even }
+        let cache = KvLayout::dense(2, 64, 1, dtype);
+        RopeProblem { head_dim: 1, dim: 0, cache, ..even }
     }
 
     #[test]
@@ -577,6 +540,9 @@ mod tests {
         let cache = KvLayout { dtype: DType::I8, ..good.cache };
         let bytes = InvalidRope::Cache { cache: DType::I8, dtype: DType::F16 };
         assert_eq!(refused(RopeProblem { cache, ..good }), bytes);
+        let over = CacheStrides { seq: 7, ..good.cache.v };
+        let over = refused(RopeProblem { cache: KvLayout { v: over, ..good.cache }, ..good });
+        assert_eq!(over, InvalidRope::Stride { operand: "v", stride: 7, width: 8 });
         let cache = KvLayout { capacity: u32::MAX - 2, ..good.cache };
         let wraps = refused(RopeProblem { cache, ..good });
         assert_eq!(wraps, InvalidRope::TooLarge(u64::from(u32::MAX) + 1));

@@ -3,16 +3,26 @@
 use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
 
+use crate::attention::decode::CacheStrides;
 use crate::norm::NormKind;
 
-/// How the cache of keys, and that of values, lies in its buffer: dense
-/// `[batch, kv_heads, capacity, head_dim]`.
+/// How the caches of keys and of values lie in their buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLayout {
     /// Type of what is stored: that of the projection.
     pub dtype: DType,
-    /// Positions that each sequence has room for.
+    /// Positions that each sequence has room for, in one run, its own: a page.
     pub capacity: u32,
+    pub k: CacheStrides,
+    pub v: CacheStrides,
+}
+
+impl KvLayout {
+    /// Both dense, `[batch, kv_heads, capacity, head_dim]`.
+    pub const fn dense(kv_heads: u32, capacity: u32, head_dim: u32, dtype: DType) -> Self {
+        let strides = CacheStrides::contiguous(kv_heads, capacity, head_dim);
+        Self { dtype, capacity, k: strides, v: strides }
+    }
 }
 
 /// A norm of each head by itself, before it turns.
@@ -41,6 +51,8 @@ pub struct RopeProblem {
     pub dim: u32,
     /// Positions of the table.
     pub positions: u32,
+    /// Elements from one of them to the next.
+    pub table_stride: u32,
     /// Of queries and keys.
     pub qk_norm: Option<HeadNorm>,
 }
@@ -64,6 +76,11 @@ pub enum InvalidRope {
         "{seq} new positions for a {what} of {have}\nhint: make it longer, or take fewer at once"
     )]
     Short { what: &'static str, seq: u32, have: u32 },
+    #[error(
+        "{operand} steps {stride} elements between positions of {width}\nhint: positions may lie apart, not \
+         over each other"
+    )]
+    Stride { operand: &'static str, stride: u64, width: u32 },
     #[error("{0} heads of all positions\nhint: below 2^32 in one launch")]
     TooLarge(u64),
     #[error("eps is {0}\nhint: it is finite and not negative")]
@@ -75,7 +92,7 @@ pub enum InvalidRope {
 }
 
 impl RopeProblem {
-    /// Heads that turn whole, without norms, for a table as long as the cache.
+    /// Heads that turn whole, without norms, for a table as long as the cache; all of it dense.
     ///
     /// # Errors
     /// See [`InvalidRope`].
@@ -93,9 +110,10 @@ impl RopeProblem {
             kv_heads,
             head_dim,
             dtype,
-            cache: KvLayout { dtype, capacity },
+            cache: KvLayout::dense(kv_heads, capacity, head_dim, dtype),
             dim: head_dim,
             positions: capacity,
+            table_stride: head_dim,
             qk_norm: None,
         }
         .checked()
@@ -130,6 +148,15 @@ impl RopeProblem {
         if dim > 0 && seq > positions {
             return Err(InvalidRope::Short { what: "table", seq, have: positions });
         }
+        for (operand, stride, width) in [
+            ("k", cache.k.seq, head_dim),
+            ("v", cache.v.seq, head_dim),
+            ("table", u64::from(self.table_stride), dim),
+        ] {
+            if stride < u64::from(width) {
+                return Err(InvalidRope::Stride { operand, stride, width });
+            }
+        }
         let all = u64::from(batch) * u64::from(seq);
         let all = all * (u64::from(heads) + 2 * u64::from(kv_heads));
         // The end of the newest positions, too, is a number of 32 bits.
@@ -161,20 +188,28 @@ impl RopeProblem {
         self.heads + 2 * self.kv_heads
     }
 
-    /// Elements of the projection, of the queries and of one cache.
-    pub const fn extents(&self) -> [usize; 3] {
+    /// Elements of the projection, of the queries and of the buffers of keys and of values.
+    pub fn extents(&self) -> [usize; 4] {
         let (tokens, head_dim) = (self.tokens() as usize, self.head_dim as usize);
-        let slots = self.batch as usize * self.kv_heads as usize * self.cache.capacity as usize;
+        let last = [self.batch, self.kv_heads, self.cache.capacity].map(|size| u64::from(size - 1));
+        let slots = |s: CacheStrides| {
+            let [page, head, seq] = last;
+            (page * s.page + head * s.head + seq * s.seq) as usize + head_dim
+        };
         [
             tokens * self.all_heads() as usize * head_dim,
             tokens * self.heads as usize * head_dim,
-            slots * head_dim,
+            slots(self.cache.k),
+            slots(self.cache.v),
         ]
     }
 
-    /// Elements of the table: cosines, then sines of each position.
+    /// Elements of the table's buffer: cosines, then sines of each position.
     pub const fn table_len(&self) -> usize {
-        self.positions as usize * self.dim as usize
+        match self.positions {
+            0 => 0,
+            positions => (positions - 1) as usize * self.table_stride as usize + self.dim as usize,
+        }
     }
 
     /// The first position that is not written.
@@ -183,11 +218,17 @@ impl RopeProblem {
         if self.dim > 0 && self.positions < capacity { self.positions } else { capacity }
     }
 
-    /// Elements of a vector: the longest that a load takes, and that a head and the halves of what turns
-    /// divide into.
+    /// Elements of a vector: the longest that a load takes, and that a head, the halves of what turns and
+    /// the strides divide into.
     pub(super) fn vector(&self, arch: &ArchProfile) -> u32 {
         let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
-        let whole = |v: u32| self.head_dim % v == 0 && self.dim / 2 % v == 0;
+        let KvLayout { k, v, .. } = self.cache;
+        let table = if self.dim > 0 { self.table_stride } else { 0 };
+        let sizes = [self.head_dim, self.dim / 2, table].map(u64::from);
+        let whole = |width: u32| {
+            let strides = [k.page, k.head, k.seq, v.page, v.head, v.seq];
+            sizes.into_iter().chain(strides).all(|size| size % u64::from(width) == 0)
+        };
         [8, 4, 2].into_iter().find(|v| *v <= widest && whole(*v)).unwrap_or(1)
     }
 }

@@ -40,6 +40,23 @@ fn options(dim: usize, norm: bool, device: &Device) -> RopeOptions {
     }
 }
 
+/// A view of `[batch, capacity, kv_heads, head_dim]`.
+fn heads_last(cache: Tensor<4>) -> Tensor<4> {
+    let turned = cache.swap_dims(1, 2).into_data();
+    let device = Device::cpu();
+    Tensor::<4>::from_data(turned, &device).swap_dims(1, 2)
+}
+
+/// A view of `[batch, capacity, 2 · kv_heads, head_dim]`: every other head of twice as many.
+fn apart(cache: Tensor<4>) -> Tensor<4> {
+    let [batch, heads, capacity, dim] = cache.dims();
+    let twice = Tensor::cat(vec![cache.clone(), cache], 1).swap_dims(1, 2).into_data();
+    let twice = Tensor::<4>::from_data(twice, &Device::cpu()).swap_dims(1, 2);
+    let own = twice.slice([0..batch, 0..heads]);
+    assert_eq!(own.dims(), [batch, heads, capacity, dim]);
+    own
+}
+
 /// Fails unless `q`, and what `slots` holds now, are the reference's for what they held before.
 fn check(q: Tensor<4>, before: [Vec<f32>; 3], now: &KvSlots, with: &RopeOptions, dtype: DType) {
     let dims = with.table.as_ref().map_or(0, |table| table.dims()[1]);
@@ -87,8 +104,20 @@ fn heads_are_the_references_and_every_clone_of_the_cache_has_them() {
             // A projection that lies otherwise, and words of another type.
             let again = self::slots(&device);
             let again = KvSlots { start: again.start.cast(IntDType::U32), ..again };
-            let turned = Tensor::from_data(qkv.transpose().into_data(), &device).transpose();
-            rope(&ctx, turned, &again, with).expect("valid");
+            let turned =
+                Tensor::from_data(qkv.clone().transpose().into_data(), &device).transpose();
+            rope(&ctx, turned, &again, with.clone()).expect("valid");
+            assert_eq!(values(again.k), values(slots.k.clone()));
+            assert_eq!(values(again.v), values(slots.v.clone()));
+            // Caches and a table whose rows lie apart, as Burn's own lie on CUDA.
+            let again = self::slots(&device);
+            let again = KvSlots { k: heads_last(again.k), v: apart(again.v), ..again };
+            let table = with.table.clone().map(|table| {
+                let [positions, dim] = table.dims();
+                let padded = Tensor::cat(vec![table.clone(), table], 1);
+                padded.slice([0..positions, 0..dim])
+            });
+            rope(&ctx, qkv, &again, RopeOptions { table, ..with }).expect("valid");
             assert_eq!(values(again.k), values(slots.k));
             assert_eq!(values(again.v), values(slots.v));
         }
@@ -140,10 +169,12 @@ fn mistakes_are_errors_and_write_nothing() {
     let table = Some(tensor([CAPACITY, 18], 1, &device));
     let with = RopeOptions { table, ..good() };
     assert!(fails(qkv(&device), &slots, with).contains("18 dimensions of 16 turn"));
-    let apart = slots.v.clone().swap_dims(1, 2);
-    let apart = Tensor::<4>::from_data(apart.into_data(), &device).swap_dims(1, 2);
-    let apart = KvSlots { v: apart, ..slots.clone() };
-    assert!(matches!(run(qkv(&device), &apart, good()), Err(OpError::Scattered("v"))));
+    let turned = Tensor::from_data(slots.v.clone().swap_dims(2, 3).into_data(), &device);
+    let turned = KvSlots { v: turned.swap_dims(2, 3), ..slots.clone() };
+    assert!(matches!(run(qkv(&device), &turned, good()), Err(OpError::Apart("v"))));
+    let one = slots.k.clone().narrow(0, 0, 1).expand([BATCH, HEADS[1], CAPACITY, DIM]);
+    let one = KvSlots { k: one, ..slots.clone() };
+    assert!(matches!(run(qkv(&device), &one, good()), Err(OpError::Apart("k"))));
     assert_eq!(values(slots.k.clone()), before, "nothing is written");
 
     let device = Device::cpu().autodiff();

@@ -1,0 +1,83 @@
+//! Which head a group of units has, and where it goes.
+
+use cubecl::prelude::*;
+
+use super::RopePlan;
+
+/// Sizes of one launch.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Dims {
+    /// Heads of all tokens.
+    pub(super) groups: u32,
+    pub(super) seq: u32,
+    pub(super) heads: u32,
+    pub(super) kv_heads: u32,
+    /// The first position that is not written.
+    pub(super) limit: u32,
+    /// Vectors from a position of the table to the next.
+    pub(super) turn: u32,
+    pub(super) k: Steps,
+    pub(super) v: Steps,
+    pub(super) eps: f32,
+}
+
+/// [`CacheStrides`] in vectors.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Steps {
+    pub(super) page: usize,
+    pub(super) head: usize,
+    pub(super) seq: usize,
+}
+
+#[cube]
+impl Steps {
+    /// First vector of a position.
+    fn at(&self, page: u32, head: u32, position: u32) -> usize {
+        page as usize * self.page + head as usize * self.head + position as usize * self.seq
+    }
+}
+
+/// A head of a token: what it is, and where it goes.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Head {
+    /// First vector of it in the projection, and of where it goes.
+    pub(super) from: usize,
+    pub(super) to: usize,
+    /// First vector of its position in the table.
+    pub(super) turns: usize,
+    pub(super) position: u32,
+    pub(super) query: bool,
+    pub(super) key: bool,
+    /// Whether it goes anywhere.
+    pub(super) within: bool,
+}
+
+#[cube]
+impl Head {
+    /// Head `index` of those of all tokens.
+    pub(super) fn of(index: u32, start: &[u32], dims: &Dims, #[comptime] plan: RopePlan) -> Head {
+        let all = dims.heads + 2 * dims.kv_heads;
+        let (token, head) = (index / all, index % all);
+        let (b, s) = (token / dims.seq, token % dims.seq);
+        let before = start[b as usize];
+        let position = before + s;
+        let query = head < dims.heads;
+        let key = !query && head < dims.heads + dims.kv_heads;
+        let of_query = token as usize * dims.heads as usize + head as usize;
+        let of_query = of_query * comptime!(plan.head as usize);
+        // Heads of values follow those of keys.
+        let kv_head = (head - min(head, dims.heads)) % dims.kv_heads;
+        let of_key = dims.k.at(b, kv_head, position);
+        let of_value = dims.v.at(b, kv_head, position);
+        Head {
+            from: index as usize * comptime!(plan.head as usize),
+            to: select(query, of_query, select(key, of_key, of_value)),
+            turns: position as usize * dims.turn as usize,
+            position,
+            query,
+            key,
+            // A start near 2^32 wraps around.
+            within: before < dims.limit && position < dims.limit,
+        }
+    }
+}
