@@ -48,8 +48,8 @@ pub enum Error {
         "sequences of {length} positions turn all of them anew, and a batch cannot\nhint: one sequence at a time"
     )]
     Stretched { length: usize },
-    #[error("a captured step: {0}")]
-    Captured(String),
+    #[error("the device failed: {0}")]
+    Failed(String),
     #[error(transparent)]
     Op(#[from] ops::OpError),
 }

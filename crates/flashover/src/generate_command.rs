@@ -2,10 +2,10 @@
 
 use std::io::{BufRead, IsTerminal, Read, Write};
 use std::path::PathBuf;
-use std::time::Instant;
 
 use anyhow::{Context, bail};
 use flashover::{End, Engine, Message, Request, Session};
+use tune::timing::Stopwatch;
 
 use crate::model_args::{ModelArgs, SamplingArgs};
 
@@ -75,7 +75,7 @@ pub(super) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
         eprintln!("{}", answer.summary);
         return Ok(());
     }
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     let mut ids = Vec::new();
     let mut tokens = session.generate(&prompt, &request)?;
     let first = begin.elapsed().as_secs_f64();
@@ -108,7 +108,7 @@ fn several(
     if !request.stops.is_empty() {
         bail!("--stop ends one answer\nhint: leave out --completions, or cut the answers yourself");
     }
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     let answers = engine.generate_batch(&[prompt], completions.into(), request)?;
     let (mut all, mut shown) = (0, String::new());
     for (at, answer) in answers.iter().flatten().enumerate() {
@@ -139,7 +139,7 @@ struct Answer {
 
 /// Writes an answer as it comes.
 fn write(session: &mut Session, prompt: &[u32], request: &Request) -> anyhow::Result<Answer> {
-    let begin = Instant::now();
+    let begin = Stopwatch::start();
     let mut pieces = session.write(prompt, request)?;
     let first = begin.elapsed().as_secs_f64();
     let mut text = String::new();

@@ -163,6 +163,20 @@ pub fn measure_launches(
     measure_with(device, effort, false, launch)
 }
 
+/// The host's clock, for what is longer than launches: a model's prompt, a generation.
+#[derive(Debug, Clone, Copy)]
+pub struct Stopwatch(Instant);
+
+impl Stopwatch {
+    pub fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    pub fn elapsed(&self) -> Duration {
+        self.0.elapsed()
+    }
+}
+
 /// Times work that runs on the calling thread, by the host's clock.
 pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
     let mut turn = 0;

@@ -138,7 +138,7 @@ impl Repeated {
 fn read(logits: &Result<Tensor<2>, Error>) -> Result<Tensor<2>, Error> {
     match logits {
         Ok(logits) => Ok(logits.clone()),
-        Err(why) => Err(Error::Captured(why.to_string())),
+        Err(why) => Err(Error::Failed(why.to_string())),
     }
 }
 

@@ -39,13 +39,28 @@ pub(crate) fn ratio(value: f64) -> String {
     if value < 1e6 { format!("{value:.2}x") } else { digits(value) + "x" }
 }
 
-/// The rate that describes the case: arithmetic where there is any, else bytes moved.
+/// The rate that describes the case: tokens of a model, else arithmetic where there is any, else bytes moved.
 pub(crate) fn rate(record: &Record) -> String {
+    if let Some(tokens) = tokens_per_second(record) {
+        return format!("{} tokens/s", digits(tokens));
+    }
     match (record.tflops, record.gbps) {
         (Some(tflops), _) if record.flops > 0 => format!("{} TFLOP/s", digits(tflops)),
         (_, Some(gbps)) => format!("{} GB/s", digits(gbps)),
         _ => String::new(),
     }
+}
+
+/// Of all sequences together. A generated token is timed by itself, a prompt as a whole.
+fn tokens_per_second(record: &Record) -> Option<f64> {
+    let number = |name| record.params.get(name).and_then(Value::as_f64);
+    let batch = number("batch").unwrap_or(1.0);
+    let tokens = match record.op.as_str() {
+        "generate" => 1.0,
+        "prompt" => number("tokens")?,
+        _ => return None,
+    };
+    Some(tokens * batch / record.median_ns? * 1e9)
 }
 
 /// `1.62x burn, 0.98x cubek`: how many times faster we are than each, and by which clock where it was
@@ -140,6 +155,21 @@ mod tests {
         assert_eq!(digits(f64::NAN), "NaN");
         assert_eq!((digits(1e294), ratio(1e300)), ("1.00e294".into(), "1.00e300x".into()));
         assert_eq!((digits(123_456_789.0), ratio(1.625)), ("123456789".into(), "1.62x".into()));
+    }
+
+    #[test]
+    fn models_have_tokens_a_second() {
+        let record = |op: &str, median: f64| {
+            let mut record = crate::report::sample::run()[0].records[0].clone();
+            record.op = op.to_owned();
+            record.params = [("tokens", 512), ("batch", 2)]
+                .map(|(name, value)| (name.to_owned(), value.into()))
+                .into();
+            record.median_ns = Some(median);
+            record
+        };
+        assert_eq!(rate(&record("prompt", 1e9)), "1024 tokens/s");
+        assert_eq!(rate(&record("generate", 1e8)), "20.0 tokens/s");
     }
 
     #[test]

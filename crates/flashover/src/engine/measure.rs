@@ -1,14 +1,12 @@
 //! How fast a model is, and against what a device gives at most.
 
-use std::time::Instant;
-
 use arch::{Backend, Device};
 use burn::tensor::DType;
 use kernels::ceiling;
 use kernels::matmul::Precision;
-use models::{Rows, Slot};
+use models::{Param, Rows, Slot};
 use serde::Serialize;
-use tune::timing::{Timing, TimingError};
+use tune::timing::{Stopwatch, Timing, TimingError};
 
 use super::{Engine, EngineError, on_host};
 
@@ -37,8 +35,9 @@ pub struct Speed {
     pub joules_per_token: Option<f64>,
     /// Bytes that a step of generating must read: weights, and keys and values halfway.
     pub bytes_per_step: u64,
-    /// Operations of the products for a token; a multiply-add counts two.
-    pub flops_per_token: u64,
+    /// Operations of the products of a repetition; a multiply-add counts two. Of a prompt only the last token
+    /// gets logits.
+    pub flops: u64,
 }
 
 /// The most that a device gives.
@@ -107,8 +106,7 @@ impl Speed {
 
     /// Model FLOPs utilisation: operations of the products over what registers would have given.
     pub fn utilisation(&self, ceilings: &Ceilings) -> Option<f64> {
-        let rate = self.flops_per_token as f64 * self.test.tokens() as f64 / self.median_ns();
-        ceilings.gflops.map(|ceiling| rate / ceiling)
+        ceilings.gflops.map(|ceiling| self.flops as f64 / self.median_ns() / ceiling)
     }
 
     fn median_ns(&self) -> f64 {
@@ -145,7 +143,7 @@ impl Engine {
             if depth > 0 {
                 run(&mut cache, 1, depth)?;
             }
-            let (before, begin) = (energy(), Instant::now());
+            let (before, begin) = (energy(), Stopwatch::start());
             let mut first = None;
             if prompt > 0 {
                 run(&mut cache, 2, prompt)?;
@@ -172,7 +170,7 @@ impl Engine {
             first_token_ns,
             joules_per_token: joules.map(|millis| millis / 1e3 / test.tokens() as f64),
             bytes_per_step: self.decoder().matrix_bytes() + kv,
-            flops_per_token: self.flops_per_token(),
+            flops: self.flops(test),
         })
     }
 
@@ -182,14 +180,17 @@ impl Engine {
         (0..count).map(|at| ((at * 7919 + seed * 104_729) % vocab) as u32).collect()
     }
 
-    /// Two for each value of a matrix.
-    fn flops_per_token(&self) -> u64 {
+    /// Two for each value of a matrix that a token passes.
+    fn flops(&self, test: SpeedTest) -> u64 {
         let config = self.config();
-        let values = |shape: &[usize]| shape.iter().product::<usize>() as u64;
-        let matrix = |slot: Slot| matches!(slot, Slot::Layer(..) | Slot::Head);
+        let matrix =
+            |param: &&Param| matches!(param.slot, Slot::Layer(..)) && param.shape.len() == 2;
         let params = config.params();
-        let all = params.iter().filter(|param| matrix(param.slot) && param.shape.len() == 2);
-        let head = if config.tie_embeddings { values(&[config.vocab, config.hidden]) } else { 0 };
-        2 * (all.map(|param| values(&param.shape)).sum::<u64>() + head)
+        let values = |param: &Param| param.shape.iter().product::<usize>() as u64;
+        let layers: u64 = params.iter().filter(matrix).map(values).sum();
+        let head = (config.vocab * config.hidden) as u64;
+        let prompts = u64::from(test.prompt > 0);
+        let rows = test.batch as u64 * (prompts + test.generated as u64);
+        2 * (layers * test.tokens() as u64 + head * rows)
     }
 }
