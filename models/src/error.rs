@@ -35,9 +35,13 @@ pub enum Error {
         "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, or fewer tokens to come"
     )]
     Context { need: usize, max_seq: usize },
-    #[error("{need} positions, but the cache holds {capacity}")]
+    #[error(
+        "{need} positions, but the cache holds {capacity}\nhint: a shorter prompt, or a larger session"
+    )]
     Full { need: usize, capacity: usize },
-    #[error("token {id} is past the vocabulary, which has {vocab}")]
+    #[error(
+        "token {id} is past the vocabulary, which has {vocab}\nhint: tokens of this model's own tokenizer"
+    )]
     Token { id: u32, vocab: usize },
     #[error(
         "{tokens:?} tokens for the {batch} sequences of a cache\nhint: as many of each, and not more than 16 \

@@ -39,7 +39,7 @@ pub mod shapes;
 pub mod weights;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
-pub use decoder::{Decoder, KvCache, LoadOptions, Loading, Rows, device_bytes};
+pub use decoder::{Decoder, KvCache, LoadOptions, Loading, Rows, device_bytes, file_dtype};
 pub use error::{Error, Fault};
 pub use families::Family;
 pub use generation::GenerationConfig;

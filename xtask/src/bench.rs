@@ -42,9 +42,14 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let run = measure(&programs, &chosen, args, demo.as_deref())?;
     deliver(&run, baseline.as_ref(), args, save, html)?;
     match (demo, chosen.devices.first()) {
-        (Some(demo), Some((backend, _))) if tells(args) => tell(&programs, &demo, *backend),
-        _ => Ok(()),
+        (Some(demo), Some((backend, _))) if tells(args) => {
+            if let Err(why) = tell(&programs, &demo, *backend) {
+                eprintln!("warning: the demo model wrote nothing: {why:#}");
+            }
+        }
+        _ => {}
     }
+    Ok(())
 }
 
 /// Whether a table is followed by what the demo model writes.

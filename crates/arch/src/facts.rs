@@ -215,12 +215,12 @@ pub(crate) fn host_memory_bytes() -> Option<u64> {
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// What NVML says of the first card, as name and value.
 /// Millijoules that the first NVIDIA card took since its driver was loaded; none where NVML does not tell.
 pub fn energy_millijoules() -> Option<u64> {
     Nvml::init().ok()?.device_by_index(0).ok()?.total_energy_consumption().ok()
 }
 
+/// What NVML says of the first card, as name and value.
 pub(crate) fn nvml_facts() -> Vec<(String, String)> {
     let Ok(nvml) = Nvml::init() else { return Vec::new() };
     let mut out = Vec::new();

@@ -31,7 +31,7 @@ pub(super) struct Args {
     /// Positions that are there before, likewise
     #[arg(short = 'd', long, default_value = "0", value_parser = sizes)]
     n_depth: Sizes,
-    /// Sequences that run together, likewise
+    /// Sequences that run together, likewise; llama-bench's -b is another thing
     #[arg(short = 'b', long, default_value = "1", value_parser = sizes)]
     batch: Sizes,
     /// Repetitions of each test, after one to warm up
@@ -54,6 +54,9 @@ enum Format {
 #[derive(Clone)]
 struct Sizes(Vec<usize>);
 
+/// Sizes that a flag takes.
+const MOST: usize = 1000;
+
 /// `512`, `64-512*2`, `128-512+128`, and several of them with commas between.
 fn sizes(text: &str) -> Result<Sizes, String> {
     let bad = |part: &str| {
@@ -61,7 +64,9 @@ fn sizes(text: &str) -> Result<Sizes, String> {
     };
     let mut all = Vec::new();
     for part in text.split(',') {
-        let number = |text: &str| text.trim().parse::<usize>().map_err(|_| bad(part));
+        let number = |text: &str| {
+            text.trim().parse::<u32>().map(|size| size as usize).map_err(|_| bad(part))
+        };
         let Some((first, rest)) = part.split_once('-') else {
             all.push(number(part)?);
             continue;
@@ -76,6 +81,9 @@ fn sizes(text: &str) -> Result<Sizes, String> {
             return Err(bad(part));
         }
         while size <= last {
+            if all.len() == MOST {
+                return Err(format!("`{part}` is more than {MOST} sizes\nhint: larger steps"));
+            }
             all.push(size);
             size = size * times + step;
         }
@@ -109,7 +117,7 @@ struct Row {
     bandwidth_share: Option<f64>,
     mfu: Option<f64>,
     joules_per_token: Option<f64>,
-    peak_bytes: u64,
+    reserved_bytes: u64,
     ceiling_gbps: f64,
     ceiling_gflops: Option<f64>,
     samples_ns: Vec<f64>,
@@ -119,7 +127,7 @@ struct Row {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let tests = tests(args);
     if tests.is_empty() {
-        bail!("there is nothing to measure\nhint: -p or -n above 0");
+        bail!("there is nothing to measure\nhint: -p or -n, and --batch, above 0");
     }
     let device = args.load.open()?;
     let (name, engine) = match (&args.model, &args.shape) {
@@ -132,11 +140,13 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let ceilings = Ceilings::measure(&device, &engine)?;
     let mut printed = Printer::new(args.output);
-    for test in tests {
+    let mut one = |test| -> anyhow::Result<()> {
         let speed = engine.measure(&device, test, args.repetitions.into())?;
-        command::print(&printed.row(&row(&name, &device, &engine, &speed, &ceilings)?)?)?;
-    }
-    Ok(command::print(&printed.end())?)
+        Ok(command::print(&printed.row(&row(&name, &device, &engine, &speed, &ceilings)?)?)?)
+    };
+    let measured = tests.into_iter().try_for_each(&mut one);
+    command::print(&printed.end())?;
+    measured
 }
 
 /// Prompts first, then generating, for each batch and depth.
@@ -191,7 +201,7 @@ fn row(
         bandwidth_share: speed.share_of_bandwidth(ceilings),
         mfu: speed.utilisation(ceilings),
         joules_per_token: speed.joules_per_token,
-        peak_bytes: engine.reserved_bytes(device),
+        reserved_bytes: engine.reserved_bytes(device),
         ceiling_gbps: ceilings.gbps,
         ceiling_gflops: ceilings.gflops,
         samples_ns: speed.samples_ns.clone(),
@@ -246,14 +256,16 @@ impl Printer {
                 format!("{head}{}\n", values.join(","))
             }
             Format::Sql => {
-                let typed = |value: &serde_json::Value| match value {
+                // What may be absent is a rate, but for the quantisation.
+                let typed = |name: &str, value: &serde_json::Value| match value {
                     serde_json::Value::Number(number) if number.is_u64() => "INTEGER",
                     serde_json::Value::Number(_) => "REAL",
+                    serde_json::Value::Null if name != "quant" => "REAL",
                     _ => "TEXT",
                 };
                 let columns: Vec<_> = fields
                     .iter()
-                    .map(|(name, value)| format!("  {name} {}", typed(value)))
+                    .map(|(name, value)| format!("  {name} {}", typed(name, value)))
                     .collect();
                 let quoted = |value: &serde_json::Value| match value {
                     serde_json::Value::Null => "NULL".to_owned(),
@@ -292,7 +304,7 @@ fn plain(value: &serde_json::Value) -> String {
 }
 
 const HEAD: &str = "\
-| model | size | params | backend | batch | test | t/s | first token | bandwidth | MFU | J/token | memory |
+| model | size | params | backend | batch | test | t/s | first token | bandwidth | MFU | J/token | reserved |
 | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 ";
 
@@ -326,7 +338,7 @@ fn markdown(row: &Row) -> String {
         row.first_token_ns / 1e6,
         share(row.bandwidth_share),
         share(row.mfu),
-        gib(row.peak_bytes),
+        gib(row.reserved_bytes),
     )
 }
 
@@ -342,7 +354,9 @@ mod tests {
         assert_eq!(of("64-512*2,7"), Ok(vec![64, 128, 256, 512, 7]));
         assert_eq!(of("128-512+128"), Ok(vec![128, 256, 384, 512]));
         assert_eq!(of("3-5"), Ok(vec![3, 4, 5]));
-        for bad in ["", "x", "5-3", "0-8*2", "1-8*1", "1-8+0", "1-", "-3"] {
+        for bad in
+            ["", "x", "5-3", "0-8*2", "0-4000000000", "1-4294967296", "1-8*1", "1-8+0", "1-", "-3"]
+        {
             assert!(of(bad).is_err(), "{bad}");
         }
     }

@@ -20,7 +20,7 @@ pub(super) struct GenerateArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
     prompt_file: Option<PathBuf>,
     /// Token ids to go on from; ids come out, too
-    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", conflicts_with = "stops")]
     tokens: Option<Vec<u32>>,
     /// Put the prompt into the model's chat template, as a user's message
     #[arg(long, conflicts_with = "tokens")]
@@ -39,9 +39,15 @@ pub(super) struct ChatArgs {
     /// What the model is told before the conversation
     #[arg(long)]
     system: Option<String>,
+    /// Positions that the conversation has; without it the model's, at most 8192
+    #[arg(long)]
+    context: Option<usize>,
     #[command(flatten)]
     sampling: SamplingArgs,
 }
+
+/// Positions that an answer has at least, before old messages are dropped.
+const ROOM: usize = 64;
 
 pub(super) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let text = match (&args.prompt, &args.prompt_file, &args.tokens) {
@@ -63,12 +69,11 @@ pub(super) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
         (Some(text), _) => engine.encode(text)?,
         (None, tokens) => tokens.clone().unwrap_or_default(),
     };
-    let request = args.sampling.request(&engine);
+    let request = args.sampling.request(&engine)?;
     if args.completions > 1 {
         return several(&engine, &prompt, args.completions, &request, text.is_some());
     }
-    let context = room(&engine, prompt.len(), &request);
-    let mut session = engine.session(context)?;
+    let mut session = engine.session(engine.room(prompt.len(), &request))?;
     if text.is_some() {
         let answer = write(&mut session, &prompt, &request)?;
         command::print("\n")?;
@@ -86,16 +91,6 @@ pub(super) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     command::print(&format!("{}\n", ids.join(",")))?;
     eprintln!("{}", summary(prompt.len(), ids.len(), first, begin.elapsed().as_secs_f64(), end));
     Ok(())
-}
-
-/// Positions for a prompt and what follows it.
-fn room(engine: &Engine, prompt: usize, request: &Request) -> usize {
-    let all = engine.config().context().unwrap_or_else(|| prompt.max(engine.config().max_seq));
-    match request.max_new_tokens {
-        // A prompt that is too long is left to the error that says so.
-        Some(most) => (prompt + most).min(all.max(prompt)),
-        None => all.max(prompt),
-    }
 }
 
 fn several(
@@ -131,6 +126,14 @@ fn several(
     Ok(())
 }
 
+/// Sends on what was printed; a reader that has gone away ends the program, as it ends any other.
+fn shown() -> anyhow::Result<()> {
+    match std::io::stdout().flush() {
+        Err(why) if why.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        flushed => Ok(flushed?),
+    }
+}
+
 /// What was answered, and how fast.
 struct Answer {
     text: String,
@@ -146,7 +149,7 @@ fn write(session: &mut Session, prompt: &[u32], request: &Request) -> anyhow::Re
     for piece in pieces.by_ref() {
         let piece = piece?;
         command::print(&piece)?;
-        std::io::stdout().flush()?;
+        shown()?;
         text += &piece;
     }
     let seconds = begin.elapsed().as_secs_f64();
@@ -173,16 +176,22 @@ fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>)
 
 pub(super) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let engine = args.model.load()?;
-    let request = args.sampling.request(&engine);
+    let request = args.sampling.request(&engine)?;
+    // Says before the first line whether there is a template.
+    engine.encode_chat(&[Message::new("user", "")])?;
     let mut messages: Vec<Message> =
         args.system.iter().map(|system| Message::new("system", system)).collect();
-    let context = engine.config().context().unwrap_or(engine.config().max_seq);
+    let kept = messages.len();
+    let context = match args.context {
+        Some(context) => context,
+        None => engine.room(0, &Request { max_new_tokens: None, ..request.clone() }),
+    };
     let mut session = engine.session(context)?;
     let terminal = std::io::stdin().is_terminal();
     loop {
         if terminal {
             command::print("> ")?;
-            std::io::stdout().flush()?;
+            shown()?;
         }
         let mut line = String::new();
         if std::io::stdin().lock().read_line(&mut line).context("cannot read standard input")? == 0
@@ -194,12 +203,23 @@ pub(super) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             continue;
         }
         messages.push(Message::new("user", line));
-        let all = engine.encode_chat(&messages)?;
+        let mut all = engine.encode_chat(&messages)?;
+        let mut dropped = 0;
+        while all.len() + ROOM > context && messages.len() > kept + 1 {
+            messages.remove(kept);
+            dropped += 1;
+            all = engine.encode_chat(&messages)?;
+        }
+        if dropped > 0 {
+            eprintln!(
+                "the conversation outgrew {context} positions: its first {dropped} messages are dropped"
+            );
+        }
         // What passed before is kept, unless the template writes it in another way now.
         let new = match all.strip_prefix(session.tokens()) {
             Some(new) if !new.is_empty() => new,
             _ => {
-                session = engine.session(context)?;
+                session.clear();
                 &all[..]
             }
         };

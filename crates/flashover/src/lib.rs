@@ -24,7 +24,7 @@ mod op;
 mod quantize;
 mod tensor;
 
-pub use ::text::Message;
+pub use ::text::{Message, Tokenizer};
 pub use arch::{
     ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile, report,
 };
@@ -36,6 +36,7 @@ pub use engine::{
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;
+pub use models::{DecoderConfig, GenerationConfig};
 pub use op::{MatmulOptions, OpError, matmul, run_op};
 pub use ops;
 pub use quantize::{

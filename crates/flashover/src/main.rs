@@ -93,6 +93,7 @@ fn main() -> ExitCode {
     env_logger::Builder::new()
         .filter_level(log::LevelFilter::Error)
         .filter_module("flashover", log::LevelFilter::Warn)
+        .filter_module("models", log::LevelFilter::Warn)
         .init();
     let outcome = match command::parse::<Cli>().command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),

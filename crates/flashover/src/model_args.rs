@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::anyhow;
+use anyhow::{anyhow, bail};
 use flashover::{Backend, Compute, Device, Engine, EngineOptions, Policy, Quant, Request, report};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -146,7 +146,7 @@ impl LoadArgs {
 
 impl SamplingArgs {
     /// What `engine`'s makers would have, but for what is said here.
-    pub(super) fn request(&self, engine: &Engine) -> Request {
+    pub(super) fn request(&self, engine: &Engine) -> anyhow::Result<Request> {
         let mut request = engine.request();
         let sampling = &mut request.sampling;
         sampling.temperature = self.temperature.unwrap_or(sampling.temperature);
@@ -156,11 +156,21 @@ impl SamplingArgs {
         sampling.repetition_penalty =
             self.repetition_penalty.unwrap_or(sampling.repetition_penalty);
         sampling.seed = self.seed;
+        let given = [
+            ("--top-k", self.top_k.is_some()),
+            ("--top-p", self.top_p.is_some()),
+            ("--min-p", self.min_p.is_some()),
+        ];
+        if let (true, Some((name, _))) =
+            (sampling.temperature == 0.0, given.iter().find(|(_, given)| *given))
+        {
+            bail!("{name} chooses nothing at temperature 0\nhint: --temperature 1 draws");
+        }
         request.max_new_tokens = self.max_new_tokens.or(request.max_new_tokens);
         request.stops.clone_from(&self.stops);
         if self.ignore_eos {
             request.eos.clear();
         }
-        request
+        Ok(request)
     }
 }

@@ -52,7 +52,8 @@ impl KvCache {
     /// said: the batch of one, then that batch again.
     ///
     /// # Panics
-    /// Without a sequence, or with caches of different capacities or models.
+    /// Without a sequence, or with caches of different capacities, models or angles: a rope that stretches has
+    /// others past its length.
     #[must_use]
     pub fn stack(parts: Vec<(Self, usize)>) -> Self {
         let mut rows = parts.into_iter().filter(|(_, times)| *times > 0);
@@ -64,6 +65,7 @@ impl KvCache {
         for (part, times) in rows {
             let theirs = part.memory.layers;
             assert_eq!((part.capacity, theirs.len()), (all.capacity, layers.len()));
+            assert_eq!(part.frequencies, all.frequencies);
             for ((k, v), (own_k, own_v)) in layers.iter_mut().zip(theirs) {
                 k.extend(vec![own_k; times]);
                 v.extend(vec![own_v; times]);
@@ -86,16 +88,6 @@ impl KvCache {
     /// For a sequence that is not of the batch.
     #[must_use]
     pub fn keep(self, sequences: &[usize]) -> Self {
-        self.some(sequences)
-    }
-
-    /// A cache for each of the sequences.
-    pub fn split(self) -> Vec<Self> {
-        (0..self.batch()).map(|sequence| self.some(&[sequence])).collect()
-    }
-
-    /// May share memory with `self`, where both would write.
-    fn some(&self, sequences: &[usize]) -> Self {
         let rows = |t: &Tensor<4>| {
             let own = |at: &usize| t.clone().slice_dim(0, *at..at + 1);
             Tensor::cat(sequences.iter().map(own).collect(), 0)
@@ -106,9 +98,8 @@ impl KvCache {
             memory: Memory { layers, tables: tables.clone() },
             tokens: sequences.iter().map(|at| self.tokens[*at].clone()).collect(),
             lengths: sequences.iter().map(|at| self.lengths[*at]).collect(),
-            capacity: self.capacity,
-            frequencies: self.frequencies.clone(),
             single: Single::default(),
+            ..self
         }
     }
 
@@ -166,8 +157,16 @@ impl KvCache {
         }
     }
 
-    /// Forgets all positions.
-    pub(super) fn clear(&mut self) {
+    /// Forgets the positions from `lengths` on.
+    pub(super) fn cut(&mut self, lengths: &[usize]) {
+        for ((own, length), to) in self.tokens.iter_mut().zip(&mut self.lengths).zip(lengths) {
+            own.truncate(*to);
+            *length = (*length).min(*to);
+        }
+    }
+
+    /// Forgets all positions, and keeps what was captured.
+    pub fn clear(&mut self) {
         self.tokens.iter_mut().for_each(Vec::clear);
         self.lengths.fill(0);
     }

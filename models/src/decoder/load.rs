@@ -26,6 +26,7 @@ pub struct LoadOptions {
 /// # Errors
 /// [`Error::Checkpoint`].
 pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u64, Error> {
+    let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
     let mut bytes = 0;
     for param in weights.config().params() {
         let stored = match param.side {
@@ -37,7 +38,6 @@ pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u64, Err
         let matrix = param.side == Side::Weight && param.slot.is_matrix();
         let four_bit = matches!(stored.weight, Weight::FourBit(_))
             || (options.quant.is_some() && matrix && param.slot != Slot::Head);
-        let dtype = options.dtype.unwrap_or_else(|| dtype_of(&stored));
         bytes += match four_bit {
             // Half a byte, and a byte for a block of 64.
             true => values / 2 + values.div_ceil(64),
@@ -68,10 +68,7 @@ impl Decoder {
         options: &LoadOptions,
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
-        let dtype = match options.dtype {
-            Some(dtype) => dtype,
-            None => dtype_of(&weights.weight(Slot::Embedding)?),
-        };
+        let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
         let (source, quant) = (Source::Files(weights), options.quant);
         Loader { source, device, ctx: &ctx, dtype, quant }.decoder(progress)
     }
@@ -339,13 +336,16 @@ impl Matrix {
     }
 }
 
-/// The dtype that a parameter has in its file; bf16 where it is quantised.
-fn dtype_of(stored: &Stored<'_>) -> FloatDType {
-    match &stored.weight {
+/// The dtype that a model computes in when nothing else is asked for: that of its embedding.
+///
+/// # Errors
+/// [`Error::Checkpoint`].
+pub fn file_dtype(weights: &Weights) -> Result<FloatDType, Error> {
+    Ok(match &weights.weight(Slot::Embedding)?.weight {
         Weight::Dense(tensor) if tensor.dtype == Dtype::F32 => FloatDType::F32,
         Weight::Dense(tensor) if tensor.dtype == Dtype::F16 => FloatDType::F16,
         _ => FloatDType::BF16,
-    }
+    })
 }
 
 /// Values of one dtype in another, rounded to the nearest, ties to even.

@@ -9,7 +9,8 @@
 //! logits = softcap(norm(x) · headᵀ)                          of the rows that are asked for, in f32
 //! ```
 //!
-//! Launches of a layer: norm, qkv, rope, attention, out, norm, gate, up, down; gate and up are one in 4 bits. Where
+//! Launches of a layer: norm, qkv, rope, attention, out, norm, gate, up, down; gate and up are one in 4 bits, norms
+//! after a block come on top. Where
 //! a sequence adds one token after the other, a step reads nothing of the host but two words a sequence, is
 //! captured as a graph where the device can, and replayed.
 //!
@@ -30,7 +31,7 @@ use ops::{
 use crate::{Activation, DecoderConfig, Error, NormKind};
 pub use cache::KvCache;
 use cache::Memory;
-pub use load::{LoadOptions, Loading, device_bytes};
+pub use load::{LoadOptions, Loading, device_bytes, file_dtype};
 use projection::{Ffn, Projection};
 use step::Step;
 
@@ -111,6 +112,19 @@ impl Decoder {
         self.layers.iter().any(|layer| layer.qkv.in_4_bits())
     }
 
+    /// Bytes of keys and values of `batch` sequences of `positions` each; of a layer with a window those that it
+    /// sees, where only what is read counts.
+    pub fn cache_bytes(&self, batch: usize, positions: usize, read: bool) -> u128 {
+        let DecoderConfig { kv_heads, head_dim, layers, .. } = &self.config;
+        let size = DType::from(self.dtype).size();
+        let seen = |window: Option<usize>| match window {
+            Some(window) if read => positions.min(window) as u128,
+            _ => positions as u128,
+        };
+        let all: u128 = layers.iter().map(|layer| seen(layer.window)).sum();
+        all * 2 * (batch as u128) * ((kv_heads * head_dim * size) as u128)
+    }
+
     /// An empty cache for `batch` sequences of up to `capacity` positions.
     ///
     /// # Errors
@@ -126,13 +140,14 @@ impl Decoder {
     ///
     /// # Shapes
     /// tokens `[batch][seq]`; the result `[batch, vocab]` or, of all rows, `[batch · seq, vocab]`, in f32. After a
-    /// step of one token the next one writes over it.
+    /// step of one token the next one writes over it: read it before, and on the thread of the step.
     ///
     /// # Errors
     /// [`Error::Step`] for tokens that are not as many of each sequence, none, or more than 16 of several
     /// sequences of different lengths; [`Error::Token`] for one that the vocabulary does not have;
     /// [`Error::Full`] for more than the cache holds; [`Error::Stretched`] for several sequences past the
-    /// length at which the model turns all positions anew; [`Error::Op`].
+    /// length at which the model turns all positions anew; [`Error::Op`], [`Error::Failed`]. The cache is then as
+    /// it was, or empty where all its positions were to be turned anew.
     pub fn forward(
         &self,
         cache: &mut KvCache,
@@ -184,6 +199,20 @@ impl Decoder {
 
     /// Tokens by the chunk.
     fn chunks(
+        &self,
+        cache: &mut KvCache,
+        tokens: &[&[u32]],
+        rows: Rows,
+    ) -> Result<Tensor<2>, Error> {
+        let before = cache.lengths().to_vec();
+        let logits = self.all_chunks(cache, tokens, rows);
+        if logits.is_err() {
+            cache.cut(&before);
+        }
+        logits
+    }
+
+    fn all_chunks(
         &self,
         cache: &mut KvCache,
         tokens: &[&[u32]],
@@ -342,9 +371,9 @@ impl Decoder {
         self.paced(ops::norm(&self.ctx, x, weights.clone(), residual, self.norm_kind(), eps)?)
     }
 
-    /// Waits for what was enqueued, where the processor that runs it is the one that enqueues: on two cores a
+    /// Waits for what launched `made`, where the processor that runs it is the one that enqueues: on two cores a
     /// host that runs ahead takes one from a kernel whose other half then spins. The demo model generated 63
-    /// tokens a second so, and 370 when it waits after each launch.
+    /// tokens a second so, and 370 when it waits (two cores of an AMD EPYC).
     fn paced<const D: usize>(&self, made: Tensor<D>) -> Result<Tensor<D>, Error> {
         if !ops::captures(&self.device) {
             self.device.sync().map_err(|why| Error::Failed(format!("{why:?}")))?;

@@ -77,9 +77,15 @@ impl Single {
         lengths: &[usize],
         capacity: usize,
     ) -> Result<Tensor<2>, Error> {
+        // A graph belongs to the stream that it was captured on, and a thread is a stream.
+        let here = |repeated: &Repeated| match &repeated.by {
+            By::Graph { thread, .. } => *thread == thread::current().id(),
+            By::Launches(_) => true,
+        };
         let need = lengths.iter().copied().max().unwrap_or(0) + 1;
         let longest = need.next_power_of_two().max(SHORTEST).min(capacity);
-        let repeated = match self.0.take().filter(|repeated| repeated.step.longest == longest) {
+        let fits = |repeated: &Repeated| repeated.step.longest == longest && here(repeated);
+        let repeated = match self.0.take().filter(fits) {
             Some(repeated) => self.0.insert(repeated),
             None => {
                 let batch = tokens.len();
@@ -101,18 +107,14 @@ impl Single {
 
 impl Repeated {
     fn run(&mut self, of: &Decoder, memory: &Memory) -> Result<Tensor<2>, Error> {
-        // A graph belongs to the stream that it was captured on, and a thread is a stream.
-        if let By::Graph { thread, .. } = &self.by
-            && *thread != thread::current().id()
-        {
-            self.by = By::Launches(EAGER);
-        }
         let launches = match &mut self.by {
             By::Launches(launches) => launches,
             By::Graph { graph, .. } => {
-                // SAFETY: the graph's closure holds everything that it reads and writes: weights, cache, tables
-                // and the step. Only this thread, on whose stream it was captured, writes to these, and
-                // enqueues what reads its result after it.
+                // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that all of it
+                // lives as long as the graph: weights, tables, the step and the cache. Weights and tables are
+                // never written. Step and cache belong to one KvCache, which `&mut` lets one thread use at a
+                // time, and this is the thread on whose stream the graph was captured (`Single::run`). The
+                // result is read on it, before the next step, as `Decoder::forward` says.
                 return read(unsafe { graph.replay() });
             }
         };
@@ -128,9 +130,9 @@ impl Repeated {
         }
         // What capturing recorded has not run.
         // SAFETY: as above.
-        let logits = read(unsafe { graph.replay() });
+        let logits = read(unsafe { graph.replay() })?;
         self.by = By::Graph { graph, thread: thread::current().id() };
-        logits
+        Ok(logits)
     }
 }
 

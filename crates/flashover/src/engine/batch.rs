@@ -21,7 +21,7 @@ struct Growing {
 
 impl Engine {
     /// `completions` answers to each of several prompts, which decode together; each prompt passes once. The
-    /// result is `[prompts][completions]`, each as it would be alone.
+    /// result is `[prompts][completions]`, each drawn with the random numbers that it would have alone.
     ///
     /// # Errors
     /// As [`super::Session::generate`].
@@ -33,13 +33,12 @@ impl Engine {
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
         request.sampling.check()?;
         let longest = prompts.iter().map(|prompt| prompt.as_ref().len()).max().unwrap_or(0);
-        let context = self.config().context();
-        let room = match (request.max_new_tokens, context) {
-            (Some(most), Some(context)) => (longest + most).min(context),
-            (Some(most), None) => longest + most,
-            (None, Some(context)) => context,
-            (None, None) => self.config().max_seq.max(longest),
-        };
+        let room = self.room(longest, request);
+        let fixed = |rope: &Rope| rope.fixed_until().is_none_or(|fixed| room <= fixed);
+        if !self.config().ropes.iter().all(fixed) {
+            // Where a longer sequence turns all its positions anew, each goes by itself.
+            return self.one_by_one(prompts, completions, request, room);
+        }
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (prompt, tokens) in prompts.iter().enumerate() {
             let mut session = self.session(room)?;
@@ -56,9 +55,7 @@ impl Engine {
             caches.push((session.into_cache(), completions));
         }
         if completions > 0 && !prompts.is_empty() {
-            let fixed = |rope: &Rope| rope.fixed_until().is_none_or(|fixed| room <= fixed);
-            let together = self.config().ropes.iter().all(fixed);
-            self.grow(&mut growing, KvCache::stack(caches), logits, request, together)?;
+            self.grow(&mut growing, KvCache::stack(caches), logits, request)?;
         }
         let mut answers: Vec<Vec<Completion>> = prompts.iter().map(|_| Vec::new()).collect();
         for Growing { prompt, tokens, end, .. } in growing {
@@ -68,24 +65,35 @@ impl Engine {
         Ok(answers)
     }
 
-    /// Decodes a batch until all its sequences ended: `together`, or else one after the other, where a longer
-    /// sequence turns all its positions anew.
+    fn one_by_one(
+        &self,
+        prompts: &[impl AsRef<[u32]>],
+        completions: usize,
+        request: &Request,
+        room: usize,
+    ) -> Result<Vec<Vec<Completion>>, EngineError> {
+        let one = |tokens: &[u32], completion| {
+            let mut session = self.session(room)?;
+            let logits = session.pass(tokens, Rows::Last)?;
+            let seen = tokens.to_vec();
+            let mut own = [Growing { prompt: 0, completion, seen, tokens: Vec::new(), end: None }];
+            self.grow(&mut own, session.into_cache(), logits, request)?;
+            let [Growing { tokens, end, .. }] = own;
+            Ok(Completion { tokens, end: end.expect("it decodes until it ended") })
+        };
+        let answers = |tokens: &[u32]| (0..completions).map(|at| one(tokens, at)).collect();
+        prompts.iter().map(|prompt| answers(prompt.as_ref())).collect()
+    }
+
+    /// Decodes a batch until all its sequences ended.
     fn grow(
         &self,
         batch: &mut [Growing],
         mut cache: KvCache,
         mut logits: Vec<f32>,
         request: &Request,
-        together: bool,
     ) -> Result<(), EngineError> {
         let vocab = self.config().vocab;
-        if !together && batch.len() > 1 {
-            let alone = batch.chunks_mut(1).zip(cache.split()).zip(logits.chunks(vocab));
-            for ((own, cache), logits) in alone {
-                self.grow(own, cache, logits.to_vec(), request, true)?;
-            }
-            return Ok(());
-        }
         let mut rows: Vec<usize> = (0..batch.len()).collect();
         loop {
             for (at, logits) in rows.iter().zip(logits.chunks(vocab)) {

@@ -1,10 +1,12 @@
 //! How fast a model is, and against what a device gives at most.
 
+use std::time::Duration;
+
 use arch::{Backend, Device};
 use burn::tensor::DType;
 use kernels::ceiling;
 use kernels::matmul::Precision;
-use models::{Param, Rows, Slot};
+use models::{KvCache, Param, Rows, Slot};
 use serde::Serialize;
 use tune::timing::{Stopwatch, Timing, TimingError};
 
@@ -31,7 +33,7 @@ pub struct Speed {
     pub samples_ns: Vec<f64>,
     /// Nanoseconds up to the first generated token, of the first repetition; the prompt's where there is one.
     pub first_token_ns: f64,
-    /// Joules of the card for a token, where the driver tells.
+    /// Joules of the card for a token, where the driver tells, and over a second or more.
     pub joules_per_token: Option<f64>,
     /// Bytes that a step of generating must read: weights, and keys and values halfway.
     pub bytes_per_step: u64,
@@ -65,6 +67,8 @@ impl Ceilings {
             _ => Precision::F32,
         };
         let multiply = ceiling::time_multiply(device, precision).map_err(failed)?;
+        // What was copied is not the model's memory.
+        device.client().memory_cleanup().map_err(|why| EngineError::Failed(format!("{why:?}")))?;
         Ok(Self {
             gbps: bytes as f64 / best(&timing),
             gflops: multiply.map(|(flops, timing)| flops as f64 / best(&timing)),
@@ -117,7 +121,7 @@ impl Speed {
 }
 
 impl Engine {
-    /// Runs a test once to warm up and then as often as `repetitions` says.
+    /// Runs a test once to warm up, which is when a step is captured, and then as often as `repetitions` says.
     ///
     /// # Errors
     /// [`EngineError::Model`] for more positions than the model has.
@@ -128,22 +132,28 @@ impl Engine {
         repetitions: usize,
     ) -> Result<Speed, EngineError> {
         let SpeedTest { prompt, generated, depth, batch } = test;
-        let mut samples_ns = Vec::new();
-        let (mut first_token_ns, mut joules) = (f64::NAN, None);
-        let energy = || match device.backend() {
-            Backend::Cuda | Backend::Vulkan => arch::energy_millijoules(),
-            Backend::Cpu | Backend::WebGpu => None,
+        let positions = depth.saturating_add(prompt).saturating_add(generated);
+        let mut cache = self.cache(batch, positions)?;
+        let run = |cache: &mut KvCache, seed, count| -> Result<Vec<f32>, EngineError> {
+            let tokens = vec![self.some_tokens(seed, count); batch];
+            on_host(self.decoder().forward(cache, &tokens, Rows::Last)?)
         };
+        // The counter is NVIDIA's first card's, which CUDA's first device is.
+        let energy = || match device.backend() {
+            Backend::Cuda => arch::energy_millijoules(),
+            _ => None,
+        };
+        let (mut samples_ns, mut first_token_ns) = (Vec::new(), f64::NAN);
+        let mut before = None;
         for repetition in 0..=repetitions {
-            let mut cache = self.decoder().cache(batch, depth + prompt + generated)?;
-            let run = |cache: &mut _, seed, count| -> Result<Vec<f32>, EngineError> {
-                let tokens = vec![self.some_tokens(seed, count); batch];
-                on_host(self.decoder().forward(cache, &tokens, Rows::Last)?)
-            };
+            cache.clear();
             if depth > 0 {
                 run(&mut cache, 1, depth)?;
             }
-            let (before, begin) = (energy(), Stopwatch::start());
+            if repetition == 1 {
+                before = energy().map(|energy| (energy, Stopwatch::start()));
+            }
+            let begin = Stopwatch::start();
             let mut first = None;
             if prompt > 0 {
                 run(&mut cache, 2, prompt)?;
@@ -159,17 +169,21 @@ impl Engine {
             }
             if repetition == 1 {
                 first_token_ns = first.map_or(f64::NAN, |first| first.as_nanos() as f64);
-                // The counter moves in steps; the last repetitions see most of it.
-                joules = energy().zip(before).map(|(after, before)| after.abs_diff(before) as f64);
             }
         }
-        let kv = self.decoder().cache(batch, depth + generated / 2)?.bytes();
+        let tokens = (test.tokens() * repetitions) as f64;
+        // The counter moves in steps: what took less than a second is mostly rounding.
+        let joules = before.zip(energy()).and_then(|((before, clock), after)| {
+            let enough = depth == 0 && clock.elapsed() >= Duration::from_secs(1);
+            enough.then(|| after.abs_diff(before) as f64 / 1e3 / tokens)
+        });
+        let kv = self.decoder().cache_bytes(batch, depth + generated / 2, true);
         Ok(Speed {
             test,
             samples_ns,
             first_token_ns,
-            joules_per_token: joules.map(|millis| millis / 1e3 / test.tokens() as f64),
-            bytes_per_step: self.decoder().matrix_bytes() + kv,
+            joules_per_token: joules,
+            bytes_per_step: self.decoder().matrix_bytes() + u64::try_from(kv).unwrap_or(u64::MAX),
             flops: self.flops(test),
         })
     }

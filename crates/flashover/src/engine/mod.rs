@@ -11,6 +11,7 @@ mod sampling;
 mod session;
 mod text;
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
 use arch::{Backend, DType, Device};
 use burn::tensor::FloatDType;
 use cubecl::MemoryScope;
-use models::{Decoder, DecoderConfig, GenerationConfig, LoadOptions, Weights};
+use models::{Decoder, DecoderConfig, GenerationConfig, KvCache, LoadOptions, Weights};
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -32,8 +33,8 @@ pub use text::Text;
 /// How [`Engine::load`] puts a model on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EngineOptions {
-    /// What is computed in. When none, f32 on a CPU and where there are no 16 bits, and elsewhere what the files
-    /// have.
+    /// What is computed in. When none, f32 on a CPU and where the device lacks the files' dtype, and that
+    /// elsewhere.
     pub dtype: Option<Compute>,
     /// Quantises the matrices of the layers that are dense in the files.
     pub quant: Option<Quant>,
@@ -60,7 +61,7 @@ pub enum Quant {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
     pub sampling: Sampling,
-    /// Tokens at most; as many as the context holds when none.
+    /// Tokens at most; as many as there is room for when none.
     pub max_new_tokens: Option<usize>,
     /// Tokens that end it. They are not given out.
     pub eos: Vec<u32>,
@@ -80,10 +81,10 @@ pub enum EngineError {
     #[error(transparent)]
     Text(#[from] ::text::Error),
     #[error(
-        "the weights take {weights} bytes on {device}, which has {have}\nhint: quant nf4 takes about a quarter of \
-         what bf16 does"
+        "{what} take {need} bytes on {device}, which has {have}\nhint: 4 bits take about a quarter of what bf16 \
+         does, and a shorter context less for keys and values"
     )]
-    Memory { weights: u64, have: u64, device: String },
+    Memory { what: &'static str, need: u128, have: u64, device: String },
     #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
     NoTokenizer(PathBuf),
     #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
@@ -93,9 +94,11 @@ pub enum EngineError {
     #[error("{name} is {value}\nhint: a number {range}")]
     Sampling { name: &'static str, value: f32, range: &'static str },
     #[error(
-        "after {position} tokens the logits hold NaN\nhint: compute in f32 or bf16; f16 ends at 65504"
+        "after {position} tokens the logits hold NaN, or no finite largest
+hint: f32 and bf16 reach further than f16, \
+         which ends at 65504; penalties far from 1 reach far, too"
     )]
-    NotANumber { position: usize },
+    NotFinite { position: usize },
     #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
     DType { need: DType, backend: Backend },
     #[error("no published shape is called {shape}\nhint: one of {known}")]
@@ -107,12 +110,12 @@ pub enum EngineError {
 }
 
 /// A model on a device. Clones share it.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Engine(Arc<Inner>);
 
-#[derive(Debug)]
 struct Inner {
     folder: PathBuf,
+    device: Device,
     decoder: Decoder,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
@@ -153,19 +156,14 @@ impl Engine {
             false => None,
         };
         let template = ChatTemplate::open(&folder)?;
-        let load = load_options(device, options)?;
-        if let Some(have) = device.profile().memory_bytes {
-            let need = models::device_bytes(&weights, &load)?;
-            if need > have {
-                let device = device.profile().name.clone();
-                return Err(EngineError::Memory { weights: need, have, device });
-            }
-        }
+        let load = load_options(device, options, models::file_dtype(&weights)?)?;
+        fits(device, "the weights", models::device_bytes(&weights, &load)?.into())?;
         let (ctx, on) = (context(device, options)?, on_burn(device));
         let decoder = Decoder::load(&weights, &on, ctx, &load, |loading| {
             progress(loading.done, loading.parts)
         })?;
-        Ok(Self(Arc::new(Inner { folder, decoder, tokenizer, template, generation })))
+        let device = device.clone();
+        Ok(Self(Arc::new(Inner { folder, device, decoder, tokenizer, template, generation })))
     }
 
     /// A model of random weights of a published shape, for measuring: one of [`models::shapes::names`]. It has
@@ -183,10 +181,17 @@ impl Engine {
             return Err(EngineError::Shape { shape: shape.to_owned(), known });
         };
         let (ctx, on) = (context(device, options)?, on_burn(device));
-        let load = load_options(device, options)?;
+        let load = load_options(device, options, FloatDType::BF16)?;
+        let bits = match (load.quant, load.dtype) {
+            (Some(_), _) => 4.5,
+            (None, Some(FloatDType::F32)) => 32.0,
+            (None, _) => 16.0,
+        };
+        fits(device, "the weights", config.weight_bytes(bits).into())?;
         let decoder = Decoder::random(&config, &on, ctx, &load, |_| {})?;
         Ok(Self(Arc::new(Inner {
             folder: PathBuf::from(shape),
+            device: device.clone(),
             decoder,
             tokenizer: None,
             template: None,
@@ -209,7 +214,7 @@ impl Engine {
         self.0.decoder.weight_bytes()
     }
 
-    /// Bytes that the pools of `device` hold, the model's and those of others.
+    /// Bytes that the pools of `device` hold, used or kept for later.
     pub fn reserved_bytes(&self, device: &Device) -> u64 {
         device.client().memory_report(MemoryScope::Device).usage().bytes_reserved
     }
@@ -254,16 +259,56 @@ impl Engine {
         Ok(self.tokenizer()?.encode(&template.render(&Prompt::of(messages))?, false)?)
     }
 
+    /// Positions that a request needs: those of the prompt and as many as are to come, or else as many as the model
+    /// has, at most 8192 where it has more.
+    pub fn room(&self, prompt: usize, request: &Request) -> usize {
+        const USUAL: usize = 8192;
+        let most = self.config().context().unwrap_or(usize::MAX);
+        let wanted = match request.max_new_tokens {
+            Some(more) => prompt.saturating_add(more),
+            None => self.config().max_seq.min(USUAL),
+        };
+        // A prompt that is too long is left to the error that says so.
+        wanted.min(most).max(prompt)
+    }
+
     /// Room for one sequence of `context` positions.
     ///
     /// # Errors
-    /// [`EngineError::Model`] for more than the model has.
+    /// [`EngineError::Model`] for more than the model has, [`EngineError::Memory`] for more than the device.
     pub fn session(&self, context: usize) -> Result<Session, EngineError> {
         Session::new(self.clone(), context)
     }
 
+    /// A cache that the device has room for.
+    fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache, EngineError> {
+        let decoder = &self.0.decoder;
+        if self.config().context().is_none_or(|most| capacity <= most) {
+            let both =
+                decoder.cache_bytes(batch, capacity, false) + u128::from(decoder.weight_bytes());
+            fits(&self.0.device, "weights, keys and values", both)?;
+        }
+        Ok(decoder.cache(batch, capacity)?)
+    }
+
     pub(crate) fn decoder(&self) -> &Decoder {
         &self.0.decoder
+    }
+}
+
+/// Refuses what the memory of a device cannot hold.
+fn fits(device: &Device, what: &'static str, need: u128) -> Result<(), EngineError> {
+    match device.profile().memory_bytes.filter(|have| need > (*have).into()) {
+        None => Ok(()),
+        Some(have) => {
+            Err(EngineError::Memory { what, need, have, device: device.profile().name.clone() })
+        }
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("folder", &self.0.folder).finish_non_exhaustive()
     }
 }
 
@@ -281,13 +326,22 @@ fn on_burn(device: &Device) -> burn::tensor::Device {
     burn::tensor::Device::from(device.raw().clone())
 }
 
-fn load_options(device: &Device, options: &EngineOptions) -> Result<LoadOptions, EngineError> {
+fn load_options(
+    device: &Device,
+    options: &EngineOptions,
+    file: FloatDType,
+) -> Result<LoadOptions, EngineError> {
     let stored = &device.profile().dtypes;
     let dtype = match options.dtype {
-        // WGSL has no 16 bits here.
+        // A CPU computes in f32 whatever is stored; WGSL has no 16 bits here.
         None => {
-            let wide = device.backend() == Backend::Cpu || !stored.contains(&DType::Bf16);
-            wide.then_some(FloatDType::F32)
+            let own = match file {
+                FloatDType::BF16 => DType::Bf16,
+                FloatDType::F16 => DType::F16,
+                _ => DType::F32,
+            };
+            let wide = device.backend() == Backend::Cpu || !stored.contains(&own);
+            Some(if wide { FloatDType::F32 } else { file })
         }
         Some(compute) => {
             let (need, float) = match compute {
@@ -307,7 +361,7 @@ fn load_options(device: &Device, options: &EngineOptions) -> Result<LoadOptions,
 
 /// Logits on the host.
 fn on_host(logits: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
-    let failed = |e: &dyn std::fmt::Debug| EngineError::Failed(format!("{e:?}"));
+    let failed = |e: &dyn fmt::Debug| EngineError::Failed(format!("{e:?}"));
     let data = logits.try_into_data().map_err(|e| failed(&e))?;
     data.try_to_vec::<f32>().map_err(|e| failed(&e))
 }

@@ -115,8 +115,9 @@ impl Sampling {
         seen: &[u32],
         place: Place,
     ) -> Result<Token, EngineError> {
+        let not_finite = || EngineError::NotFinite { position: place.position };
         if logits.iter().any(|logit| logit.is_nan()) {
-            return Err(EngineError::NotANumber { position: place.position });
+            return Err(not_finite());
         }
         let mut scores = logits.to_vec();
         if self.repetition_penalty != 1.0 {
@@ -130,6 +131,10 @@ impl Sampling {
                     false => *score * self.repetition_penalty,
                 };
             }
+        }
+        // What is impossible may be -inf; the likeliest token may not be infinite.
+        if !scores[largest(&scores)].is_finite() {
+            return Err(not_finite());
         }
         let id = match self.temperature > 0.0 {
             true => self.draw(&scores, place),
@@ -300,8 +305,19 @@ mod tests {
             assert!(matches!(wrong.check(), Err(EngineError::Sampling { .. })), "{wrong:?}");
         }
         assert!(ok.check().is_ok());
+        let hot = Sampling { temperature: 1.0, min_p: 0.05, ..ok };
+        let [inf, none] = [f32::INFINITY, f32::NEG_INFINITY];
+        for wrong in [[0.0, inf], [none, none]] {
+            for sampling in [ok, hot] {
+                let picked = sampling.pick(&wrong, &[], at(3));
+                assert!(matches!(picked, Err(EngineError::NotFinite { .. })), "{picked:?}");
+            }
+        }
+        assert_eq!(hot.pick(&[none, 1.0], &[], at(0)).expect("one is possible").id, 1);
+        let steep = Sampling { repetition_penalty: 1e-40, ..hot };
+        assert!(matches!(steep.pick(&[1.0, 0.5], &[0], at(3)), Err(EngineError::NotFinite { .. })));
         let nan = ok.pick(&[0.0, f32::NAN], &[], at(3));
-        assert!(matches!(nan, Err(EngineError::NotANumber { position: 3 })));
+        assert!(matches!(nan, Err(EngineError::NotFinite { position: 3 })));
     }
 
     #[test]

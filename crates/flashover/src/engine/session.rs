@@ -34,11 +34,12 @@ pub struct Tokens<'a> {
     /// Given out and not yet passed through the model.
     last: Option<u32>,
     end: Option<End>,
+    failed: bool,
 }
 
 impl Session {
     pub(super) fn new(engine: Engine, context: usize) -> Result<Self, EngineError> {
-        let cache = engine.decoder().cache(1, context)?;
+        let cache = engine.cache(1, context)?;
         Ok(Self { engine, cache })
     }
 
@@ -50,7 +51,8 @@ impl Session {
         &self.engine
     }
 
-    /// The tokens so far.
+    /// The tokens that passed so far. The last one that a generation gave out has not: what goes on after it begins
+    /// with it.
     pub fn tokens(&self) -> &[u32] {
         self.cache.tokens(0)
     }
@@ -58,6 +60,11 @@ impl Session {
     /// Positions that it has room for.
     pub fn context(&self) -> usize {
         self.cache.capacity()
+    }
+
+    /// Forgets what passed.
+    pub fn clear(&mut self) {
+        self.cache.clear();
     }
 
     /// Lets tokens pass, and gives the logits after each of them, `[tokens, vocab]`.
@@ -69,7 +76,7 @@ impl Session {
         self.pass(tokens, Rows::All)
     }
 
-    /// Lets `prompt` pass, after what passed before, and generates.
+    /// Lets `prompt` pass, after [`Session::tokens`], and generates.
     ///
     /// # Errors
     /// As [`Session::logits`]; [`EngineError::Sampling`]. Those of later tokens come from the iterator.
@@ -81,7 +88,15 @@ impl Session {
         request.sampling.check()?;
         let logits = self.pass(prompt, Rows::Last)?;
         let request = request.clone();
-        Ok(Tokens { session: self, request, logits, given: 0, last: None, end: None })
+        Ok(Tokens {
+            session: self,
+            request,
+            logits,
+            given: 0,
+            last: None,
+            end: None,
+            failed: false,
+        })
     }
 
     pub(super) fn pass(&mut self, tokens: &[u32], rows: Rows) -> Result<Vec<f32>, EngineError> {
@@ -127,13 +142,11 @@ impl Iterator for Tokens<'_> {
     type Item = Result<Token, EngineError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.end.is_some() {
+        if self.end.is_some() || self.failed {
             return None;
         }
         let step = self.step();
-        if step.is_err() {
-            self.end = Some(End::Length);
-        }
+        self.failed = step.is_err();
         step.transpose()
     }
 }

@@ -112,6 +112,16 @@ fn stretched_ropes_batch_one_by_one() {
         assert_eq!(ids(&batch[0][0].tokens), greedy, "{name}");
         let one = alone(&engine, &prompt[..9], 9 + greedy.len(), &plain(greedy.len()));
         assert_eq!(ids(&batch[1][0].tokens), ids(&one.tokens), "{name}");
+        // On both sides of where the frequencies change, and past it.
+        for lengths in [[33, 32], [40, 39]] {
+            let prompts = lengths.map(|length| prompt.iter().copied().cycle().take(length));
+            let prompts = prompts.map(Iterator::collect::<Vec<u32>>);
+            let batch = engine.generate_batch(&prompts, 1, &plain(8)).expect("fits");
+            for (prompt, answers) in prompts.iter().zip(&batch) {
+                let one = alone(&engine, prompt, prompt.len() + 8, &plain(8));
+                assert_eq!(ids(&answers[0].tokens), ids(&one.tokens), "{name} {}", prompt.len());
+            }
+        }
     }
 }
 
@@ -132,6 +142,12 @@ fn the_command_writes_tokens_and_logits() {
     let out = run("generate", &more);
     let want = list(&greedy[..5]);
     assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{want}\n{want}\n"));
+    // A rope that stretches has no end of its own.
+    let dynamic = fixture("llama_dynamic");
+    let dynamic = dynamic.to_str().expect("UTF-8");
+    let args = ["generate", "--model", dynamic, "--backend", "cpu", "--tokens", &tokens];
+    let out = flashover(&[&args[..], &["--max-new-tokens", "40", "--ignore-eos"]].concat());
+    assert_eq!(String::from_utf8_lossy(&out.stdout).split(',').count(), 40);
     let out = run("logits", &["--output", output]);
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     let [file, golden] = [output.into(), fixture("llama").join("golden.safetensors")]
@@ -206,11 +222,13 @@ fn the_command_refuses_what_is_wrong() {
     refused(&none, &one, "hint: a model is a folder");
     refused(&family, &one, "`model_type` is \"rwkv\"");
     refused(&cut, &one, "model.safetensors");
-    refused(&tokenizer, &one, "tokens");
+    refused(&tokenizer, &one, "the model a vocabulary of");
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
-    refused(&good, &["--tokens", "1", "--top-p", "2"], "top_p is 2");
+    refused(&good, &["--tokens", "1", "--temperature", "1", "--top-p", "2"], "top_p is 2");
+    refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
+    refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
     refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
     refused(&good, &["--tokens", "1", "--quant", "q4"], "unknown quantisation `q4`");
 }
@@ -256,7 +274,7 @@ fn memory_that_cannot_suffice_is_said_before_loading() {
     }
     let error = Engine::load(&device, folder.path(), &EngineOptions::default());
     assert!(
-        matches!(error, Err(EngineError::Memory { weights, .. }) if weights > have),
+        matches!(error, Err(EngineError::Memory { need, .. }) if need > u128::from(have)),
         "{error:?}"
     );
 }
