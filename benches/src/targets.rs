@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(lines[10], "619 of 619 instances\n");
         assert_eq!(shown(3, false).len(), 4);
         assert_eq!(shown(0, false), ["0 of 0 instances\n"]);
-        assert_eq!(shown(2, true), ["\r0 of 2 compiled", "\r1 of 2 compiled", "\r\x1b[K"]);
+        assert_eq!(shown(2, true), ["\r0 of 2 instances", "\r1 of 2 instances", "\r\x1b[K"]);
     }
 
     #[test]
