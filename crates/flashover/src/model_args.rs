@@ -63,7 +63,7 @@ pub(super) struct SamplingArgs {
     /// Divide the logits of tokens that were there
     #[arg(long)]
     repetition_penalty: Option<f32>,
-    /// One seed, one text
+    /// Of the random numbers: the same for one seed
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Tokens at most; without it as many as the context holds

@@ -30,7 +30,7 @@ pub struct Sampling {
     pub min_p: f32,
     /// Logits of tokens that were there are divided by it where above 0, else multiplied; 1 is nothing.
     pub repetition_penalty: f32,
-    /// Of the numbers that are drawn with: one seed, one text, whatever runs beside it.
+    /// Of the numbers that are drawn with: the same for one seed, whatever runs beside it.
     pub seed: u64,
 }
 
