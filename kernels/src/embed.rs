@@ -291,10 +291,7 @@ impl Kernel for Embed {
     ) {
         let vector = p.vector(device.profile()) as usize;
         let [table, positions, out] = p.extents().map(|len| len / vector);
-        let cubes = match device.backend() {
-            Backend::Cpu => 1,
-            _ => out.div_ceil(c.units as usize).min(65_535) as u32,
-        };
+        let cubes = crate::cubes(device.backend(), out as u64, c.units);
         // What is not there is not read.
         let (learned, start) = match &operands.learned {
             Some(learned) => ((&learned.table, positions), (&learned.start, p.batch as usize)),

@@ -46,6 +46,15 @@ pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
     out
 }
 
+/// Cubes for so many equal parts of work, `each` of them a cube; the kernel goes on from there. A CPU's units walk
+/// it all in one.
+fn cubes(backend: Backend, parts: u64, each: u32) -> u32 {
+    match backend {
+        Backend::Cpu => 1,
+        _ => parts.div_ceil(u64::from(each)).min(65_535) as u32,
+    }
+}
+
 /// Wang's integer hash, folded with the seed.
 #[cube]
 fn hash(i: usize, seed: u32) -> u32 {

@@ -250,10 +250,7 @@ impl Kernel for Norm {
         _scratch: Option<&Handle>,
     ) {
         let plan = plan(device.profile(), p, c);
-        let cubes = match device.backend() {
-            Backend::Cpu => 1,
-            _ => p.rows.div_ceil(plan.rows.rows()).min(65_535),
-        };
+        let cubes = crate::cubes(device.backend(), p.rows.into(), plan.rows.rows());
         let vector = p.vector(device.profile()) as usize;
         let (matrix, row) = (p.elements() / vector, p.width as usize / vector);
         // What is not there is not read.

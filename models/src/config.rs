@@ -10,6 +10,7 @@
 
 use std::path::Path;
 
+pub use ops::{Activation, NormKind};
 use serde_json::Value;
 
 use crate::families::{self, Family};
@@ -78,17 +79,6 @@ pub struct Norm {
     pub eps: f64,
 }
 
-/// What a norm does with its weight w.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NormKind {
-    /// x / rms(x)·w
-    Rms,
-    /// x / rms(x)·(1 + w)
-    RmsPlusOne,
-    /// (x - mean(x)) / deviation(x)·w + bias
-    Layer,
-}
-
 /// Where a layer normalises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
@@ -107,31 +97,18 @@ pub enum Ffn {
     Plain,
 }
 
-/// What bends the feed-forward block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// x·σ(x)
-    Silu,
-    /// x·Φ(x), Φ the normal distribution's cumulative function.
-    Gelu,
-    /// GELU by the tanh formula.
-    GeluTanh,
-}
-
-impl Activation {
-    /// Reads a field that names one; none where it is absent.
-    pub(crate) fn read(fields: &Fields<'_>, field: &str) -> Result<Option<Self>, Error> {
-        Ok(match fields.text(field)? {
-            None => None,
-            Some("silu" | "swish") => Some(Self::Silu),
-            Some("gelu") => Some(Self::Gelu),
-            Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_fast") => Some(Self::GeluTanh),
-            Some(_) => {
-                let known = "silu, swish, gelu, gelu_new, gelu_pytorch_tanh, gelu_fast";
-                return Err(fields.unsupported(field, known));
-            }
-        })
-    }
+/// Reads a field that names an activation; none where it is absent.
+pub(crate) fn activation(fields: &Fields<'_>, field: &str) -> Result<Option<Activation>, Error> {
+    Ok(match fields.text(field)? {
+        None => None,
+        Some("silu" | "swish") => Some(Activation::Silu),
+        Some("gelu") => Some(Activation::Gelu),
+        Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_fast") => Some(Activation::GeluTanh),
+        Some(_) => {
+            let known = "silu, swish, gelu, gelu_new, gelu_pytorch_tanh, gelu_fast";
+            return Err(fields.unsupported(field, known));
+        }
+    })
 }
 
 impl DecoderConfig {

@@ -148,7 +148,7 @@ fn common(family: Family, fields: &Fields<'_>, defaults: Defaults) -> Result<Dec
         qkv_bias: false,
         out_bias: false,
         ffn: Ffn::Gated,
-        activation: Activation::read(fields, "hidden_act")?.unwrap_or(Activation::Silu),
+        activation: crate::config::activation(fields, "hidden_act")?.unwrap_or(Activation::Silu),
         ffn_bias: false,
         embedding_scale: None,
         learned_positions: false,
@@ -263,8 +263,9 @@ fn set_windows_from(config: &mut DecoderConfig, fields: &Fields<'_>) -> Result<(
 /// What Gemma 2 and 3 have in common.
 fn gemma(family: Family, fields: &Fields<'_>, defaults: Defaults) -> Result<DecoderConfig, Error> {
     let mut config = common(family, fields, defaults)?;
-    let bent = Activation::read(fields, "hidden_activation")?.unwrap_or(Activation::GeluTanh);
-    if Activation::read(fields, "hidden_act")?.is_some_and(|other| other != bent) {
+    let bent =
+        crate::config::activation(fields, "hidden_activation")?.unwrap_or(Activation::GeluTanh);
+    if crate::config::activation(fields, "hidden_act")?.is_some_and(|other| other != bent) {
         let value = fields.value("hidden_activation").cloned().unwrap_or_default();
         return Err(fields.contradiction("hidden_act", "hidden_activation", value));
     }

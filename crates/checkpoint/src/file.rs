@@ -5,6 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use half::{bf16, f16};
 use memmap2::Mmap;
 #[cfg(unix)]
 use memmap2::UncheckedAdvice;
@@ -198,6 +199,22 @@ impl<'a> Tensor<'a> {
             }
             bytes => Cow::Owned(values(&bytes)),
         })
+    }
+
+    /// The values of an F16, BF16 or F32 tensor, as f32.
+    ///
+    /// # Errors
+    /// [`Reason::DType`], [`Reason::Bytes`].
+    pub fn widened(self) -> Result<Cow<'a, [f32]>, Reason> {
+        let (have, need) = (self.bytes.len(), bytes_of(self.dtype, &self.shape)?);
+        let halves = self.bytes.as_chunks::<2>().0.iter();
+        match self.dtype {
+            Dtype::F32 => self.f32s(),
+            _ if have != need => Err(Reason::Bytes { have, need }),
+            Dtype::F16 => Ok(halves.map(|two| f16::from_le_bytes(*two).to_f32()).collect()),
+            Dtype::BF16 => Ok(halves.map(|two| bf16::from_le_bytes(*two).to_f32()).collect()),
+            have => Err(Reason::DType { have, need: vec![Dtype::F16, Dtype::BF16, Dtype::F32] }),
+        }
     }
 
     /// A tensor of one axis.

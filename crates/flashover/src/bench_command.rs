@@ -138,10 +138,10 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
             (shape, engine)
         }
     };
-    let ceilings = Ceilings::measure(&device, &engine)?;
+    let ceilings = Ceilings::measure(&engine)?;
     let mut printed = Printer::new(args.output);
     let mut one = |test| -> anyhow::Result<()> {
-        let speed = engine.measure(&device, test, args.repetitions.into())?;
+        let speed = engine.measure(test, args.repetitions.into())?;
         Ok(command::print(&printed.row(&row(&name, &device, &engine, &speed, &ceilings)?)?)?)
     };
     let measured = tests.into_iter().try_for_each(&mut one);
@@ -201,7 +201,7 @@ fn row(
         bandwidth_share: speed.share_of_bandwidth(ceilings),
         mfu: speed.utilisation(ceilings),
         joules_per_token: speed.joules_per_token,
-        reserved_bytes: engine.reserved_bytes(device),
+        reserved_bytes: engine.reserved_bytes(),
         ceiling_gbps: ceilings.gbps,
         ceiling_gflops: ceilings.gflops,
         samples_ns: speed.samples_ns.clone(),

@@ -157,10 +157,7 @@ pub(super) fn launch(
     weight: &WeightBuffers,
     out: &Handle,
 ) {
-    let cubes = match device.backend() {
-        Backend::Cpu => 1,
-        _ => p.weight.words().div_ceil(u64::from(c.units * c.words)).min(65_535) as u32,
-    };
+    let cubes = crate::cubes(device.backend(), p.weight.words(), c.units * c.words);
     let (len, width) = (p.weight.len() as usize, width(p));
     // SAFETY: the result has the weight's elements, and the kernel checks its index.
     unsafe {

@@ -225,10 +225,7 @@ impl Kernel for Rope {
     ) {
         let plan = plan(device.profile(), p, c);
         let groups = p.tokens() * p.all_heads();
-        let cubes = match device.backend() {
-            Backend::Cpu => 1,
-            _ => groups.div_ceil(plan.rows.rows()).min(65_535),
-        };
+        let cubes = crate::cubes(device.backend(), groups.into(), plan.rows.rows());
         let vector = p.vector(device.profile()) as usize;
         let [all, queries, k, v] = p.extents().map(|len| len / vector);
         // What is not there is not read.

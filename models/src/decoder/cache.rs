@@ -10,8 +10,8 @@ use crate::{DecoderConfig, Error, Rope};
 #[derive(Debug)]
 pub struct KvCache {
     memory: Memory,
+    /// Of each sequence those whose keys and values are there.
     tokens: Vec<Vec<u32>>,
-    lengths: Vec<usize>,
     capacity: usize,
     /// Of each rope, by which keys were turned.
     frequencies: Vec<Vec<f64>>,
@@ -39,7 +39,6 @@ impl KvCache {
         let mut cache = Self {
             memory: Memory { layers, tables: Vec::new() },
             tokens: vec![Vec::new(); batch],
-            lengths: vec![0; batch],
             capacity,
             frequencies: Vec::new(),
             single: Single::default(),
@@ -61,7 +60,6 @@ impl KvCache {
         let mut layers: Vec<(Vec<_>, Vec<_>)> =
             all.memory.layers.drain(..).map(|(k, v)| (vec![k; times], vec![v; times])).collect();
         all.tokens = vec![all.tokens; times].concat();
-        all.lengths = all.lengths.repeat(times);
         for (part, times) in rows {
             let theirs = part.memory.layers;
             assert_eq!((part.capacity, theirs.len()), (all.capacity, layers.len()));
@@ -71,7 +69,6 @@ impl KvCache {
                 v.extend(vec![own_v; times]);
             }
             all.tokens.extend(vec![part.tokens; times].concat());
-            all.lengths.extend(part.lengths.repeat(times));
         }
         let join = |mut tensors: Vec<Tensor<4>>| match tensors.len() {
             1 => tensors.remove(0),
@@ -97,14 +94,13 @@ impl KvCache {
         Self {
             memory: Memory { layers, tables: tables.clone() },
             tokens: sequences.iter().map(|at| self.tokens[*at].clone()).collect(),
-            lengths: sequences.iter().map(|at| self.lengths[*at]).collect(),
             single: Single::default(),
             ..self
         }
     }
 
     pub fn batch(&self) -> usize {
-        self.lengths.len()
+        self.tokens.len()
     }
 
     /// Positions that each sequence may have.
@@ -113,8 +109,8 @@ impl KvCache {
     }
 
     /// Positions that each sequence has.
-    pub fn lengths(&self) -> &[usize] {
-        &self.lengths
+    pub fn lengths(&self) -> Vec<usize> {
+        self.tokens.iter().map(Vec::len).collect()
     }
 
     /// The tokens of a sequence so far.
@@ -132,7 +128,7 @@ impl KvCache {
     }
 
     pub(super) fn longest(&self) -> usize {
-        self.lengths.iter().copied().max().unwrap_or(0)
+        self.tokens.iter().map(Vec::len).max().unwrap_or(0)
     }
 
     pub(super) const fn memory(&self) -> &Memory {
@@ -146,29 +142,23 @@ impl KvCache {
 
     /// The logits after one more token of each sequence, `[batch, vocab]`.
     pub(super) fn single(&mut self, of: &Decoder, tokens: &[&[u32]]) -> Result<Tensor<2>, Error> {
-        self.single.run(of, &self.memory, tokens, &self.lengths, self.capacity)
+        let lengths = self.lengths();
+        self.single.run(of, &self.memory, tokens, &lengths, self.capacity)
     }
 
     /// Counts tokens whose keys and values were written.
     pub(super) fn push(&mut self, tokens: &[&[u32]]) {
-        for ((own, length), new) in self.tokens.iter_mut().zip(&mut self.lengths).zip(tokens) {
-            own.extend_from_slice(new);
-            *length += new.len();
-        }
+        self.tokens.iter_mut().zip(tokens).for_each(|(own, new)| own.extend_from_slice(new));
     }
 
     /// Forgets the positions from `lengths` on.
     pub(super) fn cut(&mut self, lengths: &[usize]) {
-        for ((own, length), to) in self.tokens.iter_mut().zip(&mut self.lengths).zip(lengths) {
-            own.truncate(*to);
-            *length = (*length).min(*to);
-        }
+        self.tokens.iter_mut().zip(lengths).for_each(|(own, to)| own.truncate(*to));
     }
 
     /// Forgets all positions, and keeps what was captured.
     pub fn clear(&mut self) {
         self.tokens.iter_mut().for_each(Vec::clear);
-        self.lengths.fill(0);
     }
 
     /// Whether the keys that there are were turned as a sequence of `length` asks for; an empty cache turns

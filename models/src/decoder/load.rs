@@ -1,6 +1,5 @@
 //! Weights of a checkpoint onto a device, one tensor at a time.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
@@ -135,7 +134,19 @@ impl Loader<'_> {
         };
         step();
         let (ctx, device, dtype) = (self.ctx.clone(), self.device.clone(), self.dtype);
-        Ok(Decoder { config, ctx, device, dtype, embedding, positions, layers, final_norm, head })
+        let captures = ops::captures(&device);
+        Ok(Decoder {
+            config,
+            ctx,
+            device,
+            dtype,
+            captures,
+            embedding,
+            positions,
+            layers,
+            final_norm,
+            head,
+        })
     }
 
     fn config(&self) -> &DecoderConfig {
@@ -292,8 +303,7 @@ impl Loader<'_> {
                 .iter()
                 .map(move |code| f32::from(code.cast_signed()) * scale)
         });
-        let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
-        self.upload(converted(bytes.into(), Dtype::F32, self.dtype).into_owned(), &[rows.len(), k])
+        self.upload(rounded(&values.collect::<Vec<_>>(), self.dtype), &[rows.len(), k])
     }
 
     /// Several weights as one; none where a block or a nested group would hold elements of two.
@@ -308,8 +318,8 @@ impl Loader<'_> {
     /// A parameter that is dense.
     fn tensor<const D: usize>(&self, stored: Stored<'_>) -> Tensor<D> {
         let tensor = stored.dense().expect("what is no matrix of a layer is dense");
-        let bytes = converted(tensor.bytes, tensor.dtype, self.dtype);
-        self.upload(bytes.into_owned(), &tensor.shape)
+        let shape = tensor.shape.clone();
+        self.upload(converted(tensor, self.dtype), &shape)
     }
 
     fn upload<const D: usize>(&self, bytes: Vec<u8>, shape: &[usize]) -> Tensor<D> {
@@ -348,28 +358,26 @@ pub fn file_dtype(weights: &Weights) -> Result<FloatDType, Error> {
     })
 }
 
-/// Values of one dtype in another, rounded to the nearest, ties to even.
-fn converted(bytes: Cow<'_, [u8]>, from: Dtype, to: FloatDType) -> Cow<'_, [u8]> {
-    let same = match from {
-        Dtype::F32 => to == FloatDType::F32,
-        Dtype::F16 => to == FloatDType::F16,
-        _ => to == FloatDType::BF16,
-    };
+/// Values in another dtype, rounded to the nearest, ties to even.
+fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
+    let same = matches!(
+        (tensor.dtype, to),
+        (Dtype::F32, FloatDType::F32)
+            | (Dtype::F16, FloatDType::F16)
+            | (Dtype::BF16, FloatDType::BF16)
+    );
     if same {
-        return bytes;
+        return tensor.bytes.into_owned();
     }
-    let pairs = || bytes.as_chunks::<2>().0.iter();
-    let wide: Vec<f32> = match from {
-        Dtype::F32 => {
-            bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four)).collect()
-        }
-        Dtype::F16 => pairs().map(|two| f16::from_le_bytes(*two).to_f32()).collect(),
-        _ => pairs().map(|two| bf16::from_le_bytes(*two).to_f32()).collect(),
-    };
-    let values = wide.into_iter();
+    rounded(&tensor.widened().expect("the survey of a checkpoint lets no other through"), to)
+}
+
+/// Values as bytes, rounded to the nearest, ties to even.
+fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
+    let values = values.iter();
     match to {
-        FloatDType::F16 => values.flat_map(|v| f16::from_f32(v).to_le_bytes()).collect(),
-        FloatDType::BF16 => values.flat_map(|v| bf16::from_f32(v).to_le_bytes()).collect(),
-        _ => values.flat_map(f32::to_le_bytes).collect(),
+        FloatDType::F16 => values.flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+        FloatDType::BF16 => values.flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+        _ => values.flat_map(|v| v.to_le_bytes()).collect(),
     }
 }

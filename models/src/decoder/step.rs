@@ -26,7 +26,7 @@ impl Step {
         let [batch, seq] = [tokens.len(), tokens[0].len()];
         let word = |word: usize| (word as u32).cast_signed();
         let ids: Vec<i32> = tokens.concat().into_iter().map(u32::cast_signed).collect();
-        let start: Vec<i32> = cache.lengths().iter().copied().map(word).collect();
+        let start: Vec<i32> = cache.lengths().into_iter().map(word).collect();
         let options = (device, DType::I32);
         Self {
             tokens: Tensor::from_data(TensorData::new(ids, [batch, seq]), options),
@@ -54,7 +54,7 @@ struct Repeated {
 
 #[expect(clippy::large_enum_variant, reason = "a cache has one")]
 enum By {
-    /// So many launches of it so far, on a device that captures.
+    /// So many times so far, launch by launch.
     Launches(usize),
     Graph {
         graph: Graph<Result<Tensor<2>, Error>, Run>,
@@ -118,7 +118,7 @@ impl Repeated {
                 return read(unsafe { graph.replay() });
             }
         };
-        if !ops::captures(&of.device) || *launches < EAGER {
+        if !of.captures || *launches < EAGER {
             *launches += 1;
             return of.single(memory, &self.step);
         }

@@ -30,7 +30,7 @@ fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
         let scale = if by_depth { scale / (depth as f64 + 1.0) } else { scale };
         Layer { window: None, rope: None, scale }
     };
-    let activation = Activation::read(fields, "activation_function")?;
+    let activation = crate::config::activation(fields, "activation_function")?;
     let eps = fields.optional_positive("layer_norm_epsilon")?.unwrap_or(1e-5);
     Ok(DecoderConfig {
         family,

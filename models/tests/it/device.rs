@@ -89,13 +89,13 @@ fn batches_and_parts_of_prompts_change_nothing() {
                 stepped = values(part);
             }
             assert!(distance(&stepped, &logits) < 1e-5, "{name}: {length} tokens in parts");
-            assert_eq!((parts.tokens(0), parts.lengths()), (own, &[length][..]));
+            assert_eq!((parts.tokens(0), parts.lengths()), (own, vec![length]));
             alone.extend(greedy(&decoder, &mut whole, logits, 12));
             caches.push((parts, 1));
             last.extend(stepped);
         }
         let mut batch = KvCache::stack(caches);
-        assert_eq!((batch.batch(), batch.lengths()), (3, &lengths[..]));
+        assert_eq!((batch.batch(), batch.lengths()), (3, lengths.to_vec()));
         assert_eq!(greedy(&decoder, &mut batch, last, 12), alone, "{name}");
     }
 }

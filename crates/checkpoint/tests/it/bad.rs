@@ -337,3 +337,18 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn floats_alone_are_widened() {
+    let of = |dtype, bytes: &[u8]| Tensor::new(dtype, &[2], bytes.to_vec()).widened();
+    let want = [1.5f32, -0.25];
+    let bytes = |one: [u8; 2], two: [u8; 2]| [one, two].concat();
+    let half = bytes([0x00, 0x3e], [0x00, 0xb4]);
+    let brain = bytes([0xc0, 0x3f], [0x80, 0xbe]);
+    let whole: Vec<u8> = want.iter().flat_map(|value| value.to_le_bytes()).collect();
+    for (dtype, bytes) in [(Dtype::F16, &half), (Dtype::BF16, &brain), (Dtype::F32, &whole)] {
+        assert_eq!(of(dtype, bytes).expect("floats")[..], want);
+        assert!(matches!(of(dtype, &bytes[1..]), Err(Reason::Bytes { .. })), "{dtype:?}");
+    }
+    assert!(matches!(of(Dtype::I16, &half), Err(Reason::DType { have: Dtype::I16, .. })));
+}

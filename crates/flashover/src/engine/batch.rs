@@ -125,24 +125,20 @@ impl Growing {
         capacity: usize,
         request: &Request,
     ) -> Result<(), EngineError> {
+        let end = |own: &Self| request.end(own.tokens.len(), own.seen.len(), capacity);
+        self.end = self.end.or_else(|| end(self));
         if self.end.is_some() {
             return Ok(());
         }
         let place = Place { position: self.seen.len(), completion: self.completion };
         let token = request.sampling.pick(logits, &self.seen, place)?;
-        if request.max_new_tokens == Some(0) {
-            self.end = Some(End::Length);
-        } else if request.eos.contains(&token.id) {
+        if request.eos.contains(&token.id) {
             self.end = Some(End::Eos);
-        } else {
-            self.seen.push(token.id);
-            self.tokens.push(token);
-            if request.max_new_tokens.is_some_and(|most| self.tokens.len() >= most) {
-                self.end = Some(End::Length);
-            } else if self.seen.len() > capacity {
-                self.end = Some(End::Context);
-            }
+            return Ok(());
         }
+        self.seen.push(token.id);
+        self.tokens.push(token);
+        self.end = end(self);
         Ok(())
     }
 }

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use arch::{Backend, Device};
+use arch::Backend;
 use burn::tensor::DType;
 use kernels::ceiling;
 use kernels::matmul::Precision;
 use models::{KvCache, Param, Rows, Slot};
+use record::Summary;
 use serde::Serialize;
 use tune::timing::{Stopwatch, Timing, TimingError};
 
@@ -56,10 +57,13 @@ impl Ceilings {
     ///
     /// # Errors
     /// [`EngineError::Failed`].
-    pub fn measure(device: &Device, engine: &Engine) -> Result<Self, EngineError> {
+    pub fn measure(engine: &Engine) -> Result<Self, EngineError> {
+        let device = &engine.0.device;
         let failed = |e: TimingError| EngineError::Failed(e.to_string());
-        let best =
-            |timing: &Timing| timing.samples_ns.iter().copied().fold(f64::INFINITY, f64::min);
+        // As the bench's tables have it: the best that a device gives, and not by one sample.
+        let best = |timing: &Timing| {
+            Summary::of(&timing.samples_ns).map_or(f64::NAN, |summary| summary.p10)
+        };
         let (bytes, timing) = ceiling::time_copy(device).map_err(failed)?;
         let precision = match DType::from(engine.decoder().dtype()) {
             DType::F16 => Precision::F16,
@@ -114,9 +118,7 @@ impl Speed {
     }
 
     fn median_ns(&self) -> f64 {
-        let mut sorted = self.samples_ns.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+        Summary::of(&self.samples_ns).map_or(f64::NAN, |summary| summary.median)
     }
 }
 
@@ -125,12 +127,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`EngineError::Model`] for more positions than the model has.
-    pub fn measure(
-        &self,
-        device: &Device,
-        test: SpeedTest,
-        repetitions: usize,
-    ) -> Result<Speed, EngineError> {
+    pub fn measure(&self, test: SpeedTest, repetitions: usize) -> Result<Speed, EngineError> {
         let SpeedTest { prompt, generated, depth, batch } = test;
         let positions = depth.saturating_add(prompt).saturating_add(generated);
         let mut cache = self.cache(batch, positions)?;
@@ -139,7 +136,7 @@ impl Engine {
             on_host(self.decoder().forward(cache, &tokens, Rows::Last)?)
         };
         // The counter is NVIDIA's first card's, which CUDA's first device is.
-        let energy = || match device.backend() {
+        let energy = || match self.0.device.backend() {
             Backend::Cuda => arch::energy_millijoules(),
             _ => None,
         };

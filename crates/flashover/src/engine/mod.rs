@@ -94,8 +94,7 @@ pub enum EngineError {
     #[error("{name} is {value}\nhint: a number {range}")]
     Sampling { name: &'static str, value: f32, range: &'static str },
     #[error(
-        "after {position} tokens the logits hold NaN, or no finite largest
-hint: f32 and bf16 reach further than f16, \
+        "after {position} tokens the logits hold NaN, or no finite largest\nhint: f32 and bf16 reach further than f16, \
          which ends at 65504; penalties far from 1 reach far, too"
     )]
     NotFinite { position: usize },
@@ -120,6 +119,18 @@ struct Inner {
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     generation: GenerationConfig,
+}
+
+impl Request {
+    /// Whether a generation that gave out `given` tokens is at its end: `seen` are those with the prompt's, and
+    /// `room` is how many may pass.
+    fn end(&self, given: usize, seen: usize, room: usize) -> Option<End> {
+        match self.max_new_tokens {
+            Some(most) if given >= most => Some(End::Length),
+            // The last one is given out though nothing can follow it.
+            _ => (seen > room).then_some(End::Context),
+        }
+    }
 }
 
 impl Engine {
@@ -214,9 +225,9 @@ impl Engine {
         self.0.decoder.weight_bytes()
     }
 
-    /// Bytes that the pools of `device` hold, used or kept for later.
-    pub fn reserved_bytes(&self, device: &Device) -> u64 {
-        device.client().memory_report(MemoryScope::Device).usage().bytes_reserved
+    /// Bytes that the pools of the device hold, used or kept for later.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.0.device.client().memory_report(MemoryScope::Device).usage().bytes_reserved
     }
 
     /// What the model's makers would have.

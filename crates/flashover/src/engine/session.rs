@@ -114,15 +114,12 @@ impl Tokens<'_> {
     }
 
     fn step(&mut self) -> Result<Option<Token>, EngineError> {
-        if self.request.max_new_tokens.is_some_and(|most| self.given >= most) {
-            self.end = Some(End::Length);
+        let seen = self.session.tokens().len() + usize::from(self.last.is_some());
+        self.end = self.request.end(self.given, seen, self.session.context());
+        if self.end.is_some() {
             return Ok(None);
         }
         if let Some(last) = self.last.take() {
-            if self.session.tokens().len() >= self.session.context() {
-                self.end = Some(End::Context);
-                return Ok(None);
-            }
             self.logits = self.session.pass(&[last], Rows::Last)?;
         }
         let seen = self.session.tokens();

@@ -4,7 +4,6 @@ use std::borrow::Cow;
 
 use arch::{DType, Device};
 use checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Layout, Nested, Plan, QuantType};
-use half::{bf16, f16};
 use kernels::nf4::{self, CodeBook, Weight, WeightBuffers};
 
 use super::{Peaks, QuantizeError, QuantizeOptions};
@@ -136,13 +135,9 @@ impl Matrix {
         if device.profile().dtypes.contains(&dtype) {
             return (values, dtype);
         }
-        let wide = |bytes: &[u8; 2]| match dtype {
-            DType::F16 => f16::from_le_bytes(*bytes).to_f32(),
-            _ => bf16::from_le_bytes(*bytes).to_f32(),
-        };
-        let halves = values.as_chunks::<2>().0;
-        let values = halves.iter().flat_map(|bytes| wide(bytes).to_le_bytes()).collect::<Vec<_>>();
-        (values.into(), DType::F32)
+        let tensor = checkpoint::Tensor::new(self.dtype, &[values.len() / 2], values);
+        let wide = tensor.widened().expect("of this dtype, and as many");
+        (wide.iter().flat_map(|value| value.to_le_bytes()).collect(), DType::F32)
     }
 
     fn check_memory(&self, device: &Device, bytes: usize) -> Result<(), QuantizeError> {
