@@ -264,7 +264,7 @@ pub(crate) fn reference_of(p: &MatmulProblem) -> reference::Matmul {
 }
 
 /// Tile multiples, one more and one less, ones, primes, thin and deep shapes.
-const SIZES: [[u32; 3]; 14] = [
+const SIZES: [[u32; 3]; 16] = [
     [1, 1, 1],
     [128, 128, 128],
     [129, 127, 65],
@@ -272,6 +272,8 @@ const SIZES: [[u32; 3]; 14] = [
     [37, 41, 43],
     [1, 256, 512],
     [8, 192, 320],
+    [3, 133, 136],
+    [1, 1031, 776],
     [257, 1, 64],
     [33, 65, 1],
     [16, 8, 1000],

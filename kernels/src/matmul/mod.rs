@@ -18,7 +18,7 @@
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
 //!
-//! One source, six ways through it, chosen by [`MatmulConfig`]:
+//! One source, seven ways through it, chosen by [`MatmulConfig`]:
 //!
 //! | path    | multiplies with            | feeds it by                        | where                   |
 //! |---------|----------------------------|------------------------------------|-------------------------|
@@ -28,6 +28,7 @@
 //! | `Fma`   | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
 //! | `Cores` | vector multiply-add        | packed panels on the stack         | CPU                     |
 //! | `Dots`  | vector multiply-add        | nothing: both lie along k          | CPU, few rows           |
+//! | `Lanes` | multiply-add               | nothing: both lie along k          | any GPU, few rows       |
 //!
 //! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for the
 //! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
@@ -38,6 +39,7 @@ mod cores;
 mod dots;
 mod epilogue;
 mod fma;
+mod lanes;
 mod mma;
 pub(crate) mod parts;
 mod problem;
@@ -57,6 +59,7 @@ pub use cores::CoresConfig;
 pub use dots::DotsConfig;
 pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
 pub use fma::FmaConfig;
+pub use lanes::LanesConfig;
 pub use mma::MmaConfig;
 pub(crate) use mma::store_quad;
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
@@ -359,6 +362,7 @@ pub(crate) enum Path {
     Fma(fma::FmaPlan),
     Cores(cores::CoresPlan),
     Dots(DotsConfig),
+    Lanes(LanesConfig),
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -386,6 +390,9 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
         }
         Path::Dots(config) => {
             dots::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, config)
+        }
+        Path::Lanes(config) => {
+            lanes::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, config)
         }
     }
 }

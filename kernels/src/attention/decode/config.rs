@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use super::DecodeProblem;
+use super::lanes::{self, LanesConfig};
 use super::merge::COUNTERS;
 use super::split::{SplitConfig, SplitPlan};
 use crate::attention::config::tensor_cores;
@@ -16,6 +17,7 @@ use crate::fits::{limits, shape, stores};
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum DecodeConfig {
     Split(SplitConfig),
+    Lanes(LanesConfig),
     Rows(RowsConfig),
 }
 
@@ -40,14 +42,19 @@ const CUBES: [u32; 3] = [1, 2, 4];
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<DecodeConfig> {
     let mut found = Vec::new();
+    let mut add = |config| {
+        if check(arch, problem, &config).is_ok() && !found.contains(&config) {
+            found.push(config);
+        }
+    };
     for cubes in CUBES {
         for [planes, tile_kv, stages] in GEOMETRIES {
-            let splits = splits(arch, problem, cubes, planes * tile_kv);
-            let config = DecodeConfig::Split(SplitConfig { planes, tile_kv, stages, splits });
-            if check(arch, problem, &config).is_ok() && !found.contains(&config) {
-                found.push(config);
-            }
+            let splits = splits(arch, problem, cubes, planes * tile_kv, SplitConfig::MAX_SPLITS);
+            add(DecodeConfig::Split(SplitConfig { planes, tile_kv, stages, splits }));
         }
+    }
+    if found.is_empty() {
+        found.extend(without_tensor_cores(arch, problem));
     }
     if found.is_empty() {
         found.extend(simplest(arch, problem));
@@ -55,11 +62,29 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Dec
     found
 }
 
+fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<DecodeConfig> {
+    let mut found = Vec::new();
+    for cubes in CUBES {
+        for [units, keys] in lanes::GEOMETRIES {
+            let keys_at_once = lanes::reach(arch, problem, units, keys);
+            let cut = splits(arch, problem, cubes, keys_at_once, lanes::MOST_SPLITS);
+            for splits in [cut, 1] {
+                let config = DecodeConfig::Lanes(LanesConfig { units, keys, splits });
+                if check(arch, problem, &config).is_ok() && !found.contains(&config) {
+                    found.push(config);
+                }
+            }
+        }
+    }
+    found
+}
+
 /// Parts that give each processor `cubes` cubes, none of them shorter than `keys`, which keep all of a
 /// cube's planes busy.
-fn splits(arch: &ArchProfile, problem: &DecodeProblem, cubes: u32, keys: u32) -> u32 {
-    let wanted = u64::from(arch.processors.unwrap_or(32) * cubes) / shares(problem);
-    let most = problem.visible().div_ceil(keys).min(SplitConfig::MAX_SPLITS);
+fn splits(arch: &ArchProfile, problem: &DecodeProblem, cubes: u32, keys: u32, most: u32) -> u32 {
+    // A driver that does not tell: as many as a middling card has.
+    let wanted = u64::from(arch.processors.unwrap_or(64) * cubes) / shares(problem);
+    let most = problem.visible().div_ceil(keys).min(most);
     (wanted.min(u64::from(most)) as u32).max(1)
 }
 
@@ -85,6 +110,7 @@ pub(super) fn check(
     stores(arch, [problem.dtype, problem.cache])?;
     let c = match config {
         DecodeConfig::Split(c) => c,
+        DecodeConfig::Lanes(c) => return lanes::check(arch, problem, c),
         DecodeConfig::Rows(c) => return limits(arch, c.units, 0),
     };
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
@@ -141,12 +167,13 @@ mod tests {
         let of = |batch| {
             DecodeProblem::contiguous(batch, [32, 8], 1, 8192, 128, DType::Bf16).expect("valid")
         };
-        assert_eq!(splits(&arch, &of(1), 1, 64), 16);
-        assert_eq!(splits(&arch, &of(1), 2, 64), 32);
-        assert_eq!(splits(&arch, &of(16), 2, 64), 2);
-        assert_eq!(splits(&arch, &of(64), 2, 64), 1);
+        let most = SplitConfig::MAX_SPLITS;
+        assert_eq!(splits(&arch, &of(1), 1, 64, most), 16);
+        assert_eq!(splits(&arch, &of(1), 2, 64, most), 32);
+        assert_eq!(splits(&arch, &of(16), 2, 64, most), 2);
+        assert_eq!(splits(&arch, &of(64), 2, 64, most), 1);
         let short = DecodeProblem { longest: 130, ..of(1) };
-        assert_eq!(splits(&arch, &short, 2, 64), 3);
+        assert_eq!(splits(&arch, &short, 2, 64, most), 3);
     }
 
     #[test]

@@ -18,11 +18,12 @@
 //! Cost: the cache, read once; `4·head_dim` flop a visible pair. At 4 to 8 flop a byte it is all
 //! bandwidth and latency.
 //!
-//! One source, two ways through it, chosen by [`DecodeConfig`]:
+//! One source, three ways through it, chosen by [`DecodeConfig`]:
 //!
 //! | path    | multiplies with | feeds it by                        | where           |
 //! |---------|-----------------|------------------------------------|-----------------|
 //! | `Split` | `mma.sync`      | a `cp.async` ring a plane, `ldmatrix` | CUDA, f16, bf16 |
+//! | `Lanes` | multiply-add    | loads of neighbouring units        | CUDA, Vulkan    |
 //! | `Rows`  | multiply-add    | one position after the other       | anywhere        |
 //!
 //! What the device reads is clamped to the cache: a length past its capacity fills it, a block past the
@@ -34,6 +35,7 @@
 
 mod config;
 mod fragments;
+mod lanes;
 mod merge;
 mod problem;
 mod rows;
@@ -50,12 +52,14 @@ use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
 
 pub use config::DecodeConfig;
+pub use lanes::LanesConfig;
 pub use problem::{CacheLayout, CacheStrides, DecodeProblem, InvalidDecode, MAX_QUERIES};
 pub use split::SplitConfig;
 
 use super::{RowsConfig, Steps, bound, bytes_of, optional, tolerance};
 use crate::matmul::elem;
 use crate::tile::global_address;
+use lanes::LanesPlan;
 use rows::RowsPlan;
 use scores::{Rules, Scores, ScoresCompilationArg, ScoresLaunch};
 use split::SplitPlan;
@@ -168,6 +172,7 @@ impl Kernel for Decode {
                 // Counters, then m and l of every part in whole vectors, then its sums.
                 4 * u64::from(merge::COUNTERS) + 16 * parts.div_ceil(2) + sums
             }
+            DecodeConfig::Lanes(c) => lanes::scratch_bytes(problem, c),
             _ => 0,
         }
     }
@@ -195,8 +200,8 @@ impl Kernel for Decode {
             KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
         let buffer = || BufferCompilationArg { inplace: None };
         let [width_in, width_out] = plan.widths;
-        vec![Box::new(decode::Decode::new(
-            settings,
+        let step = decode::Decode::new(
+            settings.clone(),
             properties.clone(),
             target.clone(),
             buffer(),
@@ -212,7 +217,24 @@ impl Kernel for Decode {
             width_out,
             plan.path,
             types(problem),
-        ))]
+        );
+        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(step)];
+        if merges(config) {
+            let settings = KernelSettings { cube_dim: CubeDim::new_1d(MERGE).into(), ..settings };
+            programs.push(Box::new(lanes::merge_parts::MergeParts::new(
+                settings,
+                properties.clone(),
+                target.clone(),
+                buffer(),
+                buffer(),
+                buffer(),
+                ScoresCompilationArg::of(problem),
+                Dims::compiled(),
+                problem.head_dim,
+                types(problem)[0],
+            )));
+        }
+        programs
     }
 
     fn launch(
@@ -256,9 +278,34 @@ impl Kernel for Decode {
                 plan.path,
                 types(problem),
             );
+            if merges(config) {
+                let queries = problem.rows() as u32;
+                let lines = queries.div_ceil(65_535);
+                lanes::merge_parts::launch_unchecked(
+                    device.client(),
+                    CubeCount::Static(queries.div_ceil(lines), lines, 1),
+                    CubeDim::new_1d(MERGE),
+                    address(problem),
+                    BufferArg::from_raw_parts(operands.out.clone(), out),
+                    BufferArg::from_raw_parts(lse.clone(), lse_len),
+                    BufferArg::from_raw_parts(partials.clone(), partials_len),
+                    ScoresLaunch::of(problem),
+                    Dims::of(problem, plan.splits, plan.tile_kv),
+                    problem.head_dim,
+                    types(problem)[0],
+                );
+            }
         }
     }
 }
+
+/// Whether the parts of a sequence are merged by a launch of their own.
+fn merges(config: &DecodeConfig) -> bool {
+    matches!(config, DecodeConfig::Lanes(c) if c.splits > 1)
+}
+
+/// Units that merge the parts of one query.
+const MERGE: u32 = 64;
 
 /// A config bound to a problem.
 struct Plan {
@@ -286,6 +333,17 @@ impl Plan {
                     cube_dim: CubeDim::new_2d(32, c.planes),
                     splits: c.splits,
                     tile_kv: c.tile_kv,
+                }
+            }
+            DecodeConfig::Lanes(c) => {
+                let plan = LanesPlan::new(arch, c, p);
+                Self {
+                    path: Path::Lanes(plan),
+                    widths: [lanes::width(arch, p), 1],
+                    cubes: CubeCount::Static(plan.chunks * c.splits, p.kv_heads, p.batch),
+                    cube_dim: CubeDim::new_1d(c.units),
+                    splits: c.splits,
+                    tile_kv: 1,
                 }
             }
             DecodeConfig::Rows(c) => {
@@ -321,6 +379,7 @@ fn address(problem: &DecodeProblem) -> AddressType {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Split(SplitPlan),
+    Lanes(LanesPlan),
     Rows(RowsPlan),
 }
 
@@ -486,6 +545,9 @@ fn decode<F: Float, C: Numeric, NI: Size, NO: Size>(
     match path {
         Path::Split(plan) => {
             split::split::<F, C, NI, NO>(q, k, v, out, lse, partials, &cache, &scores, dims, plan)
+        }
+        Path::Lanes(plan) => {
+            lanes::lanes::<F, C, NI, NO>(q, k, v, out, lse, partials, &cache, &scores, dims, plan)
         }
         Path::Rows(plan) => {
             rows::rows::<F, C, NI, NO>(q, k, v, out, lse, &cache, &scores, dims, plan)
