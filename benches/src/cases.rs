@@ -16,6 +16,7 @@ use kernels::nf4::{
 };
 use kernels::norm::{Norm, NormKind, NormProblem};
 use kernels::rope::{HeadNorm, Rope, RopeProblem};
+use kernels::sample::{Sample, SampleProblem};
 use models::{Fusion, shapes};
 use tune::Kernel;
 
@@ -66,6 +67,7 @@ pub(crate) enum Problem {
     Embed(EmbedProblem),
     Norm(NormProblem),
     Rope(RopeProblem),
+    Sample(SampleProblem),
 }
 
 /// One case.
@@ -95,6 +97,7 @@ impl Case {
             Problem::Embed(p) => record::case_name(Embed::NAME, &Embed::params(p)),
             Problem::Norm(p) => record::case_name(Norm::NAME, &Norm::params(p)),
             Problem::Rope(p) => record::case_name(Rope::NAME, &Rope::params(p)),
+            Problem::Sample(p) => record::case_name(Sample::NAME, &Sample::params(p)),
         }
     }
 }
@@ -234,6 +237,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     cases.extend(nf4s(suite, scale)?);
     cases.extend(norms(suite, scale)?);
     cases.extend(embeds(suite, scale)?);
+    cases.extend(samples(suite, scale)?);
     cases.extend(ropes(suite, scale)?);
     Ok(cases)
 }
@@ -489,6 +493,21 @@ fn ropes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         }
     }
     Ok(cases)
+}
+
+/// Rows of logits of an 8B model, each fourth for the likeliest token.
+fn samples(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let sizes: &[[u32; 2]] = match (scale, suite) {
+        (_, Suite::Quick) => &[],
+        (Scale::Host, _) => &[[4, 32_000]],
+        (Scale::Gpu, _) => &[[1, 128_256], [16, 128_256], [4, 50_257]],
+    };
+    let case = |[rows, vocab]: &[u32; 2]| {
+        let problem =
+            SampleProblem::new(*rows, *vocab).context("a case of the suite is invalid")?;
+        Ok(Case { problem: Problem::Sample(problem), peer: false })
+    };
+    sizes.iter().map(case).collect()
 }
 
 /// Tokens of an 8B model: steps of decoding and a prompt.

@@ -14,6 +14,7 @@ use kernels::nf4::{
 };
 use kernels::norm::{Norm, NormOperands, NormProblem};
 use kernels::rope::{Rope, RopeOperands, RopeProblem};
+use kernels::sample::{Sample, SampleOperands, SampleProblem};
 use oracle::{CheckError, Verdict};
 use serde_json::{Value, json};
 use tune::Kernel;
@@ -515,6 +516,41 @@ impl Family for Embed {
     }
 
     fn torch(_: &EmbedProblem) -> Option<Value> {
+        None
+    }
+}
+
+impl Family for Sample {
+    fn params(p: &SampleProblem) -> BTreeMap<String, Value> {
+        BTreeMap::from([
+            ("rows".to_owned(), p.rows.into()),
+            ("vocab".to_owned(), p.vocab.into()),
+            ("dtype".to_owned(), DType::F32.name().into()),
+        ])
+    }
+
+    fn unit(_: &SampleProblem) -> &'static str {
+        precision(DType::F32).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &SampleProblem,
+        operands: &SampleOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::sample::check_operands(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &SampleProblem, _: &[SampleOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &SampleProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(_: &SampleProblem) -> Option<Value> {
         None
     }
 }

@@ -13,6 +13,7 @@ use kernels::matmul::{Matmul, Precision};
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
 use kernels::rope::Rope;
+use kernels::sample::Sample;
 use record::{Line, Record, SCHEMA, Summary};
 use serde_json::Value;
 use tune::timing::{self, Effort, Timing, TimingError};
@@ -139,6 +140,7 @@ fn measure(
             Problem::Embed(p) => one::<Embed>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Norm(p) => one::<Norm>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Rope(p) => one::<Rope>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::Sample(p) => one::<Sample>(&mut tuner, p, case.peer, card, torch)?,
         };
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         good &= !matches!(&line, Line::Record(r) if r.error.is_some());

@@ -13,6 +13,7 @@ use kernels::matmul::Matmul;
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
 use kernels::rope::Rope;
+use kernels::sample::Sample;
 use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
 
 use crate::cases::{self, Case, Problem, Scale, Suite};
@@ -149,6 +150,7 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
             Problem::Embed(p) => good &= tune_one::<Embed>(&mut tuner, p, &case)?,
             Problem::Norm(p) => good &= tune_one::<Norm>(&mut tuner, p, &case)?,
             Problem::Rope(p) => good &= tune_one::<Rope>(&mut tuner, p, &case)?,
+            Problem::Sample(p) => good &= tune_one::<Sample>(&mut tuner, p, &case)?,
         }
     }
     Ok(good)
@@ -223,6 +225,7 @@ fn try_configs(
             Problem::Embed(p) => good &= try_one::<Embed>(&tuner, p, &text)?,
             Problem::Norm(p) => good &= try_one::<Norm>(&tuner, p, &text)?,
             Problem::Rope(p) => good &= try_one::<Rope>(&tuner, p, &text)?,
+            Problem::Sample(p) => good &= try_one::<Sample>(&tuner, p, &text)?,
         }
     }
     Ok(good)

@@ -14,6 +14,7 @@ use kernels::matmul::Matmul;
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
 use kernels::rope::Rope;
+use kernels::sample::Sample;
 use oracle::{CheckError, Verdict};
 use record::{Check, Line};
 use serde_json::Value;
@@ -126,6 +127,7 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     jobs.extend(jobs_of::<Embed>(arch, cache, configs));
     jobs.extend(jobs_of::<Norm>(arch, cache, configs));
     jobs.extend(jobs_of::<Rope>(arch, cache, configs));
+    jobs.extend(jobs_of::<Sample>(arch, cache, configs));
     jobs
 }
 

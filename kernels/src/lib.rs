@@ -16,6 +16,7 @@ pub mod norm;
 pub mod rope;
 mod round;
 mod rows;
+pub mod sample;
 mod tile;
 
 use arch::{Backend, DType, Device};

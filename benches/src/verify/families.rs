@@ -13,10 +13,12 @@ use kernels::nf4::{
 };
 use kernels::norm::{Norm, NormProblem};
 use kernels::rope::{Rope, RopeProblem};
+use kernels::sample::{Sample, SampleProblem};
 use oracle::attention_backward::BackwardCase;
 use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
 use oracle::{
     CheckError, Verdict, attention, attention_backward, decode, embed, matmul, nf4, norm, rope,
+    sample,
 };
 use serde_json::Value;
 
@@ -430,5 +432,54 @@ impl Verified for Embed {
         config: &Self::Config,
     ) -> Result<Verdict, CheckError> {
         embed::check(device, case, config)
+    }
+}
+
+impl Verified for Sample {
+    type Case = sample::EdgeCase;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32]
+    }
+
+    fn kind(_: &SampleProblem) -> DType {
+        DType::F32
+    }
+
+    fn edge_cases(_: DType, backend: Backend) -> Vec<sample::EdgeCase> {
+        sample::edge_cases(backend)
+    }
+
+    fn config_cases(_: DType) -> Vec<sample::EdgeCase> {
+        sample::config_cases()
+    }
+
+    fn problem(case: &sample::EdgeCase) -> &SampleProblem {
+        &case.problem
+    }
+
+    fn params(case: &sample::EdgeCase) -> BTreeMap<String, Value> {
+        let mut params = <Self as Family>::params(&case.problem);
+        let c = case.choice;
+        for (name, value) in [
+            ("temperature", c.temperature),
+            ("top_p", c.top_p),
+            ("min_p", c.min_p),
+            ("penalty", c.penalty),
+        ] {
+            params.insert(name.to_owned(), f64::from(value).into());
+        }
+        params.insert("top_k".to_owned(), c.top_k.into());
+        params.insert("odd".to_owned(), case.odd.into());
+        params
+    }
+
+    fn run(
+        device: &Device,
+        case: &sample::EdgeCase,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        sample::check(device, case, config)
     }
 }

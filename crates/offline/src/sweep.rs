@@ -17,6 +17,7 @@ use kernels::nf4::{
 };
 use kernels::norm::{Norm, NormKind, NormProblem};
 use kernels::rope::{HeadNorm, Rope, RopeProblem};
+use kernels::sample::{Sample, SampleProblem};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
@@ -176,6 +177,7 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
         let norm = p.qk_norm.map_or("", |norm| norm.kind.name());
         format!("{} d{} rope{} {norm}", p.dtype, p.head_dim, p.dim).trim_end().to_owned()
     }));
+    all.extend(instances_of::<Sample>(arch, samples(), |p| format!("vocab {}", p.vocab)));
     all
 }
 
@@ -538,6 +540,15 @@ fn embeds() -> Vec<Case<Embed>> {
         }
     }
     cases
+}
+
+/// Vocabularies of whole vectors and of none.
+fn samples() -> Vec<Case<Sample>> {
+    let case = |vocab| {
+        let problem = SampleProblem::new(16, vocab).expect("sizes are valid");
+        Case { problem, most: 2, clean: 1 }
+    };
+    Vec::from([128_256, 50_257].map(case))
 }
 
 /// `4096x4096 b64 nested tiles`.

@@ -8,6 +8,7 @@ use kernels::matmul::InvalidMatmul;
 use kernels::nf4::{InvalidWeight, QuantizeError};
 use kernels::norm::InvalidNorm;
 use kernels::rope::InvalidRope;
+use kernels::sample::InvalidSample;
 use tune::TuneError;
 
 use crate::Implementation;
@@ -79,6 +80,8 @@ pub enum OpError {
     Embed(#[from] InvalidEmbed),
     #[error(transparent)]
     Rope(#[from] InvalidRope),
+    #[error(transparent)]
+    Sample(#[from] InvalidSample),
     #[error(transparent)]
     Tune(#[from] TuneError),
 }

@@ -28,6 +28,7 @@ mod nf4;
 mod norm;
 mod refresh;
 mod rope;
+mod sample;
 
 pub use attention::attention;
 /// Where [`Nf4Weight`]s come from and go to.
@@ -40,8 +41,10 @@ pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
 pub use kernels::nf4::CodeBook;
 pub use kernels::norm::NormKind;
+pub use kernels::sample::Choice;
 pub use matmul::{Epilogue, linear, matmul};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
 pub use norm::{NormWeights, norm};
 pub use refresh::{captures, refresh};
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope};
+pub use sample::sample;

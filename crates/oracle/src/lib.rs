@@ -9,6 +9,7 @@ pub mod matmul;
 pub mod nf4;
 pub mod norm;
 pub mod rope;
+pub mod sample;
 
 use arch::{DType, Device};
 use cubecl::server::Handle;

@@ -13,6 +13,7 @@
 //! | [`nf4`] | weights of 4 bits, NF4 and FP4, and the 8-bit code of their absmax |
 //! | [`embed`] | rows of tables for tokens and positions |
 //! | [`norm`] | norms of rows |
+//! | [`sample`] | a token of a row of logits |
 //! | [`int8`] | weights of 8 bits, one absmax a row |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
@@ -49,6 +50,7 @@ pub mod nf4;
 pub mod norm;
 pub mod rope;
 pub mod rotary;
+pub mod sample;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, compare};
@@ -63,3 +65,4 @@ pub use nf4::{Blocks, FourBit};
 pub use norm::{Norm, NormOperands, NormRule};
 pub use rope::{Projected, Rope, RopeOperands};
 pub use rotary::{Rotary, Stretch};
+pub use sample::Sampler;

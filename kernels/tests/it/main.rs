@@ -17,6 +17,7 @@ use kernels::nf4::{
 };
 use kernels::norm::Norm;
 use kernels::rope::Rope;
+use kernels::sample::Sample;
 use oracle::attention_backward::BackwardCase;
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
 use oracle::{CheckError, Verdict};
@@ -171,7 +172,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
         1
     }
     let cache = TuneCache::shipped();
-    let mut here = [0; 7];
+    let mut here = [0; 11];
     for (entry, _) in cache.entries() {
         match entry.key.kernel.as_str() {
             Matmul::NAME => here[0] += fits::<Matmul>(entry, &cuda),
@@ -181,10 +182,10 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
             Nf4Matmul::NAME => here[4] += fits::<Nf4Matmul>(entry, &cuda),
             Nf4Dequantize::NAME => here[5] += fits::<Nf4Dequantize>(entry, &cuda),
             Nf4Quantize::NAME => here[6] += fits::<Nf4Quantize>(entry, &cuda),
-            // Not measured yet: their entries, once there are some, must fit all the same.
-            Embed::NAME => drop(fits::<Embed>(entry, &cuda)),
-            Norm::NAME => drop(fits::<Norm>(entry, &cuda)),
-            Rope::NAME => drop(fits::<Rope>(entry, &cuda)),
+            Embed::NAME => here[7] += fits::<Embed>(entry, &cuda),
+            Norm::NAME => here[8] += fits::<Norm>(entry, &cuda),
+            Rope::NAME => here[9] += fits::<Rope>(entry, &cuda),
+            Sample::NAME => here[10] += fits::<Sample>(entry, &cuda),
             other => panic!("no kernel is called {other}"),
         }
     }
@@ -362,6 +363,25 @@ fn norms_are_right_in_wgsl() {
             }
         }
     }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+fn sample_failures(device: &Device) -> Vec<String> {
+    let cases = oracle::sample::edge_cases(device.profile().backend);
+    failures::<Sample, _>(device, &cases, |case| &case.problem, oracle::sample::check)
+}
+
+#[test]
+fn tokens_are_chosen_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let failures = sample_failures(&device);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn tokens_are_chosen_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let failures = sample_failures(&device);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 

@@ -89,6 +89,11 @@ impl Decoder {
         &self.device
     }
 
+    /// Which configs are known.
+    pub const fn ctx(&self) -> &Ctx {
+        &self.ctx
+    }
+
     /// What it computes in; logits are f32.
     pub const fn dtype(&self) -> FloatDType {
         self.dtype

@@ -1,7 +1,8 @@
+use burn::tensor::Tensor;
 use models::{KvCache, Rope, Rows};
 
-use super::sampling::Place;
-use super::{End, Engine, EngineError, Request, Token, on_host};
+use super::sampling::{Picker, Place};
+use super::{End, Engine, EngineError, Request, Token};
 
 /// What one prompt became.
 #[derive(Debug, Clone, PartialEq)]
@@ -51,11 +52,11 @@ impl Engine {
                 tokens: Vec::new(),
                 end: None,
             }));
-            logits.extend(after.repeat(completions));
+            logits.push(after.repeat_dim(0, completions));
             caches.push((session.into_cache(), completions));
         }
         if completions > 0 && !prompts.is_empty() {
-            self.grow(&mut growing, KvCache::stack(caches), logits, request)?;
+            self.grow(&mut growing, KvCache::stack(caches), Tensor::cat(logits, 0), request)?;
         }
         let mut answers: Vec<Vec<Completion>> = prompts.iter().map(|_| Vec::new()).collect();
         for Growing { prompt, tokens, end, .. } in growing {
@@ -90,14 +91,19 @@ impl Engine {
         &self,
         batch: &mut [Growing],
         mut cache: KvCache,
-        mut logits: Vec<f32>,
+        mut logits: Tensor<2>,
         request: &Request,
     ) -> Result<(), EngineError> {
-        let vocab = self.config().vocab;
         let mut rows: Vec<usize> = (0..batch.len()).collect();
+        let picker = |batch: &[Growing], rows: &[usize]| {
+            let seen: Vec<&[u32]> = rows.iter().map(|at| &batch[*at].seen[..]).collect();
+            Picker::new(self, request.sampling, &seen)
+        };
+        let mut own = picker(batch, &rows);
         loop {
-            for (at, logits) in rows.iter().zip(logits.chunks(vocab)) {
-                batch[*at].take(logits, cache.capacity(), request)?;
+            let places: Vec<Place> = rows.iter().map(|at| batch[*at].place()).collect();
+            for (at, token) in rows.iter().zip(own.pick(self, logits, &places)?) {
+                batch[*at].take(token, cache.capacity(), request);
             }
             let open: Vec<usize> =
                 (0..rows.len()).filter(|row| batch[rows[*row]].end.is_none()).collect();
@@ -109,36 +115,34 @@ impl Engine {
             if cache.lengths().iter().any(|length| *length == cache.capacity()) {
                 cache = cache.keep(&open);
                 rows = open.into_iter().map(|row| rows[row]).collect();
+                own = picker(batch, &rows);
             }
             let last = |at: &usize| [*batch[*at].seen.last().expect("a prompt has tokens")];
             let next: Vec<[u32; 1]> = rows.iter().map(last).collect();
-            logits = on_host(self.decoder().forward(&mut cache, &next, Rows::Last)?)?;
+            logits = self.decoder().forward(&mut cache, &next, Rows::Last)?;
         }
     }
 }
 
 impl Growing {
+    /// Of its next token.
+    fn place(&self) -> Place {
+        Place { position: self.seen.len(), completion: self.completion }
+    }
+
     /// One more token, or the end.
-    fn take(
-        &mut self,
-        logits: &[f32],
-        capacity: usize,
-        request: &Request,
-    ) -> Result<(), EngineError> {
+    fn take(&mut self, token: Token, capacity: usize, request: &Request) {
         let end = |own: &Self| request.end(own.tokens.len(), own.seen.len(), capacity);
         self.end = self.end.or_else(|| end(self));
         if self.end.is_some() {
-            return Ok(());
+            return;
         }
-        let place = Place { position: self.seen.len(), completion: self.completion };
-        let token = request.sampling.pick(logits, &self.seen, place)?;
         if request.eos.contains(&token.id) {
             self.end = Some(End::Eos);
-            return Ok(());
+            return;
         }
         self.seen.push(token.id);
         self.tokens.push(token);
         self.end = end(self);
-        Ok(())
     }
 }

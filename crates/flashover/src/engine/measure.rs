@@ -11,7 +11,8 @@ use record::Summary;
 use serde::Serialize;
 use tune::timing::{Stopwatch, Timing, TimingError};
 
-use super::{Engine, EngineError, on_host};
+use super::sampling::{Picker, Place};
+use super::{Engine, EngineError, Sampling, Token};
 
 /// What is measured: a prompt that passes, or tokens that are generated one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -30,7 +31,8 @@ pub struct SpeedTest {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Speed {
     pub test: SpeedTest,
-    /// Nanoseconds of each repetition, by the host's clock, from tokens on the host to logits on the host.
+    /// Nanoseconds of each repetition, by the host's clock, from tokens on the host to the likeliest next
+    /// ones on the host.
     pub samples_ns: Vec<f64>,
     /// Nanoseconds up to the first generated token, of the first repetition; the prompt's where there is one.
     pub first_token_ns: f64,
@@ -131,9 +133,12 @@ impl Engine {
         let SpeedTest { prompt, generated, depth, batch } = test;
         let positions = depth.saturating_add(prompt).saturating_add(generated);
         let mut cache = self.cache(batch, positions)?;
-        let run = |cache: &mut KvCache, seed, count| -> Result<Vec<f32>, EngineError> {
+        let picker = Picker::new(self, Sampling::default(), &vec![&[][..]; batch]);
+        let places = vec![Place { position: 0, completion: 0 }; batch];
+        let run = |cache: &mut KvCache, seed, count| -> Result<Vec<Token>, EngineError> {
             let tokens = vec![self.some_tokens(seed, count); batch];
-            on_host(self.decoder().forward(cache, &tokens, Rows::Last)?)
+            let logits = self.decoder().forward(cache, &tokens, Rows::Last)?;
+            picker.pick(self, logits, &places)
         };
         // The counter is NVIDIA's first card's, which CUDA's first device is.
         let energy = || match self.0.device.backend() {

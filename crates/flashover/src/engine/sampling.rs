@@ -1,30 +1,25 @@
-//! From logits to a token.
+//! Which token comes next: what is asked for, on its way to [`ops::sample`].
 //!
-//! ```text
-//! s = logits, those of tokens that were there divided by the penalty where above 0, else multiplied
-//! temperature 0: the largest, the first of equals
-//! else p = softmax(s / temperature) of
-//!   the top_k largest (and what equals the last of them), of these
-//!   the largest that reach top_p together, of these
-//!   those of at least min_p times the largest
-//! and of p the token where the sum, in the order of ids, first exceeds a uniform number of (seed, position)
-//! ```
+//! Logits stay on the device; words of each row go there with every step, and a token, its probability and a flag
+//! come back. Numbers are drawn here, of seed and place alone: a token does not depend on what runs beside it.
 //!
-//! Source: the logits processors of Hugging Face transformers; Salmon et al., "Parallel Random Numbers: As Easy
-//! as 1, 2, 3" (2011) for the numbers.
+//! Source of the numbers: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use models::GenerationConfig;
+use ops::Choice;
 
-use super::EngineError;
+use super::{Engine, EngineError, on_host};
 
 /// How tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     /// Logits are divided by it; 0 takes the likeliest token.
     pub temperature: f32,
-    /// How many of the likeliest tokens may be drawn; 0 is all.
+    /// How many of the likeliest tokens may be drawn, and what equals the last of them; 0 is all.
     pub top_k: usize,
-    /// The likeliest tokens that reach this probability together may be drawn; 1 is all.
+    /// The likeliest tokens that reach this probability together may be drawn, and what equals the last of them; 1 is
+    /// all.
     pub top_p: f32,
     /// Tokens of less than this share of the likeliest one's probability are not drawn.
     pub min_p: f32,
@@ -108,92 +103,76 @@ impl Sampling {
         }
     }
 
-    /// The token that follows `seen`, the prompt among it.
-    pub(super) fn pick(
-        &self,
-        logits: &[f32],
-        seen: &[u32],
-        place: Place,
-    ) -> Result<Token, EngineError> {
-        let not_finite = || EngineError::NotFinite { position: place.position };
-        if logits.iter().any(|logit| logit.is_nan()) {
-            return Err(not_finite());
+    /// As the kernel is told.
+    fn choice(&self, place: Place) -> Choice {
+        Choice {
+            temperature: self.temperature,
+            top_k: u32::try_from(self.top_k).unwrap_or(u32::MAX),
+            top_p: self.top_p,
+            min_p: self.min_p,
+            penalty: self.repetition_penalty,
+            uniform: uniform(self.seed, place),
         }
-        let mut scores = logits.to_vec();
-        if self.repetition_penalty != 1.0 {
-            let mut seen = seen.to_vec();
-            seen.sort_unstable();
-            seen.dedup();
-            for id in seen {
-                let score = &mut scores[id as usize];
-                *score = match *score > 0.0 {
-                    true => *score / self.repetition_penalty,
-                    false => *score * self.repetition_penalty,
-                };
+    }
+}
+
+/// Picks tokens of rows that grow, and remembers on the device what each has seen.
+#[derive(Debug)]
+pub(super) struct Picker {
+    sampling: Sampling,
+    /// A bit a token, row by row.
+    seen: Tensor<1, Int>,
+}
+
+impl Picker {
+    /// For sequences that have these tokens so far.
+    pub(super) fn new(engine: &Engine, sampling: Sampling, sequences: &[&[u32]]) -> Self {
+        let words = engine.config().vocab.div_ceil(32);
+        let mut bits = vec![0u32; words * sequences.len()];
+        for (row, ids) in sequences.iter().enumerate() {
+            for id in *ids {
+                bits[row * words + *id as usize / 32] |= 1 << (id % 32);
             }
         }
-        // What is impossible may be -inf; the likeliest token may not be infinite.
-        if !scores[largest(&scores)].is_finite() {
-            return Err(not_finite());
-        }
-        let id = match self.temperature > 0.0 {
-            true => self.draw(&scores, place),
-            false => largest(&scores),
-        };
-        Ok(Token { id: id as u32, logprob: logprob(logits, id) })
+        let len = bits.len();
+        Self { sampling, seen: words_on(engine.decoder().device(), bits, [len]) }
     }
 
-    fn draw(&self, scores: &[f32], place: Place) -> usize {
-        let top = f64::from(scores[largest(scores)]);
-        let weight =
-            |id: &usize| ((f64::from(scores[*id]) - top) / f64::from(self.temperature)).exp();
-        let mut kept: Vec<usize> = (0..scores.len()).collect();
-        let falling = |a: &usize, b: &usize| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b));
-        if (1..kept.len()).contains(&self.top_k) {
-            let (_, last, _) = kept.select_nth_unstable_by(self.top_k - 1, falling);
-            let least = scores[*last];
-            kept.retain(|id| scores[*id] >= least);
-        }
-        if self.top_p < 1.0 {
-            kept.sort_unstable_by(falling);
-            let total: f64 = kept.iter().map(weight).sum();
-            let mut sum = 0.0;
-            let enough = kept.iter().position(|id| {
-                sum += weight(id);
-                sum >= f64::from(self.top_p) * total
-            });
-            kept.truncate(enough.map_or(kept.len(), |last| last + 1));
-        }
-        kept.retain(|id| weight(id) >= f64::from(self.min_p));
-        kept.sort_unstable();
-        let total: f64 = kept.iter().map(weight).sum();
-        let mark = uniform(self.seed, place) * total;
-        let mut sum = 0.0;
-        let found = kept.iter().find(|id| {
-            sum += weight(id);
-            sum > mark
-        });
-        // The likeliest is always kept; rounding may leave the sum below the mark.
-        *found.or(kept.last()).expect("the likeliest token is kept")
+    /// The tokens after rows of logits, `[rows, vocab]`, each at its place.
+    pub(super) fn pick(
+        &self,
+        engine: &Engine,
+        logits: Tensor<2>,
+        places: &[Place],
+    ) -> Result<Vec<Token>, EngineError> {
+        let words: Vec<u32> =
+            places.iter().flat_map(|place| self.sampling.choice(*place).words()).collect();
+        let shape = [places.len(), words.len() / places.len()];
+        let choices = words_on(engine.decoder().device(), words, shape);
+        let ctx = engine.decoder().ctx();
+        let made =
+            ops::sample(ctx, logits, choices, self.seen.clone()).map_err(models::Error::from)?;
+        let rows = on_host(made)?;
+        let rows = rows.as_chunks::<3>().0.iter().zip(places);
+        rows.map(|([id, logprob, none], place)| match *none == 0.0 {
+            true => Ok(Token { id: *id as u32, logprob: *logprob }),
+            false => Err(EngineError::NotFinite { position: place.position }),
+        })
+        .collect()
     }
 }
 
-/// The first of the largest.
-fn largest(scores: &[f32]) -> usize {
-    (1..scores.len()).fold(0, |top, id| if scores[id] > scores[top] { id } else { top })
+/// Words on a device.
+fn words_on<const D: usize>(device: &Device, words: Vec<u32>, shape: [usize; D]) -> Tensor<D, Int> {
+    let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
+    Tensor::from_data(TensorData::new(words, shape), (device, DType::I32))
 }
 
-fn logprob(logits: &[f32], id: usize) -> f32 {
-    let top = f64::from(logits[largest(logits)]);
-    let total: f64 = logits.iter().map(|logit| (f64::from(*logit) - top).exp()).sum();
-    (f64::from(logits[id]) - top - total.ln()) as f32
-}
-
-/// From 0 up to, not including, 1.
-fn uniform(seed: u64, place: Place) -> f64 {
+/// From 0 up to, not including, 1, in steps that f32 holds.
+fn uniform(seed: u64, place: Place) -> f32 {
     let counter = [place.position as u32, place.completion as u32, 0, 0];
-    let [low, high, ..] = philox(counter, [seed as u32, (seed >> 32) as u32]);
-    (u64::from(high) << 32 | u64::from(low)).wrapping_shr(11) as f64 / (1u64 << 53) as f64
+    let [word, ..] = philox(counter, [seed as u32, (seed >> 32) as u32]);
+    (word >> 8) as f32 / (1u32 << 24) as f32
 }
 
 /// Philox4x32-10.
@@ -215,20 +194,6 @@ fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 mod tests {
     use super::*;
 
-    fn at(position: usize) -> Place {
-        Place { position, completion: 0 }
-    }
-
-    /// Which of the tokens are drawn, and how often, in 4000 positions.
-    fn drawn(sampling: Sampling, logits: &[f32]) -> Vec<f64> {
-        let mut counts = vec![0.0; logits.len()];
-        for position in 0..4000 {
-            let token = sampling.pick(logits, &[], at(position)).expect("numbers");
-            counts[token.id as usize] += 1.0 / 4000.0;
-        }
-        counts
-    }
-
     #[test]
     fn the_numbers_are_random123s() {
         // Of its file `kat_vectors`.
@@ -244,43 +209,6 @@ mod tests {
             ),
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
-    }
-
-    #[test]
-    fn tokens_are_drawn_as_often_as_they_are_likely() {
-        let logits = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln);
-        let near = |have: Vec<f64>, want: [f64; 4]| {
-            let far = have.iter().zip(want).any(|(have, want)| (have - want).abs() > 0.03);
-            assert!(!far, "{have:?}, not {want:?}");
-        };
-        let one = Sampling { temperature: 1.0, seed: 7, ..Sampling::default() };
-        near(drawn(one, &logits), [0.1, 0.2, 0.3, 0.4]);
-        // Squares, to a sum of 1.
-        near(drawn(Sampling { temperature: 0.5, ..one }, &logits), [0.033, 0.133, 0.3, 0.533]);
-        near(drawn(Sampling { top_k: 2, ..one }, &logits), [0.0, 0.0, 0.429, 0.571]);
-        near(drawn(Sampling { top_p: 0.6, ..one }, &logits), [0.0, 0.0, 0.429, 0.571]);
-        near(drawn(Sampling { top_p: 0.0, ..one }, &logits), [0.0, 0.0, 0.0, 1.0]);
-        near(drawn(Sampling { min_p: 0.45, ..one }, &logits), [0.0, 0.222, 0.333, 0.444]);
-        near(drawn(Sampling { min_p: 1.0, ..one }, &logits), [0.0, 0.0, 0.0, 1.0]);
-        // Equals stay together, as in transformers.
-        near(drawn(Sampling { top_k: 1, ..one }, &[1.0, 1.0, 0.0, 0.0]), [0.5, 0.5, 0.0, 0.0]);
-    }
-
-    #[test]
-    fn greedy_takes_the_first_of_the_largest_and_knows_its_probability() {
-        let token = Sampling::default().pick(&[1.0, 2.0, 2.0, 0.0], &[], at(0)).expect("numbers");
-        let want = 2.0 - (1f64.exp() + 2.0 * 2f64.exp() + 1.0).ln();
-        assert_eq!(token.id, 1);
-        assert!((f64::from(token.logprob) - want).abs() < 1e-6);
-    }
-
-    #[test]
-    fn what_was_there_is_less_likely() {
-        let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
-        let id = |logits: &[f32], seen: &[u32]| penalty.pick(logits, seen, at(0)).expect("n").id;
-        assert_eq!(id(&[1.5, 2.0, -1.0], &[]), 1);
-        assert_eq!(id(&[1.5, 2.0, -1.0], &[1, 1]), 0);
-        assert_eq!(id(&[-1.5, -1.0, -3.0], &[1]), 0);
     }
 
     #[test]
@@ -305,19 +233,6 @@ mod tests {
             assert!(matches!(wrong.check(), Err(EngineError::Sampling { .. })), "{wrong:?}");
         }
         assert!(ok.check().is_ok());
-        let hot = Sampling { temperature: 1.0, min_p: 0.05, ..ok };
-        let [inf, none] = [f32::INFINITY, f32::NEG_INFINITY];
-        for wrong in [[0.0, inf], [none, none]] {
-            for sampling in [ok, hot] {
-                let picked = sampling.pick(&wrong, &[], at(3));
-                assert!(matches!(picked, Err(EngineError::NotFinite { .. })), "{picked:?}");
-            }
-        }
-        assert_eq!(hot.pick(&[none, 1.0], &[], at(0)).expect("one is possible").id, 1);
-        let steep = Sampling { repetition_penalty: 1e-40, ..hot };
-        assert!(matches!(steep.pick(&[1.0, 0.5], &[0], at(3)), Err(EngineError::NotFinite { .. })));
-        let nan = ok.pick(&[0.0, f32::NAN], &[], at(3));
-        assert!(matches!(nan, Err(EngineError::NotFinite { position: 3 })));
     }
 
     #[test]

@@ -1,6 +1,7 @@
+use burn::tensor::Tensor;
 use models::{KvCache, Rows};
 
-use super::sampling::Place;
+use super::sampling::{Picker, Place};
 use super::{Engine, EngineError, Request, Token, on_host};
 
 /// One sequence: the tokens so far, with their keys and values.
@@ -28,8 +29,9 @@ pub enum End {
 pub struct Tokens<'a> {
     session: &'a mut Session,
     request: Request,
-    /// Of the token to come.
-    logits: Vec<f32>,
+    picker: Picker,
+    /// Picked and not yet given out.
+    next: Option<Token>,
     given: usize,
     /// Given out and not yet passed through the model.
     last: Option<u32>,
@@ -73,7 +75,7 @@ impl Session {
     /// [`EngineError::EmptyPrompt`]; [`EngineError::Model`] for tokens that the model does not have or that the
     /// session has no room for.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
-        self.pass(tokens, Rows::All)
+        on_host(self.pass(tokens, Rows::All)?)
     }
 
     /// Lets `prompt` pass, after [`Session::tokens`], and generates.
@@ -87,11 +89,15 @@ impl Session {
     ) -> Result<Tokens<'_>, EngineError> {
         request.sampling.check()?;
         let logits = self.pass(prompt, Rows::Last)?;
-        let request = request.clone();
+        let (request, tokens) = (request.clone(), self.cache.tokens(0));
+        let picker = Picker::new(&self.engine, request.sampling, &[tokens]);
+        let place = Place { position: tokens.len(), completion: 0 };
+        let next = picker.pick(&self.engine, logits, &[place])?.pop();
         Ok(Tokens {
             session: self,
             request,
-            logits,
+            picker,
+            next,
             given: 0,
             last: None,
             end: None,
@@ -99,11 +105,12 @@ impl Session {
         })
     }
 
-    pub(super) fn pass(&mut self, tokens: &[u32], rows: Rows) -> Result<Vec<f32>, EngineError> {
+    /// Logits on the device, to be used before the next step.
+    pub(super) fn pass(&mut self, tokens: &[u32], rows: Rows) -> Result<Tensor<2>, EngineError> {
         if tokens.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        on_host(self.engine.decoder().forward(&mut self.cache, &[tokens], rows)?)
+        Ok(self.engine.decoder().forward(&mut self.cache, &[tokens], rows)?)
     }
 }
 
@@ -113,18 +120,25 @@ impl Tokens<'_> {
         self.end
     }
 
+    /// The token after the last one, which passes.
+    fn pick(&mut self) -> Result<Token, EngineError> {
+        let last = self.last.take().expect("a token was given out, or one is next");
+        let logits = self.session.pass(&[last], Rows::Last)?;
+        let place = Place { position: self.session.tokens().len(), completion: 0 };
+        let mut picked = self.picker.pick(self.session.engine(), logits, &[place])?;
+        Ok(picked.pop().expect("a token a row"))
+    }
+
     fn step(&mut self) -> Result<Option<Token>, EngineError> {
         let seen = self.session.tokens().len() + usize::from(self.last.is_some());
         self.end = self.request.end(self.given, seen, self.session.context());
         if self.end.is_some() {
             return Ok(None);
         }
-        if let Some(last) = self.last.take() {
-            self.logits = self.session.pass(&[last], Rows::Last)?;
-        }
-        let seen = self.session.tokens();
-        let place = Place { position: seen.len(), completion: 0 };
-        let token = self.request.sampling.pick(&self.logits, seen, place)?;
+        let token = match self.next.take() {
+            Some(token) => token,
+            None => self.pick()?,
+        };
         if self.request.eos.contains(&token.id) {
             self.end = Some(End::Eos);
             return Ok(None);

@@ -1,4 +1,4 @@
-//! Models that answer, by the library and by the command, against transformers.
+//! Models that answer, against transformers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use flashover::{
     Token,
 };
 
-use crate::{cpu, flashover};
+use crate::cpu;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/fixtures").join(name)
@@ -126,42 +126,6 @@ fn stretched_ropes_batch_one_by_one() {
 }
 
 #[test]
-fn the_command_writes_tokens_and_logits() {
-    let ([prompt, greedy], folder) = (golden("llama"), tempfile::tempdir().expect("a folder"));
-    let list = |ids: &[u32]| ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-    let (model, output) = (fixture("llama"), folder.path().join("out.safetensors"));
-    let (model, output) = (model.to_str().expect("UTF-8"), output.to_str().expect("UTF-8"));
-    let tokens = list(&prompt);
-    let common = ["--model", model, "--backend", "cpu", "--tokens", &tokens];
-    let run = |name: &str, more: &[&str]| flashover(&[&[name], &common[..], more].concat());
-    let out = run("generate", &["--max-new-tokens", "9", "--ignore-eos", "--temperature", "0"]);
-    assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{}\n", list(&greedy[..9])));
-    let said = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert!(said.contains("9 tokens, ") && said.ends_with("as many as asked for\n"), "{said}");
-    let more = ["--max-new-tokens", "5", "--ignore-eos", "--completions", "2", "--seed", "3"];
-    let out = run("generate", &more);
-    let want = list(&greedy[..5]);
-    assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{want}\n{want}\n"));
-    // A rope that stretches has no end of its own.
-    let dynamic = fixture("llama_dynamic");
-    let dynamic = dynamic.to_str().expect("UTF-8");
-    let args = ["generate", "--model", dynamic, "--backend", "cpu", "--tokens", &tokens];
-    let out = flashover(&[&args[..], &["--max-new-tokens", "40", "--ignore-eos"]].concat());
-    assert_eq!(String::from_utf8_lossy(&out.stdout).split(',').count(), 40);
-    let out = run("logits", &["--output", output]);
-    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    let [file, golden] = [output.into(), fixture("llama").join("golden.safetensors")]
-        .map(|path: PathBuf| Checkpoint::open(path).expect("written"));
-    let logits = |file: &Checkpoint| {
-        let tensor = file.tensor("logits").expect("there");
-        (tensor.shape.clone(), tensor.f32s().expect("f32").into_owned())
-    };
-    let ((shape, have), (want_shape, want)) = (logits(&file), logits(&golden));
-    assert_eq!(shape, want_shape);
-    assert!(have.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-4));
-}
-
-#[test]
 fn what_cannot_answer_says_why() {
     let engine = engine("llama");
     let mut session = engine.session(8).expect("short");
@@ -179,58 +143,6 @@ fn what_cannot_answer_says_why() {
     let long = engine.config().max_seq + 1;
     let long = engine.session(long).expect_err("longer than the model").to_string();
     assert!(long.contains("but the model has"), "{long}");
-}
-
-/// One line of error, a hint, exit code 2 and nothing on standard output.
-#[test]
-fn the_command_refuses_what_is_wrong() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let copy = |name: &str, change: &dyn Fn(&Path)| {
-        let to = folder.path().join(name);
-        fs::create_dir(&to).expect("made");
-        for entry in fs::read_dir(fixture("llama")).expect("there") {
-            let from = entry.expect("readable").path();
-            fs::copy(&from, to.join(from.file_name().expect("a file"))).expect("copied");
-        }
-        change(&to);
-        to
-    };
-    let family = copy("family", &|to| {
-        fs::write(to.join("config.json"), r#"{"model_type": "rwkv"}"#).expect("written");
-    });
-    let cut = copy("cut", &|to| {
-        let path = to.join("model.safetensors");
-        let bytes = fs::read(&path).expect("there");
-        fs::write(&path, &bytes[..bytes.len() - 8]).expect("written");
-    });
-    let tokenizer = copy("tokenizer", &|to| {
-        let text = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
-            "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
-        fs::write(to.join("tokenizer.json"), text).expect("written");
-    });
-    let (none, good) = (folder.path().join("none"), fixture("llama"));
-    let refused = |model: &Path, more: &[&str], want: &str| {
-        let model = model.to_str().expect("UTF-8");
-        let out = flashover(&[&["generate", "--model", model, "--backend", "cpu"], more].concat());
-        let said = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(2), "{said}");
-        assert!(out.stdout.is_empty() && said.starts_with("error: "), "{said}");
-        assert!(said.contains(want), "{want:?} is not in {said}");
-    };
-    let one = ["--tokens", "1,2"];
-    refused(&none, &one, "hint: a model is a folder");
-    refused(&family, &one, "`model_type` is \"rwkv\"");
-    refused(&cut, &one, "model.safetensors");
-    refused(&tokenizer, &one, "the model a vocabulary of");
-    refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
-    refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
-    refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
-    refused(&good, &["--tokens", "1", "--temperature", "1", "--top-p", "2"], "top_p is 2");
-    refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
-    refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
-    refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
-    refused(&good, &["--tokens", "1", "--quant", "q4"], "unknown quantisation `q4`");
 }
 
 #[test]

@@ -1,0 +1,117 @@
+//! From logits of Burn's to tokens, on the device.
+
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
+use burn::tensor::{Int, Tensor};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use kernels::sample::{RESULT, Sample, SampleOperands, SampleProblem};
+use tune::Kernel;
+
+use crate::call::{Call, empty_like, float_of, on_cubecl, same_shape, size_of, words_of};
+use crate::{Ctx, OpError};
+
+/// A token of each row of `logits`, chosen as [`kernels::sample`] says by the row's words of `choices`
+/// ([`kernels::sample::Choice::words`]). What was picked is seen from then on: `seen` is written **in place**, a bit a
+/// token, for every clone of it.
+///
+/// # Shapes
+/// logits `[rows, vocab]` in f32; choices `[rows, 6]` and seen `[rows · ceil(vocab / 32)]`, I32 or U32; the result `[rows, 3]` in f32: the token, ln softmax(logits) of it, and 1 where logits are NaN or have no finite
+/// largest, so that there is no token.
+///
+/// # Errors
+/// Shapes or dtypes that do not fit, a device without our kernels, a gradient asked for.
+pub fn sample(
+    ctx: &Ctx,
+    logits: Tensor<2>,
+    choices: Tensor<2, Int>,
+    seen: Tensor<1, Int>,
+) -> Result<Tensor<2>, OpError> {
+    on_cubecl(&logits.device())?;
+    let [rows, vocab] = logits.dims();
+    let (have, need) = (logits.dtype(), burn::tensor::DType::F32);
+    if float_of(have)? != arch::DType::F32 {
+        return Err(OpError::DType { what: "logits", have, need });
+    }
+    let problem = SampleProblem::new(size_of(rows)?, size_of(vocab)?)?;
+    same_shape("choices", &choices.dims(), &[rows, 6])?;
+    same_shape("seen", &seen.dims(), &[rows * problem.seen_words()])?;
+    let have = seen.dtype();
+    if !matches!(have, burn::tensor::DType::I32 | burn::tensor::DType::U32) {
+        return Err(OpError::DType { what: "seen", have, need: burn::tensor::DType::I32 });
+    }
+    let call = Call::of(ctx);
+    let out = <Dispatch as SampleOps>::sample(
+        logits.into_dispatch(),
+        words_of(choices).into_dispatch(),
+        seen.into_dispatch(),
+        problem,
+        call.clone(),
+    );
+    match call.failed() {
+        None => Ok(Tensor::from_dispatch(out)),
+        Some(e) => Err(e),
+    }
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait SampleOps: Backend {
+    /// `problem` is of these tensors.
+    fn sample(
+        logits: FloatTensor<Self>,
+        choices: IntTensor<Self>,
+        seen: IntTensor<Self>,
+        problem: SampleProblem,
+        call: Call,
+    ) -> FloatTensor<Self>;
+}
+
+impl SampleOps for CubeBackend {
+    fn sample(
+        logits: CubeTensor,
+        choices: CubeTensor,
+        seen: CubeTensor,
+        problem: SampleProblem,
+        call: Call,
+    ) -> CubeTensor {
+        let out = empty_like(&logits, [problem.rows as usize, RESULT], arch::DType::F32);
+        let handle = |tensor| into_contiguous(tensor).handle;
+        let operands = SampleOperands {
+            logits: handle(logits),
+            choices: handle(choices),
+            seen: seen.handle,
+            out: out.handle.clone(),
+        };
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let config = call.ctx.config::<Sample>(&device, &problem)?;
+            let scratch = Sample::scratch(&device, &problem, &config);
+            Sample::launch(&device, &problem, &config, &operands, scratch.as_ref());
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+}
+
+impl<B: SampleOps, C: CheckpointStrategy> SampleOps for Autodiff<B, C> {
+    fn sample(
+        logits: FloatTensor<Self>,
+        choices: IntTensor<Self>,
+        seen: IntTensor<Self>,
+        problem: SampleProblem,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let tracked = logits.is_tracked();
+        let logits = Self::inner(logits);
+        if tracked {
+            call.fail(OpError::NoGradient);
+            return Self::from_inner(logits);
+        }
+        let [choices, seen] = [choices, seen].map(Self::int_inner);
+        Self::from_inner(B::sample(logits, choices, seen, problem, call))
+    }
+}

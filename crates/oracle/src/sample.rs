@@ -1,0 +1,174 @@
+//! Samplers against their reference.
+
+use arch::{Backend, Device};
+use kernels::sample::{Choice, RESULT, Sample, SampleConfig, SampleOperands, SampleProblem};
+use reference::{Distribution, fill};
+use tune::Kernel;
+
+use crate::{CheckError, Verdict, fnv1a, read};
+
+/// Rows to verify, each with a choice of its own.
+#[derive(Debug, Clone)]
+pub struct EdgeCase {
+    pub problem: SampleProblem,
+    pub choice: Choice,
+    /// Whether some rows have NaN, infinities or nothing that is possible.
+    pub odd: bool,
+    pub seed: u64,
+}
+
+/// Rows on the host.
+struct Host {
+    logits: Vec<f32>,
+    choices: Vec<Choice>,
+    seen: Vec<Vec<u32>>,
+}
+
+/// Runs `case` on fresh host inputs and compares every token with the reference. The result is filled with NaN
+/// first.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check(
+    device: &Device,
+    case: &EdgeCase,
+    config: &SampleConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let (rows, vocab) = (p.rows as usize, p.vocab as usize);
+    let mut logits = fill(2 * case.seed, rows * vocab, Distribution::Normal);
+    logits.iter_mut().for_each(|v| *v *= 3.0);
+    if case.odd {
+        let row = |at: usize| at % rows * vocab;
+        logits[row(0) + vocab / 2] = f32::NAN;
+        logits[row(1)] = f32::INFINITY;
+        logits[row(2)..row(2) + vocab].fill(f32::NEG_INFINITY);
+        // Most are impossible, and one pair is equal.
+        logits[row(3)..row(3) + vocab - 2].fill(f32::NEG_INFINITY);
+        logits[row(3) + vocab - 2..row(3) + vocab].fill(1.5);
+    }
+    let number = |row: usize| {
+        let mixed = (row as u64 + 7 * case.seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        mixed as f32 / (1 << 24) as f32
+    };
+    let choices = (0..rows).map(|row| Choice { uniform: number(row), ..case.choice }).collect();
+    let seen = |row: usize| (0..p.vocab).filter(|id| (id + row as u32) % 3 == 0).collect();
+    let host = Host { logits, choices, seen: (0..rows).map(seen).collect() };
+    let client = device.client();
+    let words = |words: &[u32]| {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        client.create_from_slice(&bytes)
+    };
+    let mut bits = vec![0u32; rows * p.seen_words()];
+    for (row, seen) in host.seen.iter().enumerate() {
+        for id in seen {
+            bits[row * p.seen_words() + *id as usize / 32] |= 1 << (id % 32);
+        }
+    }
+    let float = |values: &[f32]| words(&values.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
+    let operands = SampleOperands {
+        logits: float(&host.logits),
+        choices: words(&host.choices.iter().flat_map(|c| c.words()).collect::<Vec<_>>()),
+        seen: words(&bits),
+        out: float(&vec![f32::NAN; RESULT * rows]),
+    };
+    let scratch = Sample::scratch(device, p, config);
+    Sample::launch(device, p, config, &operands, scratch.as_ref());
+    verdict(device, p, &operands, &host)
+}
+
+/// Compares what a launch left in `operands` with the reference, reading the inputs back from the device. Seen
+/// tokens must not matter.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_operands(
+    device: &Device,
+    p: &SampleProblem,
+    operands: &SampleOperands,
+) -> Result<Verdict, CheckError> {
+    let (rows, vocab) = (p.rows as usize, p.vocab as usize);
+    let words = |bytes: Vec<u8>| -> Vec<u32> {
+        bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
+    };
+    let float = f32::from_bits;
+    let logits = words(read(device, &operands.logits, 4 * rows * vocab)?);
+    let each = words(read(device, &operands.choices, 24 * rows)?);
+    let choice = |c: &[u32; 6]| Choice {
+        temperature: float(c[0]),
+        top_k: c[1],
+        top_p: float(c[2]),
+        min_p: float(c[3]),
+        penalty: float(c[4]),
+        uniform: float(c[5]),
+    };
+    let host = Host {
+        logits: logits.into_iter().map(float).collect(),
+        choices: each.as_chunks::<6>().0.iter().map(choice).collect(),
+        seen: vec![Vec::new(); rows],
+    };
+    verdict(device, p, operands, &host)
+}
+
+fn verdict(
+    device: &Device,
+    p: &SampleProblem,
+    operands: &SampleOperands,
+    host: &Host,
+) -> Result<Verdict, CheckError> {
+    let bytes = read(device, &operands.out, 4 * RESULT * p.rows as usize)?;
+    let out: Vec<f32> =
+        bytes.as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
+    let rows: Vec<_> = (host.logits.chunks(p.vocab as usize).zip(&host.choices).zip(&host.seen))
+        .map(|((logits, c), seen)| reference::Sampler {
+            logits,
+            seen,
+            temperature: c.temperature.into(),
+            top_k: c.top_k as usize,
+            top_p: c.top_p.into(),
+            min_p: c.min_p.into(),
+            penalty: c.penalty.into(),
+            uniform: c.uniform.into(),
+        })
+        .collect();
+    let comparison = reference::Sampler::check(&rows, &out)?;
+    Ok(Verdict { comparison, digest: fnv1a(&bytes) })
+}
+
+/// The rows that every config must get right.
+pub fn edge_cases(backend: Backend) -> Vec<EdgeCase> {
+    let plain =
+        Choice { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, penalty: 1.0, uniform: 0.0 };
+    let mut choices = vec![plain, Choice { temperature: 0.0, ..plain }];
+    choices.push(Choice { temperature: 0.0, penalty: 1.3, ..plain });
+    choices.push(Choice { temperature: 0.4, penalty: 0.7, ..plain });
+    choices.push(Choice { top_k: 1, ..plain });
+    choices.push(Choice { top_k: 40, temperature: 2.0, ..plain });
+    choices.push(Choice { top_p: 0.9, ..plain });
+    choices.push(Choice { top_p: 0.0, ..plain });
+    choices.push(Choice { min_p: 0.1, ..plain });
+    choices.push(Choice { top_k: 50, top_p: 0.8, min_p: 0.02, penalty: 1.1, ..plain });
+    // A CPU's one unit walks the longest in seconds.
+    let long = if backend == Backend::Cpu { 8192 } else { 128_256 };
+    let mut cases = Vec::new();
+    for vocab in [1, 5, 64, 1000, 4099, 50_257.min(long), long] {
+        for choice in &choices {
+            let problem = SampleProblem::new(3, vocab).expect("valid");
+            let seed = 17_000 + cases.len() as u64;
+            cases.push(EdgeCase { problem, choice: *choice, odd: false, seed });
+        }
+    }
+    for vocab in [4, 4099] {
+        for choice in &choices {
+            let problem = SampleProblem::new(5, vocab).expect("valid");
+            let seed = 17_000 + cases.len() as u64;
+            cases.push(EdgeCase { problem, choice: *choice, odd: true, seed });
+        }
+    }
+    cases
+}
+
+/// Fewer rows for configs that are not the default.
+pub fn config_cases() -> Vec<EdgeCase> {
+    edge_cases(Backend::Cuda).into_iter().skip(3).step_by(7).collect()
+}

@@ -1,0 +1,230 @@
+//! From logits to a token, as the rules of sampling say.
+//!
+//! Scores are logits, those of seen tokens divided by the penalty where above 0, else multiplied. With a
+//! temperature weights are `exp((s - max s) / temperature)`, of the top_k largest, of these of the largest that
+//! reach top_p of the sum together, of these of those of at least min_p; what equals the last stays. They are
+//! added column by column: of every 1024th group of four tokens, in the order of ids.
+
+use crate::{Comparison, DType, Error, compare};
+
+/// A row of logits and how its token is chosen.
+#[derive(Debug, Clone, Copy)]
+pub struct Sampler<'a> {
+    pub logits: &'a [f32],
+    pub seen: &'a [u32],
+    /// 0 takes the likeliest token.
+    pub temperature: f64,
+    /// 0 is all.
+    pub top_k: usize,
+    pub top_p: f64,
+    pub min_p: f64,
+    pub penalty: f64,
+    /// From 0 up to, not including, 1.
+    pub uniform: f64,
+}
+
+impl Sampler<'_> {
+    fn scores(&self) -> Vec<f64> {
+        let mut scores: Vec<f64> = self.logits.iter().map(|v| f64::from(*v)).collect();
+        let mut seen = self.seen.to_vec();
+        seen.sort_unstable();
+        seen.dedup();
+        for id in seen {
+            let score = &mut scores[id as usize];
+            *score = if *score > 0.0 { *score / self.penalty } else { *score * self.penalty };
+        }
+        scores
+    }
+
+    /// Whether there is a token: no NaN, and the largest finite.
+    pub fn finite(&self) -> bool {
+        let largest = |values: &[f64]| values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let logits: Vec<f64> = self.logits.iter().map(|v| f64::from(*v)).collect();
+        !logits.iter().any(|v| v.is_nan())
+            && largest(&logits) < f64::INFINITY
+            && largest(&self.scores()).is_finite()
+    }
+
+    /// What may be drawn, with its weight, in the order in which it is added up. Without a temperature the first of
+    /// the largest.
+    pub fn kept(&self) -> Vec<(u32, f64)> {
+        let scores = self.scores();
+        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if self.temperature <= 0.0 {
+            let first = scores.iter().position(|s| *s == top).unwrap_or(0);
+            return vec![(first as u32, 1.0)];
+        }
+        let weights: Vec<f64> =
+            scores.iter().map(|s| ((s - top) / self.temperature).exp()).collect();
+        let mut sorted = weights.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let mut least = 0.0f64;
+        if (1..sorted.len()).contains(&self.top_k) {
+            least = sorted[self.top_k - 1];
+        }
+        if self.top_p < 1.0 {
+            let of: Vec<f64> = sorted.iter().copied().filter(|w| *w >= least).collect();
+            let need = self.top_p * of.iter().sum::<f64>();
+            let mut sum = 0.0;
+            let reach = of.iter().position(|w| {
+                sum += w;
+                sum >= need
+            });
+            least = least.max(reach.map_or(0.0, |at| of[at]));
+        }
+        least = least.max(self.min_p);
+        let mut kept: Vec<(u32, f64)> =
+            (0u32..).zip(weights).filter(|(_, weight)| *weight > 0.0 && *weight >= least).collect();
+        kept.sort_by_key(|(id, _)| (id / 4 % 1024, *id));
+        kept
+    }
+
+    /// The token that the number falls on.
+    pub fn token(&self) -> u32 {
+        let kept = self.kept();
+        let mark = self.uniform * kept.iter().map(|(_, weight)| weight).sum::<f64>();
+        let mut sum = 0.0;
+        let found = kept.iter().find(|(_, weight)| {
+            sum += weight;
+            sum > mark
+        });
+        found.or(kept.last()).map_or(0, |(id, _)| *id)
+    }
+
+    /// ln softmax(logits)\[token\]
+    pub fn logprob(&self, token: u32) -> f64 {
+        let logits = || self.logits.iter().map(|v| f64::from(*v));
+        let top = logits().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = logits().map(|v| (v - top).exp()).sum();
+        f64::from(self.logits[token as usize]) - top - sum.ln()
+    }
+
+    /// How far the number is from those that fall on `token`, as a share of all; 1 for a token that may not be
+    /// drawn.
+    fn miss(&self, token: u32) -> f64 {
+        let kept = self.kept();
+        let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
+        let Some(at) = kept.iter().position(|(id, _)| *id == token) else { return 1.0 };
+        let before: f64 = kept[..at].iter().map(|(_, weight)| weight).sum::<f64>() / total;
+        let after = before + kept[at].1 / total;
+        (before - self.uniform).max(self.uniform - after).max(0.0)
+    }
+
+    /// Compares tokens and log-probabilities that a kernel gave for `rows`. Where no token is right, the flag is.
+    ///
+    /// # Errors
+    /// Not three numbers a row.
+    pub fn check(rows: &[Sampler<'_>], out: &[f32]) -> Result<Comparison, Error> {
+        if out.len() != 3 * rows.len() {
+            return Err(Error::Length { what: "out", need: 3 * rows.len(), have: out.len() });
+        }
+        let (mut have, mut exact, mut naive) = (Vec::new(), Vec::new(), Vec::new());
+        for (row, out) in rows.iter().zip(out.chunks(3)) {
+            let (token, logprob, flag) = (out[0], out[1], out[2]);
+            let finite = row.finite();
+            have.push(flag);
+            exact.push(if finite { 0.0 } else { 1.0 });
+            naive.push(if finite { 0.0 } else { 1.0 });
+            if !finite {
+                continue;
+            }
+            let known = token >= 0.0 && (token as usize) < row.logits.len() && token.fract() == 0.0;
+            let token = if known { token as u32 } else { 0 };
+            // A sum of f32 in another order is off by its last places.
+            have.extend([if known { row.miss(token) as f32 } else { 1.0 }, logprob]);
+            let logprob = row.logprob(token);
+            exact.extend([0.0, logprob]);
+            naive.extend([1e-5, logprob + 1e-5]);
+        }
+        compare(&have, &exact, &naive, DType::F32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(logits: &[f32]) -> Sampler<'_> {
+        Sampler {
+            logits,
+            seen: &[],
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            penalty: 1.0,
+            uniform: 0.0,
+        }
+    }
+
+    #[test]
+    fn tokens_are_kept_as_the_rules_say() {
+        let logits = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln);
+        let shares = |sample: Sampler<'_>| {
+            let kept = sample.kept();
+            let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
+            let mut shares = [0.0; 4];
+            kept.iter().for_each(|(id, weight)| shares[*id as usize] = weight / total);
+            shares
+        };
+        let near = |sample: Sampler<'_>, want: [f64; 4]| {
+            let have = shares(sample);
+            let far = have.iter().zip(want).any(|(have, want)| (have - want).abs() > 1e-3);
+            assert!(!far, "{have:?}, not {want:?}");
+        };
+        let one = of(&logits);
+        near(one, [0.1, 0.2, 0.3, 0.4]);
+        // Squares, to a sum of 1.
+        near(Sampler { temperature: 0.5, ..one }, [0.0333, 0.1333, 0.3, 0.5333]);
+        near(Sampler { top_k: 2, ..one }, [0.0, 0.0, 0.4286, 0.5714]);
+        near(Sampler { top_p: 0.6, ..one }, [0.0, 0.0, 0.4286, 0.5714]);
+        near(Sampler { top_p: 0.0, ..one }, [0.0, 0.0, 0.0, 1.0]);
+        near(Sampler { min_p: 0.45, ..one }, [0.0, 0.2222, 0.3333, 0.4444]);
+        near(Sampler { min_p: 1.0, ..one }, [0.0, 0.0, 0.0, 1.0]);
+        near(Sampler { top_k: 3, top_p: 0.7, ..one }, [0.0, 0.0, 0.4286, 0.5714]);
+        // Equals stay together, as in transformers.
+        near(Sampler { top_k: 1, ..of(&[1.0, 1.0, 0.0, 0.0]) }, [0.5, 0.5, 0.0, 0.0]);
+        // Half as likely, by logits on either side of 0.
+        let punished = Sampler { seen: &[0, 3, 3], penalty: 2.0, ..of(&[1.0, 0.5, 0.5, -1.0]) };
+        near(punished, [0.3245, 0.3245, 0.3245, 0.0266]);
+    }
+
+    #[test]
+    fn numbers_fall_on_tokens() {
+        let logits = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln);
+        for (uniform, token) in [(0.05, 0), (0.15, 1), (0.35, 2), (0.65, 3), (0.999_999, 3)] {
+            assert_eq!(Sampler { uniform, ..of(&logits) }.token(), token);
+        }
+        let greedy = Sampler { temperature: 0.0, ..of(&[0.0, 2.0, 2.0]) };
+        assert_eq!(greedy.token(), 1, "the first of equals");
+        assert!((greedy.logprob(1) + (2.0 + (-2f64).exp()).ln()).abs() < 1e-12);
+        // Groups of four, 1024 columns: token 4096 is added up before token 4.
+        let long = vec![0.0f32; 4100];
+        let ids: Vec<u32> = of(&long).kept().iter().map(|(id, _)| *id).collect();
+        assert_eq!(ids[..9], [0, 1, 2, 3, 4096, 4097, 4098, 4099, 4]);
+    }
+
+    #[test]
+    fn wrong_tokens_do_not_pass() -> Result<(), Error> {
+        let logits = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln);
+        let row = Sampler { uniform: 0.35, ..of(&logits) };
+        let passes = |out: [f32; 3]| Ok::<_, Error>(Sampler::check(&[row], &out)?.passed);
+        let logprob = |id: usize| row.logprob(id as u32) as f32;
+        assert!(passes([2.0, logprob(2), 0.0])?);
+        for wrong in [
+            [1.0, logprob(1), 0.0],
+            [2.0, logprob(2) + 1e-3, 0.0],
+            [2.0, f32::NAN, 0.0],
+            [2.0, logprob(2), 1.0],
+            [4.0, logprob(3), 0.0],
+            [2.5, logprob(2), 0.0],
+        ] {
+            assert!(!passes(wrong)?, "{wrong:?}");
+        }
+        let none = Sampler { logits: &[f32::NAN, 0.0], ..row };
+        assert!(Sampler::check(&[none], &[0.0, 0.0, 1.0])?.passed);
+        assert!(!Sampler::check(&[none], &[1.0, 0.0, 0.0])?.passed);
+        assert!(Sampler::check(&[row], &[0.0; 2]).is_err());
+        Ok(())
+    }
+}
