@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -29,7 +30,7 @@ pub struct Checkpoint {
 #[derive(Debug)]
 struct Shard {
     path: PathBuf,
-    map: Mmap,
+    map: Arc<Mmap>,
 }
 
 #[derive(Debug)]
@@ -38,6 +39,19 @@ struct Place {
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Range<usize>,
+}
+
+/// Part of a file, which stays mapped as long.
+#[derive(Debug, Clone)]
+pub struct Mapped {
+    map: Arc<Mmap>,
+    range: Range<usize>,
+}
+
+impl AsRef<[u8]> for Mapped {
+    fn as_ref(&self) -> &[u8] {
+        &self.map[self.range.clone()]
+    }
 }
 
 /// A dense row-major tensor, its bytes little-endian.
@@ -95,6 +109,16 @@ impl Checkpoint {
         let place = self.tensors.get(name).ok_or_else(|| Reason::Missing.of(name))?;
         let bytes = &self.shards[place.shard].map[place.bytes.clone()];
         Ok(Tensor { dtype: place.dtype, shape: place.shape.clone(), bytes: bytes.into() })
+    }
+
+    /// Bytes that [`Checkpoint::tensor`] gave, as something that keeps their file mapped: what uploads them may take
+    /// its time. None for bytes that are no file's of this checkpoint.
+    pub fn mapped(&self, bytes: &[u8]) -> Option<Mapped> {
+        self.shards.iter().find_map(|shard| {
+            let start = bytes.as_ptr().addr().checked_sub(shard.map.as_ptr().addr())?;
+            let range = start..start.checked_add(bytes.len())?;
+            (range.end <= shard.map.len()).then(|| Mapped { map: shard.map.clone(), range })
+        })
     }
 
     /// The files that hold them.
@@ -167,7 +191,7 @@ impl Checkpoint {
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let places = places(&map, self.shards.len())
             .map_err(|why| Error::Header { path: path.to_owned(), why })?;
-        self.shards.push(Shard { path: path.to_owned(), map });
+        self.shards.push(Shard { path: path.to_owned(), map: Arc::new(map) });
         Ok(places)
     }
 }

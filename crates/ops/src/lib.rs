@@ -29,6 +29,7 @@ mod norm;
 mod refresh;
 mod rope;
 mod sample;
+mod upload;
 
 pub use attention::attention;
 /// Where [`Nf4Weight`]s come from and go to.
@@ -48,3 +49,4 @@ pub use norm::{NormWeights, norm};
 pub use refresh::{captures, refresh};
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope};
 pub use sample::sample;
+pub use upload::upload;

@@ -1,11 +1,13 @@
 //! Weights of a checkpoint onto a device, one tensor at a time.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
 use checkpoint::{Dtype, Int8, Weight};
 use half::{bf16, f16};
 use ops::{Ctx, Nf4Options, Nf4Weight, NormWeights};
+use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
@@ -230,7 +232,9 @@ impl Loader<'_> {
         for slot in slots {
             match self.source {
                 Source::Files(weights) => {
-                    biases.extend(weights.bias(*slot)?.map(|bias| self.tensor::<1>(bias)));
+                    if let Some(bias) = weights.bias(*slot)? {
+                        biases.push(self.tensor::<1>(bias)?);
+                    }
                 }
                 Source::Noise(config) if config.biased(*slot) => {
                     biases.push(self.noise(*slot, Side::Bias));
@@ -244,7 +248,7 @@ impl Loader<'_> {
     /// The weight of a slot that is never quantised.
     fn weight<const D: usize>(&self, slot: Slot) -> Result<Tensor<D>, Error> {
         Ok(match self.source {
-            Source::Files(weights) => self.tensor(weights.weight(slot)?),
+            Source::Files(weights) => self.tensor(weights.weight(slot)?)?,
             Source::Noise(_) => self.noise(slot, Side::Weight),
         })
     }
@@ -262,7 +266,7 @@ impl Loader<'_> {
                         return Ok(Some(Matrix::FourBit(weight)));
                     }
                     Weight::Int8(weight) => self.int8(weight, stored.rows.clone()),
-                    Weight::Dense(_) => self.tensor(stored),
+                    Weight::Dense(_) => self.tensor(stored)?,
                 }
             }
         };
@@ -316,10 +320,18 @@ impl Loader<'_> {
     }
 
     /// A parameter that is dense.
-    fn tensor<const D: usize>(&self, stored: Stored<'_>) -> Tensor<D> {
+    fn tensor<const D: usize>(&self, stored: Stored<'_>) -> Result<Tensor<D>, Error> {
         let tensor = stored.dense().expect("what is no matrix of a layer is dense");
         let shape = tensor.shape.clone();
-        self.upload(converted(tensor, self.dtype), &shape)
+        // What lies in a file as it is wanted goes from there.
+        if is(tensor.dtype, self.dtype)
+            && let (Source::Files(weights), Cow::Borrowed(bytes)) = (self.source, &tensor.bytes)
+            && let Some(file) = weights.checkpoint().mapped(bytes)
+        {
+            let dims = <[usize; D]>::try_from(&shape[..]).expect("a parameter of this rank");
+            return Ok(ops::upload(file, dims, self.dtype.into(), self.device)?);
+        }
+        Ok(self.upload(converted(tensor, self.dtype), &shape))
     }
 
     fn upload<const D: usize>(&self, bytes: Vec<u8>, shape: &[usize]) -> Tensor<D> {
@@ -358,15 +370,19 @@ pub fn file_dtype(weights: &Weights) -> Result<FloatDType, Error> {
     })
 }
 
-/// Values in another dtype, rounded to the nearest, ties to even.
-fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
-    let same = matches!(
-        (tensor.dtype, to),
+/// Whether a file's values are of this dtype.
+const fn is(file: Dtype, dtype: FloatDType) -> bool {
+    matches!(
+        (file, dtype),
         (Dtype::F32, FloatDType::F32)
             | (Dtype::F16, FloatDType::F16)
             | (Dtype::BF16, FloatDType::BF16)
-    );
-    if same {
+    )
+}
+
+/// Values in another dtype, rounded to the nearest, ties to even.
+fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
+    if is(tensor.dtype, to) {
         return tensor.bytes.into_owned();
     }
     rounded(&tensor.widened().expect("the survey of a checkpoint lets no other through"), to)
@@ -374,10 +390,21 @@ fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
 
 /// Values as bytes, rounded to the nearest, ties to even.
 fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
-    let values = values.iter();
     match to {
-        FloatDType::F16 => values.flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
-        FloatDType::BF16 => values.flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
-        _ => values.flat_map(|v| v.to_le_bytes()).collect(),
+        FloatDType::F16 => bytes_of(values, |v| f16::from_f32(v).to_le_bytes()),
+        FloatDType::BF16 => bytes_of(values, |v| bf16::from_f32(v).to_le_bytes()),
+        _ => bytes_of(values, f32::to_le_bytes),
     }
+}
+
+/// The bytes of each value, one after the other, made on every core.
+fn bytes_of<const N: usize>(values: &[f32], one: impl Fn(f32) -> [u8; N] + Sync) -> Vec<u8> {
+    const CHUNK: usize = 1 << 16;
+    let mut bytes = vec![0; N * values.len()];
+    let chunks = bytes.par_chunks_mut(N * CHUNK).zip(values.par_chunks(CHUNK));
+    chunks.for_each(|(to, from)| {
+        let to = to.as_chunks_mut::<N>().0;
+        to.iter_mut().zip(from).for_each(|(to, value)| *to = one(*value));
+    });
+    bytes
 }

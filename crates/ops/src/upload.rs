@@ -1,0 +1,77 @@
+//! Tensors of files onto a device, without a copy of the file in memory.
+
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
+use burn::tensor::{AllocationProperty, Bytes, DType, Device, Tensor};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::OpError;
+use crate::call::on_cubecl;
+
+/// Bytes that a copy takes at once: each passes page-locked memory, which a few are enough for.
+const PIECE: usize = 32 << 20;
+
+/// A tensor of the bytes of a mapped file. They are read as they are sent: nothing of the file is held in memory
+/// beside two pieces of 32 MiB that are on their way, and the tensor may be used at once.
+///
+/// # Shapes
+/// As many little-endian values of `dtype`, row-major, as `shape` takes.
+///
+/// # Errors
+/// Another number of bytes; a device without our kernels.
+pub fn upload<const D: usize>(
+    file: impl AsRef<[u8]> + Send + 'static,
+    shape: [usize; D],
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor<D>, OpError> {
+    on_cubecl(device)?;
+    let (have, need) = (file.as_ref().len(), shape.iter().product::<usize>() * dtype.size());
+    if have != need {
+        return Err(OpError::Shape { what: "bytes", have: vec![have], need: vec![need] });
+    }
+    let bytes = bytes::Bytes::from_owner(file);
+    let out = device.memory_persistent_allocations(shape, |shape| {
+        Tensor::<D>::empty(shape, (device, dtype)).into_dispatch()
+    });
+    let shared = Shared(bytes);
+    Ok(Tensor::from_dispatch(<Dispatch as UploadOps>::upload(out, shared)))
+}
+
+/// What of a file is sent.
+#[derive(Clone)]
+pub(crate) struct Shared(bytes::Bytes);
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait UploadOps: Backend {
+    /// `file` has the bytes of a tensor of this shape.
+    fn upload(tensor: FloatTensor<Self>, file: Shared) -> FloatTensor<Self>;
+}
+
+impl UploadOps for CubeBackend {
+    fn upload(tensor: CubeTensor, file: Shared) -> CubeTensor {
+        let Shared(bytes) = file;
+        let piece = |range| Bytes::from_shared(bytes.slice(range), AllocationProperty::File);
+        if !tensor.is_contiguous() {
+            // Rows are padded on the device: one copy that knows.
+            let (shape, size) = (tensor.meta.shape().clone(), tensor.dtype.size());
+            let made = tensor.client.create_tensor(piece(0..bytes.len()), shape, size);
+            return CubeTensor { handle: made.memory, ..tensor };
+        }
+        for from in (0..bytes.len()).step_by(PIECE) {
+            let to = (from + PIECE).min(bytes.len());
+            let after = (tensor.handle.size_in_used() as usize).saturating_sub(to);
+            let part = tensor.handle.clone().offset_start(from as u64).offset_end(after as u64);
+            tensor.client.write(&part, piece(from..to));
+        }
+        tensor
+    }
+}
+
+impl<B: UploadOps, C: CheckpointStrategy> UploadOps for Autodiff<B, C> {
+    fn upload(tensor: FloatTensor<Self>, file: Shared) -> FloatTensor<Self> {
+        Self::from_inner(B::upload(Self::inner(tensor), file))
+    }
+}
