@@ -13,7 +13,7 @@ mod torch;
 mod tuning;
 mod verify;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use arch::{ArchProfile, Backend, Device};
@@ -136,6 +136,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if called_as("flashover") {
+        return cli::main();
+    }
     env_logger::Builder::new().filter_level(log_level()).init();
     let cli = command::parse::<Cli>();
     let outcome = match cli.command {
@@ -162,6 +165,14 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Whether this process was started by that name: a bundle has both programs in one file, since the back ends
+/// in it are most of either.
+fn called_as(name: &str) -> bool {
+    std::env::args_os()
+        .next()
+        .is_some_and(|path| Path::new(&path).file_name() == Some(name.as_ref()))
 }
 
 /// Warnings of the runtimes are for people, on standard error.

@@ -1,7 +1,7 @@
 //! `cargo xtask bundle`: the programs in one archive, and a script that runs them elsewhere.
 
 use std::fs::{self, File, TryLockError};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -10,13 +10,15 @@ use command::OutFile;
 
 use crate::cli::BundleArgs;
 use crate::fail::{check, usage};
-use crate::place::{self, PROGRAMS, Place};
+use crate::place::{self, Place};
 use crate::programs::Programs;
 use crate::setup::{self, Cuda, Wants};
 
 /// Archive and script together, in bytes.
 const LIMIT: u64 = 40_000_000;
 const ARCHIVE: &str = "flashover.tar.xz";
+/// The first is `flashover` too, when it is called so.
+const PACKED: [&str; 2] = ["flashover-bench", "xtask"];
 const SCRIPT: &str = include_str!("run.sh");
 
 /// Recorded configs and profiles are compiled into the programs, and a baseline serves the machine that it
@@ -47,30 +49,27 @@ fn make_folder(out: &Path) -> Result<()> {
 /// Writes both files, each complete or not at all, and returns their size.
 fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
     let work = Work::begin(out)?;
-    let mut names: Vec<_> = PROGRAMS.into_iter().chain(["xtask"]).collect();
-    for name in &names {
+    for name in PACKED {
         let copy = work.folder.join(name);
         fs::copy(programs.join(name), &copy).with_context(|| format!("cannot copy {name}"))?;
         strip(&copy)?;
     }
+    symlink(PACKED[0], work.folder.join("flashover"))?;
     let libraries = work.folder.join("lib");
     fs::create_dir(&libraries)?;
-    for name in PROGRAMS {
-        for library in libraries_of(&programs.join(name))? {
-            let name = library.file_name().context("a library has a name")?;
-            fs::copy(&library, libraries.join(name))
-                .with_context(|| format!("cannot copy {}", library.display()))?;
-        }
+    for library in libraries_of(&programs.join(PACKED[0]))? {
+        let name = library.file_name().context("a library has a name")?;
+        fs::copy(&library, libraries.join(name))
+            .with_context(|| format!("cannot copy {}", library.display()))?;
     }
-    names.push("lib");
     let archive = work.folder.join(ARCHIVE);
     let status = Command::new("tar")
-        // The programs share most of their code: the window must span both.
         .args(["--use-compress-program", "xz --lzma2=preset=6,dict=384MiB", "-cf"])
         .arg(&archive)
         .arg("-C")
         .arg(&work.folder)
-        .args(&names)
+        .args(PACKED)
+        .args(["flashover", "lib"])
         .status()
         .context("cannot start tar")?;
     if !status.success() {
@@ -190,7 +189,7 @@ mod tests {
     /// A folder of scripts in place of programs, each of which logs how it was called.
     fn fake_programs() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        for name in ["flashover", "flashover-bench", "xtask"] {
+        for name in PACKED {
             // The real ones are no scripts, so `strip` accepts them: take `true` for a program.
             fs::copy(place::tool("true").unwrap(), dir.path().join(name)).unwrap();
         }

@@ -59,7 +59,7 @@ impl Place {
             Self::Workspace(root) => Ok(root),
             Self::Bundle(_) => Err(usage(
                 "this command needs a checkout of the repository",
-                "a bundle can run doctor, bench, verify, tune and targets",
+                "a bundle can run doctor, bench, verify, compare, tune and targets",
             )),
         }
     }

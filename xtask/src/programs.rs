@@ -68,7 +68,7 @@ impl Programs {
     }
 
     /// Standard output of a program that is expected to succeed; what it logs is shown.
-    pub(crate) fn output(&self, name: &str, args: &[&str]) -> Result<String> {
+    pub(crate) fn output(&self, name: &str, args: &[impl AsRef<OsStr>]) -> Result<String> {
         let output = self
             .command(name)
             .args(args)

@@ -1,17 +1,12 @@
-//! The public crate and the command, on the CPU.
+//! The public crate, on the CPU.
 
 mod engine;
-mod quantize;
 
 use std::collections::BTreeMap;
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use std::process::{Command, Output};
 
 use flashover::{
     Backend, DType, Device, HostTensor, Layout, MatmulOptions, OpError, Policy, matmul, run_op,
 };
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 fn cpu() -> Device {
     Device::open(Backend::Cpu).expect("the CPU runtime needs nothing")
@@ -151,143 +146,4 @@ fn attention_weighs_values_by_their_keys() {
     let text = error.expect_err("three rows for two queries").to_string();
     assert!(text.contains("\nhint: bias is [batch, heads, seq_q, seq_kv]"), "{text}");
     assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
-}
-
-fn flashover(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_flashover")).args(args).output().expect("the program starts")
-}
-
-fn write(path: &Path, tensors: &[(&str, &HostTensor)]) {
-    let views: Vec<_> = tensors
-        .iter()
-        .map(|(name, t)| {
-            let view = TensorView::new(Dtype::F32, t.shape().to_vec(), t.bytes());
-            (*name, view.expect("bytes fill the shape"))
-        })
-        .collect();
-    std::fs::write(path, safetensors::serialize(views, None).expect("serialises"))
-        .expect("written");
-}
-
-#[test]
-fn op_reads_and_writes_safetensors() {
-    let dir = tempfile::tempdir().expect("temporary folder");
-    let (input, output) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));
-    let (lhs, rhs) = (integers(&[5, 3], 1), integers(&[3, 4], 2));
-    write(&input, &[("lhs", &lhs), ("rhs", &rhs)]);
-    let paths = [input.to_str().expect("UTF-8"), output.to_str().expect("UTF-8")];
-    let args = ["op", "matmul", "--input", paths[0], "--output", paths[1], "--backend", "cpu"];
-    let done = flashover(&args);
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    let bytes = std::fs::read(&output).expect("written");
-    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
-    let mode = |path: &Path| std::fs::metadata(path).expect("there").permissions().mode();
-    assert_eq!(mode(&output), mode(&input), "as any other new file");
-    let expected = run(&lhs, &rhs, None, &MatmulOptions::default()).expect("shapes agree");
-    assert_eq!(file.tensor("out").expect("named out").data(), expected.bytes());
-}
-
-#[test]
-fn op_writes_through_links_and_into_devices() {
-    let dir = tempfile::tempdir().expect("temporary folder");
-    let path = |name: &str| dir.path().join(name);
-    write(&path("in"), &[("lhs", &integers(&[5, 3], 1)), ("rhs", &integers(&[3, 4], 2))]);
-    std::os::unix::fs::symlink("file", path("link")).expect("linked");
-    for output in [path("link"), "/dev/null".into()] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
-        command.args(["op", "matmul", "--backend", "cpu", "--input"]).arg(path("in"));
-        let done = command.arg("--output").arg(&output).output().expect("starts");
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    }
-    assert!(path("link").is_symlink() && path("file").is_file());
-    assert!(!Path::new("/dev/null").is_file(), "still a device");
-}
-
-#[test]
-fn what_op_measures_is_remembered() {
-    let dir = tempfile::tempdir().expect("temporary folder");
-    let path = |name: &str| dir.path().join(name);
-    let (lhs, rhs) = (integers(&[5, 3], 1), integers(&[3, 4], 2));
-    write(&path("in"), &[("lhs", &lhs), ("rhs", &rhs)]);
-    let op = |policy: &str| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
-        command.args(["op", "matmul", "--backend", "cpu", "--policy", policy]);
-        command.arg("--input").arg(path("in")).arg("--output").arg(path("out"));
-        command.env("FLASHOVER_TUNE_CACHE", path("tune.jsonl")).output().expect("starts")
-    };
-    assert_eq!(op("frozen").status.code(), Some(2), "nothing is known yet");
-    assert!(op("measure").status.success());
-    let cache = std::fs::read_to_string(path("tune.jsonl")).expect("measuring writes the cache");
-    assert_eq!(cache.lines().count(), 1, "{cache}");
-    assert!(op("frozen").status.success(), "now it is known");
-}
-
-#[test]
-fn bad_calls_exit_with_2_a_hint_and_no_file() {
-    let dir = tempfile::tempdir().expect("temporary folder");
-    let (input, output) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));
-    write(&input, &[("lhs", &integers(&[5, 3], 1)), ("rhs", &integers(&[4, 4], 2))]);
-    std::fs::write(dir.path().join("junk"), b"not tensors").expect("written");
-    let path = |name: &str| dir.path().join(name).to_str().expect("UTF-8").to_owned();
-    let (input, out, junk) = (path("in.safetensors"), path("out.safetensors"), path("junk"));
-    let op = |name: &str, input: &str, backend: &str, set: &str| {
-        let mut args = vec!["op", name, "--input", input, "--output", &out, "--backend", backend];
-        if !set.is_empty() {
-            args.extend(["--set", set]);
-        }
-        flashover(&args)
-    };
-    let to = |output: &str| {
-        let args = ["op", "matmul", "--input", &input, "--output", output, "--backend", "cpu"];
-        flashover(&args)
-    };
-    for (done, word) in [
-        (to(&path("")), "is a folder"),
-        (to(&path("absent/out")), "there is no folder"),
-        (op("matmul", &input, "cpu", ""), "k differs"),
-        (op("matmul", &junk, "cpu", ""), "no safetensors file"),
-        (op("matmul", "absent", "cpu", ""), "cannot read"),
-        (op("matmul", &input, "tpu", ""), "unknown backend"),
-        (op("conv", &input, "cpu", ""), "unknown op"),
-        (op("matmul", &input, "cpu", "rhs=diagonal"), "`rhs` does not take `diagonal`"),
-        (op("matmul", &input, "cpu", "depth=1"), "unknown setting"),
-        (op("matmul", &input, "cpu", "rhs"), "key=value"),
-        (flashover(&["conv"]), "unrecognized subcommand"),
-        (flashover(&["op", "matmul"]), "--input <INPUT>"),
-    ] {
-        let text = String::from_utf8_lossy(&done.stderr);
-        assert_eq!(done.status.code(), Some(2), "{text}");
-        assert!(text.contains(word), "{word}: {text}");
-        assert!(text.contains("\nhint: "), "{text}");
-        assert!(!text.contains("panicked"), "{text}");
-    }
-    assert!(!output.exists(), "nothing half-written");
-}
-
-#[test]
-fn an_output_that_takes_nothing_is_no_panic() {
-    let doctor = |to: std::process::Stdio| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
-        command.args(["doctor", "--json"]).stdout(to).stderr(std::process::Stdio::piped());
-        command.output().expect("the program starts")
-    };
-    let (reader, pipe) = std::io::pipe().expect("a pipe");
-    drop(reader);
-    assert!(doctor(pipe.into()).status.success(), "the reader has gone away");
-    if let Ok(full) = std::fs::OpenOptions::new().write(true).open("/dev/full") {
-        let done = doctor(full.into());
-        let text = String::from_utf8_lossy(&done.stderr);
-        assert_eq!(done.status.code(), Some(2), "{text}");
-        assert!(text.contains("\nhint: "), "{text}");
-    }
-}
-
-#[test]
-fn doctor_speaks_json() {
-    let done = flashover(&["doctor", "--json"]);
-    assert!(done.status.success());
-    let report: serde_json::Value = serde_json::from_slice(&done.stdout).expect("JSON");
-    let devices = report["devices"].as_array().expect("a list");
-    assert!(devices.iter().any(|d| d["backend"] == "cpu"));
-    assert!(report["chosen"]["why"].is_string());
 }

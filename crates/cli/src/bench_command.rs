@@ -13,7 +13,7 @@ use time::format_description::well_known::Rfc3339;
 use crate::model_args::LoadArgs;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// Folder with config.json and safetensors, as Hugging Face has it
     #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
     model: Option<PathBuf>,
@@ -124,7 +124,7 @@ struct Row {
     samples_ts: Vec<f64>,
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let tests = tests(args);
     if tests.is_empty() {
         bail!("there is nothing to measure\nhint: -p or -n, and --batch, above 0");

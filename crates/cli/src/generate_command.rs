@@ -10,7 +10,7 @@ use tune::timing::Stopwatch;
 use crate::model_args::{ModelArgs, SamplingArgs};
 
 #[derive(clap::Args)]
-pub(super) struct GenerateArgs {
+pub(crate) struct GenerateArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// The text to go on from; without it and --tokens, standard input
@@ -33,7 +33,7 @@ pub(super) struct GenerateArgs {
 }
 
 #[derive(clap::Args)]
-pub(super) struct ChatArgs {
+pub(crate) struct ChatArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// What the model is told before the conversation
@@ -49,7 +49,7 @@ pub(super) struct ChatArgs {
 /// Positions that an answer has at least, before old messages are dropped.
 const ROOM: usize = 64;
 
-pub(super) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
+pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let text = match (&args.prompt, &args.prompt_file, &args.tokens) {
         (Some(prompt), ..) => Some(prompt.clone()),
         (_, Some(file), _) => Some(
@@ -174,7 +174,7 @@ fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>)
     )
 }
 
-pub(super) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
+pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let engine = args.model.load()?;
     let request = args.sampling.request(&engine)?;
     // Says before the first line whether there is a template.

@@ -11,16 +11,12 @@ use models::Weights;
 use reference::nf4;
 use serde_json::Value;
 
-use crate::{cpu, flashover};
+use crate::{cpu, fixture, flashover};
 
 /// Folders of NF4 with the weights that bitsandbytes made it of.
 const FIXTURES: [&str; 3] = ["llama_nf4", "phi3_nf4", "gpt2_nf4"];
 
 type Tensors = BTreeMap<String, Tensor<'static>>;
-
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/fixtures").join(name)
-}
 
 fn tensors(path: &Path) -> Tensors {
     let file = Checkpoint::open(path).unwrap_or_else(|why| panic!("{}: {why}", path.display()));

@@ -9,7 +9,7 @@ use flashover::{CodeBook, Figures, QuantizeOptions, QuantizedModel, quantize_mod
 use crate::model_args::DeviceArgs;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// Folder with config.json and safetensors
     #[arg(long)]
     model: PathBuf,
@@ -42,7 +42,7 @@ fn code_book(text: &str) -> Result<CodeBook, String> {
         .ok_or_else(|| format!("unknown quantisation `{text}`\nhint: one of nf4, fp4"))
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let file = args.report.iter().flatten().map(|path| OutFile::new(path)).next().transpose()?;
     let options = QuantizeOptions {
         book: args.quant,

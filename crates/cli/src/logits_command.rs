@@ -10,7 +10,7 @@ use crate::encoded;
 use crate::model_args::ModelArgs;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// Token ids
@@ -19,19 +19,29 @@ pub(super) struct Args {
     /// Text in place of ids
     #[arg(long, conflicts_with = "tokens")]
     prompt: Option<String>,
+    /// Pass the tokens in windows of so many, each as if it were alone
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    window: Option<u32>,
     /// A safetensors file: logits `[tokens, vocab]` in f32, and tokens `[tokens]`
     #[arg(long)]
     output: PathBuf,
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let target = OutFile::new(&args.output)?;
     let engine = args.model.load()?;
     let tokens = match (&args.tokens, &args.prompt) {
         (Some(tokens), _) => tokens.clone(),
         (None, prompt) => engine.encode(prompt.as_deref().unwrap_or_default())?,
     };
-    let logits = engine.session(tokens.len())?.logits(&tokens)?;
+    let window = args.window.map_or(tokens.len(), |window| window as usize);
+    let (first, rest) = tokens.split_at(window.min(tokens.len()));
+    let mut session = engine.session(first.len())?;
+    let mut logits = session.logits(first)?;
+    for part in rest.chunks(window) {
+        session.clear();
+        logits.extend(session.logits(part)?);
+    }
     let ids: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
     let shape = [tokens.len(), engine.config().vocab];
     let outputs = BTreeMap::from([

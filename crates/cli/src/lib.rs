@@ -1,10 +1,12 @@
-//! The `flashover` command.
+//! The `flashover` command, as a library: the program that measures holds it too, so that a bundle carries the
+//! back ends once.
 
 mod bench_command;
 mod generate_command;
 mod logits_command;
 mod model_args;
 mod quantize_command;
+mod tokenize_command;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -79,6 +81,10 @@ enum Command {
     ///
     /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors
     Logits(logits_command::Args),
+    /// Print the token ids of a text, or what ids stand for
+    ///
+    /// Example: flashover tokenize --model models/demo --prompt "Once upon a time"
+    Tokenize(tokenize_command::Args),
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
@@ -88,7 +94,9 @@ fn pair(text: &str) -> Result<(String, String), String> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-fn main() -> ExitCode {
+/// Parses the command line of this process and runs what it asks for: 0 when that went well, 2 after one
+/// line of error and a hint.
+pub fn main() -> ExitCode {
     // Runtimes warn of much that is theirs alone; ours are for the caller.
     env_logger::Builder::new()
         .filter_level(log::LevelFilter::Error)
@@ -105,6 +113,7 @@ fn main() -> ExitCode {
         Command::Chat(args) => generate_command::chat(&args),
         Command::Bench(args) => bench_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
+        Command::Tokenize(args) => tokenize_command::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// Which device.
 #[derive(clap::Args)]
-pub(super) struct DeviceArgs {
+pub(crate) struct DeviceArgs {
     /// cuda, vulkan, webgpu or cpu; without it the one that `flashover doctor` calls chosen
     #[arg(long)]
     backend: Option<Backend>,
@@ -21,7 +21,7 @@ pub(super) struct DeviceArgs {
 
 /// Which model, and how it is loaded.
 #[derive(clap::Args)]
-pub(super) struct ModelArgs {
+pub(crate) struct ModelArgs {
     /// Folder with config.json and safetensors, as Hugging Face has it
     #[arg(long, short)]
     model: PathBuf,
@@ -31,7 +31,7 @@ pub(super) struct ModelArgs {
 
 /// How a model is loaded.
 #[derive(clap::Args)]
-pub(super) struct LoadArgs {
+pub(crate) struct LoadArgs {
     #[command(flatten)]
     device: DeviceArgs,
     /// f32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
@@ -47,7 +47,7 @@ pub(super) struct LoadArgs {
 
 /// How tokens are chosen, over what the model's makers would have.
 #[derive(clap::Args)]
-pub(super) struct SamplingArgs {
+pub(crate) struct SamplingArgs {
     /// Divides the logits; 0 takes the likeliest token
     #[arg(long)]
     temperature: Option<f32>,
@@ -94,7 +94,7 @@ fn quant(text: &str) -> Result<Quant, String> {
 }
 
 impl DeviceArgs {
-    pub(super) fn open(&self) -> anyhow::Result<Device> {
+    pub(crate) fn open(&self) -> anyhow::Result<Device> {
         let backend = match self.backend {
             Some(backend) => backend,
             None => {
@@ -113,22 +113,22 @@ impl DeviceArgs {
 
 impl ModelArgs {
     /// Loads the model, with a bar on a terminal.
-    pub(super) fn load(&self) -> anyhow::Result<Engine> {
+    pub(crate) fn load(&self) -> anyhow::Result<Engine> {
         self.load.folder(&self.load.open()?, &self.model)
     }
 }
 
 impl LoadArgs {
-    pub(super) fn open(&self) -> anyhow::Result<Device> {
+    pub(crate) fn open(&self) -> anyhow::Result<Device> {
         self.device.open()
     }
 
-    pub(super) fn options(&self) -> EngineOptions {
+    pub(crate) fn options(&self) -> EngineOptions {
         EngineOptions { dtype: self.dtype, quant: self.quant, policy: Some(self.policy) }
     }
 
     /// Loads a folder, with a bar on a terminal.
-    pub(super) fn folder(&self, device: &Device, folder: &Path) -> anyhow::Result<Engine> {
+    pub(crate) fn folder(&self, device: &Device, folder: &Path) -> anyhow::Result<Engine> {
         let bar = match std::io::stderr().is_terminal() {
             true => ProgressBar::new(0),
             false => ProgressBar::hidden(),
@@ -146,7 +146,7 @@ impl LoadArgs {
 
 impl SamplingArgs {
     /// What `engine`'s makers would have, but for what is said here.
-    pub(super) fn request(&self, engine: &Engine) -> anyhow::Result<Request> {
+    pub(crate) fn request(&self, engine: &Engine) -> anyhow::Result<Request> {
         let mut request = engine.request();
         let sampling = &mut request.sampling;
         sampling.temperature = self.temperature.unwrap_or(sampling.temperature);

@@ -1,0 +1,7 @@
+//! The `flashover` command.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

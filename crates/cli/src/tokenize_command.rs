@@ -1,0 +1,48 @@
+//! `flashover tokenize`.
+
+use std::io::Read;
+use std::path::PathBuf;
+
+use anyhow::{Context, anyhow};
+use flashover::Tokenizer;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Folder with tokenizer.json
+    #[arg(long, short)]
+    model: PathBuf,
+    /// The text; without it, --text and --tokens, standard input
+    #[arg(long, conflicts_with_all = ["text", "tokens"])]
+    prompt: Option<String>,
+    /// A file with the text
+    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
+    text: Option<PathBuf>,
+    /// Ids in place of a text; what each stands for comes out, as a JSON list
+    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    tokens: Option<Vec<u32>>,
+}
+
+/// Ids are those that a model passes, with what the tokenizer puts before a text.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let tokenizer = Tokenizer::open(&args.model).map_err(|why| {
+        anyhow!("{why}\nhint: a folder with tokenizer.json, as Hugging Face has it")
+    })?;
+    if let Some(ids) = &args.tokens {
+        let texts: Vec<String> =
+            ids.iter().map(|id| tokenizer.decode(&[*id], true)).collect::<Result<_, _>>()?;
+        return Ok(command::print(&(serde_json::to_string(&texts)? + "\n"))?);
+    }
+    let text = match (&args.prompt, &args.text) {
+        (Some(prompt), _) => prompt.clone(),
+        (_, Some(file)) => std::fs::read_to_string(file).map_err(|why| {
+            anyhow!("cannot read {}: {why}\nhint: --text names a file in UTF-8", file.display())
+        })?,
+        (None, None) => {
+            let mut text = String::new();
+            std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
+            text
+        }
+    };
+    let ids: Vec<String> = tokenizer.encode(&text, true)?.iter().map(u32::to_string).collect();
+    Ok(command::print(&(ids.join(",") + "\n"))?)
+}

@@ -1,0 +1,133 @@
+//! `flashover generate` and `flashover logits`, against transformers.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use checkpoint::{Checkpoint, Tensor};
+use safetensors::tensor::SafeTensors;
+
+use crate::{fixture, flashover};
+
+/// Prompt and greedy tokens by transformers.
+fn golden(name: &str) -> [Vec<u32>; 2] {
+    let file = Checkpoint::open(fixture(name).join("golden.safetensors")).expect("a fixture");
+    ["prompt", "greedy"].map(|name| {
+        let Tensor { bytes, .. } = file.tensor(name).expect("make.py writes it");
+        let ids = bytes.as_chunks::<8>().0.iter();
+        ids.map(|id| u32::try_from(i64::from_le_bytes(*id)).expect("an id")).collect()
+    })
+}
+
+#[test]
+fn the_command_writes_tokens_and_logits() {
+    let ([prompt, greedy], folder) = (golden("llama"), tempfile::tempdir().expect("a folder"));
+    let list = |ids: &[u32]| ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let (model, output) = (fixture("llama"), folder.path().join("out.safetensors"));
+    let (model, output) = (model.to_str().expect("UTF-8"), output.to_str().expect("UTF-8"));
+    let tokens = list(&prompt);
+    let common = ["--model", model, "--backend", "cpu", "--tokens", &tokens];
+    let run = |name: &str, more: &[&str]| flashover(&[&[name], &common[..], more].concat());
+    let out = run("generate", &["--max-new-tokens", "9", "--ignore-eos", "--temperature", "0"]);
+    assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{}\n", list(&greedy[..9])));
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(said.contains("9 tokens, ") && said.ends_with("as many as asked for\n"), "{said}");
+    let more = ["--max-new-tokens", "5", "--ignore-eos", "--completions", "2", "--seed", "3"];
+    let out = run("generate", &more);
+    let want = list(&greedy[..5]);
+    assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{want}\n{want}\n"));
+    // A rope that stretches has no end of its own.
+    let dynamic = fixture("llama_dynamic");
+    let dynamic = dynamic.to_str().expect("UTF-8");
+    let args = ["generate", "--model", dynamic, "--backend", "cpu", "--tokens", &tokens];
+    let out = flashover(&[&args[..], &["--max-new-tokens", "40", "--ignore-eos"]].concat());
+    assert_eq!(String::from_utf8_lossy(&out.stdout).split(',').count(), 40);
+    let out = run("logits", &["--output", output]);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let [file, golden] = [output.into(), fixture("llama").join("golden.safetensors")]
+        .map(|path: PathBuf| Checkpoint::open(path).expect("written"));
+    let logits = |file: &Checkpoint| {
+        let tensor = file.tensor("logits").expect("there");
+        (tensor.shape.clone(), tensor.f32s().expect("f32").into_owned())
+    };
+    let ((shape, have), (want_shape, want)) = (logits(&file), logits(&golden));
+    assert_eq!(shape, want_shape);
+    assert!(close(&have, &want));
+}
+
+fn close(have: &[f32], want: &[f32]) -> bool {
+    have.len() == want.len() && have.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-4)
+}
+
+/// A window sees nothing of those before it.
+#[test]
+fn logits_of_a_window_are_those_of_its_tokens_alone() {
+    let model = fixture("llama");
+    let model = model.to_str().expect("UTF-8");
+    let run = |tokens: &str, more: &[&str]| {
+        let args = ["logits", "--model", model, "--backend", "cpu", "--output", "/dev/stdout"];
+        let out = flashover(&[&args[..], &["--tokens", tokens], more].concat());
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let file = SafeTensors::deserialize(&out.stdout).expect("safetensors");
+        let tensor = file.tensor("logits").expect("there");
+        assert_eq!(tensor.shape()[0], tokens.split(',').count());
+        let values = tensor.data().as_chunks::<4>().0.iter();
+        values.map(|bytes| f32::from_le_bytes(*bytes)).collect::<Vec<_>>()
+    };
+    let windows = run("5,6,7,8,9", &["--window", "3"]);
+    assert!(close(&windows, &[run("5,6,7", &[]), run("8,9", &[])].concat()));
+    let whole = run("5,6,7,8,9", &[]);
+    assert!(!close(&windows, &whole), "the whole sees more");
+    assert!(close(&run("5,6,7,8,9", &["--window", "9"]), &whole), "a window may be larger");
+}
+
+/// One line of error, a hint, exit code 2 and nothing on standard output.
+#[test]
+fn the_command_refuses_what_is_wrong() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = |name: &str, change: &dyn Fn(&Path)| {
+        let to = folder.path().join(name);
+        fs::create_dir(&to).expect("made");
+        for entry in fs::read_dir(fixture("llama")).expect("there") {
+            let from = entry.expect("readable").path();
+            fs::copy(&from, to.join(from.file_name().expect("a file"))).expect("copied");
+        }
+        change(&to);
+        to
+    };
+    let family = copy("family", &|to| {
+        fs::write(to.join("config.json"), r#"{"model_type": "rwkv"}"#).expect("written");
+    });
+    let cut = copy("cut", &|to| {
+        let path = to.join("model.safetensors");
+        let bytes = fs::read(&path).expect("there");
+        fs::write(&path, &bytes[..bytes.len() - 8]).expect("written");
+    });
+    let tokenizer = copy("tokenizer", &|to| {
+        let text = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
+        fs::write(to.join("tokenizer.json"), text).expect("written");
+    });
+    let (none, good) = (folder.path().join("none"), fixture("llama"));
+    let refused = |model: &Path, more: &[&str], want: &str| {
+        let model = model.to_str().expect("UTF-8");
+        let out = flashover(&[&["generate", "--model", model, "--backend", "cpu"], more].concat());
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{said}");
+        assert!(out.stdout.is_empty() && said.starts_with("error: "), "{said}");
+        assert!(said.contains(want), "{want:?} is not in {said}");
+    };
+    let one = ["--tokens", "1,2"];
+    refused(&none, &one, "hint: a model is a folder");
+    refused(&family, &one, "`model_type` is \"rwkv\"");
+    refused(&cut, &one, "model.safetensors");
+    refused(&tokenizer, &one, "the model a vocabulary of");
+    refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
+    refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
+    refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
+    refused(&good, &["--tokens", "1", "--temperature", "1", "--top-p", "2"], "top_p is 2");
+    refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
+    refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
+    refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
+    refused(&good, &["--tokens", "1", "--quant", "q4"], "unknown quantisation `q4`");
+}
