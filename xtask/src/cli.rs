@@ -30,6 +30,8 @@ pub(crate) enum Command {
     Test(TestArgs),
     /// Check every kernel over its edge shapes against the reference
     Verify(VerifyArgs),
+    /// Run one model on several backends: tokens, logits, perplexity and speed side by side
+    Compare(CompareArgs),
     /// Print every device, what would be chosen and why, and what is missing
     #[command(after_help = "Example:\n  cargo xtask doctor --json")]
     Doctor(Rest),
@@ -128,6 +130,45 @@ pub(crate) struct VerifyArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    args_override_self = true,
+    after_help = "Examples:\n  cargo xtask compare --model models/demo --text README.md\n  \
+                  cargo xtask compare --model DIR --backend cuda,vulkan,cpu --quant nf4"
+)]
+pub(crate) struct CompareArgs {
+    /// Folder with config.json and safetensors, as Hugging Face has it
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: PathBuf,
+    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu; the others are compared with the first that answers
+    #[arg(long, default_value = "all", value_name = "LIST")]
+    pub(crate) backend: Selection,
+    /// Restrict the CUDA device to what this GPU has
+    #[arg(long, value_parser = PROFILES)]
+    pub(crate) profile: Option<String>,
+    /// What is computed in; without it f32 on a CPU, and elsewhere what the files have
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<Dtype>,
+    /// Quantise the matrices of the layers at load
+    #[arg(long, value_enum)]
+    pub(crate) quant: Option<Quant>,
+    /// The text to go on from [default: Once upon a time]
+    #[arg(long, value_name = "TEXT", conflicts_with = "tokens")]
+    pub(crate) prompt: Option<String>,
+    /// Token ids to go on from
+    #[arg(long, value_name = "IDS", value_delimiter = ',', value_parser = token)]
+    pub(crate) tokens: Option<Vec<u32>>,
+    /// Greedy tokens that each backend generates
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_new_tokens: u32,
+    /// Also take the perplexity of this text
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// How the result is printed on standard output
+    #[arg(long, value_enum, default_value_t = CompareFormat::Md)]
+    pub(crate) format: CompareFormat,
+}
+
+#[derive(Debug, Args)]
 #[command(after_help = "Example:\n  cargo xtask bundle --out flashover-bundle")]
 pub(crate) struct BundleArgs {
     /// Folder to write; made when it is missing
@@ -173,6 +214,29 @@ pub(crate) enum Policy {
     Measure,
 }
 
+/// What a model computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+/// How weights are quantised at load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Quant {
+    Nf4,
+}
+
+/// How a comparison is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CompareFormat {
+    /// A table: drawn on a terminal, Markdown elsewhere
+    Md,
+    /// One object, with every token
+    Json,
+}
+
 /// How a bench is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
@@ -195,6 +259,10 @@ fn percent(text: &str) -> Result<f64, String> {
         Ok(value) if value < 0.0 => Err("it is below 0\nhint: such as 5, or 2.5".into()),
         _ => Err("it is no percentage\nhint: such as 5, or 2.5".into()),
     }
+}
+
+fn token(text: &str) -> Result<u32, String> {
+    text.trim().parse().map_err(|_| "it is no token id\nhint: ids such as 1,2,3".into())
 }
 
 #[cfg(test)]
@@ -279,6 +347,33 @@ mod tests {
         ] {
             let error = bench(bad).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_comparison_takes_text_or_ids() {
+        let compare = |args: &[&str]| {
+            let all = ["xtask", "compare", "--model", "m"].iter().chain(args);
+            Cli::try_parse_from(all).map(|cli| match cli.command {
+                Command::Compare(args) => args,
+                other => panic!("parsed as {other:?}"),
+            })
+        };
+        let args = compare(&["--tokens", "1,2", "--dtype", "bf16", "--quant", "nf4"]).unwrap();
+        assert_eq!(args.tokens, Some(vec![1, 2]));
+        assert_eq!((args.dtype, args.quant), (Some(Dtype::Bf16), Some(Quant::Nf4)));
+        assert_eq!((args.backend, args.max_new_tokens), (Selection::All, 64));
+        for bad in [
+            &["--tokens", "1", "--prompt", "x"][..],
+            &["--tokens", "1,x"],
+            &["--max-new-tokens", "0"],
+            &["--backend", "metal"],
+            &["--dtype", "f8"],
+            &["--quant", "int3"],
+            &["--profile", "rtx9090"],
+            &["--format", "csv"],
+        ] {
+            assert_eq!(compare(bad).unwrap_err().exit_code(), 2, "{bad:?}");
         }
     }
 

@@ -4,6 +4,7 @@
 //! programs `flashover` and `flashover-bench`, runs them as child processes and reads what they
 //! print; `record` is all that it shares with them.
 
+mod agreement;
 mod bench;
 mod bundle;
 mod cli;
@@ -38,6 +39,7 @@ fn run(command: Command) -> Result<()> {
         Command::Bench(args) => bench::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Compare(args) => agreement::run(&args),
         Command::Doctor(rest) => passthrough::doctor(&rest.args),
         Command::Tune(rest) => passthrough::tune(&rest.args),
         Command::Targets(rest) => passthrough::targets(&rest.args),

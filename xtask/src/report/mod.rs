@@ -11,7 +11,7 @@ mod table;
 mod text;
 
 pub(crate) use data::{csv, json};
-pub(crate) use format::{millis, peers, percent, rate, ratio};
+pub(crate) use format::{digits, error, millis, peers, percent, rate, ratio};
 pub(crate) use html::page;
 pub(crate) use table::{Align, Style, Table};
 pub(crate) use text::{document, notes};

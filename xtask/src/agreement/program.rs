@@ -1,0 +1,248 @@
+//! The program `flashover` on one model: one process a question, so that a crash costs one backend.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use super::numbers::Logits;
+use crate::cli::{CompareArgs, word};
+use crate::devices::Backend;
+use crate::programs::{Programs, describe};
+
+/// Repetitions of a speed test, after one to warm up.
+const REPETITIONS: &str = "3";
+
+/// A model, and how every backend loads it.
+#[derive(Debug)]
+pub(super) struct Model<'a> {
+    programs: &'a Programs,
+    args: &'a CompareArgs,
+}
+
+/// Why a backend does not answer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Failure {
+    /// In one line.
+    pub(super) what: String,
+    /// All that a program said that refused its input, hint included.
+    pub(super) refusal: Option<String>,
+}
+
+impl From<String> for Failure {
+    fn from(what: String) -> Self {
+        Self { what, refusal: None }
+    }
+}
+
+/// How fast a backend is, and in what it computes.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Speed {
+    pub(super) compute: String,
+    pub(super) quant: Option<String>,
+    pub(super) prompt: Rate,
+    pub(super) generate: Rate,
+}
+
+/// Tokens a second, when so many pass.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(super) struct Rate {
+    pub(super) tokens: usize,
+    pub(super) mean: f64,
+    pub(super) deviation: f64,
+}
+
+impl<'a> Model<'a> {
+    pub(super) fn new(programs: &'a Programs, args: &'a CompareArgs) -> Self {
+        Self { programs, args }
+    }
+
+    /// Ids of a text, with what the tokenizer puts before it.
+    ///
+    /// # Errors
+    /// The program says itself what it refuses.
+    pub(super) fn ids(&self, text: &str) -> Result<Vec<u32>> {
+        // A text may begin with a hyphen.
+        self.tokenize([format!("--prompt={text}")])
+    }
+
+    /// The same of a file.
+    ///
+    /// # Errors
+    /// As [`Model::ids`].
+    pub(super) fn ids_of_file(&self, file: &Path) -> Result<Vec<u32>> {
+        self.tokenize([OsStr::new("--text"), file.as_os_str()])
+    }
+
+    fn tokenize<const N: usize>(&self, more: [impl AsRef<OsStr>; N]) -> Result<Vec<u32>> {
+        ids(&self.tokenizer(more)?)
+            .map_err(|why| anyhow::anyhow!("`flashover tokenize` printed something else: {why}"))
+    }
+
+    /// What each token stands for.
+    ///
+    /// # Errors
+    /// As [`Model::ids`].
+    pub(super) fn texts(&self, tokens: &[u32]) -> Result<Vec<String>> {
+        let printed = self.tokenizer(["--tokens", &list(tokens)])?;
+        serde_json::from_str(&printed).context("`flashover tokenize` printed something else")
+    }
+
+    fn tokenizer<const N: usize>(&self, more: [impl AsRef<OsStr>; N]) -> Result<String> {
+        let args = [OsStr::new("tokenize"), OsStr::new("--model"), self.args.model.as_os_str()];
+        let more = more.iter().map(AsRef::as_ref);
+        self.programs.output("flashover", &args.into_iter().chain(more).collect::<Vec<_>>())
+    }
+
+    /// The likeliest token, again and again.
+    pub(super) fn greedy(&self, on: Backend, prompt: &[u32]) -> Result<Vec<u32>, Failure> {
+        let most = self.args.max_new_tokens.to_string();
+        let greedy = ["--temperature", "0", "--repetition-penalty", "1", "--ignore-eos"];
+        let tokens = ["--max-new-tokens", &most, "--tokens", &list(prompt)];
+        let output = self.run(on, "generate", &[&greedy[..], &tokens].concat())?;
+        for line in String::from_utf8_lossy(&output.stderr).lines() {
+            eprintln!("{on}: {line}");
+        }
+        let printed = String::from_utf8_lossy(&output.stdout);
+        Ok(ids(&printed).map_err(|why| format!("generate printed no tokens: {why}"))?)
+    }
+
+    /// The logits after each token, in windows of which none sees another.
+    pub(super) fn logits(
+        &self,
+        on: Backend,
+        tokens: &[u32],
+        window: usize,
+    ) -> Result<Logits, Failure> {
+        let (list, window) = (list(tokens), window.to_string());
+        let args = ["--tokens", &list, "--window", &window, "--output", "/dev/stdout"];
+        let output = self.run(on, "logits", &args)?;
+        Ok(Logits::read(&output.stdout, tokens.len())?)
+    }
+
+    /// How fast `prompt` tokens pass, and `generated` come.
+    pub(super) fn speed(
+        &self,
+        on: Backend,
+        prompt: usize,
+        generated: usize,
+    ) -> Result<Speed, Failure> {
+        let (prompt, generated) = (prompt.to_string(), generated.to_string());
+        let tests = ["-p", &prompt, "-n", &generated, "-r", REPETITIONS, "--output", "json"];
+        let output = self.run(on, "bench", &tests)?;
+        Ok(speed(&output.stdout).map_err(|why| format!("bench printed something else: {why}"))?)
+    }
+
+    fn run(&self, on: Backend, name: &str, more: &[&str]) -> Result<Output, Failure> {
+        let mut command = self.programs.command("flashover");
+        command.arg(name).arg("--model").arg(&self.args.model);
+        command.args(["--backend", &on.to_string()]);
+        let options = [
+            ("--dtype", self.args.dtype.map(word)),
+            ("--quant", self.args.quant.map(word)),
+            ("--profile", self.args.profile.clone().filter(|_| on == Backend::Cuda)),
+        ];
+        for (name, value) in options {
+            if let Some(value) = value {
+                command.args([name, &value]);
+            }
+        }
+        let output = command.args(more).stdin(Stdio::null()).output();
+        let output = output.map_err(|why| format!("cannot start flashover: {why}"))?;
+        if output.status.success() {
+            return Ok(output);
+        }
+        let log = String::from_utf8_lossy(&output.stderr);
+        let end = format!("flashover {name} {}", describe(output.status));
+        let failure = failure(&log, output.status.code(), &end);
+        if failure.refusal.is_none() {
+            eprintln!("{on}: {end}\n{}", log.trim_end());
+        }
+        Err(failure)
+    }
+}
+
+/// What stands after `error: `, or else how the program ended.
+fn failure(log: &str, code: Option<i32>, end: &str) -> Failure {
+    let first = log.strip_prefix("error: ");
+    let Some(said) = first.or_else(|| Some(log.split_once("\nerror: ")?.1)) else {
+        return end.to_owned().into();
+    };
+    Failure {
+        what: said.lines().next().unwrap_or_default().to_owned(),
+        refusal: (code == Some(2)).then(|| said.trim_end().to_owned()),
+    }
+}
+
+/// The rows of a prompt and of generating.
+fn speed(printed: &[u8]) -> serde_json::Result<Speed> {
+    #[derive(Deserialize)]
+    struct Row {
+        compute: String,
+        quant: Option<String>,
+        n_prompt: usize,
+        n_gen: usize,
+        avg_ts: f64,
+        stddev_ts: f64,
+    }
+    let [prompt, generate]: [Row; 2] = serde_json::from_slice(printed)?;
+    let rate = |row: &Row, tokens| Rate { tokens, mean: row.avg_ts, deviation: row.stddev_ts };
+    Ok(Speed {
+        prompt: rate(&prompt, prompt.n_prompt),
+        generate: rate(&generate, generate.n_gen),
+        compute: generate.compute,
+        quant: generate.quant,
+    })
+}
+
+/// `1,2,3`
+fn list(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// Reads what [`list`] writes; an empty line is no id.
+fn ids(printed: &str) -> Result<Vec<u32>, String> {
+    let parts = printed.trim().split(',').filter(|part| !part.is_empty());
+    parts.map(|id| id.parse().map_err(|_| format!("`{id}` is no id"))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_the_first_line_of_an_error() {
+        let refused = "[WARN x] error: none yet\nerror: no f16\nhint: f32\n";
+        let said = failure(refused, Some(2), "ended with exit code 2");
+        let want = Failure { what: "no f16".into(), refusal: Some("no f16\nhint: f32".into()) };
+        assert_eq!(said, want);
+        let died = failure("loading\n", None, "ended by signal 9 (killed)");
+        assert_eq!(died, String::from("ended by signal 9 (killed)").into());
+        assert_eq!(failure("error: disk\n", Some(1), "").refusal, None, "no refusal");
+    }
+
+    #[test]
+    fn ids_are_read_as_they_are_written() {
+        assert_eq!(ids(&(list(&[1, 22, 3]) + "\n")), Ok(vec![1, 22, 3]));
+        assert_eq!(ids("\n"), Ok(vec![]));
+        assert_eq!(ids("1,Once").unwrap_err(), "`Once` is no id");
+    }
+
+    #[test]
+    fn speeds_are_those_of_the_two_tests() {
+        let row = |prompt: u32, generated: u32, rate: f64| {
+            serde_json::json!({ "compute": "bf16", "quant": "4-bit", "n_prompt": prompt,
+                "n_gen": generated, "avg_ts": rate, "stddev_ts": 0.5, "mfu": null })
+        };
+        let both = serde_json::json!([row(4, 0, 300.0), row(0, 64, 20.0)]);
+        let have = speed(both.to_string().as_bytes()).unwrap();
+        let rate = |tokens, mean| Rate { tokens, mean, deviation: 0.5 };
+        assert_eq!((have.prompt, have.generate), (rate(4, 300.0), rate(64, 20.0)));
+        assert_eq!((have.compute.as_str(), have.quant.as_deref()), ("bf16", Some("4-bit")));
+        assert!(speed(b"[]").is_err());
+        let broken = serde_json::json!([row(4, 0, 1.0), row(0, 64, f64::NAN)]);
+        assert!(speed(broken.to_string().as_bytes()).is_err(), "no rate is no speed");
+    }
+}
