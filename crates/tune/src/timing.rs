@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use arch::{Backend, Device};
 use cubecl::future::block_on;
-use cubecl::profile::{ProfileDuration, TimingMethod};
+use cubecl::profile::{ProfileDuration, ProfileTicks, TimingMethod};
 use cubecl::server::Handle;
 use record::Summary;
 
@@ -174,6 +174,11 @@ impl Stopwatch {
 
     pub fn elapsed(&self) -> Duration {
         self.0.elapsed()
+    }
+
+    /// Where a timed launch began and ended, from the start on.
+    pub fn place(&self, ticks: &ProfileTicks) -> (Duration, Duration) {
+        (ticks.start_duration_since(self.0), ticks.end_duration_since(self.0))
     }
 }
 

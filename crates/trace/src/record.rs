@@ -1,0 +1,350 @@
+//! Recording.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+use cubecl::future::block_on;
+use cubecl::logging::{LaunchObservation, LaunchObserver, TimingRequest};
+use cubecl::profile::{Duration, ProfileDuration, TimingMethod};
+use tune::Cost;
+use tune::timing::Stopwatch;
+
+use crate::{Clock, Launch, Memory, Span, Trace};
+
+/// Whether somebody records; what a span asks first.
+static RECORDING: AtomicBool = AtomicBool::new(false);
+static RECORDER: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
+
+thread_local! {
+    /// The spans of this thread that are open, outermost first, each with the recorder that it belongs to.
+    static OPEN: RefCell<Vec<(u64, usize)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What is recorded from its start to [`Recording::finish`], on all devices of the process.
+#[must_use = "a recording that is dropped is lost"]
+pub struct Recording {
+    recorder: Arc<Recorder>,
+    observation: Option<LaunchObservation>,
+}
+
+/// The process has one recording at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("something records already\nhint: finish that recording first")]
+pub struct AlreadyRecording;
+
+struct Recorder {
+    id: u64,
+    /// Whose spans and launches count; everybody's when none.
+    only: Option<ThreadId>,
+    clock: Stopwatch,
+    events: Mutex<Events>,
+}
+
+#[derive(Default)]
+struct Events {
+    trace: Trace,
+    pending: Vec<Pending>,
+    threads: Vec<ThreadId>,
+}
+
+/// A launch whose time was not read.
+struct Pending {
+    kernel: &'static str,
+    span: Option<usize>,
+    time: Time,
+}
+
+enum Time {
+    Ahead(ProfileDuration),
+    /// Told at once, when it had ended.
+    Told {
+        end_ns: u64,
+        duration: Duration,
+        clock: Clock,
+    },
+}
+
+impl Recording {
+    /// Of all threads.
+    ///
+    /// # Errors
+    /// [`AlreadyRecording`].
+    pub fn start() -> Result<Self, AlreadyRecording> {
+        Self::of(None)
+    }
+
+    /// Of what this thread does, whatever others do beside it.
+    ///
+    /// # Errors
+    /// [`AlreadyRecording`].
+    pub fn of_this_thread() -> Result<Self, AlreadyRecording> {
+        Self::of(Some(thread::current().id()))
+    }
+
+    fn of(only: Option<ThreadId>) -> Result<Self, AlreadyRecording> {
+        static IDS: AtomicU64 = AtomicU64::new(0);
+        let mut slot = locked(&RECORDER);
+        if slot.is_some() {
+            return Err(AlreadyRecording);
+        }
+        let recorder = Arc::new(Recorder {
+            id: IDS.fetch_add(1, Ordering::Relaxed),
+            only,
+            clock: Stopwatch::start(),
+            events: Mutex::default(),
+        });
+        *slot = Some(recorder.clone());
+        RECORDING.store(true, Ordering::Release);
+        let observation = Some(LaunchObservation::new(recorder.clone()));
+        Ok(Self { recorder, observation })
+    }
+
+    /// Waits for what was launched, and gives what was seen. Spans that are still open end here.
+    pub fn finish(mut self) -> Trace {
+        self.stop();
+        let Events { mut trace, pending, .. } = std::mem::take(&mut *self.recorder.events());
+        let now = self.recorder.now();
+        trace.spans.iter_mut().filter(|span| span.end_ns == OPEN_END).for_each(|s| s.end_ns = now);
+        for Pending { kernel, span, time } in pending {
+            let Some((begin_ns, end_ns, clock)) = self.recorder.read(time) else {
+                trace.untimed += 1;
+                continue;
+            };
+            let kernel = function_of(kernel);
+            trace.launches.push(Launch { kernel, span, begin_ns, end_ns, clock });
+        }
+        trace
+    }
+
+    fn stop(&mut self) {
+        // Before the slot is free for another.
+        if self.observation.take().is_some() {
+            RECORDING.store(false, Ordering::Release);
+            *locked(&RECORDER) = None;
+        }
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// The end of a span that has none yet.
+const OPEN_END: u64 = u64::MAX;
+
+impl Recorder {
+    fn events(&self) -> MutexGuard<'_, Events> {
+        locked(&self.events)
+    }
+
+    fn now(&self) -> u64 {
+        nanoseconds(self.clock.elapsed())
+    }
+
+    /// The innermost span of this thread that is this recorder's.
+    fn innermost(&self) -> Option<usize> {
+        OPEN.with_borrow(|open| {
+            open.iter().rev().find(|(id, _)| *id == self.id).map(|(_, span)| *span)
+        })
+    }
+
+    /// Whether this thread counts.
+    fn counts(&self) -> bool {
+        self.only.is_none_or(|only| only == thread::current().id())
+    }
+
+    fn push(&self, kernel: &'static str, time: Time) {
+        if self.counts() {
+            let span = self.innermost();
+            self.events().pending.push(Pending { kernel, span, time });
+        }
+    }
+
+    fn read(&self, time: Time) -> Option<(u64, u64, Clock)> {
+        match time {
+            Time::Told { end_ns, duration, clock } => {
+                Some((end_ns.saturating_sub(nanoseconds(duration)), end_ns, clock))
+            }
+            Time::Ahead(profile) => {
+                let clock = clock_of(profile.timing_method());
+                let ticks = block_on(profile.resolve())?;
+                let (begin, end) = self.clock.place(&ticks);
+                Some((nanoseconds(begin), nanoseconds(end), clock))
+            }
+        }
+    }
+}
+
+impl LaunchObserver for Recorder {
+    // A launch is known by its time, which comes right after it.
+    fn launched(&self, _kernel: &'static str) {}
+
+    fn timing(&self) -> TimingRequest {
+        TimingRequest::Deferred
+    }
+
+    fn profiled(&self, kernel: &'static str, profile: ProfileDuration) {
+        self.push(kernel, Time::Ahead(profile));
+    }
+
+    fn timed(&self, kernel: &'static str, duration: Duration, method: TimingMethod) {
+        self.push(kernel, Time::Told { end_ns: self.now(), duration, clock: clock_of(method) });
+    }
+}
+
+/// Whether somebody records.
+pub fn recording() -> bool {
+    RECORDING.load(Ordering::Relaxed)
+}
+
+/// A span until the guard is dropped, on this thread; nothing while nobody records.
+pub fn span<N: Into<String>>(name: impl FnOnce() -> N) -> SpanGuard {
+    begin(name, || None)
+}
+
+/// The span of an operator, with the least work that it is.
+pub fn operator<N: Into<String>>(
+    name: impl FnOnce() -> N,
+    cost: impl FnOnce() -> Cost,
+) -> SpanGuard {
+    begin(name, || Some(cost()))
+}
+
+/// Notes bytes of what is alive on a device, and of what its pools hold, while somebody records.
+pub fn memory(read: impl FnOnce() -> (u64, u64)) {
+    if let Some(recorder) = recorder() {
+        let (used, reserved) = read();
+        let at_ns = recorder.now();
+        recorder.events().trace.memory.push(Memory { at_ns, used, reserved });
+    }
+}
+
+/// Ends a span.
+#[must_use = "a span ends when its guard is dropped"]
+pub struct SpanGuard(Option<(Arc<Recorder>, usize)>);
+
+impl Drop for SpanGuard {
+    fn drop(&mut self) {
+        let Some((recorder, span)) = &self.0 else { return };
+        OPEN.with_borrow_mut(|open| open.retain(|own| *own != (recorder.id, *span)));
+        let now = recorder.now();
+        // What was recorded may have been taken by now.
+        if let Some(span) = recorder.events().trace.spans.get_mut(*span) {
+            span.end_ns = now;
+        }
+    }
+}
+
+impl fmt::Debug for SpanGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SpanGuard").field(&self.0.as_ref().map(|(_, span)| span)).finish()
+    }
+}
+
+impl fmt::Debug for Recording {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recording").finish_non_exhaustive()
+    }
+}
+
+fn begin<N: Into<String>>(
+    name: impl FnOnce() -> N,
+    cost: impl FnOnce() -> Option<Cost>,
+) -> SpanGuard {
+    let Some(recorder) = recorder() else { return SpanGuard(None) };
+    let (parent, begin_ns, own) = (recorder.innermost(), recorder.now(), thread::current().id());
+    let (name, cost) = (name().into(), cost());
+    let span = {
+        let mut events = recorder.events();
+        let thread = events.threads.iter().position(|known| *known == own).unwrap_or_else(|| {
+            events.threads.push(own);
+            events.threads.len() - 1
+        });
+        let span = Span { name, parent, thread, begin_ns, end_ns: OPEN_END, cost };
+        events.trace.spans.push(span);
+        events.trace.spans.len() - 1
+    };
+    OPEN.with_borrow_mut(|open| open.push((recorder.id, span)));
+    SpanGuard(Some((recorder, span)))
+}
+
+fn recorder() -> Option<Arc<Recorder>> {
+    if !recording() {
+        return None;
+    }
+    locked(&RECORDER).clone().filter(|recorder| recorder.counts())
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic elsewhere leaves lists that are whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+const fn clock_of(method: TimingMethod) -> Clock {
+    match method {
+        TimingMethod::Device => Clock::Device,
+        TimingMethod::System => Clock::Host,
+    }
+}
+
+/// `turn_heads` of `kernels::rope::turn_heads::TurnHeads<..>`: CubeCL names the module of a kernel's struct after its
+/// function.
+fn function_of(kernel: &str) -> String {
+    let path = kernel.split_once('<').map_or(kernel, |(path, _)| path);
+    let mut parts = path.rsplit("::");
+    let last = parts.next().unwrap_or(path);
+    parts.next().unwrap_or(last).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_called_as_their_functions() {
+        assert_eq!(function_of("kernels::rope::turn_heads::TurnHeads<f32, 4>"), "turn_heads");
+        assert_eq!(function_of("kernels::norm::norm_rows::NormRows"), "norm_rows");
+        assert_eq!(function_of("Alone"), "Alone");
+        assert_eq!(function_of("a::b::C<x::y::Z>"), "b");
+    }
+
+    #[test]
+    fn spans_nest_by_thread_and_end_with_the_recording() {
+        let nothing = span(|| -> String { unreachable!("nobody records") });
+        let recording = Recording::start().expect("the only one");
+        assert_eq!(Recording::start().expect_err("one at a time"), AlreadyRecording);
+        drop(nothing);
+        let outer = span(|| "outer");
+        {
+            let _inner = operator(|| "inner", || Cost { flops: 2, bytes: 3 });
+        }
+        thread::spawn(|| drop(span(|| "elsewhere"))).join().expect("it runs");
+        memory(|| (5, 7));
+        let trace = recording.finish();
+        drop(outer);
+        let seen: Vec<_> =
+            trace.spans.iter().map(|s| (s.name.as_str(), s.parent, s.thread)).collect();
+        assert_eq!(seen, [("outer", None, 0), ("inner", Some(0), 0), ("elsewhere", None, 1)]);
+        assert_eq!(trace.spans[1].cost, Some(Cost { flops: 2, bytes: 3 }));
+        assert!(trace.spans.iter().all(|span| span.begin_ns <= span.end_ns));
+        assert!(trace.spans[0].end_ns >= trace.spans[2].end_ns, "it was open to the end");
+        let [read] = trace.memory[..] else { panic!("{:?}", trace.memory) };
+        assert_eq!((read.used, read.reserved), (5, 7));
+        // What is left of one recording is no parent in another, and others need not count.
+        let again = Recording::of_this_thread().expect("the first is over");
+        let _late = span(|| "late");
+        thread::spawn(|| drop(span(|| "elsewhere"))).join().expect("it runs");
+        let spans = again.finish().spans;
+        assert_eq!(spans.len(), 1);
+        assert_eq!(spans[0].parent, None);
+    }
+}
