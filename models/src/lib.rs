@@ -10,6 +10,7 @@
 //! | [`generation`] | [`GenerationConfig`]: sampling and ends, from `generation_config.json` |
 //! | [`decoder`] | [`Decoder`]: the weights on a device, and what it computes with them |
 //! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
+//! | [`footprint`] | what all of it takes on a device |
 //! | [`shapes`] | the configurations of a few public models |
 //!
 //! This crate never sees CubeCL. The bench takes its matmul cases from here, so that they are those of real
@@ -31,6 +32,7 @@ pub mod decoder;
 mod error;
 mod families;
 mod fields;
+pub mod footprint;
 pub mod generation;
 pub mod matrices;
 pub mod names;
@@ -39,9 +41,12 @@ pub mod shapes;
 pub mod weights;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
-pub use decoder::{Decoder, KvCache, LoadOptions, Loading, Rows, device_bytes, file_dtype};
+pub use decoder::{
+    CHUNK, Decoder, KvCache, LoadOptions, Loading, Rows, device_bytes, file_dtype, in_4_bits,
+};
 pub use error::{Error, Fault};
 pub use families::Family;
+pub use footprint::{Footprint, Held, Workload};
 pub use generation::GenerationConfig;
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};

@@ -8,7 +8,7 @@ struct Published {
     json: &'static str,
 }
 
-const PUBLISHED: [Published; 4] = [
+const PUBLISHED: [Published; 6] = [
     Published {
         name: "llama-3-8b",
         json: r#"{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -41,6 +41,18 @@ const PUBLISHED: [Published; 4] = [
             "original_max_position_embeddings": 8192, "rope_type": "llama3"},
             "tie_word_embeddings": true}"#,
     },
+    Published {
+        name: "llama-2-13b",
+        json: r#"{"model_type": "llama", "hidden_size": 5120, "intermediate_size": 13824,
+            "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
+            "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+            "hidden_act": "silu", "tie_word_embeddings": false}"#,
+    },
+    Published {
+        name: "gpt2",
+        json: r#"{"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+            "vocab_size": 50257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05}"#,
+    },
 ];
 
 /// The names that [`named`] knows.
@@ -58,12 +70,13 @@ pub fn named(name: &str) -> Option<DecoderConfig> {
 mod tests {
     use super::*;
 
+    const PARAMETERS: [u64; 6] =
+        [8_030_261_248, 6_738_415_616, 7_615_616_512, 1_235_814_400, 13_015_864_320, 124_439_808];
+
     /// Parameter counts that the published weight files add up to.
     #[test]
     fn parameter_counts_are_those_of_the_published_weights() {
-        for (name, parameters) in
-            names().zip([8_030_261_248, 6_738_415_616, 7_615_616_512, 1_235_814_400])
-        {
+        for (name, parameters) in names().zip(PARAMETERS) {
             assert_eq!(named(name).map(|config| config.parameters()), Some(parameters), "{name}");
         }
         assert_eq!(named("gpt-2"), None);

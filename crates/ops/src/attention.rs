@@ -26,7 +26,7 @@ use kernels::attention::{
 };
 use tune::{Infeasible, Kernel};
 
-use crate::call::{Call, Optional, float_of, on_cubecl};
+use crate::call::{Call, Optional, float_of, launch, on_cubecl};
 use crate::{Ctx, OpError};
 
 /// Scaled dot product attention with `heads / kv_heads` neighbouring heads to one of k and v.
@@ -205,7 +205,7 @@ impl AttentionKernels for CubeBackend {
                     .config(device.profile(), &l.problem)
                     .map_err(|why| forced(wanted, &why))?,
             };
-            Attention::launch(&device, &l.problem, &config, &l.operands, None);
+            launch::<Attention>(&device, &l.problem, &config, &l.operands, None);
             Ok(())
         });
         if let Err(e) = launched {
@@ -236,7 +236,7 @@ impl AttentionKernels for CubeBackend {
             let operands =
                 BackwardOperands { forward: forward.operands, dout: dout.handle, dq, dk, dv };
             let scratch = AttentionBackward::scratch(&device, &problem, &config);
-            AttentionBackward::launch(&device, &problem, &config, &operands, scratch.as_ref());
+            launch::<AttentionBackward>(&device, &problem, &config, &operands, scratch.as_ref());
             Ok(())
         });
         if let Err(e) = launched {

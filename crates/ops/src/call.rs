@@ -8,6 +8,8 @@ use burn::backend::{Backend, DispatchDevice, ExtensionType};
 use burn::tensor::{Device, Int, IntDType, Shape, Tensor};
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::server::Handle;
+use tune::Kernel;
 
 use crate::{Ctx, OpError};
 
@@ -96,6 +98,19 @@ impl Call {
     pub(crate) fn failed(&self) -> Option<OpError> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
+}
+
+/// Launches a kernel, as an operator of whoever records.
+pub(crate) fn launch<K: Kernel>(
+    device: &arch::Device,
+    problem: &K::Problem,
+    config: &K::Config,
+    operands: &K::Operands,
+    scratch: Option<&Handle>,
+) {
+    let name = || format!("{} {}", K::NAME, K::bucket(problem));
+    let _operator = trace::operator(name, || K::cost(problem));
+    K::launch(device, problem, config, operands, scratch);
 }
 
 /// `Option`, which does not cross Burn's dispatch.

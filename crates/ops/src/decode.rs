@@ -17,7 +17,7 @@ use kernels::attention::decode::{
 use tune::Kernel;
 
 use crate::attention::{along_head_dim, head_strides, like};
-use crate::call::{Call, float_of, on_cubecl, same_dtype, same_shape, size_of};
+use crate::call::{Call, float_of, launch, on_cubecl, same_dtype, same_shape, size_of};
 use crate::{Ctx, OpError};
 
 /// Keys and values of all positions so far, those of the step among them.
@@ -269,11 +269,11 @@ pub(crate) enum Blocks<B: Backend> {
 }
 
 impl<B: Backend> Blocks<B> {
-    fn of(tensor: Option<IntTensor<B>>) -> Self {
+    pub(crate) fn of(tensor: Option<IntTensor<B>>) -> Self {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
-    fn into_option(self) -> Option<IntTensor<B>> {
+    pub(crate) fn into_option(self) -> Option<IntTensor<B>> {
         match self {
             Self::Absent => None,
             Self::Present(tensor) => Some(tensor),
@@ -309,7 +309,7 @@ impl DecodeOps for CubeBackend {
         let out = like(&q);
         let [lengths, table] = [Some(lengths), table.into_option()].map(|t| t.map(into_contiguous));
         let lengths = lengths.expect("put there above");
-        if let Err(e) = launch(&q, k, v, lengths, table, &out, problem, &call) {
+        if let Err(e) = run(&q, k, v, lengths, table, &out, problem, &call) {
             call.fail(e);
         }
         out
@@ -318,7 +318,7 @@ impl DecodeOps for CubeBackend {
 
 /// Enqueues the kernel.
 #[expect(clippy::too_many_arguments, reason = "operands, result, what they are")]
-fn launch(
+fn run(
     q: &CubeTensor,
     k: Stored<CubeBackend>,
     v: Stored<CubeBackend>,
@@ -360,7 +360,7 @@ fn launch(
     let bytes = Decode::scratch_bytes(&problem, &config);
     let make = || Decode::scratch(&device, &problem, &config);
     let scratch = call.ctx.scratch(&out.device, bytes, make);
-    Decode::launch(&device, &problem, &config, &operands, scratch.as_ref());
+    launch::<Decode>(&device, &problem, &config, &operands, scratch.as_ref());
     Ok(())
 }
 

@@ -8,10 +8,10 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::embed::{Embed, EmbedOperands, EmbedProblem, Learned};
-use tune::Kernel;
 
 use crate::call::{
-    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
+    Call, Optional, empty_like, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
+    words_of,
 };
 use crate::layout::rows_of;
 use crate::{Ctx, OpError};
@@ -115,7 +115,7 @@ impl EmbedOps for CubeBackend {
             }
             .checked()?;
             let config = call.ctx.config::<Embed>(&device, &problem)?;
-            Embed::launch(&device, &problem, &config, &operands, None);
+            launch::<Embed>(&device, &problem, &config, &operands, None);
             Ok(())
         });
         if let Err(e) = launched {

@@ -29,7 +29,7 @@ use kernels::matmul::{
 };
 use tune::Kernel;
 
-use crate::call::{Call, Optional, on_cubecl};
+use crate::call::{Call, Optional, launch, on_cubecl};
 use crate::layout::{Matrices, broadcast, fold};
 use crate::{Ctx, OpError};
 
@@ -291,7 +291,7 @@ impl MatmulOps for CubeBackend {
         let launched = call.ctx.device(&out.device).and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;
             let scratch = Matmul::scratch(&device, &problem, &config);
-            Matmul::launch(&device, &problem, &config, &operands, scratch.as_ref());
+            launch::<Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
             Ok(())
         });
         if let Err(e) = launched {

@@ -8,10 +8,9 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::norm::{Norm, NormKind, NormOperands, NormProblem};
-use tune::Kernel;
 
 use crate::attention::like;
-use crate::call::{Call, Optional, float_of, on_cubecl, same_dtype, same_shape, size_of};
+use crate::call::{Call, Optional, float_of, launch, on_cubecl, same_dtype, same_shape, size_of};
 use crate::{Ctx, OpError};
 
 /// What rows are multiplied by, and what is added.
@@ -111,7 +110,7 @@ impl NormOps for CubeBackend {
         };
         let launched = call.ctx.device(&out.device).and_then(|device| {
             let config = call.ctx.config::<Norm>(&device, &problem)?;
-            Norm::launch(&device, &problem, &config, &operands, None);
+            launch::<Norm>(&device, &problem, &config, &operands, None);
             Ok(())
         });
         if let Err(e) = launched {

@@ -9,30 +9,33 @@ use burn::tensor::{Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::attention::decode::CacheStrides;
+use kernels::attention::decode::{CacheLayout, CacheStrides};
 use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeOperands, RopeProblem};
-use tune::Kernel;
 
 use crate::call::{
-    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
+    Call, Optional, empty_like, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
+    words_of,
 };
-use crate::decode::cache_strides;
+use crate::decode::{Blocks, cache_strides};
 use crate::layout::rows_of;
 use crate::{Ctx, OpError};
 
 /// The cache of a layer, and how far each sequence is.
 ///
 /// # Shapes
-/// k and v `[batch, kv_heads, capacity, head_dim]`, the head dimension contiguous, other strides any that keep
-/// positions apart; each has memory of its own. start `[batch]`,
-/// I32 or U32 without a copy.
+/// k and v `[batch, kv_heads, capacity, head_dim]`, or in pages `[blocks, block_size, kv_heads, head_dim]`, the head
+/// dimension contiguous, other strides any that keep positions apart; each has memory of its own. start `[batch]`,
+/// pages `[batch, max_blocks]`, I32 or U32 without a copy.
 #[derive(Debug, Clone)]
 pub struct KvSlots {
     pub k: Tensor<4>,
     pub v: Tensor<4>,
     /// Positions that each sequence has already.
     pub start: Tensor<1, Int>,
+    /// Which pages are a sequence's, in order, of a cache in pages. A position of a page that there is not goes
+    /// where one past the cache does; two sequences write the same page at their own risk.
+    pub pages: Option<Tensor<2, Int>>,
 }
 
 /// Norms of queries and keys, each head by itself.
@@ -83,9 +86,11 @@ pub fn rope(
 ) -> Result<Tensor<4>, OpError> {
     on_cubecl(&qkv.device())?;
     let problem = problem(&qkv, slots, &options)?;
-    let KvSlots { k, v, start } = slots.clone();
-    let (q_weight, k_weight) = options.qk_norm.map(|norm| (norm.q, norm.k)).unzip();
-    let part = |tensor: Option<Tensor<1>>| Optional::of(tensor.map(Tensor::into_dispatch));
+    let KvSlots { k, v, start, pages } = slots.clone();
+    let weights = options.qk_norm.map_or(Weights::Absent, |norm| Weights::Present {
+        q: norm.q.into_dispatch(),
+        k: norm.k.into_dispatch(),
+    });
     let call = Call::of(ctx);
     let q = <Dispatch as RopeOps>::rope(
         qkv.into_dispatch(),
@@ -94,9 +99,9 @@ pub fn rope(
             v: v.into_dispatch(),
             start: words_of(start).into_dispatch(),
         },
+        Blocks::of(pages.map(|pages| words_of(pages).into_dispatch())),
         Optional::of(options.table.map(Tensor::into_dispatch)),
-        part(q_weight),
-        part(k_weight),
+        weights,
         problem,
         call.clone(),
     );
@@ -114,12 +119,16 @@ fn problem(
     let RopeOptions { heads, kv_heads, head_dim, table, qk_norm } = options;
     let dtype = qkv.dtype();
     let float = float_of(dtype)?;
-    let ([rows, width], [batch, _, capacity, _]) = (qkv.dims(), slots.k.dims());
+    let ([rows, width], [first, second, third, _]) = (qkv.dims(), slots.k.dims());
+    let (batch, cached) = match &slots.pages {
+        None => (first, [first, *kv_heads, third, *head_dim]),
+        Some(pages) => (pages.dims()[0], [first, second, *kv_heads, *head_dim]),
+    };
     // Of a batch of none the kernel's own check says so.
     let seq = rows / batch.max(1);
     same_shape("qkv", &[rows, width], &[batch * seq, (heads + 2 * kv_heads) * head_dim])?;
     for (what, cache) in [("k", &slots.k), ("v", &slots.v)] {
-        same_shape(what, &cache.dims(), &[batch, *kv_heads, capacity, *head_dim])?;
+        same_shape(what, &cache.dims(), &cached)?;
         same_dtype(what, cache.dtype(), dtype)?;
     }
     same_shape("start", &slots.start.dims(), &[batch])?;
@@ -137,9 +146,14 @@ fn problem(
         }
     }
     // Of dense tensors; where they lie is known behind Burn's dispatch.
-    let [kv_heads, capacity, head_dim] =
-        [size_of(*kv_heads)?, size_of(capacity)?, size_of(*head_dim)?];
-    let cache = KvLayout::dense(kv_heads, capacity, head_dim, float);
+    let (kv_heads, head_dim) = (size_of(*kv_heads)?, size_of(*head_dim)?);
+    let cache = match &slots.pages {
+        None => KvLayout::dense(kv_heads, size_of(third)?, head_dim, float),
+        Some(pages) => {
+            let (blocks, max_blocks) = ([size_of(first)?, size_of(second)?], pages.dims()[1]);
+            KvLayout::paged(kv_heads, blocks, size_of(max_blocks)?, head_dim, float)
+        }
+    };
     let problem = RopeProblem {
         batch: size_of(batch)?,
         seq: size_of(seq)?,
@@ -164,15 +178,22 @@ pub(crate) struct Slots<B: Backend> {
     start: IntTensor<B>,
 }
 
+/// Weights of the norms of heads, behind Burn's dispatch.
+#[derive(Clone, ExtensionType)]
+pub(crate) enum Weights<B: Backend> {
+    Absent,
+    Present { q: FloatTensor<B>, k: FloatTensor<B> },
+}
+
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait RopeOps: Backend {
     /// The queries `[batch, seq, heads, head_dim]`; `problem` is of these tensors but for their strides.
     fn rope(
         qkv: FloatTensor<Self>,
         #[extension_type] slots: Slots<Self>,
+        #[extension_type] pages: Blocks<Self>,
         #[extension_type] table: Optional<Self>,
-        #[extension_type] q_weight: Optional<Self>,
-        #[extension_type] k_weight: Optional<Self>,
+        #[extension_type] weights: Weights<Self>,
         problem: RopeProblem,
         call: Call,
     ) -> FloatTensor<Self>;
@@ -182,19 +203,28 @@ impl RopeOps for CubeBackend {
     fn rope(
         qkv: CubeTensor,
         slots: Slots<Self>,
+        pages: Blocks<Self>,
         table: Optional<Self>,
-        q_weight: Optional<Self>,
-        k_weight: Optional<Self>,
+        weights: Weights<Self>,
         problem: RopeProblem,
         call: Call,
     ) -> CubeTensor {
         let RopeProblem { batch, seq, heads, head_dim, dtype, .. } = problem;
         let shape = [batch, seq, heads, head_dim].map(|size| size as usize);
         let q = empty_like(&qkv, shape, dtype);
-        let part = |part: Optional<Self>| part.into_option().map(|t| into_contiguous(t).handle);
-        let weights = part(q_weight).zip(part(k_weight));
+        let weights = match weights {
+            Weights::Absent => None,
+            Weights::Present { q, k } => {
+                let [q, k] = [q, k].map(|weight| into_contiguous(weight).handle);
+                Some(HeadWeights { q, k })
+            }
+        };
         let launched = call.ctx.device(&q.device).and_then(|device| {
-            let (k, v) = (slot_strides("k", &slots.k)?, slot_strides("v", &slots.v)?);
+            let axes = match problem.cache.layout {
+                CacheLayout::Contiguous { .. } => [1, 2],
+                CacheLayout::Paged { .. } => [2, 1],
+            };
+            let (k, v) = (slot_strides("k", &slots.k, axes)?, slot_strides("v", &slots.v, axes)?);
             let (table, table_stride) = table.into_option().map(rows_of).unzip();
             let problem = RopeProblem {
                 cache: KvLayout { k, v, ..problem.cache },
@@ -206,13 +236,14 @@ impl RopeOps for CubeBackend {
             let operands = RopeOperands {
                 qkv: into_contiguous(qkv).handle,
                 start: into_contiguous(slots.start).handle,
+                pages: pages.into_option().map(|pages| into_contiguous(pages).handle),
                 table: table.map(|table| table.handle),
-                weights: weights.map(|(q, k)| HeadWeights { q, k }),
+                weights,
                 q: q.handle.clone(),
                 k: slots.k.handle,
                 v: slots.v.handle,
             };
-            Rope::launch(&device, &problem, &config, &operands, None);
+            launch::<Rope>(&device, &problem, &config, &operands, None);
             Ok(())
         });
         if let Err(e) = launched {
@@ -223,11 +254,15 @@ impl RopeOps for CubeBackend {
 }
 
 /// How a cache lies that is written where it lies: none of its positions over another.
-fn slot_strides(what: &'static str, tensor: &CubeTensor) -> Result<CacheStrides, OpError> {
+fn slot_strides(
+    what: &'static str,
+    tensor: &CubeTensor,
+    axes: [usize; 2],
+) -> Result<CacheStrides, OpError> {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
     match (0..4).any(|axis| shape[axis] > 1 && strides[axis] == 0) {
         true => Err(OpError::Apart(what)),
-        false => cache_strides(what, tensor, [1, 2]),
+        false => cache_strides(what, tensor, axes),
     }
 }
 
@@ -235,15 +270,19 @@ impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
     fn rope(
         qkv: FloatTensor<Self>,
         slots: Slots<Self>,
+        pages: Blocks<Self>,
         table: Optional<Self>,
-        q_weight: Optional<Self>,
-        k_weight: Optional<Self>,
+        weights: Weights<Self>,
         problem: RopeProblem,
         call: Call,
     ) -> FloatTensor<Self> {
-        let parts = [table, q_weight, k_weight].map(Optional::into_option);
-        let all = [Some(&qkv), Some(&slots.k), Some(&slots.v)];
-        let all = all.into_iter().chain(parts.iter().map(Option::as_ref));
+        let table = table.into_option();
+        let all = [Some(&qkv), Some(&slots.k), Some(&slots.v), table.as_ref()];
+        let norms = match &weights {
+            Weights::Absent => [None; 2],
+            Weights::Present { q, k } => [Some(q), Some(k)],
+        };
+        let all = all.into_iter().chain(norms);
         let gradient = all.flatten().any(|tensor| tensor.is_tracked());
         let qkv = Self::inner(qkv);
         if gradient {
@@ -255,7 +294,12 @@ impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
             v: Self::inner(slots.v),
             start: Self::int_inner(slots.start),
         };
-        let [table, q_weight, k_weight] = parts.map(|t| Optional::of(t.map(Self::inner)));
-        Self::from_inner(B::rope(qkv, slots, table, q_weight, k_weight, problem, call))
+        let pages = Blocks::of(pages.into_option().map(Self::int_inner));
+        let table = Optional::of(table.map(Self::inner));
+        let weights = match weights {
+            Weights::Absent => Weights::Absent,
+            Weights::Present { q, k } => Weights::Present { q: Self::inner(q), k: Self::inner(k) },
+        };
+        Self::from_inner(B::rope(qkv, slots, pages, table, weights, problem, call))
     }
 }

@@ -2,7 +2,7 @@
 
 use arch::{DType, Device};
 use cubecl::server::Handle;
-use kernels::attention::decode::CacheStrides;
+use kernels::attention::decode::{CacheLayout, CacheStrides};
 use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeConfig, RopeOperands, RopeProblem};
 use reference::{Distribution, Rotary, Stretch, fill};
@@ -19,6 +19,8 @@ pub struct EdgeCase {
     pub problem: RopeProblem,
     /// Positions that each sequence has before.
     pub start: Vec<u32>,
+    /// `[batch, max_blocks]` of a cache in pages.
+    pub pages: Vec<u32>,
     pub seed: u64,
 }
 
@@ -26,6 +28,7 @@ pub struct EdgeCase {
 struct Host {
     qkv: Vec<f32>,
     start: Vec<u32>,
+    pages: Vec<u32>,
     table: Vec<f32>,
     weights: Option<[Vec<f32>; 2]>,
     k: Vec<f32>,
@@ -37,6 +40,7 @@ impl Host {
         reference::RopeOperands {
             qkv: &self.qkv,
             start: &self.start,
+            pages: &self.pages,
             table: &self.table,
             weights: self.weights.as_ref().map(|w| w.each_ref().map(|w| &w[..])),
             k: &self.k,
@@ -70,14 +74,19 @@ pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Ve
         weights: p.qk_norm.map(|_| weights),
         k: gathered(p, p.cache.k, &k_before),
         v: gathered(p, p.cache.v, &v_before),
+        pages: case.pages.clone(),
     };
     let client = device.client();
     let upload = |values: &[f32]| client.create_from_slice(&padded(&dtype.encode(values)));
     let floats = |values: &[f32]| client.create_from_slice(&reference::DType::F32.encode(values));
-    let start: Vec<u8> = case.start.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let words = |words: &[u32]| {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        client.create_from_slice(&bytes)
+    };
     let operands = RopeOperands {
         qkv: upload(&host.qkv),
-        start: client.create_from_slice(&start),
+        start: words(&case.start),
+        pages: (p.pages_len() > 0).then(|| words(&case.pages)),
         table: (p.dim > 0).then(|| floats(&apart(&host.table, dims, p.table_stride as usize))),
         weights: host.weights.as_ref().map(|[q, k]| HeadWeights { q: upload(q), k: upload(k) }),
         q: upload(&vec![0.0; queries]),
@@ -112,7 +121,14 @@ pub fn check_operands(
         Ok(dtype.decode(&read(device, handle, len * p.dtype.size())?)?)
     };
     let [all, _, k_len, v_len] = p.extents();
-    let start = read(device, &operands.start, p.batch as usize * 4)?;
+    let words = |handle: &Handle, len: usize| -> Result<Vec<u32>, CheckError> {
+        let bytes = read(device, handle, len * 4)?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+    };
+    let pages = match &operands.pages {
+        Some(pages) => words(pages, p.pages_len())?,
+        None => Vec::new(),
+    };
     let table = match &operands.table {
         Some(table) => {
             let rows = reference::DType::F32.decode(&read(device, table, p.table_len() * 4)?)?;
@@ -125,11 +141,12 @@ pub fn check_operands(
     let weights = weights.map(|w| Ok::<_, CheckError>([load(&w.q, head)?, load(&w.k, head)?]));
     let host = Host {
         qkv: load(&operands.qkv, all)?,
-        start: start.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect(),
+        start: words(&operands.start, p.batch as usize)?,
         table,
         weights: weights.transpose()?,
         k: gathered(p, p.cache.k, &load(&operands.k, k_len)?),
         v: gathered(p, p.cache.v, &load(&operands.v, v_len)?),
+        pages,
     };
     verdict(device, p, operands, &host)
 }
@@ -155,18 +172,21 @@ fn verdict(
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
 
-/// Where the elements of a cache `[batch, kv_heads, capacity, head_dim]` lie in its buffer.
+/// Where the elements of a cache `[batch, kv_heads, capacity, head_dim]`, or in pages
+/// `[blocks, block_size, kv_heads, head_dim]`, lie in its buffer.
 fn places(p: &RopeProblem, strides: CacheStrides) -> Vec<usize> {
-    let mut places = Vec::new();
-    for b in 0..u64::from(p.batch) {
-        for head in 0..u64::from(p.kv_heads) {
-            for position in 0..u64::from(p.cache.capacity) {
-                let from = b * strides.page + head * strides.head + position * strides.seq;
-                places.extend((0..p.head_dim as usize).map(|i| from as usize + i));
-            }
-        }
-    }
-    places
+    let CacheStrides { page, head, seq } = strides;
+    let heads = (p.kv_heads, head);
+    let axes = match p.cache.layout {
+        CacheLayout::Contiguous { capacity } => [(p.batch, page), heads, (capacity, seq)],
+        CacheLayout::Paged { block_size, blocks, .. } => [(blocks, page), (block_size, seq), heads],
+    };
+    let from = axes.into_iter().fold(vec![0], |from, (len, stride)| {
+        let along = |at: u64| (0..u64::from(len)).map(move |i| at + i * stride);
+        from.into_iter().flat_map(along).collect()
+    });
+    let head_dim = u64::from(p.head_dim);
+    from.into_iter().flat_map(|at| (at..at + head_dim).map(|at| at as usize)).collect()
 }
 
 fn gathered(p: &RopeProblem, strides: CacheStrides, buffer: &[f32]) -> Vec<f32> {
@@ -180,7 +200,16 @@ fn reference_of(p: &RopeProblem) -> reference::Rope {
         heads: p.heads as usize,
         kv_heads: p.kv_heads as usize,
         head_dim: p.head_dim as usize,
-        capacity: p.cache.capacity as usize,
+        slots: match p.cache.layout {
+            CacheLayout::Contiguous { capacity } => {
+                reference::Slots::Runs { capacity: capacity as usize }
+            }
+            CacheLayout::Paged { block_size, blocks, max_blocks } => reference::Slots::Pages {
+                block_size: block_size as usize,
+                blocks: blocks as usize,
+                max_blocks: max_blocks as usize,
+            },
+        },
         dims: p.dim as usize,
         norm: p.qk_norm.map(|HeadNorm { kind, eps }| reference::Norm {
             rule: reference_rule(kind),
@@ -196,7 +225,8 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
     let mut add = |problem: RopeProblem, start: &[u32]| {
         let problem = problem.checked().expect("valid");
         let seed = 11_000 + cases.len() as u64;
-        cases.push(EdgeCase { problem, start: start.to_vec(), seed });
+        let pages = scattered(&problem);
+        cases.push(EdgeCase { problem, start: start.to_vec(), pages, seed });
     };
     let whole = |seq, heads, head_dim| {
         RopeProblem::new([3, seq], heads, head_dim, 19, dtype).expect("valid")
@@ -240,9 +270,28 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
         let odd = RopeProblem { head_dim, dim: 0, positions: 0, cache, ..whole(2, [3, 1], 8) };
         add(odd, &[0, 4, 5]);
     }
+    // Pages in no order, one of them with another stride; new positions within one, across two, past the last.
+    for (head_dim, size, step) in [(64, 16, 64), (80, 4, 80), (6, 16, 9)] {
+        for start in [[0, 16, 31], [15, 33, 47], [48, 46, u32::MAX]] {
+            let p = whole(3, [4, 2], head_dim);
+            let cache = KvLayout::paged(2, [48 / size * 3 + 2, size], 48 / size, head_dim, dtype);
+            let k = CacheStrides { page: u64::from(size) * 2 * step, head: step, seq: 2 * step };
+            add(RopeProblem { cache: KvLayout { k, ..cache }, positions: 47, ..p }, &start);
+            // The pages of the last sequence are some that there are not.
+            let few = KvLayout::paged(2, [48 / size * 2 + 1, size], 48 / size, head_dim, dtype);
+            add(RopeProblem { cache: few, positions: 47, ..p }, &start);
+        }
+    }
     let many = RopeProblem::new([40, 3], [16, 4], 32, 33, dtype).expect("valid");
     add(many, &(0..40).map(|b| b % 31).collect::<Vec<_>>());
     cases
+}
+
+/// Pages of every sequence, no two the same, from the last on; those that a cache of too few lacks are pages that
+/// there are not.
+fn scattered(p: &RopeProblem) -> Vec<u32> {
+    let CacheLayout::Paged { blocks, .. } = p.cache.layout else { return Vec::new() };
+    (0..p.pages_len() as u32).map(|at| blocks.checked_sub(at + 1).unwrap_or(u32::MAX)).collect()
 }
 
 /// Fewer projections for configs that are not the default.
@@ -253,7 +302,11 @@ pub fn config_cases(dtype: DType) -> Vec<EdgeCase> {
         let problem = RopeProblem::new([2, 3], [8, 2], 128, 40, dtype).expect("valid");
         let qk_norm = kind.map(|kind| HeadNorm { kind, eps: 1e-6 });
         let problem = RopeProblem { qk_norm, dim: 96, ..problem };
-        cases.push(EdgeCase { problem, start: vec![36, 38], seed });
+        cases.push(EdgeCase { problem, start: vec![36, 38], pages: Vec::new(), seed });
+        let cache = KvLayout::paged(2, [6, 16], 3, 128, dtype);
+        let problem = RopeProblem { cache, ..problem };
+        let pages = scattered(&problem);
+        cases.push(EdgeCase { problem, start: vec![14, 38], pages, seed });
     }
     cases
 }

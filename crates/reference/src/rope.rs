@@ -9,7 +9,8 @@
 //!   v[b, head, position] = value
 //! ```
 //!
-//! A position past the cache or the table leaves the caches as they are, and its queries are NaN.
+//! In pages: k[page, position % block_size, head], where page = pages[b][position / block_size]; v likewise.
+//! A position past the cache or the table, or of a page that there is not, leaves the caches as they are, and its queries are NaN.
 
 use crate::rotary::turn_by;
 use crate::{Comparison, DType, Error, Norm, compare};
@@ -22,8 +23,7 @@ pub struct Rope {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Positions that a cache `[batch, kv_heads, capacity, head_dim]` holds of each sequence.
-    pub capacity: usize,
+    pub slots: Slots,
     /// Dimensions that turn, the first of each head.
     pub dims: usize,
     /// Of queries and keys.
@@ -32,12 +32,23 @@ pub struct Rope {
     pub dtype: DType,
 }
 
+/// How keys, and values, lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Slots {
+    /// `[batch, kv_heads, capacity, head_dim]`
+    Runs { capacity: usize },
+    /// `[blocks, block_size, kv_heads, head_dim]`, up to `max_blocks` of them a sequence's.
+    Pages { block_size: usize, blocks: usize, max_blocks: usize },
+}
+
 /// What it is computed from.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeOperands<'a> {
     pub qkv: &'a [f32],
     /// Positions that each sequence has, `[batch]`.
     pub start: &'a [u32],
+    /// `[batch, max_blocks]` of a cache in pages.
+    pub pages: &'a [u32],
     /// `[positions, dims]`: cosines, then sines.
     pub table: &'a [f32],
     /// The norms' weights of queries and of keys, `[head_dim]`.
@@ -53,6 +64,16 @@ pub struct Projected {
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
+}
+
+impl Slots {
+    /// Positions that a sequence has room for.
+    const fn capacity(self) -> usize {
+        match self {
+            Self::Runs { capacity } => capacity,
+            Self::Pages { block_size, max_blocks, .. } => block_size * max_blocks,
+        }
+    }
 }
 
 impl Rope {
@@ -122,7 +143,7 @@ impl Rope {
         head: impl Fn(&[f32], Option<&[f32]>, Option<&[f32]>) -> Vec<f64>,
     ) -> Result<Projected, Error> {
         let RopeOperands { qkv, start, table, weights, .. } = operands;
-        let Self { seq, heads, kv_heads, head_dim, capacity, dims, .. } = *self;
+        let Self { seq, heads, kv_heads, head_dim, dims, .. } = *self;
         self.check_lengths(operands)?;
         let wide = |values: &[f32]| values.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
         let (mut k, mut v) = (wide(operands.k), wide(operands.v));
@@ -135,10 +156,11 @@ impl Rope {
                 0 => None,
                 _ => table.chunks(dims).nth(position),
             };
-            if position >= capacity || (dims > 0 && row.is_none()) {
+            let Some(place) = self.place(operands.pages, b, position) else { continue };
+            if dims > 0 && row.is_none() {
                 continue;
             }
-            let slot = |head: usize| ((b * kv_heads + head) * capacity + position) * head_dim;
+            let slot = |head: usize| place(head) * head_dim;
             let weight = |of: usize| weights.map(|weights| weights[of]);
             let (out, at, made) = if which < heads {
                 (&mut q, (token * heads + which) * head_dim, head(values, weight(0), row))
@@ -152,21 +174,52 @@ impl Rope {
         Ok(Projected { q, k, v })
     }
 
+    /// Which head of the cache each head of a position is; none where it has no place.
+    fn place(
+        &self,
+        pages: &[u32],
+        b: usize,
+        position: usize,
+    ) -> Option<impl Fn(usize) -> usize + use<>> {
+        let (kv_heads, capacity) = (self.kv_heads, self.slots.capacity());
+        if position >= capacity {
+            return None;
+        }
+        let (first, step) = match self.slots {
+            Slots::Runs { .. } => (b * kv_heads * capacity + position, capacity),
+            Slots::Pages { block_size, blocks, max_blocks } => {
+                let page = pages[b * max_blocks + position / block_size] as usize;
+                if page >= blocks {
+                    return None;
+                }
+                ((page * block_size + position % block_size) * kv_heads, 1)
+            }
+        };
+        Some(move |head| first + head * step)
+    }
+
     fn check_lengths(&self, operands: RopeOperands<'_>) -> Result<(), Error> {
-        let RopeOperands { qkv, start, table, weights, k, v } = operands;
-        let Self { batch, seq, heads, kv_heads, head_dim, capacity, dims, .. } = *self;
+        let RopeOperands { qkv, start, pages, table, weights, k, v } = operands;
+        let Self { batch, seq, heads, kv_heads, head_dim, slots, dims, .. } = *self;
         if kv_heads == 0 || heads % kv_heads != 0 {
             return Err(Error::Heads { heads, kv_heads });
         }
         if dims > head_dim {
             return Err(Error::OutOfRange { what: "rotary dimension", index: dims, len: head_dim });
         }
-        let cache = batch * kv_heads * capacity * head_dim;
+        let (positions, blocks) = match slots {
+            Slots::Runs { capacity } => (batch * capacity, 0),
+            Slots::Pages { block_size, blocks, max_blocks } => {
+                (blocks * block_size, batch * max_blocks)
+            }
+        };
+        let cache = positions * kv_heads * head_dim;
         let rows = table.len() - table.len() % dims.max(1);
         let [q_weight, k_weight] = weights.map_or([head_dim; 2], |w| w.map(<[f32]>::len));
         for (what, have, need) in [
             ("qkv", qkv.len(), batch * seq * (heads + 2 * kv_heads) * head_dim),
             ("start", start.len(), batch),
+            ("pages", pages.len(), blocks),
             ("table", table.len(), rows),
             ("k", k.len(), cache),
             ("v", v.len(), cache),
@@ -192,7 +245,7 @@ mod tests {
         heads: 2,
         kv_heads: 1,
         head_dim: 6,
-        capacity: 5,
+        slots: Slots::Runs { capacity: 5 },
         dims: 4,
         norm: Some(Norm { rule: NormRule::RmsPlusOne, eps: 0.1 }),
         dtype: DType::F32,
@@ -209,6 +262,7 @@ mod tests {
             qkv: &qkv,
             // The second sequence's last position has no place.
             start: &[1, 4],
+            pages: &[],
             table: &table,
             weights: Some([&weight, &other]),
             k: &k,
@@ -252,11 +306,43 @@ mod tests {
     }
 
     #[test]
+    fn pages_hold_what_runs_do() -> Result<(), Error> {
+        let rotary = Rotary { base: 100.0, dims: 4, stretch: Stretch::None, magnitude: 1.0 };
+        let table: Vec<f32> = rotary.table(8, 8).iter().map(|v| *v as f32).collect();
+        let qkv = fill(1, 4 * 4 * 6, Distribution::Normal);
+        let weight = [1.0; 6];
+        let cache = [7.0f32; 5 * 2 * 6];
+        let of = |slots, pages, len: usize| {
+            let (k, v, start) = (&cache[..len], &cache[..len], &[1, 3]);
+            let weights = Some([&weight[..], &weight[..]]);
+            let operands = RopeOperands { qkv: &qkv, start, pages, table: &table, weights, k, v };
+            Rope { slots, ..ROPE }.run(operands)
+        };
+        let runs = of(Slots::Runs { capacity: 4 }, &[], 48)?;
+        // The second sequence's first page is nowhere, which none of its positions needs.
+        let slots = Slots::Pages { block_size: 2, blocks: 5, max_blocks: 2 };
+        let pages = of(slots, &[4, 0, 9, 2], 60)?;
+        let rows = |cache: &[f64], at: [usize; 4]| at.map(|at| cache[at * 6..][..6].to_vec());
+        // Positions 1 and 2 of the first, 3 of the second; what is left is as it was.
+        for (run, page) in [(&runs.k, &pages.k), (&runs.v, &pages.v)] {
+            assert_eq!(rows(run, [1, 2, 7, 0]), rows(page, [9, 0, 5, 1]));
+            assert_eq!(page.iter().filter(|value| **value != 7.0).count(), 3 * 6);
+        }
+        let same = runs.q.iter().zip(&pages.q).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "{:?} {:?}", runs.q, pages.q);
+        let lost = of(slots, &[4, 9, 0, 2], 60)?;
+        assert!(lost.q[12..24].iter().all(|q| q.is_nan()), "of a page that there is not");
+        assert_eq!(lost.k.iter().filter(|value| **value != 7.0).count(), 2 * 6);
+        Ok(())
+    }
+
+    #[test]
     fn lengths_that_contradict_are_refused() {
         let (qkv, cache) = ([1.0; 96], [0.0; 60]);
         let of = |start, table| {
             let weights = Some([&qkv[..6], &qkv[..6]]);
-            ROPE.run(RopeOperands { qkv: &qkv, start, table, weights, k: &cache, v: &cache })
+            let (qkv, k, v) = (&qkv[..], &cache[..], &cache[..]);
+            ROPE.run(RopeOperands { qkv, start, pages: &[], table, weights, k, v })
         };
         assert!(of(&[0, 0], &[0.0; 8]).is_ok());
         assert!(of(&[0], &[0.0; 8]).is_err());

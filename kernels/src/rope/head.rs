@@ -14,6 +14,9 @@ pub(super) struct Dims {
     pub(super) kv_heads: u32,
     /// The first position that is not written.
     pub(super) limit: u32,
+    /// Pages of the cache, and of a sequence, where it is in pages.
+    pub(super) blocks: u32,
+    pub(super) max_blocks: u32,
     /// Vectors from a position of the table to the next.
     pub(super) turn: u32,
     pub(super) k: Steps,
@@ -55,7 +58,13 @@ pub(super) struct Head {
 #[cube]
 impl Head {
     /// Head `index` of those of all tokens.
-    pub(super) fn of(index: u32, start: &[u32], dims: &Dims, #[comptime] plan: RopePlan) -> Head {
+    pub(super) fn of(
+        index: u32,
+        start: &[u32],
+        pages: &[u32],
+        dims: &Dims,
+        #[comptime] plan: RopePlan,
+    ) -> Head {
         let all = dims.heads + 2 * dims.kv_heads;
         let (token, head) = (index / all, index % all);
         let (b, s) = (token / dims.seq, token % dims.seq);
@@ -67,8 +76,18 @@ impl Head {
         let of_query = of_query * comptime!(plan.head as usize);
         // Heads of values follow those of keys.
         let kv_head = (head - min(head, dims.heads)) % dims.kv_heads;
-        let of_key = dims.k.at(b, kv_head, position);
-        let of_value = dims.v.at(b, kv_head, position);
+        // A start near 2^32 wraps around.
+        let mut within = before < dims.limit && position < dims.limit;
+        let mut page = b;
+        let mut row = position;
+        if comptime!(plan.block_size > 0) {
+            let block = min(position / comptime!(plan.block_size), dims.max_blocks - 1);
+            page = pages[(b * dims.max_blocks + block) as usize];
+            row = position % comptime!(plan.block_size);
+            within = within && page < dims.blocks;
+        }
+        let of_key = dims.k.at(page, kv_head, row);
+        let of_value = dims.v.at(page, kv_head, row);
         Head {
             from: index as usize * comptime!(plan.head as usize),
             to: select(query, of_query, select(key, of_key, of_value)),
@@ -76,8 +95,7 @@ impl Head {
             position,
             query,
             key,
-            // A start near 2^32 wraps around.
-            within: before < dims.limit && position < dims.limit,
+            within,
         }
     }
 }

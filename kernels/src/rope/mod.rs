@@ -8,12 +8,14 @@
 //!     for each pair of the first dim dimensions, (x, y) = (x[i], x[i + dim / 2]):
 //!       (x, y) = (x · cos - y · sin, y · cos + x · sin)         // cos, sin: table[position], f32
 //!     q[b, s, head] = round(x);  k[b, head, position] = round(x);  v[b, head, position] = x
+//!     // of a cache in pages: page pages[b][position / block_size], its row position % block_size
 //! ```
 //!
 //! The table is `[positions, dim]`, `dim / 2` cosines and then as many sines, already multiplied by what a
 //! stretch does to magnitudes. `start` is how many positions each sequence has; the device alone need know
 //! it, so that a step of decoding can be recorded once and replayed. A position past the cache or the table
-//! is written nowhere: its keys and values are dropped, and its queries are NaN, so that it shows.
+//! is written nowhere: its keys and values are dropped, and its queries are NaN, so that it shows. So is one
+//! whose page the cache does not have.
 //!
 //! Everything is f32 and rounded once. Transformers rounds after the norm, and both products and their sum
 //! again: in bf16 its results are further from the exact ones than these.
@@ -38,7 +40,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 
 use self::head::{Dims, DimsCompilationArg, DimsLaunch, Head, StepsCompilationArg, StepsLaunch};
-use crate::attention::decode::CacheStrides;
+use crate::attention::decode::{CacheLayout, CacheStrides};
 use crate::fits::stores;
 use crate::matmul::elem;
 use crate::norm::NormKind;
@@ -63,6 +65,8 @@ pub struct RopeOperands {
     pub qkv: Handle,
     /// Words `[batch]`: positions that each sequence has already.
     pub start: Handle,
+    /// Words `[batch, max_blocks]`: the pages of each sequence, in order, of a cache in pages.
+    pub pages: Option<Handle>,
     /// f32 `[positions, dim]`, rows as far apart as the problem says, where any dimension turns.
     pub table: Option<Handle>,
     /// The norms' weights `[head_dim]`, where there are norms.
@@ -146,6 +150,7 @@ impl Kernel for Rope {
         RopeOperands {
             qkv: noise(all, p.dtype, 0),
             start: client.create_from_slice(u32::as_bytes(&start)),
+            pages: own_pages(p).map(|pages| client.create_from_slice(u32::as_bytes(&pages))),
             table: (p.dim > 0).then(|| noise(p.table_len(), DType::F32, 1)),
             weights: p
                 .qk_norm
@@ -199,12 +204,15 @@ impl Kernel for Rope {
             buffer(),
             buffer(),
             buffer(),
+            buffer(),
             DimsCompilationArg {
                 groups: (),
                 seq: (),
                 heads: (),
                 kv_heads: (),
                 limit: (),
+                blocks: (),
+                max_blocks: (),
                 turn: (),
                 k: steps(),
                 v: steps(),
@@ -233,6 +241,12 @@ impl Kernel for Rope {
             Some(table) => (table, p.table_len() / vector),
             None => (&operands.qkv, 1),
         };
+        let (pages, blocks, max_blocks) = match (&operands.pages, p.cache.layout) {
+            (Some(pages), CacheLayout::Paged { blocks, max_blocks, .. }) => {
+                (pages, blocks, max_blocks)
+            }
+            _ => (&operands.start, 1, 1),
+        };
         let weights = operands.weights.as_ref();
         let [q_weight, k_weight] = match weights {
             Some(HeadWeights { q, k }) => [q, k],
@@ -254,6 +268,7 @@ impl Kernel for Rope {
                 vector,
                 BufferArg::from_raw_parts(operands.qkv.clone(), all),
                 BufferArg::from_raw_parts(operands.start.clone(), p.batch as usize),
+                BufferArg::from_raw_parts(pages.clone(), p.pages_len().max(1)),
                 BufferArg::from_raw_parts(table.clone(), turns),
                 BufferArg::from_raw_parts(q_weight.clone(), head),
                 BufferArg::from_raw_parts(k_weight.clone(), head),
@@ -266,6 +281,8 @@ impl Kernel for Rope {
                     p.heads,
                     p.kv_heads,
                     p.limit(),
+                    blocks,
+                    max_blocks,
                     (p.table_stride as usize / vector) as u32,
                     steps(p.cache.k),
                     steps(p.cache.v),
@@ -274,6 +291,16 @@ impl Kernel for Rope {
                 plan,
                 elem(p.dtype),
             );
+        }
+    }
+}
+
+/// Pages that no two sequences share, where the cache has as many; the first sequence begins with the first.
+fn own_pages(p: &RopeProblem) -> Option<Vec<u32>> {
+    match p.cache.layout {
+        CacheLayout::Contiguous { .. } => None,
+        CacheLayout::Paged { blocks, max_blocks, .. } => {
+            Some((0..p.batch * max_blocks).map(|at| at % blocks).collect())
         }
     }
 }
@@ -292,6 +319,8 @@ struct RopePlan {
     /// Vectors of a head that turn with as many others.
     half: u32,
     norm: Option<NormKind>,
+    /// Positions of a page; 0 where a sequence is one page.
+    block_size: u32,
     /// Whether results are rounded before they are stored.
     rounds: bool,
 }
@@ -310,6 +339,7 @@ fn plan(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> RopePlan {
         head: p.head_dim / vector,
         half: p.dim / 2 / vector,
         norm: p.qk_norm.map(|norm| norm.kind),
+        block_size: p.cache.layout.block_size(),
         rounds: by_hand(arch, p.dtype),
     }
 }
@@ -319,12 +349,13 @@ fn plan(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> RopePlan {
 fn turn_heads<F: Float, N: Size>(
     qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]
     start: &[u32],             // [batch]
+    pages: &[u32],             // [batch, max_blocks], where there are pages
     table: &[Vector<f32, N>],  // [positions, 2, half], rows apart
     q_weight: &[Vector<F, N>], // [head]
     k_weight: &[Vector<F, N>], // [head]
     q: &mut [Vector<F, N>],    // [tokens, heads, head]
-    k: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head], positions apart
-    v: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head], positions apart
+    k: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head] or in pages, positions apart
+    v: &mut [Vector<F, N>],    // as k
     dims: Dims,
     #[comptime] plan: RopePlan,
     #[define(F)] _dtype: ElemType,
@@ -336,7 +367,7 @@ fn turn_heads<F: Float, N: Size>(
     while first < dims.groups {
         // A group past the end repeats the last head, and stores nothing: all units meet at barriers.
         let inside = first + group < dims.groups;
-        let head = Head::of(min(first + group, dims.groups - 1), start, &dims, plan);
+        let head = Head::of(min(first + group, dims.groups - 1), start, pages, &dims, plan);
         let scale = if comptime!(plan.norm.is_some()) {
             let kind = comptime!(plan.norm.unwrap_or(NormKind::Rms));
             row_scale(
@@ -540,8 +571,20 @@ mod tests {
         let over = CacheStrides { seq: 7, ..good.cache.v };
         let over = refused(RopeProblem { cache: KvLayout { v: over, ..good.cache }, ..good });
         assert_eq!(over, InvalidRope::Stride { operand: "v", stride: 7, width: 8 });
-        let cache = KvLayout { capacity: u32::MAX - 2, ..good.cache };
+        let layout = CacheLayout::Contiguous { capacity: u32::MAX - 2 };
+        let cache = KvLayout { layout, ..good.cache };
         let wraps = refused(RopeProblem { cache, ..good });
         assert_eq!(wraps, InvalidRope::TooLarge(u64::from(u32::MAX) + 1));
+        let pages = |blocks, size, most| {
+            let cache = KvLayout::paged(2, [blocks, size], most, 8, DType::F16);
+            RopeProblem { cache, ..good }.checked()
+        };
+        assert!(pages(1, 16, 1).is_ok());
+        assert_eq!(pages(0, 16, 1), Err(InvalidRope::Empty { axis: "blocks" }));
+        assert_eq!(pages(1, 16, 0), Err(InvalidRope::Empty { axis: "max_blocks" }));
+        assert_eq!(pages(1, 12, 1), Err(InvalidRope::BlockSize(12)));
+        let short = InvalidRope::Short { what: "cache", seq: 3, have: 2 };
+        assert_eq!(pages(9, 2, 1), Err(short));
+        assert!(matches!(pages(1, 1 << 31, 1 << 31), Err(InvalidRope::TooLarge(_))));
     }
 }

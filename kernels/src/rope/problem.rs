@@ -3,7 +3,7 @@
 use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
 
-use crate::attention::decode::CacheStrides;
+use crate::attention::decode::{CacheLayout, CacheStrides};
 use crate::norm::NormKind;
 
 /// How the caches of keys and of values lie in their buffers.
@@ -11,8 +11,7 @@ use crate::norm::NormKind;
 pub struct KvLayout {
     /// Type of what is stored: that of the projection.
     pub dtype: DType,
-    /// Positions that each sequence has room for, in one run, its own: a page.
-    pub capacity: u32,
+    pub layout: CacheLayout,
     pub k: CacheStrides,
     pub v: CacheStrides,
 }
@@ -21,7 +20,20 @@ impl KvLayout {
     /// Both dense, `[batch, kv_heads, capacity, head_dim]`.
     pub const fn dense(kv_heads: u32, capacity: u32, head_dim: u32, dtype: DType) -> Self {
         let strides = CacheStrides::contiguous(kv_heads, capacity, head_dim);
-        Self { dtype, capacity, k: strides, v: strides }
+        Self { dtype, layout: CacheLayout::Contiguous { capacity }, k: strides, v: strides }
+    }
+
+    /// Both in dense pages, `[blocks, block_size, kv_heads, head_dim]`.
+    pub const fn paged(
+        kv_heads: u32,
+        [blocks, block_size]: [u32; 2],
+        max_blocks: u32,
+        head_dim: u32,
+        dtype: DType,
+    ) -> Self {
+        let strides = CacheStrides::paged(kv_heads, block_size, head_dim);
+        let layout = CacheLayout::Paged { block_size, blocks, max_blocks };
+        Self { dtype, layout, k: strides, v: strides }
     }
 }
 
@@ -87,6 +99,8 @@ pub enum InvalidRope {
     Eps(f32),
     #[error("heads of {0} are not turned\nhint: f32, f16 or bf16")]
     DType(DType),
+    #[error("pages of {0} positions\nhint: a power of two")]
+    BlockSize(u32),
     #[error("a cache of {cache} for {dtype}\nhint: {dtype} as well")]
     Cache { cache: DType, dtype: DType },
 }
@@ -142,8 +156,19 @@ impl RopeProblem {
         if dim % 2 != 0 || dim > head_dim {
             return Err(InvalidRope::Dim { dim, head_dim });
         }
-        if seq > cache.capacity {
-            return Err(InvalidRope::Short { what: "cache", seq, have: cache.capacity });
+        if let CacheLayout::Paged { block_size, blocks, max_blocks } = cache.layout {
+            if !block_size.is_power_of_two() {
+                return Err(InvalidRope::BlockSize(block_size));
+            }
+            for (axis, size) in [("blocks", blocks), ("max_blocks", max_blocks)] {
+                if size == 0 {
+                    return Err(InvalidRope::Empty { axis });
+                }
+            }
+        }
+        let capacity = cache.layout.capacity();
+        if u64::from(seq) > capacity {
+            return Err(InvalidRope::Short { what: "cache", seq, have: capacity as u32 });
         }
         if dim > 0 && seq > positions {
             return Err(InvalidRope::Short { what: "table", seq, have: positions });
@@ -160,7 +185,7 @@ impl RopeProblem {
         let all = u64::from(batch) * u64::from(seq);
         let all = all * (u64::from(heads) + 2 * u64::from(kv_heads));
         // The end of the newest positions, too, is a number of 32 bits.
-        let end = u64::from(cache.capacity) + u64::from(seq);
+        let end = capacity.saturating_add(seq.into());
         if let Some(large) = [all, end].into_iter().find(|n| *n > u64::from(u32::MAX)) {
             return Err(InvalidRope::TooLarge(large));
         }
@@ -191,7 +216,11 @@ impl RopeProblem {
     /// Elements of the projection, of the queries and of the buffers of keys and of values.
     pub fn extents(&self) -> [usize; 4] {
         let (tokens, head_dim) = (self.tokens() as usize, self.head_dim as usize);
-        let last = [self.batch, self.kv_heads, self.cache.capacity].map(|size| u64::from(size - 1));
+        let [pages, page] = match self.cache.layout {
+            CacheLayout::Contiguous { capacity } => [self.batch, capacity],
+            CacheLayout::Paged { block_size, blocks, .. } => [blocks, block_size],
+        };
+        let last = [pages, self.kv_heads, page].map(|size| u64::from(size - 1));
         let slots = |s: CacheStrides| {
             let [page, head, seq] = last;
             (page * s.page + head * s.head + seq * s.seq) as usize + head_dim
@@ -212,9 +241,17 @@ impl RopeProblem {
         }
     }
 
+    /// Words of the block table `[batch, max_blocks]`; 0 where sequences are in one run.
+    pub const fn pages_len(&self) -> usize {
+        match self.cache.layout {
+            CacheLayout::Contiguous { .. } => 0,
+            CacheLayout::Paged { max_blocks, .. } => self.batch as usize * max_blocks as usize,
+        }
+    }
+
     /// The first position that is not written.
     pub(super) const fn limit(&self) -> u32 {
-        let capacity = self.cache.capacity;
+        let capacity = self.cache.layout.capacity() as u32;
         if self.dim > 0 && self.positions < capacity { self.positions } else { capacity }
     }
 

@@ -1,6 +1,6 @@
 //! Keys and values of the positions so far.
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::Decoder;
 use super::step::Single;
@@ -19,13 +19,112 @@ pub struct KvCache {
     single: Single,
 }
 
+/// Positions of a page. What a prompt leaves on its last, each of the sequences that share the others has for itself.
+const PAGE: usize = 64;
+
 /// What lies on the device. Keys and values are written where they lie: all clones see it.
 #[derive(Debug, Clone)]
 pub(super) struct Memory {
-    /// `[batch, kv_heads, capacity, head_dim]`
+    /// `[batch, kv_heads, capacity, head_dim]`, or in pages `[pages, PAGE, kv_heads, head_dim]`.
     pub(super) layers: Vec<(Tensor<4>, Tensor<4>)>,
+    /// Where sequences share some.
+    pub(super) pages: Option<Pages>,
     /// Of each rope `[capacity, dim]`: half cosines, half sines.
     pub(super) tables: Vec<Tensor<2>>,
+}
+
+/// How the sequences of one prompt lie in pages: those that are full once, then each sequence's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shared {
+    /// Sequences.
+    times: usize,
+    /// Pages that the prompt fills.
+    whole: usize,
+    /// Positions on its last page, which is not full.
+    rest: usize,
+    /// Pages of each sequence alone.
+    own: usize,
+}
+
+/// The pages of each sequence, in order.
+#[derive(Debug, Clone)]
+pub(super) struct Pages {
+    rows: Vec<Vec<i32>>,
+    /// The same on the device, `[batch, pages of a sequence]`.
+    pub(super) table: Tensor<2, Int>,
+}
+
+impl Pages {
+    fn new(rows: Vec<Vec<i32>>, device: &Device) -> Self {
+        let (batch, words) = (rows.len(), rows.concat());
+        let len = words.len();
+        // In one run: Burn pads the rows of a tensor that has some.
+        let words = TensorData::new(words, [len]);
+        let words = Tensor::<1, Int>::from_data(words, (device, burn::tensor::DType::I32));
+        Self { rows, table: words.reshape([batch, len / batch]) }
+    }
+
+    fn of(plans: &[Shared], device: &Device) -> Self {
+        let (mut rows, mut first) = (Vec::new(), 0);
+        for plan in plans {
+            for sequence in 0..plan.times {
+                let own = first + plan.whole + sequence * plan.own;
+                let pages = (first..first + plan.whole).chain(own..own + plan.own);
+                rows.push(pages.map(|page| page as i32).collect());
+            }
+            first += plan.pages();
+        }
+        Self::new(rows, device)
+    }
+}
+
+impl Shared {
+    const fn of(length: usize, times: usize, capacity: usize) -> Self {
+        let (whole, rest) = (length / PAGE, length % PAGE);
+        Self { times, whole, rest, own: capacity.div_ceil(PAGE) - whole }
+    }
+
+    const fn pages(self) -> usize {
+        self.whole + self.times * self.own
+    }
+
+    /// Pages `[_, PAGE, kv_heads, head_dim]` of a cache `[1, kv_heads, capacity, head_dim]`.
+    fn paged(self, cache: Tensor<4>) -> Vec<Tensor<4>> {
+        let [_, kv_heads, _, head_dim] = cache.dims();
+        let (device, dtype) = (cache.device(), cache.dtype());
+        let empty =
+            |positions: usize| Tensor::zeros([1, positions, kv_heads, head_dim], (&device, dtype));
+        let turned = cache.swap_dims(1, 2);
+        let full = self.whole * PAGE;
+        let shared = turned.clone().slice_dim(1, 0..full);
+        let own = Tensor::cat(
+            vec![turned.slice_dim(1, full..full + self.rest), empty(self.own * PAGE - self.rest)]
+                .into_iter()
+                .filter(|part: &Tensor<4>| part.dims()[1] > 0)
+                .collect(),
+            1,
+        );
+        [(shared, self.whole, 1), (own, self.own, self.times)]
+            .into_iter()
+            .filter(|(_, pages, _)| *pages > 0)
+            .flat_map(|(part, pages, times)| {
+                vec![part.reshape([pages, PAGE, kv_heads, head_dim]); times]
+            })
+            .collect()
+    }
+}
+
+/// Keys, or values, of a layer: `[1, kv_heads, capacity, head_dim]` of each part, as often as it stands there,
+/// or in pages.
+fn join(mut parts: Vec<Tensor<4>>, plans: &[Shared], shares: bool) -> Tensor<4> {
+    if !shares && let ([_], [Shared { times: 1, .. }]) = (&parts[..], plans) {
+        return parts.remove(0);
+    }
+    let rows = parts.into_iter().zip(plans).flat_map(|(part, plan)| match shares {
+        true => plan.paged(part),
+        false => vec![part; plan.times],
+    });
+    Tensor::cat(rows.collect(), 0)
 }
 
 impl KvCache {
@@ -37,7 +136,7 @@ impl KvCache {
         };
         let layers = layers.iter().map(|_| (zeros(), zeros())).collect();
         let mut cache = Self {
-            memory: Memory { layers, tables: Vec::new() },
+            memory: Memory { layers, pages: None, tables: Vec::new() },
             tokens: vec![Vec::new(); batch],
             capacity,
             frequencies: Vec::new(),
@@ -47,36 +146,47 @@ impl KvCache {
         cache
     }
 
-    /// Caches whose sequences decode together from here on, in this order, those of each as often as
-    /// said: the batch of one, then that batch again.
+    /// Positions of a prompt of `length` that sequences share in [`KvCache::stack`].
+    pub const fn shareable(length: usize) -> usize {
+        length / PAGE * PAGE
+    }
+
+    /// Caches of one sequence that decode together from here on, in this order, each as often as said. Where one
+    /// stands several times, what it has so far is there once: whole pages of it are shared.
     ///
     /// # Panics
-    /// Without a sequence, or with caches of different capacities, models or angles: a rope that stretches has
-    /// others past its length.
+    /// Without a sequence, with several in a part, or with caches of different capacities, models or angles: a rope
+    /// that stretches has others past its length.
     #[must_use]
-    pub fn stack(parts: Vec<(Self, usize)>) -> Self {
-        let mut rows = parts.into_iter().filter(|(_, times)| *times > 0);
-        let (mut all, times) = rows.next().expect("a batch has a sequence");
-        let mut layers: Vec<(Vec<_>, Vec<_>)> =
-            all.memory.layers.drain(..).map(|(k, v)| (vec![k; times], vec![v; times])).collect();
-        all.tokens = vec![all.tokens; times].concat();
-        for (part, times) in rows {
-            let theirs = part.memory.layers;
-            assert_eq!((part.capacity, theirs.len()), (all.capacity, layers.len()));
-            assert_eq!(part.frequencies, all.frequencies);
-            for ((k, v), (own_k, own_v)) in layers.iter_mut().zip(theirs) {
-                k.extend(vec![own_k; times]);
-                v.extend(vec![own_v; times]);
-            }
-            all.tokens.extend(vec![part.tokens; times].concat());
+    pub fn stack(mut parts: Vec<(Self, usize)>) -> Self {
+        parts.retain(|(_, times)| *times > 0);
+        let (first, _) = parts.first().expect("a batch has a sequence");
+        let (capacity, frequencies) = (first.capacity, first.frequencies.clone());
+        let (tables, count) = (first.memory.tables.clone(), first.memory.layers.len());
+        for (part, _) in &parts {
+            let one = part.tokens.len() == 1 && part.memory.pages.is_none();
+            assert!(one && part.capacity == capacity && part.frequencies == frequencies);
         }
-        let join = |mut tensors: Vec<Tensor<4>>| match tensors.len() {
-            1 => tensors.remove(0),
-            _ => Tensor::cat(tensors, 0),
-        };
-        let layers = layers.into_iter().map(|(k, v)| (join(k), join(v))).collect();
-        let memory = Memory { layers, ..all.memory };
-        Self { memory, single: Single::default(), ..all }
+        let plans: Vec<Shared> = parts
+            .iter()
+            .map(|(part, times)| Shared::of(part.tokens[0].len(), *times, capacity))
+            .collect();
+        let shares = plans.iter().any(|plan| plan.times > 1 && plan.whole > 0);
+        let tokens = parts.iter().flat_map(|(part, times)| vec![part.tokens[0].clone(); *times]);
+        let tokens: Vec<Vec<u32>> = tokens.collect();
+        // Layer by layer, so that those of the parts go as those of the whole come.
+        let mut theirs: Vec<_> =
+            parts.into_iter().map(|(part, _)| part.memory.layers.into_iter()).collect();
+        let mut layers = Vec::new();
+        for _ in 0..count {
+            let layer = theirs.iter_mut().map(|part| part.next().expect("as many layers"));
+            let (k, v): (Vec<_>, Vec<_>) = layer.unzip();
+            let joined = |parts: Vec<Tensor<4>>| join(parts, &plans, shares);
+            layers.push((joined(k), joined(v)));
+        }
+        let pages = shares.then(|| Pages::of(&plans, &layers[0].0.device()));
+        let memory = Memory { layers, pages, tables };
+        Self { memory, tokens, capacity, frequencies, single: Single::default() }
     }
 
     /// The cache of some of the sequences, in this order.
@@ -89,10 +199,21 @@ impl KvCache {
             let own = |at: &usize| t.clone().slice_dim(0, *at..at + 1);
             Tensor::cat(sequences.iter().map(own).collect(), 0)
         };
-        let Memory { layers, tables } = &self.memory;
-        let layers = layers.iter().map(|(k, v)| (rows(k), rows(v))).collect();
+        let Memory { layers, pages, tables } = self.memory;
+        let memory = match pages {
+            // Pages that nobody has any more stay.
+            Some(Pages { rows, .. }) => {
+                let rows = sequences.iter().map(|at| rows[*at].clone()).collect();
+                let pages = Some(Pages::new(rows, &layers[0].0.device()));
+                Memory { layers, pages, tables }
+            }
+            None => {
+                let layers = layers.iter().map(|(k, v)| (rows(k), rows(v))).collect();
+                Memory { layers, pages, tables }
+            }
+        };
         Self {
-            memory: Memory { layers, tables: tables.clone() },
+            memory,
             tokens: sequences.iter().map(|at| self.tokens[*at].clone()).collect(),
             single: Single::default(),
             ..self
@@ -125,6 +246,11 @@ impl KvCache {
     pub fn bytes(&self) -> u64 {
         let bytes = |t: &Tensor<4>| (t.shape().num_elements() * t.dtype().size()) as u64;
         self.memory.layers.iter().map(|(k, v)| bytes(k) + bytes(v)).sum()
+    }
+
+    /// Whether sequences share what they began with.
+    pub const fn shares(&self) -> bool {
+        self.memory.pages.is_some()
     }
 
     pub(super) fn longest(&self) -> usize {

@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
+use crate::footprint::Held;
 use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights};
 
 /// How weights are put on a device.
@@ -26,26 +27,33 @@ pub struct LoadOptions {
 ///
 /// # Errors
 /// [`Error::Checkpoint`].
-pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u64, Error> {
+pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u128, Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let mut bytes = 0;
+    let dense = Held { dtype, four_bit: false };
+    let mut bytes = 0u128;
     for param in weights.config().params() {
         let stored = match param.side {
             Side::Weight => Some(weights.weight(param.slot)?),
             Side::Bias => weights.bias(param.slot)?,
         };
         let Some(stored) = stored else { continue };
-        let values = stored.shape.iter().product::<usize>() as u64;
+        let values = stored.shape.iter().map(|size| *size as u128).product();
         let matrix = param.side == Side::Weight && param.slot.is_matrix();
         let four_bit = matches!(stored.weight, Weight::FourBit(_))
             || (options.quant.is_some() && matrix && param.slot != Slot::Head);
-        bytes += match four_bit {
-            // Half a byte, and a byte for a block of 64.
-            true => values / 2 + values.div_ceil(64),
-            false => values * DType::from(dtype).size() as u64,
-        };
+        bytes += Held { four_bit, ..dense }.matrix_bytes(values);
     }
     Ok(bytes)
+}
+
+/// Whether layers have matrices in 4 bits once they are on a device.
+///
+/// # Errors
+/// [`Error::Checkpoint`].
+pub fn in_4_bits(weights: &Weights, options: &LoadOptions) -> Result<bool, Error> {
+    let last = weights.config().layers.len().saturating_sub(1);
+    let stored = weights.weight(Slot::Layer(last, Part::Down))?;
+    Ok(options.quant.is_some() || matches!(stored.weight, Weight::FourBit(_)))
 }
 
 /// How far loading is.

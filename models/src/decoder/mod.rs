@@ -21,23 +21,23 @@ mod load;
 mod projection;
 mod step;
 
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use ops::{
     AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights,
-    QkNorm, RopeOptions,
+    QkNorm, RopeOptions, Table,
 };
 
 use crate::{DecoderConfig, Error};
 pub use cache::KvCache;
 use cache::Memory;
-pub use load::{LoadOptions, Loading, device_bytes, file_dtype};
+pub use load::{LoadOptions, Loading, device_bytes, file_dtype, in_4_bits};
 use projection::{Ffn, Projection};
 use step::Step;
 
 /// The longest step that attention's decoding kernel takes.
 const SHORT: usize = 16;
 /// Tokens of a prompt that pass the layers together: what bounds the memory of activations.
-const CHUNK: usize = 2048;
+pub const CHUNK: usize = 2048;
 
 /// A decoder with its weights on a device. It does not change; clones share its memory.
 #[derive(Debug, Clone)]
@@ -101,8 +101,7 @@ impl Decoder {
 
     /// Bytes of the matrices that every token multiplies.
     pub fn matrix_bytes(&self) -> u64 {
-        let layer = |layer: &Layer| layer.qkv.bytes() + layer.out.bytes() + layer.ffn.bytes();
-        self.layers.iter().map(layer).sum::<u64>() + self.head.bytes()
+        (0..self.layers.len()).map(|index| self.layer_bytes(index)).sum::<u64>() + self.head_bytes()
     }
 
     /// Bytes of all weights on the device; norms and biases are not counted.
@@ -118,17 +117,28 @@ impl Decoder {
         self.layers.iter().any(|layer| layer.qkv.in_4_bits())
     }
 
-    /// Bytes of keys and values of `batch` sequences of `positions` each; of a layer with a window those that it
-    /// sees, where only what is read counts.
-    pub fn cache_bytes(&self, batch: usize, positions: usize, read: bool) -> u128 {
+    /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window
+    /// those that it sees.
+    pub fn read_bytes(&self, batch: usize, positions: usize) -> u128 {
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &self.config;
         let size = DType::from(self.dtype).size();
-        let seen = |window: Option<usize>| match window {
-            Some(window) if read => positions.min(window) as u128,
-            _ => positions as u128,
-        };
+        let seen = |window: Option<usize>| window.unwrap_or(positions).min(positions) as u128;
         let all: u128 = layers.iter().map(|layer| seen(layer.window)).sum();
         all * 2 * (batch as u128) * ((kv_heads * head_dim * size) as u128)
+    }
+
+    /// Bytes of the weights of a layer; norms and biases are not counted.
+    ///
+    /// # Panics
+    /// Where the model has no such layer.
+    pub fn layer_bytes(&self, index: usize) -> u64 {
+        let layer = &self.layers[index];
+        layer.qkv.bytes() + layer.out.bytes() + layer.ffn.bytes()
+    }
+
+    /// Bytes of the output projection.
+    pub fn head_bytes(&self) -> u64 {
+        self.head.bytes()
     }
 
     /// An empty cache for `batch` sequences of up to `capacity` positions.
@@ -227,6 +237,7 @@ impl Decoder {
     ) -> Result<Tensor<2>, Error> {
         let (batch, seq) = (tokens.len(), tokens[0].len());
         if seq == 1 {
+            let _step = trace::span(|| "step");
             let logits = cache.single(self, tokens)?;
             cache.push(tokens);
             return Ok(logits);
@@ -234,6 +245,7 @@ impl Decoder {
         let mut all = Vec::new();
         for from in (0..seq).step_by(CHUNK) {
             let to = (from + CHUNK).min(seq);
+            let _prompt = trace::span(|| format!("prompt {}", to - from));
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
             let step = Step::of(&part, cache, &self.device);
             let x = self.layers(cache.memory(), &step)?;
@@ -266,10 +278,14 @@ impl Decoder {
         let scale = self.config.embedding_scale.map_or(1.0, |scale| rounded(scale, self.dtype));
         let (tokens, start) = (step.tokens.clone(), step.start.clone());
         let (table, positions) = (self.embedding.clone(), self.positions.clone());
-        let mut x = ops::embed(&self.ctx, tokens, table, start, positions, scale)?;
+        let mut x = {
+            let _part = trace::span(|| "embedding");
+            ops::embed(&self.ctx, tokens, table, start, positions, scale)?
+        };
         let lengths = step.start.clone() + step.tokens.dims()[1] as i32;
         let lengths = Lengths::Device { lengths, longest: step.longest as u32 };
         for index in 0..self.layers.len() {
+            let _layer = trace::span(|| format!("layer {index}"));
             x = self.attend(index, x, memory, step, &lengths)?;
             x = self.feed(index, x)?;
         }
@@ -291,7 +307,9 @@ impl Decoder {
         let y = self.norm(&layer.attention_norm, x.clone(), None)?;
         let qkv = self.paced(layer.qkv.of(&self.ctx, y, Epilogue::default())?)?;
         let (k, v) = memory.layers[index].clone();
-        let slots = KvSlots { k: k.clone(), v: v.clone(), start: step.start.clone() };
+        let pages = memory.pages.as_ref().map(|pages| pages.table.clone());
+        let start = step.start.clone();
+        let slots = KvSlots { k: k.clone(), v: v.clone(), start, pages: pages.clone() };
         let qk_norm = layer.qk_norm.as_ref().map(|[q, k]| QkNorm {
             kind: self.config.norm.kind,
             eps: self.config.norm.eps as f32,
@@ -306,11 +324,16 @@ impl Decoder {
         let window = rules.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX));
         let a = if seq <= SHORT {
             let (k, v) = (Cached::Float(k), Cached::Float(v));
-            let cache = Cache { k, v, lengths: lengths.clone(), table: None };
+            let cache = Cache { k, v, lengths: lengths.clone(), table: pages.map(Table::Device) };
             self.paced(ops::decode(&self.ctx, q, cache, DecodeOptions { scale, softcap, window })?)?
         } else {
-            let so_far =
-                |t: Tensor<4>| t.slice([0..batch, 0..kv_heads, 0..step.longest, 0..head_dim]);
+            let so_far = |t: Tensor<4>| {
+                let whole = match &pages {
+                    None => t,
+                    Some(pages) => in_runs(t, pages),
+                };
+                whole.slice([0..batch, 0..kv_heads, 0..step.longest, 0..head_dim])
+            };
             let rules =
                 AttentionOptions { scale, softcap, causal: true, window, implementation: None };
             ops::attention(&self.ctx, q, so_far(k), so_far(v), None, None, rules)?
@@ -354,6 +377,7 @@ impl Decoder {
 
     /// Of rows `[rows, hidden]`, in f32.
     fn logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let _part = trace::span(|| "head");
         let y = self.norm(&self.final_norm, x, None)?;
         let logits = self.head.in_f32(&self.ctx, y)?;
         Ok(match self.config.logit_softcap {
@@ -382,6 +406,14 @@ impl Decoder {
         }
         Ok(made)
     }
+}
+
+/// A copy of pages `[_, page, kv_heads, head_dim]` as runs `[batch, kv_heads, capacity, head_dim]`.
+fn in_runs(cache: Tensor<4>, pages: &Tensor<2, Int>) -> Tensor<4> {
+    let [batch, own] = pages.dims();
+    let [_, page, kv_heads, head_dim] = cache.dims();
+    let all = cache.select(0, pages.clone().reshape([batch * own]));
+    all.reshape([batch, own * page, kv_heads, head_dim]).swap_dims(1, 2)
 }
 
 /// A factor as the model's dtype has it.

@@ -107,8 +107,11 @@ impl Single {
 
 impl Repeated {
     fn run(&mut self, of: &Decoder, memory: &Memory) -> Result<Tensor<2>, Error> {
+        // What is replayed is seen by no one.
+        let seen = trace::recording();
         let launches = match &mut self.by {
             By::Launches(launches) => launches,
+            By::Graph { .. } if seen => return of.single(memory, &self.step),
             By::Graph { graph, .. } => {
                 // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that all of it
                 // lives as long as the graph: weights, tables, the step and the cache. Weights and tables are
@@ -118,7 +121,7 @@ impl Repeated {
                 return read(unsafe { graph.replay() });
             }
         };
-        if !of.captures || *launches < EAGER {
+        if seen || !of.captures || *launches < EAGER {
             *launches += 1;
             return of.single(memory, &self.step);
         }

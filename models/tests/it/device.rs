@@ -100,6 +100,47 @@ fn batches_and_parts_of_prompts_change_nothing() {
     }
 }
 
+/// Sequences of one prompt read what they began with where it lies once, and answer as alone.
+#[test]
+fn sequences_share_the_pages_of_their_prompt() {
+    for name in ["llama", "mistral", "gemma2", "gpt2", "phi3_nf4"] {
+        let (decoder, Golden { prompt, .. }) = (in_f32(name), golden(name));
+        // A prompt of whole pages, one of more, one of less.
+        let long: Vec<u32> = prompt.iter().copied().cycle().take(67).collect();
+        let (mut caches, mut last, mut alone) = (Vec::new(), Vec::new(), Vec::new());
+        for (length, times) in [(64, 2), (67, 3), (3, 1)] {
+            let own = || {
+                let mut cache = decoder.cache(1, 100).expect("short");
+                let logits = decoder.forward(&mut cache, &[&long[..length]], Rows::Last);
+                (cache, values(logits.expect("room")))
+            };
+            let (mut cache, logits) = own();
+            let tokens = greedy(&decoder, &mut cache, logits.clone(), 8);
+            alone.extend(vec![tokens[0].clone(); times]);
+            last.extend(vec![logits; times].concat());
+            caches.push((own().0, times));
+        }
+        let apart: u64 = caches.iter().map(|(cache, times)| cache.bytes() * *times as u64).sum();
+        let mut batch = KvCache::stack(caches);
+        assert!(batch.shares());
+        // Nine pages of 64 positions in place of six runs of 100.
+        assert_eq!(batch.bytes(), apart / 600 * 9 * 64, "{name}");
+        assert_eq!(batch.lengths(), [64, 64, 67, 67, 67, 3]);
+        assert_eq!(greedy(&decoder, &mut batch, last, 8), alone, "{name}");
+
+        // Some go on without the others, by more tokens than one, and each writes its own.
+        let mut two = batch.keep(&[4, 2]);
+        let next = [[7; 20], [9; 20]];
+        let logits = values(decoder.forward(&mut two, &next, Rows::Last).expect("room"));
+        for (tokens, logits) in next.iter().zip(logits.chunks(decoder.config().vocab)) {
+            let mut cache = decoder.cache(1, 100).expect("short");
+            let whole = [&long[..], &alone[2][..7], tokens].concat();
+            let want = decoder.forward(&mut cache, &[whole], Rows::Last).expect("room");
+            assert!(distance(logits, &values(want)) < 1e-5, "{name}");
+        }
+    }
+}
+
 /// A matrix as the reference's 4 bits have it.
 fn in_4_bits(linear: &mut Linear) {
     let book = FourBit::Nf4;

@@ -24,7 +24,7 @@ use kernels::nf4::{
 };
 use tune::Kernel;
 
-use crate::call::{Call, Optional, empty_like};
+use crate::call::{Call, Optional, empty_like, launch};
 use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
 use crate::{Ctx, OpError};
 
@@ -160,7 +160,7 @@ impl Nf4Ops for CubeBackend {
                 epilogue: buffers,
             };
             let scratch = Nf4Matmul::scratch(&device, &problem, &config);
-            Nf4Matmul::launch(&device, &problem, &config, &operands, scratch.as_ref());
+            launch::<Nf4Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
             Ok(())
         });
         if let Err(e) = launched {
@@ -176,7 +176,7 @@ impl Nf4Ops for CubeBackend {
             let config = call.ctx.config::<Nf4Dequantize>(&device, &problem)?;
             let operands =
                 DequantizeOperands { weight: words.buffers(weight), out: out.handle.clone() };
-            Nf4Dequantize::launch(&device, &problem, &config, &operands, None);
+            launch::<Nf4Dequantize>(&device, &problem, &config, &operands, None);
             Ok(())
         });
         if let Err(e) = launched {

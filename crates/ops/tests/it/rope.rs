@@ -1,6 +1,6 @@
 use burn::tensor::{Device, FloatDType, Int, IntDType, Tensor, TensorData};
 use ops::{Ctx, KvSlots, NormKind, OpError, QkNorm, RopeOptions, rope};
-use reference::{DType, Norm, NormRule, Rope, RopeOperands, Rotary, Stretch};
+use reference::{DType, Norm, NormRule, Rope, RopeOperands, Rotary, Slots, Stretch};
 
 use crate::{tensor, values};
 
@@ -14,7 +14,7 @@ const START: [i32; BATCH] = [4, 10];
 
 fn slots(device: &Device) -> KvSlots {
     let [k, v] = [2, 3].map(|seed| tensor([BATCH, HEADS[1], CAPACITY, DIM], seed, device));
-    KvSlots { k, v, start: start(device) }
+    KvSlots { k, v, start: start(device), pages: None }
 }
 
 fn start(device: &Device) -> Tensor<1, Int> {
@@ -66,7 +66,7 @@ fn check(q: Tensor<4>, before: [Vec<f32>; 3], now: &KvSlots, with: &RopeOptions,
         heads: HEADS[0],
         kv_heads: HEADS[1],
         head_dim: DIM,
-        capacity: CAPACITY,
+        slots: Slots::Runs { capacity: CAPACITY },
         dims,
         norm: with.qk_norm.is_some().then_some(Norm { rule: NormRule::Rms, eps: 1e-3 }),
         dtype,
@@ -77,6 +77,7 @@ fn check(q: Tensor<4>, before: [Vec<f32>; 3], now: &KvSlots, with: &RopeOptions,
     let operands = RopeOperands {
         qkv,
         start: &START.map(i32::cast_unsigned),
+        pages: &[],
         table: &table,
         weights: weights.as_ref().map(|w| w.each_ref().map(|w| &w[..])),
         k,
@@ -125,11 +126,53 @@ fn heads_are_the_references_and_every_clone_of_the_cache_has_them() {
 }
 
 #[test]
+fn pages_hold_what_runs_do() {
+    const PAGE: usize = 4;
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let with = options(DIM, true, &device);
+    let runs = slots(&device);
+    // Page 6 belongs to nobody.
+    let pages =
+        Tensor::<1, Int>::from_data([2, 5, 0, 4, 1, 3], (&device, burn::tensor::DType::I32));
+    let paged = |cache: &Tensor<4>| {
+        let pages = cache.clone().swap_dims(1, 2).reshape([6, PAGE, HEADS[1], DIM]);
+        let order = Tensor::<1, Int>::from_data([2, 4, 0, 5, 3, 1, 0], &device);
+        pages.select(0, order)
+    };
+    let own = KvSlots {
+        k: paged(&runs.k),
+        v: paged(&runs.v),
+        start: start(&device),
+        pages: Some(pages.reshape([BATCH, CAPACITY / PAGE])),
+    };
+    let nobodys = |cache: &Tensor<4>| values(cache.clone().narrow(0, 6, 1));
+    let before = nobodys(&own.k);
+    let want = rope(&ctx, qkv(&device), &runs, with.clone()).expect("valid");
+    let got = rope(&ctx, qkv(&device), &own, with.clone()).expect("valid");
+    let bits = |t: Tensor<4>| values(t).into_iter().map(f32::to_bits).collect::<Vec<_>>();
+    assert_eq!(bits(got), bits(want), "a query without a place is NaN in both");
+    assert_eq!(values(own.k.clone().narrow(0, 0, 6)), values(paged(&runs.k).narrow(0, 0, 6)));
+    assert_eq!(values(own.v.clone().narrow(0, 0, 6)), values(paged(&runs.v).narrow(0, 0, 6)));
+    assert_eq!(nobodys(&own.k), before);
+
+    let none = Tensor::<2, Int>::zeros([BATCH, 0], &device);
+    let refused = |slots: KvSlots| rope(&ctx, qkv(&device), &slots, with.clone()).expect_err("no");
+    let refused = |slots| refused(slots).to_string();
+    assert!(refused(KvSlots { pages: Some(none), ..own.clone() }).contains("max_blocks is 0"));
+    let odd = |cache: &Tensor<4>| cache.clone().narrow(1, 0, 3);
+    let (k, v) = (odd(&own.k), odd(&own.v));
+    assert!(refused(KvSlots { k, v, ..own.clone() }).contains("pages of 3 positions"));
+    let one = own.pages.clone().map(|pages| pages.narrow(0, 0, 1));
+    assert!(refused(KvSlots { pages: one, ..own }).contains("qkv has shape"));
+}
+
+#[test]
 fn halves_are_rounded_once() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     for (float, dtype) in [(FloatDType::F16, DType::F16), (FloatDType::BF16, DType::Bf16)] {
-        let KvSlots { k, v, start } = slots(&device);
-        let slots = KvSlots { k: k.cast(float), v: v.cast(float), start };
+        let slots = slots(&device);
+        let [k, v] = [slots.k.clone(), slots.v.clone()].map(|cache| cache.cast(float));
+        let slots = KvSlots { k, v, ..slots };
         let (qkv, plain) = (qkv(&device).cast(float), options(DIM, true, &device));
         let norm = plain.qk_norm.map(|n| QkNorm { q: n.q.cast(float), k: n.k.cast(float), ..n });
         let with = RopeOptions { qk_norm: norm, ..plain };
@@ -179,7 +222,8 @@ fn mistakes_are_errors_and_write_nothing() {
 
     let device = Device::cpu().autodiff();
     let inner = |t: Tensor<4>| Tensor::<4>::from_data(t.into_data(), &device);
-    let slots = KvSlots { k: inner(slots.k), v: inner(slots.v), start: start(&device) };
+    let (k, v) = (inner(slots.k), inner(slots.v));
+    let slots = KvSlots { k, v, start: start(&device), pages: None };
     let refused = run(qkv(&device).require_grad(), &slots, options(DIM, true, &device));
     assert!(matches!(refused, Err(OpError::NoGradient)), "{refused:?}");
     assert_eq!(values(slots.k.clone()), before, "nothing is written");

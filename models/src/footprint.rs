@@ -1,0 +1,192 @@
+//! What a model takes on a device, before it is there.
+//!
+//! ```text
+//! weights      every parameter in the dtype that is computed in, or 4 bits and an absmax of 8 bits a block of 64
+//! cache        2 · layers · kv_heads · head_dim · batch · positions, and the angles of the ropes
+//! activations  of the step that has most alive beside the residual stream x, [rows, hidden]:
+//!                attention     qkv, or q and what leaves attention twice, as it is and turned
+//!                feed-forward  norm(x), up and gate; up is the gate's epilogue's
+//!                logits        [rows of them, vocab], in f32
+//! workspace    a dense copy of the largest weight in 4 bits, which prompts are multiplied with
+//! ```
+//!
+//! Sums are of 128 bits: a configuration may be absurd.
+
+use burn::tensor::{DType, FloatDType};
+
+use crate::names::{Part, Slot};
+use crate::{DecoderConfig, Ffn, Side};
+
+/// Bytes on a device, part by part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Footprint {
+    pub weights: u128,
+    /// Keys, values and angles.
+    pub cache: u128,
+    /// What is alive at most while tokens pass.
+    pub activations: u128,
+    pub workspace: u128,
+}
+
+/// How a model is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Held {
+    /// What is computed in.
+    pub dtype: FloatDType,
+    /// Whether the matrices of the layers are in 4 bits.
+    pub four_bit: bool,
+}
+
+/// What it is asked for at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Workload {
+    /// Sequences that decode together; each prompt passes alone.
+    pub batch: usize,
+    /// Positions that each has room for.
+    pub positions: usize,
+    /// Tokens of a prompt that pass together.
+    pub chunk: usize,
+}
+
+impl Footprint {
+    pub const fn total(&self) -> u128 {
+        self.weights + self.cache + self.activations + self.workspace
+    }
+}
+
+impl Held {
+    fn size(self) -> u128 {
+        DType::from(self.dtype).size() as u128
+    }
+
+    /// Of a matrix of a layer.
+    pub(crate) fn matrix_bytes(self, values: u128) -> u128 {
+        match self.four_bit {
+            true => four_bit_bytes(values),
+            false => values * self.size(),
+        }
+    }
+}
+
+/// Half a byte, and a byte for a block of 64.
+pub(crate) const fn four_bit_bytes(values: u128) -> u128 {
+    values / 2 + values.div_ceil(64)
+}
+
+impl DecoderConfig {
+    /// What the model takes, held and loaded so.
+    pub fn footprint(&self, held: Held, load: Workload) -> Footprint {
+        Footprint {
+            weights: self.held_bytes(held),
+            cache: self.cache_bytes(held.dtype, load.batch, load.positions)
+                + self.angle_bytes(load.positions),
+            activations: self.activation_bytes(held, load),
+            workspace: self.workspace_bytes(held, load),
+        }
+    }
+
+    /// Of all parameters.
+    pub fn held_bytes(&self, held: Held) -> u128 {
+        let params = self.params().into_iter();
+        let bytes = params.map(|param| {
+            let values = param.shape.iter().map(|size| *size as u128).product();
+            let layers = param.slot.is_matrix() && param.slot != Slot::Head;
+            match param.side == Side::Weight && layers {
+                true => held.matrix_bytes(values),
+                false => values * held.size(),
+            }
+        });
+        bytes.sum()
+    }
+
+    /// Of keys and values.
+    pub fn cache_bytes(&self, dtype: FloatDType, batch: usize, positions: usize) -> u128 {
+        let [_, kv] = self.qkv_rows();
+        let each = 2 * self.layers.len() as u128 * kv as u128 * DType::from(dtype).size() as u128;
+        each * batch as u128 * positions as u128
+    }
+
+    fn angle_bytes(&self, positions: usize) -> u128 {
+        self.ropes.iter().map(|rope| 4 * rope.dim as u128 * positions as u128).sum()
+    }
+
+    /// Rows that pass together at most.
+    fn rows(load: Workload) -> u128 {
+        load.chunk.min(load.positions).max(load.batch) as u128
+    }
+
+    fn activation_bytes(&self, held: Held, load: Workload) -> u128 {
+        let [q, kv] = self.qkv_rows().map(|size| size as u128);
+        let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
+        let gate = match (self.ffn, held.four_bit) {
+            (Ffn::Gated, false) => inner,
+            // Gate and up are one product.
+            (Ffn::Gated, true) | (Ffn::Plain, _) => 0,
+        };
+        let attention = (hidden + q + 2 * kv).max(q + q + 2 * kv).max(3 * q).max(2 * q + hidden);
+        let feed_forward = (hidden + inner + gate).max(inner + hidden);
+        let layer = (hidden + attention.max(feed_forward)) * Self::rows(load) * held.size();
+        let logits = load.batch as u128 * (4 * self.vocab as u128 + 2 * hidden * held.size());
+        layer.max(logits)
+    }
+
+    fn workspace_bytes(&self, held: Held, load: Workload) -> u128 {
+        if !held.four_bit || Self::rows(load) <= FEW {
+            return 0;
+        }
+        let joint = |part: Part| match (part, self.ffn) {
+            (Part::Up, Ffn::Gated) => 2,
+            _ => 1,
+        };
+        let matrices =
+            self.parts().into_iter().filter(|(part, _)| Slot::Layer(0, *part).is_matrix());
+        let values = matrices.map(|(part, shape)| {
+            joint(part) * shape.iter().map(|size| *size as u128).product::<u128>()
+        });
+        values.max().unwrap_or(0) * held.size()
+    }
+}
+
+/// Rows up to which weights in 4 bits are decoded beside the products.
+const FEW: u128 = 128;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shapes;
+
+    const BF16: Held = Held { dtype: FloatDType::BF16, four_bit: false };
+    const NF4: Held = Held { four_bit: true, ..BF16 };
+
+    #[test]
+    fn llama_3_8b_takes_what_it_is_known_to() {
+        let llama = shapes::named("llama-3-8b").expect("published");
+        let load = Workload { batch: 1, positions: 8192, chunk: 2048 };
+        let dense = llama.footprint(BF16, load);
+        assert_eq!(dense.weights, 2 * 8_030_261_248);
+        // 128 KiB a position, and 64 angles of two numbers.
+        assert_eq!(dense.cache, 8192 * (131_072 + 4 * 128));
+        // x, norm(x), gate and up.
+        assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 2 * 14_336));
+        assert_eq!(dense.workspace, 0);
+        let four = llama.footprint(NF4, load);
+        // Embedding, head and norms stay.
+        let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
+        assert_eq!(four.weights, four_bit_bytes(8_030_261_248 - rest / 2) + rest);
+        assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
+        let step = llama.footprint(NF4, Workload { chunk: 1, batch: 16, ..load });
+        assert_eq!((step.workspace, step.cache), (0, 16 * 8192 * 131_072 + 8192 * 512));
+        assert_eq!(four.total(), four.weights + four.cache + four.activations + four.workspace);
+    }
+
+    #[test]
+    fn more_takes_more() {
+        for name in shapes::names() {
+            let config = shapes::named(name).expect("published");
+            let of = |batch, positions| {
+                config.footprint(NF4, Workload { batch, positions, chunk: 2048 }).total()
+            };
+            assert!(of(1, 64) < of(1, 4096) && of(1, 4096) < of(3, 4096), "{name}");
+        }
+    }
+}
