@@ -76,7 +76,9 @@ impl ModelCase {
                 Engine::load(device, folder, &options)?
             }
             Model::Shape(shape, quant) => {
-                let options = EngineOptions { dtype: Some(Compute::Bf16), quant: *quant, policy };
+                let dtype = Some(Compute::Bf16);
+                let options =
+                    EngineOptions { dtype, quant: *quant, policy, ..EngineOptions::default() };
                 Engine::random(device, shape, &options)?
             }
         })
@@ -122,6 +124,10 @@ pub(crate) fn run(
     for case in cases {
         emit(&Line::Begin { case: case.name() })?;
         let mut record = blank(card, case.op(), case.params(), Cost { flops: 0, bytes: 0 });
+        // What fails to load has a name of its own, too.
+        if let Model::Shape(..) = case.model {
+            record.params.insert("dtype".to_owned(), "bf16".into());
+        }
         // One model at a time on the device.
         if loaded.as_ref().is_some_and(|(model, _)| *model != case.model) {
             loaded = None;

@@ -10,7 +10,7 @@ use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-use crate::model_args::LoadArgs;
+use crate::model_args::{LoadArgs, TraceArgs, Tracing};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -34,12 +34,17 @@ pub(crate) struct Args {
     /// Sequences that run together, likewise; llama-bench's -b is another thing
     #[arg(short = 'b', long, default_value = "1", value_parser = sizes)]
     batch: Sizes,
+    /// Find the fastest batch instead, of so many sequences at most, beginning with --batch
+    #[arg(long, value_name = "MOST", value_parser = clap::value_parser!(u32).range(1..))]
+    find_batch: Option<u32>,
     /// Repetitions of each test, after one to warm up
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repetitions: u16,
     /// How it is printed
     #[arg(short = 'o', long, default_value = "md")]
     output: Format,
+    #[command(flatten)]
+    trace: TraceArgs,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -129,6 +134,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if tests.is_empty() {
         bail!("there is nothing to measure\nhint: -p or -n, and --batch, above 0");
     }
+    let file = args.trace.file()?;
     let device = args.load.open()?;
     let (name, engine) = match (&args.model, &args.shape) {
         (Some(model), _) => (model.display().to_string(), args.load.folder(&device, model)?),
@@ -138,7 +144,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             (shape, engine)
         }
     };
+    if let Some(most) = args.find_batch {
+        return find_batches(&engine, &tests, most as usize);
+    }
     let ceilings = Ceilings::measure(&engine)?;
+    let tracing = Tracing::start(file)?;
     let mut printed = Printer::new(args.output);
     let mut one = |test| -> anyhow::Result<()> {
         let speed = engine.measure(test, args.repetitions.into())?;
@@ -146,7 +156,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let measured = tests.into_iter().try_for_each(&mut one);
     command::print(&printed.end())?;
-    measured
+    measured?;
+    tracing.finish(&engine)
+}
+
+fn find_batches(engine: &Engine, tests: &[SpeedTest], most: usize) -> anyhow::Result<()> {
+    for test in tests {
+        let found = engine.find_batch_size(*test, most)?;
+        let mut shown = format!("{}\n\n| batch | t/s |\n| ---: | ---: |\n", test.name());
+        for tried in &found.tries {
+            let rate = tried.rate.map_or("does not fit".to_owned(), |rate| format!("{rate:.2}"));
+            writeln!(shown, "| {} | {rate} |", tried.batch).expect("a string takes all");
+        }
+        command::print(&format!("{shown}\nbest: {}\n", found.batch))?;
+    }
+    Ok(())
 }
 
 /// Prompts first, then generating, for each batch and depth.
@@ -201,7 +225,7 @@ fn row(
         bandwidth_share: speed.share_of_bandwidth(ceilings),
         mfu: speed.utilisation(ceilings),
         joules_per_token: speed.joules_per_token,
-        reserved_bytes: engine.reserved_bytes(),
+        reserved_bytes: engine.memory().reserved_bytes,
         ceiling_gbps: ceilings.gbps,
         ceiling_gflops: ceilings.gflops,
         samples_ns: speed.samples_ns.clone(),

@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use flashover::{End, Engine, Message, Request, Session};
 use tune::timing::Stopwatch;
 
-use crate::model_args::{ModelArgs, SamplingArgs};
+use crate::model_args::{ModelArgs, SamplingArgs, TraceArgs, Tracing};
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArgs {
@@ -30,6 +30,8 @@ pub(crate) struct GenerateArgs {
     completions: u16,
     #[command(flatten)]
     sampling: SamplingArgs,
+    #[command(flatten)]
+    trace: TraceArgs,
 }
 
 #[derive(clap::Args)]
@@ -63,6 +65,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
             Some(text)
         }
     };
+    let file = args.trace.file()?;
     let engine = args.model.load()?;
     let prompt = match (&text, &args.tokens) {
         (Some(text), _) if args.chat => engine.encode_chat(&[Message::new("user", text)])?,
@@ -70,19 +73,26 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
         (None, tokens) => tokens.clone().unwrap_or_default(),
     };
     let request = args.sampling.request(&engine)?;
+    let tracing = Tracing::start(file)?;
     if args.completions > 1 {
-        return several(&engine, &prompt, args.completions, &request, text.is_some());
+        several(&engine, &prompt, args.completions, &request, text.is_some())?;
+    } else {
+        one(&engine, &prompt, &request, text.is_some())?;
     }
-    let mut session = engine.session(engine.room(prompt.len(), &request))?;
-    if text.is_some() {
-        let answer = write(&mut session, &prompt, &request)?;
+    tracing.finish(&engine)
+}
+
+fn one(engine: &Engine, prompt: &[u32], request: &Request, text: bool) -> anyhow::Result<()> {
+    let mut session = engine.session(engine.room(prompt.len(), request))?;
+    if text {
+        let answer = write(&mut session, prompt, request)?;
         command::print("\n")?;
         eprintln!("{}", answer.summary);
         return Ok(());
     }
     let begin = Stopwatch::start();
     let mut ids = Vec::new();
-    let mut tokens = session.generate(&prompt, &request)?;
+    let mut tokens = session.generate(prompt, request)?;
     let first = begin.elapsed().as_secs_f64();
     for token in tokens.by_ref() {
         ids.push(token?.id.to_string());

@@ -5,6 +5,8 @@ mod bench_command;
 mod generate_command;
 mod logits_command;
 mod model_args;
+mod plan_command;
+mod profile_command;
 mod quantize_command;
 mod tokenize_command;
 
@@ -77,6 +79,14 @@ enum Command {
     ///
     /// Example: flashover bench --shape llama-3-8b --quant nf4 -p 512 -n 128 --batch 1,16
     Bench(bench_command::Args),
+    /// Say what a model takes of a device's memory, and the largest batch and context, without loading it
+    ///
+    /// Example: flashover plan --shape llama-3-8b --quant nf4 --batch 4 --context 4096 --profile rtx4080
+    Plan(plan_command::Args),
+    /// Print where the time of a model goes, operator by operator and layer by layer
+    ///
+    /// Example: flashover profile --model models/demo -p 128 -n 16 --trace trace.json
+    Profile(profile_command::Args),
     /// Write the logits of every position, to compare with another engine
     ///
     /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors
@@ -112,6 +122,8 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate_command::generate(&args),
         Command::Chat(args) => generate_command::chat(&args),
         Command::Bench(args) => bench_command::run(&args),
+        Command::Plan(args) => plan_command::run(&args),
+        Command::Profile(args) => profile_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
     };

@@ -5,7 +5,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
-use flashover::{Backend, Compute, Device, Engine, EngineOptions, Policy, Quant, Request, report};
+use command::OutFile;
+use flashover::trace::{AlreadyRecording, Recording};
+use flashover::{
+    ArchProfile, Backend, Compute, Device, Engine, EngineOptions, MemoryBudget, Policy, Quant,
+    Request, report,
+};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Which device.
@@ -14,8 +19,8 @@ pub(crate) struct DeviceArgs {
     /// cuda, vulkan, webgpu or cpu; without it the one that `flashover doctor` calls chosen
     #[arg(long)]
     backend: Option<Backend>,
-    /// Restrict the device to a recorded profile, such as rtx4090
-    #[arg(long, requires = "backend")]
+    /// Restrict the device to a recorded profile, such as rtx4090, which says the back end too
+    #[arg(long)]
     profile: Option<String>,
 }
 
@@ -43,6 +48,56 @@ pub(crate) struct LoadArgs {
     /// What an unknown shape gets: frozen, default or measure
     #[arg(long, default_value = "default")]
     policy: Policy,
+    #[command(flatten)]
+    budget: BudgetArgs,
+}
+
+/// How much of the device's memory may be used.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Memory")]
+struct BudgetArgs {
+    /// At most so much, such as 14GiB or 512MiB
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    memory_limit: Option<u64>,
+    /// Leave so much to others
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "0")]
+    memory_reserve: u64,
+    /// At most this share of the device's memory
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0)]
+    memory_fraction: f64,
+}
+
+/// What is recorded beside.
+#[derive(clap::Args)]
+pub(crate) struct TraceArgs {
+    /// Write every span, launch and reading of memory, for Perfetto or chrome://tracing; steps are then launched
+    /// kernel by kernel
+    #[arg(long, value_name = "FILE")]
+    profile_trace: Option<PathBuf>,
+}
+
+/// A recording that goes to a file.
+pub(crate) struct Tracing(Option<(OutFile, Recording)>);
+
+impl TraceArgs {
+    /// Finds out whether the file can be written, before the work.
+    pub(crate) fn file(&self) -> anyhow::Result<Option<OutFile>> {
+        Ok(self.profile_trace.as_deref().map(OutFile::new).transpose()?)
+    }
+}
+
+impl Tracing {
+    pub(crate) fn start(file: Option<OutFile>) -> anyhow::Result<Self> {
+        let started = file.map(|file| Ok::<_, AlreadyRecording>((file, Recording::start()?)));
+        Ok(Self(started.transpose()?))
+    }
+
+    pub(crate) fn finish(self, engine: &Engine) -> anyhow::Result<()> {
+        if let Some((file, recording)) = self.0 {
+            file.write(recording.finish().chrome(&engine.device().profile().name).as_bytes())?;
+        }
+        Ok(())
+    }
 }
 
 /// How tokens are chosen, over what the model's makers would have.
@@ -77,6 +132,29 @@ pub(crate) struct SamplingArgs {
     ignore_eos: bool,
 }
 
+/// `14GiB`, `512 MiB`, `2GB`, `1.5G`, or bytes. Without an i a G is 10^9.
+fn size(text: &str) -> Result<u64, String> {
+    let bad = || format!("`{text}` is no size\nhint: such as 14GiB, 512MiB, 2GB or 4096");
+    let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(at);
+    let scale: f64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "k" | "kb" => 1e3,
+        "m" | "mb" => 1e6,
+        "g" | "gb" => 1e9,
+        "kib" => 1024.0,
+        "mib" => 1024.0f64.powi(2),
+        "gib" => 1024.0f64.powi(3),
+        _ => return Err(bad()),
+    };
+    let bytes = number.parse::<f64>().map_err(|_| bad())? * scale;
+    // What is larger is no memory.
+    if !(0.0..=1e18).contains(&bytes) {
+        return Err(bad());
+    }
+    Ok(bytes.round() as u64)
+}
+
 fn dtype(text: &str) -> Result<Compute, String> {
     match text {
         "f32" => Ok(Compute::F32),
@@ -95,9 +173,10 @@ fn quant(text: &str) -> Result<Quant, String> {
 
 impl DeviceArgs {
     pub(crate) fn open(&self) -> anyhow::Result<Device> {
-        let backend = match self.backend {
-            Some(backend) => backend,
-            None => {
+        let backend = match (self.backend, &self.profile) {
+            (Some(backend), _) => backend,
+            (None, Some(profile)) => ArchProfile::recorded(profile)?.backend,
+            (None, None) => {
                 let chosen = report::survey().chosen;
                 let hint = "hint: `flashover doctor` says what each back end needs";
                 chosen.ok_or_else(|| anyhow!("no back end answers\n{hint}"))?.backend
@@ -124,7 +203,23 @@ impl LoadArgs {
     }
 
     pub(crate) fn options(&self) -> EngineOptions {
-        EngineOptions { dtype: self.dtype, quant: self.quant, policy: Some(self.policy) }
+        let BudgetArgs { memory_limit, memory_reserve, memory_fraction } = self.budget;
+        EngineOptions {
+            dtype: self.dtype,
+            quant: self.quant,
+            policy: Some(self.policy),
+            budget: MemoryBudget {
+                limit_bytes: memory_limit,
+                reserve_bytes: memory_reserve,
+                fraction: memory_fraction,
+            },
+            workload: None,
+        }
+    }
+
+    /// The profile that is to stand for a device.
+    pub(crate) fn described(&self) -> Option<&str> {
+        self.device.profile.as_deref()
     }
 
     /// Loads a folder, with a bar on a terminal.
@@ -172,5 +267,22 @@ impl SamplingArgs {
             request.eos.clear();
         }
         Ok(request)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(size("14GiB"), Ok(14 << 30));
+        assert_eq!(size("1.5 gib"), Ok(3 << 29));
+        assert_eq!(size("2GB"), Ok(2_000_000_000));
+        assert_eq!(size("512MiB"), Ok(512 << 20));
+        assert_eq!(size("4096"), Ok(4096));
+        for bad in ["", "x", "-1", "1TiBs", "GiB", "1e99", "1.2.3", "99999999999GiB", "nan"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
     }
 }

@@ -19,8 +19,12 @@
 //! folder.
 
 mod attention;
+mod batch_size;
 mod engine;
+mod memory;
 mod op;
+mod plan;
+mod preset;
 mod quantize;
 mod tensor;
 
@@ -29,21 +33,26 @@ pub use arch::{
     ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile, report,
 };
 pub use attention::{Attended, attention};
+pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
 pub use engine::{
-    Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions, Quant, Request,
-    Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
+    Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions, LayerProfile, Profile,
+    Quant, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
 };
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;
+pub use memory::MemoryUsage;
 pub use models::{DecoderConfig, GenerationConfig};
 pub use op::{MatmulOptions, OpError, matmul, run_op};
 pub use ops;
+pub use plan::{MemoryBudget, Plan, Workload};
+pub use preset::{Chosen, Preset, UnknownPreset};
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
     quantize_model,
 };
 pub use tensor::{HostTensor, TensorError};
+pub use trace;
 pub use tune::Policy;
 
 /// The examples of the README run as doc tests.

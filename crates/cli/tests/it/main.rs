@@ -1,6 +1,7 @@
 //! The command, on the CPU.
 
 mod generate;
+mod plan;
 mod quantize;
 mod tokenize;
 

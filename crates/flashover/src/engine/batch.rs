@@ -3,6 +3,7 @@ use models::{KvCache, Rope, Rows};
 
 use super::sampling::{Picker, Place};
 use super::{End, Engine, EngineError, Request, Token};
+use crate::plan::Workload;
 
 /// What one prompt became.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,6 +41,10 @@ impl Engine {
             // Where a longer sequence turns all its positions anew, each goes by itself.
             return self.one_by_one(prompts, completions, request, room);
         }
+        let all = Workload { batch: prompts.len().saturating_mul(completions), context: room };
+        let once = |prompt: &_| KvCache::shareable(AsRef::<[u32]>::as_ref(prompt).len());
+        let shared: usize = prompts.iter().map(once).sum();
+        super::fits(self.plan(all).with_shared(self, shared, completions))?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (prompt, tokens) in prompts.iter().enumerate() {
             let mut session = self.session(room)?;

@@ -13,6 +13,7 @@ use tune::timing::{Stopwatch, Timing, TimingError};
 
 use super::sampling::{Picker, Place};
 use super::{Engine, EngineError, Sampling, Token};
+use crate::batch_size::{BatchSize, find_batch_size};
 
 /// What is measured: a prompt that passes, or tokens that are generated one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -124,22 +125,65 @@ impl Speed {
     }
 }
 
+/// Repetitions of a test, over one cache.
+pub(super) struct Run<'a> {
+    engine: &'a Engine,
+    test: SpeedTest,
+    cache: KvCache,
+    picker: Picker,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(engine: &'a Engine, test: SpeedTest) -> Result<Self, EngineError> {
+        let SpeedTest { prompt, generated, depth, batch } = test;
+        let positions = depth.saturating_add(prompt).saturating_add(generated);
+        let cache = engine.cache(batch, positions)?;
+        let picker = Picker::new(engine, Sampling::default(), &vec![&[][..]; batch]);
+        Ok(Self { engine, test, cache, picker })
+    }
+
+    /// Lets pass what is there before.
+    pub(super) fn prepare(&mut self) -> Result<(), EngineError> {
+        self.cache.clear();
+        if self.test.depth > 0 {
+            self.pass(1, self.test.depth)?;
+        }
+        Ok(())
+    }
+
+    /// One repetition: nanoseconds of all of it, and up to the first token.
+    pub(super) fn once(&mut self) -> Result<(f64, f64), EngineError> {
+        let begin = Stopwatch::start();
+        let mut first = None;
+        if self.test.prompt > 0 {
+            self.pass(2, self.test.prompt)?;
+            first = Some(begin.elapsed());
+        }
+        for step in 0..self.test.generated {
+            self.pass(3 + step, 1)?;
+            first.get_or_insert_with(|| begin.elapsed());
+        }
+        let all = begin.elapsed().as_nanos() as f64;
+        Ok((all, first.map_or(f64::NAN, |first| first.as_nanos() as f64)))
+    }
+
+    fn pass(&mut self, seed: usize, count: usize) -> Result<Vec<Token>, EngineError> {
+        let batch = self.test.batch;
+        let tokens = vec![self.engine.some_tokens(seed, count); batch];
+        let logits = self.engine.decoder().forward(&mut self.cache, &tokens, Rows::Last)?;
+        let places = vec![Place { position: 0, completion: 0 }; batch];
+        self.picker.pick(self.engine, logits, &places)
+    }
+}
+
 impl Engine {
     /// Runs a test once to warm up, which is when a step is captured, and then as often as `repetitions` says.
     ///
     /// # Errors
     /// [`EngineError::Model`] for more positions than the model has.
     pub fn measure(&self, test: SpeedTest, repetitions: usize) -> Result<Speed, EngineError> {
-        let SpeedTest { prompt, generated, depth, batch } = test;
-        let positions = depth.saturating_add(prompt).saturating_add(generated);
-        let mut cache = self.cache(batch, positions)?;
-        let picker = Picker::new(self, Sampling::default(), &vec![&[][..]; batch]);
-        let places = vec![Place { position: 0, completion: 0 }; batch];
-        let run = |cache: &mut KvCache, seed, count| -> Result<Vec<Token>, EngineError> {
-            let tokens = vec![self.some_tokens(seed, count); batch];
-            let logits = self.decoder().forward(cache, &tokens, Rows::Last)?;
-            picker.pick(self, logits, &places)
-        };
+        let SpeedTest { generated, depth, batch, .. } = test;
+        let mut run = Run::new(self, test)?;
         // The counter is NVIDIA's first card's, which CUDA's first device is.
         let energy = || match self.0.device.backend() {
             Backend::Cuda => arch::energy_millijoules(),
@@ -148,29 +192,16 @@ impl Engine {
         let (mut samples_ns, mut first_token_ns) = (Vec::new(), f64::NAN);
         let mut before = None;
         for repetition in 0..=repetitions {
-            cache.clear();
-            if depth > 0 {
-                run(&mut cache, 1, depth)?;
-            }
+            run.prepare()?;
             if repetition == 1 {
                 before = energy().map(|energy| (energy, Stopwatch::start()));
             }
-            let begin = Stopwatch::start();
-            let mut first = None;
-            if prompt > 0 {
-                run(&mut cache, 2, prompt)?;
-                first = Some(begin.elapsed());
-            }
-            for step in 0..generated {
-                run(&mut cache, 3 + step, 1)?;
-                first.get_or_insert_with(|| begin.elapsed());
-            }
-            let all = begin.elapsed().as_nanos() as f64;
+            let (all_ns, first_ns) = run.once()?;
             if repetition > 0 {
-                samples_ns.push(all);
+                samples_ns.push(all_ns);
             }
             if repetition == 1 {
-                first_token_ns = first.map_or(f64::NAN, |first| first.as_nanos() as f64);
+                first_token_ns = first_ns;
             }
         }
         let tokens = (test.tokens() * repetitions) as f64;
@@ -179,7 +210,7 @@ impl Engine {
             let enough = depth == 0 && clock.elapsed() >= Duration::from_secs(1);
             enough.then(|| after.abs_diff(before) as f64 / 1e3 / tokens)
         });
-        let kv = self.decoder().cache_bytes(batch, depth + generated / 2, true);
+        let kv = self.decoder().read_bytes(batch, depth + generated / 2);
         Ok(Speed {
             test,
             samples_ns,
@@ -190,8 +221,23 @@ impl Engine {
         })
     }
 
+    /// Finds the batch, up to `most`, that generates or passes most tokens a second: see [`find_batch_size`]. The
+    /// batch of `test` is where it begins. Each try is measured once, after one to warm up.
+    ///
+    /// # Errors
+    /// As [`Engine::measure`], but for memory: what does not fit is not taken.
+    pub fn find_batch_size(&self, test: SpeedTest, most: usize) -> Result<BatchSize, EngineError> {
+        find_batch_size(test.batch, most, |batch| {
+            match self.measure(SpeedTest { batch, ..test }, 1) {
+                Ok(speed) => Ok(speed.rates().first().copied()),
+                Err(EngineError::Memory(_) | EngineError::OutOfMemory { .. }) => Ok(None),
+                Err(other) => Err(other),
+            }
+        })
+    }
+
     /// Tokens of no meaning.
-    fn some_tokens(&self, seed: usize, count: usize) -> Vec<u32> {
+    pub(super) fn some_tokens(&self, seed: usize, count: usize) -> Vec<u32> {
         let vocab = self.config().vocab;
         (0..count).map(|at| ((at * 7919 + seed * 104_729) % vocab) as u32).collect()
     }

@@ -7,6 +7,7 @@
 
 mod batch;
 mod measure;
+mod profile;
 mod sampling;
 mod session;
 mod text;
@@ -16,22 +17,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
-use arch::{Backend, DType, Device};
+use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
-use cubecl::MemoryScope;
-use models::{Decoder, DecoderConfig, GenerationConfig, KvCache, LoadOptions, Weights};
+use models::{Decoder, DecoderConfig, GenerationConfig, Held, KvCache, LoadOptions, Weights};
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
+use crate::memory::MemoryUsage;
+use crate::plan::{MemoryBudget, Plan, Planned, Workload};
+
 pub use batch::Completion;
 pub use measure::{Ceilings, Speed, SpeedTest};
+pub use profile::{LayerProfile, Profile};
 pub use sampling::{Sampling, Token};
 pub use session::{End, Session, Tokens};
 pub use text::Text;
 
 /// How [`Engine::load`] puts a model on a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct EngineOptions {
     /// What is computed in. When none, f32 on a CPU and where the device lacks the files' dtype, and that
     /// elsewhere.
@@ -40,6 +44,10 @@ pub struct EngineOptions {
     pub quant: Option<Quant>,
     /// What a shape whose config is not known gets.
     pub policy: Option<tune::Policy>,
+    /// How much of the device's memory the model and its sequences may take.
+    pub budget: MemoryBudget,
+    /// What must fit into it for the model to be loaded at all; one position of one sequence when none.
+    pub workload: Option<Workload>,
 }
 
 /// What a model computes in; logits are f32.
@@ -80,11 +88,18 @@ pub enum EngineError {
     Model(#[from] models::Error),
     #[error(transparent)]
     Text(#[from] ::text::Error),
+    #[error("{0}\nhint: {advice}", advice = .0.advice())]
+    Memory(Box<Plan>),
+    /// The device had less than was planned, for others have some of it.
     #[error(
-        "{what} take {need} bytes on {device}, which has {have}\nhint: 4 bits take about a quarter of what bf16 \
-         does, and a shorter context less for keys and values"
+        "the device has no {need} bytes left beside the {} that this process has, {} of them in use\nhint: \
+         fewer sequences or a shorter context; Engine::clear_cache gives back what is kept for later; a budget \
+         leaves others their share",
+        have.reserved_bytes, have.used_bytes
     )]
-    Memory { what: &'static str, need: u128, have: u64, device: String },
+    OutOfMemory { need: u64, have: MemoryUsage },
+    #[error("{name} is {value}\nhint: a number {range}")]
+    Budget { name: &'static str, value: String, range: &'static str },
     #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
     NoTokenizer(PathBuf),
     #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
@@ -102,6 +117,8 @@ pub enum EngineError {
     DType { need: DType, backend: Backend },
     #[error("no published shape is called {shape}\nhint: one of {known}")]
     Shape { shape: String, known: String },
+    #[error(transparent)]
+    Recording(#[from] trace::AlreadyRecording),
     #[error("the tune cache cannot be read: {0}")]
     Cache(#[from] tune::CacheError),
     #[error("the device failed: {0}")]
@@ -119,6 +136,55 @@ struct Inner {
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     generation: GenerationConfig,
+    planned: Planned,
+    budget: MemoryBudget,
+}
+
+/// A model that is known, and not yet on a device.
+pub(crate) struct Prepared {
+    pub(crate) planned: Planned,
+    load: LoadOptions,
+}
+
+impl Prepared {
+    pub(crate) fn of_files(
+        profile: &ArchProfile,
+        folder: &Path,
+        weights: &Weights,
+        options: &EngineOptions,
+    ) -> Result<Self, EngineError> {
+        let load = load_options(profile, options, models::file_dtype(weights)?)?;
+        let held = Held { dtype: dtype_of(&load), four_bit: models::in_4_bits(weights, &load)? };
+        let planned = Planned {
+            model: folder.display().to_string(),
+            config: weights.config().clone(),
+            held,
+            weights: Some(models::device_bytes(weights, &load)?),
+        };
+        Ok(Self { planned, load })
+    }
+
+    pub(crate) fn of_shape(
+        profile: &ArchProfile,
+        shape: &str,
+        options: &EngineOptions,
+    ) -> Result<Self, EngineError> {
+        let Some(config) = models::shapes::named(shape) else {
+            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
+            return Err(EngineError::Shape { shape: shape.to_owned(), known });
+        };
+        let load = load_options(profile, options, FloatDType::BF16)?;
+        let held = Held { dtype: dtype_of(&load), four_bit: load.quant.is_some() };
+        let planned = Planned { model: shape.to_owned(), config, held, weights: None };
+        Ok(Self { planned, load })
+    }
+
+    /// Refuses what does not fit.
+    fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), EngineError> {
+        options.budget.check()?;
+        let workload = options.workload.unwrap_or(Workload { batch: 1, context: 1 });
+        fits(self.planned.plan(device.profile(), &options.budget, workload))
+    }
 }
 
 impl Request {
@@ -167,14 +233,22 @@ impl Engine {
             false => None,
         };
         let template = ChatTemplate::open(&folder)?;
-        let load = load_options(device, options, models::file_dtype(&weights)?)?;
-        fits(device, "the weights", models::device_bytes(&weights, &load)?.into())?;
+        let prepared = Prepared::of_files(device.profile(), &folder, &weights, options)?;
+        prepared.fits(device, options)?;
         let (ctx, on) = (context(device, options)?, on_burn(device));
-        let decoder = Decoder::load(&weights, &on, ctx, &load, |loading| {
+        let decoder = Decoder::load(&weights, &on, ctx, &prepared.load, |loading| {
             progress(loading.done, loading.parts)
         })?;
-        let device = device.clone();
-        Ok(Self(Arc::new(Inner { folder, device, decoder, tokenizer, template, generation })))
+        Ok(Self(Arc::new(Inner {
+            folder,
+            device: device.clone(),
+            decoder,
+            tokenizer,
+            template,
+            generation,
+            planned: prepared.planned,
+            budget: options.budget,
+        })))
     }
 
     /// A model of random weights of a published shape, for measuring: one of [`models::shapes::names`]. It has
@@ -187,19 +261,11 @@ impl Engine {
         shape: &str,
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
-        let Some(config) = models::shapes::named(shape) else {
-            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
-            return Err(EngineError::Shape { shape: shape.to_owned(), known });
-        };
+        let prepared = Prepared::of_shape(device.profile(), shape, options)?;
+        prepared.fits(device, options)?;
         let (ctx, on) = (context(device, options)?, on_burn(device));
-        let load = load_options(device, options, FloatDType::BF16)?;
-        let bits = match (load.quant, load.dtype) {
-            (Some(_), _) => 4.5,
-            (None, Some(FloatDType::F32)) => 32.0,
-            (None, _) => 16.0,
-        };
-        fits(device, "the weights", config.weight_bytes(bits).into())?;
-        let decoder = Decoder::random(&config, &on, ctx, &load, |_| {})?;
+        let Prepared { planned, load } = prepared;
+        let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
         Ok(Self(Arc::new(Inner {
             folder: PathBuf::from(shape),
             device: device.clone(),
@@ -207,7 +273,14 @@ impl Engine {
             tokenizer: None,
             template: None,
             generation: GenerationConfig::default(),
+            planned,
+            budget: options.budget,
         })))
+    }
+
+    /// The device that the model is on.
+    pub fn device(&self) -> &Device {
+        &self.0.device
     }
 
     pub fn config(&self) -> &DecoderConfig {
@@ -225,9 +298,18 @@ impl Engine {
         self.0.decoder.weight_bytes()
     }
 
-    /// Bytes that the pools of the device hold, used or kept for later.
-    pub fn reserved_bytes(&self) -> u64 {
-        self.0.device.client().memory_report(MemoryScope::Device).usage().bytes_reserved
+    /// What the pools of the device hold, for whomever in this process.
+    pub fn memory(&self) -> MemoryUsage {
+        MemoryUsage::of(&self.0.device)
+    }
+
+    /// Gives what the pools keep for later back to the device, as far as they do.
+    ///
+    /// # Errors
+    /// [`EngineError::Failed`].
+    pub fn clear_cache(&self) -> Result<(), EngineError> {
+        let failed = |why| EngineError::Failed(format!("{why:?}"));
+        self.0.device.client().memory_cleanup().map_err(failed)
     }
 
     /// What the model's makers would have.
@@ -291,15 +373,31 @@ impl Engine {
         Session::new(self.clone(), context)
     }
 
+    /// What this model takes with such a workload.
+    pub fn plan(&self, workload: Workload) -> Plan {
+        self.0.planned.plan(self.0.device.profile(), &self.0.budget, workload)
+    }
+
     /// A cache that the device has room for.
-    fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache, EngineError> {
-        let decoder = &self.0.decoder;
-        if self.config().context().is_none_or(|most| capacity <= most) {
-            let both =
-                decoder.cache_bytes(batch, capacity, false) + u128::from(decoder.weight_bytes());
-            fits(&self.0.device, "weights, keys and values", both)?;
+    fn cache(&self, batch: usize, context: usize) -> Result<KvCache, EngineError> {
+        // One that is too long for the model is left to the error that says so.
+        if self.config().context().is_none_or(|most| context <= most) {
+            fits(self.plan(Workload { batch, context }))?;
         }
-        Ok(decoder.cache(batch, capacity)?)
+        Ok(self.decoder().cache(batch, context)?)
+    }
+
+    /// Numbers of the device.
+    fn on_host(&self, made: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
+        let failed = |e: &dyn fmt::Debug| {
+            let why = format!("{e:?}");
+            match bytes_lacked(&why) {
+                None => EngineError::Failed(why),
+                Some(need) => EngineError::OutOfMemory { need, have: self.memory() },
+            }
+        };
+        let data = made.try_into_data().map_err(|e| failed(&e))?;
+        data.try_to_vec::<f32>().map_err(|e| failed(&e))
     }
 
     pub(crate) fn decoder(&self) -> &Decoder {
@@ -308,12 +406,10 @@ impl Engine {
 }
 
 /// Refuses what the memory of a device cannot hold.
-fn fits(device: &Device, what: &'static str, need: u128) -> Result<(), EngineError> {
-    match device.profile().memory_bytes.filter(|have| need > (*have).into()) {
-        None => Ok(()),
-        Some(have) => {
-            Err(EngineError::Memory { what, need, have, device: device.profile().name.clone() })
-        }
+fn fits(plan: Plan) -> Result<(), EngineError> {
+    match plan.fits() {
+        true => Ok(()),
+        false => Err(EngineError::Memory(Box::new(plan))),
     }
 }
 
@@ -337,12 +433,17 @@ fn on_burn(device: &Device) -> burn::tensor::Device {
     burn::tensor::Device::from(device.raw().clone())
 }
 
+/// What is computed in: load options that are made here say it.
+fn dtype_of(load: &LoadOptions) -> FloatDType {
+    load.dtype.unwrap_or(FloatDType::F32)
+}
+
 fn load_options(
-    device: &Device,
+    profile: &ArchProfile,
     options: &EngineOptions,
     file: FloatDType,
 ) -> Result<LoadOptions, EngineError> {
-    let stored = &device.profile().dtypes;
+    let stored = &profile.dtypes;
     let dtype = match options.dtype {
         // A CPU computes in f32 whatever is stored; WGSL has no 16 bits here.
         None => {
@@ -351,7 +452,7 @@ fn load_options(
                 FloatDType::F16 => DType::F16,
                 _ => DType::F32,
             };
-            let wide = device.backend() == Backend::Cpu || !stored.contains(&own);
+            let wide = profile.backend == Backend::Cpu || !stored.contains(&own);
             Some(if wide { FloatDType::F32 } else { file })
         }
         Some(compute) => {
@@ -361,7 +462,7 @@ fn load_options(
                 Compute::Bf16 => (DType::Bf16, FloatDType::BF16),
             };
             if !stored.contains(&need) {
-                return Err(EngineError::DType { need, backend: device.backend() });
+                return Err(EngineError::DType { need, backend: profile.backend });
             }
             Some(float)
         }
@@ -370,9 +471,26 @@ fn load_options(
     Ok(LoadOptions { dtype, quant })
 }
 
-/// Logits on the host.
-fn on_host(logits: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
-    let failed = |e: &dyn fmt::Debug| EngineError::Failed(format!("{e:?}"));
-    let data = logits.try_into_data().map_err(|e| failed(&e))?;
-    data.try_to_vec::<f32>().map_err(|e| failed(&e))
+/// Bytes that a device did not have, where CubeCL's error says that it is that.
+fn bytes_lacked(why: &str) -> Option<u64> {
+    let after = ["out of device memory allocating ", "can't allocate buffer of size: "]
+        .into_iter()
+        .find_map(|words| why.split_once(words))?
+        .1;
+    let end = after.find(|c: char| !c.is_ascii_digit()).unwrap_or(after.len());
+    after[..end].parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_ran_out_is_told_from_other_failures() {
+        let cuda = "Execution { reason: \"out of device memory allocating 1048576 bytes\\n..\" }";
+        assert_eq!(bytes_lacked(cuda), Some(1 << 20));
+        assert_eq!(bytes_lacked("can't allocate buffer of size: 77"), Some(77));
+        assert_eq!(bytes_lacked("the device was poisoned"), None);
+        assert_eq!(bytes_lacked("out of device memory allocating all bytes"), None);
+    }
 }

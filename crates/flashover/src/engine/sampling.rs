@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use models::GenerationConfig;
 use ops::Choice;
 
-use super::{Engine, EngineError, on_host};
+use super::{Engine, EngineError};
 
 /// How tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -145,6 +145,7 @@ impl Picker {
         logits: Tensor<2>,
         places: &[Place],
     ) -> Result<Vec<Token>, EngineError> {
+        let _part = trace::span(|| "sampling");
         let words: Vec<u32> =
             places.iter().flat_map(|place| self.sampling.choice(*place).words()).collect();
         let shape = [places.len(), words.len() / places.len()];
@@ -152,7 +153,8 @@ impl Picker {
         let ctx = engine.decoder().ctx();
         let made =
             ops::sample(ctx, logits, choices, self.seen.clone()).map_err(models::Error::from)?;
-        let rows = on_host(made)?;
+        let rows = engine.on_host(made)?;
+        engine.note_memory();
         let rows = rows.as_chunks::<3>().0.iter().zip(places);
         rows.map(|([id, logprob, none], place)| match *none == 0.0 {
             true => Ok(Token { id: *id as u32, logprob: *logprob }),

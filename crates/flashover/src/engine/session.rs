@@ -2,7 +2,7 @@ use burn::tensor::Tensor;
 use models::{KvCache, Rows};
 
 use super::sampling::{Picker, Place};
-use super::{Engine, EngineError, Request, Token, on_host};
+use super::{Engine, EngineError, Request, Token};
 
 /// One sequence: the tokens so far, with their keys and values.
 #[derive(Debug)]
@@ -75,7 +75,8 @@ impl Session {
     /// [`EngineError::EmptyPrompt`]; [`EngineError::Model`] for tokens that the model does not have or that the
     /// session has no room for.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
-        on_host(self.pass(tokens, Rows::All)?)
+        let logits = self.pass(tokens, Rows::All)?;
+        self.engine.on_host(logits)
     }
 
     /// Lets `prompt` pass, after [`Session::tokens`], and generates.

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use checkpoint::{Checkpoint, Tensor};
 use flashover::{
-    Backend, Completion, Device, End, Engine, EngineError, EngineOptions, Quant, Request, Sampling,
-    Token,
+    Backend, Completion, Device, End, Engine, EngineError, EngineOptions, MemoryBudget, Quant,
+    Request, Sampling, SpeedTest, Token, Workload,
 };
 
 use crate::cpu;
@@ -102,6 +102,102 @@ fn a_batch_is_what_each_is_alone() {
     }
 }
 
+/// A thread is a stream of its own.
+#[test]
+fn batches_beside_each_other_are_what_each_is_alone() {
+    let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
+    let sampling = Sampling { temperature: 1.2, seed: 3, ..Sampling::default() };
+    let request = Request { sampling, ..plain(16) };
+    let prompts = [&prompt[..6], &prompt[..2], &prompt[3..]];
+    let batch = |at: usize| {
+        engine.generate_batch(&[prompts[at], prompts[(at + 1) % 3]], 2, &request).expect("fits")
+    };
+    let alone: Vec<_> = (0..3).map(batch).collect();
+    let beside: Vec<_> = std::thread::scope(|threads| {
+        let all: Vec<_> = (0..3).map(|at| threads.spawn(move || batch(at))).collect();
+        all.into_iter().map(|thread| thread.join().expect("it answers")).collect()
+    });
+    assert_eq!(beside, alone);
+}
+
+/// Answers to a prompt of more than a page share what it left in the cache.
+#[test]
+fn answers_that_share_a_prompt_are_what_each_is_alone() {
+    let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
+    let long: Vec<u32> = prompt.iter().copied().cycle().take(70).collect();
+    let sampling = Sampling { temperature: 1.5, seed: 5, ..Sampling::default() };
+    let request = Request { sampling, ..plain(20) };
+    let together = engine.generate_batch(&[&long[..], &prompt[..4]], 3, &request).expect("fits");
+    for (prompt, answers) in [&long[..], &prompt[..4]].into_iter().zip(&together) {
+        let one = alone(&engine, prompt, 128, &request);
+        assert_eq!(ids(&answers[0].tokens), ids(&one.tokens));
+        assert_ne!(ids(&answers[1].tokens), ids(&answers[2].tokens));
+    }
+}
+
+#[test]
+fn a_budget_holds() {
+    let device = cpu();
+    let load = |budget| {
+        let options = EngineOptions { budget, ..EngineOptions::default() };
+        Engine::load(&device, fixture("llama"), &options)
+    };
+    let all = MemoryBudget::default();
+    let engine = load(all).expect("a fixture");
+    let weights = engine.plan(Workload { batch: 1, context: 1 }).weights_bytes;
+    let below = load(MemoryBudget { limit_bytes: Some(weights - 1), ..all });
+    let Err(EngineError::Memory(plan)) = &below else { panic!("{below:?}") };
+    assert!(plan.peak_bytes() > weights - 1 && plan.largest_batch == Some(0), "{plan}");
+    // As much as one sequence of 64 positions takes: it answers, one of 65 is not begun.
+    let peak = engine.plan(Workload { batch: 1, context: 64 }).peak_bytes();
+    let small = load(MemoryBudget { limit_bytes: Some(peak), ..all }).expect("it fits");
+    let [prompt, _] = golden("llama");
+    let mut session = small.session(64).expect("it fits");
+    let tokens = session.generate(&prompt[..4], &plain(8)).expect("it answers");
+    assert_eq!(tokens.collect::<Result<Vec<_>, _>>().expect("it answers").len(), 8);
+    let refused = small.session(65);
+    let Err(EngineError::Memory(plan)) = &refused else { panic!("{refused:?}") };
+    assert_eq!(plan.largest_context, Some(64));
+    let text = refused.expect_err("refused").to_string();
+    assert!(text.contains("with 1 sequence of 65 positions takes"), "{text}");
+    assert!(text.contains("hint: 64 positions fit"), "{text}");
+    let two = small.generate_batch(&[&prompt[..4], &prompt[..5]], 1, &plain(60));
+    assert!(matches!(two, Err(EngineError::Memory(_))), "{two:?}");
+    // Nothing of what was refused is left behind, and the engine lives on.
+    session.clear();
+    let again = session.generate(&prompt[..4], &plain(8)).expect("it answers");
+    assert_eq!(again.count(), 8);
+}
+
+#[test]
+fn a_profile_has_all_that_ran() {
+    let engine = engine("llama");
+    let test = SpeedTest { prompt: 20, generated: 3, depth: 4, batch: 2 };
+    let profile = engine.profile(test).expect("it runs");
+    let layers = engine.config().layers.len();
+    let named = |name: &str| profile.layers.iter().find(|layer| layer.name == name);
+    for name in ["embedding", "head", "sampling", "layer 0"] {
+        let part = named(name).unwrap_or_else(|| panic!("{name}: {:?}", profile.layers));
+        // A prompt, and three steps.
+        assert_eq!(part.passes, 4, "{name}");
+        assert!(part.launches >= part.passes && part.total_ns > 0, "{part:?}");
+    }
+    assert!(named(&format!("layer {}", layers - 1)).is_some());
+    let calls = |start: &str| {
+        let own = profile.operators.iter().filter(|o| o.name.starts_with(start));
+        own.map(|operator| operator.calls).sum::<usize>()
+    };
+    assert_eq!(calls("attention_decode "), 3 * layers);
+    assert_eq!(calls("attention ") + calls("attention_decode "), 4 * layers);
+    assert_eq!((calls("norm "), calls("sample ")), (4 * (2 * layers + 1), 4));
+    assert!(profile.operators.iter().map(|o| o.share).sum::<f64>() > 0.999);
+    assert_eq!(profile.trace.untimed, 0);
+    assert!(profile.busy() > 0.0 && profile.busy() < 1.05, "{}", profile.busy());
+    assert!(!profile.trace.memory.is_empty());
+    let weights: u64 = profile.layers.iter().map(|layer| layer.weight_bytes).sum();
+    assert_eq!(weights, engine.weight_bytes());
+}
+
 /// Frequencies that change with the length, of each sequence by itself.
 #[test]
 fn stretched_ropes_batch_one_by_one() {
@@ -186,7 +282,7 @@ fn memory_that_cannot_suffice_is_said_before_loading() {
     }
     let error = Engine::load(&device, folder.path(), &EngineOptions::default());
     assert!(
-        matches!(error, Err(EngineError::Memory { need, .. }) if need > u128::from(have)),
+        matches!(&error, Err(EngineError::Memory(plan)) if plan.weights_bytes > have),
         "{error:?}"
     );
 }

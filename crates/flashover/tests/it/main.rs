@@ -1,6 +1,7 @@
 //! The public crate, on the CPU.
 
 mod engine;
+mod examples;
 
 use std::collections::BTreeMap;
 

@@ -1,0 +1,87 @@
+//! `flashover plan`: what a model takes, before it is loaded.
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+use flashover::{ArchProfile, EngineOptions, Plan, Preset, Workload};
+
+use crate::model_args::LoadArgs;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Folder with config.json and safetensors, as Hugging Face has it
+    #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
+    model: Option<PathBuf>,
+    /// A published shape, such as llama-3-8b
+    #[arg(long)]
+    shape: Option<String>,
+    #[command(flatten)]
+    load: LoadArgs,
+    /// Sequences that decode together
+    #[arg(long, short = 'b', default_value_t = 1, conflicts_with = "preset")]
+    batch: usize,
+    /// Positions of each, of prompt and answer
+    #[arg(long, short = 'c', default_value_t = 2048, conflicts_with = "preset")]
+    context: usize,
+    /// Work out precision and batch for code-generation, inference or latency
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Print the plan as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    // A card that is described need not be there.
+    let profile = match args.load.described() {
+        Some(name) => ArchProfile::recorded(name)?,
+        None => args.load.open()?.profile().clone(),
+    };
+    let workload = Workload { batch: args.batch, context: args.context };
+    let options = args.load.options();
+    let plan = |options: &EngineOptions, workload| match (&args.model, &args.shape) {
+        (Some(model), _) => Plan::of_folder(&profile, model, options, workload),
+        (None, shape) => {
+            Plan::of_shape(&profile, shape.as_deref().unwrap_or_default(), options, workload)
+        }
+    };
+    let plan = match args.preset {
+        Some(preset) => preset.choose(&options, plan)?.plan,
+        None => plan(&options, workload)?,
+    };
+    command::print(&match args.json {
+        true => serde_json::to_string_pretty(&plan)? + "\n",
+        false => table(&plan),
+    })?;
+    if !plan.fits() {
+        bail!("it does not fit\nhint: {}", plan.advice());
+    }
+    Ok(())
+}
+
+fn table(plan: &Plan) -> String {
+    let mut lines = vec![
+        ("model", format!("{}, {}", plan.model, plan.precision())),
+        ("device", plan.device.clone()),
+        ("batch", plan.workload.batch.to_string()),
+        ("context", plan.workload.context.to_string()),
+        ("weights", bytes(plan.weights_bytes)),
+        ("keys and values", bytes(plan.cache_bytes)),
+        ("activations", bytes(plan.activations_bytes)),
+        ("workspace", bytes(plan.workspace_bytes)),
+        ("together", bytes(plan.peak_bytes())),
+    ];
+    if let (Some(total), Some(budget)) = (plan.total_bytes, plan.budget_bytes) {
+        lines.push(("of the device", bytes(total)));
+        lines.push(("may be used", bytes(budget)));
+    }
+    let most = |most: Option<usize>| most.map_or_else(|| "unknown".to_owned(), |m| m.to_string());
+    lines.push(("largest batch", most(plan.largest_batch)));
+    lines.push(("largest context", most(plan.largest_context)));
+    let line = |(name, value): (&str, String)| format!("{name:<16} {value}\n");
+    lines.into_iter().map(line).collect()
+}
+
+fn bytes(bytes: u64) -> String {
+    format!("{:>12.3} GiB", bytes as f64 / f64::from(1 << 30))
+}

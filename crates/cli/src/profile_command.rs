@@ -1,0 +1,149 @@
+//! `flashover profile`: where the time of a model goes.
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+use clap::ValueEnum;
+use command::OutFile;
+use flashover::{Ceilings, Engine, Profile, SpeedTest};
+use serde_json::json;
+
+use crate::model_args::LoadArgs;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Folder with config.json and safetensors, as Hugging Face has it
+    #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
+    model: Option<PathBuf>,
+    /// A published shape with random weights, such as llama-3-8b
+    #[arg(long)]
+    shape: Option<String>,
+    #[command(flatten)]
+    load: LoadArgs,
+    /// Tokens of a prompt
+    #[arg(short = 'p', long, default_value_t = 128)]
+    n_prompt: usize,
+    /// Tokens to generate after it
+    #[arg(short = 'n', long, default_value_t = 16)]
+    n_gen: usize,
+    /// Positions that are there before
+    #[arg(short = 'd', long, default_value_t = 0)]
+    n_depth: usize,
+    /// Sequences that run together
+    #[arg(short = 'b', long, default_value_t = 1)]
+    batch: usize,
+    /// Also write every span, launch and reading of memory, for Perfetto or chrome://tracing
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// How it is printed
+    #[arg(short = 'o', long, default_value = "md")]
+    output: Format,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Format {
+    Md,
+    Json,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let test = SpeedTest {
+        prompt: args.n_prompt,
+        generated: args.n_gen,
+        depth: args.n_depth,
+        batch: args.batch,
+    };
+    if test.tokens() == 0 {
+        bail!("there is nothing to profile\nhint: -p or -n, and --batch, above 0");
+    }
+    let file = args.trace.as_deref().map(OutFile::new).transpose()?;
+    let device = args.load.open()?;
+    let engine = match (&args.model, &args.shape) {
+        (Some(model), _) => args.load.folder(&device, model)?,
+        (None, shape) => {
+            let shape = shape.as_deref().unwrap_or_default();
+            Engine::random(&device, shape, &args.load.options())?
+        }
+    };
+    let ceilings = Ceilings::measure(&engine)?;
+    let profile = engine.profile(test)?;
+    if let Some(file) = file {
+        file.write(profile.trace.chrome(&device.profile().name).as_bytes())?;
+    }
+    command::print(&match args.output {
+        Format::Md => shown(&profile, &ceilings),
+        Format::Json => as_json(&profile, &ceilings)?,
+    })?;
+    Ok(())
+}
+
+fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
+    let SpeedTest { prompt, generated, .. } = profile.test;
+    let mut out = format!(
+        "{prompt} tokens of a prompt and {generated} generated took {} ms, {:.1}% of it kernels\n",
+        milliseconds(profile.wall_ns as u64),
+        profile.busy() * 100.0
+    );
+    if profile.trace.untimed > 0 {
+        out += &format!("{} launches were not timed\n", profile.trace.untimed);
+    }
+    out += "\n| operator | calls | launches | total ms | mean us | share | TFLOP/s | GB/s | of ceiling |\n\
+            | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
+    let number = |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.2}"));
+    let percent = |share: Option<f64>| {
+        share.map_or_else(String::new, |share| format!("{:.1}%", share * 100.0))
+    };
+    for operator in &profile.operators {
+        out += &format!(
+            "| {} | {} | {} | {} | {:.1} | {} | {} | {} | {} |\n",
+            operator.name,
+            operator.calls,
+            operator.launches,
+            milliseconds(operator.total_ns),
+            operator.mean_ns() / 1e3,
+            percent(Some(operator.share)),
+            number(operator.gflops().map(|rate| rate / 1e3)),
+            number(operator.gbps()),
+            percent(operator.share_of_ceiling(ceilings.gflops, ceilings.gbps)),
+        );
+    }
+    out += "\n| part | passes | launches | total ms | share | weights MiB | keys and values MiB |\n\
+            | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
+    let mib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
+    for layer in &profile.layers {
+        out += &format!(
+            "| {} | {} | {} | {} | {} | {} | {} |\n",
+            layer.name,
+            layer.passes,
+            layer.launches,
+            milliseconds(layer.total_ns),
+            percent(Some(layer.share)),
+            mib(layer.weight_bytes),
+            mib(layer.cache_bytes),
+        );
+    }
+    out
+}
+
+fn milliseconds(ns: u64) -> String {
+    format!("{:.3}", ns as f64 / 1e6)
+}
+
+fn as_json(profile: &Profile, ceilings: &Ceilings) -> anyhow::Result<String> {
+    let operators = profile.operators.iter().map(|operator| {
+        let share = operator.share_of_ceiling(ceilings.gflops, ceilings.gbps);
+        let mut value = serde_json::to_value(operator)?;
+        value["share_of_ceiling"] = share.into();
+        Ok(value)
+    });
+    let value = json!({
+        "test": profile.test,
+        "wall_ns": profile.wall_ns,
+        "busy": profile.busy(),
+        "untimed": profile.trace.untimed,
+        "ceilings": ceilings,
+        "operators": operators.collect::<anyhow::Result<Vec<_>>>()?,
+        "layers": profile.layers,
+    });
+    Ok(serde_json::to_string_pretty(&value)? + "\n")
+}

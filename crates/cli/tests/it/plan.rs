@@ -1,0 +1,130 @@
+//! `flashover plan` and `flashover profile`.
+
+use serde_json::Value;
+
+use crate::{fixture, flashover};
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
+    let args = ["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--context", "4096"];
+    let dense = flashover(&args);
+    assert_eq!(dense.status.code(), Some(2), "bf16 does not fit 16 GiB");
+    let said = text(&dense.stderr);
+    assert!(said.contains("it does not fit\nhint: "), "{said}");
+    let table = text(&dense.stdout);
+    for line in ["model            llama-3-8b, bf16\n", "weights                14.958 GiB\n"] {
+        assert!(table.contains(line), "{table}");
+    }
+    let quant = [&args[..], &["--quant", "nf4", "--batch", "4", "--json"]].concat();
+    let four = flashover(&quant);
+    assert_eq!(four.status.code(), Some(0), "{}", text(&four.stderr));
+    let plan: Value = serde_json::from_slice(&four.stdout).expect("JSON");
+    assert_eq!((&plan["four_bit"], &plan["workload"]["batch"]), (&true.into(), &4.into()));
+    assert_eq!(plan["total_bytes"], 16u64 << 30);
+    assert!(plan["largest_batch"].as_u64() >= Some(4), "{plan}");
+    // Less than the card.
+    let less = flashover(&[&quant[..], &["--memory-reserve", "11GiB"]].concat());
+    let plan: Value = serde_json::from_slice(&less.stdout).expect("JSON");
+    assert_eq!((less.status.code(), &plan["budget_bytes"]), (Some(2), &(5u64 << 30).into()));
+}
+
+#[test]
+fn a_plan_of_a_folder_is_of_its_files() {
+    let model = fixture("phi3_nf4");
+    let model = model.to_str().expect("UTF-8");
+    let args = ["plan", "--model", model, "--backend", "cpu", "--context", "64", "--json"];
+    let planned = flashover(&args);
+    let plan: Value = serde_json::from_slice(&planned.stdout).expect("JSON");
+    assert_eq!((&plan["dtype"], &plan["four_bit"]), (&"f32".into(), &true.into()), "{plan}");
+    assert!(plan["weights_bytes"].as_u64() > Some(0));
+}
+
+#[test]
+fn plans_that_mean_nothing_are_refused() {
+    let refused = |more: &[&str], why: &str| {
+        let args = [&["plan", "--shape", "llama-3-8b", "--profile", "rtx4090"], more].concat();
+        let out = flashover(&args);
+        assert_eq!(out.status.code(), Some(2), "{more:?}");
+        let said = text(&out.stderr);
+        assert!(said.contains(why) && said.contains("hint: "), "{more:?}: {said}");
+    };
+    refused(&["--batch", "0"], "batch is 0");
+    refused(&["--context", "9000"], "9000");
+    refused(&["--memory-limit", "much"], "`much` is no size");
+    refused(&["--memory-limit", "0"], "limit is 0 bytes");
+    refused(&["--memory-fraction", "1.5"], "fraction is 1.5");
+    let unknown = flashover(&["plan", "--shape", "llama-3-8b", "--profile", "gtx970"]);
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(text(&unknown.stderr).contains("gtx970"), "{}", text(&unknown.stderr));
+    let shape = flashover(&["plan", "--shape", "llama-9", "--profile", "rtx4090"]);
+    assert!(text(&shape.stderr).contains("no published shape is called llama-9"));
+}
+
+#[test]
+fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (model, trace) = (fixture("llama"), folder.path().join("trace.json"));
+    let (model, trace) = (model.to_str().expect("UTF-8"), trace.to_str().expect("UTF-8"));
+    let args = ["profile", "--model", model, "--backend", "cpu", "-p", "20", "-n", "2"];
+    let out = flashover(&[&args[..], &["--trace", trace]].concat());
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    let said = text(&out.stdout);
+    for part in
+        ["| matmul ", "| attention_decode ", "| rope ", "| sample ", "| layer 0 |", "| head |"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let file: Value =
+        serde_json::from_slice(&std::fs::read(trace).expect("written")).expect("JSON");
+    let events = file["traceEvents"].as_array().expect("a list");
+    let of = |category: &str| events.iter().filter(|event| event["cat"] == category).count();
+    assert!(of("kernel") > 20 && of("cpu_op") > 20 && of("user_annotation") > 3);
+    assert!(events.iter().any(|event| event["ph"] == "C"));
+    let out = flashover(&[&args[..], &["-o", "json"]].concat());
+    let profile: Value = serde_json::from_slice(&out.stdout).expect("JSON");
+    assert!(profile["operators"][0]["share_of_ceiling"].as_f64() > Some(0.0), "{profile}");
+    // The same of a generation.
+    let args = ["generate", "--model", model, "--backend", "cpu", "--tokens", "1,2,3"];
+    let more = ["--max-new-tokens", "3", "--ignore-eos", "--profile-trace", trace];
+    assert!(flashover(&[&args[..], &more].concat()).status.success());
+    let file: Value =
+        serde_json::from_slice(&std::fs::read(trace).expect("written")).expect("JSON");
+    let steps = file["traceEvents"].as_array().expect("a list").iter();
+    assert_eq!(steps.filter(|event| event["name"] == "step").count(), 2);
+    // What cannot be written is said before anything is loaded.
+    let nowhere = folder.path().join("no/trace.json");
+    let more = ["--profile-trace", nowhere.to_str().expect("UTF-8")];
+    let refused = flashover(&[&args[..], &more].concat());
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(text(&refused.stderr).contains("there is no folder"), "{}", text(&refused.stderr));
+}
+
+#[test]
+fn a_batch_is_found_within_a_budget() {
+    let model = fixture("llama");
+    let model = model.to_str().expect("UTF-8");
+    let args = ["bench", "--model", model, "--backend", "cpu", "-p", "0", "-n", "4", "-b", "8"];
+    let limit = {
+        let plan = ["plan", "--model", model, "--backend", "cpu", "-c", "4", "-b", "3", "--json"];
+        let plan: Value = serde_json::from_slice(&flashover(&plan).stdout).expect("JSON");
+        let part = |name: &str| plan[name].as_u64().expect("bytes");
+        ["weights_bytes", "cache_bytes", "activations_bytes", "workspace_bytes"]
+            .map(part)
+            .iter()
+            .sum::<u64>()
+    };
+    let limit = limit.to_string();
+    let out = flashover(&[&args[..], &["--find-batch", "64", "--memory-limit", &limit]].concat());
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    let said = text(&out.stdout);
+    assert!(
+        said.contains("| 8 | does not fit |") && said.contains("| 4 | does not fit |"),
+        "{said}"
+    );
+    let best = said.lines().last().expect("a line");
+    assert!(best == "best: 2" || best == "best: 3", "{said}");
+}

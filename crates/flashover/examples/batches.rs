@@ -1,0 +1,46 @@
+//! Several answers to each of several prompts, in two batches that run beside each other.
+//!
+//! `cargo run --release --example batches -- models/demo`
+
+use std::error::Error;
+use std::thread;
+
+use flashover::{Backend, Device, Engine, EngineError, EngineOptions, Sampling, Workload};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let folder = std::env::args().nth(1).ok_or("a folder")?;
+    let device = Device::open(Backend::Cpu)?;
+    let engine = Engine::load(&device, folder, &EngineOptions::default())?;
+
+    // What four sequences of 128 positions take, before they take it.
+    let plan = engine.plan(Workload { batch: 4, context: 128 });
+    println!("{plan}");
+
+    let mut request = engine.request();
+    request.sampling = Sampling { temperature: 1.0, ..request.sampling };
+    request.max_new_tokens = Some(12);
+
+    // A thread is a stream of its own; the weights are there once.
+    let batch = |prompts: [&str; 2]| -> Result<String, EngineError> {
+        let tokens = prompts.map(|prompt| engine.encode(prompt));
+        let tokens = tokens.into_iter().collect::<Result<Vec<_>, _>>()?;
+        // Two answers to each, which share what the prompt left in the cache.
+        let answers = engine.generate_batch(&tokens, 2, &request)?;
+        let mut text = String::new();
+        for (prompt, answers) in prompts.iter().zip(answers) {
+            for answer in answers {
+                let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
+                text += &format!("{prompt}|{}\n", engine.tokenizer()?.decode(&ids, false)?);
+            }
+        }
+        Ok(text)
+    };
+    thread::scope(|threads| {
+        let one = threads.spawn(|| batch(["Once upon a time", "The dog"]));
+        let other = threads.spawn(|| batch(["Lily was", "They went to the"]));
+        for thread in [one, other] {
+            print!("{}", thread.join().expect("it does not panic")?);
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,383 @@
+//! What a model will take of a device's memory, before anything is loaded.
+
+use std::fmt;
+use std::path::Path;
+
+use arch::ArchProfile;
+use models::{Footprint, Held, Weights, Workload as Passing};
+use serde::Serialize;
+
+use crate::engine::{Engine, EngineError, EngineOptions, Prepared};
+
+/// How much of a device's memory may be used.
+///
+/// ```
+/// use flashover::MemoryBudget;
+///
+/// let gib = 1 << 30;
+/// let budget = MemoryBudget { reserve_bytes: 2 * gib, ..MemoryBudget::default() };
+/// assert_eq!(budget.of(Some(16 * gib)), Some(14 * gib));
+/// assert_eq!(MemoryBudget::default().of(None), None, "nobody knows, nothing is refused");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct MemoryBudget {
+    /// Bytes at most.
+    pub limit_bytes: Option<u64>,
+    /// Bytes that stay free for others.
+    pub reserve_bytes: u64,
+    /// Share of the device's memory at most, of which the reserve is taken.
+    pub fraction: f64,
+}
+
+impl Default for MemoryBudget {
+    /// All of it.
+    fn default() -> Self {
+        Self { limit_bytes: None, reserve_bytes: 0, fraction: 1.0 }
+    }
+}
+
+impl MemoryBudget {
+    /// Bytes that may be used of a device of `total`.
+    pub fn of(&self, total: Option<u64>) -> Option<u64> {
+        let share = |total: u64| (total as f64 * self.fraction) as u64;
+        let rest = total.map(|total| share(total).saturating_sub(self.reserve_bytes));
+        match (rest, self.limit_bytes) {
+            (Some(rest), Some(limit)) => Some(rest.min(limit)),
+            (rest, limit) => rest.or(limit),
+        }
+    }
+
+    /// # Errors
+    /// [`EngineError::Budget`] for what leaves nothing by itself.
+    pub(crate) fn check(&self) -> Result<(), EngineError> {
+        let refused = |name, value: String, range| Err(EngineError::Budget { name, value, range });
+        if self.limit_bytes == Some(0) {
+            return refused("limit", "0 bytes".to_owned(), "above 0");
+        }
+        match self.fraction > 0.0 && self.fraction <= 1.0 {
+            true => Ok(()),
+            false => refused("fraction", self.fraction.to_string(), "above 0, up to 1"),
+        }
+    }
+}
+
+/// What a model is to do at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Workload {
+    /// Sequences that decode together.
+    pub batch: usize,
+    /// Positions that each has room for, of prompt and answer.
+    pub context: usize,
+}
+
+/// What a model takes of a device, part by part, in bytes.
+///
+/// # Units
+/// Bytes. Pools keep pages that are larger than what is in them: what a device reports as reserved is more than the
+/// parts by a few pages.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Plan {
+    /// The folder or the shape.
+    pub model: String,
+    pub device: String,
+    /// Of the device.
+    pub total_bytes: Option<u64>,
+    /// What may be used of it.
+    pub budget_bytes: Option<u64>,
+    pub workload: Workload,
+    /// What is computed in.
+    pub dtype: String,
+    /// Whether the matrices of the layers are in 4 bits.
+    pub four_bit: bool,
+    pub weights_bytes: u64,
+    /// Keys and values, and the angles of the ropes.
+    pub cache_bytes: u64,
+    /// What is alive at most while tokens pass.
+    pub activations_bytes: u64,
+    /// Dense copies of weights in 4 bits.
+    pub workspace_bytes: u64,
+    /// The most sequences of this context; none without a budget.
+    pub largest_batch: Option<usize>,
+    /// The most positions of as many sequences.
+    pub largest_context: Option<usize>,
+}
+
+/// A model that is planned for: its weights are known, the rest is computed.
+#[derive(Debug, Clone)]
+pub(crate) struct Planned {
+    pub(crate) model: String,
+    pub(crate) config: models::DecoderConfig,
+    pub(crate) held: Held,
+    /// Where the files tell better than the configuration.
+    pub(crate) weights: Option<u128>,
+}
+
+/// Beyond which nobody looks for the largest.
+const MOST_SEQUENCES: usize = 1 << 16;
+const MOST_POSITIONS: usize = 1 << 24;
+
+impl Plan {
+    /// Plans for a Hugging Face folder on a device of this profile. Only the headers of its files are read.
+    ///
+    /// # Errors
+    /// As [`crate::Engine::load`], but for memory: whether the plan [fits](Plan::fits) is in it.
+    pub fn of_folder(
+        profile: &ArchProfile,
+        folder: impl AsRef<Path>,
+        options: &EngineOptions,
+        workload: Workload,
+    ) -> Result<Self, EngineError> {
+        let weights = Weights::open(folder.as_ref()).map_err(EngineError::Folder)?;
+        let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, options)?;
+        prepared.planned.checked(profile, options, workload)
+    }
+
+    /// Plans for a published shape, as [`crate::Engine::random`] makes it.
+    ///
+    /// # Errors
+    /// As [`crate::Engine::random`], but for memory.
+    pub fn of_shape(
+        profile: &ArchProfile,
+        shape: &str,
+        options: &EngineOptions,
+        workload: Workload,
+    ) -> Result<Self, EngineError> {
+        Prepared::of_shape(profile, shape, options)?.planned.checked(profile, options, workload)
+    }
+
+    /// The same where `completions` sequences each share so many positions in all.
+    pub(crate) fn with_shared(self, engine: &Engine, positions: usize, completions: usize) -> Self {
+        let dtype = engine.decoder().dtype();
+        let twice = engine.config().cache_bytes(dtype, completions.saturating_sub(1), positions);
+        let twice = u64::try_from(twice).unwrap_or(u64::MAX);
+        Self { cache_bytes: self.cache_bytes.saturating_sub(twice), ..self }
+    }
+
+    /// All parts together.
+    pub const fn peak_bytes(&self) -> u64 {
+        let rest = self.cache_bytes.saturating_add(self.activations_bytes);
+        self.weights_bytes.saturating_add(rest).saturating_add(self.workspace_bytes)
+    }
+
+    /// Whether they are within the budget; where nobody knows how much there is, they are.
+    pub fn fits(&self) -> bool {
+        self.budget_bytes.is_none_or(|budget| self.peak_bytes() <= budget)
+    }
+}
+
+impl Planned {
+    fn footprint(&self, Workload { batch, context }: Workload) -> Footprint {
+        let passing = Passing { batch, positions: context, chunk: models::CHUNK };
+        let computed = self.config.footprint(self.held, passing);
+        Footprint { weights: self.weights.unwrap_or(computed.weights), ..computed }
+    }
+
+    fn checked(
+        &self,
+        profile: &ArchProfile,
+        options: &EngineOptions,
+        workload: Workload,
+    ) -> Result<Plan, EngineError> {
+        options.budget.check()?;
+        for (name, value) in [("batch", workload.batch), ("context", workload.context)] {
+            if value == 0 {
+                let range = "of 1 at least";
+                return Err(EngineError::Budget { name, value: value.to_string(), range });
+            }
+        }
+        if let Some(max_seq) = self.config.context().filter(|most| workload.context > *most) {
+            let need = workload.context;
+            return Err(EngineError::Model(models::Error::Context { need, max_seq }));
+        }
+        Ok(self.plan(profile, &options.budget, workload))
+    }
+
+    /// What a workload takes on a device.
+    pub(crate) fn plan(
+        &self,
+        profile: &ArchProfile,
+        budget: &MemoryBudget,
+        workload: Workload,
+    ) -> Plan {
+        let (total_bytes, budget_bytes) = (profile.memory_bytes, budget.of(profile.memory_bytes));
+        let parts = self.footprint(workload);
+        let bytes = |part: u128| u64::try_from(part).unwrap_or(u64::MAX);
+        let fits = |workload| {
+            budget_bytes.is_some_and(|budget| self.footprint(workload).total() <= budget.into())
+        };
+        let known = |most: usize| budget_bytes.map(|_| most);
+        let context = self.config.context().unwrap_or(MOST_POSITIONS).min(MOST_POSITIONS);
+        Plan {
+            model: self.model.clone(),
+            device: profile.name.clone(),
+            total_bytes,
+            budget_bytes,
+            workload,
+            dtype: format!("{:?}", self.held.dtype).to_lowercase(),
+            four_bit: self.held.four_bit,
+            weights_bytes: bytes(parts.weights),
+            cache_bytes: bytes(parts.cache),
+            activations_bytes: bytes(parts.activations),
+            workspace_bytes: bytes(parts.workspace),
+            largest_batch: known(largest(MOST_SEQUENCES, |batch| {
+                fits(Workload { batch, ..workload })
+            })),
+            largest_context: known(largest(context, |context| {
+                fits(Workload { context, ..workload })
+            })),
+        }
+    }
+}
+
+/// The most, up to `most`, that is true of something which is true of all that is less; 0 where of none.
+fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
+    let (mut fitting, mut not) = (0, most + 1);
+    while not - fitting > 1 {
+        let middle = fitting + (not - fitting) / 2;
+        match fits(middle) {
+            true => fitting = middle,
+            false => not = middle,
+        }
+    }
+    fitting
+}
+
+/// `14.96 GiB`, or `3.25 MiB` of less than one.
+fn shown(bytes: u64) -> String {
+    const MIB: f64 = (1u64 << 20) as f64;
+    match bytes as f64 / MIB {
+        mib if mib < 1024.0 => format!("{mib:.2} MiB"),
+        mib => format!("{:.2} GiB", mib / 1024.0),
+    }
+}
+
+impl fmt::Display for Plan {
+    /// In a sentence.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Workload { batch, context } = self.workload;
+        let sequences = if batch == 1 { "sequence" } else { "sequences" };
+        let positions = if context == 1 { "position" } else { "positions" };
+        write!(
+            f,
+            "{} with {batch} {sequences} of {context} {positions} takes {} on {}",
+            self.model,
+            shown(self.peak_bytes()),
+            self.device
+        )?;
+        if let Some(budget) = self.budget_bytes {
+            write!(f, ", of which {} may be used", shown(budget))?;
+        }
+        write!(
+            f,
+            ": weights {}, keys and values {}, activations {}, workspace {}",
+            shown(self.weights_bytes),
+            shown(self.cache_bytes),
+            shown(self.activations_bytes),
+            shown(self.workspace_bytes)
+        )
+    }
+}
+
+impl Plan {
+    /// What to change where it does not fit.
+    pub fn advice(&self) -> String {
+        let quant = match self.four_bit {
+            true => "",
+            false => "; 4 bits take about a quarter of what bf16 does",
+        };
+        match (self.largest_context, self.largest_batch) {
+            (Some(context), _) if context > 0 => {
+                let batch = self.workload.batch;
+                format!("{context} positions fit, of a batch of {batch}{quant}")
+            }
+            (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits{quant}"),
+            _ => format!("a larger budget or a smaller model{quant}"),
+        }
+    }
+
+    /// The dtype of the weights' matrices.
+    pub fn precision(&self) -> String {
+        if self.four_bit { format!("{} over 4 bits", self.dtype) } else { self.dtype.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Quant;
+
+    fn card(name: &str) -> ArchProfile {
+        ArchProfile::recorded(name).expect("recorded")
+    }
+
+    fn plan(name: &str, options: EngineOptions, batch: usize, context: usize) -> Plan {
+        let workload = Workload { batch, context };
+        Plan::of_shape(&card(name), "llama-3-8b", &options, workload).expect("valid")
+    }
+
+    #[test]
+    fn eight_billion_fit_a_small_card_in_4_bits_alone() {
+        let dense = plan("rtx4080", EngineOptions::default(), 1, 8192);
+        assert!(!dense.fits() && dense.weights_bytes == 2 * 8_030_261_248, "{dense}");
+        assert_eq!(dense.largest_batch, Some(0));
+        let short = dense.largest_context.expect("a card has memory");
+        assert!((1000..8192).contains(&short), "{short}");
+        let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
+        let four = plan("rtx4080", options, 1, 8192);
+        assert!(four.fits() && four.largest_batch > Some(4), "{four}");
+        // What is largest fits, and one more does not.
+        let batch = four.largest_batch.expect("known");
+        assert!(plan("rtx4080", options, batch, 8192).fits());
+        assert!(!plan("rtx4080", options, batch + 1, 8192).fits());
+        let context = dense.largest_context.expect("known");
+        assert!(plan("rtx4080", EngineOptions::default(), 1, context).fits());
+        assert!(!plan("rtx4080", EngineOptions::default(), 1, context + 1).fits());
+        assert!(dense.advice().contains("positions fit"), "{}", dense.advice());
+    }
+
+    #[test]
+    fn a_budget_is_less_than_the_card() {
+        let gib = 1u64 << 30;
+        let of = |budget: MemoryBudget| budget.of(Some(16 * gib));
+        let all = MemoryBudget::default();
+        assert_eq!(of(MemoryBudget { fraction: 0.5, reserve_bytes: gib, ..all }), Some(7 * gib));
+        assert_eq!(of(MemoryBudget { limit_bytes: Some(3 * gib), ..all }), Some(3 * gib));
+        assert_eq!(of(MemoryBudget { limit_bytes: Some(99 * gib), ..all }), Some(16 * gib));
+        assert_eq!(of(MemoryBudget { reserve_bytes: 99 * gib, ..all }), Some(0));
+        assert_eq!(MemoryBudget { limit_bytes: Some(5), ..all }.of(None), Some(5));
+        let budget = MemoryBudget { limit_bytes: Some(gib), ..all };
+        let none = plan("h200", EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
+        assert!(!none.fits() && none.largest_context == Some(0), "{none}");
+        assert!(none.advice().starts_with("a larger budget"), "{}", none.advice());
+    }
+
+    #[test]
+    fn what_means_nothing_is_refused() {
+        let refused = |options, batch, context| {
+            let workload = Workload { batch, context };
+            let plan = Plan::of_shape(&card("rtx4090"), "llama-3-8b", &options, workload);
+            plan.expect_err("refused").to_string()
+        };
+        let options = EngineOptions::default();
+        assert!(refused(options, 0, 64).starts_with("batch is 0\nhint: "));
+        assert!(refused(options, 1, 0).starts_with("context is 0\nhint: "));
+        assert!(refused(options, 1, 8193).contains("8193"));
+        for fraction in [0.0, -1.0, 1.5, f64::NAN] {
+            let budget = MemoryBudget { fraction, ..MemoryBudget::default() };
+            let why = refused(EngineOptions { budget, ..options }, 1, 64);
+            assert!(why.starts_with("fraction is "), "{why}");
+        }
+        let budget = MemoryBudget { limit_bytes: Some(0), ..MemoryBudget::default() };
+        assert!(
+            refused(EngineOptions { budget, ..options }, 1, 64).starts_with("limit is 0 bytes")
+        );
+    }
+
+    #[test]
+    fn the_largest_is_found_where_there_is_one() {
+        assert_eq!(largest(100, |n| n <= 37), 37);
+        assert_eq!(largest(100, |_| true), 100);
+        assert_eq!(largest(100, |_| false), 0);
+        assert_eq!(largest(0, |_| true), 0);
+    }
+}

@@ -1,0 +1,185 @@
+//! Configurations for what models are used for, worked out from the plan of the model on the card at hand.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::engine::{EngineError, EngineOptions, Quant};
+use crate::plan::{Plan, Workload};
+
+/// What a model is used for. Each asks for a context, takes the precision that leaves room for the batch that it wants,
+/// and then as many sequences as fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Preset {
+    /// Long answers to a few at once: precision first, then up to 8 sequences.
+    CodeGeneration,
+    /// As many as possible at once: 4 bits, up to 32 sequences.
+    Inference,
+    /// One answer, as soon as possible: the fewest bytes a token, one sequence.
+    Latency,
+}
+
+/// What a preset came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Chosen {
+    pub options: EngineOptions,
+    /// Of the largest workload within the preset.
+    pub plan: Plan,
+}
+
+impl Preset {
+    pub const ALL: [Self; 3] = [Self::CodeGeneration, Self::Inference, Self::Latency];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::CodeGeneration => "code-generation",
+            Self::Inference => "inference",
+            Self::Latency => "latency",
+        }
+    }
+
+    /// The precisions to try, the most wanted first.
+    const fn quants(self) -> &'static [Option<Quant>] {
+        match self {
+            Self::CodeGeneration => &[None, Some(Quant::Nf4)],
+            Self::Inference | Self::Latency => &[Some(Quant::Nf4)],
+        }
+    }
+
+    /// Positions of a sequence, sequences that are wanted at least, and at most.
+    const fn wants(self) -> (usize, usize, usize) {
+        match self {
+            Self::CodeGeneration => (2048, 4, 8),
+            Self::Inference => (2048, 1, 32),
+            Self::Latency => (1024, 1, 1),
+        }
+    }
+
+    /// Works it out by plans, such as [`Plan::of_folder`] or [`Plan::of_shape`] make. Of options the precision is the
+    /// preset's where none is asked for, the rest is kept. A model of a shorter context than the preset's keeps its own.
+    ///
+    /// # Errors
+    /// Those of `plan`; [`EngineError::Memory`] where not one sequence fits in any precision.
+    pub fn choose(
+        self,
+        options: &EngineOptions,
+        plan: impl Fn(&EngineOptions, Workload) -> Result<Plan, EngineError>,
+    ) -> Result<Chosen, EngineError> {
+        let (wanted, least, most) = self.wants();
+        let context = match plan(options, Workload { batch: 1, context: wanted }) {
+            Err(EngineError::Model(models::Error::Context { max_seq, .. })) => max_seq,
+            planned => planned.map(|_| wanted)?,
+        };
+        let quants = match options.quant {
+            Some(_) => &[options.quant],
+            None => self.quants(),
+        };
+        let mut best: Option<Chosen> = None;
+        for quant in quants {
+            let options = EngineOptions { quant: *quant, ..*options };
+            let one = plan(&options, Workload { batch: 1, context })?;
+            let batch = one.largest_batch.unwrap_or(most).min(most);
+            let plan = plan(&options, Workload { batch: batch.max(1), context })?;
+            let more = best.as_ref().is_none_or(|best| {
+                !best.plan.fits() || (plan.fits() && batch > best.plan.workload.batch)
+            });
+            if more {
+                best = Some(Chosen { options, plan });
+            }
+            if batch >= least {
+                break;
+            }
+        }
+        let chosen = best.expect("there is a precision");
+        match chosen.plan.fits() {
+            true => Ok(chosen),
+            false => Err(EngineError::Memory(Box::new(chosen.plan))),
+        }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A name that is no preset's.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown preset `{0}`\nhint: one of code-generation, inference, latency")]
+pub struct UnknownPreset(String);
+
+impl FromStr for Preset {
+    type Err = UnknownPreset;
+
+    fn from_str(text: &str) -> Result<Self, UnknownPreset> {
+        let found = Self::ALL.into_iter().find(|preset| preset.name() == text);
+        found.ok_or_else(|| UnknownPreset(text.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use arch::ArchProfile;
+
+    use super::*;
+    use crate::plan::MemoryBudget;
+
+    fn within(
+        preset: Preset,
+        card: &str,
+        shape: &str,
+        limit_bytes: Option<u64>,
+    ) -> Result<Chosen, EngineError> {
+        let card = ArchProfile::recorded(card).expect("recorded");
+        let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
+        let options = EngineOptions { budget, ..EngineOptions::default() };
+        preset.choose(&options, |options, workload| Plan::of_shape(&card, shape, options, workload))
+    }
+
+    fn chosen(preset: Preset, card: &str, shape: &str) -> Result<Chosen, EngineError> {
+        within(preset, card, shape, None)
+    }
+
+    #[test]
+    fn the_numbers_are_the_plans() {
+        // Eight sequences in bf16 fit a large card, and only in 4 bits a small one.
+        for (card, quant) in [("h200", None), ("rtx4080", Some(Quant::Nf4))] {
+            let Chosen { options, plan } =
+                chosen(Preset::CodeGeneration, card, "llama-3-8b").expect("fits");
+            assert_eq!((options.quant, plan.workload.batch), (quant, 8), "{plan}");
+        }
+        let Chosen { plan, .. } = chosen(Preset::Inference, "rtx4080", "llama-3-8b").expect("fits");
+        let batch = plan.workload.batch;
+        assert!(plan.fits() && batch > 8 && batch <= 32, "{plan}");
+        assert!(batch == 32 || plan.largest_batch == Some(batch), "{plan}");
+        let Chosen { plan, options } =
+            chosen(Preset::Latency, "rtx4090", "llama-3-8b").expect("fits");
+        assert_eq!(
+            (options.quant, plan.workload),
+            (Some(Quant::Nf4), Workload { batch: 1, context: 1024 })
+        );
+    }
+
+    #[test]
+    fn what_fits_in_no_precision_is_refused() {
+        for preset in Preset::ALL {
+            let refused = within(preset, "rtx4080", "llama-3-8b", Some(1 << 32));
+            assert!(matches!(refused, Err(EngineError::Memory(_))), "{refused:?}");
+        }
+    }
+
+    #[test]
+    fn a_model_of_a_short_context_keeps_it() {
+        let Chosen { plan, .. } = chosen(Preset::Inference, "rtx4090", "gpt2").expect("fits");
+        assert_eq!(plan.workload.context, 1024);
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for preset in Preset::ALL {
+            assert_eq!(preset.to_string().parse(), Ok(preset));
+        }
+        let unknown = "gaming".parse::<Preset>().expect_err("none of ours");
+        assert!(unknown.to_string().contains("hint: one of code-generation"));
+    }
+}

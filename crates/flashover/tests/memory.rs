@@ -1,0 +1,75 @@
+//! What a model takes of a device is what was planned. Alone in its process: pools are everybody's.
+
+use std::path::{Path, PathBuf};
+
+use flashover::trace::{Memory, Recording};
+use flashover::{
+    Backend, Device, Engine, EngineError, EngineOptions, MemoryBudget, Quant, Request, Sampling,
+    Workload,
+};
+
+fn model(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models").join(name)
+}
+
+/// The most that was alive, and held, while so many tokens passed and were generated.
+fn peaks(engine: &Engine, prompt: usize, generated: usize) -> [u64; 2] {
+    let tokens: Vec<u32> = (0..prompt as u32).map(|id| id * 7 % 1000).collect();
+    let request = Request {
+        sampling: Sampling::default(),
+        max_new_tokens: Some(generated),
+        eos: Vec::new(),
+        stops: Vec::new(),
+    };
+    let recording = Recording::start().expect("the only one");
+    let mut session = engine.session(prompt + generated).expect("it fits");
+    let count = session.generate(&tokens, &request).expect("it answers").count();
+    let memory = recording.finish().memory;
+    assert_eq!((count, memory.len()), (generated, generated));
+    let most = |part: fn(&Memory) -> u64| memory.iter().map(part).max();
+    [most(|read| read.used), most(|read| read.reserved)].map(|most| most.expect("read"))
+}
+
+#[test]
+fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
+    let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let folder = model("demo");
+    for quant in [None, Some(Quant::Nf4)] {
+        let options = EngineOptions { quant, ..EngineOptions::default() };
+        let engine = Engine::load(&device, &folder, &options).expect("the demo");
+        engine.clear_cache().expect("nothing is captured");
+        let loaded = engine.memory();
+        let plan = engine.plan(Workload { batch: 1, context: 320 });
+        let gap = |have: u64, planned: u64| have as f64 / planned as f64 - 1.0;
+        let weights = gap(loaded.used_bytes, plan.weights_bytes);
+        println!("{quant:?}: weights {weights:+.4} of the plan, {loaded:?}");
+        assert!(weights.abs() < 0.05, "{weights}: {loaded:?} {plan}");
+        let [used, reserved] = peaks(&engine, 256, 64);
+        println!(
+            "{quant:?}: alive {:+.4}, held {:+.4}",
+            gap(used, plan.peak_bytes()),
+            gap(reserved, plan.peak_bytes())
+        );
+        assert!(gap(used, plan.peak_bytes()) < 0.05, "{used} {plan}");
+        // A budget that is refused leaves the device as it was, and the model answers on.
+        engine.clear_cache().expect("nothing is captured");
+        let before = engine.memory().used_bytes;
+        let limit_bytes = Some(plan.peak_bytes());
+        let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
+        let small = Engine::load(&device, &folder, &EngineOptions { budget, ..options });
+        let small = small.expect("it fits");
+        let loaded = small.memory().used_bytes;
+        for _ in 0..3 {
+            let refused = small.session(512);
+            assert!(matches!(refused, Err(EngineError::Memory(_))), "{refused:?}");
+            assert_eq!(small.memory().used_bytes, loaded);
+        }
+        let [used, _] = peaks(&small, 256, 64);
+        assert!(used - before <= plan.peak_bytes(), "{used} {before} {plan}");
+        small.clear_cache().expect("nothing is captured");
+        assert_eq!(small.memory().used_bytes, loaded, "a session that ended holds nothing");
+        drop(small);
+        engine.clear_cache().expect("nothing is captured");
+        assert_eq!(engine.memory().used_bytes, before, "nor does a model");
+    }
+}
