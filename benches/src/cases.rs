@@ -15,7 +15,7 @@ use kernels::nf4::{
     QuantizeProblem, Weight,
 };
 use kernels::norm::{Norm, NormKind, NormProblem};
-use kernels::rope::{HeadNorm, Rope, RopeProblem};
+use kernels::rope::{HeadNorm, KvLayout, Rope, RopeProblem};
 use kernels::sample::{Sample, SampleProblem};
 use models::{Fusion, shapes};
 use tune::Kernel;
@@ -490,6 +490,12 @@ fn ropes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                 add(tokens, 2048, DType::Bf16, None)?;
                 add(tokens, 2048, DType::Bf16, Some(NormKind::Rms))?;
             }
+            // Pages of 64 positions, as a batch of one prompt has them.
+            let whole = RopeProblem::new([16, 1], [32, 8], 128, 2048, DType::Bf16);
+            let whole = whole.context("a case of the suite is invalid")?;
+            let cache = KvLayout::paged(8, [16 * 32, 64], 32, 128, DType::Bf16);
+            let problem = Problem::Rope(RopeProblem { cache, ..whole });
+            cases.push(Case { problem, peer: false });
         }
     }
     Ok(cases)

@@ -450,6 +450,9 @@ impl Family for Rope {
         if let Some(norm) = p.qk_norm {
             params.insert("qk_norm".to_owned(), norm.kind.name().into());
         }
+        if let CacheLayout::Paged { block_size, .. } = p.cache.layout {
+            params.insert("pages".to_owned(), block_size.into());
+        }
         params
     }
 

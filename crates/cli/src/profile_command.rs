@@ -89,7 +89,11 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     }
     out += "\n| operator | calls | launches | total ms | mean us | share | TFLOP/s | GB/s | of ceiling |\n\
             | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
-    let number = |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.2}"));
+    let number = |value: Option<f64>| match value {
+        None => String::new(),
+        Some(large) if large >= 10.0 => format!("{large:.1}"),
+        Some(small) => format!("{small:.3}"),
+    };
     let percent = |share: Option<f64>| {
         share.map_or_else(String::new, |share| format!("{:.1}%", share * 100.0))
     };

@@ -16,7 +16,7 @@ use kernels::nf4::{
     QuantizeProblem, Weight,
 };
 use kernels::norm::{Norm, NormKind, NormProblem};
-use kernels::rope::{HeadNorm, Rope, RopeProblem};
+use kernels::rope::{HeadNorm, KvLayout, Rope, RopeProblem};
 use kernels::sample::{Sample, SampleProblem};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -175,7 +175,9 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     }));
     all.extend(instances_of::<Rope>(arch, ropes(), |p| {
         let norm = p.qk_norm.map_or("", |norm| norm.kind.name());
-        format!("{} d{} rope{} {norm}", p.dtype, p.head_dim, p.dim).trim_end().to_owned()
+        let pages = if p.pages_len() > 0 { " pages" } else { "" };
+        let of = format!("{} d{} rope{}{pages} {norm}", p.dtype, p.head_dim, p.dim);
+        of.trim_end().to_owned()
     }));
     all.extend(instances_of::<Sample>(arch, samples(), |p| format!("vocab {}", p.vocab)));
     all
@@ -526,6 +528,8 @@ fn ropes() -> Vec<Case<Rope>> {
         cases.push(case(RopeProblem { qk_norm, ..rope(256, DType::F32) }, 2));
     }
     cases.push(case(rope(128, DType::F16), 1));
+    let cache = KvLayout::paged(8, [16 * 32, 64], 32, 128, DType::Bf16);
+    cases.push(case(RopeProblem { cache, ..p }, 2));
     cases
 }
 

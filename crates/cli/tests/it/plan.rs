@@ -10,7 +10,7 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
-    let args = ["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--context", "4096"];
+    let args = ["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--context", "8192"];
     let dense = flashover(&args);
     assert_eq!(dense.status.code(), Some(2), "bf16 does not fit 16 GiB");
     let said = text(&dense.stderr);

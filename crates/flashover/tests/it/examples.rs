@@ -21,6 +21,7 @@ fn examples_end_in_text() {
     let text = run("batches", &[]);
     let answers: Vec<&str> = text.lines().filter(|line| line.contains('|')).collect();
     assert_eq!(answers.len(), 8, "{text}");
-    assert!(answers[0].starts_with("Once upon a time|") && answers[0] != answers[1], "{text}");
+    assert!(answers[0].starts_with("Once upon a time|"), "{text}");
+    assert!(answers.chunks(2).any(|two| two[0] != two[1]), "two answers are drawn: {text}");
     assert!(text.contains("with 4 sequences of 128 positions takes"), "{text}");
 }

@@ -163,7 +163,7 @@ fn pages_hold_what_runs_do() {
     let (k, v) = (odd(&own.k), odd(&own.v));
     assert!(refused(KvSlots { k, v, ..own.clone() }).contains("pages of 3 positions"));
     let one = own.pages.clone().map(|pages| pages.narrow(0, 0, 1));
-    assert!(refused(KvSlots { pages: one, ..own }).contains("qkv has shape"));
+    assert!(refused(KvSlots { pages: one, ..own }).contains("start has shape [2]"));
 }
 
 #[test]
