@@ -14,6 +14,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! [`monitor`] reads heat, power, clocks, memory and load of every device, for people and for Prometheus.
 //! [`Engine`] answers with a model from a Hugging Face folder. The function above copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
 //! the kernels are the functions of [`ops`]. [`quantize_model`] makes weights in 4 bits of a Hugging Face
 //! folder.
@@ -26,7 +27,8 @@ mod tensor;
 
 pub use ::text::{Message, Tokenizer};
 pub use arch::{
-    ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile, report,
+    ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile,
+    monitor, report,
 };
 pub use attention::{Attended, attention};
 pub use engine::{

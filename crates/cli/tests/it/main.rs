@@ -1,6 +1,7 @@
 //! The command, on the CPU.
 
 mod generate;
+mod monitor;
 mod quantize;
 mod tokenize;
 
