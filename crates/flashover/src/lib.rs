@@ -15,6 +15,7 @@
 //! ```
 //!
 //! [`monitor`] reads heat, power, clocks, memory and load of every device, for people and for Prometheus.
+//! With the feature `hub`, `hub::Hub` gives a model's folder by its name on the Hugging Face Hub.
 //! [`Engine`] answers with a model from a Hugging Face folder. The function above copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
 //! the kernels are the functions of [`ops`]. [`quantize_model`] makes weights in 4 bits of a Hugging Face
 //! folder.
@@ -25,6 +26,8 @@ mod op;
 mod quantize;
 mod tensor;
 
+#[cfg(feature = "hub")]
+pub use ::hub;
 pub use ::text::{Message, Tokenizer};
 pub use arch::{
     ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile,
