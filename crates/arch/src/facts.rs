@@ -50,6 +50,17 @@ pub(crate) fn adapter(backend: Backend) -> Option<AdapterFacts> {
     found.into_iter().next()
 }
 
+/// Graphics adapters that are no CPU in disguise: Vulkan's, or OpenGL's where Vulkan has none.
+pub(crate) fn hardware_adapters() -> Vec<AdapterFacts> {
+    let hardware = |api| {
+        let mut found = adapters(api);
+        found.retain(|a| !a.software);
+        found
+    };
+    let found = hardware(wgpu::Backends::VULKAN);
+    if found.is_empty() { hardware(wgpu::Backends::GL) } else { found }
+}
+
 /// Every adapter of one graphics API, hardware first.
 fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();

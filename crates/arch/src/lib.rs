@@ -7,6 +7,7 @@
 mod backend;
 mod device;
 mod facts;
+pub mod monitor;
 mod profile;
 pub mod report;
 

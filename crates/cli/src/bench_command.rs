@@ -10,13 +10,15 @@ use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-use crate::model_args::{LoadArgs, TraceArgs, Tracing};
+use crate::model_args::{HubArgs, LoadArgs, TraceArgs, Tracing};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with config.json and safetensors, as Hugging Face has it
+    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
     model: Option<PathBuf>,
+    #[command(flatten)]
+    hub: HubArgs,
     /// A published shape with random weights, such as llama-3-8b
     #[arg(long)]
     shape: Option<String>,
@@ -137,7 +139,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let file = args.trace.file()?;
     let device = args.load.open()?;
     let (name, engine) = match (&args.model, &args.shape) {
-        (Some(model), _) => (model.display().to_string(), args.load.folder(&device, model)?),
+        (Some(model), _) => {
+            let folder = args.hub.model(model)?;
+            (model.display().to_string(), args.load.folder(&device, &folder)?)
+        }
         (None, shape) => {
             let shape = shape.clone().unwrap_or_default();
             let engine = Engine::random(&device, &shape, &args.load.options())?;

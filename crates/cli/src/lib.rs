@@ -5,6 +5,7 @@ mod bench_command;
 mod generate_command;
 mod logits_command;
 mod model_args;
+mod monitor_command;
 mod plan_command;
 mod profile_command;
 mod quantize_command;
@@ -39,6 +40,10 @@ enum Command {
         #[arg(long)]
         require_gpu: bool,
     },
+    /// Show heat, power, clocks, memory and load of every device, and what to do about it
+    ///
+    /// Example: flashover monitor --interval 5 --csv
+    Monitor(monitor_command::Args),
     /// Run one kernel on tensors of a safetensors file
     ///
     /// Example: flashover op matmul --input in.safetensors --output out.safetensors --backend cpu
@@ -115,6 +120,7 @@ pub fn main() -> ExitCode {
         .init();
     let outcome = match command::parse::<Cli>().command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
+        Command::Monitor(args) => monitor_command::run(&args),
         Command::Op { name, input, output, backend, profile, settings, policy } => {
             op(&name, &input, &output, backend, profile.as_deref(), &settings, policy)
         }

@@ -4,8 +4,9 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{anyhow, bail};
+use anyhow::{Context, anyhow, bail};
 use command::OutFile;
+use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
     ArchProfile, Backend, Compute, Device, Engine, EngineOptions, MemoryBudget, Policy, Quant,
@@ -24,12 +25,22 @@ pub(crate) struct DeviceArgs {
     profile: Option<String>,
 }
 
+/// Where models that are no folders come from.
+#[derive(clap::Args)]
+pub(crate) struct HubArgs {
+    /// Take a model given by name from what was downloaded before, as HF_HUB_OFFLINE=1 does
+    #[arg(long)]
+    offline: bool,
+}
+
 /// Which model, and how it is loaded.
 #[derive(clap::Args)]
 pub(crate) struct ModelArgs {
-    /// Folder with config.json and safetensors, as Hugging Face has it
+    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: PathBuf,
+    #[command(flatten)]
+    hub: HubArgs,
     #[command(flatten)]
     load: LoadArgs,
 }
@@ -171,6 +182,17 @@ fn quant(text: &str) -> Result<Quant, String> {
     }
 }
 
+/// A bar, on a terminal.
+fn bar(template: &str) -> anyhow::Result<ProgressBar> {
+    let bar = match std::io::stderr().is_terminal() {
+        true => ProgressBar::new(0),
+        false => ProgressBar::hidden(),
+    };
+    bar.set_style(ProgressStyle::with_template(template)?);
+    bar.enable_steady_tick(Duration::from_millis(100));
+    Ok(bar)
+}
+
 impl DeviceArgs {
     pub(crate) fn open(&self) -> anyhow::Result<Device> {
         let backend = match (self.backend, &self.profile) {
@@ -190,10 +212,42 @@ impl DeviceArgs {
     }
 }
 
+impl HubArgs {
+    /// The folder of a model: `model` itself, unless it is no folder and a name.
+    pub(crate) fn model(&self, model: &Path) -> anyhow::Result<PathBuf> {
+        self.folder(model, |hub, name, progress| hub.model(name, progress))
+    }
+
+    /// A folder with a model's tokenizer.
+    pub(crate) fn tokenizer(&self, model: &Path) -> anyhow::Result<PathBuf> {
+        self.folder(model, |hub, name, progress| hub.tokenizer(name, progress))
+    }
+
+    fn folder(
+        &self,
+        model: &Path,
+        get: impl FnOnce(&Hub, &ModelName, &mut dyn FnMut(Progress<'_>)) -> Result<PathBuf, HubError>,
+    ) -> anyhow::Result<PathBuf> {
+        let name = model.to_str().and_then(|text| text.parse::<ModelName>().ok());
+        let Some(name) = name.filter(|_| !model.exists()) else { return Ok(model.to_owned()) };
+        let hub = Hub::from_env()?;
+        let hub = if self.offline { hub.offline() } else { hub };
+        let bar = bar("{msg} {wide_bar} {bytes} of {total_bytes}, {bytes_per_sec}")?;
+        let folder = get(&hub, &name, &mut |progress| {
+            bar.set_length(progress.total_bytes);
+            bar.set_position(progress.bytes);
+            bar.set_message(progress.file.to_owned());
+        });
+        bar.finish_and_clear();
+        folder.with_context(|| format!("there is no folder {name} here, and on the Hub"))
+    }
+}
+
 impl ModelArgs {
     /// Loads the model, with a bar on a terminal.
     pub(crate) fn load(&self) -> anyhow::Result<Engine> {
-        self.load.folder(&self.load.open()?, &self.model)
+        let folder = self.hub.model(&self.model)?;
+        self.load.folder(&self.load.open()?, &folder)
     }
 }
 
@@ -224,12 +278,7 @@ impl LoadArgs {
 
     /// Loads a folder, with a bar on a terminal.
     pub(crate) fn folder(&self, device: &Device, folder: &Path) -> anyhow::Result<Engine> {
-        let bar = match std::io::stderr().is_terminal() {
-            true => ProgressBar::new(0),
-            false => ProgressBar::hidden(),
-        };
-        bar.set_style(ProgressStyle::with_template("loading {wide_bar} {percent}%")?);
-        bar.enable_steady_tick(Duration::from_millis(100));
+        let bar = bar("loading {wide_bar} {percent}%")?;
         let engine = Engine::load_with(device, folder, &self.options(), |done, parts| {
             bar.set_length(parts as u64);
             bar.set_position(done as u64);

@@ -5,16 +5,18 @@ use std::path::PathBuf;
 use anyhow::bail;
 use flashover::{ArchProfile, EngineOptions, Plan, Preset, Workload};
 
-use crate::model_args::LoadArgs;
+use crate::model_args::{HubArgs, LoadArgs};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with config.json and safetensors, as Hugging Face has it
+    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
     model: Option<PathBuf>,
     /// A published shape, such as llama-3-8b
     #[arg(long)]
     shape: Option<String>,
+    #[command(flatten)]
+    hub: HubArgs,
     #[command(flatten)]
     load: LoadArgs,
     /// Sequences that decode together
@@ -39,7 +41,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let workload = Workload { batch: args.batch, context: args.context };
     let options = args.load.options();
-    let plan = |options: &EngineOptions, workload| match (&args.model, &args.shape) {
+    let model = args.model.as_deref().map(|model| args.hub.model(model)).transpose()?;
+    let plan = |options: &EngineOptions, workload| match (&model, &args.shape) {
         (Some(model), _) => Plan::of_folder(&profile, model, options, workload),
         (None, shape) => {
             Plan::of_shape(&profile, shape.as_deref().unwrap_or_default(), options, workload)

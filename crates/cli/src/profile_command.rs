@@ -8,16 +8,18 @@ use command::OutFile;
 use flashover::{Ceilings, Engine, Profile, SpeedTest};
 use serde_json::json;
 
-use crate::model_args::LoadArgs;
+use crate::model_args::{HubArgs, LoadArgs};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with config.json and safetensors, as Hugging Face has it
+    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
     model: Option<PathBuf>,
     /// A published shape with random weights, such as llama-3-8b
     #[arg(long)]
     shape: Option<String>,
+    #[command(flatten)]
+    hub: HubArgs,
     #[command(flatten)]
     load: LoadArgs,
     /// Tokens of a prompt
@@ -59,7 +61,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
     let device = args.load.open()?;
     let engine = match (&args.model, &args.shape) {
-        (Some(model), _) => args.load.folder(&device, model)?,
+        (Some(model), _) => args.load.folder(&device, &args.hub.model(model)?)?,
         (None, shape) => {
             let shape = shape.as_deref().unwrap_or_default();
             Engine::random(&device, shape, &args.load.options())?

@@ -6,13 +6,15 @@ use std::path::PathBuf;
 use command::OutFile;
 use flashover::{CodeBook, Figures, QuantizeOptions, QuantizedModel, quantize_model};
 
-use crate::model_args::DeviceArgs;
+use crate::model_args::{DeviceArgs, HubArgs};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with config.json and safetensors
+    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long)]
     model: PathBuf,
+    #[command(flatten)]
+    hub: HubArgs,
     /// Folder to be made; it must not be there, or be empty
     #[arg(long)]
     output: PathBuf,
@@ -51,8 +53,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         shard_bytes: args.shard_bytes,
         measure: args.report.is_some(),
     };
+    let model = args.hub.model(&args.model)?;
     let device = args.device.open()?;
-    let made = quantize_model(&device, &args.model, &args.output, &options)?;
+    let made = quantize_model(&device, &model, &args.output, &options)?;
     let mut text = String::new();
     match file {
         Some(file) => file.write((serde_json::to_string_pretty(&made)? + "\n").as_bytes())?,

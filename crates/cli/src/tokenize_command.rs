@@ -6,11 +6,15 @@ use std::path::PathBuf;
 use anyhow::{Context, anyhow};
 use flashover::Tokenizer;
 
+use crate::model_args::HubArgs;
+
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with tokenizer.json
+    /// Folder with tokenizer.json, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: PathBuf,
+    #[command(flatten)]
+    hub: HubArgs,
     /// The text; without it, --text and --tokens, standard input
     #[arg(long, conflicts_with_all = ["text", "tokens"])]
     prompt: Option<String>,
@@ -24,7 +28,7 @@ pub(crate) struct Args {
 
 /// Ids are those that a model passes, with what the tokenizer puts before a text.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let tokenizer = Tokenizer::open(&args.model).map_err(|why| {
+    let tokenizer = Tokenizer::open(args.hub.tokenizer(&args.model)?).map_err(|why| {
         anyhow!("{why}\nhint: a folder with tokenizer.json, as Hugging Face has it")
     })?;
     if let Some(ids) = &args.tokens {

@@ -7,4 +7,4 @@ mod print;
 
 pub use outfile::{OutFile, OutFileError};
 pub use parse::parse;
-pub use print::{PrintError, print};
+pub use print::{PrintError, print, print_on};

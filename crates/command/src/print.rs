@@ -13,13 +13,22 @@ pub struct PrintError(io::Error);
 /// # Errors
 /// Such as a full disk.
 pub fn print(text: &str) -> Result<(), PrintError> {
+    print_on(text).map(drop)
+}
+
+/// As [`print`], for text that goes on: whether the reader is still there.
+///
+/// # Errors
+/// Such as a full disk.
+pub fn print_on(text: &str) -> Result<bool, PrintError> {
     print_into(&mut io::stdout().lock(), text)
 }
 
-fn print_into(out: &mut impl Write, text: &str) -> Result<(), PrintError> {
+fn print_into(out: &mut impl Write, text: &str) -> Result<bool, PrintError> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(why) if why.kind() != ErrorKind::BrokenPipe => Err(PrintError(why)),
-        _ => Ok(()),
+        Ok(()) => Ok(true),
+        Err(why) if why.kind() == ErrorKind::BrokenPipe => Ok(false),
+        Err(why) => Err(PrintError(why)),
     }
 }
 
@@ -30,8 +39,9 @@ mod tests {
     #[test]
     fn a_reader_that_is_gone_is_no_error_and_a_full_disk_is_one() {
         let (reader, mut pipe) = io::pipe().expect("a pipe");
+        assert!(print_into(&mut pipe, "text\n").expect("a reader"));
         drop(reader);
-        assert!(print_into(&mut pipe, "text\n").is_ok());
+        assert!(!print_into(&mut pipe, "text\n").expect("no reader"));
         let Ok(mut full) = std::fs::OpenOptions::new().write(true).open("/dev/full") else {
             println!("skipped: needs /dev/full");
             return;

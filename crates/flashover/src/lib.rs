@@ -14,6 +14,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! [`monitor`] reads heat, power, clocks, memory and load of every device, for people and for Prometheus.
+//! With the feature `hub`, `hub::Hub` gives a model's folder by its name on the Hugging Face Hub.
 //! [`Engine`] answers with a model from a Hugging Face folder. The function above copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
 //! the kernels are the functions of [`ops`]. [`quantize_model`] makes weights in 4 bits of a Hugging Face
 //! folder.
@@ -28,9 +30,12 @@ mod preset;
 mod quantize;
 mod tensor;
 
+#[cfg(feature = "hub")]
+pub use ::hub;
 pub use ::text::{Message, Tokenizer};
 pub use arch::{
-    ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile, report,
+    ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile,
+    monitor, report,
 };
 pub use attention::{Attended, attention};
 pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};

@@ -1,8 +1,12 @@
 //! The command, on the CPU.
 
 mod generate;
+mod hub;
+mod monitor;
 mod plan;
 mod quantize;
+#[path = "../../../hub/tests/it/server.rs"]
+mod server;
 mod tokenize;
 
 use std::os::unix::fs::PermissionsExt;
@@ -25,6 +29,10 @@ fn integers(shape: &[usize], salt: usize) -> HostTensor {
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/fixtures").join(name)
+}
+
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
 fn flashover(args: &[&str]) -> Output {

@@ -1,14 +1,10 @@
 //! `flashover tokenize`, with the tokenizer of the demo model.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use crate::{fixture, flashover};
-
-fn demo() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
-}
+use crate::{demo, fixture, flashover};
 
 fn tokenize(model: &Path, more: &[&str]) -> Output {
     flashover(&[&["tokenize", "--model", model.to_str().expect("UTF-8")], more].concat())

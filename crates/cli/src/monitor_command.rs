@@ -1,0 +1,143 @@
+//! `flashover monitor`.
+
+mod text;
+
+use std::io::IsTerminal;
+use std::process;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use flashover::monitor::{Monitor, Reading, prometheus};
+use text::{Screen, Table};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use tune::timing::Stopwatch;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Seconds from one sample to the next
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    #[arg(allow_negative_numbers = true)]
+    interval: Duration,
+    /// How many samples; without it, until Ctrl-C
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+    /// One device alone, by the number that it is shown with
+    #[arg(long, value_name = "INDEX")]
+    device: Option<usize>,
+    /// A line of JSON a reading
+    #[arg(long, conflicts_with_all = ["csv", "prometheus"])]
+    json: bool,
+    /// A line a reading, after one with the columns
+    #[arg(long, conflicts_with = "prometheus")]
+    csv: bool,
+    /// One sample as Prometheus reads it, or as many as --count says
+    #[arg(long)]
+    prometheus: bool,
+}
+
+/// Seconds that an interval may take: a tick of the kernel's clock, and a day.
+const SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| SECONDS.contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| {
+        let (least, most) = (SECONDS.start(), SECONDS.end());
+        format!("`{text}` is no interval\nhint: seconds from {least} to {most}, such as 0.5")
+    })
+}
+
+/// Before the first sample, so that there is a load to tell of: ten ticks of the kernel's clock.
+const FIRST: Duration = Duration::from_millis(100);
+
+/// How samples are shown.
+enum Shown {
+    Live(Screen),
+    Blocks,
+    Json,
+    Csv(Table),
+    Prometheus,
+}
+
+impl Shown {
+    fn of(args: &Args) -> Self {
+        match (args.json, args.csv, args.prometheus) {
+            (true, ..) => Self::Json,
+            (_, true, _) => Self::Csv(Table::default()),
+            (.., true) => Self::Prometheus,
+            _ if std::io::stdout().is_terminal() => Self::Live(Screen::default()),
+            _ => Self::Blocks,
+        }
+    }
+
+    fn text(&mut self, time: &str, readings: &[Reading]) -> anyhow::Result<String> {
+        Ok(match self {
+            Self::Live(screen) => screen.frame(time, readings),
+            Self::Blocks => text::blocks(time, readings, text::WIDTH),
+            Self::Json => text::json(time, readings)?,
+            Self::Csv(table) => table.rows(time, readings)?,
+            Self::Prometheus => prometheus(readings),
+        })
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let stop = interrupts()?;
+    let mut shown = Shown::of(args);
+    let count = args.count.or(args.prometheus.then_some(1));
+    let mut monitor = Monitor::open();
+    for lack in monitor.missing() {
+        eprintln!("note: {lack}");
+    }
+    let (clock, mut due) = (Stopwatch::start(), FIRST);
+    let mut samples = 0;
+    loop {
+        match stop.recv_timeout(due.saturating_sub(clock.elapsed())) {
+            Err(RecvTimeoutError::Timeout) => {}
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+        let mut readings = monitor.sample();
+        if let Some(index) = args.device {
+            let devices = readings.len();
+            readings.retain(|reading| reading.index == index);
+            if readings.is_empty() {
+                bail!("there is no device {index}\nhint: --device takes 0 to {}", devices - 1);
+            }
+        }
+        let time = OffsetDateTime::now_utc().replace_nanosecond(0)?.format(&Rfc3339)?;
+        samples += 1;
+        if !command::print_on(&shown.text(&time, &readings)?)? || Some(samples) == count {
+            return Ok(());
+        }
+        // What took longer than the interval is not made up for.
+        due = (due + args.interval).max(clock.elapsed());
+    }
+}
+
+/// Where Ctrl-C arrives. A second one, of somebody who waits for a driver that hangs, ends the program.
+fn interrupts() -> anyhow::Result<Receiver<()>> {
+    let (send, receive) = mpsc::sync_channel(1);
+    ctrlc::set_handler(move || {
+        if send.try_send(()).is_err() {
+            process::exit(0);
+        }
+    })
+    .context("cannot listen for Ctrl-C")?;
+    Ok(receive)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn intervals_are_seconds_within_reason() {
+        assert_eq!(interval("0.1"), Ok(Duration::from_millis(100)));
+        assert_eq!(interval("86400"), Ok(Duration::from_secs(86400)));
+        for bad in ["0", "-1", "NaN", "inf", "1e300", "86401", "0.001", "1s", ""] {
+            let said = interval(bad).expect_err(bad);
+            assert!(said.contains("\nhint: seconds from 0.01 to 86400"), "{said}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+use std::io::{self, ErrorKind};
+use std::path::PathBuf;
+
+use hf_hub::api::sync::ApiError;
+
+use crate::{Hub, ModelName};
+
+/// Why a model does not come.
+#[derive(Debug, thiserror::Error)]
+pub enum HubError {
+    #[error(
+        "{endpoint} has no model {model}\n\
+         hint: check owner, name and revision; they are written as on the model's page"
+    )]
+    NoModel { model: ModelName, endpoint: String },
+    /// The Hub also says so of a name that does not exist, to those it does not know.
+    #[error("{endpoint} does not give {model} to {who} (status {status})\nhint: {hint}")]
+    Refused {
+        model: ModelName,
+        endpoint: String,
+        who: &'static str,
+        status: u16,
+        hint: &'static str,
+    },
+    #[error(
+        "{endpoint} is not reached: {why}\n\
+         hint: check the network, HTTPS_PROXY and HF_ENDPOINT; --offline or HF_HUB_OFFLINE=1 takes what \
+         was downloaded before"
+    )]
+    Unreachable { endpoint: String, why: String },
+    #[error(
+        "{model} has no weights in safetensors\n\
+         hint: look for a repository with model.safetensors, or convert it: `save_pretrained` of \
+         transformers writes it"
+    )]
+    NoSafetensors { model: ModelName },
+    #[error(
+        "{model} is not whole in the cache, {}\n\
+         hint: run once without --offline and HF_HUB_OFFLINE", .cache.display()
+    )]
+    NotCached { model: ModelName, cache: PathBuf },
+    #[error(
+        "the download of {model} broke off: {why}\n\
+         hint: run it again; what is there is not downloaded twice"
+    )]
+    Interrupted { model: ModelName, why: String },
+    /// An answer that no Hub gives.
+    #[error(
+        "{endpoint} answers for {model} with what cannot be used: {why}\n\
+         hint: try again later; HF_ENDPOINT must be a Hub or a mirror of it"
+    )]
+    Answer { model: ModelName, endpoint: String, why: String },
+    #[error(
+        "{model} is being downloaded by another program: {} is locked\n\
+         hint: wait for it, or end it", .lock.display()
+    )]
+    Busy { model: ModelName, lock: PathBuf },
+    /// What an earlier download left of a file is longer than the file.
+    #[error(
+        "what is there of {model} cannot be gone on with\n\
+         hint: delete the files that end in .part under {}", .cache.display()
+    )]
+    Leftover { model: ModelName, cache: PathBuf },
+    #[error(
+        "cannot write to the cache {}: {why}\n\
+         hint: HF_HUB_CACHE names a folder on a disk that has room", .cache.display()
+    )]
+    Disk { cache: PathBuf, why: String },
+    #[error("there is no home for a cache\nhint: HF_HUB_CACHE and HF_HOME name folders")]
+    NoCache,
+}
+
+impl HubError {
+    pub(crate) fn of(error: ApiError, hub: &Hub, model: &ModelName) -> Self {
+        let (model, endpoint) = (model.clone(), hub.endpoint.clone());
+        match error {
+            ApiError::RequestError(request) => match *request {
+                ureq::Error::Status(404, _) => Self::NoModel { model, endpoint },
+                ureq::Error::Status(status @ (401 | 403), _) => {
+                    let (who, hint) = asker(hub.token.is_some());
+                    Self::Refused { model, endpoint, who, status, hint }
+                }
+                ureq::Error::Status(416, _) => {
+                    Self::Leftover { model, cache: hub.cache.path().clone() }
+                }
+                ureq::Error::Status(status, _) => {
+                    Self::Answer { model, endpoint, why: format!("status {status}") }
+                }
+                ureq::Error::Transport(why) => {
+                    Self::Unreachable { endpoint, why: without_address(&why) }
+                }
+            },
+            ApiError::IoError(why) if is_of_disk(&why) => hub.disk(&why),
+            ApiError::IoError(why) => Self::Interrupted { model, why: why.to_string() },
+            ApiError::TooManyRetries(last) => Self::of(*last, hub, &model),
+            ApiError::LockAcquisition(lock) => Self::Busy { model, lock },
+            ApiError::InvalidResume => Self::Leftover { model, cache: hub.cache.path().clone() },
+            other => Self::Answer { model, endpoint, why: other.to_string() },
+        }
+    }
+}
+
+/// What ureq says, but for the address that it begins with.
+fn without_address(why: &ureq::Transport) -> String {
+    let said = why.to_string();
+    let address = why.url().map(|url| format!("{url}: ")).unwrap_or_default();
+    said.strip_prefix(&address).map_or_else(|| said.clone(), str::to_owned)
+}
+
+/// Who asked, and what would help.
+const fn asker(has_token: bool) -> (&'static str, &'static str) {
+    if has_token {
+        (
+            "the account of this token",
+            "accept the model's terms on its page with that account, or give HF_TOKEN a token that may \
+             read it",
+        )
+    } else {
+        (
+            "everybody",
+            "it is gated, private or misspelt: accept its terms on its page, and set HF_TOKEN to a token \
+             of that account or run `hf auth login`",
+        )
+    }
+}
+
+/// Of what writes, not of the network.
+fn is_of_disk(why: &io::Error) -> bool {
+    [
+        ErrorKind::StorageFull,
+        ErrorKind::QuotaExceeded,
+        ErrorKind::FileTooLarge,
+        ErrorKind::PermissionDenied,
+        ErrorKind::ReadOnlyFilesystem,
+        ErrorKind::NotFound,
+        ErrorKind::NotADirectory,
+        ErrorKind::AlreadyExists,
+    ]
+    .contains(&why.kind())
+}

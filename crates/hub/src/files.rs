@@ -1,0 +1,207 @@
+//! Which files of a repository make a model folder.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use serde::Deserialize;
+
+/// What else a folder may have, in the order in which it is downloaded.
+const SMALL: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+/// The shards of a checkpoint of several files.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// A checkpoint of one file.
+const WEIGHTS: &str = "model.safetensors";
+
+/// What somebody wants of a repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    Model,
+    Tokenizer,
+}
+
+/// A commit and its files, as the Hub lists them.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Listing {
+    pub(crate) sha: String,
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Sibling {
+    rfilename: String,
+    size: Option<u64>,
+}
+
+/// The part of an index that names files.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// Names of files, the weights last.
+pub(crate) struct Files(Vec<String>);
+
+impl Listing {
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.siblings.iter().any(|sibling| sibling.rfilename == name)
+    }
+
+    pub(crate) fn size(&self, name: &str) -> Option<u64> {
+        self.siblings.iter().find(|sibling| sibling.rfilename == name)?.size
+    }
+}
+
+impl Files {
+    pub(crate) fn of_tokenizer(listing: &Listing) -> Self {
+        let small = SMALL.into_iter().filter(|name| listing.has(name));
+        Self(small.map(str::to_owned).collect())
+    }
+
+    /// None where there are no weights in safetensors.
+    pub(crate) fn of_model(listing: &Listing) -> Option<Self> {
+        listing.has(WEIGHTS).then(|| {
+            let mut files = Self::of_tokenizer(listing);
+            files.0.push(WEIGHTS.to_owned());
+            files
+        })
+    }
+
+    /// The index first, so that a folder without one of its shards is known for what it is.
+    pub(crate) fn of_shards(listing: &Listing, index: &Path) -> Result<Self, String> {
+        let mut files = Self::of_tokenizer(listing);
+        files.0.push(INDEX.to_owned());
+        for shard in shards(index)? {
+            if !listing.has(&shard) {
+                return Err(format!("{INDEX} names {shard}, which is not there"));
+            }
+            files.0.push(shard);
+        }
+        Ok(files)
+    }
+
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(String::as_str)
+    }
+
+    /// Of all files whose size is known.
+    pub(crate) fn bytes(&self, listing: &Listing) -> u64 {
+        self.names().filter_map(|name| listing.size(name)).sum()
+    }
+}
+
+impl Wanted {
+    /// Whether a folder has it all: what is optional is downloaded before what is not.
+    pub(crate) fn is_whole(self, folder: &Path) -> bool {
+        let has = |name: &str| folder.join(name).is_file();
+        match self {
+            Self::Tokenizer => has("tokenizer.json"),
+            Self::Model if has(INDEX) => {
+                let shards = shards(&folder.join(INDEX));
+                has("config.json") && shards.is_ok_and(|all| all.iter().all(|shard| has(shard)))
+            }
+            Self::Model => has("config.json") && has(WEIGHTS),
+        }
+    }
+}
+
+/// Names of the files in an index, none of which leads out of the folder.
+fn shards(index: &Path) -> Result<BTreeSet<String>, String> {
+    let text = fs::read_to_string(index).map_err(|why| format!("{INDEX}: {why}"))?;
+    let Index { weight_map } =
+        serde_json::from_str(&text).map_err(|why| format!("{INDEX} is malformed: {why}"))?;
+    let shards: BTreeSet<String> = weight_map.into_values().collect();
+    let is_plain = |name: &&String| name.ends_with(".safetensors") && !name.contains(['/', '\\']);
+    match shards.iter().find(|name| !is_plain(name)) {
+        Some(other) => Err(format!("{INDEX} names `{other}`, which is no file of safetensors")),
+        None if shards.is_empty() => Err(format!("{INDEX} names no files")),
+        None => Ok(shards),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listing(names: &[&str]) -> Listing {
+        let siblings =
+            names.iter().map(|name| Sibling { rfilename: (*name).to_owned(), size: Some(7) });
+        Listing { sha: "c0ffee".to_owned(), siblings: siblings.collect() }
+    }
+
+    fn index(shards: &[&str]) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().expect("temporary file");
+        let map: BTreeMap<String, &&str> =
+            shards.iter().enumerate().map(|(at, shard)| (at.to_string(), shard)).collect();
+        let json = serde_json::json!({ "metadata": {}, "weight_map": map });
+        fs::write(file.path(), json.to_string()).expect("written");
+        file
+    }
+
+    #[test]
+    fn a_model_takes_what_it_is_loaded_from_and_weights_last() {
+        let all = listing(&[
+            ".gitattributes",
+            "README.md",
+            "model.safetensors",
+            "config.json",
+            "tokenizer.json",
+            "pytorch_model.bin",
+            "model.gguf",
+            "onnx/model.onnx",
+            "original/config.json",
+            "chat_template.jinja",
+            "consolidated.safetensors",
+        ]);
+        let files = Files::of_model(&all).expect("weights");
+        let want = ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"];
+        assert_eq!((files.names().collect::<Vec<_>>(), files.bytes(&all)), (want.to_vec(), 28));
+        assert_eq!(Files::of_tokenizer(&all).names().collect::<Vec<_>>(), want[..3]);
+        assert!(Files::of_model(&listing(&["config.json", "pytorch_model.bin"])).is_none());
+    }
+
+    #[test]
+    fn shards_are_those_of_the_index() {
+        let [one, two] = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"];
+        let all = listing(&["config.json", INDEX, one, two, "model-x.safetensors"]);
+        let files = Files::of_shards(&all, index(&[two, one, two]).path()).expect("shards");
+        assert_eq!(files.names().collect::<Vec<_>>(), ["config.json", INDEX, one, two]);
+        for (bad, word) in [
+            (&["../x.safetensors"][..], "no file of safetensors"),
+            (&["x.bin"], "no file of safetensors"),
+            (&["absent.safetensors"], "not there"),
+            (&[], "names no files"),
+        ] {
+            let said = Files::of_shards(&all, index(bad).path()).err().expect("refused");
+            assert!(said.contains(word), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_folder_is_whole_with_config_and_every_shard() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let add = |name: &str| fs::write(dir.path().join(name), "").expect("written");
+        let is_whole = |wanted: Wanted| wanted.is_whole(dir.path());
+        add("config.json");
+        assert!(!is_whole(Wanted::Model) && !is_whole(Wanted::Tokenizer));
+        add("tokenizer.json");
+        assert!(!is_whole(Wanted::Model) && is_whole(Wanted::Tokenizer));
+        add(WEIGHTS);
+        assert!(is_whole(Wanted::Model));
+        let file = index(&["a.safetensors", "b.safetensors"]);
+        fs::copy(file.path(), dir.path().join(INDEX)).expect("copied");
+        add("a.safetensors");
+        assert!(!is_whole(Wanted::Model), "the index counts where there is one");
+        add("b.safetensors");
+        assert!(is_whole(Wanted::Model));
+    }
+}

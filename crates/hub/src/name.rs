@@ -1,0 +1,96 @@
+//! What a model is called.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// `owner/name`, or `owner/name@revision`: a branch, a tag or a commit; without one, `main`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelName {
+    name: String,
+    revision: String,
+}
+
+/// A text that is no [`ModelName`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no name of a model\nhint: owner/name or owner/name@revision, as on the Hub")]
+pub struct BadName(pub String);
+
+impl ModelName {
+    /// Owner and name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The branch, tag or commit.
+    pub fn revision(&self) -> &str {
+        &self.revision
+    }
+}
+
+impl FromStr for ModelName {
+    type Err = BadName;
+
+    fn from_str(text: &str) -> Result<Self, BadName> {
+        let bad = || BadName(text.to_owned());
+        let (name, revision) = text.split_once('@').unwrap_or((text, "main"));
+        let (owner, own) = name.split_once('/').ok_or_else(bad)?;
+        let parts = [owner, own].into_iter().chain(revision.split('/'));
+        match parts.into_iter().all(is_part) {
+            true => Ok(Self { name: name.to_owned(), revision: revision.to_owned() }),
+            false => Err(bad()),
+        }
+    }
+}
+
+/// Whether it can be a part of an address and of a path: nothing that leads elsewhere.
+fn is_part(part: &str) -> bool {
+    let known = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    let edges = |c: char| c == '.' || c == '-';
+    !part.is_empty()
+        && part.len() <= 96
+        && part.chars().all(known)
+        && !part.starts_with(edges)
+        && !part.ends_with(edges)
+        && !part.contains("..")
+}
+
+impl fmt::Display for ModelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.revision.as_str() {
+            "main" => f.write_str(&self.name),
+            revision => write!(f, "{}@{revision}", self.name),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_an_owner_and_perhaps_a_revision() {
+        for (text, name, revision) in [
+            ("owner/name", "owner/name", "main"),
+            ("a-b/Llama-3.2_1B", "a-b/Llama-3.2_1B", "main"),
+            ("owner/name@v1.0", "owner/name", "v1.0"),
+            ("owner/name@refs/pr/1", "owner/name", "refs/pr/1"),
+        ] {
+            let model: ModelName = text.parse().expect("a name");
+            assert_eq!(
+                (model.name(), model.revision(), model.to_string()),
+                (name, revision, text.into())
+            );
+        }
+    }
+
+    #[test]
+    fn paths_are_no_names() {
+        for bad in [
+            "", "name", "/name", "owner/", "a/b/c", "./model", "../model", "a/..", "a/b@",
+            "a/b@../x", "a/b@x//y", "/a/b", "a b/c", "a/b?x", "~/model", "a/-b", "a/b.", "a/b@c@d",
+        ] {
+            let said = bad.parse::<ModelName>().expect_err(bad).to_string();
+            assert!(said.contains("\nhint: "), "{said}");
+        }
+    }
+}
