@@ -98,6 +98,13 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
+/// The same, in a checkout.
+pub(crate) fn cargo_in(root: &Path) -> Command {
+    let mut command = cargo();
+    command.current_dir(root);
+    command
+}
+
 /// Path of a program on the search path, or in the folders that a plain user often lacks there.
 pub(crate) fn tool(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();

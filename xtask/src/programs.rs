@@ -145,11 +145,15 @@ pub(crate) fn build(root: &Path) -> Result<()> {
 
 /// Runs cargo in the checkout, on our terminal.
 pub(crate) fn run_cargo(root: &Path, args: &[&str]) -> Result<()> {
-    let status =
-        place::cargo().args(args).current_dir(root).status().context("cannot start cargo")?;
-    if status.success() {
+    run(place::cargo_in(root).args(args))
+}
+
+/// Runs a command of cargo's to its end.
+pub(crate) fn run(cargo: &mut Command) -> Result<()> {
+    if cargo.status().context("cannot start cargo")?.success() {
         return Ok(());
     }
+    let args: Vec<_> = cargo.get_args().map(|arg| arg.to_string_lossy()).collect();
     Err(check(format!("`cargo {}` failed", args.join(" "))))
 }
 

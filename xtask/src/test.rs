@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -12,7 +12,7 @@ use crate::cli::TestArgs;
 use crate::devices::{Backend, Doctor};
 use crate::fail::check;
 use crate::place::{self, Place};
-use crate::programs::{Programs, build, release_dir, run_cargo};
+use crate::programs::{Programs, release_dir, run, run_cargo};
 use crate::report::Style;
 use crate::setup::{self, Cuda, Ready, Wants};
 use crate::{readme, tidy, verify};
@@ -33,8 +33,13 @@ fn fast(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         Ok(Outcome::Passed)
     })?;
     source(root, steps)?;
+    steps.step("clippy", |_| {
+        let args = ["clippy", "--workspace", "--all-targets", "--release", "--", "-D", "warnings"];
+        run_cargo(root, &args)?;
+        Ok(Outcome::Passed)
+    })?;
     steps.step("unit tests", |counts| {
-        cargo_test(root, &["--lib", "--bins"], counts)?;
+        cargo_test(place::cargo_in(root), &["--lib", "--bins"], counts)?;
         Ok(Outcome::Passed)
     })
 }
@@ -48,14 +53,16 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
     let ready = ready.context("setup left no result")?;
     source(root, steps)?;
     let mut built = None;
-    steps.step("build", |_| {
-        build(root)?;
+    steps.step("clippy and build", |_| {
+        for args in [&["build"][..], &["test", "--no-run"]] {
+            run(linted(root).args(args).args(["--release", "--workspace"]))?;
+        }
         built = Some(Programs::at(release_dir(root)?, &ready)?);
         Ok(Outcome::Passed)
     })?;
     let programs = built.context("the build left no result")?;
     steps.step("tests", |counts| {
-        cargo_test(root, &[], counts)?;
+        cargo_test(linted(root), &[], counts)?;
         Ok(Outcome::Passed)
     })?;
     steps.step("targets", |_| targets(&programs, &ready))?;
@@ -77,12 +84,18 @@ fn source(root: &Path, steps: &mut Steps) -> Result<()> {
     steps.step("tidy", |_| {
         tidy::check_tree(root)?;
         Ok(Outcome::Passed)
-    })?;
-    steps.step("clippy", |_| {
-        let args = ["clippy", "--workspace", "--all-targets", "--release", "--", "-D", "warnings"];
-        run_cargo(root, &args)?;
-        Ok(Outcome::Passed)
     })
+}
+
+/// Cargo with clippy in place of the compiler of our own packages, a warning an error. What it builds is what is tested
+/// then: `cargo clippy` would check everything beneath us, which it does not lint, once more.
+fn linted(root: &Path) -> Command {
+    let mut cargo = place::cargo_in(root);
+    // The arguments as `cargo clippy` hands them over.
+    cargo
+        .env("RUSTC_WORKSPACE_WRAPPER", "clippy-driver")
+        .env("CLIPPY_ARGS", "-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__");
+    cargo
 }
 
 /// Compiles for GPUs that are not here; needs the CUDA tools but no GPU.
@@ -112,11 +125,10 @@ fn verified(programs: &Programs, ready: &Ready, backend: Backend) -> Result<Outc
 }
 
 /// Runs the tests and adds up what each test program reports.
-fn cargo_test(root: &Path, which: &[&str], counts: &mut Counts) -> Result<()> {
-    let mut child = place::cargo()
+fn cargo_test(mut cargo: Command, which: &[&str], counts: &mut Counts) -> Result<()> {
+    let mut child = cargo
         .args(["test", "--workspace", "--release", "--no-fail-fast"])
         .args(which)
-        .current_dir(root)
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot start cargo")?;

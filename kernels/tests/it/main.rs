@@ -1,7 +1,6 @@
-//! Every kernel against the reference on the devices that need no GPU: the CPU runtime, and WGSL on a
-//! software rasteriser where one is installed.
+//! Kernels on the devices that need no GPU: the CPU runtime, and WGSL on a software rasteriser where one is installed.
+//! Every edge shape of every kernel is `flashover-bench verify`'s, which `cargo xtask test` runs on both.
 
-use std::fmt::Debug;
 use std::io::Write;
 
 use arch::{ArchProfile, Backend, DType, Device};
@@ -18,9 +17,7 @@ use kernels::nf4::{
 use kernels::norm::Norm;
 use kernels::rope::Rope;
 use kernels::sample::Sample;
-use oracle::attention_backward::BackwardCase;
-use oracle::matmul::{EdgeCase, Inputs, check, config_cases, edge_cases};
-use oracle::{CheckError, Verdict};
+use oracle::matmul::{EdgeCase, Inputs, check, config_cases};
 use tune::{Kernel, TuneCache};
 
 /// Opens `backend`, or says why the test is skipped: past the harness, which would keep it to itself,
@@ -36,41 +33,6 @@ fn device(backend: Backend) -> Option<Device> {
             writeln!(std::io::stdout(), "skipped: {test}: {why}").expect("somebody reads");
             None
         }
-    }
-}
-
-/// Checks each case with its default config and returns what went wrong.
-fn failures<K: Kernel, C: Debug>(
-    device: &Device,
-    cases: &[C],
-    problem: impl Fn(&C) -> &K::Problem,
-    check: impl Fn(&Device, &C, &K::Config) -> Result<Verdict, CheckError>,
-) -> Vec<String> {
-    let mut failures = Vec::new();
-    for case in cases {
-        let Some(config) = K::candidates(device.profile(), problem(case)).first().copied() else {
-            failures.push(format!("no candidate for {case:?}"));
-            continue;
-        };
-        match check(device, case, &config) {
-            Ok(verdict) if verdict.comparison.passed => {}
-            Ok(verdict) => failures.push(format!("{case:?} {config:?}: {}", verdict.comparison)),
-            Err(e) => failures.push(format!("{case:?} {config:?}: {e}")),
-        }
-    }
-    failures
-}
-
-fn matmul_failures(device: &Device, cases: &[EdgeCase]) -> Vec<String> {
-    failures::<Matmul, _>(device, cases, |case| &case.problem, check)
-}
-
-#[test]
-fn matmul_is_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for precision in [Precision::F32, Precision::F16, Precision::Bf16] {
-        let failures = matmul_failures(&device, &edge_cases(precision));
-        assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
 }
 
@@ -97,16 +59,6 @@ fn every_cpu_config_is_right() {
             }
         }
     }
-}
-
-#[test]
-fn matmul_is_right_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let mut cases = edge_cases(Precision::F32);
-    // Results in half precision need an extension that software rasterisers lack.
-    cases.retain(|c| device.profile().dtypes.contains(&c.problem.out));
-    let failures = matmul_failures(&device, &cases);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
@@ -221,87 +173,6 @@ fn every_epilogue_is_another_program_and_so_are_groups() {
     assert_eq!(hashes.len(), count + 1);
 }
 
-fn attention_failures(device: &Device, dtype: DType) -> Vec<String> {
-    let cases = oracle::attention::edge_cases(dtype, device.backend());
-    failures::<Attention, _>(device, &cases, |case| &case.problem, oracle::attention::check)
-}
-
-#[test]
-fn attention_is_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [DType::F32, DType::Bf16] {
-        let failures = attention_failures(&device, dtype);
-        assert!(failures.is_empty(), "{}", failures.join("\n"));
-    }
-}
-
-fn gradient_failures(device: &Device, cases: &[BackwardCase]) -> Vec<String> {
-    let check = oracle::attention_backward::check;
-    failures::<AttentionBackward, _>(device, cases, |case| &case.problem, check)
-}
-
-#[test]
-fn gradients_of_attention_are_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    let mut cases = oracle::attention_backward::edge_cases(DType::F32, Backend::Cpu);
-    cases.extend(oracle::attention_backward::config_cases(DType::Bf16));
-    let failures = gradient_failures(&device, &cases);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-#[test]
-fn gradients_of_attention_are_right_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let cases = oracle::attention_backward::edge_cases(DType::F32, Backend::WebGpu);
-    let failures = gradient_failures(&device, &cases);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-#[test]
-fn attention_is_right_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = attention_failures(&device, DType::F32);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-fn decode_failures(device: &Device, dtype: DType) -> Vec<String> {
-    let mut cases = oracle::decode::edge_cases(dtype);
-    // WGSL has no bytes.
-    cases.retain(|case| device.profile().dtypes.contains(&case.problem.cache));
-    failures::<Decode, _>(device, &cases, |case| &case.problem, oracle::decode::check)
-}
-
-#[test]
-fn decode_is_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [DType::F32, DType::Bf16] {
-        let failures = decode_failures(&device, dtype);
-        assert!(failures.is_empty(), "{}", failures.join("\n"));
-    }
-}
-
-#[test]
-fn decode_is_right_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = decode_failures(&device, DType::F32);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-/// Checks each decoding of 4-bit weights and each product with them.
-fn nf4_failures(device: &Device, dtype: DType) -> Vec<String> {
-    let cases = oracle::nf4::dequantize_cases(dtype);
-    let check = oracle::nf4::check_dequantize;
-    let mut all = failures::<Nf4Dequantize, _>(device, &cases, |case| &case.problem, check);
-    let mut cases = oracle::nf4::product_cases(dtype);
-    cases.extend(oracle::nf4::product_config_cases(dtype));
-    let check = oracle::nf4::check;
-    all.extend(failures::<Nf4Matmul, _>(device, &cases, |case| &case.problem, check));
-    let cases = oracle::nf4::quantize_cases(dtype);
-    let check = oracle::nf4::check_quantize;
-    all.extend(failures::<Nf4Quantize, _>(device, &cases, |case| &case.problem, check));
-    all
-}
-
 #[test]
 fn a_weight_with_infinities_is_not_quantised() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
@@ -320,111 +191,16 @@ fn a_weight_with_infinities_is_not_quantised() {
     }
 }
 
+/// Units share rows in every way.
 #[test]
-fn weights_of_4_bits_are_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [DType::F32, DType::F16, DType::Bf16] {
-        let failures = nf4_failures(&device, dtype);
-        assert!(failures.is_empty(), "{}", failures.join("\n"));
-    }
-}
-
-#[test]
-fn weights_of_4_bits_are_right_in_wgsl() {
+fn every_config_of_a_norm_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = nf4_failures(&device, DType::F32);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-fn norm_failures(device: &Device, dtype: DType) -> Vec<String> {
-    let cases = oracle::norm::edge_cases(dtype);
-    failures::<Norm, _>(device, &cases, |case| &case.problem, oracle::norm::check)
-}
-
-#[test]
-fn norms_are_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [DType::F32, DType::F16, DType::Bf16] {
-        let failures = norm_failures(&device, dtype);
-        assert!(failures.is_empty(), "{}", failures.join("\n"));
-    }
-}
-
-#[test]
-fn norms_are_right_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let mut failures = norm_failures(&device, DType::F32);
-    // Units that share rows in every way.
     for case in oracle::norm::config_cases(DType::F32) {
         for config in Norm::candidates(device.profile(), &case.problem) {
             let verdict = oracle::norm::check(&device, &case, &config).expect("runs");
-            if !verdict.comparison.passed {
-                failures.push(format!("{case:?} {config:?}: {}", verdict.comparison));
-            }
+            assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
         }
     }
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-fn sample_failures(device: &Device) -> Vec<String> {
-    let cases = oracle::sample::edge_cases(device.profile().backend);
-    failures::<Sample, _>(device, &cases, |case| &case.problem, oracle::sample::check)
-}
-
-#[test]
-fn tokens_are_chosen_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    let failures = sample_failures(&device);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-#[test]
-fn tokens_are_chosen_right_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = sample_failures(&device);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-fn rope_failures(device: &Device, dtype: DType) -> Vec<String> {
-    let cases = oracle::rope::edge_cases(dtype);
-    failures::<Rope, _>(device, &cases, |case| &case.problem, oracle::rope::check)
-}
-
-#[test]
-fn heads_turn_and_are_cached_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [DType::F32, DType::F16, DType::Bf16] {
-        let failures = rope_failures(&device, dtype);
-        assert!(failures.is_empty(), "{}", failures.join("\n"));
-    }
-}
-
-#[test]
-fn heads_turn_and_are_cached_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = rope_failures(&device, DType::F32);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
-fn embed_failures(device: &Device, dtype: DType) -> Vec<String> {
-    let cases = oracle::embed::edge_cases(dtype);
-    failures::<Embed, _>(device, &cases, |case| &case.problem, oracle::embed::check)
-}
-
-#[test]
-fn embeddings_are_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for dtype in [DType::F32, DType::F16, DType::Bf16] {
-        let failures = embed_failures(&device, dtype);
-        assert!(failures.is_empty(), "{}", failures.join("\n"));
-    }
-}
-
-#[test]
-fn embeddings_are_right_in_wgsl() {
-    let Some(device) = device(Backend::WebGpu) else { return };
-    let failures = embed_failures(&device, DType::F32);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
