@@ -32,6 +32,8 @@ pub(crate) enum Suite {
     Kernels,
     /// Also the products of whole models.
     All,
+    /// What the documents that this project began with tell of: products in every precision, and requests to models.
+    Documents,
 }
 
 impl FromStr for Suite {
@@ -42,7 +44,8 @@ impl FromStr for Suite {
             "quick" => Ok(Self::Quick),
             "kernels" => Ok(Self::Kernels),
             "all" => Ok(Self::All),
-            _ => Err(format!("unknown suite `{s}`\nhint: one of quick, kernels, all")),
+            "documents" => Ok(Self::Documents),
+            _ => Err(format!("unknown suite `{s}`\nhint: one of quick, kernels, all, documents")),
         }
     }
 }
@@ -160,6 +163,18 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             add(1, [1, 4096, 4096], LINEAR, F32, true)?;
             add(1, [8, 2048, 2048], LINEAR, F32, true)?;
         }
+        (Scale::Host, Suite::Documents) => {
+            for precision in [F32, F16, Bf16] {
+                add(1, [512; 3], ROWS, precision, false)?;
+            }
+        }
+        (Scale::Gpu, Suite::Documents) => {
+            for size in [4096, 8192] {
+                for precision in [F32, Tf32, F16, Bf16] {
+                    add(1, [size; 3], ROWS, precision, false)?;
+                }
+            }
+        }
         (Scale::Host, _) => {
             for precision in [F32, F16, Bf16] {
                 for layouts in [ROWS, LINEAR] {
@@ -214,6 +229,9 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             add(1, [64, 64, 65536], ROWS, Bf16, false)?;
             add(64, [512, 512, 128], ROWS, Bf16, true)?;
         }
+    }
+    if suite == Suite::Documents {
+        return Ok(cases);
     }
     if suite == Suite::All {
         let rows: &[u32] = match scale {

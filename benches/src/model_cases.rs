@@ -1,4 +1,4 @@
-//! Whole models: prompts that pass, and tokens that are generated.
+//! Whole models: prompts that pass, tokens that are generated, and requests, which are one and then the other.
 //!
 //! A model's steps are compared with its own prompt before they are timed: 24 tokens that pass one after the
 //! other give the logits that they give together. What a model computes is tested against transformers
@@ -27,36 +27,46 @@ pub(crate) struct ModelCase {
 #[derive(Debug, Clone, PartialEq)]
 enum Model {
     /// The folder of the repository's own.
-    Demo(PathBuf),
+    Demo(PathBuf, Option<Quant>),
     /// Random weights of a published shape.
-    Shape(&'static str, Option<Quant>),
+    Shape(&'static str, Compute, Option<Quant>),
 }
 
 /// How far steps may be from a prompt, relative to the largest logit: in f32 what a family may be from transformers;
 /// in 16 bits twice the most that one of the fixtures was from its f32 logits on an H200, 2.5e-2, because both
 /// sides are rounded.
 const TOLERANCES: [f64; 2] = [1e-4, 0.05];
-/// Repetitions of a test.
-const REPETITIONS: usize = 5;
+/// Repetitions of a test, and of requests, whose slowest count.
+const REPETITIONS: [u16; 2] = [5, 20];
 
 impl ModelCase {
-    /// `prompt model=demo tokens=256`, `generate batch=16 model=llama-3-8b quant=nf4 tokens=128`.
+    /// `prompt model=demo tokens=256`, `generate bf16 batch=16 model=llama-3-8b quant=nf4 tokens=128`.
     pub(crate) fn name(&self) -> String {
         record::case_name(self.op(), &self.params())
     }
 
     fn op(&self) -> &'static str {
-        if self.test.generated == 0 { "prompt" } else { "generate" }
+        match self.test {
+            SpeedTest { generated: 0, .. } => "prompt",
+            SpeedTest { prompt: 0, .. } => "generate",
+            _ => "request",
+        }
     }
 
     fn params(&self) -> BTreeMap<String, Value> {
-        let mut params = BTreeMap::from([(
-            "tokens".to_owned(),
-            (self.test.prompt + self.test.generated).into(),
-        )]);
+        let SpeedTest { prompt, generated, .. } = self.test;
+        // Those that are counted: of a request the ones generated.
+        let tokens = if generated > 0 { generated } else { prompt };
+        let mut params = BTreeMap::from([("tokens".to_owned(), tokens.into())]);
+        if prompt > 0 && generated > 0 {
+            params.insert("prompt".to_owned(), prompt.into());
+        }
         let (name, quant) = match &self.model {
-            Model::Demo(_) => ("demo", None),
-            Model::Shape(name, quant) => (*name, *quant),
+            Model::Demo(_, quant) => ("demo", *quant),
+            Model::Shape(name, compute, quant) => {
+                params.insert("dtype".to_owned(), name_of(*compute).into());
+                (*name, *quant)
+            }
         };
         params.insert("model".to_owned(), name.into());
         if let Some(Quant::Nf4) = quant {
@@ -71,17 +81,25 @@ impl ModelCase {
     fn load(&self, device: &Device, policy: Policy) -> anyhow::Result<Engine> {
         let policy = Some(policy);
         Ok(match &self.model {
-            Model::Demo(folder) => {
-                let options = EngineOptions { policy, ..EngineOptions::default() };
+            Model::Demo(folder, quant) => {
+                let options = EngineOptions { policy, quant: *quant, ..EngineOptions::default() };
                 Engine::load(device, folder, &options)?
             }
-            Model::Shape(shape, quant) => {
-                let dtype = Some(Compute::Bf16);
+            Model::Shape(shape, compute, quant) => {
+                let dtype = Some(*compute);
                 let options =
                     EngineOptions { dtype, quant: *quant, policy, ..EngineOptions::default() };
                 Engine::random(device, shape, &options)?
             }
         })
+    }
+}
+
+const fn name_of(compute: Compute) -> &'static str {
+    match compute {
+        Compute::F32 => "f32",
+        Compute::F16 => "f16",
+        Compute::Bf16 => "bf16",
     }
 }
 
@@ -98,19 +116,53 @@ pub(crate) fn select(
     };
     let mut cases = Vec::new();
     if let (Suite::Quick | Suite::All, Some(demo)) = (suite, demo) {
-        let demo = Model::Demo(demo.to_owned());
+        let demo = Model::Demo(demo.to_owned(), None);
         cases.extend([of(&demo, 256, 0, 1), of(&demo, 0, 64, 1)]);
     }
     if let (Suite::All, Scale::Gpu) = (suite, scale) {
         let shapes =
             [("llama-3.2-1b", None), ("llama-3-8b", None), ("llama-3-8b", Some(Quant::Nf4))];
         for (shape, quant) in shapes {
-            let model = Model::Shape(shape, quant);
+            let model = Model::Shape(shape, Compute::Bf16, quant);
             cases.extend([of(&model, 512, 0, 1), of(&model, 0, 128, 1), of(&model, 0, 128, 16)]);
         }
     }
+    if suite == Suite::Documents {
+        cases.extend(requests(scale, demo).into_iter().flat_map(|(model, batches)| {
+            let of = |batch: &usize| of(&model, 128, 64, *batch);
+            batches.iter().map(of).collect::<Vec<_>>()
+        }));
+    }
     cases.retain(|case| filter.is_none_or(|filter| case.name().contains(filter)));
     cases
+}
+
+/// The documents' tables: models of every size in every precision, and how many at once.
+fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])> {
+    use Compute::{Bf16, F32};
+    let four = Some(Quant::Nf4);
+    match (scale, demo) {
+        (Scale::Gpu, _) => {
+            let shape = |name, compute, quant| Model::Shape(name, compute, quant);
+            vec![
+                (shape("gpt2", F32, None), &[1, 16]),
+                (shape("gpt2", Bf16, None), &[1, 16]),
+                (shape("llama-3.2-1b", F32, None), &[1, 16]),
+                (shape("llama-3.2-1b", Bf16, None), &[1, 16]),
+                (shape("llama-3.2-1b", Bf16, four), &[1, 16]),
+                (shape("llama-2-7b", F32, None), &[1]),
+                (shape("llama-2-7b", Bf16, None), &[1, 4, 16]),
+                (shape("llama-2-7b", Bf16, four), &[1, 4, 16]),
+                (shape("llama-2-13b", Bf16, None), &[2, 16]),
+                (shape("llama-2-13b", Bf16, four), &[1, 4, 16]),
+            ]
+        }
+        (Scale::Host, Some(demo)) => {
+            let of = |quant| Model::Demo(demo.to_owned(), quant);
+            vec![(of(None), &[1, 4]), (of(four), &[1])]
+        }
+        (Scale::Host, None) => Vec::new(),
+    }
 }
 
 /// Measures cases; false when one failed.
@@ -124,10 +176,6 @@ pub(crate) fn run(
     for case in cases {
         emit(&Line::Begin { case: case.name() })?;
         let mut record = blank(card, case.op(), case.params(), Cost { flops: 0, bytes: 0 });
-        // What fails to load has a name of its own, too.
-        if let Model::Shape(..) = case.model {
-            record.params.insert("dtype".to_owned(), "bf16".into());
-        }
         // One model at a time on the device.
         if loaded.as_ref().is_some_and(|(model, _)| *model != case.model) {
             loaded = None;
@@ -165,17 +213,25 @@ fn measure(
         ));
         return Ok(());
     }
-    let speed = engine.measure(case.test, REPETITIONS)?;
-    // A generated token is a launch; a prompt passes in one.
-    let parts = case.test.generated.max(1) as f64;
+    let requests = case.op() == "request";
+    let speed = engine.measure(case.test, REPETITIONS[usize::from(requests)].into())?;
+    // A generated token is a launch; a prompt passes in one, and a request is timed as one.
+    let parts = if requests { 1.0 } else { case.test.generated.max(1) as f64 };
     let samples: Vec<f64> = speed.samples_ns.iter().map(|ns| ns / parts).collect();
-    let Some(Summary { median, p10, p90, samples }) = Summary::of(&samples) else {
+    let Some(Summary { median, p10, p90, p95, samples }) = Summary::of(&samples) else {
         record.error = Some("the clock gave no finite time".to_owned());
         return Ok(());
     };
     (record.median_ns, record.p10_ns, record.p90_ns) = (Some(median), Some(p10), Some(p90));
     (record.samples, record.clock) = (samples, "host".to_owned());
+    record.memory_bytes = Some(engine.memory().reserved_bytes);
     record.flops = speed.flops / parts as u64;
+    if requests {
+        // Of a prompt's and of steps' together nothing is a rate.
+        record.p95_ns = Some(p95);
+        record.tflops = Some(record.flops as f64 / median / 1e3);
+        return Ok(());
+    }
     record.bytes = speed.bytes_per_step;
     record.tflops = Some(record.flops as f64 / median / 1e3);
     record.gbps = Some(record.bytes as f64 / median);
@@ -213,13 +269,19 @@ mod tests {
         assert!(names(Suite::Quick, Scale::Gpu, None).is_empty());
         assert!(names(Suite::Kernels, Scale::Gpu, demo).is_empty());
         let all = names(Suite::All, Scale::Gpu, demo);
-        let batch = "generate batch=16 model=llama-3-8b quant=nf4 tokens=128";
+        let batch = "generate bf16 batch=16 model=llama-3-8b quant=nf4 tokens=128";
         assert!(
             all.starts_with(&own.map(str::to_owned)) && all.contains(&batch.to_owned()),
             "{all:?}"
         );
         let some = select(Suite::All, Scale::Gpu, Some("quant=nf4"), demo);
         assert_eq!(some.len(), 3);
+        let requests = names(Suite::Documents, Scale::Gpu, None);
+        let seven = "request bf16 batch=4 model=llama-2-7b prompt=128 quant=nf4 tokens=64";
+        assert!(requests.contains(&seven.to_owned()), "{requests:?}");
+        let own = names(Suite::Documents, Scale::Host, demo);
+        assert_eq!(own[0], "request model=demo prompt=128 tokens=64");
+        assert_eq!((own.len(), names(Suite::Documents, Scale::Host, None).len()), (3, 0));
     }
 
     #[test]

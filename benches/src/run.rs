@@ -168,6 +168,7 @@ pub(crate) fn blank(
         median_ns: None,
         p10_ns: None,
         p90_ns: None,
+        p95_ns: None,
         samples: 0,
         clock: String::new(),
         flops: cost.flops,
@@ -175,6 +176,7 @@ pub(crate) fn blank(
         tflops: None,
         gbps: None,
         share_of_ceiling: None,
+        memory_bytes: None,
         peers: BTreeMap::new(),
         peer_clocks: BTreeMap::new(),
         max_err: None,
@@ -190,7 +192,7 @@ pub(crate) fn blank(
 
 /// Fills in the times, and the rates that follow from them.
 fn timed(mut record: Record, timing: &Timing) -> Record {
-    let Some(Summary { median, p10, p90, samples }) = Summary::of(&timing.samples_ns) else {
+    let Some(Summary { median, p10, p90, samples, .. }) = Summary::of(&timing.samples_ns) else {
         record.error = Some("the clock gave no finite time".to_owned());
         return record;
     };

@@ -54,7 +54,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
 
 /// Whether a table is followed by what the demo model writes.
 fn tells(args: &BenchArgs) -> bool {
-    args.format == Format::Md && args.filter.is_none() && args.suite != Suite::Kernels
+    args.format == Format::Md
+        && args.filter.is_none()
+        && matches!(args.suite, Suite::Quick | Suite::All)
 }
 
 /// A story by the demo model.

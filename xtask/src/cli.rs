@@ -201,6 +201,8 @@ pub(crate) enum Suite {
     Kernels,
     /// Everything there is
     All,
+    /// Products in every precision, and requests to models in each with latency and memory
+    Documents,
 }
 
 /// What a shape without a tuned config gets.

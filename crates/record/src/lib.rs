@@ -80,6 +80,9 @@ pub struct Record {
     pub median_ns: Option<f64>,
     pub p10_ns: Option<f64>,
     pub p90_ns: Option<f64>,
+    /// Of requests to a model.
+    #[serde(default)]
+    pub p95_ns: Option<f64>,
     pub samples: usize,
     /// `device` (timestamps taken by the device) or `host`.
     pub clock: String,
@@ -91,6 +94,9 @@ pub struct Record {
     /// Achieved over the tighter of the two measured ceilings of this device; may exceed 1 where a case
     /// beats the copy, as one that stays in the caches does.
     pub share_of_ceiling: Option<f64>,
+    /// Bytes that the pools of the device held after a case of a model.
+    #[serde(default)]
+    pub memory_bytes: Option<u64>,
     /// Median nanoseconds of other implementations of the same case in the same run.
     pub peers: BTreeMap<String, f64>,
     /// Whose clock timed a peer, where it was not `clock`.
@@ -118,7 +124,12 @@ impl Record {
 
     /// Every time in it, by name, in nanoseconds.
     fn times(&self) -> impl Iterator<Item = (&str, f64)> {
-        let own = [("median_ns", self.median_ns), ("p10_ns", self.p10_ns), ("p90_ns", self.p90_ns)];
+        let own = [
+            ("median_ns", self.median_ns),
+            ("p10_ns", self.p10_ns),
+            ("p90_ns", self.p90_ns),
+            ("p95_ns", self.p95_ns),
+        ];
         let peers = self.peers.iter().map(|(name, ns)| (name.as_str(), *ns));
         own.into_iter().filter_map(|(name, ns)| Some((name, ns?))).chain(peers)
     }

@@ -6,6 +6,7 @@ pub struct Summary {
     pub median: f64,
     pub p10: f64,
     pub p90: f64,
+    pub p95: f64,
     pub samples: usize,
 }
 
@@ -21,6 +22,7 @@ impl Summary {
             median: quantile(&sorted, 0.5),
             p10: quantile(&sorted, 0.1),
             p90: quantile(&sorted, 0.9),
+            p95: quantile(&sorted, 0.95),
             samples: sorted.len(),
         })
     }

@@ -51,16 +51,27 @@ pub(crate) fn rate(record: &Record) -> String {
     }
 }
 
-/// Of all sequences together. A generated token is timed by itself, a prompt as a whole.
-fn tokens_per_second(record: &Record) -> Option<f64> {
+/// Of all sequences together, those generated. A generated token is timed by itself, a prompt or a request as a whole.
+pub(crate) fn tokens_per_second(record: &Record) -> Option<f64> {
     let number = |name| record.params.get(name).and_then(Value::as_f64);
     let batch = number("batch").unwrap_or(1.0);
     let tokens = match record.op.as_str() {
         "generate" => 1.0,
-        "prompt" => number("tokens")?,
+        "prompt" | "request" => number("tokens")?,
         _ => return None,
     };
     Some(tokens * batch / record.median_ns? * 1e9)
+}
+
+/// Requests that are answered in a second, of all sequences together.
+pub(crate) fn requests_per_second(record: &Record) -> Option<f64> {
+    let batch = record.params.get("batch").and_then(Value::as_f64).unwrap_or(1.0);
+    (record.op == "request").then_some(batch / record.median_ns? * 1e9)
+}
+
+/// `14.96 GiB`
+pub(crate) fn memory(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
 /// `1.62x burn, 0.98x cubek`: how many times faster we are than each, and by which clock where it was

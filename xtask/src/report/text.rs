@@ -6,7 +6,8 @@ use std::fmt::Write;
 use record::Record;
 
 use super::format::{
-    config_and_source, digits, dtype, error, facts, millis, peers, percent, shape,
+    config_and_source, digits, dtype, error, facts, memory, millis, peers, percent,
+    requests_per_second, shape, tokens_per_second,
 };
 use super::table::{Align, Style, Table};
 use crate::stream::Column;
@@ -58,6 +59,10 @@ pub(crate) fn records(column: &Column) -> Table {
         ("TFLOP/s", Align::Right),
         ("GB/s", Align::Right),
         ("of ceiling", Align::Right),
+        ("tokens/s", Align::Right),
+        ("requests/s", Align::Right),
+        ("p95 ms", Align::Right),
+        ("memory", Align::Right),
         ("speed vs peers", Align::Left),
         ("config", Align::Left),
         ("max error", Align::Right),
@@ -72,6 +77,10 @@ pub(crate) fn records(column: &Column) -> Table {
             number(record.tflops.filter(|_| record.flops > 0)),
             number(record.gbps),
             record.share_of_ceiling.map(percent).unwrap_or_default(),
+            number(tokens_per_second(record)),
+            number(requests_per_second(record)),
+            record.p95_ns.map(millis).unwrap_or_default(),
+            record.memory_bytes.map(memory).unwrap_or_default(),
             peers(record),
             config_and_source(record),
             record.max_err.map(error).unwrap_or_default(),
