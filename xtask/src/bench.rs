@@ -28,6 +28,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, args.require_gpu)?;
     eprintln!("{chosen}");
+    chosen.check_profile(args.profile.as_deref())?;
     if let Some(filter) = &args.filter {
         programs.check_filter(&word(args.suite), filter)?;
     }

@@ -1,7 +1,8 @@
 //! Comparison with records saved before.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::fs::{self, Metadata};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
@@ -25,6 +26,14 @@ impl Baseline {
         let cannot = |why: String| {
             usage(format!("the baseline {} cannot be used: {why}", file.display()), hint)
         };
+        // Reading a device may not end; a pipe is as good as a file.
+        let device = |meta: Metadata| {
+            let kind = meta.file_type();
+            kind.is_char_device() || kind.is_block_device()
+        };
+        if fs::metadata(file).is_ok_and(device) {
+            return Err(cannot("it is a device".to_owned()));
+        }
         let text = fs::read_to_string(file).map_err(|why| cannot(why.to_string()))?;
         let records = record::read_baseline(&text).map_err(|why| cannot(why.to_string()))?;
         Ok(Self { file: file.to_owned(), records })

@@ -112,6 +112,19 @@ pub(crate) struct Chosen {
     pub(crate) why: &'static str,
 }
 
+impl Chosen {
+    /// Refuses a profile where there is no device that it could restrict: all are of CUDA cards.
+    pub(crate) fn check_profile(&self, profile: Option<&str>) -> Result<()> {
+        let Some(profile) = profile else { return Ok(()) };
+        if self.devices.iter().any(|(backend, _)| *backend == Backend::Cuda) {
+            return Ok(());
+        }
+        let here: Vec<_> = self.devices.iter().map(|(backend, _)| backend.to_string()).collect();
+        let what = format!("profile `{profile}` describes a cuda device, not {}", here.join(", "));
+        Err(usage(what, "use it with --backend cuda"))
+    }
+}
+
 impl Doctor {
     /// Asks the doctor of the built programs.
     pub(crate) fn ask(programs: &Programs) -> Result<Self> {

@@ -1,7 +1,7 @@
 //! The ways in which a command ends badly, and their exit codes.
 //!
 //! Anything else (a file that cannot be written, a program that does not start) is an ordinary
-//! [`anyhow::Error`] and exits with 1.
+//! [`anyhow::Error`] and exits with 2, as it does in the other programs: 1 is a check that did not hold.
 
 use std::fmt;
 
@@ -61,7 +61,7 @@ pub(crate) fn report(error: &anyhow::Error) -> u8 {
         }
         None => {
             eprintln!("error: {error:#}");
-            1
+            2
         }
     }
 }
@@ -75,7 +75,7 @@ mod tests {
         assert_eq!(report(&usage("no such suite", "take quick")), 2);
         assert_eq!(report(&check("2 cases are slower")), 1);
         assert_eq!(report(&Fail::Child(3).into()), 3);
-        assert_eq!(report(&anyhow::anyhow!("disk full")), 1);
+        assert_eq!(report(&anyhow::anyhow!("disk full")), 2);
         assert_eq!(report(&usage("x", "y").context("while reading")), 2);
     }
 

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::fail::check;
+use crate::fail::usage;
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::setup::{self, Cuda, Wants};
@@ -25,7 +25,8 @@ pub(crate) fn tune(args: &[String]) -> Result<()> {
 pub(crate) fn targets(args: &[String]) -> Result<()> {
     let wants = Wants { cuda: Cuda::Always, gl: false };
     let (programs, ready) = Programs::ready(&Place::find()?, wants)?;
-    let home = ready.cuda.map_err(|reason| check(format!("targets {reason}")))?;
+    let hint = "`cargo xtask setup` says what is missing and fetches what it can";
+    let home = ready.cuda.map_err(|reason| usage(format!("targets {reason}"), hint))?;
     let mut all = vec!["targets".into(), "--cuda-home".into(), home.root.into_os_string()];
     all.extend(args.iter().map(Into::into));
     programs.pass_through("flashover-bench", &all)

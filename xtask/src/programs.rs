@@ -145,11 +145,11 @@ pub(crate) fn build(root: &Path) -> Result<()> {
 
 /// Runs cargo in the checkout, on our terminal.
 pub(crate) fn run_cargo(root: &Path, args: &[&str]) -> Result<()> {
-    run(place::cargo_in(root).args(args))
+    finish(place::cargo_in(root).args(args))
 }
 
 /// Runs a command of cargo's to its end.
-pub(crate) fn run(cargo: &mut Command) -> Result<()> {
+pub(crate) fn finish(cargo: &mut Command) -> Result<()> {
     if cargo.status().context("cannot start cargo")?.success() {
         return Ok(());
     }

@@ -99,7 +99,12 @@ impl Reader {
             return Ok(());
         }
         let parsed = serde_json::from_str(line)
-            .map_err(|why| format!("program printed a line that is no record ({why}): {line}"))?;
+            .map_err(|why| {
+                format!(
+                    "program printed a line that is no record ({why}): {line}\nhint: a cubecl.toml that logs to \
+                     standard output does this"
+                )
+            })?;
         match parsed {
             Line::Card(card) => self.column.card = Some(card),
             Line::Plan { cases } => {
@@ -294,7 +299,7 @@ mod tests {
     #[test]
     fn other_output_is_reported() {
         let broken = run(&lines(), "echo hello").unwrap().broken.unwrap();
-        assert!(broken.contains("no record") && broken.ends_with("hello"), "{broken}");
+        assert!(broken.contains("no record") && broken.contains("hello\nhint: "), "{broken}");
     }
 
     #[test]

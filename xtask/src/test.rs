@@ -12,7 +12,7 @@ use crate::cli::TestArgs;
 use crate::devices::{Backend, Doctor};
 use crate::fail::check;
 use crate::place::{self, Place};
-use crate::programs::{Programs, release_dir, run, run_cargo};
+use crate::programs::{Programs, finish, release_dir, run_cargo};
 use crate::report::Style;
 use crate::setup::{self, Cuda, Ready, Wants};
 use crate::{readme, tidy, verify};
@@ -55,7 +55,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
     let mut built = None;
     steps.step("clippy and build", |_| {
         for args in [&["build"][..], &["test", "--no-run"]] {
-            run(linted(root).args(args).args(["--release", "--workspace"]))?;
+            finish(linted(root).args(args).args(["--release", "--workspace"]))?;
         }
         built = Some(Programs::at(release_dir(root)?, &ready)?);
         Ok(Outcome::Passed)

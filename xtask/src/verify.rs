@@ -21,6 +21,7 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, false)?;
     eprintln!("{chosen}");
+    chosen.check_profile(args.profile.as_deref())?;
     let backends: Vec<_> = chosen.devices.iter().map(|(backend, _)| *backend).collect();
     let with = ["--filter", "--profile"].into_iter().zip([&args.filter, &args.profile]);
     let mut options: Vec<_> =

@@ -3,7 +3,7 @@
 use std::io::{BufRead, IsTerminal, Read, Write};
 use std::path::PathBuf;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use flashover::{End, Engine, Message, Request, Session};
 use tune::timing::Stopwatch;
 
@@ -54,10 +54,10 @@ const ROOM: usize = 64;
 pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let text = match (&args.prompt, &args.prompt_file, &args.tokens) {
         (Some(prompt), ..) => Some(prompt.clone()),
-        (_, Some(file), _) => Some(
-            std::fs::read_to_string(file)
-                .with_context(|| format!("cannot read {}", file.display()))?,
-        ),
+        (_, Some(file), _) => Some(std::fs::read_to_string(file).map_err(|why| {
+            let hint = "hint: --prompt-file names a file in UTF-8";
+            anyhow!("cannot read {}: {why}\n{hint}", file.display())
+        })?),
         (.., Some(_)) => None,
         (None, None, None) => {
             let mut text = String::new();

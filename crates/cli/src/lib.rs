@@ -191,8 +191,11 @@ fn op(
     settings: &[(String, String)],
     policy: Policy,
 ) -> anyhow::Result<()> {
-    let inputs = read_tensors(input)?;
     let target = OutFile::new(output)?;
+    if OutFile::new(input).is_ok_and(|input| input.is_same(&target)) {
+        bail!("{} is read and written\nhint: give --output another name", output.display());
+    }
+    let inputs = read_tensors(input)?;
     let mut device = Device::open(backend)?;
     if let Some(profile) = profile {
         device = device.restrict(profile)?;

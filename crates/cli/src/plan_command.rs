@@ -22,9 +22,9 @@ pub(crate) struct Args {
     /// Sequences that decode together
     #[arg(long, short = 'b', default_value_t = 1, conflicts_with = "preset")]
     batch: usize,
-    /// Positions of each, of prompt and answer
-    #[arg(long, short = 'c', default_value_t = 2048, conflicts_with = "preset")]
-    context: usize,
+    /// Positions of each, of prompt and answer; without it 2048, or as many as the model has
+    #[arg(long, short = 'c', conflicts_with = "preset")]
+    context: Option<usize>,
     /// Work out precision and batch for code-generation, inference or latency
     #[arg(long)]
     preset: Option<Preset>,
@@ -33,13 +33,16 @@ pub(crate) struct Args {
     json: bool,
 }
 
+/// Positions where nobody says.
+const USUAL: usize = 2048;
+
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // A card that is described need not be there.
     let profile = match args.load.described() {
         Some(name) => ArchProfile::recorded(name)?,
         None => args.load.open()?.profile().clone(),
     };
-    let workload = Workload { batch: args.batch, context: args.context };
+    let workload = |context| Workload { batch: args.batch, context };
     let options = args.load.options();
     let model = args.model.as_deref().map(|model| args.hub.model(model)).transpose()?;
     let plan = |options: &EngineOptions, workload| match (&model, &args.shape) {
@@ -50,7 +53,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let plan = match args.preset {
         Some(preset) => preset.choose(&options, plan)?.plan,
-        None => plan(&options, workload)?,
+        None => match plan(&options, workload(args.context.unwrap_or(USUAL))) {
+            Err(why) if args.context.is_none() => {
+                plan(&options, workload(why.context().ok_or(why)?))?
+            }
+            planned => planned?,
+        },
     };
     command::print(&match args.json {
         true => serde_json::to_string_pretty(&plan)? + "\n",

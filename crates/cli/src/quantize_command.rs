@@ -28,7 +28,7 @@ pub(crate) struct Args {
     #[arg(long)]
     plain_absmax: bool,
     /// The most that one file of weights holds
-    #[arg(long, value_name = "BYTES", default_value_t = QuantizeOptions::default().shard_bytes)]
+    #[arg(long, value_name = "BYTES", default_value_t = QuantizeOptions::default().shard_bytes, value_parser = clap::value_parser!(u64).range(1..))]
     shard_bytes: u64,
     /// Decode what was written and print bits and errors of every weight, or write them to FILE as JSON
     #[arg(long, value_name = "FILE", num_args = 0..=1)]

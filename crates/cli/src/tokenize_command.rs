@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::path::PathBuf;
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use flashover::Tokenizer;
 
 use crate::model_args::HubArgs;
@@ -32,6 +32,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         anyhow!("{why}\nhint: a folder with tokenizer.json, as Hugging Face has it")
     })?;
     if let Some(ids) = &args.tokens {
+        if let Some(id) = ids.iter().find(|id| !tokenizer.has(**id)) {
+            bail!(
+                "the tokenizer has no token {id}\nhint: `flashover tokenize --prompt` prints ids"
+            );
+        }
         let texts: Vec<String> =
             ids.iter().map(|id| tokenizer.decode(&[*id], true)).collect::<Result<_, _>>()?;
         return Ok(command::print(&(serde_json::to_string(&texts)? + "\n"))?);

@@ -66,8 +66,8 @@ impl Preset {
     ) -> Result<Chosen, EngineError> {
         let (wanted, least, most) = self.wants();
         let context = match plan(options, Workload { batch: 1, context: wanted }) {
-            Err(EngineError::Model(models::Error::Context { max_seq, .. })) => max_seq,
-            planned => planned.map(|_| wanted)?,
+            Ok(_) => wanted,
+            Err(why) => why.context().ok_or(why)?,
         };
         let quants = match options.quant {
             Some(_) => &[options.quant],

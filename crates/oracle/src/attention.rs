@@ -405,6 +405,10 @@ pub fn edge_cases(dtype: DType, backend: Backend) -> Vec<EdgeCase> {
     add(AttentionProblem { softcap: Some(5.0), causal: true, ..p }, Inputs::Normal);
     add(AttentionProblem { causal: true, ..p }, Inputs::Large);
     add(AttentionProblem { softcap: Some(30.0), ..p }, Inputs::Large);
+    // Caps that bend nothing.
+    for softcap in [1e4, 1e30] {
+        add(AttentionProblem { softcap: Some(softcap), ..p }, Inputs::Normal);
+    }
     // Bias and mask of every broadcast, with rows hidden whole.
     let p = dense(2, [4, 2], [50, 70], 64);
     let full = ScoreStrides { batch: 4 * 50 * 70, head: 50 * 70, row: 70, col: 1 };

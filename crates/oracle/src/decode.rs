@@ -361,6 +361,7 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
         add(DecodeProblem { cache: DType::I8, window: Some(33), ..bent }, &lengths, 1.0);
         add(p, &lengths, 1000.0);
         add(DecodeProblem { softcap: Some(30.0), ..p }, &lengths, 1000.0);
+        add(DecodeProblem { softcap: Some(1e30), ..p }, &lengths, 1.0);
     }
     // One sequence that is shorter than the host foresees.
     for length in [300, 290, 17, 1, 0] {

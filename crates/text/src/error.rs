@@ -6,7 +6,9 @@ use std::path::PathBuf;
 pub enum Error {
     #[error("cannot read {}: {why}", .path.display())]
     Read { path: PathBuf, why: io::Error },
-    #[error("{} is no tokenizer: {why}", .path.display())]
+    #[error(
+        "{} is no tokenizer: {why}\nhint: a tokenizer.json as the tokenizers library writes it", .path.display()
+    )]
     Tokenizer { path: PathBuf, why: String },
     /// A `tokenizer_config.json` or a file of templates that is not what it should be.
     #[error("{} is malformed: {why}", .path.display())]
@@ -36,6 +38,6 @@ pub enum Error {
     /// What a template says itself, such as that roles must take turns.
     #[error("chat template `{name}` refuses these messages: {why}")]
     Refused { name: String, why: String },
-    #[error("an empty string stops every text before its beginning")]
+    #[error("an empty string stops every text before its beginning\nhint: leave it out")]
     EmptyStop,
 }

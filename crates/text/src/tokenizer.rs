@@ -86,6 +86,11 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
+    /// Whether an id is one of its tokens.
+    pub fn has(&self, id: u32) -> bool {
+        self.token(id).is_some()
+    }
+
     /// The name of a token, in the tokenizer's own spelling.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)

@@ -28,10 +28,10 @@ const RECORDED: &[&str] = &[
     include_str!("../recorded/cpu.jsonl"),
 ];
 
-/// The file that holds this user's results: `FLASHOVER_TUNE_CACHE`, else `flashover/tune.jsonl` in the
-/// cache folder; none on a machine that has neither.
+/// The file that holds this user's results: `FLASHOVER_TUNE_CACHE`, unless it is empty, else
+/// `flashover/tune.jsonl` in the cache folder; none on a machine that has neither.
 pub fn default_cache_path() -> Option<PathBuf> {
-    match std::env::var_os("FLASHOVER_TUNE_CACHE") {
+    match std::env::var_os("FLASHOVER_TUNE_CACHE").filter(|path| !path.is_empty()) {
         Some(path) => Some(path.into()),
         None => Some(dirs::cache_dir()?.join("flashover/tune.jsonl")),
     }
@@ -203,6 +203,7 @@ impl TuneCache {
         let Some(path) = &self.path else { return Ok(()) };
         let wrap = |why| CacheError { path: path.clone(), why };
         let target = behind_links(path).map_err(wrap)?;
+        regular(&target).map_err(wrap)?;
         let _lock = lock(&target).map_err(wrap)?;
         let temporary = beside(&target, "new");
         File::create(&temporary).and_then(|_| fs::remove_file(&temporary)).map_err(wrap)
@@ -235,6 +236,8 @@ impl TuneCache {
         let Some(path) = self.path.clone() else { return Ok(()) };
         let wrap = |why| CacheError { path: path.clone(), why };
         let target = behind_links(&path).map_err(wrap)?;
+        // A device would be replaced by a file, and reading one may not end.
+        regular(&target).map_err(wrap)?;
         let _lock = lock(&target).map_err(wrap)?;
         let bytes = bytes_of(&path)?;
         let (mut theirs, _) = parse(&bytes, "");
@@ -246,6 +249,17 @@ impl TuneCache {
         file.write_all(&foreign_lines(&bytes)).map_err(wrap)?;
         file.sync_all().map_err(wrap)?;
         fs::rename(&temporary, &target).map_err(wrap)
+    }
+}
+
+/// Refuses what is there and no file: a folder, a device, a pipe.
+fn regular(path: &Path) -> io::Result<()> {
+    match fs::metadata(path) {
+        Ok(meta) if !meta.is_file() => {
+            Err(io::Error::new(io::ErrorKind::InvalidInput, "it is there, and no regular file"))
+        }
+        // What is not there, or cannot be looked at, is told of by whoever opens it.
+        _ => Ok(()),
     }
 }
 
@@ -300,6 +314,7 @@ fn foreign_lines(bytes: &[u8]) -> Vec<u8> {
 /// would be overwritten with the first result.
 fn bytes_of(path: &Path) -> Result<Vec<u8>, CacheError> {
     let refused = |why| CacheError { path: path.to_owned(), why };
+    regular(path).map_err(refused)?;
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),

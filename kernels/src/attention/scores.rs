@@ -123,7 +123,7 @@ impl<F: Float, M: Int> Scores<F, M> {
             score *= self.scale;
         }
         if comptime!(self.rules.softcap) {
-            score = self.softcap * (score / self.softcap).tanh();
+            score = capped(score, self.softcap);
         }
         #[comptime]
         match &self.mask {
@@ -259,6 +259,17 @@ impl<F: Float, M: Int> Scores<F, M> {
             1.0f32.runtime()
         }
     }
+}
+
+/// softcap · tanh(score / softcap). Of a small argument by its series, to 1e-7: drivers have tanh by exponentials,
+/// whose difference loses it, and of a cap far above every score nothing is left.
+#[cube]
+pub(crate) fn capped(score: f32, softcap: f32) -> f32 {
+    let bent = score / softcap;
+    let square = bent * bent;
+    let series = 1.0f32
+        + square * (-1.0f32 / 3.0f32 + square * (2.0f32 / 15.0f32 - square * (17.0f32 / 315.0f32)));
+    select(square < 0.04f32, score * series, softcap * bent.tanh())
 }
 
 /// Comptime facts of a plane's scores, fragments of 16 rows by 8 columns.

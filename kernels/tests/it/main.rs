@@ -51,8 +51,9 @@ fn more_blocks_than_one_dimension_of_a_grid_holds_are_all_multiplied() {
 #[test]
 fn every_cpu_config_is_right() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    for precision in [Precision::F32, Precision::Bf16] {
-        for case in config_cases(precision) {
+    // Halves differ in how they are loaded and stored, and each config takes seconds to compile.
+    for (precision, every) in [(Precision::F32, 1), (Precision::Bf16, 5)] {
+        for case in config_cases(precision).into_iter().step_by(every) {
             for config in Matmul::candidates(device.profile(), &case.problem) {
                 let verdict = check(&device, &case, &config).expect("runs");
                 assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);

@@ -29,7 +29,7 @@ pub(crate) fn json(run: &[Column]) -> Result<String> {
     Ok(serde_json::to_string_pretty(&all)? + "\n")
 }
 
-const COLUMNS: [&str; 26] = [
+const COLUMNS: [&str; 28] = [
     "case",
     "op",
     "params",

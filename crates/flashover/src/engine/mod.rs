@@ -125,6 +125,16 @@ pub enum EngineError {
     Failed(String),
 }
 
+impl EngineError {
+    /// How many positions the model has, where more were asked for.
+    pub const fn context(&self) -> Option<usize> {
+        match self {
+            Self::Model(models::Error::Context { max_seq, .. }) => Some(*max_seq),
+            _ => None,
+        }
+    }
+}
+
 /// A model on a device. Clones share it.
 #[derive(Clone)]
 pub struct Engine(Arc<Inner>);

@@ -2,6 +2,8 @@
 
 use cubecl::prelude::*;
 
+use crate::attention::scores::capped;
+
 /// Which rules there are: comptime.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Rules {
@@ -37,11 +39,7 @@ impl Scores {
 
     /// The score of product `dot` in multiples of 1 / [`Scores::unit`].
     pub(crate) fn of(&self, dot: f32) -> f32 {
-        if comptime!(self.rules.softcap) {
-            self.softcap * (dot * self.scale / self.softcap).tanh()
-        } else {
-            dot
-        }
+        if comptime!(self.rules.softcap) { capped(dot * self.scale, self.softcap) } else { dot }
     }
 
     /// The first key that the query at position `position` sees; the last is its own.
