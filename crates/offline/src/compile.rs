@@ -121,7 +121,8 @@ impl Toolkit {
         let Compiled { registers, spill_stores, spill_loads, stack } = match dump {
             Some(_) => compile()?,
             None => {
-                known.get_or(known::key(&source.text, &options(sm), &self.versions), compile)?
+                let text = source.text.replace(&source.entry, "kernel");
+                known.get_or(known::key(&text, &options(sm), &self.versions), compile)?
             }
         };
         let (shared, units) = (source.shared_bytes as u32, source.units);

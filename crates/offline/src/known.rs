@@ -83,7 +83,8 @@ impl Known {
     }
 }
 
-/// What a result depends on, in 128 bits: the source, and everything that makes machine code of it.
+/// What a result depends on, in 128 bits: the source, and everything that makes machine code of it. The kernel's name
+/// in it must be the same for all: CubeCL's ends in a hash of Rust types, which changes with the compiler's flags.
 pub(crate) fn key(source: &str, options: &[String], tools: &str) -> String {
     let text = format!("{tools}\0{}\0{source}", options.join("\0"));
     format!("{:032x}", xxh3_128(text.as_bytes()))
