@@ -192,6 +192,25 @@ fn a_weight_with_infinities_is_not_quantised() {
     }
 }
 
+/// Cases that `verify` keeps for configs other than the default, of which a CPU has none: here by the default.
+#[test]
+fn cases_of_other_configs_are_right_on_the_cpu() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let arch = device.profile();
+    for dtype in [DType::F32, DType::Bf16] {
+        for case in oracle::nf4::product_config_cases(dtype) {
+            let config = Nf4Matmul::candidates(arch, &case.problem)[0];
+            let verdict = oracle::nf4::check(&device, &case, &config).expect("runs");
+            assert!(verdict.comparison.passed, "{case:?}: {}", verdict.comparison);
+        }
+    }
+    for case in oracle::attention_backward::config_cases(DType::Bf16) {
+        let config = AttentionBackward::candidates(arch, &case.problem)[0];
+        let verdict = oracle::attention_backward::check(&device, &case, &config).expect("runs");
+        assert!(verdict.comparison.passed, "{case:?}: {}", verdict.comparison);
+    }
+}
+
 /// Units share rows in every way.
 #[test]
 fn every_config_of_a_norm_is_right_in_wgsl() {
