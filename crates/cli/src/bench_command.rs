@@ -1,7 +1,6 @@
 //! `flashover bench`: tests, columns and formats as llama-bench has them.
 
 use std::fmt::Write;
-use std::path::PathBuf;
 
 use anyhow::bail;
 use clap::ValueEnum;
@@ -10,20 +9,12 @@ use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-use crate::model_args::{HubArgs, LoadArgs, TraceArgs, Tracing};
+use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
-    #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
-    model: Option<PathBuf>,
     #[command(flatten)]
-    hub: HubArgs,
-    /// A published shape with random weights, such as llama-3-8b
-    #[arg(long)]
-    shape: Option<String>,
-    #[command(flatten)]
-    load: LoadArgs,
+    of: SubjectArgs,
     /// Tokens of a prompt: numbers and ranges such as 64-512*2 or 128-512+128, with commas between; 0 is none
     #[arg(short = 'p', long, default_value = "512", value_parser = sizes)]
     n_prompt: Sizes,
@@ -137,18 +128,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("there is nothing to measure\nhint: -p or -n, and --batch, above 0");
     }
     let file = args.trace.file()?;
-    let device = args.load.open()?;
-    let (name, engine) = match (&args.model, &args.shape) {
-        (Some(model), _) => {
-            let folder = args.hub.model(model)?;
-            (model.display().to_string(), args.load.folder(&device, &folder)?)
-        }
-        (None, shape) => {
-            let shape = shape.clone().unwrap_or_default();
-            let engine = Engine::random(&device, &shape, &args.load.options())?;
-            (shape, engine)
-        }
-    };
+    let device = args.of.load.open()?;
+    let (name, engine) = (args.of.name(), args.of.engine(&device)?);
     if let Some(most) = args.find_batch {
         return find_batches(&engine, &tests, most as usize);
     }

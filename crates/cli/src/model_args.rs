@@ -45,6 +45,27 @@ pub(crate) struct ModelArgs {
     load: LoadArgs,
 }
 
+/// Which model, or which shape with random weights, and how it is loaded.
+#[derive(clap::Args)]
+pub(crate) struct SubjectArgs {
+    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
+    #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
+    model: Option<PathBuf>,
+    /// A published shape with random weights, such as llama-3-8b
+    #[arg(long)]
+    shape: Option<String>,
+    #[command(flatten)]
+    hub: HubArgs,
+    #[command(flatten)]
+    pub(crate) load: LoadArgs,
+}
+
+/// What a measurement is of.
+pub(crate) enum Subject<'a> {
+    Folder(PathBuf),
+    Shape(&'a str),
+}
+
 /// How a model is loaded.
 #[derive(clap::Args)]
 pub(crate) struct LoadArgs {
@@ -248,6 +269,32 @@ impl ModelArgs {
     pub(crate) fn load(&self) -> anyhow::Result<Engine> {
         let folder = self.hub.model(&self.model)?;
         self.load.folder(&self.load.open()?, &folder)
+    }
+}
+
+impl SubjectArgs {
+    /// The folder, downloaded where the model is a name, or the shape.
+    pub(crate) fn subject(&self) -> anyhow::Result<Subject<'_>> {
+        Ok(match (&self.model, &self.shape) {
+            (Some(model), _) => Subject::Folder(self.hub.model(model)?),
+            (None, shape) => Subject::Shape(shape.as_deref().unwrap_or_default()),
+        })
+    }
+
+    /// The model as it was named.
+    pub(crate) fn name(&self) -> String {
+        match (&self.model, &self.shape) {
+            (Some(model), _) => model.display().to_string(),
+            (None, shape) => shape.clone().unwrap_or_default(),
+        }
+    }
+
+    /// Loads it, with a bar on a terminal, or makes it.
+    pub(crate) fn engine(&self, device: &Device) -> anyhow::Result<Engine> {
+        Ok(match self.subject()? {
+            Subject::Folder(folder) => self.load.folder(device, &folder)?,
+            Subject::Shape(shape) => Engine::random(device, shape, &self.load.options())?,
+        })
     }
 }
 

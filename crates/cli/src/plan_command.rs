@@ -1,24 +1,14 @@
 //! `flashover plan`: what a model takes, before it is loaded.
 
-use std::path::PathBuf;
-
 use anyhow::bail;
 use flashover::{ArchProfile, EngineOptions, Plan, Preset, Workload};
 
-use crate::model_args::{HubArgs, LoadArgs};
+use crate::model_args::{Subject, SubjectArgs};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
-    #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
-    model: Option<PathBuf>,
-    /// A published shape, such as llama-3-8b
-    #[arg(long)]
-    shape: Option<String>,
     #[command(flatten)]
-    hub: HubArgs,
-    #[command(flatten)]
-    load: LoadArgs,
+    of: SubjectArgs,
     /// Sequences that decode together
     #[arg(long, short = 'b', default_value_t = 1, conflicts_with = "preset")]
     batch: usize,
@@ -38,18 +28,16 @@ const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // A card that is described need not be there.
-    let profile = match args.load.described() {
+    let profile = match args.of.load.described() {
         Some(name) => ArchProfile::recorded(name)?,
-        None => args.load.open()?.profile().clone(),
+        None => args.of.load.open()?.profile().clone(),
     };
     let workload = |context| Workload { batch: args.batch, context };
-    let options = args.load.options();
-    let model = args.model.as_deref().map(|model| args.hub.model(model)).transpose()?;
-    let plan = |options: &EngineOptions, workload| match (&model, &args.shape) {
-        (Some(model), _) => Plan::of_folder(&profile, model, options, workload),
-        (None, shape) => {
-            Plan::of_shape(&profile, shape.as_deref().unwrap_or_default(), options, workload)
-        }
+    let options = args.of.load.options();
+    let subject = args.of.subject()?;
+    let plan = |options: &EngineOptions, workload| match &subject {
+        Subject::Folder(folder) => Plan::of_folder(&profile, folder, options, workload),
+        Subject::Shape(shape) => Plan::of_shape(&profile, shape, options, workload),
     };
     let plan = match args.preset {
         Some(preset) => preset.choose(&options, plan)?.plan,

@@ -5,23 +5,15 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::ValueEnum;
 use command::OutFile;
-use flashover::{Ceilings, Engine, Profile, SpeedTest};
+use flashover::{Ceilings, Profile, SpeedTest};
 use serde_json::json;
 
-use crate::model_args::{HubArgs, LoadArgs};
+use crate::model_args::SubjectArgs;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
-    #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
-    model: Option<PathBuf>,
-    /// A published shape with random weights, such as llama-3-8b
-    #[arg(long)]
-    shape: Option<String>,
     #[command(flatten)]
-    hub: HubArgs,
-    #[command(flatten)]
-    load: LoadArgs,
+    of: SubjectArgs,
     /// Tokens of a prompt
     #[arg(short = 'p', long, default_value_t = 128)]
     n_prompt: usize,
@@ -59,14 +51,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("there is nothing to profile\nhint: -p or -n, and --batch, above 0");
     }
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
-    let device = args.load.open()?;
-    let engine = match (&args.model, &args.shape) {
-        (Some(model), _) => args.load.folder(&device, &args.hub.model(model)?)?,
-        (None, shape) => {
-            let shape = shape.as_deref().unwrap_or_default();
-            Engine::random(&device, shape, &args.load.options())?
-        }
-    };
+    let device = args.of.load.open()?;
+    let engine = args.of.engine(&device)?;
     let ceilings = Ceilings::measure(&engine)?;
     let profile = engine.profile(test)?;
     if let Some(file) = file {
