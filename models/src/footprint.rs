@@ -74,10 +74,11 @@ pub(crate) const fn four_bit_bytes(values: u128) -> u128 {
 }
 
 impl DecoderConfig {
-    /// What the model takes, held and loaded so.
-    pub fn footprint(&self, held: Held, load: Workload) -> Footprint {
+    /// What the model takes, held and loaded so, beside its weights, whose bytes are known: see
+    /// [`DecoderConfig::held_bytes`] and [`device_bytes`](crate::device_bytes).
+    pub fn footprint(&self, held: Held, weights: u128, load: Workload) -> Footprint {
         Footprint {
-            weights: self.held_bytes(held),
+            weights,
             cache: self.cache_bytes(held.dtype, load.batch, load.positions)
                 + self.angle_bytes(load.positions),
             activations: self.activation_bytes(held, load),
@@ -162,19 +163,20 @@ mod tests {
     fn llama_3_8b_takes_what_it_is_known_to() {
         let llama = shapes::named("llama-3-8b").expect("published");
         let load = Workload { batch: 1, positions: 8192, chunk: 2048 };
-        let dense = llama.footprint(BF16, load);
+        let of = |held, load| llama.footprint(held, llama.held_bytes(held), load);
+        let dense = of(BF16, load);
         assert_eq!(dense.weights, 2 * 8_030_261_248);
         // 128 KiB a position, and 64 angles of two numbers.
         assert_eq!(dense.cache, 8192 * (131_072 + 4 * 128));
         // x, norm(x), gate and up.
         assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 2 * 14_336));
         assert_eq!(dense.workspace, 0);
-        let four = llama.footprint(NF4, load);
+        let four = of(NF4, load);
         // Embedding, head and norms stay.
         let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
         assert_eq!(four.weights, four_bit_bytes(8_030_261_248 - rest / 2) + rest);
         assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
-        let step = llama.footprint(NF4, Workload { chunk: 1, batch: 16, ..load });
+        let step = of(NF4, Workload { chunk: 1, batch: 16, ..load });
         assert_eq!((step.workspace, step.cache), (0, 16 * 8192 * 131_072 + 8192 * 512));
         assert_eq!(four.total(), four.weights + four.cache + four.activations + four.workspace);
     }
@@ -184,7 +186,7 @@ mod tests {
         for name in shapes::names() {
             let config = shapes::named(name).expect("published");
             let of = |batch, positions| {
-                config.footprint(NF4, Workload { batch, positions, chunk: 2048 }).total()
+                config.footprint(NF4, 0, Workload { batch, positions, chunk: 2048 }).total()
             };
             assert!(of(1, 64) < of(1, 4096) && of(1, 4096) < of(3, 4096), "{name}");
         }

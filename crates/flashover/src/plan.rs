@@ -108,8 +108,8 @@ pub(crate) struct Planned {
     pub(crate) model: String,
     pub(crate) config: models::DecoderConfig,
     pub(crate) held: Held,
-    /// Where the files tell better than the configuration.
-    pub(crate) weights: Option<u128>,
+    /// Bytes of the weights on the device.
+    pub(crate) weights: u128,
 }
 
 /// Beyond which nobody looks for the largest.
@@ -168,8 +168,7 @@ impl Plan {
 impl Planned {
     fn footprint(&self, Workload { batch, context }: Workload) -> Footprint {
         let passing = Passing { batch, positions: context, chunk: models::CHUNK };
-        let computed = self.config.footprint(self.held, passing);
-        Footprint { weights: self.weights.unwrap_or(computed.weights), ..computed }
+        self.config.footprint(self.held, self.weights, passing)
     }
 
     fn checked(

@@ -169,7 +169,7 @@ impl Prepared {
             model: folder.display().to_string(),
             config: weights.config().clone(),
             held,
-            weights: Some(models::device_bytes(weights, &load)?),
+            weights: models::device_bytes(weights, &load)?,
         };
         Ok(Self { planned, load })
     }
@@ -185,7 +185,8 @@ impl Prepared {
         };
         let load = load_options(profile, options, FloatDType::BF16)?;
         let held = Held { dtype: dtype_of(&load), four_bit: load.quant.is_some() };
-        let planned = Planned { model: shape.to_owned(), config, held, weights: None };
+        let weights = config.held_bytes(held);
+        let planned = Planned { model: shape.to_owned(), config, held, weights };
         Ok(Self { planned, load })
     }
 
