@@ -72,8 +72,10 @@ pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     // WGSL devices bind 128 MiB at most.
     let most = if device.backend() == Backend::WebGpu { 64 << 20 } else { 1 << 30 };
     let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
-    let from = crate::noise(device, bytes / 4, DType::F32, 1);
-    let to = device.client().empty(bytes);
+    // Back to the driver once it is over, and no measure of the pages of a pool.
+    let [from, to] = device.client().memory_dedicated_allocation((), |()| {
+        [crate::noise(device, bytes / 4, DType::F32, 1), device.client().empty(bytes)]
+    });
     let effort = Effort::report(device.backend());
     let timing = timing::measure(device, effort, |_| copy(device, &from, &to, bytes))?;
     Ok((2 * bytes as u64, timing))

@@ -8,6 +8,7 @@
 //!                feed-forward  norm(x), up and gate; up is the gate's epilogue's
 //!                logits        [rows of them, vocab], in f32
 //! workspace    a dense copy of the largest weight in 4 bits, which prompts are multiplied with
+//! small        a page of what is: shapes, lengths, tokens
 //! ```
 //!
 //! Sums are of 128 bits: a configuration may be absurd.
@@ -26,6 +27,8 @@ pub struct Footprint {
     /// What is alive at most while tokens pass.
     pub activations: u128,
     pub workspace: u128,
+    /// A page of what is small.
+    pub small: u128,
 }
 
 /// How a model is held.
@@ -50,7 +53,12 @@ pub struct Workload {
 
 impl Footprint {
     pub const fn total(&self) -> u128 {
-        self.weights + self.cache + self.activations + self.workspace
+        self.weights + self.cache + self.passing() + self.small
+    }
+
+    /// What comes and goes while tokens pass.
+    pub const fn passing(&self) -> u128 {
+        self.activations + self.workspace
     }
 }
 
@@ -83,6 +91,7 @@ impl DecoderConfig {
                 + self.angle_bytes(load.positions),
             activations: self.activation_bytes(held, load),
             workspace: self.workspace_bytes(held, load),
+            small: SMALL_PAGE,
         }
     }
 
@@ -148,6 +157,8 @@ impl DecoderConfig {
     }
 }
 
+/// The page of a CubeCL pool that holds what is smaller than 64 KiB.
+const SMALL_PAGE: u128 = 8 << 20;
 /// Rows up to which weights in 4 bits are decoded beside the products.
 const FEW: u128 = 128;
 
@@ -170,7 +181,7 @@ mod tests {
         assert_eq!(dense.cache, 8192 * (131_072 + 4 * 128));
         // x, norm(x), gate and up.
         assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 2 * 14_336));
-        assert_eq!(dense.workspace, 0);
+        assert_eq!((dense.workspace, dense.small), (0, SMALL_PAGE));
         let four = of(NF4, load);
         // Embedding, head and norms stay.
         let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
@@ -178,7 +189,9 @@ mod tests {
         assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
         let step = of(NF4, Workload { chunk: 1, batch: 16, ..load });
         assert_eq!((step.workspace, step.cache), (0, 16 * 8192 * 131_072 + 8192 * 512));
-        assert_eq!(four.total(), four.weights + four.cache + four.activations + four.workspace);
+        let passing = four.activations + four.workspace;
+        assert_eq!(four.passing(), passing);
+        assert_eq!(four.total(), four.weights + four.cache + passing + SMALL_PAGE);
     }
 
     #[test]

@@ -102,8 +102,8 @@ struct BudgetArgs {
 /// What is recorded beside.
 #[derive(clap::Args)]
 pub(crate) struct TraceArgs {
-    /// Write every span, launch and reading of memory, for Perfetto or chrome://tracing; steps are then launched
-    /// kernel by kernel
+    /// Write every span and reading of memory, and the kernels of the first prompt and of the first step, for Perfetto
+    /// or chrome://tracing; `flashover profile --trace` has the kernels of all
     #[arg(long, value_name = "FILE")]
     profile_trace: Option<PathBuf>,
 }
@@ -120,7 +120,7 @@ impl TraceArgs {
 
 impl Tracing {
     pub(crate) fn start(file: Option<OutFile>) -> anyhow::Result<Self> {
-        let started = file.map(|file| Ok::<_, AlreadyRecording>((file, Recording::start()?)));
+        let started = file.map(|file| Ok::<_, AlreadyRecording>((file, Recording::brief()?)));
         Ok(Self(started.transpose()?))
     }
 

@@ -1,6 +1,6 @@
 //! Several answers to each of several prompts, in two batches that run beside each other.
 //!
-//! `cargo run --release --example batches -- models/demo`
+//! `cargo run --release --example batches -- models/demo [cuda, vulkan or cpu]`
 
 use std::error::Error;
 use std::thread;
@@ -8,8 +8,10 @@ use std::thread;
 use flashover::{Backend, Device, Engine, EngineError, EngineOptions, Sampling, Workload};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let folder = std::env::args().nth(1).ok_or("a folder")?;
-    let device = Device::open(Backend::Cpu)?;
+    let mut args = std::env::args().skip(1);
+    let folder = args.next().ok_or("a folder")?;
+    let backend = args.next().map_or(Ok(Backend::Cpu), |name| name.parse())?;
+    let device = Device::open(backend)?;
     let engine = Engine::load(&device, folder, &EngineOptions::default())?;
 
     // What four sequences of 128 positions take, before they take it.

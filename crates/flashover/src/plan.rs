@@ -73,8 +73,8 @@ pub struct Workload {
 /// What a model takes of a device, part by part, in bytes.
 ///
 /// # Units
-/// Bytes. Pools keep pages that are larger than what is in them: what a device reports as reserved is more than the
-/// parts by a few pages.
+/// Bytes of the pools of the device. What its driver keeps for a process, some hundred MiB on CUDA, is beside them, as
+/// is what a [reserve](MemoryBudget::reserve_bytes) is for.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     /// The folder or the shape.
@@ -94,7 +94,7 @@ pub struct Plan {
     pub cache_bytes: u64,
     /// What is alive at most while tokens pass.
     pub activations_bytes: u64,
-    /// Dense copies of weights in 4 bits.
+    /// Dense copies of weights in 4 bits, and a page of what is small.
     pub workspace_bytes: u64,
     /// The most sequences of this context; none without a budget.
     pub largest_batch: Option<usize>,
@@ -166,7 +166,7 @@ impl Plan {
 }
 
 impl Planned {
-    fn footprint(&self, Workload { batch, context }: Workload) -> Footprint {
+    pub(crate) fn footprint(&self, Workload { batch, context }: Workload) -> Footprint {
         let passing = Passing { batch, positions: context, chunk: models::CHUNK };
         self.config.footprint(self.held, self.weights, passing)
     }
@@ -217,7 +217,7 @@ impl Planned {
             weights_bytes: bytes(parts.weights),
             cache_bytes: bytes(parts.cache),
             activations_bytes: bytes(parts.activations),
-            workspace_bytes: bytes(parts.workspace),
+            workspace_bytes: bytes(parts.workspace + parts.small),
             largest_batch: known(largest(MOST_SEQUENCES, |batch| {
                 fits(Workload { batch, ..workload })
             })),

@@ -51,6 +51,10 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
             gap(reserved, plan.peak_bytes())
         );
         assert!(gap(used, plan.peak_bytes()) < 0.05, "{used} {plan}");
+        // A pool's page is whole MiB, and room for what passes is one page.
+        let held = reserved.saturating_sub(2 << 20);
+        assert!(gap(held, plan.peak_bytes()) < 0.05, "{reserved} {plan}");
+        assert!(gap(reserved, plan.peak_bytes()) > -0.05, "{reserved} {plan}");
         // A budget that is refused leaves the device as it was, and the model answers on.
         engine.clear_cache().expect("nothing is captured");
         let before = engine.memory().used_bytes;

@@ -18,6 +18,7 @@
 
 mod attention;
 mod call;
+mod capture;
 mod ctx;
 mod decode;
 mod embed;
@@ -32,6 +33,7 @@ mod sample;
 mod upload;
 
 pub use attention::attention;
+pub use capture::{AtWork, at_work, capture_alone, captures};
 /// Where [`Nf4Weight`]s come from and go to.
 pub use checkpoint;
 pub use ctx::Ctx;
@@ -46,7 +48,7 @@ pub use kernels::sample::Choice;
 pub use matmul::{Epilogue, linear, matmul};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
 pub use norm::{NormWeights, norm};
-pub use refresh::{captures, refresh};
+pub use refresh::refresh;
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope};
 pub use sample::sample;
 pub use upload::upload;

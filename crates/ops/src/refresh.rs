@@ -2,10 +2,8 @@
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::IntTensor;
-use burn::backend::{
-    Autodiff, AutodiffBackend, Backend, Dispatch, DispatchDevice, backend_extension,
-};
-use burn::tensor::{Device, Int, Tensor};
+use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
+use burn::tensor::{Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::bytes::Bytes;
@@ -35,14 +33,6 @@ pub fn refresh<const D: usize>(tensor: &Tensor<D, Int>, words: &[u32]) -> Result
     let bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     <Dispatch as RefreshOps>::refresh(tensor.clone().into_dispatch(), bytes);
     Ok(())
-}
-
-/// Whether work on `device` can be captured as a graph and replayed.
-pub fn captures(device: &Device) -> bool {
-    match device.clone().inner().as_dispatch() {
-        DispatchDevice::Cube(raw) => raw.client().name() != "cpu",
-        _ => false,
-    }
 }
 
 #[backend_extension(Cube, Autodiff)]

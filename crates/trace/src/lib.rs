@@ -11,14 +11,15 @@
 //! it, are counted there. A span costs one load of a flag while nobody records.
 //!
 //! Launches are timed by two events each that nothing waits for, on the device's own clock where it has one, and read
-//! when recording ends. What is replayed from a graph is launched by no one: whoever captures asks [`recording`]
-//! first.
+//! when recording ends. What is replayed from a graph is launched by no one: whoever captures asks [`timed`] first.
 
 mod chrome;
 mod record;
 mod totals;
 
-pub use record::{AlreadyRecording, Recording, SpanGuard, memory, operator, recording, span};
+pub use record::{
+    AlreadyRecording, First, Recording, SpanGuard, first, memory, operator, span, timed,
+};
 pub use totals::{Layer, Operator};
 use tune::Cost;
 

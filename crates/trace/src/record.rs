@@ -1,6 +1,7 @@
 //! Recording.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,6 +22,8 @@ static RECORDER: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
 thread_local! {
     /// The spans of this thread that are open, outermost first, each with the recorder that it belongs to.
     static OPEN: RefCell<Vec<(u64, usize)>> = const { RefCell::new(Vec::new()) };
+    /// Whether this thread is at what a brief recording sees for the first time.
+    static FIRST: Cell<bool> = const { Cell::new(false) };
 }
 
 /// What is recorded from its start to [`Recording::finish`], on all devices of the process.
@@ -39,8 +42,17 @@ struct Recorder {
     id: u64,
     /// Whose spans and launches count; everybody's when none.
     only: Option<ThreadId>,
+    /// Kinds of passes that were seen, launch by launch, where one of each kind is enough.
+    once: Option<Mutex<Once>>,
     clock: Stopwatch,
     events: Mutex<Events>,
+}
+
+#[derive(Default)]
+struct Once {
+    seen: BTreeSet<String>,
+    /// Of what is seen now.
+    observation: Option<LaunchObservation>,
 }
 
 #[derive(Default)]
@@ -68,12 +80,21 @@ enum Time {
 }
 
 impl Recording {
-    /// Of all threads.
+    /// Of all threads, every launch.
     ///
     /// # Errors
     /// [`AlreadyRecording`].
     pub fn start() -> Result<Self, AlreadyRecording> {
-        Self::of(None)
+        Self::of(None, None)
+    }
+
+    /// Of all threads: every span, and the launches of one pass of each kind, as [`first`] tells them. Timing a launch
+    /// costs more than a short one takes.
+    ///
+    /// # Errors
+    /// [`AlreadyRecording`].
+    pub fn brief() -> Result<Self, AlreadyRecording> {
+        Self::of(None, Some(Mutex::default()))
     }
 
     /// Of what this thread does, whatever others do beside it.
@@ -81,10 +102,10 @@ impl Recording {
     /// # Errors
     /// [`AlreadyRecording`].
     pub fn of_this_thread() -> Result<Self, AlreadyRecording> {
-        Self::of(Some(thread::current().id()))
+        Self::of(Some(thread::current().id()), None)
     }
 
-    fn of(only: Option<ThreadId>) -> Result<Self, AlreadyRecording> {
+    fn of(only: Option<ThreadId>, once: Option<Mutex<Once>>) -> Result<Self, AlreadyRecording> {
         static IDS: AtomicU64 = AtomicU64::new(0);
         let mut slot = locked(&RECORDER);
         if slot.is_some() {
@@ -93,12 +114,14 @@ impl Recording {
         let recorder = Arc::new(Recorder {
             id: IDS.fetch_add(1, Ordering::Relaxed),
             only,
+            once,
             clock: Stopwatch::start(),
             events: Mutex::default(),
         });
         *slot = Some(recorder.clone());
         RECORDING.store(true, Ordering::Release);
-        let observation = Some(LaunchObservation::new(recorder.clone()));
+        let every = recorder.once.is_none();
+        let observation = every.then(|| LaunchObservation::new(recorder.clone()));
         Ok(Self { recorder, observation })
     }
 
@@ -121,9 +144,14 @@ impl Recording {
 
     fn stop(&mut self) {
         // Before the slot is free for another.
-        if self.observation.take().is_some() {
+        self.observation = None;
+        if let Some(once) = &self.recorder.once {
+            locked(once).observation = None;
+        }
+        let mut slot = locked(&RECORDER);
+        if slot.as_ref().is_some_and(|recorder| recorder.id == self.recorder.id) {
             RECORDING.store(false, Ordering::Release);
-            *locked(&RECORDER) = None;
+            *slot = None;
         }
     }
 }
@@ -198,8 +226,47 @@ impl LaunchObserver for Recorder {
 }
 
 /// Whether somebody records.
-pub fn recording() -> bool {
+fn recording() -> bool {
     RECORDING.load(Ordering::Relaxed)
+}
+
+/// Whether launches of this thread are timed now.
+pub fn timed() -> bool {
+    recorder().is_some_and(|recorder| recorder.once.is_none() || FIRST.get())
+}
+
+/// Lets a [brief](Recording::brief) recording time what this thread launches until the guard is dropped, if it has not
+/// seen its kind before. One thread is seen at a time.
+pub fn first<N: Into<String>>(kind: impl FnOnce() -> N) -> First {
+    let Some(recorder) = recorder() else { return First(None) };
+    let Some(once) = &recorder.once else { return First(None) };
+    let mut state = locked(once);
+    if state.observation.is_some() || !state.seen.insert(kind().into()) {
+        return First(None);
+    }
+    state.observation = Some(LaunchObservation::new(recorder.clone()));
+    drop(state);
+    FIRST.set(true);
+    First(Some(recorder))
+}
+
+/// Ends what [`first`] began.
+#[must_use = "launches are timed until it is dropped"]
+pub struct First(Option<Arc<Recorder>>);
+
+impl Drop for First {
+    fn drop(&mut self) {
+        if let Some(once) = self.0.as_ref().and_then(|recorder| recorder.once.as_ref()) {
+            FIRST.set(false);
+            locked(once).observation = None;
+        }
+    }
+}
+
+impl fmt::Debug for First {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("First").field(&self.0.is_some()).finish()
+    }
 }
 
 /// A span until the guard is dropped, on this thread; nothing while nobody records.
@@ -339,8 +406,29 @@ mod tests {
         assert!(trace.spans[0].end_ns >= trace.spans[2].end_ns, "it was open to the end");
         let [read] = trace.memory[..] else { panic!("{:?}", trace.memory) };
         assert_eq!((read.used, read.reserved), (5, 7));
+        // Of each kind a brief one times the first, and no other thread is timed meanwhile.
+        let brief = Recording::brief().expect("the first is over");
+        assert!(!timed());
+        {
+            let _step = first(|| "step");
+            assert!(timed());
+            thread::spawn(|| {
+                let _prompt = first(|| "prompt");
+                assert!(!timed(), "one thread at a time");
+            })
+            .join()
+            .expect("it runs");
+        }
+        let again = first(|| "step");
+        assert!(!timed(), "steps were seen");
+        drop(again);
+        let prompt = first(|| "prompt");
+        assert!(timed(), "prompts were not");
+        drop(brief);
+        assert!(!timed());
+        drop(prompt);
         // What is left of one recording is no parent in another, and others need not count.
-        let again = Recording::of_this_thread().expect("the first is over");
+        let again = Recording::of_this_thread().expect("the others are over");
         let _late = span(|| "late");
         thread::spawn(|| drop(span(|| "elsewhere"))).join().expect("it runs");
         let spans = again.finish().spans;

@@ -307,7 +307,10 @@ struct Cold<'a> {
 impl<'a> Cold<'a> {
     fn new(device: &'a Device) -> Self {
         let bytes = 4 * device.profile().cache_bytes.unwrap_or(64 << 20) as usize;
-        Self { device, buffer: device.client().empty(bytes), words: bytes / 4 }
+        let client = device.client();
+        // Back to the driver once it is over, and no measure of the pages of a pool.
+        let buffer = client.memory_dedicated_allocation((), |()| client.empty(bytes));
+        Self { device, buffer, words: bytes / 4 }
     }
 
     fn chill(&self) {

@@ -258,7 +258,10 @@ pub fn operand_sets<K: Kernel>(device: &Device, problem: &K::Problem) -> Vec<K::
     let bytes = K::cost(problem).bytes.max(1);
     let cache = device.profile().cache_bytes.unwrap_or(32 << 20);
     let n = (3 * cache).div_ceil(bytes).clamp(1, 24);
-    (0..n).map(|seed| K::operands(device, problem, seed)).collect()
+    // Back to the driver once it is over, and no measure of the pages of a pool.
+    device.client().memory_dedicated_allocation((), |()| {
+        (0..n).map(|seed| K::operands(device, problem, seed)).collect()
+    })
 }
 
 /// Parts of one output: its start, middle and end.

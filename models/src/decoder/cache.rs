@@ -129,12 +129,14 @@ fn join(mut parts: Vec<Tensor<4>>, plans: &[Shared], shares: bool) -> Tensor<4> 
 
 impl KvCache {
     pub(super) fn new(of: &Decoder, batch: usize, capacity: usize) -> Self {
+        let _at_work = ops::at_work();
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &of.config;
         let zeros = || {
             let shape = [batch, *kv_heads, capacity, *head_dim];
             Tensor::<4>::zeros(shape, (&of.device, burn::tensor::DType::from(of.dtype)))
         };
-        let layers = layers.iter().map(|_| (zeros(), zeros())).collect();
+        let make = |()| layers.iter().map(|_| (zeros(), zeros())).collect();
+        let layers = of.device.memory_persistent_allocations((), make);
         let mut cache = Self {
             memory: Memory { layers, pages: None, tables: Vec::new() },
             tokens: vec![Vec::new(); batch],
@@ -159,6 +161,7 @@ impl KvCache {
     /// that stretches has others past its length.
     #[must_use]
     pub fn stack(mut parts: Vec<(Self, usize)>) -> Self {
+        let _at_work = ops::at_work();
         parts.retain(|(_, times)| *times > 0);
         let (first, _) = parts.first().expect("a batch has a sequence");
         let (capacity, frequencies) = (first.capacity, first.frequencies.clone());
@@ -181,8 +184,10 @@ impl KvCache {
         for _ in 0..count {
             let layer = theirs.iter_mut().map(|part| part.next().expect("as many layers"));
             let (k, v): (Vec<_>, Vec<_>) = layer.unzip();
+            let device = k[0].device();
             let joined = |parts: Vec<Tensor<4>>| join(parts, &plans, shares);
-            layers.push((joined(k), joined(v)));
+            let both = |(k, v)| (joined(k), joined(v));
+            layers.push(device.memory_persistent_allocations((k, v), both));
         }
         let pages = shares.then(|| Pages::of(&plans, &layers[0].0.device()));
         let memory = Memory { layers, pages, tables };
@@ -195,6 +200,7 @@ impl KvCache {
     /// For a sequence that is not of the batch.
     #[must_use]
     pub fn keep(self, sequences: &[usize]) -> Self {
+        let _at_work = ops::at_work();
         let rows = |t: &Tensor<4>| {
             let own = |at: &usize| t.clone().slice_dim(0, *at..at + 1);
             Tensor::cat(sequences.iter().map(own).collect(), 0)

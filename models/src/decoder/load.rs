@@ -117,6 +117,7 @@ struct Loader<'a> {
 
 impl Loader<'_> {
     fn decoder(self, mut progress: impl FnMut(Loading)) -> Result<Decoder, Error> {
+        let _at_work = ops::at_work();
         let config = self.config().clone();
         let parts = config.layers.len() + 2;
         let mut done = 0;
@@ -125,22 +126,22 @@ impl Loader<'_> {
             done += 1;
         };
         step();
-        let embedding = self.weight(Slot::Embedding)?;
+        let embedding = self.kept(|| self.weight(Slot::Embedding))?;
         let positions = match config.learned_positions {
-            true => Some(self.weight(Slot::Positions)?),
+            true => Some(self.kept(|| self.weight(Slot::Positions))?),
             false => None,
         };
         step();
         let mut layers = Vec::with_capacity(config.layers.len());
         for index in 0..config.layers.len() {
-            layers.push(self.layer(index)?);
+            layers.push(self.kept(|| self.layer(index))?);
             step();
         }
-        let final_norm = self.norm(Slot::FinalNorm)?;
+        let final_norm = self.kept(|| self.norm(Slot::FinalNorm))?;
         let head = match config.tie_embeddings {
             true => Projection { matrices: vec![Matrix::Dense(embedding.clone())], bias: None },
             // Whatever is done to the layers, the head stays as it is.
-            false => Loader { quant: None, ..self }.projection(&[Slot::Head])?,
+            false => self.kept(|| Loader { quant: None, ..self }.projection(&[Slot::Head]))?,
         };
         step();
         let (ctx, device, dtype) = (self.ctx.clone(), self.device.clone(), self.dtype);
@@ -157,6 +158,12 @@ impl Loader<'_> {
             final_norm,
             head,
         })
+    }
+
+    /// What `make` makes in allocations of its own size, which stay where they are; what it needs meanwhile serves
+    /// the next one.
+    fn kept<T: Send>(&self, make: impl Fn() -> T + Send) -> T {
+        self.device.memory_persistent_allocations((), move |()| make())
     }
 
     fn config(&self) -> &DecoderConfig {
@@ -291,19 +298,16 @@ impl Loader<'_> {
         let param = config.params().into_iter().find(own);
         let shape = param.expect("a parameter of this decoder").shape;
         let norm = shape.len() == 1 && side == Side::Weight;
-        let make = |shape: Vec<usize>| {
-            let made = match (norm, config.norm.kind) {
-                (true, NormKind::RmsPlusOne) => Tensor::<D>::zeros(shape, self.device),
-                (true, _) => Tensor::ones(shape, self.device),
-                _ => {
-                    let k = if slot == Slot::Embedding { 1 } else { shape[shape.len() - 1] };
-                    let spread = Distribution::Normal(0.0, 1.0 / (k as f64).sqrt());
-                    Tensor::random(shape, spread, self.device)
-                }
-            };
-            made.cast(self.dtype)
+        let made = match (norm, config.norm.kind) {
+            (true, NormKind::RmsPlusOne) => Tensor::<D>::zeros(shape, self.device),
+            (true, _) => Tensor::ones(shape, self.device),
+            _ => {
+                let k = if slot == Slot::Embedding { 1 } else { shape[shape.len() - 1] };
+                let spread = Distribution::Normal(0.0, 1.0 / (k as f64).sqrt());
+                Tensor::random(shape, spread, self.device)
+            }
         };
-        self.device.memory_persistent_allocations(shape, make)
+        made.cast(self.dtype)
     }
 
     /// Rows of a weight of 8 bits, dense.
@@ -345,8 +349,7 @@ impl Loader<'_> {
     fn upload<const D: usize>(&self, bytes: Vec<u8>, shape: &[usize]) -> Tensor<D> {
         let dtype = DType::from(self.dtype);
         let data = TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype);
-        let upload = |data: TensorData| Tensor::from_data(data, (self.device, dtype));
-        self.device.memory_persistent_allocations(data, upload)
+        Tensor::from_data(data, (self.device, dtype))
     }
 }
 

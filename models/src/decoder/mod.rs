@@ -171,6 +171,7 @@ impl Decoder {
         rows: Rows,
     ) -> Result<Tensor<2>, Error> {
         let tokens: Vec<&[u32]> = tokens.iter().map(AsRef::as_ref).collect();
+        let _at_work = ops::at_work();
         let seq = self.check(cache, &tokens)?;
         let longest = cache.longest() + seq;
         if !cache.turns_for(&self.config, longest, &self.device) {
@@ -237,6 +238,7 @@ impl Decoder {
     ) -> Result<Tensor<2>, Error> {
         let (batch, seq) = (tokens.len(), tokens[0].len());
         if seq == 1 {
+            let _first = trace::first(|| "step");
             let _step = trace::span(|| "step");
             let logits = cache.single(self, tokens)?;
             cache.push(tokens);
@@ -245,6 +247,7 @@ impl Decoder {
         let mut all = Vec::new();
         for from in (0..seq).step_by(CHUNK) {
             let to = (from + CHUNK).min(seq);
+            let _first = trace::first(|| "prompt");
             let _prompt = trace::span(|| format!("prompt {}", to - from));
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
             let step = Step::of(&part, cache, &self.device);

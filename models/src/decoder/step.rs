@@ -3,7 +3,7 @@
 use std::fmt;
 use std::thread::{self, ThreadId};
 
-use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
+use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData};
 
 use super::cache::Memory;
 use super::{Decoder, KvCache};
@@ -108,7 +108,7 @@ impl Single {
 impl Repeated {
     fn run(&mut self, of: &Decoder, memory: &Memory) -> Result<Tensor<2>, Error> {
         // What is replayed is seen by no one.
-        let seen = trace::recording();
+        let seen = trace::timed();
         let launches = match &mut self.by {
             By::Launches(launches) => launches,
             By::Graph { .. } if seen => return of.single(memory, &self.step),
@@ -127,7 +127,7 @@ impl Repeated {
         }
         let (own, memory, step) = (of.clone(), memory.clone(), self.step.clone());
         let run: Run = Box::new(move || own.single(&memory, &step));
-        let mut graph = capture(&of.device, run);
+        let mut graph = ops::capture_alone(&of.device, run);
         if !graph.is_hardware() {
             log::warn!("a step could not be captured; each of its kernels is launched by itself");
         }

@@ -61,6 +61,7 @@ impl Ceilings {
     /// # Errors
     /// [`EngineError::Failed`].
     pub fn measure(engine: &Engine) -> Result<Self, EngineError> {
+        let _at_work = ops::at_work();
         let device = &engine.0.device;
         let failed = |e: TimingError| EngineError::Failed(e.to_string());
         // As the bench's tables have it: the best that a device gives, and not by one sample.

@@ -250,7 +250,7 @@ impl Engine {
         let decoder = Decoder::load(&weights, &on, ctx, &prepared.load, |loading| {
             progress(loading.done, loading.parts)
         })?;
-        Ok(Self(Arc::new(Inner {
+        let engine = Self(Arc::new(Inner {
             folder,
             device: device.clone(),
             decoder,
@@ -259,7 +259,10 @@ impl Engine {
             generation,
             planned: prepared.planned,
             budget: options.budget,
-        })))
+        }));
+        // What loading needed meanwhile.
+        engine.clear_cache()?;
+        Ok(engine)
     }
 
     /// A model of random weights of a published shape, for measuring: one of [`models::shapes::names`]. It has
@@ -277,7 +280,7 @@ impl Engine {
         let (ctx, on) = (context(device, options)?, on_burn(device));
         let Prepared { planned, load } = prepared;
         let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
-        Ok(Self(Arc::new(Inner {
+        let engine = Self(Arc::new(Inner {
             folder: PathBuf::from(shape),
             device: device.clone(),
             decoder,
@@ -286,7 +289,9 @@ impl Engine {
             generation: GenerationConfig::default(),
             planned,
             budget: options.budget,
-        })))
+        }));
+        engine.clear_cache()?;
+        Ok(engine)
     }
 
     /// The device that the model is on.
@@ -319,8 +324,11 @@ impl Engine {
     /// # Errors
     /// [`EngineError::Failed`].
     pub fn clear_cache(&self) -> Result<(), EngineError> {
-        let failed = |why| EngineError::Failed(format!("{why:?}"));
-        self.0.device.client().memory_cleanup().map_err(failed)
+        let _at_work = ops::at_work();
+        let failed = |why: &dyn fmt::Debug| EngineError::Failed(format!("{why:?}"));
+        // What still runs holds what it reads.
+        self.decoder().device().sync().map_err(|why| failed(&why))?;
+        self.0.device.client().memory_cleanup().map_err(|why| failed(&why))
     }
 
     /// What the model's makers would have.
@@ -393,13 +401,27 @@ impl Engine {
     fn cache(&self, batch: usize, context: usize) -> Result<KvCache, EngineError> {
         // One that is too long for the model is left to the error that says so.
         if self.config().context().is_none_or(|most| context <= most) {
-            fits(self.plan(Workload { batch, context }))?;
+            let workload = Workload { batch, context };
+            fits(self.plan(workload))?;
+            self.make_room(self.0.planned.footprint(workload).passing());
         }
         Ok(self.decoder().cache(batch, context)?)
     }
 
+    /// Lets the pool of this thread have a page that holds so much: one that grows with what passes leaves the
+    /// smaller ones behind.
+    fn make_room(&self, bytes: u128) {
+        let _at_work = ops::at_work();
+        let client = self.0.device.client();
+        let most = client.properties().memory.max_page_size;
+        if let Ok(bytes) = usize::try_from(bytes.min(most.into())) {
+            drop(client.empty(bytes));
+        }
+    }
+
     /// Numbers of the device.
     fn on_host(&self, made: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
+        let _at_work = ops::at_work();
         let failed = |e: &dyn fmt::Debug| {
             let why = format!("{e:?}");
             match bytes_lacked(&why) {

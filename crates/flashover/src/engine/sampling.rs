@@ -127,6 +127,7 @@ pub(super) struct Picker {
 impl Picker {
     /// For sequences that have these tokens so far.
     pub(super) fn new(engine: &Engine, sampling: Sampling, sequences: &[&[u32]]) -> Self {
+        let _at_work = ops::at_work();
         let words = engine.config().vocab.div_ceil(32);
         let mut bits = vec![0u32; words * sequences.len()];
         for (row, ids) in sequences.iter().enumerate() {
@@ -145,7 +146,9 @@ impl Picker {
         logits: Tensor<2>,
         places: &[Place],
     ) -> Result<Vec<Token>, EngineError> {
+        let _first = trace::first(|| "sampling");
         let _part = trace::span(|| "sampling");
+        let _at_work = ops::at_work();
         let words: Vec<u32> =
             places.iter().flat_map(|place| self.sampling.choice(*place).words()).collect();
         let shape = [places.len(), words.len() / places.len()];

@@ -1,0 +1,174 @@
+//! Capturing what a thread enqueues as a graph, beside threads that do something else.
+//!
+//! CUDA refuses much of what any thread of the process asks for while one captures: memory, waiting for a read
+//! (CubeCL 0.11.3 captures in the mode `GLOBAL`). So who captures is alone, and who does not says that it is at
+//! work.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use burn::backend::DispatchDevice;
+use burn::tensor::{Device, Graph, capture};
+
+/// Whether work on `device` can be captured as a graph and replayed.
+pub fn captures(device: &Device) -> bool {
+    match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(raw) => raw.client().name() != "cpu",
+        _ => false,
+    }
+}
+
+/// While it lives nobody captures, but this thread itself. Take it around work on a device that another thread
+/// may capture on; it may be taken within itself.
+#[must_use = "work goes on while it lives"]
+#[derive(Debug)]
+pub struct AtWork(
+    /// A thread's own.
+    PhantomData<*const ()>,
+);
+
+/// Waits until nobody captures.
+pub fn at_work() -> AtWork {
+    if DEPTH.get() == 0 {
+        TURNS.begin();
+    }
+    DEPTH.set(DEPTH.get() + 1);
+    AtWork(PhantomData)
+}
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+        if DEPTH.get() == 0 {
+            TURNS.end();
+        }
+    }
+}
+
+/// Captures what `run` enqueues, once all others that are [at work](at_work) are done. This thread's own work
+/// pauses meanwhile.
+pub fn capture_alone<T: 'static, F: FnMut() -> T + Send + 'static>(
+    device: &Device,
+    run: F,
+) -> Graph<T, F> {
+    let paused = DEPTH.get() > 0;
+    if paused {
+        TURNS.end();
+    }
+    let alone = TURNS.alone();
+    let graph = capture(device, run);
+    drop(alone);
+    if paused {
+        TURNS.begin();
+    }
+    graph
+}
+
+thread_local! {
+    /// How many of [`AtWork`] this thread holds.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+}
+
+static TURNS: Turns = Turns { state: Mutex::new(State::NONE), changed: Condvar::new() };
+
+struct Turns {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// Threads at work, threads that wait to be alone, and whether one is.
+struct State {
+    at_work: usize,
+    waiting: usize,
+    alone: bool,
+}
+
+impl State {
+    const NONE: Self = Self { at_work: 0, waiting: 0, alone: false };
+}
+
+impl Turns {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Numbers, which no panic leaves half written.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait(&self, until: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let waited = self.changed.wait_while(self.state(), |state| !until(state));
+        waited.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Those that wait to be alone go first.
+    fn begin(&self) {
+        self.wait(|state| !state.alone && state.waiting == 0).at_work += 1;
+    }
+
+    fn end(&self) {
+        self.state().at_work -= 1;
+        self.changed.notify_all();
+    }
+
+    fn alone(&self) -> Alone<'_> {
+        self.state().waiting += 1;
+        let mut state = self.wait(|state| !state.alone && state.at_work == 0);
+        state.waiting -= 1;
+        state.alone = true;
+        Alone(self)
+    }
+}
+
+struct Alone<'a>(&'a Turns);
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        self.0.state().alone = false;
+        self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn who_captures_is_alone_and_nobody_waits_for_ever() {
+        let (working, alone) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let turns = Turns { state: Mutex::new(State::NONE), changed: Condvar::new() };
+        thread::scope(|threads| {
+            for _ in 0..4 {
+                threads.spawn(|| {
+                    for round in 0..200 {
+                        if round % 10 == 0 {
+                            let _alone = turns.alone();
+                            assert_eq!(alone.fetch_add(1, Ordering::SeqCst), 0);
+                            assert_eq!(working.load(Ordering::SeqCst), 0);
+                            thread::yield_now();
+                            alone.fetch_sub(1, Ordering::SeqCst);
+                        } else {
+                            turns.begin();
+                            working.fetch_add(1, Ordering::SeqCst);
+                            assert_eq!(alone.load(Ordering::SeqCst), 0);
+                            thread::yield_now();
+                            working.fetch_sub(1, Ordering::SeqCst);
+                            turns.end();
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn work_within_work_is_one() {
+        let outer = at_work();
+        let inner = at_work();
+        drop(outer);
+        assert_eq!(DEPTH.get(), 1);
+        drop(inner);
+        assert_eq!(DEPTH.get(), 0);
+    }
+}
