@@ -9,6 +9,7 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::embed::{Embed, EmbedProblem};
+use kernels::int8::{self, Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
@@ -67,6 +68,9 @@ pub(crate) enum Problem {
     Nf4Dequantize(DequantizeProblem),
     Nf4Matmul(Nf4MatmulProblem),
     Nf4Quantize(QuantizeProblem),
+    Int8Dequantize(int8::DequantizeProblem),
+    Int8Matmul(Int8MatmulProblem),
+    Int8Quantize(int8::QuantizeProblem),
     Embed(EmbedProblem),
     Norm(NormProblem),
     Rope(RopeProblem),
@@ -96,6 +100,13 @@ impl Case {
             Problem::Nf4Matmul(p) => record::case_name(Nf4Matmul::NAME, &Nf4Matmul::params(p)),
             Problem::Nf4Quantize(p) => {
                 record::case_name(Nf4Quantize::NAME, &Nf4Quantize::params(p))
+            }
+            Problem::Int8Dequantize(p) => {
+                record::case_name(Int8Dequantize::NAME, &Int8Dequantize::params(p))
+            }
+            Problem::Int8Matmul(p) => record::case_name(Int8Matmul::NAME, &Int8Matmul::params(p)),
+            Problem::Int8Quantize(p) => {
+                record::case_name(Int8Quantize::NAME, &Int8Quantize::params(p))
             }
             Problem::Embed(p) => record::case_name(Embed::NAME, &Embed::params(p)),
             Problem::Norm(p) => record::case_name(Norm::NAME, &Norm::params(p)),
@@ -253,6 +264,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     cases.extend(backwards(suite, scale)?);
     cases.extend(decodes(suite, scale)?);
     cases.extend(nf4s(suite, scale)?);
+    cases.extend(int8s(suite, scale)?);
     cases.extend(norms(suite, scale)?);
     cases.extend(embeds(suite, scale)?);
     cases.extend(samples(suite, scale)?);
@@ -451,6 +463,38 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     let weight = Weight::new(n, k, 64, false).context("a case of the suite is invalid")?;
     let problem = QuantizeProblem { weight, dtype, book: CodeBook::Nf4 };
     cases.push(Case { problem: Problem::Nf4Quantize(problem), peer: false });
+    Ok(cases)
+}
+
+/// Weights in 8 bits: linear layers of an 8B model.
+fn int8s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
+    let weight = |n, k| int8::Weight::new(n, k).context("a case of the suite is invalid");
+    let ((n, k), dtype) = match scale {
+        Scale::Gpu => ((14336, 4096), DType::Bf16),
+        Scale::Host => ((4096, 4096), DType::F32),
+    };
+    let mut sizes = vec![(1, n, k)];
+    if suite != Suite::Quick {
+        sizes.push((8, n, k));
+        if scale == Scale::Gpu {
+            sizes.extend([(4, n, k), (16, n, k), (64, n, k), (512, n, k), (4096, n, k)]);
+            sizes.extend([(1, 4096, 4096), (1, 4096, 14336), (1, 6144, 4096), (1, 32000, 4096)]);
+        }
+    }
+    let mut cases = Vec::new();
+    for (m, n, k) in sizes {
+        let problem = Int8MatmulProblem::new(m, weight(n, k)?, dtype);
+        let problem = problem.context("a case of the suite is invalid")?;
+        cases.push(Case { problem: Problem::Int8Matmul(problem), peer: false });
+    }
+    if suite != Suite::Quick {
+        let weight = weight(n, k)?;
+        let dequantize = int8::DequantizeProblem { weight, out: dtype };
+        let quantize = int8::QuantizeProblem { weight, dtype };
+        for problem in [Problem::Int8Dequantize(dequantize), Problem::Int8Quantize(quantize)] {
+            cases.push(Case { problem, peer: false });
+        }
+    }
     Ok(cases)
 }
 

@@ -7,6 +7,9 @@ use kernels::attention::backward::{AttentionBackward, BackwardOperands, Backward
 use kernels::attention::decode::{CacheLayout, Decode, DecodeOperands, DecodeProblem};
 use kernels::attention::{Attention, AttentionOperands, AttentionProblem};
 use kernels::embed::{Embed, EmbedOperands, EmbedProblem};
+use kernels::int8::{
+    self, Int8Dequantize, Int8Matmul, Int8MatmulOperands, Int8MatmulProblem, Int8Quantize,
+};
 use kernels::matmul::{Matmul, MatmulOperands, MatmulProblem, Precision};
 use kernels::nf4::{
     DequantizeOperands, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulOperands,
@@ -390,6 +393,113 @@ impl Family for Nf4Quantize {
     fn torch(p: &QuantizeProblem) -> Option<Value> {
         Some(bitsandbytes(Self::NAME, 1, &p.weight, p.dtype))
     }
+}
+
+impl Family for Int8Dequantize {
+    fn params(p: &int8::DequantizeProblem) -> BTreeMap<String, Value> {
+        rows_params(p.weight, p.out)
+    }
+
+    fn unit(p: &int8::DequantizeProblem) -> &'static str {
+        precision(p.out).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &int8::DequantizeProblem,
+        operands: &int8::DequantizeOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::int8::check_dequantized(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &int8::DequantizeProblem, _: &[int8::DequantizeOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &int8::DequantizeProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(_: &int8::DequantizeProblem) -> Option<Value> {
+        None
+    }
+}
+
+impl Family for Int8Matmul {
+    fn params(p: &Int8MatmulProblem) -> BTreeMap<String, Value> {
+        let mut params = rows_params(p.weight, p.dtype);
+        params.insert("m".to_owned(), p.m.into());
+        let epilogue = p.epilogue.names();
+        if !epilogue.is_empty() {
+            params.insert("epilogue".to_owned(), epilogue.join("+").into());
+        }
+        params
+    }
+
+    fn unit(p: &Int8MatmulProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &Int8MatmulProblem,
+        operands: &Int8MatmulOperands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::int8::check_operands(device, p, operands, seed)
+    }
+
+    fn peers_on(_: &Device, _: &Int8MatmulProblem, _: &[Int8MatmulOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &Int8MatmulProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(_: &Int8MatmulProblem) -> Option<Value> {
+        None
+    }
+}
+
+impl Family for Int8Quantize {
+    fn params(p: &int8::QuantizeProblem) -> BTreeMap<String, Value> {
+        rows_params(p.weight, p.dtype)
+    }
+
+    fn unit(p: &int8::QuantizeProblem) -> &'static str {
+        precision(p.dtype).name()
+    }
+
+    fn compare(
+        device: &Device,
+        p: &int8::QuantizeProblem,
+        operands: &int8::QuantizeOperands,
+        _seed: u64,
+    ) -> Result<Verdict, CheckError> {
+        oracle::int8::check_quantized(device, p, operands)
+    }
+
+    fn peers_on(_: &Device, _: &int8::QuantizeProblem, _: &[int8::QuantizeOperands]) -> Peers {
+        Vec::new()
+    }
+
+    fn peers(_: &Device, _: &int8::QuantizeProblem, _: usize) -> Peers {
+        Vec::new()
+    }
+
+    fn torch(_: &int8::QuantizeProblem) -> Option<Value> {
+        None
+    }
+}
+
+fn rows_params(weight: int8::Weight, dtype: DType) -> BTreeMap<String, Value> {
+    BTreeMap::from([
+        ("n".to_owned(), weight.n.into()),
+        ("k".to_owned(), weight.k.into()),
+        ("dtype".to_owned(), dtype.name().into()),
+    ])
 }
 
 impl Family for Norm {

@@ -9,6 +9,7 @@ use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::ceiling;
 use kernels::embed::Embed;
+use kernels::int8::{Int8Dequantize, Int8Matmul, Int8Quantize};
 use kernels::matmul::{Matmul, Precision};
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
@@ -137,6 +138,11 @@ fn measure(
             }
             Problem::Nf4Matmul(p) => one::<Nf4Matmul>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Nf4Quantize(p) => one::<Nf4Quantize>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::Int8Dequantize(p) => {
+                one::<Int8Dequantize>(&mut tuner, p, case.peer, card, torch)?
+            }
+            Problem::Int8Matmul(p) => one::<Int8Matmul>(&mut tuner, p, case.peer, card, torch)?,
+            Problem::Int8Quantize(p) => one::<Int8Quantize>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Embed(p) => one::<Embed>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Norm(p) => one::<Norm>(&mut tuner, p, case.peer, card, torch)?,
             Problem::Rope(p) => one::<Rope>(&mut tuner, p, case.peer, card, torch)?,

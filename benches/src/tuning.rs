@@ -9,6 +9,7 @@ use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::embed::Embed;
+use kernels::int8::{Int8Dequantize, Int8Matmul, Int8Quantize};
 use kernels::matmul::Matmul;
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
@@ -147,6 +148,9 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
             Problem::Nf4Dequantize(p) => good &= tune_one::<Nf4Dequantize>(&mut tuner, p, &case)?,
             Problem::Nf4Matmul(p) => good &= tune_one::<Nf4Matmul>(&mut tuner, p, &case)?,
             Problem::Nf4Quantize(p) => good &= tune_one::<Nf4Quantize>(&mut tuner, p, &case)?,
+            Problem::Int8Dequantize(p) => good &= tune_one::<Int8Dequantize>(&mut tuner, p, &case)?,
+            Problem::Int8Matmul(p) => good &= tune_one::<Int8Matmul>(&mut tuner, p, &case)?,
+            Problem::Int8Quantize(p) => good &= tune_one::<Int8Quantize>(&mut tuner, p, &case)?,
             Problem::Embed(p) => good &= tune_one::<Embed>(&mut tuner, p, &case)?,
             Problem::Norm(p) => good &= tune_one::<Norm>(&mut tuner, p, &case)?,
             Problem::Rope(p) => good &= tune_one::<Rope>(&mut tuner, p, &case)?,
@@ -222,6 +226,9 @@ fn try_configs(
             Problem::Nf4Dequantize(p) => good &= try_one::<Nf4Dequantize>(&tuner, p, &text)?,
             Problem::Nf4Matmul(p) => good &= try_one::<Nf4Matmul>(&tuner, p, &text)?,
             Problem::Nf4Quantize(p) => good &= try_one::<Nf4Quantize>(&tuner, p, &text)?,
+            Problem::Int8Dequantize(p) => good &= try_one::<Int8Dequantize>(&tuner, p, &text)?,
+            Problem::Int8Matmul(p) => good &= try_one::<Int8Matmul>(&tuner, p, &text)?,
+            Problem::Int8Quantize(p) => good &= try_one::<Int8Quantize>(&tuner, p, &text)?,
             Problem::Embed(p) => good &= try_one::<Embed>(&tuner, p, &text)?,
             Problem::Norm(p) => good &= try_one::<Norm>(&tuner, p, &text)?,
             Problem::Rope(p) => good &= try_one::<Rope>(&tuner, p, &text)?,

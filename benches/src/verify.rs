@@ -10,6 +10,7 @@ use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::embed::Embed;
+use kernels::int8::{Int8Dequantize, Int8Matmul, Int8Quantize};
 use kernels::matmul::Matmul;
 use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
@@ -124,6 +125,9 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     jobs.extend(jobs_of::<Nf4Dequantize>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Matmul>(arch, cache, configs));
     jobs.extend(jobs_of::<Nf4Quantize>(arch, cache, configs));
+    jobs.extend(jobs_of::<Int8Dequantize>(arch, cache, configs));
+    jobs.extend(jobs_of::<Int8Matmul>(arch, cache, configs));
+    jobs.extend(jobs_of::<Int8Quantize>(arch, cache, configs));
     jobs.extend(jobs_of::<Embed>(arch, cache, configs));
     jobs.extend(jobs_of::<Norm>(arch, cache, configs));
     jobs.extend(jobs_of::<Rope>(arch, cache, configs));

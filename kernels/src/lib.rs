@@ -10,6 +10,7 @@ pub mod attention;
 pub mod ceiling;
 pub mod embed;
 mod fits;
+pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;

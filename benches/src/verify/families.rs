@@ -7,6 +7,7 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem};
 use kernels::embed::{Embed, EmbedProblem};
+use kernels::int8::{Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
 use kernels::matmul::{Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, QuantizeProblem,
@@ -17,8 +18,8 @@ use kernels::sample::{Sample, SampleProblem};
 use oracle::attention_backward::BackwardCase;
 use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
 use oracle::{
-    CheckError, Verdict, attention, attention_backward, decode, embed, matmul, nf4, norm, rope,
-    sample,
+    CheckError, Verdict, attention, attention_backward, decode, embed, int8, matmul, nf4, norm,
+    rope, sample,
 };
 use serde_json::Value;
 
@@ -311,6 +312,117 @@ impl Verified for Nf4Quantize {
         config: &Self::Config,
     ) -> Result<Verdict, CheckError> {
         nf4::check_quantize(device, case, config)
+    }
+}
+
+impl Verified for Int8Dequantize {
+    type Case = int8::Case<kernels::int8::DequantizeProblem>;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &kernels::int8::DequantizeProblem) -> DType {
+        problem.out
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<Self::Case> {
+        int8::dequantize_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<Self::Case> {
+        int8::dequantize_cases(kind).into_iter().skip(3).step_by(4).collect()
+    }
+
+    fn problem(case: &Self::Case) -> &kernels::int8::DequantizeProblem {
+        &case.problem
+    }
+
+    fn params(case: &Self::Case) -> BTreeMap<String, Value> {
+        <Self as Family>::params(&case.problem)
+    }
+
+    fn run(
+        device: &Device,
+        case: &Self::Case,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        int8::check_dequantize(device, case, config)
+    }
+}
+
+impl Verified for Int8Matmul {
+    type Case = int8::Case<Int8MatmulProblem>;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &Int8MatmulProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<Self::Case> {
+        int8::product_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<Self::Case> {
+        int8::product_config_cases(kind)
+    }
+
+    fn problem(case: &Self::Case) -> &Int8MatmulProblem {
+        &case.problem
+    }
+
+    fn params(case: &Self::Case) -> BTreeMap<String, Value> {
+        <Self as Family>::params(&case.problem)
+    }
+
+    fn run(
+        device: &Device,
+        case: &Self::Case,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        int8::check(device, case, config)
+    }
+}
+
+impl Verified for Int8Quantize {
+    type Case = int8::Case<kernels::int8::QuantizeProblem>;
+    type Kind = DType;
+
+    fn kinds() -> Vec<DType> {
+        vec![DType::F32, DType::F16, DType::Bf16]
+    }
+
+    fn kind(problem: &kernels::int8::QuantizeProblem) -> DType {
+        problem.dtype
+    }
+
+    fn edge_cases(kind: DType, _backend: Backend) -> Vec<Self::Case> {
+        int8::quantize_cases(kind)
+    }
+
+    fn config_cases(kind: DType) -> Vec<Self::Case> {
+        int8::quantize_cases(kind).into_iter().skip(3).step_by(4).collect()
+    }
+
+    fn problem(case: &Self::Case) -> &kernels::int8::QuantizeProblem {
+        &case.problem
+    }
+
+    fn params(case: &Self::Case) -> BTreeMap<String, Value> {
+        <Self as Family>::params(&case.problem)
+    }
+
+    fn run(
+        device: &Device,
+        case: &Self::Case,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError> {
+        int8::check_quantize(device, case, config)
     }
 }
 

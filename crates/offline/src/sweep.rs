@@ -10,6 +10,7 @@ use kernels::attention::backward::{AttentionBackward, BackwardProblem};
 use kernels::attention::decode::{CacheLayout, CacheStrides, Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
 use kernels::embed::{Embed, EmbedProblem};
+use kernels::int8::{self, Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use kernels::nf4::{
     CodeBook, DequantizeProblem, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order,
@@ -164,6 +165,17 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
         if p.glu {
             name += " glu";
         }
+        name
+    }));
+    all.extend(instances_of::<Int8Dequantize>(arch, int8_dequantizes(), |p| {
+        format!("{} k{}", p.out, p.weight.k)
+    }));
+    all.extend(instances_of::<Int8Quantize>(arch, int8_quantizes(), |p| {
+        format!("{} k{}", p.dtype, p.weight.k)
+    }));
+    all.extend(instances_of::<Int8Matmul>(arch, int8s(), |p| {
+        let mut name = format!("{} m{} k{}", p.dtype, p.m, p.weight.k);
+        p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
         name
     }));
     all.extend(instances_of::<Norm>(arch, norms(), |p| {
@@ -481,6 +493,37 @@ fn nf4s() -> Vec<Case<Nf4Matmul>> {
         let gated = product(m, weight).gated_by_half().expect("halves are whole");
         let problem = Nf4MatmulProblem { epilogue: silu, ..gated };
         cases.push(Case { problem, most, clean: 1 });
+    }
+    cases
+}
+
+/// Rows that words divide, and that they straddle.
+fn int8_weights() -> [int8::Weight; 2] {
+    [4096, 41].map(|k| int8::Weight::new(4096, k).expect("valid sizes"))
+}
+
+fn int8_dequantizes() -> Vec<Case<Int8Dequantize>> {
+    let problem = |weight| int8::DequantizeProblem { weight, out: DType::Bf16 };
+    int8_weights().map(|w| Case { problem: problem(w), most: 2, clean: 2 }).into()
+}
+
+fn int8_quantizes() -> Vec<Case<Int8Quantize>> {
+    let problem = |weight| int8::QuantizeProblem { weight, dtype: DType::Bf16 };
+    int8_weights().map(|w| Case { problem: problem(w), most: 2, clean: 2 }).into()
+}
+
+/// Every shape of the plain path, for one, two and many rows of x; what the dense path adds is matmul's.
+fn int8s() -> Vec<Case<Int8Matmul>> {
+    let all =
+        Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
+    let mut cases = Vec::new();
+    for weight in int8_weights() {
+        for m in [1, 2, 8] {
+            let plain = Int8MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
+            cases.push(Case { problem: plain, most: 7, clean: 7 });
+            let problem = Int8MatmulProblem { epilogue: all, ..plain };
+            cases.push(Case { problem, most: 1, clean: 1 });
+        }
     }
     cases
 }

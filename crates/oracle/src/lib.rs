@@ -5,6 +5,7 @@ pub mod attention;
 pub mod attention_backward;
 pub mod decode;
 pub mod embed;
+pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;

@@ -1,0 +1,279 @@
+//! Kernels of 8-bit weights against their reference: decoding to the last bit, products as products with the dense
+//! weight.
+
+use arch::{DType, Device};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::int8::{
+    DequantizeConfig, DequantizeOperands, DequantizeProblem, Int8Dequantize, Int8Matmul,
+    Int8MatmulConfig, Int8MatmulOperands, Int8MatmulProblem, Int8Quantize, QuantizeConfig,
+    QuantizeOperands, QuantizeProblem, Weight, WeightBuffers,
+};
+use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
+use reference::{Comparison, Distribution, fill, int8};
+use tune::Kernel;
+
+use crate::matmul::{reference_activation, reference_of, result_dtype};
+use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype};
+
+/// A problem to verify on seeded inputs.
+#[derive(Debug, Clone, Copy)]
+pub struct Case<P> {
+    pub problem: P,
+    pub seed: u64,
+}
+
+/// Quantises on the device and compares with the reference: absmax to the last bit, codes where a scale wrong by two
+/// units in the last place does not excuse them. The error of the verdict is how many parts are wrong. All outputs
+/// are filled with ones first; the first row is all zeros.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check_quantize(
+    device: &Device,
+    case: &Case<QuantizeProblem>,
+    config: &QuantizeConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let mut values = fill(case.seed, p.weight.len() as usize, Distribution::Normal);
+    values.iter_mut().take(p.weight.k as usize).for_each(|v| *v = 0.0);
+    let client = device.client();
+    let ones = |bytes: u64| client.create_from_slice(&padded(&vec![0xffu8; bytes as usize]));
+    let operands = QuantizeOperands {
+        values: client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&values))),
+        weight: WeightBuffers {
+            codes: ones(p.weight.words() * 4),
+            scb: ones(u64::from(p.weight.n) * 4),
+        },
+        flag: client.create_from_slice(&[0; 4]),
+    };
+    Int8Quantize::launch(device, p, config, &operands, None);
+    check_quantized(device, p, &operands)
+}
+
+/// As [`check_quantize`], of what a launch left in `operands`.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_quantized(
+    device: &Device,
+    p: &QuantizeProblem,
+    operands: &QuantizeOperands,
+) -> Result<Verdict, CheckError> {
+    let Weight { n, k } = p.weight;
+    let (rows, cols, dtype) = (n as usize, k as usize, reference_dtype(p.dtype));
+    let values = dtype.decode(&read(device, &operands.values, rows * cols * dtype.bytes())?)?;
+    let bytes = read(device, &operands.weight.codes, rows * cols)?;
+    let scb = floats(device, &operands.weight.scb, rows)?;
+    let codes: Vec<i8> = bytes.iter().map(|code| code.cast_signed()).collect();
+    let wrong = [
+        scb != int8::quantize(&values, rows, cols)?.scb,
+        int8::disagreement(&values, rows, cols, &codes, 2)?.is_some(),
+        read(device, &operands.flag, 4)? != [0; 4],
+    ];
+    let count = wrong.iter().filter(|wrong| **wrong).count() as f32;
+    let comparison = Comparison::exact(&[count], &[0.0])?;
+    Ok(Verdict { comparison, digest: fnv1a(&bytes) })
+}
+
+/// Quantises on the host, dequantises on the device and compares every bit. The output is filled with NaN first.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check_dequantize(
+    device: &Device,
+    case: &Case<DequantizeProblem>,
+    config: &DequantizeConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let bytes = vec![0xffu8; p.weight.len() as usize * p.out.size()];
+    let operands = DequantizeOperands {
+        weight: upload(device, &seeded(p.weight, case.seed)?),
+        out: device.client().create_from_slice(&padded(&bytes)),
+    };
+    Int8Dequantize::launch(device, p, config, &operands, None);
+    check_dequantized(device, p, &operands)
+}
+
+/// Compares what a launch left in `operands` with what their codes mean, all of it.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_dequantized(
+    device: &Device,
+    p: &DequantizeProblem,
+    operands: &DequantizeOperands,
+) -> Result<Verdict, CheckError> {
+    let out = read(device, &operands.out, p.weight.len() as usize * p.out.size())?;
+    let dtype = reference_dtype(p.out);
+    let expected = dtype.decode(&dtype.encode(&values_of(device, p.weight, &operands.weight)?))?;
+    let comparison = Comparison::exact(&dtype.decode(&out)?, &expected)?;
+    Ok(Verdict { comparison, digest: fnv1a(&out) })
+}
+
+/// Runs a product on fresh host inputs and compares every result with the product of x and the dense weight. The
+/// output is filled with NaN first.
+///
+/// # Errors
+/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+pub fn check(
+    device: &Device,
+    case: &Case<Int8MatmulProblem>,
+    config: &Int8MatmulConfig,
+) -> Result<Verdict, CheckError> {
+    let p = &case.problem;
+    let [x_len, _, out_len] = p.dense().extents();
+    let client = device.client();
+    let make = |len: usize, salt: u64| {
+        let values = fill(9 * case.seed + salt, len, Distribution::Normal);
+        client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&values)))
+    };
+    let Epilogue { bias, gate, residual, .. } = p.epilogue;
+    let operands = Int8MatmulOperands {
+        x: make(x_len, 1),
+        weight: upload(device, &seeded(p.weight, 9 * case.seed)?),
+        out: client.create_from_slice(&padded(&vec![0xffu8; out_len * p.dtype.size()])),
+        epilogue: EpilogueBuffers {
+            bias: bias.then(|| make(p.weight.n as usize, 2)),
+            gate: gate.then(|| make(out_len, 3)),
+            residual: residual.then(|| make(out_len, 4)),
+        },
+    };
+    let scratch = Int8Matmul::scratch(device, p, config);
+    Int8Matmul::launch(device, p, config, &operands, scratch.as_ref());
+    verdict(device, p, &operands, None)
+}
+
+/// Compares what a launch left in `operands` with the reference at a seeded sample of positions, reading the inputs
+/// back from the device.
+///
+/// # Errors
+/// The launch failed.
+pub fn check_operands(
+    device: &Device,
+    p: &Int8MatmulProblem,
+    operands: &Int8MatmulOperands,
+    seed: u64,
+) -> Result<Verdict, CheckError> {
+    verdict(device, p, operands, Some(seed))
+}
+
+fn verdict(
+    device: &Device,
+    p: &Int8MatmulProblem,
+    operands: &Int8MatmulOperands,
+    sample: Option<u64>,
+) -> Result<Verdict, CheckError> {
+    let dense = p.dense();
+    let dtype = result_dtype(&dense);
+    let [x_len, _, out_len] = dense.extents();
+    let load = |handle: &Handle, len: usize| -> Result<Vec<f32>, CheckError> {
+        Ok(dtype.decode(&read(device, handle, len * dtype.bytes())?)?)
+    };
+    let part = |handle: &Option<Handle>, len| handle.as_ref().map(|h| load(h, len)).transpose();
+    let bytes = read(device, &operands.out, out_len * dtype.bytes())?;
+    let weight = dtype.decode(&dtype.encode(&values_of(device, p.weight, &operands.weight)?))?;
+    let bias = part(&operands.epilogue.bias, p.weight.n as usize)?;
+    let gate = part(&operands.epilogue.gate, out_len)?;
+    let residual = part(&operands.epilogue.residual, out_len)?;
+    let epilogue = reference::Epilogue {
+        bias: bias.as_deref(),
+        activation: p.epilogue.activation.map(reference_activation),
+        up: None,
+        gate: gate.as_deref(),
+        residual: residual.as_deref(),
+    };
+    let reference = reference_of(&dense);
+    let sample = match sample {
+        Some(seed) => reference.sample(seed),
+        None => reference.everything(),
+    };
+    let (x, out) = (load(&operands.x, x_len)?, dtype.decode(&bytes)?);
+    let comparison = reference.check(&sample, &x, &weight, epilogue, &out)?;
+    Ok(Verdict { comparison, digest: fnv1a(&bytes) })
+}
+
+/// Seeded normal values, quantised; the first row is all zeros.
+fn seeded(weight: Weight, seed: u64) -> Result<int8::Rows, CheckError> {
+    let mut values = fill(seed, weight.len() as usize, Distribution::Normal);
+    values.iter_mut().take(weight.k as usize).for_each(|v| *v = 0.0);
+    Ok(int8::quantize(&values, weight.n as usize, weight.k as usize)?)
+}
+
+fn upload(device: &Device, rows: &int8::Rows) -> WeightBuffers {
+    let bytes: Vec<u8> = rows.codes.iter().map(|code| code.cast_unsigned()).collect();
+    WeightBuffers {
+        codes: device.client().create_from_slice(&padded(&bytes)),
+        scb: device.client().create_from_slice(f32::as_bytes(&rows.scb)),
+    }
+}
+
+/// What the codes in a weight's buffers mean, in f32.
+fn values_of(
+    device: &Device,
+    weight: Weight,
+    buffers: &WeightBuffers,
+) -> Result<Vec<f32>, CheckError> {
+    let codes = read(device, &buffers.codes, weight.len() as usize)?;
+    let codes: Vec<i8> = codes.iter().map(|code| code.cast_signed()).collect();
+    let scb = floats(device, &buffers.scb, weight.n as usize)?;
+    Ok(int8::dequantize(&codes, &scb, weight.k as usize)?)
+}
+
+fn floats(device: &Device, handle: &Handle, len: usize) -> Result<Vec<f32>, CheckError> {
+    Ok(reference::DType::F32.decode(&read(device, handle, len * 4)?)?)
+}
+
+fn weight(n: u32, k: u32) -> Weight {
+    Weight::new(n, k).expect("the sizes below are valid")
+}
+
+/// Rows that words divide by 16, 8, 4 bytes and not at all, one and many, more than a grid has cubes.
+const SHAPES: [(u32, u32); 9] =
+    [(1, 1), (7, 13), (37, 41), (24, 200), (5, 12), (40, 1032), (130, 4096), (3, 22_001), (999, 8)];
+
+pub fn quantize_cases(dtype: DType) -> Vec<Case<QuantizeProblem>> {
+    let problems = SHAPES.map(|(n, k)| QuantizeProblem { weight: weight(n, k), dtype });
+    (1..).zip(problems).map(|(seed, problem)| Case { problem, seed }).collect()
+}
+
+pub fn dequantize_cases(out: DType) -> Vec<Case<DequantizeProblem>> {
+    let problems = SHAPES.map(|(n, k)| DequantizeProblem { weight: weight(n, k), out });
+    (1..).zip(problems).map(|(seed, problem)| Case { problem, seed }).collect()
+}
+
+/// Products that every config must get right: one row and many, words that divide rows and that straddle them, rows of
+/// the weight that no cube divides, every part of an epilogue.
+pub fn product_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
+    let product =
+        |m, (n, k)| Int8MatmulProblem::new(m, weight(n, k), dtype).expect("there are rows of x");
+    let mut problems: Vec<_> =
+        SHAPES[..8].iter().zip([1, 3, 2, 9, 4, 1, 17, 1]).map(|(s, m)| product(m, *s)).collect();
+    problems.extend([1, 2, 7, 8, 16, 40].map(|m| product(m, (48, 512))));
+    problems.extend([1, 5, 33].map(|m| product(m, (131, 136))));
+    let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };
+    for epilogue in [
+        Epilogue { bias: true, ..Epilogue::default() },
+        Epilogue { residual: true, ..Epilogue::default() },
+        all(Some(Activation::Silu)),
+        all(Some(Activation::Gelu)),
+        all(Some(Activation::GeluTanh)),
+    ] {
+        for (m, shape) in [(3, (48, 512)), (2, (33, 71)), (12, (66, 72))] {
+            problems.push(Int8MatmulProblem { epilogue, ..product(m, shape) });
+        }
+    }
+    (1..).zip(problems).map(|(seed, problem)| Case { problem, seed }).collect()
+}
+
+/// Fewer products for configs that are not the default.
+pub fn product_config_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
+    let residual = Epilogue { bias: true, residual: true, ..Epilogue::default() };
+    let shapes =
+        [(1, (257, 4096)), (8, (144, 1024)), (13, (64, 520)), (70, (144, 512)), (3, (37, 45))];
+    let problems = shapes.map(|(m, (n, k))| {
+        let plain = Int8MatmulProblem::new(m, weight(n, k), dtype);
+        Int8MatmulProblem { epilogue: residual, ..plain.expect("there are rows of x") }
+    });
+    (100..).zip(problems).map(|(seed, problem)| Case { problem, seed }).collect()
+}

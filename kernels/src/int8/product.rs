@@ -1,0 +1,585 @@
+//! y = residual + gate · activation(x · wᵀ + bias)    x: `[m, k]`   w: `[n, k]` in 8 bits   y: `[m, n]`
+//!
+//! One source, two ways through it, chosen by [`Int8MatmulConfig`]:
+//!
+//! | path    | decodes                           | multiplies with       | where                          |
+//! |---------|-----------------------------------|-----------------------|--------------------------------|
+//! | `Lanes` | in registers                      | multiply-add          | anywhere                       |
+//! | `Dense` | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes |
+//!
+//! ```text
+//!   for each `columns` rows of x                          // Lanes
+//!     for each vector of a row of the weight              // one unit, the next ones the next unit's
+//!       acc += code · x                                   // for `rows` rows and `columns` of x
+//!     y = epilogue(sum of the units' acc · scb / 127)     // through shared memory, by halves
+//! ```
+//!
+//! Everything is f32, and a row's absmax waits for its sum. Where k is no multiple of 4 a word straddles rows, and
+//! elements are decoded one by one.
+//!
+//! Cost: `2·m·n·k` flop; codes, absmax, x and y once. Decoding takes three instructions an element, and one more a row
+//! of x: of 14336 x 4096 those of one row take 8 us of an H200's lanes, its bytes 14. `Lanes` reads codes once for
+//! every `columns` rows of x; `Dense` writes and reads a dense weight besides, 4 bytes an element.
+//!
+//! [`Int8Dequantize`]: super::Int8Dequantize
+//! [`Matmul`]: crate::matmul::Matmul
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+use super::dequantize::{self, DequantizeConfig, DequantizeProblem, Int8Dequantize};
+use super::{Weight, WeightBuffers, code_of, lifted, scaled};
+use crate::fits::{lacks, limits, shape, stores};
+use crate::matmul::{
+    Columns, Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul,
+    Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, Precision, elem,
+};
+
+/// The family of products with weights of 8 bits.
+pub struct Int8Matmul;
+
+/// One product. Build it with [`Int8MatmulProblem::new`], which checks it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Int8MatmulProblem {
+    pub m: u32,
+    pub weight: Weight,
+    /// Type of x, bias and y: f32, f16 or bf16.
+    pub dtype: DType,
+    /// A bias has `[n]` elements, the other matrices those of y.
+    pub epilogue: Epilogue,
+}
+
+/// One way to multiply with a weight of 8 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(tag = "path", rename_all = "lowercase")]
+pub enum Int8MatmulConfig {
+    Lanes(LanesConfig),
+    Dense(DenseConfig),
+}
+
+/// How the plain path is spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct LanesConfig {
+    /// Units of a cube.
+    pub units: u32,
+    /// Units that share rows.
+    pub lanes: u32,
+    /// Rows of the weight that they take at once.
+    pub rows: u32,
+    /// Rows of x that they take at once.
+    pub columns: u32,
+}
+
+/// A weight made dense, and how it is multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DenseConfig {
+    pub dequantize: DequantizeConfig,
+    pub matmul: MatmulConfig,
+}
+
+/// Device buffers of one product.
+#[derive(Debug, Clone)]
+pub struct Int8MatmulOperands {
+    pub x: Handle,
+    pub weight: WeightBuffers,
+    pub out: Handle,
+    pub epilogue: EpilogueBuffers,
+}
+
+impl Int8MatmulProblem {
+    /// x `[m, k]` by the weight.
+    ///
+    /// # Errors
+    /// A size of 0.
+    pub fn new(m: u32, weight: Weight, dtype: DType) -> Result<Self, InvalidMatmul> {
+        if m == 0 {
+            return Err(InvalidMatmul::Empty { axis: "m" });
+        }
+        Ok(Self { m, weight, dtype, epilogue: Epilogue::default() })
+    }
+
+    /// The product with the dense weight.
+    pub fn dense(&self) -> MatmulProblem {
+        let precision = match self.dtype {
+            DType::F16 => Precision::F16,
+            DType::Bf16 => Precision::Bf16,
+            _ => Precision::F32,
+        };
+        let sizes = [self.m, self.weight.n, self.weight.k];
+        let dense = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)
+            .expect("sizes were checked");
+        MatmulProblem { epilogue: self.epilogue, ..dense }
+    }
+
+    const fn dequantized(&self) -> DequantizeProblem {
+        DequantizeProblem { weight: self.weight, out: self.dtype }
+    }
+}
+
+impl LanesConfig {
+    /// Rows of the weight that a cube takes.
+    const fn rows_of_cube(self) -> u32 {
+        self.units / self.lanes * self.rows
+    }
+
+    const fn shared_bytes(self) -> u32 {
+        if self.lanes > 1 { 4 * self.units * self.rows * self.columns } else { 0 }
+    }
+
+    /// The config with the least to go wrong.
+    fn simplest(arch: &ArchProfile) -> Self {
+        match arch.backend {
+            Backend::Cpu => {
+                Self { units: arch.processors.unwrap_or(1), lanes: 1, rows: 1, columns: 1 }
+            }
+            _ => Self { units: 64, lanes: 8, rows: 1, columns: 1 },
+        }
+    }
+}
+
+impl Kernel for Int8Matmul {
+    type Problem = Int8MatmulProblem;
+    type Config = Int8MatmulConfig;
+    type Operands = Int8MatmulOperands;
+
+    const NAME: &'static str = "int8";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &Int8MatmulProblem) -> String {
+        format!("{} w{}", p.dense().bucket(), widths(p)[1])
+    }
+
+    fn candidates(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<Int8MatmulConfig> {
+        let feasible = |c: &Int8MatmulConfig| Self::check(arch, p, c).is_ok();
+        let lanes = lanes_of(arch, p).into_iter().map(Int8MatmulConfig::Lanes);
+        let dense = denses(arch, p).into_iter().map(Int8MatmulConfig::Dense);
+        // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
+        let all: Vec<_> = match p.m {
+            ..=8 => lanes.collect(),
+            9..=32 => lanes.chain(dense).collect(),
+            _ => dense.chain(lanes.take(2)).collect(),
+        };
+        all.into_iter().filter(feasible).collect()
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        p: &Int8MatmulProblem,
+        config: &Int8MatmulConfig,
+    ) -> Result<(), Infeasible> {
+        stores(arch, [p.dtype])?;
+        let c = match config {
+            Int8MatmulConfig::Lanes(c) => c,
+            Int8MatmulConfig::Dense(c) => {
+                Int8Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
+                if c.matmul.parts() > 1 {
+                    let why = "the dense weight is all the scratch";
+                    return Err(shape("parts", c.matmul.parts(), why));
+                }
+                return Matmul::check(arch, &p.dense(), &c.matmul);
+            }
+        };
+        if arch.backend == Backend::Cpu && c.lanes != 1 {
+            return Err(lacks("cheap barriers"));
+        }
+        limits(arch, c.units, 0)?;
+        if !c.lanes.is_power_of_two() || c.units % c.lanes != 0 {
+            return Err(shape("lanes", c.lanes, "a power of two that units divide among"));
+        }
+        for (name, value) in [("rows", c.rows), ("columns", c.columns)] {
+            if !(1..=8).contains(&value) {
+                return Err(shape(name, value, "1 to 8"));
+            }
+        }
+        if c.rows * c.columns > 32 {
+            return Err(shape("columns", c.columns, "sums of more than 32 spill"));
+        }
+        if p.weight.n.div_ceil(c.rows_of_cube()) > 65_535 {
+            return Err(shape("n", p.weight.n, "more cubes than a grid has in a line"));
+        }
+        limits(arch, c.units, c.shared_bytes())
+    }
+
+    fn cost(p: &Int8MatmulProblem) -> Cost {
+        let dense = p.dense().cost();
+        let weight = p.weight.len() * p.dtype.size() as u64;
+        Cost { flops: dense.flops, bytes: dense.bytes - weight + p.weight.bytes() }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &Int8MatmulProblem) -> Result<Int8MatmulConfig, Infeasible> {
+        let config = Int8MatmulConfig::Lanes(LanesConfig::simplest(arch));
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &Int8MatmulProblem, seed: u64) -> Int8MatmulOperands {
+        let [x, _, out] = p.dense().extents();
+        let (bias, matrix) = ((p.weight.n as usize, p.dtype), (out, p.dtype));
+        Int8MatmulOperands {
+            x: crate::noise(device, x, p.dtype, 7 * seed),
+            weight: super::noise(device, p.weight, 7 * seed + 1),
+            out: device.client().empty((out * p.dtype.size()).next_multiple_of(4)),
+            epilogue: EpilogueBuffers::noise(device, p.epilogue, bias, matrix, 7 * seed + 3),
+        }
+    }
+
+    fn outputs(p: &Int8MatmulProblem, operands: &Int8MatmulOperands) -> Vec<Output> {
+        // Paths differ in whether they round the weight.
+        let rounding = match p.dtype {
+            DType::F16 => 2f64.powi(-10),
+            DType::Bf16 => 2f64.powi(-7),
+            _ => 0.0,
+        };
+        let tolerance = rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22);
+        let len = p.dense().extents()[2];
+        vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
+    }
+
+    /// The dense weight.
+    fn scratch_bytes(p: &Int8MatmulProblem, config: &Int8MatmulConfig) -> u64 {
+        match config {
+            Int8MatmulConfig::Dense(_) => dequantize::out_bytes(&p.dequantized()) as u64,
+            Int8MatmulConfig::Lanes(_) => 0,
+        }
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        p: &Int8MatmulProblem,
+        config: &Int8MatmulConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let c = match config {
+            Int8MatmulConfig::Lanes(c) => c,
+            Int8MatmulConfig::Dense(c) => {
+                let weight = p.dequantized();
+                let decode =
+                    Int8Dequantize::programs(arch, &weight, &c.dequantize, properties, target);
+                let multiply = Matmul::programs(arch, &p.dense(), &c.matmul, properties, target);
+                return decode.into_iter().chain(multiply).collect();
+            }
+        };
+        let dim = CubeDim::new_1d(c.units).into();
+        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
+        let buffer = || BufferCompilationArg { inplace: None };
+        let [width, words] = widths(p);
+        vec![Box::new(product::Product::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            FinishCompilationArg::of(p.epilogue),
+            DimsCompilationArg { m: (), n: (), k: () },
+            width,
+            words,
+            1,
+            *c,
+            elem(p.dtype),
+        ))]
+    }
+
+    fn launch(
+        device: &Device,
+        p: &Int8MatmulProblem,
+        config: &Int8MatmulConfig,
+        operands: &Int8MatmulOperands,
+        scratch: Option<&Handle>,
+    ) {
+        let c = match config {
+            Int8MatmulConfig::Lanes(c) => c,
+            Int8MatmulConfig::Dense(c) => {
+                let rhs = scratch.expect("a dense weight has its scratch").clone();
+                let weight = p.dequantized();
+                dequantize::launch(device, &weight, &c.dequantize, &operands.weight, &rhs);
+                let operands = MatmulOperands {
+                    lhs: operands.x.clone(),
+                    rhs,
+                    out: operands.out.clone(),
+                    epilogue: operands.epilogue.clone(),
+                    rows: None,
+                };
+                return Matmul::launch(device, &p.dense(), &c.matmul, &operands, None);
+            }
+        };
+        let ([x_len, _, out_len], [width, words]) = (p.dense().extents(), widths(p));
+        let Weight { n, k } = p.weight;
+        // SAFETY: the extents are the problem's, and the kernel checks its edges.
+        unsafe {
+            product::launch_unchecked(
+                device.client(),
+                CubeCount::Static(n.div_ceil(c.rows_of_cube()), 1, 1),
+                CubeDim::new_1d(c.units),
+                address(p),
+                width,
+                words,
+                1,
+                BufferArg::from_raw_parts(operands.x.clone(), x_len / width),
+                BufferArg::from_raw_parts(
+                    operands.weight.codes.clone(),
+                    p.weight.words() as usize / words,
+                ),
+                BufferArg::from_raw_parts(operands.weight.scb.clone(), n as usize),
+                BufferArg::from_raw_parts(operands.out.clone(), out_len),
+                FinishLaunch::of(p.epilogue, &operands.epilogue, n as usize, out_len),
+                DimsLaunch::new(p.m, n, k),
+                *c,
+                elem(p.dtype),
+            );
+        }
+    }
+}
+
+fn lanes_of(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<LanesConfig> {
+    let columns = p.m.next_power_of_two().min(8);
+    if arch.backend == Backend::Cpu {
+        let units = arch.processors.unwrap_or(1);
+        let columns = columns.min(4);
+        return [4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns }).to_vec();
+    }
+    let shapes = match columns {
+        1 => [[128, 32, 4], [128, 64, 4], [64, 32, 4], [128, 128, 4], [128, 32, 2], [256, 64, 8]],
+        2 => [[128, 32, 4], [128, 64, 4], [256, 32, 4], [128, 128, 4], [128, 32, 2], [256, 64, 8]],
+        _ => [[128, 32, 4], [256, 32, 4], [128, 32, 2], [256, 32, 2], [128, 64, 4], [256, 64, 2]],
+    };
+    let all = shapes.map(|[units, lanes, rows]| LanesConfig { units, lanes, rows, columns });
+    all.into_iter().chain([LanesConfig::simplest(arch)]).collect()
+}
+
+/// The products of the dense weight that are worth a try.
+fn denses(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<DenseConfig> {
+    let decode = Int8Dequantize::candidates(arch, &p.dequantized());
+    let Some(dequantize) = decode.first().copied() else { return Vec::new() };
+    let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.parts() == 1);
+    all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
+}
+
+/// Elements of a vector of x, words of one of codes: 16 bytes where they lie in one row.
+fn widths(p: &Int8MatmulProblem) -> [usize; 2] {
+    match p.weight.together(4) {
+        Some(words) => [(16 / p.dtype.size()).min(4 * words as usize), words as usize],
+        None => [1, 1],
+    }
+}
+
+fn address(p: &Int8MatmulProblem) -> AddressType {
+    let [x, _, out] = p.dense().extents();
+    let longest = x.max(out).max(p.weight.len() as usize);
+    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// Sizes of one launch.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Dims {
+    m: u32,
+    n: u32,
+    k: u32,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn product<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    codes: &[Vector<u32, NW>],
+    scb: &[f32],
+    out: &mut [Vector<F, NO>],
+    finish: Finish<F, F, NO>,
+    dims: &Dims,
+    #[comptime] config: LanesConfig,
+    #[define(F)] _dtype: ElemType,
+) {
+    let LanesConfig { units, lanes, rows, columns } = comptime!(config);
+    let (width, words) = (NX::value(), NW::value());
+    let per_unit = comptime!((rows * columns) as usize);
+    let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
+    let first = CUBE_POS_X * comptime!(config.rows_of_cube());
+    let own = first + group * rows;
+    let mut sums = Shared::<[f32]>::new_slice(comptime!(if lanes > 1 {
+        units as usize * per_unit
+    } else {
+        1
+    }));
+    let mut col = 0u32;
+    while col < dims.m {
+        let mut acc = Array::<f32>::new(per_unit); // [rows, columns]
+        #[unroll]
+        for i in 0..per_unit {
+            acc[i] = 0.0f32;
+        }
+        if comptime!(width > 1) {
+            let vectors = dims.k / comptime!(4 * words as u32);
+            let mut at = u32::cast_from(lane);
+            while at < vectors {
+                let mut right = Array::<Vector<u32, NW>>::new(comptime!(rows as usize));
+                #[unroll]
+                for r in 0..rows {
+                    // Rows past the end repeat the last; they are never stored.
+                    let row = min(own + r, dims.n - 1) as usize;
+                    right[comptime!(r as usize)] =
+                        lifted(codes[row * vectors as usize + at as usize]);
+                }
+                #[unroll]
+                for v in 0..comptime!(4 * words / width) {
+                    let mut left = Array::<Vector<F, NX>>::new(comptime!(columns as usize));
+                    #[unroll]
+                    for c in 0..columns {
+                        let row = min(col + c, dims.m - 1) as usize;
+                        let from = (row * dims.k as usize) / NX::value();
+                        left[comptime!(c as usize)] =
+                            x[from + at as usize * comptime!(4 * words / width) + v];
+                    }
+                    #[unroll]
+                    for e in 0..width {
+                        let element = comptime!(v * width + e);
+                        #[unroll]
+                        for r in 0..rows {
+                            let word = right[comptime!(r as usize)].extract(comptime!(element / 4));
+                            let code = code_of(word, comptime!(element as u32 % 4));
+                            #[unroll]
+                            for c in 0..columns {
+                                let i = comptime!((r * columns + c) as usize);
+                                let x = f32::cast_from(left[comptime!(c as usize)].extract(e));
+                                acc[i] = fma(code, x, acc[i]);
+                            }
+                        }
+                    }
+                }
+                at += lanes;
+            }
+        } else {
+            let mut at = u32::cast_from(lane);
+            while at < dims.k {
+                #[unroll]
+                for r in 0..rows {
+                    let row = min(own + r, dims.n - 1) as usize;
+                    let flat = row * dims.k as usize + at as usize;
+                    let word = lifted(codes[flat / 4]).extract(0usize) >> ((flat % 4) as u32 * 8);
+                    let code = code_of(word, 0u32);
+                    #[unroll]
+                    for c in 0..columns {
+                        let line = min(col + c, dims.m - 1) as usize * dims.k as usize;
+                        let x = f32::cast_from(x[line + at as usize].extract(0usize));
+                        let i = comptime!((r * columns + c) as usize);
+                        acc[i] = fma(code, x, acc[i]);
+                    }
+                }
+                at += lanes;
+            }
+        }
+        let results = comptime!(rows * columns);
+        if comptime!(lanes > 1) {
+            // Sums of a group side by side, those of a unit apart by the cube: no two units of a plane meet in a bank.
+            #[unroll]
+            for i in 0..per_unit {
+                sums[comptime!(i * units as usize) + UNIT_POS as usize] = acc[i];
+            }
+            #[unroll]
+            for level in 0..comptime!(lanes.ilog2()) {
+                sync_cube();
+                let apart = comptime!((lanes >> (level + 1)) as usize);
+                if lane < comptime!(apart as u32) {
+                    #[unroll]
+                    for i in 0..per_unit {
+                        let at = comptime!(i * units as usize) + UNIT_POS as usize;
+                        sums[at] += sums[at + apart];
+                    }
+                }
+            }
+            sync_cube();
+            // Neighbouring units store neighbouring columns of y.
+            let per_cube = comptime!(config.rows_of_cube());
+            let mut id = UNIT_POS;
+            while id < comptime!(config.rows_of_cube() * columns) {
+                let (c, row) = (id / per_cube, id % per_cube);
+                let i = row % rows * columns + c;
+                let sum = sums[(i * units + row / rows * lanes) as usize];
+                store(out, scb, &finish, sum, first + row, col + c, dims);
+                id += units;
+            }
+            sync_cube();
+        } else {
+            #[unroll]
+            for i in 0..results {
+                let (n, m) = (own + comptime!(i / columns), col + comptime!(i % columns));
+                store(out, scb, &finish, acc[comptime!(i as usize)], n, m, dims);
+            }
+        }
+        col += columns;
+    }
+}
+
+/// Stores the result of column `n` and row `m` of y.
+#[cube]
+fn store<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    scb: &[f32],
+    finish: &Finish<F, F, NO>,
+    sum: f32,
+    n: u32,
+    m: u32,
+    dims: &Dims,
+) {
+    if n < dims.n && m < dims.m {
+        let columns = Columns { first: 0usize.runtime(), count: dims.n };
+        let to = m as usize * dims.n as usize + n as usize;
+        let value = finish.one(scaled(sum, scb[n as usize]), to, n, &columns);
+        out[to] = Vector::new(F::cast_from(value));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(m: u32, n: u32, k: u32, dtype: DType) -> Int8MatmulProblem {
+        let weight = Weight::new(n, k).expect("valid");
+        Int8MatmulProblem::new(m, weight, dtype).expect("rows")
+    }
+
+    #[test]
+    fn every_profile_has_a_candidate_and_every_candidate_passes_its_check() {
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                for m in [1, 2, 8, 9, 33, 4096] {
+                    for p in [problem(m, 4096, 4096, dtype), problem(m, 37, 41, dtype)] {
+                        let found = Int8Matmul::candidates(&arch, &p);
+                        assert!(!found.is_empty(), "{name} {p:?}");
+                        for c in found {
+                            Int8Matmul::check(&arch, &p, &c).expect("candidates are checked");
+                        }
+                        Int8Matmul::simplest(&arch, &p).expect("there is one");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_kernel_does_is_refused() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let p = problem(1, 4096, 4096, DType::Bf16);
+        let good = LanesConfig { units: 128, lanes: 32, rows: 4, columns: 1 };
+        let check = |c| Int8Matmul::check(&arch, &p, &Int8MatmulConfig::Lanes(c));
+        check(good).expect("feasible");
+        for bad in [
+            LanesConfig { units: 0, ..good },
+            LanesConfig { lanes: 0, ..good },
+            LanesConfig { lanes: 24, ..good },
+            LanesConfig { rows: 0, ..good },
+            LanesConfig { rows: 9, ..good },
+            LanesConfig { columns: 9, ..good },
+            LanesConfig { rows: 8, columns: 8, ..good },
+            LanesConfig { units: 2048, ..good },
+        ] {
+            assert!(check(bad).is_err(), "{bad:?}");
+        }
+    }
+}

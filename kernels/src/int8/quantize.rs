@@ -1,0 +1,389 @@
+//! scb[n] = max |w[n, ..]|;  code = round(w · (127 / scb[n]))    w: `[n, k]` in f16, bf16 or f32
+//!
+//! ```text
+//!   for each row                       // `lanes` units, by halves through shared memory
+//!     scb = max |w|
+//!   for each word of four codes        // a second launch: where k is no multiple of 4 a word has two rows
+//!     code = round(w · (127 / scb))
+//! ```
+//!
+//! Cost: the dense weight is read twice, a byte an element written. Subnormals count as zero, ties go to even: of
+//! bitsandbytes' codes these differ where its approximate division falls on the other side of a tie.
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+use super::{Weight, WeightBuffers};
+use crate::fits::{lacks, limits, shape, stores};
+use crate::matmul::elem;
+use crate::nf4::QuantizeError;
+
+/// The family of quantisation kernels.
+pub struct Int8Quantize;
+
+/// Values to quantise, `[n, k]` row by row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuantizeProblem {
+    pub weight: Weight,
+    /// Type of the values.
+    pub dtype: DType,
+}
+
+/// How quantisation is spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct QuantizeConfig {
+    /// Units of a cube.
+    pub units: u32,
+    /// Units that share a row.
+    pub lanes: u32,
+}
+
+/// Device buffers of one quantisation.
+#[derive(Debug, Clone)]
+pub struct QuantizeOperands {
+    pub values: Handle,
+    pub weight: WeightBuffers,
+    /// A word, not 0 afterwards where a value is infinite or NaN.
+    pub flag: Handle,
+}
+
+impl Kernel for Int8Quantize {
+    type Problem = QuantizeProblem;
+    type Config = QuantizeConfig;
+    type Operands = QuantizeOperands;
+
+    const NAME: &'static str = "int8_quantize";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &QuantizeProblem) -> String {
+        let [n, k] = [p.weight.n, p.weight.k].map(u32::next_power_of_two);
+        format!("{} w{} n{n} k{k}", p.dtype, width(p))
+    }
+
+    fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
+        if arch.backend == Backend::Cpu {
+            return Self::simplest(arch, p).into_iter().collect();
+        }
+        let all = [[256, 256], [128, 128], [256, 64], [256, 32], [512, 512]];
+        let configs = all.into_iter().map(|[units, lanes]| QuantizeConfig { units, lanes });
+        configs.filter(|c| Self::check(arch, p, c).is_ok()).collect()
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        p: &QuantizeProblem,
+        c: &QuantizeConfig,
+    ) -> Result<(), Infeasible> {
+        stores(arch, [p.dtype])?;
+        if !c.lanes.is_power_of_two() || c.units % c.lanes != 0 {
+            return Err(shape("lanes", c.lanes, "a power of two that units divide among"));
+        }
+        if arch.backend == Backend::Cpu && c.lanes != 1 {
+            return Err(lacks("cheap barriers"));
+        }
+        limits(arch, c.units, if c.lanes > 1 { c.units * 4 } else { 0 })
+    }
+
+    fn cost(p: &QuantizeProblem) -> Cost {
+        // A product, and comparisons that are no arithmetic.
+        let (len, size) = (p.weight.len(), p.dtype.size() as u64);
+        Cost { flops: len, bytes: p.weight.bytes() + len * size }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
+        let config = match arch.backend {
+            Backend::Cpu => QuantizeConfig { units: arch.processors.unwrap_or(1), lanes: 1 },
+            _ => QuantizeConfig { units: 64, lanes: 8 },
+        };
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
+        let client = device.client();
+        QuantizeOperands {
+            values: crate::noise(device, p.weight.len() as usize, p.dtype, seed),
+            weight: WeightBuffers {
+                codes: client.empty(p.weight.words() as usize * 4),
+                scb: client.empty(p.weight.n as usize * 4),
+            },
+            flag: client.create_from_slice(&[0; 4]),
+        }
+    }
+
+    fn outputs(p: &QuantizeProblem, operands: &QuantizeOperands) -> Vec<Output> {
+        let output = |handle: &Handle, dtype, len| Output {
+            handle: handle.clone(),
+            dtype,
+            len: len as usize,
+            tolerance: 0.0,
+        };
+        vec![
+            output(&operands.weight.codes, DType::U8, p.weight.len()),
+            output(&operands.weight.scb, DType::F32, u64::from(p.weight.n)),
+        ]
+    }
+
+    fn programs(
+        _arch: &ArchProfile,
+        p: &QuantizeProblem,
+        c: &QuantizeConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let dim = CubeDim::new_1d(c.units).into();
+        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
+        let buffer = || BufferCompilationArg { inplace: None };
+        vec![
+            Box::new(scales_of_rows::ScalesOfRows::new(
+                settings.clone(),
+                properties.clone(),
+                target.clone(),
+                buffer(),
+                buffer(),
+                buffer(),
+                (),
+                width(p),
+                *c,
+                elem(p.dtype),
+            )),
+            Box::new(encode_words::EncodeWords::new(
+                settings,
+                properties.clone(),
+                target.clone(),
+                buffer(),
+                buffer(),
+                buffer(),
+                (),
+                width(p),
+                elem(p.dtype),
+            )),
+        ]
+    }
+
+    fn launch(
+        device: &Device,
+        p: &QuantizeProblem,
+        c: &QuantizeConfig,
+        operands: &QuantizeOperands,
+        _scratch: Option<&Handle>,
+    ) {
+        let (client, width, weight) = (device.client(), width(p), p.weight);
+        let (len, n) = (weight.len() as usize, weight.n as usize);
+        let cubes = |parts: u64, each: u32| {
+            CubeCount::Static(crate::cubes(device.backend(), parts, each), 1, 1)
+        };
+        let (rows, words) = (u64::from(weight.n), weight.words());
+        let WeightBuffers { codes, scb } = &operands.weight;
+        // SAFETY: the lengths are the weight's, and the kernels check their indices.
+        unsafe {
+            scales_of_rows::launch_unchecked(
+                client,
+                cubes(rows, c.units / c.lanes),
+                CubeDim::new_1d(c.units),
+                address(p),
+                width,
+                BufferArg::from_raw_parts(operands.values.clone(), len / width),
+                BufferArg::from_raw_parts(scb.clone(), n),
+                BufferArg::from_raw_parts(operands.flag.clone(), 1),
+                weight.k,
+                *c,
+                elem(p.dtype),
+            );
+            encode_words::launch_unchecked(
+                client,
+                cubes(words, c.units),
+                CubeDim::new_1d(c.units),
+                address(p),
+                width,
+                BufferArg::from_raw_parts(operands.values.clone(), len / width),
+                BufferArg::from_raw_parts(scb.clone(), n),
+                BufferArg::from_raw_parts(codes.clone(), words as usize),
+                weight.k,
+                elem(p.dtype),
+            );
+        }
+    }
+}
+
+/// Quantises `values`, `[n, k]` of `dtype`, by the first config that there is.
+///
+/// # Errors
+/// Infinities and NaN; a device that cannot.
+pub fn quantize(
+    device: &Device,
+    values: &Handle,
+    weight: Weight,
+    dtype: DType,
+) -> Result<WeightBuffers, QuantizeError> {
+    let problem = QuantizeProblem { weight, dtype };
+    let arch = device.profile();
+    let config = match Int8Quantize::candidates(arch, &problem).first() {
+        Some(config) => *config,
+        None => Int8Quantize::simplest(arch, &problem)?,
+    };
+    let client = device.client();
+    let buffers = WeightBuffers {
+        codes: client.empty(weight.words() as usize * 4),
+        scb: client.empty(weight.n as usize * 4),
+    };
+    let flag = client.create_from_slice(&[0; 4]);
+    let operands = QuantizeOperands { values: values.clone(), weight: buffers, flag };
+    Int8Quantize::launch(device, &problem, &config, &operands, None);
+    let found = client.read_one(operands.flag);
+    let found = found.map_err(|why| QuantizeError::Device(format!("{why:?}")))?;
+    match found[..4] == [0; 4] {
+        true => Ok(operands.weight),
+        false => Err(QuantizeError::NotFinite),
+    }
+}
+
+/// Elements of a vector of values, which lies in one row.
+const fn width(p: &QuantizeProblem) -> usize {
+    if p.weight.k % 4 == 0 { 4 } else { 1 }
+}
+
+fn address(p: &QuantizeProblem) -> AddressType {
+    if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn scales_of_rows<F: Float, NI: Size>(
+    values: &[Vector<F, NI>],
+    scb: &mut [f32],
+    flag: &mut [u32],
+    k: u32,
+    #[comptime] config: QuantizeConfig,
+    #[define(F)] _dtype: ElemType,
+) {
+    let QuantizeConfig { units, lanes } = comptime!(config);
+    let width = NI::value();
+    let (per_cube, group, lane) = (comptime!(units / lanes), UNIT_POS / lanes, UNIT_POS % lanes);
+    let mut shared =
+        Shared::<[f32]>::new_slice(comptime!(if lanes > 1 { units as usize } else { 1 }));
+    let n = scb.len() as u32;
+    let vectors = k / comptime!(width as u32);
+    let mut first = CUBE_POS_X * per_cube;
+    while first < n {
+        let row = first + group;
+        let mut most = 0.0f32.runtime();
+        if row < n {
+            let mut at = u32::cast_from(lane);
+            while at < vectors {
+                let vector = values[row as usize * vectors as usize + at as usize];
+                #[unroll]
+                for e in 0..width {
+                    let size = magnitude(f32::cast_from(vector.extract(e)));
+                    most = select(size > most, size, most);
+                    // Neither infinity nor NaN is.
+                    let finite = size <= f32::MAX;
+                    if !finite {
+                        flag[0] = 1u32;
+                    }
+                }
+                at += lanes;
+            }
+        }
+        if comptime!(lanes > 1) {
+            shared[UNIT_POS as usize] = most;
+            #[unroll]
+            for level in 0..comptime!(lanes.ilog2()) {
+                sync_cube();
+                let apart = comptime!(lanes >> (level + 1));
+                if lane < apart {
+                    let (mine, other) = (UNIT_POS as usize, (UNIT_POS + apart) as usize);
+                    shared[mine] =
+                        select(shared[other] > shared[mine], shared[other], shared[mine]);
+                }
+            }
+            if lane == 0 && row < n {
+                scb[row as usize] = shared[UNIT_POS as usize];
+            }
+            sync_cube();
+        } else if row < n {
+            scb[row as usize] = most;
+        }
+        first += CUBE_COUNT_X * per_cube;
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn encode_words<F: Float, NI: Size>(
+    values: &[Vector<F, NI>],
+    scb: &[f32],
+    codes: &mut [u32],
+    k: u32,
+    #[define(F)] _dtype: ElemType,
+) {
+    let width = NI::value();
+    let words = codes.len() as u32;
+    let mut word = CUBE_POS_X * CUBE_DIM + UNIT_POS;
+    while word < words {
+        let mut made = 0u32;
+        if comptime!(width > 1) {
+            let vector = values[word as usize];
+            let inverse = inverse_of(scb[(word / (k / 4)) as usize]);
+            #[unroll]
+            for e in 0..4usize {
+                let value = f32::cast_from(vector.extract(e));
+                made |= encode(value, inverse, k) << comptime!(8 * e as u32);
+            }
+        } else {
+            #[unroll]
+            for e in 0..4usize {
+                let at = word as usize * 4 + e;
+                if at < values.len() {
+                    let value = f32::cast_from(values[at].extract(0usize));
+                    let inverse = inverse_of(scb[at / k as usize]);
+                    made |= encode(value, inverse, k) << comptime!(8 * e as u32);
+                }
+            }
+        }
+        codes[word as usize] = made;
+        word += CUBE_COUNT_X * CUBE_DIM;
+    }
+}
+
+#[cube]
+fn magnitude(value: f32) -> f32 {
+    let size = f32::abs(value);
+    select(size < f32::MIN_POSITIVE, 0.0f32.runtime(), size)
+}
+
+#[cube]
+fn inverse_of(scb: f32) -> f32 {
+    select(scb > 0.0, 127.0 / scb, 0.0f32.runtime())
+}
+
+/// The byte of a code: the mantissa of 1.5 · 2^23 + x, which is rounded to even. Product and sum are rounded one after
+/// the other: a bit that is 0 in every k, which no compiler knows, keeps them from becoming one operation.
+#[cube]
+fn encode(value: f32, inverse: f32, k: u32) -> u32 {
+    let value = select(f32::abs(value) < f32::MIN_POSITIVE, 0.0f32.runtime(), value);
+    let x = f32::reinterpret(u32::reinterpret(value * inverse) ^ (k >> 31));
+    u32::reinterpret(x + 12_582_912.0f32) & 255u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_profile_has_a_candidate() {
+        let weight = Weight::new(4096, 4096).expect("valid");
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                let p = QuantizeProblem { weight, dtype };
+                assert!(!Int8Quantize::candidates(&arch, &p).is_empty(), "{name} {dtype}");
+                let simplest = Int8Quantize::simplest(&arch, &p).expect("there is one");
+                Int8Quantize::check(&arch, &p, &simplest).expect("it is feasible");
+            }
+        }
+    }
+}
