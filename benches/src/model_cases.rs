@@ -69,8 +69,8 @@ impl ModelCase {
             }
         };
         params.insert("model".to_owned(), name.into());
-        if let Some(Quant::Nf4) = quant {
-            params.insert("quant".to_owned(), "nf4".into());
+        if let Some(quant) = quant {
+            params.insert("quant".to_owned(), quant.name().into());
         }
         if self.test.batch > 1 {
             params.insert("batch".to_owned(), self.test.batch.into());
@@ -120,8 +120,12 @@ pub(crate) fn select(
         cases.extend([of(&demo, 256, 0, 1), of(&demo, 0, 64, 1)]);
     }
     if let (Suite::All, Scale::Gpu) = (suite, scale) {
-        let shapes =
-            [("llama-3.2-1b", None), ("llama-3-8b", None), ("llama-3-8b", Some(Quant::Nf4))];
+        let shapes = [
+            ("llama-3.2-1b", None),
+            ("llama-3-8b", None),
+            ("llama-3-8b", Some(Quant::Nf4)),
+            ("llama-3-8b", Some(Quant::Int8)),
+        ];
         for (shape, quant) in shapes {
             let model = Model::Shape(shape, Compute::Bf16, quant);
             cases.extend([of(&model, 512, 0, 1), of(&model, 0, 128, 1), of(&model, 0, 128, 16)]);
@@ -140,7 +144,7 @@ pub(crate) fn select(
 /// The documents' tables: models of every size in every precision, and how many at once.
 fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])> {
     use Compute::{Bf16, F32};
-    let four = Some(Quant::Nf4);
+    let (four, eight) = (Some(Quant::Nf4), Some(Quant::Int8));
     match (scale, demo) {
         (Scale::Gpu, _) => {
             let shape = |name, compute, quant| Model::Shape(name, compute, quant);
@@ -149,9 +153,11 @@ fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])>
                 (shape("gpt2", Bf16, None), &[1, 16]),
                 (shape("llama-3.2-1b", F32, None), &[1, 16]),
                 (shape("llama-3.2-1b", Bf16, None), &[1, 16]),
+                (shape("llama-3.2-1b", Bf16, eight), &[1, 16]),
                 (shape("llama-3.2-1b", Bf16, four), &[1, 16]),
                 (shape("llama-2-7b", F32, None), &[1]),
                 (shape("llama-2-7b", Bf16, None), &[1, 4, 16]),
+                (shape("llama-2-7b", Bf16, eight), &[1, 4, 16]),
                 (shape("llama-2-7b", Bf16, four), &[1, 4, 16]),
                 (shape("llama-2-13b", Bf16, None), &[2, 16]),
                 (shape("llama-2-13b", Bf16, four), &[1, 4, 16]),
@@ -159,7 +165,7 @@ fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])>
         }
         (Scale::Host, Some(demo)) => {
             let of = |quant| Model::Demo(demo.to_owned(), quant);
-            vec![(of(None), &[1, 4]), (of(four), &[1])]
+            vec![(of(None), &[1, 4]), (of(eight), &[1]), (of(four), &[1])]
         }
         (Scale::Host, None) => Vec::new(),
     }
@@ -281,7 +287,7 @@ mod tests {
         assert!(requests.contains(&seven.to_owned()), "{requests:?}");
         let own = names(Suite::Documents, Scale::Host, demo);
         assert_eq!(own[0], "request model=demo prompt=128 tokens=64");
-        assert_eq!((own.len(), names(Suite::Documents, Scale::Host, None).len()), (3, 0));
+        assert_eq!((own.len(), names(Suite::Documents, Scale::Host, None).len()), (4, 0));
     }
 
     #[test]

@@ -1,19 +1,21 @@
 //! What a model takes on a device, before it is there.
 //!
 //! ```text
-//! weights      every parameter in the dtype that is computed in, or 4 bits and an absmax of 8 bits a block of 64
+//! weights      every parameter in the dtype that is computed in, or 4 bits and an absmax of 8 bits a block of 64, or 8
+//!              bits and an absmax of f32 a row
 //! cache        2 · layers · kv_heads · head_dim · batch · positions, and the angles of the ropes
 //! activations  of the step that has most alive beside the residual stream x, [rows, hidden]:
 //!                attention     qkv, or q and what leaves attention twice, as it is and turned
 //!                feed-forward  norm(x), up and gate; up is the gate's epilogue's
 //!                logits        [rows of them, vocab], in f32
-//! workspace    a dense copy of the largest weight in 4 bits, which prompts are multiplied with
+//! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
 //! small        a page of what is: shapes, lengths, tokens
 //! ```
 //!
 //! Sums are of 128 bits: a configuration may be absurd.
 
 use burn::tensor::{DType, FloatDType};
+use serde::Serialize;
 
 use crate::names::{Part, Slot};
 use crate::{DecoderConfig, Ffn, Side};
@@ -36,8 +38,19 @@ pub struct Footprint {
 pub struct Held {
     /// What is computed in.
     pub dtype: FloatDType,
-    /// Whether the matrices of the layers are in 4 bits.
-    pub four_bit: bool,
+    pub matrices: Matrices,
+}
+
+/// How the matrices of the layers are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Matrices {
+    /// In what is computed in.
+    Dense,
+    /// A byte a value, an absmax a row.
+    Int8,
+    /// Half a byte a value, an absmax a block.
+    FourBit,
 }
 
 /// What it is asked for at most.
@@ -67,13 +80,19 @@ impl Held {
         DType::from(self.dtype).size() as u128
     }
 
-    /// Of a matrix of a layer.
-    pub(crate) fn matrix_bytes(self, values: u128) -> u128 {
-        match self.four_bit {
-            true => four_bit_bytes(values),
-            false => values * self.size(),
+    /// Of a matrix of a layer, `[n, k]`.
+    pub(crate) fn matrix_bytes(self, shape: &[usize]) -> u128 {
+        let values = values_of(shape);
+        match self.matrices {
+            Matrices::FourBit => four_bit_bytes(values),
+            Matrices::Int8 => values + 4 * shape[0] as u128,
+            Matrices::Dense => values * self.size(),
         }
     }
+}
+
+pub(crate) fn values_of(shape: &[usize]) -> u128 {
+    shape.iter().map(|size| *size as u128).product()
 }
 
 /// Half a byte, and a byte for a block of 64.
@@ -99,11 +118,10 @@ impl DecoderConfig {
     pub fn held_bytes(&self, held: Held) -> u128 {
         let params = self.params().into_iter();
         let bytes = params.map(|param| {
-            let values = param.shape.iter().map(|size| *size as u128).product();
             let layers = param.slot.is_matrix() && param.slot != Slot::Head;
             match param.side == Side::Weight && layers {
-                true => held.matrix_bytes(values),
-                false => values * held.size(),
+                true => held.matrix_bytes(&param.shape),
+                false => values_of(&param.shape) * held.size(),
             }
         });
         bytes.sum()
@@ -128,10 +146,10 @@ impl DecoderConfig {
     fn activation_bytes(&self, held: Held, load: Workload) -> u128 {
         let [q, kv] = self.qkv_rows().map(|size| size as u128);
         let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
-        let gate = match (self.ffn, held.four_bit) {
-            (Ffn::Gated, false) => inner,
+        let gate = match (self.ffn, held.matrices) {
             // Gate and up are one product.
-            (Ffn::Gated, true) | (Ffn::Plain, _) => 0,
+            (Ffn::Gated, Matrices::FourBit) | (Ffn::Plain, _) => 0,
+            (Ffn::Gated, Matrices::Dense | Matrices::Int8) => inner,
         };
         let attention = (hidden + q + 2 * kv).max(q + q + 2 * kv).max(3 * q).max(2 * q + hidden);
         let feed_forward = (hidden + inner + gate).max(inner + hidden);
@@ -141,34 +159,37 @@ impl DecoderConfig {
     }
 
     fn workspace_bytes(&self, held: Held, load: Workload) -> u128 {
-        if !held.four_bit || Self::rows(load) <= FEW {
+        let (few, joins) = match held.matrices {
+            Matrices::Dense => return 0,
+            Matrices::Int8 => (8, false),
+            Matrices::FourBit => (128, true),
+        };
+        // So many rows at most are multiplied with the codes themselves.
+        if Self::rows(load) <= few {
             return 0;
         }
         let joint = |part: Part| match (part, self.ffn) {
-            (Part::Up, Ffn::Gated) => 2,
+            (Part::Up, Ffn::Gated) if joins => 2,
             _ => 1,
         };
         let matrices =
             self.parts().into_iter().filter(|(part, _)| Slot::Layer(0, *part).is_matrix());
-        let values = matrices.map(|(part, shape)| {
-            joint(part) * shape.iter().map(|size| *size as u128).product::<u128>()
-        });
+        let values = matrices.map(|(part, shape)| joint(part) * values_of(&shape));
         values.max().unwrap_or(0) * held.size()
     }
 }
 
 /// The page of a CubeCL pool that holds what is smaller than 64 KiB.
 const SMALL_PAGE: u128 = 8 << 20;
-/// Rows up to which weights in 4 bits are decoded beside the products.
-const FEW: u128 = 128;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::shapes;
 
-    const BF16: Held = Held { dtype: FloatDType::BF16, four_bit: false };
-    const NF4: Held = Held { four_bit: true, ..BF16 };
+    const BF16: Held = Held { dtype: FloatDType::BF16, matrices: Matrices::Dense };
+    const NF4: Held = Held { matrices: Matrices::FourBit, ..BF16 };
+    const INT8: Held = Held { matrices: Matrices::Int8, ..BF16 };
 
     #[test]
     fn llama_3_8b_takes_what_it_is_known_to() {
@@ -189,6 +210,11 @@ mod tests {
         assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
         let step = of(NF4, Workload { chunk: 1, batch: 16, ..load });
         assert_eq!((step.workspace, step.cache), (0, 16 * 8192 * 131_072 + 8192 * 512));
+        let eight = of(INT8, load);
+        // Of a layer rows of q, k, v, of what leaves attention, of gate, up and down.
+        let rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);
+        assert_eq!(eight.weights, 8_030_261_248 - rest / 2 + 4 * rows + rest);
+        assert_eq!(eight.workspace, 2 * 14_336 * 4096);
         let passing = four.activations + four.workspace;
         assert_eq!(four.passing(), passing);
         assert_eq!(four.total(), four.weights + four.cache + passing + SMALL_PAGE);

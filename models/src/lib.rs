@@ -42,11 +42,12 @@ pub mod weights;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    CHUNK, Decoder, KvCache, LoadOptions, Loading, Rows, device_bytes, file_dtype, in_4_bits,
+    CHUNK, Decoder, KvCache, LoadOptions, Loading, Quant, Rows, device_bytes, file_dtype,
+    matrices_of,
 };
 pub use error::{Error, Fault};
 pub use families::Family;
-pub use footprint::{Footprint, Held, Workload};
+pub use footprint::{Footprint, Held, Matrices, Workload};
 pub use generation::GenerationConfig;
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};

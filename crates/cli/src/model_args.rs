@@ -74,7 +74,7 @@ pub(crate) struct LoadArgs {
     /// f32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
     #[arg(long, value_parser = dtype)]
     dtype: Option<Compute>,
-    /// Quantise the matrices of the layers at load: nf4
+    /// Quantise the matrices of the layers at load: nf4 or int8
     #[arg(long, value_parser = quant)]
     quant: Option<Quant>,
     /// What an unknown shape gets: frozen, default or measure
@@ -197,10 +197,8 @@ fn dtype(text: &str) -> Result<Compute, String> {
 }
 
 fn quant(text: &str) -> Result<Quant, String> {
-    match text {
-        "nf4" => Ok(Quant::Nf4),
-        _ => Err(format!("unknown quantisation `{text}`\nhint: nf4")),
-    }
+    let bad = || format!("unknown quantisation `{text}`\nhint: nf4 or int8");
+    Quant::ALL.into_iter().find(|quant| quant.name() == text).ok_or_else(bad)
 }
 
 /// A bar, on a terminal.

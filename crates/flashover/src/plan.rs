@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use arch::ArchProfile;
-use models::{Footprint, Held, Weights, Workload as Passing};
+use models::{Footprint, Held, Matrices, Weights, Workload as Passing};
 use serde::Serialize;
 
 use crate::engine::{Engine, EngineError, EngineOptions, Prepared};
@@ -87,14 +87,14 @@ pub struct Plan {
     pub workload: Workload,
     /// What is computed in.
     pub dtype: String,
-    /// Whether the matrices of the layers are in 4 bits.
-    pub four_bit: bool,
+    /// How the matrices of the layers are held.
+    pub matrices: Matrices,
     pub weights_bytes: u64,
     /// Keys and values, and the angles of the ropes.
     pub cache_bytes: u64,
     /// What is alive at most while tokens pass.
     pub activations_bytes: u64,
-    /// Dense copies of weights in 4 bits, and a page of what is small.
+    /// Dense copies of weights in 4 or 8 bits, and a page of what is small.
     pub workspace_bytes: u64,
     /// The most sequences of this context; none without a budget.
     pub largest_batch: Option<usize>,
@@ -213,7 +213,7 @@ impl Planned {
             budget_bytes,
             workload,
             dtype: format!("{:?}", self.held.dtype).to_lowercase(),
-            four_bit: self.held.four_bit,
+            matrices: self.held.matrices,
             weights_bytes: bytes(parts.weights),
             cache_bytes: bytes(parts.cache),
             activations_bytes: bytes(parts.activations),
@@ -280,9 +280,10 @@ impl fmt::Display for Plan {
 impl Plan {
     /// What to change where it does not fit.
     pub fn advice(&self) -> String {
-        let quant = match self.four_bit {
-            true => "",
-            false => "; 4 bits take about a quarter of what bf16 does",
+        let quant = match self.matrices {
+            Matrices::FourBit => "",
+            Matrices::Int8 => "; 4 bits take about half of what 8 do",
+            Matrices::Dense => "; 4 bits take about a quarter of what bf16 does",
         };
         match (self.largest_context, self.largest_batch) {
             (Some(context), _) if context > 0 => {
@@ -296,7 +297,11 @@ impl Plan {
 
     /// The dtype of the weights' matrices.
     pub fn precision(&self) -> String {
-        if self.four_bit { format!("{} over 4 bits", self.dtype) } else { self.dtype.clone() }
+        match self.matrices {
+            Matrices::Dense => self.dtype.clone(),
+            Matrices::Int8 => format!("{} over 8 bits", self.dtype),
+            Matrices::FourBit => format!("{} over 4 bits", self.dtype),
+        }
     }
 }
 

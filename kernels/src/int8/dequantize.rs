@@ -231,7 +231,7 @@ fn dequantize<E: Float, NW: Size, NO: Size>(
                     #[unroll]
                     for e in 0..width {
                         let word = vector.extract(comptime!(e / 4));
-                        let value = scaled(code_of(word, comptime!(e as u32 % 4)), scb);
+                        let value = scaled(code_of(word, comptime!(e as u32 % 4)), scb, k);
                         values.insert(e, E::cast_from(rounded(value, plan)));
                     }
                     out[at as usize] = values;
@@ -241,7 +241,7 @@ fn dequantize<E: Float, NW: Size, NO: Size>(
                         let i = at as usize * 4 + comptime!(e as usize);
                         if i < out.len() {
                             let scb = scb[i / k as usize];
-                            let value = scaled(code_of(vector.extract(0usize), e), scb);
+                            let value = scaled(code_of(vector.extract(0usize), e), scb, k);
                             out[i] = Vector::new(E::cast_from(rounded(value, plan)));
                         }
                     }

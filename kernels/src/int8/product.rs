@@ -346,12 +346,13 @@ fn lanes_of(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<LanesConfig> {
         return [4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns }).to_vec();
     }
     let shapes = match columns {
-        1 => [[128, 32, 4], [128, 64, 4], [64, 32, 4], [128, 128, 4], [128, 32, 2], [256, 64, 8]],
-        2 => [[128, 32, 4], [128, 64, 4], [256, 32, 4], [128, 128, 4], [128, 32, 2], [256, 64, 8]],
-        _ => [[128, 32, 4], [256, 32, 4], [128, 32, 2], [256, 32, 2], [128, 64, 4], [256, 64, 2]],
+        1 => &[[128, 32, 4], [128, 64, 4], [64, 32, 4], [128, 128, 2], [128, 32, 2], [256, 64, 8]],
+        2 => &[[128, 32, 4], [128, 64, 4], [256, 32, 4], [128, 128, 2], [128, 32, 2], [256, 64, 8]],
+        // Of 128 units, 32 lanes by two rows and 64 by four spill 8 bytes (sm_89, sm_120).
+        _ => &[[128, 32, 4], [256, 32, 4], [256, 32, 2], [256, 64, 2]][..],
     };
-    let all = shapes.map(|[units, lanes, rows]| LanesConfig { units, lanes, rows, columns });
-    all.into_iter().chain([LanesConfig::simplest(arch)]).collect()
+    let config = |&[units, lanes, rows]: &[u32; 3]| LanesConfig { units, lanes, rows, columns };
+    shapes.iter().map(config).chain([LanesConfig::simplest(arch)]).collect()
 }
 
 /// The products of the dense weight that are worth a try.
@@ -529,7 +530,7 @@ fn store<F: Float, NO: Size>(
     if n < dims.n && m < dims.m {
         let columns = Columns { first: 0usize.runtime(), count: dims.n };
         let to = m as usize * dims.n as usize + n as usize;
-        let value = finish.one(scaled(sum, scb[n as usize]), to, n, &columns);
+        let value = finish.one(scaled(sum, scb[n as usize], dims.k), to, n, &columns);
         out[to] = Vector::new(F::cast_from(value));
     }
 }

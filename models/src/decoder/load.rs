@@ -6,12 +6,12 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
 use checkpoint::{Dtype, Int8, Weight};
 use half::{bf16, f16};
-use ops::{Ctx, Nf4Options, Nf4Weight, NormWeights};
+use ops::{Ctx, Int8Weight, Nf4Options, Nf4Weight, NormWeights};
 use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
-use crate::footprint::Held;
+use crate::footprint::{Held, Matrices};
 use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights};
 
 /// How weights are put on a device.
@@ -19,8 +19,27 @@ use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Store
 pub struct LoadOptions {
     /// What is computed in; the dtype of the embedding's file when none.
     pub dtype: Option<FloatDType>,
-    /// Quantises the matrices of the layers that are dense in the file.
-    pub quant: Option<Nf4Options>,
+    /// Quantises the matrices of the layers that are dense in the file; 4 bits also those of 8.
+    pub quant: Option<Quant>,
+}
+
+/// What matrices are quantised to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quant {
+    Nf4(Nf4Options),
+    /// A byte a value, an absmax a row.
+    Int8,
+}
+
+impl Quant {
+    /// How a matrix of a layer is held that the file has so.
+    fn held(quant: Option<Self>, stored: &Weight<'_>) -> Matrices {
+        match (stored, quant) {
+            (Weight::FourBit(_), _) | (_, Some(Self::Nf4(_))) => Matrices::FourBit,
+            (Weight::Int8(_), _) | (_, Some(Self::Int8)) => Matrices::Int8,
+            (Weight::Dense(_), None) => Matrices::Dense,
+        }
+    }
 }
 
 /// Bytes that the weights of a checkpoint take on a device; absmax of 4 bits counted as nested.
@@ -29,7 +48,6 @@ pub struct LoadOptions {
 /// [`Error::Checkpoint`].
 pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u128, Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let dense = Held { dtype, four_bit: false };
     let mut bytes = 0u128;
     for param in weights.config().params() {
         let stored = match param.side {
@@ -37,23 +55,22 @@ pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u128, Er
             Side::Bias => weights.bias(param.slot)?,
         };
         let Some(stored) = stored else { continue };
-        let values = stored.shape.iter().map(|size| *size as u128).product();
-        let matrix = param.side == Side::Weight && param.slot.is_matrix();
-        let four_bit = matches!(stored.weight, Weight::FourBit(_))
-            || (options.quant.is_some() && matrix && param.slot != Slot::Head);
-        bytes += Held { four_bit, ..dense }.matrix_bytes(values);
+        let layers = param.slot.is_matrix() && param.slot != Slot::Head;
+        let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
+        let matrices = Quant::held(quant, &stored.weight);
+        bytes += Held { dtype, matrices }.matrix_bytes(&stored.shape);
     }
     Ok(bytes)
 }
 
-/// Whether layers have matrices in 4 bits once they are on a device.
+/// How layers have their matrices once they are on a device.
 ///
 /// # Errors
 /// [`Error::Checkpoint`].
-pub fn in_4_bits(weights: &Weights, options: &LoadOptions) -> Result<bool, Error> {
+pub fn matrices_of(weights: &Weights, options: &LoadOptions) -> Result<Matrices, Error> {
     let last = weights.config().layers.len().saturating_sub(1);
     let stored = weights.weight(Slot::Layer(last, Part::Down))?;
-    Ok(options.quant.is_some() || matches!(stored.weight, Weight::FourBit(_)))
+    Ok(Quant::held(options.quant, &stored.weight))
 }
 
 /// How far loading is.
@@ -65,8 +82,7 @@ pub struct Loading {
 }
 
 impl Decoder {
-    /// Puts the weights of a checkpoint on a device. Matrices in 4 bits stay so; those of bitsandbytes' 8 bits
-    /// become dense.
+    /// Puts the weights of a checkpoint on a device. Matrices in 4 or 8 bits stay so.
     ///
     /// # Errors
     /// [`Error::Checkpoint`]; [`Error::Op`] for what the device cannot hold or run.
@@ -112,7 +128,7 @@ struct Loader<'a> {
     device: &'a Device,
     ctx: &'a Ctx,
     dtype: FloatDType,
-    quant: Option<Nf4Options>,
+    quant: Option<Quant>,
 }
 
 impl Loader<'_> {
@@ -201,9 +217,14 @@ impl Loader<'_> {
     /// Gate and up in one where both are in 4 bits and their blocks do not mix.
     fn gated(&self, gate: Slot, up: Slot, down: Projection) -> Result<Ffn, Error> {
         let biases = [self.bias(&[gate])?, self.bias(&[up])?];
-        let mut matrices = self.matrices(&[gate, up])?;
-        if let [Matrix::FourBit(both)] = &matrices[..] {
-            return Ok(Ffn::Joint { both: both.clone(), bias: self.bias(&[gate, up])?, down });
+        let mut matrices = self.apart(&[gate, up])?;
+        let both = match &matrices[..] {
+            // A file has them in one.
+            [Matrix::FourBit(both)] => Some(both.clone()),
+            apart => self.joined_in_4_bits(apart)?,
+        };
+        if let Some(both) = both {
+            return Ok(Ffn::Joint { both, bias: self.bias(&[gate, up])?, down });
         }
         let up = matrices.split_off(1);
         let [gate, up] = [(matrices, 0), (up, 1)]
@@ -226,17 +247,18 @@ impl Loader<'_> {
         Ok(Projection { matrices, bias: self.bias(slots)? })
     }
 
-    /// Those of 4 bits as one where they can be.
+    /// Those of 4 bits, or of 8, as one where they can be.
     fn matrices(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
+        let matrices = self.apart(slots)?;
+        let joined = self.joined(&matrices)?;
+        Ok(joined.map_or(matrices, |joined| vec![joined]))
+    }
+
+    /// One of each slot, or of the first alone where a file has all in one tensor of 4 bits.
+    fn apart(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
         let mut matrices = Vec::with_capacity(slots.len());
         for slot in slots {
             matrices.extend(self.matrix(*slot)?);
-        }
-        let four_bit = matrices.iter().map(Matrix::four_bit).collect::<Option<Vec<_>>>();
-        if let Some(all) = four_bit.filter(|all| all.len() > 1)
-            && let Some(joined) = self.joined(&all)?
-        {
-            return Ok(vec![Matrix::FourBit(joined)]);
         }
         Ok(matrices)
     }
@@ -280,14 +302,24 @@ impl Loader<'_> {
                         let weight = Nf4Weight::from_host(self.ctx, weight, self.device)?;
                         return Ok(Some(Matrix::FourBit(weight)));
                     }
-                    Weight::Int8(weight) => self.int8(weight, stored.rows.clone()),
+                    Weight::Int8(weight) => {
+                        let weight =
+                            Int8Weight::from_host(&rows_of(weight, &stored.rows), self.device)?;
+                        if !matches!(self.quant, Some(Quant::Nf4(_))) {
+                            return Ok(Some(Matrix::Int8(weight)));
+                        }
+                        weight.dequantize(self.ctx, self.dtype)?
+                    }
                     Weight::Dense(_) => self.tensor(stored)?,
                 }
             }
         };
         Ok(Some(match self.quant {
             None => Matrix::Dense(dense),
-            Some(options) => Matrix::FourBit(Nf4Weight::quantize(self.ctx, dense, options)?),
+            Some(Quant::Nf4(options)) => {
+                Matrix::FourBit(Nf4Weight::quantize(self.ctx, dense, options)?)
+            }
+            Some(Quant::Int8) => Matrix::Int8(Int8Weight::quantize(self.ctx, dense)?),
         }))
     }
 
@@ -310,21 +342,23 @@ impl Loader<'_> {
         made.cast(self.dtype)
     }
 
-    /// Rows of a weight of 8 bits, dense.
-    fn int8(&self, weight: &Int8<'_>, rows: Range<usize>) -> Tensor<2> {
-        let k = weight.shape[1];
-        let values = rows.clone().flat_map(|row| {
-            let scale = weight.scb[row] / 127.0;
-            weight.codes[row * k..][..k]
-                .iter()
-                .map(move |code| f32::from(code.cast_signed()) * scale)
-        });
-        self.upload(rounded(&values.collect::<Vec<_>>(), self.dtype), &[rows.len(), k])
+    /// Several weights as one; none where they are not of one kind, or where a block, a nested group or a word would
+    /// hold elements of two.
+    fn joined(&self, parts: &[Matrix]) -> Result<Option<Matrix>, Error> {
+        if parts.len() < 2 {
+            return Ok(None);
+        }
+        if let Some(all) = parts.iter().map(Matrix::int8).collect::<Option<Vec<_>>>() {
+            return Ok(Int8Weight::join(&all)?.map(Matrix::Int8));
+        }
+        Ok(self.joined_in_4_bits(parts)?.map(Matrix::FourBit))
     }
 
-    /// Several weights as one; none where a block or a nested group would hold elements of two.
-    fn joined(&self, parts: &[&Nf4Weight]) -> Result<Option<Nf4Weight>, Error> {
-        match Nf4Weight::join(self.ctx, parts) {
+    fn joined_in_4_bits(&self, parts: &[Matrix]) -> Result<Option<Nf4Weight>, Error> {
+        let Some(all) = parts.iter().map(Matrix::four_bit).collect::<Option<Vec<_>>>() else {
+            return Ok(None);
+        };
+        match Nf4Weight::join(self.ctx, &all) {
             Ok(joined) => Ok(Some(joined)),
             Err(ops::OpError::Weight(_)) => Ok(None),
             Err(other) => Err(other.into()),
@@ -353,18 +387,35 @@ impl Loader<'_> {
     }
 }
 
+/// Some rows of a weight of 8 bits.
+fn rows_of<'a>(weight: &'a Int8<'_>, rows: &Range<usize>) -> Int8<'a> {
+    let k = weight.shape[1];
+    Int8 {
+        shape: [rows.len(), k],
+        codes: weight.codes[rows.start * k..rows.end * k].into(),
+        scb: weight.scb[rows.clone()].into(),
+    }
+}
+
 impl Matrix {
     fn dense(&self) -> Option<Tensor<2>> {
         match self {
             Self::Dense(weight) => Some(weight.clone()),
-            Self::FourBit(_) => None,
+            Self::FourBit(_) | Self::Int8(_) => None,
         }
     }
 
     const fn four_bit(&self) -> Option<&Nf4Weight> {
         match self {
             Self::FourBit(weight) => Some(weight),
-            Self::Dense(_) => None,
+            Self::Dense(_) | Self::Int8(_) => None,
+        }
+    }
+
+    const fn int8(&self) -> Option<&Int8Weight> {
+        match self {
+            Self::Int8(weight) => Some(weight),
+            Self::Dense(_) | Self::FourBit(_) => None,
         }
     }
 }

@@ -27,10 +27,10 @@ use ops::{
     QkNorm, RopeOptions, Table,
 };
 
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Matrices};
 pub use cache::KvCache;
 use cache::Memory;
-pub use load::{LoadOptions, Loading, device_bytes, file_dtype, in_4_bits};
+pub use load::{LoadOptions, Loading, Quant, device_bytes, file_dtype, matrices_of};
 use projection::{Ffn, Projection};
 use step::Step;
 
@@ -112,9 +112,9 @@ impl Decoder {
         self.matrix_bytes() + embedding + positions
     }
 
-    /// Whether layers have weights in 4 bits.
-    pub fn in_4_bits(&self) -> bool {
-        self.layers.iter().any(|layer| layer.qkv.in_4_bits())
+    /// How the matrices of the layers are held.
+    pub fn matrices(&self) -> Matrices {
+        self.layers.first().map_or(Matrices::Dense, |layer| layer.qkv.held())
     }
 
     /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window

@@ -1,13 +1,19 @@
 //! Weights that multiply.
 
 use burn::tensor::{FloatDType, Tensor};
-use ops::{Activation, Ctx, Epilogue, Nf4Weight, OpError, linear, nf4_glu, nf4_linear};
+use ops::{
+    Activation, Ctx, Epilogue, Int8Weight, Nf4Weight, OpError, int8_linear, linear, nf4_glu,
+    nf4_linear,
+};
+
+use crate::Matrices;
 
 /// A weight `[n, k]`.
 #[derive(Debug, Clone)]
 #[expect(clippy::large_enum_variant, reason = "a layer has a handful")]
 pub(super) enum Matrix {
     Dense(Tensor<2>),
+    Int8(Int8Weight),
     FourBit(Nf4Weight),
 }
 
@@ -44,6 +50,7 @@ impl Matrix {
     fn bytes(&self) -> u64 {
         match self {
             Self::Dense(weight) => (weight.shape().num_elements() * weight.dtype().size()) as u64,
+            Self::Int8(weight) => weight.bytes(),
             Self::FourBit(weight) => weight.bytes(),
         }
     }
@@ -51,6 +58,7 @@ impl Matrix {
     fn rows(&self) -> usize {
         match self {
             Self::Dense(weight) => weight.dims()[0],
+            Self::Int8(weight) => weight.shape()[0],
             Self::FourBit(weight) => weight.shape()[0],
         }
     }
@@ -58,14 +66,19 @@ impl Matrix {
     fn of(&self, ctx: &Ctx, x: Tensor<2>, epilogue: Epilogue<2>) -> Result<Tensor<2>, OpError> {
         match self {
             Self::Dense(weight) => linear(ctx, x, weight.clone().transpose(), epilogue),
+            Self::Int8(weight) => int8_linear(ctx, x, weight, epilogue),
             Self::FourBit(weight) => nf4_linear(ctx, x, weight, epilogue),
         }
     }
 }
 
 impl Projection {
-    pub(super) fn in_4_bits(&self) -> bool {
-        self.matrices.iter().any(|matrix| matches!(matrix, Matrix::FourBit(_)))
+    pub(super) fn held(&self) -> Matrices {
+        match self.matrices.first() {
+            Some(Matrix::FourBit(_)) => Matrices::FourBit,
+            Some(Matrix::Int8(_)) => Matrices::Int8,
+            Some(Matrix::Dense(_)) | None => Matrices::Dense,
+        }
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -105,7 +118,7 @@ impl Projection {
         if self.matrices.iter().all(|matrix| matches!(matrix, Matrix::Dense(_))) {
             return self.of(ctx, x, Epilogue { out: wide, ..Epilogue::default() });
         }
-        // Products with 4 bits have the dtype of x.
+        // Products with 4 and 8 bits have the dtype of x.
         Ok(self.of(ctx, x, Epilogue::default())?.cast(FloatDType::F32))
     }
 }

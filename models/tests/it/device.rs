@@ -1,11 +1,11 @@
 //! Decoders on the CPU runtime, against transformers and against themselves.
 
 use burn::tensor::{Device, FloatDType, Tensor};
-use models::{Decoder, Error, KvCache, LoadOptions, Rows};
+use models::{Decoder, DecoderConfig, Error, KvCache, LoadOptions, Matrices, Quant, Rows};
 use ops::{Ctx, Nf4Options};
 
 use reference::nf4::{FourBit, dequantize};
-use reference::{Block, Linear};
+use reference::{Block, Linear, int8};
 
 use crate::adapter::decoder;
 use crate::golden::{Golden, golden};
@@ -141,8 +141,11 @@ fn sequences_share_the_pages_of_their_prompt() {
     }
 }
 
+/// Makes a matrix `[n, k]` of so much k what its codes mean.
+type Quantize = fn(&mut Linear, usize);
+
 /// A matrix as the reference's 4 bits have it.
-fn in_4_bits(linear: &mut Linear) {
+fn in_4_bits(linear: &mut Linear, _: usize) {
     let book = FourBit::Nf4;
     let blocks = book.quantize(&linear.weight, 64).expect("finite");
     linear.weight =
@@ -150,25 +153,48 @@ fn in_4_bits(linear: &mut Linear) {
             .expect("of these blocks");
 }
 
+/// A matrix `[n, k]` as the reference's 8 bits have it.
+fn in_8_bits(linear: &mut Linear, k: usize) {
+    let rows = int8::quantize(&linear.weight, linear.weight.len() / k, k).expect("finite");
+    linear.weight = int8::dequantize(&rows.codes, &rows.scb, k).expect("of these rows");
+}
+
 #[test]
 fn weights_quantised_at_load_are_the_references() {
-    let quant = Nf4Options { nested: false, ..Nf4Options::default() };
+    let four = Quant::Nf4(Nf4Options { nested: false, ..Nf4Options::default() });
+    let kinds: [(Quant, Matrices, Quantize); 2] =
+        [(four, Matrices::FourBit, in_4_bits), (Quant::Int8, Matrices::Int8, in_8_bits)];
     for name in ["llama", "phi3", "gpt2", "qwen2"] {
-        let four = LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant) };
-        let (four, prompt) = (load(name, four), golden(name).prompt);
-        let mut reference = decoder(&open(name));
-        for block in &mut reference.blocks {
-            let Block { query, key, value, out, gate, up, down, .. } = block;
-            [query, key, value, out, up, down].into_iter().for_each(in_4_bits);
-            gate.iter_mut().for_each(in_4_bits);
+        for (quant, matrices, quantize) in kinds {
+            let options = LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant) };
+            let (ours, prompt) = (load(name, options), golden(name).prompt);
+            assert_eq!(ours.matrices(), matrices);
+            let mut reference = decoder(&open(name));
+            for block in &mut reference.blocks {
+                let Block { query, key, value, out, gate, up, down, .. } = block;
+                let DecoderConfig { hidden, heads, head_dim, ffn_hidden, .. } = *ours.config();
+                let wide = [query, key, value, up].into_iter().chain(gate);
+                wide.for_each(|linear| quantize(linear, hidden));
+                quantize(out, heads * head_dim);
+                quantize(down, ffn_hidden);
+            }
+            let want: Vec<f32> =
+                reference.forward(&prompt).expect("whole").into_iter().map(|l| l as f32).collect();
+            let mut cache = ours.cache(1, prompt.len()).expect("short");
+            let have = values(ours.forward(&mut cache, &[&prompt], Rows::All).expect("room"));
+            let distance = distance(&have, &want);
+            assert!(distance <= BAR, "{name} {matrices:?}: {distance:e}");
         }
-        let want: Vec<f32> =
-            reference.forward(&prompt).expect("whole").into_iter().map(|l| l as f32).collect();
-        let mut cache = four.cache(1, prompt.len()).expect("short");
-        let have = values(four.forward(&mut cache, &[&prompt], Rows::All).expect("room"));
-        let distance = distance(&have, &want);
-        assert!(distance <= BAR, "{name}: {distance:e}");
     }
+}
+
+#[test]
+fn weights_of_8_bits_stay_so() {
+    let load = |quant| load("llama_int8", LoadOptions { dtype: Some(FloatDType::F32), quant });
+    assert_eq!(load(None).matrices(), Matrices::Int8);
+    assert_eq!(load(Some(Quant::Int8)).matrices(), Matrices::Int8);
+    let four = load(Some(Quant::Nf4(Nf4Options::default())));
+    assert_eq!(four.matrices(), Matrices::FourBit);
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     let four = flashover(&quant);
     assert_eq!(four.status.code(), Some(0), "{}", text(&four.stderr));
     let plan: Value = serde_json::from_slice(&four.stdout).expect("JSON");
-    assert_eq!((&plan["four_bit"], &plan["workload"]["batch"]), (&true.into(), &4.into()));
+    assert_eq!((&plan["matrices"], &plan["workload"]["batch"]), (&"four_bit".into(), &4.into()));
     assert_eq!(plan["total_bytes"], 16u64 << 30);
     assert!(plan["largest_batch"].as_u64() >= Some(4), "{plan}");
     // Less than the card.
@@ -39,7 +39,7 @@ fn a_plan_of_a_folder_is_of_its_files() {
     let args = ["plan", "--model", model, "--backend", "cpu", "--context", "64", "--json"];
     let planned = flashover(&args);
     let plan: Value = serde_json::from_slice(&planned.stdout).expect("JSON");
-    assert_eq!((&plan["dtype"], &plan["four_bit"]), (&"f32".into(), &true.into()), "{plan}");
+    assert_eq!((&plan["dtype"], &plan["matrices"]), (&"f32".into(), &"four_bit".into()), "{plan}");
     assert!(plan["weights_bytes"].as_u64() > Some(0));
 }
 

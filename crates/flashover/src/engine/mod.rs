@@ -19,7 +19,9 @@ use std::sync::Arc;
 use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
-use models::{Decoder, DecoderConfig, GenerationConfig, Held, KvCache, LoadOptions, Weights};
+use models::{
+    Decoder, DecoderConfig, GenerationConfig, Held, KvCache, LoadOptions, Matrices, Weights,
+};
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -63,6 +65,19 @@ pub enum Compute {
 pub enum Quant {
     /// NF4 in nested blocks of 64, as bitsandbytes' double quantization: 4.13 bits a weight.
     Nf4,
+    /// 8 bits and an absmax a row.
+    Int8,
+}
+
+impl Quant {
+    pub const ALL: [Self; 2] = [Self::Nf4, Self::Int8];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nf4 => "nf4",
+            Self::Int8 => "int8",
+        }
+    }
 }
 
 /// What one generation is asked for.
@@ -164,7 +179,7 @@ impl Prepared {
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
-        let held = Held { dtype: dtype_of(&load), four_bit: models::in_4_bits(weights, &load)? };
+        let held = Held { dtype: dtype_of(&load), matrices: models::matrices_of(weights, &load)? };
         let planned = Planned {
             model: folder.display().to_string(),
             config: weights.config().clone(),
@@ -184,7 +199,12 @@ impl Prepared {
             return Err(EngineError::Shape { shape: shape.to_owned(), known });
         };
         let load = load_options(profile, options, FloatDType::BF16)?;
-        let held = Held { dtype: dtype_of(&load), four_bit: load.quant.is_some() };
+        let matrices = match options.quant {
+            None => Matrices::Dense,
+            Some(Quant::Nf4) => Matrices::FourBit,
+            Some(Quant::Int8) => Matrices::Int8,
+        };
+        let held = Held { dtype: dtype_of(&load), matrices };
         let weights = config.held_bytes(held);
         let planned = Planned { model: shape.to_owned(), config, held, weights };
         Ok(Self { planned, load })
@@ -303,10 +323,15 @@ impl Engine {
         self.0.decoder.config()
     }
 
-    /// What it computes in, and what weights of 4 bits are called where there are such.
+    /// What it computes in, and what weights of 4 or 8 bits are called where there are such.
     pub fn precision(&self) -> (String, Option<String>) {
         let compute = format!("{:?}", self.0.decoder.dtype()).to_lowercase();
-        (compute, self.0.decoder.in_4_bits().then(|| "4-bit".to_owned()))
+        let quant = match self.0.decoder.matrices() {
+            Matrices::Dense => None,
+            Matrices::Int8 => Some("int8".to_owned()),
+            Matrices::FourBit => Some("4-bit".to_owned()),
+        };
+        (compute, quant)
     }
 
     /// Bytes of the weights on the device.
@@ -500,7 +525,10 @@ fn load_options(
             Some(float)
         }
     };
-    let quant = options.quant.map(|Quant::Nf4| Nf4Options::default());
+    let quant = options.quant.map(|quant| match quant {
+        Quant::Nf4 => models::Quant::Nf4(Nf4Options::default()),
+        Quant::Int8 => models::Quant::Int8,
+    });
     Ok(LoadOptions { dtype, quant })
 }
 

@@ -288,14 +288,22 @@ fn memory_that_cannot_suffice_is_said_before_loading() {
 }
 
 #[test]
-fn weights_in_4_bits_answer() {
-    let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
-    let four = Engine::load(&cpu(), fixture("llama"), &options).expect("a fixture");
+fn weights_in_4_and_8_bits_answer() {
     let [prompt, _] = golden("llama");
     let logits = |engine: &Engine| {
         engine.session(prompt.len()).expect("short").logits(&prompt).expect("fits")
     };
-    let (four, dense) = (logits(&four), logits(&engine("llama")));
-    assert_eq!(four.len(), dense.len());
-    assert!(four.iter().all(|logit| logit.is_finite()) && four != dense);
+    let dense = logits(&engine("llama"));
+    let mut distances = Vec::new();
+    for (quant, name) in [(Quant::Int8, "int8"), (Quant::Nf4, "4-bit")] {
+        let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
+        let small = Engine::load(&cpu(), fixture("llama"), &options).expect("a fixture");
+        assert_eq!(small.precision().1.as_deref(), Some(name));
+        let small = logits(&small);
+        assert_eq!(small.len(), dense.len());
+        let square = |(a, b): (&f32, &f32)| f64::from(a - b).powi(2);
+        distances.push(small.iter().zip(&dense).map(square).sum::<f64>());
+    }
+    // NaN is smaller than nothing.
+    assert!(0.0 < distances[0] && distances[0] < distances[1], "{distances:?}");
 }

@@ -9,7 +9,8 @@ use kernels::nf4::Nf4MatmulProblem;
 
 use super::product::{Nf4Ops, Nf4Spec};
 use super::{Nf4Options, Nf4Weight};
-use crate::call::{Call, Optional, float_of, on_cubecl};
+use crate::call::{Call, float_of};
+use crate::frozen::{self, Flat};
 use crate::{Ctx, Epilogue, OpError};
 
 /// `residual + gate · activation(x · wᵀ + bias)` with a frozen weight in 4 bits.
@@ -53,55 +54,19 @@ fn run<const D: usize>(
     epilogue: Epilogue<D>,
     glu: bool,
 ) -> Result<Tensor<D>, OpError> {
-    on_cubecl(&x.device())?;
-    let need = x.dtype();
-    let dtype = float_of(need)?;
-    let [n, k] = weight.shape();
-    let have = x.dims();
-    if have[D - 1] != k {
-        return Err(OpError::Depth {
-            lhs: have.to_vec(),
-            lhs_k: have[D - 1],
-            rhs: vec![n, k],
-            rhs_k: k,
-        });
-    }
-    let mut shape = have;
-    shape[D - 1] = if glu { n / 2 } else { n };
     if glu {
         // By ordinary ops too, where a gradient is asked for.
-        Nf4MatmulProblem::new(1, weight.weight, dtype)?.gated_by_half()?;
+        Nf4MatmulProblem::new(1, weight.weight, float_of(x.dtype())?)?.gated_by_half()?;
     }
-    epilogue.check_dtypes(need, need)?;
-    epilogue.check_shapes(n, shape)?;
-    let Epilogue { bias, activation, gate, residual, out, tf32 } = epilogue;
-    if let Some(out) = out.filter(|out| burn::tensor::DType::from(*out) != need) {
-        return Err(OpError::DType { what: "the result", have: out.into(), need });
-    }
-    if tf32 {
-        return Err(OpError::NoTf32);
-    }
-    if shape.contains(&0) {
-        return Ok(Tensor::<D>::zeros(shape, &x.device()).cast(need));
-    }
-    let rows: usize = have[..D - 1].iter().product();
-    let flat = |t: Option<Tensor<D>>| {
-        Optional::of(t.map(|t| t.reshape([rows, shape[D - 1]]).into_dispatch()))
-    };
-    let call = Call::of(ctx);
-    let made = <Dispatch as Nf4Ops>::nf4_product(
-        x.reshape([rows, k]).into_dispatch(),
-        weight.words(),
-        Optional::of(bias.map(Tensor::into_dispatch)),
-        flat(gate),
-        flat(residual),
-        Nf4Spec { weight: weight.weight, dtype, activation, glu },
-        call.clone(),
-    );
-    match call.failed() {
-        None => Ok(Tensor::<2>::from_dispatch(made).reshape(shape)),
-        Some(e) => Err(e),
-    }
+    let columns = weight.shape()[0] / if glu { 2 } else { 1 };
+    frozen::product(x, weight.shape(), columns, epilogue, |flat, activation, dtype| {
+        let Flat { x, bias, gate, residual } = flat;
+        let spec = Nf4Spec { weight: weight.weight, dtype, activation, glu };
+        let (call, words) = (Call::of(ctx), weight.words());
+        let made =
+            <Dispatch as Nf4Ops>::nf4_product(x, words, bias, gate, residual, spec, call.clone());
+        call.failed().map_or(Ok(made), Err)
+    })
 }
 
 /// A linear layer with a frozen weight in 4 bits, in place of Burn's `Linear`.

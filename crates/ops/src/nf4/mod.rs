@@ -14,7 +14,7 @@ mod product;
 use arch::{Backend, DType};
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::module::{Module, Param, ParamId};
-use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use checkpoint::{Absmax, Dtype, FourBit, Layout, Nested, QuantType};
 use cubecl::prelude::CubeElement;
 use kernels::nf4::{CodeBook, Order, Weight};
@@ -22,6 +22,7 @@ use kernels::nf4::{CodeBook, Order, Weight};
 pub use linear::{Nf4Linear, nf4_glu, nf4_linear};
 
 use crate::call::{Call, float_of, on_cubecl};
+use crate::words::{download, floats, upload};
 use crate::{Ctx, OpError};
 use product::{Nf4Ops, Part, Words};
 
@@ -355,38 +356,12 @@ fn target(shape: [usize; 2], block_size: u32, nested: bool) -> Result<Weight, Op
     Ok(Weight::new(n?, k?, block_size, nested)?)
 }
 
-/// Bytes as whole words on the device.
-fn upload(bytes: &[u8], device: &Device) -> Tensor<1, Int> {
-    let word = |chunk: &[u8]| {
-        let mut word = [0; 4];
-        word[..chunk.len()].copy_from_slice(chunk);
-        i32::from_le_bytes(word)
-    };
-    let words: Vec<i32> = bytes.chunks(4).map(word).collect();
-    let len = words.len();
-    let data = TensorData::new(words, [len]);
-    Tensor::from_data(data, (device, burn::tensor::DType::I32))
-}
-
-fn words_of(tensor: Tensor<1, Int>) -> Result<Vec<i32>, OpError> {
-    let data = tensor.into_data();
-    data.try_to_vec::<i32>().map_err(|e| OpError::Device(format!("{e:?}")))
-}
-
-fn download(param: &Param<Tensor<1, Int>>) -> Result<Vec<u8>, OpError> {
-    Ok(words_of(param.val())?.into_iter().flat_map(i32::to_le_bytes).collect())
-}
-
-fn floats(param: &Param<Tensor<1, Int>>) -> Result<Vec<f32>, OpError> {
-    let bits = words_of(param.val())?;
-    Ok(bits.into_iter().map(|word| f32::from_bits(word.cast_unsigned())).collect())
-}
-
 #[cfg(test)]
 mod tests {
     use burn::tensor::Distribution;
 
     use super::*;
+    use crate::words::words_of;
 
     #[test]
     fn a_record_does_not_depend_on_the_order_of_its_weight() {

@@ -11,11 +11,9 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{
     Autodiff, AutodiffBackend, Backend, ExtensionType, TensorMetadata, backend_extension,
 };
-use burn::tensor::Shape;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::server::Handle;
 use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
 use kernels::nf4::{
     CodeBook, DequantizeOperands, DequantizeProblem, NestedBuffers, Nf4Dequantize, Nf4Matmul,
@@ -26,6 +24,7 @@ use tune::Kernel;
 
 use crate::call::{Call, Optional, empty_like, launch};
 use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
+use crate::words::words_at;
 use crate::{Ctx, OpError};
 
 /// The buffers of a weight as integer tensors; where absmax is not nested, the last two are the book again.
@@ -249,13 +248,6 @@ impl Nf4Ops for CubeBackend {
         };
         words_at(handle, words, &part)
     }
-}
-
-/// So many words as a tensor on the device of `like`.
-fn words_at(handle: Handle, words: u64, like: &CubeTensor) -> CubeTensor {
-    let (client, device) = (like.client.clone(), like.device.clone());
-    let shape = Shape::new([words as usize]);
-    CubeTensor::new_contiguous(client, device, shape, handle, burn::tensor::DType::I32)
 }
 
 fn problem(m: usize, spec: &Nf4Spec, parts: &EpilogueBuffers) -> Result<Nf4MatmulProblem, OpError> {

@@ -1,0 +1,253 @@
+//! The kernels of 8-bit weights behind Burn's dispatch, and the gradient of a product with one.
+
+use std::fmt;
+
+use arch::{DType, Device};
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Autodiff, AutodiffBackend, Backend, ExtensionType, backend_extension};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use kernels::int8::{
+    DequantizeOperands, DequantizeProblem, Int8Dequantize, Int8Matmul, Int8MatmulOperands,
+    Int8MatmulProblem, Weight, WeightBuffers, quantize,
+};
+use kernels::matmul::{Epilogue, EpilogueBuffers};
+use tune::Kernel;
+
+use super::Spec;
+use crate::call::{Call, Optional, empty_like, float_of, launch};
+use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
+use crate::words::words_at;
+use crate::{Ctx, OpError};
+
+/// The buffers of a weight as integer tensors.
+#[derive(Clone, ExtensionType)]
+pub(crate) struct Words<B: Backend> {
+    pub(crate) codes: IntTensor<B>,
+    pub(crate) scb: IntTensor<B>,
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait Int8Ops: Backend {
+    /// x is `[m, k]`, and everything else that of a validated call.
+    fn int8_product(
+        x: FloatTensor<Self>,
+        #[extension_type] words: Words<Self>,
+        #[extension_type] bias: Optional<Self>,
+        #[extension_type] gate: Optional<Self>,
+        #[extension_type] residual: Optional<Self>,
+        spec: Spec,
+        call: Call,
+    ) -> FloatTensor<Self>;
+
+    /// The dense weight `[n, k]`.
+    fn int8_dequantize(
+        #[extension_type] words: Words<Self>,
+        weight: Weight,
+        dtype: DType,
+        call: Call,
+    ) -> FloatTensor<Self>;
+
+    fn int8_quantize(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self>;
+}
+
+impl Words<CubeBackend> {
+    fn buffers(&self) -> WeightBuffers {
+        let handle = |t: &CubeTensor| into_contiguous(t.clone()).handle;
+        WeightBuffers { codes: handle(&self.codes), scb: handle(&self.scb) }
+    }
+}
+
+impl Int8Ops for CubeBackend {
+    fn int8_product(
+        x: CubeTensor,
+        words: Words<Self>,
+        bias: Optional<Self>,
+        gate: Optional<Self>,
+        residual: Optional<Self>,
+        spec: Spec,
+        call: Call,
+    ) -> CubeTensor {
+        let x = into_contiguous(x);
+        let m = x.meta.shape()[0];
+        let out = empty_like(&x, [m, spec.weight.n as usize], spec.dtype);
+        let [bias, gate, residual] = [bias, gate, residual]
+            .map(|part| part.into_option().map(|tensor| into_contiguous(tensor).handle));
+        let epilogue = EpilogueBuffers { bias, gate, residual };
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let problem = problem(m, &spec, &epilogue)?;
+            let config = call.ctx.config::<Int8Matmul>(&device, &problem)?;
+            let operands = Int8MatmulOperands {
+                x: x.handle.clone(),
+                weight: words.buffers(),
+                out: out.handle.clone(),
+                epilogue,
+            };
+            let scratch = Int8Matmul::scratch(&device, &problem, &config);
+            launch::<Int8Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+
+    fn int8_dequantize(words: Words<Self>, weight: Weight, dtype: DType, call: Call) -> CubeTensor {
+        let out = empty_like(&words.codes, [weight.n as usize, weight.k as usize], dtype);
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let problem = DequantizeProblem { weight, out: dtype };
+            let config = call.ctx.config::<Int8Dequantize>(&device, &problem)?;
+            let operands = DequantizeOperands { weight: words.buffers(), out: out.handle.clone() };
+            launch::<Int8Dequantize>(&device, &problem, &config, &operands, None);
+            Ok(())
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+
+    fn int8_quantize(values: CubeTensor, weight: Weight, call: Call) -> Words<Self> {
+        let values = into_contiguous(values);
+        let dtype = float_of(values.dtype).expect("validated");
+        let made = call
+            .ctx
+            .device(&values.device)
+            .and_then(|device: Device| Ok(quantize(&device, &values.handle, weight, dtype)?));
+        match made {
+            Ok(WeightBuffers { codes, scb }) => Words {
+                codes: words_at(codes, weight.words(), &values),
+                scb: words_at(scb, u64::from(weight.n), &values),
+            },
+            Err(e) => {
+                call.fail(e);
+                // Never seen: the caller asks for the failure first.
+                let nothing = || empty_like(&values, [0], DType::F32);
+                Words { codes: nothing(), scb: nothing() }
+            }
+        }
+    }
+}
+
+fn problem(m: usize, spec: &Spec, parts: &EpilogueBuffers) -> Result<Int8MatmulProblem, OpError> {
+    let m = u32::try_from(m).map_err(|_| OpError::TooLarge(m))?;
+    let epilogue = Epilogue {
+        bias: parts.bias.is_some(),
+        activation: spec.activation,
+        gate: parts.gate.is_some(),
+        residual: parts.residual.is_some(),
+    };
+    let plain = Int8MatmulProblem::new(m, spec.weight, spec.dtype)?;
+    Ok(Int8MatmulProblem { epilogue, ..plain })
+}
+
+/// Parents of a product's node: x, and bias or once more x where there is none.
+#[derive(Debug)]
+struct Product;
+
+/// What the gradients need: nothing of the weight's dense shape.
+#[derive(Clone)]
+struct Saved<B: Backend> {
+    words: Words<B>,
+    spec: Spec,
+    biased: bool,
+    ctx: Ctx,
+}
+
+impl<B: Backend> fmt::Debug for Saved<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Saved").field("spec", &self.spec).finish_non_exhaustive()
+    }
+}
+
+impl<B: Int8Ops + MatmulOps> Backward<B, 2> for Product {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Saved<B>, 2>,
+        gradients: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let [to_x, to_bias] = ops.parents;
+        let Saved { words, spec, biased, ctx } = ops.state;
+        let dout = gradients.consume::<B>(&ops.node);
+        if let Some(node) = to_x {
+            let call = Call::of(&ctx);
+            let dense = B::int8_dequantize(words, spec.weight, spec.dtype, call.clone());
+            // Burn's backward pass has no way to return an error.
+            if let Some(e) = call.failed() {
+                panic!("the gradient of a product failed: {e}");
+            }
+            let gradient = product_of::<B>(dout.clone(), dense, spec.dtype, &ctx);
+            gradients.register::<B>(node.id, gradient);
+        }
+        if let (Some(node), true) = (to_bias, biased) {
+            gradients.register::<B>(node.id, summed_over_rows::<B>(dout));
+        }
+    }
+}
+
+impl<B: Int8Ops + MatmulOps, C: CheckpointStrategy> Int8Ops for Autodiff<B, C> {
+    fn int8_product(
+        x: FloatTensor<Self>,
+        words: Words<Self>,
+        bias: Optional<Self>,
+        gate: Optional<Self>,
+        residual: Optional<Self>,
+        spec: Spec,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
+        let tensors = [Some(&x), bias.as_ref(), gate.as_ref(), residual.as_ref()];
+        let Words { codes, scb } = words;
+        let inner = Words { codes, scb };
+        if !tensors.into_iter().flatten().any(|t| t.is_tracked()) {
+            let part = |t: Option<FloatTensor<Self>>| Optional::of(t.map(Self::inner));
+            let (bias, gate, residual) = (part(bias), part(gate), part(residual));
+            let x = Self::inner(x);
+            return Self::from_inner(B::int8_product(x, inner, bias, gate, residual, spec, call));
+        }
+        if spec.activation.is_some() || gate.is_some() || residual.is_some() {
+            let bare = Spec { activation: None, ..spec };
+            let (bias, absent) = (Optional::of(bias), || Optional::Absent);
+            let Words { codes, scb } = inner;
+            let words = Words { codes, scb };
+            let sum = Self::int8_product(x, words, bias, absent(), absent(), bare, call);
+            return finish::<Self>(sum, spec.activation, gate, residual);
+        }
+        let biased = bias.is_some();
+        let second = bias.as_ref().unwrap_or(&x).node();
+        let saved = Saved { words: inner.clone(), spec, biased, ctx: call.ctx.clone() };
+        let bias = Optional::of(bias.map(|b| b.into_primitive()));
+        let multiply = |x: FloatTensor<Self>| {
+            let (x, absent) = (x.into_primitive(), || Optional::Absent);
+            B::int8_product(x, inner, bias, absent(), absent(), spec, call)
+        };
+        match Product.prepare::<C>([x.node(), second]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(saved, multiply(x)),
+            OpsKind::UnTracked(prep) => prep.finish(multiply(x)),
+        }
+    }
+
+    fn int8_dequantize(
+        words: Words<Self>,
+        weight: Weight,
+        dtype: DType,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        let Words { codes, scb } = words;
+        Self::from_inner(B::int8_dequantize(Words { codes, scb }, weight, dtype, call))
+    }
+
+    fn int8_quantize(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self> {
+        let Words { codes, scb } = B::int8_quantize(Self::inner(values), weight, call);
+        Words { codes, scb }
+    }
+}

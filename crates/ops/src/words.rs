@@ -1,0 +1,45 @@
+//! Buffers of frozen weights as integer tensors: words, whatever they mean.
+
+use burn::module::Param;
+use burn::tensor::{Device, Int, Shape, Tensor, TensorData};
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::server::Handle;
+
+use crate::OpError;
+
+/// Bytes as whole words on the device.
+pub(crate) fn upload(bytes: &[u8], device: &Device) -> Tensor<1, Int> {
+    let word = |chunk: &[u8]| {
+        let mut word = [0; 4];
+        word[..chunk.len()].copy_from_slice(chunk);
+        i32::from_le_bytes(word)
+    };
+    let words: Vec<i32> = bytes.chunks(4).map(word).collect();
+    let len = words.len();
+    let data = TensorData::new(words, [len]);
+    Tensor::from_data(data, (device, burn::tensor::DType::I32))
+}
+
+/// The words of a tensor.
+pub(crate) fn words_of(tensor: Tensor<1, Int>) -> Result<Vec<i32>, OpError> {
+    let data = tensor.into_data();
+    data.try_to_vec::<i32>().map_err(|e| OpError::Device(format!("{e:?}")))
+}
+
+/// The bytes of a parameter's words.
+pub(crate) fn download(param: &Param<Tensor<1, Int>>) -> Result<Vec<u8>, OpError> {
+    Ok(words_of(param.val())?.into_iter().flat_map(i32::to_le_bytes).collect())
+}
+
+/// A parameter's words as what they are the bits of.
+pub(crate) fn floats(param: &Param<Tensor<1, Int>>) -> Result<Vec<f32>, OpError> {
+    let bits = words_of(param.val())?;
+    Ok(bits.into_iter().map(|word| f32::from_bits(word.cast_unsigned())).collect())
+}
+
+/// So many words as a tensor on the device of `like`.
+pub(crate) fn words_at(handle: Handle, words: u64, like: &CubeTensor) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    let shape = Shape::new([words as usize]);
+    CubeTensor::new_contiguous(client, device, shape, handle, burn::tensor::DType::I32)
+}

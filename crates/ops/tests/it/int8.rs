@@ -1,0 +1,153 @@
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::LinearConfig;
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use ops::checkpoint::Int8;
+use ops::{Activation, Ctx, Epilogue, Int8Linear, Int8Weight, OpError, int8_linear, linear};
+use reference::{Distribution, fill, int8};
+
+use crate::{close, tensor, values};
+
+fn quantized(ctx: &Ctx, weight: Tensor<2>) -> (Int8Weight, Vec<f32>) {
+    let made = Int8Weight::quantize(ctx, weight).expect("finite");
+    let dense = made.dequantize(ctx, FloatDType::F32).expect("f32");
+    assert_eq!(dense.dims(), made.shape());
+    (made, values(dense))
+}
+
+#[test]
+fn a_weight_comes_back_as_files_have_it() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    for shape in [[24, 40], [7, 13], [3, 5], [1, 1]] {
+        let [n, k] = shape;
+        let input = fill(3, n * k, Distribution::Normal);
+        let dense = Tensor::<2>::from_data(TensorData::new(input.clone(), shape), &device);
+        let made = Int8Weight::quantize(&ctx, dense).expect("finite");
+        let host = made.to_host().expect("it is there");
+        let codes: Vec<i8> = host.codes.iter().map(|code| code.cast_signed()).collect();
+        assert_eq!((host.shape, codes.len()), (shape, n * k));
+        assert_eq!(host.scb[..], int8::quantize(&input, n, k).expect("finite").scb);
+        assert_eq!(int8::disagreement(&input, n, k, &codes, 2), Ok(None));
+        let again = Int8Weight::from_host(&host, &device).expect("as it was");
+        let dense = values(again.dequantize(&ctx, FloatDType::F32).expect("f32"));
+        assert_eq!(dense, int8::dequantize(&codes, &host.scb, k).expect("as many"));
+        assert!(again.to_host().expect("it is there") == host);
+        assert_eq!(again.bytes(), (n * k).next_multiple_of(4) as u64 + 4 * n as u64);
+        // A record holds it too.
+        let empty = Int8Weight::quantize(&ctx, Tensor::zeros(shape, &device)).expect("finite");
+        let loaded = empty.load_record(made.into_record());
+        assert!(loaded.to_host().expect("it is there") == host);
+    }
+}
+
+#[test]
+fn products_and_gradients_are_those_of_the_dense_weight() {
+    let (plain, ctx) = (Device::cpu(), Ctx::default());
+    let device = plain.clone().autodiff();
+    for ([n, k], m) in [([24, 72], 5), ([13, 37], 1), ([40, 64], 11)] {
+        let (weight, dense) = quantized(&ctx, tensor([n, k], 1, &plain));
+        let of = |t: Tensor<2>| Tensor::<2>::from_data(t.into_data(), &device);
+        let dense = Tensor::<2>::from_data(TensorData::new(dense, [n, k]), &device);
+        let (x, g) = (tensor::<2>([m, k], 2, &plain), tensor::<2>([m, n], 3, &plain));
+        let (b, weights) = (tensor::<1>([n], 4, &plain), of(tensor([m, n], 6, &plain)));
+        for activation in [None, Some(Activation::Silu)] {
+            let run = |quantized: bool, tracked: bool| {
+                let x = of(x.clone()).set_require_grad(tracked);
+                let b = Tensor::<1>::from_data(b.clone().into_data(), &device);
+                let b = b.set_require_grad(tracked);
+                let gate = activation.map(|_| of(g.clone()).set_require_grad(tracked));
+                let epilogue =
+                    Epilogue { bias: Some(b.clone()), activation, gate, ..Epilogue::default() };
+                let y = match quantized {
+                    true => int8_linear(&ctx, x.clone(), &weight, epilogue),
+                    false => linear(&ctx, x.clone(), dense.clone().transpose(), epilogue),
+                };
+                let y = y.expect("valid");
+                let made = values(y.clone());
+                if !tracked {
+                    return [made, Vec::new(), Vec::new()];
+                }
+                let all = (y * weights.clone()).sum().backward();
+                [
+                    made,
+                    values(x.grad(&all).expect("tracked")),
+                    values(b.grad(&all).expect("tracked")),
+                ]
+            };
+            for tracked in [false, true] {
+                let names = ["y", "dx", "dbias"];
+                for ((ours, theirs), name) in
+                    run(true, tracked).iter().zip(run(false, tracked)).zip(names)
+                {
+                    let wide: Vec<f64> = theirs.into_iter().map(f64::from).collect();
+                    close(ours, &wide, name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_are_joined_where_words_hold_one_of_them() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let (first, one) = quantized(&ctx, tensor([3, 8], 1, &device));
+    let (second, two) = quantized(&ctx, tensor([5, 8], 2, &device));
+    let both = Int8Weight::join(&[&first, &second]).expect("of one k").expect("whole words");
+    assert_eq!(both.shape(), [8, 8]);
+    assert_eq!(values(both.dequantize(&ctx, FloatDType::F32).expect("f32")), [one, two].concat());
+    let (odd, _) = quantized(&ctx, tensor([3, 5], 1, &device));
+    assert!(Int8Weight::join(&[&odd, &odd]).expect("of one k").is_none());
+    let error = Int8Weight::join(&[&first, &odd]).expect_err("of two k");
+    assert!(matches!(error, OpError::Shape { .. }), "{error}");
+    assert!(matches!(Int8Weight::join(&[]), Err(OpError::Empty)));
+}
+
+#[test]
+fn a_layer_of_burns_becomes_one_in_8_bits() {
+    struct Floats(usize);
+    impl ModuleVisitor for Floats {
+        fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
+            self.0 += 1;
+        }
+    }
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let dense = LinearConfig::new(24, 16).init(&device);
+    let x = tensor::<3>([2, 3, 24], 1, &device);
+    let want = values(dense.forward(x.clone()));
+    let layer = Int8Linear::of(&ctx, dense).expect("finite");
+    let have = layer.forward(x).expect("valid");
+    assert_eq!(have.dims(), [2, 3, 16]);
+    for (have, want) in values(have).iter().zip(&want) {
+        assert!((have - want).abs() < 0.05, "{have} {want}");
+    }
+    // Optimisers see the bias alone.
+    let mut floats = Floats(0);
+    layer.visit(&mut floats);
+    assert_eq!(floats.0, 1);
+}
+
+#[test]
+fn mistakes_are_errors() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let (weight, _) = quantized(&ctx, tensor([8, 16], 1, &device));
+    let run = |x: Tensor<2>, epilogue| int8_linear(&ctx, x, &weight, epilogue);
+    let x = || tensor::<2>([3, 16], 2, &device);
+    let wrong = run(tensor([3, 15], 2, &device), Epilogue::default()).expect_err("another k");
+    assert!(matches!(wrong, OpError::Depth { lhs_k: 15, rhs_k: 16, .. }), "{wrong}");
+    let bias = Some(tensor::<1>([7], 3, &device));
+    run(x(), Epilogue { bias, ..Epilogue::default() }).expect_err("a bias of another length");
+    let tf32 = run(x(), Epilogue { tf32: true, ..Epilogue::default() }).expect_err("no tf32");
+    assert!(matches!(tf32, OpError::NoTf32));
+    let nothing = run(Tensor::zeros([0, 16], &device), Epilogue::default()).expect("empty");
+    assert_eq!(nothing.dims(), [0, 8]);
+    let mut bad = tensor::<2>([8, 16], 1, &device).into_data().try_to_vec::<f32>().expect("f32");
+    bad[77] = f32::NAN;
+    let bad = Tensor::<2>::from_data(TensorData::new(bad, [8, 16]), &device);
+    let error = Int8Weight::quantize(&ctx, bad).expect_err("NaN");
+    assert!(matches!(error, OpError::Quantize(_)), "{error}");
+    let short = Int8 { shape: [2, 3], codes: vec![0; 5].into(), scb: vec![1.0; 2].into() };
+    let error = Int8Weight::from_host(&short, &device).expect_err("5 of 6");
+    assert!(matches!(error, OpError::Shape { what: "codes", .. }), "{error}");
+    let short = Int8 { shape: [2, 3], codes: vec![0; 6].into(), scb: vec![1.0; 1].into() };
+    let error = Int8Weight::from_host(&short, &device).expect_err("1 of 2");
+    assert!(matches!(error, OpError::Shape { what: "SCB", .. }), "{error}");
+}
