@@ -62,6 +62,14 @@ enum By {
     },
 }
 
+/// What ends a graph waits for its stream.
+impl Drop for Single {
+    fn drop(&mut self) {
+        let _at_work = ops::at_work();
+        self.0 = None;
+    }
+}
+
 impl Single {
     pub(super) fn captured(&self) -> bool {
         let hardware = |by: &By| matches!(by, By::Graph { graph, .. } if graph.is_hardware());

@@ -47,6 +47,7 @@ impl Engine {
         super::fits(self.plan(all).with_shared(self, shared, completions))?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (prompt, tokens) in prompts.iter().enumerate() {
+            let _at_work = ops::at_work();
             let mut session = self.session(room)?;
             let after = session.pass(tokens.as_ref(), Rows::Last)?;
             let seen = tokens.as_ref().to_vec();
@@ -61,7 +62,10 @@ impl Engine {
             caches.push((session.into_cache(), completions));
         }
         if completions > 0 && !prompts.is_empty() {
-            self.grow(&mut growing, KvCache::stack(caches), Tensor::cat(logits, 0), request)?;
+            let at_work = ops::at_work();
+            let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
+            drop(at_work);
+            self.grow(&mut growing, cache, logits, request)?;
         }
         let mut answers: Vec<Vec<Completion>> = prompts.iter().map(|_| Vec::new()).collect();
         for Growing { prompt, tokens, end, .. } in growing {
