@@ -55,7 +55,13 @@ fn of_card(number: u32, card: &Device<'_>) -> Reading {
             r.lack(&lack(&why), &[Quantity::UtilisationPercent, Quantity::MemoryUtilisationPercent])
         }
     }
-    r.fan_percent = kept(r, Quantity::FanPercent, card.fan_speed(0));
+    // Of a card without a fan its speed is asked for in vain: an argument is invalid, NVML says.
+    let fan = match card.num_fans() {
+        Ok(0) => Err(NvmlError::NotSupported),
+        Ok(_) => card.fan_speed(0),
+        Err(why) => Err(why),
+    };
+    r.fan_percent = kept(r, Quantity::FanPercent, fan);
     r.energy_j = kept(r, Quantity::EnergyJ, card.total_energy_consumption()).map(joules);
     r.throttle_reasons =
         kept(r, Quantity::ThrottleReasons, card.current_throttle_reasons()).map(reasons);
