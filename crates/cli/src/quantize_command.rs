@@ -3,8 +3,9 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
+use anyhow::bail;
 use command::OutFile;
-use flashover::{CodeBook, Figures, QuantizeOptions, QuantizedModel, quantize_model};
+use flashover::{Figures, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model};
 
 use crate::model_args::{DeviceArgs, HubArgs};
 
@@ -18,13 +19,13 @@ pub(crate) struct Args {
     /// Folder to be made; it must not be there, or be empty
     #[arg(long)]
     output: PathBuf,
-    /// nf4 or fp4
-    #[arg(long, default_value = "nf4", value_parser = code_book)]
-    quant: CodeBook,
-    /// Values that share an absmax, a power of two from 32 to 4096
-    #[arg(long, default_value_t = QuantizeOptions::default().block_size)]
-    block_size: u32,
-    /// Keep absmax in f32: 4.5 bits a weight in blocks of 64, where 4.13 are usual
+    /// nf4, fp4 or int8
+    #[arg(long, default_value = "nf4", value_parser = format)]
+    quant: WeightFormat,
+    /// Values that share an absmax in 4 bits, a power of two from 32 to 4096; 64 without it
+    #[arg(long)]
+    block_size: Option<u32>,
+    /// Keep absmax of 4 bits in f32: 4.5 bits a weight in blocks of 64, where 4.13 are usual
     #[arg(long)]
     plain_absmax: bool,
     /// The most that one file of weights holds
@@ -37,18 +38,21 @@ pub(crate) struct Args {
     device: DeviceArgs,
 }
 
-fn code_book(text: &str) -> Result<CodeBook, String> {
-    [CodeBook::Nf4, CodeBook::Fp4]
+fn format(text: &str) -> Result<WeightFormat, String> {
+    WeightFormat::ALL
         .into_iter()
-        .find(|book| book.name() == text)
-        .ok_or_else(|| format!("unknown quantisation `{text}`\nhint: one of nf4, fp4"))
+        .find(|format| format.name() == text)
+        .ok_or_else(|| format!("unknown quantisation `{text}`\nhint: one of nf4, fp4, int8"))
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let file = args.report.iter().flatten().map(|path| OutFile::new(path)).next().transpose()?;
+    if args.quant == WeightFormat::Int8 && (args.block_size.is_some() || args.plain_absmax) {
+        bail!("8 bits have no blocks\nhint: leave out --block-size and --plain-absmax");
+    }
     let options = QuantizeOptions {
-        book: args.quant,
-        block_size: args.block_size,
+        format: args.quant,
+        block_size: args.block_size.unwrap_or(QuantizeOptions::default().block_size),
         nested: !args.plain_absmax,
         shard_bytes: args.shard_bytes,
         measure: args.report.is_some(),
@@ -94,7 +98,11 @@ fn table(made: &QuantizedModel) -> String {
 fn summary(made: &QuantizedModel) -> String {
     let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
     let QuantizedModel { weights, total, kept, peaks, .. } = made;
-    let absmax = if made.nested { "nested absmax" } else { "plain absmax" };
+    let absmax = match (made.block_size, made.nested) {
+        (Some(size), Some(true)) => format!("blocks of {size}, nested absmax"),
+        (Some(size), _) => format!("blocks of {size}, plain absmax"),
+        (None, _) => "an absmax a row".to_owned(),
+    };
     let host = match (peaks.host_bytes, peaks.host_bytes_before) {
         (Some(most), Some(before)) => {
             format!("host {}, {} before the first tensor", mib(most), mib(before))
@@ -102,12 +110,11 @@ fn summary(made: &QuantizedModel) -> String {
         _ => "host unknown".to_owned(),
     };
     format!(
-        "{} weights in {}, blocks of {}, {absmax}, {:.2} bits each; {kept} tensors as they were\n\
+        "{} weights in {}, {absmax}, {:.2} bits each; {kept} tensors as they were\n\
          {} of tensors, where there were {}\n\
          peak memory: {host}; device {}\n",
         weights.len(),
         made.quant.name(),
-        made.block_size,
         total.bits_per_weight,
         mib(made.bytes),
         mib(made.bytes_before),

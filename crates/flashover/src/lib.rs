@@ -54,7 +54,7 @@ pub use plan::{MemoryBudget, Plan, Workload};
 pub use preset::{Chosen, Preset, UnknownPreset};
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
-    quantize_model,
+    WeightFormat, quantize_model,
 };
 pub use tensor::{HostTensor, TensorError};
 pub use trace;

@@ -1,4 +1,4 @@
-//! A Hugging Face folder, the matrices of its layers in 4 bits.
+//! A Hugging Face folder, the matrices of its layers in 4 or 8 bits.
 //!
 //! ```text
 //!   for each tensor, one at a time:
@@ -38,10 +38,10 @@ use shards::Shard;
 /// How [`quantize_model`] writes weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantizeOptions {
-    pub book: CodeBook,
-    /// Values that share an absmax: a power of two from 32 to 4096.
+    pub format: WeightFormat,
+    /// Values that share an absmax in 4 bits: a power of two from 32 to 4096. In 8 bits those of a row do.
     pub block_size: u32,
-    /// Whether absmax are bytes themselves, which bitsandbytes calls double quantization.
+    /// Whether absmax of 4 bits are bytes themselves, which bitsandbytes calls double quantization.
     pub nested: bool,
     /// Bytes of tensors that a file holds at most, unless one tensor has more.
     pub shard_bytes: u64,
@@ -49,11 +49,41 @@ pub struct QuantizeOptions {
     pub measure: bool,
 }
 
+/// What weights become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightFormat {
+    Nf4,
+    Fp4,
+    Int8,
+}
+
+impl WeightFormat {
+    pub const ALL: [Self; 3] = [Self::Nf4, Self::Fp4, Self::Int8];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nf4 => "nf4",
+            Self::Fp4 => "fp4",
+            Self::Int8 => "int8",
+        }
+    }
+
+    /// What codes of 4 bits mean.
+    const fn book(self) -> Option<CodeBook> {
+        match self {
+            Self::Nf4 => Some(CodeBook::Nf4),
+            Self::Fp4 => Some(CodeBook::Fp4),
+            Self::Int8 => None,
+        }
+    }
+}
+
 impl Default for QuantizeOptions {
     /// NF4 in blocks of 64, nested, in files of 5 GB.
     fn default() -> Self {
         Self {
-            book: CodeBook::Nf4,
+            format: WeightFormat::Nf4,
             block_size: 64,
             nested: true,
             shard_bytes: 5_000_000_000,
@@ -65,9 +95,10 @@ impl Default for QuantizeOptions {
 /// What [`quantize_model`] wrote.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuantizedModel {
-    pub quant: CodeBook,
-    pub block_size: u32,
-    pub nested: bool,
+    pub quant: WeightFormat,
+    /// Of 4 bits.
+    pub block_size: Option<u32>,
+    pub nested: Option<bool>,
     /// In the order of their names.
     pub weights: Vec<QuantizedWeight>,
     /// Of all of `weights`.
@@ -81,7 +112,7 @@ pub struct QuantizedModel {
     pub peaks: Peaks,
 }
 
-/// A weight in 4 bits.
+/// A weight in 4 or 8 bits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuantizedWeight {
     pub name: String,
@@ -95,7 +126,7 @@ pub struct QuantizedWeight {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Figures {
     pub values: u64,
-    /// In the file: codes, absmax, the books and the state that say how to read them.
+    /// In the file: codes, absmax, and what says how to read them.
     pub bytes: u64,
     pub bits_per_weight: f64,
     /// Where [`QuantizeOptions::measure`] asked for them.
@@ -128,7 +159,7 @@ pub enum QuantizeError {
     #[error("tensor {tensor}: {why}")]
     Weight { tensor: String, why: InvalidWeight },
     #[error(
-        "tensor {tensor} holds infinities or NaN\nhint: 4 bits hold finite numbers only; the checkpoint is damaged"
+        "tensor {tensor} holds infinities or NaN\nhint: codes stand for finite numbers only; the checkpoint is damaged"
     )]
     NotFinite { tensor: String },
     #[error(
@@ -161,7 +192,7 @@ impl From<checkpoint::Error> for QuantizeError {
     }
 }
 
-/// Writes the model of the folder `model` to the folder `output`, the matrices of its layers in 4 bits, so
+/// Writes the model of the folder `model` to the folder `output`, the matrices of its layers in 4 or 8 bits, so
 /// that transformers with bitsandbytes loads it, and so does this library. Embeddings, norms, biases and the
 /// output projection stay as they are.
 ///
@@ -195,7 +226,7 @@ pub fn quantize_model(
     for matrix in job.matrices.values() {
         let found = options.measure.then(|| job.compare(matrix, &written)).transpose()?;
         let bytes = matrix.plan()?.iter().map(|plan| sizes[&plan.name]).sum();
-        let figures = Figures::new(matrix.weight.len(), bytes, found.map(|sums| sums.errors()));
+        let figures = Figures::new(matrix.len(), bytes, found.map(|sums| sums.errors()));
         sums.add(&found.unwrap_or_default());
         let (name, shape) = (matrix.name.clone(), matrix.shape);
         weights.push(QuantizedWeight { name, shape, figures });
@@ -209,9 +240,9 @@ pub fn quantize_model(
     let total =
         Figures::new(all(|f| f.values), all(|f| f.bytes), options.measure.then(|| sums.errors()));
     Ok(QuantizedModel {
-        quant: options.book,
-        block_size: options.block_size,
-        nested: options.nested,
+        quant: options.format,
+        block_size: options.format.book().map(|_| options.block_size),
+        nested: options.format.book().map(|_| options.nested),
         total,
         kept: job.checkpoint.names().count() - weights.len(),
         weights,
@@ -233,7 +264,6 @@ struct Job<'a> {
     checkpoint: &'a Checkpoint,
     matrices: BTreeMap<String, Matrix>,
     shards: Vec<Shard>,
-    book: CodeBook,
 }
 
 impl<'a> Job<'a> {
@@ -244,7 +274,7 @@ impl<'a> Job<'a> {
             let matrix = Matrix::of(checkpoint, &name, param.transposed, options)?;
             matrices.insert(name, matrix);
         }
-        let mut job = Self { checkpoint, matrices, shards: Vec::new(), book: options.book };
+        let mut job = Self { checkpoint, matrices, shards: Vec::new() };
         let plans = checkpoint.names().map(|name| Ok((name.to_owned(), job.plan(name)?)));
         let plans = plans.collect::<Result<Vec<_>, QuantizeError>>()?;
         job.shards = shards::split(plans, options.shard_bytes);
@@ -287,7 +317,7 @@ impl<'a> Job<'a> {
         };
         for (name, _) in &shard.tensors {
             if let Some(matrix) = self.matrices.get(name) {
-                let quantized = matrix.quantize(device, self.checkpoint, self.book, peaks)?;
+                let quantized = matrix.quantize(device, self.checkpoint, peaks)?;
                 put(&mut writer, &quantized.tensors(name)?)?;
             } else {
                 put(&mut writer, &[(name.clone(), self.checkpoint.tensor(name)?)])?;
@@ -300,12 +330,12 @@ impl<'a> Job<'a> {
 
     /// How far a weight of the file is from what it was made of.
     fn compare(&self, matrix: &Matrix, written: &Checkpoint) -> Result<Sums, QuantizeError> {
-        let checkpoint::Weight::FourBit(weight) = written.weight(&matrix.name)? else {
-            let reason = checkpoint::Reason::Unexpected("weights of 4 bits");
+        let values = matrix.values(self.checkpoint)?;
+        let Some(sums) = errors::compare(&values, matrix.dtype, &written.weight(&matrix.name)?)
+        else {
+            let reason = checkpoint::Reason::Unexpected("weights of 4 or 8 bits");
             return Err(checkpoint::Error::Tensor { tensor: matrix.name.clone(), reason }.into());
         };
-        let values = matrix.values(self.checkpoint)?;
-        let sums = errors::compare(&values, matrix.dtype, &weight);
         self.checkpoint.release(&matrix.name);
         matrix.plan()?.iter().for_each(|plan| written.release(&plan.name));
         Ok(sums)

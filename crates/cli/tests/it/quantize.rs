@@ -5,10 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Plan, Tensor, Weight, Writer};
-use flashover::{CodeBook, QuantizeError, QuantizeOptions, QuantizedModel, quantize_model};
+use flashover::{QuantizeError, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model};
 use half::bf16;
 use models::Weights;
-use reference::nf4;
+use reference::{int8, nf4};
 use serde_json::Value;
 
 use crate::{cpu, fixture, flashover};
@@ -131,16 +131,17 @@ fn files_are_those_of_bitsandbytes() {
     assert!(others < 16, "{others} of some 3800 nested codes");
 }
 
-fn options(book: CodeBook, block_size: u32, nested: bool) -> QuantizeOptions {
+fn options(format: WeightFormat, block_size: u32, nested: bool) -> QuantizeOptions {
     let shard_bytes = 60_000;
-    QuantizeOptions { book, block_size, nested, shard_bytes, measure: true }
+    QuantizeOptions { format, block_size, nested, shard_bytes, measure: true }
 }
 
 /// What the reference makes of `[out, in]`, decoded.
 fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &str) -> Vec<f32> {
-    let book = match of.book {
-        CodeBook::Nf4 => reference::FourBit::Nf4,
-        CodeBook::Fp4 => reference::FourBit::Fp4,
+    let book = match of.format {
+        WeightFormat::Nf4 => reference::FourBit::Nf4,
+        WeightFormat::Fp4 => reference::FourBit::Fp4,
+        WeightFormat::Int8 => panic!("{name}: 8 bits have no book"),
     };
     let block_size = of.block_size as usize;
     let want = book.quantize(values, block_size).expect("finite");
@@ -169,12 +170,12 @@ fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &s
 #[test]
 fn codes_and_reported_errors_are_those_of_the_reference() {
     for (name, options) in [
-        ("llama_nf4", options(CodeBook::Nf4, 64, true)),
-        ("phi3_nf4", options(CodeBook::Nf4, 64, true)),
-        ("gpt2_nf4", options(CodeBook::Nf4, 4096, true)),
-        ("phi3_nf4", options(CodeBook::Fp4, 32, true)),
-        ("gpt2_nf4", options(CodeBook::Fp4, 64, false)),
-        ("llama_nf4", options(CodeBook::Nf4, 128, false)),
+        ("llama_nf4", options(WeightFormat::Nf4, 64, true)),
+        ("phi3_nf4", options(WeightFormat::Nf4, 64, true)),
+        ("gpt2_nf4", options(WeightFormat::Nf4, 4096, true)),
+        ("phi3_nf4", options(WeightFormat::Fp4, 32, true)),
+        ("gpt2_nf4", options(WeightFormat::Fp4, 64, false)),
+        ("llama_nf4", options(WeightFormat::Nf4, 128, false)),
     ] {
         let place = Place::new();
         dense(name, &place.path("model"), |_| {});
@@ -218,6 +219,59 @@ fn codes_and_reported_errors_are_those_of_the_reference() {
             assert!(out.tensor(name).expect("kept") == before[name], "{name}");
         }
     }
+}
+
+/// As the reference has them, under the names and with the configuration that bitsandbytes and transformers give them.
+#[test]
+fn weights_of_8_bits_are_those_of_the_reference() {
+    for name in ["llama_nf4", "phi3_nf4", "gpt2_nf4"] {
+        let place = Place::new();
+        dense(name, &place.path("model"), |_| {});
+        let made = place.quantize(&options(WeightFormat::Int8, 64, true)).expect("a model");
+        assert_eq!((made.block_size, made.nested), (None, None));
+        let theirs = config(&fixture("llama_int8"));
+        assert_eq!(
+            config(&place.path("out"))["quantization_config"],
+            theirs["quantization_config"]
+        );
+        let before = tensors(&place.path("model"));
+        let out = Checkpoint::open(place.path("out")).expect("whole");
+        let after = Weights::open(place.path("out")).expect("strict");
+        assert_eq!(made.weights.len(), after.layer_matrices().len());
+        for (weight, matrix) in made.weights.iter().zip(after.layer_matrices()) {
+            let stored = &before[&weight.name];
+            let mut values = f32s(stored);
+            if matrix.1.transposed {
+                let [k, n] = [stored.shape[0], stored.shape[1]];
+                values = (0..n * k).map(|i| values[i % k * n + i / k]).collect();
+            }
+            let Ok(Weight::Int8(have)) = out.weight(&weight.name) else {
+                panic!("{}: no codes", weight.name);
+            };
+            let [n, k] = weight.shape;
+            assert_eq!(have.shape, [n, k]);
+            let codes: Vec<i8> = have.codes.iter().map(|code| code.cast_signed()).collect();
+            assert_eq!(have.scb[..], int8::quantize(&values, n, k).expect("finite").scb);
+            assert_eq!(int8::disagreement(&values, n, k, &codes, 2), Ok(None), "{}", weight.name);
+            let decoded = int8::dequantize(&codes, &have.scb, k).expect("as many");
+            let pairs = values.iter().zip(&decoded).map(|(a, b)| (f64::from(*a), f64::from(*b)));
+            let error: f64 = pairs.clone().map(|(a, b)| (a - b).powi(2)).sum();
+            let norm: f64 = pairs.map(|(a, _)| a * a).sum();
+            let errors = weight.figures.errors.expect("measured");
+            assert!((errors.relative_error / (error / norm).sqrt() - 1.0).abs() < 1e-12);
+            assert!(errors.relative_error < 0.02, "{}: {errors:?}", weight.name);
+        }
+    }
+    let place = Place::new();
+    dense("llama_nf4", &place.path("model"), |_| {});
+    let (model, output) = (place.text("model"), place.text("out"));
+    let args = ["quantize", "--backend", "cpu", "--model", &model, "--output", &output];
+    let blocks = flashover(&[&args[..], &["--quant", "int8", "--block-size", "64"]].concat());
+    let said = String::from_utf8_lossy(&blocks.stderr).into_owned();
+    assert!(blocks.status.code() == Some(2) && said.contains("8 bits have no blocks"), "{said}");
+    let done = flashover(&[&args[..], &["--quant", "int8"]].concat());
+    let said = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert!(done.status.success() && said.contains("in int8, an absmax a row"), "{said}");
 }
 
 /// What the weights take is what the files hold.

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use checkpoint::{Absmax, Dtype, FourBit};
+use checkpoint::{Absmax, Dtype, FourBit, Int8, Weight};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -34,21 +34,33 @@ impl Sums {
     }
 }
 
-/// Compares values of `dtype` with a weight made of them. The weight is decoded as bitsandbytes decodes it, in
-/// f32, and not rounded to the dtype; all else is f64.
-pub(super) fn compare(values: &[u8], dtype: Dtype, weight: &FourBit<'_>) -> Sums {
+/// Compares values of `dtype` with a weight made of them; none where it is dense. The weight is decoded as bitsandbytes
+/// decodes it, in f32, and not rounded to the dtype; all else is f64.
+pub(super) fn compare(values: &[u8], dtype: Dtype, weight: &Weight<'_>) -> Option<Sums> {
+    match weight {
+        Weight::Dense(_) => None,
+        Weight::FourBit(weight) => {
+            let (absmax, block_size) = (absmax(weight), weight.layout.block_size);
+            Some(sums(values, dtype, |at| {
+                let byte = weight.codes[at / 2];
+                let code = if at % 2 == 0 { byte >> 4 } else { byte & 15 };
+                weight.quant_map[usize::from(code)] * absmax[at / block_size]
+            }))
+        }
+        Weight::Int8(Int8 { shape: [_, k], codes, scb }) => Some(sums(values, dtype, |at| {
+            f32::from(codes[at].cast_signed()) * scb[at / k] * (1.0 / 127.0)
+        })),
+    }
+}
+
+/// What `decoded` tells of each value.
+fn sums(values: &[u8], dtype: Dtype, decoded: impl Fn(usize) -> f32 + Sync) -> Sums {
     let size = dtype.bitsize() / 8;
-    let absmax = absmax(weight);
-    let block_size = weight.layout.block_size;
     let chunk = |(chunk, values): (usize, &[u8])| {
         let mut sums = Sums::default();
         for (i, value) in values.chunks_exact(size).enumerate() {
-            let at = chunk * CHUNK + i;
-            let byte = weight.codes[at / 2];
-            let code = if at % 2 == 0 { byte >> 4 } else { byte & 15 };
-            let decoded = weight.quant_map[usize::from(code)] * absmax[at / block_size];
             let value = number(value, dtype);
-            let error = value - f64::from(decoded);
+            let error = value - f64::from(decoded(chunk * CHUNK + i));
             sums.squared_error += error * error;
             sums.squared_norm += value * value;
             sums.largest = sums.largest.max(error.abs());
@@ -90,7 +102,7 @@ mod tests {
 
     use super::*;
 
-    fn weight(len: usize, codes: Vec<u8>, absmax: Absmax<'static>) -> FourBit<'static> {
+    fn weight(len: usize, codes: Vec<u8>, absmax: Absmax<'static>) -> Weight<'static> {
         let layout = Layout {
             quant_type: QuantType::Nf4,
             block_size: 32,
@@ -100,7 +112,8 @@ mod tests {
             storage: Dtype::U8,
         };
         let quant_map: Vec<f32> = (0..16).map(|i| i as f32 / 8.0 - 1.0).collect();
-        FourBit { layout, codes: codes.into(), quant_map: quant_map.into(), absmax }
+        let (codes, quant_map) = (codes.into(), quant_map.into());
+        Weight::FourBit(FourBit { layout, codes, quant_map, absmax })
     }
 
     /// By hand: 33 values of code 12, or 0.5, with absmax 2 and then 6, where there were 1.5 and 2.
@@ -116,17 +129,29 @@ mod tests {
             offset: 0.0,
         };
         for absmax in [Absmax::Plain(vec![2.0, 6.0].into()), Absmax::Nested(nested)] {
-            let sums = compare(&bytes, Dtype::F32, &weight(33, codes(), absmax));
+            let sums = compare(&bytes, Dtype::F32, &weight(33, codes(), absmax)).expect("codes");
             let WeightErrors { relative_error, largest_error } = sums.errors();
             assert_eq!(largest_error, 1.0);
             assert_eq!(relative_error, (9.0f64 / (32.0 * 2.25 + 4.0)).sqrt());
         }
     }
 
+    /// By hand: codes 127 and -1 of rows whose absmax are 2 and 254, where there were 1.5 and -4.
+    #[test]
+    fn errors_of_8_bits_are_those_of_their_rows() {
+        let bytes: Vec<u8> = [1.5f32, -4.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+        let (codes, scb) = (vec![127, 255].into(), vec![2.0, 254.0].into());
+        let weight = Weight::Int8(Int8 { shape: [2, 1], codes, scb });
+        let errors = compare(&bytes, Dtype::F32, &weight).expect("codes").errors();
+        assert!((errors.largest_error - 2.0).abs() < 1e-6, "{errors:?}");
+        let relative = (4.25f64 / 18.25).sqrt();
+        assert!((errors.relative_error - relative).abs() < 1e-6, "{errors:?}");
+    }
+
     #[test]
     fn no_error_of_nothing_is_no_nan() {
         let absmax = Absmax::Plain(vec![0.0].into());
-        let sums = compare(&[0; 8], Dtype::F16, &weight(4, vec![0x77; 2], absmax));
+        let sums = compare(&[0; 8], Dtype::F16, &weight(4, vec![0x77; 2], absmax)).expect("codes");
         assert_eq!(sums.errors(), WeightErrors { relative_error: 0.0, largest_error: 0.0 });
     }
 }

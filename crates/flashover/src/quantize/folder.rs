@@ -8,6 +8,8 @@ use checkpoint::Checkpoint;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use kernels::nf4::CodeBook;
+
 use super::{QuantizeError, QuantizeOptions};
 
 /// A folder that does not exist until all of it is written.
@@ -68,7 +70,7 @@ impl Target {
     }
 }
 
-/// `config.json` with what transformers writes of weights in 4 bits, and otherwise as it was, digit by digit.
+/// `config.json` with what transformers writes of weights in 4 or 8 bits, and otherwise as it was, digit by digit.
 pub(super) fn config(
     model: &Path,
     compute_dtype: &str,
@@ -83,20 +85,22 @@ pub(super) fn config(
     if value.get(field).is_some_and(|value| !value.is_null()) {
         return Err(QuantizeError::Quantized { what: format!("the model ({FILE}: `{field}`)") });
     }
+    // Of 8 bits it writes what it would have of 4.
+    let four = options.format.book();
     let quantization = json!({
-        "_load_in_4bit": true,
-        "_load_in_8bit": false,
-        "bnb_4bit_compute_dtype": compute_dtype,
+        "_load_in_4bit": four.is_some(),
+        "_load_in_8bit": four.is_none(),
+        "bnb_4bit_compute_dtype": four.map_or("float32", |_| compute_dtype),
         "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": options.book,
-        "bnb_4bit_use_double_quant": options.nested,
+        "bnb_4bit_quant_type": four.unwrap_or(CodeBook::Fp4),
+        "bnb_4bit_use_double_quant": four.is_some() && options.nested,
         "llm_int8_enable_fp32_cpu_offload": false,
         "llm_int8_has_fp16_weight": false,
         // Besides the output projection, which it always skips.
         "llm_int8_skip_modules": null,
         "llm_int8_threshold": 6.0,
-        "load_in_4bit": true,
-        "load_in_8bit": false,
+        "load_in_4bit": four.is_some(),
+        "load_in_8bit": four.is_none(),
         "quant_method": "bitsandbytes",
     });
     Ok(with_field(&text, field, &quantization))

@@ -3,8 +3,12 @@
 use std::borrow::Cow;
 
 use arch::{DType, Device};
-use checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Layout, Nested, Plan, QuantType};
-use kernels::nf4::{self, CodeBook, Weight, WeightBuffers};
+use checkpoint::{
+    Absmax, Checkpoint, Dtype, FourBit, Int8, Layout, Nested, Plan, QuantType, Weight,
+};
+use cubecl::server::Handle;
+use kernels::int8;
+use kernels::nf4::{self, CodeBook};
 
 use super::{Peaks, QuantizeError, QuantizeOptions};
 use crate::OpError;
@@ -16,10 +20,15 @@ pub(super) struct Matrix {
     /// `[out, in]`
     pub(super) shape: [usize; 2],
     pub(super) dtype: Dtype,
-    pub(super) weight: Weight,
-    layout: Layout,
+    target: Target,
     /// It is stored `[in, out]`.
     transposed: bool,
+}
+
+/// What it becomes.
+enum Target {
+    FourBit { weight: nf4::Weight, layout: Layout, book: CodeBook },
+    Int8(int8::Weight),
 }
 
 impl Matrix {
@@ -33,7 +42,7 @@ impl Matrix {
         transposed: bool,
         options: &QuantizeOptions,
     ) -> Result<Self, QuantizeError> {
-        let checkpoint::Weight::Dense(tensor) = checkpoint.weight(name)? else {
+        let Weight::Dense(tensor) = checkpoint.weight(name)? else {
             return Err(QuantizeError::Quantized { what: format!("tensor {name}") });
         };
         let &[rows, columns] = &tensor.shape[..] else {
@@ -43,25 +52,40 @@ impl Matrix {
         let shape = if transposed { [columns, rows] } else { [rows, columns] };
         // What does not fit is above what a weight may have.
         let [n, k] = shape.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
-        let weight = Weight::new(n, k, options.block_size, options.nested)
-            .map_err(|why| QuantizeError::Weight { tensor: name.into(), why })?;
-        let layout = Layout {
-            quant_type: match options.book {
-                CodeBook::Nf4 => QuantType::Nf4,
-                CodeBook::Fp4 => QuantType::Fp4,
+        let refused = |why| QuantizeError::Weight { tensor: name.into(), why };
+        let target = match options.format.book() {
+            None => Target::Int8(int8::Weight::new(n, k).map_err(refused)?),
+            Some(book) => Target::FourBit {
+                weight: nf4::Weight::new(n, k, options.block_size, options.nested)
+                    .map_err(refused)?,
+                layout: Layout {
+                    quant_type: match book {
+                        CodeBook::Nf4 => QuantType::Nf4,
+                        CodeBook::Fp4 => QuantType::Fp4,
+                    },
+                    block_size: options.block_size as usize,
+                    nested: options.nested,
+                    dtype: tensor.dtype,
+                    shape: shape.to_vec(),
+                    storage: Dtype::U8,
+                },
+                book,
             },
-            block_size: options.block_size as usize,
-            nested: options.nested,
-            dtype: tensor.dtype,
-            shape: shape.to_vec(),
-            storage: Dtype::U8,
         };
-        Ok(Self { name: name.into(), shape, dtype: tensor.dtype, weight, layout, transposed })
+        Ok(Self { name: name.into(), shape, dtype: tensor.dtype, target, transposed })
     }
 
     /// The tensors that it becomes.
     pub(super) fn plan(&self) -> Result<Vec<Plan>, QuantizeError> {
-        Ok(self.layout.plan(&self.name)?)
+        Ok(match &self.target {
+            Target::FourBit { layout, .. } => layout.plan(&self.name)?,
+            Target::Int8(_) => Int8::plan(&self.name, self.shape)?,
+        })
+    }
+
+    /// Values.
+    pub(super) fn len(&self) -> u64 {
+        self.shape.iter().map(|size| *size as u64).product()
     }
 
     /// As torch calls it.
@@ -97,26 +121,39 @@ impl Matrix {
         &self,
         device: &Device,
         checkpoint: &Checkpoint,
-        book: CodeBook,
         peaks: &mut Peaks,
-    ) -> Result<FourBit<'static>, QuantizeError> {
+    ) -> Result<Weight<'static>, QuantizeError> {
         let (values, dtype) = self.taken(device, self.values(checkpoint)?);
         self.check_memory(device, values.len())?;
         let on_device = upload(device, &values);
         drop(values);
         let tensor = || self.name.clone();
-        let made = nf4::quantize(device, &on_device, self.weight, dtype, book);
-        let made = made.map_err(|why| match why {
+        let refused = |why| match why {
             nf4::QuantizeError::NotFinite => QuantizeError::NotFinite { tensor: tensor() },
             nf4::QuantizeError::Unsupported(why) => {
                 QuantizeError::Unsupported { tensor: tensor(), why }
             }
             nf4::QuantizeError::Device(why) => QuantizeError::Failed { tensor: tensor(), why },
-        })?;
-        peaks.see(device);
-        drop(on_device);
-        let weight = self.download(device, &made, book)?;
-        drop(made);
+        };
+        let weight = match &self.target {
+            Target::FourBit { weight, layout, book } => {
+                let made = nf4::quantize(device, &on_device, *weight, dtype, *book);
+                let made = made.map_err(refused)?;
+                peaks.see(device);
+                drop(on_device);
+                Weight::FourBit(self.in_4_bits(device, &made, *weight, layout, *book)?)
+            }
+            Target::Int8(weight) => {
+                let made = int8::quantize(device, &on_device, *weight, dtype).map_err(refused)?;
+                peaks.see(device);
+                drop(on_device);
+                Weight::Int8(Int8 {
+                    shape: self.shape,
+                    codes: self.bytes(device, &made.codes, weight.len())?.into(),
+                    scb: self.floats(device, &made.scb, weight.n.into())?.into(),
+                })
+            }
+        };
         // Pools would keep what the last tensor took beside what the next takes.
         device
             .client()
@@ -148,42 +185,50 @@ impl Matrix {
         Ok(())
     }
 
-    /// What the device made, as files have it.
-    fn download(
+    fn bytes(&self, device: &Device, handle: &Handle, len: u64) -> Result<Vec<u8>, QuantizeError> {
+        read(device, handle.clone(), len as usize).map_err(|why| {
+            let why = match why {
+                OpError::Failed(why) => why,
+                other => other.to_string(),
+            };
+            QuantizeError::Failed { tensor: self.name.clone(), why }
+        })
+    }
+
+    fn floats(
         &self,
         device: &Device,
-        made: &WeightBuffers,
+        handle: &Handle,
+        len: u64,
+    ) -> Result<Vec<f32>, QuantizeError> {
+        let bytes = self.bytes(device, handle, 4 * len)?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
+    }
+
+    /// What the device made, as files have it.
+    fn in_4_bits(
+        &self,
+        device: &Device,
+        made: &nf4::WeightBuffers,
+        weight: nf4::Weight,
+        layout: &Layout,
         book: CodeBook,
     ) -> Result<FourBit<'static>, QuantizeError> {
-        let bytes = |handle: &cubecl::server::Handle, len: u64| {
-            read(device, handle.clone(), len as usize).map_err(|why| {
-                let why = match why {
-                    OpError::Failed(why) => why,
-                    other => other.to_string(),
-                };
-                QuantizeError::Failed { tensor: self.name.clone(), why }
-            })
-        };
-        let floats = |handle, len: u64| -> Result<Vec<f32>, QuantizeError> {
-            let bytes = bytes(handle, 4 * len)?;
-            Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
-        };
-        let weight = &self.weight;
         let absmax = match &made.nested {
-            None => Absmax::Plain(floats(&made.absmax, weight.blocks())?.into()),
+            None => Absmax::Plain(self.floats(device, &made.absmax, weight.blocks())?.into()),
             Some(nested) => {
-                let scales = floats(&nested.scales, 2 * weight.groups())?; // [groups, 2]
+                let scales = self.floats(device, &nested.scales, 2 * weight.groups())?; // [groups, 2]
                 Absmax::Nested(Nested {
-                    codes: bytes(&made.absmax, weight.blocks())?.into(),
+                    codes: self.bytes(device, &made.absmax, weight.blocks())?.into(),
                     absmax: scales.iter().step_by(2).copied().collect(),
-                    quant_map: floats(&nested.book, 256)?.into(),
+                    quant_map: self.floats(device, &nested.book, 256)?.into(),
                     offset: scales[1],
                 })
             }
         };
         Ok(FourBit {
-            layout: self.layout.clone(),
-            codes: bytes(&made.codes, weight.len().div_ceil(2))?.into(),
+            layout: layout.clone(),
+            codes: self.bytes(device, &made.codes, weight.len().div_ceil(2))?.into(),
             quant_map: book.values().to_vec().into(),
             absmax,
         })
