@@ -175,7 +175,10 @@ impl DecoderConfig {
         let matrices =
             self.parts().into_iter().filter(|(part, _)| Slot::Layer(0, *part).is_matrix());
         let values = matrices.map(|(part, shape)| joint(part) * values_of(&shape));
-        values.max().unwrap_or(0) * held.size()
+        // Queries, keys and values are one product.
+        let [q, kv] = self.qkv_rows().map(|rows| rows as u128);
+        let qkv = (q + 2 * kv) * self.hidden as u128;
+        values.max().unwrap_or(0).max(qkv) * held.size()
     }
 }
 

@@ -55,6 +55,15 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         let held = reserved.saturating_sub(2 << 20);
         assert!(gap(held, plan.peak_bytes()) < 0.05, "{reserved} {plan}");
         assert!(gap(reserved, plan.peak_bytes()) > -0.05, "{reserved} {plan}");
+        // Sessions of other lengths, one after the other, do not pile up.
+        let mut most = 0;
+        for length in 300..320 {
+            let session = engine.session(length).expect("it fits");
+            most = most.max(engine.memory().reserved_bytes);
+            drop(session);
+        }
+        let two = plan.peak_bytes() + (plan.peak_bytes() - plan.weights_bytes) + (16 << 20);
+        assert!(most < two, "{most} of {two}: {plan}");
         // A budget that is refused leaves the device as it was, and the model answers on.
         engine.clear_cache().expect("nothing is captured");
         let before = engine.memory().used_bytes;

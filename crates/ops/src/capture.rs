@@ -52,17 +52,7 @@ pub fn capture_alone<T: 'static, F: FnMut() -> T + Send + 'static>(
     device: &Device,
     run: F,
 ) -> Graph<T, F> {
-    let paused = DEPTH.get() > 0;
-    if paused {
-        TURNS.end();
-    }
-    let alone = TURNS.alone();
-    let graph = capture(device, run);
-    drop(alone);
-    if paused {
-        TURNS.begin();
-    }
-    graph
+    TURNS.pausing(DEPTH.get() > 0, || capture(device, run))
 }
 
 thread_local! {
@@ -109,6 +99,23 @@ impl Turns {
         self.changed.notify_all();
     }
 
+    /// Does `work` alone, that of a thread which is `at_work` paused; goes on with it also after a panic.
+    fn pausing<T>(&self, at_work: bool, work: impl FnOnce() -> T) -> T {
+        struct Paused<'a>(&'a Turns);
+        impl Drop for Paused<'_> {
+            fn drop(&mut self) {
+                self.0.begin();
+            }
+        }
+        let _paused = at_work.then(|| {
+            self.end();
+            Paused(self)
+        });
+        // Dropped before the pause ends.
+        let _alone = self.alone();
+        work()
+    }
+
     fn alone(&self) -> Alone<'_> {
         self.state().waiting += 1;
         let mut state = self.wait(|state| !state.alone && state.at_work == 0);
@@ -129,6 +136,7 @@ impl Drop for Alone<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::panic::AssertUnwindSafe;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::thread;
 
@@ -160,6 +168,21 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn work_that_pauses_goes_on_after_a_panic_too() {
+        let turns = Turns { state: Mutex::new(State::NONE), changed: Condvar::new() };
+        turns.begin();
+        assert_eq!(turns.pausing(true, || turns.state().at_work), 0);
+        let caught = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            turns.pausing(true, || panic!("as a capture may"));
+        }));
+        caught.expect_err("it panicked");
+        assert_eq!((turns.state().at_work, turns.state().alone), (1, false));
+        turns.end();
+        assert!(turns.pausing(false, || turns.state().alone));
+        assert_eq!((turns.state().at_work, turns.state().alone), (0, false));
     }
 
     #[test]

@@ -228,7 +228,7 @@ fn weight(n: u32, k: u32) -> Weight {
     Weight::new(n, k).expect("the sizes below are valid")
 }
 
-/// Rows that words divide by 16, 8, 4 bytes and not at all, one and many, more than a grid has cubes.
+/// Rows that words divide by 16, 8, 4 bytes and not at all, one and many.
 const SHAPES: [(u32, u32); 9] =
     [(1, 1), (7, 13), (37, 41), (24, 200), (5, 12), (40, 1032), (130, 4096), (3, 22_001), (999, 8)];
 

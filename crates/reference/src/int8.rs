@@ -76,7 +76,8 @@ fn absmax(values: &[f32], rows: usize, cols: usize) -> Result<Vec<f32>, Error> {
 }
 
 fn scaled(v: f32, scb: f32) -> f32 {
-    if scb > 0.0 { normal(v) * (127.0 / scb) } else { 0.0 }
+    // The inverse of a smaller one is no number.
+    if scb > 127.0 / f32::MAX { normal(v) * (127.0 / scb) } else { 0.0 }
 }
 
 fn round(x: f32) -> i8 {
@@ -110,6 +111,7 @@ mod tests {
     fn the_largest_scales_are_the_smallest_steps() -> Result<(), Error> {
         let values = [65504.0, -65504.0, f32::MIN_POSITIVE / 2.0, 2.0f32.powi(-24)];
         assert_eq!(quantize(&values, 2, 2)?.codes, [127, -127, 0, 127]);
+        assert_eq!(quantize(&[1e-37, 0.0, 4e-37, -4e-37], 2, 2)?.codes, [0, 0, 127, -127]);
         Ok(())
     }
 

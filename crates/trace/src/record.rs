@@ -51,6 +51,8 @@ struct Recorder {
 #[derive(Default)]
 struct Once {
     seen: BTreeSet<String>,
+    /// The recording is over.
+    closed: bool,
     /// Of what is seen now.
     observation: Option<LaunchObservation>,
 }
@@ -146,7 +148,8 @@ impl Recording {
         // Before the slot is free for another.
         self.observation = None;
         if let Some(once) = &self.recorder.once {
-            locked(once).observation = None;
+            let mut once = locked(once);
+            (once.closed, once.observation) = (true, None);
         }
         let mut slot = locked(&RECORDER);
         if slot.as_ref().is_some_and(|recorder| recorder.id == self.recorder.id) {
@@ -187,7 +190,8 @@ impl Recorder {
     }
 
     fn push(&self, kernel: &'static str, time: Time) {
-        if self.counts() {
+        // A brief recording is of the thread that is at something for the first time.
+        if self.counts() && (self.once.is_none() || FIRST.get()) {
             let span = self.innermost();
             self.events().pending.push(Pending { kernel, span, time });
         }
@@ -241,7 +245,7 @@ pub fn first<N: Into<String>>(kind: impl FnOnce() -> N) -> First {
     let Some(recorder) = recorder() else { return First(None) };
     let Some(once) = &recorder.once else { return First(None) };
     let mut state = locked(once);
-    if state.observation.is_some() || !state.seen.insert(kind().into()) {
+    if state.closed || state.observation.is_some() || !state.seen.insert(kind().into()) {
         return First(None);
     }
     state.observation = Some(LaunchObservation::new(recorder.clone()));

@@ -61,8 +61,8 @@ impl Weight {
                 return Err(InvalidWeight::Empty { axis });
             }
         }
-        // Words are counted in 32 bits, and the last bit of k is nobody's.
-        if weight.len() > 1 << 34 || k >> 31 != 0 {
+        // Words are counted in 32 bits, with steps past the last; the last bit of k is nobody's.
+        if weight.len() > 1 << 33 || k >> 31 != 0 {
             return Err(InvalidWeight::TooLarge(weight.len()));
         }
         Ok(weight)

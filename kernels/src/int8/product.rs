@@ -29,8 +29,8 @@
 //! | 4    | 31.7 `Lanes` |      | 12.1 |
 //! | 8    | 50.2 `Lanes` | 32.8 | 12.0 |
 //! | 64   | 85.5 `Dense` | 35.4 | 39.2 |
-//! | 512  | 189 `Dense`  |      | 195  |
-//! | 4096 | 1131 `Dense` |      | 1130 |
+//! | 512  | 189 `Dense`  | 153  | 204  |
+//! | 4096 | 1131 `Dense` | 1093 | 1126 |
 //!
 //! From 8 rows on the lanes are what is short, not bytes: codes decoded into fragments of `mma.sync`, as NF4's are, are
 //! what is missing. Through Vulkan one row takes 20.4 us.

@@ -243,6 +243,9 @@ pub fn quantize(
     }
 }
 
+/// Rows of so small values have codes 0.
+const SMALLEST: f32 = 127.0 / f32::MAX;
+
 /// Elements of a vector of values, which lies in one row.
 const fn width(p: &QuantizeProblem) -> usize {
     if p.weight.k % 4 == 0 { 4 } else { 1 }
@@ -357,7 +360,8 @@ fn magnitude(value: f32) -> f32 {
 
 #[cube]
 fn inverse_of(scb: f32) -> f32 {
-    select(scb > 0.0, 127.0 / scb, 0.0f32.runtime())
+    // The inverse of a smaller one is no number.
+    select(scb > SMALLEST, 127.0 / scb, 0.0f32.runtime())
 }
 
 /// The byte of a code: the mantissa of 1.5 · 2^23 + x, which is rounded to even. Product and sum are rounded one after

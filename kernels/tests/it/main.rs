@@ -8,6 +8,7 @@ use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
 use kernels::attention::decode::Decode;
 use kernels::embed::Embed;
+use kernels::int8::{Int8Dequantize, Int8Matmul, Int8Quantize};
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
@@ -125,7 +126,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
         1
     }
     let cache = TuneCache::shipped();
-    let mut here = [0; 11];
+    let mut here = [0; 14];
     for (entry, _) in cache.entries() {
         match entry.key.kernel.as_str() {
             Matmul::NAME => here[0] += fits::<Matmul>(entry, &cuda),
@@ -139,6 +140,9 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
             Norm::NAME => here[8] += fits::<Norm>(entry, &cuda),
             Rope::NAME => here[9] += fits::<Rope>(entry, &cuda),
             Sample::NAME => here[10] += fits::<Sample>(entry, &cuda),
+            Int8Matmul::NAME => here[11] += fits::<Int8Matmul>(entry, &cuda),
+            Int8Dequantize::NAME => here[12] += fits::<Int8Dequantize>(entry, &cuda),
+            Int8Quantize::NAME => here[13] += fits::<Int8Quantize>(entry, &cuda),
             other => panic!("no kernel is called {other}"),
         }
     }

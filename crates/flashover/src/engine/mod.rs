@@ -428,9 +428,23 @@ impl Engine {
         if self.config().context().is_none_or(|most| context <= most) {
             let workload = Workload { batch, context };
             fits(self.plan(workload))?;
-            self.make_room(self.0.planned.footprint(workload).passing());
+            let parts = self.0.planned.footprint(workload);
+            self.give_back_more_than(parts.cache + parts.passing() + parts.small)?;
+            self.make_room(parts.passing());
         }
         Ok(self.decoder().cache(batch, context)?)
+    }
+
+    /// Gives back what earlier sessions left, where it is more than one that takes `bytes` leaves: memory of one cache
+    /// serves no other of another length.
+    fn give_back_more_than(&self, bytes: u128) -> Result<(), EngineError> {
+        /// What pools round pages up to.
+        const PAGES: u128 = 8 << 20;
+        let MemoryUsage { used_bytes, reserved_bytes, .. } = self.memory();
+        match u128::from(reserved_bytes.saturating_sub(used_bytes)) > bytes + PAGES {
+            true => self.clear_cache(),
+            false => Ok(()),
+        }
     }
 
     /// Lets the pool of this thread have a page that holds so much: one that grows with what passes leaves the

@@ -146,9 +146,9 @@ impl Picker {
         logits: Tensor<2>,
         places: &[Place],
     ) -> Result<Vec<Token>, EngineError> {
+        let _at_work = ops::at_work();
         let _first = trace::first(|| "sampling");
         let _part = trace::span(|| "sampling");
-        let _at_work = ops::at_work();
         let words: Vec<u32> =
             places.iter().flat_map(|place| self.sampling.choice(*place).words()).collect();
         let shape = [places.len(), words.len() / places.len()];
