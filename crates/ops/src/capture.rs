@@ -179,10 +179,14 @@ mod tests {
             turns.pausing(true, || panic!("as a capture may"));
         }));
         caught.expect_err("it panicked");
-        assert_eq!((turns.state().at_work, turns.state().alone), (1, false));
+        let state = || {
+            let state = turns.state();
+            (state.at_work, state.alone)
+        };
+        assert_eq!(state(), (1, false));
         turns.end();
         assert!(turns.pausing(false, || turns.state().alone));
-        assert_eq!((turns.state().at_work, turns.state().alone), (0, false));
+        assert_eq!(state(), (0, false));
     }
 
     #[test]
