@@ -41,8 +41,8 @@ pub struct Held {
     pub matrices: Matrices,
 }
 
-/// How the matrices of the layers are held.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+/// How the matrices of the layers are held, the least work first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Matrices {
     /// In what is computed in.

@@ -42,8 +42,7 @@ pub mod weights;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    CHUNK, Decoder, KvCache, LoadOptions, Loading, Quant, Rows, device_bytes, file_dtype,
-    matrices_of,
+    CHUNK, Decoder, KvCache, LoadOptions, Loading, Quant, Rows, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use families::Family;

@@ -42,13 +42,14 @@ impl Quant {
     }
 }
 
-/// Bytes that the weights of a checkpoint take on a device; absmax of 4 bits counted as nested.
+/// How layers have their matrices once they are on a device, of several ways the one that takes most work, and the bytes
+/// of all weights there; absmax of 4 bits counted as nested.
 ///
 /// # Errors
 /// [`Error::Checkpoint`].
-pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u128, Error> {
+pub fn on_device(weights: &Weights, options: &LoadOptions) -> Result<(Matrices, u128), Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let mut bytes = 0u128;
+    let (mut most, mut bytes) = (Matrices::Dense, 0u128);
     for param in weights.config().params() {
         let stored = match param.side {
             Side::Weight => Some(weights.weight(param.slot)?),
@@ -59,18 +60,9 @@ pub fn device_bytes(weights: &Weights, options: &LoadOptions) -> Result<u128, Er
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
         let matrices = Quant::held(quant, &stored.weight);
         bytes += Held { dtype, matrices }.matrix_bytes(&stored.shape);
+        most = most.max(matrices);
     }
-    Ok(bytes)
-}
-
-/// How layers have their matrices once they are on a device.
-///
-/// # Errors
-/// [`Error::Checkpoint`].
-pub fn matrices_of(weights: &Weights, options: &LoadOptions) -> Result<Matrices, Error> {
-    let last = weights.config().layers.len().saturating_sub(1);
-    let stored = weights.weight(Slot::Layer(last, Part::Down))?;
-    Ok(Quant::held(options.quant, &stored.weight))
+    Ok((most, bytes))
 }
 
 /// How far loading is.
@@ -133,7 +125,6 @@ struct Loader<'a> {
 
 impl Loader<'_> {
     fn decoder(self, mut progress: impl FnMut(Loading)) -> Result<Decoder, Error> {
-        let _at_work = ops::at_work();
         let config = self.config().clone();
         let parts = config.layers.len() + 2;
         let mut done = 0;
@@ -179,6 +170,8 @@ impl Loader<'_> {
     /// What `make` makes in allocations of its own size, which stay where they are; what it needs meanwhile serves
     /// the next one.
     fn kept<T: Send>(&self, make: impl Fn() -> T + Send) -> T {
+        // A part at a time: who captures does not wait for a whole model.
+        let _at_work = ops::at_work();
         self.device.memory_persistent_allocations((), move |()| make())
     }
 

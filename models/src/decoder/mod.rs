@@ -30,7 +30,7 @@ use ops::{
 use crate::{DecoderConfig, Error, Matrices};
 pub use cache::KvCache;
 use cache::Memory;
-pub use load::{LoadOptions, Loading, Quant, device_bytes, file_dtype, matrices_of};
+pub use load::{LoadOptions, Loading, Quant, file_dtype, on_device};
 use projection::{Ffn, Projection};
 use step::Step;
 
@@ -112,9 +112,10 @@ impl Decoder {
         self.matrix_bytes() + embedding + positions
     }
 
-    /// How the matrices of the layers are held.
+    /// How the matrices of the layers are held, of several ways the one that takes most work.
     pub fn matrices(&self) -> Matrices {
-        self.layers.first().map_or(Matrices::Dense, |layer| layer.qkv.held())
+        let held = |layer: &Layer| layer.qkv.held().max(layer.out.held()).max(layer.ffn.held());
+        self.layers.iter().map(held).max().unwrap_or(Matrices::Dense)
     }
 
     /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window

@@ -74,11 +74,12 @@ impl Matrix {
 
 impl Projection {
     pub(super) fn held(&self) -> Matrices {
-        match self.matrices.first() {
-            Some(Matrix::FourBit(_)) => Matrices::FourBit,
-            Some(Matrix::Int8(_)) => Matrices::Int8,
-            Some(Matrix::Dense(_)) | None => Matrices::Dense,
-        }
+        let held = |matrix: &Matrix| match matrix {
+            Matrix::FourBit(_) => Matrices::FourBit,
+            Matrix::Int8(_) => Matrices::Int8,
+            Matrix::Dense(_) => Matrices::Dense,
+        };
+        self.matrices.iter().map(held).max().unwrap_or(Matrices::Dense)
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -124,6 +125,14 @@ impl Projection {
 }
 
 impl Ffn {
+    pub(super) fn held(&self) -> Matrices {
+        match self {
+            Self::Gated { gate, up, down } => gate.held().max(up.held()).max(down.held()),
+            Self::Joint { .. } => Matrices::FourBit,
+            Self::Plain { up, down } => up.held().max(down.held()),
+        }
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Gated { gate, up, down } => gate.bytes() + up.bytes() + down.bytes(),

@@ -179,12 +179,13 @@ impl Prepared {
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
-        let held = Held { dtype: dtype_of(&load), matrices: models::matrices_of(weights, &load)? };
+        let (matrices, bytes) = models::on_device(weights, &load)?;
+        let held = Held { dtype: dtype_of(&load), matrices };
         let planned = Planned {
             model: folder.display().to_string(),
             config: weights.config().clone(),
             held,
-            weights: models::device_bytes(weights, &load)?,
+            weights: bytes,
         };
         Ok(Self { planned, load })
     }
