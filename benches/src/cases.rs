@@ -556,8 +556,11 @@ fn ropes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             let whole = RopeProblem::new([16, 1], [32, 8], 128, 2048, DType::Bf16);
             let whole = whole.context("a case of the suite is invalid")?;
             let cache = KvLayout::paged(8, [16 * 32, 64], 32, 128, DType::Bf16);
-            let problem = Problem::Rope(RopeProblem { cache, ..whole });
-            cases.push(Case { problem, peer: false });
+            let bytes = KvLayout { dtype: DType::I8, ..whole.cache };
+            for cache in [cache, bytes] {
+                let problem = Problem::Rope(RopeProblem { cache, ..whole });
+                cases.push(Case { problem, peer: false });
+            }
         }
     }
     Ok(cases)

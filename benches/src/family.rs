@@ -563,6 +563,9 @@ impl Family for Rope {
         if let CacheLayout::Paged { block_size, .. } = p.cache.layout {
             params.insert("pages".to_owned(), block_size.into());
         }
+        if p.cache.quantized() {
+            params.insert("cache".to_owned(), p.cache.dtype.name().into());
+        }
         params
     }
 

@@ -79,7 +79,7 @@ impl RowPlan {
         self.units / self.lanes
     }
 
-    /// Numbers in shared memory that [`row_sum`] needs.
+    /// Numbers in shared memory that [`row_fold`] needs.
     pub(crate) const fn shared_len(self) -> usize {
         match (self.lanes, self.shuffles) {
             (1, _) | (..=32, true) => 1,
@@ -89,47 +89,80 @@ impl RowPlan {
     }
 }
 
+/// What becomes of two numbers of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Fold {
+    Sum,
+    /// The larger one, of numbers without a sign.
+    Largest,
+}
+
+#[cube]
+fn folded(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
+    if comptime!(matches!(fold, Fold::Sum)) { a + b } else { larger(a, b) }
+}
+
+/// The larger of two numbers without a sign, and NaN before any: as words they have this order, whatever a device
+/// makes of NaN.
+#[cube]
+pub(crate) fn larger(a: f32, b: f32) -> f32 {
+    f32::reinterpret(max(u32::reinterpret(a), u32::reinterpret(b)))
+}
+
 /// The sum of what the units of a row have; each of them gets it. Every unit of the cube takes part.
 #[cube]
 pub(crate) fn row_sum(value: f32, shared: &mut [f32], #[comptime] plan: RowPlan) -> f32 {
+    row_fold(value, shared, Fold::Sum, plan)
+}
+
+/// What becomes of the numbers that the units of a row have; each of them gets it. Every unit of the cube takes
+/// part.
+#[cube]
+pub(crate) fn row_fold(
+    value: f32,
+    shared: &mut [f32],
+    #[comptime] fold: Fold,
+    #[comptime] plan: RowPlan,
+) -> f32 {
     let lanes = comptime!(plan.lanes);
-    let mut sum = value;
+    let mut all = value;
     if comptime!(lanes > 1 && plan.shuffles) {
         #[unroll]
         for level in 0..comptime!(if lanes > 32 { 5 } else { lanes.ilog2() }) {
-            sum += plane_shuffle_xor(sum, comptime!(1u32 << level));
+            all = folded(all, plane_shuffle_xor(all, comptime!(1u32 << level)), fold);
         }
         if comptime!(lanes > 32) {
             let planes = comptime!(lanes / 32);
-            // Whoever still reads the sum before this one comes first.
+            // Whoever still reads what was folded before this comes first.
             sync_cube();
             if UNIT_POS % 32 == 0 {
-                shared[(UNIT_POS / 32) as usize] = sum;
+                shared[(UNIT_POS / 32) as usize] = all;
             }
             sync_cube();
-            sum = shared[(UNIT_POS / lanes * planes + UNIT_POS % planes) as usize];
+            all = shared[(UNIT_POS / lanes * planes + UNIT_POS % planes) as usize];
             #[unroll]
             for level in 0..comptime!(planes.ilog2()) {
-                sum += plane_shuffle_xor(sum, comptime!(1u32 << level));
+                all = folded(all, plane_shuffle_xor(all, comptime!(1u32 << level)), fold);
             }
         }
     } else if comptime!(lanes > 1) {
         let lane = UNIT_POS % lanes;
         sync_cube();
-        shared[UNIT_POS as usize] = sum;
+        shared[UNIT_POS as usize] = all;
         #[unroll]
         for level in 0..comptime!(lanes.ilog2()) {
             sync_cube();
             let apart = comptime!(lanes >> (level + 1));
             if lane < apart {
                 let other = shared[(UNIT_POS + apart) as usize];
-                shared[UNIT_POS as usize] += other;
+                let own = shared[UNIT_POS as usize];
+                shared[UNIT_POS as usize] = folded(own, other, fold);
             }
         }
         sync_cube();
-        sum = shared[(UNIT_POS - lane) as usize];
+        all = shared[(UNIT_POS - lane) as usize];
     }
-    sum
+    all
 }
 
 /// What is taken from the numbers of a row, and what the rest is multiplied by.

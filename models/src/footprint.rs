@@ -3,9 +3,11 @@
 //! ```text
 //! weights      every parameter in the dtype that is computed in, or 4 bits and an absmax of 8 bits a block of 64, or 8
 //!              bits and an absmax of f32 a row
-//! cache        2 · layers · kv_heads · head_dim · batch · positions, and the angles of the ropes
+//! cache        2 · layers · kv_heads · head_dim · batch · positions, in what is computed in or in bytes with an f32 a
+//!              position and head, and the angles of the ropes
 //! activations  of the step that has most alive beside the residual stream x, [rows, hidden]:
-//!                attention     qkv, or q and what leaves attention twice, as it is and turned
+//!                attention     qkv, or q and what leaves attention twice, as it is and turned; of a cache in bytes
+//!                              beside them what keys and values so far stand for, which prompts read
 //!                feed-forward  norm(x), up and gate; up is the gate's epilogue's
 //!                logits        [rows of them, vocab], in f32
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
@@ -39,6 +41,29 @@ pub struct Held {
     /// What is computed in.
     pub dtype: FloatDType,
     pub matrices: Matrices,
+    pub kv: KvFormat,
+}
+
+/// How keys and values are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KvFormat {
+    /// In what is computed in.
+    #[default]
+    Float,
+    /// A byte a number, and an f32 a position and head: about half of what 16 bits take.
+    Int8,
+}
+
+impl KvFormat {
+    pub const ALL: [Self; 2] = [Self::Float, Self::Int8];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Float => "float",
+            Self::Int8 => "int8",
+        }
+    }
 }
 
 /// How the matrices of the layers are held, the least work first.
@@ -80,6 +105,14 @@ impl Held {
         DType::from(self.dtype).size() as u128
     }
 
+    /// Of a key, or a value, of one head.
+    pub(crate) fn kv_bytes(self, head_dim: usize) -> u128 {
+        match self.kv {
+            KvFormat::Float => head_dim as u128 * self.size(),
+            KvFormat::Int8 => head_dim as u128 + 4,
+        }
+    }
+
     /// Of a matrix of a layer, `[n, k]`.
     pub(crate) fn matrix_bytes(self, shape: &[usize]) -> u128 {
         let values = values_of(shape);
@@ -102,11 +135,11 @@ pub(crate) const fn four_bit_bytes(values: u128) -> u128 {
 
 impl DecoderConfig {
     /// What the model takes, held and loaded so, beside its weights, whose bytes are known: see
-    /// [`DecoderConfig::held_bytes`] and [`device_bytes`](crate::device_bytes).
+    /// [`DecoderConfig::held_bytes`] and [`on_device`](crate::on_device).
     pub fn footprint(&self, held: Held, weights: u128, load: Workload) -> Footprint {
         Footprint {
             weights,
-            cache: self.cache_bytes(held.dtype, load.batch, load.positions)
+            cache: self.cache_bytes(held, load.batch, load.positions)
                 + self.angle_bytes(load.positions),
             activations: self.activation_bytes(held, load),
             workspace: self.workspace_bytes(held, load),
@@ -128,10 +161,9 @@ impl DecoderConfig {
     }
 
     /// Of keys and values.
-    pub fn cache_bytes(&self, dtype: FloatDType, batch: usize, positions: usize) -> u128 {
-        let [_, kv] = self.qkv_rows();
-        let each = 2 * self.layers.len() as u128 * kv as u128 * DType::from(dtype).size() as u128;
-        each * batch as u128 * positions as u128
+    pub fn cache_bytes(&self, held: Held, batch: usize, positions: usize) -> u128 {
+        let heads = 2 * self.layers.len() as u128 * self.kv_heads as u128;
+        heads * held.kv_bytes(self.head_dim) * batch as u128 * positions as u128
     }
 
     fn angle_bytes(&self, positions: usize) -> u128 {
@@ -153,9 +185,22 @@ impl DecoderConfig {
         };
         let attention = (hidden + q + 2 * kv).max(q + q + 2 * kv).max(3 * q).max(2 * q + hidden);
         let feed_forward = (hidden + inner + gate).max(inner + hidden);
-        let layer = (hidden + attention.max(feed_forward)) * Self::rows(load) * held.size();
+        let attention =
+            attention * Self::rows(load) * held.size() + self.in_floats_bytes(held, load);
+        let feed_forward = feed_forward * Self::rows(load) * held.size();
+        let layer = hidden * Self::rows(load) * held.size() + attention.max(feed_forward);
         let logits = load.batch as u128 * (4 * self.vocab as u128 + 2 * hidden * held.size());
         layer.max(logits)
+    }
+
+    /// What keys and values in bytes stand for, while a prompt of one sequence reads them: of the values two in f32
+    /// beside the keys.
+    fn in_floats_bytes(&self, held: Held, load: Workload) -> u128 {
+        let [_, kv] = self.qkv_rows().map(|size| size as u128);
+        match held.kv {
+            KvFormat::Float => 0,
+            KvFormat::Int8 => kv * load.positions as u128 * (held.size() + 8),
+        }
     }
 
     fn workspace_bytes(&self, held: Held, load: Workload) -> u128 {
@@ -190,7 +235,8 @@ mod tests {
     use super::*;
     use crate::shapes;
 
-    const BF16: Held = Held { dtype: FloatDType::BF16, matrices: Matrices::Dense };
+    const BF16: Held =
+        Held { dtype: FloatDType::BF16, matrices: Matrices::Dense, kv: KvFormat::Float };
     const NF4: Held = Held { matrices: Matrices::FourBit, ..BF16 };
     const INT8: Held = Held { matrices: Matrices::Int8, ..BF16 };
 
@@ -218,6 +264,10 @@ mod tests {
         let rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);
         assert_eq!(eight.weights, 8_030_261_248 - rest / 2 + 4 * rows + rest);
         assert_eq!(eight.workspace, 2 * 14_336 * 4096);
+        let bytes = of(Held { kv: KvFormat::Int8, ..BF16 }, load);
+        assert_eq!(bytes.cache, 8192 * (32 * 2 * 8 * (128 + 4) + 4 * 128));
+        let attention = 2048 * 2 * (4096 + 3 * 4096) + 8192 * 1024 * (2 + 8);
+        assert_eq!(bytes.activations, attention.max(dense.activations));
         let passing = four.activations + four.workspace;
         assert_eq!(four.passing(), passing);
         assert_eq!(four.total(), four.weights + four.cache + passing + SMALL_PAGE);

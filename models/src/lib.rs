@@ -46,7 +46,7 @@ pub use decoder::{
 };
 pub use error::{Error, Fault};
 pub use families::Family;
-pub use footprint::{Footprint, Held, Matrices, Workload};
+pub use footprint::{Footprint, Held, KvFormat, Matrices, Workload};
 pub use generation::GenerationConfig;
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use anyhow::bail;
 use clap::ValueEnum;
-use flashover::{Ceilings, Device, Engine, Speed, SpeedTest};
+use flashover::{Ceilings, Device, Engine, KvFormat, Speed, SpeedTest};
 use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -102,6 +102,7 @@ struct Row {
     model_n_params: u64,
     compute: String,
     quant: Option<String>,
+    kv: &'static str,
     n_batch: usize,
     n_prompt: usize,
     n_gen: usize,
@@ -198,6 +199,7 @@ fn row(
         model_n_params: config.parameters(),
         compute,
         quant,
+        kv: engine.kv_format().name(),
         n_batch: test.batch,
         n_prompt: test.prompt,
         n_gen: test.generated,
@@ -336,6 +338,9 @@ fn markdown(row: &Row) -> String {
     let mut kind = format!("{} {}", row.model_type, row.compute);
     if let Some(quant) = &row.quant {
         write!(kind, " {quant}").expect("a string takes all");
+    }
+    if row.kv != KvFormat::Float.name() {
+        write!(kind, ", kv {}", row.kv).expect("a string takes all");
     }
     format!(
         "| {kind} | {} | {params} | {} | {} | {} | {:.2} ± {:.2} | {:.1} ms | {} | {} | {joules} | {} |\n",

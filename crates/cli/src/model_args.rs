@@ -9,8 +9,8 @@ use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
-    ArchProfile, Backend, Compute, Device, Engine, EngineOptions, MemoryBudget, Policy, Quant,
-    Request, report,
+    ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, MemoryBudget, Policy,
+    Quant, Request, report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -77,6 +77,9 @@ pub(crate) struct LoadArgs {
     /// Quantise the matrices of the layers at load: nf4 or int8
     #[arg(long, value_parser = quant)]
     quant: Option<Quant>,
+    /// Keys and values as they are computed (float), or in 8 bits: float or int8
+    #[arg(long, default_value = "float", value_parser = kv_format)]
+    kv_cache: KvFormat,
     /// What an unknown shape gets: frozen, default or measure
     #[arg(long, default_value = "default")]
     policy: Policy,
@@ -201,6 +204,11 @@ fn quant(text: &str) -> Result<Quant, String> {
     Quant::ALL.into_iter().find(|quant| quant.name() == text).ok_or_else(bad)
 }
 
+fn kv_format(text: &str) -> Result<KvFormat, String> {
+    let bad = || format!("unknown format of keys and values `{text}`\nhint: float or int8");
+    KvFormat::ALL.into_iter().find(|format| format.name() == text).ok_or_else(bad)
+}
+
 /// A bar, on a terminal.
 fn bar(template: &str) -> anyhow::Result<ProgressBar> {
     let bar = match std::io::stderr().is_terminal() {
@@ -306,6 +314,7 @@ impl LoadArgs {
         EngineOptions {
             dtype: self.dtype,
             quant: self.quant,
+            kv: self.kv_cache,
             policy: Some(self.policy),
             budget: MemoryBudget {
                 limit_bytes: memory_limit,

@@ -47,7 +47,7 @@ pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;
 pub use memory::MemoryUsage;
-pub use models::{DecoderConfig, GenerationConfig};
+pub use models::{DecoderConfig, GenerationConfig, KvFormat};
 pub use op::{MatmulOptions, OpError, matmul, run_op};
 pub use ops;
 pub use plan::{MemoryBudget, Plan, Workload};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use arch::ArchProfile;
-use models::{Footprint, Held, Matrices, Weights, Workload as Passing};
+use models::{Footprint, Held, KvFormat, Matrices, Weights, Workload as Passing};
 use serde::Serialize;
 
 use crate::engine::{Engine, EngineError, EngineOptions, Prepared};
@@ -89,6 +89,8 @@ pub struct Plan {
     pub dtype: String,
     /// How the matrices of the layers are held.
     pub matrices: Matrices,
+    /// How keys and values are held.
+    pub kv: KvFormat,
     pub weights_bytes: u64,
     /// Keys and values, and the angles of the ropes.
     pub cache_bytes: u64,
@@ -147,8 +149,8 @@ impl Plan {
 
     /// The same where `completions` sequences each share so many positions in all.
     pub(crate) fn with_shared(self, engine: &Engine, positions: usize, completions: usize) -> Self {
-        let dtype = engine.decoder().dtype();
-        let twice = engine.config().cache_bytes(dtype, completions.saturating_sub(1), positions);
+        let held = engine.decoder().held();
+        let twice = engine.config().cache_bytes(held, completions.saturating_sub(1), positions);
         let twice = u64::try_from(twice).unwrap_or(u64::MAX);
         Self { cache_bytes: self.cache_bytes.saturating_sub(twice), ..self }
     }
@@ -214,6 +216,7 @@ impl Planned {
             workload,
             dtype: format!("{:?}", self.held.dtype).to_lowercase(),
             matrices: self.held.matrices,
+            kv: self.held.kv,
             weights_bytes: bytes(parts.weights),
             cache_bytes: bytes(parts.cache),
             activations_bytes: bytes(parts.activations),

@@ -573,6 +573,11 @@ fn ropes() -> Vec<Case<Rope>> {
     cases.push(case(rope(128, DType::F16), 1));
     let cache = KvLayout::paged(8, [16 * 32, 64], 32, 128, DType::Bf16);
     cases.push(case(RopeProblem { cache, ..p }, 2));
+    let bytes = KvLayout { dtype: DType::I8, ..cache };
+    cases.push(case(RopeProblem { cache: bytes, ..p }, 2));
+    let qk_norm = Some(HeadNorm { kind: NormKind::Rms, eps: 1e-6 });
+    let bytes = KvLayout { dtype: DType::I8, ..p.cache };
+    cases.push(case(RopeProblem { cache: bytes, qk_norm, ..p }, 2));
     cases
 }
 

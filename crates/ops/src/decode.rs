@@ -30,7 +30,7 @@ pub struct Cache {
     pub table: Option<Table>,
 }
 
-/// Keys or values.
+/// Keys or values. In i8 they take half of the bytes of 16 bits, and a scale.
 ///
 /// # Shapes
 /// `[batch, kv_heads, capacity, head_dim]`, or paged `[blocks, block_size, kv_heads, head_dim]`, the head
@@ -228,14 +228,14 @@ fn problem(
 }
 
 impl Cached {
-    fn dims(&self) -> [usize; 4] {
+    pub(crate) fn dims(&self) -> [usize; 4] {
         match self {
             Self::Float(values) => values.dims(),
             Self::Bytes { values, .. } => values.dims(),
         }
     }
 
-    fn dtype(&self) -> burn::tensor::DType {
+    pub(crate) fn dtype(&self) -> burn::tensor::DType {
         match self {
             Self::Float(values) => values.dtype(),
             Self::Bytes { values, .. } => values.dtype(),
@@ -251,13 +251,45 @@ pub(crate) enum Stored<B: Backend> {
 }
 
 impl Stored<Dispatch> {
-    fn of(cached: Cached) -> Self {
+    pub(crate) fn of(cached: Cached) -> Self {
         match cached {
             Cached::Float(values) => Self::Float(values.into_dispatch()),
             Cached::Bytes { values, scales } => {
                 Self::Bytes { values: values.into_dispatch(), scales: scales.into_dispatch() }
             }
         }
+    }
+}
+
+impl Stored<CubeBackend> {
+    /// Values, and the scales of bytes.
+    pub(crate) fn parts(self) -> (CubeTensor, Option<CubeTensor>) {
+        match self {
+            Self::Float(values) => (values, None),
+            Self::Bytes { values, scales } => (values, Some(scales)),
+        }
+    }
+}
+
+impl<B: Backend, C: CheckpointStrategy> Stored<Autodiff<B, C>> {
+    pub(crate) fn is_tracked(&self) -> bool {
+        match self {
+            Self::Float(values) => values.is_tracked(),
+            Self::Bytes { scales, .. } => scales.is_tracked(),
+        }
+    }
+}
+
+/// What gradients are not followed through.
+pub(crate) fn inner<B: Backend, C: CheckpointStrategy>(
+    stored: Stored<Autodiff<B, C>>,
+) -> Stored<B> {
+    match stored {
+        Stored::Float(values) => Stored::Float(Autodiff::<B, C>::inner(values)),
+        Stored::Bytes { values, scales } => Stored::Bytes {
+            values: Autodiff::<B, C>::int_inner(values),
+            scales: Autodiff::<B, C>::inner(scales),
+        },
     }
 }
 
@@ -328,20 +360,22 @@ fn run(
     problem: DecodeProblem,
     call: &Call,
 ) -> Result<(), OpError> {
-    let parts = |stored| match stored {
-        Stored::Float(values) => (values, None),
-        Stored::Bytes { values, scales } => (values, Some(into_contiguous(scales))),
-    };
-    let ((k, k_scales), (v, v_scales)) = (parts(k), parts(v));
-    let axes = match problem.layout {
-        CacheLayout::Contiguous { .. } => [1, 2],
-        CacheLayout::Paged { .. } => [2, 1],
+    let ((k, k_scales), (v, v_scales)) = (k.parts(), v.parts());
+    let axes = axes(problem.layout);
+    // Scales that lie apart, as Burn pads their rows, are read where they are if both do so alike.
+    let (scales, strides) = match k_scales.zip(v_scales) {
+        None => (None, problem.scales),
+        Some((k, v)) => match (scale_strides(&k, axes), scale_strides(&v, axes)) {
+            (k_strides, v_strides) if k_strides == v_strides => (Some((k, v)), k_strides),
+            _ => (Some((into_contiguous(k), into_contiguous(v))), problem.scales),
+        },
     };
     let problem = DecodeProblem {
         q: head_strides(q),
         out: head_strides(out),
         k: cache_strides("k", &k, axes)?,
         v: cache_strides("v", &v, axes)?,
+        scales: strides,
         ..problem
     }
     .checked()?;
@@ -354,7 +388,7 @@ fn run(
         out: out.handle.clone(),
         lengths: lengths.handle,
         table: table.map(|t| t.handle),
-        scales: k_scales.zip(v_scales).map(|(k, v)| Scales { k: k.handle, v: v.handle }),
+        scales: scales.map(|(k, v)| Scales { k: k.handle, v: v.handle }),
         lse: None,
     };
     let bytes = Decode::scratch_bytes(&problem, &config);
@@ -362,6 +396,22 @@ fn run(
     let scratch = call.ctx.scratch(&out.device, bytes, make);
     launch::<Decode>(&device, &problem, &config, &operands, scratch.as_ref());
     Ok(())
+}
+
+/// The axes of heads and of positions.
+pub(crate) const fn axes(layout: CacheLayout) -> [usize; 2] {
+    match layout {
+        CacheLayout::Contiguous { .. } => [1, 2],
+        CacheLayout::Paged { .. } => [2, 1],
+    }
+}
+
+/// How scales lie, whose axes of heads and of positions are these.
+pub(crate) fn scale_strides(tensor: &CubeTensor, [head, seq]: [usize; 2]) -> CacheStrides {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    // The stride of an axis of one element means nothing.
+    let step = |axis: usize| if shape[axis] == 1 { 1 } else { strides[axis] as u64 };
+    CacheStrides { page: step(0), head: step(head), seq: step(seq) }
 }
 
 /// How a cache lies, whose axes of heads and of positions are these; one that would have to be copied first is
@@ -393,17 +443,7 @@ impl<B: DecodeOps, C: CheckpointStrategy> DecodeOps for Autodiff<B, C> {
         problem: DecodeProblem,
         call: Call,
     ) -> FloatTensor<Self> {
-        let tracked = |stored: &Stored<Self>| match stored {
-            Stored::Float(values) => values.is_tracked(),
-            Stored::Bytes { scales, .. } => scales.is_tracked(),
-        };
-        let gradient = q.is_tracked() || tracked(&k) || tracked(&v);
-        let inner = |stored| match stored {
-            Stored::Float(values) => Stored::Float(Self::inner(values)),
-            Stored::Bytes { values, scales } => {
-                Stored::Bytes { values: Self::int_inner(values), scales: Self::inner(scales) }
-            }
-        };
+        let gradient = q.is_tracked() || k.is_tracked() || v.is_tracked();
         let q = Self::inner(q);
         if gradient {
             call.fail(OpError::NoGradient);

@@ -1,5 +1,6 @@
 //! Heads of Burn tensors: normalised, turned by their position, and stored in a cache where it lies.
 
+use arch::DType;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{
@@ -9,7 +10,7 @@ use burn::tensor::{Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::attention::decode::{CacheLayout, CacheStrides};
+use kernels::attention::decode::{CacheStrides, Scales};
 use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeOperands, RopeProblem};
 
@@ -17,20 +18,20 @@ use crate::call::{
     Call, Optional, empty_like, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
     words_of,
 };
-use crate::decode::{Blocks, cache_strides};
+use crate::decode::{Blocks, Stored, axes, cache_strides, inner, scale_strides};
 use crate::layout::rows_of;
-use crate::{Ctx, OpError};
+use crate::{Cached, Ctx, OpError};
 
 /// The cache of a layer, and how far each sequence is.
 ///
 /// # Shapes
-/// k and v `[batch, kv_heads, capacity, head_dim]`, or in pages `[blocks, block_size, kv_heads, head_dim]`, the head
-/// dimension contiguous, other strides any that keep positions apart; each has memory of its own. start `[batch]`,
-/// pages `[batch, max_blocks]`, I32 or U32 without a copy.
+/// k and v as [`Cached`] says, both in the dtype of the projection or both in bytes, strides any that keep positions
+/// apart, those of the scales of both the same; each has memory of its own. start `[batch]`, pages
+/// `[batch, max_blocks]`, I32 or U32 without a copy.
 #[derive(Debug, Clone)]
 pub struct KvSlots {
-    pub k: Tensor<4>,
-    pub v: Tensor<4>,
+    pub k: Cached,
+    pub v: Cached,
     /// Positions that each sequence has already.
     pub start: Tensor<1, Int>,
     /// Which pages are a sequence's, in order, of a cache in pages. A position of a page that there is not goes
@@ -65,7 +66,8 @@ pub struct RopeOptions {
 }
 
 /// Takes heads from their projection to attention, in one launch: queries and keys are normalised, turned by
-/// their position, and returned or stored; values are stored. f32 throughout, rounded once.
+/// their position, and returned or stored; values are stored. f32 throughout, rounded once. In a cache of bytes each
+/// head has the scale of its largest number.
 ///
 /// Position `start[b] + s` of k and v is **written in place**: every clone of these tensors, and every tensor
 /// that shares their memory, sees it. What Burn's own ops made of them before keeps its values. A position past
@@ -95,11 +97,11 @@ pub fn rope(
     let q = <Dispatch as RopeOps>::rope(
         qkv.into_dispatch(),
         Slots {
-            k: k.into_dispatch(),
-            v: v.into_dispatch(),
+            k: Stored::of(k),
+            v: Stored::of(v),
             start: words_of(start).into_dispatch(),
+            pages: Blocks::of(pages.map(|pages| words_of(pages).into_dispatch())),
         },
-        Blocks::of(pages.map(|pages| words_of(pages).into_dispatch())),
         Optional::of(options.table.map(Tensor::into_dispatch)),
         weights,
         problem,
@@ -129,8 +131,18 @@ fn problem(
     same_shape("qkv", &[rows, width], &[batch * seq, (heads + 2 * kv_heads) * head_dim])?;
     for (what, cache) in [("k", &slots.k), ("v", &slots.v)] {
         same_shape(what, &cache.dims(), &cached)?;
-        same_dtype(what, cache.dtype(), dtype)?;
+        match cache {
+            Cached::Float(values) => same_dtype(what, values.dtype(), dtype)?,
+            Cached::Bytes { values, scales } => {
+                same_dtype(what, values.dtype(), burn::tensor::DType::I8)?;
+                same_dtype("scales", scales.dtype(), burn::tensor::DType::F32)?;
+                same_shape("scales", &scales.dims(), &cached[..3])?;
+            }
+        }
     }
+    same_dtype("v", slots.v.dtype(), slots.k.dtype())?;
+    let bytes = matches!(slots.k, Cached::Bytes { .. });
+    let stored = if bytes { DType::I8 } else { float };
     same_shape("start", &slots.start.dims(), &[batch])?;
     let [positions, dim] = match table {
         Some(table) => {
@@ -148,10 +160,10 @@ fn problem(
     // Of dense tensors; where they lie is known behind Burn's dispatch.
     let (kv_heads, head_dim) = (size_of(*kv_heads)?, size_of(*head_dim)?);
     let cache = match &slots.pages {
-        None => KvLayout::dense(kv_heads, size_of(third)?, head_dim, float),
+        None => KvLayout::dense(kv_heads, size_of(third)?, head_dim, stored),
         Some(pages) => {
             let (blocks, max_blocks) = ([size_of(first)?, size_of(second)?], pages.dims()[1]);
-            KvLayout::paged(kv_heads, blocks, size_of(max_blocks)?, head_dim, float)
+            KvLayout::paged(kv_heads, blocks, size_of(max_blocks)?, head_dim, stored)
         }
     };
     let problem = RopeProblem {
@@ -173,9 +185,13 @@ fn problem(
 /// [`KvSlots`] behind Burn's dispatch.
 #[derive(Clone, ExtensionType)]
 pub(crate) struct Slots<B: Backend> {
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
+    #[extension_type]
+    k: Stored<B>,
+    #[extension_type]
+    v: Stored<B>,
     start: IntTensor<B>,
+    #[extension_type]
+    pages: Blocks<B>,
 }
 
 /// Weights of the norms of heads, behind Burn's dispatch.
@@ -191,7 +207,6 @@ pub(crate) trait RopeOps: Backend {
     fn rope(
         qkv: FloatTensor<Self>,
         #[extension_type] slots: Slots<Self>,
-        #[extension_type] pages: Blocks<Self>,
         #[extension_type] table: Optional<Self>,
         #[extension_type] weights: Weights<Self>,
         problem: RopeProblem,
@@ -203,7 +218,6 @@ impl RopeOps for CubeBackend {
     fn rope(
         qkv: CubeTensor,
         slots: Slots<Self>,
-        pages: Blocks<Self>,
         table: Optional<Self>,
         weights: Weights<Self>,
         problem: RopeProblem,
@@ -220,28 +234,39 @@ impl RopeOps for CubeBackend {
             }
         };
         let launched = call.ctx.device(&q.device).and_then(|device| {
-            let axes = match problem.cache.layout {
-                CacheLayout::Contiguous { .. } => [1, 2],
-                CacheLayout::Paged { .. } => [2, 1],
+            let axes = axes(problem.cache.layout);
+            let ((k, k_scales), (v, v_scales)) = (slots.k.parts(), slots.v.parts());
+            let cache = KvLayout {
+                k: slot_strides("k", &k, axes)?,
+                v: slot_strides("v", &v, axes)?,
+                ..problem.cache
             };
-            let (k, v) = (slot_strides("k", &slots.k, axes)?, slot_strides("v", &slots.v, axes)?);
+            let (scales, cache) = match k_scales.zip(v_scales) {
+                None => (None, cache),
+                Some((k, v)) => {
+                    let strides = scale_strides(&k, axes);
+                    if written_over(&k) || strides != scale_strides(&v, axes) {
+                        return Err(OpError::Apart("scales"));
+                    }
+                    let scales = Scales { k: k.handle, v: v.handle };
+                    (Some(scales), KvLayout { scales: strides, ..cache })
+                }
+            };
             let (table, table_stride) = table.into_option().map(rows_of).unzip();
-            let problem = RopeProblem {
-                cache: KvLayout { k, v, ..problem.cache },
-                table_stride: size_of(table_stride.unwrap_or(0))?,
-                ..problem
-            }
-            .checked()?;
+            let problem =
+                RopeProblem { cache, table_stride: size_of(table_stride.unwrap_or(0))?, ..problem }
+                    .checked()?;
             let config = call.ctx.config::<Rope>(&device, &problem)?;
             let operands = RopeOperands {
                 qkv: into_contiguous(qkv).handle,
                 start: into_contiguous(slots.start).handle,
-                pages: pages.into_option().map(|pages| into_contiguous(pages).handle),
+                pages: slots.pages.into_option().map(|pages| into_contiguous(pages).handle),
                 table: table.map(|table| table.handle),
                 weights,
                 q: q.handle.clone(),
-                k: slots.k.handle,
-                v: slots.v.handle,
+                k: k.handle,
+                v: v.handle,
+                scales,
             };
             launch::<Rope>(&device, &problem, &config, &operands, None);
             Ok(())
@@ -259,47 +284,53 @@ fn slot_strides(
     tensor: &CubeTensor,
     axes: [usize; 2],
 ) -> Result<CacheStrides, OpError> {
-    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    match (0..4).any(|axis| shape[axis] > 1 && strides[axis] == 0) {
+    match written_over(tensor) {
         true => Err(OpError::Apart(what)),
         false => cache_strides(what, tensor, axes),
     }
+}
+
+/// Whether elements share memory.
+fn written_over(tensor: &CubeTensor) -> bool {
+    let sizes = tensor.meta.shape().iter().zip(tensor.meta.strides().iter());
+    sizes.into_iter().any(|(size, stride)| *size > 1 && *stride == 0)
 }
 
 impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
     fn rope(
         qkv: FloatTensor<Self>,
         slots: Slots<Self>,
-        pages: Blocks<Self>,
         table: Optional<Self>,
         weights: Weights<Self>,
         problem: RopeProblem,
         call: Call,
     ) -> FloatTensor<Self> {
         let table = table.into_option();
-        let all = [Some(&qkv), Some(&slots.k), Some(&slots.v), table.as_ref()];
+        let all = [Some(&qkv), table.as_ref()];
         let norms = match &weights {
             Weights::Absent => [None; 2],
             Weights::Present { q, k } => [Some(q), Some(k)],
         };
         let all = all.into_iter().chain(norms);
-        let gradient = all.flatten().any(|tensor| tensor.is_tracked());
+        let gradient = all.flatten().any(|tensor| tensor.is_tracked())
+            || slots.k.is_tracked()
+            || slots.v.is_tracked();
         let qkv = Self::inner(qkv);
         if gradient {
             call.fail(OpError::NoGradient);
             return Self::from_inner(qkv);
         }
         let slots = Slots {
-            k: Self::inner(slots.k),
-            v: Self::inner(slots.v),
+            k: inner(slots.k),
+            v: inner(slots.v),
             start: Self::int_inner(slots.start),
+            pages: Blocks::of(slots.pages.into_option().map(Self::int_inner)),
         };
-        let pages = Blocks::of(pages.into_option().map(Self::int_inner));
         let table = Optional::of(table.map(Self::inner));
         let weights = match weights {
             Weights::Absent => Weights::Absent,
             Weights::Present { q, k } => Weights::Present { q: Self::inner(q), k: Self::inner(k) },
         };
-        Self::from_inner(B::rope(qkv, slots, pages, table, weights, problem, call))
+        Self::from_inner(B::rope(qkv, slots, table, weights, problem, call))
     }
 }

@@ -2,7 +2,7 @@
 
 use arch::{DType, Device};
 use cubecl::server::Handle;
-use kernels::attention::decode::{CacheLayout, CacheStrides};
+use kernels::attention::decode::{CacheLayout, CacheStrides, Scales};
 use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeConfig, RopeOperands, RopeProblem};
 use reference::{Distribution, Rotary, Stretch, fill};
@@ -33,6 +33,7 @@ struct Host {
     weights: Option<[Vec<f32>; 2]>,
     k: Vec<f32>,
     v: Vec<f32>,
+    scales: Option<[Vec<f32>; 2]>,
 }
 
 impl Host {
@@ -45,6 +46,7 @@ impl Host {
             weights: self.weights.as_ref().map(|w| w.each_ref().map(|w| &w[..])),
             k: &self.k,
             v: &self.v,
+            scales: self.scales.as_ref().map(|s| s.each_ref().map(|s| &s[..])),
         }
     }
 }
@@ -58,7 +60,7 @@ impl Host {
 pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Verdict, CheckError> {
     let p = &case.problem;
     let dtype = reference_dtype(p.dtype);
-    let [all, queries, k_len, v_len] = p.extents();
+    let [all, queries, k_len, v_len, scales_len] = p.extents();
     let make = |len: usize, salt: u64| -> Result<Vec<f32>, CheckError> {
         Ok(dtype.decode(&dtype.encode(&fill(8 * case.seed + salt, len, Distribution::Normal)))?)
     };
@@ -66,14 +68,28 @@ pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Ve
     let rotary = Rotary { base: 1e4, dims, stretch: Stretch::Linear(2.0), magnitude: 1.25 };
     let table = rotary.table(if dims > 0 { positions } else { 0 }, positions);
     let weights = [make(p.head_dim as usize, 1)?, make(p.head_dim as usize, 2)?];
-    let (k_before, v_before) = (make(k_len, 3)?, make(v_len, 4)?);
+    let cells = |len, salt| match p.cache.quantized() {
+        true => {
+            let noise = fill(8 * case.seed + salt, len, Distribution::Normal);
+            Ok(noise.into_iter().map(|v| (v * 60.0).round().clamp(-128.0, 127.0)).collect())
+        }
+        false => make(len, salt),
+    };
+    let (k_before, v_before) = (cells(k_len, 3)?, cells(v_len, 4)?);
+    let scales_before = p
+        .cache
+        .quantized()
+        .then(|| [5, 6].map(|salt| fill(8 * case.seed + salt, scales_len, Distribution::Uniform)));
     let host = Host {
         qkv: make(all, 0)?,
         start: case.start.clone(),
         table: table.into_iter().map(|v| v as f32).collect(),
         weights: p.qk_norm.map(|_| weights),
-        k: gathered(p, p.cache.k, &k_before),
-        v: gathered(p, p.cache.v, &v_before),
+        k: gathered(p, p.cache.k, p.head_dim, &k_before),
+        v: gathered(p, p.cache.v, p.head_dim, &v_before),
+        scales: scales_before
+            .as_ref()
+            .map(|s| s.each_ref().map(|s| gathered(p, p.cache.scales, 1, s))),
         pages: case.pages.clone(),
     };
     let client = device.client();
@@ -90,20 +106,45 @@ pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Ve
         table: (p.dim > 0).then(|| floats(&apart(&host.table, dims, p.table_stride as usize))),
         weights: host.weights.as_ref().map(|[q, k]| HeadWeights { q: upload(q), k: upload(k) }),
         q: upload(&vec![0.0; queries]),
-        k: upload(&k_before),
-        v: upload(&v_before),
+        k: client.create_from_slice(&padded(&encode(p, &k_before))),
+        v: client.create_from_slice(&padded(&encode(p, &v_before))),
+        scales: scales_before.as_ref().map(|[k, v]| Scales { k: floats(k), v: floats(v) }),
     };
     Rope::launch(device, p, config, &operands, None);
-    for (handle, before, strides) in
-        [(&operands.k, k_before, p.cache.k), (&operands.v, v_before, p.cache.v)]
+    let between = |before: Vec<f32>, mut after: Vec<f32>, strides, width| {
+        places(p, strides, width).into_iter().for_each(|at| after[at] = before[at]);
+        match after == before {
+            true => Ok(()),
+            false => Err(kernel_error("something was written between positions")),
+        }
+    };
+    let after = |handle, len: usize| decode(p, &read(device, handle, len * p.cache.dtype.size())?);
+    between(k_before, after(&operands.k, k_len)?, p.cache.k, p.head_dim)?;
+    between(v_before, after(&operands.v, v_len)?, p.cache.v, p.head_dim)?;
+    if let Some(([k_before, v_before], Scales { k, v })) =
+        scales_before.zip(operands.scales.as_ref())
     {
-        let mut after = dtype.decode(&read(device, handle, before.len() * p.dtype.size())?)?;
-        places(p, strides).into_iter().for_each(|at| after[at] = before[at]);
-        if after != before {
-            return Err(kernel_error("something was written between positions"));
+        for (before, handle) in [(k_before, k), (v_before, v)] {
+            let after = reference::DType::F32.decode(&read(device, handle, scales_len * 4)?)?;
+            between(before, after, p.cache.scales, 1)?;
         }
     }
     verdict(device, p, &operands, &host)
+}
+
+/// Cells of a cache as its bytes have them.
+fn encode(p: &RopeProblem, values: &[f32]) -> Vec<u8> {
+    match p.cache.quantized() {
+        true => values.iter().map(|v| (*v as i8).cast_unsigned()).collect(),
+        false => reference_dtype(p.dtype).encode(values),
+    }
+}
+
+fn decode(p: &RopeProblem, bytes: &[u8]) -> Result<Vec<f32>, CheckError> {
+    match p.cache.quantized() {
+        true => Ok(bytes.iter().map(|v| f32::from(v.cast_signed())).collect()),
+        false => Ok(reference_dtype(p.dtype).decode(bytes)?),
+    }
 }
 
 /// Compares what a launch left in `operands` with the reference, reading the inputs back from the device. What
@@ -120,7 +161,7 @@ pub fn check_operands(
     let load = |handle: &Handle, len: usize| -> Result<Vec<f32>, CheckError> {
         Ok(dtype.decode(&read(device, handle, len * p.dtype.size())?)?)
     };
-    let [all, _, k_len, v_len] = p.extents();
+    let [all, _, k_len, v_len, _] = p.extents();
     let words = |handle: &Handle, len: usize| -> Result<Vec<u32>, CheckError> {
         let bytes = read(device, handle, len * 4)?;
         Ok(bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
@@ -144,8 +185,9 @@ pub fn check_operands(
         start: words(&operands.start, p.batch as usize)?,
         table,
         weights: weights.transpose()?,
-        k: gathered(p, p.cache.k, &load(&operands.k, k_len)?),
-        v: gathered(p, p.cache.v, &load(&operands.v, v_len)?),
+        k: cells(device, p, &operands.k, k_len, p.cache.k)?,
+        v: cells(device, p, &operands.v, v_len, p.cache.v)?,
+        scales: scales(device, p, operands)?,
         pages,
     };
     verdict(device, p, operands, &host)
@@ -158,23 +200,49 @@ fn verdict(
     host: &Host,
 ) -> Result<Verdict, CheckError> {
     let dtype = reference_dtype(p.dtype);
-    let [_, queries, k_len, v_len] = p.extents();
-    let mut bytes = Vec::new();
-    let mut load = |handle, len: usize| -> Result<Vec<f32>, CheckError> {
-        let part = read(device, handle, len * p.dtype.size())?;
-        bytes.extend_from_slice(&part);
-        Ok(dtype.decode(&part)?)
-    };
-    let (q, k, v) =
-        (load(&operands.q, queries)?, load(&operands.k, k_len)?, load(&operands.v, v_len)?);
-    let (k, v) = (gathered(p, p.cache.k, &k), gathered(p, p.cache.v, &v));
-    let comparison = reference_of(p).check(host.operands(), [&q, &k, &v])?;
+    let [_, queries, k_len, v_len, _] = p.extents();
+    let q = dtype.decode(&read(device, &operands.q, queries * p.dtype.size())?)?;
+    let k = cells(device, p, &operands.k, k_len, p.cache.k)?;
+    let v = cells(device, p, &operands.v, v_len, p.cache.v)?;
+    let scales = scales(device, p, operands)?;
+    let scales = scales.as_ref().map(|s| s.each_ref().map(|s| &s[..]));
+    let left = reference::Left { q: &q, k: &k, v: &v, scales };
+    let comparison = reference_of(p).check(host.operands(), left)?;
+    let all = [&q, &k, &v].into_iter().map(|part| &part[..]).chain(scales.into_iter().flatten());
+    let bytes: Vec<u8> = all.flat_map(|part| reference::DType::F32.encode(part)).collect();
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
 
-/// Where the elements of a cache `[batch, kv_heads, capacity, head_dim]`, or in pages
-/// `[blocks, block_size, kv_heads, head_dim]`, lie in its buffer.
-fn places(p: &RopeProblem, strides: CacheStrides) -> Vec<usize> {
+/// The cells of a cache, without what lies between them.
+fn cells(
+    device: &Device,
+    p: &RopeProblem,
+    handle: &Handle,
+    len: usize,
+    strides: CacheStrides,
+) -> Result<Vec<f32>, CheckError> {
+    let buffer = decode(p, &read(device, handle, len * p.cache.dtype.size())?)?;
+    Ok(gathered(p, strides, p.head_dim, &buffer))
+}
+
+/// Those of k and of v, without what lies between them, where there are any.
+fn scales(
+    device: &Device,
+    p: &RopeProblem,
+    operands: &RopeOperands,
+) -> Result<Option<[Vec<f32>; 2]>, CheckError> {
+    let Some(Scales { k, v }) = &operands.scales else { return Ok(None) };
+    let [.., len] = p.extents();
+    let load = |handle| -> Result<Vec<f32>, CheckError> {
+        let buffer = reference::DType::F32.decode(&read(device, handle, len * 4)?)?;
+        Ok(gathered(p, p.cache.scales, 1, &buffer))
+    };
+    Ok(Some([load(k)?, load(v)?]))
+}
+
+/// Where the elements of a cache `[batch, kv_heads, capacity, width]`, or in pages
+/// `[blocks, block_size, kv_heads, width]`, lie in its buffer.
+fn places(p: &RopeProblem, strides: CacheStrides, width: u32) -> Vec<usize> {
     let CacheStrides { page, head, seq } = strides;
     let heads = (p.kv_heads, head);
     let axes = match p.cache.layout {
@@ -185,12 +253,11 @@ fn places(p: &RopeProblem, strides: CacheStrides) -> Vec<usize> {
         let along = |at: u64| (0..u64::from(len)).map(move |i| at + i * stride);
         from.into_iter().flat_map(along).collect()
     });
-    let head_dim = u64::from(p.head_dim);
-    from.into_iter().flat_map(|at| (at..at + head_dim).map(|at| at as usize)).collect()
+    from.into_iter().flat_map(|at| (at..at + u64::from(width)).map(|at| at as usize)).collect()
 }
 
-fn gathered(p: &RopeProblem, strides: CacheStrides, buffer: &[f32]) -> Vec<f32> {
-    places(p, strides).into_iter().map(|at| buffer[at]).collect()
+fn gathered(p: &RopeProblem, strides: CacheStrides, width: u32, buffer: &[f32]) -> Vec<f32> {
+    places(p, strides, width).into_iter().map(|at| buffer[at]).collect()
 }
 
 fn reference_of(p: &RopeProblem) -> reference::Rope {
@@ -228,6 +295,10 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
         let pages = scattered(&problem);
         cases.push(EdgeCase { problem, start: start.to_vec(), pages, seed });
     };
+    let bytes = |p: RopeProblem| {
+        let cache = KvLayout { dtype: DType::I8, ..p.cache };
+        RopeProblem { cache, ..p }
+    };
     let whole = |seq, heads, head_dim| {
         RopeProblem::new([3, seq], heads, head_dim, 19, dtype).expect("valid")
     };
@@ -240,8 +311,9 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
             [(6, 6), (6, 4), (10, 2), (64, 64), (80, 80), (80, 32), (128, 128), (128, 0), (256, 64)]
         {
             for (seq, heads) in [(1, [1, 1]), (5, [4, 2]), (1, [6, 2])] {
-                let p = whole(seq, heads, head_dim);
-                add(RopeProblem { dim, qk_norm, ..p }, &[0, 13, 7]);
+                let p = RopeProblem { dim, qk_norm, ..whole(seq, heads, head_dim) };
+                add(p, &[0, 13, 7]);
+                add(bytes(p), &[0, 13, 7]);
             }
         }
         add(RopeProblem { qk_norm, ..whole(19, [2, 2], 64) }, &[0, 0, 0]);
@@ -250,6 +322,7 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
             let p = RopeProblem { qk_norm, ..whole(4, [4, 1], 64) };
             add(p, &start);
             add(RopeProblem { positions: 17, ..p }, &start);
+            add(bytes(RopeProblem { positions: 17, ..p }), &start);
             add(RopeProblem { positions: 0, dim: 0, ..p }, &start);
             add(RopeProblem { positions: 40, ..p }, &start);
         }
@@ -262,13 +335,17 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
         let v = CacheStrides { page: 2 * 21 * step, head: 21 * step, seq: step };
         let p = whole(5, [4, 2], head_dim);
         let table_stride = p.table_stride + pad;
-        add(RopeProblem { cache: KvLayout { k, v, ..p.cache }, table_stride, ..p }, &[3, 16, 0]);
+        let p = RopeProblem { cache: KvLayout { k, v, ..p.cache }, table_stride, ..p };
+        add(p, &[3, 16, 0]);
+        let scales = CacheStrides { page: 2 * 24, head: 24, seq: 1 };
+        add(bytes(RopeProblem { cache: KvLayout { scales, ..p.cache }, ..p }), &[3, 16, 0]);
     }
     // Odd heads, which do not turn; one dimension; more heads than cubes take at once.
     for head_dim in [1, 7] {
         let cache = KvLayout::dense(1, 6, head_dim, dtype);
         let odd = RopeProblem { head_dim, dim: 0, positions: 0, cache, ..whole(2, [3, 1], 8) };
         add(odd, &[0, 4, 5]);
+        add(bytes(odd), &[0, 4, 5]);
     }
     // Pages in no order, one of them with another stride; new positions within one, across two, past the last.
     for (head_dim, size, step) in [(64, 16, 64), (80, 4, 80), (6, 16, 9)] {
@@ -276,14 +353,20 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
             let p = whole(3, [4, 2], head_dim);
             let cache = KvLayout::paged(2, [48 / size * 3 + 2, size], 48 / size, head_dim, dtype);
             let k = CacheStrides { page: u64::from(size) * 2 * step, head: step, seq: 2 * step };
-            add(RopeProblem { cache: KvLayout { k, ..cache }, positions: 47, ..p }, &start);
+            let p = RopeProblem { cache: KvLayout { k, ..cache }, positions: 47, ..p };
+            add(p, &start);
+            add(bytes(p), &start);
             // The pages of the last sequence are some that there are not.
             let few = KvLayout::paged(2, [48 / size * 2 + 1, size], 48 / size, head_dim, dtype);
-            add(RopeProblem { cache: few, positions: 47, ..p }, &start);
+            let p = RopeProblem { cache: few, ..p };
+            add(p, &start);
+            add(bytes(p), &start);
         }
     }
     let many = RopeProblem::new([40, 3], [16, 4], 32, 33, dtype).expect("valid");
-    add(many, &(0..40).map(|b| b % 31).collect::<Vec<_>>());
+    let start: Vec<u32> = (0..40).map(|b| b % 31).collect();
+    add(many, &start);
+    add(bytes(many), &start);
     cases
 }
 
@@ -304,9 +387,11 @@ pub fn config_cases(dtype: DType) -> Vec<EdgeCase> {
         let problem = RopeProblem { qk_norm, dim: 96, ..problem };
         cases.push(EdgeCase { problem, start: vec![36, 38], pages: Vec::new(), seed });
         let cache = KvLayout::paged(2, [6, 16], 3, 128, dtype);
-        let problem = RopeProblem { cache, ..problem };
-        let pages = scattered(&problem);
-        cases.push(EdgeCase { problem, start: vec![14, 38], pages, seed });
+        for cache in [cache, KvLayout { dtype: DType::I8, ..cache }] {
+            let problem = RopeProblem { cache, ..problem };
+            let pages = scattered(&problem);
+            cases.push(EdgeCase { problem, start: vec![14, 38], pages, seed });
+        }
     }
     cases
 }

@@ -92,6 +92,30 @@ impl Comparison {
         })
     }
 
+    /// For results that may be `tolerance` off, whatever their size; where the reference is NaN any are right.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when the two differ in length.
+    pub fn within(out: &[f32], reference: &[f64], tolerance: f64) -> Result<Self, Error> {
+        if out.len() != reference.len() {
+            return Err(Error::Length { what: "out", need: reference.len(), have: out.len() });
+        }
+        let error = |(o, r): (&f32, &f64)| if r.is_nan() { 0.0 } else { (f64::from(*o) - r).abs() };
+        let errors = out.iter().zip(reference).map(error).enumerate();
+        // NaN is above all numbers.
+        let worst = errors.max_by(|(_, a), (_, b)| a.total_cmp(b));
+        let at = worst.map(|(at, _)| at);
+        let max_err = worst.map_or(0.0, |(_, error)| error);
+        Ok(Self {
+            max_err,
+            tolerance,
+            worst_index: at,
+            worst_out: at.map_or(0.0, |i| out[i].into()),
+            worst_reference: at.map_or(0.0, |i| reference[i]),
+            passed: max_err <= tolerance, // False where it is NaN.
+        })
+    }
+
     /// The one that says most of several: the first that failed, or the nearest to its tolerance.
     ///
     /// # Panics
@@ -179,6 +203,19 @@ mod tests {
         assert_eq!(exact(&[1.0, 1.0 + f32::EPSILON, 1.0], &[1.0; 3]), (false, Some(1)));
         assert_eq!(exact(&[f32::NAN, 3.0], &[f32::NAN, 1.0]), (false, Some(0)));
         assert!(Comparison::exact(&[1.0], &[]).is_err());
+    }
+
+    #[test]
+    fn within_is_as_far_as_it_says() {
+        let within = |out: &[f32], reference: &[f64]| {
+            let c = Comparison::within(out, reference, 0.5).expect("lengths agree");
+            (c.passed, c.worst_index)
+        };
+        assert_eq!(within(&[], &[]), (true, None));
+        assert_eq!(within(&[1.0, 2.5, 9.0], &[1.25, 2.0, NAN]), (true, Some(1)));
+        assert_eq!(within(&[1.0, 2.5], &[1.6, 2.0]), (false, Some(0)));
+        assert_eq!(within(&[1.0, f32::NAN], &[1.6, 2.0]), (false, Some(1)));
+        assert!(Comparison::within(&[1.0], &[], 0.5).is_err());
     }
 
     #[test]

@@ -63,6 +63,6 @@ pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};
 pub use norm::{Norm, NormOperands, NormRule};
-pub use rope::{Projected, Rope, RopeOperands, Slots};
+pub use rope::{Left, Projected, Rope, RopeOperands, Slots};
 pub use rotary::{Rotary, Stretch};
 pub use sample::Sampler;

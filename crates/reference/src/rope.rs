@@ -9,11 +9,18 @@
 //!   v[b, head, position] = value
 //! ```
 //!
+//! In bytes: scale[b, head, position] = max |head| / 127, and k and v are head / scale, to be rounded to integers.
 //! In pages: k[page, position % block_size, head], where page = pages[b][position / block_size]; v likewise.
 //! A position past the cache or the table, or of a page that there is not, leaves the caches as they are, and its queries are NaN.
 
 use crate::rotary::turn_by;
 use crate::{Comparison, DType, Error, Norm, compare};
+
+/// A byte may be this far from what it stands for, in its own units: half of one by rounding, the rest by the f32 that
+/// it was computed in.
+const BYTE_TOLERANCE: f64 = 0.51;
+/// Heads of smaller numbers have scale 0.
+const SMALLEST: f64 = 127.0 / f32::MAX as f64;
 
 /// What is computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,7 +35,7 @@ pub struct Rope {
     pub dims: usize,
     /// Of queries and keys.
     pub norm: Option<Norm>,
-    /// Format of all but the table.
+    /// Format of all but the table and, where there are scales, the caches.
     pub dtype: DType,
 }
 
@@ -56,14 +63,27 @@ pub struct RopeOperands<'a> {
     /// The caches before.
     pub k: &'a [f32],
     pub v: &'a [f32],
+    /// The scales of k and of v before, as the caches without their last axis, where these hold bytes.
+    pub scales: Option<[&'a [f32]; 2]>,
 }
 
 /// Queries `[batch, seq, heads, head_dim]`, and the caches after.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Projected {
     pub q: Vec<f64>,
+    /// In units of their scales, where there are any; NaN where a scale is no number.
     pub k: Vec<f64>,
     pub v: Vec<f64>,
+    pub scales: Option<[Vec<f64>; 2]>,
+}
+
+/// What a kernel left.
+#[derive(Debug, Clone, Copy)]
+pub struct Left<'a> {
+    pub q: &'a [f32],
+    pub k: &'a [f32],
+    pub v: &'a [f32],
+    pub scales: Option<[&'a [f32]; 2]>,
 }
 
 impl Slots {
@@ -121,18 +141,26 @@ impl Rope {
     ///
     /// # Errors
     /// As [`Rope::run`]; results of other lengths.
-    pub fn check(
-        &self,
-        operands: RopeOperands<'_>,
-        [q, k, v]: [&[f32]; 3],
-    ) -> Result<Comparison, Error> {
+    pub fn check(&self, operands: RopeOperands<'_>, left: Left<'_>) -> Result<Comparison, Error> {
         let (exact, naive) = (self.run(operands)?, self.naive(operands)?);
-        let each = [
-            compare(q, &exact.q, &naive.q, self.dtype)?,
-            compare(k, &exact.k, &naive.k, self.dtype)?,
-            compare(v, &exact.v, &naive.v, self.dtype)?,
-        ];
-        Ok(Comparison::worst(each.to_vec()))
+        let mut each = vec![compare(left.q, &exact.q, &naive.q, self.dtype)?];
+        let caches = [(left.k, &exact.k, &naive.k), (left.v, &exact.v, &naive.v)];
+        match (left.scales, &exact.scales, &naive.scales) {
+            (Some(left), Some(exact), Some(naive)) => {
+                for (left, (exact, naive)) in left.into_iter().zip(exact.iter().zip(naive)) {
+                    each.push(compare(left, exact, naive, DType::F32)?);
+                }
+                for (left, exact, _) in caches {
+                    each.push(Comparison::within(left, exact, BYTE_TOLERANCE)?);
+                }
+            }
+            _ => {
+                for (left, exact, naive) in caches {
+                    each.push(compare(left, exact, naive, self.dtype)?);
+                }
+            }
+        }
+        Ok(Comparison::worst(each))
     }
 
     /// Puts heads where they go. `head` makes one of its values, the weight of its norm and its row of the
@@ -147,6 +175,7 @@ impl Rope {
         self.check_lengths(operands)?;
         let wide = |values: &[f32]| values.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
         let (mut k, mut v) = (wide(operands.k), wide(operands.v));
+        let mut scales = operands.scales.map(|scales| scales.map(wide));
         let mut q = vec![f64::NAN; self.batch * seq * heads * head_dim];
         let all = heads + 2 * kv_heads;
         for (index, values) in qkv.chunks(head_dim).enumerate() {
@@ -162,16 +191,19 @@ impl Rope {
             }
             let slot = |head: usize| place(head) * head_dim;
             let weight = |of: usize| weights.map(|weights| weights[of]);
-            let (out, at, made) = if which < heads {
-                (&mut q, (token * heads + which) * head_dim, head(values, weight(0), row))
+            let (out, at, mut made, of) = if which < heads {
+                (&mut q, (token * heads + which) * head_dim, head(values, weight(0), row), None)
             } else if which < heads + kv_heads {
-                (&mut k, slot(which - heads), head(values, weight(1), row))
+                (&mut k, slot(which - heads), head(values, weight(1), row), Some(0))
             } else {
-                (&mut v, slot(which - heads - kv_heads), head(values, None, None))
+                (&mut v, slot(which - heads - kv_heads), head(values, None, None), Some(1))
             };
+            if let (Some(of), Some(scales)) = (of, &mut scales) {
+                scales[of][at / head_dim] = in_units(&mut made);
+            }
             out[at..at + head_dim].copy_from_slice(&made);
         }
-        Ok(Projected { q, k, v })
+        Ok(Projected { q, k, v, scales })
     }
 
     /// Which head of the cache each head of a position is; none where it has no place.
@@ -199,7 +231,7 @@ impl Rope {
     }
 
     fn check_lengths(&self, operands: RopeOperands<'_>) -> Result<(), Error> {
-        let RopeOperands { qkv, start, pages, table, weights, k, v } = operands;
+        let RopeOperands { qkv, start, pages, table, weights, k, v, scales } = operands;
         let Self { batch, seq, heads, kv_heads, head_dim, slots, dims, .. } = *self;
         if kv_heads == 0 || heads % kv_heads != 0 {
             return Err(Error::Heads { heads, kv_heads });
@@ -215,6 +247,7 @@ impl Rope {
         };
         let cache = positions * kv_heads * head_dim;
         let rows = table.len() - table.len() % dims.max(1);
+        let [k_scales, v_scales] = scales.map_or([cache / head_dim; 2], |s| s.map(<[f32]>::len));
         let [q_weight, k_weight] = weights.map_or([head_dim; 2], |w| w.map(<[f32]>::len));
         for (what, have, need) in [
             ("qkv", qkv.len(), batch * seq * (heads + 2 * kv_heads) * head_dim),
@@ -223,6 +256,8 @@ impl Rope {
             ("table", table.len(), rows),
             ("k", k.len(), cache),
             ("v", v.len(), cache),
+            ("key scales", k_scales, cache / head_dim),
+            ("value scales", v_scales, cache / head_dim),
             ("query weight", q_weight, head_dim),
             ("key weight", k_weight, head_dim),
         ] {
@@ -232,6 +267,24 @@ impl Rope {
         }
         Ok(())
     }
+}
+
+/// Takes a head to units of its scale, which it returns.
+fn in_units(head: &mut [f64]) -> f64 {
+    let not_a_number = head.iter().any(|v| v.is_nan());
+    let most = head.iter().fold(0.0f64, |most, v| most.max(v.abs()));
+    let scale = match most {
+        _ if not_a_number => f64::NAN,
+        most if most < SMALLEST => 0.0,
+        most => most / 127.0,
+    };
+    let unit = |v: f64| match scale {
+        0.0 => 0.0,
+        scale if scale.is_finite() => v / scale,
+        _ => f64::NAN,
+    };
+    head.iter_mut().for_each(|v| *v = unit(*v));
+    scale
 }
 
 #[cfg(test)]
@@ -267,6 +320,7 @@ mod tests {
             weights: Some([&weight, &other]),
             k: &k,
             v: &v,
+            scales: None,
         };
         let got = ROPE.run(operands)?;
         // By the functions of a decoder.
@@ -299,9 +353,56 @@ mod tests {
         let results: [Vec<f32>; 3] =
             [&got.q, &got.k, &got.v].map(|values| values.iter().map(|v| *v as f32).collect());
         let [q, mut k, v] = results;
-        assert!(ROPE.check(operands, [&q, &k, &v])?.passed);
+        assert!(ROPE.check(operands, Left { q: &q, k: &k, v: &v, scales: None })?.passed);
         k[0] = 7.5;
-        assert!(!ROPE.check(operands, [&q, &k, &v])?.passed, "written where nothing was to be");
+        let written = ROPE.check(operands, Left { q: &q, k: &k, v: &v, scales: None })?;
+        assert!(!written.passed, "written where nothing was to be");
+        Ok(())
+    }
+
+    #[test]
+    fn bytes_stand_for_what_a_float_cache_has() -> Result<(), Error> {
+        let mut qkv = fill(1, 4 * 4 * 6, Distribution::Normal);
+        // Of the second token a key of zeros, and a value with infinity.
+        qkv[4 * 6 + 12..][..6].fill(0.0);
+        qkv[4 * 6 + 20] = f32::INFINITY;
+        let rope = Rope { dims: 0, norm: None, ..ROPE };
+        let (cache, before) = ([7.0f32; 2 * 5 * 6], [0.5f32; 2 * 5]);
+        let float = RopeOperands {
+            qkv: &qkv,
+            start: &[1, 0],
+            pages: &[],
+            table: &[],
+            weights: None,
+            k: &cache,
+            v: &cache,
+            scales: None,
+        };
+        let bytes = RopeOperands { scales: Some([&before; 2]), ..float };
+        let (float, got) = (rope.run(float)?, rope.run(bytes)?);
+        let scales = got.scales.clone().expect("there are bytes");
+        for (at, head) in got.k.chunks(6).enumerate() {
+            let (scale, whole) = (scales[0][at], &float.k[at * 6..][..6]);
+            let written = [1, 2, 5, 6].contains(&at);
+            let most = head.iter().fold(0.0f64, |most, v| most.max(v.abs()));
+            match at {
+                2 => assert!(scale == 0.0 && head == [0.0; 6], "{head:?}"),
+                _ if written => assert!((most - 127.0).abs() < 1e-9, "{head:?}"),
+                _ => assert!(scale == 0.5 && head == [7.0; 6], "{head:?}"),
+            }
+            let near = |(v, w): (&f64, &f64)| !written || (v * scale - w).abs() < 1e-9;
+            assert!(head.iter().zip(whole).all(near), "{head:?} {scale} {whole:?}");
+        }
+        assert!(scales[1][2].is_infinite() && got.v[12..18].iter().all(|v| v.is_nan()));
+        let rounded = |v: &[f64]| v.iter().map(|v| v.round_ties_even() as f32).collect::<Vec<_>>();
+        let narrow = |v: &[f64]| v.iter().map(|v| *v as f32).collect::<Vec<_>>();
+        let (q, mut k, v) = (narrow(&got.q), rounded(&got.k), rounded(&got.v));
+        let scales = scales.map(|scales| narrow(&scales));
+        let scales = Some(scales.each_ref().map(|scales| &scales[..]));
+        let check = |k: &[f32]| rope.check(bytes, Left { q: &q, k, v: &v, scales });
+        assert!(check(&k)?.passed);
+        k[6] += 1.0;
+        assert!(!check(&k)?.passed, "a byte beside the nearest");
         Ok(())
     }
 
@@ -315,7 +416,9 @@ mod tests {
         let of = |slots, pages, len: usize| {
             let (k, v, start) = (&cache[..len], &cache[..len], &[1, 3]);
             let weights = Some([&weight[..], &weight[..]]);
-            let operands = RopeOperands { qkv: &qkv, start, pages, table: &table, weights, k, v };
+            let table = &table[..];
+            let operands =
+                RopeOperands { qkv: &qkv, start, pages, table, weights, k, v, scales: None };
             Rope { slots, ..ROPE }.run(operands)
         };
         let runs = of(Slots::Runs { capacity: 4 }, &[], 48)?;
@@ -342,7 +445,8 @@ mod tests {
         let of = |start, table| {
             let weights = Some([&qkv[..6], &qkv[..6]]);
             let (qkv, k, v) = (&qkv[..], &cache[..], &cache[..]);
-            ROPE.run(RopeOperands { qkv, start, pages: &[], table, weights, k, v })
+            let scales = Some([&cache[..10]; 2]);
+            ROPE.run(RopeOperands { qkv, start, pages: &[], table, weights, k, v, scales })
         };
         assert!(of(&[0, 0], &[0.0; 8]).is_ok());
         assert!(of(&[0], &[0.0; 8]).is_err());

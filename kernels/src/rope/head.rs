@@ -21,6 +21,8 @@ pub(super) struct Dims {
     pub(super) turn: u32,
     pub(super) k: Steps,
     pub(super) v: Steps,
+    /// In elements.
+    pub(super) scales: Steps,
     pub(super) eps: f32,
 }
 
@@ -46,6 +48,8 @@ pub(super) struct Head {
     /// First vector of it in the projection, and of where it goes.
     pub(super) from: usize,
     pub(super) to: usize,
+    /// Where its scale goes, of a cache in i8.
+    pub(super) scale: usize,
     /// First vector of its position in the table.
     pub(super) turns: usize,
     pub(super) position: u32,
@@ -88,9 +92,14 @@ impl Head {
         }
         let of_key = dims.k.at(page, kv_head, row);
         let of_value = dims.v.at(page, kv_head, row);
+        let mut scale = 0usize.runtime();
+        if comptime!(plan.bytes) {
+            scale = dims.scales.at(page, kv_head, row);
+        }
         Head {
             from: index as usize * comptime!(plan.head as usize),
             to: select(query, of_query, select(key, of_key, of_value)),
+            scale,
             turns: position as usize * dims.turn as usize,
             position,
             query,

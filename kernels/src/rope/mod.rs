@@ -8,6 +8,7 @@
 //!     for each pair of the first dim dimensions, (x, y) = (x[i], x[i + dim / 2]):
 //!       (x, y) = (x · cos - y · sin, y · cos + x · sin)         // cos, sin: table[position], f32
 //!     q[b, s, head] = round(x);  k[b, head, position] = round(x);  v[b, head, position] = x
+//!     // of a cache in i8: scale[b, head, position] = max |x| / 127, and bytes round(x / scale)
 //!     // of a cache in pages: page pages[b][position / block_size], its row position % block_size
 //! ```
 //!
@@ -17,10 +18,12 @@
 //! is written nowhere: its keys and values are dropped, and its queries are NaN, so that it shows. So is one
 //! whose page the cache does not have.
 //!
-//! Everything is f32 and rounded once. Transformers rounds after the norm, and both products and their sum
+//! Everything is f32 and rounded once, to bytes too. A head of zeros, or of numbers below 4e-37, has scale 0; one with
+//! NaN or infinity has such a scale, and no number comes of it. Transformers rounds after the norm, and both products and their sum
 //! again: in bf16 its results are further from the exact ones than these.
 //!
-//! Cost: the projection read and written once, and `4 · dim` bytes of the table a token, which its heads
+//! Cost: the projection read and written once (of a cache in i8 keys and values are computed twice, for their largest
+//! first; what that reads is near), and `4 · dim` bytes of the table a token, which its heads
 //! share in the first-level cache. One launch in place of six: norms, turns, two copies.
 //!
 //! Source: Su et al., "RoFormer" (2021); halves in place of neighbours as in GPT-NeoX.
@@ -31,7 +34,7 @@ mod problem;
 use std::sync::Arc;
 
 use arch::{ArchProfile, Backend, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
@@ -40,12 +43,12 @@ use tune::{Cost, Infeasible, Kernel, Output};
 pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 
 use self::head::{Dims, DimsCompilationArg, DimsLaunch, Head, StepsCompilationArg, StepsLaunch};
-use crate::attention::decode::{CacheLayout, CacheStrides};
+use crate::attention::decode::{CacheLayout, CacheStrides, Scales};
 use crate::fits::stores;
 use crate::matmul::elem;
 use crate::norm::NormKind;
 use crate::round::{by_hand, rounded};
-use crate::rows::{RowPlan, RowScale, norm_weight, row_scale};
+use crate::rows::{Fold, RowPlan, RowScale, larger, norm_weight, row_fold, row_scale};
 
 /// The family of kernels between the projection of queries, keys and values and attention.
 pub struct Rope;
@@ -75,6 +78,8 @@ pub struct RopeOperands {
     /// The caches, of which the new positions are written.
     pub k: Handle,
     pub v: Handle,
+    /// f32, of caches in i8.
+    pub scales: Option<Scales>,
 }
 
 /// Weights `[head_dim]` of the norms of queries and keys.
@@ -96,7 +101,8 @@ impl Kernel for Rope {
         let RopeProblem { dtype, heads, kv_heads, head_dim, dim, .. } = p;
         let norm = p.qk_norm.map_or(String::new(), |norm| format!(" {}", norm.kind.name()));
         let tokens = p.tokens().next_power_of_two().min(4096);
-        format!("{dtype} {heads}/{kv_heads} d{head_dim} rope{dim}{norm} tokens {tokens}")
+        let bytes = if p.cache.quantized() { " i8" } else { "" };
+        format!("{dtype}{bytes} {heads}/{kv_heads} d{head_dim} rope{dim}{norm} tokens {tokens}")
     }
 
     fn candidates(arch: &ArchProfile, p: &RopeProblem) -> Vec<RopeConfig> {
@@ -118,7 +124,7 @@ impl Kernel for Rope {
     }
 
     fn check(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> Result<(), Infeasible> {
-        stores(arch, [p.dtype])?;
+        stores(arch, [p.dtype, p.cache.dtype])?;
         RowPlan::of(arch, c.units, c.lanes).check(arch)
     }
 
@@ -126,7 +132,11 @@ impl Kernel for Rope {
         let tokens = u64::from(p.tokens());
         let [all, ..] = p.extents();
         let turned = tokens * u64::from(p.heads + p.kv_heads) * u64::from(p.dim);
-        let bytes = 2 * (all * p.dtype.size()) as u64 + 4 * tokens * u64::from(p.dim);
+        let cells = 2 * tokens * u64::from(p.kv_heads) * u64::from(p.head_dim);
+        let scales = if p.cache.quantized() { 8 * tokens * u64::from(p.kv_heads) } else { 0 };
+        let size = p.dtype.size() as u64;
+        let written = (all as u64 - cells) * size + cells * p.cache.dtype.size() as u64 + scales;
+        let bytes = all as u64 * size + written + 4 * tokens * u64::from(p.dim);
         Cost { flops: 3 * turned, bytes }
     }
 
@@ -141,7 +151,7 @@ impl Kernel for Rope {
 
     fn operands(device: &Device, p: &RopeProblem, seed: u64) -> RopeOperands {
         let client = device.client();
-        let [all, queries, k, v] = p.extents();
+        let [all, queries, k, v, scales] = p.extents();
         let noise = |len, dtype, salt| crate::noise(device, len, dtype, 8 * seed + salt);
         // The first sequence is new, the others are anywhere.
         let free = p.limit() - p.seq + 1;
@@ -158,6 +168,10 @@ impl Kernel for Rope {
             q: client.empty((queries * p.dtype.size()).next_multiple_of(4)),
             k: noise(k, p.cache.dtype, 4),
             v: noise(v, p.cache.dtype, 5),
+            scales: p.cache.quantized().then(|| Scales {
+                k: noise(scales, DType::F32, 6),
+                v: noise(scales, DType::F32, 7),
+            }),
         }
     }
 
@@ -176,9 +190,25 @@ impl Kernel for Rope {
             false => p.head_dim as usize,
         };
         let [k, v] = [p.cache.k, p.cache.v].map(slots);
-        [(&operands.q, p.extents()[1]), (&operands.k, k), (&operands.v, v)]
-            .map(|(handle, len)| Output { handle: handle.clone(), dtype: p.dtype, len, tolerance })
-            .to_vec()
+        // Bytes may be rounded to the neighbour.
+        let cells = if p.cache.quantized() { 1.5 / 127.0 } else { tolerance };
+        let output = |handle: &Handle, dtype, len, tolerance| Output {
+            handle: handle.clone(),
+            dtype,
+            len,
+            tolerance,
+        };
+        let mut outputs = vec![
+            output(&operands.q, p.dtype, p.extents()[1], tolerance),
+            output(&operands.k, p.cache.dtype, k, cells),
+            output(&operands.v, p.cache.dtype, v, cells),
+        ];
+        if let Some(scales) = &operands.scales {
+            // Of heads that lie apart one is known to be written.
+            let len = if p.cache.scales.seq == 1 { p.seq as usize } else { 1 };
+            outputs.extend([&scales.k, &scales.v].map(|s| output(s, DType::F32, len, tolerance)));
+        }
+        outputs
     }
 
     fn programs(
@@ -205,6 +235,8 @@ impl Kernel for Rope {
             buffer(),
             buffer(),
             buffer(),
+            buffer(),
+            buffer(),
             DimsCompilationArg {
                 groups: (),
                 seq: (),
@@ -216,11 +248,12 @@ impl Kernel for Rope {
                 turn: (),
                 k: steps(),
                 v: steps(),
+                scales: steps(),
                 eps: (),
             },
             p.vector(arch) as usize,
             plan(arch, p, c),
-            elem(p.dtype),
+            types(p),
         ))]
     }
 
@@ -235,7 +268,8 @@ impl Kernel for Rope {
         let groups = p.tokens() * p.all_heads();
         let cubes = crate::cubes(device.backend(), groups.into(), plan.rows.rows());
         let vector = p.vector(device.profile()) as usize;
-        let [all, queries, k, v] = p.extents().map(|len| len / vector);
+        let [.., scales_len] = p.extents();
+        let [all, queries, k, v, _] = p.extents().map(|len| len / vector);
         // What is not there is not read.
         let (table, turns) = match &operands.table {
             Some(table) => (table, p.table_len() / vector),
@@ -252,8 +286,12 @@ impl Kernel for Rope {
             Some(HeadWeights { q, k }) => [q, k],
             None => [&operands.qkv; 2],
         };
+        let (scales, scales_len) = match &operands.scales {
+            Some(Scales { k, v }) => ([k, v], scales_len),
+            None => ([&operands.q; 2], 1),
+        };
         let head = p.head_dim as usize / vector;
-        let steps = |strides: CacheStrides| {
+        let steps = |strides: CacheStrides, vector: usize| {
             let CacheStrides { page, head, seq } = strides;
             StepsLaunch::new(page as usize / vector, head as usize / vector, seq as usize / vector)
         };
@@ -275,6 +313,8 @@ impl Kernel for Rope {
                 BufferArg::from_raw_parts(operands.q.clone(), queries),
                 BufferArg::from_raw_parts(operands.k.clone(), k),
                 BufferArg::from_raw_parts(operands.v.clone(), v),
+                BufferArg::from_raw_parts(scales[0].clone(), scales_len),
+                BufferArg::from_raw_parts(scales[1].clone(), scales_len),
                 DimsLaunch::new(
                     groups,
                     p.seq,
@@ -284,12 +324,13 @@ impl Kernel for Rope {
                     blocks,
                     max_blocks,
                     (p.table_stride as usize / vector) as u32,
-                    steps(p.cache.k),
-                    steps(p.cache.v),
+                    steps(p.cache.k, vector),
+                    steps(p.cache.v, vector),
+                    steps(p.cache.scales, 1),
                     p.qk_norm.map_or(0.0, |norm| norm.eps),
                 ),
                 plan,
-                elem(p.dtype),
+                types(p),
             );
         }
     }
@@ -303,6 +344,12 @@ fn own_pages(p: &RopeProblem) -> Option<Vec<u32>> {
             Some((0..p.batch * max_blocks).map(|at| at % blocks).collect())
         }
     }
+}
+
+/// Of the projection and of the cache.
+fn types(p: &RopeProblem) -> [ElemType; 2] {
+    let cache = if p.cache.quantized() { ElemType::Int(IntKind::I8) } else { elem(p.dtype) };
+    [elem(p.dtype), cache]
 }
 
 fn address(p: &RopeProblem) -> AddressType {
@@ -323,6 +370,8 @@ struct RopePlan {
     block_size: u32,
     /// Whether results are rounded before they are stored.
     rounds: bool,
+    /// Whether the cache is i8 with scales.
+    bytes: bool,
 }
 
 impl RopePlan {
@@ -341,12 +390,13 @@ fn plan(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> RopePlan {
         norm: p.qk_norm.map(|norm| norm.kind),
         block_size: p.cache.layout.block_size(),
         rounds: by_hand(arch, p.dtype),
+        bytes: p.cache.quantized(),
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
-fn turn_heads<F: Float, N: Size>(
+fn turn_heads<F: Float, C: Numeric, N: Size>(
     qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]
     start: &[u32],             // [batch]
     pages: &[u32],             // [batch, max_blocks], where there are pages
@@ -354,11 +404,13 @@ fn turn_heads<F: Float, N: Size>(
     q_weight: &[Vector<F, N>], // [head]
     k_weight: &[Vector<F, N>], // [head]
     q: &mut [Vector<F, N>],    // [tokens, heads, head]
-    k: &mut [Vector<F, N>],    // [batch, kv_heads, capacity, head] or in pages, positions apart
-    v: &mut [Vector<F, N>],    // as k
+    k: &mut [Vector<C, N>],    // [batch, kv_heads, capacity, head] or in pages, positions apart
+    v: &mut [Vector<C, N>],    // as k
+    k_scales: &mut [f32],      // [batch, kv_heads, capacity] or in pages, of a cache in i8
+    v_scales: &mut [f32],      // as k_scales
     dims: Dims,
     #[comptime] plan: RopePlan,
-    #[define(F)] _dtype: ElemType,
+    #[define(F, C)] _dtypes: [ElemType; 2],
 ) {
     let lanes = comptime!(plan.rows.lanes);
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
@@ -382,52 +434,132 @@ fn turn_heads<F: Float, N: Size>(
         } else {
             RowScale { mean: 0.0f32.runtime(), factor: 1.0f32.runtime() }
         };
-        if inside && (head.within || head.query) {
-            if comptime!(plan.items() <= lanes) {
-                if lane < comptime!(plan.items()) {
-                    go(qkv, q_weight, k_weight, table, q, k, v, lane, &head, &scale, plan);
-                }
-            } else {
-                let mut item = u32::cast_from(lane);
-                while item < comptime!(plan.items()) {
-                    go(qkv, q_weight, k_weight, table, q, k, v, item, &head, &scale, plan);
-                    item += lanes;
+        let mut inverse = 0.0f32.runtime();
+        if comptime!(plan.bytes) {
+            let mut own = 0.0f32.runtime();
+            if head.within && !head.query {
+                own = go(
+                    qkv, q_weight, k_weight, table, q, k, v, lane, &head, &scale, inverse, true,
+                    plan,
+                );
+            }
+            let most = row_fold(own, &mut shared, Fold::Largest, plan.rows);
+            // The inverse of a smaller one is no number.
+            let none = most < SMALLEST;
+            inverse = select(none, 0.0f32.runtime(), 127.0 / most);
+            if inside && head.within && !head.query && lane == 0 {
+                let unit = select(none, 0.0f32.runtime(), most / 127.0);
+                if head.key {
+                    k_scales[head.scale] = unit;
+                } else {
+                    v_scales[head.scale] = unit;
                 }
             }
+        }
+        if inside && (head.within || head.query) {
+            go(qkv, q_weight, k_weight, table, q, k, v, lane, &head, &scale, inverse, false, plan);
         }
         first += CUBE_COUNT_X * comptime!(plan.rows.rows());
     }
 }
 
-/// Takes item `item` of a head where it goes: a pair of vectors that turn, or a vector that does not.
+/// Heads of so small numbers have scale 0.
+const SMALLEST: f32 = 127.0 / f32::MAX;
+
+/// Takes a unit's part of a head where it goes or, where it `looks`, returns the largest magnitude there and stores
+/// nothing.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results, which of them")]
-fn go<F: Float, N: Size>(
+fn go<F: Float, C: Numeric, N: Size>(
     qkv: &[Vector<F, N>],
     q_weight: &[Vector<F, N>],
     k_weight: &[Vector<F, N>],
     table: &[Vector<f32, N>],
     q: &mut [Vector<F, N>],
-    k: &mut [Vector<F, N>],
-    v: &mut [Vector<F, N>],
+    k: &mut [Vector<C, N>],
+    v: &mut [Vector<C, N>],
+    lane: u32,
+    head: &Head,
+    scale: &RowScale,
+    inverse: f32,
+    #[comptime] looks: bool,
+    #[comptime] plan: RopePlan,
+) -> f32 {
+    let lanes = comptime!(plan.rows.lanes);
+    let mut most = 0.0f32.runtime();
+    if comptime!(plan.items() <= lanes) {
+        if lane < comptime!(plan.items()) {
+            most = take(
+                qkv, q_weight, k_weight, table, q, k, v, lane, head, scale, inverse, looks, plan,
+            );
+        }
+    } else {
+        let mut item = u32::cast_from(lane);
+        while item < comptime!(plan.items()) {
+            let own = take(
+                qkv, q_weight, k_weight, table, q, k, v, item, head, scale, inverse, looks, plan,
+            );
+            if comptime!(looks) {
+                most = larger(most, own);
+            }
+            item += lanes;
+        }
+    }
+    most
+}
+
+/// Takes item `item` of a head: a pair of vectors that turn, or a vector that does not.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results, which of them")]
+fn take<F: Float, C: Numeric, N: Size>(
+    qkv: &[Vector<F, N>],
+    q_weight: &[Vector<F, N>],
+    k_weight: &[Vector<F, N>],
+    table: &[Vector<f32, N>],
+    q: &mut [Vector<F, N>],
+    k: &mut [Vector<C, N>],
+    v: &mut [Vector<C, N>],
     item: u32,
     head: &Head,
     scale: &RowScale,
+    inverse: f32,
+    #[comptime] looks: bool,
     #[comptime] plan: RopePlan,
-) {
+) -> f32 {
     // Where a pair begins, or what lies behind all pairs.
     let turns = item < comptime!(plan.half);
     let at = select(turns, item, item + comptime!(plan.half)) as usize;
     let mut x = load(qkv, q_weight, k_weight, at, head, scale, plan);
+    let mut most = 0.0f32.runtime();
     if turns {
         let half = comptime!(plan.half as usize);
         let mut y = load(qkv, q_weight, k_weight, at + half, head, scale, plan);
         if head.within && (head.query || head.key) {
             turn(&mut x, &mut y, table, at, head, plan);
         }
-        store(q, k, v, &y, at + half, head, plan);
+        if comptime!(looks) {
+            most = largest::<N>(&y);
+        } else {
+            store(q, k, v, &y, at + half, head, inverse, plan);
+        }
     }
-    store(q, k, v, &x, at, head, plan);
+    if comptime!(looks) {
+        most = larger(most, largest::<N>(&x));
+    } else {
+        store(q, k, v, &x, at, head, inverse, plan);
+    }
+    most
+}
+
+/// The largest magnitude of a vector's numbers.
+#[cube]
+fn largest<N: Size>(values: &Array<f32>) -> f32 {
+    let mut most = 0.0f32.runtime();
+    #[unroll]
+    for e in 0..N::value() {
+        most = larger(most, f32::reinterpret(u32::reinterpret(values[e]) & 0x7fff_ffffu32));
+    }
+    most
 }
 
 /// Vector `at` of a head, normalised where heads are.
@@ -489,31 +621,50 @@ fn turn<N: Size>(
 
 /// Stores vector `at` of a head where it goes; a query that has no position is NaN.
 #[cube]
-fn store<F: Float, N: Size>(
+#[expect(clippy::too_many_arguments, reason = "results, and what goes there")]
+fn store<F: Float, C: Numeric, N: Size>(
     q: &mut [Vector<F, N>],
-    k: &mut [Vector<F, N>],
-    v: &mut [Vector<F, N>],
+    k: &mut [Vector<C, N>],
+    v: &mut [Vector<C, N>],
     values: &Array<f32>,
     at: usize,
     head: &Head,
+    inverse: f32,
     #[comptime] plan: RopePlan,
 ) {
-    // Of a number that no compiler knows: WGSL refuses a constant NaN.
-    let nan = f32::reinterpret(head.position | 0x7fc0_0000u32);
-    let mut vector = Vector::<F, N>::new(F::from_int(0));
-    #[unroll]
-    for e in 0..N::value() {
-        let value = select(head.within, values[e], nan);
-        vector.insert(e, rounded::<F>(value, plan.rounds));
-    }
     let to = head.to + at;
     if head.query {
+        // Of a number that no compiler knows: WGSL refuses a constant NaN.
+        let nan = f32::reinterpret(head.position | 0x7fc0_0000u32);
+        let mut vector = Vector::<F, N>::new(F::from_int(0));
+        #[unroll]
+        for e in 0..N::value() {
+            let value = select(head.within, values[e], nan);
+            vector.insert(e, rounded::<F>(value, plan.rounds));
+        }
         q[to] = vector;
-    } else if head.key {
-        k[to] = vector;
     } else {
-        v[to] = vector;
+        let mut cells = Vector::<C, N>::new(C::from_int(0));
+        #[unroll]
+        for e in 0..N::value() {
+            if comptime!(plan.bytes) {
+                cells.insert(e, C::cast_from(nearest(values[e] * inverse)));
+            } else {
+                cells.insert(e, C::cast_from(rounded::<F>(values[e], plan.rounds)));
+            }
+        }
+        if head.key {
+            k[to] = cells;
+        } else {
+            v[to] = cells;
+        }
     }
+}
+
+/// The integer nearest to a number that is far below 2^22, the even one of two: the mantissa of 1.5 · 2^23 + x.
+#[cube]
+fn nearest(x: f32) -> i32 {
+    i32::reinterpret(x + 12_582_912.0f32) - 0x4b40_0000i32
 }
 
 #[cfg(test)]
@@ -529,12 +680,19 @@ mod tests {
                     let whole = RopeProblem::new([3, 5], [8, 2], head_dim, 64, dtype);
                     let qk_norm = Some(HeadNorm { kind: NormKind::Rms, eps: 1e-6 });
                     let p = RopeProblem { dim, qk_norm, ..whole.unwrap_or(odd(dtype)) };
-                    let p = p.checked().expect("valid");
-                    let all = Rope::candidates(&arch, &p);
-                    assert!(!all.is_empty(), "{name} {p:?}");
-                    let simplest = Rope::simplest(&arch, &p).expect("there is one");
-                    for config in all.into_iter().chain([simplest]) {
-                        Rope::check(&arch, &p, &config).expect("it is feasible");
+                    let bytes = KvLayout { dtype: DType::I8, ..p.cache };
+                    for cache in [p.cache, bytes] {
+                        let p = RopeProblem { cache, ..p }.checked().expect("valid");
+                        let all = Rope::candidates(&arch, &p);
+                        if !arch.dtypes.contains(&cache.dtype) {
+                            assert!(all.is_empty() && Rope::simplest(&arch, &p).is_err());
+                            continue;
+                        }
+                        assert!(!all.is_empty(), "{name} {p:?}");
+                        let simplest = Rope::simplest(&arch, &p).expect("there is one");
+                        for config in all.into_iter().chain([simplest]) {
+                            Rope::check(&arch, &p, &config).expect("it is feasible");
+                        }
                     }
                 }
             }
@@ -565,9 +723,14 @@ mod tests {
             let dim = refused(RopeProblem { dim, ..good });
             assert!(matches!(dim, InvalidRope::Dim { head_dim: 8, .. }));
         }
-        let cache = KvLayout { dtype: DType::I8, ..good.cache };
-        let bytes = InvalidRope::Cache { cache: DType::I8, dtype: DType::F16 };
-        assert_eq!(refused(RopeProblem { cache, ..good }), bytes);
+        let cache = KvLayout { dtype: DType::F32, ..good.cache };
+        let other = InvalidRope::Cache { cache: DType::F32, dtype: DType::F16 };
+        assert_eq!(refused(RopeProblem { cache, ..good }), other);
+        let bytes = KvLayout { dtype: DType::I8, ..good.cache };
+        assert!(RopeProblem { cache: bytes, ..good }.checked().is_ok());
+        let scales = CacheStrides::default();
+        let over = refused(RopeProblem { cache: KvLayout { scales, ..bytes }, ..good });
+        assert_eq!(over, InvalidRope::Stride { operand: "scales", stride: 0, width: 1 });
         let over = CacheStrides { seq: 7, ..good.cache.v };
         let over = refused(RopeProblem { cache: KvLayout { v: over, ..good.cache }, ..good });
         assert_eq!(over, InvalidRope::Stride { operand: "v", stride: 7, width: 8 });

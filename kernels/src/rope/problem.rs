@@ -9,18 +9,23 @@ use crate::norm::NormKind;
 /// How the caches of keys and of values lie in their buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLayout {
-    /// Type of what is stored: that of the projection.
+    /// Type of what is stored: that of the projection, or I8 with an f32 scale a position and head of k and of v.
     pub dtype: DType,
     pub layout: CacheLayout,
     pub k: CacheStrides,
     pub v: CacheStrides,
+    /// Of the scales of k, and of v, where the cache is I8.
+    #[serde(default)]
+    pub scales: CacheStrides,
 }
 
 impl KvLayout {
     /// Both dense, `[batch, kv_heads, capacity, head_dim]`.
     pub const fn dense(kv_heads: u32, capacity: u32, head_dim: u32, dtype: DType) -> Self {
         let strides = CacheStrides::contiguous(kv_heads, capacity, head_dim);
-        Self { dtype, layout: CacheLayout::Contiguous { capacity }, k: strides, v: strides }
+        let scales = CacheStrides::contiguous(kv_heads, capacity, 1);
+        let layout = CacheLayout::Contiguous { capacity };
+        Self { dtype, layout, k: strides, v: strides, scales }
     }
 
     /// Both in dense pages, `[blocks, block_size, kv_heads, head_dim]`.
@@ -32,8 +37,14 @@ impl KvLayout {
         dtype: DType,
     ) -> Self {
         let strides = CacheStrides::paged(kv_heads, block_size, head_dim);
+        let scales = CacheStrides::paged(kv_heads, block_size, 1);
         let layout = CacheLayout::Paged { block_size, blocks, max_blocks };
-        Self { dtype, layout, k: strides, v: strides }
+        Self { dtype, layout, k: strides, v: strides, scales }
+    }
+
+    /// Whether the cache is I8 with scales.
+    pub const fn quantized(&self) -> bool {
+        matches!(self.dtype, DType::I8)
     }
 }
 
@@ -101,7 +112,7 @@ pub enum InvalidRope {
     DType(DType),
     #[error("pages of {0} positions\nhint: a power of two")]
     BlockSize(u32),
-    #[error("a cache of {cache} for {dtype}\nhint: {dtype} as well")]
+    #[error("a cache of {cache} for {dtype}\nhint: {dtype} or i8")]
     Cache { cache: DType, dtype: DType },
 }
 
@@ -176,6 +187,7 @@ impl RopeProblem {
         for (operand, stride, width) in [
             ("k", cache.k.seq, head_dim),
             ("v", cache.v.seq, head_dim),
+            ("scales", cache.scales.seq, u32::from(cache.quantized())),
             ("table", u64::from(self.table_stride), dim),
         ] {
             if stride < u64::from(width) {
@@ -197,7 +209,7 @@ impl RopeProblem {
         if !matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
             return Err(InvalidRope::DType(dtype));
         }
-        if cache.dtype != dtype {
+        if cache.dtype != dtype && !cache.quantized() {
             return Err(InvalidRope::Cache { cache: cache.dtype, dtype });
         }
         Ok(self)
@@ -213,23 +225,26 @@ impl RopeProblem {
         self.heads + 2 * self.kv_heads
     }
 
-    /// Elements of the projection, of the queries and of the buffers of keys and of values.
-    pub fn extents(&self) -> [usize; 4] {
+    /// Elements of the projection, of the queries, of the buffers of keys and of values, and of the scales of each,
+    /// where there are any.
+    pub fn extents(&self) -> [usize; 5] {
         let (tokens, head_dim) = (self.tokens() as usize, self.head_dim as usize);
         let [pages, page] = match self.cache.layout {
             CacheLayout::Contiguous { capacity } => [self.batch, capacity],
             CacheLayout::Paged { block_size, blocks, .. } => [blocks, block_size],
         };
         let last = [pages, self.kv_heads, page].map(|size| u64::from(size - 1));
-        let slots = |s: CacheStrides| {
+        let slots = |s: CacheStrides, width: usize| {
             let [page, head, seq] = last;
-            (page * s.page + head * s.head + seq * s.seq) as usize + head_dim
+            (page * s.page + head * s.head + seq * s.seq) as usize + width
         };
+        let KvLayout { k, v, scales, .. } = self.cache;
         [
             tokens * self.all_heads() as usize * head_dim,
             tokens * self.heads as usize * head_dim,
-            slots(self.cache.k),
-            slots(self.cache.v),
+            slots(k, head_dim),
+            slots(v, head_dim),
+            if self.cache.quantized() { slots(scales, 1) } else { 0 },
         ]
     }
 

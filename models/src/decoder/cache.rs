@@ -1,8 +1,11 @@
 //! Keys and values of the positions so far.
 
+use burn::tensor::kind::Basic;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use ops::Cached;
 
 use super::Decoder;
+use super::cells::{self, Rearrange, rearranged};
 use super::step::Single;
 use crate::{DecoderConfig, Error, Rope};
 
@@ -10,6 +13,7 @@ use crate::{DecoderConfig, Error, Rope};
 #[derive(Debug)]
 pub struct KvCache {
     memory: Memory,
+    device: Device,
     /// Of each sequence those whose keys and values are there.
     tokens: Vec<Vec<u32>>,
     capacity: usize,
@@ -25,8 +29,8 @@ const PAGE: usize = 64;
 /// What lies on the device. Keys and values are written where they lie: all clones see it.
 #[derive(Debug, Clone)]
 pub(super) struct Memory {
-    /// `[batch, kv_heads, capacity, head_dim]`, or in pages `[pages, PAGE, kv_heads, head_dim]`.
-    pub(super) layers: Vec<(Tensor<4>, Tensor<4>)>,
+    /// Of keys and of values `[batch, kv_heads, capacity, head_dim]`, or in pages `[pages, PAGE, kv_heads, head_dim]`.
+    pub(super) layers: Vec<(Cached, Cached)>,
     /// Where sequences share some.
     pub(super) pages: Option<Pages>,
     /// Of each rope `[capacity, dim]`: half cosines, half sines.
@@ -88,19 +92,19 @@ impl Shared {
         self.whole + self.times * self.own
     }
 
-    /// Pages `[_, PAGE, kv_heads, head_dim]` of a cache `[1, kv_heads, capacity, head_dim]`.
-    fn paged(self, cache: Tensor<4>) -> Vec<Tensor<4>> {
-        let [_, kv_heads, _, head_dim] = cache.dims();
+    /// Pages `[_, PAGE, kv_heads, width]` of a cache `[1, kv_heads, capacity, width]`.
+    fn paged<K: Basic>(self, cache: Tensor<4, K>) -> Vec<Tensor<4, K>> {
+        let [_, kv_heads, _, width] = cache.dims();
         let (device, dtype) = (cache.device(), cache.dtype());
         let empty =
-            |positions: usize| Tensor::zeros([1, positions, kv_heads, head_dim], (&device, dtype));
+            |positions: usize| Tensor::zeros([1, positions, kv_heads, width], (&device, dtype));
         let turned = cache.swap_dims(1, 2);
         let full = self.whole * PAGE;
         let shared = turned.clone().slice_dim(1, 0..full);
         let own = Tensor::cat(
             vec![turned.slice_dim(1, full..full + self.rest), empty(self.own * PAGE - self.rest)]
                 .into_iter()
-                .filter(|part: &Tensor<4>| part.dims()[1] > 0)
+                .filter(|part: &Tensor<4, K>| part.dims()[1] > 0)
                 .collect(),
             1,
         );
@@ -108,37 +112,44 @@ impl Shared {
             .into_iter()
             .filter(|(_, pages, _)| *pages > 0)
             .flat_map(|(part, pages, times)| {
-                vec![part.reshape([pages, PAGE, kv_heads, head_dim]); times]
+                vec![part.reshape([pages, PAGE, kv_heads, width]); times]
             })
             .collect()
     }
 }
 
-/// Keys, or values, of a layer: `[1, kv_heads, capacity, head_dim]` of each part, as often as it stands there,
-/// or in pages.
-fn join(mut parts: Vec<Tensor<4>>, plans: &[Shared], shares: bool) -> Tensor<4> {
-    if !shares && let ([_], [Shared { times: 1, .. }]) = (&parts[..], plans) {
-        return parts.remove(0);
+/// Keys, or values, of a layer: `[1, kv_heads, capacity, width]` of each part, as often as it stands there, or in
+/// pages.
+struct Join<'a> {
+    plans: &'a [Shared],
+    shares: bool,
+}
+
+impl Rearrange for Join<'_> {
+    fn run<K: Basic>(&self, mut parts: Vec<Tensor<4, K>>) -> Tensor<4, K> {
+        let Self { plans, shares } = *self;
+        if !shares && let ([_], [Shared { times: 1, .. }]) = (&parts[..], plans) {
+            return parts.remove(0);
+        }
+        let rows = parts.into_iter().zip(plans).flat_map(|(part, plan)| match shares {
+            true => plan.paged(part),
+            false => vec![part; plan.times],
+        });
+        Tensor::cat(rows.collect(), 0)
     }
-    let rows = parts.into_iter().zip(plans).flat_map(|(part, plan)| match shares {
-        true => plan.paged(part),
-        false => vec![part; plan.times],
-    });
-    Tensor::cat(rows.collect(), 0)
 }
 
 impl KvCache {
     pub(super) fn new(of: &Decoder, batch: usize, capacity: usize) -> Self {
         let _at_work = ops::at_work();
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &of.config;
-        let zeros = || {
-            let shape = [batch, *kv_heads, capacity, *head_dim];
-            Tensor::<4>::zeros(shape, (&of.device, burn::tensor::DType::from(of.dtype)))
-        };
+        let shape = [batch, *kv_heads, capacity, *head_dim];
+        let zeros = || cells::zeros(of.kv, of.dtype, shape, &of.device);
         let make = |()| layers.iter().map(|_| (zeros(), zeros())).collect();
         let layers = of.device.memory_persistent_allocations((), make);
         let mut cache = Self {
             memory: Memory { layers, pages: None, tables: Vec::new() },
+            device: of.device.clone(),
             tokens: vec![Vec::new(); batch],
             capacity,
             frequencies: Vec::new(),
@@ -166,6 +177,7 @@ impl KvCache {
         let (first, _) = parts.first().expect("a batch has a sequence");
         let (capacity, frequencies) = (first.capacity, first.frequencies.clone());
         let (tables, count) = (first.memory.tables.clone(), first.memory.layers.len());
+        let device = first.device.clone();
         for (part, _) in &parts {
             let one = part.tokens.len() == 1 && part.memory.pages.is_none();
             assert!(one && part.capacity == capacity && part.frequencies == frequencies);
@@ -184,14 +196,13 @@ impl KvCache {
         for _ in 0..count {
             let layer = theirs.iter_mut().map(|part| part.next().expect("as many layers"));
             let (k, v): (Vec<_>, Vec<_>) = layer.unzip();
-            let device = k[0].device();
-            let joined = |parts: Vec<Tensor<4>>| join(parts, &plans, shares);
-            let both = |(k, v)| (joined(k), joined(v));
+            let join = Join { plans: &plans, shares };
+            let both = |(k, v): (Vec<_>, Vec<_>)| (rearranged(k, &join), rearranged(v, &join));
             layers.push(device.memory_persistent_allocations((k, v), both));
         }
-        let pages = shares.then(|| Pages::of(&plans, &layers[0].0.device()));
+        let pages = shares.then(|| Pages::of(&plans, &device));
         let memory = Memory { layers, pages, tables };
-        Self { memory, tokens, capacity, frequencies, single: Single::default() }
+        Self { memory, device, tokens, capacity, frequencies, single: Single::default() }
     }
 
     /// The cache of some of the sequences, in this order.
@@ -201,20 +212,17 @@ impl KvCache {
     #[must_use]
     pub fn keep(self, sequences: &[usize]) -> Self {
         let _at_work = ops::at_work();
-        let rows = |t: &Tensor<4>| {
-            let own = |at: &usize| t.clone().slice_dim(0, *at..at + 1);
-            Tensor::cat(sequences.iter().map(own).collect(), 0)
-        };
+        let rows = |cached| rearranged([cached], &cells::Rows(sequences));
         let Memory { layers, pages, tables } = self.memory;
         let memory = match pages {
             // Pages that nobody has any more stay.
             Some(Pages { rows, .. }) => {
                 let rows = sequences.iter().map(|at| rows[*at].clone()).collect();
-                let pages = Some(Pages::new(rows, &layers[0].0.device()));
+                let pages = Some(Pages::new(rows, &self.device));
                 Memory { layers, pages, tables }
             }
             None => {
-                let layers = layers.iter().map(|(k, v)| (rows(k), rows(v))).collect();
+                let layers = layers.into_iter().map(|(k, v)| (rows(k), rows(v))).collect();
                 Memory { layers, pages, tables }
             }
         };
@@ -250,8 +258,7 @@ impl KvCache {
 
     /// Bytes of keys and values on the device.
     pub fn bytes(&self) -> u64 {
-        let bytes = |t: &Tensor<4>| (t.shape().num_elements() * t.dtype().size()) as u64;
-        self.memory.layers.iter().map(|(k, v)| bytes(k) + bytes(v)).sum()
+        self.memory.layers.iter().map(|(k, v)| cells::bytes(k) + cells::bytes(v)).sum()
     }
 
     /// Whether sequences share what they began with.

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
-use crate::footprint::{Held, Matrices};
+use crate::footprint::{Held, KvFormat, Matrices};
 use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights};
 
 /// How weights are put on a device.
@@ -21,6 +21,8 @@ pub struct LoadOptions {
     pub dtype: Option<FloatDType>,
     /// Quantises the matrices of the layers that are dense in the file; 4 bits also those of 8.
     pub quant: Option<Quant>,
+    /// How keys and values are held.
+    pub kv: KvFormat,
 }
 
 /// What matrices are quantised to.
@@ -59,7 +61,7 @@ pub fn on_device(weights: &Weights, options: &LoadOptions) -> Result<(Matrices, 
         let layers = param.slot.is_matrix() && param.slot != Slot::Head;
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
         let matrices = Quant::held(quant, &stored.weight);
-        bytes += Held { dtype, matrices }.matrix_bytes(&stored.shape);
+        bytes += Held { dtype, matrices, kv: options.kv }.matrix_bytes(&stored.shape);
         most = most.max(matrices);
     }
     Ok((most, bytes))
@@ -86,8 +88,9 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-        let (source, quant) = (Source::Files(weights), options.quant);
-        Loader { source, device, ctx: &ctx, dtype, quant }.decoder(progress)
+        let LoadOptions { quant, kv, .. } = *options;
+        let source = Source::Files(weights);
+        Loader { source, device, ctx: &ctx, dtype, quant, kv }.decoder(progress)
     }
 
     /// A decoder of random weights, for measuring: bf16 when no dtype is said.
@@ -102,8 +105,9 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(FloatDType::BF16);
-        let (source, quant) = (Source::Noise(config), options.quant);
-        Loader { source, device, ctx: &ctx, dtype, quant }.decoder(progress)
+        let LoadOptions { quant, kv, .. } = *options;
+        let source = Source::Noise(config);
+        Loader { source, device, ctx: &ctx, dtype, quant, kv }.decoder(progress)
     }
 }
 
@@ -121,6 +125,7 @@ struct Loader<'a> {
     ctx: &'a Ctx,
     dtype: FloatDType,
     quant: Option<Quant>,
+    kv: KvFormat,
 }
 
 impl Loader<'_> {
@@ -158,6 +163,7 @@ impl Loader<'_> {
             ctx,
             device,
             dtype,
+            kv: self.kv,
             captures,
             embedding,
             positions,

@@ -17,19 +17,21 @@
 //! always where they are dense, gate and up where they are in 4 bits.
 
 mod cache;
+mod cells;
 mod load;
 mod projection;
 mod step;
 
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use ops::{
-    AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights,
-    QkNorm, RopeOptions, Table,
+    AttentionOptions, Cache, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights, QkNorm,
+    RopeOptions, Table,
 };
 
-use crate::{DecoderConfig, Error, Matrices};
+use crate::{DecoderConfig, Error, Held, KvFormat, Matrices};
 pub use cache::KvCache;
 use cache::Memory;
+use cells::{SoFar, in_floats, rearranged};
 pub use load::{LoadOptions, Loading, Quant, file_dtype, on_device};
 use projection::{Ffn, Projection};
 use step::Step;
@@ -46,6 +48,7 @@ pub struct Decoder {
     ctx: Ctx,
     device: Device,
     dtype: FloatDType,
+    kv: KvFormat,
     /// Whether the device captures graphs.
     captures: bool,
     /// `[vocab, hidden]`
@@ -112,20 +115,20 @@ impl Decoder {
         self.matrix_bytes() + embedding + positions
     }
 
-    /// How the matrices of the layers are held, of several ways the one that takes most work.
-    pub fn matrices(&self) -> Matrices {
-        let held = |layer: &Layer| layer.qkv.held().max(layer.out.held()).max(layer.ffn.held());
-        self.layers.iter().map(held).max().unwrap_or(Matrices::Dense)
+    /// How it is held; its matrices, of several ways the one that takes most work.
+    pub fn held(&self) -> Held {
+        let of = |layer: &Layer| layer.qkv.held().max(layer.out.held()).max(layer.ffn.held());
+        let matrices = self.layers.iter().map(of).max().unwrap_or(Matrices::Dense);
+        Held { dtype: self.dtype, matrices, kv: self.kv }
     }
 
     /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window
     /// those that it sees.
     pub fn read_bytes(&self, batch: usize, positions: usize) -> u128 {
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &self.config;
-        let size = DType::from(self.dtype).size();
         let seen = |window: Option<usize>| window.unwrap_or(positions).min(positions) as u128;
         let all: u128 = layers.iter().map(|layer| seen(layer.window)).sum();
-        all * 2 * (batch as u128) * ((kv_heads * head_dim * size) as u128)
+        all * 2 * (batch * kv_heads) as u128 * self.held().kv_bytes(*head_dim)
     }
 
     /// Bytes of the weights of a layer; norms and biases are not counted.
@@ -327,17 +330,11 @@ impl Decoder {
             (Some(rules.scale as f32), self.config.softcap.map(|cap| cap as f32));
         let window = rules.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX));
         let a = if seq <= SHORT {
-            let (k, v) = (Cached::Float(k), Cached::Float(v));
             let cache = Cache { k, v, lengths: lengths.clone(), table: pages.map(Table::Device) };
             self.paced(ops::decode(&self.ctx, q, cache, DecodeOptions { scale, softcap, window })?)?
         } else {
-            let so_far = |t: Tensor<4>| {
-                let whole = match &pages {
-                    None => t,
-                    Some(pages) => in_runs(t, pages),
-                };
-                whole.slice([0..batch, 0..kv_heads, 0..step.longest, 0..head_dim])
-            };
+            let so_far = SoFar { batch, longest: step.longest, pages: pages.as_ref() };
+            let so_far = |cached| in_floats(rearranged([cached], &so_far), self.dtype);
             let rules =
                 AttentionOptions { scale, softcap, causal: true, window, implementation: None };
             ops::attention(&self.ctx, q, so_far(k), so_far(v), None, None, rules)?
@@ -410,14 +407,6 @@ impl Decoder {
         }
         Ok(made)
     }
-}
-
-/// A copy of pages `[_, page, kv_heads, head_dim]` as runs `[batch, kv_heads, capacity, head_dim]`.
-fn in_runs(cache: Tensor<4>, pages: &Tensor<2, Int>) -> Tensor<4> {
-    let [batch, own] = pages.dims();
-    let [_, page, kv_heads, head_dim] = cache.dims();
-    let all = cache.select(0, pages.clone().reshape([batch * own]));
-    all.reshape([batch, own * page, kv_heads, head_dim]).swap_dims(1, 2)
 }
 
 /// A factor as the model's dtype has it.

@@ -130,4 +130,6 @@ fn the_command_refuses_what_is_wrong() {
     refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
     refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
     refused(&good, &["--tokens", "1", "--quant", "q4"], "unknown quantisation `q4`");
+    let format = "unknown format of keys and values `q8_0`";
+    refused(&good, &["--tokens", "1", "--kv-cache", "q8_0"], format);
 }

@@ -26,6 +26,11 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     assert_eq!((&plan["matrices"], &plan["workload"]["batch"]), (&"four_bit".into(), &4.into()));
     assert_eq!(plan["total_bytes"], 16u64 << 30);
     assert!(plan["largest_batch"].as_u64() >= Some(4), "{plan}");
+    // Of 128 numbers of 2 bytes a byte each, and a scale; the angles stay.
+    let bytes = flashover(&[&quant[..], &["--kv-cache", "int8"]].concat());
+    let half: Value = serde_json::from_slice(&bytes.stdout).expect("JSON");
+    let cache = |plan: &Value| plan["cache_bytes"].as_u64().expect("bytes") - 8192 * 4 * 128;
+    assert_eq!((&half["kv"], cache(&half) * 256), (&"int8".into(), cache(&plan) * 132));
     // Less than the card.
     let less = flashover(&[&quant[..], &["--memory-reserve", "11GiB"]].concat());
     let plan: Value = serde_json::from_slice(&less.stdout).expect("JSON");

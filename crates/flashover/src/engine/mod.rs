@@ -20,7 +20,8 @@ use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
 use models::{
-    Decoder, DecoderConfig, GenerationConfig, Held, KvCache, LoadOptions, Matrices, Weights,
+    Decoder, DecoderConfig, GenerationConfig, Held, KvCache, KvFormat, LoadOptions, Matrices,
+    Weights,
 };
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
@@ -44,6 +45,8 @@ pub struct EngineOptions {
     pub dtype: Option<Compute>,
     /// Quantises the matrices of the layers that are dense in the files.
     pub quant: Option<Quant>,
+    /// How keys and values are held.
+    pub kv: KvFormat,
     /// What a shape whose config is not known gets.
     pub policy: Option<tune::Policy>,
     /// How much of the device's memory the model and its sequences may take.
@@ -130,6 +133,10 @@ pub enum EngineError {
     NotFinite { position: usize },
     #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
     DType { need: DType, backend: Backend },
+    #[error(
+        "the {backend} device has no i8, for keys and values in 8 bits\nhint: elsewhere, or as they are computed"
+    )]
+    KvFormat { backend: Backend },
     #[error("no published shape is called {shape}\nhint: one of {known}")]
     Shape { shape: String, known: String },
     #[error(transparent)]
@@ -180,7 +187,7 @@ impl Prepared {
     ) -> Result<Self, EngineError> {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
         let (matrices, bytes) = models::on_device(weights, &load)?;
-        let held = Held { dtype: dtype_of(&load), matrices };
+        let held = Held { dtype: dtype_of(&load), matrices, kv: load.kv };
         let planned = Planned {
             model: folder.display().to_string(),
             config: weights.config().clone(),
@@ -205,7 +212,7 @@ impl Prepared {
             Some(Quant::Nf4) => Matrices::FourBit,
             Some(Quant::Int8) => Matrices::Int8,
         };
-        let held = Held { dtype: dtype_of(&load), matrices };
+        let held = Held { dtype: dtype_of(&load), matrices, kv: load.kv };
         let weights = config.held_bytes(held);
         let planned = Planned { model: shape.to_owned(), config, held, weights };
         Ok(Self { planned, load })
@@ -327,12 +334,17 @@ impl Engine {
     /// What it computes in, and what weights of 4 or 8 bits are called where there are such.
     pub fn precision(&self) -> (String, Option<String>) {
         let compute = format!("{:?}", self.0.decoder.dtype()).to_lowercase();
-        let quant = match self.0.decoder.matrices() {
+        let quant = match self.0.decoder.held().matrices {
             Matrices::Dense => None,
             Matrices::Int8 => Some("int8".to_owned()),
             Matrices::FourBit => Some("4-bit".to_owned()),
         };
         (compute, quant)
+    }
+
+    /// How keys and values are held.
+    pub fn kv_format(&self) -> KvFormat {
+        self.0.decoder.held().kv
     }
 
     /// Bytes of the weights on the device.
@@ -544,7 +556,10 @@ fn load_options(
         Quant::Nf4 => models::Quant::Nf4(Nf4Options::default()),
         Quant::Int8 => models::Quant::Int8,
     });
-    Ok(LoadOptions { dtype, quant })
+    if options.kv == KvFormat::Int8 && !stored.contains(&DType::I8) {
+        return Err(EngineError::KvFormat { backend: profile.backend });
+    }
+    Ok(LoadOptions { dtype, quant, kv: options.kv })
 }
 
 /// Bytes that a device did not have, where CubeCL's error says that it is that.
@@ -560,6 +575,17 @@ fn bytes_lacked(why: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn keys_and_values_in_8_bits_need_bytes() {
+        let mut profile = ArchProfile::recorded("rtx4090").expect("recorded");
+        let options = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
+        let load = load_options(&profile, &options, FloatDType::BF16).expect("it has them");
+        assert_eq!(load.kv, KvFormat::Int8);
+        profile.dtypes.retain(|dtype| *dtype != DType::I8);
+        let refused = load_options(&profile, &options, FloatDType::BF16).expect_err("none");
+        assert!(matches!(refused, EngineError::KvFormat { .. }), "{refused}");
+    }
 
     #[test]
     fn memory_that_ran_out_is_told_from_other_failures() {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use checkpoint::{Checkpoint, Tensor};
 use flashover::{
-    Backend, Completion, Device, End, Engine, EngineError, EngineOptions, MemoryBudget, Quant,
-    Request, Sampling, SpeedTest, Token, Workload,
+    Backend, Completion, Device, End, Engine, EngineError, EngineOptions, KvFormat, MemoryBudget,
+    Quant, Request, Sampling, SpeedTest, Token, Workload,
 };
 
 use crate::cpu;
@@ -306,4 +306,27 @@ fn weights_in_4_and_8_bits_answer() {
     }
     // NaN is smaller than nothing.
     assert!(0.0 < distances[0] && distances[0] < distances[1], "{distances:?}");
+}
+
+#[test]
+fn keys_and_values_in_8_bits_answer() {
+    let [prompt, _] = golden("llama");
+    let options = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
+    let bytes = Engine::load(&cpu(), fixture("llama"), &options).expect("a fixture");
+    assert_eq!(bytes.kv_format(), KvFormat::Int8);
+    let [float, bytes] = [engine("llama"), bytes].map(|engine| {
+        let logits = engine.session(prompt.len()).expect("short").logits(&prompt).expect("fits");
+        // Two answers to a prompt of whole pages, which they share.
+        let long: Vec<u32> = prompt.iter().copied().cycle().take(66).collect();
+        let one = alone(&engine, &long, 96, &plain(9));
+        let batch = engine.generate_batch(&[&long], 2, &plain(9)).expect("fits");
+        assert!(batch[0].iter().all(|answer| ids(&answer.tokens) == ids(&one.tokens)));
+        let workload = Workload { batch: 1, context: prompt.len() };
+        (logits, engine.plan(workload).cache_bytes)
+    });
+    let largest = float.0.iter().fold(0f32, |top, logit| top.max(logit.abs()));
+    let gap = float.0.iter().zip(&bytes.0).map(|(a, b)| (a - b).abs());
+    let gap = gap.fold(0f32, f32::max) / largest;
+    assert!(0.0 < gap && gap < 0.05, "{gap}");
+    assert!(bytes.1 < float.1, "{} for {}", bytes.1, float.1);
 }

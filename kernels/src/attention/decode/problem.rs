@@ -13,7 +13,7 @@ pub const MAX_QUERIES: u32 = 16;
 const MIN_BLOCK: u32 = 16;
 
 /// How one tensor of the cache lies in its buffer, in elements; the head dimension is contiguous.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct CacheStrides {
     /// Distance between pages; between batches, where a sequence is one page.
     pub page: u64,

@@ -1,0 +1,112 @@
+//! Keys, or values, of a layer: in what is computed in, or in bytes with a scale a position and head.
+
+use burn::tensor::kind::Basic;
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
+use ops::Cached;
+
+use crate::KvFormat;
+
+/// Moves positions and heads, the same way in whatever they are held.
+pub(super) trait Rearrange {
+    /// Of tensors `[.., width]`, whose width it leaves alone.
+    fn run<K: Basic>(&self, parts: Vec<Tensor<4, K>>) -> Tensor<4, K>;
+}
+
+/// What `how` makes of `parts`, which are all held alike: of scales the same as of values of one dimension.
+pub(super) fn rearranged(parts: impl IntoIterator<Item = Cached>, how: &impl Rearrange) -> Cached {
+    let (mut floats, mut bytes, mut units) = (Vec::new(), Vec::new(), Vec::new());
+    for part in parts {
+        match part {
+            Cached::Float(values) => floats.push(values),
+            Cached::Bytes { values, scales } => {
+                bytes.push(values);
+                units.push(scales.unsqueeze_dim(3));
+            }
+        }
+    }
+    match bytes.is_empty() {
+        true => Cached::Float(how.run(floats)),
+        false => {
+            Cached::Bytes { values: how.run(bytes), scales: how.run(units).squeeze_dim::<3>(3) }
+        }
+    }
+}
+
+/// An empty cache.
+pub(super) fn zeros(
+    format: KvFormat,
+    dtype: FloatDType,
+    shape: [usize; 4],
+    device: &Device,
+) -> Cached {
+    let [first, second, third, _] = shape;
+    match format {
+        KvFormat::Float => Cached::Float(Tensor::zeros(shape, (device, DType::from(dtype)))),
+        KvFormat::Int8 => Cached::Bytes {
+            values: Tensor::zeros(shape, (device, DType::I8)),
+            scales: Tensor::zeros([first, second, third], (device, DType::F32)),
+        },
+    }
+}
+
+/// What a cache stands for.
+pub(super) fn in_floats(cached: Cached, dtype: FloatDType) -> Tensor<4> {
+    match cached {
+        Cached::Float(values) => values,
+        Cached::Bytes { values, scales } => {
+            let values: Tensor<4> = values.cast(FloatDType::F32);
+            (values * scales.unsqueeze_dim(3)).cast(dtype)
+        }
+    }
+}
+
+/// Bytes on the device.
+pub(super) fn bytes(cached: &Cached) -> u64 {
+    fn of<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> u64 {
+        (tensor.shape().num_elements() * tensor.dtype().size()) as u64
+    }
+    match cached {
+        Cached::Float(values) => of(values),
+        Cached::Bytes { values, scales } => of(values) + of(scales),
+    }
+}
+
+/// Positions of `batch` sequences, up to the longest of them, `[batch, kv_heads, longest, width]`: of a cache in runs, or
+/// in the pages that a table names.
+pub(super) struct SoFar<'a> {
+    pub(super) batch: usize,
+    pub(super) longest: usize,
+    /// `[batch, pages of a sequence]`
+    pub(super) pages: Option<&'a Tensor<2, Int>>,
+}
+
+impl Rearrange for SoFar<'_> {
+    fn run<K: Basic>(&self, mut parts: Vec<Tensor<4, K>>) -> Tensor<4, K> {
+        let cache = parts.remove(0);
+        let whole = match self.pages {
+            None => cache,
+            Some(pages) => in_runs(cache, pages),
+        };
+        let heads = whole.dims()[1];
+        whole.slice([0..self.batch, 0..heads, 0..self.longest])
+    }
+}
+
+/// A copy of pages `[_, page, kv_heads, width]` as runs `[batch, kv_heads, capacity, width]`.
+fn in_runs<K: Basic>(cache: Tensor<4, K>, pages: &Tensor<2, Int>) -> Tensor<4, K> {
+    let [batch, own] = pages.dims();
+    let [_, page, kv_heads, width] = cache.dims();
+    let all = cache.select(0, pages.clone().reshape([batch * own]));
+    all.reshape([batch, own * page, kv_heads, width]).swap_dims(1, 2)
+}
+
+/// Some of the rows, in this order.
+pub(super) struct Rows<'a>(pub(super) &'a [usize]);
+
+impl Rearrange for Rows<'_> {
+    fn run<K: Basic>(&self, mut parts: Vec<Tensor<4, K>>) -> Tensor<4, K> {
+        let cache = parts.remove(0);
+        let own = |at: &usize| cache.clone().slice_dim(0, *at..at + 1);
+        Tensor::cat(self.0.iter().map(own).collect(), 0)
+    }
+}
