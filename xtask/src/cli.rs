@@ -151,6 +151,10 @@ pub(crate) struct CompareArgs {
     /// Quantise the matrices of the layers at load
     #[arg(long, value_enum)]
     pub(crate) quant: Option<Quant>,
+
+    /// How keys and values are held; without it as they are computed
+    #[arg(long)]
+    pub(crate) kv_cache: Option<KvCache>,
     /// The text to go on from [default: Once upon a time]
     #[arg(long, value_name = "TEXT", conflicts_with = "tokens")]
     pub(crate) prompt: Option<String>,
@@ -228,6 +232,16 @@ pub(crate) enum Dtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Quant {
     Nf4,
+    Int8,
+}
+
+/// How keys and values are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvCache {
+    /// As they are computed
+    Float,
+    /// In 8 bits, with a scale a position and head
+    Int8,
 }
 
 /// How a comparison is printed.

@@ -381,7 +381,7 @@ mod tests {
             let file = safetensors::serialize([("logits", view)], None).unwrap();
             self.says(backend, "logits", file);
             let test = |prompt: u8, generated: u8| {
-                serde_json::json!({ "compute": "f32", "quant": null, "n_prompt": prompt,
+                serde_json::json!({ "compute": "f32", "quant": null, "kv": "float", "n_prompt": prompt,
                     "n_gen": generated, "avg_ts": 100.0, "stddev_ts": 1.0 })
             };
             self.says(backend, "bench", serde_json::json!([test(2, 0), test(0, 2)]).to_string());

@@ -42,6 +42,8 @@ impl From<String> for Failure {
 pub(super) struct Speed {
     pub(super) compute: String,
     pub(super) quant: Option<String>,
+    /// How keys and values are held.
+    pub(super) kv: String,
     pub(super) prompt: Rate,
     pub(super) generate: Rate,
 }
@@ -142,6 +144,7 @@ impl<'a> Model<'a> {
         let options = [
             ("--dtype", self.args.dtype.map(word)),
             ("--quant", self.args.quant.map(word)),
+            ("--kv-cache", self.args.kv_cache.map(word)),
             ("--profile", self.args.profile.clone().filter(|_| on == Backend::Cuda)),
         ];
         for (name, value) in options {
@@ -182,6 +185,7 @@ fn speed(printed: &[u8]) -> serde_json::Result<Speed> {
     struct Row {
         compute: String,
         quant: Option<String>,
+        kv: String,
         n_prompt: usize,
         n_gen: usize,
         avg_ts: f64,
@@ -194,6 +198,7 @@ fn speed(printed: &[u8]) -> serde_json::Result<Speed> {
         generate: rate(&generate, generate.n_gen),
         compute: generate.compute,
         quant: generate.quant,
+        kv: generate.kv,
     })
 }
 
@@ -233,7 +238,7 @@ mod tests {
     #[test]
     fn speeds_are_those_of_the_two_tests() {
         let row = |prompt: u32, generated: u32, rate: f64| {
-            serde_json::json!({ "compute": "bf16", "quant": "4-bit", "n_prompt": prompt,
+            serde_json::json!({ "compute": "bf16", "quant": "4-bit", "kv": "int8", "n_prompt": prompt,
                 "n_gen": generated, "avg_ts": rate, "stddev_ts": 0.5, "mfu": null })
         };
         let both = serde_json::json!([row(4, 0, 300.0), row(0, 64, 20.0)]);

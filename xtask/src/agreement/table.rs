@@ -66,7 +66,8 @@ fn table(report: &Report) -> Table {
 
 fn precision(speed: &Speed) -> String {
     let quant = speed.quant.as_ref().map(|quant| format!(", {quant}"));
-    format!("{}{}", speed.compute, quant.unwrap_or_default())
+    let kv = if speed.kv == "float" { String::new() } else { format!(", kv {}", speed.kv) };
+    format!("{}{}{kv}", speed.compute, quant.unwrap_or_default())
 }
 
 fn token(choice: &Choice) -> String {
@@ -116,7 +117,8 @@ mod tests {
         let rate = |tokens, mean| Rate { tokens, mean, deviation: mean / 64.0 };
         let quant = quant.map(str::to_owned);
         let (prompt, generate) = (rate(4, 25_200.0), rate(64, 431.25));
-        Some(Speed { compute: compute.into(), quant, prompt, generate })
+        let kv = if quant.is_some() { "int8" } else { "float" };
+        Some(Speed { compute: compute.into(), quant, kv: kv.into(), prompt, generate })
     }
 
     fn agreement(equal_tokens: usize, divergence: Option<Divergence>) -> Option<Agreement> {
