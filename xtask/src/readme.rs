@@ -1,7 +1,7 @@
 //! `cargo xtask readme`: the tables of README.md come from committed records, never from a keyboard.
 //!
-//! A block is `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on a line of its own; its
-//! table shows `benches/baselines/ARCH_ID/NAME.jsonl`.
+//! A block is `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on a line of its own; it shows
+//! `benches/baselines/ARCH_ID/NAME.jsonl`: requests to models in a table of their own, after all else.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use record::Record;
 use crate::cli::ReadmeArgs;
 use crate::fail::{check, usage};
 use crate::place::Place;
-use crate::report::{Align, Style, Table, millis, peers, percent, rate};
+use crate::report::{Align, Style, Table, is_request, millis, peers, percent, rate, requests};
 
 const OPEN: &str = "<!-- bench:";
 const CLOSE: &str = "<!-- /bench -->";
@@ -47,7 +47,7 @@ pub(crate) fn check_file(root: &Path) -> Result<()> {
 /// README.md as it is and as it should be.
 fn both(root: &Path) -> Result<(String, String)> {
     let old = fs::read_to_string(root.join("README.md")).context("cannot read README.md")?;
-    let new = regenerate(&old, |name| table_of(root, name))?;
+    let new = regenerate(&old, |name| tables_of(root, name))?;
     Ok((old, new))
 }
 
@@ -78,8 +78,8 @@ fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<Stri
     Ok(out)
 }
 
-/// The table of one committed file.
-fn table_of(root: &Path, name: &str) -> Result<String> {
+/// The tables of one committed file, with a blank line between them.
+fn tables_of(root: &Path, name: &str) -> Result<String> {
     let valid = name.split('/').count() == 2
         && name.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
     if !valid {
@@ -96,10 +96,16 @@ fn table_of(root: &Path, name: &str) -> Result<String> {
         )
     })?;
     let records = record::read_baseline(&text).with_context(|| file.clone())?;
-    Ok(table(&records).render(Style::Markdown))
+    let shown: Vec<_> = [cases(&records), requests(&records)]
+        .iter()
+        .filter(|table| !table.rows().is_empty())
+        .map(|table| table.render(Style::Markdown))
+        .collect();
+    Ok(shown.join("\n"))
 }
 
-fn table(records: &[Record]) -> Table {
+/// One row per case that is no request.
+fn cases(records: &[Record]) -> Table {
     let mut table = Table::new([
         ("case", Align::Left),
         ("median ms", Align::Right),
@@ -107,7 +113,7 @@ fn table(records: &[Record]) -> Table {
         ("of measured ceiling", Align::Right),
         ("speed vs peers", Align::Left),
     ]);
-    for record in records {
+    for record in records.iter().filter(|record| !is_request(record)) {
         let Some(median) = record.median_ns else { continue };
         table.row([
             record.case(),
@@ -168,21 +174,16 @@ mod tests {
     fn a_name_cannot_leave_the_folder_of_baselines() {
         let dir = tempfile::tempdir().unwrap();
         for bad in ["x", "../x", "a/..", "a/b/c", "/etc/passwd"] {
-            let error = table_of(dir.path(), bad).unwrap_err();
+            let error = tables_of(dir.path(), bad).unwrap_err();
             assert!(error.to_string().contains("names no committed"), "{bad}: {error}");
         }
-        let error = table_of(dir.path(), "a/b").unwrap_err();
+        let error = tables_of(dir.path(), "a/b").unwrap_err();
         assert!(error.to_string().contains("cannot be read"), "{error}");
     }
 
     #[test]
     fn the_check_shows_what_differs() {
-        let dir = tempfile::tempdir().unwrap();
-        let baselines = dir.path().join("benches/baselines/cuda-x");
-        fs::create_dir_all(&baselines).unwrap();
-        let lines: Vec<_> =
-            sample::run()[0].records.iter().map(|r| serde_json::to_string(r).unwrap()).collect();
-        fs::write(baselines.join("quick.jsonl"), lines.join("\n")).unwrap();
+        let dir = committed(&[("quick", sample::run()[0].records.clone())]);
         let readme = dir.path().join("README.md");
         fs::write(&readme, with_block("")).unwrap();
 
@@ -199,8 +200,34 @@ mod tests {
         assert_eq!(crate::fail::report(&error), 1);
     }
 
+    /// A folder with these committed records of the device `cuda-x`.
+    fn committed(files: &[(&str, Vec<Record>)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("benches/baselines/cuda-x");
+        fs::create_dir_all(&folder).unwrap();
+        for (name, records) in files {
+            let lines: Vec<_> = records.iter().map(|r| serde_json::to_string(r).unwrap()).collect();
+            fs::write(folder.join(format!("{name}.jsonl")), lines.join("\n")).unwrap();
+        }
+        dir
+    }
+
+    #[test]
+    fn requests_stand_in_a_table_of_their_own() {
+        let run = sample::run()[0].records.clone();
+        let both = [run.clone(), sample::requests()].concat();
+        let files = [("quick", run), ("documents", sample::requests()), ("both", both)];
+        let dir = committed(&files);
+        let tables = |block: &str| tables_of(dir.path(), block).unwrap();
+        let (quick, documents) = (tables("cuda-x/quick"), tables("cuda-x/documents"));
+        assert!(quick.starts_with("| case |") && !quick.contains("p95"), "{quick}");
+        let names = "| model | precision | prompt | generated | batch | tokens/s | requests/s | p50 ms | p95 ms |";
+        assert!(documents.starts_with(names), "{documents}");
+        assert_eq!(tables("cuda-x/both"), format!("{quick}\n{documents}"));
+    }
+
     #[test]
     fn the_table_of_the_sample_records() {
-        insta::assert_snapshot!(table(&sample::run()[0].records).render(Style::Markdown));
+        insta::assert_snapshot!(cases(&sample::run()[0].records).render(Style::Markdown));
     }
 }

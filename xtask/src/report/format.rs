@@ -69,9 +69,9 @@ pub(crate) fn requests_per_second(record: &Record) -> Option<f64> {
     (record.op == "request").then_some(batch / record.median_ns? * 1e9)
 }
 
-/// `14.96 GiB`
-pub(crate) fn memory(bytes: u64) -> String {
-    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
+/// Bytes as GiB.
+pub(crate) fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
 }
 
 /// `1.62x burn, 0.98x cubek`: how many times faster we are than each, and by which clock where it was
@@ -119,6 +119,19 @@ pub(crate) fn dtype(params: &BTreeMap<String, Value>) -> String {
         .unwrap_or_default()
 }
 
+/// What a product or a model computes in; where its weights are quantised, their format first: `nf4 (bf16)`.
+pub(crate) fn precision(record: &Record) -> String {
+    let dtype = dtype(&record.params);
+    let weights = match record.op.as_str() {
+        "int8" | "nf4" => Some(record.op.as_str()),
+        _ => record.params.get("quant").and_then(Value::as_str),
+    };
+    match weights {
+        Some(weights) => format!("{weights} ({dtype})"),
+        None => dtype,
+    }
+}
+
 /// The case without its element type.
 pub(crate) fn shape(record: &Record) -> String {
     let mut params = record.params.clone();
@@ -138,7 +151,7 @@ pub(crate) fn facts(card: &Card) -> Vec<(&'static str, String)> {
         ("device", Some(card.name.clone())),
         ("arch_id", Some(card.arch_id.clone())),
         ("profile", card.profile.clone()),
-        ("memory", card.memory_bytes.map(|b| format!("{:.1} GiB", b as f64 / (1u64 << 30) as f64))),
+        ("memory", card.memory_bytes.map(|b| format!("{:.1} GiB", gib(b)))),
         ("driver", card.driver.clone()),
         ("versions", Some(pairs(&card.versions))),
         ("clocks", Some(pairs(&card.clocks))),

@@ -6,7 +6,7 @@ use super::chart::{Unit, bars};
 use super::format::facts;
 use super::roofline::{dtypes, roofline};
 use super::table::{Align, Table};
-use super::text::{across, records};
+use super::text::{across, tables};
 use crate::stream::Column;
 
 const STYLE: &str = include_str!("page.css");
@@ -46,7 +46,7 @@ pub(crate) fn page(run: &[Column], comparison: Option<&Table>) -> String {
                 footer {
                     "Each case is checked against a reference before it is timed. Ceilings are "
                     "measured on the same device. Times are medians of one launch with the 10th "
-                    "and 90th percentile."
+                    "and 90th percentile; of requests, medians (p50) and 95th percentiles."
                 }
             }
         }
@@ -85,8 +85,7 @@ fn section(column: &Column) -> Markup {
                     (chart)
                 }
             }
-            @let table = records(column);
-            @if !table.rows().is_empty() { (grid(&table)) }
+            @for (title, table) in tables(&column.records) { h3 { (title) } (grid(&table)) }
             (list("Failed", column.failures().collect()))
             (list("Skipped", column.skips.clone()))
         }

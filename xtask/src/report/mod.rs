@@ -4,6 +4,7 @@ mod chart;
 mod data;
 mod format;
 mod html;
+mod requests;
 mod roofline;
 #[cfg(test)]
 pub(crate) mod sample;
@@ -13,5 +14,6 @@ mod text;
 pub(crate) use data::{csv, json};
 pub(crate) use format::{digits, error, millis, peers, percent, rate, ratio};
 pub(crate) use html::page;
+pub(crate) use requests::{is_request, requests};
 pub(crate) use table::{Align, Style, Table};
 pub(crate) use text::{document, notes};

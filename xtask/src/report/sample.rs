@@ -1,6 +1,6 @@
 //! A fixed run of two backends, for the tests of everything that shows one.
 
-use record::Line;
+use record::{Line, Record};
 
 use crate::stream::Column;
 
@@ -9,6 +9,11 @@ pub(crate) fn run() -> Vec<Column> {
     let mut cpu = column("cpu", include_str!("sample/cpu.jsonl"));
     cpu.broken = Some("program ended by signal 9 (killed, often for lack of memory) in case copy f32 n=1073741824".into());
     vec![column("cuda", include_str!("sample/cuda.jsonl")), cpu]
+}
+
+/// Requests to two models.
+pub(crate) fn requests() -> Vec<Record> {
+    column("cuda", include_str!("sample/requests.jsonl")).records
 }
 
 fn column(backend: &str, text: &str) -> Column {

@@ -6,9 +6,10 @@ use std::fmt::Write;
 use record::Record;
 
 use super::format::{
-    config_and_source, digits, dtype, error, facts, memory, millis, peers, percent,
-    requests_per_second, shape, tokens_per_second,
+    config_and_source, digits, dtype, error, facts, gib, millis, peers, percent, shape,
+    tokens_per_second,
 };
+use super::requests::{is_request, requests};
 use super::table::{Align, Style, Table};
 use crate::stream::Column;
 
@@ -43,15 +44,20 @@ fn section(out: &mut String, column: &Column, style: Style) {
         }
         out.push('\n');
     }
-    if column.records.iter().any(|r| r.median_ns.is_some()) {
-        *out += &records(column).render(style);
-        out.push('\n');
+    for (title, table) in tables(&column.records) {
+        *out += &format!("{title}:\n\n{}\n", table.render(style));
     }
     *out += &notes(column, style);
 }
 
-/// One row per measured case.
-pub(crate) fn records(column: &Column) -> Table {
+/// What was measured, each table with its title; those without a row are left out.
+pub(crate) fn tables(records: &[Record]) -> Vec<(&'static str, Table)> {
+    let all = [("Cases", cases(records)), ("Requests", requests(records))];
+    all.into_iter().filter(|(_, table)| !table.rows().is_empty()).collect()
+}
+
+/// One row per measured case that is no request.
+fn cases(records: &[Record]) -> Table {
     let mut table = Table::new([
         ("case", Align::Left),
         ("dtype", Align::Left),
@@ -60,14 +66,12 @@ pub(crate) fn records(column: &Column) -> Table {
         ("GB/s", Align::Right),
         ("of ceiling", Align::Right),
         ("tokens/s", Align::Right),
-        ("requests/s", Align::Right),
-        ("p95 ms", Align::Right),
-        ("memory", Align::Right),
+        ("memory GiB", Align::Right),
         ("speed vs peers", Align::Left),
         ("config", Align::Left),
         ("max error", Align::Right),
     ]);
-    for record in &column.records {
+    for record in records.iter().filter(|record| !is_request(record)) {
         let Some(median) = record.median_ns else { continue };
         let number = |value: Option<f64>| value.map(digits).unwrap_or_default();
         table.row([
@@ -78,9 +82,7 @@ pub(crate) fn records(column: &Column) -> Table {
             number(record.gbps),
             record.share_of_ceiling.map(percent).unwrap_or_default(),
             number(tokens_per_second(record)),
-            number(requests_per_second(record)),
-            record.p95_ns.map(millis).unwrap_or_default(),
-            record.memory_bytes.map(memory).unwrap_or_default(),
+            number(record.memory_bytes.map(gib)),
             peers(record),
             config_and_source(record),
             record.max_err.map(error).unwrap_or_default(),
