@@ -1,7 +1,8 @@
 //! `cargo xtask readme`: the tables of README.md come from committed records, never from a keyboard.
 //!
 //! A block is `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on a line of its own; it shows
-//! `benches/baselines/ARCH_ID/NAME.jsonl`: requests to models in a table of their own, after all else.
+//! `benches/baselines/ARCH_ID/NAME.jsonl`: requests to models in a table of their own, after all else. Several files
+//! are `NAME,NAME`, and `bench:ARCH_ID/NAME by precision` shows their products with a column per precision.
 
 use std::fs;
 use std::path::Path;
@@ -13,10 +14,13 @@ use record::Record;
 use crate::cli::ReadmeArgs;
 use crate::fail::{check, usage};
 use crate::place::Place;
-use crate::report::{Align, Style, Table, is_request, millis, peers, percent, rate, requests};
+use crate::report::{
+    Align, Style, Table, is_request, millis, peers, percent, precisions, rate, requests,
+};
 
 const OPEN: &str = "<!-- bench:";
 const CLOSE: &str = "<!-- /bench -->";
+const BY_PRECISION: &str = " by precision";
 
 pub(crate) fn run(args: &ReadmeArgs) -> Result<()> {
     let place = Place::find()?;
@@ -47,7 +51,7 @@ pub(crate) fn check_file(root: &Path) -> Result<()> {
 /// README.md as it is and as it should be.
 fn both(root: &Path) -> Result<(String, String)> {
     let old = fs::read_to_string(root.join("README.md")).context("cannot read README.md")?;
-    let new = regenerate(&old, |name| tables_of(root, name))?;
+    let new = regenerate(&old, |block| tables_of(root, block))?;
     Ok((old, new))
 }
 
@@ -78,30 +82,55 @@ fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<Stri
     Ok(out)
 }
 
-/// The tables of one committed file, with a blank line between them.
-fn tables_of(root: &Path, name: &str) -> Result<String> {
-    let valid = name.split('/').count() == 2
-        && name.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
-    if !valid {
-        return Err(usage(
-            format!("README.md: `{name}` names no committed records"),
-            "write `bench:ARCH_ID/NAME` for benches/baselines/ARCH_ID/NAME.jsonl",
-        ));
-    }
-    let file = format!("benches/baselines/{name}.jsonl");
-    let text = fs::read_to_string(root.join(&file)).map_err(|why| {
-        usage(
-            format!("README.md asks for {file}, which cannot be read: {why}"),
-            format!("save it with `cargo xtask bench --save {file}`, or remove the block"),
-        )
-    })?;
-    let records = record::read_baseline(&text).with_context(|| file.clone())?;
-    let shown: Vec<_> = [cases(&records), requests(&records)]
+/// What a block shows: its tables, with a blank line between them.
+fn tables_of(root: &Path, block: &str) -> Result<String> {
+    let (files, by_precision) = match block.strip_suffix(BY_PRECISION) {
+        Some(files) => (files, true),
+        None => (block, false),
+    };
+    let records = records_of(root, files)?;
+    let tables = match by_precision {
+        true => vec![precisions(&records)],
+        false => vec![cases(&records), requests(&records)],
+    };
+    let shown: Vec<_> = tables
         .iter()
         .filter(|table| !table.rows().is_empty())
         .map(|table| table.render(Style::Markdown))
         .collect();
+    if shown.is_empty() {
+        return Err(usage(
+            format!("README.md: `bench:{block}` has nothing to show"),
+            "name files that hold it, or remove the block",
+        ));
+    }
     Ok(shown.join("\n"))
+}
+
+/// The records of committed files of one device, `ARCH_ID/NAME,NAME`.
+fn records_of(root: &Path, files: &str) -> Result<Vec<Record>> {
+    let plain = |part: &str| !part.is_empty() && !part.starts_with('.');
+    let parts = files.split_once('/').filter(|(device, names)| {
+        plain(device) && !names.contains('/') && names.split(',').all(plain)
+    });
+    let Some((device, names)) = parts else {
+        return Err(usage(
+            format!("README.md: `{files}` names no committed records"),
+            "write `bench:ARCH_ID/NAME` for benches/baselines/ARCH_ID/NAME.jsonl",
+        ));
+    };
+    let mut records = Vec::new();
+    for name in names.split(',') {
+        let file = format!("benches/baselines/{device}/{name}.jsonl");
+        let text = fs::read_to_string(root.join(&file)).map_err(|why| {
+            usage(
+                format!("README.md asks for {file}, which cannot be read: {why}"),
+                format!("save it with `cargo xtask bench --save {file}`, or remove the block"),
+            )
+        })?;
+        records.extend(record::read_baseline(&text).with_context(|| file.clone())?);
+    }
+    Ok(records)
 }
 
 /// One row per case that is no request.
@@ -173,7 +202,7 @@ mod tests {
     #[test]
     fn a_name_cannot_leave_the_folder_of_baselines() {
         let dir = tempfile::tempdir().unwrap();
-        for bad in ["x", "../x", "a/..", "a/b/c", "/etc/passwd"] {
+        for bad in ["x", "../x", "a/..", "a/b/c", "/etc/passwd", "a/b,../c", "a/b,", "a/b,.c"] {
             let error = tables_of(dir.path(), bad).unwrap_err();
             assert!(error.to_string().contains("names no committed"), "{bad}: {error}");
         }
@@ -215,15 +244,27 @@ mod tests {
     #[test]
     fn requests_stand_in_a_table_of_their_own() {
         let run = sample::run()[0].records.clone();
-        let both = [run.clone(), sample::requests()].concat();
-        let files = [("quick", run), ("documents", sample::requests()), ("both", both)];
-        let dir = committed(&files);
+        let dir = committed(&[("quick", run), ("documents", sample::requests())]);
         let tables = |block: &str| tables_of(dir.path(), block).unwrap();
         let (quick, documents) = (tables("cuda-x/quick"), tables("cuda-x/documents"));
         assert!(quick.starts_with("| case |") && !quick.contains("p95"), "{quick}");
         let names = "| model | precision | prompt | generated | batch | tokens/s | requests/s | p50 ms | p95 ms |";
         assert!(documents.starts_with(names), "{documents}");
-        assert_eq!(tables("cuda-x/both"), format!("{quick}\n{documents}"));
+        assert_eq!(tables("cuda-x/documents,quick"), format!("{quick}\n{documents}"));
+    }
+
+    #[test]
+    fn files_together_show_products_by_precision() {
+        let of = |dtype: &str| {
+            let mut record = sample::run()[0].records[1].clone();
+            record.params.insert("dtype".into(), dtype.into());
+            record
+        };
+        let dir = committed(&[("a", vec![of("bf16"), of("f32")]), ("b", vec![of("tf32")])]);
+        let table = tables_of(dir.path(), "cuda-x/a,b by precision").unwrap();
+        assert!(table.starts_with("| product | f32 ms | tf32 ms | bf16 ms |"), "{table}");
+        let error = tables_of(dir.path(), "cuda-x/a by precision").unwrap_err();
+        assert!(error.to_string().contains("nothing to show"), "{error}");
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod chart;
 mod data;
 mod format;
 mod html;
+mod precisions;
 mod requests;
 mod roofline;
 #[cfg(test)]
@@ -14,6 +15,7 @@ mod text;
 pub(crate) use data::{csv, json};
 pub(crate) use format::{digits, error, millis, peers, percent, rate, ratio};
 pub(crate) use html::page;
+pub(crate) use precisions::precisions;
 pub(crate) use requests::{is_request, requests};
 pub(crate) use table::{Align, Style, Table};
 pub(crate) use text::{document, notes};

@@ -9,6 +9,7 @@ use super::format::{
     config_and_source, digits, dtype, error, facts, gib, millis, peers, percent, shape,
     tokens_per_second,
 };
+use super::precisions::precisions;
 use super::requests::{is_request, requests};
 use super::table::{Align, Style, Table};
 use crate::stream::Column;
@@ -52,7 +53,11 @@ fn section(out: &mut String, column: &Column, style: Style) {
 
 /// What was measured, each table with its title; those without a row are left out.
 pub(crate) fn tables(records: &[Record]) -> Vec<(&'static str, Table)> {
-    let all = [("Cases", cases(records)), ("Requests", requests(records))];
+    let all = [
+        ("Cases", cases(records)),
+        ("Requests", requests(records)),
+        ("Products by precision", precisions(records)),
+    ];
     all.into_iter().filter(|(_, table)| !table.rows().is_empty()).collect()
 }
 
