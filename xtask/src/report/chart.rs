@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 use record::Record;
 
-use super::format::{digits, ratio};
+use super::format::{digits, ratio, tokens_per_second};
 
 const WIDTH: f64 = 860.0;
 /// Left edge of the bars; the names of the series stand before it.
@@ -21,19 +21,44 @@ const COLOURS: usize = 6;
 pub(super) enum Unit {
     Tflops,
     Gbps,
+    /// Of the cases of a model, which are prompts, steps or requests: one is orders of magnitude from another.
+    Tokens(&'static str),
 }
 
 impl Unit {
+    pub(super) const ALL: [Self; 5] = [
+        Self::Tflops,
+        Self::Gbps,
+        Self::Tokens("prompt"),
+        Self::Tokens("generate"),
+        Self::Tokens("request"),
+    ];
+
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Tflops => "TFLOP/s",
             Self::Gbps => "GB/s",
+            Self::Tokens(_) => "tokens/s",
         }
     }
 
-    /// Whether a case is described by this unit: arithmetic by its rate, copies by bytes moved.
+    /// What a chart of it shows.
+    pub(super) fn title(self) -> String {
+        match self {
+            Self::Tokens(op) => format!("{}, {op}, ours and peers", self.name()),
+            _ => format!("{}, ours and peers", self.name()),
+        }
+    }
+
+    /// Whether a case is described by this unit: a model's by its tokens, arithmetic by its rate, copies by bytes
+    /// moved.
     fn describes(self, record: &Record) -> bool {
-        (record.flops > 0) == (self == Self::Tflops)
+        match self {
+            Self::Tokens(op) => record.op == op,
+            _ if tokens_per_second(record).is_some() => false,
+            Self::Tflops => record.flops > 0,
+            Self::Gbps => record.flops == 0,
+        }
     }
 
     /// Rate of a launch that took this long. Work per nanosecond is giga-work per second.
@@ -41,6 +66,10 @@ impl Unit {
         match self {
             Self::Tflops => record.flops as f64 / nanos / 1e3,
             Self::Gbps => record.bytes as f64 / nanos,
+            Self::Tokens(_) => {
+                tokens_per_second(&Record { median_ns: Some(nanos), ..record.clone() })
+                    .unwrap_or_default()
+            }
         }
     }
 }
@@ -80,7 +109,7 @@ pub(super) fn bars(records: &[Record], unit: Unit) -> Option<Markup> {
     }
     Some(html! {
         svg viewBox=(format!("0 0 {WIDTH} {}", px(y))) role="img"
-            aria-label=(format!("{} per case, ours and peers", unit.name())) {
+            aria-label=(format!("{}, per case", unit.title())) {
             @for part in body { (part) }
         }
     })
@@ -135,6 +164,15 @@ mod tests {
         let (tflops, gbps) = (svg(Unit::Tflops), svg(Unit::Gbps));
         assert!(tflops.contains("matmul bf16 4096x4096x4096") && !tflops.contains("copy"));
         assert!(gbps.contains("copy f32") && !gbps.contains("matmul"));
+    }
+
+    #[test]
+    fn a_models_cases_are_told_in_tokens() {
+        let records = sample::requests();
+        assert!(bars(&records, Unit::Tflops).is_none() && bars(&records, Unit::Gbps).is_none());
+        assert!(bars(&records, Unit::Tokens("prompt")).is_none());
+        let svg = bars(&records, Unit::Tokens("request")).unwrap().into_string();
+        assert!(svg.contains(">1904 tokens/s<") && svg.contains(">3984 tokens/s<"), "{svg}");
     }
 
     #[test]

@@ -69,9 +69,9 @@ fn section(column: &Column) -> Markup {
                 }
             }
             @if let Some(why) = &column.broken { p.bad { "Incomplete: " (why) } }
-            @for unit in [Unit::Tflops, Unit::Gbps] {
+            @for unit in Unit::ALL {
                 @if let Some(chart) = bars(&column.records, unit) {
-                    figure { figcaption { (unit.name()) ", ours and peers" } (chart) }
+                    figure { figcaption { (unit.title()) } div.scroll { (chart) } }
                 }
             }
             @if let Some(chart) = column.card.as_ref().and_then(|c| roofline(c, &column.records)) {
@@ -82,7 +82,7 @@ fn section(column: &Column) -> Markup {
                             span.legend { i class=(colour) {} (dtype) }
                         }
                     }
-                    (chart)
+                    div.scroll { (chart) }
                 }
             }
             @for (title, table) in tables(&column.records) { h3 { (title) } (grid(&table)) }
@@ -102,7 +102,9 @@ fn list(title: &str, entries: Vec<(String, String)>) -> Markup {
 }
 
 fn grid(table: &Table) -> Markup {
-    let class = |i: usize| match table.columns()[i].1 {
+    // A longer text breaks into lines, of at least a readable width.
+    let class = |i: usize, text: &str| match table.columns()[i].1 {
+        Align::Left if text.len() > 20 => "left long",
         Align::Left => "left",
         Align::Right => "right",
     };
@@ -112,13 +114,13 @@ fn grid(table: &Table) -> Markup {
                 thead {
                     tr {
                         @for (i, (name, _)) in table.columns().iter().enumerate() {
-                            th class=(class(i)) { (name) }
+                            th class=(class(i, name)) { (name) }
                         }
                     }
                 }
                 tbody {
                     @for row in table.rows() {
-                        tr { @for (i, cell) in row.iter().enumerate() { td class=(class(i)) { (cell) } } }
+                        tr { @for (i, cell) in row.iter().enumerate() { td class=(class(i, cell)) { (cell) } } }
                     }
                 }
             }

@@ -13,6 +13,8 @@ const LEFT: f64 = 64.0;
 const RIGHT: f64 = 20.0;
 const TOP: f64 = 16.0;
 const BOTTOM: f64 = 46.0;
+/// Height of a line of text.
+const LINE: f64 = 14.0;
 
 /// Range of an axis in powers of ten.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,6 +85,11 @@ pub(super) fn roofline(card: &Card, records: &[Record]) -> Option<Markup> {
             @for (record, (intensity, tflops)) in &points {
                 (dot(&plot, record, *intensity, *tflops))
             }
+            @for (y, label) in labels(&plot, card) {
+                text.roofname x=(px(WIDTH - RIGHT - 4.0)) y=(px(y - 5.0)) text-anchor="end" {
+                    (label) " TFLOP/s"
+                }
+            }
         }
     })
 }
@@ -113,7 +120,7 @@ fn tick(decade: f64) -> String {
     if (0.001..=10_000.0).contains(&decade) { decade.to_string() } else { format!("{decade:.0e}") }
 }
 
-/// The slanted roof of memory up to each flat roof of arithmetic, labelled.
+/// The slanted roof of memory up to each flat roof of arithmetic.
 fn ceilings(plot: &Plot, card: &Card, slope: f64) -> Markup {
     let end = 10f64.powi(plot.x.high);
     let top = card.peak_tflops.values().copied().fold(0.0, f64::max);
@@ -130,11 +137,26 @@ fn ceilings(plot: &Plot, card: &Card, slope: f64) -> Markup {
             line.roof x1=(px(x1)) y1=(px(y)) x2=(px(x2)) y2=(px(y)) {
                 title { "measured " (name) " rate: " (digits(*peak)) " TFLOP/s" }
             }
-            text.roofname x=(px(x2 - 4.0)) y=(px(y - 5.0)) text-anchor="end" {
-                (name) " " (digits(*peak)) " TFLOP/s"
-            }
         }
     }
+}
+
+/// Names and rates of the flat roofs, each at the height of its roof; roofs that lie closer than a line of text share
+/// the label of the highest.
+fn labels(plot: &Plot, card: &Card) -> Vec<(f64, String)> {
+    let mut roofs: Vec<_> =
+        card.peak_tflops.iter().filter(|(_, p)| **p >= 10f64.powi(plot.y.low)).collect();
+    roofs.sort_by(|a, b| b.1.total_cmp(a.1));
+    let mut labels: Vec<(f64, String)> = Vec::new();
+    for (name, peak) in roofs {
+        let (_, y) = plot.at(1.0, *peak);
+        let roof = format!("{name} {}", digits(*peak));
+        match labels.last_mut() {
+            Some((above, label)) if y - *above < LINE => *label += &format!(", {roof}"),
+            _ => labels.push((y, roof)),
+        }
+    }
+    labels
 }
 
 fn dot(plot: &Plot, record: &Record, intensity: f64, tflops: f64) -> Markup {
@@ -197,6 +219,15 @@ mod tests {
             .collect();
         assert_eq!(centres.len(), 3);
         assert!(centres.iter().all(|y| (TOP..=HEIGHT - BOTTOM).contains(y)), "{centres:?}");
+    }
+
+    #[test]
+    fn roofs_that_nearly_meet_share_a_label() {
+        let mut card = sample::run()[0].card.clone().unwrap();
+        card.peak_tflops.insert("f16".into(), 800.0);
+        let plot = Plot { x: Axis { low: -1, high: 4 }, y: Axis { low: -1, high: 3 } };
+        let labels: Vec<_> = labels(&plot, &card).into_iter().map(|(_, label)| label).collect();
+        assert_eq!(labels, ["f16 800, bf16 790", "f32 58.0"]);
     }
 
     #[test]
