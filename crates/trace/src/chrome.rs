@@ -5,38 +5,43 @@
 
 use serde_json::{Value, json};
 
-use crate::{Clock, Trace};
+use crate::{Clock, Launch, Trace};
 
-/// The host, and the device.
-const HOST: u32 = 0;
-const DEVICE: u32 = 1;
+#[cfg(test)]
+mod format;
+
+/// The host, and the device. Perfetto takes process 0 and thread 0 for an idle kernel's, and has shown threads 0 and 1
+/// as one (google/perfetto issue 394, thoren-d/tracing-chrome issue 32): both are counted from 1.
+const HOST: u32 = 1;
+const DEVICE: u32 = 2;
 
 impl Trace {
-    /// The trace as JSON: spans by thread, launches on the device's row, memory as counters.
+    /// The trace as JSON: spans by thread, launches on the device's rows, memory as counters.
     pub fn chrome(&self, device: &str) -> String {
-        let mut events = vec![
-            named("process_name", HOST, None, "host"),
-            named("process_name", DEVICE, None, device),
-            named("thread_name", DEVICE, Some(0), "kernels"),
-        ];
-        let threads = self.spans.iter().map(|span| span.thread + 1).max().unwrap_or(0);
-        for thread in 0..threads {
-            events.push(named("thread_name", HOST, Some(thread), &format!("thread {thread}")));
+        let mut events =
+            vec![named("process_name", HOST, 1, "host"), named("process_name", DEVICE, 1, device)];
+        let rows = rows(&self.launches);
+        for row in 0..count(rows.iter().copied()) {
+            let row = row + 1;
+            events.push(named("thread_name", DEVICE, row, &format!("kernels {row}")));
+        }
+        for thread in 0..count(self.spans.iter().map(|span| span.thread)) {
+            events.push(named("thread_name", HOST, thread + 1, &format!("thread {thread}")));
         }
         for span in &self.spans {
             let category = if span.cost.is_some() { "cpu_op" } else { "user_annotation" };
             let mut event = complete(&span.name, category, span.begin_ns, span.end_ns);
             event["pid"] = HOST.into();
-            event["tid"] = span.thread.into();
+            event["tid"] = (span.thread + 1).into();
             if let Some(cost) = span.cost {
                 event["args"] = json!({ "flops": cost.flops, "bytes": cost.bytes });
             }
             events.push(event);
         }
-        for launch in &self.launches {
+        for (launch, row) in self.launches.iter().zip(rows) {
             let mut event = complete(&launch.kernel, "kernel", launch.begin_ns, launch.end_ns);
             event["pid"] = DEVICE.into();
-            event["tid"] = 0.into();
+            event["tid"] = (row + 1).into();
             let clock = match launch.clock {
                 Clock::Device => "device",
                 Clock::Host => "host",
@@ -58,6 +63,26 @@ impl Trace {
     }
 }
 
+/// The row of each launch: the first that is free. Viewers drop what crosses another event of its row, and launches of
+/// several queues do, as do times by the host's clock.
+fn rows(launches: &[Launch]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..launches.len()).collect();
+    order.sort_by_key(|at| launches[*at].begin_ns);
+    let (mut rows, mut ends) = (vec![0; launches.len()], Vec::new());
+    for at in order {
+        let Launch { begin_ns, end_ns, .. } = launches[at];
+        // A viewer may cut fractions of a microsecond off: what meets could cross.
+        let row = ends.iter().position(|end| *end < begin_ns).unwrap_or(ends.len());
+        ends.resize(ends.len().max(row + 1), 0);
+        (rows[at], ends[row]) = (row, end_ns);
+    }
+    rows
+}
+
+fn count(numbers: impl Iterator<Item = usize>) -> usize {
+    numbers.max().map_or(0, |most| most + 1)
+}
+
 fn complete(name: &str, category: &str, begin_ns: u64, end_ns: u64) -> Value {
     let duration = end_ns.saturating_sub(begin_ns);
     json!({
@@ -66,8 +91,8 @@ fn complete(name: &str, category: &str, begin_ns: u64, end_ns: u64) -> Value {
     })
 }
 
-fn named(kind: &str, pid: u32, tid: Option<usize>, name: &str) -> Value {
-    json!({ "name": kind, "ph": "M", "pid": pid, "tid": tid.unwrap_or(0), "args": { "name": name } })
+fn named(kind: &str, pid: u32, tid: usize, name: &str) -> Value {
+    json!({ "name": kind, "ph": "M", "pid": pid, "tid": tid, "args": { "name": name } })
 }
 
 fn microseconds(ns: u64) -> f64 {
@@ -79,37 +104,46 @@ mod tests {
     use tune::Cost;
 
     use super::*;
-    use crate::{Launch, Memory, Span};
+    use crate::{Memory, Span};
+
+    fn span(name: &str, parent: Option<usize>, thread: usize, times: [u64; 2]) -> Span {
+        let [begin_ns, end_ns] = times;
+        Span { name: name.to_owned(), parent, thread, begin_ns, end_ns, cost: None }
+    }
+
+    fn launch(kernel: &str, span: Option<usize>, times: [u64; 2]) -> Launch {
+        let [begin_ns, end_ns] = times;
+        Launch { kernel: kernel.to_owned(), span, begin_ns, end_ns, clock: Clock::Device }
+    }
+
+    /// Two threads, and three launches of which two cross, the last one read first.
+    fn trace() -> Trace {
+        let cost = Some(Cost { flops: 8, bytes: 6 });
+        Trace {
+            spans: vec![
+                span("layer \"0\"", None, 0, [1500, 4000]),
+                Span { cost, ..span("matmul", Some(0), 0, [1500, 3900]) },
+                span("layer 1", None, 1, [1600, 4100]),
+            ],
+            launches: vec![
+                launch("late", Some(2), [3700, 4500]),
+                launch("product", Some(1), [2000, 3500]),
+                launch("add_parts", Some(1), [3500, 3800]),
+            ],
+            memory: vec![
+                Memory { at_ns: 3000, used: 5, reserved: 7 },
+                Memory { at_ns: 4000, used: 6, reserved: 6 },
+            ],
+            untimed: 0,
+        }
+    }
 
     #[test]
-    fn every_event_has_what_the_format_asks_for() {
-        let span = |name: &str, parent, cost| Span {
-            name: name.to_owned(),
-            parent,
-            thread: 0,
-            begin_ns: 1500,
-            end_ns: 4000,
-            cost,
-        };
-        let trace = Trace {
-            spans: vec![
-                span("layer \"0\"", None, None),
-                span("matmul", Some(0), Some(Cost { flops: 8, bytes: 6 })),
-            ],
-            launches: vec![Launch {
-                kernel: "product".to_owned(),
-                span: Some(1),
-                begin_ns: 2000,
-                end_ns: 3500,
-                clock: Clock::Device,
-            }],
-            memory: vec![Memory { at_ns: 3000, used: 5, reserved: 7 }],
-            untimed: 0,
-        };
-        let parsed: Value = serde_json::from_str(&trace.chrome("card")).expect("JSON");
+    fn spans_launches_and_memory_are_told() {
+        let parsed: Value = serde_json::from_str(&trace().chrome("card")).expect("JSON");
         let events = parsed["traceEvents"].as_array().expect("a list");
         let of = |phase: &str| events.iter().filter(|e| e["ph"] == phase).collect::<Vec<_>>();
-        let [layer, product, kernel] = of("X")[..] else { panic!("{events:?}") };
+        let [layer, product, _, _, kernel, _] = of("X")[..] else { panic!("{events:?}") };
         assert_eq!(
             (&layer["name"], &layer["ts"], &layer["dur"]),
             (&json!("layer \"0\""), &json!(1.5), &json!(2.5))
@@ -119,8 +153,56 @@ mod tests {
             (&json!("cpu_op"), &json!({ "flops": 8, "bytes": 6 }))
         );
         assert_eq!(kernel["args"]["of"], "layer \"0\" / matmul");
-        assert_eq!((&kernel["pid"], &kernel["cat"]), (&json!(1), &json!("kernel")));
+        assert_eq!((&kernel["pid"], &kernel["cat"]), (&json!(2), &json!("kernel")));
         assert_eq!(of("C")[0]["args"], json!({ "used": 5, "kept": 2 }));
-        assert_eq!(of("M").len(), 4);
+    }
+
+    #[test]
+    fn a_viewer_shows_every_event_on_a_row_with_a_name() {
+        let rows = format::rows(&trace().chrome("card")).expect("as the format asks for");
+        let names = |row: (u64, u64)| -> Vec<&str> {
+            rows[&row].iter().map(|(_, _, name)| name.as_str()).collect()
+        };
+        assert_eq!(names((1, 1)), ["layer \"0\"", "matmul"], "the outer one first");
+        assert_eq!(names((1, 2)), ["layer 1"]);
+        // It begins when the first ends, and another crosses it.
+        assert_eq!((names((2, 1)), names((2, 2))), (vec!["product", "late"], vec!["add_parts"]));
+        assert_eq!(rows.len(), 4);
+        assert!(format::rows(&Trace::default().chrome("card")).expect("no event").is_empty());
+    }
+
+    #[test]
+    fn a_broken_file_is_told_from_a_good_one() {
+        let good: Value = serde_json::from_str(&trace().chrome("card")).expect("JSON");
+        let find = |phase: &str, name: &str| {
+            let events = good["traceEvents"].as_array().expect("a list");
+            events.iter().position(|e| e["ph"] == phase && e["name"] == name).expect("there")
+        };
+        let refused = |phase: &str, name: &str, field: &str, value: Value, why: &str| {
+            let mut broken = good.clone();
+            broken["traceEvents"][find(phase, name)][field] = value;
+            let error = format::rows(&broken.to_string()).expect_err(why);
+            assert!(error.contains(why), "{error}");
+        };
+        for field in ["name", "cat", "ph"] {
+            refused("X", "matmul", field, json!(""), &format!("{field} is no text"));
+        }
+        refused("X", "matmul", "ts", Value::Null, "ts is no time");
+        refused("X", "matmul", "dur", json!("2.4"), "dur is no time");
+        refused("X", "matmul", "dur", json!(-1), "dur is no time");
+        refused("X", "matmul", "args", json!([8, 6]), "args is no object");
+        refused("X", "matmul", "ph", json!("B"), "unknown phase B");
+        refused("X", "matmul", "pid", json!(0), "pid is no number above 0");
+        refused("X", "matmul", "tid", json!("main"), "tid is no number above 0");
+        refused("X", "matmul", "tid", json!(9), "no thread_name of process 1, thread 9");
+        refused("X", "matmul", "ts", json!(1.7), "layer \"0\" ends within matmul");
+        refused("X", "late", "tid", json!(2), "add_parts ends within late");
+        refused("C", "memory", "args", json!({}), "a counter's args are numbers");
+        refused("C", "memory", "args", json!({ "used": "5" }), "a counter's args are numbers");
+        refused("C", "memory", "args", json!({ "used": 5 }), "changes its series");
+        refused("C", "memory", "ts", json!("3"), "ts is no time");
+        refused("M", "process_name", "args", json!({}), "name is no text");
+        refused("M", "process_name", "pid", json!(2), "named twice");
+        refused("M", "thread_name", "name", json!("thread"), "unknown metadata");
     }
 }

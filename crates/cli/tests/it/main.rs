@@ -8,6 +8,8 @@ mod quantize;
 #[path = "../../../hub/tests/it/server.rs"]
 mod server;
 mod tokenize;
+#[path = "../../../trace/src/chrome/format.rs"]
+mod trace_format;
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::{fixture, flashover};
+use crate::{fixture, flashover, trace_format};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -83,8 +83,9 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
     {
         assert!(said.contains(part), "{part}: {said}");
     }
-    let file: Value =
-        serde_json::from_slice(&std::fs::read(trace).expect("written")).expect("JSON");
+    let written = std::fs::read_to_string(trace).expect("written");
+    trace_format::rows(&written).expect("what Perfetto reads");
+    let file: Value = serde_json::from_str(&written).expect("JSON");
     let events = file["traceEvents"].as_array().expect("a list");
     let of = |category: &str| events.iter().filter(|event| event["cat"] == category).count();
     assert!(of("kernel") > 20 && of("cpu_op") > 20 && of("user_annotation") > 3);
@@ -96,10 +97,10 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
     let args = ["generate", "--model", model, "--backend", "cpu", "--tokens", "1,2,3"];
     let more = ["--max-new-tokens", "3", "--ignore-eos", "--profile-trace", trace];
     assert!(flashover(&[&args[..], &more].concat()).status.success());
-    let file: Value =
-        serde_json::from_slice(&std::fs::read(trace).expect("written")).expect("JSON");
-    let steps = file["traceEvents"].as_array().expect("a list").iter();
-    assert_eq!(steps.filter(|event| event["name"] == "step").count(), 2);
+    let rows = trace_format::rows(&std::fs::read_to_string(trace).expect("written"));
+    let rows = rows.expect("what Perfetto reads");
+    let steps = rows.values().flatten().filter(|(_, _, name)| name == "step");
+    assert_eq!(steps.count(), 2);
     // What cannot be written is said before anything is loaded.
     let nowhere = folder.path().join("no/trace.json");
     let more = ["--profile-trace", nowhere.to_str().expect("UTF-8")];
