@@ -243,7 +243,8 @@ impl Engine {
     /// chat template where it has them. Files are mapped and go to the device one tensor at a time.
     ///
     /// # Errors
-    /// [`EngineError::Folder`] for what is no model of ours; [`EngineError::Memory`] before anything is loaded;
+    /// [`EngineError::Folder`] for what is no model of ours; [`EngineError::Memory`] before anything is loaded,
+    /// [`EngineError::OutOfMemory`] where the device has less left than it should;
     /// [`EngineError::Text`] for a tokenizer that cannot be read or is another model's.
     pub fn load(
         device: &Device,
@@ -360,13 +361,12 @@ impl Engine {
     /// Gives what the pools keep for later back to the device, as far as they do.
     ///
     /// # Errors
-    /// [`EngineError::Failed`].
+    /// [`EngineError::OutOfMemory`] and [`EngineError::Failed`] of what still ran.
     pub fn clear_cache(&self) -> Result<(), EngineError> {
         let _at_work = ops::at_work();
-        let failed = |why: &dyn fmt::Debug| EngineError::Failed(format!("{why:?}"));
         // What still runs holds what it reads.
-        self.decoder().device().sync().map_err(|why| failed(&why))?;
-        self.0.device.client().memory_cleanup().map_err(|why| failed(&why))
+        self.decoder().device().sync().map_err(|why| self.failed(&why))?;
+        self.0.device.client().memory_cleanup().map_err(|why| self.failed(&why))
     }
 
     /// What the model's makers would have.
@@ -474,15 +474,17 @@ impl Engine {
     /// Numbers of the device.
     fn on_host(&self, made: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
         let _at_work = ops::at_work();
-        let failed = |e: &dyn fmt::Debug| {
-            let why = format!("{e:?}");
-            match bytes_lacked(&why) {
-                None => EngineError::Failed(why),
-                Some(need) => EngineError::OutOfMemory { need, have: self.memory() },
-            }
-        };
-        let data = made.try_into_data().map_err(|e| failed(&e))?;
-        data.try_to_vec::<f32>().map_err(|e| failed(&e))
+        let data = made.try_into_data().map_err(|why| self.failed(&why))?;
+        data.try_to_vec::<f32>().map_err(|why| self.failed(&why))
+    }
+
+    /// What a failure of the device is.
+    fn failed(&self, why: &dyn fmt::Debug) -> EngineError {
+        let why = format!("{why:?}");
+        match bytes_lacked(&why) {
+            None => EngineError::Failed(why),
+            Some(need) => EngineError::OutOfMemory { need, have: self.memory() },
+        }
     }
 
     pub(crate) fn decoder(&self) -> &Decoder {
