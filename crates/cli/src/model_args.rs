@@ -9,8 +9,8 @@ use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
-    ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, MemoryBudget, Policy,
-    Quant, Request, report,
+    ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, MemoryBudget,
+    OpenError, Policy, Quant, Request, report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -325,9 +325,17 @@ impl LoadArgs {
         }
     }
 
-    /// The profile that is to stand for a device.
-    pub(crate) fn described(&self) -> Option<&str> {
-        self.device.profile.as_deref()
+    /// The profile that is to stand for a device, of the back end that is asked for.
+    pub(crate) fn described(&self) -> anyhow::Result<Option<ArchProfile>> {
+        let Some(name) = &self.device.profile else { return Ok(None) };
+        let profile = ArchProfile::recorded(name)?;
+        match self.device.backend {
+            Some(backend) if backend != profile.backend => {
+                let (profile, of) = (name.clone(), profile.backend);
+                Err(OpenError::ForeignProfile { profile, of, backend }.into())
+            }
+            _ => Ok(Some(profile)),
+        }
     }
 
     /// Loads a folder, with a bar on a terminal.

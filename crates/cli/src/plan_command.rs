@@ -1,7 +1,7 @@
 //! `flashover plan`: what a model takes, before it is loaded.
 
 use anyhow::bail;
-use flashover::{ArchProfile, EngineOptions, Plan, Preset, Workload};
+use flashover::{EngineOptions, Plan, Preset, Workload};
 
 use crate::model_args::{Subject, SubjectArgs};
 
@@ -28,8 +28,8 @@ const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // A card that is described need not be there.
-    let profile = match args.of.load.described() {
-        Some(name) => ArchProfile::recorded(name)?,
+    let profile = match args.of.load.described()? {
+        Some(profile) => profile,
         None => args.of.load.open()?.profile().clone(),
     };
     let workload = |context| Workload { batch: args.batch, context };

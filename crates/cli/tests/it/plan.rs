@@ -62,6 +62,7 @@ fn plans_that_mean_nothing_are_refused() {
     refused(&["--memory-limit", "much"], "`much` is no size");
     refused(&["--memory-limit", "0"], "limit is 0 bytes");
     refused(&["--memory-fraction", "1.5"], "fraction is 1.5");
+    refused(&["--backend", "cpu"], "describes a cuda device, not cpu");
     let unknown = flashover(&["plan", "--shape", "llama-3-8b", "--profile", "gtx970"]);
     assert_eq!(unknown.status.code(), Some(2));
     assert!(text(&unknown.stderr).contains("gtx970"), "{}", text(&unknown.stderr));
