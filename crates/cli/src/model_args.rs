@@ -47,9 +47,10 @@ pub(crate) struct ModelArgs {
 
 /// Which model, or which shape with random weights, and how it is loaded.
 #[derive(clap::Args)]
+#[group(id = "subject", required = true, multiple = false, args = ["model", "shape"])]
 pub(crate) struct SubjectArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
-    #[arg(long, short, required_unless_present = "shape", conflicts_with = "shape")]
+    #[arg(long, short)]
     model: Option<PathBuf>,
     /// A published shape with random weights, such as llama-3-8b
     #[arg(long)]

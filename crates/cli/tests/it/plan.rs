@@ -68,6 +68,16 @@ fn plans_that_mean_nothing_are_refused() {
     assert!(text(&unknown.stderr).contains("gtx970"), "{}", text(&unknown.stderr));
     let shape = flashover(&["plan", "--shape", "llama-9", "--profile", "rtx4090"]);
     assert!(text(&shape.stderr).contains("no published shape is called llama-9"));
+    for (args, why) in [
+        (&["plan", "--profile", "rtx4090"][..], "<--model <MODEL>|--shape <SHAPE>>"),
+        (&["profile", "--model", "a", "--shape", "b"], "cannot be used with '--shape <SHAPE>'"),
+        (&["bench"], "<--model <MODEL>|--shape <SHAPE>>"),
+    ] {
+        let out = flashover(args);
+        let said = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{args:?}: {said}");
+        assert!(said.contains(why) && said.contains("\nhint: "), "{args:?}: {said}");
+    }
 }
 
 #[test]
