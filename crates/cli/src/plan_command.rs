@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         false => table(&plan),
     })?;
     if !plan.fits() {
-        bail!("it does not fit\nhint: {}", plan.advice());
+        bail!("it does not fit: {plan}\nhint: {}", plan.advice());
     }
     Ok(())
 }
