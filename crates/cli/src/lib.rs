@@ -68,7 +68,7 @@ enum Command {
         #[arg(long, default_value = "default")]
         policy: Policy,
     },
-    /// Write a Hugging Face model with the matrices of its layers in 4 bits, as bitsandbytes has them
+    /// Write a Hugging Face model with the matrices of its layers in 4 or 8 bits, as bitsandbytes has them
     ///
     /// Example: flashover quantize --model llama --output llama-nf4 --report
     Quantize(quantize_command::Args),
