@@ -77,11 +77,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     }
     out += "\n| operator | calls | launches | total ms | mean us | share | TFLOP/s | GB/s | of ceiling |\n\
             | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
-    let number = |value: Option<f64>| match value {
-        None => String::new(),
-        Some(large) if large >= 10.0 => format!("{large:.1}"),
-        Some(small) => format!("{small:.3}"),
-    };
+    let number = |value: Option<f64>| value.map_or_else(String::new, digits);
     let percent = |share: Option<f64>| {
         share.map_or_else(String::new, |share| format!("{:.1}%", share * 100.0))
     };
@@ -117,6 +113,15 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     out
 }
 
+/// Three significant digits, and all that are before the point.
+fn digits(value: f64) -> String {
+    let places = match value > 0.0 {
+        true => 2 - value.log10().floor() as i32,
+        false => 0,
+    };
+    format!("{value:.*}", places.max(0) as usize)
+}
+
 fn milliseconds(ns: u64) -> String {
     format!("{:.3}", ns as f64 / 1e6)
 }
@@ -138,4 +143,24 @@ fn as_json(profile: &Profile, ceilings: &Ceilings) -> anyhow::Result<String> {
         "layers": profile.layers,
     });
     Ok(serde_json::to_string_pretty(&value)? + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_rates_keep_their_digits() {
+        for (value, text) in [
+            (0.0, "0"),
+            (0.000_012_34, "0.0000123"),
+            (0.25, "0.250"),
+            (3.456, "3.46"),
+            (59.51, "59.5"),
+            (100.0, "100"),
+            (4321.4, "4321"),
+        ] {
+            assert_eq!(digits(value), text);
+        }
+    }
 }
