@@ -21,7 +21,7 @@ pub(crate) struct Args {
     #[arg(allow_negative_numbers = true)]
     interval: Duration,
     /// How many samples; without it, until Ctrl-C
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = count)]
     count: Option<u64>,
     /// One device alone, by the number that it is shown with
     #[arg(long, value_name = "INDEX")]
@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// A line a reading, after one with the columns
     #[arg(long, conflicts_with = "prometheus")]
     csv: bool,
-    /// One sample as Prometheus reads it, or as many as --count says
+    /// One sample, as Prometheus reads it
     #[arg(long)]
     prometheus: bool,
 }
@@ -45,6 +45,13 @@ fn interval(text: &str) -> Result<Duration, String> {
     seconds.map(Duration::from_secs_f64).ok_or_else(|| {
         let (least, most) = (SECONDS.start(), SECONDS.end());
         format!("`{text}` is no interval\nhint: seconds from {least} to {most}, such as 0.5")
+    })
+}
+
+fn count(text: &str) -> Result<u64, String> {
+    let samples = text.parse::<u64>().ok().filter(|samples| *samples > 0);
+    samples.ok_or_else(|| {
+        format!("`{text}` is no number of samples\nhint: 1 or more; without --count until Ctrl-C")
     })
 }
 
@@ -83,6 +90,10 @@ impl Shown {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.prometheus && args.count.is_some_and(|count| count > 1) {
+        // What describes a metric may be there once.
+        bail!("--prometheus is one sample\nhint: leave --count out, and run it for each");
+    }
     let stop = interrupts()?;
     let mut shown = Shown::of(args);
     let count = args.count.or(args.prometheus.then_some(1));
@@ -99,11 +110,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         let mut readings = monitor.sample();
         if let Some(index) = args.device {
-            let devices = readings.len();
-            readings.retain(|reading| reading.index == index);
-            if readings.is_empty() {
-                bail!("there is no device {index}\nhint: --device takes 0 to {}", devices - 1);
+            if !readings.iter().any(|reading| reading.index == index) {
+                let named =
+                    readings.iter().map(|Reading { index, name, .. }| format!("{index} is {name}"));
+                let known = named.collect::<Vec<_>>().join(", ");
+                bail!("there is no device {index}\nhint: {known}");
             }
+            readings.retain(|reading| reading.index == index);
         }
         let time = OffsetDateTime::now_utc().replace_nanosecond(0)?.format(&Rfc3339)?;
         samples += 1;
@@ -138,6 +151,15 @@ mod tests {
         for bad in ["0", "-1", "NaN", "inf", "1e300", "86401", "0.001", "1s", ""] {
             let said = interval(bad).expect_err(bad);
             assert!(said.contains("\nhint: seconds from 0.01 to 86400"), "{said}");
+        }
+    }
+
+    #[test]
+    fn counts_are_1_or_more() {
+        assert_eq!(count("3"), Ok(3));
+        for bad in ["0", "-1", "1.5", "all", ""] {
+            let said = count(bad).expect_err(bad);
+            assert!(said.contains("\nhint: 1 or more"), "{said}");
         }
     }
 }

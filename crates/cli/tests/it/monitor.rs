@@ -86,10 +86,11 @@ fn senseless_wishes_are_refused_with_a_hint() {
         (&["--interval", "-1"], "no interval"),
         (&["--interval", "NaN"], "no interval"),
         (&["--interval", "1e9"], "no interval"),
-        (&["--count", "0"], "--count"),
+        (&["--count", "0"], "`0` is no number of samples"),
+        (&["--prometheus", "--count", "2"], "--prometheus is one sample"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["--json", "--prometheus"], "cannot be used with"),
-        (&["--count", "1", "--device", "4096"], "there is no device 4096"),
+        (&["--count", "1", "--device", "4096"], "there is no device 4096\nhint: 0 is "),
     ] {
         let done = command(args).output().expect("the program starts");
         let said = String::from_utf8_lossy(&done.stderr);
