@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -25,6 +26,9 @@ thread_local! {
     /// Whether this thread is at what a brief recording sees for the first time.
     static FIRST: Cell<bool> = const { Cell::new(false) };
 }
+
+/// Of a guard whose thread keeps something for it: it is not sent to another.
+type OfThread = PhantomData<*const ()>;
 
 /// What is recorded from its start to [`Recording::finish`], on all devices of the process.
 #[must_use = "a recording that is dropped is lost"]
@@ -242,21 +246,21 @@ pub fn timed() -> bool {
 /// Lets a [brief](Recording::brief) recording time what this thread launches until the guard is dropped, if it has not
 /// seen its kind before. One thread is seen at a time.
 pub fn first<N: Into<String>>(kind: impl FnOnce() -> N) -> First {
-    let Some(recorder) = recorder() else { return First(None) };
-    let Some(once) = &recorder.once else { return First(None) };
+    let Some(recorder) = recorder() else { return First(None, PhantomData) };
+    let Some(once) = &recorder.once else { return First(None, PhantomData) };
     let mut state = locked(once);
     if state.closed || state.observation.is_some() || !state.seen.insert(kind().into()) {
-        return First(None);
+        return First(None, PhantomData);
     }
     state.observation = Some(LaunchObservation::new(recorder.clone()));
     drop(state);
     FIRST.set(true);
-    First(Some(recorder))
+    First(Some(recorder), PhantomData)
 }
 
-/// Ends what [`first`] began.
+/// Ends what [`first`] began, on the same thread.
 #[must_use = "launches are timed until it is dropped"]
-pub struct First(Option<Arc<Recorder>>);
+pub struct First(Option<Arc<Recorder>>, OfThread);
 
 impl Drop for First {
     fn drop(&mut self) {
@@ -295,9 +299,14 @@ pub fn memory(read: impl FnOnce() -> (u64, u64)) {
     }
 }
 
-/// Ends a span.
+/// Ends a span, on the thread that began it.
+///
+/// ```compile_fail
+/// let guard = trace::span(|| "here");
+/// std::thread::spawn(|| drop(guard));
+/// ```
 #[must_use = "a span ends when its guard is dropped"]
-pub struct SpanGuard(Option<(Arc<Recorder>, usize)>);
+pub struct SpanGuard(Option<(Arc<Recorder>, usize)>, OfThread);
 
 impl Drop for SpanGuard {
     fn drop(&mut self) {
@@ -327,7 +336,7 @@ fn begin<N: Into<String>>(
     name: impl FnOnce() -> N,
     cost: impl FnOnce() -> Option<Cost>,
 ) -> SpanGuard {
-    let Some(recorder) = recorder() else { return SpanGuard(None) };
+    let Some(recorder) = recorder() else { return SpanGuard(None, PhantomData) };
     let (parent, begin_ns, own) = (recorder.innermost(), recorder.now(), thread::current().id());
     let (name, cost) = (name().into(), cost());
     let span = {
@@ -341,7 +350,7 @@ fn begin<N: Into<String>>(
         events.trace.spans.len() - 1
     };
     OPEN.with_borrow_mut(|open| open.push((recorder.id, span)));
-    SpanGuard(Some((recorder, span)))
+    SpanGuard(Some((recorder, span)), PhantomData)
 }
 
 fn recorder() -> Option<Arc<Recorder>> {
