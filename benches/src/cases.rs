@@ -242,6 +242,11 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         }
     }
     if suite == Suite::Documents {
+        if scale == Scale::Gpu {
+            for size in [4096, 8192] {
+                cases.extend(squares_of_bytes(size)?);
+            }
+        }
         return Ok(cases);
     }
     if suite == Suite::All {
@@ -385,6 +390,17 @@ fn decodes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         }
     }
     Ok(cases)
+}
+
+/// Square products in bf16 with a weight in 4 bits, and with one in 8.
+fn squares_of_bytes(size: u32) -> anyhow::Result<[Case; 2]> {
+    let invalid = "a case of the suite is invalid";
+    let four = Weight::new(size, size, 64, true).and_then(|weight| weight.ordered(Order::Tiles));
+    let four = Nf4MatmulProblem::new(size, four.context(invalid)?, DType::Bf16).context(invalid)?;
+    let eight = int8::Weight::new(size, size).context(invalid)?;
+    let eight = Int8MatmulProblem::new(size, eight, DType::Bf16).context(invalid)?;
+    let all = [Problem::Nf4Matmul(four), Problem::Int8Matmul(eight)];
+    Ok(all.map(|problem| Case { problem, peer: false }))
 }
 
 /// Weights in 4 bits, blocks of 64 with nested absmax: linear layers of an 8B model.
