@@ -328,7 +328,8 @@ fn decode(dtype: DType, bytes: &[u8], into: &mut Vec<f32>) {
         DType::F32 | DType::Tf32 => into.extend(f32::from_bytes(bytes)),
         DType::F16 => into.extend(half::f16::from_bytes(bytes).iter().map(|v| v.to_f32())),
         DType::Bf16 => into.extend(half::bf16::from_bytes(bytes).iter().map(|v| v.to_f32())),
-        DType::I8 | DType::U8 => into.extend(bytes.iter().map(|v| f32::from(*v))),
+        DType::I8 => into.extend(bytes.iter().map(|v| f32::from(v.cast_signed()))),
+        DType::U8 => into.extend(bytes.iter().map(|v| f32::from(*v))),
         DType::I32 => into.extend(i32::from_bytes(bytes).iter().map(|v| *v as f32)),
     }
 }
@@ -401,6 +402,17 @@ mod tests {
         fn launch(device: &Device, _: &u32, config: &u32, operands: &Handle, _: Option<&Handle>) {
             fill(device, operands, WORDS, *config);
         }
+    }
+
+    #[test]
+    fn bytes_have_signs_where_they_have() {
+        let of = |dtype| {
+            let mut values = Vec::new();
+            decode(dtype, &[0x00, 0xff, 0x81], &mut values);
+            values
+        };
+        assert_eq!(of(DType::I8), [0.0, -1.0, -127.0]);
+        assert_eq!(of(DType::U8), [0.0, 255.0, 129.0]);
     }
 
     #[test]
