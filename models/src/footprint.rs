@@ -81,11 +81,11 @@ pub enum Matrices {
 /// What it is asked for at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Workload {
-    /// Sequences that decode together; each prompt passes alone.
+    /// Sequences that decode together; prompts pass alone or together.
     pub batch: usize,
     /// Positions that each has room for.
     pub positions: usize,
-    /// Tokens of a prompt that pass together.
+    /// Tokens of prompts that pass together.
     pub chunk: usize,
 }
 
@@ -172,7 +172,7 @@ impl DecoderConfig {
 
     /// Rows that pass together at most.
     fn rows(load: Workload) -> u128 {
-        load.chunk.min(load.positions).max(load.batch) as u128
+        load.chunk.min(load.positions.saturating_mul(load.batch)).max(load.batch) as u128
     }
 
     fn activation_bytes(&self, held: Held, load: Workload) -> u128 {

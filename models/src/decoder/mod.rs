@@ -38,7 +38,7 @@ use step::Step;
 
 /// The longest step that attention's decoding kernel takes.
 const SHORT: usize = 16;
-/// Tokens of a prompt that pass the layers together: what bounds the memory of activations.
+/// Tokens of prompts that pass the layers together: what bounds the memory of activations.
 pub const CHUNK: usize = 2048;
 
 /// A decoder with its weights on a device. It does not change; clones share its memory.
@@ -249,8 +249,9 @@ impl Decoder {
             return Ok(logits);
         }
         let mut all = Vec::new();
-        for from in (0..seq).step_by(CHUNK) {
-            let to = (from + CHUNK).min(seq);
+        let chunk = (CHUNK / batch).max(1);
+        for from in (0..seq).step_by(chunk) {
+            let to = (from + chunk).min(seq);
             let _first = trace::first(|| "prompt");
             let _prompt = trace::span(|| format!("prompt {}", to - from));
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
