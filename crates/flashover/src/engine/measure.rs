@@ -59,11 +59,11 @@ impl Ceilings {
     /// Measures them for what `engine` computes in.
     ///
     /// # Errors
-    /// [`EngineError::Failed`].
+    /// [`EngineError::OutOfMemory`], [`EngineError::Failed`].
     pub fn measure(engine: &Engine) -> Result<Self, EngineError> {
         let _at_work = ops::at_work();
         let device = &engine.0.device;
-        let failed = |e: TimingError| EngineError::Failed(e.to_string());
+        let failed = |e: TimingError| engine.failed(e.to_string());
         // As the bench's tables have it: the best that a device gives, and not by one sample.
         let best = |timing: &Timing| {
             Summary::of(&timing.samples_ns).map_or(f64::NAN, |summary| summary.p10)
@@ -76,7 +76,8 @@ impl Ceilings {
         };
         let multiply = ceiling::time_multiply(device, precision).map_err(failed)?;
         // What was copied is not the model's memory.
-        device.client().memory_cleanup().map_err(|why| EngineError::Failed(format!("{why:?}")))?;
+        let cleaned = device.client().memory_cleanup();
+        cleaned.map_err(|why| engine.failed(format!("{why:?}")))?;
         Ok(Self {
             gbps: bytes as f64 / best(&timing),
             gflops: multiply.map(|(flops, timing)| flops as f64 / best(&timing)),

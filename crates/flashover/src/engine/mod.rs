@@ -365,8 +365,9 @@ impl Engine {
     pub fn clear_cache(&self) -> Result<(), EngineError> {
         let _at_work = ops::at_work();
         // What still runs holds what it reads.
-        self.decoder().device().sync().map_err(|why| self.failed(&why))?;
-        self.0.device.client().memory_cleanup().map_err(|why| self.failed(&why))
+        self.decoder().device().sync().map_err(|why| self.failed(format!("{why:?}")))?;
+        let client = self.0.device.client();
+        client.memory_cleanup().map_err(|why| self.failed(format!("{why:?}")))
     }
 
     /// What the model's makers would have.
@@ -474,13 +475,12 @@ impl Engine {
     /// Numbers of the device.
     fn on_host(&self, made: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
         let _at_work = ops::at_work();
-        let data = made.try_into_data().map_err(|why| self.failed(&why))?;
-        data.try_to_vec::<f32>().map_err(|why| self.failed(&why))
+        let data = made.try_into_data().map_err(|why| self.failed(format!("{why:?}")))?;
+        data.try_to_vec::<f32>().map_err(|why| self.failed(format!("{why:?}")))
     }
 
     /// What a failure of the device is.
-    fn failed(&self, why: &dyn fmt::Debug) -> EngineError {
-        let why = format!("{why:?}");
+    fn failed(&self, why: String) -> EngineError {
         match bytes_lacked(&why) {
             None => EngineError::Failed(why),
             Some(need) => EngineError::OutOfMemory { need, have: self.memory() },
@@ -594,6 +594,9 @@ mod tests {
         let cuda = "Execution { reason: \"out of device memory allocating 1048576 bytes\\n..\" }";
         assert_eq!(bytes_lacked(cuda), Some(1 << 20));
         assert_eq!(bytes_lacked("can't allocate buffer of size: 77"), Some(77));
+        // As a kernel that is timed has it.
+        let timed = "An execution error happened\nCaused by:\n  out of device memory allocating 503316480 bytes\nNo";
+        assert_eq!(bytes_lacked(timed), Some(503_316_480));
         assert_eq!(bytes_lacked("the device was poisoned"), None);
         assert_eq!(bytes_lacked("out of device memory allocating all bytes"), None);
     }
