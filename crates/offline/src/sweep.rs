@@ -188,7 +188,8 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     all.extend(instances_of::<Rope>(arch, ropes(), |p| {
         let norm = p.qk_norm.map_or("", |norm| norm.kind.name());
         let pages = if p.pages_len() > 0 { " pages" } else { "" };
-        let of = format!("{} d{} rope{}{pages} {norm}", p.dtype, p.head_dim, p.dim);
+        let bytes = if p.cache.quantized() { " i8" } else { "" };
+        let of = format!("{}{bytes} d{} rope{}{pages} {norm}", p.dtype, p.head_dim, p.dim);
         of.trim_end().to_owned()
     }));
     all.extend(instances_of::<Sample>(arch, samples(), |p| format!("vocab {}", p.vocab)));

@@ -18,13 +18,13 @@
 //! is written nowhere: its keys and values are dropped, and its queries are NaN, so that it shows. So is one
 //! whose page the cache does not have.
 //!
-//! Everything is f32 and rounded once, to bytes too. A head of zeros, or of numbers below 4e-37, has scale 0; one with
-//! NaN or infinity has such a scale, and no number comes of it. Transformers rounds after the norm, and both products and their sum
-//! again: in bf16 its results are further from the exact ones than these.
+//! Everything is f32 and rounded once, to bytes too. A head of zeros, or of numbers below 4e-37, has scale 0; one
+//! with NaN or infinity has such a scale, and no number comes of it. Transformers rounds after the norm, and both
+//! products and their sum again: in bf16 its results are further from the exact ones than these.
 //!
-//! Cost: the projection read and written once (of a cache in i8 keys and values are computed twice, for their largest
-//! first; what that reads is near), and `4 · dim` bytes of the table a token, which its heads
-//! share in the first-level cache. One launch in place of six: norms, turns, two copies.
+//! Cost: the projection read and written once, and `4 · dim` bytes of the table a token, which its heads share in
+//! the first-level cache. Where a unit has several vectors, those of a cache in i8 are computed twice, first for the
+//! largest. One launch in place of six: norms, turns, two copies.
 //!
 //! Source: Su et al., "RoFormer" (2021); halves in place of neighbours as in GPT-NeoX.
 
@@ -435,29 +435,32 @@ fn turn_heads<F: Float, C: Numeric, N: Size>(
             RowScale { mean: 0.0f32.runtime(), factor: 1.0f32.runtime() }
         };
         let mut inverse = 0.0f32.runtime();
-        if comptime!(plan.bytes) {
-            let mut own = 0.0f32.runtime();
-            if head.within && !head.query {
-                own = go(
-                    qkv, q_weight, k_weight, table, q, k, v, lane, &head, &scale, inverse, true,
-                    plan,
-                );
+        if comptime!(plan.items() <= lanes) {
+            let item = min(lane, comptime!(plan.items() - 1));
+            let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+            if comptime!(plan.bytes) {
+                let largest = row_fold(pair.largest::<N>(), &mut shared, Fold::Largest, plan.rows);
+                inverse = scale_cells(largest, k_scales, v_scales, &head, inside && lane == 0);
             }
-            let most = row_fold(own, &mut shared, Fold::Largest, plan.rows);
-            // The inverse of a smaller one is no number.
-            let none = most < SMALLEST;
-            inverse = select(none, 0.0f32.runtime(), 127.0 / most);
-            if inside && head.within && !head.query && lane == 0 {
-                let unit = select(none, 0.0f32.runtime(), most / 127.0);
-                if head.key {
-                    k_scales[head.scale] = unit;
-                } else {
-                    v_scales[head.scale] = unit;
+            if inside && lane < comptime!(plan.items()) && (head.within || head.query) {
+                pair.store(q, k, v, &head, inverse, plan);
+            }
+        } else {
+            if comptime!(plan.bytes) {
+                let mut largest = 0.0f32.runtime();
+                for item in range_stepped(lane, comptime!(plan.items()), lanes) {
+                    let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+                    largest = larger(largest, pair.largest::<N>());
+                }
+                let largest = row_fold(largest, &mut shared, Fold::Largest, plan.rows);
+                inverse = scale_cells(largest, k_scales, v_scales, &head, inside && lane == 0);
+            }
+            if inside && (head.within || head.query) {
+                for item in range_stepped(lane, comptime!(plan.items()), lanes) {
+                    let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+                    pair.store(q, k, v, &head, inverse, plan);
                 }
             }
-        }
-        if inside && (head.within || head.query) {
-            go(qkv, q_weight, k_weight, table, q, k, v, lane, &head, &scale, inverse, false, plan);
         }
         first += CUBE_COUNT_X * comptime!(plan.rows.rows());
     }
@@ -466,89 +469,93 @@ fn turn_heads<F: Float, C: Numeric, N: Size>(
 /// Heads of so small numbers have scale 0.
 const SMALLEST: f32 = 127.0 / f32::MAX;
 
-/// Takes a unit's part of a head where it goes or, where it `looks`, returns the largest magnitude there and stores
-/// nothing.
+/// The inverse of the scale of a head whose largest magnitude is `largest`; one unit `writes` the scale.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "operands, results, which of them")]
-fn go<F: Float, C: Numeric, N: Size>(
-    qkv: &[Vector<F, N>],
-    q_weight: &[Vector<F, N>],
-    k_weight: &[Vector<F, N>],
-    table: &[Vector<f32, N>],
-    q: &mut [Vector<F, N>],
-    k: &mut [Vector<C, N>],
-    v: &mut [Vector<C, N>],
-    lane: u32,
+fn scale_cells(
+    largest: f32,
+    k_scales: &mut [f32],
+    v_scales: &mut [f32],
     head: &Head,
-    scale: &RowScale,
-    inverse: f32,
-    #[comptime] looks: bool,
-    #[comptime] plan: RopePlan,
+    writes: bool,
 ) -> f32 {
-    let lanes = comptime!(plan.rows.lanes);
-    let mut most = 0.0f32.runtime();
-    if comptime!(plan.items() <= lanes) {
-        if lane < comptime!(plan.items()) {
-            most = take(
-                qkv, q_weight, k_weight, table, q, k, v, lane, head, scale, inverse, looks, plan,
-            );
-        }
-    } else {
-        let mut item = u32::cast_from(lane);
-        while item < comptime!(plan.items()) {
-            let own = take(
-                qkv, q_weight, k_weight, table, q, k, v, item, head, scale, inverse, looks, plan,
-            );
-            if comptime!(looks) {
-                most = larger(most, own);
-            }
-            item += lanes;
+    // The inverse of a smaller one is no number.
+    let none = largest < SMALLEST;
+    if writes && head.within && !head.query {
+        let scale = select(none, 0.0f32.runtime(), largest / 127.0);
+        if head.key {
+            k_scales[head.scale] = scale;
+        } else {
+            v_scales[head.scale] = scale;
         }
     }
-    most
+    select(none, 0.0f32.runtime(), 127.0 / largest)
 }
 
-/// Takes item `item` of a head: a pair of vectors that turn, or a vector that does not.
+/// A pair of vectors of a head, turned where they turn, or one vector of what does not.
+#[derive(CubeType)]
+struct Pair {
+    /// Vector `at` of the head.
+    x: Array<f32>,
+    /// Half of what turns further on, where it `turns`.
+    y: Array<f32>,
+    at: usize,
+    turns: bool,
+}
+
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "operands, results, which of them")]
-fn take<F: Float, C: Numeric, N: Size>(
-    qkv: &[Vector<F, N>],
-    q_weight: &[Vector<F, N>],
-    k_weight: &[Vector<F, N>],
-    table: &[Vector<f32, N>],
-    q: &mut [Vector<F, N>],
-    k: &mut [Vector<C, N>],
-    v: &mut [Vector<C, N>],
-    item: u32,
-    head: &Head,
-    scale: &RowScale,
-    inverse: f32,
-    #[comptime] looks: bool,
-    #[comptime] plan: RopePlan,
-) -> f32 {
-    // Where a pair begins, or what lies behind all pairs.
-    let turns = item < comptime!(plan.half);
-    let at = select(turns, item, item + comptime!(plan.half)) as usize;
-    let mut x = load(qkv, q_weight, k_weight, at, head, scale, plan);
-    let mut most = 0.0f32.runtime();
-    if turns {
+impl Pair {
+    /// Item `item` of a head, of [`RopePlan::items`].
+    #[expect(clippy::too_many_arguments, reason = "operands, and which of them")]
+    fn of<F: Float, N: Size>(
+        qkv: &[Vector<F, N>],
+        q_weight: &[Vector<F, N>],
+        k_weight: &[Vector<F, N>],
+        table: &[Vector<f32, N>],
+        item: u32,
+        head: &Head,
+        scale: &RowScale,
+        #[comptime] plan: RopePlan,
+    ) -> Pair {
         let half = comptime!(plan.half as usize);
-        let mut y = load(qkv, q_weight, k_weight, at + half, head, scale, plan);
-        if head.within && (head.query || head.key) {
-            turn(&mut x, &mut y, table, at, head, plan);
+        // Where a pair begins, or what lies behind all pairs.
+        let turns = item < comptime!(plan.half);
+        let at = select(turns, item, item + comptime!(plan.half)) as usize;
+        let mut x = load(qkv, q_weight, k_weight, at, head, scale, plan);
+        let mut y = Array::<f32>::new(N::value());
+        if turns {
+            y = load(qkv, q_weight, k_weight, at + half, head, scale, plan);
+            if head.within && (head.query || head.key) {
+                turn(&mut x, &mut y, table, at, head, plan);
+            }
         }
-        if comptime!(looks) {
-            most = largest::<N>(&y);
-        } else {
-            store(q, k, v, &y, at + half, head, inverse, plan);
+        Pair { x, y, at, turns }
+    }
+
+    /// The largest magnitude.
+    fn largest<N: Size>(&self) -> f32 {
+        let mut most = largest::<N>(&self.x);
+        if self.turns {
+            most = larger(most, largest::<N>(&self.y));
         }
+        most
     }
-    if comptime!(looks) {
-        most = larger(most, largest::<N>(&x));
-    } else {
-        store(q, k, v, &x, at, head, inverse, plan);
+
+    /// Stores it where its head goes.
+    fn store<F: Float, C: Numeric, N: Size>(
+        &self,
+        q: &mut [Vector<F, N>],
+        k: &mut [Vector<C, N>],
+        v: &mut [Vector<C, N>],
+        head: &Head,
+        inverse: f32,
+        #[comptime] plan: RopePlan,
+    ) {
+        if self.turns {
+            let half = comptime!(plan.half as usize);
+            store(q, k, v, &self.y, self.at + half, head, inverse, plan);
+        }
+        store(q, k, v, &self.x, self.at, head, inverse, plan);
     }
-    most
 }
 
 /// The largest magnitude of a vector's numbers.
@@ -632,33 +639,42 @@ fn store<F: Float, C: Numeric, N: Size>(
     inverse: f32,
     #[comptime] plan: RopePlan,
 ) {
+    // Of a number that no compiler knows: WGSL refuses a constant NaN.
+    let nan = f32::reinterpret(head.position | 0x7fc0_0000u32);
+    let mut vector = Vector::<F, N>::new(F::from_int(0));
+    #[unroll]
+    for e in 0..N::value() {
+        let value = select(head.within, values[e], nan);
+        vector.insert(e, rounded::<F>(value, plan.rounds));
+    }
     let to = head.to + at;
     if head.query {
-        // Of a number that no compiler knows: WGSL refuses a constant NaN.
-        let nan = f32::reinterpret(head.position | 0x7fc0_0000u32);
-        let mut vector = Vector::<F, N>::new(F::from_int(0));
-        #[unroll]
-        for e in 0..N::value() {
-            let value = select(head.within, values[e], nan);
-            vector.insert(e, rounded::<F>(value, plan.rounds));
-        }
         q[to] = vector;
+    } else if head.key {
+        k[to] = cells::<F, C, N>(vector, values, inverse, plan);
     } else {
-        let mut cells = Vector::<C, N>::new(C::from_int(0));
+        v[to] = cells::<F, C, N>(vector, values, inverse, plan);
+    }
+}
+
+/// Numbers as the cache has them: as they are rounded, or the bytes that they are nearest to.
+#[cube]
+fn cells<F: Float, C: Numeric, N: Size>(
+    rounded: Vector<F, N>,
+    values: &Array<f32>,
+    inverse: f32,
+    #[comptime] plan: RopePlan,
+) -> Vector<C, N> {
+    let mut cells = Vector::<C, N>::new(C::from_int(0));
+    if comptime!(plan.bytes) {
         #[unroll]
         for e in 0..N::value() {
-            if comptime!(plan.bytes) {
-                cells.insert(e, C::cast_from(nearest(values[e] * inverse)));
-            } else {
-                cells.insert(e, C::cast_from(rounded::<F>(values[e], plan.rounds)));
-            }
+            cells.insert(e, C::cast_from(nearest(values[e] * inverse)));
         }
-        if head.key {
-            k[to] = cells;
-        } else {
-            v[to] = cells;
-        }
+    } else {
+        cells = Vector::cast_from(rounded);
     }
+    cells
 }
 
 /// The integer nearest to a number that is far below 2^22, the even one of two: the mantissa of 1.5 · 2^23 + x.
