@@ -140,6 +140,16 @@ impl DecoderConfig {
         (!self.ropes.iter().any(stretches)).then_some(self.max_seq)
     }
 
+    /// # Errors
+    /// [`Error::Token`] for one that the vocabulary does not have.
+    pub fn check_tokens(&self, tokens: &[u32]) -> Result<(), Error> {
+        let vocab = self.vocab;
+        match tokens.iter().find(|id| **id as usize >= vocab) {
+            Some(id) => Err(Error::Token { id: *id, vocab }),
+            None => Ok(()),
+        }
+    }
+
     /// Reads the `config.json` of a folder.
     ///
     /// # Errors

@@ -1,5 +1,7 @@
 //! Keys, or values, of a layer: in what is computed in, or in bytes with a scale a position and head.
 
+use std::ops::Range;
+
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use ops::Cached;
@@ -71,10 +73,10 @@ pub(super) fn bytes(cached: &Cached) -> u64 {
     }
 }
 
-/// Positions of `batch` sequences, up to the longest of them, `[batch, kv_heads, longest, width]`: of a cache in runs, or
-/// in the pages that a table names.
+/// Positions of some sequences, up to the longest of all, `[sequences, kv_heads, longest, width]`: of a cache in runs,
+/// or in the pages that a table names.
 pub(super) struct SoFar<'a> {
-    pub(super) batch: usize,
+    pub(super) sequences: Range<usize>,
     pub(super) longest: usize,
     /// `[batch, pages of a sequence]`
     pub(super) pages: Option<&'a Tensor<2, Int>>,
@@ -82,13 +84,12 @@ pub(super) struct SoFar<'a> {
 
 impl Rearrange for SoFar<'_> {
     fn run<K: Basic>(&self, mut parts: Vec<Tensor<4, K>>) -> Tensor<4, K> {
-        let cache = parts.remove(0);
-        let whole = match self.pages {
-            None => cache,
-            Some(pages) => in_runs(cache, pages),
+        let (cache, sequences) = (parts.remove(0), self.sequences.clone());
+        let own = match self.pages {
+            None => cache.slice_dim(0, sequences),
+            Some(pages) => in_runs(cache, &pages.clone().slice_dim(0, sequences)),
         };
-        let heads = whole.dims()[1];
-        whole.slice([0..self.batch, 0..heads, 0..self.longest])
+        own.slice_dim(2, 0..self.longest)
     }
 }
 

@@ -24,8 +24,8 @@ mod step;
 
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use ops::{
-    AttentionOptions, Cache, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights, QkNorm,
-    RopeOptions, Table,
+    AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights,
+    QkNorm, RopeOptions, Table,
 };
 
 use crate::{DecoderConfig, Error, Held, KvFormat, Matrices};
@@ -33,7 +33,7 @@ pub use cache::KvCache;
 use cache::Memory;
 use cells::{SoFar, in_floats, rearranged};
 pub use load::{LoadOptions, Loading, Quant, file_dtype, on_device};
-use projection::{Ffn, Projection};
+use projection::{Ffn, Projection, read_last};
 use step::Step;
 
 /// The longest step that attention's decoding kernel takes.
@@ -113,6 +113,23 @@ impl Decoder {
         let positions = self.positions.as_ref().map_or(0, dense);
         let embedding = if self.config.tie_embeddings { 0 } else { dense(&self.embedding) };
         self.matrix_bytes() + embedding + positions
+    }
+
+    /// Waits until the weights are there. A device enqueues allocations, too: one that it has no memory for is known to
+    /// whom reads what should be in it, and to nobody before. Norms and biases are small, and not looked at.
+    ///
+    /// # Errors
+    /// [`Error::Failed`].
+    pub fn settle(&self) -> Result<(), Error> {
+        let _at_work = ops::at_work();
+        read_last(&self.embedding)?;
+        self.positions.as_ref().map_or(Ok(()), read_last)?;
+        for Layer { qkv, out, ffn, .. } in &self.layers {
+            qkv.settle()?;
+            out.settle()?;
+            ffn.settle()?;
+        }
+        self.head.settle()
     }
 
     /// How it is held; its matrices, of several ways the one that takes most work.
@@ -196,7 +213,6 @@ impl Decoder {
 
     /// How many tokens there are of each sequence.
     fn check(&self, cache: &KvCache, tokens: &[&[u32]]) -> Result<usize, Error> {
-        let vocab = self.config.vocab;
         let seq = tokens.first().map_or(0, |first| first.len());
         let batch = cache.batch();
         let even = seq > 0 && tokens.iter().all(|own| own.len() == seq);
@@ -208,10 +224,7 @@ impl Decoder {
                 tokens: tokens.iter().map(|own| own.len()).collect(),
             });
         }
-        if let Some(id) = tokens.iter().flat_map(|own| own.iter()).find(|id| **id as usize >= vocab)
-        {
-            return Err(Error::Token { id: *id, vocab });
-        }
+        tokens.iter().try_for_each(|own| self.config.check_tokens(own))?;
         let (need, capacity) = (cache.longest() + seq, cache.capacity());
         if need > capacity {
             return Err(Error::Full { need, capacity });
@@ -265,8 +278,7 @@ impl Decoder {
                 return self.logits(self.last(x, &step));
             }
         }
-        let all = if all.len() == 1 { all.remove(0) } else { Tensor::cat(all, 1) };
-        Ok(all.reshape([batch * seq, self.config.vocab]))
+        Ok(joined(all, 1).reshape([batch * seq, self.config.vocab]))
     }
 
     /// The logits after a step of one token of each sequence.
@@ -334,11 +346,28 @@ impl Decoder {
             let cache = Cache { k, v, lengths: lengths.clone(), table: pages.map(Table::Device) };
             self.paced(ops::decode(&self.ctx, q, cache, DecodeOptions { scale, softcap, window })?)?
         } else {
-            let so_far = SoFar { batch, longest: step.longest, pages: pages.as_ref() };
-            let so_far = |cached| in_floats(rearranged([cached], &so_far), self.dtype);
             let rules =
                 AttentionOptions { scale, softcap, causal: true, window, implementation: None };
-            ops::attention(&self.ctx, q, so_far(k), so_far(v), None, None, rules)?
+            // What bytes stand for is there for one sequence at a time.
+            let together = if self.kv == KvFormat::Int8 { 1 } else { batch };
+            let mut parts = Vec::new();
+            for first in (0..batch).step_by(together) {
+                let sequences = first..first + together;
+                let q = q.clone().slice_dim(0, sequences.clone());
+                let so_far = SoFar { sequences, longest: step.longest, pages: pages.as_ref() };
+                let so_far =
+                    |cached: &Cached| in_floats(rearranged([cached.clone()], &so_far), self.dtype);
+                parts.push(ops::attention(
+                    &self.ctx,
+                    q,
+                    so_far(&k),
+                    so_far(&v),
+                    None,
+                    None,
+                    rules,
+                )?);
+            }
+            joined(parts, 0)
         };
         let a = a.swap_dims(1, 2).reshape([batch * seq, heads * head_dim]);
         self.add(&layer.out, a, x, layer.attention_post_norm.as_ref())
@@ -408,6 +437,11 @@ impl Decoder {
         }
         Ok(made)
     }
+}
+
+/// Tensors one after the other along a dimension; one alone is not copied.
+fn joined<const D: usize>(mut parts: Vec<Tensor<D>>, dim: usize) -> Tensor<D> {
+    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, dim) }
 }
 
 /// A factor as the model's dtype has it.

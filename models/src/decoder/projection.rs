@@ -1,12 +1,13 @@
 //! Weights that multiply.
 
+use burn::tensor::kind::Basic;
 use burn::tensor::{FloatDType, Tensor};
 use ops::{
     Activation, Ctx, Epilogue, Int8Weight, Nf4Weight, OpError, int8_linear, linear, nf4_glu,
     nf4_linear,
 };
 
-use crate::Matrices;
+use crate::{Error, Matrices};
 
 /// A weight `[n, k]`.
 #[derive(Debug, Clone)]
@@ -46,12 +47,28 @@ pub(super) enum Ffn {
     },
 }
 
+/// Reads what a tensor ends with.
+pub(super) fn read_last<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Result<(), Error> {
+    let rows = tensor.dims()[0];
+    let last = tensor.clone().slice_dim(0, rows - 1..rows).try_into_data();
+    last.map(drop).map_err(|why| Error::Failed(format!("{why:?}")))
+}
+
 impl Matrix {
     fn bytes(&self) -> u64 {
         match self {
             Self::Dense(weight) => (weight.shape().num_elements() * weight.dtype().size()) as u64,
             Self::Int8(weight) => weight.bytes(),
             Self::FourBit(weight) => weight.bytes(),
+        }
+    }
+
+    /// See [`Decoder::settle`](super::Decoder::settle).
+    fn settle(&self) -> Result<(), Error> {
+        match self {
+            Self::Dense(weight) => read_last(weight),
+            Self::Int8(weight) => read_last(&weight.codes()),
+            Self::FourBit(weight) => read_last(&weight.codes()),
         }
     }
 
@@ -84,6 +101,10 @@ impl Projection {
 
     pub(super) fn bytes(&self) -> u64 {
         self.matrices.iter().map(Matrix::bytes).sum()
+    }
+
+    pub(super) fn settle(&self) -> Result<(), Error> {
+        self.matrices.iter().try_for_each(Matrix::settle)
     }
 
     /// x `[rows, k]`, result `[rows, n]`. The epilogue's bias is the projection's own.
@@ -138,6 +159,15 @@ impl Ffn {
             Self::Gated { gate, up, down } => gate.bytes() + up.bytes() + down.bytes(),
             Self::Joint { both, down, .. } => both.bytes() + down.bytes(),
             Self::Plain { up, down } => up.bytes() + down.bytes(),
+        }
+    }
+
+    pub(super) fn settle(&self) -> Result<(), Error> {
+        let all = |parts: &[&Projection]| parts.iter().try_for_each(|part| part.settle());
+        match self {
+            Self::Gated { gate, up, down } => all(&[gate, up, down]),
+            Self::Joint { both, down, .. } => read_last(&both.codes()).and_then(|()| down.settle()),
+            Self::Plain { up, down } => all(&[up, down]),
         }
     }
 

@@ -131,6 +131,11 @@ impl Int8Weight {
         self.weight.bytes()
     }
 
+    /// Its codes, in words, as they lie on the device.
+    pub fn codes(&self) -> Tensor<1, Int> {
+        self.codes.val()
+    }
+
     fn of_tensors(tensors: [Tensor<1, Int>; 2], weight: Weight) -> Self {
         let [codes, scb] = tensors.map(|tensor| Param::initialized(ParamId::new(), tensor));
         Self { codes, scb, weight }

@@ -234,6 +234,11 @@ impl Nf4Weight {
         self.weight.bytes()
     }
 
+    /// Its codes, in words, as they lie on the device.
+    pub fn codes(&self) -> Tensor<1, Int> {
+        self.codes.val()
+    }
+
     /// Of codes, absmax and book. In a record the first two lie as files have them, so that a module whose
     /// weights lie otherwise can load it.
     fn of_tensors(
