@@ -4,10 +4,11 @@ use std::fmt::Write;
 
 use anyhow::bail;
 use clap::ValueEnum;
-use flashover::{Ceilings, Device, Engine, KvFormat, Speed, SpeedTest};
+use flashover::{Ceilings, Engine, KvFormat, Speed, SpeedTest};
 use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
+use tune::timing::Stopwatch;
 
 use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
 
@@ -116,6 +117,8 @@ struct Row {
     bandwidth_share: Option<f64>,
     mfu: Option<f64>,
     joules_per_token: Option<f64>,
+    /// From files, or of random numbers, to weights on the device.
+    load_ns: f64,
     reserved_bytes: u64,
     ceiling_gbps: f64,
     ceiling_gflops: Option<f64>,
@@ -130,7 +133,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let file = args.trace.file()?;
     let device = args.of.load.open()?;
+    let begin = Stopwatch::start();
     let (name, engine) = (args.of.name(), args.of.engine(&device)?);
+    let load_ns = begin.elapsed().as_nanos() as f64;
     if let Some(most) = args.find_batch {
         return find_batches(&engine, &tests, most as usize);
     }
@@ -139,7 +144,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut printed = Printer::new(args.output);
     let mut one = |test| -> anyhow::Result<()> {
         let speed = engine.measure(test, args.repetitions.into())?;
-        Ok(command::print(&printed.row(&row(&name, &device, &engine, &speed, &ceilings)?)?)?)
+        Ok(command::print(&printed.row(&row(&name, load_ns, &engine, &speed, &ceilings)?)?)?)
     };
     let measured = tests.into_iter().try_for_each(&mut one);
     command::print(&printed.end())?;
@@ -178,7 +183,7 @@ fn tests(args: &Args) -> Vec<SpeedTest> {
 
 fn row(
     name: &str,
-    device: &Device,
+    load_ns: f64,
     engine: &Engine,
     speed: &Speed,
     ceilings: &Ceilings,
@@ -186,7 +191,7 @@ fn row(
     let (config, test) = (engine.config(), speed.test);
     let [(avg_ns, stddev_ns), (avg_ts, stddev_ts)] =
         [mean(&speed.samples_ns), mean(&speed.rates())];
-    let profile = device.profile();
+    let (device, profile) = (engine.device(), engine.device().profile());
     let (compute, quant) = engine.precision();
     Ok(Row {
         build_version: env!("CARGO_PKG_VERSION"),
@@ -213,6 +218,7 @@ fn row(
         bandwidth_share: speed.share_of_bandwidth(ceilings),
         mfu: speed.utilisation(ceilings),
         joules_per_token: speed.joules_per_token,
+        load_ns,
         reserved_bytes: engine.memory().reserved_bytes,
         ceiling_gbps: ceilings.gbps,
         ceiling_gflops: ceilings.gflops,

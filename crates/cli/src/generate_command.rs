@@ -4,7 +4,7 @@ use std::io::{BufRead, IsTerminal, Read, Write};
 use std::path::PathBuf;
 
 use anyhow::{Context, anyhow, bail};
-use flashover::{End, Engine, Message, Request, Session};
+use flashover::{End, Engine, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
 use crate::model_args::{ModelArgs, SamplingArgs, TraceArgs, Tracing};
@@ -66,28 +66,43 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
         }
     };
     let file = args.trace.file()?;
-    let engine = args.model.load()?;
+    let folder = args.model.open()?;
     let prompt = match (&text, &args.tokens) {
-        (Some(text), _) if args.chat => engine.encode_chat(&[Message::new("user", text)])?,
-        (Some(text), _) => engine.encode(text)?,
+        (Some(text), _) if args.chat => folder.encode_chat(&[Message::new("user", text)])?,
+        (Some(text), _) => folder.encode(text)?,
         (None, tokens) => tokens.clone().unwrap_or_default(),
     };
-    let request = args.sampling.request(&engine)?;
+    folder.check(&prompt)?;
+    let request = args.sampling.request(&folder)?;
+    if args.completions > 1 && !request.stops.is_empty() {
+        bail!("--stop ends one answer\nhint: leave out --completions, or cut the answers yourself");
+    }
+    let workload = folder.workload(&[&prompt], args.completions.into(), &request);
+    let begin = Stopwatch::start();
+    let engine = args.model.load(folder, workload)?;
+    let load = begin.elapsed().as_secs_f64();
     let tracing = Tracing::start(file)?;
     if args.completions > 1 {
-        several(&engine, &prompt, args.completions, &request, text.is_some())?;
+        several(&engine, &prompt, args.completions, &request, text.is_some(), load)?;
     } else {
-        one(&engine, &prompt, &request, text.is_some())?;
+        one(&engine, &prompt, &request, text.is_some(), load)?;
     }
     tracing.finish(&engine)
 }
 
-fn one(engine: &Engine, prompt: &[u32], request: &Request, text: bool) -> anyhow::Result<()> {
+/// `load` is the seconds that loading took.
+fn one(
+    engine: &Engine,
+    prompt: &[u32],
+    request: &Request,
+    text: bool,
+    load: f64,
+) -> anyhow::Result<()> {
     let mut session = engine.session(engine.room(prompt.len(), request))?;
     if text {
         let answer = write(&mut session, prompt, request)?;
         command::print("\n")?;
-        eprintln!("{}", answer.summary);
+        eprintln!("loaded in {load:.1} s; {}", answer.summary);
         return Ok(());
     }
     let begin = Stopwatch::start();
@@ -99,7 +114,8 @@ fn one(engine: &Engine, prompt: &[u32], request: &Request, text: bool) -> anyhow
     }
     let end = tokens.end();
     command::print(&format!("{}\n", ids.join(",")))?;
-    eprintln!("{}", summary(prompt.len(), ids.len(), first, begin.elapsed().as_secs_f64(), end));
+    let summary = summary(prompt.len(), ids.len(), first, begin.elapsed().as_secs_f64(), end);
+    eprintln!("loaded in {load:.1} s; {summary}");
     Ok(())
 }
 
@@ -109,10 +125,8 @@ fn several(
     completions: u16,
     request: &Request,
     text: bool,
+    load: f64,
 ) -> anyhow::Result<()> {
-    if !request.stops.is_empty() {
-        bail!("--stop ends one answer\nhint: leave out --completions, or cut the answers yourself");
-    }
     let begin = Stopwatch::start();
     let answers = engine.generate_batch(&[prompt], completions.into(), request)?;
     let (mut all, mut shown) = (0, String::new());
@@ -129,7 +143,7 @@ fn several(
     command::print(&shown)?;
     let seconds = begin.elapsed().as_secs_f64();
     eprintln!(
-        "{completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
+        "loaded in {load:.1} s; {completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
         prompt.len(),
         all as f64 / seconds
     );
@@ -185,17 +199,18 @@ fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>)
 }
 
 pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
-    let engine = args.model.load()?;
-    let request = args.sampling.request(&engine)?;
-    // Says before the first line whether there is a template.
-    engine.encode_chat(&[Message::new("user", "")])?;
+    let folder = args.model.open()?;
+    let request = args.sampling.request(&folder)?;
+    // Says before the weights move whether there is a template.
+    folder.encode_chat(&[Message::new("user", "")])?;
     let mut messages: Vec<Message> =
         args.system.iter().map(|system| Message::new("system", system)).collect();
     let kept = messages.len();
     let context = match args.context {
         Some(context) => context,
-        None => engine.room(0, &Request { max_new_tokens: None, ..request.clone() }),
+        None => folder.room(0, &Request { max_new_tokens: None, ..request.clone() }),
     };
+    let engine = args.model.load(folder, Workload::new(1, context))?;
     let mut session = engine.session(context)?;
     let terminal = std::io::stdin().is_terminal();
     loop {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use command::OutFile;
-use flashover::HostTensor;
+use flashover::{HostTensor, Workload};
 
 use crate::encoded;
 use crate::model_args::ModelArgs;
@@ -29,13 +29,15 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let target = OutFile::new(&args.output)?;
-    let engine = args.model.load()?;
+    let folder = args.model.open()?;
     let tokens = match (&args.tokens, &args.prompt) {
         (Some(tokens), _) => tokens.clone(),
-        (None, prompt) => engine.encode(prompt.as_deref().unwrap_or_default())?,
+        (None, prompt) => folder.encode(prompt.as_deref().unwrap_or_default())?,
     };
+    folder.check(&tokens)?;
     let window = args.window.map_or(tokens.len(), |window| window as usize);
     let (first, rest) = tokens.split_at(window.min(tokens.len()));
+    let engine = args.model.load(folder, Workload::new(1, first.len()))?;
     let mut session = engine.session(first.len())?;
     let mut logits = session.logits(first)?;
     for part in rest.chunks(window) {

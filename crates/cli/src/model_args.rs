@@ -10,7 +10,7 @@ use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
     ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, MemoryBudget,
-    OpenError, Policy, Quant, Request, report,
+    ModelFolder, OpenError, Policy, Quant, Request, Workload, report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -272,11 +272,27 @@ impl HubArgs {
 }
 
 impl ModelArgs {
-    /// Loads the model, with a bar on a terminal.
-    pub(crate) fn load(&self) -> anyhow::Result<Engine> {
-        let folder = self.hub.model(&self.model)?;
-        self.load.folder(&self.load.open()?, &folder)
+    /// Opens the model's folder, downloaded where the model is a name.
+    pub(crate) fn open(&self) -> anyhow::Result<ModelFolder> {
+        Ok(ModelFolder::open(self.hub.model(&self.model)?)?)
     }
+
+    /// Loads it, with a bar on a terminal, where the device has room for such a workload.
+    pub(crate) fn load(&self, folder: ModelFolder, workload: Workload) -> anyhow::Result<Engine> {
+        let options = EngineOptions { workload: Some(workload), ..self.load.options() };
+        loaded(&self.load.open()?, folder, &options)
+    }
+}
+
+/// Loads a folder, with a bar on a terminal.
+fn loaded(device: &Device, folder: ModelFolder, options: &EngineOptions) -> anyhow::Result<Engine> {
+    let bar = bar("loading {wide_bar} {percent}%")?;
+    let engine = Engine::of_with(device, folder, options, |done, parts| {
+        bar.set_length(parts as u64);
+        bar.set_position(done as u64);
+    });
+    bar.finish_and_clear();
+    Ok(engine?)
 }
 
 impl SubjectArgs {
@@ -299,7 +315,9 @@ impl SubjectArgs {
     /// Loads it, with a bar on a terminal, or makes it.
     pub(crate) fn engine(&self, device: &Device) -> anyhow::Result<Engine> {
         Ok(match self.subject()? {
-            Subject::Folder(folder) => self.load.folder(device, &folder)?,
+            Subject::Folder(folder) => {
+                loaded(device, ModelFolder::open(folder)?, &self.load.options())?
+            }
             Subject::Shape(shape) => Engine::random(device, shape, &self.load.options())?,
         })
     }
@@ -338,23 +356,12 @@ impl LoadArgs {
             _ => Ok(Some(profile)),
         }
     }
-
-    /// Loads a folder, with a bar on a terminal.
-    pub(crate) fn folder(&self, device: &Device, folder: &Path) -> anyhow::Result<Engine> {
-        let bar = bar("loading {wide_bar} {percent}%")?;
-        let engine = Engine::load_with(device, folder, &self.options(), |done, parts| {
-            bar.set_length(parts as u64);
-            bar.set_position(done as u64);
-        });
-        bar.finish_and_clear();
-        Ok(engine?)
-    }
 }
 
 impl SamplingArgs {
-    /// What `engine`'s makers would have, but for what is said here.
-    pub(crate) fn request(&self, engine: &Engine) -> anyhow::Result<Request> {
-        let mut request = engine.request();
+    /// What the model's makers would have, but for what is said here.
+    pub(crate) fn request(&self, of: &ModelFolder) -> anyhow::Result<Request> {
+        let mut request = of.request();
         let sampling = &mut request.sampling;
         sampling.temperature = self.temperature.unwrap_or(sampling.temperature);
         sampling.top_k = self.top_k.unwrap_or(sampling.top_k);
@@ -373,6 +380,7 @@ impl SamplingArgs {
         {
             bail!("{name} chooses nothing at temperature 0\nhint: --temperature 1 draws");
         }
+        sampling.check()?;
         request.max_new_tokens = self.max_new_tokens.or(request.max_new_tokens);
         request.stops.clone_from(&self.stops);
         if self.ignore_eos {

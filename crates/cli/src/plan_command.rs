@@ -32,7 +32,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Some(profile) => profile,
         None => args.of.load.open()?.profile().clone(),
     };
-    let workload = |context| Workload { batch: args.batch, context };
+    let workload = |context| Workload::new(args.batch, context);
     let options = args.of.load.options();
     let subject = args.of.subject()?;
     let plan = |options: &EngineOptions, workload| match &subject {

@@ -40,8 +40,8 @@ pub use arch::{
 pub use attention::{Attended, attention};
 pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
 pub use engine::{
-    Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions, LayerProfile, Profile,
-    Quant, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
+    Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions, LayerProfile,
+    ModelFolder, Profile, Quant, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
 };
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::path::Path;
 
-use arch::ArchProfile;
+use arch::{ArchProfile, DType};
 use models::{Footprint, Held, KvFormat, Matrices, Weights, Workload as Passing};
 use serde::Serialize;
 
-use crate::engine::{Engine, EngineError, EngineOptions, Prepared};
+use crate::engine::{EngineError, EngineOptions, Prepared};
 
 /// How much of a device's memory may be used.
 ///
@@ -68,6 +68,16 @@ pub struct Workload {
     pub batch: usize,
     /// Positions that each has room for, of prompt and answer.
     pub context: usize,
+    /// Positions of all sequences together that take no room, for another sequence has them: of a prompt that passes
+    /// once for several answers.
+    pub shared: usize,
+}
+
+impl Workload {
+    /// Of sequences that share nothing.
+    pub const fn new(batch: usize, context: usize) -> Self {
+        Self { batch, context, shared: 0 }
+    }
 }
 
 /// What a model takes of a device, part by part, in bytes.
@@ -102,6 +112,9 @@ pub struct Plan {
     pub largest_batch: Option<usize>,
     /// The most positions of as many sequences.
     pub largest_context: Option<usize>,
+    /// Whether the device has 8 bits to hold keys and values in.
+    #[serde(skip)]
+    has_bytes: bool,
 }
 
 /// A model that is planned for: its weights are known, the rest is computed.
@@ -147,14 +160,6 @@ impl Plan {
         Prepared::of_shape(profile, shape, options)?.planned.checked(profile, options, workload)
     }
 
-    /// The same where `completions` sequences each share so many positions in all.
-    pub(crate) fn with_shared(self, engine: &Engine, positions: usize, completions: usize) -> Self {
-        let held = engine.decoder().held();
-        let twice = engine.config().cache_bytes(held, completions.saturating_sub(1), positions);
-        let twice = u64::try_from(twice).unwrap_or(u64::MAX);
-        Self { cache_bytes: self.cache_bytes.saturating_sub(twice), ..self }
-    }
-
     /// All parts together.
     pub const fn peak_bytes(&self) -> u64 {
         let rest = self.cache_bytes.saturating_add(self.activations_bytes);
@@ -168,12 +173,16 @@ impl Plan {
 }
 
 impl Planned {
-    pub(crate) fn footprint(&self, Workload { batch, context }: Workload) -> Footprint {
+    pub(crate) fn footprint(&self, Workload { batch, context, shared }: Workload) -> Footprint {
         let passing = Passing { batch, positions: context, chunk: models::CHUNK };
-        self.config.footprint(self.held, self.weights, passing)
+        let all = self.config.footprint(self.held, self.weights, passing);
+        let shared = self.config.cache_bytes(self.held, 1, shared);
+        Footprint { cache: all.cache.saturating_sub(shared), ..all }
     }
 
-    fn checked(
+    /// # Errors
+    /// [`EngineError::Budget`] of numbers that mean nothing, [`models::Error::Context`].
+    pub(crate) fn checked(
         &self,
         profile: &ArchProfile,
         options: &EngineOptions,
@@ -227,6 +236,7 @@ impl Planned {
             largest_context: known(largest(context, |context| {
                 fits(Workload { context, ..workload })
             })),
+            has_bytes: profile.dtypes.contains(&DType::I8),
         }
     }
 }
@@ -256,7 +266,7 @@ fn shown(bytes: u64) -> String {
 impl fmt::Display for Plan {
     /// In a sentence.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Workload { batch, context } = self.workload;
+        let Workload { batch, context, .. } = self.workload;
         let sequences = if batch == 1 { "sequence" } else { "sequences" };
         let positions = if context == 1 { "position" } else { "positions" };
         write!(
@@ -285,19 +295,29 @@ impl Plan {
     pub fn advice(&self) -> String {
         let quant = match self.matrices {
             Matrices::FourBit => "",
-            Matrices::Int8 => "; 4 bits take about half of what 8 do",
+            Matrices::Int8 => "; --quant nf4 halves the weights",
             Matrices::Dense if self.dtype == "f32" => {
-                "; bf16, where the device has it, takes half of what f32 does, 8 bits about a quarter, 4 bits an eighth"
+                "; bf16, where the device has it, takes half of what f32 does, --quant int8 about a quarter, --quant nf4 an \
+                 eighth"
             }
-            Matrices::Dense => "; 4 bits take about a quarter of what bf16 does",
+            Matrices::Dense => "; --quant int8 halves the weights, --quant nf4 takes a quarter",
+        };
+        let over = self.peak_bytes().saturating_sub(self.budget_bytes.unwrap_or(u64::MAX));
+        // Where that is enough, or counts.
+        let counts = self.cache_bytes / 2 >= over || self.cache_bytes > self.peak_bytes() / 8;
+        let kv = match self.kv {
+            KvFormat::Float if self.has_bytes && counts => {
+                "; --kv-cache int8 halves keys and values"
+            }
+            KvFormat::Float | KvFormat::Int8 => "",
         };
         match (self.largest_context, self.largest_batch) {
             (Some(context), _) if context > 0 => {
                 let batch = self.workload.batch;
-                format!("{context} positions fit, of a batch of {batch}{quant}")
+                format!("{context} positions fit, of a batch of {batch}{quant}{kv}")
             }
-            (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits{quant}"),
-            _ => format!("a larger budget or a smaller model{quant}"),
+            (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits{quant}{kv}"),
+            _ => format!("a larger budget or a smaller model{quant}{kv}"),
         }
     }
 
@@ -321,7 +341,7 @@ mod tests {
     }
 
     fn plan(name: &str, options: EngineOptions, batch: usize, context: usize) -> Plan {
-        let workload = Workload { batch, context };
+        let workload = Workload::new(batch, context);
         Plan::of_shape(&card(name), "llama-3-8b", &options, workload).expect("valid")
     }
 
@@ -343,10 +363,16 @@ mod tests {
         assert!(plan("rtx4080", EngineOptions::default(), 1, context).fits());
         assert!(!plan("rtx4080", EngineOptions::default(), 1, context + 1).fits());
         assert!(dense.advice().contains("positions fit"), "{}", dense.advice());
+        // Half of what keys and values take is enough.
+        assert!(dense.advice().contains("--kv-cache int8"), "{}", dense.advice());
+        let bytes = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
+        let bytes = plan("rtx4080", bytes, 1, 8192);
+        assert!(bytes.fits() && !bytes.advice().contains("--kv-cache"), "{bytes}");
         let options = EngineOptions { dtype: Some(Compute::F32), ..EngineOptions::default() };
         let advice = plan("rtx4080", options, 1, 8192).advice();
         let at = |word: &str| advice.find(word).expect("suggested");
-        assert!(at("bf16") < at("8 bits") && at("8 bits") < at("4 bits"), "{advice}");
+        assert!(at("bf16") < at("int8") && at("int8") < at("nf4"), "{advice}");
+        assert!(!advice.contains("--kv-cache"), "it counts for nothing: {advice}");
     }
 
     #[test]
@@ -368,7 +394,7 @@ mod tests {
     #[test]
     fn what_means_nothing_is_refused() {
         let refused = |options, batch, context| {
-            let workload = Workload { batch, context };
+            let workload = Workload::new(batch, context);
             let plan = Plan::of_shape(&card("rtx4090"), "llama-3-8b", &options, workload);
             plan.expect_err("refused").to_string()
         };

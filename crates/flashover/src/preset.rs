@@ -65,7 +65,7 @@ impl Preset {
         plan: impl Fn(&EngineOptions, Workload) -> Result<Plan, EngineError>,
     ) -> Result<Chosen, EngineError> {
         let (wanted, least, most) = self.wants();
-        let context = match plan(options, Workload { batch: 1, context: wanted }) {
+        let context = match plan(options, Workload::new(1, wanted)) {
             Ok(_) => wanted,
             Err(why) => why.context().ok_or(why)?,
         };
@@ -76,9 +76,9 @@ impl Preset {
         let mut best: Option<Chosen> = None;
         for quant in quants {
             let options = EngineOptions { quant: *quant, ..*options };
-            let one = plan(&options, Workload { batch: 1, context })?;
+            let one = plan(&options, Workload::new(1, context))?;
             let batch = one.largest_batch.unwrap_or(most).min(most);
-            let plan = plan(&options, Workload { batch: batch.max(1), context })?;
+            let plan = plan(&options, Workload::new(batch.max(1), context))?;
             let more = best.as_ref().is_none_or(|best| {
                 !best.plan.fits() || (plan.fits() && batch > best.plan.workload.batch)
             });
@@ -154,10 +154,7 @@ mod tests {
         assert!(batch == 32 || plan.largest_batch == Some(batch), "{plan}");
         let Chosen { plan, options } =
             chosen(Preset::Latency, "rtx4090", "llama-3-8b").expect("fits");
-        assert_eq!(
-            (options.quant, plan.workload),
-            (Some(Quant::Nf4), Workload { batch: 1, context: 1024 })
-        );
+        assert_eq!((options.quant, plan.workload), (Some(Quant::Nf4), Workload::new(1, 1024)));
     }
 
     #[test]

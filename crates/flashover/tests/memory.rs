@@ -39,7 +39,7 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         let engine = Engine::load(&device, &folder, &options).expect("the demo");
         engine.clear_cache().expect("nothing is captured");
         let loaded = engine.memory();
-        let plan = engine.plan(Workload { batch: 1, context: 320 });
+        let plan = engine.plan(Workload::new(1, 320));
         let gap = |have: u64, planned: u64| have as f64 / planned as f64 - 1.0;
         let weights = gap(loaded.used_bytes, plan.weights_bytes);
         println!("{quant:?}: weights {weights:+.4} of the plan, {loaded:?}");

@@ -125,6 +125,11 @@ fn the_command_refuses_what_is_wrong() {
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
+    refused(
+        &good,
+        &["--tokens", "1", "--completions", "9", "--memory-limit", "1MiB"],
+        "with 9 sequences of",
+    );
     refused(&good, &["--tokens", "1", "--temperature", "1", "--top-p", "2"], "top_p is 2");
     refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
     refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");

@@ -1,9 +1,8 @@
 use burn::tensor::Tensor;
-use models::{KvCache, Rope, Rows};
+use models::{KvCache, Rows};
 
 use super::sampling::{Picker, Place};
 use super::{End, Engine, EngineError, Request, Token};
-use crate::plan::Workload;
 
 /// What one prompt became.
 #[derive(Debug, Clone, PartialEq)]
@@ -34,17 +33,12 @@ impl Engine {
         request: &Request,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
         request.sampling.check()?;
-        let longest = prompts.iter().map(|prompt| prompt.as_ref().len()).max().unwrap_or(0);
-        let room = self.room(longest, request);
-        let fixed = |rope: &Rope| rope.fixed_until().is_none_or(|fixed| room <= fixed);
-        if !self.config().ropes.iter().all(fixed) {
-            // Where a longer sequence turns all its positions anew, each goes by itself.
+        let all = self.workload(prompts, completions, request);
+        let room = all.context;
+        if !self.0.reader.decodes_together(room) {
             return self.one_by_one(prompts, completions, request, room);
         }
-        let all = Workload { batch: prompts.len().saturating_mul(completions), context: room };
-        let once = |prompt: &_| KvCache::shareable(AsRef::<[u32]>::as_ref(prompt).len());
-        let shared: usize = prompts.iter().map(once).sum();
-        super::fits(self.plan(all).with_shared(self, shared, completions))?;
+        super::fits(self.plan(all))?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (prompt, tokens) in prompts.iter().enumerate() {
             let _at_work = ops::at_work();

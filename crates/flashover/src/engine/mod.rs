@@ -1,11 +1,13 @@
 //! A model that answers: loaded once, shared by the sessions that generate with it.
 //!
 //! ```text
-//! Engine    weights on a device, tokenizer, what the model's makers would have        does not change
-//! Session   keys and values so far, of one sequence                                   yields tokens
+//! ModelFolder  tokenizer, what the model's makers would have, weights in files               on no device
+//! Engine       the same, its weights on a device                                            does not change
+//! Session      keys and values so far, of one sequence                                      yields tokens
 //! ```
 
 mod batch;
+mod folder;
 mod measure;
 mod profile;
 mod sampling;
@@ -16,7 +18,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ::text::{ChatTemplate, Message, Prompt, Tokenizer};
+use ::text::{Message, Tokenizer};
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
 use models::{
@@ -30,7 +32,10 @@ use time::format_description::well_known::Rfc3339;
 use crate::memory::MemoryUsage;
 use crate::plan::{MemoryBudget, Plan, Planned, Workload};
 
+use folder::Reader;
+
 pub use batch::Completion;
+pub use folder::ModelFolder;
 pub use measure::{Ceilings, Speed, SpeedTest};
 pub use profile::{LayerProfile, Profile};
 pub use sampling::{Sampling, Token};
@@ -162,12 +167,9 @@ impl EngineError {
 pub struct Engine(Arc<Inner>);
 
 struct Inner {
-    folder: PathBuf,
+    reader: Reader,
     device: Device,
     decoder: Decoder,
-    tokenizer: Option<Tokenizer>,
-    template: Option<ChatTemplate>,
-    generation: GenerationConfig,
     planned: Planned,
     budget: MemoryBudget,
 }
@@ -220,9 +222,8 @@ impl Prepared {
 
     /// Refuses what does not fit.
     fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), EngineError> {
-        options.budget.check()?;
-        let workload = options.workload.unwrap_or(Workload { batch: 1, context: 1 });
-        fits(self.planned.plan(device.profile(), &options.budget, workload))
+        let workload = options.workload.unwrap_or(Workload::new(1, 1));
+        fits(self.planned.checked(device.profile(), options, workload)?)
     }
 }
 
@@ -262,36 +263,47 @@ impl Engine {
         device: &Device,
         folder: impl AsRef<Path>,
         options: &EngineOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self, EngineError> {
+        Self::of_with(device, ModelFolder::open(folder)?, options, progress)
+    }
+
+    /// Loads a folder that is open.
+    ///
+    /// # Errors
+    /// As [`Engine::load`], but for those of files.
+    pub fn of(
+        device: &Device,
+        folder: ModelFolder,
+        options: &EngineOptions,
+    ) -> Result<Self, EngineError> {
+        Self::of_with(device, folder, options, |_, _| {})
+    }
+
+    /// The same, which tells `progress` how many of how many parts are loaded.
+    ///
+    /// # Errors
+    /// As [`Engine::of`].
+    pub fn of_with(
+        device: &Device,
+        folder: ModelFolder,
+        options: &EngineOptions,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, EngineError> {
-        let folder = folder.as_ref().to_owned();
-        let weights = Weights::open(&folder).map_err(EngineError::Folder)?;
-        let vocab = weights.config().vocab;
-        let generation = GenerationConfig::open(&folder).map_err(EngineError::Folder)?;
-        let tokenizer = match folder.join("tokenizer.json").exists() {
-            true => Some(Tokenizer::open(&folder)?.for_vocab(vocab)?),
-            false => None,
-        };
-        let template = ChatTemplate::open(&folder)?;
-        let prepared = Prepared::of_files(device.profile(), &folder, &weights, options)?;
+        let ModelFolder { weights, reader } = folder;
+        let prepared = Prepared::of_files(device.profile(), &reader.folder, &weights, options)?;
         prepared.fits(device, options)?;
         let (ctx, on) = (context(device, options)?, on_burn(device));
         let decoder = Decoder::load(&weights, &on, ctx, &prepared.load, |loading| {
             progress(loading.done, loading.parts)
         })?;
-        let engine = Self(Arc::new(Inner {
-            folder,
+        Self::settled(Inner {
+            reader,
             device: device.clone(),
             decoder,
-            tokenizer,
-            template,
-            generation,
             planned: prepared.planned,
             budget: options.budget,
-        }));
-        // What loading needed meanwhile.
-        engine.clear_cache()?;
-        Ok(engine)
+        })
     }
 
     /// A model of random weights of a published shape, for measuring: one of [`models::shapes::names`]. It has
@@ -309,16 +321,22 @@ impl Engine {
         let (ctx, on) = (context(device, options)?, on_burn(device));
         let Prepared { planned, load } = prepared;
         let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
-        let engine = Self(Arc::new(Inner {
-            folder: PathBuf::from(shape),
+        Self::settled(Inner {
+            reader: Reader::of_shape(shape, planned.config.clone()),
             device: device.clone(),
             decoder,
-            tokenizer: None,
-            template: None,
-            generation: GenerationConfig::default(),
             planned,
             budget: options.budget,
-        }));
+        })
+    }
+
+    /// One whose weights are there, and nothing that loading needed beside them.
+    fn settled(loaded: Inner) -> Result<Self, EngineError> {
+        let engine = Self(Arc::new(loaded));
+        engine.decoder().settle().map_err(|why| match why {
+            models::Error::Failed(why) => engine.failed(why),
+            other => other.into(),
+        })?;
         engine.clear_cache()?;
         Ok(engine)
     }
@@ -372,24 +390,18 @@ impl Engine {
 
     /// What the model's makers would have.
     pub fn generation(&self) -> &GenerationConfig {
-        &self.0.generation
+        &self.0.reader.generation
     }
 
     /// Sampling and ends as the model's makers would have them.
     pub fn request(&self) -> Request {
-        let GenerationConfig { eos, max_new_tokens, .. } = self.generation();
-        Request {
-            sampling: Sampling::of(self.generation()),
-            max_new_tokens: *max_new_tokens,
-            eos: eos.clone(),
-            stops: Vec::new(),
-        }
+        self.0.reader.request()
     }
 
     /// # Errors
     /// [`EngineError::NoTokenizer`].
     pub fn tokenizer(&self) -> Result<&Tokenizer, EngineError> {
-        self.0.tokenizer.as_ref().ok_or_else(|| EngineError::NoTokenizer(self.0.folder.clone()))
+        self.0.reader.tokenizer()
     }
 
     /// The tokens of a plain prompt, with what the tokenizer puts before a text.
@@ -397,7 +409,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::NoTokenizer`], [`EngineError::Text`].
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, EngineError> {
-        Ok(self.tokenizer()?.encode(prompt, true)?)
+        self.0.reader.encode(prompt)
     }
 
     /// The tokens of a conversation that waits for its answer.
@@ -405,22 +417,23 @@ impl Engine {
     /// # Errors
     /// [`EngineError::NoTemplate`], [`EngineError::NoTokenizer`], [`EngineError::Text`].
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, EngineError> {
-        let template = self.0.template.as_ref();
-        let template = template.ok_or_else(|| EngineError::NoTemplate(self.0.folder.clone()))?;
-        Ok(self.tokenizer()?.encode(&template.render(&Prompt::of(messages))?, false)?)
+        self.0.reader.encode_chat(messages)
     }
 
     /// Positions that a request needs: those of the prompt and as many as are to come, or else as many as the model
     /// has, at most 8192 where it has more.
     pub fn room(&self, prompt: usize, request: &Request) -> usize {
-        const USUAL: usize = 8192;
-        let most = self.config().context().unwrap_or(usize::MAX);
-        let wanted = match request.max_new_tokens {
-            Some(more) => prompt.saturating_add(more),
-            None => self.config().max_seq.min(USUAL),
-        };
-        // A prompt that is too long is left to the error that says so.
-        wanted.min(most).max(prompt)
+        self.0.reader.room(prompt, request)
+    }
+
+    /// What [`Engine::generate_batch`] asks of the device.
+    pub fn workload(
+        &self,
+        prompts: &[impl AsRef<[u32]>],
+        completions: usize,
+        request: &Request,
+    ) -> Workload {
+        self.0.reader.workload(prompts, completions, request)
     }
 
     /// Room for one sequence of `context` positions.
@@ -440,7 +453,7 @@ impl Engine {
     fn cache(&self, batch: usize, context: usize) -> Result<KvCache, EngineError> {
         // One that is too long for the model is left to the error that says so.
         if self.config().context().is_none_or(|most| context <= most) {
-            let workload = Workload { batch, context };
+            let workload = Workload::new(batch, context);
             fits(self.plan(workload))?;
             let parts = self.0.planned.footprint(workload);
             self.give_back_more_than(parts.cache + parts.passing() + parts.small)?;
@@ -502,7 +515,7 @@ fn fits(plan: Plan) -> Result<(), EngineError> {
 
 impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Engine").field("folder", &self.0.folder).finish_non_exhaustive()
+        f.debug_struct("Engine").field("folder", &self.0.reader.folder).finish_non_exhaustive()
     }
 }
 

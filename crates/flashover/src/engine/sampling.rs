@@ -78,8 +78,8 @@ impl Sampling {
     }
 
     /// # Errors
-    /// A number that is out of its range.
-    pub(super) fn check(&self) -> Result<(), EngineError> {
+    /// [`EngineError::Sampling`] of a number that is out of its range.
+    pub fn check(&self) -> Result<(), EngineError> {
         let share = |value: f32| (0.0..=1.0).contains(&value);
         let wrong = [
             (

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use checkpoint::{Checkpoint, Tensor};
 use flashover::{
     Backend, Completion, Device, End, Engine, EngineError, EngineOptions, KvFormat, MemoryBudget,
-    Quant, Request, Sampling, SpeedTest, Token, Workload,
+    ModelFolder, Quant, Request, Sampling, SpeedTest, Token, Workload,
 };
 
 use crate::cpu;
@@ -144,12 +144,12 @@ fn a_budget_holds() {
     };
     let all = MemoryBudget::default();
     let engine = load(all).expect("a fixture");
-    let weights = engine.plan(Workload { batch: 1, context: 1 }).weights_bytes;
+    let weights = engine.plan(Workload::new(1, 1)).weights_bytes;
     let below = load(MemoryBudget { limit_bytes: Some(weights - 1), ..all });
     let Err(EngineError::Memory(plan)) = &below else { panic!("{below:?}") };
     assert!(plan.peak_bytes() > weights - 1 && plan.largest_batch == Some(0), "{plan}");
     // As much as one sequence of 64 positions takes: it answers, one of 65 is not begun.
-    let peak = engine.plan(Workload { batch: 1, context: 64 }).peak_bytes();
+    let peak = engine.plan(Workload::new(1, 64)).peak_bytes();
     let small = load(MemoryBudget { limit_bytes: Some(peak), ..all }).expect("it fits");
     let [prompt, _] = golden("llama");
     let mut session = small.session(64).expect("it fits");
@@ -167,6 +167,40 @@ fn a_budget_holds() {
     session.clear();
     let again = session.generate(&prompt[..4], &plain(8)).expect("it answers");
     assert_eq!(again.count(), 8);
+}
+
+#[test]
+fn a_folder_knows_what_a_request_needs() {
+    let [prompt, _] = golden("llama");
+    let open = || ModelFolder::open(fixture("llama")).expect("a fixture");
+    let (folder, request) = (open(), plain(8));
+    let long: Vec<u32> = prompt.iter().copied().cycle().take(66).collect();
+    let workload = folder.workload(&[&long], 3, &request);
+    // The page that a prompt of 66 fills is there once.
+    assert_eq!(workload, Workload { batch: 3, context: 74, shared: 2 * 64 });
+    let engine = Engine::load(&cpu(), fixture("llama"), &EngineOptions::default());
+    let engine = engine.expect("a fixture");
+    assert_eq!(engine.workload(&[&long], 3, &request), workload);
+    let peak = engine.plan(workload).peak_bytes();
+    assert!(peak < engine.plan(Workload { shared: 0, ..workload }).peak_bytes());
+    let load = |limit| {
+        let budget = MemoryBudget { limit_bytes: Some(limit), ..MemoryBudget::default() };
+        let options =
+            EngineOptions { budget, workload: Some(workload), ..EngineOptions::default() };
+        Engine::of(&cpu(), open(), &options)
+    };
+    let enough = load(peak).expect("it fits");
+    assert_eq!(enough.generate_batch(&[&long], 3, &request).expect("it fits")[0].len(), 3);
+    assert!(matches!(load(peak - 1), Err(EngineError::Memory(_))));
+    let options = EngineOptions {
+        workload: Some(folder.workload(&[&prompt.repeat(99)], 1, &request)),
+        ..EngineOptions::default()
+    };
+    let context = Engine::of(&cpu(), open(), &options).expect_err("longer than the model goes");
+    assert!(context.context().is_some(), "{context}");
+    assert!(matches!(folder.check(&[]), Err(EngineError::EmptyPrompt)));
+    let token = folder.check(&[1, 99_999]).expect_err("no such token").to_string();
+    assert!(token.starts_with("token 99999 is past"), "{token}");
 }
 
 #[test]
@@ -235,7 +269,10 @@ fn what_cannot_answer_says_why() {
     let hot = fails(&[1], &Request { sampling: hot, ..plain(1) });
     assert!(hot.to_string().starts_with("temperature is -1\nhint: "), "{hot}");
     assert!(matches!(engine.encode("text"), Err(EngineError::NoTokenizer(_))));
-    assert!(matches!(engine.encode_chat(&[]), Err(EngineError::NoTemplate(_))));
+    assert!(matches!(engine.encode_chat(&[]), Err(EngineError::NoTokenizer(_))));
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let demo = ModelFolder::open(demo).expect("the demo");
+    assert!(matches!(demo.encode_chat(&[]), Err(EngineError::NoTemplate(_))));
     let long = engine.config().max_seq + 1;
     let long = engine.session(long).expect_err("longer than the model").to_string();
     assert!(long.contains("but the model has"), "{long}");
@@ -321,7 +358,7 @@ fn keys_and_values_in_8_bits_answer() {
         let one = alone(&engine, &long, 96, &plain(9));
         let batch = engine.generate_batch(&[&long], 2, &plain(9)).expect("fits");
         assert!(batch[0].iter().all(|answer| ids(&answer.tokens) == ids(&one.tokens)));
-        let workload = Workload { batch: 1, context: prompt.len() };
+        let workload = Workload::new(1, prompt.len());
         (logits, engine.plan(workload).cache_bytes)
     });
     let largest = float.0.iter().fold(0f32, |top, logit| top.max(logit.abs()));
