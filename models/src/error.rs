@@ -73,6 +73,8 @@ pub enum Fault {
     Contradiction { value: Value, other: String, other_value: Value },
     #[error("is {value}, which is not a multiple of `{divisor_field}`, {divisor}")]
     NotMultiple { value: usize, divisor_field: &'static str, divisor: usize },
+    #[error("is {id}, past the vocabulary, which has {vocab}")]
+    PastVocabulary { id: u32, vocab: usize },
 }
 
 fn tensors(missing: &[String], unused: &[String], wrong: &[checkpoint::Error]) -> String {

@@ -4,8 +4,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::Error;
 use crate::fields::{Fields, read};
+use crate::{Error, Fault};
+
+const FILE: &str = "generation_config.json";
 
 /// What a request falls back to. None is what the file leaves open.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -38,9 +40,9 @@ impl GenerationConfig {
     ///
     /// Source: the `GenerationConfig` of Hugging Face transformers.
     pub fn from_json(text: &str) -> Result<Self, Error> {
-        let file = "generation_config.json";
-        let value: Value = serde_json::from_str(text).map_err(|why| Error::Json { file, why })?;
-        let fields = Fields::new(file, &value)?;
+        let value: Value =
+            serde_json::from_str(text).map_err(|why| Error::Json { file: FILE, why })?;
+        let fields = Fields::new(FILE, &value)?;
         refuse_others(&fields)?;
         let number = |field, expected, fits: fn(f64) -> bool| {
             fields.optional(field, expected, |value| value.as_f64().filter(|number| fits(*number)))
@@ -67,12 +69,28 @@ impl GenerationConfig {
     /// # Errors
     /// [`Error::Read`], and as [`GenerationConfig::from_json`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
-        let path = folder.as_ref().join("generation_config.json");
+        let path = folder.as_ref().join(FILE);
         if path.exists() { Self::from_json(&read(&path)?) } else { Ok(Self::default()) }
+    }
+
+    /// Binds it to a model of `vocab` tokens.
+    ///
+    /// # Errors
+    /// [`Fault::PastVocabulary`] for a token that would end a text and that the model does not have.
+    pub fn for_vocab(self, vocab: usize) -> Result<Self, Error> {
+        let past = self.eos.iter().copied().find(|id| *id as usize >= vocab);
+        match past {
+            None => Ok(self),
+            Some(id) => {
+                let fault = Box::new(Fault::PastVocabulary { id, vocab });
+                Err(Error::Field { file: FILE, field: EOS.to_owned(), fault })
+            }
+        }
     }
 }
 
 const ID: &str = "a token id";
+const EOS: &str = "eos_token_id";
 
 fn id(fields: &Fields<'_>, field: &str) -> Result<Option<u32>, Error> {
     fields.optional(field, ID, token)
@@ -84,11 +102,10 @@ fn token(value: &Value) -> Option<u32> {
 
 /// One id, or a list of them.
 fn eos(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
-    let ids =
-        fields.optional("eos_token_id", "a token id or a list of them", |value| match value {
-            Value::Array(list) => list.iter().map(token).collect(),
-            one => token(one).map(|id| vec![id]),
-        })?;
+    let ids = fields.optional(EOS, "a token id or a list of them", |value| match value {
+        Value::Array(list) => list.iter().map(token).collect(),
+        one => token(one).map(|id| vec![id]),
+    })?;
     Ok(ids.unwrap_or_default())
 }
 
@@ -164,19 +181,31 @@ mod tests {
     }
 
     #[test]
+    fn what_ends_a_text_is_in_the_vocabulary() -> Result<(), Error> {
+        let text = r#"{"eos_token_id": [2, 160], "pad_token_id": 200}"#;
+        let several = GenerationConfig::from_json(text)?;
+        assert_eq!(several.clone().for_vocab(161)?, several);
+        let error = several.for_vocab(160).expect_err("past it");
+        assert_eq!(
+            error.to_string(),
+            format!("{FILE}: `eos_token_id` is 160, past the vocabulary, which has 160")
+        );
+        Ok(())
+    }
+
+    #[test]
     fn what_is_not_offered_is_refused() {
-        let file = "generation_config.json";
         fails(
             r#"{"num_beams": 4}"#,
-            &format!("{file}: `num_beams` is 4, which is not supported; known: 1"),
+            &format!("{FILE}: `num_beams` is 4, which is not supported; known: 1"),
         );
         fails(
             r#"{"top_p": 1.5}"#,
-            &format!("{file}: `top_p` is 1.5, which is not a number from 0 to 1"),
+            &format!("{FILE}: `top_p` is 1.5, which is not a number from 0 to 1"),
         );
         fails(
             r#"{"eos_token_id": [1, -2]}"#,
-            &format!("{file}: `eos_token_id` is [1,-2], which is not a token id or a list of them"),
+            &format!("{FILE}: `eos_token_id` is [1,-2], which is not a token id or a list of them"),
         );
         for field in [
             "typical_p",
@@ -195,10 +224,10 @@ mod tests {
         ] {
             let error = GenerationConfig::from_json(&json!({ field: 0.5 }).to_string());
             let error = error.expect_err(field).to_string();
-            assert!(error.starts_with(&format!("{file}: `{field}` is 0.5, ")), "{error}");
+            assert!(error.starts_with(&format!("{FILE}: `{field}` is 0.5, ")), "{error}");
         }
-        fails("[]", &format!("{file} is not an object"));
+        fails("[]", &format!("{FILE} is not an object"));
         let error = GenerationConfig::from_json("{").expect_err("cut");
-        assert!(error.to_string().starts_with(&format!("{file} is not JSON: ")), "{error}");
+        assert!(error.to_string().starts_with(&format!("{FILE} is not JSON: ")), "{error}");
     }
 }

@@ -108,6 +108,10 @@ fn the_command_refuses_what_is_wrong() {
             "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
         fs::write(to.join("tokenizer.json"), text).expect("written");
     });
+    let eos = copy("eos", &|to| {
+        let text = r#"{"eos_token_id": [2, 160]}"#;
+        fs::write(to.join("generation_config.json"), text).expect("written");
+    });
     let (none, good) = (folder.path().join("none"), fixture("llama"));
     let refused = |model: &Path, more: &[&str], want: &str| {
         let model = model.to_str().expect("UTF-8");
@@ -122,6 +126,7 @@ fn the_command_refuses_what_is_wrong() {
     refused(&family, &one, "`model_type` is \"rwkv\"");
     refused(&cut, &one, "model.safetensors");
     refused(&tokenizer, &one, "the model a vocabulary of");
+    refused(&eos, &one, "`eos_token_id` is 160, past the vocabulary, which has 160");
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");

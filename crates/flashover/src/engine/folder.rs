@@ -36,7 +36,9 @@ impl ModelFolder {
         let folder = folder.as_ref();
         let weights = Weights::open(folder).map_err(EngineError::Folder)?;
         let config = weights.config().clone();
-        let generation = GenerationConfig::open(folder).map_err(EngineError::Folder)?;
+        let generation = GenerationConfig::open(folder)
+            .and_then(|generation| generation.for_vocab(config.vocab));
+        let generation = generation.map_err(EngineError::Folder)?;
         let tokenizer = match folder.join("tokenizer.json").exists() {
             true => Some(Tokenizer::open(folder)?.for_vocab(config.vocab)?),
             false => None,
