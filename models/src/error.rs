@@ -58,6 +58,35 @@ pub enum Error {
     Op(#[from] ops::OpError),
 }
 
+impl Error {
+    /// What to do about a folder that is none of our models, as a line of its own; nothing where the message has it.
+    pub fn hint(&self) -> &'static str {
+        use checkpoint::Error as File;
+        match self {
+            Self::Read { why, .. } | Self::Checkpoint(File::Read { why, .. }) => match why.kind() {
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+                    "\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
+                }
+                _ => "\nhint: it must be a file, and yours to read",
+            },
+            Self::Json { .. }
+            | Self::NotAnObject { .. }
+            | Self::Checkpoint(File::Header { .. } | File::Index { .. }) => {
+                "\nhint: the file is cut or damaged; download it again"
+            }
+            Self::Field { fault, .. } => match **fault {
+                Fault::Unsupported { .. } => "\nhint: a model that has what is known",
+                _ => "\nhint: take the file from where the weights are from, as it is there",
+            },
+            Self::UnknownModelType { .. } => "\nhint: a model of one of these families",
+            Self::Tensors { .. } | Self::Checkpoint(File::Tensor { .. }) => {
+                "\nhint: config.json and all weights must be of one model"
+            }
+            _ => "",
+        }
+    }
+}
+
 /// What is wrong with a field.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Fault {

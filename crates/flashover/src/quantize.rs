@@ -146,9 +146,7 @@ pub struct WeightErrors {
 /// Why a model was not quantised. Nothing was written then.
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizeError {
-    #[error(
-        "{0}\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
-    )]
+    #[error("{0}{hint}", hint = .0.hint())]
     Model(models::Error),
     #[error("{what} is quantised already\nhint: quantise the weights that it was made of")]
     Quantized { what: String },

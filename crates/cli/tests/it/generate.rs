@@ -112,6 +112,11 @@ fn the_command_refuses_what_is_wrong() {
         let text = r#"{"eos_token_id": [2, 160]}"#;
         fs::write(to.join("generation_config.json"), text).expect("written");
     });
+    let shards = copy("shards", &|to| {
+        let index = "model.safetensors.index.json";
+        fs::copy(fixture("llama_sharded").join(index), to.join(index)).expect("copied");
+    });
+    let bare = copy("bare", &|to| fs::remove_file(to.join("model.safetensors")).expect("there"));
     let (none, good) = (folder.path().join("none"), fixture("llama"));
     let refused = |model: &Path, more: &[&str], want: &str| {
         let model = model.to_str().expect("UTF-8");
@@ -120,11 +125,14 @@ fn the_command_refuses_what_is_wrong() {
         assert_eq!(out.status.code(), Some(2), "{said}");
         assert!(out.stdout.is_empty() && said.starts_with("error: "), "{said}");
         assert!(said.contains(want), "{want:?} is not in {said}");
+        assert_eq!(said.matches("\nhint: ").count(), 1, "{said}");
     };
     let one = ["--tokens", "1,2"];
     refused(&none, &one, "hint: a model is a folder");
-    refused(&family, &one, "`model_type` is \"rwkv\"");
-    refused(&cut, &one, "model.safetensors");
+    refused(&bare, &one, "hint: a model is a folder");
+    refused(&shards, &one, "which is not there\nhint: download all shards");
+    refused(&family, &one, "\nhint: a model of one of these families");
+    refused(&cut, &one, "\nhint: the file is cut or damaged");
     refused(&tokenizer, &one, "the model a vocabulary of");
     refused(&eos, &one, "`eos_token_id` is 160, past the vocabulary, which has 160");
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");

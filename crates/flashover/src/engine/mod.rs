@@ -103,9 +103,7 @@ pub struct Request {
 /// Why a model does not answer.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    #[error(
-        "{0}\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
-    )]
+    #[error("{0}{hint}", hint = .0.hint())]
     Folder(models::Error),
     #[error(transparent)]
     Model(#[from] models::Error),
