@@ -172,10 +172,7 @@ impl Rope {
         })?;
         let dim = (model.head_dim as f64 * part.unwrap_or(1.0)) as usize;
         if dim == 0 || dim % 2 != 0 {
-            let known = format!("an even number of the {} dimensions of a head", model.head_dim);
-            let field = if part.is_some() { "partial_rotary_factor" } else { "head_dim" };
-            let holder = section.filter(|section| section.value(field).is_some());
-            return Err(holder.unwrap_or(fields).unsupported(field, &known));
+            return Err(odd(fields, section, model.head_dim));
         }
         let theta = base.unwrap_or(model.theta);
         let rope = Self { theta, dim, scaling: Scaling::None, attention_factor: 1.0 };
@@ -252,6 +249,20 @@ const LONGROPE: &[&str] = &[
     "original_max_position_embeddings",
     "attention_factor",
 ];
+
+/// That no even number of dimensions turns, by the field that says how many.
+fn odd(fields: &Fields<'_>, section: Option<&Fields<'_>>, head_dim: usize) -> Error {
+    let part = "partial_rotary_factor";
+    let mut holders = section.into_iter().chain([fields]);
+    if let Some(holder) = holders.find(|holder| holder.value(part).is_some()) {
+        let share = "a share that turns an even number, not 0, of the";
+        return holder.malformed(part, &format!("{share} {head_dim} dimensions of a head"));
+    }
+    match fields.value("head_dim") {
+        Some(_) => fields.malformed("head_dim", "an even number"),
+        None => fields.malformed("hidden_size", "an even multiple of `num_attention_heads`"),
+    }
+}
 
 /// A frequency of which `kept` stays and the rest is divided by `factor`.
 fn blend(frequency: f64, factor: f64, kept: f64) -> f64 {

@@ -291,10 +291,10 @@ fn refusals_name_the_field_and_the_value() {
             json!({ "quantization_config": { "quant_method": "gptq" } }),
             "`quantization_config.quant_method` is \"gptq\", which is not supported; known: \"bitsandbytes\"",
         ),
+        (json!({ "head_dim": 15 }), "`head_dim` is 15, which is not an even number"),
         (
-            json!({ "head_dim": 15 }),
-            "`head_dim` is 15, which is not supported; known: an even number of \
-             the 15 dimensions of a head",
+            json!({ "hidden_size": 62, "num_attention_heads": 2, "num_key_value_heads": 2 }),
+            "`hidden_size` is 62, which is not an even multiple of `num_attention_heads`",
         ),
     ] {
         fails("llama", more, message);
@@ -407,8 +407,8 @@ fn ropes_that_are_not_computed_are_refused() {
     fails(
         "phi3",
         json!({ "partial_rotary_factor": 0.2 }),
-        "`partial_rotary_factor` is 0.2, which is not supported; known: an even number of the 16 dimensions \
-         of a head",
+        "`partial_rotary_factor` is 0.2, which is not a share that turns an even number, not 0, of the 16 \
+         dimensions of a head",
     );
 }
 
@@ -417,8 +417,8 @@ fn a_part_of_a_head_is_named_where_it_stands() {
     fails(
         "phi3",
         json!({ "rope_parameters": { "rope_theta": 1e4, "partial_rotary_factor": 0.2 } }),
-        "`rope_parameters.partial_rotary_factor` is 0.2, which is not supported; known: an even number of the \
-         16 dimensions of a head",
+        "`rope_parameters.partial_rotary_factor` is 0.2, which is not a share that turns an even number, not 0, \
+         of the 16 dimensions of a head",
     );
 }
 
