@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
@@ -99,7 +100,7 @@ struct BudgetArgs {
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "0")]
     memory_reserve: u64,
     /// At most this share of the device's memory
-    #[arg(long, value_name = "SHARE", default_value_t = 1.0)]
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, allow_negative_numbers = true)]
     memory_fraction: f64,
 }
 
@@ -140,25 +141,25 @@ impl Tracing {
 #[derive(clap::Args)]
 pub(crate) struct SamplingArgs {
     /// Divides the logits; 0 takes the likeliest token
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Draw among so many of the likeliest tokens; 0 is all
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     top_k: Option<usize>,
     /// Draw among the likeliest tokens that reach this probability together
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Do not draw tokens of less than this share of the likeliest one's probability
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     min_p: Option<f32>,
     /// Divide the logits of tokens that were there
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
     /// Of the random numbers: the same for one seed
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = whole::<u64>)]
     seed: u64,
     /// Tokens at most; without it as many as the context holds
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
     /// End at this text; may be given several times
     #[arg(long = "stop", value_name = "TEXT")]
@@ -189,6 +190,10 @@ fn size(text: &str) -> Result<u64, String> {
         return Err(bad());
     }
     Ok(bytes.round() as u64)
+}
+
+fn whole<T: FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("`{text}` is no whole number\nhint: 0 or more"))
 }
 
 fn dtype(text: &str) -> Result<Compute, String> {

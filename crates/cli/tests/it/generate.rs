@@ -144,6 +144,14 @@ fn the_command_refuses_what_is_wrong() {
         "with 9 sequences of",
     );
     refused(&good, &["--tokens", "1", "--temperature", "1", "--top-p", "2"], "top_p is 2");
+    refused(&good, &["--tokens", "1", "--temperature", "-1"], "temperature is -1\nhint: ");
+    refused(
+        &good,
+        &["--tokens", "1", "--repetition-penalty", "-0.5"],
+        "repetition_penalty is -0.5",
+    );
+    refused(&good, &["--tokens", "1", "--top-k", "-1"], "`-1` is no whole number");
+    refused(&good, &["--tokens", "1", "--memory-fraction", "-1"], "is -1\nhint: a number");
     refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
     refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
     refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
