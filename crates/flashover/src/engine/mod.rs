@@ -137,7 +137,8 @@ pub enum EngineError {
     #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
     DType { need: DType, backend: Backend },
     #[error(
-        "the {backend} device has no i8, for keys and values in 8 bits\nhint: elsewhere, or as they are computed"
+        "the {backend} device has no i8, for keys and values in 8 bits\nhint: KvFormat::Float or \
+         --kv-cache float holds them as they are computed"
     )]
     KvFormat { backend: Backend },
     #[error("no published shape is called {shape}\nhint: one of {known}")]
