@@ -1,5 +1,8 @@
 //! Command lines, and what becomes of one that is wrong.
 
+use std::env;
+use std::ffi::OsString;
+
 use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -12,13 +15,17 @@ pub fn parse<P: Parser>() -> P {
         {
             error.exit();
         }
-        eprint!("{}", with_hint(&P::command(), &error));
+        eprint!("{}", with_hint(&P::command(), env::args_os().skip(1), &error));
         std::process::exit(2)
     })
 }
 
 /// What clap says, with a last line that says what to do instead of where help is.
-fn with_hint(command: &clap::Command, error: &clap::Error) -> String {
+fn with_hint(
+    command: &clap::Command,
+    args: impl IntoIterator<Item = OsString>,
+    error: &clap::Error,
+) -> String {
     let text = error.render().to_string();
     let text = text.split("\n\nFor more information").next().unwrap_or_default().trim_end();
     // The parsers of our own types bring theirs.
@@ -34,23 +41,21 @@ fn with_hint(command: &clap::Command, error: &clap::Error) -> String {
         (_, Some(ContextValue::String(arg))) if error.kind() == ErrorKind::InvalidValue => {
             format!("give `{arg}` a value that is not empty")
         }
-        _ => format!("`{} --help` lists what there is", place(command, error)),
+        _ => format!("`{} --help` lists what there is", place(command, args)),
     };
     let text = text.split("\n  [possible values").next().unwrap_or_default();
     format!("{text}\nhint: {hint}\n")
 }
 
-/// The command that the error is about, as its usage line names it: `cargo xtask bench`.
-fn place(command: &clap::Command, error: &clap::Error) -> String {
-    let name = command.get_bin_name().unwrap_or_else(|| command.get_name());
-    let usage = match error.get(ContextKind::Usage) {
-        Some(ContextValue::StyledStr(usage)) => usage.to_string(),
-        _ => String::new(),
-    };
-    let words = usage.trim_start_matches("Usage:").split_whitespace();
-    let own = words.take_while(|word| word.starts_with(|c: char| c.is_ascii_lowercase()));
-    let own = own.collect::<Vec<_>>().join(" ");
-    if own.is_empty() { name.to_owned() } else { own }
+/// The command that arguments begin with: `cargo xtask bench`. Errors of values do not name it.
+fn place(mut command: &clap::Command, args: impl IntoIterator<Item = OsString>) -> String {
+    let mut place = command.get_bin_name().unwrap_or_else(|| command.get_name()).to_owned();
+    for arg in args {
+        let Some(own) = command.find_subcommand(&arg) else { break };
+        place = format!("{place} {}", own.get_name());
+        command = own;
+    }
+    place
 }
 
 #[cfg(test)]
@@ -75,6 +80,8 @@ mod tests {
             threshold: Option<f64>,
             #[arg(long)]
             save: Option<std::path::PathBuf>,
+            #[arg(long)]
+            count: Option<usize>,
             #[arg(long)]
             compare: bool,
             #[arg(long, requires = "compare")]
@@ -101,13 +108,14 @@ mod tests {
             (&["bench", "--threshold", "x"], "a percentage such as 5"),
             (&["bench", "--save", ""], "give `--save <SAVE>` a value that is not empty"),
             (&["bench", "--save"], "give `--save <SAVE>` a value that is not empty"),
+            (&["bench", "--count", "x"], "`tool bench --help` lists what there is"),
             (&["bench", "--strict"], "`tool bench --help` lists what there is"),
             (&["bench", "--sweet"], "`tool bench --help` lists what there is"),
             (&["nope"], "`tool --help` lists what there is"),
         ] {
             let all = ["tool"].iter().chain(args);
             let error = Cli::try_parse_from(all).expect_err("wrong");
-            let text = with_hint(&Cli::command(), &error);
+            let text = with_hint(&Cli::command(), args.iter().map(OsString::from), &error);
             assert!(text.ends_with(&format!("\nhint: {hint}\n")), "{args:?}: {text}");
             assert_eq!(text.matches("hint: ").count(), 1, "{text}");
         }
