@@ -157,7 +157,7 @@ fn sequences_share_the_pages_of_their_prompt() {
 /// Keys and values in 8 bits take about a quarter of what f32 does, and logits stay near.
 #[test]
 fn keys_and_values_in_8_bits_stand_for_what_they_were() {
-    for name in ["llama", "mistral", "gemma2", "gemma3", "gpt2", "qwen3", "phi3_nf4"] {
+    for name in ["llama", "mistral", "gemma2", "gemma3", "gpt2", "qwen2", "qwen3", "phi3_nf4"] {
         let (float, bytes, Golden { prompt, .. }) = (in_f32(name), with_bytes(name), golden(name));
         assert_eq!(bytes.held().kv, KvFormat::Int8);
         let [mut whole, mut small] =
@@ -171,13 +171,13 @@ fn keys_and_values_in_8_bits_stand_for_what_they_were() {
         let want = values(float.forward(&mut whole, &[&prompt], Rows::All).expect("room"));
         let have = values(bytes.forward(&mut small, &[&prompt], Rows::All).expect("room"));
         let prompts = distance(&have, &want);
-        assert!(prompts > 0.0 && prompts < 0.05, "{name}: {prompts:e}");
+        assert!(prompts > 0.0 && prompts < 0.04, "{name}: {prompts:e}");
         for token in &prompt[..8] {
             let next = [[*token]];
             let want = values(float.forward(&mut whole, &next, Rows::Last).expect("room"));
             let have = values(bytes.forward(&mut small, &next, Rows::Last).expect("room"));
             let steps = distance(&have, &want);
-            assert!(steps < 0.05, "{name}: {steps:e}");
+            assert!(steps < 0.04, "{name}: {steps:e}");
         }
     }
 }
