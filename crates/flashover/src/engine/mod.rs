@@ -162,6 +162,9 @@ impl EngineError {
 }
 
 /// A model on a device. Clones share it.
+///
+/// Threads may generate with it beside each other, each on a stream of its own. Under compute-sanitizer two are not
+/// clean while one captures a graph: now and then a capture is invalidated (CUDA error 901), and results are right.
 #[derive(Clone)]
 pub struct Engine(Arc<Inner>);
 
