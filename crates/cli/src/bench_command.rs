@@ -140,7 +140,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return find_batches(&engine, &tests, most as usize);
     }
     let ceilings = Ceilings::measure(&engine)?;
-    let tracing = Tracing::start(file)?;
+    let tracing = Tracing::start(file, &engine)?;
     let mut printed = Printer::new(args.output);
     let mut one = |test| -> anyhow::Result<()> {
         let speed = engine.measure(test, args.repetitions.into())?;

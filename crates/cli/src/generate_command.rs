@@ -81,7 +81,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let begin = Stopwatch::start();
     let engine = args.model.load(folder, workload)?;
     let load = begin.elapsed().as_secs_f64();
-    let tracing = Tracing::start(file)?;
+    let tracing = Tracing::start(file, &engine)?;
     if args.completions > 1 {
         several(&engine, &prompt, args.completions, &request, text.is_some(), load)?;
     } else {

@@ -8,10 +8,10 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
-use flashover::trace::{AlreadyRecording, Recording};
+use flashover::trace::{self, AlreadyRecording, Recording};
 use flashover::{
     ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, MemoryBudget,
-    ModelFolder, OpenError, Policy, Quant, Request, Workload, report,
+    MemoryUsage, ModelFolder, OpenError, Policy, Quant, Request, Workload, report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -124,9 +124,15 @@ impl TraceArgs {
 }
 
 impl Tracing {
-    pub(crate) fn start(file: Option<OutFile>) -> anyhow::Result<Self> {
+    /// Begins with a reading of memory, so that viewers draw it from there.
+    pub(crate) fn start(file: Option<OutFile>, engine: &Engine) -> anyhow::Result<Self> {
         let started = file.map(|file| Ok::<_, AlreadyRecording>((file, Recording::brief()?)));
-        Ok(Self(started.transpose()?))
+        let started = started.transpose()?;
+        trace::memory(|| {
+            let MemoryUsage { used_bytes, reserved_bytes, .. } = engine.memory();
+            (used_bytes, reserved_bytes)
+        });
+        Ok(Self(started))
     }
 
     pub(crate) fn finish(self, engine: &Engine) -> anyhow::Result<()> {

@@ -106,7 +106,11 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
     let events = file["traceEvents"].as_array().expect("a list");
     let of = |category: &str| events.iter().filter(|event| event["cat"] == category).count();
     assert!(of("kernel") > 20 && of("cpu_op") > 20 && of("user_annotation") > 3);
-    assert!(events.iter().any(|event| event["ph"] == "C"));
+    let first = |field: &str, value: &str| {
+        let those = events.iter().filter(|event| event[field] == value);
+        those.filter_map(|event| event["ts"].as_f64()).fold(f64::INFINITY, f64::min)
+    };
+    assert!(first("ph", "C") <= first("cat", "user_annotation"), "memory is read at the start");
     let out = flashover(&[&args[..], &["-o", "json"]].concat());
     let profile: Value = serde_json::from_slice(&out.stdout).expect("JSON");
     assert!(profile["operators"][0]["share_of_ceiling"].as_f64() > Some(0.0), "{profile}");

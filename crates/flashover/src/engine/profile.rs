@@ -56,6 +56,7 @@ impl Engine {
         run.once()?;
         run.prepare()?;
         let recording = Recording::of_this_thread()?;
+        self.note_memory();
         let (wall_ns, _) = run.once()?;
         let trace = recording.finish();
         let positions = test.depth + test.prompt + test.generated;
