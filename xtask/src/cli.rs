@@ -1,6 +1,7 @@
 //! The command line: what may be typed, nothing of what it does.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -30,7 +31,7 @@ pub(crate) enum Command {
     Test(TestArgs),
     /// Check every kernel over its edge shapes against the reference
     Verify(VerifyArgs),
-    /// Run one model on several backends: tokens, logits, perplexity and speed side by side
+    /// Run one model on several backends, in several precisions: tokens, logits, perplexity and speed side by side
     Compare(CompareArgs),
     /// Print every device, what would be chosen and why, and what is missing
     #[command(after_help = "Example:\n  cargo xtask doctor --json")]
@@ -133,13 +134,17 @@ pub(crate) struct VerifyArgs {
 #[command(
     args_override_self = true,
     after_help = "Examples:\n  cargo xtask compare --model models/demo --text README.md\n  \
-                  cargo xtask compare --model DIR --backend cuda,vulkan,cpu --quant nf4"
+                  cargo xtask compare --model DIR --backend cuda,vulkan,cpu --quant nf4\n  \
+                  cargo xtask compare --model DIR --backend cuda --quant none,int8,nf4 --kv-cache float,int8\n\n\
+                  Exit codes: 0 every backend answers, 1 one fails or refuses every precision, 2 bad input. Tokens\n\
+                  that differ fail nothing, and a precision that is refused fails no backend that answers in another."
 )]
 pub(crate) struct CompareArgs {
     /// Folder with config.json and safetensors, as Hugging Face has it
     #[arg(long, short, value_name = "DIR")]
     pub(crate) model: PathBuf,
-    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu; the others are compared with the first that answers
+    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu: each is asked for every precision, and all are
+    /// compared with the first that answers
     #[arg(long, default_value = "all", value_name = "LIST")]
     pub(crate) backend: Selection,
     /// Restrict the CUDA device to what this GPU has
@@ -148,20 +153,19 @@ pub(crate) struct CompareArgs {
     /// What is computed in; without it f32 on a CPU, and elsewhere what the files have
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<Dtype>,
-    /// Quantise the matrices of the layers at load
-    #[arg(long, value_enum)]
-    pub(crate) quant: Option<Quant>,
-
-    /// How keys and values are held; without it as they are computed
-    #[arg(long)]
-    pub(crate) kv_cache: Option<KvCache>,
+    /// How the matrices of the layers are quantised at load: a list out of none, nf4, int8
+    #[arg(long, default_value = "none", value_name = "LIST")]
+    pub(crate) quant: List<Quant>,
+    /// How keys and values are held, as they are computed or in 8 bits: a list out of float, int8
+    #[arg(long, default_value = "float", value_name = "LIST")]
+    pub(crate) kv_cache: List<KvCache>,
     /// The text to go on from [default: Once upon a time]
     #[arg(long, value_name = "TEXT", conflicts_with = "tokens")]
     pub(crate) prompt: Option<String>,
     /// Token ids to go on from
     #[arg(long, value_name = "IDS", value_delimiter = ',', value_parser = token)]
     pub(crate) tokens: Option<Vec<u32>>,
-    /// Greedy tokens that each backend generates
+    /// Greedy tokens that each generates
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_new_tokens: u32,
     /// Also take the perplexity of this text
@@ -231,6 +235,8 @@ pub(crate) enum Dtype {
 /// How weights are quantised at load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Quant {
+    /// They stay as the files have them.
+    None,
     Nf4,
     Int8,
 }
@@ -242,6 +248,30 @@ pub(crate) enum KvCache {
     Float,
     /// In 8 bits, with a scale a position and head
     Int8,
+}
+
+/// Values of an option in the order typed, none of them twice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct List<T>(pub(crate) Vec<T>);
+
+impl<T: ValueEnum + PartialEq> FromStr for List<T> {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut list = Vec::new();
+        for name in text.split(',').map(str::trim) {
+            let refused = |why| {
+                format!("`{name}` {why}\nhint: a list out of {}, each at most once", words::<T>())
+            };
+            let value =
+                <T as ValueEnum>::from_str(name, false).map_err(|_| refused("is not known"))?;
+            if list.contains(&value) {
+                return Err(refused("is there twice"));
+            }
+            list.push(value);
+        }
+        Ok(Self(list))
+    }
 }
 
 /// How a comparison is printed.
@@ -267,6 +297,11 @@ pub(crate) enum Format {
 /// The word that stands for a value on the command line.
 pub(crate) fn word(value: impl ValueEnum) -> String {
     value.to_possible_value().expect("no value is hidden").get_name().to_owned()
+}
+
+/// All words of an option.
+pub(crate) fn words<T: ValueEnum>() -> String {
+    T::value_variants().iter().cloned().map(word).collect::<Vec<_>>().join(", ")
 }
 
 fn percent(text: &str) -> Result<f64, String> {
@@ -377,7 +412,8 @@ mod tests {
         };
         let args = compare(&["--tokens", "1,2", "--dtype", "bf16", "--quant", "nf4"]).unwrap();
         assert_eq!(args.tokens, Some(vec![1, 2]));
-        assert_eq!((args.dtype, args.quant), (Some(Dtype::Bf16), Some(Quant::Nf4)));
+        assert_eq!((args.dtype, args.quant), (Some(Dtype::Bf16), List(vec![Quant::Nf4])));
+        assert_eq!(args.kv_cache, List(vec![KvCache::Float]));
         assert_eq!((args.backend, args.max_new_tokens), (Selection::All, 64));
         for bad in [
             &["--tokens", "1", "--prompt", "x"][..],
@@ -386,11 +422,23 @@ mod tests {
             &["--backend", "metal"],
             &["--dtype", "f8"],
             &["--quant", "int3"],
+            &["--quant", ""],
+            &["--kv-cache", "int8,none"],
             &["--profile", "rtx9090"],
             &["--format", "csv"],
         ] {
             assert_eq!(compare(bad).unwrap_err().exit_code(), 2, "{bad:?}");
         }
+    }
+
+    #[test]
+    fn a_list_keeps_its_order_and_refuses_repeats() {
+        let list: List<Quant> = "nf4, none,int8".parse().unwrap();
+        assert_eq!(list, List(vec![Quant::Nf4, Quant::None, Quant::Int8]));
+        let refused = |text: &str| text.parse::<List<KvCache>>().unwrap_err();
+        let hint = "\nhint: a list out of float, int8, each at most once";
+        assert_eq!(refused("int8,float,int8"), format!("`int8` is there twice{hint}"));
+        assert_eq!(refused("int8,"), format!("`` is not known{hint}"));
     }
 
     #[test]

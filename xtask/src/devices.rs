@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 use serde::Deserialize;
 
-use crate::cli::word;
+use crate::cli::{word, words};
 use crate::fail::usage;
 use crate::programs::Programs;
 
@@ -62,11 +62,12 @@ impl FromStr for Selection {
             if let "auto" | "all" = name {
                 return Err(format!(
                     "`{name}` stands alone\nhint: `{name}` without others, or a list out of {}",
-                    names()
+                    words::<Backend>()
                 ));
             }
             let backend = <Backend as ValueEnum>::from_str(name, false).map_err(|_| {
-                format!("`{name}` is no backend\nhint: auto, all, or a list out of {}", names())
+                let all = words::<Backend>();
+                format!("`{name}` is no backend\nhint: auto, all, or a list out of {all}")
             })?;
             if !list.contains(&backend) {
                 list.push(backend);
@@ -74,10 +75,6 @@ impl FromStr for Selection {
         }
         Ok(Self::List(list))
     }
-}
-
-fn names() -> String {
-    Backend::value_variants().iter().map(Backend::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// One device, as the doctor lists it.

@@ -1,15 +1,18 @@
 #!/bin/sh
-# Stands in for `flashover`: says what the files beside it say, for each backend and question.
+# Stands in for `flashover`: says what the files beside it say, for each backend, precision and question.
 here=$(dirname "$0")
 question=$1
-backend=any
+subject=any quant= kv=
 while [ $# -gt 0 ]; do
   case $1 in
-    --backend) backend=$2 ;;
+    --backend) subject=$2 ;;
+    --quant) quant=$2 ;;
+    --kv-cache) [ "$2" = float ] || kv=$2 ;;
     --prompt=) question=empty ;;
   esac
   shift
 done
-cat "$here/$backend.$question" && exit 0
-cat "$here/$backend.error" >&2
+subject=$subject${quant:+ $quant}${kv:+${quant:+,} kv $kv}
+cat "$here/$subject.$question" && exit 0
+cat "$here/$subject.error" >&2
 exit 2

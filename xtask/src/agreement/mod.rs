@@ -1,16 +1,17 @@
-//! `cargo xtask compare`: one model on several backends, and how far they are apart.
+//! `cargo xtask compare`: one model on several backends, in several precisions, and how far they are apart.
 //!
 //! ```text
-//! generate   greedy tokens of each backend
+//! generate   greedy tokens of each subject: a backend in a precision
 //! logits     after the prompt and the reference's greedy tokens: divergence, KL, largest difference
 //! logits     after each token of a text: perplexity
 //! bench      speed
 //! ```
 //!
-//! The reference is the first backend that gives tokens and logits.
+//! The reference is the first subject that gives tokens and logits.
 
 mod numbers;
 mod program;
+mod subject;
 mod table;
 
 use std::fs;
@@ -22,8 +23,9 @@ use serde_json::Value;
 
 use self::numbers::{Agreement, Answer, Logits, Windows};
 use self::program::{Failure, Model, Speed};
+use self::subject::Subject;
 use crate::bench::wants;
-use crate::cli::{CompareArgs, CompareFormat};
+use crate::cli::{CompareArgs, CompareFormat, word};
 use crate::devices::{Backend, Chosen, Device, Doctor};
 use crate::fail::{Fail, check, usage};
 use crate::place::Place;
@@ -124,7 +126,7 @@ fn check_profile(args: &CompareArgs, chosen: &Chosen) -> Result<()> {
     }
 }
 
-/// What every backend is asked.
+/// What every subject is asked.
 struct Task<'a> {
     model: &'a Model<'a>,
     args: &'a CompareArgs,
@@ -134,7 +136,7 @@ struct Task<'a> {
 
 /// What the others are compared with.
 struct Reference {
-    backend: Backend,
+    subject: Subject,
     greedy: Vec<u32>,
     logits: Logits,
 }
@@ -161,12 +163,14 @@ impl<'a> Task<'a> {
 
     fn compare(&self, chosen: &Chosen) -> Report {
         let mut reference = None;
-        let mut row = |(backend, device): &(Backend, Device)| {
-            let mut row = Row::of(*backend, device);
-            row.failure = self.fill(*backend, &mut row, &mut reference).err();
-            row
-        };
-        let backends: Vec<_> = chosen.devices.iter().map(&mut row).collect();
+        let mut rows = Vec::new();
+        for (backend, device) in &chosen.devices {
+            for subject in Subject::of(*backend, self.args) {
+                let mut row = Row::of(subject, device);
+                row.failure = self.fill(subject, &mut row, &mut reference).err();
+                rows.push(row);
+            }
+        }
         Report {
             model: self.args.model.display().to_string(),
             profile: self.args.profile.clone(),
@@ -176,15 +180,15 @@ impl<'a> Task<'a> {
                 scored_tokens: text.scored(&text.list),
                 window: text.size,
             }),
-            reference: reference.map(|reference| reference.backend.to_string()),
-            backends,
+            reference: reference.map(|reference| reference.subject.to_string()),
+            rows,
         }
     }
 
     /// What was found out before a failure stays.
     fn fill(
         &self,
-        on: Backend,
+        on: Subject,
         row: &mut Row,
         reference: &mut Option<Reference>,
     ) -> Result<(), Failure> {
@@ -198,7 +202,7 @@ impl<'a> Task<'a> {
         let (vocab, generated) = (logits.vocab(), greedy.len());
         row.greedy = Some(greedy.clone());
         match reference {
-            None => *reference = Some(Reference { backend: on, greedy, logits }),
+            None => *reference = Some(Reference { subject: on, greedy, logits }),
             Some(Reference { greedy: first, logits: theirs, .. }) => {
                 let theirs = Answer { greedy: first, logits: theirs };
                 let here = Answer { greedy: &greedy, logits: &logits };
@@ -211,7 +215,7 @@ impl<'a> Task<'a> {
         Ok(())
     }
 
-    fn perplexity(&self, on: Backend, vocab: usize) -> Result<Option<f64>, Failure> {
+    fn perplexity(&self, on: Subject, vocab: usize) -> Result<Option<f64>, Failure> {
         let Some(windows) = &self.text else { return Ok(None) };
         let tokens = (BYTES_AT_ONCE / (vocab * size_of::<f32>())).min(TOKENS_AT_ONCE);
         let (all, mut done, mut sum) = (windows.list.len(), 0, 0.0);
@@ -237,7 +241,7 @@ struct Report {
     prompt: Vec<u32>,
     text: Option<Text>,
     reference: Option<String>,
-    backends: Vec<Row>,
+    rows: Vec<Row>,
 }
 
 /// Of what the perplexity is.
@@ -248,10 +252,13 @@ struct Text {
     window: usize,
 }
 
-/// One backend.
+/// One subject.
 #[derive(Debug, Clone, Serialize)]
 struct Row {
+    name: String,
     backend: String,
+    quant: String,
+    kv: String,
     device: String,
     arch_id: String,
     greedy: Option<Vec<u32>>,
@@ -262,9 +269,12 @@ struct Row {
 }
 
 impl Row {
-    fn of(backend: Backend, device: &Device) -> Self {
+    fn of(subject: Subject, device: &Device) -> Self {
         Self {
-            backend: backend.to_string(),
+            name: subject.to_string(),
+            backend: word(subject.backend),
+            quant: word(subject.quant),
+            kv: word(subject.kv),
             device: device.name.clone(),
             arch_id: device.arch_id.clone(),
             greedy: None,
@@ -274,22 +284,25 @@ impl Row {
             failure: None,
         }
     }
+
+    /// What the program said when it refused before it gave anything.
+    fn refusal(&self) -> Option<&str> {
+        let refusal = self.failure.as_ref()?.refusal.as_deref();
+        refusal.filter(|_| self.greedy.is_none())
+    }
 }
 
 impl Report {
-    /// What the program says when no backend takes the input, and all for one reason: the input is at fault.
+    /// What the program says when no subject takes the input, and all for one reason: the input is at fault.
     fn refusal(&self) -> Option<&str> {
-        let mut refusals = self.backends.iter().map(|row| {
-            let refusal = row.failure.as_ref()?.refusal.as_deref();
-            refusal.filter(|_| row.greedy.is_none())
-        });
+        let mut refusals = self.rows.iter().map(Row::refusal);
         let first = refusals.next()??;
         refusals.all(|other| other == Some(first)).then_some(first)
     }
 
-    /// Gives the tokens where backends part their texts.
+    /// Gives the tokens where subjects part their texts.
     fn name_tokens(&mut self, texts: impl FnOnce(&[u32]) -> Result<Vec<String>>) -> Result<()> {
-        let parted = self.backends.iter_mut().filter_map(|row| row.agreement.as_mut());
+        let parted = self.rows.iter_mut().filter_map(|row| row.agreement.as_mut());
         let parted = parted.filter_map(|agreement| agreement.divergence.as_mut());
         let mut choices: Vec<_> =
             parted.flat_map(|parted| [&mut parted.reference, &mut parted.here]).collect();
@@ -303,12 +316,15 @@ impl Report {
         Ok(())
     }
 
-    /// Exit code 1 when a backend failed.
+    /// Exit code 1 when a backend failed, or refused every precision: to refuse one and answer in another is no
+    /// failure. Tokens that differ are none either.
     fn verdict(&self) -> Result<()> {
+        let answers = |on: &str| self.rows.iter().any(|r| r.backend == on && r.failure.is_none());
         let failed: Vec<_> = self
-            .backends
+            .rows
             .iter()
-            .filter_map(|row| Some((&row.backend, row.failure.as_ref()?)))
+            .filter(|row| row.refusal().is_none() || !answers(&row.backend))
+            .filter_map(|row| Some((&row.name, row.failure.as_ref()?)))
             .map(|(on, why)| format!("{on}: {}", why.refusal.as_ref().unwrap_or(&why.what)))
             .collect();
         if failed.is_empty() { Ok(()) } else { Err(check(failed.join("\n"))) }
@@ -323,18 +339,20 @@ mod tests {
     use safetensors::tensor::{Dtype, TensorView};
 
     use super::*;
-    use crate::cli::{Cli, Command};
+    use crate::cli::{Cli, Command, KvCache, Quant};
     use crate::fail;
     use crate::setup::Ready;
 
-    pub(super) fn row(backend: &str) -> Row {
+    pub(super) fn row(name: &str) -> Row {
+        let backend = name.split(' ').next().unwrap();
         let device = Device {
             backend: backend.into(),
             name: format!("{backend} card"),
             arch_id: format!("{backend}-x"),
             software: false,
         };
-        Row { backend: backend.into(), ..Row::of(Backend::Cpu, &device) }
+        let cpu = Subject { backend: Backend::Cpu, quant: Quant::None, kv: KvCache::Float };
+        Row { name: name.into(), backend: backend.into(), ..Row::of(cpu, &device) }
     }
 
     fn args(folder: &Path, more: &[&str]) -> CompareArgs {
@@ -346,7 +364,7 @@ mod tests {
         }
     }
 
-    /// A folder that passes for a model and for the programs; backends say there what a test has them say.
+    /// A folder that passes for a model and for the programs; subjects say there what a test has them say.
     struct Stage(tempfile::TempDir);
 
     impl Stage {
@@ -369,22 +387,22 @@ mod tests {
             self.0.path().join(name)
         }
 
-        fn says(&self, backend: &str, question: &str, text: impl AsRef<[u8]>) {
-            fs::write(self.path(&format!("{backend}.{question}")), text).unwrap();
+        fn says(&self, subject: &str, question: &str, text: impl AsRef<[u8]>) {
+            fs::write(self.path(&format!("{subject}.{question}")), text).unwrap();
         }
 
         /// Three tokens of a vocabulary of two.
-        fn answers(&self, backend: &str, greedy: &str, logits: [f32; 6]) {
-            self.says(backend, "generate", format!("{greedy}\n"));
+        fn answers(&self, subject: &str, greedy: &str, logits: [f32; 6]) {
+            self.says(subject, "generate", format!("{greedy}\n"));
             let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
             let view = TensorView::new(Dtype::F32, vec![3, 2], &bytes).unwrap();
             let file = safetensors::serialize([("logits", view)], None).unwrap();
-            self.says(backend, "logits", file);
+            self.says(subject, "logits", file);
             let test = |prompt: u8, generated: u8| {
                 serde_json::json!({ "compute": "f32", "quant": null, "kv": "float", "n_prompt": prompt,
                     "n_gen": generated, "avg_ts": 100.0, "stddev_ts": 1.0 })
             };
-            self.says(backend, "bench", serde_json::json!([test(2, 0), test(0, 2)]).to_string());
+            self.says(subject, "bench", serde_json::json!([test(2, 0), test(0, 2)]).to_string());
         }
 
         fn compare(&self, backends: &[Backend], more: &[&str]) -> Report {
@@ -414,7 +432,7 @@ mod tests {
         let text = stage.path("text");
         let report = stage.compare(&ALL, &["--tokens", "1,1", "--text", text.to_str().unwrap()]);
         assert_eq!(report.reference.as_deref(), Some("vulkan"));
-        let [cuda, vulkan, cpu] = &report.backends[..] else { panic!("{report:?}") };
+        let [cuda, vulkan, cpu] = &report.rows[..] else { panic!("{report:?}") };
         assert_eq!(
             (cuda.failure.as_ref().unwrap().what.as_str(), cuda.speed.is_some()),
             ("no driver", false)
@@ -436,6 +454,59 @@ mod tests {
         assert_eq!(fail::report(&error), 1);
     }
 
+    /// Greedy tokens and logits in which the second precision differs from the first.
+    const ANSWERS: [(&str, [f32; 6]); 2] =
+        [("1,0", [0.0, 1.0, 2.0, 4.0, 3.0, 0.0]), ("0,1", [0.0, 1.0, 4.0, 3.0, 3.0, 0.0])];
+
+    #[test]
+    fn every_backend_is_asked_for_every_precision_in_the_order_given() {
+        let stage = Stage::new();
+        let names = ["cpu int8, kv int8", "cpu int8", "cpu kv int8", "cpu"];
+        for (at, name) in names.into_iter().enumerate() {
+            let (greedy, logits) = ANSWERS[usize::from(at > 1)];
+            stage.answers(name, greedy, logits);
+            stage.answers(&name.replace("cpu", "webgpu"), greedy, logits);
+        }
+        let lists = ["--tokens", "1,1", "--quant", "int8,none", "--kv-cache", "int8,float"];
+        let report = stage.compare(&[Backend::Cpu, Backend::Webgpu], &lists);
+        assert_eq!(report.reference.as_deref(), Some("cpu int8, kv int8"));
+        let have: Vec<_> = report.rows.iter().map(|row| row.name.as_str()).collect();
+        let others = names.map(|name| name.replace("cpu", "webgpu"));
+        assert_eq!(have, [&names[..], &others.each_ref().map(String::as_str)].concat());
+        let Row { backend, quant, kv, .. } = &report.rows[6];
+        assert_eq!([backend, quant, kv].map(String::as_str), ["webgpu", "none", "int8"]);
+        let equal = |row: &Row| row.agreement.as_ref().map(|agreement| agreement.equal_tokens);
+        let equal: Vec<_> = report.rows.iter().map(equal).collect();
+        let [same, differs] = [Some(2), Some(0)];
+        assert_eq!(equal, [None, same, differs, differs, same, same, differs, differs]);
+        assert!(report.verdict().is_ok(), "tokens that differ are no failure");
+    }
+
+    #[test]
+    fn a_precision_that_is_refused_is_no_failure_of_a_backend_that_answers_in_another() {
+        let stage = Stage::new();
+        let [(greedy, logits), _] = ANSWERS;
+        stage.answers("cpu", greedy, logits);
+        stage.answers("cpu kv int8", greedy, logits);
+        stage.answers("webgpu", greedy, logits);
+        stage.says("webgpu kv int8", "error", "error: WGSL has no i8\nhint: float\n");
+        let both = [Backend::Webgpu, Backend::Cpu];
+        let caches = ["--tokens", "1,1", "--kv-cache", "int8,float"];
+        let report = stage.compare(&both, &caches);
+        assert_eq!(report.reference.as_deref(), Some("webgpu"), "the first that answers");
+        assert_eq!(report.rows[0].failure.as_ref().unwrap().what, "WGSL has no i8");
+        assert!(report.refusal().is_none() && report.verdict().is_ok());
+
+        let report = stage.compare(&both, &["--tokens", "1,1", "--kv-cache", "int8"]);
+        let error = report.verdict().unwrap_err();
+        assert_eq!(error.to_string(), "webgpu kv int8: WGSL has no i8\nhint: float");
+        assert_eq!(fail::report(&error), 1, "a backend that answers in none");
+
+        stage.answers("cpu kv int8", greedy, [f32::NAN; 6]);
+        let error = stage.compare(&both, &caches).verdict().unwrap_err();
+        assert_eq!(error.to_string(), "cpu kv int8: the logits after token 0 hold NaN");
+    }
+
     #[test]
     fn logits_that_are_no_numbers_are_no_answer() {
         let stage = Stage::new();
@@ -445,10 +516,10 @@ mod tests {
         let report = stage.compare(&ALL, &["--tokens", "1,1"]);
         assert_eq!(report.reference.as_deref(), Some("vulkan"));
         let why = |row: &Row| row.failure.as_ref().map(|failure| failure.what.clone());
-        assert_eq!(why(&report.backends[0]).unwrap(), "the logits after token 1 hold NaN");
-        assert_eq!(why(&report.backends[1]), None);
-        assert_eq!(why(&report.backends[2]).unwrap(), "the logits after token 2 hold NaN");
-        assert!(report.backends[2].agreement.is_none());
+        assert_eq!(why(&report.rows[0]).unwrap(), "the logits after token 1 hold NaN");
+        assert_eq!(why(&report.rows[1]), None);
+        assert_eq!(why(&report.rows[2]).unwrap(), "the logits after token 2 hold NaN");
+        assert!(report.rows[2].agreement.is_none());
     }
 
     #[test]
@@ -475,7 +546,7 @@ mod tests {
         let mut report = stage.compare(&ALL[1..], &["--tokens", "1,1"]);
         let texts = |ids: &[u32]| Ok(ids.iter().map(|id| format!("<{id}>")).collect());
         report.name_tokens(texts).unwrap();
-        let agreement = report.backends[1].agreement.as_ref().unwrap();
+        let agreement = report.rows[1].agreement.as_ref().unwrap();
         let parted = agreement.divergence.as_ref().unwrap();
         assert_eq!(parted.reference.text.as_deref(), Some("<1>"));
         assert_eq!(parted.here.text.as_deref(), Some("<0>"));

@@ -1,4 +1,4 @@
-//! How far apart two backends are, and how well one tells a text: functions of logits and tokens.
+//! How far apart two subjects are, and how well one tells a text: functions of logits and tokens.
 //!
 //! Sums are in f64. A logit that is no number makes the result none, never a small one.
 
@@ -57,7 +57,7 @@ impl Logits {
     }
 }
 
-/// How a backend agrees with the reference.
+/// How a subject agrees with the reference.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Agreement {
     /// How many greedy tokens are the reference's, up to the first that is not.

@@ -1,4 +1,4 @@
-//! The program `flashover` on one model: one process a question, so that a crash costs one backend.
+//! The program `flashover` on one model: one process a question, so that a crash costs one subject.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -8,21 +8,22 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use super::numbers::Logits;
-use crate::cli::{CompareArgs, word};
+use super::subject::Subject;
+use crate::cli::{CompareArgs, Quant, word};
 use crate::devices::Backend;
 use crate::programs::{Programs, describe};
 
 /// Repetitions of a speed test, after one to warm up.
 const REPETITIONS: &str = "3";
 
-/// A model, and how every backend loads it.
+/// A model, and how every subject loads it.
 #[derive(Debug)]
 pub(super) struct Model<'a> {
     programs: &'a Programs,
     args: &'a CompareArgs,
 }
 
-/// Why a backend does not answer.
+/// Why a subject does not answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Failure {
     /// In one line.
@@ -37,7 +38,7 @@ impl From<String> for Failure {
     }
 }
 
-/// How fast a backend is, and in what it computes.
+/// How fast a subject is, and in what it computes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Speed {
     pub(super) compute: String,
@@ -99,7 +100,7 @@ impl<'a> Model<'a> {
     }
 
     /// The likeliest token, again and again.
-    pub(super) fn greedy(&self, on: Backend, prompt: &[u32]) -> Result<Vec<u32>, Failure> {
+    pub(super) fn greedy(&self, on: Subject, prompt: &[u32]) -> Result<Vec<u32>, Failure> {
         let most = self.args.max_new_tokens.to_string();
         let greedy = ["--temperature", "0", "--repetition-penalty", "1", "--ignore-eos"];
         let tokens = ["--max-new-tokens", &most, "--tokens", &list(prompt)];
@@ -114,7 +115,7 @@ impl<'a> Model<'a> {
     /// The logits after each token, in windows of which none sees another.
     pub(super) fn logits(
         &self,
-        on: Backend,
+        on: Subject,
         tokens: &[u32],
         window: usize,
     ) -> Result<Logits, Failure> {
@@ -127,7 +128,7 @@ impl<'a> Model<'a> {
     /// How fast `prompt` tokens pass, and `generated` come.
     pub(super) fn speed(
         &self,
-        on: Backend,
+        on: Subject,
         prompt: usize,
         generated: usize,
     ) -> Result<Speed, Failure> {
@@ -137,15 +138,14 @@ impl<'a> Model<'a> {
         Ok(speed(&output.stdout).map_err(|why| format!("bench printed something else: {why}"))?)
     }
 
-    fn run(&self, on: Backend, name: &str, more: &[&str]) -> Result<Output, Failure> {
+    fn run(&self, on: Subject, name: &str, more: &[&str]) -> Result<Output, Failure> {
         let mut command = self.programs.command("flashover");
         command.arg(name).arg("--model").arg(&self.args.model);
-        command.args(["--backend", &on.to_string()]);
+        command.args(["--backend", &word(on.backend), "--kv-cache", &word(on.kv)]);
         let options = [
             ("--dtype", self.args.dtype.map(word)),
-            ("--quant", self.args.quant.map(word)),
-            ("--kv-cache", self.args.kv_cache.map(word)),
-            ("--profile", self.args.profile.clone().filter(|_| on == Backend::Cuda)),
+            ("--quant", Some(on.quant).filter(|quant| *quant != Quant::None).map(word)),
+            ("--profile", self.args.profile.clone().filter(|_| on.backend == Backend::Cuda)),
         ];
         for (name, value) in options {
             if let Some(value) = value {

@@ -30,13 +30,13 @@ fn tokens(count: usize) -> String {
     if count == 1 { "1 token".into() } else { format!("{count} tokens") }
 }
 
-/// A column a backend: several stand side by side on a terminal.
+/// A column a subject: several stand side by side on a terminal.
 fn table(report: &Report) -> Table {
-    let backends = report.backends.iter().map(|row| (row.backend.clone(), Align::Left));
-    let mut table = Table::new([(String::new(), Align::Left)].into_iter().chain(backends));
-    let compared = report.backends.iter().any(|row| row.agreement.is_some());
+    let names = report.rows.iter().map(|row| (row.name.clone(), Align::Left));
+    let mut table = Table::new([(String::new(), Align::Left)].into_iter().chain(names));
+    let compared = report.rows.iter().any(|row| row.agreement.is_some());
     let mut line = |label: &str, of: &dyn Fn(&Row) -> Option<String>| {
-        let cells: Vec<_> = report.backends.iter().map(|row| of(row).unwrap_or_default()).collect();
+        let cells: Vec<_> = report.rows.iter().map(|row| of(row).unwrap_or_default()).collect();
         if cells.iter().any(|cell| !cell.is_empty()) {
             table.row([label.to_owned()].into_iter().chain(cells));
         }
@@ -48,7 +48,7 @@ fn table(report: &Report) -> Table {
             Some(format!("{equal_tokens} of {greedy_tokens} equal"))
         }
         None => {
-            let led = compared && report.reference.as_ref() == Some(&row.backend);
+            let led = compared && report.reference.as_ref() == Some(&row.name);
             led.then(|| "reference".into())
         }
     });
@@ -75,7 +75,7 @@ fn token(choice: &Choice) -> String {
     format!("{}{}", choice.token, text.unwrap_or_default())
 }
 
-/// The reference's side of a divergence, and the backend's.
+/// The reference's side of a divergence, and the other's.
 fn pair(row: &Row, of: impl Fn(&Choice) -> String) -> Option<String> {
     let parted = row.agreement.as_ref()?.divergence.as_ref()?;
     Some(format!("{} / {}", of(&parted.reference), of(&parted.here)))
@@ -88,7 +88,7 @@ fn rate(rate: Rate) -> String {
 /// What the lines mean, or why some are not there.
 fn reading(report: &Report) -> String {
     let Some(name) = &report.reference else { return "No backend answered.\n".into() };
-    let mut agreements = report.backends.iter().filter_map(|row| row.agreement.as_ref()).peekable();
+    let mut agreements = report.rows.iter().filter_map(|row| row.agreement.as_ref()).peekable();
     let Some(first) = agreements.peek() else {
         return format!("Only {name} answered: there is nothing to compare it with.\n");
     };
@@ -96,12 +96,12 @@ fn reading(report: &Report) -> String {
     let mut out = String::new();
     if agreements.any(|agreement| agreement.divergence.is_some()) {
         out += &format!(
-            "- first difference: the token of {name} / of the backend; logit gap: by how much each leads the other, in \
+            "- first difference: the token of {name} / of the other; logit gap: by how much each leads the other, in \
              the logits of its own side\n"
         );
     }
     out + &format!(
-        "- KL mean, KL max: KL({name} || backend) in nats; max difference: of two logits, relative to the largest of \
+        "- KL mean, KL max: KL({name} || other) in nats; max difference: of two logits, relative to the largest of \
          {name}; both over the {passed} tokens of the prompt and the answer of {name}\n"
     )
 }
@@ -127,19 +127,19 @@ mod tests {
         Some(Agreement { equal_tokens, greedy_tokens, divergence, kl_mean, kl_max, max_difference })
     }
 
-    fn report(backends: Vec<Row>) -> Report {
+    fn report(rows: Vec<Row>) -> Report {
         Report {
             model: "models/demo".into(),
             profile: Some("rtx4090".into()),
             prompt: vec![0, 5, 6, 7],
             text: Some(Text { file: "story <1>.txt".into(), scored_tokens: 1021, window: 512 }),
             reference: Some("cuda".into()),
-            backends,
+            rows,
         }
     }
 
     #[test]
-    fn every_backend_has_a_column() {
+    fn every_subject_has_a_column() {
         let choice =
             |token, text: Option<&str>, gap| Choice { token, text: text.map(Into::into), gap };
         let parted = |text: [Option<&str>; 2]| Divergence {
@@ -154,7 +154,7 @@ mod tests {
                 agreement: agreement(1, Some(parted([Some(" his"), Some("\n\"")]))),
                 perplexity: Some(8.6964),
                 speed: speed("bf16", Some("4-bit")),
-                ..row("vulkan")
+                ..row("vulkan nf4, kv int8")
             },
             Row {
                 agreement: agreement(9, Some(parted([None; 2]))),
