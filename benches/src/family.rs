@@ -434,6 +434,10 @@ impl Family for Int8Matmul {
         if !epilogue.is_empty() {
             params.insert("epilogue".to_owned(), epilogue.join("+").into());
         }
+        if let Some(int8::Activations { threshold }) = p.activations {
+            params.insert("x".to_owned(), "i8".into());
+            params.insert("threshold".to_owned(), threshold.into());
+        }
         params
     }
 

@@ -1,4 +1,4 @@
-//! The one rounding at the end of f32 arithmetic, to the nearest, ties to even.
+//! The one rounding at the end of f32 arithmetic, to the nearest, ties to even; and to bytes.
 
 use arch::{ArchProfile, Backend, DType};
 use cubecl::prelude::*;
@@ -28,3 +28,12 @@ pub(crate) fn round_to_bf16(x: f32) -> f32 {
     let bits = u32::reinterpret(x);
     f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16) & 1)) & 0xffff_0000u32)
 }
+
+/// The integer nearest to a number that is far below 2^22, the even one of two: the mantissa of 1.5 · 2^23 + x.
+#[cube]
+pub(crate) fn nearest(x: f32) -> i32 {
+    i32::reinterpret(x + 12_582_912.0f32) - 0x4b40_0000i32
+}
+
+/// Numbers in 8 bits whose largest magnitude is smaller have scale 0: its inverse would be none.
+pub(crate) const LEAST: f32 = 127.0 / f32::MAX;

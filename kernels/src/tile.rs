@@ -614,6 +614,36 @@ pub(crate) fn multiply_halves(
     sums[1] = out.extract(1usize);
 }
 
+/// `sums += left · right` of bytes with signs: a 16 x 32 fragment by the 32 x 8 one whose words begin at `from`.
+#[cube]
+pub(crate) fn multiply_bytes(
+    left: &Array<u32>,
+    right: &Array<u32>,
+    #[comptime] from: usize,
+    sums: &mut Array<u32>,
+) {
+    let out: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {out}, {{{a}, {b}, {c}, {d}}}, {{{e}, {f}}}, {{{g}, {h}, {i}, {j}}};",
+        out = out(_) out,
+        a = in(_) u32::cast_from(left[0]),
+        b = in(_) u32::cast_from(left[1]),
+        c = in(_) u32::cast_from(left[2]),
+        d = in(_) u32::cast_from(left[3]),
+        e = in(_) u32::cast_from(right[from]),
+        f = in(_) u32::cast_from(right[comptime!(from + 1)]),
+        g = in(_) u32::cast_from(sums[0]),
+        h = in(_) u32::cast_from(sums[1]),
+        i = in(_) u32::cast_from(sums[2]),
+        j = in(_) u32::cast_from(sums[3]),
+        options(nomem)
+    );
+    #[unroll]
+    for i in 0..4usize {
+        sums[i] = out.extract(i);
+    }
+}
+
 /// 2 to the power x, to 2 ulps; 0 below 2^-126.
 #[cube]
 pub(crate) fn exp2(x: f32) -> f32 {

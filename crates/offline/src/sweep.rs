@@ -176,6 +176,9 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
     all.extend(instances_of::<Int8Matmul>(arch, int8s(), |p| {
         let mut name = format!("{} m{} k{}", p.dtype, p.m, p.weight.k);
         p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
+        if let Some(int8::Activations { threshold }) = p.activations {
+            name += if threshold > 0.0 { " x8 outliers" } else { " x8" };
+        }
         name
     }));
     all.extend(instances_of::<Norm>(arch, norms(), |p| {
@@ -525,6 +528,13 @@ fn int8s() -> Vec<Case<Int8Matmul>> {
             let problem = Int8MatmulProblem { epilogue: all, ..plain };
             cases.push(Case { problem, most: 1, clean: 1 });
         }
+    }
+    // x in bytes, with and without columns that stay as they are.
+    for (m, threshold) in [(16, 6.0), (512, 0.0), (512, 6.0)] {
+        let weight = int8::Weight::new(4096, 4096).expect("valid sizes");
+        let plain = Int8MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
+        let activations = Some(int8::Activations { threshold });
+        cases.push(Case { problem: Int8MatmulProblem { activations, ..plain }, most: 6, clean: 6 });
     }
     cases
 }

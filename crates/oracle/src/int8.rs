@@ -5,9 +5,9 @@ use arch::{DType, Device};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::int8::{
-    DequantizeConfig, DequantizeOperands, DequantizeProblem, Int8Dequantize, Int8Matmul,
-    Int8MatmulConfig, Int8MatmulOperands, Int8MatmulProblem, Int8Quantize, QuantizeConfig,
-    QuantizeOperands, QuantizeProblem, Weight, WeightBuffers,
+    Activations, DequantizeConfig, DequantizeOperands, DequantizeProblem, Int8Dequantize,
+    Int8Matmul, Int8MatmulConfig, Int8MatmulOperands, Int8MatmulProblem, Int8Quantize,
+    QuantizeConfig, QuantizeOperands, QuantizeProblem, Weight, WeightBuffers,
 };
 use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
 use reference::{Comparison, Distribution, fill, int8};
@@ -129,8 +129,18 @@ pub fn check(
         client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&values)))
     };
     let Epilogue { bias, gate, residual, .. } = p.epilogue;
+    let mut x = fill(9 * case.seed + 1, x_len, Distribution::Normal);
+    if let Some(Activations { threshold }) = p.activations {
+        // What a device's division may round to another code is none.
+        let dtype = reference_dtype(p.dtype);
+        x = dtype.decode(&dtype.encode(&x))?;
+        let (m, k) = (p.m as usize, p.weight.k as usize);
+        for at in int8::undecided(&x, m, k, threshold, 8)? {
+            x[at] = 0.0;
+        }
+    }
     let operands = Int8MatmulOperands {
-        x: make(x_len, 1),
+        x: client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&x))),
         weight: upload(device, &seeded(p.weight, 9 * case.seed)?),
         out: client.create_from_slice(&padded(&vec![0xffu8; out_len * p.dtype.size()])),
         epilogue: EpilogueBuffers {
@@ -188,7 +198,10 @@ fn verdict(
         Some(seed) => reference.sample(seed),
         None => reference.everything(),
     };
-    let (x, out) = (load(&operands.x, x_len)?, dtype.decode(&bytes)?);
+    let (mut x, out) = (load(&operands.x, x_len)?, dtype.decode(&bytes)?);
+    if let Some(Activations { threshold }) = p.activations {
+        x = int8::activations(&x, p.m as usize, p.weight.k as usize, threshold)?;
+    }
     let comparison = reference.check(&sample, &x, &weight, epilogue, &out)?;
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
@@ -263,6 +276,15 @@ pub fn product_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
             problems.push(Int8MatmulProblem { epilogue, ..product(m, shape) });
         }
     }
+    // x in 8 bits, with many outlying columns, few and none.
+    for threshold in [0.0, 2.5, 3.5] {
+        let activations = Some(Activations { threshold });
+        for (m, shape) in [(1, (48, 512)), (40, (48, 512)), (9, (37, 41)), (33, (131, 144))] {
+            problems.push(Int8MatmulProblem { activations, ..product(m, shape) });
+        }
+        let epilogue = all(Some(Activation::Silu));
+        problems.push(Int8MatmulProblem { activations, epilogue, ..product(12, (66, 80)) });
+    }
     (1..).zip(problems).map(|(seed, problem)| Case { problem, seed }).collect()
 }
 
@@ -271,9 +293,13 @@ pub fn product_config_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
     let residual = Epilogue { bias: true, residual: true, ..Epilogue::default() };
     let shapes =
         [(1, (257, 4096)), (8, (144, 1024)), (13, (64, 520)), (70, (144, 512)), (3, (37, 45))];
-    let problems = shapes.map(|(m, (n, k))| {
+    let product = |(m, (n, k))| {
         let plain = Int8MatmulProblem::new(m, weight(n, k), dtype);
         Int8MatmulProblem { epilogue: residual, ..plain.expect("there are rows of x") }
-    });
+    };
+    let activations = Some(Activations { threshold: 3.5 });
+    let rounded = [(8, (144, 1024)), (70, (144, 512)), (130, (264, 4096))]
+        .map(|sizes| Int8MatmulProblem { activations, ..product(sizes) });
+    let problems = shapes.map(product).into_iter().chain(rounded);
     (100..).zip(problems).map(|(seed, problem)| Case { problem, seed }).collect()
 }

@@ -69,6 +69,76 @@ pub fn disagreement(
     }))
 }
 
+/// What values become whose rows are rounded to 8 bits, but for the columns that have a magnitude of `threshold` or more;
+/// 0: none has.
+///
+/// # Shapes
+/// values and result `[rows, cols]`.
+///
+/// # Errors
+/// [`Error::Length`], [`Error::NotFinite`].
+pub fn activations(
+    values: &[f32],
+    rows: usize,
+    cols: usize,
+    threshold: f32,
+) -> Result<Vec<f32>, Error> {
+    let scales = steps(values, rows, cols, threshold)?;
+    let outlying = outliers(values, cols, threshold);
+    let value = |i: usize| match outlying[i % cols] {
+        true => values[i],
+        false => {
+            (values[i] * inverse(scales[i / cols])).round_ties_even() * (scales[i / cols] / 127.0)
+        }
+    };
+    Ok((0..values.len()).into_par_iter().map(value).collect())
+}
+
+/// The values of [`activations`] that a scale off by `ulps` would round to another code.
+///
+/// # Errors
+/// As [`activations`].
+pub fn undecided(
+    values: &[f32],
+    rows: usize,
+    cols: usize,
+    threshold: f32,
+    ulps: u32,
+) -> Result<Vec<usize>, Error> {
+    let scales = steps(values, rows, cols, threshold)?;
+    let near = |i: &usize| {
+        let all = around(values[*i] * inverse(scales[*i / cols]), ulps);
+        all.iter().any(|x| x.round_ties_even() != all[0].round_ties_even())
+    };
+    Ok((0..values.len()).filter(near).collect())
+}
+
+/// The largest magnitude of each row, but for columns that outlie.
+fn steps(values: &[f32], rows: usize, cols: usize, threshold: f32) -> Result<Vec<f32>, Error> {
+    length("values", values.len(), rows.saturating_mul(cols))?;
+    finite(values)?;
+    let outlying = outliers(values, cols, threshold);
+    let of_row = |row: usize| {
+        let own = values[row * cols..][..cols].iter().zip(&outlying);
+        own.fold(0f32, |top, (value, out)| if *out { top } else { top.max(value.abs()) })
+    };
+    Ok((0..rows).into_par_iter().map(of_row).collect())
+}
+
+fn outliers(values: &[f32], cols: usize, threshold: f32) -> Vec<bool> {
+    let mut outlying = vec![false; cols];
+    if threshold > 0.0 {
+        let far = values.iter().enumerate().filter(|(_, value)| value.abs() >= threshold);
+        far.for_each(|(i, _)| outlying[i % cols] = true);
+    }
+    outlying
+}
+
+fn inverse(largest: f32) -> f32 {
+    // The inverse of a smaller one is no number.
+    if largest < 127.0 / f32::MAX { 0.0 } else { 127.0 / largest }
+}
+
 fn absmax(values: &[f32], rows: usize, cols: usize) -> Result<Vec<f32>, Error> {
     length("values", values.len(), rows.saturating_mul(cols))?;
     finite(values)?;
@@ -104,6 +174,19 @@ mod tests {
         assert_eq!(disagreement(&values, 3, 4, &other, 2)?, None);
         other[2] = 3;
         assert_eq!(disagreement(&values, 3, 4, &other, 2)?, Some(2));
+        Ok(())
+    }
+
+    #[test]
+    fn outlying_columns_stay_and_widen_no_step() -> Result<(), Error> {
+        let values = [1.27, 0.306, 60.0, -0.5, 0.0, 0.0, -7.0, 0.0];
+        let all = activations(&values, 2, 4, 6.0)?;
+        let step = 1.27f32 / 127.0;
+        assert_eq!(all, [127.0 * step, 31.0 * step, 60.0, -50.0 * step, 0.0, 0.0, -7.0, 0.0]);
+        // Without a threshold a column that outlies takes the others' digits.
+        assert_eq!(activations(&values, 2, 4, 0.0)?[1], 60.0 / 127.0);
+        assert_eq!(undecided(&[127.0, 0.5, 1.4, 3.0], 1, 4, 0.0, 2)?, [1]);
+        assert!(activations(&values, 2, 3, 0.0).is_err());
         Ok(())
     }
 

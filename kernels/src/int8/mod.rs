@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The format is that of bitsandbytes (`SCB`), whose checkpoints load as they are. Its own product also rounds x to
-//! 8 bits, but for columns with outliers; here x stays what it is, which is nearer to the dense product and needs no
-//! second pass over x.
+//! 8 bits, but for columns with outliers. Here x stays what it is, which is nearer to the dense product and needs no
+//! second pass over x, unless a product asks for [`Activations`]: bytes multiply at twice the rate of halves.
 //!
 //! | family             | what it does                          | bound by                      |
 //! |--------------------|---------------------------------------|-------------------------------|
@@ -18,10 +18,12 @@
 //!
 //! Sources: Dettmers et al., "LLM.int8()" (2022); bitsandbytes, `kInt8VectorQuant` and `int8_vectorwise_dequant`.
 
+mod activations;
 mod dequantize;
 mod product;
 mod quantize;
 
+pub use activations::Activations;
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Int8Dequantize};
 pub use product::{
     DenseConfig, Int8Matmul, Int8MatmulConfig, Int8MatmulOperands, Int8MatmulProblem, LanesConfig,

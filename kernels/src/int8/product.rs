@@ -6,6 +6,10 @@
 //! |---------|-----------------------------------|-----------------------|--------------------------------|
 //! | `Lanes` | in registers                      | multiply-add          | anywhere                       |
 //! | `Dense` | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes |
+//! | `Bytes` | not at all                        | `mma.sync` of bytes   | CUDA, where x is rounded to bytes, too |
+//!
+//! Where a product has [`Activations`], x is rounded first: `Bytes` multiplies the codes, the others what they stand
+//! for.
 //!
 //! ```text
 //!   for each `columns` rows of x                          // Lanes
@@ -33,7 +37,8 @@
 //! | 4096 | 1131 `Dense` | 1093 | 1126 |
 //!
 //! From 8 rows on the lanes are what is short, not bytes: codes decoded into fragments of `mma.sync`, as NF4's are, are
-//! what is missing. Through Vulkan one row takes 20.4 us.
+//! what is missing. Through Vulkan one row takes 20.4 us. `Bytes` is compiled for sm_89 and sm_120 without spilling, and
+//! was not run yet: nothing asks for [`Activations`].
 //!
 //! [`Int8Dequantize`]: super::Int8Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
@@ -47,19 +52,21 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
+use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, DequantizeConfig, DequantizeProblem, Int8Dequantize};
 use super::{Weight, WeightBuffers, code_of, lifted, scaled};
 use crate::fits::{lacks, limits, shape, stores};
+use crate::matmul::bytes::{self, BytesOperands};
 use crate::matmul::{
     Columns, Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul,
-    Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, Precision, elem,
+    Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, Precision, elem,
 };
 
 /// The family of products with weights of 8 bits.
 pub struct Int8Matmul;
 
 /// One product. Build it with [`Int8MatmulProblem::new`], which checks it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Int8MatmulProblem {
     pub m: u32,
     pub weight: Weight,
@@ -67,6 +74,9 @@ pub struct Int8MatmulProblem {
     pub dtype: DType,
     /// A bias has `[n]` elements, the other matrices those of y.
     pub epilogue: Epilogue,
+    /// Rounds x to 8 bits, a scale a row.
+    #[serde(default)]
+    pub activations: Option<Activations>,
 }
 
 /// One way to multiply with a weight of 8 bits.
@@ -75,6 +85,8 @@ pub struct Int8MatmulProblem {
 pub enum Int8MatmulConfig {
     Lanes(LanesConfig),
     Dense(DenseConfig),
+    /// Sizes along k are of pairs of bytes.
+    Bytes(MmaConfig),
 }
 
 /// How the plain path is spread.
@@ -115,7 +127,7 @@ impl Int8MatmulProblem {
         if m == 0 {
             return Err(InvalidMatmul::Empty { axis: "m" });
         }
-        Ok(Self { m, weight, dtype, epilogue: Epilogue::default() })
+        Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), activations: None })
     }
 
     /// The product with the dense weight.
@@ -129,6 +141,35 @@ impl Int8MatmulProblem {
         let dense = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)
             .expect("sizes were checked");
         MatmulProblem { epilogue: self.epilogue, ..dense }
+    }
+
+    /// The product with two bytes as an element.
+    fn pairs(&self) -> MatmulProblem {
+        let dense = self.dense();
+        let sizes = [self.m, self.weight.n, self.weight.k / 2];
+        let pairs = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], dense.precision);
+        MatmulProblem { epilogue: self.epilogue, ..pairs.expect("k is whole chunks") }
+    }
+
+    /// How x is rounded, for this config, and where to: behind what else the config has in its scratch.
+    fn rounding(&self, config: &Int8MatmulConfig) -> Option<(Rounding, Places)> {
+        let Activations { threshold } = self.activations?;
+        let codes = matches!(config, Int8MatmulConfig::Bytes(_));
+        let rounding =
+            Rounding { m: self.m, k: self.weight.k, dtype: self.dtype, threshold, codes };
+        Some((rounding, rounding.places(self.other_scratch(config))))
+    }
+
+    /// Bytes of a scratch beside a rounded x.
+    fn other_scratch(&self, config: &Int8MatmulConfig) -> u64 {
+        match config {
+            Int8MatmulConfig::Dense(_) => dequantize::out_bytes(&self.dequantized()) as u64,
+            Int8MatmulConfig::Lanes(_) => 0,
+            Int8MatmulConfig::Bytes(c) if c.parts > 1 => {
+                4 * u64::from(c.parts) * self.dense().extents()[2] as u64
+            }
+            Int8MatmulConfig::Bytes(_) => 0,
+        }
     }
 
     const fn dequantized(&self) -> DequantizeProblem {
@@ -166,18 +207,24 @@ impl Kernel for Int8Matmul {
     const VERSION: u32 = 1;
 
     fn bucket(p: &Int8MatmulProblem) -> String {
-        format!("{} w{}", p.dense().bucket(), widths(p)[1])
+        let rounded = match p.activations {
+            None => "",
+            Some(Activations { threshold }) if threshold > 0.0 => " x8 outliers",
+            Some(_) => " x8",
+        };
+        format!("{} w{}{rounded}", p.dense().bucket(), widths(p)[1])
     }
 
     fn candidates(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<Int8MatmulConfig> {
         let feasible = |c: &Int8MatmulConfig| Self::check(arch, p, c).is_ok();
         let lanes = lanes_of(arch, p).into_iter().map(Int8MatmulConfig::Lanes);
         let dense = denses(arch, p).into_iter().map(Int8MatmulConfig::Dense);
+        let bytes = bytes_of(arch, p).into_iter().map(Int8MatmulConfig::Bytes);
         // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
         let all: Vec<_> = match p.m {
-            ..=8 => lanes.collect(),
-            9..=32 => lanes.chain(dense).collect(),
-            _ => dense.chain(lanes.take(2)).collect(),
+            ..=8 => lanes.chain(bytes).collect(),
+            9..=32 => bytes.chain(lanes).chain(dense).collect(),
+            _ => bytes.chain(dense).chain(lanes.take(2)).collect(),
         };
         all.into_iter().filter(feasible).collect()
     }
@@ -188,8 +235,14 @@ impl Kernel for Int8Matmul {
         config: &Int8MatmulConfig,
     ) -> Result<(), Infeasible> {
         stores(arch, [p.dtype])?;
+        if let Some(Activations { threshold }) = p.activations
+            && !(threshold >= 0.0 && threshold.is_finite())
+        {
+            return Err(lacks("a threshold below 0 or of no number"));
+        }
         let c = match config {
             Int8MatmulConfig::Lanes(c) => c,
+            Int8MatmulConfig::Bytes(c) => return check_bytes(arch, p, c),
             Int8MatmulConfig::Dense(c) => {
                 Int8Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
                 if c.matmul.parts() > 1 {
@@ -254,11 +307,11 @@ impl Kernel for Int8Matmul {
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
     }
 
-    /// The dense weight.
+    /// The dense weight or partial sums, and x as it is rounded.
     fn scratch_bytes(p: &Int8MatmulProblem, config: &Int8MatmulConfig) -> u64 {
-        match config {
-            Int8MatmulConfig::Dense(_) => dequantize::out_bytes(&p.dequantized()) as u64,
-            Int8MatmulConfig::Lanes(_) => 0,
+        match p.rounding(config) {
+            Some((_, places)) => places.end,
+            None => p.other_scratch(config),
         }
     }
 
@@ -269,21 +322,33 @@ impl Kernel for Int8Matmul {
         properties: &Arc<DeviceProperties>,
         target: &Arc<TargetProperties>,
     ) -> Vec<Box<dyn CubeKernel>> {
+        let rounding = p.rounding(config).map(|(rounding, _)| rounding);
+        let mut all = rounding.map_or_else(Vec::new, |r| r.programs(arch, properties, target));
         let c = match config {
             Int8MatmulConfig::Lanes(c) => c,
             Int8MatmulConfig::Dense(c) => {
                 let weight = p.dequantized();
-                let decode =
-                    Int8Dequantize::programs(arch, &weight, &c.dequantize, properties, target);
-                let multiply = Matmul::programs(arch, &p.dense(), &c.matmul, properties, target);
-                return decode.into_iter().chain(multiply).collect();
+                all.extend(Int8Dequantize::programs(
+                    arch,
+                    &weight,
+                    &c.dequantize,
+                    properties,
+                    target,
+                ));
+                all.extend(Matmul::programs(arch, &p.dense(), &c.matmul, properties, target));
+                return all;
+            }
+            Int8MatmulConfig::Bytes(c) => {
+                let outlying = rounding.is_some_and(Rounding::outliers);
+                all.extend(bytes::programs(arch, &p.pairs(), *c, outlying, properties, target));
+                return all;
             }
         };
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
         let buffer = || BufferCompilationArg { inplace: None };
         let [width, words] = widths(p);
-        vec![Box::new(product::Product::new(
+        all.push(Box::new(product::Product::new(
             settings,
             properties.clone(),
             target.clone(),
@@ -298,7 +363,8 @@ impl Kernel for Int8Matmul {
             1,
             *c,
             elem(p.dtype),
-        ))]
+        )));
+        all
     }
 
     fn launch(
@@ -308,6 +374,13 @@ impl Kernel for Int8Matmul {
         operands: &Int8MatmulOperands,
         scratch: Option<&Handle>,
     ) {
+        let mut x = operands.x.clone();
+        let rounded = p.rounding(config);
+        if let Some((rounding, places)) = &rounded {
+            let scratch = scratch.expect("a rounded x has its scratch");
+            rounding.launch(device, &operands.x, scratch, places);
+            x = scratch.clone().offset_start(places.values);
+        }
         let c = match config {
             Int8MatmulConfig::Lanes(c) => c,
             Int8MatmulConfig::Dense(c) => {
@@ -315,13 +388,29 @@ impl Kernel for Int8Matmul {
                 let weight = p.dequantized();
                 dequantize::launch(device, &weight, &c.dequantize, &operands.weight, &rhs);
                 let operands = MatmulOperands {
-                    lhs: operands.x.clone(),
+                    lhs: x,
                     rhs,
                     out: operands.out.clone(),
                     epilogue: operands.epilogue.clone(),
                     rows: None,
                 };
                 return Matmul::launch(device, &p.dense(), &c.matmul, &operands, None);
+            }
+            Int8MatmulConfig::Bytes(c) => {
+                let (rounding, places) = rounded.expect("the check asks for activations in 8 bits");
+                let scratch = scratch.expect("a rounded x has its scratch");
+                let operands = BytesOperands {
+                    rounded: x,
+                    scales: scratch.clone().offset_start(places.scales),
+                    outliers: scratch.clone().offset_start(places.outliers),
+                    x: &operands.x,
+                    codes: &operands.weight.codes,
+                    scb: &operands.weight.scb,
+                    out: &operands.out,
+                    epilogue: &operands.epilogue,
+                    partials: Some(scratch),
+                };
+                return bytes::launch(device, &p.pairs(), *c, rounding.outliers(), &operands);
             }
         };
         let ([x_len, _, out_len], [width, words]) = (p.dense().extents(), widths(p));
@@ -336,7 +425,7 @@ impl Kernel for Int8Matmul {
                 width,
                 words,
                 1,
-                BufferArg::from_raw_parts(operands.x.clone(), x_len / width),
+                BufferArg::from_raw_parts(x, x_len / width),
                 BufferArg::from_raw_parts(
                     operands.weight.codes.clone(),
                     p.weight.words() as usize / words,
@@ -376,6 +465,41 @@ fn denses(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<DenseConfig> {
     let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.parts() == 1);
     all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
 }
+
+/// The products of bytes that are worth a try.
+fn bytes_of(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<MmaConfig> {
+    if p.activations.is_none() || p.weight.k % CHUNK != 0 {
+        return Vec::new();
+    }
+    let mma = |config| match config {
+        // Spills 16 bytes in parts (sm_120).
+        MatmulConfig::Mma(c) if (c.tile_m, c.tile_n) != (16, 32) => Some(c),
+        _ => None,
+    };
+    Matmul::candidates(arch, &p.pairs()).into_iter().filter_map(mma).collect()
+}
+
+fn check_bytes(arch: &ArchProfile, p: &Int8MatmulProblem, c: &MmaConfig) -> Result<(), Infeasible> {
+    if p.activations.is_none() {
+        return Err(lacks("bytes to multiply with: the product does not round x"));
+    }
+    stores(arch, [DType::I8])?;
+    if p.dtype.size() != 2 {
+        return Err(lacks("fragments of bytes beside results in f32"));
+    }
+    if p.weight.k % CHUNK != 0 {
+        return Err(shape("k", p.weight.k, "rows of codes are whole chunks of 16 bytes"));
+    }
+    if p.weight.k > MOST_DEPTH {
+        return Err(shape("k", p.weight.k, "sums of more products do not fit 31 bits"));
+    }
+    Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
+}
+
+/// Bytes that a copy moves.
+const CHUNK: u32 = 16;
+/// Products of two codes whose sum is below 2^31.
+const MOST_DEPTH: u32 = (1 << 31) / (127 * 127);
 
 /// Elements of a vector of x, words of one of codes: 16 bytes where they lie in one row.
 fn widths(p: &Int8MatmulProblem) -> [usize; 2] {

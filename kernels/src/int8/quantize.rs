@@ -23,6 +23,7 @@ use super::{Weight, WeightBuffers};
 use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::elem;
 use crate::nf4::QuantizeError;
+use crate::round::LEAST;
 
 /// The family of quantisation kernels.
 pub struct Int8Quantize;
@@ -243,9 +244,6 @@ pub fn quantize(
     }
 }
 
-/// Rows of so small values have codes 0.
-const SMALLEST: f32 = 127.0 / f32::MAX;
-
 /// Elements of a vector of values, which lies in one row.
 const fn width(p: &QuantizeProblem) -> usize {
     if p.weight.k % 4 == 0 { 4 } else { 1 }
@@ -361,7 +359,7 @@ fn magnitude(value: f32) -> f32 {
 #[cube]
 fn inverse_of(scb: f32) -> f32 {
     // The inverse of a smaller one is no number.
-    select(scb > SMALLEST, 127.0 / scb, 0.0f32.runtime())
+    select(scb > LEAST, 127.0 / scb, 0.0f32.runtime())
 }
 
 /// The byte of a code: the mantissa of 1.5 · 2^23 + x, which is rounded to even. Product and sum are rounded one after

@@ -670,6 +670,7 @@ impl Plan {
                         exact,
                         partial: c.parts > 1,
                         half_sums: problem.precision.sums() == DType::F16,
+                        bytes: false,
                         rounds_tf32: arch.compute_capability >= Some(90),
                     }),
                     widths: [widest[0], widest[1], if wide { 8 } else { even }, even],

@@ -40,11 +40,12 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::bytes::Worth;
 use super::{Columns, Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
-    gather_lane, global_address, lhs_lane, load_fragments, multiply_halves, next_stage,
-    quad_transpose, rhs_lane, shared_address, typed, wait_copies,
+    gather_lane, global_address, lhs_lane, load_fragments, multiply_bytes, multiply_halves,
+    next_stage, quad_transpose, rhs_lane, shared_address, typed, wait_copies,
 };
 
 /// Tile sizes of the tensor-core path.
@@ -130,6 +131,8 @@ pub(crate) struct MmaPlan {
     pub(crate) partial: bool,
     /// Sums are f16.
     pub(crate) half_sums: bool,
+    /// Operands are bytes, two in an element, and sums i32 until an item is done: see [`super::bytes`].
+    pub(crate) bytes: bool,
     /// f32 operands are rounded to tf32 by one instruction (compute capability 9.0 and later).
     pub(crate) rounds_tf32: bool,
 }
@@ -226,12 +229,14 @@ fn block_rows(dims: &Dims, group: u32, #[comptime] config: MmaConfig) -> u32 {
 }
 
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     partials: &mut [Vector<f32, NP>],
     finish: &Finish<F, E, NO>,
+    worth: &ComptimeOption<Worth<F>>,
     dims: &Dims,
     #[comptime] plan: MmaPlan,
 ) {
@@ -329,6 +334,9 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                                 comptime!(j % 2 * 2),
                                 acc.halves.index_mut(at),
                             );
+                        } else if comptime!(plan.bytes) {
+                            let sums = acc.bytes.index_mut(at);
+                            multiply_bytes(left, pair, comptime!(j % 2 * 2), sums);
                         } else {
                             let left = typed::<I, NF>(left, 0usize, 4usize);
                             let right = typed::<I, NF>(pair, comptime!(j % 2 * 2), 2usize);
@@ -339,6 +347,13 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
             }
         }
         let (row, col) = (now.row + part_m, now.col + part_n);
+        #[comptime]
+        match worth {
+            ComptimeOption::Some(worth) => {
+                acc.weigh::<F>(worth, row, col, lane, now.part == 0, dims, plan)
+            }
+            ComptimeOption::None => {}
+        }
         if comptime!(plan.partial) {
             let matrix = dims.m as usize * dims.n as usize;
             let start = (now.part * dims.batches + now.batch) as usize * matrix;
@@ -352,12 +367,14 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
 }
 
 /// A plane's accumulators, fragment by fragment; of each a unit holds two pairs of neighbouring columns,
-/// eight rows apart. One of the two sequences is empty.
+/// eight rows apart. Two of the three sequences are empty.
 #[derive(CubeType)]
 struct Sums<NC: Size> {
     words: Sequence<Array<Vector<f32, NC>>>,
     /// Two f16 in a word.
     halves: Sequence<Array<u32>>,
+    /// i32 in words; f32 once they are weighed.
+    bytes: Sequence<Array<u32>>,
 }
 
 #[cube]
@@ -365,15 +382,18 @@ impl<NC: Size> Sums<NC> {
     fn new(#[comptime] fragments: usize, #[comptime] plan: MmaPlan) -> Sums<NC> {
         let mut words = Sequence::<Array<Vector<f32, NC>>>::new();
         let mut halves = Sequence::<Array<u32>>::new();
+        let mut bytes = Sequence::<Array<u32>>::new();
         #[unroll]
         for _ in 0..fragments {
             if comptime!(plan.half_sums) {
                 halves.push(Array::<u32>::new(2usize));
+            } else if comptime!(plan.bytes) {
+                bytes.push(Array::<u32>::new(4usize));
             } else {
                 words.push(Array::<Vector<f32, NC>>::new(2usize));
             }
         }
-        Sums::<NC> { words, halves }
+        Sums::<NC> { words, halves, bytes }
     }
 
     fn clear(&mut self, #[comptime] fragments: usize, #[comptime] plan: MmaPlan) {
@@ -383,6 +403,9 @@ impl<NC: Size> Sums<NC> {
             for half in 0..2usize {
                 if comptime!(plan.half_sums) {
                     self.halves.index_mut(i)[half] = 0u32;
+                } else if comptime!(plan.bytes) {
+                    self.bytes.index_mut(i)[comptime!(2 * half)] = 0u32;
+                    self.bytes.index_mut(i)[comptime!(2 * half + 1)] = 0u32;
                 } else {
                     self.words.index_mut(i)[half] = Vector::new(0.0f32);
                 }
@@ -400,8 +423,82 @@ impl<NC: Size> Sums<NC> {
         if comptime!(plan.half_sums) {
             let word = self.halves.index(fragment)[half];
             Vector::cast_from(Vector::<half::f16, NC>::reinterpret(word))
+        } else if comptime!(plan.bytes) {
+            let words = self.bytes.index(fragment);
+            let mut pair = Vector::<f32, NC>::new(0.0f32);
+            pair.insert(0usize, f32::reinterpret(words[comptime!(2 * half)]));
+            pair.insert(1usize, f32::reinterpret(words[comptime!(2 * half + 1)]));
+            pair
         } else {
             self.words.index(fragment)[half]
+        }
+    }
+
+    /// Makes sums of bytes what they are worth, of a plane's part that begins at `row` and `col`; where they are the
+    /// `first` part of k, with the columns that were left out.
+    #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
+    fn weigh<F: Float>(
+        &mut self,
+        worth: &Worth<F>,
+        row: u32,
+        col: u32,
+        lane: u32,
+        first: bool,
+        dims: &Dims,
+        #[comptime] plan: MmaPlan,
+    ) {
+        let (wm, wn) = comptime!(plan.config.plane_tile());
+        let (rows, cols) = comptime!((wm as usize / 8, wn as usize / 4));
+        // Past the edge the last ones are repeated, and never stored.
+        let mut own_rows = Array::<u32>::new(rows);
+        let mut scales = Array::<f32>::new(rows);
+        #[unroll]
+        for i in 0..rows {
+            own_rows[i] = min(row + comptime!(8 * i as u32) + lane / 4, dims.m - 1);
+            scales[i] = worth.scales[own_rows[i] as usize];
+        }
+        let mut own_cols = Array::<u32>::new(cols);
+        let mut units = Array::<f32>::new(cols);
+        #[unroll]
+        for j in 0..cols {
+            let near = comptime!((8 * (j / 2) + j % 2) as u32);
+            own_cols[j] = min(col + near + lane % 4 * 2, dims.n - 1);
+            units[j] = worth.scb[own_cols[j] as usize] * comptime!(1.0f32 / 127.0);
+        }
+        #[unroll]
+        for i in 0..rows {
+            #[unroll]
+            for j in 0..cols {
+                let sums = self.bytes.index_mut(comptime!(i / 2 * (cols / 2) + j / 2));
+                let at = comptime!(i % 2 * 2 + j % 2);
+                let sum = f32::cast_from(i32::reinterpret(sums[at]));
+                sums[at] = u32::reinterpret(sum * scales[i] * units[j]);
+            }
+        }
+        if comptime!(worth.outlying) {
+            let count = select(first, worth.outliers[0], 0u32);
+            let k = dims.k as usize * 2;
+            for o in 0..count {
+                let column = worth.outliers[o as usize + 1] as usize;
+                let mut left = Array::<f32>::new(rows);
+                #[unroll]
+                for i in 0..rows {
+                    left[i] = f32::cast_from(worth.x[own_rows[i] as usize * k + column]);
+                }
+                #[unroll]
+                for j in 0..cols {
+                    let at = own_cols[j] as usize * k + column;
+                    let byte = worth.words[at / 4] << ((3 - at % 4) as u32 * 8);
+                    let right = f32::cast_from(i32::reinterpret(byte) >> 24) * units[j];
+                    #[unroll]
+                    for i in 0..rows {
+                        let sums = self.bytes.index_mut(comptime!(i / 2 * (cols / 2) + j / 2));
+                        let at = comptime!(i % 2 * 2 + j % 2);
+                        sums[at] =
+                            u32::reinterpret(fma(left[i], right, f32::reinterpret(sums[at])));
+                    }
+                }
+            }
         }
     }
 }

@@ -33,6 +33,7 @@
 //! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for the
 //! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
 
+pub(crate) mod bytes;
 mod cmma;
 mod config;
 mod cores;
@@ -378,7 +379,10 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
 ) {
     match path {
         Path::Mma(plan) => {
-            mma::multiply::<F, I, E, NL, NR, NO, NP>(lhs, rhs, out, partials, &finish, dims, plan)
+            let worth = ComptimeOption::<bytes::Worth<F>>::new_None();
+            mma::multiply::<F, I, E, NL, NR, NO, NP>(
+                lhs, rhs, out, partials, &finish, &worth, dims, plan,
+            )
         }
         Path::Cube(plan) => cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, dims, plan),
         Path::Plane(plan) => {

@@ -47,7 +47,7 @@ use crate::attention::decode::{CacheLayout, CacheStrides, Scales};
 use crate::fits::stores;
 use crate::matmul::elem;
 use crate::norm::NormKind;
-use crate::round::{by_hand, rounded};
+use crate::round::{LEAST, by_hand, nearest, rounded};
 use crate::rows::{Fold, RowPlan, RowScale, larger, norm_weight, row_fold, row_scale};
 
 /// The family of kernels between the projection of queries, keys and values and attention.
@@ -466,9 +466,6 @@ fn turn_heads<F: Float, C: Numeric, N: Size>(
     }
 }
 
-/// Heads of so small numbers have scale 0.
-const SMALLEST: f32 = 127.0 / f32::MAX;
-
 /// The inverse of the scale of a head whose largest magnitude is `largest`; one unit `writes` the scale.
 #[cube]
 fn scale_cells(
@@ -479,7 +476,7 @@ fn scale_cells(
     writes: bool,
 ) -> f32 {
     // The inverse of a smaller one is no number.
-    let none = largest < SMALLEST;
+    let none = largest < LEAST;
     if writes && head.within && !head.query {
         let scale = select(none, 0.0f32.runtime(), largest / 127.0);
         if head.key {
@@ -675,12 +672,6 @@ fn cells<F: Float, C: Numeric, N: Size>(
         cells = Vector::cast_from(rounded);
     }
     cells
-}
-
-/// The integer nearest to a number that is far below 2^22, the even one of two: the mantissa of 1.5 · 2^23 + x.
-#[cube]
-fn nearest(x: f32) -> i32 {
-    i32::reinterpret(x + 12_582_912.0f32) - 0x4b40_0000i32
 }
 
 #[cfg(test)]
