@@ -89,10 +89,12 @@ impl Device {
         Ok(Self { client, profile, raw })
     }
 
-    /// A device that another library, such as Burn, has opened already.
+    /// A device that another library, such as Burn, has opened already. Not of the public API: CubeCL is in it, as in
+    /// `client` and `raw`.
     ///
     /// # Errors
     /// [`OpenError::Foreign`] for a runtime without a backend here.
+    #[doc(hidden)]
     pub fn of(raw: cubecl::Device) -> Result<Self, OpenError> {
         let client = raw.client();
         let backend = match client.name() {
@@ -123,6 +125,7 @@ impl Device {
     }
 
     /// The client that allocates and launches.
+    #[doc(hidden)]
     pub fn client(&self) -> &Client {
         &self.client
     }
@@ -138,6 +141,7 @@ impl Device {
     }
 
     /// The same device in CubeCL's terms, for sharing it with Burn.
+    #[doc(hidden)]
     pub fn raw(&self) -> &cubecl::Device {
         &self.raw
     }

@@ -28,8 +28,9 @@ pub(crate) struct Args {
     /// Sequences that run together, likewise; llama-bench's -b is another thing
     #[arg(short = 'b', long, default_value = "1", value_parser = sizes)]
     batch: Sizes,
-    /// Find the fastest batch instead, of so many sequences at most, beginning with --batch
+    /// Find the fastest batch instead, of so many sequences at most, beginning with --batch; each is run once
     #[arg(long, value_name = "MOST", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(conflicts_with_all = ["repetitions", "output", "profile_trace"])]
     find_batch: Option<u32>,
     /// Repetitions of each test, after one to warm up
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]

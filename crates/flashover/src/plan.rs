@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use arch::{ArchProfile, DType};
-use models::{Footprint, Held, KvFormat, Matrices, Weights, Workload as Passing};
+use models::{Footprint, Held, KvCache, KvFormat, Matrices, Weights, Workload as Passing};
 use serde::Serialize;
 
 use crate::engine::{EngineError, EngineOptions, Prepared};
@@ -68,8 +68,8 @@ pub struct Workload {
     pub batch: usize,
     /// Positions that each has room for, of prompt and answer.
     pub context: usize,
-    /// Positions of all sequences together that take no room, for another sequence has them: of a prompt that passes
-    /// once for several answers.
+    /// Positions of all sequences together that take no room, for another sequence has them: whole pages of a prompt
+    /// that passes once for several answers. [`Engine::workload`](crate::Engine::workload) counts them.
     pub shared: usize,
 }
 
@@ -108,9 +108,9 @@ pub struct Plan {
     pub activations_bytes: u64,
     /// Dense copies of weights in 4 or 8 bits, and a page of what is small.
     pub workspace_bytes: u64,
-    /// The most sequences of this context; none without a budget.
+    /// The most sequences of this context; none without a budget, or where sequences share something.
     pub largest_batch: Option<usize>,
-    /// The most positions of as many sequences.
+    /// The most positions of as many sequences, likewise.
     pub largest_context: Option<usize>,
     /// Whether the device has 8 bits to hold keys and values in.
     #[serde(skip)]
@@ -176,8 +176,13 @@ impl Planned {
     pub(crate) fn footprint(&self, Workload { batch, context, shared }: Workload) -> Footprint {
         let passing = Passing { batch, positions: context, chunk: models::CHUNK };
         let all = self.config.footprint(self.held, self.weights, passing);
-        let shared = self.config.cache_bytes(self.held, 1, shared);
-        Footprint { cache: all.cache.saturating_sub(shared), ..all }
+        if shared == 0 {
+            return all;
+        }
+        // All of the batch lie in pages then.
+        let cache = |batch, positions| self.config.cache_bytes(self.held, batch, positions);
+        let more = cache(batch, KvCache::paged(context)) - cache(batch, context);
+        Footprint { cache: (all.cache + more).saturating_sub(cache(1, shared)), ..all }
     }
 
     /// # Errors
@@ -215,7 +220,8 @@ impl Planned {
         let fits = |workload| {
             budget_bytes.is_some_and(|budget| self.footprint(workload).total() <= budget.into())
         };
-        let known = |most: usize| budget_bytes.map(|_| most);
+        // With another batch or context sequences share something else.
+        let known = |most: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| most);
         let context = self.config.context().unwrap_or(MOST_POSITIONS).min(MOST_POSITIONS);
         Plan {
             model: self.model.clone(),
@@ -317,6 +323,9 @@ impl Plan {
                 format!("{context} positions fit, of a batch of {batch}{quant}{kv}")
             }
             (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits{quant}{kv}"),
+            _ if self.workload.shared > 0 => {
+                format!("fewer answers or fewer new tokens{quant}{kv}")
+            }
             _ => format!("a larger budget or a smaller model{quant}{kv}"),
         }
     }

@@ -30,6 +30,15 @@ fn peaks(engine: &Engine, prompt: usize, generated: usize) -> [u64; 2] {
     [most(|read| read.used), most(|read| read.reserved)].map(|most| most.expect("read"))
 }
 
+/// The most that was alive while a prompt passed once for several answers.
+fn peak_of_answers(engine: &Engine, prompt: &[u32], answers: usize, request: &Request) -> u64 {
+    let recording = Recording::start().expect("the only one");
+    let all = engine.generate_batch(&[prompt], answers, request).expect("it fits");
+    assert_eq!(all[0].len(), answers);
+    let memory = recording.finish().memory;
+    memory.iter().map(|read| read.used).max().expect("read")
+}
+
 #[test]
 fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
     let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
@@ -64,6 +73,21 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         }
         let two = plan.peak_bytes() + (plan.peak_bytes() - plan.weights_bytes) + (16 << 20);
         assert!(most < two, "{most} of {two}: {plan}");
+        // Answers that share a prompt take whole pages of their own.
+        engine.clear_cache().expect("nothing is captured");
+        let prompt: Vec<u32> = (0..70).map(|id| id * 7 % 1000).collect();
+        let request = Request {
+            sampling: Sampling::default(),
+            max_new_tokens: Some(3),
+            eos: Vec::new(),
+            stops: Vec::new(),
+        };
+        let answers = engine.plan(engine.workload(&[&prompt], 60, &request));
+        let used = peak_of_answers(&engine, &prompt, 60, &request);
+        // Between steps nothing passes.
+        let over = gap(used, answers.weights_bytes + answers.cache_bytes);
+        println!("{quant:?}: 60 answers {over:+.4}");
+        assert!(over.abs() < 0.05, "{used} {answers}");
         // A budget that is refused leaves the device as it was, and the model answers on.
         engine.clear_cache().expect("nothing is captured");
         let before = engine.memory().used_bytes;

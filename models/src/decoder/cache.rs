@@ -164,6 +164,11 @@ impl KvCache {
         length / PAGE * PAGE
     }
 
+    /// Positions that each sequence has room for, whole pages, where [`KvCache::stack`] shares any.
+    pub const fn paged(capacity: usize) -> usize {
+        capacity.next_multiple_of(PAGE)
+    }
+
     /// Caches of one sequence that decode together from here on, in this order, each as often as said. Where one
     /// stands several times, what it has so far is there once: whole pages of it are shared.
     ///

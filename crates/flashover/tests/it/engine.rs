@@ -182,7 +182,13 @@ fn a_folder_knows_what_a_request_needs() {
     let engine = engine.expect("a fixture");
     assert_eq!(engine.workload(&[&long], 3, &request), workload);
     let peak = engine.plan(workload).peak_bytes();
-    assert!(peak < engine.plan(Workload { shared: 0, ..workload }).peak_bytes());
+    let plan = engine.plan(workload);
+    assert_eq!((plan.largest_batch, plan.largest_context), (None, None));
+    // Two pages a sequence, but for what is there once.
+    let apart = engine.plan(Workload::new(3, 128)).cache_bytes;
+    let angles = engine.plan(Workload::new(1, 128)).cache_bytes * 3 - apart;
+    let page = (apart - angles / 2) / 6;
+    assert!(plan.cache_bytes.abs_diff(4 * page) < page / 2, "{plan}");
     let load = |limit| {
         let budget = MemoryBudget { limit_bytes: Some(limit), ..MemoryBudget::default() };
         let options =
@@ -191,7 +197,8 @@ fn a_folder_knows_what_a_request_needs() {
     };
     let enough = load(peak).expect("it fits");
     assert_eq!(enough.generate_batch(&[&long], 3, &request).expect("it fits")[0].len(), 3);
-    assert!(matches!(load(peak - 1), Err(EngineError::Memory(_))));
+    let less = load(peak - 1).expect_err("it does not fit").to_string();
+    assert!(less.contains("hint: fewer answers or fewer new tokens"), "{less}");
     let options = EngineOptions {
         workload: Some(folder.workload(&[&prompt.repeat(99)], 1, &request)),
         ..EngineOptions::default()
