@@ -64,13 +64,30 @@ impl GenerationConfig {
         })
     }
 
-    /// Reads the `generation_config.json` of a folder; one that has none leaves everything open.
+    /// Reads the `generation_config.json` of a folder. One that has none ends a text where its `config.json` says, as in
+    /// transformers, and leaves the rest open.
     ///
     /// # Errors
     /// [`Error::Read`], and as [`GenerationConfig::from_json`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
-        let path = folder.as_ref().join(FILE);
-        if path.exists() { Self::from_json(&read(&path)?) } else { Ok(Self::default()) }
+        let [own, model] = [FILE, MODEL].map(|file| folder.as_ref().join(file));
+        if own.exists() {
+            return Self::from_json(&read(&own)?);
+        }
+        if model.exists() { Self::of_model(&read(&model)?) } else { Ok(Self::default()) }
+    }
+
+    /// The tokens that a model's `config.json` names.
+    fn of_model(text: &str) -> Result<Self, Error> {
+        let value: Value =
+            serde_json::from_str(text).map_err(|why| Error::Json { file: MODEL, why })?;
+        let fields = Fields::new(MODEL, &value)?;
+        let [bos, pad] = [id(&fields, "bos_token_id")?, id(&fields, "pad_token_id")?];
+        let own = Self { eos: eos(&fields)?, bos, pad, ..Self::default() };
+        match fields.optional_size("vocab_size")? {
+            Some(vocab) => own.within(MODEL, vocab),
+            None => Ok(own),
+        }
     }
 
     /// Binds it to a model of `vocab` tokens.
@@ -78,17 +95,22 @@ impl GenerationConfig {
     /// # Errors
     /// [`Fault::PastVocabulary`] for a token that would end a text and that the model does not have.
     pub fn for_vocab(self, vocab: usize) -> Result<Self, Error> {
+        self.within(FILE, vocab)
+    }
+
+    fn within(self, file: &'static str, vocab: usize) -> Result<Self, Error> {
         let past = self.eos.iter().copied().find(|id| *id as usize >= vocab);
         match past {
             None => Ok(self),
             Some(id) => {
                 let fault = Box::new(Fault::PastVocabulary { id, vocab });
-                Err(Error::Field { file: FILE, field: EOS.to_owned(), fault })
+                Err(Error::Field { file, field: EOS.to_owned(), fault })
             }
         }
     }
 }
 
+const MODEL: &str = "config.json";
 const ID: &str = "a token id";
 const EOS: &str = "eos_token_id";
 
@@ -154,6 +176,20 @@ mod tests {
     fn fails(text: &str, message: &str) {
         let error = GenerationConfig::from_json(text).expect_err(message);
         assert_eq!(error.to_string(), message);
+    }
+
+    #[test]
+    fn without_a_file_of_its_own_a_model_says_where_texts_end() -> Result<(), Error> {
+        let text = r#"{"model_type": "llama", "eos_token_id": [0, 3], "bos_token_id": 1, "pad_token_id": null,
+            "vocab_size": 8, "temperature": 0.5}"#;
+        let own = GenerationConfig::of_model(text)?;
+        let want =
+            GenerationConfig { eos: vec![0, 3], bos: Some(1), ..GenerationConfig::default() };
+        assert_eq!(own, want);
+        let past = GenerationConfig::of_model(r#"{"eos_token_id": 8, "vocab_size": 8}"#);
+        let past = past.expect_err("past the vocabulary").to_string();
+        assert!(past.starts_with("config.json: `eos_token_id` is 8, past"), "{past}");
+        Ok(())
     }
 
     #[test]
