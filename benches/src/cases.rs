@@ -498,10 +498,22 @@ fn int8s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         }
     }
     let mut cases = Vec::new();
-    for (m, n, k) in sizes {
-        let problem = Int8MatmulProblem::new(m, weight(n, k)?, dtype);
-        let problem = problem.context("a case of the suite is invalid")?;
-        cases.push(Case { problem: Problem::Int8Matmul(problem), peer: false });
+    let mut push = |(m, n, k), activations| -> anyhow::Result<()> {
+        let plain = Int8MatmulProblem::new(m, weight(n, k)?, dtype);
+        let plain = plain.context("a case of the suite is invalid")?;
+        let problem = Problem::Int8Matmul(Int8MatmulProblem { activations, ..plain });
+        cases.push(Case { problem, peer: false });
+        Ok(())
+    };
+    for sizes in sizes {
+        push(sizes, None)?;
+    }
+    if let (Suite::All | Suite::Kernels, Scale::Gpu) = (suite, scale) {
+        // x in 8 bits, but for the columns that bitsandbytes leaves as they are.
+        let activations = Some(int8::Activations { threshold: 6.0 });
+        for m in [8, 16, 64, 512, 4096] {
+            push((m, n, k), activations)?;
+        }
     }
     if suite != Suite::Quick {
         let weight = weight(n, k)?;

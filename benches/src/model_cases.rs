@@ -40,7 +40,7 @@ const TOLERANCES: [f64; 2] = [1e-4, 0.05];
 const REPETITIONS: [u16; 2] = [5, 20];
 
 impl ModelCase {
-    /// `prompt model=demo tokens=256`, `generate bf16 batch=16 model=llama-3-8b quant=nf4 tokens=128`.
+    /// `prompt model=demo tokens=256`, `generate bf16 batch=16 depth=512 model=llama-3-8b quant=nf4 tokens=128`.
     pub(crate) fn name(&self) -> String {
         record::case_name(self.op(), &self.params())
     }
@@ -54,12 +54,15 @@ impl ModelCase {
     }
 
     fn params(&self) -> BTreeMap<String, Value> {
-        let SpeedTest { prompt, generated, .. } = self.test;
+        let SpeedTest { prompt, generated, depth, .. } = self.test;
         // Those that are counted: of a request the ones generated.
         let tokens = if generated > 0 { generated } else { prompt };
         let mut params = BTreeMap::from([("tokens".to_owned(), tokens.into())]);
         if prompt > 0 && generated > 0 {
             params.insert("prompt".to_owned(), prompt.into());
+        }
+        if depth > 0 {
+            params.insert("depth".to_owned(), depth.into());
         }
         let (name, quant) = match &self.model {
             Model::Demo(_, quant) => ("demo", *quant),
@@ -110,10 +113,11 @@ pub(crate) fn select(
     filter: Option<&str>,
     demo: Option<&Path>,
 ) -> Vec<ModelCase> {
-    let of = |model: &Model, prompt, generated, batch| ModelCase {
+    let after = |model: &Model, depth, [prompt, generated]: [usize; 2], batch| ModelCase {
         model: model.clone(),
-        test: SpeedTest { prompt, generated, depth: 0, batch },
+        test: SpeedTest { prompt, generated, depth, batch },
     };
+    let of = |model: &Model, prompt, generated, batch| after(model, 0, [prompt, generated], batch);
     let mut cases = Vec::new();
     if let (Suite::Quick | Suite::All, Some(demo)) = (suite, demo) {
         let demo = Model::Demo(demo.to_owned(), None);
@@ -128,7 +132,9 @@ pub(crate) fn select(
         ];
         for (shape, quant) in shapes {
             let model = Model::Shape(shape, Compute::Bf16, quant);
-            cases.extend([of(&model, 512, 0, 1), of(&model, 0, 128, 1), of(&model, 0, 128, 16)]);
+            // Tokens that follow a prompt of as many as pass in the first case.
+            let steps = |batch| after(&model, 512, [0, 128], batch);
+            cases.extend([of(&model, 512, 0, 1), steps(1), steps(16)]);
         }
     }
     if suite == Suite::Documents {
@@ -275,7 +281,7 @@ mod tests {
         assert!(names(Suite::Quick, Scale::Gpu, None).is_empty());
         assert!(names(Suite::Kernels, Scale::Gpu, demo).is_empty());
         let all = names(Suite::All, Scale::Gpu, demo);
-        let batch = "generate bf16 batch=16 model=llama-3-8b quant=nf4 tokens=128";
+        let batch = "generate bf16 batch=16 depth=512 model=llama-3-8b quant=nf4 tokens=128";
         assert!(
             all.starts_with(&own.map(str::to_owned)) && all.contains(&batch.to_owned()),
             "{all:?}"
