@@ -1,8 +1,10 @@
 //! Every kernel over its edge shapes, against the reference.
 
 mod families;
+mod models;
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use arch::{ArchProfile, Backend, Device};
 use cubecl::prelude::CubeKernel;
@@ -43,11 +45,19 @@ impl Job {
     }
 }
 
-/// Verifies every kernel; false when a check failed.
-pub(crate) fn verify(target: &Target, filter: Option<&str>, configs: bool) -> anyhow::Result<bool> {
+/// Verifies every kernel, and the models below `fixtures`; false when a check failed.
+pub(crate) fn verify(
+    target: &Target,
+    filter: Option<&str>,
+    configs: bool,
+    fixtures: Option<&Path>,
+) -> anyhow::Result<bool> {
     let Some(device) = target.open_or_skip()? else { return Ok(true) };
     emit(&Line::Card(provenance::card(&device)?))?;
     let mut jobs = jobs(device.profile(), &tuning::open_cache()?, configs);
+    if let Some(fixtures) = fixtures {
+        jobs.extend(models::jobs(device.profile(), fixtures)?);
+    }
     if let Some(filter) = filter {
         jobs.retain(|job| job.name().contains(filter));
         if jobs.is_empty() {

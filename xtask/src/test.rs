@@ -67,7 +67,8 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
     })?;
     steps.step("targets", |_| targets(&programs, &ready))?;
     for backend in [Backend::Cpu, Backend::Webgpu] {
-        steps.step(&format!("verify {backend}"), |_| verified(&programs, &ready, backend))?;
+        steps
+            .step(&format!("verify {backend}"), |_| verified(place, &programs, &ready, backend))?;
     }
     steps.step("readme", |_| {
         readme::check_file(root)?;
@@ -109,8 +110,13 @@ fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Every kernel over its edge shapes on one backend, where there is a device for it.
-fn verified(programs: &Programs, ready: &Ready, backend: Backend) -> Result<Outcome> {
+/// Every kernel over its edge shapes, and small models, on one backend, where there is a device for it.
+fn verified(
+    place: &Place,
+    programs: &Programs,
+    ready: &Ready,
+    backend: Backend,
+) -> Result<Outcome> {
     if Doctor::ask(programs)?.device(backend).is_none() {
         let reason = match (&ready.gl, backend) {
             (Err(reason), Backend::Webgpu) => reason.clone(),
@@ -118,7 +124,9 @@ fn verified(programs: &Programs, ready: &Ready, backend: Backend) -> Result<Outc
         };
         return Ok(Outcome::Skipped(reason));
     }
-    let run = verify::columns(programs, &[backend], &[])?;
+    let fixtures = verify::fixtures(place);
+    let options: Vec<&str> = fixtures.iter().flat_map(|folder| ["--fixtures", folder]).collect();
+    let run = verify::columns(programs, &[backend], &options)?;
     command::print(&(verify::document(&run, Style::of_stdout()) + "\n"))?;
     verify::verdict(&run)?;
     Ok(Outcome::Passed)

@@ -29,9 +29,17 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     if args.configs {
         options.push("--configs");
     }
+    let fixtures = fixtures(&place);
+    options.extend(fixtures.iter().flat_map(|folder| ["--fixtures", folder]));
     let run = columns(&programs, &backends, &options)?;
     command::print(&document(&run, Style::of_stdout()))?;
     verdict(&run)
+}
+
+/// The small models of the workspace, where there is one.
+pub(crate) fn fixtures(place: &Place) -> Option<String> {
+    let root = place.workspace().ok()?;
+    Some(root.join("models/fixtures").display().to_string())
 }
 
 /// One process per backend.

@@ -4,6 +4,7 @@
 pub mod attention;
 pub mod attention_backward;
 pub mod decode;
+pub mod decoder;
 pub mod embed;
 pub mod int8;
 pub mod matmul;
@@ -73,7 +74,8 @@ fn padded(bytes: &[u8]) -> Vec<u8> {
     out
 }
 
-fn fnv1a(bytes: &[u8]) -> u64 {
+/// FNV-1a of bytes.
+pub fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()
         .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))

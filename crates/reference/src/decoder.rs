@@ -10,14 +10,15 @@
 //! logits = softcap(head(norm(x)))                                             [seq, vocab]
 //! ```
 //!
-//! Everything in f64 from weights in f32, whole sequences again for every token: no cache to be wrong.
+//! Everything in f64 from weights in f32, whole sequences again for every token: no cache to be wrong. As the naive one of
+//! the tolerance rule ([`Decoder::naive`]), sums are f32 and what is stored is rounded.
 //!
 //! Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); Touvron et al.,
 //! "Llama 2" (2023); Gemma Team, "Gemma 2" (2024) and "Gemma 3" (2025).
 
 use rayon::prelude::*;
 
-use crate::{Activation, Error, Norm, NormRule, Rotary};
+use crate::{Activation, DType, Error, Norm, NormRule, Rotary};
 
 /// A decoder with its weights. Matrices are `[out, in]`.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,6 +43,8 @@ pub struct Decoder {
     /// Of attention's scores.
     pub softcap: Option<f64>,
     pub logit_softcap: Option<f64>,
+    /// What results between operations are stored in; none keeps all of them.
+    pub stored: Option<DType>,
 }
 
 /// One layer. Norms hold a vector as their weight.
@@ -66,6 +69,27 @@ pub struct Block {
     /// Positions at this distance and further are hidden.
     pub window: Option<usize>,
     pub scale: f64,
+}
+
+impl Block {
+    fn linears(&mut self) -> impl Iterator<Item = &mut Linear> {
+        let some = [
+            &mut self.query_norm,
+            &mut self.key_norm,
+            &mut self.attention_post_norm,
+            &mut self.gate,
+            &mut self.ffn_post_norm,
+        ];
+        let all = [&mut self.attention_norm, &mut self.ffn_norm].into_iter().chain([
+            &mut self.query,
+            &mut self.key,
+            &mut self.value,
+            &mut self.out,
+            &mut self.up,
+            &mut self.down,
+        ]);
+        all.chain(some.into_iter().flatten())
+    }
 }
 
 /// A weight and what is added.
@@ -94,7 +118,8 @@ impl Decoder {
         }
         let y = self.normalised(&x, &self.final_norm);
         let head = self.head.as_ref().unwrap_or(&self.embedding);
-        let mut logits = product(&y, head, self.hidden);
+        // Logits are f32.
+        let mut logits = self.product(&y, head, self.hidden);
         if let Some(cap) = self.logit_softcap {
             logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
         }
@@ -122,6 +147,48 @@ impl Decoder {
         Ok(tokens.split_off(prompt.len()))
     }
 
+    /// The same computed plainly in `dtype`: weights and what is stored are rounded to it, sums are f32.
+    #[must_use]
+    pub fn naive(&self, dtype: DType) -> Self {
+        let round = |values: &mut Vec<f32>| {
+            values.iter_mut().for_each(|value| *value = dtype.round(f64::from(*value)) as f32);
+        };
+        let mut own = Self { stored: Some(dtype), ..self.clone() };
+        [Some(&mut own.embedding), own.positions.as_mut(), own.head.as_mut()]
+            .into_iter()
+            .flatten()
+            .for_each(round);
+        let linears = own.blocks.iter_mut().flat_map(Block::linears).chain([&mut own.final_norm]);
+        for Linear { weight, bias } in linears {
+            [Some(weight), bias.as_mut()].into_iter().flatten().for_each(round);
+        }
+        own
+    }
+
+    /// As it is stored.
+    fn kept(&self, mut values: Vec<f64>) -> Vec<f64> {
+        if let Some(dtype) = self.stored {
+            values.iter_mut().for_each(|value| *value = dtype.round(*value));
+        }
+        values
+    }
+
+    /// in [tokens, k] · weight [n, k]ᵀ.
+    fn product(&self, input: &[f64], weight: &[f32], k: usize) -> Vec<f64> {
+        let naive = self.stored.is_some();
+        let line = |input: &[f64]| -> Vec<f64> {
+            let sum = |row: &[f32]| match naive {
+                false => row.iter().zip(input).map(|(w, x)| f64::from(*w) * x).sum(),
+                true => {
+                    let sum = row.iter().zip(input).map(|(w, x)| w * *x as f32).sum::<f32>();
+                    f64::from(sum)
+                }
+            };
+            weight.chunks(k).map(sum).collect()
+        };
+        input.par_chunks(k).flat_map_iter(line).collect()
+    }
+
     fn embed(&self, tokens: &[u32]) -> Result<Vec<f64>, Error> {
         let mut x = Vec::with_capacity(tokens.len() * self.hidden);
         for (position, &token) in tokens.iter().enumerate() {
@@ -132,7 +199,7 @@ impl Decoder {
             let own = &mut x[position * self.hidden..];
             own.iter_mut().zip(learned).for_each(|(x, learned)| *x += f64::from(*learned));
         }
-        Ok(x)
+        Ok(self.kept(x))
     }
 
     fn normalised(&self, x: &[f64], norm: &Linear) -> Vec<f64> {
@@ -141,7 +208,7 @@ impl Decoder {
         for line in out.chunks_mut(norm.weight.len()) {
             rule.apply(line, &norm.weight, norm.bias.as_deref());
         }
-        out
+        self.kept(out)
     }
 
     /// What attention adds for `y` `[seq, hidden]`.
@@ -149,7 +216,7 @@ impl Decoder {
         let dim = self.head_dim;
         let q = self.heads_of(y, &block.query, block.query_norm.as_ref(), block, self.heads, seq);
         let k = self.heads_of(y, &block.key, block.key_norm.as_ref(), block, self.kv_heads, seq);
-        let v = block.value.apply(y, self.hidden); // [seq, kv_heads, head_dim]
+        let v = self.linear(&block.value, y, self.hidden); // [seq, kv_heads, head_dim]
         let key = |head: usize, j: usize| {
             let at = (j * self.kv_heads + head / (self.heads / self.kv_heads)) * dim;
             at..at + dim
@@ -171,7 +238,7 @@ impl Decoder {
                 out.iter_mut().zip(&v[key(head, j)]).for_each(|(out, v)| *out += weight * v);
             }
         });
-        block.out.apply(&attended, self.heads * dim)
+        self.linear(&block.out, &self.kept(attended), self.heads * dim)
     }
 
     /// Queries or keys `[seq, heads, head_dim]`, normalised and turned where the block says so.
@@ -184,7 +251,7 @@ impl Decoder {
         heads: usize,
         seq: usize,
     ) -> Vec<f64> {
-        let mut out = linear.apply(y, self.hidden);
+        let mut out = self.linear(linear, y, self.hidden);
         if let Some(norm) = norm {
             out = self.normalised(&out, norm);
         }
@@ -193,19 +260,19 @@ impl Decoder {
                 rotary.turn(head, at / heads, seq);
             }
         }
-        out
+        self.kept(out)
     }
 
     fn feed(&self, block: &Block, y: &[f64]) -> Vec<f64> {
-        let up = block.up.apply(y, self.hidden);
+        let up = self.linear(&block.up, y, self.hidden);
         let inner = match &block.gate {
             Some(gate) => {
-                let gate = gate.apply(y, self.hidden);
+                let gate = self.linear(gate, y, self.hidden);
                 gate.iter().zip(&up).map(|(gate, up)| self.activation.exact(*gate) * up).collect()
             }
             None => up.iter().map(|up| self.activation.exact(*up)).collect::<Vec<_>>(),
         };
-        block.down.apply(&inner, block.up.weight.len() / self.hidden)
+        self.linear(&block.down, &self.kept(inner), block.up.weight.len() / self.hidden)
     }
 
     fn add(&self, x: &mut [f64], what: Vec<f64>, norm: Option<&Linear>) {
@@ -214,6 +281,20 @@ impl Decoder {
             None => what,
         };
         x.iter_mut().zip(what).for_each(|(x, what)| *x += what);
+        if let Some(dtype) = self.stored {
+            x.iter_mut().for_each(|x| *x = dtype.round(*x));
+        }
+    }
+
+    /// out [tokens, n] = in [tokens, k] · weight [n, k]ᵀ + bias.
+    fn linear(&self, linear: &Linear, input: &[f64], k: usize) -> Vec<f64> {
+        let mut out = self.product(input, &linear.weight, k);
+        if let Some(bias) = &linear.bias {
+            for line in out.chunks_mut(bias.len()) {
+                line.iter_mut().zip(bias).for_each(|(out, bias)| *out += f64::from(*bias));
+            }
+        }
+        self.kept(out)
     }
 
     fn check(&self) -> Result<(), Error> {
@@ -258,30 +339,10 @@ impl Decoder {
 }
 
 impl Linear {
-    /// out [tokens, n] = in [tokens, k] · weight [n, k]ᵀ + bias.
-    fn apply(&self, input: &[f64], k: usize) -> Vec<f64> {
-        let mut out = product(input, &self.weight, k);
-        if let Some(bias) = &self.bias {
-            for line in out.chunks_mut(bias.len()) {
-                line.iter_mut().zip(bias).for_each(|(out, bias)| *out += f64::from(*bias));
-            }
-        }
-        out
-    }
-
     fn check(&self, what: &'static str, n: usize, k: usize) -> Result<(), Error> {
         length(what, &self.weight, n * k)?;
         self.bias.as_ref().map_or(Ok(()), |bias| length(what, bias, n))
     }
-}
-
-/// in [tokens, k] · weight [n, k]ᵀ.
-fn product(input: &[f64], weight: &[f32], k: usize) -> Vec<f64> {
-    let line = |input: &[f64]| -> Vec<f64> {
-        let sum = |row: &[f32]| row.iter().zip(input).map(|(w, x)| f64::from(*w) * x).sum();
-        weight.chunks(k).map(sum).collect()
-    };
-    input.par_chunks(k).flat_map_iter(line).collect()
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {

@@ -9,9 +9,9 @@ use ops::{Ctx, Nf4Options};
 use reference::nf4::{FourBit, dequantize};
 use reference::{Block, Linear, int8};
 
-use crate::adapter::decoder;
 use crate::golden::{Golden, golden};
 use crate::{FIXTURES, open};
+use oracle::decoder::decoder;
 
 /// Of the largest logit.
 const BAR: f64 = 1e-4;

@@ -1,6 +1,5 @@
 //! Folders as transformers writes them: what they compute, and what is wrong with them.
 
-mod adapter;
 mod bad;
 mod device;
 mod golden;

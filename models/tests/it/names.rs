@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use checkpoint::{Checkpoint, Weight};
 use models::{Family, Part, Side, Slot};
 
-use crate::adapter::values;
 use crate::{FIXTURES, fixture, open};
+use oracle::decoder::values;
 
 #[test]
 fn every_family_has_a_fixture() {

@@ -3,8 +3,8 @@
 use models::{Rope, Scaling};
 use proptest::prelude::*;
 
-use crate::adapter::rotary;
 use crate::{FIXTURES, open};
+use oracle::decoder::rotary;
 
 /// Ropes of fixtures, in models and in the reference, and how long their frequencies are fixed.
 #[test]

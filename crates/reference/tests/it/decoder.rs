@@ -51,6 +51,7 @@ fn decoder() -> Decoder {
         activation: Activation::Silu,
         softcap: None,
         logit_softcap: None,
+        stored: None,
     }
 }
 

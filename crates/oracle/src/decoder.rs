@@ -1,12 +1,18 @@
-//! A family's configuration and weights as the reference's own decoder.
+//! A model as the reference's own decoder: every number of it, from the description and the name map alone.
+//!
+//! # Panics
+//! All of it, for files that a loader refuses.
 
 use checkpoint::{Absmax, Dtype, FourBit, Int8, Tensor, Weight};
 use half::{bf16, f16};
 use models::{Activation, DecoderConfig, NormKind, Part, Rope, Scaling, Slot, Stored, Weights};
 use reference::{Block, Decoder, Linear, NormRule, Rotary, Stretch};
 
-/// The reference of a model: every number of it, from the description and the name map alone.
-pub(crate) fn decoder(weights: &Weights) -> Decoder {
+/// The reference of a model.
+///
+/// # Panics
+/// For weights that are not what their configuration says.
+pub fn decoder(weights: &Weights) -> Decoder {
     let config = weights.config();
     Decoder {
         hidden: config.hidden,
@@ -33,6 +39,7 @@ pub(crate) fn decoder(weights: &Weights) -> Decoder {
         },
         softcap: config.softcap,
         logit_softcap: config.logit_softcap,
+        stored: None,
     }
 }
 
@@ -66,7 +73,7 @@ fn has(config: &DecoderConfig, part: Part) -> bool {
 }
 
 /// A rope as the reference's own.
-pub(crate) fn rotary(rope: &Rope) -> Rotary {
+pub fn rotary(rope: &Rope) -> Rotary {
     let stretch = match rope.scaling.clone() {
         Scaling::None => Stretch::None,
         Scaling::Linear { factor } => Stretch::Linear(factor),
@@ -95,7 +102,10 @@ fn linear(weights: &Weights, slot: Slot) -> Linear {
 }
 
 /// A parameter's values, whatever it is stored as.
-pub(crate) fn values(stored: Stored<'_>) -> Vec<f32> {
+///
+/// # Panics
+/// For a dtype that no weight has, and for weights in 4 or 8 bits that contradict themselves.
+pub fn values(stored: Stored<'_>) -> Vec<f32> {
     let columns = stored.shape[1..].iter().product::<usize>();
     let rows = stored.rows.start * columns..stored.rows.end * columns;
     match &stored.weight {
@@ -105,7 +115,11 @@ pub(crate) fn values(stored: Stored<'_>) -> Vec<f32> {
     }
 }
 
-pub(crate) fn floats(tensor: &Tensor<'_>) -> Vec<f32> {
+/// The values of a tensor of floats.
+///
+/// # Panics
+/// For another dtype.
+pub fn floats(tensor: &Tensor<'_>) -> Vec<f32> {
     let pairs = tensor.bytes.as_chunks::<2>().0.iter();
     match tensor.dtype {
         Dtype::F32 => tensor.clone().f32s().expect("of this dtype").into_owned(),

@@ -1,0 +1,95 @@
+//! Small models of every family against the reference, in every dtype that the device computes in.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::Context;
+use arch::{ArchProfile, DType, Device};
+use flashover::{Compute, Engine, EngineError, EngineOptions, Policy};
+use models::Weights;
+use oracle::{CheckError, Verdict};
+use serde_json::json;
+
+use super::Job;
+
+/// Tokens of a prompt, and of those that pass once more one at a time.
+const TOKENS: usize = 24;
+const STEPS: usize = 6;
+
+/// Every folder below `fixtures`, in every dtype.
+pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Job>> {
+    let shown = fixtures.display();
+    let entries = fs::read_dir(fixtures)
+        .with_context(|| format!("cannot read {shown}\nhint: models/fixtures of the repository"))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        if entry.path().join("config.json").is_file() {
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    names.sort();
+    anyhow::ensure!(
+        !names.is_empty(),
+        "{shown} has no models\nhint: models/fixtures of the repository"
+    );
+    let dtypes = [
+        (DType::F32, Compute::F32, reference::DType::F32),
+        (DType::F16, Compute::F16, reference::DType::F16),
+        (DType::Bf16, Compute::Bf16, reference::DType::Bf16),
+    ];
+    let mut jobs = Vec::new();
+    for name in names {
+        for (dtype, compute, plain) in dtypes {
+            let params = [("model", name.clone()), ("dtype", dtype.to_string())];
+            let params = params.map(|(key, value)| (key.to_owned(), value.into()));
+            let lacks = format!("needs {dtype} buffers, which the device lacks");
+            let folder = fixtures.join(&name);
+            jobs.push(Job {
+                op: "model",
+                params: BTreeMap::from(params),
+                config: if arch.dtypes.contains(&dtype) { Ok(json!({})) } else { Err(lacks) },
+                programs: None,
+                run: Box::new(move |device| check(device, &folder, compute, plain)),
+            });
+        }
+    }
+    Ok(jobs)
+}
+
+/// Logits of a prompt as a whole, and of its last tokens one at a time.
+fn check(
+    device: &Device,
+    folder: &Path,
+    compute: Compute,
+    dtype: reference::DType,
+) -> Result<Verdict, CheckError> {
+    let failed = |why: EngineError| CheckError::Kernel(why.to_string());
+    let weights = Weights::open(folder).map_err(|why| CheckError::Kernel(why.to_string()))?;
+    let exact = oracle::decoder::decoder(&weights);
+    let naive = exact.naive(dtype);
+    let options = EngineOptions {
+        dtype: Some(compute),
+        policy: Some(Policy::Default),
+        ..EngineOptions::default()
+    };
+    let engine = Engine::load(device, folder, &options).map_err(failed)?;
+    let vocab = exact.vocab;
+    let tokens: Vec<u32> = (0..TOKENS).map(|at| (at * 7919 % vocab) as u32).collect();
+    let mut session = engine.session(TOKENS).map_err(failed)?;
+    let mut out = session.logits(&tokens).map_err(failed)?;
+    let (mut want, mut plain) = (exact.forward(&tokens)?, naive.forward(&tokens)?);
+    session.clear();
+    session.logits(&tokens[..TOKENS - STEPS]).map_err(failed)?;
+    for at in TOKENS - STEPS..TOKENS {
+        out.extend(session.logits(&tokens[at..=at]).map_err(failed)?);
+        // A rope that stretches turns by how long a sequence is.
+        for (all, of) in [(&mut want, &exact), (&mut plain, &naive)] {
+            all.extend_from_slice(&of.forward(&tokens[..=at])?[at * vocab..]);
+        }
+    }
+    let bytes: Vec<u8> = out.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+    let comparison = reference::compare(&out, &want, &plain, dtype)?;
+    Ok(Verdict { comparison, digest: oracle::fnv1a(&bytes) })
+}
