@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use checkpoint::{Checkpoint, Tensor};
 use safetensors::tensor::SafeTensors;
@@ -78,6 +79,25 @@ fn logits_of_a_window_are_those_of_its_tokens_alone() {
     let whole = run("5,6,7,8,9", &[]);
     assert!(!close(&windows, &whole), "the whole sees more");
     assert!(close(&run("5,6,7,8,9", &["--window", "9"]), &whole), "a window may be larger");
+}
+
+#[test]
+fn a_tune_cache_that_cannot_be_read_is_told_once() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let cache = folder.path().join("file/tune.jsonl");
+    fs::write(folder.path().join("file"), "").expect("written");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
+    command.args(["generate", "--backend", "cpu", "--tokens", "1", "--model"]);
+    let out = command.arg(fixture("llama")).env("FLASHOVER_TUNE_CACHE", &cache).output();
+    let out = out.expect("the program starts");
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(2), "{said}");
+    assert!(said.starts_with(&format!("error: tune cache {}: ", cache.display())), "{said}");
+    assert_eq!(
+        (said.matches("tune cache").count(), said.matches("\nhint: ").count()),
+        (1, 1),
+        "{said}"
+    );
 }
 
 /// One line of error, a hint, exit code 2 and nothing on standard output.

@@ -145,7 +145,7 @@ pub enum EngineError {
     Shape { shape: String, known: String },
     #[error(transparent)]
     Recording(#[from] trace::AlreadyRecording),
-    #[error("the tune cache cannot be read: {0}")]
+    #[error(transparent)]
     Cache(#[from] tune::CacheError),
     #[error("the device failed: {0}")]
     Failed(String),
