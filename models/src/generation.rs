@@ -1,5 +1,6 @@
 //! `generation_config.json`: how a model's makers would have it sampled, and where it stops.
 
+use std::io;
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -70,11 +71,21 @@ impl GenerationConfig {
     /// # Errors
     /// [`Error::Read`], and as [`GenerationConfig::from_json`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
-        let [own, model] = [FILE, MODEL].map(|file| folder.as_ref().join(file));
-        if own.exists() {
-            return Self::from_json(&read(&own)?);
+        let present = |file: &str| match read(&folder.as_ref().join(file)) {
+            Ok(text) => Ok(Some(text)),
+            // A link to nothing is a file that cannot be read.
+            Err(Error::Read { path, why })
+                if why.kind() == io::ErrorKind::NotFound && !path.is_symlink() =>
+            {
+                Ok(None)
+            }
+            Err(why) => Err(why),
+        };
+        match (present(FILE)?, present(MODEL)?) {
+            (Some(own), _) => Self::from_json(&own),
+            (None, Some(model)) => Self::of_model(&model),
+            (None, None) => Ok(Self::default()),
         }
-        if model.exists() { Self::of_model(&read(&model)?) } else { Ok(Self::default()) }
     }
 
     /// The tokens that a model's `config.json` names.
@@ -214,6 +225,17 @@ mod tests {
         };
         assert_eq!(GenerationConfig::from_json(text)?, several);
         Ok(())
+    }
+
+    #[test]
+    fn a_folder_may_lack_the_file_and_may_not_link_to_nothing() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let none = GenerationConfig::open(folder.path()).expect("nothing there");
+        assert_eq!(none, GenerationConfig::default());
+        let link = folder.path().join(FILE);
+        std::os::unix::fs::symlink("gone", &link).expect("linked");
+        let error = GenerationConfig::open(folder.path()).expect_err("a link to nothing");
+        assert!(matches!(&error, Error::Read { path, .. } if *path == link), "{error}");
     }
 
     #[test]

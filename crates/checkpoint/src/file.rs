@@ -79,7 +79,8 @@ impl Checkpoint {
         let path = path.as_ref();
         if path.is_dir() {
             let index = path.join("model.safetensors.index.json");
-            return if index.exists() {
+            // A link to nothing is an index that cannot be read.
+            return if index.symlink_metadata().is_ok() {
                 Self::open_index(&index)
             } else {
                 Self::open_file(&path.join("model.safetensors"))

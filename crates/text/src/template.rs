@@ -2,6 +2,7 @@ use std::borrow::Cow;
 use std::error::Error as _;
 use std::fmt;
 use std::fs;
+use std::io;
 use std::path::Path;
 
 use minijinja::syntax::SyntaxConfig;
@@ -282,12 +283,13 @@ fn without_generation(template: &str) -> Cow<'_, str> {
     out.into()
 }
 
-/// A file's text; none where there is no such file.
+/// A file's text; none where there is no such file. A link to nothing is a file that cannot be read.
 fn read(path: &Path) -> Result<Option<String>, Error> {
-    if !path.exists() {
-        return Ok(None);
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(why) if why.kind() == io::ErrorKind::NotFound && !path.is_symlink() => Ok(None),
+        Err(why) => Err(Error::Read { path: path.to_owned(), why }),
     }
-    fs::read_to_string(path).map(Some).map_err(|why| Error::Read { path: path.to_owned(), why })
 }
 
 fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {

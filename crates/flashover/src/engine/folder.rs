@@ -39,7 +39,7 @@ impl ModelFolder {
         let generation = GenerationConfig::open(folder)
             .and_then(|generation| generation.for_vocab(config.vocab));
         let generation = generation.map_err(EngineError::Folder)?;
-        let tokenizer = match folder.join("tokenizer.json").exists() {
+        let tokenizer = match folder.join("tokenizer.json").symlink_metadata().is_ok() {
             true => Some(Tokenizer::open(folder)?.for_vocab(config.vocab)?),
             false => None,
         };

@@ -61,3 +61,15 @@ fn a_config_of_another_form_is_refused() {
     fs::write(&path, b"\xff").expect("written");
     assert!(matches!(ChatTemplate::open(folder.path()), Err(Error::Read { .. })));
 }
+
+#[test]
+fn a_link_to_nothing_is_no_absent_file() {
+    for name in ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"] {
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        assert!(ChatTemplate::open(folder.path()).expect("nothing there").is_none());
+        let link = folder.path().join(name);
+        std::os::unix::fs::symlink("gone", &link).expect("linked");
+        let error = ChatTemplate::open(folder.path()).expect_err(name);
+        assert!(matches!(&error, Error::Read { path, .. } if *path == link), "{error}");
+    }
+}
