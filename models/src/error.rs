@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::families;
+use crate::{families, generation};
 
 /// Why a folder is none of our models.
 #[derive(Debug, thiserror::Error)]
@@ -74,7 +74,11 @@ impl Error {
             | Self::Checkpoint(File::Header { .. } | File::Index { .. }) => {
                 "\nhint: the file is cut or damaged; download it again"
             }
-            Self::Field { fault, .. } => match **fault {
+            Self::Field { file, fault, .. } => match **fault {
+                // The model is one of ours, and how it is sampled is for the caller to say.
+                Fault::Unsupported { .. } if *file == generation::FILE => {
+                    "\nhint: take the field out of the file; answers are then not as the model's makers would have them"
+                }
                 Fault::Unsupported { .. } => "\nhint: a model that has what is known",
                 _ => "\nhint: take the file from where the weights are from, as it is there",
             },

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::fields::{Fields, read};
 use crate::{Error, Fault};
 
-const FILE: &str = "generation_config.json";
+pub(crate) const FILE: &str = "generation_config.json";
 
 /// What a request falls back to. None is what the file leaves open.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -38,6 +38,9 @@ impl GenerationConfig {
     /// # Errors
     /// Text that is not a JSON object; a field of the wrong type or out of range; a field that would change
     /// what is generated in a way that is not offered here, unless its value is that of its absence.
+    ///
+    /// `max_length` is not read: it bounds a prompt and its answer together, as the context does, and where no one chose
+    /// it files have the 20 that is its default.
     ///
     /// Source: the `GenerationConfig` of Hugging Face transformers.
     pub fn from_json(text: &str) -> Result<Self, Error> {
@@ -174,6 +177,8 @@ fn refuse_others(fields: &Fields<'_>) -> Result<(), Error> {
         ("exponential_decay_length_penalty", &Value::Null),
         ("dola_layers", &Value::Null),
         ("watermarking_config", &Value::Null),
+        ("stop_strings", &Value::Null),
+        ("max_time", &Value::Null),
     ] {
         fields.only(field, std::slice::from_ref(neutral))?;
     }
@@ -210,7 +215,8 @@ mod tests {
         assert_eq!(one, GenerationConfig { eos: vec![2], ..GenerationConfig::default() });
         let text = r#"{"bos_token_id": 128000, "do_sample": true, "eos_token_id": [128001, 128009],
             "temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.1,
-            "pad_token_id": null, "num_beams": 1.0, "max_new_tokens": 7}"#;
+            "pad_token_id": null, "num_beams": 1.0, "max_new_tokens": 7, "max_length": 20,
+            "stop_strings": null}"#;
         let several = GenerationConfig {
             eos: vec![128_001, 128_009],
             bos: Some(128_000),
@@ -279,6 +285,8 @@ mod tests {
             "suppress_tokens",
             "forced_eos_token_id",
             "watermarking_config",
+            "stop_strings",
+            "max_time",
         ] {
             let error = GenerationConfig::from_json(&json!({ field: 0.5 }).to_string());
             let error = error.expect_err(field).to_string();

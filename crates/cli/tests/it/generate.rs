@@ -132,6 +132,10 @@ fn the_command_refuses_what_is_wrong() {
         let text = r#"{"eos_token_id": [2, 160]}"#;
         fs::write(to.join("generation_config.json"), text).expect("written");
     });
+    let stops = copy("stops", &|to| {
+        let text = r#"{"stop_strings": ["\n\n"]}"#;
+        fs::write(to.join("generation_config.json"), text).expect("written");
+    });
     let shards = copy("shards", &|to| {
         let index = "model.safetensors.index.json";
         fs::copy(fixture("llama_sharded").join(index), to.join(index)).expect("copied");
@@ -155,6 +159,11 @@ fn the_command_refuses_what_is_wrong() {
     refused(&cut, &one, "\nhint: the file is cut or damaged");
     refused(&tokenizer, &one, "the model a vocabulary of");
     refused(&eos, &one, "`eos_token_id` is 160, past the vocabulary, which has 160");
+    refused(
+        &stops,
+        &one,
+        "`stop_strings` is [\"\\n\\n\"], which is not supported; known: null\nhint: ",
+    );
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
