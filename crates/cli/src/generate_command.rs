@@ -14,7 +14,7 @@ pub(crate) struct GenerateArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// The text to go on from; without it and --tokens, standard input
-    #[arg(long, conflicts_with_all = ["tokens", "prompt_file"])]
+    #[arg(long, allow_hyphen_values = true, conflicts_with_all = ["tokens", "prompt_file"])]
     prompt: Option<String>,
     /// A file with the text to go on from
     #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
@@ -39,7 +39,7 @@ pub(crate) struct ChatArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// What the model is told before the conversation
-    #[arg(long)]
+    #[arg(long, allow_hyphen_values = true)]
     system: Option<String>,
     /// Positions that the conversation has; without it the model's, at most 8192
     #[arg(long)]

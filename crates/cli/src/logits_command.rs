@@ -17,7 +17,7 @@ pub(crate) struct Args {
     #[arg(long, value_delimiter = ',', value_name = "IDS", required_unless_present = "prompt")]
     tokens: Option<Vec<u32>>,
     /// Text in place of ids
-    #[arg(long, conflicts_with = "tokens")]
+    #[arg(long, allow_hyphen_values = true, conflicts_with = "tokens")]
     prompt: Option<String>,
     /// Pass the tokens in windows of so many, each as if it were alone
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]

@@ -168,7 +168,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
     /// End at this text; may be given several times
-    #[arg(long = "stop", value_name = "TEXT")]
+    #[arg(long = "stop", value_name = "TEXT", allow_hyphen_values = true)]
     stops: Vec<String>,
     /// Go on past the tokens that end a text
     #[arg(long)]

@@ -16,7 +16,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     hub: HubArgs,
     /// The text; without it, --text and --tokens, standard input
-    #[arg(long, conflicts_with_all = ["text", "tokens"])]
+    #[arg(long, allow_hyphen_values = true, conflicts_with_all = ["text", "tokens"])]
     prompt: Option<String>,
     /// A file with the text
     #[arg(long, value_name = "FILE", conflicts_with = "tokens")]

@@ -164,6 +164,12 @@ fn the_command_refuses_what_is_wrong() {
         &one,
         "`stop_strings` is [\"\\n\\n\"], which is not supported; known: null\nhint: ",
     );
+    // Texts may begin as options do.
+    for text in
+        [&["--prompt", "- item"][..], &["--prompt", "-x"], &["--prompt", "x", "--stop", "--"]]
+    {
+        refused(&good, text, "has no tokenizer.json\nhint: ");
+    }
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");

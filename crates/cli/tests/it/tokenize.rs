@@ -27,6 +27,10 @@ fn a_text_becomes_ids_and_ids_its_parts() {
     assert_eq!((parts.len(), parts[1..].concat().as_str()), (want.len(), text));
     assert_eq!(parts[..3], ["<|endoftext|>", "Once", " upon"]);
 
+    let dash = stdout(&tokenize(&demo(), &["--prompt", "- item"]));
+    let want = tokenizer.encode("- item", true).expect("a text");
+    assert_eq!(dash, want.iter().map(u32::to_string).collect::<Vec<_>>().join(",") + "\n");
+
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("text");
     std::fs::write(&file, text).expect("written");
