@@ -1,13 +1,13 @@
 //! `flashover generate` and `flashover chat`.
 
-use std::io::{BufRead, IsTerminal, Read, Write};
+use std::io::{BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{anyhow, bail};
 use flashover::{End, Engine, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
-use crate::model_args::{ModelArgs, SamplingArgs, TraceArgs, Tracing};
+use crate::model_args::{ModelArgs, SamplingArgs, TraceArgs, Tracing, standard_input, unread};
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArgs {
@@ -59,11 +59,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
             anyhow!("cannot read {}: {why}\n{hint}", file.display())
         })?),
         (.., Some(_)) => None,
-        (None, None, None) => {
-            let mut text = String::new();
-            std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
-            Some(text)
-        }
+        (None, None, None) => Some(standard_input()?),
     };
     let file = args.trace.file()?;
     let folder = args.model.open()?;
@@ -219,8 +215,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             shown()?;
         }
         let mut line = String::new();
-        if std::io::stdin().lock().read_line(&mut line).context("cannot read standard input")? == 0
-        {
+        if std::io::stdin().lock().read_line(&mut line).map_err(|why| unread(&why))? == 0 {
             return Ok(());
         }
         let line = line.trim();

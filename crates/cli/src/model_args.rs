@@ -1,6 +1,6 @@
 //! What every command with a model takes.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -173,6 +173,18 @@ pub(crate) struct SamplingArgs {
     /// Go on past the tokens that end a text
     #[arg(long)]
     ignore_eos: bool,
+}
+
+/// The text that is piped in.
+pub(crate) fn standard_input() -> anyhow::Result<String> {
+    let mut text = String::new();
+    std::io::stdin().read_to_string(&mut text).map_err(|why| unread(&why))?;
+    Ok(text)
+}
+
+/// Why standard input gave no text.
+pub(crate) fn unread(why: &std::io::Error) -> anyhow::Error {
+    anyhow!("cannot read standard input: {why}\nhint: pipe text in UTF-8 into it")
 }
 
 /// `14GiB`, `512 MiB`, `2GB`, `1.5G`, or bytes. Without an i a G is 10^9.

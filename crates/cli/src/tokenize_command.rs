@@ -1,12 +1,11 @@
 //! `flashover tokenize`.
 
-use std::io::Read;
 use std::path::PathBuf;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{anyhow, bail};
 use flashover::Tokenizer;
 
-use crate::model_args::HubArgs;
+use crate::model_args::{HubArgs, standard_input};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -28,9 +27,7 @@ pub(crate) struct Args {
 
 /// Ids are those that a model passes, with what the tokenizer puts before a text.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let tokenizer = Tokenizer::open(args.hub.tokenizer(&args.model)?).map_err(|why| {
-        anyhow!("{why}\nhint: a folder with tokenizer.json, as Hugging Face has it")
-    })?;
+    let tokenizer = Tokenizer::open(args.hub.tokenizer(&args.model)?)?;
     if let Some(ids) = &args.tokens {
         if let Some(id) = ids.iter().find(|id| !tokenizer.has(**id)) {
             bail!(
@@ -46,11 +43,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         (_, Some(file)) => std::fs::read_to_string(file).map_err(|why| {
             anyhow!("cannot read {}: {why}\nhint: --text names a file in UTF-8", file.display())
         })?,
-        (None, None) => {
-            let mut text = String::new();
-            std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
-            text
-        }
+        (None, None) => standard_input()?,
     };
     let ids: Vec<String> = tokenizer.encode(&text, true)?.iter().map(u32::to_string).collect();
     Ok(command::print(&(ids.join(",") + "\n"))?)

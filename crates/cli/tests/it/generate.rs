@@ -136,6 +136,12 @@ fn the_command_refuses_what_is_wrong() {
         let text = r#"{"stop_strings": ["\n\n"]}"#;
         fs::write(to.join("generation_config.json"), text).expect("written");
     });
+    let linked = copy("linked", &|to| {
+        std::os::unix::fs::symlink("gone", to.join("tokenizer.json")).expect("linked");
+    });
+    let template = copy("template", &|to| {
+        fs::write(to.join("chat_template.jinja"), "{% for m in messages %}").expect("written");
+    });
     let shards = copy("shards", &|to| {
         let index = "model.safetensors.index.json";
         fs::copy(fixture("llama_sharded").join(index), to.join(index)).expect("copied");
@@ -164,6 +170,8 @@ fn the_command_refuses_what_is_wrong() {
         &one,
         "`stop_strings` is [\"\\n\\n\"], which is not supported; known: null\nhint: ",
     );
+    refused(&linked, &one, "linked/tokenizer.json: No such file");
+    refused(&template, &one, "chat template `default` is broken: ");
     // Texts may begin as options do.
     for text in
         [&["--prompt", "- item"][..], &["--prompt", "-x"], &["--prompt", "x", "--stop", "--"]]

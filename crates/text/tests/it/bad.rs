@@ -6,6 +6,14 @@ use text::{ChatTemplate, Error, SpecialTokens, Tokenizer};
 
 use crate::fixture;
 
+/// A message, of which the last line is the only hint.
+fn hinted(error: &Error) -> String {
+    let text = error.to_string();
+    let last = text.lines().last().unwrap_or_default();
+    assert!(last.starts_with("hint: ") && text.matches("\nhint: ").count() == 1, "{text}");
+    text
+}
+
 #[test]
 fn what_is_no_tokenizer_is_refused() {
     let folder = tempfile::tempdir().expect("a folder for the test");
@@ -14,12 +22,13 @@ fn what_is_no_tokenizer_is_refused() {
         matches!(&error, Error::Read { path, .. } if path.ends_with("tokenizer.json")),
         "{error}"
     );
+    hinted(&error);
     let whole = fs::read(fixture("bytes/tokenizer.json")).expect("a fixture");
     for bytes in [&whole[..whole.len() / 2], b"{}", b"[1]", b"", b"\xff\xff"] {
         fs::write(folder.path().join("tokenizer.json"), bytes).expect("written");
         let error = Tokenizer::open(folder.path()).expect_err("cut");
         assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
-        assert!(error.to_string().contains("tokenizer.json is no tokenizer: "), "{error}");
+        assert!(hinted(&error).contains("tokenizer.json is no tokenizer: "), "{error}");
     }
 }
 
@@ -32,7 +41,7 @@ fn a_broken_template_is_refused_by_its_line() {
         ("{{ 'x' | }}", "in line 1"),
     ] {
         let error = ChatTemplate::new(source, SpecialTokens::default()).expect_err(source);
-        let text = error.to_string();
+        let text = hinted(&error);
         assert!(matches!(error, Error::Template { .. }), "{text}");
         assert!(text.starts_with("chat template `default` is broken: "), "{text}");
         assert!(text.contains(line), "{text}");
@@ -53,13 +62,19 @@ fn a_config_of_another_form_is_refused() {
         fs::write(&path, text).expect("written");
         let error = ChatTemplate::open(folder.path()).expect_err(text);
         assert!(matches!(&error, Error::Config { path: of, .. } if *of == path), "{text}: {error}");
+        hinted(&error);
     }
     fs::write(&path, r#"{"chat_template": null, "bos_token": null, "model_max_length": 1e30}"#)
         .expect("written");
     assert!(ChatTemplate::open(folder.path()).expect("nothing wrong").is_none());
     // Whose file has no bytes of a text at all.
     fs::write(&path, b"\xff").expect("written");
-    assert!(matches!(ChatTemplate::open(folder.path()), Err(Error::Read { .. })));
+    let error = ChatTemplate::open(folder.path()).expect_err("no text");
+    assert!(matches!(error, Error::Read { .. }), "{error}");
+    assert!(
+        hinted(&error)
+            .ends_with("hint: it must be text in UTF-8; take it from where the model is from")
+    );
 }
 
 #[test]
@@ -71,5 +86,6 @@ fn a_link_to_nothing_is_no_absent_file() {
         std::os::unix::fs::symlink("gone", &link).expect("linked");
         let error = ChatTemplate::open(folder.path()).expect_err(name);
         assert!(matches!(&error, Error::Read { path, .. } if *path == link), "{error}");
+        hinted(&error);
     }
 }

@@ -90,12 +90,13 @@ fn what_is_refused_is_told_apart() {
         .expect_err("out of turn");
     assert_eq!(
         refused.to_string(),
-        "chat template `default` refuses these messages: roles must take turns: user, assistant, user, ..."
+        "chat template `default` refuses these messages: roles must take turns: user, assistant, user, ...\n\
+         hint: messages as it says, or a plain prompt"
     );
     let prompt = Prompt { template: Some("rag".into()), ..Prompt::of(&[]) };
     assert_eq!(
         template("pieces").render(&prompt).expect_err("no such").to_string(),
-        "there is no chat template `rag`; known: default, tool_use"
+        "there is no chat template `rag`\nhint: one of default, tool_use"
     );
     let render = |source: &str| {
         let template = ChatTemplate::new(source, SpecialTokens::default()).expect("it parses");
@@ -115,5 +116,6 @@ fn what_is_refused_is_told_apart() {
     ] {
         let error = render(source);
         assert!(error.starts_with(start) && error.contains(why), "{source}: {error}");
+        assert!(error.ends_with("\nhint: other messages, or a plain prompt"), "{source}: {error}");
     }
 }

@@ -58,7 +58,8 @@ fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     let error = small.encode("a<think>", false).expect_err("token 423");
     assert_eq!(
         error.to_string(),
-        "the text has token 423, \"<think>\", which is outside of the model's vocabulary of 422"
+        "the text has token 423, \"<think>\", which is outside of the model's vocabulary of 422\n\
+         hint: a text without it, or tokenizer.json from the folder that the weights are from"
     );
     Ok(())
 }
