@@ -52,6 +52,9 @@ pub enum Error {
         "sequences of {length} positions turn all of them anew, and a batch cannot\nhint: one sequence at a time"
     )]
     Stretched { length: usize },
+    /// A weight that was to be in 4 or 8 bits.
+    #[error("tensor {tensor}: {why}")]
+    Quantize { tensor: String, why: Box<ops::OpError> },
     #[error("the device failed: {0}")]
     Failed(String),
     #[error(transparent)]

@@ -98,6 +98,12 @@ impl Weights {
         self.stored(slot, Side::Bias)
     }
 
+    /// The tensor that the weight of a slot is, or is part of, by the name that the file has.
+    pub(crate) fn name(&self, slot: Slot) -> String {
+        let param = self.params.get(&(slot, Side::Weight));
+        param.map_or_else(|| format!("{slot:?}"), |param| full_name(self.prefix, param))
+    }
+
     fn stored(&self, slot: Slot, side: Side) -> Result<Option<Stored<'_>>, Error> {
         let Some(param) = self.params.get(&(slot, side)) else { return Ok(None) };
         let weight = load(&self.checkpoint, param, &full_name(self.prefix, param))?;

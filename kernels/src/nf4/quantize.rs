@@ -118,7 +118,9 @@ pub struct QuantizeOperands {
 /// Why a weight was not quantised.
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizeError {
-    #[error("the weight holds infinities or NaN\nhint: 4 bits hold finite numbers only")]
+    #[error(
+        "the weight holds infinities or NaN\nhint: codes of 4 or 8 bits stand for finite numbers only"
+    )]
     NotFinite,
     #[error("cannot quantise here: {0}")]
     Unsupported(#[from] Infeasible),

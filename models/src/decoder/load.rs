@@ -6,7 +6,7 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
 use checkpoint::{Dtype, Int8, Weight};
 use half::{bf16, f16};
-use ops::{Ctx, Int8Weight, Nf4Options, Nf4Weight, NormWeights};
+use ops::{Ctx, Int8Weight, Nf4Options, Nf4Weight, NormWeights, OpError};
 use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
@@ -79,7 +79,8 @@ impl Decoder {
     /// Puts the weights of a checkpoint on a device. Matrices in 4 or 8 bits stay so.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`]; [`Error::Op`] for what the device cannot hold or run.
+    /// [`Error::Checkpoint`]; [`Error::Quantize`] for a weight that holds infinities or NaN; [`Error::Op`] for what the
+    /// device cannot hold or run.
     pub fn load(
         weights: &Weights,
         device: &Device,
@@ -313,13 +314,23 @@ impl Loader<'_> {
                 }
             }
         };
-        Ok(Some(match self.quant {
-            None => Matrix::Dense(dense),
+        let made = match self.quant {
+            None => Ok(Matrix::Dense(dense)),
             Some(Quant::Nf4(options)) => {
-                Matrix::FourBit(Nf4Weight::quantize(self.ctx, dense, options)?)
+                Nf4Weight::quantize(self.ctx, dense, options).map(Matrix::FourBit)
             }
-            Some(Quant::Int8) => Matrix::Int8(Int8Weight::quantize(self.ctx, dense)?),
-        }))
+            Some(Quant::Int8) => Int8Weight::quantize(self.ctx, dense).map(Matrix::Int8),
+        };
+        Ok(Some(made.map_err(|why| self.not_quantized(slot, why))?))
+    }
+
+    fn not_quantized(&self, slot: Slot, why: OpError) -> Error {
+        match self.source {
+            Source::Files(weights) => {
+                Error::Quantize { tensor: weights.name(slot), why: Box::new(why) }
+            }
+            Source::Noise(_) => why.into(),
+        }
     }
 
     /// A parameter that leaves the size of what passes it as it is.
@@ -359,7 +370,7 @@ impl Loader<'_> {
         };
         match Nf4Weight::join(self.ctx, &all) {
             Ok(joined) => Ok(Some(joined)),
-            Err(ops::OpError::Weight(_)) => Ok(None),
+            Err(OpError::Weight(_)) => Ok(None),
             Err(other) => Err(other.into()),
         }
     }

@@ -3,8 +3,10 @@
 use std::fs;
 use std::path::Path;
 
+use burn::tensor::{Device, FloatDType};
 use checkpoint::{Checkpoint, Dtype, Int8, Plan, Tensor, Weight, Writer};
-use models::{DecoderConfig, Error, Part, Slot, Weights};
+use models::{Decoder, DecoderConfig, Error, LoadOptions, Part, Quant, Slot, Weights};
+use ops::{Ctx, Nf4Options};
 
 use crate::{fixture, open};
 
@@ -63,6 +65,27 @@ fn everything_that_is_wrong_is_said_at_once() {
          wrong: tensor model.layers.0.self_attn.q_proj.weight: has shape [64, 16] where [32, 32] was expected\n\
          wrong: tensor lm_head.weight: is I64 where F16 or BF16 or F32 was expected"
     );
+}
+
+#[test]
+fn what_cannot_be_quantised_is_named() {
+    let (mut tensors, name) = (tensors("llama"), "model.layers.1.mlp.up_proj.weight");
+    let up = position(&tensors, name);
+    tensors[up].1.bytes.to_mut().fill(0xff); // NaN.
+    let weights = with("llama", &tensors).expect("all are there");
+    for quant in [Quant::Nf4(Nf4Options::default()), Quant::Int8] {
+        let options =
+            LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant), ..Default::default() };
+        let loaded = Decoder::load(&weights, &Device::cpu(), Ctx::default(), &options, |_| {});
+        let Err(error) = loaded else { panic!("NaN in {quant:?} went unseen") };
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "tensor {name}: the weight holds infinities or NaN\n\
+                 hint: codes of 4 or 8 bits stand for finite numbers only"
+            )
+        );
+    }
 }
 
 #[test]
