@@ -25,13 +25,16 @@ impl Engine {
     /// result is `[prompts][completions]`, each drawn with the random numbers that it would have alone.
     ///
     /// # Errors
-    /// As [`super::Session::generate`].
+    /// As [`super::Session::generate`]; [`EngineError::Stops`] where the request has such.
     pub fn generate_batch(
         &self,
         prompts: &[impl AsRef<[u32]>],
         completions: usize,
         request: &Request,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
+        if !request.stops.is_empty() {
+            return Err(EngineError::Stops);
+        }
         request.sampling.check()?;
         let all = self.workload(prompts, completions, request);
         let room = all.context;

@@ -96,7 +96,7 @@ pub struct Request {
     pub max_new_tokens: Option<usize>,
     /// Tokens that end it. They are not given out.
     pub eos: Vec<u32>,
-    /// Strings that end it, in [`Session::write`]. They are not given out.
+    /// Strings that end it, in [`Session::write`] alone. They are not given out.
     pub stops: Vec<String>,
 }
 
@@ -125,6 +125,10 @@ pub enum EngineError {
     NoTokenizer(PathBuf),
     #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
     NoTemplate(PathBuf),
+    #[error(
+        "Request::stops are of text, and a batch has tokens\nhint: clear them, or write each answer with a session"
+    )]
+    Stops,
     #[error("a prompt has no tokens\nhint: at least one, such as the model's first token")]
     EmptyPrompt,
     #[error("{name} is {value}\nhint: a number {range}")]

@@ -102,6 +102,16 @@ fn a_batch_is_what_each_is_alone() {
     }
 }
 
+#[test]
+fn a_batch_has_no_stops() {
+    let engine = engine("llama");
+    let request = Request { stops: vec!["x".into()], ..plain(4) };
+    let refused = engine.generate_batch(&[[1]], 2, &request).expect_err("stops");
+    assert!(matches!(refused, EngineError::Stops), "{refused}");
+    let left = refused.to_string();
+    assert!(left.contains("\nhint: clear them"), "{left}");
+}
+
 /// A thread is a stream of its own.
 #[test]
 fn batches_beside_each_other_are_what_each_is_alone() {
