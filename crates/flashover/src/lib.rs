@@ -14,11 +14,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`monitor`] reads heat, power, clocks, memory and load of every device, for people and for Prometheus.
-//! With the feature `hub`, `hub::Hub` gives a model's folder by its name on the Hugging Face Hub.
-//! [`Engine`] answers with a model from a Hugging Face folder. The function above copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
-//! the kernels are the functions of [`ops`]. [`quantize_model`] makes weights in 4 bits of a Hugging Face
-//! folder.
+//! That copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
+//! the kernels are the functions of [`ops`].
+//!
+//! [`Engine`] answers with a model from a Hugging Face folder, and [`quantize_model`] makes weights in 4 or
+//! 8 bits of one. With the feature `hub`, `hub::Hub` gives a model's folder by its name on the Hugging Face
+//! Hub. [`monitor`] reads heat, power, clocks, memory and load of every device, for people and for
+//! Prometheus.
 
 mod attention;
 mod batch_size;

@@ -211,7 +211,7 @@ impl Prepared {
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
         let Some(config) = models::shapes::named(shape) else {
-            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
+            let known = Engine::shapes().collect::<Vec<_>>().join(", ");
             return Err(EngineError::Shape { shape: shape.to_owned(), known });
         };
         let load = load_options(profile, options, FloatDType::BF16)?;
@@ -312,8 +312,13 @@ impl Engine {
         })
     }
 
-    /// A model of random weights of a published shape, for measuring: one of [`models::shapes::names`]. It has
-    /// no tokenizer.
+    /// The published shapes that [`Engine::random`] knows, such as `llama-3-8b`.
+    pub fn shapes() -> impl Iterator<Item = &'static str> {
+        models::shapes::names()
+    }
+
+    /// A model of random weights of a published shape, for measuring: one of [`Engine::shapes`]. It has no
+    /// tokenizer.
     ///
     /// # Errors
     /// [`EngineError::Shape`]; [`EngineError::Model`] for what the device cannot hold or run.
@@ -606,6 +611,17 @@ mod tests {
         profile.dtypes.retain(|dtype| *dtype != DType::I8);
         let refused = load_options(&profile, &options, FloatDType::BF16).expect_err("none");
         assert!(matches!(refused, EngineError::KvFormat { .. }), "{refused}");
+    }
+
+    #[test]
+    fn shapes_are_known_by_their_names() {
+        let profile = ArchProfile::recorded("rtx4090").expect("recorded");
+        let of_shape = |name| Prepared::of_shape(&profile, name, &EngineOptions::default());
+        assert!(
+            Engine::shapes().count() > 0 && Engine::shapes().all(|name| of_shape(name).is_ok())
+        );
+        let refused = of_shape("llama-9").err().expect("no such shape").to_string();
+        assert!(Engine::shapes().all(|name| refused.contains(name)), "{refused}");
     }
 
     #[test]
