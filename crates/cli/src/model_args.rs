@@ -235,8 +235,9 @@ fn kv_format(text: &str) -> Result<KvFormat, String> {
 
 /// A bar, on a terminal.
 fn bar(template: &str) -> anyhow::Result<ProgressBar> {
+    // One of length 0 is full before it begins.
     let bar = match std::io::stderr().is_terminal() {
-        true => ProgressBar::new(0),
+        true => ProgressBar::no_length(),
         false => ProgressBar::hidden(),
     };
     bar.set_style(ProgressStyle::with_template(template)?);
