@@ -10,9 +10,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 pub fn parse<P: Parser>() -> P {
     P::try_parse().unwrap_or_else(|error| {
         // Help and version are asked for, and go to standard output.
-        if !error.use_stderr()
-            || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
-        {
+        if !error.use_stderr() {
             error.exit();
         }
         eprint!("{}", with_hint(&P::command(), env::args_os().skip(1), &error));
@@ -27,6 +25,12 @@ fn with_hint(
     error: &clap::Error,
 ) -> String {
     let text = error.render().to_string();
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return format!(
+            "{}\n\nerror: a command is missing\nhint: one of those above\n",
+            text.trim_end()
+        );
+    }
     let text = text.split("\n\nFor more information").next().unwrap_or_default().trim_end();
     // The parsers of our own types bring theirs.
     if text.contains("\nhint: ") {
@@ -111,6 +115,7 @@ mod tests {
             (&["bench", "--count", "x"], "`tool bench --help` lists what there is"),
             (&["bench", "--strict"], "`tool bench --help` lists what there is"),
             (&["bench", "--sweet"], "`tool bench --help` lists what there is"),
+            (&[], "one of those above"),
             (&["nope"], "`tool --help` lists what there is"),
         ] {
             let all = ["tool"].iter().chain(args);

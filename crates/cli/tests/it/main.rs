@@ -137,6 +137,7 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
         (op("matmul", &input, "cpu", "rhs=diagonal"), "`rhs` does not take `diagonal`"),
         (op("matmul", &input, "cpu", "depth=1"), "unknown setting"),
         (op("matmul", &input, "cpu", "rhs"), "key=value"),
+        (flashover(&[]), "\n\nerror: a command is missing\nhint: "),
         (flashover(&["conv"]), "unrecognized subcommand"),
         (flashover(&["op", "matmul"]), "--input <INPUT>"),
     ] {
