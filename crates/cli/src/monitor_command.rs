@@ -98,9 +98,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut shown = Shown::of(args);
     let count = args.count.or(args.prometheus.then_some(1));
     let mut monitor = Monitor::open();
-    for lack in monitor.missing() {
-        eprintln!("note: {lack}");
-    }
     let (clock, mut due) = (Stopwatch::start(), FIRST);
     let mut samples = 0;
     loop {
@@ -117,6 +114,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 bail!("there is no device {index}\nhint: {known}");
             }
             readings.retain(|reading| reading.index == index);
+        }
+        if samples == 0 {
+            for lack in monitor.missing() {
+                eprintln!("note: {lack}");
+            }
         }
         let time = OffsetDateTime::now_utc().replace_nanosecond(0)?.format(&Rfc3339)?;
         samples += 1;
