@@ -77,6 +77,9 @@ impl Error {
             | Self::Checkpoint(File::Header { .. } | File::Index { .. }) => {
                 "\nhint: the file is cut or damaged; download it again"
             }
+            Self::Checkpoint(File::Misplaced { .. }) => {
+                "\nhint: the index and all its shards must be of one model; download them again"
+            }
             Self::Field { file, fault, .. } => match **fault {
                 // The model is one of ours, and how it is sampled is for the caller to say.
                 Fault::Unsupported { .. } if *file == generation::FILE => {

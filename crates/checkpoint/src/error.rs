@@ -1,5 +1,5 @@
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 
@@ -17,6 +17,9 @@ pub enum Error {
     Index { path: PathBuf, why: String },
     #[error("{} names {shard}, which is not there\nhint: download all shards", .index.display())]
     MissingShard { index: PathBuf, shard: String },
+    /// All tensors that are not where an index says, each with the shard that lacks it.
+    #[error("{}", misplaced(.index, .tensors))]
+    Misplaced { index: PathBuf, tensors: Vec<(String, String)> },
     #[error("tensor {tensor}: {reason}")]
     Tensor { tensor: String, reason: Reason },
 }
@@ -69,6 +72,15 @@ impl Reason {
     pub(crate) fn of(self, tensor: impl Into<String>) -> Error {
         Error::Tensor { tensor: tensor.into(), reason: self }
     }
+}
+
+fn misplaced(index: &Path, tensors: &[(String, String)]) -> String {
+    let (index, count) = (index.display(), tensors.len());
+    let mut text = format!("{index} says of shards what they do not have: {count} missing");
+    for (tensor, shard) in tensors {
+        text.push_str(&format!("\nmissing: {tensor} in {shard}"));
+    }
+    text
 }
 
 fn names(dtypes: &[Dtype]) -> String {

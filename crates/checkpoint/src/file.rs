@@ -74,7 +74,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Header`], [`Error::Index`]; [`Error::MissingShard`] for a shard that is not
-    /// there, before any is opened; [`Error::Tensor`] for a tensor that its shard lacks.
+    /// there, before any is opened; [`Error::Misplaced`] for tensors that their shards lack.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         if path.is_dir() {
@@ -170,14 +170,20 @@ impl Checkpoint {
             return Err(Error::MissingShard { index: path.to_owned(), shard: (*shard).into() });
         }
         let mut checkpoint = Self { shards: Vec::new(), tensors: BTreeMap::new() };
+        let mut tensors = Vec::new();
         for (shard, names) in shards {
             let mut places = checkpoint.map(&folder.join(shard))?;
             for name in names {
-                let place = places.remove(name).ok_or_else(|| Reason::Missing.of(name))?;
-                checkpoint.tensors.insert(name.clone(), place);
+                match places.remove(name) {
+                    Some(place) => drop(checkpoint.tensors.insert(name.clone(), place)),
+                    None => tensors.push((name.clone(), shard.to_owned())),
+                }
             }
         }
-        Ok(checkpoint)
+        match tensors.is_empty() {
+            true => Ok(checkpoint),
+            false => Err(Error::Misplaced { index: path.to_owned(), tensors }),
+        }
     }
 
     /// Maps a file as the next shard.

@@ -174,6 +174,16 @@ fn shards_that_are_cut_or_gone() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     copy(folder.path());
     Weights::open(folder.path()).expect("a copy is as good");
+    let index = folder.path().join("model.safetensors.index.json");
+    let text = fs::read_to_string(&index).expect("an index");
+    let one = text.replace("model-00002-of-00004", "model-00001-of-00004");
+    fs::write(&index, one).expect("written");
+    let error = Weights::open(folder.path()).expect_err("all in one shard");
+    assert!(
+        error.to_string().lines().count() > 2 && error.hint().starts_with("\nhint: "),
+        "{error}"
+    );
+    fs::write(&index, text).expect("written");
     let shard = folder.path().join("model-00002-of-00004.safetensors");
     let bytes = fs::read(&shard).expect("a shard");
     fs::write(&shard, &bytes[..bytes.len() - 10]).expect("cut");

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use checkpoint::{Checkpoint, Dtype, Error, Reason, Tensor, Weight};
+use checkpoint::{Checkpoint, Dtype, Error, Tensor, Weight};
 
 use crate::{save, tensors};
 
@@ -52,7 +52,7 @@ fn a_shard_that_is_missing_is_named() {
 #[test]
 fn an_index_is_checked() {
     let folder = tempfile::tempdir().expect("temporary folder");
-    sharded(folder.path());
+    let all = sharded(folder.path());
     let index = folder.path().join("model.safetensors.index.json");
     let text = fs::read_to_string(&index).expect("written");
     let open = |text: &str| {
@@ -67,7 +67,20 @@ fn an_index_is_checked() {
         assert!(matches!(open(&text), Error::Index { .. }), "{path}");
     }
     let moved = text.replacen("model-1-of-2", "model-2-of-2", 1);
-    assert!(matches!(open(&moved), Error::Tensor { reason: Reason::Missing, .. }));
+    assert!(matches!(open(&moved), Error::Misplaced { tensors, .. } if tensors.len() == 1));
+    // Swapped, each shard lacks what the other one has.
+    let swapped = text.replace("model-1-of-2", "x").replace("model-2-of-2", "model-1-of-2");
+    let said = open(&swapped.replace("\"x", "\"model-2-of-2")).to_string();
+    for (at, (name, _)) in all.iter().enumerate() {
+        let missing = format!("\nmissing: {name} in model-{}-of-2.safetensors", 2 - at % 2);
+        assert!(said.contains(&missing), "{missing:?} is not in {said}");
+    }
+    let head = format!(
+        "{} says of shards what they do not have: {} missing\n",
+        index.display(),
+        all.len()
+    );
+    assert!(said.starts_with(&head), "{said}");
 }
 
 #[test]
