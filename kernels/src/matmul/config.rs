@@ -195,10 +195,15 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
     }
     // The tile that covers the problem with the least waste and still fills the device comes first.
     let fill = |c: &MatmulConfig| waste(arch, problem, c);
-    feasible.sort_by(|a, b| fill(a).total_cmp(&fill(b)));
-    if let Some(least) = feasible.first().map(fill) {
+    if let Some(least) = feasible.iter().map(fill).min_by(f64::total_cmp) {
         feasible.retain(|c| fill(c) <= HOPELESS * least);
     }
+    // What packs takes 1.5 s of a CPU to compile, in every process: so many multiplies, over a hundred uses.
+    let compiled = |c: &MatmulConfig| match c {
+        MatmulConfig::Cores(_) => 7.5e8 / f64::from(problem.k),
+        _ => 0.0,
+    };
+    feasible.sort_by(|a, b| (fill(a) + compiled(a)).total_cmp(&(fill(b) + compiled(b))));
     feasible.truncate(WORTH_MEASURING);
     feasible
 }
@@ -261,8 +266,8 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> 
     let waves = (items / processors).ceil() / parts;
     // A larger tile reads each operand fewer times: the traffic of one tile is m + n a multiply.
     let traffic = 1.0 / f64::from(tile_m.min(256)) + 1.0 / f64::from(tile_n.min(256));
-    // A read takes about as long as 16 multiplies, and nothing more than one where nothing is packed.
-    let read = if matches!(config, MatmulConfig::Dots(_)) { 1.0 } else { 16.0 };
+    // A read takes about as long as 16 multiplies, and little more than one where nothing is packed.
+    let read = if matches!(config, MatmulConfig::Dots(_)) { 1.5 } else { 16.0 };
     // Partial sums are written and read in f32; a byte takes about as long as two multiplies.
     let results = f64::from(problem.m) * f64::from(problem.n) * problem.batch() as f64;
     let sums = if parts > 1.0 { 4.0 * parts * results / f64::from(problem.k) } else { 0.0 };
@@ -892,6 +897,8 @@ mod tests {
         for m in [1, 2, 8] {
             assert_eq!(dots([m, 4096, 4096], linear), (true, true), "{m}");
         }
+        assert_eq!(dots([512, 512, 256], linear), (true, true), "compiling would take longest");
+        assert_eq!(dots([512, 4096, 4096], linear), (false, true), "what is packed is faster");
         assert_eq!(dots([1, 4096, 4092], linear), (false, false), "lines end within a vector");
         assert_eq!(dots([1, 4096, 4096], [Layout::Row; 2]), (false, false), "rhs lies along n");
         assert_eq!(dots([1, 4096, 4096], [Layout::Col; 2]), (false, false), "lhs lies along m");
