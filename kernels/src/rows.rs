@@ -109,6 +109,12 @@ pub(crate) fn larger(a: f32, b: f32) -> f32 {
     f32::reinterpret(max(u32::reinterpret(a), u32::reinterpret(b)))
 }
 
+/// A number without its sign, NaN too.
+#[cube]
+pub(crate) fn magnitude(x: f32) -> f32 {
+    f32::reinterpret(u32::reinterpret(x) & 0x7fff_ffffu32)
+}
+
 /// The sum of what the units of a row have; each of them gets it. Every unit of the cube takes part.
 #[cube]
 pub(crate) fn row_sum(value: f32, shared: &mut [f32], #[comptime] plan: RowPlan) -> f32 {

@@ -84,11 +84,10 @@ impl GenerationConfig {
             }
             Err(why) => Err(why),
         };
-        match (present(FILE)?, present(MODEL)?) {
-            (Some(own), _) => Self::from_json(&own),
-            (None, Some(model)) => Self::of_model(&model),
-            (None, None) => Ok(Self::default()),
+        if let Some(own) = present(FILE)? {
+            return Self::from_json(&own);
         }
+        present(MODEL)?.map_or_else(|| Ok(Self::default()), |model| Self::of_model(&model))
     }
 
     /// The tokens that a model's `config.json` names.

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Context;
-use arch::{ArchProfile, DType, Device};
+use arch::{ArchProfile, Backend, DType, Device};
 use flashover::{Compute, Engine, EngineError, EngineOptions, Policy};
 use models::Weights;
 use oracle::{CheckError, Verdict};
@@ -18,8 +18,8 @@ use super::Job;
 const TOKENS: usize = 24;
 const STEPS: usize = 6;
 
-/// Of the largest logit, what f32 may be off where exponentials and roots are a device's: its own are rounded less well
-/// than a host's.
+/// Of the largest logit, what f32 may be off on a GPU, whose exponentials and roots are rounded less well than a host's:
+/// WGSL in software is 1.4e-5 off where the rule allows 1.0e-5.
 const APPROXIMATE: f64 = 2e-5;
 
 /// Every folder below `fixtures`, in every dtype.
@@ -96,7 +96,7 @@ fn check(
     }
     let bytes: Vec<u8> = out.iter().flat_map(|logit| logit.to_le_bytes()).collect();
     let mut comparison = reference::compare(&out, &want, &plain, dtype)?;
-    if dtype == reference::DType::F32 {
+    if dtype == reference::DType::F32 && device.backend() != Backend::Cpu {
         let largest = want.iter().fold(0f64, |top, logit| top.max(logit.abs()));
         let tolerance = comparison.tolerance.max(APPROXIMATE * largest);
         comparison = Comparison::within(&out, &want, tolerance)?;

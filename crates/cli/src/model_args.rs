@@ -8,10 +8,10 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
-use flashover::trace::{self, AlreadyRecording, Recording};
+use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
     ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, MemoryBudget,
-    MemoryUsage, ModelFolder, OpenError, Policy, Quant, Request, Workload, report,
+    ModelFolder, OpenError, Policy, Quant, Request, Workload, report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -128,10 +128,7 @@ impl Tracing {
     pub(crate) fn start(file: Option<OutFile>, engine: &Engine) -> anyhow::Result<Self> {
         let started = file.map(|file| Ok::<_, AlreadyRecording>((file, Recording::brief()?)));
         let started = started.transpose()?;
-        trace::memory(|| {
-            let MemoryUsage { used_bytes, reserved_bytes, .. } = engine.memory();
-            (used_bytes, reserved_bytes)
-        });
+        engine.note_memory();
         Ok(Self(started))
     }
 

@@ -146,8 +146,7 @@ fn absmax(values: &[f32], rows: usize, cols: usize) -> Result<Vec<f32>, Error> {
 }
 
 fn scaled(v: f32, scb: f32) -> f32 {
-    // The inverse of a smaller one is no number.
-    if scb > 127.0 / f32::MAX { normal(v) * (127.0 / scb) } else { 0.0 }
+    normal(v) * inverse(scb)
 }
 
 fn round(x: f32) -> i8 {

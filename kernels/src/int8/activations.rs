@@ -25,12 +25,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::matmul::elem;
 use crate::round::{LEAST, by_hand, nearest, rounded};
-use crate::rows::{Fold, RowPlan, larger, row_fold};
+use crate::rows::{Fold, RowPlan, larger, magnitude, row_fold};
 
 /// How x is rounded to 8 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Activations {
-    /// A column with such a magnitude, or a larger one, stays as it is; 0: none does.
+    /// A column with such a magnitude, or a larger one, stays as it is, where this is above 0; else none does.
     pub threshold: f32,
 }
 
@@ -425,9 +425,4 @@ fn round_rows<F: Float, C: Numeric, N: Size>(
 #[cube]
 fn marks_of(marks: &[u32], at: u32, #[comptime] plan: Plan) -> u32 {
     if comptime!(plan.outliers) { marks[at as usize] } else { 0u32.runtime() }
-}
-
-#[cube]
-fn magnitude(x: f32) -> f32 {
-    f32::reinterpret(u32::reinterpret(x) & 0x7fff_ffffu32)
 }

@@ -235,11 +235,6 @@ impl Kernel for Int8Matmul {
         config: &Int8MatmulConfig,
     ) -> Result<(), Infeasible> {
         stores(arch, [p.dtype])?;
-        if let Some(Activations { threshold }) = p.activations
-            && !(threshold >= 0.0 && threshold.is_finite())
-        {
-            return Err(lacks("a threshold below 0 or of no number"));
-        }
         let c = match config {
             Int8MatmulConfig::Lanes(c) => c,
             Int8MatmulConfig::Bytes(c) => return check_bytes(arch, p, c),

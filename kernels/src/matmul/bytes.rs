@@ -5,8 +5,8 @@
 //! of 16 x 16 halves do, so that two bytes pass for an element and only the instruction is another. Sums are i32, exact
 //! up to k = 133 000, and become f32 when an item is done.
 //!
-//! Cost: `2·m·n·k` operations at twice the rate of halves (four times that of halves with f32 sums on GeForce), half
-//! their bytes; an outlying column costs a multiply-add a result.
+//! Cost: `2·m·n·k` operations, by NVIDIA's figures at twice the rate of halves (four times that of halves with f32 sums
+//! on GeForce; not measured yet), half their bytes; an outlying column costs a multiply-add a result.
 //!
 //! Source: Dettmers et al., "LLM.int8()" (2022).
 
@@ -135,38 +135,37 @@ pub(crate) fn launch(
     };
     let (m, n, k) = (pairs.m as usize, pairs.n as usize, pairs.k as usize * 2);
     let outliers = if outlying { k + 1 } else { 1 };
-    // One batch is one launch.
-    if let [slice] = &pairs.batch_slices(device.profile().backend)[..] {
-        // SAFETY: the extents are the problem's, whose elements are two bytes; the kernel checks the edges that
-        // `plan.exact` does not rule out.
-        unsafe {
-            multiply_bytes::launch_unchecked(
-                device.client(),
-                plan.cubes(pairs, slice.count, c.parts),
-                plan.cube_dim(),
-                plan.address(pairs),
-                width_lhs,
-                width_rhs,
-                width_out,
-                width_partials,
-                BufferArg::from_raw_parts(operands.rounded.clone(), lhs_len / width_lhs),
-                BufferArg::from_raw_parts(operands.codes.clone(), rhs_len / width_rhs),
-                BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
-                BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
-                finish,
-                WorthLaunch::new(
-                    BufferArg::from_raw_parts(operands.scales.clone(), m),
-                    BufferArg::from_raw_parts(operands.scb.clone(), n),
-                    BufferArg::from_raw_parts(operands.outliers.clone(), outliers),
-                    BufferArg::from_raw_parts(operands.x.clone(), m * k),
-                    BufferArg::from_raw_parts(operands.codes.clone(), n * k / 4),
-                    outlying,
-                ),
-                slice.dims(pairs, c.parts, plan.part_tiles, None),
-                mma,
-                elem(pairs.out),
-            );
-        }
+    let slices = pairs.batch_slices(device.profile().backend);
+    let [slice] = &slices[..] else { unreachable!("one batch is one launch") };
+    // SAFETY: the extents are the problem's, whose elements are two bytes; the kernel checks the edges that
+    // `plan.exact` does not rule out.
+    unsafe {
+        multiply_bytes::launch_unchecked(
+            device.client(),
+            plan.cubes(pairs, slice.count, c.parts),
+            plan.cube_dim(),
+            plan.address(pairs),
+            width_lhs,
+            width_rhs,
+            width_out,
+            width_partials,
+            BufferArg::from_raw_parts(operands.rounded.clone(), lhs_len / width_lhs),
+            BufferArg::from_raw_parts(operands.codes.clone(), rhs_len / width_rhs),
+            BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
+            BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
+            finish,
+            WorthLaunch::new(
+                BufferArg::from_raw_parts(operands.scales.clone(), m),
+                BufferArg::from_raw_parts(operands.scb.clone(), n),
+                BufferArg::from_raw_parts(operands.outliers.clone(), outliers),
+                BufferArg::from_raw_parts(operands.x.clone(), m * k),
+                BufferArg::from_raw_parts(operands.codes.clone(), n * k / 4),
+                outlying,
+            ),
+            slice.dims(pairs, c.parts, plan.part_tiles, None),
+            mma,
+            elem(pairs.out),
+        );
     }
     if let (Some(partials), true) = (operands.partials, c.parts > 1) {
         parts::add(device, pairs, partials, c.parts, false, operands.out, epilogue);

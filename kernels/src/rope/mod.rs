@@ -48,7 +48,7 @@ use crate::fits::stores;
 use crate::matmul::elem;
 use crate::norm::NormKind;
 use crate::round::{LEAST, by_hand, nearest, rounded};
-use crate::rows::{Fold, RowPlan, RowScale, larger, norm_weight, row_fold, row_scale};
+use crate::rows::{Fold, RowPlan, RowScale, larger, magnitude, norm_weight, row_fold, row_scale};
 
 /// The family of kernels between the projection of queries, keys and values and attention.
 pub struct Rope;
@@ -561,7 +561,7 @@ fn largest<N: Size>(values: &Array<f32>) -> f32 {
     let mut most = 0.0f32.runtime();
     #[unroll]
     for e in 0..N::value() {
-        most = larger(most, f32::reinterpret(u32::reinterpret(values[e]) & 0x7fff_ffffu32));
+        most = larger(most, magnitude(values[e]));
     }
     most
 }

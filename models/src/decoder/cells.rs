@@ -85,11 +85,14 @@ pub(super) struct SoFar<'a> {
 impl Rearrange for SoFar<'_> {
     fn run<K: Basic>(&self, mut parts: Vec<Tensor<4, K>>) -> Tensor<4, K> {
         let (cache, sequences) = (parts.remove(0), self.sequences.clone());
-        let own = match self.pages {
-            None => cache.slice_dim(0, sequences),
-            Some(pages) => in_runs(cache, &pages.clone().slice_dim(0, sequences)),
-        };
-        own.slice_dim(2, 0..self.longest)
+        let heads = cache.dims()[1];
+        match self.pages {
+            None => cache.slice([sequences, 0..heads, 0..self.longest]),
+            Some(pages) => {
+                let own = in_runs(cache, &pages.clone().slice_dim(0, sequences));
+                own.slice_dim(2, 0..self.longest)
+            }
+        }
     }
 }
 

@@ -22,6 +22,8 @@ mod load;
 mod projection;
 mod step;
 
+use std::ops::Range;
+
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use ops::{
     AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights,
@@ -348,26 +350,20 @@ impl Decoder {
         } else {
             let rules =
                 AttentionOptions { scale, softcap, causal: true, window, implementation: None };
-            // What bytes stand for is there for one sequence at a time.
-            let together = if self.kv == KvFormat::Int8 { 1 } else { batch };
-            let mut parts = Vec::new();
-            for first in (0..batch).step_by(together) {
-                let sequences = first..first + together;
-                let q = q.clone().slice_dim(0, sequences.clone());
+            let of = |q: Tensor<4>, sequences: Range<usize>| {
                 let so_far = SoFar { sequences, longest: step.longest, pages: pages.as_ref() };
                 let so_far =
                     |cached: &Cached| in_floats(rearranged([cached.clone()], &so_far), self.dtype);
-                parts.push(ops::attention(
-                    &self.ctx,
-                    q,
-                    so_far(&k),
-                    so_far(&v),
-                    None,
-                    None,
-                    rules,
-                )?);
+                ops::attention(&self.ctx, q, so_far(&k), so_far(&v), None, None, rules)
+            };
+            match self.kv {
+                KvFormat::Float => of(q, 0..batch)?,
+                // What bytes stand for is there for one sequence at a time.
+                KvFormat::Int8 => {
+                    let one = |at| of(q.clone().slice_dim(0, at..at + 1), at..at + 1);
+                    joined((0..batch).map(one).collect::<Result<_, _>>()?, 0)
+                }
             }
-            joined(parts, 0)
         };
         let a = a.swap_dims(1, 2).reshape([batch * seq, heads * head_dim]);
         self.add(&layer.out, a, x, layer.attention_post_norm.as_ref())

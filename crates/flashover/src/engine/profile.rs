@@ -89,8 +89,8 @@ impl Engine {
         Ok(Profile { test, wall_ns, operators: trace.operators(), layers: layers.collect(), trace })
     }
 
-    /// Bytes of what is alive in the pools of the device, and of what they hold.
-    pub(crate) fn note_memory(&self) {
+    /// Notes, for who records a trace, the bytes that are alive in the pools of the device and those that they hold.
+    pub fn note_memory(&self) {
         trace::memory(|| {
             let memory = self.memory();
             (memory.used_bytes, memory.reserved_bytes)
