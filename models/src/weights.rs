@@ -43,13 +43,17 @@ impl Weights {
     }
 
     /// Takes a checkpoint's tensors for the parameters of `config`. Whether a matrix is quantised is told by
-    /// the tensors beside it.
+    /// the tensors beside it. A head that is to be the embedding, and that the checkpoint has with other values, is its
+    /// own, as in transformers 5; [`Weights::config`] then says so.
     ///
     /// # Errors
     /// [`Error::Tensors`] with everything that is missing, unused, or of the wrong shape or dtype.
-    pub fn new(config: DecoderConfig, checkpoint: Checkpoint) -> Result<Self, Error> {
+    pub fn new(mut config: DecoderConfig, checkpoint: Checkpoint) -> Result<Self, Error> {
+        let prefix = prefix(&config, &config.params(), &checkpoint);
+        if config.tie_embeddings && has_own_head(&config, prefix, &checkpoint) {
+            config.tie_embeddings = false;
+        }
         let params = config.params();
-        let prefix = prefix(&config, &params, &checkpoint);
         let mut survey = Survey::of(&checkpoint);
         for param in &params {
             survey.take(param, full_name(prefix, param));
@@ -188,7 +192,7 @@ impl<'a> Survey<'a> {
     /// What files may hold though nothing reads it.
     fn ignore(&mut self, config: &DecoderConfig, prefix: &str) {
         if config.tie_embeddings {
-            self.left.remove("lm_head.weight");
+            self.left.remove(HEAD);
         }
         for pattern in config.family.ignored() {
             for layer in 0..config.layers.len() {
@@ -246,6 +250,20 @@ fn prefix(config: &DecoderConfig, params: &[Param], checkpoint: &Checkpoint) -> 
         params.first().is_some_and(|param| checkpoint.contains(&full_name(prefix, param)))
     };
     prefixes.iter().find(there).or(prefixes.first()).copied().unwrap_or_default()
+}
+
+/// The output projection, which files of tied models hold as well, as a copy.
+const HEAD: &str = "lm_head.weight";
+
+/// Whether a checkpoint has an output projection that is no copy of the embedding.
+fn has_own_head(config: &DecoderConfig, prefix: &str, checkpoint: &Checkpoint) -> bool {
+    let Ok(head) = checkpoint.tensor(HEAD) else { return false };
+    let params = config.params();
+    let embedding = params.iter().find(|param| param.slot == Slot::Embedding);
+    let embedding = embedding.and_then(|param| checkpoint.tensor(&full_name(prefix, param)).ok());
+    let own = embedding.is_some_and(|embedding| embedding != head);
+    checkpoint.release(HEAD);
+    own
 }
 
 /// The output projection lies outside of what families prefix.

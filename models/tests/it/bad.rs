@@ -100,7 +100,7 @@ fn a_fused_tensor_is_missing_once() {
     assert!(unused.is_empty() && wrong.is_empty());
 }
 
-/// Masks and frequencies of old are no parameters; nor is the head of a tied model.
+/// Masks and frequencies of old are no parameters.
 #[test]
 fn what_old_files_hold_beside_is_known() {
     let stray = |name: &str| (name.to_owned(), Tensor::new(Dtype::F32, &[4], vec![0; 16]));
@@ -110,9 +110,7 @@ fn what_old_files_hold_beside_is_known() {
             "model.layers.1.self_attn.rotary_emb.inv_freq",
             "model.layers.7.self_attn.rotary_emb.inv_freq",
         ),
-        ("llama3_tied", "lm_head.weight", "lm_head.bias"),
         ("gpt2", "transformer.h.1.attn.masked_bias", "h.1.attn.masked_bias"),
-        ("qwen3", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"),
     ] {
         let mut tensors = tensors(name);
         tensors.push(stray(ignored));
@@ -122,6 +120,31 @@ fn what_old_files_hold_beside_is_known() {
             panic!("{name}: {unused} went unseen");
         };
         assert_eq!(found, [unused]);
+    }
+}
+
+/// A head that is a copy of the embedding is tied to it, one of other values is its own, as in transformers 5.
+#[test]
+fn a_head_is_tied_where_it_is_a_copy() {
+    for name in ["llama3_tied", "qwen3"] {
+        let mut tensors = tensors(name);
+        let embedding = tensors[position(&tensors, "model.embed_tokens.weight")].1.clone();
+        tensors.push(("lm_head.weight".into(), embedding.clone()));
+        let tied = with(name, &tensors).expect("a copy");
+        assert!(tied.config().tie_embeddings, "{name}");
+        let mut bytes = embedding.bytes.into_owned();
+        bytes[0] ^= 1;
+        let head = Tensor::new(embedding.dtype, &embedding.shape, bytes);
+        tensors.last_mut().expect("the head").1 = head.clone();
+        let own = with(name, &tensors).expect("a head of its own");
+        assert!(!own.config().tie_embeddings, "{name}");
+        let stored = own.weight(Slot::Head).expect("there").dense().expect("dense");
+        assert_eq!(stored, head, "{name}");
+        tensors.push(("lm_head.bias".into(), Tensor::new(Dtype::F32, &[4], vec![0; 16])));
+        let Err(Error::Tensors { unused, .. }) = with(name, &tensors) else {
+            panic!("{name}: a bias went unseen");
+        };
+        assert_eq!(unused, ["lm_head.bias"]);
     }
 }
 
