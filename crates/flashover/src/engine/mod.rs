@@ -48,7 +48,8 @@ pub struct EngineOptions {
     /// What is computed in. When none, f32 on a CPU and where the device lacks the files' dtype, and that
     /// elsewhere.
     pub dtype: Option<Compute>,
-    /// Quantises the matrices of the layers that are dense in the files.
+    /// Quantises the matrices of the layers that are dense in the files; 4 bits also those of 8, and 8 bits none of 4:
+    /// [`EngineError::FourBits`].
     pub quant: Option<Quant>,
     /// How keys and values are held.
     pub kv: KvFormat,
@@ -147,6 +148,11 @@ pub enum EngineError {
     KvFormat { backend: Backend },
     #[error("no published shape is called {shape}\nhint: one of {known}")]
     Shape { shape: String, known: String },
+    #[error(
+        "{} has matrices in 4 bits, which do not become 8\nhint: load it as it is, or what it was made of",
+        .0.display()
+    )]
+    FourBits(PathBuf),
     #[error(transparent)]
     Recording(#[from] trace::AlreadyRecording),
     #[error(transparent)]
@@ -195,6 +201,9 @@ impl Prepared {
     ) -> Result<Self, EngineError> {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
         let (matrices, bytes) = models::on_device(weights, &load)?;
+        if options.quant == Some(Quant::Int8) && matrices == Matrices::FourBit {
+            return Err(EngineError::FourBits(folder.to_owned()));
+        }
         let held = Held { dtype: dtype_of(&load), matrices, kv: load.kv };
         let planned = Planned {
             model: folder.display().to_string(),

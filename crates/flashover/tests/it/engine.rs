@@ -363,6 +363,15 @@ fn weights_in_4_and_8_bits_answer() {
 }
 
 #[test]
+fn weights_in_4_bits_do_not_become_8() {
+    let options = EngineOptions { quant: Some(Quant::Int8), ..EngineOptions::default() };
+    for name in ["llama_nf4", "phi3_nf4", "gpt2_nf4"] {
+        let refused = Engine::load(&cpu(), fixture(name), &options);
+        assert!(matches!(refused, Err(EngineError::FourBits(_))), "{name}: {refused:?}");
+    }
+}
+
+#[test]
 fn keys_and_values_in_8_bits_answer() {
     let [prompt, _] = golden("llama");
     let options = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
