@@ -197,11 +197,11 @@ fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>)
 pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let folder = args.model.open()?;
     let request = args.sampling.request(&folder)?;
-    // Says before the weights move whether there is a template.
-    folder.encode_chat(&[Message::new("user", "")])?;
     let mut messages: Vec<Message> =
         args.system.iter().map(|system| Message::new("system", system)).collect();
     let kept = messages.len();
+    // Says before the weights move whether there is a template, and whether it takes a system message.
+    folder.encode_chat(&[&messages[..], &[Message::new("user", "")]].concat())?;
     let context = match args.context {
         Some(context) => context,
         None => folder.room(0, &Request { max_new_tokens: None, ..request.clone() }),
@@ -226,8 +226,9 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         let mut all = engine.encode_chat(&messages)?;
         let mut dropped = 0;
         while all.len() + ROOM > context && messages.len() > kept + 1 {
-            messages.remove(kept);
-            dropped += 1;
+            // A question with its answer: many templates refuse roles that do not take turns.
+            messages.drain(kept..kept + 2);
+            dropped += 2;
             all = engine.encode_chat(&messages)?;
         }
         if dropped > 0 {

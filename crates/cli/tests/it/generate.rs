@@ -1,13 +1,14 @@
 //! `flashover generate` and `flashover logits`, against transformers.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output, Stdio};
 
 use checkpoint::{Checkpoint, Tensor};
 use safetensors::tensor::SafeTensors;
 
-use crate::{fixture, flashover};
+use crate::{demo, fixture, flashover};
 
 /// Prompt and greedy tokens by transformers.
 fn golden(name: &str) -> [Vec<u32>; 2] {
@@ -79,6 +80,43 @@ fn logits_of_a_window_are_those_of_its_tokens_alone() {
     let whole = run("5,6,7,8,9", &[]);
     assert!(!close(&windows, &whole), "the whole sees more");
     assert!(close(&run("5,6,7,8,9", &["--window", "9"]), &whole), "a window may be larger");
+}
+
+/// A conversation with the demo model by a template that refuses roles that do not take turns, and system messages.
+fn chat(lines: &str, more: &[&str]) -> Output {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(demo().join(file), folder.path().join(file)).expect("copied");
+    }
+    let template = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+        {{ raise_exception('roles must take turns') }}{% endif %}{{ m.content }}\n{% endfor %}";
+    fs::write(folder.path().join("chat_template.jinja"), template).expect("written");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
+        .args(["chat", "--backend", "cpu", "--max-new-tokens", "8", "--model"])
+        .arg(folder.path())
+        .args(more)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    // One that refuses before it reads has closed the pipe.
+    child.stdin.take().expect("piped").write_all(lines.as_bytes()).ok();
+    child.wait_with_output().expect("ends")
+}
+
+#[test]
+fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers() {
+    let lines = "Once upon a time there was a cat.\n".repeat(6);
+    let out = chat(&lines, &["--context", "110", "--ignore-eos"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{said}");
+    assert!(said.contains("outgrew 110 positions: its first 2 messages are dropped"), "{said}");
+    assert_eq!(said.matches(" tokens of prompt, ").count(), 6, "{said}");
+    let out = chat(&lines, &["--system", "Be brief."]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(2), "{said}");
+    assert!(out.stdout.is_empty() && said.contains("refuses these messages: roles"), "{said}");
 }
 
 #[test]
