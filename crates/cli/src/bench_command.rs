@@ -135,7 +135,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let file = args.trace.file()?;
     let device = args.of.load.open()?;
     let begin = Stopwatch::start();
-    let (name, engine) = (args.of.name(), args.of.engine(&device)?);
+    let (name, engine) = (args.of.name(), args.of.engine(&device, file.as_ref())?);
     let load_ns = begin.elapsed().as_nanos() as f64;
     if let Some(most) = args.find_batch {
         return find_batches(&engine, &tests, most as usize);

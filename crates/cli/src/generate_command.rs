@@ -7,7 +7,9 @@ use anyhow::{anyhow, bail};
 use flashover::{End, Engine, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
-use crate::model_args::{ModelArgs, SamplingArgs, TraceArgs, Tracing, standard_input, unread};
+use crate::model_args::{
+    ModelArgs, SamplingArgs, TraceArgs, Tracing, spared, standard_input, unread,
+};
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArgs {
@@ -63,6 +65,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     };
     let file = args.trace.file()?;
     let folder = args.model.open()?;
+    file.as_ref().map_or(Ok(()), |file| spared(&folder, file))?;
     let prompt = match (&text, &args.tokens) {
         (Some(text), _) if args.chat => folder.encode_chat(&[Message::new("user", text)])?,
         (Some(text), _) => folder.encode(text)?,

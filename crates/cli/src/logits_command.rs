@@ -7,7 +7,7 @@ use command::OutFile;
 use flashover::{HostTensor, Workload};
 
 use crate::encoded;
-use crate::model_args::ModelArgs;
+use crate::model_args::{ModelArgs, spared};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -30,6 +30,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let target = OutFile::new(&args.output)?;
     let folder = args.model.open()?;
+    spared(&folder, &target)?;
     let tokens = match (&args.tokens, &args.prompt) {
         (Some(tokens), _) => tokens.clone(),
         (None, prompt) => folder.encode(prompt.as_deref().unwrap_or_default())?,

@@ -305,6 +305,17 @@ impl ModelArgs {
     }
 }
 
+/// Refuses to write over a file that the model is read from.
+pub(crate) fn spared(folder: &ModelFolder, target: &OutFile) -> anyhow::Result<()> {
+    let is_target = |file: &PathBuf| OutFile::new(file).is_ok_and(|file| file.is_same(target));
+    match folder.files().into_iter().find(is_target) {
+        Some(file) => {
+            bail!("{} is read and written\nhint: name another file to write", file.display())
+        }
+        None => Ok(()),
+    }
+}
+
 /// Loads a folder, with a bar on a terminal.
 fn loaded(device: &Device, folder: ModelFolder, options: &EngineOptions) -> anyhow::Result<Engine> {
     let bar = bar("loading {wide_bar} {percent}%")?;
@@ -333,11 +344,17 @@ impl SubjectArgs {
         }
     }
 
-    /// Loads it, with a bar on a terminal, or makes it.
-    pub(crate) fn engine(&self, device: &Device) -> anyhow::Result<Engine> {
+    /// Loads it, with a bar on a terminal, or makes it; `target` is written later.
+    pub(crate) fn engine(
+        &self,
+        device: &Device,
+        target: Option<&OutFile>,
+    ) -> anyhow::Result<Engine> {
         Ok(match self.subject()? {
             Subject::Folder(folder) => {
-                loaded(device, ModelFolder::open(folder)?, &self.load.options())?
+                let folder = ModelFolder::open(folder)?;
+                target.map_or(Ok(()), |target| spared(&folder, target))?;
+                loaded(device, folder, &self.load.options())?
             }
             Subject::Shape(shape) => Engine::random(device, shape, &self.load.options())?,
         })

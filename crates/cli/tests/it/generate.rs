@@ -120,6 +120,31 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
 }
 
 #[test]
+fn a_models_own_files_are_not_written_over() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    for file in ["config.json", "generation_config.json", "model.safetensors"] {
+        fs::copy(fixture("llama").join(file), path(file)).expect("copied");
+    }
+    std::os::unix::fs::symlink("model.safetensors", path("link")).expect("linked");
+    let model = folder.path().to_str().expect("UTF-8");
+    for (command, flag, file) in [
+        ("logits", "--output", "model.safetensors"),
+        ("logits", "--output", "link"),
+        ("generate", "--profile-trace", "config.json"),
+    ] {
+        let (target, before) = (path(file), fs::read(path(file)).expect("there"));
+        let target = target.to_str().expect("UTF-8");
+        let args = [command, "--model", model, "--backend", "cpu", "--tokens", "1,2", flag, target];
+        let out = flashover(&args);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{file}: {said}");
+        assert!(said.contains(" is read and written\nhint: "), "{file}: {said}");
+        assert_eq!(fs::read(path(file)).expect("there"), before, "{file}");
+    }
+}
+
+#[test]
 fn a_tune_cache_that_cannot_be_read_is_told_once() {
     let folder = tempfile::tempdir().expect("a folder");
     let cache = folder.path().join("file/tune.jsonl");

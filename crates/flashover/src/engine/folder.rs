@@ -48,6 +48,22 @@ impl ModelFolder {
         Ok(Self { weights, reader })
     }
 
+    /// The files that it is read from.
+    pub fn files(&self) -> Vec<PathBuf> {
+        const BESIDE: [&str; 7] = [
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "chat_template.json",
+            "model.safetensors.index.json",
+        ];
+        let beside = BESIDE.iter().map(|name| self.reader.folder.join(name));
+        let weights = self.weights.checkpoint().files().map(Path::to_owned);
+        beside.filter(|file| file.exists()).chain(weights).collect()
+    }
+
     /// As [`Engine::request`](super::Engine::request).
     pub fn request(&self) -> Request {
         self.reader.request()
