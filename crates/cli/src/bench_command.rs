@@ -134,6 +134,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let file = args.trace.file()?;
     let device = args.of.load.open()?;
+    // What does not fit is an answer where a batch is looked for.
+    if args.find_batch.is_none() {
+        args.of.check(&device, &tests)?;
+    }
     let begin = Stopwatch::start();
     let (name, engine) = (args.of.name(), args.of.engine(&device, file.as_ref())?);
     let load_ns = begin.elapsed().as_nanos() as f64;

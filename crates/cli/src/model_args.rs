@@ -1,5 +1,6 @@
 //! What every command with a model takes.
 
+use std::collections::BTreeMap;
 use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -10,8 +11,9 @@ use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
-    ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, MemoryBudget,
-    ModelFolder, OpenError, Policy, Quant, Request, Workload, report,
+    ArchProfile, Backend, Compute, Device, Engine, EngineError, EngineOptions, KvFormat,
+    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Quant, Request, SpeedTest, Workload,
+    report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -327,6 +329,21 @@ fn loaded(device: &Device, folder: ModelFolder, options: &EngineOptions) -> anyh
     Ok(engine?)
 }
 
+impl Subject<'_> {
+    /// What it takes of a device, unloaded.
+    pub(crate) fn plan(
+        &self,
+        profile: &ArchProfile,
+        options: &EngineOptions,
+        workload: Workload,
+    ) -> Result<Plan, EngineError> {
+        match self {
+            Self::Folder(folder) => Plan::of_folder(profile, folder, options, workload),
+            Self::Shape(shape) => Plan::of_shape(profile, shape, options, workload),
+        }
+    }
+}
+
 impl SubjectArgs {
     /// The folder, downloaded where the model is a name, or the shape.
     pub(crate) fn subject(&self) -> anyhow::Result<Subject<'_>> {
@@ -342,6 +359,26 @@ impl SubjectArgs {
             (Some(model), _) => model.display().to_string(),
             (None, shape) => shape.clone().unwrap_or_default(),
         }
+    }
+
+    /// Refuses tests that the model has no positions or the device no memory for, before anything is loaded.
+    pub(crate) fn check(&self, device: &Device, tests: &[SpeedTest]) -> anyhow::Result<()> {
+        let (subject, options) = (self.subject()?, self.load.options());
+        // Of as many sequences those with most positions take most.
+        let mut longest = BTreeMap::new();
+        for SpeedTest { prompt, generated, depth, batch } in tests {
+            let positions = depth.saturating_add(*prompt).saturating_add(*generated);
+            let own = longest.entry(*batch).or_insert(positions);
+            *own = positions.max(*own);
+        }
+        for (batch, positions) in longest {
+            let workload = Workload::new(batch, positions);
+            let plan = subject.plan(device.profile(), &options, workload)?;
+            if !plan.fits() {
+                return Err(EngineError::Memory(Box::new(plan)).into());
+            }
+        }
+        Ok(())
     }
 
     /// Loads it, with a bar on a terminal, or makes it; `target` is written later.

@@ -3,7 +3,7 @@
 use anyhow::bail;
 use flashover::{EngineOptions, Plan, Preset, Workload};
 
-use crate::model_args::{Subject, SubjectArgs};
+use crate::model_args::SubjectArgs;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -35,10 +35,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let workload = |context| Workload::new(args.batch, context);
     let options = args.of.load.options();
     let subject = args.of.subject()?;
-    let plan = |options: &EngineOptions, workload| match &subject {
-        Subject::Folder(folder) => Plan::of_folder(&profile, folder, options, workload),
-        Subject::Shape(shape) => Plan::of_shape(&profile, shape, options, workload),
-    };
+    let plan = |options: &EngineOptions, workload| subject.plan(&profile, options, workload);
     let plan = match args.preset {
         Some(preset) => preset.choose(&options, plan)?.plan,
         None => match plan(&options, workload(args.context.unwrap_or(USUAL))) {

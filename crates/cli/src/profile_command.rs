@@ -52,6 +52,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
     let device = args.of.load.open()?;
+    args.of.check(&device, &[test])?;
     let engine = args.of.engine(&device, file.as_ref())?;
     let ceilings = Ceilings::measure(&engine)?;
     let profile = engine.profile(test)?;

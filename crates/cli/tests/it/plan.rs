@@ -131,6 +131,25 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
 }
 
 #[test]
+fn what_is_measured_is_planned_before_it_is_loaded() {
+    let model = fixture("llama");
+    let model = model.to_str().expect("UTF-8");
+    for (command, more, why) in [
+        ("bench", &["-p", "8,4096", "-n", "0"][..], "4096 positions, but the model has 128"),
+        ("profile", &["-p", "120", "-n", "16"], "136 positions, but the model has 128"),
+        ("bench", &["-b", "1,4096", "-p", "64", "-n", "0"], "with 4096 sequences of 64 positions"),
+    ] {
+        let args = [command, "--model", model, "--backend", "cpu", "--memory-limit", "64MiB"];
+        let out = flashover(&[&args[..], more].concat());
+        let said = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{said}");
+        assert!(said.contains(why) && said.contains("\nhint: "), "{said}");
+        // Not the first of several tests either.
+        assert!(out.stdout.is_empty(), "{}", text(&out.stdout));
+    }
+}
+
+#[test]
 fn a_batch_is_found_within_a_budget() {
     let model = fixture("llama");
     let model = model.to_str().expect("UTF-8");
