@@ -163,7 +163,7 @@ pub(crate) struct SamplingArgs {
     /// Of the random numbers: the same for one seed
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = whole::<u64>)]
     seed: u64,
-    /// Tokens at most; without it as many as the context holds
+    /// Tokens at most; without it as many as the context holds, of a longer one 8192 with the prompt
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
     /// End at this text; may be given several times

@@ -136,7 +136,7 @@ pub enum EngineError {
     Sampling { name: &'static str, value: f32, range: &'static str },
     #[error(
         "after {position} tokens the logits hold NaN, or no finite largest\nhint: f32 and bf16 reach further than f16, \
-         which ends at 65504; penalties far from 1 reach far, too"
+         which ends at 65504; penalties far from 1 reach far, too; where neither is so, the weights hold NaN"
     )]
     NotFinite { position: usize },
     #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
