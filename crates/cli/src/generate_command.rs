@@ -133,7 +133,7 @@ fn several(
         let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
         all += ids.len();
         if text {
-            shown += &format!("--- {at}\n{}\n", engine.tokenizer()?.decode(&ids, false)?);
+            shown += &format!("--- {at}\n{}\n", engine.decode_after(prompt, &ids)?);
         } else {
             let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
             shown += &format!("{}\n", ids.join(","));

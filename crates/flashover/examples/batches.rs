@@ -29,10 +29,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         // Two answers to each, which share what the prompt left in the cache.
         let answers = engine.generate_batch(&tokens, 2, &request)?;
         let mut text = String::new();
-        for (prompt, answers) in prompts.iter().zip(answers) {
+        for ((prompt, tokens), answers) in prompts.iter().zip(&tokens).zip(answers) {
             for answer in answers {
                 let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
-                text += &format!("{prompt}|{}\n", engine.tokenizer()?.decode(&ids, false)?);
+                text += &format!("{prompt}|{}\n", engine.decode_after(tokens, &ids)?);
             }
         }
         Ok(text)

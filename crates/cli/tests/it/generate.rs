@@ -1,5 +1,6 @@
 //! `flashover generate` and `flashover logits`, against transformers.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -7,6 +8,7 @@ use std::process::{Command, Output, Stdio};
 
 use checkpoint::{Checkpoint, Tensor};
 use safetensors::tensor::SafeTensors;
+use serde_json::json;
 
 use crate::{demo, fixture, flashover};
 
@@ -117,6 +119,35 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(out.stdout.is_empty() && said.contains("refuses these messages: roles"), "{said}");
+}
+
+/// A tokenizer as Llama 2's drops the space that a text begins with.
+#[test]
+fn answers_of_a_batch_begin_as_one_alone_does() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "generation_config.json", "model.safetensors"] {
+        fs::copy(fixture("llama").join(file), folder.path().join(file)).expect("copied");
+    }
+    let space = json!({ "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true });
+    let vocab: BTreeMap<String, usize> =
+        (0..160).map(|id| (format!("\u{2581}w{id}"), id)).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "post_processor": null, "pre_tokenizer": space, "decoder": space,
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "\u{2581}w0" }
+    });
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).expect("written");
+    let model = folder.path().to_str().expect("UTF-8");
+    let run = |more: &[&str]| {
+        let args = ["generate", "--model", model, "--backend", "cpu", "--prompt", "w5 w6"];
+        let out =
+            flashover(&[&args[..], &["--max-new-tokens", "3", "--ignore-eos"], more].concat());
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        String::from_utf8(out.stdout).expect("UTF-8")
+    };
+    let one = run(&[]);
+    assert!(one.starts_with(" w"), "{one:?}");
+    assert_eq!(run(&["--completions", "2"]), format!("--- 0\n{one}--- 1\n{one}"));
 }
 
 #[test]

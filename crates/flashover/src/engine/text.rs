@@ -27,6 +27,21 @@ impl Session {
     }
 }
 
+impl Engine {
+    /// The text that `tokens` add to that of a prompt. By themselves tokenizers may drop a space at their beginning.
+    ///
+    /// # Errors
+    /// [`EngineError::NoTokenizer`], [`EngineError::Text`].
+    pub fn decode_after(&self, prompt: &[u32], tokens: &[u32]) -> Result<String, EngineError> {
+        let (tokenizer, mut stream) = (self.tokenizer()?, Stream::new(prompt, false));
+        let mut text = String::new();
+        for id in tokens {
+            text += &stream.push(tokenizer, *id)?;
+        }
+        Ok(text + &stream.finish(tokenizer)?)
+    }
+}
+
 impl Text<'_> {
     /// Why it ended, when it did.
     pub fn end(&self) -> Option<End> {
