@@ -19,13 +19,16 @@ pub(crate) struct TileShape {
     pub(crate) transposed: bool,
     /// Whether its chunks are XORed with their rows; not so where a row is read at a time.
     pub(crate) swizzled: bool,
+    /// Whether units read half chunks, two neighbouring chunks of four rows at once.
+    pub(crate) halved: bool,
 }
 
 impl TileShape {
     /// `[outer, k]`, or `[k, outer]` when the outer axis is the contiguous one (`transposed`).
     pub(crate) const fn new(outer: u32, k: u32, transposed: bool, elem: usize) -> Self {
         let (rows, cols) = if transposed { (k, outer) } else { (outer, k) };
-        Self { rows: rows as usize, cols: cols as usize, elem, transposed, swizzled: true }
+        let (rows, cols) = (rows as usize, cols as usize);
+        Self { rows, cols, elem, transposed, swizzled: true, halved: false }
     }
 
     /// Elements of a 16-byte chunk.
@@ -65,6 +68,7 @@ impl TileShape {
             1 => (0, 0, 0),
             2 => (2, 1, 0),
             4 => (1, 3, 0),
+            _ if self.halved => (0, 3, 1),
             _ => (0, 7, 0),
         }
     }

@@ -516,7 +516,8 @@ fn int8_quantizes() -> Vec<Case<Int8Quantize>> {
     int8_weights().map(|w| Case { problem: problem(w), most: 2, clean: 2 }).into()
 }
 
-/// Every shape of the plain path, for one, two and many rows of x; what the dense path adds is matmul's.
+/// Every shape of the plain path, for one, two and many rows of x, and of those on tensor cores; what the dense path
+/// adds is matmul's.
 fn int8s() -> Vec<Case<Int8Matmul>> {
     let all =
         Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
@@ -524,10 +525,16 @@ fn int8s() -> Vec<Case<Int8Matmul>> {
     for weight in int8_weights() {
         for m in [1, 2, 8] {
             let plain = Int8MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
-            cases.push(Case { problem: plain, most: 7, clean: 7 });
+            cases.push(Case { problem: plain, most: 20, clean: 20 });
             let problem = Int8MatmulProblem { epilogue: all, ..plain };
             cases.push(Case { problem, most: 1, clean: 1 });
         }
+    }
+    // Codes as halves, of tiles that many rows fill.
+    for (m, dtype) in [(64, DType::F16), (64, DType::Bf16), (512, DType::Bf16)] {
+        let weight = int8::Weight::new(4096, 4096).expect("valid sizes");
+        let plain = Int8MatmulProblem::new(m, weight, dtype).expect("there are rows");
+        cases.push(Case { problem: plain, most: 8, clean: 8 });
     }
     // x in bytes, with and without columns that stay as they are.
     for (m, threshold) in [(16, 6.0), (512, 0.0), (512, 6.0)] {

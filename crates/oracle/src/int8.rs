@@ -291,8 +291,14 @@ pub fn product_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
 /// Fewer products for configs that are not the default.
 pub fn product_config_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
     let residual = Epilogue { bias: true, residual: true, ..Epilogue::default() };
-    let shapes =
-        [(1, (257, 4096)), (8, (144, 1024)), (13, (64, 520)), (70, (144, 512)), (3, (37, 45))];
+    let shapes = [
+        (1, (257, 4096)),
+        (16, (272, 4096)),
+        (8, (144, 1024)),
+        (13, (64, 520)),
+        (70, (144, 512)),
+        (3, (37, 45)),
+    ];
     let product = |(m, (n, k))| {
         let plain = Int8MatmulProblem::new(m, weight(n, k), dtype);
         Int8MatmulProblem { epilogue: residual, ..plain.expect("there are rows of x") }

@@ -56,10 +56,11 @@ use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, DequantizeConfig, DequantizeProblem, Int8Dequantize};
 use super::{Weight, WeightBuffers, code_of, lifted, scaled};
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::bytes::{self, BytesOperands};
+use crate::matmul::bytes::{self, BytesOperands, RoundedOperands};
 use crate::matmul::{
-    Columns, Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul,
-    Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, Precision, elem,
+    self, Codes, Columns, Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch,
+    InvalidMatmul, Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, Operand,
+    Precision, elem,
 };
 
 /// The family of products with weights of 8 bits.
@@ -85,6 +86,7 @@ pub struct Int8MatmulProblem {
 pub enum Int8MatmulConfig {
     Lanes(LanesConfig),
     Dense(DenseConfig),
+    Fused(MmaConfig),
     /// Sizes along k are of pairs of bytes.
     Bytes(MmaConfig),
 }
@@ -143,6 +145,13 @@ impl Int8MatmulProblem {
         MatmulProblem { epilogue: self.epilogue, ..dense }
     }
 
+    /// The product whose weight has two bytes in an element.
+    fn coded(&self) -> MatmulProblem {
+        let dense = self.dense();
+        let rhs = Operand { stride: u64::from(self.weight.k / 2), ..dense.rhs };
+        MatmulProblem { rhs, ..dense }
+    }
+
     /// The product with two bytes as an element.
     fn pairs(&self) -> MatmulProblem {
         let dense = self.dense();
@@ -165,10 +174,20 @@ impl Int8MatmulProblem {
         match config {
             Int8MatmulConfig::Dense(_) => dequantize::out_bytes(&self.dequantized()) as u64,
             Int8MatmulConfig::Lanes(_) => 0,
-            Int8MatmulConfig::Bytes(c) if c.parts > 1 => {
+            Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) if c.parts > 1 => {
                 4 * u64::from(c.parts) * self.dense().extents()[2] as u64
             }
-            Int8MatmulConfig::Bytes(_) => 0,
+            Int8MatmulConfig::Fused(_) | Int8MatmulConfig::Bytes(_) => 0,
+        }
+    }
+
+    /// The operands of `mma.sync` that stay bytes.
+    fn codes(&self, config: &Int8MatmulConfig) -> Codes {
+        match (config, self.rounding(config)) {
+            (Int8MatmulConfig::Bytes(_), Some((rounding, _))) => {
+                Codes::Both { outlying: rounding.outliers() }
+            }
+            _ => Codes::Right { bf16: self.dtype == DType::Bf16 },
         }
     }
 
@@ -204,7 +223,7 @@ impl Kernel for Int8Matmul {
     type Operands = Int8MatmulOperands;
 
     const NAME: &'static str = "int8";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
 
     fn bucket(p: &Int8MatmulProblem) -> String {
         let rounded = match p.activations {
@@ -219,12 +238,16 @@ impl Kernel for Int8Matmul {
         let feasible = |c: &Int8MatmulConfig| Self::check(arch, p, c).is_ok();
         let lanes = lanes_of(arch, p).into_iter().map(Int8MatmulConfig::Lanes);
         let dense = denses(arch, p).into_iter().map(Int8MatmulConfig::Dense);
+        let fused = fused_of(arch, p).into_iter().map(Int8MatmulConfig::Fused);
         let bytes = bytes_of(arch, p).into_iter().map(Int8MatmulConfig::Bytes);
+        let on_tensor_cores: Vec<_> = bytes.chain(fused).filter(feasible).collect();
         // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
         let all: Vec<_> = match p.m {
-            ..=8 => lanes.chain(bytes).collect(),
-            9..=32 => bytes.chain(lanes).chain(dense).collect(),
-            _ => bytes.chain(dense).chain(lanes.take(2)).collect(),
+            0..=2 => lanes.chain(on_tensor_cores).collect(),
+            3..=8 => on_tensor_cores.into_iter().chain(lanes).collect(),
+            _ if on_tensor_cores.is_empty() && p.m <= 32 => lanes.chain(dense).collect(),
+            _ if on_tensor_cores.is_empty() => dense.chain(lanes.take(2)).collect(),
+            _ => on_tensor_cores.into_iter().chain(dense).collect(),
         };
         all.into_iter().filter(feasible).collect()
     }
@@ -237,6 +260,7 @@ impl Kernel for Int8Matmul {
         stores(arch, [p.dtype])?;
         let c = match config {
             Int8MatmulConfig::Lanes(c) => c,
+            Int8MatmulConfig::Fused(c) => return check_fused(arch, p, c),
             Int8MatmulConfig::Bytes(c) => return check_bytes(arch, p, c),
             Int8MatmulConfig::Dense(c) => {
                 Int8Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
@@ -333,9 +357,14 @@ impl Kernel for Int8Matmul {
                 all.extend(Matmul::programs(arch, &p.dense(), &c.matmul, properties, target));
                 return all;
             }
+            Int8MatmulConfig::Fused(c) => {
+                let codes = p.codes(config);
+                all.extend(bytes::programs(arch, &p.coded(), *c, codes, properties, target));
+                return all;
+            }
             Int8MatmulConfig::Bytes(c) => {
-                let outlying = rounding.is_some_and(Rounding::outliers);
-                all.extend(bytes::programs(arch, &p.pairs(), *c, outlying, properties, target));
+                let codes = p.codes(config);
+                all.extend(bytes::programs(arch, &p.pairs(), *c, codes, properties, target));
                 return all;
             }
         };
@@ -391,21 +420,27 @@ impl Kernel for Int8Matmul {
                 };
                 return Matmul::launch(device, &p.dense(), &c.matmul, &operands, None);
             }
-            Int8MatmulConfig::Bytes(c) => {
-                let (rounding, places) = rounded.expect("the check asks for activations in 8 bits");
-                let scratch = scratch.expect("a rounded x has its scratch");
+            Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) => {
+                let bytes = matches!(config, Int8MatmulConfig::Bytes(_));
+                let dense = if bytes { p.pairs() } else { p.coded() };
+                let rounded = rounded.filter(|_| bytes).map(|(_, places)| {
+                    let scratch = scratch.expect("a rounded x has its scratch");
+                    RoundedOperands {
+                        scales: scratch.clone().offset_start(places.scales),
+                        outliers: scratch.clone().offset_start(places.outliers),
+                        x: &operands.x,
+                    }
+                });
                 let operands = BytesOperands {
-                    rounded: x,
-                    scales: scratch.clone().offset_start(places.scales),
-                    outliers: scratch.clone().offset_start(places.outliers),
-                    x: &operands.x,
+                    lhs: x,
+                    rounded,
                     codes: &operands.weight.codes,
                     scb: &operands.weight.scb,
                     out: &operands.out,
                     epilogue: &operands.epilogue,
-                    partials: Some(scratch),
+                    partials: scratch,
                 };
-                return bytes::launch(device, &p.pairs(), *c, rounding.outliers(), &operands);
+                return bytes::launch(device, &dense, *c, p.codes(config), &operands);
             }
         };
         let ([x_len, _, out_len], [width, words]) = (p.dense().extents(), widths(p));
@@ -459,6 +494,47 @@ fn denses(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<DenseConfig> {
     let Some(dequantize) = decode.first().copied() else { return Vec::new() };
     let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.parts() == 1);
     all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
+}
+
+/// Products with codes as halves that are worth a try.
+fn fused_of(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<MmaConfig> {
+    if p.weight.k % CHUNK != 0 || p.dtype.size() != 2 {
+        return Vec::new();
+    }
+    matmul::spread(arch, &p.dense(), &FUSED, |c| check_fused(arch, p, c).is_ok())
+}
+
+const fn fused(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MmaConfig {
+    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
+    MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
+}
+
+/// Tiles of codes take half of what halves do.
+const FUSED: [MmaConfig; 10] = [
+    fused([128, 256, 64], [2, 4], 3),
+    fused([256, 128, 64], [4, 2], 2),
+    fused([128, 128, 64], [2, 4], 4),
+    fused([128, 128, 64], [2, 2], 4),
+    fused([64, 128, 64], [2, 2], 4),
+    fused([64, 128, 128], [2, 4], 3),
+    fused([32, 128, 128], [1, 4], 4),
+    fused([32, 64, 128], [1, 4], 5),
+    fused([16, 128, 128], [1, 4], 4),
+    fused([16, 64, 256], [1, 4], 4),
+];
+
+fn check_fused(arch: &ArchProfile, p: &Int8MatmulProblem, c: &MmaConfig) -> Result<(), Infeasible> {
+    stores(arch, [DType::I8])?;
+    if p.dtype.size() != 2 {
+        return Err(lacks("fragments of halves beside x in f32"));
+    }
+    if p.weight.k % CHUNK != 0 {
+        return Err(shape("k", p.weight.k, "rows of codes are whole chunks of 16 bytes"));
+    }
+    if c.tile_k % 64 != 0 {
+        return Err(shape("tile_k", c.tile_k, "codes come in steps of 32, by two register sets"));
+    }
+    matmul::check_coded(arch, &p.dense(), c)
 }
 
 /// The products of bytes that are worth a try.

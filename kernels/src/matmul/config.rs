@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use crate::fits::{lacks, limits, shape};
-use crate::tile::CopyPlan;
+use crate::tile::{CopyPlan, TileShape};
 
 use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
 use super::cores::{CoresConfig, CoresPlan};
 use super::dots::DotsConfig;
 use super::fma::{FmaConfig, FmaPlan};
 use super::lanes::LanesConfig;
-use super::mma::{MmaConfig, MmaPlan};
-use super::{Epilogue, Layout, MatmulProblem, Path, Precision, elem};
+use super::mma::{Codes, MmaConfig, MmaPlan};
+use super::{Epilogue, Layout, MatmulProblem, Path, Precision, bytes, elem};
 
 /// One way to run a matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -193,7 +193,16 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
     if feasible.iter().any(|c| !plain(c) && !matches!(c, MatmulConfig::Lanes(_))) {
         feasible.retain(|c| !plain(c));
     }
-    // The tile that covers the problem with the least waste and still fills the device comes first.
+    promising(arch, problem, feasible)
+}
+
+/// Of configs that fit those worth measuring: the tile that covers the problem with the least waste and still fills the
+/// device comes first.
+fn promising(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    mut feasible: Vec<MatmulConfig>,
+) -> Vec<MatmulConfig> {
     let fill = |c: &MatmulConfig| waste(arch, problem, c);
     if let Some(least) = feasible.iter().map(fill).min_by(f64::total_cmp) {
         feasible.retain(|c| fill(c) <= HOPELESS * least);
@@ -206,6 +215,22 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
     feasible.sort_by(|a, b| (fill(a) + compiled(a)).total_cmp(&(fill(b) + compiled(b))));
     feasible.truncate(WORTH_MEASURING);
     feasible
+}
+
+/// Those of `configs`, also with k cut into parts, that pass `fits`, in the order of [`candidates`].
+pub(crate) fn spread(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    configs: &[MmaConfig],
+    fits: impl Fn(&MmaConfig) -> bool,
+) -> Vec<MmaConfig> {
+    let own = |config| match config {
+        MatmulConfig::Mma(c) => Some(c),
+        _ => None,
+    };
+    let all = configs.iter().flat_map(|c| cuts(arch, problem, MatmulConfig::Mma(*c)));
+    let feasible = all.filter(|c| own(*c).as_ref().is_some_and(&fits)).collect();
+    promising(arch, problem, feasible).into_iter().filter_map(own).collect()
 }
 
 /// Candidates past this many in the order of [`waste`], or this much more wasteful than the first,
@@ -350,12 +375,7 @@ pub(super) fn check(
     {
         return Err(lacks(format!("{dtype} buffers")));
     }
-    // A cache is a file that people edit: no rule below may divide by zero or overflow.
-    for (name, value) in config.sizes() {
-        if !(1..=1 << 14).contains(&value) {
-            return Err(shape(name, value, "sizes are 1 to 16384"));
-        }
-    }
+    check_sizes(config)?;
     if precision.sums() == DType::F16 && !matches!(config, MatmulConfig::Mma(_)) {
         return Err(lacks("f16 sums but in matrix instructions"));
     }
@@ -363,7 +383,11 @@ pub(super) fn check(
         return Err(lacks(format!("{} groups in one launch", problem.batch())));
     }
     match config {
-        MatmulConfig::Mma(c) => check_mma(arch, problem, c),
+        MatmulConfig::Mma(c) => {
+            let elem = problem.precision.storage().size();
+            let lhs = c.lhs_tile(problem.lhs.layout, elem);
+            check_mma(arch, problem, c, [lhs, c.rhs_tile(problem.rhs.layout, elem)])
+        }
         MatmulConfig::Cube(c) => check_cube(arch, problem, c),
         MatmulConfig::Plane(c) => check_plane(arch, problem, c),
         MatmulConfig::Fma(c) => check_fma(arch, problem, c),
@@ -373,13 +397,33 @@ pub(super) fn check(
     }
 }
 
+/// A cache is a file that people edit: no other rule may divide by zero or overflow.
+fn check_sizes(config: &MatmulConfig) -> Result<(), Infeasible> {
+    let out = config.sizes().into_iter().find(|(_, value)| !(1..=1 << 14).contains(value));
+    out.map_or(Ok(()), |(name, value)| Err(shape(name, value, "sizes are 1 to 16384")))
+}
+
+/// [`check`] of a product whose right operand is codes that become halves.
+pub(crate) fn check_coded(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &MmaConfig,
+) -> Result<(), Infeasible> {
+    check_sizes(&MatmulConfig::Mma(*c))?;
+    check_mma(arch, problem, c, [bytes::halves_tile(*c), bytes::codes_tile(*c)])
+}
+
 fn mma_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
     arch.mma_for(precision.instruction(), precision.sums())
 }
 
-fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Result<(), Infeasible> {
+fn check_mma(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &MmaConfig,
+    tiles: [TileShape; 2],
+) -> Result<(), Infeasible> {
     let precision = problem.precision;
-    let elem = precision.storage().size();
     if precision == Precision::F32 {
         return Err(lacks("f32 matrix instructions"));
     }
@@ -422,7 +466,6 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
         return Err(shape("stages", c.stages, "a ring needs two"));
     }
     let units = c.units();
-    let tiles = [c.lhs_tile(problem.lhs.layout, elem), c.rhs_tile(problem.rhs.layout, elem)];
     if tiles.iter().any(|t| t.len() / t.chunk() % units as usize != 0) {
         return Err(shape("planes_m", c.planes_m, "the copies of a tile do not divide"));
     }
@@ -432,7 +475,8 @@ fn check_mma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if c.registers(precision.sums().size()) > 255 {
         return Err(shape("planes_n", c.planes_n, "accumulators and fragments would spill"));
     }
-    limits(arch, units, c.shared_bytes(elem))
+    let stage: u64 = tiles.iter().map(|tile| u64::from(tile.bytes())).sum();
+    limits(arch, units, u32::try_from(u64::from(c.stages) * stage).unwrap_or(u32::MAX))
 }
 
 fn check_cube(
@@ -663,19 +707,21 @@ impl Plan {
             MatmulConfig::Mma(c) => {
                 let wide = c.plane_tile().1 % 32 == 0 && wide_out;
                 let even = if problem.n % 2 == 0 { 2 } else { 1 };
-                let exact = exact(c.tile_m, c.tile_n, c.tile_k);
                 let units = c.units() as usize;
-                let copies = |shape, width| CopyPlan { shape, width, units, exact };
+                let copies = |shape, width, exact| CopyPlan { shape, width, units, exact };
+                // Rows of groups end anywhere.
+                let m = !problem.grouped && problem.m % c.tile_m == 0;
+                let (n, k) = (problem.n % c.tile_n == 0, problem.k % c.tile_k == 0);
                 Self {
                     path: Path::Mma(MmaPlan {
                         config: MmaConfig { parts: 1, ..c },
-                        lhs: copies(c.lhs_tile(lhs, elem), widest[0]),
-                        rhs: copies(c.rhs_tile(rhs, elem), widest[1]),
+                        lhs: copies(c.lhs_tile(lhs, elem), widest[0], m && k),
+                        rhs: copies(c.rhs_tile(rhs, elem), widest[1], n && k),
                         inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
-                        exact,
+                        exact: m && n && k,
                         partial: c.parts > 1,
                         half_sums: problem.precision.sums() == DType::F16,
-                        bytes: false,
+                        codes: Codes::Neither,
                         rounds_tf32: arch.compute_capability >= Some(90),
                     }),
                     widths: [widest[0], widest[1], if wide { 8 } else { even }, even],

@@ -40,7 +40,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::bytes::Worth;
+use super::bytes::{Rounded, Worth, decode, half_chunk_lane, load_half_chunks};
 use super::{Columns, Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
@@ -116,6 +116,16 @@ impl MmaConfig {
     }
 }
 
+/// Which operands are bytes, two in an element: see [`super::bytes`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Codes {
+    Neither,
+    /// The right one, which becomes halves, those of bf16 or of f16, on its way to the instruction.
+    Right { bf16: bool },
+    /// Both, and sums are i32 until an item is done. Columns may be left out of them.
+    Both { outlying: bool },
+}
+
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct MmaPlan {
@@ -131,13 +141,27 @@ pub(crate) struct MmaPlan {
     pub(crate) partial: bool,
     /// Sums are f16.
     pub(crate) half_sums: bool,
-    /// Operands are bytes, two in an element, and sums i32 until an item is done: see [`super::bytes`].
-    pub(crate) bytes: bool,
+    pub(crate) codes: Codes,
     /// f32 operands are rounded to tf32 by one instruction (compute capability 9.0 and later).
     pub(crate) rounds_tf32: bool,
 }
 
 impl MmaPlan {
+    /// Whether codes become halves.
+    const fn decodes(self) -> bool {
+        matches!(self.codes, Codes::Right { .. })
+    }
+
+    /// Whether codes are multiplied.
+    const fn bytes(self) -> bool {
+        matches!(self.codes, Codes::Both { .. })
+    }
+
+    /// Elements of the left operand's k to one of the right operand's, which may be two codes.
+    const fn rhs_every(self) -> usize {
+        if self.decodes() { 2 } else { 1 }
+    }
+
     const fn stage_bytes(self) -> u32 {
         self.lhs.shape.bytes() + self.rhs.shape.bytes()
     }
@@ -245,6 +269,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     let (wm, wn) = comptime!(config.plane_tile());
     let (frags_m, frags_n) = comptime!((wm as usize / 16, wn as usize / 16));
     let steps = comptime!((config.tile_k / plan.inst_k) as usize);
+    let every = comptime!(plan.rhs_every());
 
     // [stages, lhs tile then rhs tile]
     let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
@@ -275,6 +300,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     for _ in 0..comptime!(2 * frags_n) {
         b.push(Array::<u32>::new(4usize));
     }
+    let mut decoded = Array::<u32>::new(comptime!(if plan.decodes() { 4 * frags_n } else { 1 }));
 
     let copies = Copies::new(
         global_address(lhs),
@@ -307,16 +333,28 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
             #[unroll]
             for step in 0..steps {
                 let (set, into) = comptime!((step % 2, (step + 1) % 2));
-                let next = comptime!(((step + 1) % steps) as u32);
+                let next = comptime!((step + 1) % steps);
+                let (rhs_set, rhs_into) = comptime!((step / every % 2, (next / every) % 2));
                 if comptime!(step == steps - 1) {
                     wait_copies(comptime!(stages - 2));
                     sync_cube();
                     read = next_stage(read, shared, end, plan.stage_bytes());
                 }
-                lanes.load_lhs::<I>(read, &mut a, next, into, plan);
-                lanes.load_rhs::<I>(read, &mut b, next, into, plan);
+                lanes.load_lhs::<I>(read, &mut a, comptime!(next as u32), into, plan);
+                if comptime!(next % every == 0) {
+                    let next = comptime!((next / every) as u32);
+                    lanes.load_rhs::<I>(read, &mut b, next, rhs_into, plan);
+                }
                 if comptime!(step == 0) {
                     copies.tile(plan);
+                }
+                if comptime!(plan.decodes()) {
+                    #[unroll]
+                    for j in 0..comptime!(2 * frags_n) {
+                        let pair = b.index(comptime!(rhs_set * frags_n + j / 2));
+                        let word = pair[comptime!(j % 2 * 2 + step % 2)];
+                        decode(word, &mut decoded, comptime!(2 * j), plan.codes);
+                    }
                 }
                 // Back and forth over the columns: neighbouring multiplies share a register.
                 #[unroll]
@@ -325,7 +363,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                     #[unroll]
                     for x in 0..comptime!(2 * frags_n) {
                         let j = comptime!(if i % 2 == 1 { 2 * frags_n - 1 - x } else { x });
-                        let pair = b.index(comptime!(set * frags_n + j / 2));
+                        let pair = b.index(comptime!(rhs_set * frags_n + j / 2));
                         let at = comptime!(i * frags_n * 2 + j);
                         if comptime!(plan.half_sums) {
                             multiply_halves(
@@ -334,9 +372,13 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                                 comptime!(j % 2 * 2),
                                 acc.halves.index_mut(at),
                             );
-                        } else if comptime!(plan.bytes) {
+                        } else if comptime!(plan.bytes()) {
                             let sums = acc.bytes.index_mut(at);
                             multiply_bytes(left, pair, comptime!(j % 2 * 2), sums);
+                        } else if comptime!(plan.decodes()) {
+                            let left = typed::<I, NF>(left, 0usize, 4usize);
+                            let right = typed::<I, NF>(&decoded, comptime!(2 * j), 2usize);
+                            def.execute_inplace(&left, &right, acc.words.index_mut(at));
                         } else {
                             let left = typed::<I, NF>(left, 0usize, 4usize);
                             let right = typed::<I, NF>(pair, comptime!(j % 2 * 2), 2usize);
@@ -350,7 +392,8 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
         #[comptime]
         match worth {
             ComptimeOption::Some(worth) => {
-                acc.weigh::<F>(worth, row, col, lane, now.part == 0, dims, plan)
+                let first = now.part == 0;
+                acc.weigh::<F>(worth, row, col, lane, first, dims, plan)
             }
             ComptimeOption::None => {}
         }
@@ -387,7 +430,7 @@ impl<NC: Size> Sums<NC> {
         for _ in 0..fragments {
             if comptime!(plan.half_sums) {
                 halves.push(Array::<u32>::new(2usize));
-            } else if comptime!(plan.bytes) {
+            } else if comptime!(plan.bytes()) {
                 bytes.push(Array::<u32>::new(4usize));
             } else {
                 words.push(Array::<Vector<f32, NC>>::new(2usize));
@@ -403,7 +446,7 @@ impl<NC: Size> Sums<NC> {
             for half in 0..2usize {
                 if comptime!(plan.half_sums) {
                     self.halves.index_mut(i)[half] = 0u32;
-                } else if comptime!(plan.bytes) {
+                } else if comptime!(plan.bytes()) {
                     self.bytes.index_mut(i)[comptime!(2 * half)] = 0u32;
                     self.bytes.index_mut(i)[comptime!(2 * half + 1)] = 0u32;
                 } else {
@@ -423,7 +466,7 @@ impl<NC: Size> Sums<NC> {
         if comptime!(plan.half_sums) {
             let word = self.halves.index(fragment)[half];
             Vector::cast_from(Vector::<half::f16, NC>::reinterpret(word))
-        } else if comptime!(plan.bytes) {
+        } else if comptime!(plan.bytes()) {
             let words = self.bytes.index(fragment);
             let mut pair = Vector::<f32, NC>::new(0.0f32);
             pair.insert(0usize, f32::reinterpret(words[comptime!(2 * half)]));
@@ -434,7 +477,7 @@ impl<NC: Size> Sums<NC> {
         }
     }
 
-    /// Makes sums of bytes what they are worth, of a plane's part that begins at `row` and `col`; where they are the
+    /// Makes sums of codes what they are worth, of a plane's part that begins at `row` and `col`; where they are the
     /// `first` part of k, with the columns that were left out.
     #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
     fn weigh<F: Float>(
@@ -450,13 +493,6 @@ impl<NC: Size> Sums<NC> {
         let (wm, wn) = comptime!(plan.config.plane_tile());
         let (rows, cols) = comptime!((wm as usize / 8, wn as usize / 4));
         // Past the edge the last ones are repeated, and never stored.
-        let mut own_rows = Array::<u32>::new(rows);
-        let mut scales = Array::<f32>::new(rows);
-        #[unroll]
-        for i in 0..rows {
-            own_rows[i] = min(row + comptime!(8 * i as u32) + lane / 4, dims.m - 1);
-            scales[i] = worth.scales[own_rows[i] as usize];
-        }
         let mut own_cols = Array::<u32>::new(cols);
         let mut units = Array::<f32>::new(cols);
         #[unroll]
@@ -464,6 +500,49 @@ impl<NC: Size> Sums<NC> {
             let near = comptime!((8 * (j / 2) + j % 2) as u32);
             own_cols[j] = min(col + near + lane % 4 * 2, dims.n - 1);
             units[j] = worth.scb[own_cols[j] as usize] * comptime!(1.0f32 / 127.0);
+        }
+        #[comptime]
+        match &worth.rounded {
+            ComptimeOption::Some(rounded) => self.weigh_bytes::<F>(
+                rounded, row, lane, &own_cols, &units, first, dims, plan,
+            ),
+            ComptimeOption::None => {
+                #[unroll]
+                for i in 0..rows {
+                    #[unroll]
+                    for j in 0..comptime!(cols / 2) {
+                        let mut pair = Vector::<f32, NC>::new(0.0f32);
+                        pair.insert(0usize, units[comptime!(2 * j)]);
+                        pair.insert(1usize, units[comptime!(2 * j + 1)]);
+                        let sums = self.words.index_mut(comptime!(i / 2 * (cols / 2) + j));
+                        sums[comptime!(i % 2)] *= pair;
+                    }
+                }
+            }
+        }
+    }
+
+    /// [`Sums::weigh`] where rows were rounded, too; `units` are those of the columns `own_cols`.
+    #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
+    fn weigh_bytes<F: Float>(
+        &mut self,
+        rounded: &Rounded<F>,
+        row: u32,
+        lane: u32,
+        own_cols: &Array<u32>,
+        units: &Array<f32>,
+        first: bool,
+        dims: &Dims,
+        #[comptime] plan: MmaPlan,
+    ) {
+        let (wm, wn) = comptime!(plan.config.plane_tile());
+        let (rows, cols) = comptime!((wm as usize / 8, wn as usize / 4));
+        let mut own_rows = Array::<u32>::new(rows);
+        let mut scales = Array::<f32>::new(rows);
+        #[unroll]
+        for i in 0..rows {
+            own_rows[i] = min(row + comptime!(8 * i as u32) + lane / 4, dims.m - 1);
+            scales[i] = rounded.scales[own_rows[i] as usize];
         }
         #[unroll]
         for i in 0..rows {
@@ -475,20 +554,20 @@ impl<NC: Size> Sums<NC> {
                 sums[at] = u32::reinterpret(sum * scales[i] * units[j]);
             }
         }
-        if comptime!(worth.outlying) {
-            let count = select(first, worth.outliers[0], 0u32);
+        if comptime!(plan.codes == Codes::Both { outlying: true }) {
+            let count = select(first, rounded.outliers[0], 0u32);
             let k = dims.k as usize * 2;
             for o in 0..count {
-                let column = worth.outliers[o as usize + 1] as usize;
+                let column = rounded.outliers[o as usize + 1] as usize;
                 let mut left = Array::<f32>::new(rows);
                 #[unroll]
                 for i in 0..rows {
-                    left[i] = f32::cast_from(worth.x[own_rows[i] as usize * k + column]);
+                    left[i] = f32::cast_from(rounded.x[own_rows[i] as usize * k + column]);
                 }
                 #[unroll]
                 for j in 0..cols {
                     let at = own_cols[j] as usize * k + column;
-                    let byte = worth.words[at / 4] << ((3 - at % 4) as u32 * 8);
+                    let byte = rounded.words[at / 4] << ((3 - at % 4) as u32 * 8);
                     let right = f32::cast_from(i32::reinterpret(byte) >> 24) * units[j];
                     #[unroll]
                     for i in 0..rows {
@@ -520,7 +599,9 @@ impl Lanes {
         let mut lhs = Sequence::<u32>::new();
         #[unroll]
         for x in 0..comptime!(left.lanes(wm)) {
-            if comptime!(left.gathered()) {
+            if comptime!(left.halved) {
+                lhs.push(half_chunk_lane(part_m, lane, left));
+            } else if comptime!(left.gathered()) {
                 lhs.push(gather_lane(part_m + comptime!(8 * x), lane, left));
             } else {
                 lhs.push(lhs_lane(part_m + comptime!(16 * x), lane, left));
@@ -551,8 +632,15 @@ impl Lanes {
         #[unroll]
         for i in 0..frags {
             let into = a.index_mut(comptime!(set * frags + i));
-            let at = comptime!((16 * i as u32, step * plan.inst_k));
-            load::<I>(read, &self.lhs, into, at, plan.lhs.shape, plan.rounds_tf32, LHS_REGISTERS);
+            let (row, k) = comptime!((16 * i as u32, step * plan.inst_k));
+            let shape = comptime!(plan.lhs.shape);
+            if comptime!(shape.halved) {
+                let lane = *self.lhs.index(0usize) ^ comptime!(k * shape.elem as u32);
+                load_half_chunks(read + lane, into, comptime!(row * shape.row_bytes()), shape);
+            } else {
+                let at = comptime!((row, k));
+                load::<I>(read, &self.lhs, into, at, shape, plan.rounds_tf32, LHS_REGISTERS);
+            }
         }
     }
 
@@ -696,7 +784,7 @@ impl Copies {
             let rhs = if comptime!(plan.rhs.shape.transposed) {
                 start_rhs + k * dims.rhs_stride + col
             } else {
-                start_rhs + col * dims.rhs_stride + k
+                start_rhs + col * dims.rhs_stride + k / comptime!(plan.rhs_every())
             };
             let elem = comptime!(plan.lhs.shape.elem);
             let lhs = element(self.from_lhs, lhs, elem);
@@ -727,8 +815,9 @@ impl Copies {
             let (rows, cols, depth) = (at.rows.read(), at.cols.read(), at.depth.read());
             let (lhs_rows, lhs_cols) =
                 if comptime!(left.transposed) { (depth, rows) } else { (rows, depth) };
+            let every = comptime!(plan.rhs_every() as u32);
             let (rhs_rows, rhs_cols) =
-                if comptime!(right.transposed) { (depth, cols) } else { (cols, depth) };
+                if comptime!(right.transposed) { (depth, cols) } else { (cols, depth / every) };
             let to_rhs = stage + comptime!(left.bytes());
             self.lhs.copy(at.lhs.read(), self.lhs_line, stage, lhs_rows, lhs_cols, plan.lhs);
             self.rhs.copy(at.rhs.read(), self.rhs_line, to_rhs, rhs_rows, rhs_cols, plan.rhs);
@@ -736,8 +825,12 @@ impl Copies {
             let bytes = comptime!(u64::from(plan.config.tile_k) * left.elem as u64);
             let lhs_step =
                 if comptime!(left.transposed) { self.lhs_line * lines } else { bytes.runtime() };
-            let rhs_step =
-                if comptime!(right.transposed) { self.rhs_line * lines } else { bytes.runtime() };
+            let rhs_bytes = comptime!(right.row_bytes() as u64);
+            let rhs_step = if comptime!(right.transposed) {
+                self.rhs_line * lines
+            } else {
+                rhs_bytes.runtime()
+            };
             at.lhs.store(at.lhs.read() + lhs_step);
             at.rhs.store(at.rhs.read() + rhs_step);
             at.depth.store(depth - min(depth, plan.config.tile_k));

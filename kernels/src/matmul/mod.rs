@@ -62,10 +62,11 @@ pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
 pub use fma::FmaConfig;
 pub use lanes::LanesConfig;
 pub use mma::MmaConfig;
-pub(crate) use mma::store_quad;
+pub(crate) use mma::{Codes, store_quad};
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
 
 use config::Plan;
+pub(crate) use config::{check_coded, spread};
 pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 
 /// The matmul kernel family.

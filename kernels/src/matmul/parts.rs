@@ -52,6 +52,7 @@ pub(crate) fn program(
         FinishCompilationArg::of(problem.epilogue),
         (),
         (),
+        (),
         width,
         glu,
         [elem(problem.precision.storage()), elem(problem.out)],
@@ -87,6 +88,7 @@ pub(crate) fn add(
             BufferArg::from_raw_parts(partials.clone(), all / width),
             BufferArg::from_raw_parts(out.clone(), vectors),
             FinishLaunch::of(problem.epilogue, epilogue, bias, vectors),
+            vectors,
             problem.n,
             parts,
             glu,
@@ -95,17 +97,18 @@ pub(crate) fn add(
     }
 }
 
+/// `len` vectors of results; `out.len()` counts what pads the buffer.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn add_parts<F: Float, E: Float, N: Size>(
     partials: &[Vector<f32, N>],
     out: &mut [Vector<E, N>],
     finish: Finish<F, E, N>,
+    len: usize,
     columns: u32,
     parts: u32,
     #[comptime] glu: bool,
     #[define(F, E)] _dtypes: [ElemType; 2],
 ) {
-    let len = out.len();
     let mut i = ABSOLUTE_POS;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     while i < len {
