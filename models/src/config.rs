@@ -58,6 +58,9 @@ pub struct DecoderConfig {
     pub logit_softcap: Option<f64>,
     /// The output projection is the embedding itself.
     pub tie_embeddings: bool,
+    /// Products with weights in 8 bits round what they read to 8 bits as well, but for columns with a value of so much
+    /// and above: bitsandbytes' `llm_int8_threshold`. None where the file does not say 8 bits.
+    pub int8_threshold: Option<f64>,
 }
 
 /// What layers differ in.
@@ -111,6 +114,22 @@ pub(crate) fn activation(fields: &Fields<'_>, field: &str) -> Result<Option<Acti
     })
 }
 
+/// See [`DecoderConfig::int8_threshold`].
+fn int8_threshold(fields: &Fields<'_>) -> Result<Option<f64>, Error> {
+    let Some(quantization) = fields.section("quantization_config")? else { return Ok(None) };
+    if quantization.flag("load_in_8bit")? != Some(true) {
+        return Ok(None);
+    }
+    let field = "llm_int8_threshold";
+    let threshold = quantization.optional(field, "a number of 0 or above", |value| {
+        value.as_f64().filter(|number| number.is_finite() && *number >= 0.0)
+    })?;
+    Ok(Some(threshold.unwrap_or(THRESHOLD)))
+}
+
+/// What bitsandbytes takes where nothing is said.
+pub(crate) const THRESHOLD: f64 = 6.0;
+
 impl DecoderConfig {
     /// Reads a Hugging Face `config.json`, as transformers 4 and 5 write it.
     ///
@@ -131,7 +150,8 @@ impl DecoderConfig {
         if let Some(quantization) = fields.section("quantization_config")? {
             quantization.only("quant_method", &["bitsandbytes".into()])?;
         }
-        families::of(&fields)?.read(&fields)
+        let int8_threshold = int8_threshold(&fields)?;
+        Ok(Self { int8_threshold, ..families::of(&fields)?.read(&fields)? })
     }
 
     /// Positions that a sequence may have; none where the ropes stretch to any length.

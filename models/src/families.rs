@@ -154,6 +154,7 @@ fn common(family: Family, fields: &Fields<'_>, defaults: Defaults) -> Result<Dec
         learned_positions: false,
         logit_softcap: None,
         tie_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(defaults.tie_embeddings),
+        int8_threshold: None,
     })
 }
 

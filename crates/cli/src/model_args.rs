@@ -84,6 +84,10 @@ pub(crate) struct LoadArgs {
     /// Keys and values as they are computed (float), or in 8 bits: float or int8
     #[arg(long, default_value = "float", value_parser = kv_format)]
     kv_cache: KvFormat,
+    /// Whether prompts multiply bytes by bytes where matrices are in 8 bits, which is faster on CUDA and less exact (true
+    /// or false); without it for files of bitsandbytes' 8 bits
+    #[arg(long)]
+    int8_activations: Option<bool>,
     /// What an unknown shape gets: frozen, default or measure
     #[arg(long, default_value = "default")]
     policy: Policy,
@@ -409,6 +413,7 @@ impl LoadArgs {
             dtype: self.dtype,
             quant: self.quant,
             kv: self.kv_cache,
+            int8_activations: self.int8_activations,
             policy: Some(self.policy),
             budget: MemoryBudget {
                 limit_bytes: memory_limit,

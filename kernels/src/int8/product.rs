@@ -1,18 +1,19 @@
 //! y = residual + gate · activation(x · wᵀ + bias)    x: `[m, k]`   w: `[n, k]` in 8 bits   y: `[m, n]`
 //!
-//! One source, two ways through it, chosen by [`Int8MatmulConfig`]:
+//! One source, four ways through it, chosen by [`Int8MatmulConfig`]:
 //!
 //! | path    | decodes                           | multiplies with       | where                          |
 //! |---------|-----------------------------------|-----------------------|--------------------------------|
 //! | `Lanes` | in registers                      | multiply-add          | anywhere                       |
+//! | `Fused` | in registers, to halves           | `mma.sync`            | CUDA, x in halves              |
 //! | `Dense` | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes |
 //! | `Bytes` | not at all                        | `mma.sync` of bytes   | CUDA, where x is rounded to bytes, too |
 //!
 //! Where a product has [`Activations`], x is rounded first: `Bytes` multiplies the codes, the others what they stand
-//! for.
+//! for. `Fused` and `Bytes` are [`crate::matmul`]'s loop over tiles of codes, in `matmul/bytes.rs`. `Lanes` is here:
 //!
 //! ```text
-//!   for each `columns` rows of x                          // Lanes
+//!   for each `columns` rows of x
 //!     for each vector of a row of the weight              // one unit, the next ones the next unit's
 //!       acc += code · x                                   // for `rows` rows and `columns` of x
 //!     y = epilogue(sum of the units' acc · scb / 127)     // through shared memory, by halves
@@ -21,24 +22,26 @@
 //! Everything is f32, and a row's absmax waits for its sum. Where k is no multiple of 4 a word straddles rows, and
 //! elements are decoded one by one.
 //!
-//! Cost: `2·m·n·k` flop; codes, absmax, x and y once. Decoding takes three instructions an element, and one more a row
-//! of x: of 14336 x 4096 those of one row take 8 us of an H200's lanes, its bytes 14. `Lanes` reads codes once for
-//! every `columns` rows of x; `Dense` writes and reads a dense weight besides, 4 bytes an element.
+//! Cost: `2·m·n·k` flop; codes, absmax, x and y once. Decoding takes `Lanes` three instructions an element, and one more
+//! a row of x, `Fused` two: of 14336 x 4096 those of one row take 8 and 4 us of an H200, its bytes 14. `Lanes` reads
+//! codes once for every `columns` rows of x; `Dense` writes and reads a dense weight besides, 4 bytes an element.
 //!
-//! us of 14336 x 4096 in bf16, tuned (H200 restricted to an RTX 4090's features), beside other weights:
+//! us of 14336 x 4096 in bf16, tuned (H200 restricted to an RTX 4090's features), beside other weights. What x rounded
+//! takes has its three launches in it:
 //!
-//! | m    | int8         | bf16 | NF4  |
-//! |------|--------------|------|------|
-//! | 1    | 21.3 `Lanes` | 32.0 | 12.0 |
-//! | 4    | 31.7 `Lanes` |      | 12.1 |
-//! | 8    | 50.2 `Lanes` | 32.8 | 12.0 |
-//! | 64   | 85.5 `Dense` | 35.4 | 39.2 |
-//! | 512  | 189 `Dense`  | 153  | 204  |
-//! | 4096 | 1131 `Dense` | 1093 | 1126 |
+//! | m    | int8         | before        | x rounded   | bf16 | NF4  |
+//! |------|--------------|---------------|-------------|------|------|
+//! | 1    | 20.5 `Fused` | 21.3 `Lanes`  |             | 32.0 | 12.0 |
+//! | 4    | 20.8 `Fused` | 31.7 `Lanes`  |             |      | 12.1 |
+//! | 8    | 21.0 `Fused` | 50.2 `Lanes`  | 33.4 `Bytes` | 32.8 | 12.0 |
+//! | 16   | 24.7 `Fused` | 84.1 `Dense`  | 37.1 `Bytes` |      |      |
+//! | 64   | 46.8 `Fused` | 85.5 `Dense`  | 46.4 `Bytes` | 35.4 | 39.2 |
+//! | 512  | 192 `Dense`  | 189 `Dense`   | 108 `Bytes` | 153  | 204  |
+//! | 4096 | 1112 `Dense` | 1131 `Dense`  | 686 `Bytes` | 1093 | 1126 |
 //!
-//! From 8 rows on the lanes are what is short, not bytes: codes decoded into fragments of `mma.sync`, as NF4's are, are
-//! what is missing. Through Vulkan one row takes 20.4 us. `Bytes` is compiled for sm_89 and sm_120 without spilling, and
-//! was not run yet: nothing asks for [`Activations`].
+//! `Fused` decodes what a plane multiplies once for all its rows, and again in each row of planes: at 64 rows that is
+//! what it is short of (a warp a scheduler), at 512 rows 230 us. A row of fewer results, 4096 x 4096, takes `Lanes` 8.4
+//! us and `Fused` 10.4, whose k must be cut to fill the card. Through Vulkan one row takes 20.4 us.
 //!
 //! [`Int8Dequantize`]: super::Int8Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
@@ -143,6 +146,16 @@ impl Int8MatmulProblem {
         let dense = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)
             .expect("sizes were checked");
         MatmulProblem { epilogue: self.epilogue, ..dense }
+    }
+
+    /// The product with x rounded, where bytes multiply faster than codes that are decoded: from as many rows on, on
+    /// devices that have instructions for them.
+    #[must_use]
+    pub fn rounded_where_faster(self, arch: &ArchProfile, activations: Activations) -> Self {
+        let rounded = Self { activations: Some(activations), ..self };
+        let fits = |c: &MmaConfig| check_bytes(arch, &rounded, c).is_ok();
+        let faster = self.m >= ROUNDED && bytes_of(arch, &rounded).iter().any(fits);
+        if faster { rounded } else { self }
     }
 
     /// The product whose weight has two bytes in an element.
@@ -567,6 +580,8 @@ fn check_bytes(arch: &ArchProfile, p: &Int8MatmulProblem, c: &MmaConfig) -> Resu
     Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
 }
 
+/// Rows from which on bytes are faster: 64 of 14336 x 4096 take an H200 46.4 us, and 46.8 decoded.
+const ROUNDED: u32 = 128;
 /// Bytes that a copy moves.
 const CHUNK: u32 = 16;
 /// Products of two codes whose sum is below 2^31.
@@ -770,6 +785,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn x_is_rounded_where_bytes_multiply_faster() {
+        let arch = |name| ArchProfile::recorded(name).expect("recorded");
+        let rounds = |arch: &ArchProfile, m, k, dtype| {
+            let p = problem(m, 4096, k, dtype);
+            p.rounded_where_faster(arch, Activations { threshold: 6.0 }).activations.is_some()
+        };
+        let card = arch("rtx4090");
+        assert!(rounds(&card, 128, 4096, DType::Bf16));
+        assert!(rounds(&card, 4096, 4096, DType::F16));
+        for (m, k, dtype) in
+            [(127, 4096, DType::Bf16), (128, 4104, DType::Bf16), (128, 4096, DType::F32)]
+        {
+            assert!(!rounds(&card, m, k, dtype), "{m} {k} {dtype}");
+        }
+        let host = ArchProfile { backend: Backend::Cpu, mma: Default::default(), ..card };
+        assert!(!rounds(&host, 4096, 4096, DType::Bf16));
     }
 
     #[test]

@@ -121,9 +121,13 @@ impl MmaConfig {
 pub(crate) enum Codes {
     Neither,
     /// The right one, which becomes halves, those of bf16 or of f16, on its way to the instruction.
-    Right { bf16: bool },
+    Right {
+        bf16: bool,
+    },
     /// Both, and sums are i32 until an item is done. Columns may be left out of them.
-    Both { outlying: bool },
+    Both {
+        outlying: bool,
+    },
 }
 
 /// Comptime facts of one instance.
@@ -503,10 +507,11 @@ impl<NC: Size> Sums<NC> {
         }
         #[comptime]
         match &worth.rounded {
-            ComptimeOption::Some(rounded) => self.weigh_bytes::<F>(
-                rounded, row, lane, &own_cols, &units, first, dims, plan,
-            ),
-            ComptimeOption::None => {
+            ComptimeOption::Some(rounded) => {
+                self.weigh_bytes::<F>(rounded, row, lane, &own_cols, &units, first, dims, plan)
+            }
+            ComptimeOption::None =>
+            {
                 #[unroll]
                 for i in 0..rows {
                     #[unroll]

@@ -123,6 +123,16 @@ fn biases_are_where_the_family_has_them() {
 }
 
 #[test]
+fn files_in_8_bits_say_from_where_on_columns_stay_as_they_are() {
+    let threshold = |of| read_tiny("llama", json!({ "quantization_config": of })).int8_threshold;
+    assert_eq!(threshold(json!(null)), None);
+    assert_eq!(threshold(json!({ "load_in_4bit": true, "llm_int8_threshold": 6.0 })), None);
+    assert_eq!(threshold(json!({ "load_in_8bit": true })), Some(6.0));
+    let own = |number: f64| json!({ "load_in_8bit": true, "llm_int8_threshold": number });
+    assert_eq!([0.0, 4.5].map(|number| threshold(own(number))), [Some(0.0), Some(4.5)]);
+}
+
+#[test]
 fn weight_bytes_take_fractions_of_a_bit() {
     let llama = shapes::named("llama-3-8b").expect("published");
     assert_eq!(llama.weight_bytes(16.0), 2 * 8_030_261_248);
@@ -290,6 +300,10 @@ fn refusals_name_the_field_and_the_value() {
         (
             json!({ "quantization_config": { "quant_method": "gptq" } }),
             "`quantization_config.quant_method` is \"gptq\", which is not supported; known: \"bitsandbytes\"",
+        ),
+        (
+            json!({ "quantization_config": { "load_in_8bit": true, "llm_int8_threshold": -1.0 } }),
+            "`quantization_config.llm_int8_threshold` is -1.0, which is not a number of 0 or above",
         ),
         (json!({ "head_dim": 15 }), "`head_dim` is 15, which is not an even number"),
         (

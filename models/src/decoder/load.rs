@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
 use super::{Decoder, Layer};
+use crate::config::THRESHOLD;
 use crate::footprint::{Held, KvFormat, Matrices};
 use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights};
 
@@ -23,6 +24,9 @@ pub struct LoadOptions {
     pub quant: Option<Quant>,
     /// How keys and values are held.
     pub kv: KvFormat,
+    /// Whether products with matrices in 8 bits round what they read, as [`DecoderConfig::int8_threshold`] says or from
+    /// 6 on; where that says it, when none.
+    pub int8_activations: Option<bool>,
 }
 
 /// What matrices are quantised to.
@@ -89,9 +93,8 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-        let LoadOptions { quant, kv, .. } = *options;
-        let source = Source::Files(weights);
-        Loader { source, device, ctx: &ctx, dtype, quant, kv }.decoder(progress)
+        Loader { source: Source::Files(weights), device, ctx: &ctx, dtype, options }
+            .decoder(progress)
     }
 
     /// A decoder of random weights, for measuring: bf16 when no dtype is said.
@@ -106,9 +109,8 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(FloatDType::BF16);
-        let LoadOptions { quant, kv, .. } = *options;
-        let source = Source::Noise(config);
-        Loader { source, device, ctx: &ctx, dtype, quant, kv }.decoder(progress)
+        Loader { source: Source::Noise(config), device, ctx: &ctx, dtype, options }
+            .decoder(progress)
     }
 }
 
@@ -125,8 +127,7 @@ struct Loader<'a> {
     device: &'a Device,
     ctx: &'a Ctx,
     dtype: FloatDType,
-    quant: Option<Quant>,
-    kv: KvFormat,
+    options: &'a LoadOptions,
 }
 
 impl Loader<'_> {
@@ -154,7 +155,10 @@ impl Loader<'_> {
         let head = match config.tie_embeddings {
             true => Projection { matrices: vec![Matrix::Dense(embedding.clone())], bias: None },
             // Whatever is done to the layers, the head stays as it is.
-            false => self.kept(|| Loader { quant: None, ..self }.projection(&[Slot::Head]))?,
+            false => {
+                let options = &LoadOptions { quant: None, ..*self.options };
+                self.kept(|| Loader { options, ..self }.projection(&[Slot::Head]))?
+            }
         };
         step();
         let (ctx, device, dtype) = (self.ctx.clone(), self.device.clone(), self.dtype);
@@ -164,7 +168,7 @@ impl Loader<'_> {
             ctx,
             device,
             dtype,
-            kv: self.kv,
+            kv: self.options.kv,
             captures,
             embedding,
             positions,
@@ -305,8 +309,8 @@ impl Loader<'_> {
                     Weight::Int8(weight) => {
                         let weight =
                             Int8Weight::from_host(&rows_of(weight, &stored.rows), self.device)?;
-                        if !matches!(self.quant, Some(Quant::Nf4(_))) {
-                            return Ok(Some(Matrix::Int8(weight)));
+                        if !matches!(self.options.quant, Some(Quant::Nf4(_))) {
+                            return Ok(Some(Matrix::Int8(self.rounding(weight))));
                         }
                         weight.dequantize(self.ctx, self.dtype)?
                     }
@@ -314,14 +318,24 @@ impl Loader<'_> {
                 }
             }
         };
-        let made = match self.quant {
+        let made = match self.options.quant {
             None => Ok(Matrix::Dense(dense)),
             Some(Quant::Nf4(options)) => {
                 Nf4Weight::quantize(self.ctx, dense, options).map(Matrix::FourBit)
             }
-            Some(Quant::Int8) => Int8Weight::quantize(self.ctx, dense).map(Matrix::Int8),
+            Some(Quant::Int8) => Int8Weight::quantize(self.ctx, dense)
+                .map(|weight| Matrix::Int8(self.rounding(weight))),
         };
         Ok(Some(made.map_err(|why| self.not_quantized(slot, why))?))
+    }
+
+    /// A weight whose products round what they read where that is asked for.
+    fn rounding(&self, weight: Int8Weight) -> Int8Weight {
+        let says = self.config().int8_threshold;
+        match self.options.int8_activations.unwrap_or(says.is_some()) {
+            true => weight.rounding(says.unwrap_or(THRESHOLD) as f32),
+            false => weight,
+        }
     }
 
     fn not_quantized(&self, slot: Slot, why: OpError) -> Error {

@@ -56,6 +56,7 @@ fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
         learned_positions: true,
         logit_softcap: None,
         tie_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(true),
+        int8_threshold: None,
     })
 }
 

@@ -53,6 +53,10 @@ pub struct EngineOptions {
     pub quant: Option<Quant>,
     /// How keys and values are held.
     pub kv: KvFormat,
+    /// Whether prompts multiply bytes by bytes where matrices are in 8 bits: what a product reads is rounded to a byte an
+    /// element and a scale a row, but for columns that reach a threshold (`LLM.int8()`), which is faster and less exact.
+    /// CUDA, 128 rows and more; where the files are of bitsandbytes' 8 bits, when none.
+    pub int8_activations: Option<bool>,
     /// What a shape whose config is not known gets.
     pub policy: Option<tune::Policy>,
     /// How much of the device's memory the model and its sequences may take.
@@ -594,7 +598,7 @@ fn load_options(
     if options.kv == KvFormat::Int8 && !stored.contains(&DType::I8) {
         return Err(EngineError::KvFormat { backend: profile.backend });
     }
-    Ok(LoadOptions { dtype, quant, kv: options.kv })
+    Ok(LoadOptions { dtype, quant, kv: options.kv, int8_activations: options.int8_activations })
 }
 
 /// Bytes that a device did not have, where CubeCL's error says that it is that.

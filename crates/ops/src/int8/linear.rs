@@ -29,7 +29,8 @@ pub fn int8_linear<const D: usize>(
     frozen::product(x, shape, shape[0], epilogue, |flat, activation, dtype| {
         let Flat { x, bias, gate, residual } = flat;
         let (call, words) = (Call::of(ctx), weight.words());
-        let spec = Spec { weight: weight.weight, dtype, activation };
+        let spec =
+            Spec { weight: weight.weight, activations: weight.activations, dtype, activation };
         let made =
             <Dispatch as Int8Ops>::int8_product(x, words, bias, gate, residual, spec, call.clone());
         call.failed().map_or(Ok(made), Err)

@@ -80,7 +80,11 @@ impl Int8Ops for CubeBackend {
             .map(|part| part.into_option().map(|tensor| into_contiguous(tensor).handle));
         let epilogue = EpilogueBuffers { bias, gate, residual };
         let launched = call.ctx.device(&out.device).and_then(|device| {
-            let problem = problem(m, &spec, &epilogue)?;
+            let plain = problem(m, &spec, &epilogue)?;
+            let problem = match spec.activations {
+                Some(activations) => plain.rounded_where_faster(device.profile(), activations),
+                None => plain,
+            };
             let config = call.ctx.config::<Int8Matmul>(&device, &problem)?;
             let operands = Int8MatmulOperands {
                 x: x.handle.clone(),

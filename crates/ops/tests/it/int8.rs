@@ -96,9 +96,23 @@ fn weights_are_joined_where_words_hold_one_of_them() {
     assert_eq!(values(both.dequantize(&ctx, FloatDType::F32).expect("f32")), [one, two].concat());
     let (odd, _) = quantized(&ctx, tensor([3, 5], 1, &device));
     assert!(Int8Weight::join(&[&odd, &odd]).expect("of one k").is_none());
+    let rounds = |threshold| first.clone().rounding(threshold);
+    assert!(Int8Weight::join(&[&rounds(6.0), &rounds(6.0)]).expect("of one k").is_some());
+    assert!(Int8Weight::join(&[&rounds(6.0), &rounds(0.0)]).expect("of one k").is_none());
     let error = Int8Weight::join(&[&first, &odd]).expect_err("of two k");
     assert!(matches!(error, OpError::Shape { .. }), "{error}");
     assert!(matches!(Int8Weight::join(&[]), Err(OpError::Empty)));
+}
+
+#[test]
+fn what_multiplies_no_bytes_rounds_no_x() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let (weight, _) = quantized(&ctx, tensor([8, 16], 1, &device));
+    let x = tensor::<2>([130, 16], 2, &device);
+    let run = |weight: &Int8Weight| {
+        values(int8_linear(&ctx, x.clone(), weight, Epilogue::default()).expect("valid"))
+    };
+    assert_eq!(run(&weight), run(&weight.clone().rounding(0.0)));
 }
 
 #[test]
