@@ -58,8 +58,8 @@ pub struct DecoderConfig {
     pub logit_softcap: Option<f64>,
     /// The output projection is the embedding itself.
     pub tie_embeddings: bool,
-    /// Products with weights in 8 bits round what they read to 8 bits as well, but for columns with a value of so much
-    /// and above: bitsandbytes' `llm_int8_threshold`. None where the file does not say 8 bits.
+    /// Where products with weights in 8 bits round what they read to 8 bits as well, columns with a value of so much and
+    /// above are not: bitsandbytes' `llm_int8_threshold`. None where the file does not say 8 bits.
     pub int8_threshold: Option<f64>,
 }
 

@@ -84,10 +84,10 @@ pub(crate) struct LoadArgs {
     /// Keys and values as they are computed (float), or in 8 bits: float or int8
     #[arg(long, default_value = "float", value_parser = kv_format)]
     kv_cache: KvFormat,
-    /// Whether prompts multiply bytes by bytes where matrices are in 8 bits, which is faster on CUDA and less exact (true
-    /// or false); without it for files of bitsandbytes' 8 bits
+    /// Round what prompts multiply with matrices in 8 bits to 8 bits, too, but for columns with outliers (CUDA): faster
+    /// where those are few, and less exact
     #[arg(long)]
-    int8_activations: Option<bool>,
+    int8_activations: bool,
     /// What an unknown shape gets: frozen, default or measure
     #[arg(long, default_value = "default")]
     policy: Policy,

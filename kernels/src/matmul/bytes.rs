@@ -94,8 +94,10 @@ fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> (P
     let mma = MmaPlan { codes, ..mma };
     let mma = match codes {
         Codes::Right { .. } => MmaPlan {
-            lhs: CopyPlan { shape: halves_tile(c), ..mma.lhs },
-            rhs: CopyPlan { shape: codes_tile(c), ..mma.rhs },
+            // Copies that look for edges are scheduled better, and not known why: 8 rows of 14336 x 4096 take 21.0 us of
+            // an H200 with them, 27.4 without.
+            lhs: CopyPlan { shape: halves_tile(c), exact: false, ..mma.lhs },
+            rhs: CopyPlan { shape: codes_tile(c), exact: false, ..mma.rhs },
             ..mma
         },
         Codes::Neither | Codes::Both { .. } => mma,

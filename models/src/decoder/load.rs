@@ -24,9 +24,9 @@ pub struct LoadOptions {
     pub quant: Option<Quant>,
     /// How keys and values are held.
     pub kv: KvFormat,
-    /// Whether products with matrices in 8 bits round what they read, as [`DecoderConfig::int8_threshold`] says or from
-    /// 6 on; where that says it, when none.
-    pub int8_activations: Option<bool>,
+    /// Whether products with matrices in 8 bits round what they read, from the threshold on that
+    /// [`DecoderConfig::int8_threshold`] says, or 6.
+    pub int8_activations: bool,
 }
 
 /// What matrices are quantised to.
@@ -332,7 +332,7 @@ impl Loader<'_> {
     /// A weight whose products round what they read where that is asked for.
     fn rounding(&self, weight: Int8Weight) -> Int8Weight {
         let says = self.config().int8_threshold;
-        match self.options.int8_activations.unwrap_or(says.is_some()) {
+        match self.options.int8_activations {
             true => weight.rounding(says.unwrap_or(THRESHOLD) as f32),
             false => weight,
         }

@@ -53,10 +53,11 @@ pub struct EngineOptions {
     pub quant: Option<Quant>,
     /// How keys and values are held.
     pub kv: KvFormat,
-    /// Whether prompts multiply bytes by bytes where matrices are in 8 bits: what a product reads is rounded to a byte an
-    /// element and a scale a row, but for columns that reach a threshold (`LLM.int8()`), which is faster and less exact.
-    /// CUDA, 128 rows and more; where the files are of bitsandbytes' 8 bits, when none.
-    pub int8_activations: Option<bool>,
+    /// Whether prompts multiply bytes by bytes where matrices are in 8 bits, on CUDA, from 128 rows on: what a product
+    /// reads is rounded to a byte an element and a scale a row, but for columns that reach the threshold of the files or
+    /// 6 (`LLM.int8()`). Faster where few columns do, and less exact; each of them costs a multiply-add a result, and a
+    /// model in which thousands do is slower with it.
+    pub int8_activations: bool,
     /// What a shape whose config is not known gets.
     pub policy: Option<tune::Policy>,
     /// How much of the device's memory the model and its sequences may take.
