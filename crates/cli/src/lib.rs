@@ -3,6 +3,7 @@
 
 mod bench_command;
 mod generate_command;
+mod interrupt;
 mod logits_command;
 mod model_args;
 mod monitor_command;
@@ -19,7 +20,7 @@ use anyhow::{anyhow, bail};
 use clap::{Parser, Subcommand};
 use command::OutFile;
 use flashover::report::{self, Report};
-use flashover::{Backend, DType, Device, HostTensor, Policy, run_op};
+use flashover::{Backend, DType, Device, HostTensor, Policy, QuantizeError, run_op};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 /// Runs and inspects Flashover's kernels on this machine.
@@ -110,7 +111,7 @@ fn pair(text: &str) -> Result<(String, String), String> {
 }
 
 /// Parses the command line of this process and runs what it asks for: 0 when that went well, 2 after one
-/// line of error and a hint.
+/// line of error and a hint, and what shells have of a signal after one that ended the work.
 pub fn main() -> ExitCode {
     // Runtimes warn of much that is theirs alone; ours are for the caller.
     env_logger::Builder::new()
@@ -135,6 +136,10 @@ pub fn main() -> ExitCode {
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
+        Err(e) if matches!(e.downcast_ref::<QuantizeError>(), Some(QuantizeError::Stopped)) => {
+            eprintln!("{e}");
+            ExitCode::from(interrupt::status())
+        }
         Err(e) => {
             eprintln!("error: {e:#}");
             ExitCode::from(2)

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use command::OutFile;
-use flashover::{Figures, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model};
+use flashover::{Figures, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model_until};
 
+use crate::interrupt;
 use crate::model_args::{DeviceArgs, HubArgs};
 
 #[derive(clap::Args)]
@@ -59,7 +60,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let model = args.hub.model(&args.model)?;
     let device = args.device.open()?;
-    let made = quantize_model(&device, &model, &args.output, &options)?;
+    interrupt::listen()?;
+    let made = quantize_model_until(&device, &model, &args.output, &options, &interrupt::came)?;
     let mut text = String::new();
     match file {
         Some(file) => file.write((serde_json::to_string_pretty(&made)? + "\n").as_bytes())?,

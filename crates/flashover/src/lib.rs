@@ -56,7 +56,7 @@ pub use plan::{MemoryBudget, Plan, Workload};
 pub use preset::{Chosen, Preset, UnknownPreset};
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
-    WeightFormat, quantize_model,
+    WeightFormat, quantize_model, quantize_model_until,
 };
 pub use tensor::{HostTensor, TensorError};
 pub use trace;

@@ -175,6 +175,8 @@ pub enum QuantizeError {
     Checkpoint(checkpoint::Error),
     #[error("cannot write {}: {why}\nhint: is there room, and is it yours to write?", .path.display())]
     Write { path: PathBuf, why: io::Error },
+    #[error("stopped before the model was whole; nothing was written")]
+    Stopped,
 }
 
 // By hand: as sources they would be printed twice.
@@ -205,6 +207,21 @@ pub fn quantize_model(
     output: &Path,
     options: &QuantizeOptions,
 ) -> Result<QuantizedModel, QuantizeError> {
+    quantize_model_until(device, model, output, options, &|| false)
+}
+
+/// The same, which ends before the next tensor or file once `stop` says so.
+///
+/// # Errors
+/// As [`quantize_model`]; [`QuantizeError::Stopped`].
+pub fn quantize_model_until(
+    device: &Device,
+    model: &Path,
+    output: &Path,
+    options: &QuantizeOptions,
+    stop: &dyn Fn() -> bool,
+) -> Result<QuantizedModel, QuantizeError> {
+    let go_on = || if stop() { Err(QuantizeError::Stopped) } else { Ok(()) };
     Weight::new(1, 1, options.block_size, options.nested).map_err(QuantizeError::Block)?;
     let target = Target::new(model, output)?;
     let weights = Weights::open(model)?;
@@ -215,13 +232,14 @@ pub fn quantize_model(
     let mut peaks = Peaks::start();
     let mut sizes = BTreeMap::new();
     for shard in &job.shards {
-        sizes.extend(job.write(device, staging.path(), shard, &mut peaks)?);
+        sizes.extend(job.write(device, staging.path(), shard, &mut peaks, &go_on)?);
     }
     shards::write_index(staging.path(), &job.shards, &sizes)?;
     let mut weights = Vec::new();
     let mut sums = Sums::default();
     let written = Checkpoint::open(staging.path())?;
     for matrix in job.matrices.values() {
+        go_on()?;
         let found = options.measure.then(|| job.compare(matrix, &written)).transpose()?;
         let bytes = matrix.plan()?.iter().map(|plan| sizes[&plan.name]).sum();
         let figures = Figures::new(matrix.len(), bytes, found.map(|sums| sums.errors()));
@@ -230,8 +248,9 @@ pub fn quantize_model(
         weights.push(QuantizedWeight { name, shape, figures });
     }
     drop(written);
-    folder::copy(model, staging.path(), &others)?;
+    folder::copy(model, staging.path(), &others, &go_on)?;
     folder::write(&staging.path().join("config.json"), config.as_bytes())?;
+    go_on()?;
     target.finish(staging)?;
     peaks.finish();
     let all = |of: fn(&Figures) -> u64| weights.iter().map(|w| of(&w.figures)).sum();
@@ -305,6 +324,7 @@ impl<'a> Job<'a> {
         folder: &Path,
         shard: &Shard,
         peaks: &mut Peaks,
+        go_on: &dyn Fn() -> Result<(), QuantizeError>,
     ) -> Result<Vec<(String, u64)>, QuantizeError> {
         let plans = shard.tensors.iter().flat_map(|(_, plans)| plans.iter().cloned());
         let mut writer = Writer::create(folder.join(&shard.file), plans)?;
@@ -314,6 +334,7 @@ impl<'a> Job<'a> {
             writer.write_all(tensors)
         };
         for (name, _) in &shard.tensors {
+            go_on()?;
             if let Some(matrix) = self.matrices.get(name) {
                 let quantized = matrix.quantize(device, self.checkpoint, peaks)?;
                 put(&mut writer, &quantized.tensors(name)?)?;

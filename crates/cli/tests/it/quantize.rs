@@ -1,17 +1,24 @@
 //! `flashover quantize`, against bitsandbytes and against the reference.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
 
 use checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Plan, Tensor, Weight, Writer};
-use flashover::{QuantizeError, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model};
+use flashover::{
+    QuantizeError, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model,
+    quantize_model_until,
+};
 use half::bf16;
 use models::Weights;
 use reference::{int8, nf4};
 use serde_json::Value;
 
-use crate::{cpu, fixture, flashover};
+use crate::{cpu, demo, fixture, flashover};
 
 /// Folders of NF4 with the weights that bitsandbytes made it of.
 const FIXTURES: [&str; 3] = ["llama_nf4", "phi3_nf4", "gpt2_nf4"];
@@ -343,6 +350,57 @@ fn other_files_come_along_and_weights_in_other_formats_do_not() {
     use std::os::unix::fs::PermissionsExt;
     let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode();
     assert_eq!(mode(&out), mode(&model), "as any other folder");
+}
+
+#[test]
+fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
+    let place = Place::new();
+    dense("llama_nf4", &place.path("model"), |_| {});
+    let asked = Cell::new(0);
+    let until = |most: usize, output: &str| {
+        asked.set(0);
+        let stop = || {
+            asked.set(asked.get() + 1);
+            asked.get() > most
+        };
+        let (model, output) = (place.path("model"), place.path(output));
+        let options = options(WeightFormat::Nf4, 64, true);
+        quantize_model_until(&cpu(), &model, &output, &options, &stop)
+    };
+    until(usize::MAX, "whole").expect("nobody stops it");
+    let all = asked.get();
+    // Before the first tensor, within the files, and when nothing but the name is left.
+    for most in [0, 1, all / 2, all - 1] {
+        let stopped = until(most, "out").expect_err("stopped");
+        assert!(matches!(stopped, QuantizeError::Stopped), "{stopped}");
+        assert_eq!(asked.get(), most + 1, "it ends there");
+        assert_eq!(place.names(), ["model", "whole"]);
+    }
+}
+
+#[test]
+fn signals_end_it_and_leave_nothing() {
+    let model = demo();
+    for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
+        let place = Place::new();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flashover"));
+        command.args(["quantize", "--backend", "cpu", "--report", "--output", &place.text("out")]);
+        command.arg("--model").arg(&model).stdout(Stdio::null()).stderr(Stdio::piped());
+        let child = command.spawn().expect("the program starts");
+        // A folder of its own is there while it works.
+        let begun = (0..60_000).any(|_| {
+            sleep(Duration::from_millis(1));
+            !place.names().is_empty()
+        });
+        let pid = child.id().to_string();
+        let sent = Command::new("kill").args([signal, &pid]).status().expect("kill is there");
+        let done = child.wait_with_output().expect("ends");
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(begun && sent.success(), "{said}");
+        assert_eq!(done.status.code(), Some(code), "{said}");
+        assert!(said.starts_with("stopped before ") && said.lines().count() == 1, "{said}");
+        assert!(place.names().is_empty(), "{:?}", place.names());
+    }
 }
 
 #[test]

@@ -155,8 +155,14 @@ fn is_weights(name: &str) -> bool {
 }
 
 /// Copies files of `model`, their folders made.
-pub(super) fn copy(model: &Path, to: &Path, files: &[PathBuf]) -> Result<(), QuantizeError> {
+pub(super) fn copy(
+    model: &Path,
+    to: &Path,
+    files: &[PathBuf],
+    go_on: &dyn Fn() -> Result<(), QuantizeError>,
+) -> Result<(), QuantizeError> {
     for file in files {
+        go_on()?;
         let target = to.join(file);
         let folder = target.parent().unwrap_or(to);
         fs::create_dir_all(folder).map_err(write_error(folder))?;
