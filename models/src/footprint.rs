@@ -9,7 +9,8 @@
 //!                attention     qkv, or q and what leaves attention twice, as it is and turned; of a cache in bytes
 //!                              beside them what keys and values so far stand for, which prompts read
 //!                feed-forward  norm(x), up and gate; up is the gate's epilogue's
-//!                logits        [rows of them, vocab], in f32
+//!                logits        [rows of them, vocab], in f32; where all rows want them, as many at once as take no
+//!                              more than the layers did
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
 //! small        a page of what is: shapes, lengths, tokens
 //! ```
@@ -176,6 +177,13 @@ impl DecoderConfig {
     }
 
     fn activation_bytes(&self, held: Held, load: Workload) -> u128 {
+        let x = self.hidden as u128 * Self::rows(load) * held.size();
+        let logits = load.batch as u128 * self.logits_bytes(held);
+        (x + self.layer_bytes(held, load)).max(logits)
+    }
+
+    /// What a layer has alive beside the residual stream.
+    fn layer_bytes(&self, held: Held, load: Workload) -> u128 {
         let [q, kv] = self.qkv_rows().map(|size| size as u128);
         let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
         let gate = match (self.ffn, held.matrices) {
@@ -188,9 +196,20 @@ impl DecoderConfig {
         let attention =
             attention * Self::rows(load) * held.size() + self.in_floats_bytes(held, load);
         let feed_forward = feed_forward * Self::rows(load) * held.size();
-        let layer = hidden * Self::rows(load) * held.size() + attention.max(feed_forward);
-        let logits = load.batch as u128 * (4 * self.vocab as u128 + 2 * hidden * held.size());
-        layer.max(logits)
+        attention.max(feed_forward)
+    }
+
+    /// Of a row, with what is multiplied for them.
+    fn logits_bytes(&self, held: Held) -> u128 {
+        4 * self.vocab as u128 + 2 * self.hidden as u128 * held.size()
+    }
+
+    /// How many of `rows` that passed together have logits at once, where all want them: such as take no more than the
+    /// layers did, one at least.
+    pub(crate) fn rows_with_logits(&self, held: Held, rows: usize) -> usize {
+        let load = Workload { batch: 1, positions: rows, chunk: rows };
+        let fitting = self.layer_bytes(held, load) / self.logits_bytes(held);
+        usize::try_from(fitting).unwrap_or(rows).clamp(1, rows.max(1))
     }
 
     /// What keys and values in bytes stand for, while a prompt of one sequence reads them: of the values two in f32
@@ -271,6 +290,28 @@ mod tests {
         let passing = four.activations + four.workspace;
         assert_eq!(four.passing(), passing);
         assert_eq!(four.total(), four.weights + four.cache + passing + SMALL_PAGE);
+    }
+
+    #[test]
+    fn logits_of_all_rows_take_no_more_than_was_planned() {
+        for name in shapes::names() {
+            let config = shapes::named(name).expect("published");
+            for held in [BF16, NF4, INT8] {
+                for rows in [1, 16, 2048] {
+                    let load = Workload { batch: 1, positions: rows, chunk: rows };
+                    let at_once = config.rows_with_logits(held, rows);
+                    assert!((1..=rows).contains(&at_once), "{name}: {at_once} of {rows}");
+                    let x = config.hidden as u128 * rows as u128 * held.size();
+                    let logits = at_once as u128 * config.logits_bytes(held);
+                    let planned = config.activation_bytes(held, load);
+                    assert!(at_once == 1 || x + logits <= planned, "{name}: {logits} {planned}");
+                }
+            }
+        }
+        let llama = shapes::named("llama-3-8b").expect("published");
+        // norm(x), gate and up of 2048 rows, over logits in f32 of one and what they are made of.
+        let fitting = 2048 * 2 * (4096 + 2 * 14_336) / (4 * 128_256 + 2 * 2 * 4096);
+        assert_eq!(llama.rows_with_logits(BF16, 2048), fitting);
     }
 
     #[test]

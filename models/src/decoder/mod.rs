@@ -196,21 +196,57 @@ impl Decoder {
         let tokens: Vec<&[u32]> = tokens.iter().map(AsRef::as_ref).collect();
         let _at_work = ops::at_work();
         let seq = self.check(cache, &tokens)?;
-        let longest = cache.longest() + seq;
-        if !cache.turns_for(&self.config, longest, &self.device) {
-            // Keys were turned by other frequencies than a sequence of this length asks for.
-            if cache.batch() > 1 {
-                return Err(Error::Stretched { length: longest });
-            }
-            let whole = [cache.tokens(0), tokens[0]].concat();
-            cache.clear();
-            cache.turn_for(&self.config, longest, &self.device);
+        if let Some(whole) = self.anew(cache, &tokens, seq)? {
             let logits = self.chunks(cache, &[&whole], rows)?;
             let from = if rows == Rows::All { whole.len() - seq } else { 0 };
             let to = logits.dims()[0];
             return Ok(logits.slice_dim(0, from..to));
         }
         self.chunks(cache, &tokens, rows)
+    }
+
+    /// Lets the next tokens of one sequence pass and gives the logits after each of them, `[rows, vocab]` in f32, to
+    /// `each`, some rows at a time: those of all are never on the device together, and take what passing took.
+    ///
+    /// # Errors
+    /// As [`Decoder::forward`], and those of `each`, after which the cache is as after one of ours.
+    pub fn forward_each<E: From<Error>>(
+        &self,
+        cache: &mut KvCache,
+        tokens: &[u32],
+        mut each: impl FnMut(Tensor<2>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let _at_work = ops::at_work();
+        let seq = self.check(cache, &[tokens])?;
+        let whole = self.anew(cache, &[tokens], seq)?;
+        let before = cache.lengths();
+        let passing = whole.as_deref().unwrap_or(tokens);
+        let passed = self.each_chunk(cache, passing, passing.len() - seq, &mut each);
+        if passed.is_err() {
+            cache.cut(&before);
+        }
+        passed
+    }
+
+    /// All tokens of a sequence, and its cache empty, where its keys were turned by other frequencies than one of `seq`
+    /// tokens more asks for.
+    fn anew(
+        &self,
+        cache: &mut KvCache,
+        tokens: &[&[u32]],
+        seq: usize,
+    ) -> Result<Option<Vec<u32>>, Error> {
+        let longest = cache.longest() + seq;
+        if cache.turns_for(&self.config, longest, &self.device) {
+            return Ok(None);
+        }
+        if cache.batch() > 1 {
+            return Err(Error::Stretched { length: longest });
+        }
+        let whole = [cache.tokens(0), tokens[0]].concat();
+        cache.clear();
+        cache.turn_for(&self.config, longest, &self.device);
+        Ok(Some(whole))
     }
 
     /// How many tokens there are of each sequence.
@@ -270,9 +306,7 @@ impl Decoder {
             let _first = trace::first(|| "prompt");
             let _prompt = trace::span(|| format!("prompt {}", to - from));
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
-            let step = Step::of(&part, cache, &self.device);
-            let x = self.layers(cache.memory(), &step)?;
-            cache.push(&part);
+            let (x, step) = self.chunk(cache, &part)?;
             if rows == Rows::All {
                 let shape = [batch, to - from, self.config.vocab];
                 all.push(self.logits(x)?.reshape(shape));
@@ -281,6 +315,41 @@ impl Decoder {
             }
         }
         Ok(joined(all, 1).reshape([batch * seq, self.config.vocab]))
+    }
+
+    /// The logits of the rows after the first `skipped`, some at a time.
+    fn each_chunk<E: From<Error>>(
+        &self,
+        cache: &mut KvCache,
+        tokens: &[u32],
+        skipped: usize,
+        each: &mut impl FnMut(Tensor<2>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if tokens.len() == 1 {
+            return each(self.all_chunks(cache, &[tokens], Rows::All)?);
+        }
+        for from in (0..tokens.len()).step_by(CHUNK) {
+            let to = (from + CHUNK).min(tokens.len());
+            let _first = trace::first(|| "prompt");
+            let _prompt = trace::span(|| format!("prompt {}", to - from));
+            let (x, _) = self.chunk(cache, &[&tokens[from..to]])?;
+            let (rows, begin) = (to - from, skipped.clamp(from, to) - from);
+            let parts = rows.div_ceil(self.config.rows_with_logits(self.held(), rows));
+            let at_once = rows.div_ceil(parts);
+            for row in (begin..rows).step_by(at_once) {
+                let end = (row + at_once).min(rows);
+                each(self.logits(x.clone().slice_dim(0, row..end))?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What leaves the last layer of tokens that pass together.
+    fn chunk(&self, cache: &mut KvCache, part: &[&[u32]]) -> Result<(Tensor<2>, Step), Error> {
+        let step = Step::of(part, cache, &self.device);
+        let x = self.layers(cache.memory(), &step)?;
+        cache.push(part);
+        Ok((x, step))
     }
 
     /// The logits after a step of one token of each sequence.

@@ -76,6 +76,35 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     }
 }
 
+/// Logits that come some rows at a time are those that come together, of positions that all turn anew, too.
+#[test]
+fn logits_of_all_rows_come_in_parts() {
+    for name in ["llama", "gemma2", "gpt2", "phi3_nf4", "llama_dynamic"] {
+        let decoder = in_f32(name);
+        let (vocab, Golden { prompt, .. }) = (decoder.config().vocab, golden(name));
+        // The last part of the one whose rope stretches passes the length at which it does.
+        let long: Vec<u32> = prompt.iter().copied().cycle().take(40).collect();
+        let [mut whole, mut parts] = [(); 2].map(|()| decoder.cache(1, long.len()).expect("short"));
+        for own in [&long[..24], &long[24..25], &long[25..]] {
+            let want = values(decoder.forward(&mut whole, &[own], Rows::All).expect("room"));
+            let (mut have, mut most) = (Vec::new(), 0);
+            let passed = decoder.forward_each(&mut parts, own, |logits| {
+                most = most.max(logits.dims()[0]);
+                have.extend(values(logits));
+                Ok::<_, Error>(())
+            });
+            passed.expect("room");
+            assert_eq!((want.len(), parts.tokens(0)), (own.len() * vocab, whole.tokens(0)));
+            assert!(distance(&have, &want) < 1e-5, "{name}: {} tokens", own.len());
+            assert!(own.len() < 24 || most < 24, "{name}: {most} rows at once");
+        }
+        let mut cache = decoder.cache(1, 8).expect("short");
+        let failed =
+            decoder.forward_each(&mut cache, &prompt[..8], |_| Err(Error::Failed("no".into())));
+        assert!(matches!(failed, Err(Error::Failed(_))) && cache.lengths() == [0]);
+    }
+}
+
 /// Prompts of different lengths, prefilled one by one and in parts, decode together as alone.
 #[test]
 fn batches_and_parts_of_prompts_change_nothing() {

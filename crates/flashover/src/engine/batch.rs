@@ -46,7 +46,7 @@ impl Engine {
         for (prompt, tokens) in prompts.iter().enumerate() {
             let _at_work = ops::at_work();
             let mut session = self.session(room)?;
-            let after = session.pass(tokens.as_ref(), Rows::Last)?;
+            let after = session.pass(tokens.as_ref())?;
             let seen = tokens.as_ref().to_vec();
             growing.extend((0..completions).map(|completion| Growing {
                 prompt,
@@ -81,7 +81,7 @@ impl Engine {
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
         let one = |tokens: &[u32], completion| {
             let mut session = self.session(room)?;
-            let logits = session.pass(tokens, Rows::Last)?;
+            let logits = session.pass(tokens)?;
             let seen = tokens.to_vec();
             let mut own = [Growing { prompt: 0, completion, seen, tokens: Vec::new(), end: None }];
             self.grow(&mut own, session.into_cache(), logits, request)?;

@@ -69,14 +69,23 @@ impl Session {
         self.cache.clear();
     }
 
-    /// Lets tokens pass, and gives the logits after each of them, `[tokens, vocab]`.
+    /// Lets tokens pass, and gives the logits after each of them, `[tokens, vocab]`. They leave the device as they come,
+    /// and take no more of it than was planned.
     ///
     /// # Errors
     /// [`EngineError::EmptyPrompt`]; [`EngineError::Model`] for tokens that the model does not have or that the
     /// session has no room for.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
-        let logits = self.pass(tokens, Rows::All)?;
-        self.engine.on_host(logits)
+        if tokens.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        let Self { engine, cache } = self;
+        let mut logits = Vec::new();
+        engine.decoder().forward_each(cache, tokens, |made| {
+            logits.extend(engine.on_host(made)?);
+            Ok::<_, EngineError>(())
+        })?;
+        Ok(logits)
     }
 
     /// Lets `prompt` pass, after [`Session::tokens`], and generates.
@@ -89,7 +98,7 @@ impl Session {
         request: &Request,
     ) -> Result<Tokens<'_>, EngineError> {
         request.sampling.check()?;
-        let logits = self.pass(prompt, Rows::Last)?;
+        let logits = self.pass(prompt)?;
         let (request, tokens) = (request.clone(), self.cache.tokens(0));
         let picker = Picker::new(&self.engine, request.sampling, &[tokens]);
         let place = Place { position: tokens.len(), completion: 0 };
@@ -106,12 +115,12 @@ impl Session {
         })
     }
 
-    /// Logits on the device, to be used before the next step.
-    pub(super) fn pass(&mut self, tokens: &[u32], rows: Rows) -> Result<Tensor<2>, EngineError> {
+    /// Logits after the last of the tokens, on the device, to be used before the next step.
+    pub(super) fn pass(&mut self, tokens: &[u32]) -> Result<Tensor<2>, EngineError> {
         if tokens.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        Ok(self.engine.decoder().forward(&mut self.cache, &[tokens], rows)?)
+        Ok(self.engine.decoder().forward(&mut self.cache, &[tokens], Rows::Last)?)
     }
 }
 
@@ -124,7 +133,7 @@ impl Tokens<'_> {
     /// The token after the last one, which passes.
     fn pick(&mut self) -> Result<Token, EngineError> {
         let last = self.last.take().expect("a token was given out, or one is next");
-        let logits = self.session.pass(&[last], Rows::Last)?;
+        let logits = self.session.pass(&[last])?;
         let place = Place { position: self.session.tokens().len(), completion: 0 };
         let mut picked = self.picker.pick(self.session.engine(), logits, &[place])?;
         Ok(picked.pop().expect("a token a row"))
