@@ -387,6 +387,110 @@ mod tests {
         }
     }
 
+    const NAME: &str = "it's \"7B\", v2";
+
+    /// One with nothing missing, or with all that may be.
+    fn sample(whole: bool) -> Row {
+        Row {
+            build_version: "0.0.0",
+            gpu_info: "Card".to_owned(),
+            backends: "cuda".to_owned(),
+            arch_id: "cuda-sm90".to_owned(),
+            model_filename: NAME.to_owned(),
+            model_type: "llama".to_owned(),
+            model_size: 3 << 30,
+            model_n_params: if whole { 8_030_261_248 } else { 4_740_352 },
+            compute: "bf16".to_owned(),
+            quant: whole.then(|| "4-bit".to_owned()),
+            kv: if whole { "int8" } else { "float" },
+            n_batch: 2,
+            n_prompt: if whole { 512 } else { 0 },
+            n_gen: if whole { 0 } else { 128 },
+            n_depth: 0,
+            test_time: "2026-01-02T03:04:05Z".to_owned(),
+            avg_ns: 2.5e8,
+            stddev_ns: 0.0,
+            avg_ts: 4096.0,
+            stddev_ts: 1.25,
+            first_token_ns: 1.5e6,
+            bandwidth_share: whole.then_some(0.5),
+            mfu: whole.then_some(0.25),
+            joules_per_token: whole.then_some(0.125),
+            load_ns: 1e9,
+            reserved_bytes: 1 << 30,
+            ceiling_gbps: 1000.0,
+            ceiling_gflops: whole.then_some(2000.0),
+            samples_ns: vec![2.5e8, 2.5e8],
+            samples_ts: vec![4095.0, 4097.0],
+        }
+    }
+
+    /// Both, as they are printed.
+    fn printed(format: Format) -> String {
+        let mut printer = Printer::new(format);
+        let rows = [true, false].map(|whole| printer.row(&sample(whole)).expect("numbers"));
+        rows.concat() + &printer.end()
+    }
+
+    #[test]
+    fn tables_are_for_people() {
+        let want = HEAD.to_owned()
+            + "| llama bf16 4-bit, kv int8 | 3.00 GiB | 8.03 B | cuda | 2 | pp512 | 4096.00 ± 1.25 | 1.5 ms | 50.0% | \
+               25.0% | 0.125 | 1.00 GiB |\n\
+               | llama bf16 | 3.00 GiB | 4.74 M | cuda | 2 | tg128 | 4096.00 ± 1.25 | 1.5 ms |  |  |  | 1.00 GiB |\n";
+        assert_eq!(printed(Format::Md), want);
+    }
+
+    #[test]
+    fn json_is_the_rows() {
+        let want = [true, false].map(|whole| serde_json::to_value(sample(whole)).expect("numbers"));
+        let read = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("JSON");
+        let all = read(&printed(Format::Json));
+        assert_eq!(all.as_array().map(Vec::as_slice), Some(&want[..]));
+        let lines: Vec<_> = printed(Format::Jsonl).lines().map(read).collect();
+        assert_eq!(lines, want);
+        assert_eq!((&lines[1]["model_filename"], &lines[1]["n_gen"]), (&NAME.into(), &128.into()));
+        assert!(lines[1]["quant"].is_null() && lines[1]["mfu"].is_null());
+        assert_eq!(Printer::new(Format::Json).end(), "", "of no rows nothing");
+    }
+
+    #[test]
+    fn csv_has_a_column_a_field_whatever_is_in_it() {
+        let text = printed(Format::Csv);
+        let mut reader = csv::Reader::from_reader(text.as_bytes());
+        let names = reader.headers().expect("a line of names").clone();
+        let rows = reader.records().collect::<Result<Vec<_>, _>>().expect("as many fields each");
+        assert_eq!(rows.len(), 2);
+        let field = |row: usize, name: &str| {
+            let at = names.iter().position(|own| own == name).expect("a column");
+            rows[row][at].to_owned()
+        };
+        assert_eq!([field(0, "model_filename"), field(1, "model_filename")], [NAME, NAME]);
+        assert_eq!([field(0, "quant"), field(1, "quant")], ["4-bit", ""]);
+        assert_eq!([field(0, "mfu"), field(1, "mfu")], ["0.25", ""]);
+        assert_eq!(field(1, "samples_ts"), "4095.0,4097.0");
+    }
+
+    #[test]
+    fn sql_makes_a_table_once() {
+        let text = printed(Format::Sql);
+        let (table, rows) = text.split_once(");\n").expect("a table");
+        assert!(table.starts_with("CREATE TABLE IF NOT EXISTS flashover_bench (\n"), "{table}");
+        for column in ["build_version TEXT", "model_size INTEGER", "avg_ns REAL", "quant TEXT"] {
+            assert!(table.contains(&format!("\n  {column},\n")), "{column}: {table}");
+        }
+        let rows: Vec<&str> = rows.lines().collect();
+        let into = "INSERT INTO flashover_bench (build_version, gpu_info, ";
+        assert!(rows.len() == 2 && rows.iter().all(|row| row.starts_with(into)), "{rows:?}");
+        assert!(rows.iter().all(|row| row.contains(", 'it''s \"7B\", v2', ")), "{rows:?}");
+        assert!(rows[0].contains(", '4-bit', 'int8', ") && rows[0].contains(", '0.5', '0.25', "));
+        assert!(rows[1].contains(", NULL, 'float', ") && rows[1].contains(", NULL, NULL, NULL, "));
+        // What is absent from the first row is a column of its type, too.
+        let first = Printer::new(Format::Sql).row(&sample(false)).expect("numbers");
+        let columns = |text: &str| text.split_once(");\n").expect("a table").0.to_owned();
+        assert_eq!(columns(&first), table);
+    }
+
     #[test]
     fn means_have_deviations() {
         assert_eq!(mean(&[1.0, 2.0, 3.0]), (2.0, 1.0));
