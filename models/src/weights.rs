@@ -8,7 +8,7 @@ use std::path::Path;
 use checkpoint::{Checkpoint, Dtype, Reason, Tensor, Weight};
 
 use crate::names::{Param, Side, Slot};
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Matrices, config, fields};
 
 /// A checkpoint that holds exactly the parameters of a configuration. Files stay mapped: what is asked for
 /// is read, one tensor at a time.
@@ -18,6 +18,7 @@ pub struct Weights {
     checkpoint: Checkpoint,
     prefix: &'static str,
     params: BTreeMap<(Slot, Side), Param>,
+    claimed: Option<Matrices>,
 }
 
 /// A parameter as a checkpoint holds it: `rows` of a tensor, or columns of one stored `[in, out]`.
@@ -38,8 +39,9 @@ impl Weights {
     /// # Errors
     /// As [`DecoderConfig::open`] and [`Weights::new`]; [`Error::Checkpoint`] for files that cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
-        let config = DecoderConfig::open(&folder)?;
-        Self::new(config, Checkpoint::open(folder)?)
+        let text = fields::read(&folder.as_ref().join("config.json"))?;
+        let weights = Self::new(DecoderConfig::from_json(&text)?, Checkpoint::open(folder)?)?;
+        Ok(Self { claimed: config::claimed(&text), ..weights })
     }
 
     /// Takes a checkpoint's tensors for the parameters of `config`. Whether a matrix is quantised is told by
@@ -61,11 +63,16 @@ impl Weights {
         survey.ignore(&config, prefix);
         survey.finish()?;
         let params = params.into_iter().map(|param| ((param.slot, param.side), param)).collect();
-        Ok(Self { config, checkpoint, prefix, params })
+        Ok(Self { config, checkpoint, prefix, params, claimed: None })
     }
 
     pub fn config(&self) -> &DecoderConfig {
         &self.config
+    }
+
+    /// What config.json says that matrices of layers are in, where they are quantised. Tensors decide.
+    pub(crate) const fn claimed(&self) -> Option<Matrices> {
+        self.claimed
     }
 
     /// The tensors themselves, by the names that the files have.

@@ -10,6 +10,7 @@ use ops::{Ctx, Int8Weight, Nf4Options, Nf4Weight, NormWeights, OpError};
 use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
+use super::surprises::surprises;
 use super::{Decoder, Layer};
 use crate::config::THRESHOLD;
 use crate::footprint::{Held, KvFormat, Matrices};
@@ -93,6 +94,7 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
+        surprises(weights, options.quant)?.iter().for_each(|line| log::warn!("{line}"));
         Loader { source: Source::Files(weights), device, ctx: &ctx, dtype, options }
             .decoder(progress)
     }

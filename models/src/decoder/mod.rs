@@ -21,6 +21,7 @@ mod cells;
 mod load;
 mod projection;
 mod step;
+mod surprises;
 
 use std::ops::Range;
 

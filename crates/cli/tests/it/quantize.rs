@@ -352,6 +352,35 @@ fn other_files_come_along_and_weights_in_other_formats_do_not() {
     assert_eq!(mode(&out), mode(&model), "as any other folder");
 }
 
+/// What is logged as `logits` loads a folder.
+fn logged(folder: &Path, more: &[&str]) -> String {
+    let model = folder.to_str().expect("UTF-8");
+    let args = ["logits", "--backend", "cpu", "--tokens", "1,2,3", "--output", "/dev/null"];
+    let done = flashover(&[&args[..], &["--model", model], more].concat());
+    let said = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(done.status.success(), "{said}");
+    said
+}
+
+#[test]
+fn what_stays_as_it_is_against_what_one_may_expect_is_said_once() {
+    let place = Place::new();
+    dense("llama_nf4", &place.path("model"), |_| {});
+    fs::remove_file(place.path("model/tokenizer.json")).expect("there");
+    let options = options(WeightFormat::Fp4, 64, true);
+    place.quantize(&options).expect("a model");
+    assert!(!logged(&place.path("out"), &[]).contains("FP4"));
+    let said = logged(&place.path("out"), &["--quant", "nf4"]);
+    assert_eq!(said.matches("in FP4").count(), 1, "{said}");
+    assert!(!logged(&place.path("model"), &[]).contains("load_in"));
+    // The configuration of 4 bits, with dense tensors.
+    fs::copy(fixture("llama_nf4").join("config.json"), place.path("model/config.json"))
+        .expect("copied");
+    let said = logged(&place.path("model"), &[]);
+    assert_eq!(said.matches("`quantization_config.load_in_4bit` is true").count(), 1, "{said}");
+    assert!(!logged(&place.path("model"), &["--quant", "nf4"]).contains("load_in"));
+}
+
 #[test]
 fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
     let place = Place::new();
