@@ -141,7 +141,7 @@ fn common(family: Family, fields: &Fields<'_>, defaults: Defaults) -> Result<Dec
         max_seq,
         layers: vec![layer; fields.layers("num_hidden_layers")?],
         ropes: rope.into_iter().collect(),
-        norm: Norm { kind: NormKind::Rms, eps: fields.positive("rms_norm_eps")? },
+        norm: Norm { kind: NormKind::Rms, eps: fields.eps("rms_norm_eps")? },
         placement: NormPlacement::Before,
         qk_norm: false,
         softcap: None,

@@ -77,6 +77,17 @@ impl<'a> Fields<'a> {
         })
     }
 
+    /// What is added to a mean square, in f32.
+    pub(crate) fn optional_eps(&self, field: &str) -> Result<Option<f64>, Error> {
+        self.optional(field, "a number above 0 that f32 reaches", |value| {
+            value.as_f64().filter(|number| *number > 0.0 && (*number as f32).is_finite())
+        })
+    }
+
+    pub(crate) fn eps(&self, field: &str) -> Result<f64, Error> {
+        self.optional_eps(field)?.ok_or_else(|| self.missing(field))
+    }
+
     pub(crate) fn positive(&self, field: &str) -> Result<f64, Error> {
         self.optional_positive(field)?.ok_or_else(|| self.missing(field))
     }

@@ -283,7 +283,18 @@ fn refusals_name_the_field_and_the_value() {
             json!({ "hidden_size": 66 }),
             "`hidden_size` is 66, which is not a multiple of `num_attention_heads`, 4",
         ),
-        (json!({ "rms_norm_eps": 0 }), "`rms_norm_eps` is 0, which is not a number above 0"),
+        (
+            json!({ "rms_norm_eps": 0 }),
+            "`rms_norm_eps` is 0, which is not a number above 0 that f32 reaches",
+        ),
+        (
+            json!({ "rms_norm_eps": -1e-6 }),
+            "`rms_norm_eps` is -1e-6, which is not a number above 0 that f32 reaches",
+        ),
+        (
+            json!({ "rms_norm_eps": 1e300 }),
+            "`rms_norm_eps` is 1e+300, which is not a number above 0 that f32 reaches",
+        ),
         (
             json!({ "num_hidden_layers": 2_000_000_000 }),
             "`num_hidden_layers` is 2000000000, which is not an integer from 1 to 10000",

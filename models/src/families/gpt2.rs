@@ -31,7 +31,7 @@ fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
         Layer { window: None, rope: None, scale }
     };
     let activation = crate::config::activation(fields, "activation_function")?;
-    let eps = fields.optional_positive("layer_norm_epsilon")?.unwrap_or(1e-5);
+    let eps = fields.optional_eps("layer_norm_epsilon")?.unwrap_or(1e-5);
     Ok(DecoderConfig {
         family,
         hidden,
