@@ -313,8 +313,16 @@ impl ModelArgs {
 
 /// Refuses to write over a file that the model is read from.
 pub(crate) fn spared(folder: &ModelFolder, target: &OutFile) -> anyhow::Result<()> {
+    all_spared(folder.files(), target)
+}
+
+/// Refuses to write over one of the files that are read.
+pub(crate) fn all_spared(
+    files: impl IntoIterator<Item = PathBuf>,
+    target: &OutFile,
+) -> anyhow::Result<()> {
     let is_target = |file: &PathBuf| OutFile::new(file).is_ok_and(|file| file.is_same(target));
-    match folder.files().into_iter().find(is_target) {
+    match files.into_iter().find(is_target) {
         Some(file) => {
             bail!("{} is read and written\nhint: name another file to write", file.display())
         }

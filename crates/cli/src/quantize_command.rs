@@ -1,14 +1,15 @@
 //! `flashover quantize`.
 
 use std::fmt::Write;
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use command::OutFile;
 use flashover::{Figures, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model_until};
 
 use crate::interrupt;
-use crate::model_args::{DeviceArgs, HubArgs};
+use crate::model_args::{DeviceArgs, HubArgs, all_spared};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -59,6 +60,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         measure: args.report.is_some(),
     };
     let model = args.hub.model(&args.model)?;
+    // All of them are read: what is no weight is copied.
+    file.as_ref().map_or(Ok(()), |file| all_spared(files(&model), file))?;
     let device = args.device.open()?;
     interrupt::listen()?;
     let made = quantize_model_until(&device, &model, &args.output, &options, &interrupt::came)?;
@@ -72,6 +75,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     text += &format!("{} on {name} ({})\n", args.output.display(), device.backend());
     text += &summary(&made);
     Ok(command::print(&text)?)
+}
+
+/// The files of a folder and of those in it, but for what is hidden.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let (mut files, mut folders) = (Vec::new(), vec![folder.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        // What cannot be read is refused as a model is.
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+            match entry.file_type() {
+                _ if hidden => {}
+                Ok(kind) if kind.is_dir() => folders.push(entry.path()),
+                _ => files.push(entry.path()),
+            }
+        }
+    }
+    files
 }
 
 /// One line a weight, and one of all.

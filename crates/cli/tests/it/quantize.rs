@@ -456,6 +456,8 @@ fn bad_models_are_refused_and_nothing_is_left() {
     fs::write(place.path("cut/model.safetensors"), &whole[..whole.len() - 8]).expect("written");
     std::os::unix::fs::symlink("nowhere", place.path("link")).expect("linked");
     fs::write(place.path("file"), "x").expect("written");
+    let weights = place.text("model/model.safetensors");
+    let whole = fs::read(&weights).expect("there");
     let before = place.names();
     let coded = fixture("gpt2_nf4").to_str().expect("UTF-8").to_owned();
     let quantize = |model: &str, output: &str, more: &[&str]| {
@@ -483,6 +485,7 @@ fn bad_models_are_refused_and_nothing_is_left() {
         (with(&["--quant", "nf3"]), "unknown quantisation `nf3`".into()),
         (with(&["--profile", "rtx4090"]), "--backend".into()),
         (with(&["--report", &place.text("absent/x.json")]), "there is no folder".into()),
+        (with(&["--report", &weights]), "is read and written".into()),
     ] {
         let text = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(2), "{words}: {text}");
@@ -492,4 +495,5 @@ fn bad_models_are_refused_and_nothing_is_left() {
         assert!(!text.contains("panicked"), "{text}");
     }
     assert_eq!(place.names(), before, "nothing half-written");
+    assert!(fs::read(&weights).expect("there") == whole, "nothing written over");
 }
