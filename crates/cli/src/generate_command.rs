@@ -3,12 +3,12 @@
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use flashover::{End, Engine, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
 use crate::model_args::{
-    ModelArgs, SamplingArgs, TraceArgs, Tracing, spared, standard_input, unread,
+    ModelArgs, SamplingArgs, TraceArgs, Tracing, spared, standard_input, text_file, unread,
 };
 
 #[derive(clap::Args)]
@@ -56,10 +56,7 @@ const ROOM: usize = 64;
 pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let text = match (&args.prompt, &args.prompt_file, &args.tokens) {
         (Some(prompt), ..) => Some(prompt.clone()),
-        (_, Some(file), _) => Some(std::fs::read_to_string(file).map_err(|why| {
-            let hint = "hint: --prompt-file names a file in UTF-8";
-            anyhow!("cannot read {}: {why}\n{hint}", file.display())
-        })?),
+        (_, Some(file), _) => Some(text_file(file, "--prompt-file")?),
         (.., Some(_)) => None,
         (None, None, None) => Some(standard_input()?),
     };

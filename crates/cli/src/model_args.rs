@@ -1,7 +1,8 @@
 //! What every command with a model takes.
 
 use std::collections::BTreeMap;
-use std::io::{IsTerminal, Read};
+use std::fs::File;
+use std::io::{self, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -180,13 +181,31 @@ pub(crate) struct SamplingArgs {
 
 /// The text that is piped in.
 pub(crate) fn standard_input() -> anyhow::Result<String> {
-    let mut text = String::new();
-    std::io::stdin().read_to_string(&mut text).map_err(|why| unread(&why))?;
-    Ok(text)
+    text_of(io::stdin()).map_err(|why| unread(&why))
+}
+
+/// The text of a file that `flag` names.
+pub(crate) fn text_file(file: &Path, flag: &str) -> anyhow::Result<String> {
+    File::open(file).and_then(text_of).map_err(|why| {
+        anyhow!("cannot read {}: {why}\nhint: {flag} names a file in UTF-8", file.display())
+    })
+}
+
+/// The most that a text has: more tokens than any model has positions for.
+const TEXT_BYTES: u64 = 64 << 20;
+
+/// All of a text, unless it goes on as `/dev/zero` does.
+fn text_of(from: impl Read) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    from.take(TEXT_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > TEXT_BYTES {
+        return Err(io::Error::other(format!("it has more than {} MiB", TEXT_BYTES >> 20)));
+    }
+    String::from_utf8(bytes).map_err(|why| io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
 /// Why standard input gave no text.
-pub(crate) fn unread(why: &std::io::Error) -> anyhow::Error {
+pub(crate) fn unread(why: &io::Error) -> anyhow::Error {
     anyhow!("cannot read standard input: {why}\nhint: pipe text in UTF-8 into it")
 }
 
@@ -239,7 +258,7 @@ fn kv_format(text: &str) -> Result<KvFormat, String> {
 /// A bar, on a terminal.
 fn bar(template: &str) -> anyhow::Result<ProgressBar> {
     // One of length 0 is full before it begins.
-    let bar = match std::io::stderr().is_terminal() {
+    let bar = match io::stderr().is_terminal() {
         true => ProgressBar::no_length(),
         false => ProgressBar::hidden(),
     };
@@ -481,6 +500,19 @@ impl SamplingArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_that_does_not_end_is_refused() {
+        let refused = |why: io::Result<String>| why.expect_err("no text").to_string();
+        assert_eq!(refused(text_of(io::repeat(b'x'))), "it has more than 64 MiB");
+        // Cut within a character.
+        let long = io::repeat(b'x').take(TEXT_BYTES).chain("\u{2581}".as_bytes());
+        assert_eq!(refused(text_of(long)), "it has more than 64 MiB");
+        assert!(refused(text_of(&[0xc3][..])).contains("utf-8"));
+        assert_eq!(text_of("\u{2581}x".as_bytes()).ok().as_deref(), Some("\u{2581}x"));
+        let most = text_of(io::repeat(b'x').take(TEXT_BYTES));
+        assert_eq!(most.map(|text| text.len() as u64).ok(), Some(TEXT_BYTES));
+    }
 
     #[test]
     fn sizes_have_units() {

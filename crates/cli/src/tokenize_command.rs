@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use flashover::Tokenizer;
 
-use crate::model_args::{HubArgs, standard_input};
+use crate::model_args::{HubArgs, standard_input, text_file};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -40,9 +40,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let text = match (&args.prompt, &args.text) {
         (Some(prompt), _) => prompt.clone(),
-        (_, Some(file)) => std::fs::read_to_string(file).map_err(|why| {
-            anyhow!("cannot read {}: {why}\nhint: --text names a file in UTF-8", file.display())
-        })?,
+        (_, Some(file)) => text_file(file, "--text")?,
         (None, None) => standard_input()?,
     };
     let ids: Vec<String> = tokenizer.encode(&text, true)?.iter().map(u32::to_string).collect();

@@ -273,6 +273,7 @@ fn the_command_refuses_what_is_wrong() {
         refused(&good, text, "has no tokenizer.json\nhint: ");
     }
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
+    refused(&good, &["--prompt-file", "/dev/zero"], "/dev/zero: it has more than 64 MiB\nhint: ");
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
     refused(
