@@ -224,6 +224,16 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         }
         messages.push(Message::new("user", line));
         let mut all = engine.encode_chat(&messages)?;
+        if all.len() > context {
+            // Without what there is to forget.
+            let alone = [&messages[..kept], &messages[messages.len() - 1..]].concat();
+            let need = engine.encode_chat(&alone)?.len();
+            if need > context {
+                eprintln!("the message is dropped: it takes {need} positions, of {context}");
+                messages.pop();
+                continue;
+            }
+        }
         let mut dropped = 0;
         while all.len() + ROOM > context && messages.len() > kept + 1 {
             // A question with its answer: many templates refuse roles that do not take turns.

@@ -121,6 +121,19 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
     assert!(out.stdout.is_empty() && said.contains("refuses these messages: roles"), "{said}");
 }
 
+#[test]
+fn a_message_that_is_too_long_is_dropped_and_the_conversation_goes_on() {
+    let long = "Once upon a time there was a cat. ".repeat(40);
+    let lines = format!("One day\n{long}\nThe end\n");
+    let out = chat(&lines, &["--context", "110", "--ignore-eos"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{said}");
+    assert_eq!(said.matches("the message is dropped: it takes ").count(), 1, "{said}");
+    assert_eq!(said.matches(" tokens of prompt, ").count(), 2, "{said}");
+    // What was said before is not forgotten for it.
+    assert!(!said.contains("outgrew"), "{said}");
+}
+
 /// A tokenizer as Llama 2's drops the space that a text begins with.
 #[test]
 fn answers_of_a_batch_begin_as_one_alone_does() {
