@@ -45,6 +45,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         session.clear();
         logits.extend(session.logits(part)?);
     }
+    if let Some(first) = logits.iter().position(|logit| logit.is_nan()) {
+        let count = logits.iter().filter(|logit| logit.is_nan()).count();
+        let (all, token) = (logits.len(), first / engine.config().vocab);
+        eprintln!(
+            "warning: {count} of {all} logits are NaN, the first after token {token}\nhint: f32 and bf16 reach further \
+             than f16, which ends at 65504; where it is not that, the weights hold NaN"
+        );
+    }
     let ids: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
     let shape = [tokens.len(), engine.config().vocab];
     let outputs = BTreeMap::from([

@@ -84,6 +84,34 @@ fn logits_of_a_window_are_those_of_its_tokens_alone() {
     assert!(close(&run("5,6,7,8,9", &["--window", "9"]), &whole), "a window may be larger");
 }
 
+/// Written they are, for whoever looks for where they come from.
+#[test]
+fn logits_that_are_nan_are_written_and_warned_of() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    fs::copy(fixture("llama").join("config.json"), path("config.json")).expect("copied");
+    let mut bytes = fs::read(fixture("llama").join("model.safetensors")).expect("there");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let norm = file.tensor("model.norm.weight").expect("there").data();
+    let at = norm.as_ptr() as usize - bytes.as_ptr() as usize;
+    // All bits are NaN in every float.
+    bytes[at..at + 4].fill(0xff);
+    fs::write(path("model.safetensors"), bytes).expect("written");
+    let (model, output) = (folder.path().to_str().expect("UTF-8"), path("out.safetensors"));
+    let output = output.to_str().expect("UTF-8");
+    let args = ["logits", "--model", model, "--backend", "cpu", "--tokens", "1,2"];
+    let out = flashover(&[&args[..], &["--output", output]].concat());
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{said}");
+    assert!(
+        said.contains("warning: 320 of 320 logits are NaN, the first after token 0\nhint: "),
+        "{said}"
+    );
+    let written = Checkpoint::open(output).expect("written");
+    let written = written.tensor("logits").expect("there");
+    assert!(written.f32s().expect("f32").iter().all(|logit| logit.is_nan()));
+}
+
 /// A conversation with the demo model by a template that refuses roles that do not take turns, and system messages.
 fn chat(lines: &str, more: &[&str]) -> Output {
     let folder = tempfile::tempdir().expect("a folder");
