@@ -125,10 +125,11 @@ fn several(
 ) -> anyhow::Result<()> {
     let begin = Stopwatch::start();
     let answers = engine.generate_batch(&[prompt], completions.into(), request)?;
-    let (mut all, mut shown) = (0, String::new());
+    let (mut all, mut shown, mut ends) = (0, String::new(), String::new());
     for (at, answer) in answers.iter().flatten().enumerate() {
         let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
         all += ids.len();
+        ends += &format!("answer {at}: {} tokens; {}\n", ids.len(), reason(Some(answer.end)));
         if text {
             shown += &format!("--- {at}\n{}\n", engine.decode_after(prompt, &ids)?);
         } else {
@@ -139,7 +140,7 @@ fn several(
     command::print(&shown)?;
     let seconds = begin.elapsed().as_secs_f64();
     eprintln!(
-        "loaded in {load:.1} s; {completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
+        "{ends}loaded in {load:.1} s; {completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
         prompt.len(),
         all as f64 / seconds
     );
@@ -179,19 +180,24 @@ fn write(session: &mut Session, prompt: &[u32], request: &Request) -> anyhow::Re
 
 /// `first` and `all` are seconds from the beginning, to the first token and to the end.
 fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>) -> String {
-    let why = match end {
-        Some(End::Eos) => "the model ended",
-        Some(End::Stop) => "a stop came up",
-        Some(End::Length) => "as many as asked for",
-        Some(End::Context) => "the context is full",
-        None => "not ended",
-    };
+    let why = reason(end);
     let rate = tokens.saturating_sub(1) as f64 / (all - first).max(1e-9);
     format!(
         "{prompt} tokens of prompt, first token after {:.0} ms; {tokens} tokens, {rate:.1} tokens/s after \
          the first; {why}",
         first * 1e3
     )
+}
+
+/// Why an answer ended.
+const fn reason(end: Option<End>) -> &'static str {
+    match end {
+        Some(End::Eos) => "the model ended",
+        Some(End::Stop) => "a stop came up",
+        Some(End::Length) => "as many as asked for",
+        Some(End::Context) => "the context is full",
+        None => "not ended",
+    }
 }
 
 pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {

@@ -39,6 +39,9 @@ fn the_command_writes_tokens_and_logits() {
     let out = run("generate", &more);
     let want = list(&greedy[..5]);
     assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{want}\n{want}\n"));
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    let ends = "answer 0: 5 tokens; as many as asked for\nanswer 1: 5 tokens; as many as asked for\nloaded in ";
+    assert!(said.contains(ends), "{said}");
     // A rope that stretches has no end of its own.
     let dynamic = fixture("llama_dynamic");
     let dynamic = dynamic.to_str().expect("UTF-8");
