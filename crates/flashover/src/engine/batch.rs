@@ -21,7 +21,8 @@ struct Growing {
 }
 
 impl Engine {
-    /// `completions` answers to each of several prompts, which decode together; each prompt passes once. The
+    /// `completions` answers to each of several prompts, which decode together; each prompt passes once. Of a model
+    /// whose rope stretches within the room that they need, answers go one by one, and the prompt passes for each. The
     /// result is `[prompts][completions]`, each drawn with the random numbers that it would have alone.
     ///
     /// # Errors
