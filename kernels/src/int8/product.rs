@@ -31,13 +31,13 @@
 //!
 //! | m    | int8         | before        | x rounded   | bf16 | NF4  |
 //! |------|--------------|---------------|-------------|------|------|
-//! | 1    | 20.5 `Fused` | 21.3 `Lanes`  |             | 32.0 | 12.0 |
+//! | 1    | 20.6 `Fused` | 21.3 `Lanes`  |             | 32.0 | 12.0 |
 //! | 4    | 20.8 `Fused` | 31.7 `Lanes`  |             |      | 12.1 |
-//! | 8    | 21.0 `Fused` | 50.2 `Lanes`  | 33.4 `Bytes` | 32.8 | 12.0 |
-//! | 16   | 24.7 `Fused` | 84.1 `Dense`  | 37.1 `Bytes` |      |      |
-//! | 64   | 46.8 `Fused` | 85.5 `Dense`  | 46.4 `Bytes` | 35.4 | 39.2 |
-//! | 512  | 192 `Dense`  | 189 `Dense`   | 108 `Bytes` | 153  | 204  |
-//! | 4096 | 1112 `Dense` | 1131 `Dense`  | 686 `Bytes` | 1093 | 1126 |
+//! | 8    | 20.8 `Fused` | 50.2 `Lanes`  | 32.5 `Bytes` | 32.8 | 12.0 |
+//! | 16   | 21.3 `Fused` | 84.1 `Dense`  | 36.9 `Bytes` |      |      |
+//! | 64   | 42.2 `Fused` | 85.5 `Dense`  | 46.7 `Bytes` | 35.4 | 39.2 |
+//! | 512  | 193 `Dense`  | 189 `Dense`   | 106 `Bytes` | 153  | 204  |
+//! | 4096 | 1158 `Dense` | 1131 `Dense`  | 681 `Bytes` | 1093 | 1126 |
 //!
 //! `Fused` decodes what a plane multiplies once for all its rows, and again in each row of planes: at 64 rows that is
 //! what it is short of (a warp a scheduler), at 512 rows 230 us. A row of fewer results, 4096 x 4096, takes `Lanes` 8.4
@@ -580,7 +580,7 @@ fn check_bytes(arch: &ArchProfile, p: &Int8MatmulProblem, c: &MmaConfig) -> Resu
     Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
 }
 
-/// Rows from which on bytes are faster: 64 of 14336 x 4096 take an H200 46.4 us, and 46.8 decoded.
+/// Rows from which on bytes are faster: 64 of 14336 x 4096 take an H200 46.7 us, and 42.2 decoded; 512 106 and 193.
 const ROUNDED: u32 = 128;
 /// Bytes that a copy moves.
 const CHUNK: u32 = 16;

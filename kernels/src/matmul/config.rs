@@ -708,17 +708,15 @@ impl Plan {
                 let wide = c.plane_tile().1 % 32 == 0 && wide_out;
                 let even = if problem.n % 2 == 0 { 2 } else { 1 };
                 let units = c.units() as usize;
-                let copies = |shape, width, exact| CopyPlan { shape, width, units, exact };
-                // Rows of groups end anywhere.
-                let m = !problem.grouped && problem.m % c.tile_m == 0;
-                let (n, k) = (problem.n % c.tile_n == 0, problem.k % c.tile_k == 0);
+                let exact = exact(c.tile_m, c.tile_n, c.tile_k);
+                let copies = |shape, width| CopyPlan { shape, width, units, exact };
                 Self {
                     path: Path::Mma(MmaPlan {
                         config: MmaConfig { parts: 1, ..c },
-                        lhs: copies(c.lhs_tile(lhs, elem), widest[0], m && k),
-                        rhs: copies(c.rhs_tile(rhs, elem), widest[1], n && k),
+                        lhs: copies(c.lhs_tile(lhs, elem), widest[0]),
+                        rhs: copies(c.rhs_tile(rhs, elem), widest[1]),
                         inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
-                        exact: m && n && k,
+                        exact,
                         partial: c.parts > 1,
                         half_sums: problem.precision.sums() == DType::F16,
                         codes: Codes::Neither,
