@@ -165,6 +165,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             .context("a case of the suite is invalid")?;
         Ok(Case { problem: Problem::Matmul(problem), peer: false })
     };
+    let mut normed = Vec::new();
     match (scale, suite) {
         (Scale::Host, Suite::Quick) => {
             add(1, [512; 3], ROWS, F32, true)?;
@@ -225,6 +226,11 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                     add(1, [m, 4096, 14336], layouts, Bf16, false)?;
                 }
             }
+            for n in [6144, 14336] {
+                let plain = MatmulProblem::dense(1, [1, n, 4096], LINEAR, Bf16);
+                let plain = plain.context("a case of the suite is invalid")?;
+                normed.push(of_norm(Problem::Matmul(plain)));
+            }
             // What stands beside the products with weights in 4 bits.
             for [m, n, k] in [
                 [1, 4096, 4096],
@@ -261,6 +267,7 @@ fn all(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
             }
         }
     }
+    cases.extend(normed);
     cases.push(match scale {
         Scale::Gpu => grouped(8, [4096; 3], Bf16)?,
         Scale::Host => grouped(4, [512; 3], F32)?,
@@ -392,6 +399,16 @@ fn decodes(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     Ok(cases)
 }
 
+/// The same product of rows that it normalises.
+fn of_norm(mut problem: Problem) -> Case {
+    match &mut problem {
+        Problem::Matmul(p) => p.norm = Some(NormKind::Rms),
+        Problem::Nf4Matmul(p) => p.norm = Some(NormKind::Rms),
+        _ => unreachable!("no other product normalises"),
+    }
+    Case { problem, peer: false }
+}
+
 /// Square products in bf16 with a weight in 4 bits, and with one in 8.
 fn squares_of_bytes(size: u32) -> anyhow::Result<[Case; 2]> {
     let invalid = "a case of the suite is invalid";
@@ -424,7 +441,7 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         let problem = Nf4MatmulProblem { epilogue: silu, ..problem };
         Ok(Case { problem: Problem::Nf4Matmul(problem), peer: false })
     };
-    let mut pairs = Vec::new();
+    let (mut pairs, mut normed) = (Vec::new(), Vec::new());
     let dtype = match scale {
         Scale::Host => {
             product(1, 4096, 4096, DType::F32)?;
@@ -457,6 +474,12 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
                 for m in [1, 8, 16, 512] {
                     pairs.push(gated(m, 28672, 4096, bf16)?);
                 }
+                for m in [1, 8] {
+                    let plain = Nf4MatmulProblem::new(m, weight(6144, 4096)?, bf16);
+                    let plain = plain.context("a case of the suite is invalid")?;
+                    normed.push(of_norm(Problem::Nf4Matmul(plain)));
+                    normed.push(of_norm(gated(m, 28672, 4096, bf16)?.problem));
+                }
                 product(8, 4096, 4096, bf16)?;
                 product(1, 14336, 4096, DType::F16)?;
             }
@@ -464,6 +487,7 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
         }
     };
     cases.extend(pairs);
+    cases.extend(normed);
     // The order of back ends that have no use for tiles.
     let (n, k) = if scale == Scale::Gpu { (14336, 4096) } else { (4096, 4096) };
     let weight_in_rows = Weight { order: Order::Rows, ..weight(n, k)? };

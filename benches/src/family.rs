@@ -79,6 +79,9 @@ impl Family for Matmul {
         if !epilogue.is_empty() {
             params.insert("epilogue".to_owned(), epilogue.join("+").into());
         }
+        if let Some(norm) = p.norm {
+            params.insert("norm".to_owned(), norm.name().into());
+        }
         params
     }
 
@@ -110,17 +113,19 @@ impl Family for Matmul {
     }
 
     fn torch(p: &MatmulProblem) -> Option<Value> {
-        Some(json!({
-            "op": Self::NAME,
-            "m": p.m,
-            "n": p.n,
-            "k": p.k,
-            "batch": p.batch(),
-            "dtype": p.precision.name(),
-            "lhs": p.lhs.layout.name(),
-            "rhs": p.rhs.layout.name(),
-            "rows": p.grouped.then(|| p.uneven_rows()),
-        }))
+        p.norm.is_none().then(|| {
+            json!({
+                "op": Self::NAME,
+                "m": p.m,
+                "n": p.n,
+                "k": p.k,
+                "batch": p.batch(),
+                "dtype": p.precision.name(),
+                "lhs": p.lhs.layout.name(),
+                "rhs": p.rhs.layout.name(),
+                "rows": p.grouped.then(|| p.uneven_rows()),
+            })
+        })
     }
 }
 
@@ -327,6 +332,9 @@ impl Family for Nf4Matmul {
         if p.glu {
             params.insert("glu".to_owned(), true.into());
         }
+        if let Some(norm) = p.norm {
+            params.insert("norm".to_owned(), norm.name().into());
+        }
         params
     }
 
@@ -352,6 +360,9 @@ impl Family for Nf4Matmul {
     }
 
     fn torch(p: &Nf4MatmulProblem) -> Option<Value> {
+        if p.norm.is_some() {
+            return None;
+        }
         let mut case = bitsandbytes(Self::NAME, p.m, &p.weight, p.dtype);
         case["glu"] = p.glu.into();
         Some(case)

@@ -145,7 +145,7 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     jobs
 }
 
-/// What runs on a device: every edge case with the config that it gets unmeasured and the one that was
+/// What runs on a device: every edge case with the config that it gets unmeasured, the simplest where that is none, and the one that was
 /// measured for it, then fewer cases with every measured config and, with `configs`, every candidate.
 fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = Vec::new();
@@ -156,11 +156,12 @@ fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) ->
             let first = K::candidates(arch, problem).into_iter().take(1);
             let key = Key::of::<K>(&arch.id, problem);
             let known = tuned.iter().filter(|(of, ..)| **of == key).map(|(.., config)| *config);
-            let few = feasible::<K>(arch, problem, first.chain(known));
+            let mut few = feasible::<K>(arch, problem, first.chain(known));
             if few.is_empty() {
-                let why = K::simplest(arch, problem).err();
-                let why = why.map_or_else(|| "no config fits".to_owned(), |why| why.to_string());
-                jobs.push(job::<K>(&case, Err(why)));
+                match K::simplest(arch, problem) {
+                    Ok(config) => few.push(config),
+                    Err(why) => jobs.push(job::<K>(&case, Err(why.to_string()))),
+                }
             }
             jobs.extend(few.into_iter().map(|config| job::<K>(&case, Ok(config))));
         }

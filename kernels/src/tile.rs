@@ -577,6 +577,35 @@ pub(crate) fn store_word(at: u32, word: u32) {
     );
 }
 
+/// Stores four words at shared address `at`, a multiple of 16.
+#[cube]
+pub(crate) fn store_words(at: u32, words: Vector<u32, Const<4>>) {
+    gpu_asm!(
+        "st.shared.v4.b32 [{at}], {{{a}, {b}, {c}, {d}}};",
+        at = in(_) u32::cast_from(at),
+        a = in(_) u32::cast_from(words.extract(0usize)),
+        b = in(_) u32::cast_from(words.extract(1usize)),
+        c = in(_) u32::cast_from(words.extract(2usize)),
+        d = in(_) u32::cast_from(words.extract(3usize)),
+        options(explicit_mem, writes_address_space shared)
+    );
+}
+
+/// `a · b + c` of two pairs of bf16, each rounded once.
+#[cube]
+pub(crate) fn fma_pairs(a: u32, b: u32, c: u32) -> u32 {
+    let pair: u32;
+    gpu_asm!(
+        "fma.rn.bf16x2 {pair}, {a}, {b}, {c};",
+        pair = out(_) pair,
+        a = in(_) u32::cast_from(a),
+        b = in(_) u32::cast_from(b),
+        c = in(_) u32::cast_from(c),
+        options(pure, nomem)
+    );
+    pair
+}
+
 /// `len` words of a fragment from `from` on, as the instruction takes them.
 #[cube]
 pub(crate) fn typed<I: Float, NF: Size>(

@@ -276,6 +276,7 @@ pub fn matmul(
             ..EpilogueBuffers::default()
         },
         rows: None,
+        norm: None,
     };
     let scratch = Matmul::scratch(device, &problem, &config);
     Matmul::launch(device, &problem, &config, &operands, scratch.as_ref());

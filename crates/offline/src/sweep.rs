@@ -165,6 +165,9 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
         if p.glu {
             name += " glu";
         }
+        if let Some(norm) = p.norm {
+            name += &format!(" norm {}", norm.name());
+        }
         name
     }));
     all.extend(instances_of::<Int8Dequantize>(arch, int8_dequantizes(), |p| {
@@ -290,6 +293,11 @@ fn matmuls() -> Vec<Case<Matmul>> {
             cases.push(Case { problem, most: usize::MAX, clean: 1 });
         }
     }
+    for (m, kind) in [(1, NormKind::Rms), (2, NormKind::RmsPlusOne)] {
+        let problem = dense([m, 14336, 4096], [row, col], Bf16);
+        let problem = MatmulProblem { norm: Some(kind), ..problem };
+        cases.push(Case { problem, most: usize::MAX, clean: 1 });
+    }
     let thin = dense([8, 4096, 14336], [row, col], Bf16);
     let thin = MatmulProblem { epilogue: everything, ..thin };
     cases.push(Case { problem: thin, most: 2, clean: 1 });
@@ -329,6 +337,9 @@ fn matmul_name(p: &MatmulProblem) -> String {
         name += &format!(" groups={}", p.batch());
     }
     p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
+    if let Some(norm) = p.norm {
+        name += &format!(" norm {}", norm.name());
+    }
     name
 }
 
@@ -497,6 +508,13 @@ fn nf4s() -> Vec<Case<Nf4Matmul>> {
         let gated = product(m, weight).gated_by_half().expect("halves are whole");
         let problem = Nf4MatmulProblem { epilogue: silu, ..gated };
         cases.push(Case { problem, most, clean: 1 });
+        let problem = Nf4MatmulProblem { norm: Some(NormKind::Rms), ..problem };
+        cases.push(Case { problem, most, clean: 1 });
+    }
+    for (m, weight) in [(1, weights()[0]), (8, weights()[0]), (1, weights()[2])] {
+        let norm = Some(NormKind::RmsPlusOne);
+        let problem = Nf4MatmulProblem { norm, ..product(m, weight) };
+        cases.push(Case { problem, most: 2, clean: 1 });
     }
     cases
 }

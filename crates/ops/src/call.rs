@@ -6,17 +6,26 @@ use arch::DType;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, DispatchDevice, ExtensionType};
 use burn::tensor::{Device, Int, IntDType, Shape, Tensor};
+use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::server::Handle;
+use kernels::matmul::{EpilogueBuffers, NormBuffers};
+use kernels::norm::NormProblem;
 use tune::Kernel;
 
 use crate::{Ctx, OpError};
 
 /// Whether `device` runs our kernels.
 pub(crate) fn on_cubecl(device: &Device) -> Result<(), OpError> {
+    cube_of(device).map(drop)
+}
+
+/// `device` as CubeCL has it.
+pub(crate) fn cube_of(device: &Device) -> Result<CubeDevice, OpError> {
     match device.clone().inner().as_dispatch() {
-        DispatchDevice::Cube(_) => Ok(()),
+        DispatchDevice::Cube(device) => Ok(device.clone()),
         other => Err(OpError::Device(format!("{other:?}"))),
     }
 }
@@ -113,6 +122,60 @@ pub(crate) fn launch<K: Kernel>(
     K::launch(device, problem, config, operands, scratch);
 }
 
+/// What a product is given beside its operands, each there or not.
+#[derive(Clone, ExtensionType)]
+pub(crate) struct Parts<B: Backend> {
+    #[extension_type]
+    pub(crate) bias: Optional<B>,
+    #[extension_type]
+    pub(crate) gate: Optional<B>,
+    #[extension_type]
+    pub(crate) residual: Optional<B>,
+    /// The weight of a norm of the rows that are multiplied.
+    #[extension_type]
+    pub(crate) norm: Optional<B>,
+}
+
+impl<B: Backend> Parts<B> {
+    pub(crate) fn bias(bias: Option<FloatTensor<B>>) -> Self {
+        let absent = || Optional::Absent;
+        Self { bias: Optional::of(bias), gate: absent(), residual: absent(), norm: absent() }
+    }
+
+    /// The same on another back end.
+    pub(crate) fn map<C: Backend>(self, of: impl Fn(FloatTensor<B>) -> FloatTensor<C>) -> Parts<C> {
+        let Self { bias, gate, residual, norm } = self;
+        let part = |part: Optional<B>| Optional::of(part.into_option().map(&of));
+        Parts { bias: part(bias), gate: part(gate), residual: part(residual), norm: part(norm) }
+    }
+
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &FloatTensor<B>> {
+        [&self.bias, &self.gate, &self.residual, &self.norm].into_iter().filter_map(|part| {
+            match part {
+                Optional::Absent => None,
+                Optional::Present(tensor) => Some(tensor),
+            }
+        })
+    }
+}
+
+impl Parts<CubeBackend> {
+    /// What a product that normalises reads of its norm, dense.
+    pub(crate) fn norm_buffers(&self, norm: Option<NormProblem>) -> Option<NormBuffers> {
+        let (norm, weight) = norm.zip(self.norm.clone().into_option())?;
+        Some(NormBuffers { weight: into_contiguous(weight).handle, eps: norm.eps })
+    }
+
+    /// What an epilogue reads, dense.
+    pub(crate) fn buffers(self) -> EpilogueBuffers {
+        let Self { bias, gate, residual, .. } = self;
+        let dense = |part: Optional<CubeBackend>| {
+            part.into_option().map(|tensor| into_contiguous(tensor).handle)
+        };
+        EpilogueBuffers { bias: dense(bias), gate: dense(gate), residual: dense(residual) }
+    }
+}
+
 /// `Option`, which does not cross Burn's dispatch.
 #[derive(Clone, ExtensionType)]
 pub(crate) enum Optional<B: Backend> {
@@ -123,6 +186,10 @@ pub(crate) enum Optional<B: Backend> {
 impl<B: Backend> Optional<B> {
     pub(crate) fn of(tensor: Option<FloatTensor<B>>) -> Self {
         tensor.map_or(Self::Absent, Self::Present)
+    }
+
+    pub(crate) const fn is_present(&self) -> bool {
+        matches!(self, Self::Present(_))
     }
 
     pub(crate) fn into_option(self) -> Option<FloatTensor<B>> {

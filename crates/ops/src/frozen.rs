@@ -5,16 +5,18 @@ use burn::backend::Dispatch;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::Tensor;
 use kernels::matmul::Activation;
+use kernels::norm::NormProblem;
 
-use crate::call::{Optional, float_of, on_cubecl};
+use crate::call::{Optional, Parts, float_of, on_cubecl};
 use crate::{Epilogue, OpError};
 
 /// Arguments as matrices: x `[m, k]`, bias `[n]`, gate and residual of the result.
 pub(crate) struct Flat {
     pub(crate) x: FloatTensor<Dispatch>,
-    pub(crate) bias: Optional<Dispatch>,
-    pub(crate) gate: Optional<Dispatch>,
-    pub(crate) residual: Optional<Dispatch>,
+    pub(crate) parts: Parts<Dispatch>,
+    pub(crate) activation: Option<Activation>,
+    pub(crate) norm: Option<NormProblem>,
+    pub(crate) dtype: DType,
 }
 
 /// `multiply` by a weight `[n, k]` whose result has so many columns, for arguments that fit.
@@ -27,7 +29,7 @@ pub(crate) fn product<const D: usize>(
     [n, k]: [usize; 2],
     columns: usize,
     epilogue: Epilogue<D>,
-    multiply: impl FnOnce(Flat, Option<Activation>, DType) -> Result<FloatTensor<Dispatch>, OpError>,
+    multiply: impl FnOnce(Flat) -> Result<FloatTensor<Dispatch>, OpError>,
 ) -> Result<Tensor<D>, OpError> {
     on_cubecl(&x.device())?;
     let need = x.dtype();
@@ -45,7 +47,8 @@ pub(crate) fn product<const D: usize>(
     shape[D - 1] = columns;
     epilogue.check_dtypes(need, need)?;
     epilogue.check_shapes(n, shape)?;
-    let Epilogue { bias, activation, gate, residual, out, tf32 } = epilogue;
+    let problem = epilogue.norm_of(&x)?;
+    let Epilogue { bias, activation, gate, residual, out, tf32, norm } = epilogue;
     if let Some(out) = out.filter(|out| burn::tensor::DType::from(*out) != need) {
         return Err(OpError::DType { what: "the result", have: out.into(), need });
     }
@@ -60,10 +63,16 @@ pub(crate) fn product<const D: usize>(
         |t: Option<Tensor<D>>| Optional::of(t.map(|t| t.reshape([rows, columns]).into_dispatch()));
     let flat = Flat {
         x: x.reshape([rows, k]).into_dispatch(),
-        bias: Optional::of(bias.map(Tensor::into_dispatch)),
-        gate: flat(gate),
-        residual: flat(residual),
+        parts: Parts {
+            bias: Optional::of(bias.map(Tensor::into_dispatch)),
+            gate: flat(gate),
+            residual: flat(residual),
+            norm: Optional::of(norm.map(|norm| norm.weight.into_dispatch())),
+        },
+        activation,
+        norm: problem,
+        dtype,
     };
-    let made = multiply(flat, activation, dtype)?;
+    let made = multiply(flat)?;
     Ok(Tensor::<2>::from_dispatch(made).reshape(shape))
 }

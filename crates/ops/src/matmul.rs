@@ -24,13 +24,15 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::matmul::{
-    Activation, EpilogueBuffers, Matmul, MatmulOperands, MatmulProblem, Precision,
-};
+use kernels::matmul::{Activation, Layout, Matmul, MatmulOperands, MatmulProblem, Precision};
+use kernels::norm::{NormKind, NormProblem};
 use tune::Kernel;
 
-use crate::call::{Call, Optional, launch, on_cubecl};
+use crate::call::{
+    Call, Optional, Parts, cube_of, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
+};
 use crate::layout::{Matrices, broadcast, fold};
+use crate::norm::{NormOps, normalised};
 use crate::{Ctx, OpError};
 
 /// What is done to a product before it is stored, for a result of rank `D`.
@@ -47,11 +49,34 @@ pub struct Epilogue<const D: usize> {
     pub out: Option<FloatDType>,
     /// Lets tensor cores round f32 operands to 10 mantissa bits.
     pub tf32: bool,
+    /// What is done to the rows that are multiplied, before: in the same launch where few rows meet a weight that
+    /// lies along k ([`takes_norm`]), else in one of its own.
+    pub norm: Option<RowNorm>,
+}
+
+/// `x / rms · weight` of each row x: see [`NormKind`]. It has no gradient.
+///
+/// # Shapes
+/// weight `[k]`, in the dtype of the rows.
+#[derive(Debug, Clone)]
+pub struct RowNorm {
+    pub weight: Tensor<1>,
+    pub kind: NormKind,
+    /// Added to the mean of the squares.
+    pub eps: f32,
 }
 
 impl<const D: usize> Default for Epilogue<D> {
     fn default() -> Self {
-        Self { bias: None, activation: None, gate: None, residual: None, out: None, tf32: false }
+        Self {
+            bias: None,
+            activation: None,
+            gate: None,
+            residual: None,
+            out: None,
+            tf32: false,
+            norm: None,
+        }
     }
 }
 
@@ -73,6 +98,17 @@ impl<const D: usize> Epilogue<D> {
             }
         }
         Ok(())
+    }
+
+    /// The norm of rows `lhs`, all of them, where there is one.
+    pub(crate) fn norm_of(&self, lhs: &Tensor<D>) -> Result<Option<NormProblem>, OpError> {
+        let Some(RowNorm { weight, kind, eps }) = &self.norm else { return Ok(None) };
+        let (dims, dtype) = (lhs.dims(), lhs.dtype());
+        let k = dims[D - 1];
+        same_shape("norm", &weight.dims(), &[k])?;
+        same_dtype("norm", weight.dtype(), dtype)?;
+        let rows = size_of(dims[..D - 1].iter().product())?;
+        Ok(Some(NormProblem::new(rows, size_of(k)?, float_of(dtype)?, *kind, *eps)?))
     }
 
     /// The bias has `bias` elements, the matrices the result's shape.
@@ -105,18 +141,22 @@ pub fn matmul<const D: usize>(
     epilogue: Epilogue<D>,
 ) -> Result<Tensor<D>, OpError> {
     on_cubecl(&lhs.device())?;
-    let (spec, shape) = validate(&lhs, &rhs, &epilogue)?;
+    let (mut spec, shape) = validate(&lhs, &rhs, &epilogue)?;
     if shape.contains(&0) {
         return Ok(Tensor::<D>::zeros(shape, &lhs.device()).cast(spec.out));
     }
-    let Epilogue { bias, gate, residual, .. } = epilogue;
+    spec.norm = epilogue.norm_of(&lhs)?;
+    let Epilogue { bias, gate, residual, norm, .. } = epilogue;
     let call = Call::of(ctx);
     let out = <Dispatch as MatmulOps>::product(
         lhs.into_dispatch(),
         rhs.into_dispatch(),
-        Optional::of(bias.map(Tensor::into_dispatch)),
-        Optional::of(gate.map(Tensor::into_dispatch)),
-        Optional::of(residual.map(Tensor::into_dispatch)),
+        Parts {
+            bias: Optional::of(bias.map(Tensor::into_dispatch)),
+            gate: Optional::of(gate.map(Tensor::into_dispatch)),
+            residual: Optional::of(residual.map(Tensor::into_dispatch)),
+            norm: Optional::of(norm.map(|norm| norm.weight.into_dispatch())),
+        },
         spec,
         call.clone(),
     );
@@ -144,11 +184,30 @@ pub fn linear<const D: usize>(
     let rows: usize = shape[..D - 1].iter().product();
     shape[D - 1] = n;
     epilogue.check_shapes(n, shape)?;
-    let Epilogue { bias, activation, gate, residual, out, tf32 } = epilogue;
+    let Epilogue { bias, activation, gate, residual, out, tf32, norm } = epilogue;
     let flat = |t: Tensor<D>| t.reshape([rows, n]);
     let (gate, residual) = (gate.map(flat), residual.map(flat));
-    let epilogue = Epilogue { bias, activation, gate, residual, out, tf32 };
+    let epilogue = Epilogue { bias, activation, gate, residual, out, tf32, norm };
     Ok(matmul(ctx, x.reshape([rows, k]), weight, epilogue)?.reshape(shape))
+}
+
+/// Whether [`linear`] normalises rows `x` in the launch that multiplies them with a weight `[k, n]` that lies as
+/// `[n, k]`. Where it does not, several products of the same rows share one [`norm`](crate::norm()).
+///
+/// # Errors
+/// Dtypes that are not multiplied, a device without our kernels.
+pub fn takes_norm(
+    ctx: &Ctx,
+    x: &Tensor<2>,
+    weight: &Tensor<2>,
+    kind: NormKind,
+) -> Result<bool, OpError> {
+    let device = ctx.device(&cube_of(&x.device())?)?;
+    let ([m, k], [_, n]) = (x.dims(), weight.dims());
+    let sizes = [size_of(m)?, size_of(n)?, size_of(k)?];
+    let precision = precision_of(float_of(x.dtype())?);
+    let plain = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)?;
+    Ok(Matmul::takes_norm(device.profile(), &MatmulProblem { norm: Some(kind), ..plain }))
 }
 
 /// What remains of an epilogue without its tensors.
@@ -157,6 +216,7 @@ pub(crate) struct Spec {
     precision: Precision,
     activation: Option<Activation>,
     out: FloatDType,
+    norm: Option<NormProblem>,
 }
 
 fn validate<const D: usize>(
@@ -196,18 +256,16 @@ fn validate<const D: usize>(
     }
     epilogue.check_dtypes(need, out.into())?;
     epilogue.check_shapes(n, shape)?;
-    Ok((Spec { precision, activation: *activation, out }, shape))
+    Ok((Spec { precision, activation: *activation, out, norm: None }, shape))
 }
 
 #[backend_extension(Cube, Autodiff)]
-pub(crate) trait MatmulOps: Backend {
+pub(crate) trait MatmulOps: NormOps {
     /// Sizes and dtypes are those of a validated call, and no size is 0 but k.
     fn product(
         lhs: FloatTensor<Self>,
         rhs: FloatTensor<Self>,
-        #[extension_type] bias: Optional<Self>,
-        #[extension_type] gate: Optional<Self>,
-        #[extension_type] residual: Optional<Self>,
+        #[extension_type] parts: Parts<Self>,
         spec: Spec,
         call: Call,
     ) -> FloatTensor<Self>;
@@ -217,19 +275,19 @@ impl MatmulOps for CubeBackend {
     fn product(
         lhs: CubeTensor,
         rhs: CubeTensor,
-        bias: Optional<Self>,
-        gate: Optional<Self>,
-        residual: Optional<Self>,
+        parts: Parts<Self>,
         spec: Spec,
         call: Call,
     ) -> CubeTensor {
-        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
+        let operands = [lhs.clone(), rhs.clone()];
         let (l, r) = (lhs.meta.shape().clone(), rhs.meta.shape().clone());
         let rank = l.num_dims();
         let batch = broadcast(&l[..rank - 2], &r[..rank - 2]).expect("validated");
         let (m, k, n) = (l[rank - 2], l[rank - 1], r[rank - 1]);
         let shape = Shape::from(batch.iter().copied().chain([m, n]).collect::<Vec<_>>());
         if k == 0 {
+            let Parts { bias, gate, residual, .. } = parts;
+            let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
             let zeros = Self::float_zeros(shape, &lhs.device, spec.out);
             let sum = match bias {
                 Some(bias) => {
@@ -253,12 +311,6 @@ impl MatmulOps for CubeBackend {
             (rhs, right) = Matrices::of_any(spread(rhs.clone(), k, n), &batch);
             fold(&batch, &left.steps, &right.steps).expect("dense batches fold into one axis")
         });
-        let out = empty_device_contiguous_dtype(
-            lhs.client.clone(),
-            lhs.device.clone(),
-            shape,
-            spec.out.into(),
-        );
         let problem = MatmulProblem {
             m: m as u32,
             n: n as u32,
@@ -269,26 +321,36 @@ impl MatmulOps for CubeBackend {
             precision: spec.precision,
             out: dtype(spec.out),
             epilogue: kernels::matmul::Epilogue {
-                bias: bias.is_some(),
+                bias: parts.bias.is_present(),
                 activation: spec.activation,
-                gate: gate.is_some(),
-                residual: residual.is_some(),
+                gate: parts.gate.is_present(),
+                residual: parts.residual.is_present(),
             },
             grouped: false,
+            norm: spec.norm.map(|norm| norm.kind),
         };
-        let dense = |t: Option<CubeTensor>| t.map(|t| into_contiguous(t).handle);
+        let device = call.ctx.device(&lhs.device);
+        let takes = |d: &arch::Device| Matmul::takes_norm(d.profile(), &problem);
+        if spec.norm.is_some() && !device.as_ref().is_ok_and(takes) {
+            let [lhs, rhs] = operands;
+            let (lhs, parts) = normalised(lhs, parts, spec.norm, &call);
+            return Self::product(lhs, rhs, parts, Spec { norm: None, ..spec }, call);
+        }
+        let out = empty_device_contiguous_dtype(
+            lhs.client.clone(),
+            lhs.device.clone(),
+            shape,
+            spec.out.into(),
+        );
         let operands = MatmulOperands {
             lhs: lhs.handle,
             rhs: rhs.handle,
             out: out.handle.clone(),
-            epilogue: EpilogueBuffers {
-                bias: dense(bias),
-                gate: dense(gate),
-                residual: dense(residual),
-            },
+            norm: parts.norm_buffers(spec.norm),
+            epilogue: parts.buffers(),
             rows: None,
         };
-        let launched = call.ctx.device(&out.device).and_then(|device| {
+        let launched = device.and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;
             let scratch = Matmul::scratch(&device, &problem, &config);
             launch::<Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
@@ -359,25 +421,21 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
     fn product(
         lhs: FloatTensor<Self>,
         rhs: FloatTensor<Self>,
-        bias: Optional<Self>,
-        gate: Optional<Self>,
-        residual: Optional<Self>,
+        parts: Parts<Self>,
         spec: Spec,
         call: Call,
     ) -> FloatTensor<Self> {
+        if ![&lhs, &rhs].into_iter().chain(parts.tensors()).any(|t| t.is_tracked()) {
+            let (lhs, rhs) = (Self::inner(lhs), Self::inner(rhs));
+            return Self::from_inner(B::product(lhs, rhs, parts.map(Self::inner), spec, call));
+        }
+        let (lhs, parts) = normalised(lhs, parts, spec.norm, &call);
+        let spec = Spec { norm: None, ..spec };
+        let Parts { bias, gate, residual, .. } = parts;
         let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
-        let plain = gate.is_none() && residual.is_none() && spec.activation.is_none();
-        if !plain {
-            let tensors = [Some(&lhs), Some(&rhs), bias.as_ref(), gate.as_ref(), residual.as_ref()];
-            if !tensors.into_iter().flatten().any(|t| t.is_tracked()) {
-                let inner = |t: Option<FloatTensor<Self>>| Optional::of(t.map(Self::inner));
-                let (lhs, rhs) = (Self::inner(lhs), Self::inner(rhs));
-                let (bias, gate, residual) = (inner(bias), inner(gate), inner(residual));
-                return Self::from_inner(B::product(lhs, rhs, bias, gate, residual, spec, call));
-            }
+        if gate.is_some() || residual.is_some() || spec.activation.is_some() {
             let bare = Spec { activation: None, ..spec };
-            let bias = Optional::of(bias);
-            let sum = Self::product(lhs, rhs, bias, Optional::Absent, Optional::Absent, bare, call);
+            let sum = Self::product(lhs, rhs, Parts::bias(bias), bare, call);
             return finish::<Self>(sum, spec.activation, gate, residual);
         }
         let biased = bias.is_some();
@@ -389,8 +447,7 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
         let bias = bias.map(|b| b.into_primitive());
         let multiply = |lhs: FloatTensor<Self>, rhs: FloatTensor<Self>, call| {
             let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
-            let bias = Optional::of(bias);
-            B::product(lhs, rhs, bias, Optional::Absent, Optional::Absent, spec, call)
+            B::product(lhs, rhs, Parts::bias(bias), spec, call)
         };
         match prepared {
             OpsKind::Tracked(mut prep) => {
@@ -417,11 +474,19 @@ fn bare_product<B: MatmulOps>(
     spec: Spec,
     ctx: &Ctx,
 ) -> FloatTensor<B> {
-    let (call, absent) = (Call::of(ctx), || Optional::Absent);
-    let out = B::product(lhs, rhs, absent(), absent(), absent(), spec, call.clone());
+    let call = Call::of(ctx);
+    let out = B::product(lhs, rhs, Parts::bias(None), spec, call.clone());
     match call.failed() {
         None => out,
         Some(e) => panic!("the gradient of a product failed: {e}"),
+    }
+}
+
+const fn precision_of(dtype: DType) -> Precision {
+    match dtype {
+        DType::F16 => Precision::F16,
+        DType::Bf16 => Precision::Bf16,
+        _ => Precision::F32,
     }
 }
 
@@ -432,12 +497,9 @@ pub(crate) fn product_of<B: MatmulOps>(
     dtype: DType,
     ctx: &Ctx,
 ) -> FloatTensor<B> {
-    let precision = match dtype {
-        DType::F16 => Precision::F16,
-        DType::Bf16 => Precision::Bf16,
-        _ => Precision::F32,
-    };
-    bare_product::<B>(lhs, rhs, Spec { precision, activation: None, out: float_dtype(dtype) }, ctx)
+    let precision = precision_of(dtype);
+    let spec = Spec { precision, activation: None, out: float_dtype(dtype), norm: None };
+    bare_product::<B>(lhs, rhs, spec, ctx)
 }
 
 /// The sum over all axes but the last: the gradient of a bias.

@@ -10,7 +10,9 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::norm::{Norm, NormKind, NormOperands, NormProblem};
 
 use crate::attention::like;
-use crate::call::{Call, Optional, float_of, launch, on_cubecl, same_dtype, same_shape, size_of};
+use crate::call::{
+    Call, Optional, Parts, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
+};
 use crate::{Ctx, OpError};
 
 /// What rows are multiplied by, and what is added.
@@ -73,6 +75,24 @@ pub fn norm(
     match call.failed() {
         None => Ok(Tensor::from_dispatch(out)),
         Some(e) => Err(e),
+    }
+}
+
+/// Rows that a product does not normalise itself, normalised, and what else it is given.
+pub(crate) fn normalised<B: NormOps>(
+    x: FloatTensor<B>,
+    parts: Parts<B>,
+    norm: Option<NormProblem>,
+    call: &Call,
+) -> (FloatTensor<B>, Parts<B>) {
+    let weight = parts.norm.into_option();
+    let parts = Parts { norm: Optional::Absent, ..parts };
+    match norm.zip(weight) {
+        None => (x, parts),
+        Some((norm, weight)) => {
+            let absent = || Optional::Absent;
+            (B::normalise(x, weight, absent(), absent(), norm, call.clone()), parts)
+        }
     }
 }
 

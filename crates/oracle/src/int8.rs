@@ -187,6 +187,7 @@ fn verdict(
     let gate = part(&operands.epilogue.gate, out_len)?;
     let residual = part(&operands.epilogue.residual, out_len)?;
     let epilogue = reference::Epilogue {
+        norm: None,
         bias: bias.as_deref(),
         activation: p.epilogue.activation.map(reference_activation),
         up: None,

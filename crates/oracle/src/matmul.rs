@@ -3,11 +3,13 @@
 use arch::Device;
 use kernels::matmul::{
     Activation, Batches, Epilogue, EpilogueBuffers, Layout, Matmul, MatmulConfig, MatmulOperands,
-    MatmulProblem, Operand, Precision,
+    MatmulProblem, NormBuffers, Operand, Precision,
 };
+use kernels::norm::NormKind;
 use reference::{Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
 
+use crate::norm::reference_rule;
 use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
 
 /// What the operands hold.
@@ -102,6 +104,7 @@ pub fn check(
         bias: bias.then(|| make(problem.bias_len(), stored, 1 << 40)).transpose()?,
         gate: gate.then(|| make(out_len, result, 1 << 41)).transpose()?,
         residual: residual.then(|| make(out_len, result, 1 << 42)).transpose()?,
+        norm: problem.norm.map(|_| make(problem.k as usize, stored, 1 << 43)).transpose()?,
         offsets: case.shares().map(|shares| shares.offsets(problem)),
     };
     let client = device.client();
@@ -122,6 +125,10 @@ pub fn check(
             let bytes: Vec<u8> = offsets.iter().flat_map(|o| o.to_le_bytes()).collect();
             upload(&bytes)
         }),
+        norm: host
+            .norm
+            .as_ref()
+            .map(|weight| NormBuffers { weight: upload(&stored.encode(weight)), eps: EPS }),
     };
     let scratch = Matmul::scratch(device, problem, config);
     Matmul::launch(device, problem, config, &operands, scratch.as_ref());
@@ -135,6 +142,8 @@ struct Host {
     bias: Option<Vec<f32>>,
     gate: Option<Vec<f32>>,
     residual: Option<Vec<f32>>,
+    /// The weight of the norm.
+    norm: Option<Vec<f32>>,
     /// Of the groups.
     offsets: Option<Vec<u32>>,
 }
@@ -165,6 +174,11 @@ pub fn check_operands(
         bias: part(&operands.epilogue.bias, problem.bias_len(), stored)?,
         gate: part(&operands.epilogue.gate, out_len, result)?,
         residual: part(&operands.epilogue.residual, out_len, result)?,
+        norm: operands
+            .norm
+            .as_ref()
+            .map(|norm| read(&norm.weight, problem.k as usize, stored))
+            .transpose()?,
         offsets: operands.rows.as_ref().map(|rows| words(device, rows, problem)).transpose()?,
     };
     verdict(device, problem, operands, &host, Some(seed))
@@ -195,6 +209,7 @@ fn verdict(
     let lhs = &host.lhs[problem.lhs.start as usize..];
     let rhs = &host.rhs[problem.rhs.start as usize..];
     let epilogue = reference::Epilogue {
+        norm: row_norm(problem.norm, operands.norm.as_ref(), host.norm.as_deref()),
         bias: host.bias.as_deref(),
         activation: problem.epilogue.activation.map(reference_activation),
         up: None,
@@ -212,6 +227,20 @@ fn verdict(
         reference.check(&sample, lhs, rhs, epilogue, &out)?
     };
     Ok(Verdict { comparison, digest: fnv1a(&bytes[..len]) })
+}
+
+/// Added to the mean of the squares of rows that are near 1.
+pub(crate) const EPS: f32 = 0.25;
+
+/// A problem's norm, whose weight is `weight`.
+pub(crate) fn row_norm<'a>(
+    norm: Option<NormKind>,
+    buffers: Option<&NormBuffers>,
+    weight: Option<&'a [f32]>,
+) -> Option<reference::RowNorm<'a>> {
+    let (kind, buffers) = norm.zip(buffers)?;
+    let norm = reference::Norm { rule: reference_rule(kind), eps: buffers.eps.into() };
+    weight.map(|weight| reference::RowNorm { norm, weight })
 }
 
 const fn reference_dtype(precision: Precision) -> reference::DType {
@@ -328,6 +357,10 @@ pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
         let deep = dense(3, [20, 24, 4104], rows);
         add(MatmulProblem { epilogue, out, ..deep }, Inputs::Normal(seed));
     }
+    for problem in normed(precision) {
+        add(problem, Inputs::Normal(140));
+    }
+    add(normed(precision)[0], Inputs::Special(141));
     add_groups(&mut add, precision);
     // k cut into parts, the last of them ragged.
     add(dense(1, [5, 40, 2051], [Layout::Row, Layout::Col]), Inputs::Normal(114));
@@ -335,6 +368,24 @@ pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
         add(dense(1, sizes, [Layout::Row, Layout::Col]), Inputs::Special(seed));
     }
     cases
+}
+
+/// Rows that are normalised by the product: one and several, whole cubes and columns left over, one step of k and
+/// many, other results, batches.
+fn normed(precision: Precision) -> Vec<MatmulProblem> {
+    let sizes = [[1, 256, 512], [2, 67, 4104], [1, 131, 8], [5, 264, 72], [8, 40, 136]];
+    let kinds = [NormKind::Rms, NormKind::RmsPlusOne];
+    let mut problems = Vec::new();
+    for (i, size) in sizes.into_iter().enumerate() {
+        let batch = if i == 1 { 3 } else { 1 };
+        let plain = MatmulProblem::dense(batch, size, [Layout::Row, Layout::Col], precision)
+            .expect("sizes above are positive");
+        let norm = Some(kinds[i % 2]);
+        let (epilogue, out) = epilogues(precision).swap_remove(i);
+        problems.push(MatmulProblem { norm, ..plain });
+        problems.push(MatmulProblem { norm, epilogue, out, ..plain });
+    }
+    problems
 }
 
 /// Groups: one, even ones, all rows in one of them, single rows, empty ones; more rows than a tile has, an
@@ -400,6 +451,8 @@ pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
     add([24, 72, 8184], layouts, 210, Epilogue::default());
     // Results that do not fill a word: a buffer is longer than they are.
     add([3, 67, 8184], layouts, 211, full);
+    let normed = normed(precision).into_iter().skip(2).take(4);
+    cases.extend(normed.map(|problem| EdgeCase { problem, inputs: Inputs::Normal(212) }));
     for (seed, rhs) in [(207, Layout::Row), (206, Layout::Col)] {
         let problem = MatmulProblem::grouped(6, [301, 136, 72], rhs, precision)
             .expect("sizes here are positive");

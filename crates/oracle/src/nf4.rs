@@ -4,17 +4,18 @@
 use arch::{DType, Device};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
+use kernels::matmul::{Activation, Epilogue, EpilogueBuffers, NormBuffers};
 use kernels::nf4::{
     CodeBook, DequantizeConfig, DequantizeOperands, DequantizeProblem, NestedBuffers,
     Nf4Dequantize, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands, Nf4MatmulProblem, Nf4Quantize,
     Order, QuantizeConfig, QuantizeOperands, QuantizeProblem, Weight, WeightBuffers, join, nest,
     nested_values, reorder, split,
 };
+use kernels::norm::NormKind;
 use reference::{Comparison, Distribution, FourBit, fill, nf4};
 use tune::Kernel;
 
-use crate::matmul::{reference_activation, reference_of, result_dtype};
+use crate::matmul::{EPS, reference_activation, reference_of, result_dtype, row_norm};
 use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, read, reference_dtype};
 
 /// A product to verify.
@@ -273,6 +274,7 @@ pub fn check(
         bias: bias.then(|| make(p.bias_len(), 2)).transpose()?,
         gate: gate.then(|| make(out_len, 3)).transpose()?,
         residual: residual.then(|| make(out_len, 4)).transpose()?,
+        norm: p.norm.map(|_| make(p.weight.k as usize, 5)).transpose()?,
         quantized: Some(host),
     };
     let client = device.client();
@@ -288,6 +290,7 @@ pub fn check(
             gate: part(&host.gate),
             residual: part(&host.residual),
         },
+        norm: part(&host.norm).map(|weight| NormBuffers { weight, eps: EPS }),
     };
     let scratch = Nf4Matmul::scratch(device, p, config);
     Nf4Matmul::launch(device, p, config, &operands, scratch.as_ref());
@@ -317,6 +320,11 @@ pub fn check_operands(
         bias: part(&operands.epilogue.bias, p.bias_len())?,
         gate: part(&operands.epilogue.gate, out_len)?,
         residual: part(&operands.epilogue.residual, out_len)?,
+        norm: operands
+            .norm
+            .as_ref()
+            .map(|norm| load(&norm.weight, p.weight.k as usize))
+            .transpose()?,
         quantized: None,
     };
     verdict(device, p, operands, &host, Some(seed))
@@ -349,6 +357,7 @@ struct Host {
     bias: Option<Vec<f32>>,
     gate: Option<Vec<f32>>,
     residual: Option<Vec<f32>>,
+    norm: Option<Vec<f32>>,
     quantized: Option<Quantized>,
 }
 
@@ -373,6 +382,7 @@ fn verdict(
         None => (None, None),
     };
     let epilogue = reference::Epilogue {
+        norm: row_norm(p.norm, operands.norm.as_ref(), host.norm.as_deref()),
         bias,
         activation: p.epilogue.activation.map(reference_activation),
         up: p.glu.then_some(reference::Up { rhs: up, bias: up_bias }),
@@ -516,6 +526,7 @@ pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
             problems.push(Nf4MatmulProblem { epilogue, ..gated });
         }
     }
+    problems.extend(normed(dtype));
     (1..)
         .zip(problems)
         .map(|(seed, problem)| {
@@ -523,6 +534,34 @@ pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
             ProductCase { problem, code, seed }
         })
         .collect()
+}
+
+/// Rows of x that are normalised by the product: as few and as many as there are, one tile and several, planes without
+/// a share, both kinds, two matrices that gate one another, and what words do not divide.
+fn normed(dtype: DType) -> Vec<Nf4MatmulProblem> {
+    let product = |m, weight| Nf4MatmulProblem::new(m, weight, dtype).expect("there are rows");
+    let mut problems = Vec::new();
+    for (i, (m, weight)) in [
+        (1, weight(96, 4096, 64, true, Order::Tiles)),
+        (8, weight(16 * 300, 256, 64, false, Order::Tiles)),
+        (3, weight(32, 256 * 11, 64, true, Order::Tiles)),
+        (16, weight(64, 1024, 64, true, Order::Tiles)),
+        (1, weight(64, 512, 128, true, Order::Rows)),
+        (5, weight(130, 136, 64, true, Order::Rows)),
+        (2, weight(6, 13, 32, false, Order::Rows)),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let norm = Some([NormKind::Rms, NormKind::RmsPlusOne][i % 2]);
+        let plain = product(m, weight);
+        let gated = plain.gated_by_half().expect("halves are whole");
+        let (activation, bias) = (Some(Activation::Silu), true);
+        let epilogue = Epilogue { activation, bias, ..Epilogue::default() };
+        problems.push(Nf4MatmulProblem { norm, ..plain });
+        problems.push(Nf4MatmulProblem { norm, epilogue, ..gated });
+    }
+    problems
 }
 
 /// Fewer products for configs that are not the default.
@@ -536,7 +575,7 @@ pub fn product_config_cases(dtype: DType) -> Vec<ProductCase> {
             ..gated
         }
     };
-    let problems = [
+    let mut problems = vec![
         product(1, weight(48, 4096, 64, true, Order::Tiles)),
         product(8, weight(16 * 140, 1024, 64, false, Order::Tiles)),
         product(13, weight(64, 256 * 19, 64, true, Order::Tiles)),
@@ -547,6 +586,7 @@ pub fn product_config_cases(dtype: DType) -> Vec<ProductCase> {
         gated(70, weight(288, 512, 64, true, Order::Tiles)),
         gated(5, weight(130, 200, 64, true, Order::Rows)),
     ];
+    problems.extend(normed(dtype));
     let case = |(seed, problem)| ProductCase { problem, code: FourBit::Nf4, seed };
     (100..).zip(problems).map(case).collect()
 }

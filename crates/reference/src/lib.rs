@@ -60,7 +60,7 @@ pub use dtype::DType;
 pub use embed::Embed;
 pub use error::Error;
 pub use inputs::{Distribution, Special, fill, plant};
-pub use matmul::{Activation, Epilogue, Layout, Matmul, Sample, Strides, Up};
+pub use matmul::{Activation, Epilogue, Layout, Matmul, RowNorm, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};
 pub use norm::{Norm, NormOperands, NormRule};
 pub use rope::{Left, Projected, Rope, RopeOperands, Slots};

@@ -1,5 +1,6 @@
 //! ```text
 //! out = residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias)      up where there is one
+//! lhs is norm(lhs) where there is a norm, rounded as a kernel of its own would, but not in the reference
 //! lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]   out, gate, residual: [batch.., m, n]
 //!   for each output position [.., row, col]:
 //!     for p in 0..k: sum += lhs[.., row, p]·rhs[.., p, col]
@@ -16,6 +17,7 @@ use rayon::prelude::*;
 
 use crate::compare::{Comparison, compare};
 use crate::inputs::stream;
+use crate::norm::Norm;
 use crate::{DType, Error};
 
 /// Order of a matrix in memory.
@@ -68,6 +70,8 @@ pub enum Activation {
 /// What is done to the product before it is rounded; parts that are None do nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Epilogue<'a> {
+    /// What is done to rows of lhs before.
+    pub norm: Option<RowNorm<'a>>,
     /// [n]
     pub bias: Option<&'a [f32]>,
     pub activation: Option<Activation>,
@@ -77,6 +81,14 @@ pub struct Epilogue<'a> {
     pub gate: Option<&'a [f32]>,
     /// [batch.., m, n]
     pub residual: Option<&'a [f32]>,
+}
+
+/// A norm of rows of lhs.
+#[derive(Debug, Clone, Copy)]
+pub struct RowNorm<'a> {
+    pub norm: Norm,
+    /// [k]
+    pub weight: &'a [f32],
 }
 
 /// lhs times another matrix of rhs's shape and strides, plus a bias of its own.
@@ -90,7 +102,7 @@ pub struct Up<'a> {
 impl<'a> Epilogue<'a> {
     /// The product itself.
     pub const NONE: Self =
-        Self { bias: None, activation: None, up: None, gate: None, residual: None };
+        Self { norm: None, bias: None, activation: None, up: None, gate: None, residual: None };
 
     /// The product plus a bias `[n]`.
     pub const fn bias(bias: &'a [f32]) -> Self {
@@ -453,6 +465,7 @@ impl Matmul {
         }
         let [_, _, out_len] = self.lens();
         for (what, values, need) in [
+            ("norm", epilogue.norm.map(|norm| norm.weight), self.k),
             ("bias", epilogue.bias, self.n),
             ("bias", epilogue.up.and_then(|up| up.bias), self.n),
             ("gate", epilogue.gate, out_len),
@@ -485,7 +498,7 @@ impl Matmul {
     ) -> Result<Vec<T>, Error> {
         self.validate(sample, [lhs, rhs], epilogue)?;
         let product = |rhs, finish: &dyn Fn(T, usize, usize) -> T| {
-            self.products(sample, [lhs, rhs], finish, &read, &multiply)
+            self.products(sample, [lhs, rhs], epilogue.norm, finish, &read, &multiply)
         };
         let Some(Up { rhs: up, bias }) = epilogue.up else {
             return Ok(product(rhs, &|sum, at, col| epilogue.apply(sum, None, at, col)));
@@ -504,6 +517,7 @@ impl Matmul {
         &self,
         sample: &Sample,
         [lhs, rhs]: [&[f32]; 2],
+        norm: Option<RowNorm<'_>>,
         finish: &dyn Fn(T, usize, usize) -> T,
         read: &(impl Fn(f32) -> T + Sync),
         multiply: &impl Fn(&[T], &[T], [usize; 3]) -> Vec<T>,
@@ -517,7 +531,10 @@ impl Matmul {
             let rhs = &rhs[self.rhs.base(&self.batch, b).min(rhs.len())..];
             let (rows, across) = (scaled(&sample.rows, self.lhs.row), scaled(&depth, self.lhs.col));
             let (down, cols) = (scaled(&depth, self.rhs.row), scaled(&sample.cols, self.rhs.col));
-            let lhs = gather(lhs, &rows, &across, read); //                      [rows, k]
+            let mut lhs = gather(lhs, &rows, &across, read); //                  [rows, k]
+            if let Some(norm) = norm {
+                lhs.par_chunks_mut(self.k.max(1)).for_each(|line| T::normalise(line, norm, read));
+            }
             let rhs = gather(rhs, &down, &cols, read); //                        [k, cols]
             let sizes = [sample.rows.len(), self.k, sample.cols.len()];
             let mut product = multiply(&lhs, &rhs, sizes);
@@ -549,6 +566,8 @@ trait Number:
     fn exp(self) -> Self;
     fn erf(self) -> Self;
     fn tanh(self) -> Self;
+    /// Normalises a row, and rounds it by `round` where the arithmetic is not exact.
+    fn normalise(line: &mut [Self], norm: RowNorm<'_>, round: &impl Fn(f32) -> Self);
     /// A constant, as near as the arithmetic has it.
     fn near(value: f64) -> Self;
 }
@@ -566,6 +585,10 @@ impl Number for f32 {
     fn near(value: f64) -> Self {
         value as Self
     }
+    fn normalise(line: &mut [Self], norm: RowNorm<'_>, round: &impl Fn(f32) -> Self) {
+        norm.norm.apply_naively(line, norm.weight, None);
+        line.iter_mut().for_each(|x| *x = round(*x));
+    }
 }
 
 impl Number for f64 {
@@ -580,6 +603,9 @@ impl Number for f64 {
     }
     fn near(value: f64) -> Self {
         value
+    }
+    fn normalise(line: &mut [Self], norm: RowNorm<'_>, _round: &impl Fn(f32) -> Self) {
+        norm.norm.apply(line, norm.weight, None);
     }
 }
 

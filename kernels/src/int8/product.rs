@@ -430,6 +430,7 @@ impl Kernel for Int8Matmul {
                     out: operands.out.clone(),
                     epilogue: operands.epilogue.clone(),
                     rows: None,
+                    norm: None,
                 };
                 return Matmul::launch(device, &p.dense(), &c.matmul, &operands, None);
             }

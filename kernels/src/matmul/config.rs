@@ -7,13 +7,14 @@ use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use crate::fits::{lacks, limits, shape};
+use crate::rows::NormKind;
 use crate::tile::{CopyPlan, TileShape};
 
 use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
 use super::cores::{CoresConfig, CoresPlan};
 use super::dots::DotsConfig;
 use super::fma::{FmaConfig, FmaPlan};
-use super::lanes::LanesConfig;
+use super::lanes::{LanesConfig, LanesPlan};
 use super::mma::{Codes, MmaConfig, MmaPlan};
 use super::{Epilogue, Layout, MatmulProblem, Path, Precision, bytes, elem};
 
@@ -344,6 +345,11 @@ fn lanes(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
         .to_vec()
 }
 
+/// Whether a path normalises the rows that it multiplies.
+pub(super) fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
+    problem.norm.is_some() && lanes(arch, problem).iter().any(|c| check(arch, problem, c).is_ok())
+}
+
 /// Rows of A past which the tiles of tensor cores and of shared memory are not mostly empty.
 const MOST_ROWS: u32 = 8;
 
@@ -358,6 +364,9 @@ pub(super) fn simplest(
         Precision::Tf32 | Precision::F16Acc16 => {
             candidates(arch, problem).pop().unwrap_or(MMA[MMA.len() - 1])
         }
+        _ if problem.norm.is_some() => lanes(arch, problem)
+            .pop()
+            .ok_or_else(|| lacks("a path that normalises so many rows as it multiplies them"))?,
         _ if arch.backend == Backend::Cpu => cores(arch).pop().expect("the list has an end"),
         _ => SIMPLEST_GPU,
     };
@@ -381,6 +390,16 @@ pub(super) fn check(
     }
     if problem.grouped && problem.batch_slices(arch.backend).len() > 1 {
         return Err(lacks(format!("{} groups in one launch", problem.batch())));
+    }
+    match (problem.norm, config) {
+        (None, _) => {}
+        (Some(NormKind::Layer), _) => {
+            return Err(lacks("a path that takes the mean off rows that it multiplies"));
+        }
+        (Some(_), MatmulConfig::Lanes(_)) if !problem.grouped => {}
+        (Some(_), _) => {
+            return Err(lacks("a path that normalises so many rows as it multiplies them"));
+        }
     }
     match config {
         MatmulConfig::Mma(c) => {
@@ -639,7 +658,7 @@ fn check_lanes(
     if c.rows > 16 || c.cols > 16 || c.rows * c.cols > 32 {
         return Err(shape("rows", c.rows, "sums and operands would spill"));
     }
-    limits(arch, c.units, c.shared_bytes())
+    limits(arch, c.units, LanesPlan { config: *c, norm: problem.norm }.shared_bytes())
 }
 
 /// Elements of the vectors that [`LanesConfig`] loads.
@@ -797,7 +816,7 @@ impl Plan {
             MatmulConfig::Lanes(c) => {
                 let width = lanes_width(arch, problem) as usize;
                 Self {
-                    path: Path::Lanes(c),
+                    path: Path::Lanes(LanesPlan { config: c, norm: problem.norm }),
                     widths: [width, width, 1, 1],
                     part_tiles: 0,
                     streams: None,

@@ -40,6 +40,7 @@ mod cores;
 mod dots;
 mod epilogue;
 mod fma;
+mod gain;
 mod lanes;
 mod mma;
 pub(crate) mod parts;
@@ -60,6 +61,7 @@ pub use cores::CoresConfig;
 pub use dots::DotsConfig;
 pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
 pub use fma::FmaConfig;
+pub use gain::NormBuffers;
 pub use lanes::LanesConfig;
 pub use mma::MmaConfig;
 pub(crate) use mma::{Codes, store_quad};
@@ -68,9 +70,18 @@ pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precis
 use config::Plan;
 pub(crate) use config::{check_coded, spread};
 pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
+pub(crate) use gain::{Gain, GainCompilationArg, GainLaunch, weigh_pair};
+use lanes::LanesPlan;
 
 /// The matmul kernel family.
 pub struct Matmul;
+
+impl Matmul {
+    /// Whether the problem has a norm, and this device a path that is worth it: without one it is a launch of its own.
+    pub fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
+        config::takes_norm(arch, problem)
+    }
+}
 
 /// Device buffers of one matmul, each dense from its first element on.
 #[derive(Debug, Clone)]
@@ -82,6 +93,8 @@ pub struct MatmulOperands {
     pub epilogue: EpilogueBuffers,
     /// Offsets of a grouped problem, `[groups + 1]` of u32.
     pub rows: Option<Handle>,
+    /// Of the problem's norm.
+    pub norm: Option<NormBuffers>,
 }
 
 impl Kernel for Matmul {
@@ -135,6 +148,7 @@ impl Kernel for Matmul {
             rows: problem
                 .grouped
                 .then(|| client.create_from_slice(u32::as_bytes(&problem.uneven_rows()))),
+            norm: NormBuffers::noise(device, problem.norm, (problem.k, storage), 5 * seed + 4),
         }
     }
 
@@ -186,6 +200,7 @@ impl Kernel for Matmul {
                 1 => problem.epilogue,
                 _ => Epilogue::default(),
             }),
+            GainCompilationArg::of(problem.norm),
             Dims::compiled(problem.grouped),
             width_lhs,
             width_rhs,
@@ -246,6 +261,7 @@ impl Kernel for Matmul {
                     BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
                     BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
                     finish(),
+                    GainLaunch::of(problem.norm, operands.norm.as_ref(), problem.k, width_lhs),
                     slice.dims(problem, parts, plan.part_tiles, operands.rows.as_ref()),
                     plan.path,
                     Plan::types(problem),
@@ -364,7 +380,7 @@ pub(crate) enum Path {
     Fma(fma::FmaPlan),
     Cores(cores::CoresPlan),
     Dots(DotsConfig),
-    Lanes(LanesConfig),
+    Lanes(LanesPlan),
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -374,6 +390,7 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     out: &mut [Vector<E, NO>],
     partials: &mut [Vector<f32, NP>],
     finish: Finish<F, E, NO>,
+    norm: ComptimeOption<Gain<F, NL>>,
     dims: &Dims,
     #[comptime] path: Path,
     #[define(F, I, E)] _dtypes: [ElemType; 3],
@@ -396,8 +413,8 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
         Path::Dots(config) => {
             dots::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, config)
         }
-        Path::Lanes(config) => {
-            lanes::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, config)
+        Path::Lanes(plan) => {
+            lanes::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, &norm, dims, plan)
         }
     }
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use tune::Cost;
 
 use super::{DimsLaunch, Epilogue};
+use crate::rows::NormKind;
 
 /// How operands are stored and multiplied. Results have the operands' storage type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -117,6 +118,9 @@ pub struct MatmulProblem {
     /// Each batch multiplies rows of its own, of one `[m, k]`: see [`MatmulProblem::grouped`].
     #[serde(default)]
     pub grouped: bool,
+    /// What is done to rows of lhs before they are multiplied, with a weight `[k]`: see [`super::Gain`].
+    #[serde(default)]
+    pub norm: Option<NormKind>,
 }
 
 /// A matmul that means nothing.
@@ -170,6 +174,7 @@ impl MatmulProblem {
             out: precision.storage(),
             epilogue: Epilogue::default(),
             grouped: false,
+            norm: None,
         }
         .checked()
     }
@@ -325,11 +330,11 @@ impl MatmulProblem {
     }
 
     /// The cache key: layouts and types exactly, alignment, sizes rounded to what may share a config.
-    /// An epilogue costs every config the same.
+    /// An epilogue costs every config the same; a norm is not for every one.
     pub(crate) fn bucket(&self) -> String {
         let [wl, wr, _] = self.widths(16 / self.precision.storage().size() as u64);
         format!(
-            "{}{} {}{} w{wl}.{wr} m{} n{} k{} {}{}",
+            "{}{} {}{} w{wl}.{wr} m{} n{} k{} {}{}{}",
             self.precision.name(),
             if self.out == self.precision.storage() {
                 String::new()
@@ -343,6 +348,7 @@ impl MatmulProblem {
             round_size(self.k),
             if self.grouped { "g" } else { "b" },
             self.batch().next_power_of_two(),
+            if self.norm.is_some() { " norm" } else { "" },
         )
     }
 

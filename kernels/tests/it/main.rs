@@ -203,7 +203,10 @@ fn cases_of_other_configs_are_right_on_the_cpu() {
     let arch = device.profile();
     for dtype in [DType::F32, DType::Bf16] {
         for case in oracle::nf4::product_config_cases(dtype) {
-            let config = Nf4Matmul::candidates(arch, &case.problem)[0];
+            // Where no launch is saved by it, a CPU normalises rows by themselves.
+            let first = Nf4Matmul::candidates(arch, &case.problem).first().copied();
+            let simplest = || Nf4Matmul::simplest(arch, &case.problem).expect("any device has one");
+            let config = first.unwrap_or_else(simplest);
             let verdict = oracle::nf4::check(&device, &case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?}: {}", verdict.comparison);
         }

@@ -9,8 +9,9 @@
 //! logits = softcap(norm(x) · headᵀ)                          of the rows that are asked for, in f32
 //! ```
 //!
-//! Launches of a layer: norm, qkv, rope, attention, out, norm, gate, up, down; gate and up are one in 4 bits, norms
-//! after a block come on top. Where a sequence adds one token after the other, a step reads nothing of the host but
+//! Launches of a layer: qkv, rope, attention, out, gate, up, down; gate and up are one in 4 bits. Norms before a block
+//! are part of the products that read them where those have few rows ([`ops::takes_norm`]), else launches of their
+//! own as norms after a block are. Where a sequence adds one token after the other, a step reads nothing of the host but
 //! two words a sequence, is captured as a graph where the device can, and replayed.
 //!
 //! Projections that read the same rows are one product where their weights allow: queries, keys and values
@@ -28,7 +29,7 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use ops::{
     AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights,
-    QkNorm, RopeOptions, Table,
+    QkNorm, RopeOptions, RowNorm, Table,
 };
 
 use crate::{DecoderConfig, Error, Held, KvFormat, Matrices};
@@ -396,8 +397,10 @@ impl Decoder {
         let (layer, rules) = (&self.layers[index], &self.config.layers[index]);
         let DecoderConfig { heads, kv_heads, head_dim, .. } = self.config;
         let [batch, seq] = step.tokens.dims();
-        let y = self.norm(&layer.attention_norm, x.clone(), None)?;
-        let qkv = self.paced(layer.qkv.of(&self.ctx, y, Epilogue::default())?)?;
+        let takes = layer.qkv.takes_norm(&self.ctx, &x, self.config.norm.kind)?;
+        let (y, norm) = self.normed(&layer.attention_norm, x.clone(), takes)?;
+        let epilogue = Epilogue { norm, ..Epilogue::default() };
+        let qkv = self.paced(layer.qkv.of(&self.ctx, y, epilogue)?)?;
         let (k, v) = memory.layers[index].clone();
         let pages = memory.pages.as_ref().map(|pages| pages.table.clone());
         let start = step.start.clone();
@@ -442,8 +445,9 @@ impl Decoder {
     /// x with what the feed-forward block adds.
     fn feed(&self, index: usize, x: Tensor<2>) -> Result<Tensor<2>, Error> {
         let layer = &self.layers[index];
-        let y = self.norm(&layer.ffn_norm, x.clone(), None)?;
-        let (inner, down) = layer.ffn.inner(&self.ctx, y, self.config.activation)?;
+        let takes = layer.ffn.takes_norm(&self.ctx, &x, self.config.norm.kind)?;
+        let (y, norm) = self.normed(&layer.ffn_norm, x.clone(), takes)?;
+        let (inner, down) = layer.ffn.inner(&self.ctx, y, norm, self.config.activation)?;
         let inner = self.paced(inner)?;
         self.add(down, inner, x, layer.ffn_post_norm.as_ref())
     }
@@ -475,12 +479,28 @@ impl Decoder {
     /// Of rows `[rows, hidden]`, in f32.
     fn logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Error> {
         let _part = trace::span(|| "head");
-        let y = self.norm(&self.final_norm, x, None)?;
-        let logits = self.head.in_f32(&self.ctx, y)?;
+        let takes = self.head.takes_norm(&self.ctx, &x, self.config.norm.kind)?;
+        let (y, norm) = self.normed(&self.final_norm, x, takes)?;
+        let logits = self.head.in_f32(&self.ctx, y, norm)?;
         Ok(match self.config.logit_softcap {
             None => logits,
             Some(cap) => (logits / cap).tanh() * cap,
         })
+    }
+
+    /// Rows x with the norm that is left to the products that read them, where `takes` says that those can, else
+    /// norm(x).
+    fn normed(
+        &self,
+        weights: &NormWeights,
+        x: Tensor<2>,
+        takes: bool,
+    ) -> Result<(Tensor<2>, Option<RowNorm>), Error> {
+        let (crate::Norm { kind, eps }, NormWeights { weight, bias }) = (self.config.norm, weights);
+        if takes && bias.is_none() {
+            return Ok((x, Some(RowNorm { weight: weight.clone(), kind, eps: eps as f32 })));
+        }
+        Ok((self.norm(weights, x, None)?, None))
     }
 
     /// residual + norm(x)

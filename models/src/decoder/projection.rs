@@ -3,8 +3,8 @@
 use burn::tensor::kind::Basic;
 use burn::tensor::{FloatDType, Tensor};
 use ops::{
-    Activation, Ctx, Epilogue, Int8Weight, Nf4Weight, OpError, int8_linear, linear, nf4_glu,
-    nf4_linear,
+    Activation, Ctx, Epilogue, Int8Weight, Nf4Weight, NormKind, OpError, RowNorm, int8_linear,
+    linear, nf4_glu, nf4_linear, takes_norm,
 };
 
 use crate::{Error, Matrices};
@@ -80,6 +80,14 @@ impl Matrix {
         }
     }
 
+    fn takes_norm(&self, ctx: &Ctx, x: &Tensor<2>, kind: NormKind) -> Result<bool, OpError> {
+        match self {
+            Self::Dense(weight) => takes_norm(ctx, x, &weight.clone().transpose(), kind),
+            Self::Int8(_) => Ok(false),
+            Self::FourBit(weight) => weight.takes_norm(ctx, x, kind, false),
+        }
+    }
+
     fn of(&self, ctx: &Ctx, x: Tensor<2>, epilogue: Epilogue<2>) -> Result<Tensor<2>, OpError> {
         match self {
             Self::Dense(weight) => linear(ctx, x, weight.clone().transpose(), epilogue),
@@ -105,6 +113,21 @@ impl Projection {
 
     pub(super) fn settle(&self) -> Result<(), Error> {
         self.matrices.iter().try_for_each(Matrix::settle)
+    }
+
+    /// Whether every matrix normalises rows of x in the launch that multiplies them.
+    pub(super) fn takes_norm(
+        &self,
+        ctx: &Ctx,
+        x: &Tensor<2>,
+        kind: NormKind,
+    ) -> Result<bool, OpError> {
+        for matrix in &self.matrices {
+            if !matrix.takes_norm(ctx, x, kind)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// x `[rows, k]`, result `[rows, n]`. The epilogue's bias is the projection's own.
@@ -134,14 +157,20 @@ impl Projection {
         Ok(Tensor::cat(parts, 1))
     }
 
-    /// The same in f32, whatever x is.
-    pub(super) fn in_f32(&self, ctx: &Ctx, x: Tensor<2>) -> Result<Tensor<2>, OpError> {
+    /// The same in f32, whatever x is, of rows that are normalised where there is a norm.
+    pub(super) fn in_f32(
+        &self,
+        ctx: &Ctx,
+        x: Tensor<2>,
+        norm: Option<RowNorm>,
+    ) -> Result<Tensor<2>, OpError> {
         let wide = Some(FloatDType::F32);
         if self.matrices.iter().all(|matrix| matches!(matrix, Matrix::Dense(_))) {
-            return self.of(ctx, x, Epilogue { out: wide, ..Epilogue::default() });
+            return self.of(ctx, x, Epilogue { out: wide, norm, ..Epilogue::default() });
         }
         // Products with 4 and 8 bits have the dtype of x.
-        Ok(self.of(ctx, x, Epilogue::default())?.cast(FloatDType::F32))
+        let epilogue = Epilogue { norm, ..Epilogue::default() };
+        Ok(self.of(ctx, x, epilogue)?.cast(FloatDType::F32))
     }
 }
 
@@ -171,26 +200,46 @@ impl Ffn {
         }
     }
 
-    /// What goes into the last product of the block, `[rows, ffn_hidden]`, and that product.
+    /// Whether the first products of the block normalise rows of x themselves.
+    pub(super) fn takes_norm(
+        &self,
+        ctx: &Ctx,
+        x: &Tensor<2>,
+        kind: NormKind,
+    ) -> Result<bool, OpError> {
+        match self {
+            Self::Gated { gate, up, .. } => {
+                Ok(gate.takes_norm(ctx, x, kind)? && up.takes_norm(ctx, x, kind)?)
+            }
+            Self::Joint { both, .. } => both.takes_norm(ctx, x, kind, true),
+            Self::Plain { up, .. } => up.takes_norm(ctx, x, kind),
+        }
+    }
+
+    /// What goes into the last product of the block, `[rows, ffn_hidden]`, and that product; of rows that are normalised
+    /// where there is a norm.
     pub(super) fn inner(
         &self,
         ctx: &Ctx,
         y: Tensor<2>,
+        norm: Option<RowNorm>,
         activation: Activation,
     ) -> Result<(Tensor<2>, &Projection), OpError> {
         let activation = Some(activation);
         Ok(match self {
             Self::Gated { gate, up, down } => {
-                let up = up.of(ctx, y.clone(), Epilogue::default())?;
-                let gated = Epilogue { activation, gate: Some(up), ..Epilogue::default() };
+                let own = Epilogue { norm: norm.clone(), ..Epilogue::default() };
+                let up = up.of(ctx, y.clone(), own)?;
+                let gated = Epilogue { activation, gate: Some(up), norm, ..Epilogue::default() };
                 (gate.of(ctx, y, gated)?, down)
             }
             Self::Joint { both, bias, down } => {
-                let epilogue = Epilogue { bias: bias.clone(), activation, ..Epilogue::default() };
+                let bias = bias.clone();
+                let epilogue = Epilogue { bias, activation, norm, ..Epilogue::default() };
                 (nf4_glu(ctx, y, both, epilogue)?, down)
             }
             Self::Plain { up, down } => {
-                (up.of(ctx, y, Epilogue { activation, ..Epilogue::default() })?, down)
+                (up.of(ctx, y, Epilogue { activation, norm, ..Epilogue::default() })?, down)
             }
         })
     }

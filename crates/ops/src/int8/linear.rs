@@ -9,6 +9,7 @@ use super::product::Int8Ops;
 use super::{Int8Weight, Spec};
 use crate::call::Call;
 use crate::frozen::{self, Flat};
+use crate::norm::normalised;
 use crate::{Ctx, Epilogue, OpError};
 
 /// `residual + gate · activation(x · wᵀ + bias)` with a frozen weight in 8 bits.
@@ -26,13 +27,14 @@ pub fn int8_linear<const D: usize>(
     epilogue: Epilogue<D>,
 ) -> Result<Tensor<D>, OpError> {
     let shape = weight.shape();
-    frozen::product(x, shape, shape[0], epilogue, |flat, activation, dtype| {
-        let Flat { x, bias, gate, residual } = flat;
+    frozen::product(x, shape, shape[0], epilogue, |flat| {
+        let Flat { x, parts, activation, norm, dtype } = flat;
         let (call, words) = (Call::of(ctx), weight.words());
         let spec =
             Spec { weight: weight.weight, activations: weight.activations, dtype, activation };
-        let made =
-            <Dispatch as Int8Ops>::int8_product(x, words, bias, gate, residual, spec, call.clone());
+        // No path of these normalises.
+        let (x, parts) = normalised::<Dispatch>(x, parts, norm, &call);
+        let made = <Dispatch as Int8Ops>::int8_product(x, words, parts, spec, call.clone());
         call.failed().map_or(Ok(made), Err)
     })
 }

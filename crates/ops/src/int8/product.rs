@@ -16,11 +16,11 @@ use kernels::int8::{
     DequantizeOperands, DequantizeProblem, Int8Dequantize, Int8Matmul, Int8MatmulOperands,
     Int8MatmulProblem, Weight, WeightBuffers, quantize,
 };
-use kernels::matmul::{Epilogue, EpilogueBuffers};
+use kernels::matmul::Epilogue;
 use tune::Kernel;
 
 use super::Spec;
-use crate::call::{Call, Optional, empty_like, float_of, launch};
+use crate::call::{Call, Optional, Parts, empty_like, float_of, launch};
 use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
 use crate::words::words_at;
 use crate::{Ctx, OpError};
@@ -38,9 +38,7 @@ pub(crate) trait Int8Ops: Backend {
     fn int8_product(
         x: FloatTensor<Self>,
         #[extension_type] words: Words<Self>,
-        #[extension_type] bias: Optional<Self>,
-        #[extension_type] gate: Optional<Self>,
-        #[extension_type] residual: Optional<Self>,
+        #[extension_type] parts: Parts<Self>,
         spec: Spec,
         call: Call,
     ) -> FloatTensor<Self>;
@@ -67,20 +65,15 @@ impl Int8Ops for CubeBackend {
     fn int8_product(
         x: CubeTensor,
         words: Words<Self>,
-        bias: Optional<Self>,
-        gate: Optional<Self>,
-        residual: Optional<Self>,
+        parts: Parts<Self>,
         spec: Spec,
         call: Call,
     ) -> CubeTensor {
         let x = into_contiguous(x);
         let m = x.meta.shape()[0];
         let out = empty_like(&x, [m, spec.weight.n as usize], spec.dtype);
-        let [bias, gate, residual] = [bias, gate, residual]
-            .map(|part| part.into_option().map(|tensor| into_contiguous(tensor).handle));
-        let epilogue = EpilogueBuffers { bias, gate, residual };
         let launched = call.ctx.device(&out.device).and_then(|device| {
-            let plain = problem(m, &spec, &epilogue)?;
+            let plain = problem(m, &spec, &parts)?;
             let problem = match spec.activations {
                 Some(activations) => plain.rounded_where_faster(device.profile(), activations),
                 None => plain,
@@ -90,7 +83,7 @@ impl Int8Ops for CubeBackend {
                 x: x.handle.clone(),
                 weight: words.buffers(),
                 out: out.handle.clone(),
-                epilogue,
+                epilogue: parts.buffers(),
             };
             let scratch = Int8Matmul::scratch(&device, &problem, &config);
             launch::<Int8Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
@@ -139,13 +132,17 @@ impl Int8Ops for CubeBackend {
     }
 }
 
-fn problem(m: usize, spec: &Spec, parts: &EpilogueBuffers) -> Result<Int8MatmulProblem, OpError> {
+fn problem(
+    m: usize,
+    spec: &Spec,
+    parts: &Parts<CubeBackend>,
+) -> Result<Int8MatmulProblem, OpError> {
     let m = u32::try_from(m).map_err(|_| OpError::TooLarge(m))?;
     let epilogue = Epilogue {
-        bias: parts.bias.is_some(),
+        bias: parts.bias.is_present(),
         activation: spec.activation,
-        gate: parts.gate.is_some(),
-        residual: parts.residual.is_some(),
+        gate: parts.gate.is_present(),
+        residual: parts.residual.is_present(),
     };
     let plain = Int8MatmulProblem::new(m, spec.weight, spec.dtype)?;
     Ok(Int8MatmulProblem { epilogue, ..plain })
@@ -202,38 +199,31 @@ impl<B: Int8Ops + MatmulOps, C: CheckpointStrategy> Int8Ops for Autodiff<B, C> {
     fn int8_product(
         x: FloatTensor<Self>,
         words: Words<Self>,
-        bias: Optional<Self>,
-        gate: Optional<Self>,
-        residual: Optional<Self>,
+        parts: Parts<Self>,
         spec: Spec,
         call: Call,
     ) -> FloatTensor<Self> {
-        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
-        let tensors = [Some(&x), bias.as_ref(), gate.as_ref(), residual.as_ref()];
         let Words { codes, scb } = words;
         let inner = Words { codes, scb };
-        if !tensors.into_iter().flatten().any(|t| t.is_tracked()) {
-            let part = |t: Option<FloatTensor<Self>>| Optional::of(t.map(Self::inner));
-            let (bias, gate, residual) = (part(bias), part(gate), part(residual));
-            let x = Self::inner(x);
-            return Self::from_inner(B::int8_product(x, inner, bias, gate, residual, spec, call));
+        if ![&x].into_iter().chain(parts.tensors()).any(|t| t.is_tracked()) {
+            let (x, parts) = (Self::inner(x), parts.map(Self::inner));
+            return Self::from_inner(B::int8_product(x, inner, parts, spec, call));
         }
+        let Parts { bias, gate, residual, .. } = parts;
+        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
         if spec.activation.is_some() || gate.is_some() || residual.is_some() {
             let bare = Spec { activation: None, ..spec };
-            let (bias, absent) = (Optional::of(bias), || Optional::Absent);
             let Words { codes, scb } = inner;
             let words = Words { codes, scb };
-            let sum = Self::int8_product(x, words, bias, absent(), absent(), bare, call);
+            let sum = Self::int8_product(x, words, Parts::bias(bias), bare, call);
             return finish::<Self>(sum, spec.activation, gate, residual);
         }
         let biased = bias.is_some();
         let second = bias.as_ref().unwrap_or(&x).node();
         let saved = Saved { words: inner.clone(), spec, biased, ctx: call.ctx.clone() };
-        let bias = Optional::of(bias.map(|b| b.into_primitive()));
-        let multiply = |x: FloatTensor<Self>| {
-            let (x, absent) = (x.into_primitive(), || Optional::Absent);
-            B::int8_product(x, inner, bias, absent(), absent(), spec, call)
-        };
+        let parts = Parts::bias(bias.map(|b| b.into_primitive()));
+        let multiply =
+            |x: FloatTensor<Self>| B::int8_product(x.into_primitive(), inner, parts, spec, call);
         match Product.prepare::<C>([x.node(), second]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(saved, multiply(x)),
             OpsKind::UnTracked(prep) => prep.finish(multiply(x)),

@@ -59,12 +59,11 @@ fn run<const D: usize>(
         Nf4MatmulProblem::new(1, weight.weight, float_of(x.dtype())?)?.gated_by_half()?;
     }
     let columns = weight.shape()[0] / if glu { 2 } else { 1 };
-    frozen::product(x, weight.shape(), columns, epilogue, |flat, activation, dtype| {
-        let Flat { x, bias, gate, residual } = flat;
-        let spec = Nf4Spec { weight: weight.weight, dtype, activation, glu };
+    frozen::product(x, weight.shape(), columns, epilogue, |flat| {
+        let Flat { x, parts, activation, norm, dtype } = flat;
+        let spec = Nf4Spec { weight: weight.weight, dtype, activation, glu, norm };
         let (call, words) = (Call::of(ctx), weight.words());
-        let made =
-            <Dispatch as Nf4Ops>::nf4_product(x, words, bias, gate, residual, spec, call.clone());
+        let made = <Dispatch as Nf4Ops>::nf4_product(x, words, parts, spec, call.clone());
         call.failed().map_or(Ok(made), Err)
     })
 }

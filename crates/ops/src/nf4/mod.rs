@@ -17,11 +17,12 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use checkpoint::{Absmax, Dtype, FourBit, Layout, Nested, QuantType};
 use cubecl::prelude::CubeElement;
-use kernels::nf4::{CodeBook, Order, Weight};
+use kernels::nf4::{CodeBook, Nf4Matmul, Nf4MatmulProblem, Order, Weight};
+use kernels::norm::NormKind;
 
 pub use linear::{Nf4Linear, nf4_glu, nf4_linear};
 
-use crate::call::{Call, float_of, on_cubecl};
+use crate::call::{Call, cube_of, float_of, on_cubecl, size_of};
 use crate::words::{download, floats, upload};
 use crate::{Ctx, OpError};
 use product::{Nf4Ops, Part, Words};
@@ -227,6 +228,25 @@ impl Nf4Weight {
     /// `[n, k]`.
     pub const fn shape(&self) -> [usize; 2] {
         [self.weight.n as usize, self.weight.k as usize]
+    }
+
+    /// Whether [`nf4_linear`], or with `glu` [`nf4_glu`], normalises rows `x` in the launch that multiplies them. Where
+    /// it does not, several products of the same rows share one [`norm`](crate::norm()).
+    ///
+    /// # Errors
+    /// Dtypes that are not multiplied, a device without our kernels.
+    pub fn takes_norm(
+        &self,
+        ctx: &Ctx,
+        x: &Tensor<2>,
+        kind: NormKind,
+        glu: bool,
+    ) -> Result<bool, OpError> {
+        let device = ctx.device(&cube_of(&x.device())?)?;
+        let m = size_of(x.dims()[0])?;
+        let plain = Nf4MatmulProblem::new(m, self.weight, float_of(x.dtype())?)?;
+        let problem = Nf4MatmulProblem { glu, norm: Some(kind), ..plain };
+        Ok(Nf4Matmul::takes_norm(device.profile(), &problem))
     }
 
     /// Bytes on the device.

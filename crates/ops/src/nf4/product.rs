@@ -14,16 +14,18 @@ use burn::backend::{
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::matmul::{Activation, Epilogue, EpilogueBuffers};
+use kernels::matmul::{Activation, Epilogue};
 use kernels::nf4::{
     CodeBook, DequantizeOperands, DequantizeProblem, NestedBuffers, Nf4Dequantize, Nf4Matmul,
     Nf4MatmulOperands, Nf4MatmulProblem, Order, Weight, WeightBuffers, join, quantize,
     reorder_absmax, reorder_codes,
 };
+use kernels::norm::NormProblem;
 use tune::Kernel;
 
-use crate::call::{Call, Optional, empty_like, launch};
+use crate::call::{Call, Optional, Parts, empty_like, launch};
 use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
+use crate::norm::{NormOps, normalised};
 use crate::words::words_at;
 use crate::{Ctx, OpError};
 
@@ -44,6 +46,7 @@ pub(crate) struct Nf4Spec {
     pub(crate) dtype: DType,
     pub(crate) activation: Option<Activation>,
     pub(crate) glu: bool,
+    pub(crate) norm: Option<NormProblem>,
 }
 
 /// What of a weight lies in an order.
@@ -54,14 +57,12 @@ pub(crate) enum Part {
 }
 
 #[backend_extension(Cube, Autodiff)]
-pub(crate) trait Nf4Ops: Backend {
+pub(crate) trait Nf4Ops: NormOps {
     /// x is `[m, k]`, and everything else that of a validated call.
     fn nf4_product(
         x: FloatTensor<Self>,
         #[extension_type] words: Words<Self>,
-        #[extension_type] bias: Optional<Self>,
-        #[extension_type] gate: Optional<Self>,
-        #[extension_type] residual: Optional<Self>,
+        #[extension_type] parts: Parts<Self>,
         spec: Nf4Spec,
         call: Call,
     ) -> FloatTensor<Self>;
@@ -136,9 +137,7 @@ impl Nf4Ops for CubeBackend {
     fn nf4_product(
         x: CubeTensor,
         words: Words<Self>,
-        bias: Optional<Self>,
-        gate: Optional<Self>,
-        residual: Optional<Self>,
+        parts: Parts<Self>,
         spec: Nf4Spec,
         call: Call,
     ) -> CubeTensor {
@@ -146,17 +145,24 @@ impl Nf4Ops for CubeBackend {
         let m = x.meta.shape()[0];
         let n = spec.weight.n as usize / if spec.glu { 2 } else { 1 };
         let out = empty_like(&x, [m, n], spec.dtype);
-        let [bias, gate, residual] = [bias, gate, residual]
-            .map(|part| part.into_option().map(|tensor| into_contiguous(tensor).handle));
-        let buffers = EpilogueBuffers { bias, gate, residual };
         let launched = call.ctx.device(&out.device).and_then(|device| {
-            let problem = problem(m, &spec, &buffers)?;
+            let problem = problem(m, &spec, &parts)?;
+            let takes = problem.norm.is_none() || Nf4Matmul::takes_norm(device.profile(), &problem);
+            let (x, parts, norm) = if takes {
+                let norm = parts.norm_buffers(spec.norm);
+                (x, parts, norm)
+            } else {
+                let (x, parts) = normalised(x, parts, spec.norm, &call);
+                (x, parts, None)
+            };
+            let problem = Nf4MatmulProblem { norm: problem.norm.filter(|_| takes), ..problem };
             let config = call.ctx.config::<Nf4Matmul>(&device, &problem)?;
             let operands = Nf4MatmulOperands {
                 x: x.handle.clone(),
                 weight: words.buffers(spec.weight),
                 out: out.handle.clone(),
-                epilogue: buffers,
+                epilogue: parts.buffers(),
+                norm,
             };
             let scratch = Nf4Matmul::scratch(&device, &problem, &config);
             launch::<Nf4Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
@@ -250,17 +256,21 @@ impl Nf4Ops for CubeBackend {
     }
 }
 
-fn problem(m: usize, spec: &Nf4Spec, parts: &EpilogueBuffers) -> Result<Nf4MatmulProblem, OpError> {
+fn problem(
+    m: usize,
+    spec: &Nf4Spec,
+    parts: &Parts<CubeBackend>,
+) -> Result<Nf4MatmulProblem, OpError> {
     let m = u32::try_from(m).map_err(|_| OpError::TooLarge(m))?;
     let epilogue = Epilogue {
-        bias: parts.bias.is_some(),
+        bias: parts.bias.is_present(),
         activation: spec.activation,
-        gate: parts.gate.is_some(),
-        residual: parts.residual.is_some(),
+        gate: parts.gate.is_present(),
+        residual: parts.residual.is_present(),
     };
     let plain = Nf4MatmulProblem::new(m, spec.weight, spec.dtype)?;
     let problem = if spec.glu { plain.gated_by_half()? } else { plain };
-    Ok(Nf4MatmulProblem { epilogue, ..problem })
+    Ok(Nf4MatmulProblem { epilogue, norm: spec.norm.map(|norm| norm.kind), ..problem })
 }
 
 /// Parents of a product's node: x, and bias or once more x where there is none.
@@ -314,35 +324,30 @@ impl<B: Nf4Ops + MatmulOps, C: CheckpointStrategy> Nf4Ops for Autodiff<B, C> {
     fn nf4_product(
         x: FloatTensor<Self>,
         words: Words<Self>,
-        bias: Optional<Self>,
-        gate: Optional<Self>,
-        residual: Optional<Self>,
+        parts: Parts<Self>,
         spec: Nf4Spec,
         call: Call,
     ) -> FloatTensor<Self> {
-        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
-        let tensors = [Some(&x), bias.as_ref(), gate.as_ref(), residual.as_ref()];
-        if !tensors.into_iter().flatten().any(|t| t.is_tracked()) {
-            let inner = |t: Option<FloatTensor<Self>>| Optional::of(t.map(Self::inner));
-            let (bias, gate, residual) = (inner(bias), inner(gate), inner(residual));
-            let (x, words) = (Self::inner(x), inner_words(words));
-            return Self::from_inner(B::nf4_product(x, words, bias, gate, residual, spec, call));
+        if ![&x].into_iter().chain(parts.tensors()).any(|t| t.is_tracked()) {
+            let (x, words, parts) = (Self::inner(x), inner_words(words), parts.map(Self::inner));
+            return Self::from_inner(B::nf4_product(x, words, parts, spec, call));
         }
+        let (x, parts) = normalised(x, parts, spec.norm, &call);
+        let spec = Nf4Spec { norm: None, ..spec };
+        let Parts { bias, gate, residual, .. } = parts;
+        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
         if spec.glu || spec.activation.is_some() || gate.is_some() || residual.is_some() {
             let bare = Nf4Spec { activation: None, glu: false, ..spec };
-            let (bias, absent) = (Optional::of(bias), || Optional::Absent);
-            let sum = Self::nf4_product(x, words, bias, absent(), absent(), bare, call);
+            let sum = Self::nf4_product(x, words, Parts::bias(bias), bare, call);
             return finish_gated::<Self>(sum, gate, residual, &spec);
         }
         let biased = bias.is_some();
         let words = inner_words(words);
         let second = bias.as_ref().unwrap_or(&x).node();
         let saved = Saved { words: words.clone(), spec, biased, ctx: call.ctx.clone() };
-        let bias = Optional::of(bias.map(|b| b.into_primitive()));
-        let multiply = |x: FloatTensor<Self>| {
-            let (x, absent) = (x.into_primitive(), || Optional::Absent);
-            B::nf4_product(x, words, bias, absent(), absent(), spec, call)
-        };
+        let parts = Parts::bias(bias.map(|b| b.into_primitive()));
+        let multiply =
+            |x: FloatTensor<Self>| B::nf4_product(x.into_primitive(), words, parts, spec, call);
         match Product.prepare::<C>([x.node(), second]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(saved, multiply(x)),
             OpsKind::UnTracked(prep) => prep.finish(multiply(x)),

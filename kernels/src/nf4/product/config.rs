@@ -12,6 +12,7 @@ use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::{Matmul, MatmulConfig};
 use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
 use crate::nf4::{CodesPlan, Order};
+use crate::rows::NormKind;
 
 /// One way to multiply with a 4-bit weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -46,6 +47,9 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
         return Vec::new();
     }
     let feasible = |c: &Nf4MatmulConfig| check(arch, p, c).is_ok();
+    if p.norm.is_some() {
+        return normed(arch, p).into_iter().filter(feasible).collect();
+    }
     let mut all: Vec<_> = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect();
     // Few rows leave a dense weight's bytes unpaid, and tiles mostly empty.
     if p.m > 8 {
@@ -66,6 +70,24 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     all
 }
 
+/// Those that normalise, where what multiplies best does, and a launch costs more than doing it again in every cube.
+fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
+    if arch.backend == Backend::Cpu {
+        Vec::new()
+    } else if on_tensor_cores(arch, p).is_ok() {
+        streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect()
+    } else if p.m <= 8 {
+        lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).collect()
+    } else {
+        Vec::new()
+    }
+}
+
+/// Whether a path normalises the rows that it multiplies.
+pub(super) fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
+    p.norm.is_some() && p.m <= 16 && !candidates(arch, p).is_empty()
+}
+
 pub(super) fn check(
     arch: &ArchProfile,
     p: &Nf4MatmulProblem,
@@ -74,6 +96,9 @@ pub(super) fn check(
     stores(arch, [p.dtype])?;
     if !p.has_halves() {
         return Err(shape("n", p.weight.n, "both matrices of a gated product have half of it"));
+    }
+    if p.norm == Some(NormKind::Layer) {
+        return Err(lacks("a path that takes the mean off rows that it multiplies"));
     }
     match config {
         Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
@@ -158,6 +183,10 @@ fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
     // spill 8 to 44 bytes where NVRTC compiles.
     let cuda = arch.backend == Backend::Cuda;
     let shapes = match columns {
+        // Four rows and a norm spill 24 bytes (sm_89).
+        1 if cuda && p.norm.is_some() => {
+            [[256, 32, 2], [128, 64, 2], [128, 32, 2], [128, 128, 2], [128, 64, 4], [64, 32, 2]]
+        }
         1 if cuda => {
             [[128, 32, 4], [128, 64, 4], [64, 32, 4], [128, 128, 4], [128, 32, 2], [256, 32, 2]]
         }
@@ -193,6 +222,12 @@ fn check_stream(
     if !(1..=64).contains(&c.parts) {
         return Err(shape("parts", c.parts, "1 to 64"));
     }
+    if p.norm.is_some() && p.dtype == DType::F16 {
+        return Err(lacks("room in f16 for rows that are not normalised yet"));
+    }
+    if p.norm.is_some() && c.parts > 1 {
+        return Err(shape("parts", c.parts, "rows are normalised where one cube has all of k"));
+    }
     if c.reach() < p.weight.k {
         return Err(shape("planes", c.planes, "the planes of all parts do not cover k"));
     }
@@ -205,6 +240,7 @@ fn check_fused(
     c: &FusedConfig,
 ) -> Result<(), Infeasible> {
     on_tensor_cores(arch, p)?;
+    unnormed(p)?;
     if !arch.async_copy {
         return Err(lacks("asynchronous copies"));
     }
@@ -239,6 +275,14 @@ fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infea
     Ok(())
 }
 
+/// Rows are multiplied as they are.
+fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
+    match p.norm {
+        None => Ok(()),
+        Some(_) => Err(lacks("a path that normalises so many rows as it multiplies them")),
+    }
+}
+
 fn check_lanes(
     arch: &ArchProfile,
     p: &Nf4MatmulProblem,
@@ -262,7 +306,7 @@ fn check_lanes(
     if p.weight.n.div_ceil(c.rows_of_cube()) > 65_535 {
         return Err(shape("n", p.weight.n, "more cubes than a grid has in a line"));
     }
-    limits(arch, c.units, c.shared_bytes())
+    limits(arch, c.units, super::lanes_plan(arch, p, c).shared_bytes())
 }
 
 fn check_dense(
@@ -270,6 +314,7 @@ fn check_dense(
     p: &Nf4MatmulProblem,
     c: &DenseConfig,
 ) -> Result<(), Infeasible> {
+    unnormed(p)?;
     Nf4Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
     if c.matmul.parts() > 1 {
         return Err(shape("parts", c.matmul.parts(), "the dense weight is all the scratch"));
@@ -295,6 +340,7 @@ pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan 
         bf16: p.dtype == DType::Bf16,
         glu: p.glu,
         partial: c.parts > 1,
+        norm: p.norm,
     }
 }
 

@@ -34,8 +34,9 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use crate::matmul::{Columns, Finish};
+use crate::matmul::{Columns, Finish, Gain};
 use crate::nf4::{Codes, code_shift};
+use crate::rows::NormKind;
 
 /// How the plain path is spread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -54,11 +55,6 @@ impl LanesConfig {
     /// Rows of the weight that a cube takes.
     pub(super) const fn rows_of_cube(self) -> u32 {
         self.units / self.lanes * self.rows
-    }
-
-    pub(super) const fn shared_bytes(self) -> u32 {
-        let sums = if self.lanes > 1 { self.units * self.rows * self.columns } else { 0 };
-        16 * 4 + sums * 4
     }
 
     /// The config with the least to go wrong, for one matrix or two.
@@ -83,12 +79,28 @@ pub(crate) struct LanesPlan {
     pub(super) words: u32,
     /// Of a unit's rows every other one is of the matrix that its neighbour gates.
     pub(super) glu: bool,
+    pub(super) norm: Option<NormKind>,
 }
 
 impl LanesPlan {
     /// Rows of the weight that make one column of y.
     const fn matrices(self) -> u32 {
         if self.glu { 2 } else { 1 }
+    }
+
+    /// Products that a unit sums.
+    const fn products(self) -> u32 {
+        self.config.rows * self.config.columns
+    }
+
+    /// All that a unit sums: where x is normalised the squares of its rows come last.
+    const fn sums(self) -> u32 {
+        self.products() + if self.norm.is_some() { self.config.columns } else { 0 }
+    }
+
+    pub(super) const fn shared_bytes(self) -> u32 {
+        let sums = if self.config.lanes > 1 { self.config.units * self.sums() } else { 0 };
+        16 * 4 + sums * 4
     }
 
     /// Where among a unit's sums that of its row `r` of the weight and its row `c` of x lies.
@@ -104,6 +116,7 @@ pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
     weight: &Codes<NW>,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
+    norm: &ComptimeOption<Gain<F, NX>>,
     dims: &Dims,
     #[comptime] plan: LanesPlan,
 ) {
@@ -113,19 +126,21 @@ pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
             book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
         }
         sync_cube();
-        multiply::<F, NX, NW, NO>(x, weight, &book, out, finish, dims, plan);
+        multiply::<F, NX, NW, NO>(x, weight, &book, out, finish, norm, dims, plan);
     } else {
-        multiply::<F, NX, NW, NO>(x, weight, &weight.book, out, finish, dims, plan);
+        multiply::<F, NX, NW, NO>(x, weight, &weight.book, out, finish, norm, dims, plan);
     }
 }
 
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, and what is done to them")]
 fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &Codes<NW>,
     book: &[f32],
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
+    norm: &ComptimeOption<Gain<F, NX>>,
     dims: &Dims,
     #[comptime] plan: LanesPlan,
 ) {
@@ -136,7 +151,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     let first = CUBE_POS_X * comptime!(plan.config.rows_of_cube() / matrices);
     let width = dims.n / matrices;
     let per_group = comptime!(rows / matrices);
-    let per_unit = comptime!((rows * columns) as usize);
+    let (products, per_unit) = comptime!((plan.products() as usize, plan.sums() as usize));
     let mut sums = Shared::<[f32]>::new_slice(comptime!(if lanes > 1 {
         units as usize * per_unit
     } else {
@@ -144,7 +159,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     }));
     let mut col = 0u32;
     while col < dims.m {
-        let mut acc = Array::<f32>::new(per_unit); // [per_group, columns, matrices]
+        let mut acc = Array::<f32>::new(per_unit); // [per_group, columns, matrices], squares [columns]
         #[unroll]
         for i in 0..per_unit {
             acc[i] = 0.0f32;
@@ -173,14 +188,21 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                     let (word, chunk) = (flat * together, at * together);
                     absmax[comptime!(r as usize)] = weight.absmax_of_word(word, row, chunk, dims.k);
                 }
-                let mut part = Array::<f32>::new(per_unit);
+                let mut part = Array::<f32>::new(products);
                 #[unroll]
-                for i in 0..per_unit {
+                for i in 0..products {
                     part[i] = 0.0f32;
                 }
                 #[unroll]
                 for w in 0..together {
-                    let eights = load_eights(x, col, at * together + w, dims, plan);
+                    let mut eights = load_eights(x, col, at * together + w, dims, plan);
+                    #[comptime]
+                    match norm {
+                        ComptimeOption::Some(norm) => {
+                            weigh(&mut eights, &mut acc, norm, at * together + w, plan);
+                        }
+                        ComptimeOption::None => {}
+                    }
                     #[unroll]
                     for r in 0..rows {
                         let word = codes[comptime!((r * together + w) as usize)];
@@ -222,7 +244,19 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                     #[unroll]
                     for c in 0..columns {
                         let line = min(col + c, dims.m - 1) as usize * dims.k as usize;
-                        let x = f32::cast_from(x[line + at as usize].extract(0usize));
+                        let mut x = f32::cast_from(x[line + at as usize].extract(0usize));
+                        #[comptime]
+                        match norm {
+                            ComptimeOption::Some(norm) => {
+                                if comptime!(r == 0) {
+                                    let square = comptime!(products + c as usize);
+                                    acc[square] = fma(x, x, acc[square]);
+                                }
+                                let gains = norm.gains(at as usize);
+                                x *= gains[0];
+                            }
+                            ComptimeOption::None => {}
+                        }
                         let i = comptime!(plan.place(r, c));
                         acc[i] = fma(value, x, acc[i]);
                     }
@@ -253,11 +287,24 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
             let mut id = UNIT_POS;
             while id < comptime!(units / lanes * results) {
                 let (group, i) = (id / results, id % results);
-                let from = group * comptime!(lanes * rows * columns) + i * matrices;
+                let of_group = group * comptime!(lanes * plan.sums());
+                let from = of_group + i * matrices;
                 let mut total = Array::<f32>::new(comptime!(matrices as usize));
                 #[unroll]
                 for which in 0..matrices {
                     total[comptime!(which as usize)] = sums[(from + which) as usize];
+                }
+                #[comptime]
+                match norm {
+                    ComptimeOption::Some(norm) => {
+                        let square = of_group + comptime!(plan.products()) + i % columns;
+                        let factor = norm.factor(sums[square as usize]);
+                        #[unroll]
+                        for which in 0..matrices {
+                            total[comptime!(which as usize)] *= factor;
+                        }
+                    }
+                    ComptimeOption::None => {}
                 }
                 let (n, m) = (first + group * per_group + i / columns, col + i % columns);
                 store(out, finish, &total, 0usize, n, m, dims, plan);
@@ -265,6 +312,22 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
             }
             sync_cube();
         } else {
+            #[comptime]
+            match norm {
+                ComptimeOption::Some(norm) =>
+                {
+                    #[unroll]
+                    for c in 0..columns {
+                        let square = acc[comptime!(products + c as usize)];
+                        let factor = norm.factor(square);
+                        #[unroll]
+                        for r in 0..rows {
+                            acc[comptime!(plan.place(r, c))] *= factor;
+                        }
+                    }
+                }
+                ComptimeOption::None => {}
+            }
             #[unroll]
             for i in 0..results {
                 let n = first + group * per_group + comptime!(i / columns);
@@ -310,6 +373,33 @@ fn load_eights<F: Float, NX: Size>(
         }
     }
     eights
+}
+
+/// Adds the squares of eights of x, and makes of them what a norm multiplies by the weight.
+#[cube]
+fn weigh<F: Float, NX: Size>(
+    eights: &mut Array<f32>,
+    acc: &mut Array<f32>,
+    norm: &Gain<F, NX>,
+    at: u32,
+    #[comptime] plan: LanesPlan,
+) {
+    let width = NX::value();
+    let first = at as usize * comptime!(8 / width);
+    #[unroll]
+    for v in 0..comptime!(8 / width) {
+        let gains = norm.gains(first + v);
+        #[unroll]
+        for e in 0..width {
+            #[unroll]
+            for c in 0..comptime!(plan.config.columns as usize) {
+                let i = comptime!(c * 8 + v * width + e);
+                let square = comptime!(plan.products() as usize + c);
+                acc[square] = fma(eights[i], eights[i], acc[square]);
+                eights[i] *= gains[e];
+            }
+        }
+    }
 }
 
 /// Stores the result of column `n` and row `m` of y, made of the sum at `at`, or of that and the next.

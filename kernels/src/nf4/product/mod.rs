@@ -45,15 +45,24 @@ pub use stream::StreamConfig;
 use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
 use super::{Codes, CodesCompilationArg, CodesLaunch, Order, Weight, WeightBuffers};
 use crate::matmul::{
-    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
-    Matmul, MatmulOperands, MatmulProblem, Precision, elem, parts,
+    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, Gain,
+    GainCompilationArg, GainLaunch, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem,
+    NormBuffers, Precision, elem, parts,
 };
+use crate::rows::NormKind;
 use fused::FusedPlan;
 use lanes::LanesPlan;
 use stream::StreamPlan;
 
 /// The family of products with 4-bit weights.
 pub struct Nf4Matmul;
+
+impl Nf4Matmul {
+    /// Whether the problem has a norm, and this device a path that is worth it: without one it is a launch of its own.
+    pub fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
+        config::takes_norm(arch, p)
+    }
+}
 
 /// One product. Build it with [`Nf4MatmulProblem::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,6 +76,9 @@ pub struct Nf4MatmulProblem {
     /// Whether the first half of the weight's rows gates the second; where nothing is said, not.
     #[serde(default)]
     pub glu: bool,
+    /// What is done to rows of x before they are multiplied, with a weight `[k]`: see [`matmul`](crate::matmul).
+    #[serde(default)]
+    pub norm: Option<NormKind>,
 }
 
 impl Nf4MatmulProblem {
@@ -78,7 +90,7 @@ impl Nf4MatmulProblem {
         if m == 0 {
             return Err(InvalidMatmul::Empty { axis: "m" });
         }
-        Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), glu: false })
+        Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), glu: false, norm: None })
     }
 
     /// The same weight as two matrices, the first of which gates the second.
@@ -160,6 +172,8 @@ pub struct Nf4MatmulOperands {
     pub weight: WeightBuffers,
     pub out: Handle,
     pub epilogue: EpilogueBuffers,
+    /// Of the problem's norm.
+    pub norm: Option<NormBuffers>,
 }
 
 impl Kernel for Nf4Matmul {
@@ -174,7 +188,8 @@ impl Kernel for Nf4Matmul {
         let Weight { block_size, nested, order, .. } = p.weight;
         let nested = if nested { "n" } else { "" };
         let glu = if p.glu { " glu" } else { "" };
-        format!("{} {}{block_size}{nested}{glu}", p.dense().bucket(), order.name())
+        let norm = if p.norm.is_some() { " norm" } else { "" };
+        format!("{} {}{block_size}{nested}{glu}{norm}", p.dense().bucket(), order.name())
     }
 
     fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
@@ -208,6 +223,7 @@ impl Kernel for Nf4Matmul {
             weight: super::noise(device, p.weight, 7 * seed + 1),
             out: device.client().empty((out * p.dtype.size()).next_multiple_of(4)),
             epilogue: EpilogueBuffers::noise(device, p.epilogue, bias, matrix, 7 * seed + 3),
+            norm: NormBuffers::noise(device, p.norm, (p.weight.k, p.dtype), 7 * seed + 6),
         }
     }
 
@@ -270,6 +286,7 @@ impl Kernel for Nf4Matmul {
             buffer(),
             buffer(),
             FinishCompilationArg::of(epilogue),
+            GainCompilationArg::of(p.norm),
             DimsCompilationArg { m: (), n: (), k: (), parts: (), part_steps: () },
             plan.width,
             plan.code_width,
@@ -322,6 +339,7 @@ impl Kernel for Nf4Matmul {
                 BufferArg::from_raw_parts(operands.out.clone(), out_len / plan.out_width),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
                 finish,
+                GainLaunch::of(p.norm, operands.norm.as_ref(), p.weight.k, plan.width),
                 DimsLaunch::new(p.m, p.weight.n, p.weight.k, plan.parts, plan.part_steps),
                 plan.path,
                 elem(p.dtype),
@@ -345,7 +363,7 @@ fn launch_dense(
     dequantize::launch(device, &weight, &c.dequantize, &operands.weight, scratch);
     let multiply = |problem: MatmulProblem, rhs: Handle, out: &Handle, epilogue| {
         let (lhs, out) = (operands.x.clone(), out.clone());
-        let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None };
+        let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None };
         Matmul::launch(device, &problem, &c.matmul, &operands, None);
     };
     let mut epilogue = operands.epilogue.clone();
@@ -409,16 +427,12 @@ impl Plan {
                 }
             }
             Nf4MatmulConfig::Lanes(c) => {
-                let whole = p.weight.k % 8 == 0;
-                // The least block has 32 elements: 4 words share an absmax.
-                let wide =
-                    p.weight.k % 32 == 0 && p.weight.order == Order::Rows && arch.load_bytes >= 16;
-                let words = if wide { 4 } else { 1 };
+                let lanes = lanes_plan(arch, p, &c);
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
                 Self {
-                    path: Path::Lanes(LanesPlan { config: c, whole, words, glu: p.glu }),
-                    width: if whole { widest.clamp(1, 8) } else { 1 },
-                    code_width: words as usize,
+                    path: Path::Lanes(lanes),
+                    width: if lanes.whole { widest.clamp(1, 8) } else { 1 },
+                    code_width: lanes.words as usize,
                     out_width: 1,
                     cubes: CubeCount::Static(p.weight.n.div_ceil(c.rows_of_cube()), 1, 1),
                     cube_dim: CubeDim::new_1d(c.units),
@@ -428,6 +442,18 @@ impl Plan {
             }
             Nf4MatmulConfig::Dense(_) => unreachable!("launched as two products of other families"),
         }
+    }
+}
+
+fn lanes_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &LanesConfig) -> LanesPlan {
+    // The least block has 32 elements: 4 words share an absmax.
+    let wide = p.weight.k % 32 == 0 && p.weight.order == Order::Rows && arch.load_bytes >= 16;
+    LanesPlan {
+        config: *c,
+        whole: p.weight.k % 8 == 0,
+        words: if wide { 4 } else { 1 },
+        glu: p.glu,
+        norm: p.norm,
     }
 }
 
@@ -464,17 +490,20 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
+    norm: ComptimeOption<Gain<F, NX>>,
     dims: &Dims,
     #[comptime] path: Path,
     #[define(F)] _dtype: ElemType,
 ) {
     match path {
         Path::Stream(plan) => {
-            stream::stream::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
+            stream::stream::<F, NX, NW, NO>(x, weight, out, partials, &finish, &norm, dims, plan)
         }
         Path::Fused(plan) => {
             fused::fused::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
-        Path::Lanes(plan) => lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, dims, plan),
+        Path::Lanes(plan) => {
+            lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan)
+        }
     }
 }

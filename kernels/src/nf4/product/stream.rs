@@ -33,6 +33,9 @@
 //! of eight planes (14.7, with an addition of parts) are slower. v5 gives up that x comes by 16-byte loads
 //! as it is (11.3 / 12.2), so that [`super::fused`] can have it by `ldmatrix`: x goes through shared memory
 //! once, before the table is there; turned by shuffles instead it costs 1.2 us more.
+//!
+//! A norm of x ([`Gain`]) costs a plane 16 instructions for the squares of eight rows, and one for two elements; rows
+//! that are not normalised yet are rounded to bf16 once they are multiplied by its weight.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -40,11 +43,13 @@ use serde::{Deserialize, Serialize};
 
 use super::Dims;
 use super::codes::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
-use crate::matmul::{Columns, Finish};
+use crate::matmul::{Columns, Finish, Gain, weigh_pair};
 use crate::nf4::{Codes, CodesPlan};
+use crate::rows::NormKind;
 use crate::tile::{
     CopyPlan, TileShape, commit_copies, copy_vector, global_address, load_fragments, load_pair,
-    load_shared, pack_pair, shared_address, store_shared, store_word, typed, wait_copies,
+    load_shared, pack_pair, shared_address, store_shared, store_word, store_words, typed,
+    wait_copies,
 };
 
 /// How the streaming path is spread.
@@ -60,6 +65,8 @@ pub struct StreamConfig {
 const SPANS: usize = 4;
 /// Bytes of the table of pairs: 256 bytes a pair, of which the units of a plane use 128.
 const TABLE_BYTES: u32 = 256 * 256;
+/// Bytes of a number for each of 16 rows.
+const SQUARES_BYTES: u32 = 4 * 16;
 
 impl StreamConfig {
     pub(super) const fn units(self) -> u32 {
@@ -85,6 +92,8 @@ pub(crate) struct StreamPlan {
     pub(super) glu: bool,
     /// Sums go to the workspace.
     pub(super) partial: bool,
+    /// Rows are normalised; not where sums are but parts.
+    pub(super) norm: Option<NormKind>,
 }
 
 impl StreamPlan {
@@ -108,8 +117,13 @@ impl StreamPlan {
         self.sums_bytes() * self.config.planes * self.tiles() as u32
     }
 
+    /// Bytes of the squares of 16 rows, of every plane, and of their factors.
+    const fn squares_bytes(self) -> u32 {
+        if self.norm.is_some() { SQUARES_BYTES * (self.config.planes + 1) } else { 0 }
+    }
+
     pub(super) const fn shared_bytes(self) -> u32 {
-        TABLE_BYTES + NESTED_BYTES + self.sets() * self.set_bytes()
+        TABLE_BYTES + NESTED_BYTES + self.sets() * self.set_bytes() + self.squares_bytes()
     }
 }
 
@@ -142,12 +156,14 @@ struct Share {
 }
 
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, and what is done to them")]
 pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &Codes<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
+    norm: &ComptimeOption<Gain<F, NX>>,
     dims: &Dims,
     #[comptime] plan: StreamPlan,
 ) {
@@ -160,6 +176,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let table = shared_address(&mut shared);
     let nested_book = table + TABLE_BYTES;
     let sums = nested_book + NESTED_BYTES;
+    let factors = sums + comptime!(plan.sets() * plan.set_bytes());
+    let squares = factors + SQUARES_BYTES;
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * 32 + lane;
@@ -190,6 +208,16 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let nested = first_nested(weight, unit);
     let stage = Stage { table, sums, plane, lane };
     stage.copy(x, dims, own, quads, 0usize);
+    let mut gains = Vector::<u32, Const<4>>::new(0u32);
+    #[comptime]
+    match norm {
+        ComptimeOption::Some(norm) => {
+            // Past k x is zero, whatever it is multiplied by.
+            let from = u64::cast_from(min(own, quads - 1) * 512 + lane * 16);
+            gains = stream_words(norm.address() + from, 0u32);
+        }
+        ComptimeOption::None => {}
+    }
     fill_table(book, table, lane, plane, plan);
     fill_nested(weight, nested, nested_book, unit, comptime!(plan.config.units()));
     // The right fragments of a plane's 256 of k: `[eights, spans, steps, 2]` words.
@@ -199,11 +227,35 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
         stage.copy(x, dims, own, quads, 1usize);
         stage.load::<F>(&mut fixed, 1usize);
     }
-    sync_cube();
-
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+    if comptime!(plan.norm.is_some()) {
+        stage.weigh::<F, NF, NC>(&mut fixed, gains, squares, &def, plan);
+    }
+    sync_cube();
+    #[comptime]
+    match norm {
+        ComptimeOption::Some(norm) => {
+            if unit < comptime!(8 * eights as u32) {
+                // Two chains of sums.
+                let mut even = 0.0f32.runtime();
+                let mut odd = 0.0f32.runtime();
+                #[unroll]
+                for p in 0..planes {
+                    let square = load_shared(squares + unit * 4, comptime!(p * SQUARES_BYTES));
+                    if comptime!(p % 2 == 0) {
+                        even += square;
+                    } else {
+                        odd += square;
+                    }
+                }
+                // Read after the next barrier.
+                store_shared(factors + unit * 4, norm.factor(even + odd), 0u32);
+            }
+        }
+        ComptimeOption::None => {}
+    }
     let mut tile = first;
     let mut set = 0u32.runtime();
     while tile < tiles {
@@ -261,7 +313,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
             }
         }
         sync_cube();
-        add_sums(out, partials, finish, sums + set, tile, cubes, part, unit, dims, plan);
+        add_sums(out, partials, finish, sums + set, factors, tile, cubes, part, unit, dims, plan);
         if comptime!(plan.sets() == 1) {
             sync_cube();
         } else {
@@ -279,6 +331,7 @@ fn add_sums<F: Float, NO: Size>(
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
     sums: u32,
+    factors: u32,
     tile: u32,
     cubes: u32,
     part: u32,
@@ -304,14 +357,22 @@ fn add_sums<F: Float, NO: Size>(
         if id < ids && col < dims.m && inside {
             let place = sums + place_of_sum(row, col);
             let far = comptime!(plan.sums_bytes() * plan.config.planes);
-            let sum = sum_of_planes(place + which * far, plan);
+            let mut sum = sum_of_planes(place + which * far, plan);
+            let mut factor = 1.0f32.runtime();
+            if comptime!(plan.norm.is_some()) {
+                factor = load_shared(factors + col * 4, 0u32);
+                sum *= factor;
+            }
             if comptime!(plan.partial) {
                 let line = (part * dims.m + col) as usize * dims.n as usize;
                 partials[line + n as usize] = sum;
             } else {
                 let at = col as usize * width as usize + n as usize;
                 let value = if comptime!(both) {
-                    let up = sum_of_planes(place + far, plan);
+                    let mut up = sum_of_planes(place + far, plan);
+                    if comptime!(plan.norm.is_some()) {
+                        up *= factor;
+                    }
                     finish.one_of_two((sum, up), at, (n, width + n), &columns)
                 } else {
                     finish.one(sum, at, n, &columns)
@@ -581,6 +642,79 @@ impl Stage {
         }
         // The next rows come to the same place.
         sync_plane();
+    }
+
+    /// Multiplies the fragments of x by the weight of a norm, of which a unit has 16 bytes, and leaves the sums of
+    /// the squares of the plane's part of each row.
+    ///
+    /// They are the diagonal of x·xᵀ: what a unit holds of the right operand is what it holds of rows 0 to 7 of the
+    /// left one.
+    fn weigh<F: Float, NF: Size, NC: Size>(
+        &self,
+        fixed: &mut Array<u32>,
+        gains: Vector<u32, Const<4>>,
+        squares: u32,
+        def: &MmaDefinition<F, F, f32>,
+        #[comptime] plan: StreamPlan,
+    ) {
+        let kind = comptime!(plan.norm.expect("rows are normalised"));
+        // As the first row of eight, which all rows of a fragment then are.
+        let first = self.table + 128 + self.plane * 4096;
+        store_words(first + self.lane / 8 * 256 + self.lane % 8 * 16, gains);
+        sync_plane();
+        let start = first + self.lane / 8 * 16;
+        let mut gain = Array::<u32>::new(comptime!(8 * SPANS));
+        #[unroll]
+        for span in 0..SPANS {
+            #[unroll]
+            for half in 0..2usize {
+                let mut words = Array::<u32>::new(4usize);
+                let at = (start + comptime!(256 * span as u32)) ^ comptime!(64 * half as u32);
+                let shape = comptime!(TileShape::new(8, 256, false, 2));
+                load_fragments::<F>(at, &mut words, 0u32, shape, false);
+                #[unroll]
+                for i in 0..4usize {
+                    gain[comptime!((span * 2 + half) * 4 + i)] = words[i];
+                }
+            }
+        }
+        #[unroll]
+        for eight in 0..comptime!(plan.eights) {
+            let own = comptime!(eight * SPANS * 8);
+            let mut all = Vector::<f32, NC>::new(0.0f32);
+            // A chain of sums for each span.
+            #[unroll]
+            for span in 0..SPANS {
+                let mut sum = Array::<Vector<f32, NC>>::new(2usize);
+                sum[0] = Vector::new(0.0f32);
+                sum[1] = Vector::new(0.0f32);
+                #[unroll]
+                for step in 0..4usize {
+                    let from = comptime!(own + span * 8 + 2 * step);
+                    let mut words = Array::<u32>::new(4usize);
+                    words[0] = fixed[from];
+                    words[1] = 0u32.runtime();
+                    words[2] = fixed[comptime!(from + 1)];
+                    words[3] = 0u32.runtime();
+                    let left = typed::<F, NF>(&words, 0usize, 4usize);
+                    words[1] = words[2];
+                    let right = typed::<F, NF>(&words, 0usize, 2usize);
+                    def.execute_inplace(&left, &right, &mut sum);
+                }
+                all += sum[0];
+            }
+            // Row r of the diagonal is the unit's whose first column is r, or r - 1.
+            if self.lane % 4 == self.lane / 8 {
+                let square =
+                    select(self.lane / 4 % 2 == 0, all.extract(0usize), all.extract(1usize));
+                let row = self.lane / 4 + comptime!(8 * eight as u32);
+                store_shared(squares + self.plane * SQUARES_BYTES + row * 4, square, 0u32);
+            }
+            #[unroll]
+            for i in 0..comptime!(8 * SPANS) {
+                fixed[comptime!(own + i)] = weigh_pair(fixed[comptime!(own + i)], gain[i], kind);
+            }
+        }
     }
 }
 

@@ -1,0 +1,127 @@
+//! norm(x)·Wᵀ of few rows of x without norm(x): Σ norm(x)ₖ·wₖ = factor · Σ xₖ·gₖ·wₖ
+//!
+//! ```text
+//!   g = weight, or 1 + weight where the kind says so        factor = 1 / √(Σ x² / k + eps)
+//! ```
+//!
+//! Nobody waits for the factor before the sums are there, and it comes with them: the squares of a row are one sum
+//! more. For paths whose units read whole rows of x, and few of them: a launch less for a multiply and a
+//! multiply-add an element, beside as many multiply-adds as there are rows of W. Of the kinds those without a mean.
+
+use arch::{DType, Device};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::rows::{NormKind, norm_weight};
+use crate::tile::{fma_pairs, global_address};
+
+/// Device buffers of a norm.
+#[derive(Debug, Clone)]
+pub struct NormBuffers {
+    /// `[k]`, in x's type.
+    pub weight: Handle,
+    /// Added to the mean of the squares; finite and not negative.
+    pub eps: f32,
+}
+
+impl NormBuffers {
+    /// Noise for a norm, if there is one, of rows of that length and type.
+    pub(crate) fn noise(
+        device: &Device,
+        norm: Option<NormKind>,
+        (k, dtype): (u32, DType),
+        seed: u64,
+    ) -> Option<Self> {
+        norm.map(|_| Self { weight: crate::noise(device, k as usize, dtype, seed), eps: 1e-5 })
+    }
+}
+
+/// A norm with its weight, in vectors of `N`.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Gain<F: Float, N: Size> {
+    /// `[k / N]`
+    weight: Box<[Vector<F, N>]>,
+    eps: f32,
+    /// 1 / k
+    share: f32,
+    #[cube(comptime)]
+    kind: NormKind,
+}
+
+impl<F: Float, N: Size> GainLaunch<F, N> {
+    /// The arguments of a norm of rows of `k` elements.
+    pub(crate) fn of(
+        norm: Option<NormKind>,
+        buffers: Option<&NormBuffers>,
+        k: u32,
+        width: usize,
+    ) -> ComptimeOptionArgs<Gain<F, N>> {
+        let gain = norm.zip(buffers).map(|(kind, NormBuffers { weight, eps })| {
+            // SAFETY: a weight is as long as a row of x.
+            let weight = unsafe { BufferArg::from_raw_parts(weight.clone(), k as usize / width) };
+            Self::new(weight, *eps, 1.0 / k as f32, kind)
+        });
+        ComptimeOptionArgs::from(gain)
+    }
+}
+
+impl<F: Float, N: Size> GainCompilationArg<F, N> {
+    /// The same, as a compilation sees them.
+    pub(crate) fn of(norm: Option<NormKind>) -> ComptimeOptionCompilationArg<Gain<F, N>> {
+        match norm {
+            Some(kind) => ComptimeOptionCompilationArg::Some(Self {
+                weight: BufferCompilationArg { inplace: None },
+                eps: (),
+                share: (),
+                kind,
+            }),
+            None => ComptimeOptionCompilationArg::None,
+        }
+    }
+}
+
+#[cube]
+impl<F: Float, N: Size> Gain<F, N> {
+    /// Where the weight lies in global memory.
+    pub(crate) fn address(&self) -> u64 {
+        global_address(&self.weight)
+    }
+
+    /// What the elements of vector `at` of a row are multiplied by.
+    pub(crate) fn gains(&self, at: usize) -> Array<f32> {
+        let vector = self.weight[at];
+        let mut gains = Array::<f32>::new(N::value());
+        #[unroll]
+        for e in 0..N::value() {
+            gains[e] = norm_weight::<F>(vector.extract(e), self.kind);
+        }
+        gains
+    }
+
+    /// Vector `at` of a row, multiplied by the weight.
+    pub(crate) fn weigh(&self, vector: Vector<F, N>, at: usize) -> Array<f32> {
+        let mut weighed = self.gains(at);
+        #[unroll]
+        for e in 0..N::value() {
+            weighed[e] *= f32::cast_from(vector.extract(e));
+        }
+        weighed
+    }
+
+    /// What the sums of a row are multiplied by whose squares add up to `squares`.
+    pub(crate) fn factor(&self, squares: f32) -> f32 {
+        fma(squares, self.share, self.eps).inverse_sqrt()
+    }
+}
+
+/// Two numbers of a row in bf16, multiplied by the weight of a norm.
+#[cube]
+pub(crate) fn weigh_pair(pair: u32, weight: u32, #[comptime] kind: NormKind) -> u32 {
+    let added = if comptime!(matches!(kind, NormKind::RmsPlusOne)) {
+        pair
+    } else {
+        // Two zeros that leave a product's sign.
+        0x8000_8000u32.runtime()
+    };
+    fma_pairs(pair, weight, added)
+}
