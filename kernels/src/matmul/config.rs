@@ -889,6 +889,28 @@ mod tests {
     }
 
     #[test]
+    fn rows_are_normalised_where_few_of_them_meet_a_weight_along_k() {
+        let arch = |name| ArchProfile::recorded(name).expect("recorded");
+        let takes = |arch: &ArchProfile, m, rhs, norm| {
+            let plain = problem([m, 4096, 4096], [Layout::Row, rhs], Precision::Bf16);
+            let p = MatmulProblem { norm: Some(norm), ..plain };
+            let found = candidates(arch, &p);
+            assert_eq!(takes_norm(arch, &p), !found.is_empty());
+            assert!(found.iter().all(|c| matches!(c, MatmulConfig::Lanes(_))), "{found:?}");
+            assert_eq!(simplest(arch, &p).is_ok(), !found.is_empty());
+            !found.is_empty()
+        };
+        let cuda = arch("rtx4090");
+        assert!(takes(&cuda, 1, Layout::Col, NormKind::Rms));
+        assert!(takes(&cuda, 2, Layout::Col, NormKind::RmsPlusOne));
+        assert!(!takes(&cuda, 3, Layout::Col, NormKind::Rms), "tensor cores do more rows as fast");
+        assert!(!takes(&cuda, 1, Layout::Row, NormKind::Rms));
+        assert!(!takes(&cuda, 1, Layout::Col, NormKind::Layer));
+        let plain = problem([1, 4096, 4096], [Layout::Row, Layout::Col], Precision::Bf16);
+        assert!(!takes_norm(&cuda, &plain), "there is none");
+    }
+
+    #[test]
     fn every_profile_has_a_candidate_and_every_candidate_passes_its_check() {
         for name in arch::recorded() {
             let arch = ArchProfile::recorded(name).expect("recorded");

@@ -14,7 +14,8 @@
 //! on the tensor cores; [`Precision::F16Acc16`] sums in f16, where asked to. Either operand may have
 //! its rows or its columns contiguous, with any leading dimension, and either may repeat over batches
 //! (stride 0). Or batches are groups, each with rows of its own of one A, as many as a buffer on the
-//! device says ([`MatmulProblem::grouped`]).
+//! device says ([`MatmulProblem::grouped`]). Rows of A may be normalised as they are multiplied
+//! ([`MatmulProblem::norm`]): by `Lanes` alone, whose units read whole rows.
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
 //!

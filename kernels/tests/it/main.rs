@@ -13,9 +13,10 @@ use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
 use kernels::nf4::{
-    CodeBook, Nf4Dequantize, Nf4Matmul, Nf4Quantize, Order, QuantizeError, Weight, quantize,
+    CodeBook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order, QuantizeError,
+    Weight, quantize,
 };
-use kernels::norm::Norm;
+use kernels::norm::{Norm, NormKind};
 use kernels::rope::Rope;
 use kernels::sample::Sample;
 use oracle::matmul::{EdgeCase, Inputs, check, config_cases};
@@ -216,6 +217,41 @@ fn cases_of_other_configs_are_right_on_the_cpu() {
         let verdict = oracle::attention_backward::check(&device, &case, &config).expect("runs");
         assert!(verdict.comparison.passed, "{case:?}: {}", verdict.comparison);
     }
+}
+
+/// Rows that are normalised as they are multiplied, which a CPU leaves to a launch of its own.
+#[test]
+fn products_that_normalise_are_right_in_wgsl() {
+    let Some(device) = device(Backend::WebGpu) else { return };
+    let arch = device.profile();
+    let normed = |case: &&EdgeCase| case.problem.norm.is_some();
+    for case in oracle::matmul::edge_cases(Precision::F32).iter().filter(normed) {
+        for config in Matmul::candidates(arch, &case.problem) {
+            let verdict = check(&device, case, &config).expect("runs");
+            assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
+        }
+    }
+}
+
+#[test]
+fn every_norm_in_a_product_is_another_program() {
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let client = device.client();
+    let (properties, target) = (client.properties_shared(), client.target_properties_shared());
+    let weight = Weight::new(16, 256, 64, true).expect("valid");
+    let plain = Nf4MatmulProblem::new(1, weight, DType::F32).expect("rows");
+    let config = Nf4Matmul::simplest(device.profile(), &plain).expect("any device has one");
+    let norms = [None, Some(NormKind::Rms), Some(NormKind::RmsPlusOne)];
+    let hashes: std::collections::BTreeSet<_> = norms
+        .into_iter()
+        .map(|norm| {
+            let problem = Nf4MatmulProblem { norm, ..plain };
+            let arch = device.profile();
+            let programs = Nf4Matmul::programs(arch, &problem, &config, &properties, &target);
+            programs[0].id().stable_hash()
+        })
+        .collect();
+    assert_eq!(hashes.len(), norms.len());
 }
 
 /// Units share rows in every way.

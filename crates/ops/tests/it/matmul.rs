@@ -79,6 +79,7 @@ fn a_linear_layer_has_its_epilogue_and_a_result_type() {
                 &values(x.clone()),
                 &values(w.clone()),
                 reference::Epilogue {
+                    norm: None,
                     bias: Some(&b),
                     activation: Some(theirs),
                     up: None,
@@ -168,6 +169,7 @@ fn gradients_are_the_differences() {
     for (activation, theirs) in activations {
         let loss = |v: &[Vec<f32>; 5]| -> f64 {
             let epilogue = reference::Epilogue {
+                norm: None,
                 bias: Some(&v[2]),
                 activation: theirs,
                 up: None,

@@ -101,6 +101,7 @@ fn products_are_those_of_the_dense_weight() {
     };
     let out = nf4_linear(&ctx, x.clone(), &weight, epilogue.clone()).expect("valid");
     let theirs = reference::Epilogue {
+        norm: None,
         bias: Some(&bs),
         activation: Some(reference::Activation::Silu),
         up: None,
@@ -133,6 +134,7 @@ fn weights_are_joined_and_gate_one_another() {
         ..Epilogue::default()
     };
     let theirs = reference::Epilogue {
+        norm: None,
         bias: Some(&bs[..n]),
         activation: Some(reference::Activation::GeluTanh),
         up: Some(reference::Up { rhs: &ups, bias: Some(&bs[n..]) }),

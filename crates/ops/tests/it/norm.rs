@@ -1,5 +1,8 @@
 use burn::tensor::{Device, FloatDType, Tensor};
-use ops::{Ctx, NormKind, NormWeights, OpError, norm};
+use ops::{
+    Activation, Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, NormKind, NormWeights, OpError,
+    RowNorm, int8_linear, linear, matmul, nf4_glu, nf4_linear, norm, takes_norm,
+};
 use reference::{Norm, NormOperands, NormRule};
 
 use crate::{close, tensor, values};
@@ -63,6 +66,64 @@ fn halves_are_rounded_once() {
             assert!(verdict.passed, "{kind:?}: {verdict}");
         }
     }
+}
+
+/// By a launch of its own on a CPU, whatever multiplies: what [`norm`] makes of the rows, multiplied.
+#[test]
+fn products_normalise_their_rows() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let (m, n, k) = (3, 64, 256);
+    let x = tensor::<2>([m, k], 1, &device);
+    let dense = tensor::<2>([n, k], 2, &device);
+    let four = Nf4Weight::quantize(&ctx, dense.clone(), Nf4Options::default()).expect("finite");
+    let eight = Int8Weight::quantize(&ctx, dense.clone()).expect("finite");
+    for kind in KINDS.map(|(kind, _)| kind) {
+        let weight = tensor::<1>([k], 3, &device);
+        let with = NormWeights { weight: weight.clone(), bias: None };
+        let y = norm(&ctx, x.clone(), with, None, kind, 1e-3).expect("valid");
+        let row_norm = RowNorm { weight, kind, eps: 1e-3 };
+        let epilogue = |norm| Epilogue {
+            activation: Some(Activation::Silu),
+            norm,
+            ..Epilogue::<2>::default()
+        };
+        let check = |what: &str, of: &dyn Fn(Tensor<2>, Epilogue<2>) -> Tensor<2>| {
+            let want: Vec<_> =
+                values(of(y.clone(), epilogue(None))).into_iter().map(f64::from).collect();
+            let out = of(x.clone(), epilogue(Some(row_norm.clone())));
+            close(&values(out), &want, &format!("{what} {kind:?}"));
+        };
+        check("a layer", &|x, e| linear(&ctx, x, dense.clone().transpose(), e).expect("valid"));
+        let turned = Tensor::<2>::from_data(dense.clone().transpose().into_data(), &device);
+        check("a weight in rows", &|x, e| matmul(&ctx, x, turned.clone(), e).expect("valid"));
+        check("4 bits", &|x, e| nf4_linear(&ctx, x, &four, e).expect("valid"));
+        check("4 bits, gated", &|x, e| nf4_glu(&ctx, x, &four, e).expect("valid"));
+        check("8 bits", &|x, e| int8_linear(&ctx, x, &eight, e).expect("valid"));
+
+        let taken = takes_norm(&ctx, &x, &dense.clone().transpose(), kind).expect("floats");
+        assert!(!taken, "a CPU saves no launch");
+        assert!(!four.takes_norm(&ctx, &x, kind, false).expect("floats"));
+    }
+}
+
+#[test]
+fn norms_in_products_have_no_gradient_and_fit_their_rows() {
+    let (plain, ctx) = (Device::cpu(), Ctx::default());
+    let device = plain.autodiff();
+    let run = |x: Tensor<2>, width, eps| {
+        let weight = tensor::<1>([width], 3, &device);
+        let norm = Some(RowNorm { weight, kind: NormKind::Rms, eps });
+        let rhs = tensor::<2>([8, 5], 2, &device).require_grad();
+        matmul(&ctx, x, rhs, Epilogue { norm, ..Epilogue::default() })
+    };
+    let x = || tensor::<2>([4, 8], 1, &device);
+    let tracked = run(x().require_grad(), 8, 1e-5);
+    assert!(matches!(tracked, Err(OpError::NoGradient)), "{tracked:?}");
+    // The weight's gradient needs none of the norm's.
+    assert!(run(x(), 8, 1e-5).is_ok());
+    let long = run(x(), 9, 1e-5).expect_err("a weight of another width").to_string();
+    assert!(long.contains("norm has shape [9]"), "{long}");
+    assert!(run(x(), 8, -1.0).expect_err("no such eps").to_string().contains("eps is -1"));
 }
 
 #[test]

@@ -19,6 +19,9 @@
 //! Gated: Shazeer, "GLU Variants Improve Transformer" (2020). G and U are one weight
 //! ([`join`](super::join)), so that a launch reads x once and nothing is stored between them.
 //!
+//! Rows of x may be normalised as they are multiplied ([`Nf4MatmulProblem::norm`]): by `Stream` where k is not in
+//! parts, and by `Lanes`.
+//!
 //! [`Nf4Dequantize`]: super::Nf4Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
 
