@@ -20,6 +20,9 @@ pub enum Error {
     /// All tensors that are not where an index says, each with the shard that lacks it.
     #[error("{}", misplaced(.index, .tensors))]
     Misplaced { index: PathBuf, tensors: Vec<(String, String)> },
+    /// All tensors that are in two shards, each with both.
+    #[error("{}", twice(.index, .tensors))]
+    Twice { index: PathBuf, tensors: Vec<(String, [PathBuf; 2])> },
     #[error("tensor {tensor}: {reason}")]
     Tensor { tensor: String, reason: Reason },
 }
@@ -81,6 +84,15 @@ fn misplaced(index: &Path, tensors: &[(String, String)]) -> String {
         text.push_str(&format!("\nmissing: {tensor} in {shard}"));
     }
     text
+}
+
+fn twice(index: &Path, tensors: &[(String, [PathBuf; 2])]) -> String {
+    let (index, count) = (index.display(), tensors.len());
+    let mut text = format!("the shards of {index} have tensors twice: {count}");
+    for (tensor, [one, other]) in tensors {
+        text.push_str(&format!("\ntwice: {tensor} in {} and {}", one.display(), other.display()));
+    }
+    text + "\nhint: take all shards from one download; which of the two is meant cannot be told"
 }
 
 fn names(dtypes: &[Dtype]) -> String {

@@ -1,5 +1,6 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
@@ -74,7 +75,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Header`], [`Error::Index`]; [`Error::MissingShard`] for a shard that is not
-    /// there, before any is opened; [`Error::Misplaced`] for tensors that their shards lack.
+    /// there, before any is opened; [`Error::Misplaced`] for tensors that their shards lack, [`Error::Twice`] for
+    /// those that two have. Tensors of a shard that no index lists are there, as if it did.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         if path.is_dir() {
@@ -171,6 +173,7 @@ impl Checkpoint {
         }
         let mut checkpoint = Self { shards: Vec::new(), tensors: BTreeMap::new() };
         let mut tensors = Vec::new();
+        let mut unlisted = Vec::new();
         for (shard, names) in shards {
             let mut places = checkpoint.map(&folder.join(shard))?;
             for name in names {
@@ -179,11 +182,32 @@ impl Checkpoint {
                     None => tensors.push((name.clone(), shard.to_owned())),
                 }
             }
+            unlisted.extend(places);
         }
-        match tensors.is_empty() {
+        if !tensors.is_empty() {
+            return Err(Error::Misplaced { index: path.to_owned(), tensors });
+        }
+        let twice = checkpoint.take_unlisted(unlisted);
+        match twice.is_empty() {
             true => Ok(checkpoint),
-            false => Err(Error::Misplaced { index: path.to_owned(), tensors }),
+            false => Err(Error::Twice { index: path.to_owned(), tensors: twice }),
         }
+    }
+
+    /// Adds what is in shards and in no index, so that whoever needs no such tensor says so. What is there already
+    /// comes back, with both files.
+    fn take_unlisted(&mut self, unlisted: Vec<(String, Place)>) -> Vec<(String, [PathBuf; 2])> {
+        let mut twice = Vec::new();
+        for (name, place) in unlisted {
+            match self.tensors.entry(name) {
+                Entry::Vacant(free) => drop(free.insert(place)),
+                Entry::Occupied(first) => {
+                    let files = [first.get(), &place].map(|p| self.shards[p.shard].path.clone());
+                    twice.push((first.key().clone(), files));
+                }
+            }
+        }
+        twice
     }
 
     /// Maps a file as the next shard.

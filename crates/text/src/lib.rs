@@ -7,6 +7,7 @@
 //! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
 //! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
 //! | `python` | what templates expect of Python |
+//! | `panics` | panics of the `tokenizers` crate as errors |
 //!
 //! ```
 //! use text::{Error, Stops};
@@ -19,6 +20,7 @@
 //! ```
 
 mod error;
+mod panics;
 mod python;
 mod stop;
 mod stream;

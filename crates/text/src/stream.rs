@@ -14,7 +14,8 @@ const CONTEXT: usize = 64;
 ///
 /// Characters are given whole, however many tokens they are cut into, and spaces between words are kept,
 /// though tokenizers drop the first one of what they decode: joined, the pieces are what the ids add to the
-/// text of the prompt.
+/// text of the prompt. An id of no token is U+FFFD, as in [`Tokenizer::decode`]; like bytes that may become a
+/// character it is given with what follows it.
 ///
 /// ```text
 /// window = given | pending             // given: decoded before, here for what comes after it

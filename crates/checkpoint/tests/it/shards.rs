@@ -83,6 +83,42 @@ fn an_index_is_checked() {
     assert!(said.starts_with(&head), "{said}");
 }
 
+/// As if it were a single file, whose tensors are all there.
+#[test]
+fn tensors_that_no_index_lists_are_there() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let all = sharded(folder.path());
+    let index = folder.path().join("model.safetensors.index.json");
+    let text = fs::read_to_string(&index).expect("written");
+    let (name, tensor) = &all[2];
+    let cut = text.replacen(&format!("{name:?}: \"model-1-of-2.safetensors\", "), "", 1);
+    assert!(cut.len() < text.len(), "{text}");
+    fs::write(&index, cut).expect("written");
+    let file = Checkpoint::open(folder.path()).expect("two shards");
+    assert!(file.names().eq(all.iter().map(|(name, _)| name)));
+    assert_eq!(&file.tensor(name).expect("there"), tensor);
+}
+
+#[test]
+fn a_tensor_of_two_shards_is_refused_by_both() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let all = sharded(folder.path());
+    let shard = |number| folder.path().join(format!("model-{number}-of-2.safetensors"));
+    let second: Vec<_> = all.iter().skip(1).step_by(2).cloned().collect();
+    // One that the index has in the first shard, then one that it has nowhere.
+    save(&shard(2), &[&second[..], &all[..1]].concat()).expect("written");
+    let said = Checkpoint::open(folder.path()).expect_err("twice").to_string();
+    let [one, two] = [1, 2].map(|number| shard(number).display().to_string());
+    let line = format!("\ntwice: {} in {one} and {two}\nhint: ", all[0].0);
+    assert!(said.contains("have tensors twice: 1\n") && said.contains(&line), "{said}");
+    let stray = ("stray".to_owned(), all[0].1.clone());
+    let first: Vec<_> = all.iter().step_by(2).cloned().collect();
+    save(&shard(1), &[&first[..], std::slice::from_ref(&stray)].concat()).expect("written");
+    save(&shard(2), &[&second[..], &[stray]].concat()).expect("written");
+    let error = Checkpoint::open(folder.path()).expect_err("twice");
+    assert!(matches!(&error, Error::Twice { tensors, .. } if tensors[0].0 == "stray"), "{error}");
+}
+
 #[test]
 fn a_folder_without_a_model_is_named() {
     let folder = tempfile::tempdir().expect("temporary folder");

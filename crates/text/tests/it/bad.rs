@@ -2,9 +2,10 @@
 
 use std::fs;
 
+use serde_json::{Value, json};
 use text::{ChatTemplate, Error, SpecialTokens, Tokenizer};
 
-use crate::fixture;
+use crate::{FIXTURES, fixture};
 
 /// A message, of which the last line is the only hint.
 fn hinted(error: &Error) -> String {
@@ -29,6 +30,87 @@ fn what_is_no_tokenizer_is_refused() {
         let error = Tokenizer::open(folder.path()).expect_err("cut");
         assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
         assert!(hinted(&error).contains("tokenizer.json is no tokenizer: "), "{error}");
+    }
+}
+
+/// A file of `bytes` of which a part is another.
+fn with(part: &str, value: &Value) -> Result<Tokenizer, Error> {
+    let text = fs::read_to_string(fixture("bytes/tokenizer.json")).expect("a fixture");
+    let mut json: Value = serde_json::from_str(&text).expect("make.py writes it");
+    json[part] = value.clone();
+    let file = tempfile::NamedTempFile::new().expect("a file for the test");
+    fs::write(file.path(), json.to_string()).expect("written");
+    Tokenizer::open(file.path())
+}
+
+/// Most of these make the `tokenizers` crate panic, where it is opened or where a text is encoded.
+#[test]
+fn a_damaged_tokenizer_is_refused() {
+    let text = fs::read_to_string(fixture("bytes/tokenizer.json")).expect("a fixture");
+    let file = tempfile::NamedTempFile::new().expect("a file for the test");
+    let (before, decoder) = text.split_once(r#""decoder":{"#).expect("there");
+    let damaged = |decoder: &str| format!(r#"{before}"decoder":{{{decoder}"#);
+    let semicolon = damaged(&decoder.replacen(r#""trim_offsets":"#, r#""trim_offsets";"#, 1));
+    let nested = damaged(&format!(r#""x":{}{},{decoder}"#, "[".repeat(500), "]".repeat(500)));
+    for (text, why) in [(semicolon, "expected `:` at line"), (nested, "recursion limit")] {
+        fs::write(file.path(), text).expect("written");
+        let error = Tokenizer::open(file.path()).expect_err(why);
+        assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
+        assert!(hinted(&error).contains(why), "{error}");
+    }
+    let charsmap = |map: &str| json!({ "type": "Precompiled", "precompiled_charsmap": map });
+    let template = json!({
+        "type": "TemplateProcessing",
+        "single": [{ "SpecialToken": { "id": "[CLS]", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+        "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
+        "special_tokens": {},
+    });
+    let replace = json!({ "type": "Replace", "pattern": { "String": "" }, "content": "x" });
+    let replace_all = json!({ "type": "Replace", "pattern": { "Regex": "x*" }, "content": "x" });
+    for (part, value, why) in [
+        ("normalizer", charsmap("AAAA"), "Cannot parse precompiled_charsmap"),
+        ("normalizer", charsmap(""), "Cannot parse precompiled_charsmap"),
+        ("normalizer", json!({ "type": "Precompiled" }), "precompiled_charsmap"),
+        ("normalizer", replace, "it fails on \"Hello"),
+        ("normalizer", replace_all, "it fails on \"Hello"),
+        ("post_processor", template, "it fails on \"Hello"),
+        ("decoder", json!(7), ""),
+        ("pre_tokenizer", json!({ "type": "Nothing" }), ""),
+    ] {
+        let error = with(part, &value).expect_err(&value.to_string());
+        assert!(matches!(error, Error::Tokenizer { .. }), "{value}: {error}");
+        assert!(hinted(&error).contains(" is no tokenizer: "), "{value}: {error}");
+        assert!(error.to_string().contains(why), "{value}: {error}");
+    }
+}
+
+/// What the text that opening tries does not meet.
+#[test]
+fn a_panic_at_a_later_text_is_an_error() {
+    let replace = json!({ "type": "Replace", "pattern": { "Regex": "(?=q)" }, "content": "x" });
+    let tokenizer = with("normalizer", &replace).expect("no q is tried");
+    let plain = tokenizer.encode("no such letter", false).expect("encoded");
+    let error = tokenizer.encode("quick", false).expect_err("an empty match");
+    assert!(matches!(error, Error::Encode(_)), "{error}");
+    hinted(&error);
+    assert_eq!(tokenizer.encode("no such letter", false).expect("as before"), plain);
+}
+
+/// Bytes of a file that are others are an error or a tokenizer, and no panic.
+#[test]
+fn bytes_that_flip_give_an_error_or_a_tokenizer() {
+    let file = tempfile::NamedTempFile::new().expect("a file for the test");
+    for name in FIXTURES {
+        let whole = fs::read(fixture(name).join("tokenizer.json")).expect("a fixture");
+        for at in (0..whole.len()).step_by(61) {
+            let mut bytes = whole.clone();
+            bytes[at] = b"\";0x}]"[at % 6];
+            fs::write(file.path(), bytes).expect("written");
+            if let Ok(tokenizer) = Tokenizer::open(file.path()) {
+                let ids = tokenizer.encode("The quick brown fox", true).unwrap_or_default();
+                tokenizer.decode(&ids, false).map_err(|why| hinted(&why)).ok();
+            }
+        }
     }
 }
 

@@ -85,6 +85,25 @@ fn bytes_that_are_no_text_do_not_dam_the_stream() -> Result<(), Error> {
     Ok(())
 }
 
+/// Of no token there may be several, and characters around them.
+#[test]
+fn ids_of_no_token_are_shown() -> Result<(), Error> {
+    for name in FIXTURES {
+        let tokenizer = tokenizer(name);
+        let no = tokenizer.tokens() as u32;
+        let dog = tokenizer.encode("dog", false)?;
+        let text = |ids: &[&[u32]], prompt: &[u32]| {
+            pieces(&tokenizer, prompt, &ids.concat()).map(|pieces| pieces.concat().replace(' ', ""))
+        };
+        assert_eq!(text(&[&dog, &[no], &dog], &[])?, "dog\u{FFFD}dog", "{name}");
+        assert_eq!(text(&[&[no; 5]], &dog)?, "\u{FFFD}".repeat(5), "{name}");
+        assert_eq!(text(&[&dog, &[no]], &[no])?, "dog\u{FFFD}", "{name}");
+        let crab = tokenizer.encode("🦀", false)?;
+        assert_eq!(text(&[&[no], &crab, &[no]], &dog)?, "\u{FFFD}🦀\u{FFFD}", "{name}");
+    }
+    Ok(())
+}
+
 /// What is looked back at begins within a character, and all of it is bytes.
 #[test]
 fn a_prompt_of_bytes_is_no_hindrance() -> Result<(), Error> {

@@ -37,15 +37,33 @@ fn tokens_have_names() {
     assert!(special.len() == 3 && !special.contains_key("<think>"), "{special:?}");
 }
 
+/// Ids that a padded vocabulary has and no token, wherever they stand.
+#[test]
+fn ids_of_no_token_are_replacement_characters() -> Result<(), Error> {
+    for name in FIXTURES {
+        let tokenizer = tokenizer(name);
+        let [no, none] = [tokenizer.tokens() as u32, u32::MAX];
+        let dog = tokenizer.encode("dog", false)?;
+        for special in [false, true] {
+            let decode = |ids: &[&[u32]]| tokenizer.decode(&ids.concat(), special);
+            assert_eq!(decode(&[&[no]])?, "\u{FFFD}", "{name}");
+            assert_eq!(decode(&[&dog, &[no, none]])?, "dog\u{FFFD}\u{FFFD}", "{name}");
+            let before = decode(&[&[no], &dog])?;
+            assert_eq!(before.replace(' ', ""), "\u{FFFD}dog", "{name}");
+        }
+    }
+    Ok(())
+}
+
 /// Vocabularies are padded; tokens may be added, which the model then lacks.
 #[test]
 fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     let fits = |vocab| tokenizer("split").for_vocab(vocab);
     assert_eq!(tokenizer("split").tokens(), 424); // 420, and 4 that were added.
-    for vocab in [424, 420, 512, 848] {
+    for vocab in [424, 420, 484] {
         fits(vocab)?;
     }
-    for vocab in [0, 419, 849] {
+    for vocab in [0, 419, 485, 512, 849, usize::MAX] {
         let error = fits(vocab).expect_err("of another model").to_string();
         let message = format!(
             "the tokenizer has 424 tokens, the last of them 419, the model a vocabulary of {vocab}\n\
