@@ -45,18 +45,26 @@ impl Hub {
     /// # Errors
     /// [`HubError::NoCache`] without a home.
     pub fn from_env() -> Result<Self, HubError> {
-        let said = |name: &str| env::var(name).ok().filter(|value| !value.trim().is_empty());
-        if said("HF_HOME").is_none() && dirs::home_dir().is_none() {
-            return Err(HubError::NoCache);
-        }
-        let home = Cache::from_env();
-        let token = said("HF_TOKEN").map(|token| token.trim().to_owned());
+        Self::from_vars(|name| env::var(name).ok(), dirs::home_dir())
+    }
+
+    /// A variable that is empty is none.
+    fn from_vars(
+        var: impl Fn(&str) -> Option<String>,
+        home: Option<PathBuf>,
+    ) -> Result<Self, HubError> {
+        let said = |name| var(name).filter(|value| !value.trim().is_empty());
+        let home = said("HF_HOME")
+            .map(PathBuf::from)
+            .or_else(|| Some(home?.join(".cache/huggingface")))
+            .ok_or(HubError::NoCache)?;
+        let token = said("HF_TOKEN").or_else(|| fs::read_to_string(home.join("token")).ok());
+        let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
         let endpoint = said("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_owned());
         let offline = said("HF_HUB_OFFLINE").is_some_and(|value| {
             ["1", "on", "yes", "true"].contains(&value.trim().to_lowercase().as_str())
         });
-        let token = token.or_else(|| home.token());
-        let cache = said("HF_HUB_CACHE").map_or_else(|| home.path().clone(), PathBuf::from);
+        let cache = said("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from);
         Ok(Self { offline, ..Self::new(&endpoint, token, cache) })
     }
 
@@ -216,5 +224,42 @@ impl Download<'_> {
         }
         let why = "the file is not as long as it was said to be".to_owned();
         Err(HubError::Interrupted { model: self.model.clone(), why })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_that_are_empty_are_none() {
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let own = dir.path().join(".cache/huggingface");
+        fs::create_dir_all(&own).expect("made");
+        fs::write(own.join("token"), "kept\n").expect("written");
+        let hub = |vars: &[(&str, &str)], home: Option<&Path>| {
+            let var = |name: &str| vars.iter().find(|var| var.0 == name).map(|var| var.1.into());
+            Hub::from_vars(var, home.map(Path::to_owned))
+        };
+        for (vars, cache, token) in [
+            (&[][..], own.join("hub"), Some("kept")),
+            (
+                &[("HF_HOME", ""), ("HF_TOKEN", ""), ("HF_HUB_CACHE", " ")],
+                own.join("hub"),
+                Some("kept"),
+            ),
+            (&[("HF_HOME", "/h")], "/h/hub".into(), None),
+            (&[("HF_HOME", "/h"), ("HF_HUB_CACHE", "/c")], "/c".into(), None),
+            (&[("HF_HUB_CACHE", "/c"), ("HF_TOKEN", " own ")], "/c".into(), Some("own")),
+        ] {
+            let hub = hub(vars, Some(dir.path())).expect("a home");
+            assert_eq!(Path::new(hub.cache.path()), cache, "{vars:?}");
+            assert_eq!(hub.token.as_deref(), token, "{vars:?}");
+            assert!(!hub.offline && hub.endpoint == "https://huggingface.co", "{hub:?}");
+        }
+        let hub_of = hub(&[("HF_HOME", "/h")], None).expect("a home");
+        assert_eq!(Path::new(hub_of.cache.path()), "/h/hub");
+        let error = hub(&[("HF_HOME", "")], None).expect_err("no home");
+        assert!(matches!(error, HubError::NoCache), "{error}");
     }
 }
