@@ -1,14 +1,15 @@
-//! Whole models: prompts that pass, tokens that are generated, and requests, which are one and then the other.
+//! Whole models: prompts that pass, tokens that are generated, requests, which are one and then the other, and steps of
+//! training an adapter.
 //!
 //! A model's steps are compared with its own prompt before they are timed: 24 tokens that pass one after the
 //! other give the logits that they give together. What a model computes is tested against transformers
-//! elsewhere.
+//! elsewhere, and the gradients of its adapters against torch's.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use arch::Device;
-use flashover::{Compute, Engine, EngineOptions, Quant, SpeedTest};
+use flashover::{Compute, Engine, EngineOptions, Quant, Recompute, SpeedTest, TrainTest};
 use record::{Card, Line, Record, Summary};
 use serde_json::Value;
 use tune::{Cost, Policy};
@@ -21,7 +22,13 @@ use crate::run::{blank, share};
 #[derive(Debug, Clone)]
 pub(crate) struct ModelCase {
     model: Model,
-    test: SpeedTest,
+    test: Test,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Test {
+    Speed(SpeedTest),
+    Train(TrainTest),
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -47,23 +54,37 @@ impl ModelCase {
 
     fn op(&self) -> &'static str {
         match self.test {
-            SpeedTest { generated: 0, .. } => "prompt",
-            SpeedTest { prompt: 0, .. } => "generate",
-            _ => "request",
+            Test::Train(_) => "train",
+            Test::Speed(SpeedTest { generated: 0, .. }) => "prompt",
+            Test::Speed(SpeedTest { prompt: 0, .. }) => "generate",
+            Test::Speed(_) => "request",
         }
     }
 
     fn params(&self) -> BTreeMap<String, Value> {
-        let SpeedTest { prompt, generated, depth, .. } = self.test;
-        // Those that are counted: of a request the ones generated.
-        let tokens = if generated > 0 { generated } else { prompt };
-        let mut params = BTreeMap::from([("tokens".to_owned(), tokens.into())]);
-        if prompt > 0 && generated > 0 {
-            params.insert("prompt".to_owned(), prompt.into());
-        }
-        if depth > 0 {
-            params.insert("depth".to_owned(), depth.into());
-        }
+        let mut params = BTreeMap::new();
+        let mut insert = |name: &str, value: usize| params.insert(name.to_owned(), value.into());
+        let batch = match self.test {
+            Test::Speed(SpeedTest { prompt, generated, depth, batch }) => {
+                // Those that are counted: of a request the ones generated.
+                insert("tokens", if generated > 0 { generated } else { prompt });
+                if prompt > 0 && generated > 0 {
+                    insert("prompt", prompt);
+                }
+                if depth > 0 {
+                    insert("depth", depth);
+                }
+                batch
+            }
+            Test::Train(TrainTest { batch, context, rank, recompute }) => {
+                insert("tokens", context);
+                insert("rank", rank);
+                if recompute == Recompute::Nothing {
+                    params.insert("recompute".to_owned(), "nothing".into());
+                }
+                batch
+            }
+        };
         let (name, quant) = match &self.model {
             Model::Demo(_, quant) => ("demo", *quant),
             Model::Shape(name, compute, quant) => {
@@ -75,8 +96,8 @@ impl ModelCase {
         if let Some(quant) = quant {
             params.insert("quant".to_owned(), quant.name().into());
         }
-        if self.test.batch > 1 {
-            params.insert("batch".to_owned(), self.test.batch.into());
+        if batch > 1 {
+            params.insert("batch".to_owned(), batch.into());
         }
         params
     }
@@ -115,7 +136,11 @@ pub(crate) fn select(
 ) -> Vec<ModelCase> {
     let after = |model: &Model, depth, [prompt, generated]: [usize; 2], batch| ModelCase {
         model: model.clone(),
-        test: SpeedTest { prompt, generated, depth, batch },
+        test: Test::Speed(SpeedTest { prompt, generated, depth, batch }),
+    };
+    let train = |shape, quant, batch, context, recompute| ModelCase {
+        model: Model::Shape(shape, Compute::Bf16, quant),
+        test: Test::Train(TrainTest { batch, context, rank: 16, recompute }),
     };
     let of = |model: &Model, prompt, generated, batch| after(model, 0, [prompt, generated], batch);
     let mut cases = Vec::new();
@@ -136,6 +161,11 @@ pub(crate) fn select(
             let steps = |batch| after(&model, 512, [0, 128], batch);
             cases.extend([of(&model, 512, 0, 1), steps(1), steps(16)]);
         }
+        for (shape, quant) in [shapes[0], shapes[1], shapes[2]] {
+            cases.push(train(shape, quant, 4, 512, Recompute::Layers));
+        }
+        cases.push(train("llama-3.2-1b", None, 4, 512, Recompute::Nothing));
+        cases.push(train("llama-3-8b", Some(Quant::Nf4), 2, 2048, Recompute::Layers));
     }
     if suite == Suite::Documents {
         cases.extend(requests(scale, demo).into_iter().flat_map(|(model, batches)| {
@@ -226,10 +256,19 @@ fn measure(
         return Ok(());
     }
     let requests = case.op() == "request";
-    let speed = engine.measure(case.test, REPETITIONS[usize::from(requests)].into())?;
-    // A generated token is a launch; a prompt passes in one, and a request is timed as one.
-    let parts = if requests { 1.0 } else { case.test.generated.max(1) as f64 };
-    let samples: Vec<f64> = speed.samples_ns.iter().map(|ns| ns / parts).collect();
+    let (samples, flops, bytes, parts) = match case.test {
+        Test::Train(test) => {
+            let speed = engine.measure_training(test, REPETITIONS[0].into())?;
+            (speed.samples_ns, speed.flops, 0, 1.0)
+        }
+        Test::Speed(test) => {
+            let speed = engine.measure(test, REPETITIONS[usize::from(requests)].into())?;
+            // A generated token is a launch; a prompt passes in one, and a request is timed as one.
+            let parts = if requests { 1.0 } else { test.generated.max(1) as f64 };
+            (speed.samples_ns, speed.flops, speed.bytes_per_step, parts)
+        }
+    };
+    let samples: Vec<f64> = samples.iter().map(|ns| ns / parts).collect();
     let Some(Summary { median, p10, p90, p95, samples }) = Summary::of(&samples) else {
         record.error = Some("the clock gave no finite time".to_owned());
         return Ok(());
@@ -237,14 +276,14 @@ fn measure(
     (record.median_ns, record.p10_ns, record.p90_ns) = (Some(median), Some(p10), Some(p90));
     (record.samples, record.clock) = (samples, "host".to_owned());
     record.memory_bytes = Some(engine.memory().reserved_bytes);
-    record.flops = speed.flops / parts as u64;
-    if requests {
-        // Of a prompt's and of steps' together nothing is a rate.
+    record.flops = flops / parts as u64;
+    if requests || case.op() == "train" {
+        // Of a prompt's and of steps' together nothing is a rate, nor of a step of training.
         record.p95_ns = Some(p95);
         record.tflops = Some(record.flops as f64 / median / 1e3);
         return Ok(());
     }
-    record.bytes = speed.bytes_per_step;
+    record.bytes = bytes;
     record.tflops = Some(record.flops as f64 / median / 1e3);
     record.gbps = Some(record.bytes as f64 / median);
     record.share_of_ceiling = share(record, card, &dtype);
@@ -261,14 +300,27 @@ fn steps_and_prompt(engine: &Engine) -> anyhow::Result<f64> {
     for token in &tokens {
         apart.extend(session.logits(&[*token])?);
     }
-    let largest = together.iter().fold(0.0f32, |top, logit| top.max(logit.abs()));
-    let gaps = together.iter().zip(&apart).map(|(a, b)| f64::from((a - b).abs() / largest));
-    Ok(gaps.fold(0.0, |top, gap| if gap.is_nan() { f64::NAN } else { gap.max(top) }))
+    let most = largest(together.iter().map(|logit| f64::from(logit.abs())));
+    let gaps = together.iter().zip(&apart).map(|(a, b)| f64::from((a - b).abs()) / most);
+    Ok(largest(gaps))
+}
+
+/// Of values from 0 up; NaN where one of them is.
+fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
+    let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
+    values.into_iter().fold(0.0, larger)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_nan_is_enough() {
+        assert!(largest([1e-7, f64::NAN, 1e-7]).is_nan());
+        assert!(largest([f64::NAN]).is_nan() && largest([1e-7, f64::NAN]).is_nan());
+        assert_eq!((largest([]), largest([2.0, 3.0, 1.0])), (0.0, 3.0));
+    }
 
     #[test]
     fn suites_have_their_models() {
@@ -287,7 +339,7 @@ mod tests {
             "{all:?}"
         );
         let some = select(Suite::All, Scale::Gpu, Some("quant=nf4"), demo);
-        assert_eq!(some.len(), 3);
+        assert_eq!(some.len(), 5);
         let requests = names(Suite::Documents, Scale::Gpu, None);
         let seven = "request bf16 batch=4 model=llama-2-7b prompt=128 quant=nf4 tokens=64";
         assert!(requests.contains(&seven.to_owned()), "{requests:?}");

@@ -22,7 +22,7 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
     /// Everything that is wrong with the tensors of a checkpoint, at once.
-    #[error("{}", tensors(.missing, .unused, .wrong))]
+    #[error("{}", tensors("the tensors are not those of config.json", .missing, .unused, .wrong))]
     Tensors {
         /// What the configuration asks for and no file has.
         missing: Vec<String>,
@@ -31,6 +31,31 @@ pub enum Error {
         /// Of another shape or dtype than the configuration asks for, or not readable.
         wrong: Vec<checkpoint::Error>,
     },
+    /// The same of an adapter.
+    #[error(
+        "{}\nhint: an adapter of this very model, whose tensors are lora_A and lora_B of its matrices",
+        tensors("the tensors are not those of an adapter of this model", .missing, .unused, .wrong)
+    )]
+    AdapterTensors { missing: Vec<String>, unused: Vec<String>, wrong: Vec<checkpoint::Error> },
+    #[error("no matrix of a layer is called {target}\nhint: one of {known}")]
+    Target { target: String, known: String },
+    #[error(
+        "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {most}, and a finite alpha"
+    )]
+    Rank { rank: usize, alpha: f64, most: usize },
+    #[error(
+        "there is nothing to learn in a batch\nhint: sequences of two tokens or more, and something after what they \
+         begin with"
+    )]
+    Lesson,
+    /// A matrix that is quantised in the files, which an adapter would have to be added to.
+    #[error(
+        "tensor {tensor} is quantised in the files, and an adapter is added to dense ones\nhint: load the model that \
+         it was made of, with --quant"
+    )]
+    Merge { tensor: String },
+    #[error("cannot write {}: {why}", .path.display())]
+    Write { path: PathBuf, why: io::Error },
     #[error(
         "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, or fewer tokens to come"
     )]
@@ -116,13 +141,14 @@ pub enum Fault {
     PastVocabulary { id: u32, vocab: usize },
 }
 
-fn tensors(missing: &[String], unused: &[String], wrong: &[checkpoint::Error]) -> String {
-    let mut text = format!(
-        "the tensors are not those of config.json: {} missing, {} unused, {} wrong",
-        missing.len(),
-        unused.len(),
-        wrong.len()
-    );
+fn tensors(
+    not: &str,
+    missing: &[String],
+    unused: &[String],
+    wrong: &[checkpoint::Error],
+) -> String {
+    let mut text =
+        format!("{not}: {} missing, {} unused, {} wrong", missing.len(), unused.len(), wrong.len());
     for name in missing {
         text.push_str(&format!("\nmissing: {name}"));
     }

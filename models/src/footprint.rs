@@ -17,11 +17,14 @@
 //!
 //! Sums are of 128 bits: a configuration may be absurd.
 
+mod train;
+
 use burn::tensor::{DType, FloatDType};
 use serde::Serialize;
 
 use crate::names::{Part, Slot};
 use crate::{DecoderConfig, Ffn, Side};
+pub use train::{Lessons, TrainFootprint};
 
 /// Bytes on a device, part by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -9,6 +9,7 @@
 //! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these |
 //! | [`generation`] | [`GenerationConfig`]: sampling and ends, from `generation_config.json` |
 //! | [`decoder`] | [`Decoder`]: the weights on a device, and what it computes with them |
+//! | [`lora`] | [`Adapter`]: what training adds to the matrices of a decoder, and PEFT's files of it |
 //! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
 //! | [`footprint`] | what all of it takes on a device |
 //! | [`shapes`] | the configurations of a few public models |
@@ -34,6 +35,7 @@ mod families;
 mod fields;
 pub mod footprint;
 pub mod generation;
+pub mod lora;
 pub mod matrices;
 pub mod names;
 pub mod rope;
@@ -42,12 +44,14 @@ pub mod weights;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    CHUNK, Decoder, KvCache, LoadOptions, Loading, Quant, Rows, file_dtype, on_device,
+    Adaptation, CHUNK, Decoder, Example, KvCache, Learned, LoadOptions, Loading, Quant, Recompute,
+    Rows, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use families::Family;
-pub use footprint::{Footprint, Held, KvFormat, Matrices, Workload};
+pub use footprint::{Footprint, Held, KvFormat, Lessons, Matrices, TrainFootprint, Workload};
 pub use generation::GenerationConfig;
+pub use lora::{Adapter, Factor, LoraOptions};
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
 pub use rope::{Rope, Scaling};

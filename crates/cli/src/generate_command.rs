@@ -70,9 +70,6 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     };
     folder.check(&prompt)?;
     let request = args.sampling.request(&folder)?;
-    if args.completions > 1 && !request.stops.is_empty() {
-        bail!("--stop ends one answer\nhint: leave out --completions, or cut the answers yourself");
-    }
     let workload = folder.workload(&[&prompt], args.completions.into(), &request);
     let begin = Stopwatch::start();
     let engine = args.model.load(folder, workload)?;
@@ -131,7 +128,7 @@ fn several(
         all += ids.len();
         ends += &format!("answer {at}: {} tokens; {}\n", ids.len(), reason(Some(answer.end)));
         if text {
-            shown += &format!("--- {at}\n{}\n", engine.decode_after(prompt, &ids)?);
+            shown += &format!("--- {at}\n{}\n", answer.text.as_deref().unwrap_or_default());
         } else {
             let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
             shown += &format!("{}\n", ids.join(","));
@@ -207,14 +204,20 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         args.system.iter().map(|system| Message::new("system", system)).collect();
     let kept = messages.len();
     // Says before the weights move whether there is a template, and whether it takes a system message.
-    folder.encode_chat(&[&messages[..], &[Message::new("user", "")]].concat())?;
+    let least = folder.encode_chat(&[&messages[..], &[Message::new("user", "")]].concat())?.len();
     let context = match args.context {
         Some(context) => context,
         None => folder.room(0, &Request { max_new_tokens: None, ..request.clone() }),
     };
+    if least >= context {
+        bail!(
+            "an empty message takes {least} positions, of {context}\nhint: a shorter --system, or a larger --context"
+        );
+    }
     let engine = args.model.load(folder, Workload::new(1, context))?;
     let mut session = engine.session(context)?;
     let terminal = std::io::stdin().is_terminal();
+    let mut unanswered = 0;
     loop {
         if terminal {
             command::print("> ")?;
@@ -222,6 +225,12 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         }
         let mut line = String::new();
         if std::io::stdin().lock().read_line(&mut line).map_err(|why| unread(&why))? == 0 {
+            // Who types has seen it.
+            if unanswered > 0 && !terminal {
+                bail!(
+                    "{unanswered} messages had no answer\nhint: shorter ones, or a larger --context"
+                );
+            }
             return Ok(());
         }
         let line = line.trim();
@@ -237,6 +246,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             if need > context {
                 eprintln!("the message is dropped: it takes {need} positions, of {context}");
                 messages.pop();
+                unanswered += 1;
                 continue;
             }
         }

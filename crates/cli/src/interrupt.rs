@@ -1,11 +1,24 @@
 //! Whether somebody wants this program to stop. A second signal ends it as it would any other.
 
+use std::fmt;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use anyhow::Context;
 
 /// The signal that came; 0 before.
 static CAME: AtomicI32 = AtomicI32::new(0);
+
+/// Work that a signal ended, and what is left of it.
+#[derive(Debug)]
+pub(crate) struct Stopped(pub(crate) String);
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Stopped {}
 
 /// Whether a signal that [`listen`] waits for came.
 pub(crate) fn came() -> bool {

@@ -11,6 +11,7 @@ mod plan_command;
 mod profile_command;
 mod quantize_command;
 mod tokenize_command;
+mod train_command;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -93,6 +94,10 @@ enum Command {
     ///
     /// Example: flashover profile --model models/demo -p 128 -n 16 --trace trace.json
     Profile(profile_command::Args),
+    /// Learn an adapter of a model from examples, the model itself as it is or in 4 or 8 bits
+    ///
+    /// Example: flashover train --model models/demo --data stories.txt --output adapter --steps 50
+    Train(train_command::Args),
     /// Write the logits of every position, to compare with another engine
     ///
     /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors
@@ -131,12 +136,16 @@ pub fn main() -> ExitCode {
         Command::Bench(args) => bench_command::run(&args),
         Command::Plan(args) => plan_command::run(&args),
         Command::Profile(args) => profile_command::run(&args),
+        Command::Train(args) => train_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
-        Err(e) if matches!(e.downcast_ref::<QuantizeError>(), Some(QuantizeError::Stopped)) => {
+        Err(e)
+            if e.is::<interrupt::Stopped>()
+                || matches!(e.downcast_ref::<QuantizeError>(), Some(QuantizeError::Stopped)) =>
+        {
             eprintln!("{e}");
             ExitCode::from(interrupt::status())
         }

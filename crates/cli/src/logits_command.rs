@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use anyhow::bail;
 use command::OutFile;
 use flashover::{HostTensor, Workload};
 
@@ -45,19 +46,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         session.clear();
         logits.extend(session.logits(part)?);
     }
-    if let Some(first) = logits.iter().position(|logit| logit.is_nan()) {
-        let count = logits.iter().filter(|logit| logit.is_nan()).count();
-        let (all, token) = (logits.len(), first / engine.config().vocab);
-        eprintln!(
-            "warning: {count} of {all} logits are NaN, the first after token {token}\nhint: f32 and bf16 reach further \
-             than f16, which ends at 65504; where it is not that, the weights hold NaN"
-        );
-    }
     let ids: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
     let shape = [tokens.len(), engine.config().vocab];
     let outputs = BTreeMap::from([
         ("logits".to_owned(), HostTensor::from_f32(&shape, &logits)?),
         ("tokens".to_owned(), HostTensor::new(flashover::DType::I32, &shape[..1], ids)?),
     ]);
-    Ok(target.write(&encoded(&outputs)?)?)
+    target.write(&encoded(&outputs)?)?;
+    if let Some(first) = logits.iter().position(|logit| logit.is_nan()) {
+        let count = logits.iter().filter(|logit| logit.is_nan()).count();
+        let (all, token) = (logits.len(), first / engine.config().vocab);
+        bail!(
+            "{count} of {all} logits are NaN, the first after token {token}; they are written all the same\nhint: f32 and \
+             bf16 reach further than f16, which ends at 65504; where it is not that, the weights hold NaN"
+        );
+    }
+    Ok(())
 }

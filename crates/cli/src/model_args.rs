@@ -12,9 +12,9 @@ use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
-    ArchProfile, Backend, Compute, Device, Engine, EngineError, EngineOptions, KvFormat,
-    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Quant, Request, SpeedTest, Workload,
-    report,
+    Adapter, ArchProfile, Backend, Compute, Device, Engine, EngineError, EngineOptions, KvFormat,
+    LoraOptions, MemoryBudget, ModelFolder, OpenError, Plan, Policy, Quant, Request, SpeedTest,
+    TrainPlan, TrainWorkload, Workload, report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -43,6 +43,9 @@ pub(crate) struct ModelArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: PathBuf,
+    /// A folder with an adapter as PEFT has them, which becomes part of the weights; `train` learns it further
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     #[command(flatten)]
     hub: HubArgs,
     #[command(flatten)]
@@ -168,7 +171,7 @@ pub(crate) struct SamplingArgs {
     /// Of the random numbers: the same for one seed
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = whole::<u64>)]
     seed: u64,
-    /// Tokens at most; without it as many as the context holds, of a longer one 8192 with the prompt
+    /// Tokens at most; without it as many as the context holds, of a longer one 8192 with the prompt or 1024 past it
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
     /// End at this text; may be given several times
@@ -318,9 +321,31 @@ impl HubArgs {
 }
 
 impl ModelArgs {
-    /// Opens the model's folder, downloaded where the model is a name.
+    /// Opens the model's folder, downloaded where the model is a name, and its adapter.
     pub(crate) fn open(&self) -> anyhow::Result<ModelFolder> {
-        Ok(ModelFolder::open(self.hub.model(&self.model)?)?)
+        let folder = ModelFolder::open(self.hub.model(&self.model)?)?;
+        Ok(match &self.adapter {
+            Some(adapter) => folder.with_adapter(adapter)?,
+            None => folder,
+        })
+    }
+
+    /// What training it takes, unloaded.
+    pub(crate) fn train_plan(
+        &self,
+        folder: &ModelFolder,
+        lora: &LoraOptions,
+        workload: TrainWorkload,
+    ) -> anyhow::Result<TrainPlan> {
+        let device = self.load.open()?;
+        Ok(folder.train_plan(device.profile(), &self.load.options(), lora, workload)?)
+    }
+
+    /// The model's folder, and the adapter beside it.
+    pub(crate) fn open_apart(&self) -> anyhow::Result<(ModelFolder, Option<Adapter>)> {
+        let folder = ModelFolder::open(self.hub.model(&self.model)?)?;
+        let adapter = self.adapter.as_ref().map(|adapter| folder.adapter(adapter)).transpose()?;
+        Ok((folder, adapter))
     }
 
     /// Loads it, with a bar on a terminal, where the device has room for such a workload.

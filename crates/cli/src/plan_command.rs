@@ -1,9 +1,14 @@
 //! `flashover plan`: what a model takes, before it is loaded.
 
 use anyhow::bail;
-use flashover::{EngineOptions, Plan, Preset, Workload};
+use clap::ValueEnum;
+use flashover::{
+    ArchProfile, EngineError, EngineOptions, Plan, Preset, Recompute, TrainPlan, TrainWorkload,
+    Workload,
+};
 
-use crate::model_args::SubjectArgs;
+use crate::model_args::{Subject, SubjectArgs};
+use crate::train_command::LoraArgs;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -15,16 +20,35 @@ pub(crate) struct Args {
     /// Positions of each, of prompt and answer; without it 2048, or as many as the model has
     #[arg(long, short = 'c', conflicts_with = "preset")]
     context: Option<usize>,
-    /// Work out precision and batch for code-generation, inference or latency
+    /// Work out precision and batch for code-generation, inference, latency or training
     #[arg(long)]
     preset: Option<Preset>,
+    /// Plan for training in place of generating
+    #[arg(long, value_enum)]
+    train: Option<Train>,
+    /// With --train, plan for gradients of several batches that make up a step
+    #[arg(long, requires = "train")]
+    accumulate: bool,
+    /// With --train, keep what a layer computes in place of computing it again
+    #[arg(long, requires = "train")]
+    keep_activations: bool,
+    #[command(flatten)]
+    lora: LoraArgs,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
 }
 
+/// What is trained.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Train {
+    Lora,
+}
+
 /// Positions where nobody says.
 const USUAL: usize = 2048;
+/// The same of training.
+const USUAL_TO_TRAIN: usize = 512;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // A card that is described need not be there.
@@ -35,6 +59,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let workload = |context| Workload::new(args.batch, context);
     let options = args.of.load.options();
     let subject = args.of.subject()?;
+    if args.train.is_some() || args.preset == Some(Preset::Training) {
+        return train(args, &profile, &options, &subject);
+    }
     let plan = |options: &EngineOptions, workload| subject.plan(&profile, options, workload);
     let plan = match args.preset {
         Some(preset) => preset.choose(&options, plan)?.plan,
@@ -55,6 +82,78 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn train(
+    args: &Args,
+    profile: &ArchProfile,
+    options: &EngineOptions,
+    subject: &Subject<'_>,
+) -> anyhow::Result<()> {
+    let lora = args.lora.options();
+    let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
+    let plan = |options: &EngineOptions, Workload { batch, context, .. }| {
+        let workload = TrainWorkload { batch, context, accumulates: args.accumulate, recompute };
+        match subject {
+            Subject::Folder(folder) => {
+                TrainPlan::of_folder(profile, folder, options, &lora, workload)
+            }
+            Subject::Shape(shape) => TrainPlan::of_shape(profile, shape, options, &lora, workload),
+        }
+    };
+    let plan = match args.preset {
+        Some(Preset::Training) => Preset::Training.choose(options, plan)?.plan,
+        Some(other) => {
+            bail!(
+                "preset {other} is not for training\nhint: --preset training, or leave --train out"
+            )
+        }
+        None => {
+            let of = |context| plan(options, Workload::new(args.batch, context));
+            match of(args.context.unwrap_or(USUAL_TO_TRAIN)) {
+                Err(why) if args.context.is_none() => of(why.context().ok_or(why)?)?,
+                planned => planned?,
+            }
+        }
+    };
+    command::print(&match args.json {
+        true => serde_json::to_string_pretty(&plan)? + "\n",
+        false => train_table(&plan),
+    })?;
+    match plan.fits() {
+        true => Ok(()),
+        false => Err(EngineError::TrainMemory(Box::new(plan)).into()),
+    }
+}
+
+fn train_table(plan: &TrainPlan) -> String {
+    let mut lines = vec![
+        ("model", format!("{}, {}", plan.model, plan.precision())),
+        ("device", plan.device.clone()),
+        ("batch", plan.workload.batch.to_string()),
+        ("context", plan.workload.context.to_string()),
+        ("rank", plan.rank.to_string()),
+        ("weights", bytes(plan.weights_bytes)),
+        ("adapter", bytes(plan.adapter_bytes)),
+        ("optimizer", bytes(plan.optimizer_bytes)),
+        ("activations", bytes(plan.passing_bytes)),
+        ("together", bytes(plan.peak_bytes())),
+    ];
+    if let (Some(total), Some(budget)) = (plan.total_bytes, plan.budget_bytes) {
+        lines.push(("of the device", bytes(total)));
+        lines.push(("may be used", bytes(budget)));
+    }
+    lines.push(("largest batch", most(plan.largest_batch)));
+    lines.push(("largest context", most(plan.largest_context)));
+    of_lines(lines)
+}
+
+fn most(most: Option<usize>) -> String {
+    most.map_or_else(|| "unknown".to_owned(), |most| most.to_string())
+}
+
+fn of_lines(lines: Vec<(&str, String)>) -> String {
+    lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect()
+}
+
 fn table(plan: &Plan) -> String {
     let mut lines = vec![
         ("model", format!("{}, {}", plan.model, plan.precision())),
@@ -71,11 +170,9 @@ fn table(plan: &Plan) -> String {
         lines.push(("of the device", bytes(total)));
         lines.push(("may be used", bytes(budget)));
     }
-    let most = |most: Option<usize>| most.map_or_else(|| "unknown".to_owned(), |m| m.to_string());
     lines.push(("largest batch", most(plan.largest_batch)));
     lines.push(("largest context", most(plan.largest_context)));
-    let line = |(name, value): (&str, String)| format!("{name:<16} {value}\n");
-    lines.into_iter().map(line).collect()
+    of_lines(lines)
 }
 
 fn bytes(bytes: u64) -> String {

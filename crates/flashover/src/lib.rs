@@ -31,6 +31,7 @@ mod plan;
 mod preset;
 mod quantize;
 mod tensor;
+mod train;
 
 #[cfg(feature = "hub")]
 pub use ::hub;
@@ -49,17 +50,23 @@ pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;
 pub use memory::MemoryUsage;
-pub use models::{DecoderConfig, GenerationConfig, KvFormat};
+pub use models::{
+    Adapter, DecoderConfig, Example, GenerationConfig, KvFormat, LoraOptions, Recompute,
+};
 pub use op::{MatmulOptions, OpError, matmul, run_op};
 pub use ops;
 pub use plan::{MemoryBudget, Plan, Workload};
-pub use preset::{Chosen, Preset, UnknownPreset};
+pub use preset::{BatchPlan, Chosen, Preset, UnknownPreset};
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
     WeightFormat, quantize_model, quantize_model_until,
 };
 pub use tensor::{HostTensor, TensorError};
 pub use trace;
+pub use train::{
+    Dataset, DatasetError, Schedule, Taught, TrainOptions, TrainPlan, TrainSpeed, TrainTest,
+    TrainWorkload, Trainer,
+};
 pub use tune::Policy;
 
 /// The examples of the README run as doc tests.

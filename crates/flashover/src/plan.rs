@@ -128,8 +128,8 @@ pub(crate) struct Planned {
 }
 
 /// Beyond which nobody looks for the largest.
-const MOST_SEQUENCES: usize = 1 << 16;
-const MOST_POSITIONS: usize = 1 << 24;
+pub(crate) const MOST_SEQUENCES: usize = 1 << 16;
+pub(crate) const MOST_POSITIONS: usize = 1 << 24;
 
 impl Plan {
     /// Plans for a Hugging Face folder on a device of this profile. Only the headers of its files are read.
@@ -193,18 +193,31 @@ impl Planned {
         options: &EngineOptions,
         workload: Workload,
     ) -> Result<Plan, EngineError> {
-        options.budget.check()?;
-        for (name, value) in [("batch", workload.batch), ("context", workload.context)] {
+        self.check(&options.budget, workload.batch, workload.context)?;
+        Ok(self.plan(profile, &options.budget, workload))
+    }
+
+    /// # Errors
+    /// As [`Planned::checked`].
+    pub(crate) fn check(
+        &self,
+        budget: &MemoryBudget,
+        batch: usize,
+        context: usize,
+    ) -> Result<(), EngineError> {
+        budget.check()?;
+        for (name, value) in [("batch", batch), ("context", context)] {
             if value == 0 {
                 let range = "of 1 at least";
                 return Err(EngineError::Budget { name, value: value.to_string(), range });
             }
         }
-        if let Some(max_seq) = self.config.context().filter(|most| workload.context > *most) {
-            let need = workload.context;
-            return Err(EngineError::Model(models::Error::Context { need, max_seq }));
+        match self.config.context().filter(|most| context > *most) {
+            Some(max_seq) => {
+                Err(EngineError::Model(models::Error::Context { need: context, max_seq }))
+            }
+            None => Ok(()),
         }
-        Ok(self.plan(profile, &options.budget, workload))
     }
 
     /// What a workload takes on a device.
@@ -248,7 +261,7 @@ impl Planned {
 }
 
 /// The most, up to `most`, that is true of something which is true of all that is less; 0 where of none.
-fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
+pub(crate) fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
     let (mut fitting, mut not) = (0, most + 1);
     while not - fitting > 1 {
         let middle = fitting + (not - fitting) / 2;
@@ -261,7 +274,7 @@ fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
 }
 
 /// `14.96 GiB`, or `3.25 MiB` of less than one.
-fn shown(bytes: u64) -> String {
+pub(crate) fn shown(bytes: u64) -> String {
     const MIB: f64 = (1u64 << 20) as f64;
     match bytes as f64 / MIB {
         mib if mib < 1024.0 => format!("{mib:.2} MiB"),
@@ -332,11 +345,16 @@ impl Plan {
 
     /// The dtype of the weights' matrices.
     pub fn precision(&self) -> String {
-        match self.matrices {
-            Matrices::Dense => self.dtype.clone(),
-            Matrices::Int8 => format!("{} over 8 bits", self.dtype),
-            Matrices::FourBit => format!("{} over 4 bits", self.dtype),
-        }
+        precision(&self.dtype, self.matrices)
+    }
+}
+
+/// What is computed in, and over what.
+pub(crate) fn precision(dtype: &str, matrices: Matrices) -> String {
+    match matrices {
+        Matrices::Dense => dtype.to_owned(),
+        Matrices::Int8 => format!("{dtype} over 8 bits"),
+        Matrices::FourBit => format!("{dtype} over 4 bits"),
     }
 }
 

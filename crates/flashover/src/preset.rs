@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use crate::engine::{EngineError, EngineOptions, Quant};
 use crate::plan::{Plan, Workload};
+use crate::train::TrainPlan;
 
 /// What a model is used for. Each asks for a context, takes the precision that leaves room for the batch that it wants,
 /// and then as many sequences as fit.
@@ -16,31 +17,83 @@ pub enum Preset {
     Inference,
     /// One answer, as soon as possible: the fewest bytes a token, one sequence.
     Latency,
+    /// An adapter: precision first, then up to 8 sequences.
+    Training,
 }
 
 /// What a preset came to.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Chosen {
+pub struct Chosen<P = Plan> {
     pub options: EngineOptions,
     /// Of the largest workload within the preset.
-    pub plan: Plan,
+    pub plan: P,
+}
+
+/// A plan of so many sequences, of which others may fit: a [`Plan`], or a [`TrainPlan`].
+pub trait BatchPlan {
+    /// Whether they are within the budget.
+    fn fits(&self) -> bool;
+    /// Sequences of it.
+    fn batch(&self) -> usize;
+    /// The most that fit, where that is known.
+    fn largest_batch(&self) -> Option<usize>;
+    /// What it is where it does not fit.
+    fn refused(self) -> EngineError;
+}
+
+impl BatchPlan for Plan {
+    fn fits(&self) -> bool {
+        self.fits()
+    }
+
+    fn batch(&self) -> usize {
+        self.workload.batch
+    }
+
+    fn largest_batch(&self) -> Option<usize> {
+        self.largest_batch
+    }
+
+    fn refused(self) -> EngineError {
+        EngineError::Memory(Box::new(self))
+    }
+}
+
+impl BatchPlan for TrainPlan {
+    fn fits(&self) -> bool {
+        self.fits()
+    }
+
+    fn batch(&self) -> usize {
+        self.workload.batch
+    }
+
+    fn largest_batch(&self) -> Option<usize> {
+        self.largest_batch
+    }
+
+    fn refused(self) -> EngineError {
+        EngineError::TrainMemory(Box::new(self))
+    }
 }
 
 impl Preset {
-    pub const ALL: [Self; 3] = [Self::CodeGeneration, Self::Inference, Self::Latency];
+    pub const ALL: [Self; 4] =
+        [Self::CodeGeneration, Self::Inference, Self::Latency, Self::Training];
 
     pub const fn name(self) -> &'static str {
         match self {
             Self::CodeGeneration => "code-generation",
             Self::Inference => "inference",
             Self::Latency => "latency",
+            Self::Training => "training",
         }
     }
 
     /// The precisions to try, the most wanted first.
     const fn quants(self) -> &'static [Option<Quant>] {
         match self {
-            Self::CodeGeneration => &[None, Some(Quant::Nf4)],
+            Self::CodeGeneration | Self::Training => &[None, Some(Quant::Nf4)],
             Self::Inference | Self::Latency => &[Some(Quant::Nf4)],
         }
     }
@@ -51,19 +104,22 @@ impl Preset {
             Self::CodeGeneration => (2048, 4, 8),
             Self::Inference => (2048, 1, 32),
             Self::Latency => (1024, 1, 1),
+            Self::Training => (512, 4, 8),
         }
     }
 
-    /// Works it out by plans, such as [`Plan::of_folder`] or [`Plan::of_shape`] make. Of options the precision is the
+    /// Works it out by plans, such as [`Plan::of_folder`] or [`TrainPlan::of_shape`] make, the latter for
+    /// [`Preset::Training`]. Of options the precision is the
     /// preset's where none is asked for, the rest is kept. A model of a shorter context than the preset's keeps its own.
     ///
     /// # Errors
-    /// Those of `plan`; [`EngineError::Memory`] where not one sequence fits in any precision.
-    pub fn choose(
+    /// Those of `plan`; [`EngineError::Memory`] or [`EngineError::TrainMemory`] where not one sequence fits in any
+    /// precision.
+    pub fn choose<P: BatchPlan>(
         self,
         options: &EngineOptions,
-        plan: impl Fn(&EngineOptions, Workload) -> Result<Plan, EngineError>,
-    ) -> Result<Chosen, EngineError> {
+        plan: impl Fn(&EngineOptions, Workload) -> Result<P, EngineError>,
+    ) -> Result<Chosen<P>, EngineError> {
         let (wanted, least, most) = self.wants();
         let context = match plan(options, Workload::new(1, wanted)) {
             Ok(_) => wanted,
@@ -73,15 +129,15 @@ impl Preset {
             Some(_) => &[options.quant],
             None => self.quants(),
         };
-        let mut best: Option<Chosen> = None;
+        let mut best: Option<Chosen<P>> = None;
         for quant in quants {
             let options = EngineOptions { quant: *quant, ..*options };
             let one = plan(&options, Workload::new(1, context))?;
-            let batch = one.largest_batch.unwrap_or(most).min(most);
+            let batch = one.largest_batch().unwrap_or(most).min(most);
             let plan = plan(&options, Workload::new(batch.max(1), context))?;
-            let more = best.as_ref().is_none_or(|best| {
-                !best.plan.fits() || (plan.fits() && batch > best.plan.workload.batch)
-            });
+            let more = best
+                .as_ref()
+                .is_none_or(|best| !best.plan.fits() || (plan.fits() && batch > best.plan.batch()));
             if more {
                 best = Some(Chosen { options, plan });
             }
@@ -92,7 +148,7 @@ impl Preset {
         let chosen = best.expect("there is a precision");
         match chosen.plan.fits() {
             true => Ok(chosen),
-            false => Err(EngineError::Memory(Box::new(chosen.plan))),
+            false => Err(chosen.plan.refused()),
         }
     }
 }
@@ -105,7 +161,7 @@ impl fmt::Display for Preset {
 
 /// A name that is no preset's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown preset `{0}`\nhint: one of code-generation, inference, latency")]
+#[error("unknown preset `{0}`\nhint: one of code-generation, inference, latency, training")]
 pub struct UnknownPreset(String);
 
 impl FromStr for Preset {
@@ -120,9 +176,11 @@ impl FromStr for Preset {
 #[cfg(test)]
 mod tests {
     use arch::ArchProfile;
+    use models::{LoraOptions, Recompute};
 
     use super::*;
     use crate::plan::MemoryBudget;
+    use crate::train::TrainWorkload;
 
     fn within(
         preset: Preset,
@@ -155,6 +213,33 @@ mod tests {
         let Chosen { plan, options } =
             chosen(Preset::Latency, "rtx4090", "llama-3-8b").expect("fits");
         assert_eq!((options.quant, plan.workload), (Some(Quant::Nf4), Workload::new(1, 1024)));
+    }
+
+    #[test]
+    fn adapters_are_learned_in_the_precision_that_fits() {
+        for (card, quant) in [("h200", None), ("rtx4080", Some(Quant::Nf4))] {
+            let card = ArchProfile::recorded(card).expect("recorded");
+            let options = EngineOptions::default();
+            let chosen =
+                Preset::Training.choose(&options, |options, Workload { batch, context, .. }| {
+                    let workload = TrainWorkload {
+                        batch,
+                        context,
+                        accumulates: false,
+                        recompute: Recompute::Layers,
+                    };
+                    TrainPlan::of_shape(
+                        &card,
+                        "llama-3-8b",
+                        options,
+                        &LoraOptions::default(),
+                        workload,
+                    )
+                });
+            let Chosen { options, plan } = chosen.expect("it fits");
+            assert_eq!((options.quant, plan.workload.context), (quant, 512), "{plan}");
+            assert!(plan.fits() && plan.workload.batch >= 4, "{plan}");
+        }
     }
 
     #[test]

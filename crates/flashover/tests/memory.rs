@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use flashover::trace::{Memory, Recording};
 use flashover::{
-    Backend, Device, Engine, EngineError, EngineOptions, MemoryBudget, Quant, Request, Sampling,
-    Workload,
+    Backend, Device, Engine, EngineError, EngineOptions, Example, MemoryBudget, Quant, Recompute,
+    Request, Sampling, TrainOptions, Trainer, Workload,
 };
 
 fn model(name: &str) -> PathBuf {
@@ -30,6 +30,10 @@ fn peaks(engine: &Engine, prompt: usize, generated: usize) -> [u64; 2] {
     [most(|read| read.used), most(|read| read.reserved)].map(|most| most.expect("read"))
 }
 
+fn gap(have: u64, planned: u64) -> f64 {
+    have as f64 / planned as f64 - 1.0
+}
+
 /// The most that was alive while a prompt passed once for several answers.
 fn peak_of_answers(engine: &Engine, prompt: &[u32], answers: usize, request: &Request) -> u64 {
     let recording = Recording::start().expect("the only one");
@@ -49,7 +53,6 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         engine.clear_cache().expect("nothing is captured");
         let loaded = engine.memory();
         let plan = engine.plan(Workload::new(1, 320));
-        let gap = |have: u64, planned: u64| have as f64 / planned as f64 - 1.0;
         let weights = gap(loaded.used_bytes, plan.weights_bytes);
         println!("{quant:?}: weights {weights:+.4} of the plan, {loaded:?}");
         assert!(weights.abs() < 0.05, "{weights}: {loaded:?} {plan}");
@@ -109,5 +112,49 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         drop(small);
         engine.clear_cache().expect("nothing is captured");
         assert!(engine.memory().used_bytes <= before, "nor does a model");
+    }
+    training(&device);
+}
+
+/// Steps of training hold what was planned; a batch past the budget is refused, and the trainer lives on.
+fn training(device: &Device) {
+    let example = |seed: u32, len: u32| Example {
+        tokens: (0..len).map(|at| (at * 7 + seed * 13) % 1000).collect(),
+        from: 0,
+    };
+    let batch = |sequences| vec![(0..sequences).map(|seed| example(seed, 256)).collect::<Vec<_>>()];
+    // What is small in a large model's page stays in it when the model goes: the smallest first.
+    for (quant, recompute) in [
+        (Some(Quant::Nf4), Recompute::Layers),
+        (None, Recompute::Layers),
+        (None, Recompute::Nothing),
+    ] {
+        let load = |budget| {
+            let options = EngineOptions { quant, budget, ..EngineOptions::default() };
+            let engine = Engine::load(device, model("demo"), &options).expect("the demo");
+            let options = TrainOptions { recompute, ..TrainOptions::default() };
+            Trainer::new(engine, options).expect("a rank that fits")
+        };
+        let mut trainer = load(MemoryBudget::default());
+        let plan = trainer.plan(&batch(4)).expect("short");
+        let mut held = 0;
+        for _ in 0..2 {
+            trainer.step(&batch(4)).expect("it fits");
+            held = held.max(trainer.engine().memory().reserved_bytes);
+        }
+        println!("{quant:?} {recompute:?}: held {:+.4}", gap(held, plan.peak_bytes()));
+        // A page of what is small, and of what is not.
+        let most = gap(held.saturating_sub(8 << 20), plan.peak_bytes());
+        assert!(most < 0.05 && gap(held, plan.peak_bytes()) > -0.05, "{most}: {plan}");
+        drop(trainer);
+        let limit_bytes = Some(plan.peak_bytes());
+        let mut small = load(MemoryBudget { limit_bytes, ..MemoryBudget::default() });
+        for _ in 0..2 {
+            let refused = small.step(&batch(5)).expect_err("it does not fit");
+            assert!(matches!(refused, EngineError::TrainMemory(_)), "{refused}");
+            assert!(refused.to_string().contains("hint: a batch of 4 fits"), "{refused}");
+        }
+        assert_eq!(small.done(), 0);
+        assert_eq!(small.step(&batch(4)).expect("it fits").step, 1);
     }
 }

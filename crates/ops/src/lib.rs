@@ -49,7 +49,7 @@ pub use kernels::matmul::Activation;
 pub use kernels::nf4::CodeBook;
 pub use kernels::norm::NormKind;
 pub use kernels::sample::Choice;
-pub use matmul::{Epilogue, RowNorm, linear, matmul, takes_norm};
+pub use matmul::{Epilogue, RowNorm, activate, linear, matmul, takes_norm};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
 pub use norm::{NormWeights, norm};
 pub use refresh::refresh;

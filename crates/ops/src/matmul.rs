@@ -35,7 +35,8 @@ use crate::layout::{Matrices, broadcast, fold};
 use crate::norm::{NormOps, normalised};
 use crate::{Ctx, OpError};
 
-/// What is done to a product before it is stored, for a result of rank `D`.
+/// What is done to a product before it is stored, and to the rows of its left operand before it is made, for a result of
+/// rank `D`.
 #[derive(Debug, Clone)]
 pub struct Epilogue<const D: usize> {
     /// Added to every row. `[n]`, in the operands' dtype.
@@ -54,7 +55,8 @@ pub struct Epilogue<const D: usize> {
     pub norm: Option<RowNorm>,
 }
 
-/// `x / rms · weight` of each row x: see [`NormKind`]. It has no gradient.
+/// What is done to each row x before it is multiplied: `x / rms · weight`, or with the weight one larger, or with the mean
+/// of the row taken off first, as [`NormKind`] says. The last is always a launch of its own, and has no bias here.
 ///
 /// # Shapes
 /// weight `[k]`, in the dtype of the rows.
@@ -62,7 +64,7 @@ pub struct Epilogue<const D: usize> {
 pub struct RowNorm {
     pub weight: Tensor<1>,
     pub kind: NormKind,
-    /// Added to the mean of the squares.
+    /// Added to the mean of the squares, or to the variance.
     pub eps: f32,
 }
 
@@ -100,15 +102,16 @@ impl<const D: usize> Epilogue<D> {
         Ok(())
     }
 
-    /// The norm of rows `lhs`, all of them, where there is one.
+    /// The norm of rows `lhs`, all of them, where there is one. Of no rows, or of rows of nothing, it is checked all
+    /// the same, as of one row of one element.
     pub(crate) fn norm_of(&self, lhs: &Tensor<D>) -> Result<Option<NormProblem>, OpError> {
         let Some(RowNorm { weight, kind, eps }) = &self.norm else { return Ok(None) };
         let (dims, dtype) = (lhs.dims(), lhs.dtype());
         let k = dims[D - 1];
         same_shape("norm", &weight.dims(), &[k])?;
         same_dtype("norm", weight.dtype(), dtype)?;
-        let rows = size_of(dims[..D - 1].iter().product())?;
-        Ok(Some(NormProblem::new(rows, size_of(k)?, float_of(dtype)?, *kind, *eps)?))
+        let rows = size_of(dims[..D - 1].iter().product::<usize>().max(1))?;
+        Ok(Some(NormProblem::new(rows, size_of(k.max(1))?, float_of(dtype)?, *kind, *eps)?))
     }
 
     /// The bias has `bias` elements, the matrices the result's shape.
@@ -142,10 +145,10 @@ pub fn matmul<const D: usize>(
 ) -> Result<Tensor<D>, OpError> {
     on_cubecl(&lhs.device())?;
     let (mut spec, shape) = validate(&lhs, &rhs, &epilogue)?;
+    spec.norm = epilogue.norm_of(&lhs)?;
     if shape.contains(&0) {
         return Ok(Tensor::<D>::zeros(shape, &lhs.device()).cast(spec.out));
     }
-    spec.norm = epilogue.norm_of(&lhs)?;
     let Epilogue { bias, gate, residual, norm, .. } = epilogue;
     let call = Call::of(ctx);
     let out = <Dispatch as MatmulOps>::product(
@@ -191,8 +194,9 @@ pub fn linear<const D: usize>(
     Ok(matmul(ctx, x.reshape([rows, k]), weight, epilogue)?.reshape(shape))
 }
 
-/// Whether [`linear`] normalises rows `x` in the launch that multiplies them with a weight `[k, n]` that lies as
-/// `[n, k]`. Where it does not, several products of the same rows share one [`norm`](crate::norm()).
+/// Whether [`linear`] normalises rows `x` in the launch that multiplies them with a weight `[k, n]` that is dense, of
+/// x's dtype and lies as `[n, k]`; not where it is asked for tf32. Where it does not, several products of the same rows
+/// share one [`norm`](crate::norm()).
 ///
 /// # Errors
 /// Dtypes that are not multiplied, a device without our kernels.
@@ -204,6 +208,9 @@ pub fn takes_norm(
 ) -> Result<bool, OpError> {
     let device = ctx.device(&cube_of(&x.device())?)?;
     let ([m, k], [_, n]) = (x.dims(), weight.dims());
+    if [m, k, n].contains(&0) {
+        return Ok(false);
+    }
     let sizes = [size_of(m)?, size_of(n)?, size_of(k)?];
     let precision = precision_of(float_of(x.dtype())?);
     let plain = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)?;
@@ -542,6 +549,27 @@ pub(crate) fn finish<B: Backend>(
         out = B::float_add(out, residual);
     }
     out
+}
+
+/// `activation(x) · gate`, element by element: what epilogues do to a product, by ordinary ops that have gradients.
+///
+/// # Shapes
+/// gate as x.
+///
+/// # Errors
+/// A gate of another shape or dtype than x.
+pub fn activate<const D: usize>(
+    x: Tensor<D>,
+    activation: Activation,
+    gate: Option<Tensor<D>>,
+) -> Result<Tensor<D>, OpError> {
+    if let Some(gate) = &gate {
+        same_shape("gate", &gate.dims(), &x.dims())?;
+        same_dtype("gate", gate.dtype(), x.dtype())?;
+    }
+    let gate = gate.map(Tensor::into_dispatch);
+    let out = finish::<Dispatch>(x.into_dispatch(), Some(activation), gate, None);
+    Ok(Tensor::from_dispatch(out))
 }
 
 /// `tensor` with axes of one in front, up to `rank`.

@@ -1,9 +1,20 @@
-//! Norms of rows on Burn tensors.
+//! Norms of rows on Burn tensors, and their gradients.
+//!
+//! ```text
+//! n = (x - mean)·factor     out = residual + n·w + bias          mean = 0 but for a layer norm
+//! g = dout·w                dx = factor·(g - n·mean(g·n) - mean(g))    the last mean of a layer norm alone
+//!                           dw = Σ dout·n     dbias = Σ dout     dresidual = dout
+//! ```
+//!
+//! The gradients are ordinary ops in f32, which read x about ten times where a kernel would once.
 
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
-use burn::tensor::Tensor;
+use burn::backend::{Autodiff, Backend, Dispatch, backend_extension};
+use burn::tensor::{FloatDType, Scalar, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
@@ -13,6 +24,7 @@ use crate::attention::like;
 use crate::call::{
     Call, Optional, Parts, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
 };
+use crate::matmul::{float_dtype, summed_over_rows};
 use crate::{Ctx, OpError};
 
 /// What rows are multiplied by, and what is added.
@@ -29,11 +41,10 @@ pub struct NormWeights {
 /// becomes of w. `eps` is added to the mean of the squares.
 ///
 /// # Shapes
-/// x, residual and the result `[rows, width]`, any strides.
+/// x, residual and the result `[rows, width]`, any strides. Gradients flow to every tensor.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, an eps that is negative or not finite, a device without our kernels, a
-/// gradient asked for.
+/// Shapes or dtypes that do not fit, an eps that is negative or not finite, a device without our kernels.
 pub fn norm(
     ctx: &Ctx,
     x: Tensor<2>,
@@ -140,6 +151,80 @@ impl NormOps for CubeBackend {
     }
 }
 
+/// Parents of a norm's node: x, weight, bias and residual, x once more for each that is not there.
+#[derive(Debug)]
+struct Normalise;
+
+/// What the gradients need.
+#[derive(Debug, Clone)]
+struct Saved<B: Backend> {
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    problem: NormProblem,
+}
+
+impl<B: NormOps> Backward<B, 4> for Normalise {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Saved<B>, 4>,
+        gradients: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let [to_x, to_weight, to_bias, to_residual] = ops.parents;
+        let Saved { x, weight, problem } = ops.state;
+        let dtype = float_dtype(problem.dtype);
+        let narrow = |t| B::float_cast(t, dtype);
+        let given = gradients.consume::<B>(&ops.node);
+        let dout = B::float_cast(given.clone(), FloatDType::F32);
+        if let (Some(node), true) = (to_residual, problem.residual) {
+            gradients.register::<B>(node.id, given);
+        }
+        if let (Some(node), true) = (to_bias, problem.bias) {
+            gradients.register::<B>(node.id, narrow(summed_over_rows::<B>(dout.clone())));
+        }
+        let (n, factor) = normal::<B>(x, &problem);
+        if let Some(node) = to_weight {
+            let each = B::float_mul(dout.clone(), n.clone());
+            gradients.register::<B>(node.id, narrow(summed_over_rows::<B>(each)));
+        }
+        if let Some(node) = to_x {
+            let g = B::float_mul(dout, multiplier::<B>(weight, &problem));
+            let along = B::float_mean_dim(B::float_mul(g.clone(), n.clone()), 1);
+            let mut dx = B::float_sub(g.clone(), B::float_mul(n, along));
+            if problem.kind == NormKind::Layer {
+                dx = B::float_sub(dx, B::float_mean_dim(g, 1));
+            }
+            gradients.register::<B>(node.id, narrow(B::float_mul(dx, factor)));
+        }
+    }
+}
+
+/// `(x - mean)·factor`, and the factor of each row, `[rows, 1]`; in f32.
+fn normal<B: Backend>(
+    x: FloatTensor<B>,
+    problem: &NormProblem,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let mut x = B::float_cast(x, FloatDType::F32);
+    if problem.kind == NormKind::Layer {
+        x = B::float_sub(x.clone(), B::float_mean_dim(x, 1));
+    }
+    let squares = B::float_mean_dim(B::float_mul(x.clone(), x.clone()), 1);
+    let factor = B::float_recip(B::float_sqrt(B::float_add_scalar(squares, problem.eps.into())));
+    (B::float_mul(x, factor.clone()), factor)
+}
+
+/// What normalised rows are multiplied by, `[1, width]` in f32.
+fn multiplier<B: Backend>(weight: FloatTensor<B>, problem: &NormProblem) -> FloatTensor<B> {
+    let width = problem.width as usize;
+    let weight = B::float_cast(B::float_reshape(weight, [1, width].into()), FloatDType::F32);
+    match problem.kind {
+        NormKind::RmsPlusOne => B::float_add_scalar(weight, Scalar::from(1.0)),
+        NormKind::Rms | NormKind::Layer => weight,
+    }
+}
+
 impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
     fn normalise(
         x: FloatTensor<Self>,
@@ -150,14 +235,16 @@ impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
         call: Call,
     ) -> FloatTensor<Self> {
         let [bias, residual] = [bias, residual].map(Optional::into_option);
-        let all = [Some(&x), Some(&weight), bias.as_ref(), residual.as_ref()];
-        let gradient = all.into_iter().flatten().any(|tensor| tensor.is_tracked());
-        let x = Self::inner(x);
-        if gradient {
-            call.fail(OpError::NoGradient);
-            return Self::from_inner(x);
+        let node = |part: &Option<FloatTensor<Self>>| part.as_ref().unwrap_or(&x).node();
+        let parents = [x.node(), weight.node(), node(&bias), node(&residual)];
+        let (x, weight) = (x.into_primitive(), weight.into_primitive());
+        let inner =
+            |part: Option<FloatTensor<Self>>| Optional::of(part.map(|part| part.into_primitive()));
+        let saved = Saved { x: x.clone(), weight: weight.clone(), problem };
+        let out = B::normalise(x, weight, inner(bias), inner(residual), problem, call);
+        match Normalise.prepare::<C>(parents).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(saved, out),
+            OpsKind::UnTracked(prep) => prep.finish(out),
         }
-        let [bias, residual] = [bias, residual].map(|t| Optional::of(t.map(Self::inner)));
-        Self::from_inner(B::normalise(x, Self::inner(weight), bias, residual, problem, call))
     }
 }

@@ -238,6 +238,7 @@ pub(crate) fn row_norm<'a>(
     buffers: Option<&NormBuffers>,
     weight: Option<&'a [f32]>,
 ) -> Option<reference::RowNorm<'a>> {
+    assert_eq!(norm.is_some(), buffers.is_some(), "a problem's norm and its weight go together");
     let (kind, buffers) = norm.zip(buffers)?;
     let norm = reference::Norm { rule: reference_rule(kind), eps: buffers.eps.into() };
     weight.map(|weight| reference::RowNorm { norm, weight })
@@ -360,7 +361,9 @@ pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
     for problem in normed(precision) {
         add(problem, Inputs::Normal(140));
     }
+    // One row has all that is special, or each of several its own.
     add(normed(precision)[0], Inputs::Special(141));
+    add(normed(precision)[6], Inputs::Special(142));
     add_groups(&mut add, precision);
     // k cut into parts, the last of them ragged.
     add(dense(1, [5, 40, 2051], [Layout::Row, Layout::Col]), Inputs::Normal(114));

@@ -345,10 +345,15 @@ fn lanes(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
         .to_vec()
 }
 
-/// Whether a path normalises the rows that it multiplies.
+/// Whether a path normalises the rows that it multiplies, and a launch less is worth it: of more rows than these the
+/// multiply-adds are what such products wait for, and nobody has measured that more of them pay.
 pub(super) fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
-    problem.norm.is_some() && lanes(arch, problem).iter().any(|c| check(arch, problem, c).is_ok())
+    let few = problem.norm.is_some() && problem.m <= MOST_NORMED_ROWS;
+    few && lanes(arch, problem).iter().any(|c| check(arch, problem, c).is_ok())
 }
+
+/// What is multiplied by units in place of tensor cores.
+pub(crate) const MOST_NORMED_ROWS: u32 = 2;
 
 /// Rows of A past which the tiles of tensor cores and of shared memory are not mostly empty.
 const MOST_ROWS: u32 = 8;

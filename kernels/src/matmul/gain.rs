@@ -5,8 +5,9 @@
 //! ```
 //!
 //! Nobody waits for the factor before the sums are there, and it comes with them: the squares of a row are one sum
-//! more. For paths whose units read whole rows of x, and few of them: a launch less for a multiply and a
-//! multiply-add an element, beside as many multiply-adds as there are rows of W. Of the kinds those without a mean.
+//! more. For paths whose groups of units read whole rows of x, and few of them: a launch less for a multiply and a
+//! multiply-add an element of x, which every group does again beside a multiply-add for each row of W that it has (one to
+//! four). Of the kinds those without a mean.
 
 use arch::{DType, Device};
 use cubecl::prelude::*;
@@ -56,6 +57,11 @@ impl<F: Float, N: Size> GainLaunch<F, N> {
         k: u32,
         width: usize,
     ) -> ComptimeOptionArgs<Gain<F, N>> {
+        assert_eq!(
+            norm.is_some(),
+            buffers.is_some(),
+            "a problem's norm and its weight go together"
+        );
         let gain = norm.zip(buffers).map(|(kind, NormBuffers { weight, eps })| {
             // SAFETY: a weight is as long as a row of x.
             let weight = unsafe { BufferArg::from_raw_parts(weight.clone(), k as usize / width) };

@@ -15,7 +15,7 @@
 //! its rows or its columns contiguous, with any leading dimension, and either may repeat over batches
 //! (stride 0). Or batches are groups, each with rows of its own of one A, as many as a buffer on the
 //! device says ([`MatmulProblem::grouped`]). Rows of A may be normalised as they are multiplied
-//! ([`MatmulProblem::norm`]): by `Lanes` alone, whose units read whole rows.
+//! ([`MatmulProblem::norm`]): by `Lanes` alone, whose groups of units read whole rows.
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
 //!
@@ -69,7 +69,7 @@ pub(crate) use mma::{Codes, store_quad};
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
 
 use config::Plan;
-pub(crate) use config::{check_coded, spread};
+pub(crate) use config::{MOST_NORMED_ROWS, check_coded, spread};
 pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 pub(crate) use gain::{Gain, GainCompilationArg, GainLaunch, weigh_pair};
 use lanes::LanesPlan;
@@ -149,7 +149,7 @@ impl Kernel for Matmul {
             rows: problem
                 .grouped
                 .then(|| client.create_from_slice(u32::as_bytes(&problem.uneven_rows()))),
-            norm: NormBuffers::noise(device, problem.norm, (problem.k, storage), 5 * seed + 4),
+            norm: NormBuffers::noise(device, problem.norm, (problem.k, storage), 5 * seed + 7919),
         }
     }
 

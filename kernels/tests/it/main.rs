@@ -225,12 +225,27 @@ fn products_that_normalise_are_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
     let arch = device.profile();
     let normed = |case: &&EdgeCase| case.problem.norm.is_some();
+    let mut runs = 0;
     for case in oracle::matmul::edge_cases(Precision::F32).iter().filter(normed) {
         for config in Matmul::candidates(arch, &case.problem) {
             let verdict = check(&device, case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
+            runs += 1;
         }
     }
+    assert!(runs > 10, "{runs} runs");
+    let mut runs = 0;
+    for case in oracle::nf4::product_config_cases(DType::F32) {
+        if case.problem.norm.is_none() {
+            continue;
+        }
+        for config in Nf4Matmul::candidates(arch, &case.problem) {
+            let verdict = oracle::nf4::check(&device, &case, &config).expect("runs");
+            assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
+            runs += 1;
+        }
+    }
+    assert!(runs > 0, "no product with a weight in 4 bits normalises");
 }
 
 #[test]

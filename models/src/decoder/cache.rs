@@ -101,16 +101,20 @@ impl Shared {
         let turned = cache.swap_dims(1, 2);
         let full = self.whole * PAGE;
         let shared = turned.clone().slice_dim(1, 0..full);
-        let own = Tensor::cat(
-            vec![turned.slice_dim(1, full..full + self.rest), empty(self.own * PAGE - self.rest)]
-                .into_iter()
-                .filter(|part: &Tensor<4, K>| part.dims()[1] > 0)
-                .collect(),
-            1,
-        );
-        [(shared, self.whole, 1), (own, self.own, self.times)]
+        let own = || {
+            // What a prompt leaves on its last page, and room.
+            let room = empty(self.own * PAGE - self.rest);
+            match self.rest {
+                0 => room,
+                rest => Tensor::cat(vec![turned.slice_dim(1, full..full + rest), room], 1),
+            }
+        };
+        // A prompt may fill all the room that there is, or less than a page.
+        let shared = (self.whole > 0).then_some((shared, self.whole, 1));
+        let own = (self.own > 0).then(|| (own(), self.own, self.times));
+        shared
             .into_iter()
-            .filter(|(_, pages, _)| *pages > 0)
+            .chain(own)
             .flat_map(|(part, pages, times)| {
                 vec![part.reshape([pages, PAGE, kv_heads, width]); times]
             })
@@ -328,18 +332,29 @@ impl KvCache {
     /// Angles for sequences of `length`.
     pub(super) fn turn_for(&mut self, config: &DecoderConfig, length: usize, device: &Device) {
         self.frequencies = config.ropes.iter().map(|rope| rope.frequencies(length)).collect();
-        let table = |(rope, frequencies): (&Rope, &Vec<f64>)| {
-            let angles = |position: usize| {
-                let turn = move |f: &f64| (position as f64 * f).sin_cos();
-                let (sines, cosines): (Vec<_>, Vec<_>) = frequencies.iter().map(turn).unzip();
-                let factor = rope.attention_factor;
-                cosines.into_iter().chain(sines).map(move |value| (value * factor) as f32)
-            };
-            let table: Vec<f32> = (0..self.capacity).flat_map(angles).collect();
-            let data = TensorData::new(table, [self.capacity, rope.dim]);
-            Tensor::from_data(data, (device, burn::tensor::DType::F32))
-        };
-        self.memory.tables = config.ropes.iter().zip(&self.frequencies).map(table).collect();
+        self.memory.tables = tables(config, length, self.capacity, device);
         self.single = Single::default();
     }
+}
+
+/// Of each rope `[positions, dim]`: for each position half cosines, half sines, as a sequence of `length` has them.
+pub(super) fn tables(
+    config: &DecoderConfig,
+    length: usize,
+    positions: usize,
+    device: &Device,
+) -> Vec<Tensor<2>> {
+    let table = |rope: &Rope| {
+        let frequencies = rope.frequencies(length);
+        let angles = |position: usize| {
+            let turn = move |f: &f64| (position as f64 * f).sin_cos();
+            let (sines, cosines): (Vec<_>, Vec<_>) = frequencies.iter().map(turn).unzip();
+            let factor = rope.attention_factor;
+            cosines.into_iter().chain(sines).map(move |value| (value * factor) as f32)
+        };
+        let table: Vec<f32> = (0..positions).flat_map(angles).collect();
+        let data = TensorData::new(table, [positions, rope.dim]);
+        Tensor::from_data(data, (device, burn::tensor::DType::F32))
+    };
+    config.ropes.iter().map(table).collect()
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
 use checkpoint::{Dtype, Int8, Weight};
 use half::{bf16, f16};
-use ops::{Ctx, Int8Weight, Nf4Options, Nf4Weight, NormWeights, OpError};
+use ops::{Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, NormWeights, OpError, linear};
 use rayon::prelude::*;
 
 use super::projection::{Ffn, Matrix, Projection};
@@ -14,7 +14,9 @@ use super::surprises::surprises;
 use super::{Decoder, Layer};
 use crate::config::THRESHOLD;
 use crate::footprint::{Held, KvFormat, Matrices};
-use crate::{DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights};
+use crate::{
+    Adapter, DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights,
+};
 
 /// How weights are put on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -93,9 +95,24 @@ impl Decoder {
         options: &LoadOptions,
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
+        Self::load_adapted(weights, None, device, ctx, options, progress)
+    }
+
+    /// The same with what an adapter adds, which becomes part of the matrices before they are quantised.
+    ///
+    /// # Errors
+    /// As [`Decoder::load`]; [`Error::Merge`] for a matrix with factors that the files have quantised.
+    pub fn load_adapted(
+        weights: &Weights,
+        adapter: Option<&Adapter>,
+        device: &Device,
+        ctx: Ctx,
+        options: &LoadOptions,
+        progress: impl FnMut(Loading),
+    ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
         surprises(weights, options.quant)?.iter().for_each(|line| log::warn!("{line}"));
-        Loader { source: Source::Files(weights), device, ctx: &ctx, dtype, options }
+        Loader { source: Source::Files(weights), adapter, device, ctx: &ctx, dtype, options }
             .decoder(progress)
     }
 
@@ -111,8 +128,8 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(FloatDType::BF16);
-        Loader { source: Source::Noise(config), device, ctx: &ctx, dtype, options }
-            .decoder(progress)
+        let source = Source::Noise(config);
+        Loader { source, adapter: None, device, ctx: &ctx, dtype, options }.decoder(progress)
     }
 }
 
@@ -126,6 +143,7 @@ enum Source<'a> {
 #[derive(Clone, Copy)]
 struct Loader<'a> {
     source: Source<'a>,
+    adapter: Option<&'a Adapter>,
     device: &'a Device,
     ctx: &'a Ctx,
     dtype: FloatDType,
@@ -302,6 +320,10 @@ impl Loader<'_> {
             Source::Noise(_) => self.noise(slot, Side::Weight),
             Source::Files(weights) => {
                 let stored = weights.weight(slot)?;
+                let adapted = self.adapter.is_some_and(|own| own.of(self.config(), slot).is_some());
+                if adapted && !matches!(stored.weight, Weight::Dense(_)) {
+                    return Err(Error::Merge { tensor: weights.name(slot) });
+                }
                 match &stored.weight {
                     Weight::FourBit(_) if stored.rows.start > 0 => return Ok(None),
                     Weight::FourBit(weight) => {
@@ -316,7 +338,7 @@ impl Loader<'_> {
                         }
                         weight.dequantize(self.ctx, self.dtype)?
                     }
-                    Weight::Dense(_) => self.tensor(stored)?,
+                    Weight::Dense(_) => self.merged(slot, self.tensor(stored)?)?,
                 }
             }
         };
@@ -329,6 +351,22 @@ impl Loader<'_> {
                 .map(|weight| Matrix::Int8(self.rounding(weight))),
         };
         Ok(Some(made.map_err(|why| self.not_quantized(slot, why))?))
+    }
+
+    /// W + s·B·A, rounded once.
+    fn merged(&self, slot: Slot, dense: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let Some(own) = self.adapter.and_then(|adapter| adapter.of(self.config(), slot)) else {
+            return Ok(dense);
+        };
+        let [n, k] = dense.dims();
+        let factor = |values: &[f32], shape: [usize; 2]| {
+            self.upload::<2>(rounded(values, self.dtype), &shape)
+        };
+        let a = factor(own.a, [own.a.len() / k, k]);
+        let b: Vec<f32> = own.b.iter().map(|value| value * own.scale as f32).collect();
+        let b = factor(&b, [n, b.len() / n]);
+        let residual = Some(dense);
+        Ok(linear(self.ctx, b, a, Epilogue { residual, ..Epilogue::default() })?)
     }
 
     /// A weight whose products round what they read where that is asked for.

@@ -23,6 +23,7 @@ mod load;
 mod projection;
 mod step;
 mod surprises;
+mod train;
 
 use std::ops::Range;
 
@@ -39,6 +40,7 @@ use cells::{SoFar, in_floats, rearranged};
 pub use load::{LoadOptions, Loading, Quant, file_dtype, on_device};
 use projection::{Ffn, Projection, read_last};
 use step::Step;
+pub use train::{Adaptation, Example, Learned, Recompute};
 
 /// The longest step that attention's decoding kernel takes.
 const SHORT: usize = 16;

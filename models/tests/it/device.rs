@@ -35,12 +35,11 @@ fn values(logits: Tensor<2>) -> Vec<f32> {
 }
 
 /// The largest difference, relative to the largest of `want`.
-fn distance(have: &[f32], want: &[f32]) -> f64 {
+pub(crate) fn distance(have: &[f32], want: &[f32]) -> f64 {
     assert_eq!(have.len(), want.len());
     let largest = want.iter().fold(0f32, |top, logit| top.max(logit.abs()));
     let gaps = have.iter().zip(want).map(|(a, b)| f64::from((a - b).abs()));
-    let gap = gaps.fold(0.0, |top: f64, gap| if gap.is_nan() { f64::NAN } else { top.max(gap) });
-    gap / f64::from(largest)
+    crate::largest(gaps) / f64::from(largest)
 }
 
 fn best(logits: &[f32]) -> u32 {
@@ -181,6 +180,21 @@ fn sequences_share_the_pages_of_their_prompt() {
             assert!(distance(logits, &values(want)) < 1e-5, "{name}");
         }
     }
+}
+
+/// A prompt that fills all the room that there is leaves nothing to go on in, and is shared all the same.
+#[test]
+fn sequences_share_a_prompt_that_fills_its_pages() {
+    let decoder = in_f32("llama");
+    let tokens: Vec<u32> = golden("llama").prompt.iter().copied().cycle().take(64).collect();
+    let full = |decoder: &Decoder| {
+        let mut cache = decoder.cache(1, 64).expect("short");
+        decoder.forward(&mut cache, &[&tokens], Rows::Last).expect("room");
+        cache
+    };
+    let batch = KvCache::stack(vec![(full(&decoder), 3)]);
+    assert!(batch.shares());
+    assert_eq!((batch.lengths(), batch.bytes()), (vec![64; 3], full(&decoder).bytes()));
 }
 
 /// Keys and values in 8 bits take about a quarter of what f32 does, and logits stay near.

@@ -37,8 +37,7 @@ fn distance(decoder: &Decoder, golden: &Golden) -> f64 {
     assert_eq!(logits.len(), golden.logits.len());
     let largest = golden.logits.iter().fold(0f32, |top, logit| top.max(logit.abs()));
     let gaps = logits.iter().zip(&golden.logits).map(|(a, b)| (a - f64::from(*b)).abs());
-    let gap = gaps.fold(0.0, |top: f64, gap| if gap.is_nan() { f64::NAN } else { top.max(gap) });
-    gap / f64::from(largest)
+    crate::largest(gaps) / f64::from(largest)
 }
 
 #[test]

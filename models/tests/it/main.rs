@@ -3,6 +3,7 @@
 mod bad;
 mod device;
 mod golden;
+mod lora;
 mod names;
 mod rope;
 
@@ -42,6 +43,18 @@ fn fixture(name: &str) -> PathBuf {
 
 fn open(name: &str) -> Weights {
     Weights::open(fixture(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// Of values from 0 up; NaN where one of them is.
+fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
+    let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
+    values.into_iter().fold(0.0, larger)
+}
+
+#[test]
+fn one_nan_is_enough() {
+    assert!(largest([1e-7, f64::NAN, 1e-7]).is_nan() && largest([f64::NAN]).is_nan());
+    assert_eq!((largest([]), largest([2.0, 3.0, 1.0])), (0.0, 3.0));
 }
 
 #[test]

@@ -51,13 +51,14 @@ pub(crate) fn rate(record: &Record) -> String {
     }
 }
 
-/// Of all sequences together, those generated. A generated token is timed by itself, a prompt or a request as a whole.
+/// Of all sequences together, those generated. A generated token is timed by itself, a prompt, a request or a step of
+/// training as a whole.
 pub(crate) fn tokens_per_second(record: &Record) -> Option<f64> {
     let number = |name| record.params.get(name).and_then(Value::as_f64);
     let batch = number("batch").unwrap_or(1.0);
     let tokens = match record.op.as_str() {
         "generate" => 1.0,
-        "prompt" | "request" => number("tokens")?,
+        "prompt" | "request" | "train" => number("tokens")?,
         _ => return None,
     };
     Some(tokens * batch / record.median_ns? * 1e9)

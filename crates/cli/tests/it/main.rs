@@ -10,6 +10,7 @@ mod server;
 mod tokenize;
 #[path = "../../../trace/src/chrome/format.rs"]
 mod trace_format;
+mod train;
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

@@ -1,22 +1,29 @@
 use burn::tensor::Tensor;
 use models::{KvCache, Rows};
 
-use super::sampling::{Picker, Place};
+use super::sampling::{Picker, Place, Sampling};
+use super::text::Writing;
 use super::{End, Engine, EngineError, Request, Token};
 
 /// What one prompt became.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Completion {
+    /// Those of the string that ended it are there, too.
     pub tokens: Vec<Token>,
+    /// What they add to the prompt's text, up to the string that ended it; none of a model without a tokenizer.
+    pub text: Option<String>,
     pub end: End,
 }
 
 /// A sequence of a batch while it grows.
-struct Growing {
+struct Growing<'a> {
+    request: &'a Request,
     prompt: usize,
     completion: usize,
     seen: Vec<u32>,
     tokens: Vec<Token>,
+    writing: Option<Writing>,
+    text: Option<String>,
     end: Option<End>,
 }
 
@@ -26,91 +33,114 @@ impl Engine {
     /// result is `[prompts][completions]`, each drawn with the random numbers that it would have alone.
     ///
     /// # Errors
-    /// As [`super::Session::generate`]; [`EngineError::Stops`] where the request has such.
+    /// As [`super::Session::generate`], and as [`super::Session::write`] where the request has strings that end it.
     pub fn generate_batch(
         &self,
         prompts: &[impl AsRef<[u32]>],
         completions: usize,
         request: &Request,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
-        if !request.stops.is_empty() {
-            return Err(EngineError::Stops);
+        let each: Vec<_> = prompts.iter().map(|prompt| (prompt.as_ref(), request)).collect();
+        self.generate_each(&each, completions)
+    }
+
+    /// The same with a request for each prompt: its own sampling and seed, tokens at most, and ends.
+    ///
+    /// # Errors
+    /// As [`Engine::generate_batch`].
+    pub fn generate_each(
+        &self,
+        asked: &[(&[u32], &Request)],
+        completions: usize,
+    ) -> Result<Vec<Vec<Completion>>, EngineError> {
+        for (_, request) in asked {
+            request.sampling.check()?;
+            if !request.stops.is_empty() {
+                self.tokenizer()?;
+            }
         }
-        request.sampling.check()?;
-        let all = self.workload(prompts, completions, request);
+        let all = self.0.reader.workload(asked, completions);
         let room = all.context;
         if !self.0.reader.decodes_together(room) {
-            return self.one_by_one(prompts, completions, request, room);
+            return self.one_by_one(asked, completions, room);
         }
         super::fits(self.plan(all))?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
-        for (prompt, tokens) in prompts.iter().enumerate() {
+        for (prompt, (tokens, request)) in asked.iter().enumerate() {
             let _at_work = ops::at_work();
             let mut session = self.session(room)?;
-            let after = session.pass(tokens.as_ref())?;
-            let seen = tokens.as_ref().to_vec();
-            growing.extend((0..completions).map(|completion| Growing {
-                prompt,
-                completion,
-                seen: seen.clone(),
-                tokens: Vec::new(),
-                end: None,
-            }));
+            let after = session.pass(tokens)?;
+            for completion in 0..completions {
+                growing.push(self.growing(tokens, request, [prompt, completion])?);
+            }
             logits.push(after.repeat_dim(0, completions));
             caches.push((session.into_cache(), completions));
         }
-        if completions > 0 && !prompts.is_empty() {
+        if !growing.is_empty() {
             let at_work = ops::at_work();
             let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
             drop(at_work);
-            self.grow(&mut growing, cache, logits, request)?;
+            self.grow(&mut growing, cache, logits)?;
         }
-        let mut answers: Vec<Vec<Completion>> = prompts.iter().map(|_| Vec::new()).collect();
-        for Growing { prompt, tokens, end, .. } in growing {
-            let end = end.expect("a batch decodes until all have ended");
-            answers[prompt].push(Completion { tokens, end });
+        let mut answers: Vec<Vec<Completion>> = asked.iter().map(|_| Vec::new()).collect();
+        for own in growing {
+            answers[own.prompt].push(own.completion());
         }
         Ok(answers)
     }
 
     fn one_by_one(
         &self,
-        prompts: &[impl AsRef<[u32]>],
+        asked: &[(&[u32], &Request)],
         completions: usize,
-        request: &Request,
         room: usize,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
-        let one = |tokens: &[u32], completion| {
+        let one = |tokens: &[u32], request: &Request, completion| {
             let mut session = self.session(room)?;
             let logits = session.pass(tokens)?;
-            let seen = tokens.to_vec();
-            let mut own = [Growing { prompt: 0, completion, seen, tokens: Vec::new(), end: None }];
-            self.grow(&mut own, session.into_cache(), logits, request)?;
-            let [Growing { tokens, end, .. }] = own;
-            Ok(Completion { tokens, end: end.expect("it decodes until it ended") })
+            let mut own = [self.growing(tokens, request, [0, completion])?];
+            self.grow(&mut own, session.into_cache(), logits)?;
+            let [own] = own;
+            Ok(own.completion())
         };
-        let answers = |tokens: &[u32]| (0..completions).map(|at| one(tokens, at)).collect();
-        prompts.iter().map(|prompt| answers(prompt.as_ref())).collect()
+        let answers = |(tokens, request): &(&[u32], &Request)| {
+            (0..completions).map(|at| one(tokens, request, at)).collect()
+        };
+        asked.iter().map(answers).collect()
+    }
+
+    fn growing<'a>(
+        &self,
+        tokens: &[u32],
+        request: &'a Request,
+        [prompt, completion]: [usize; 2],
+    ) -> Result<Growing<'a>, EngineError> {
+        let writing = match self.0.reader.tokenizer {
+            Some(_) => Some(Writing::new(tokens, request)?),
+            None => None,
+        };
+        let (seen, tokens, text) = (tokens.to_vec(), Vec::new(), None);
+        Ok(Growing { request, prompt, completion, seen, tokens, writing, text, end: None })
     }
 
     /// Decodes a batch until all its sequences ended.
     fn grow(
         &self,
-        batch: &mut [Growing],
+        batch: &mut [Growing<'_>],
         mut cache: KvCache,
         mut logits: Tensor<2>,
-        request: &Request,
     ) -> Result<(), EngineError> {
         let mut rows: Vec<usize> = (0..batch.len()).collect();
-        let picker = |batch: &[Growing], rows: &[usize]| {
-            let seen: Vec<&[u32]> = rows.iter().map(|at| &batch[*at].seen[..]).collect();
-            Picker::new(self, request.sampling, &seen)
+        let picker = |batch: &[Growing<'_>], rows: &[usize]| {
+            let row = |at: &usize| (batch[*at].request.sampling, &batch[*at].seen[..]);
+            let sequences: Vec<(Sampling, &[u32])> = rows.iter().map(row).collect();
+            Picker::new(self, &sequences)
         };
         let mut own = picker(batch, &rows);
         loop {
             let places: Vec<Place> = rows.iter().map(|at| batch[*at].place()).collect();
             for (at, token) in rows.iter().zip(own.pick(self, logits, &places)?) {
-                batch[*at].take(token, cache.capacity(), request);
+                batch[*at].take(self, token, cache.capacity())?;
             }
             let open: Vec<usize> =
                 (0..rows.len()).filter(|row| batch[rows[*row]].end.is_none()).collect();
@@ -131,25 +161,59 @@ impl Engine {
     }
 }
 
-impl Growing {
+impl Growing<'_> {
     /// Of its next token.
     fn place(&self) -> Place {
         Place { position: self.seen.len(), completion: self.completion }
     }
 
     /// One more token, or the end.
-    fn take(&mut self, token: Token, capacity: usize, request: &Request) {
-        let end = |own: &Self| request.end(own.tokens.len(), own.seen.len(), capacity);
-        self.end = self.end.or_else(|| end(self));
+    fn take(&mut self, engine: &Engine, token: Token, capacity: usize) -> Result<(), EngineError> {
         if self.end.is_some() {
-            return;
+            return Ok(());
         }
-        if request.eos.contains(&token.id) {
-            self.end = Some(End::Eos);
-            return;
-        }
-        self.seen.push(token.id);
-        self.tokens.push(token);
+        let end = |own: &Self| own.request.end(own.tokens.len(), own.seen.len(), capacity);
         self.end = end(self);
+        if self.end.is_none() && self.request.eos.contains(&token.id) {
+            self.end = Some(End::Eos);
+        }
+        if self.end.is_none() {
+            self.seen.push(token.id);
+            self.tokens.push(token);
+            self.write(engine, token.id)?;
+            self.end = self.end.or_else(|| end(self));
+        }
+        match self.end {
+            Some(_) => self.finish(engine),
+            None => Ok(()),
+        }
+    }
+
+    /// What a token adds to the text, which may be its end.
+    fn write(&mut self, engine: &Engine, id: u32) -> Result<(), EngineError> {
+        let Some(writing) = &mut self.writing else { return Ok(()) };
+        let (piece, stopped) = writing.push(engine.tokenizer()?, id)?;
+        self.text.get_or_insert_default().push_str(&piece);
+        if stopped {
+            self.end = Some(End::Stop);
+            self.writing = None;
+        }
+        Ok(())
+    }
+
+    /// What is left of the text, which may have its end in it.
+    fn finish(&mut self, engine: &Engine) -> Result<(), EngineError> {
+        let Some(writing) = self.writing.take() else { return Ok(()) };
+        let (piece, stopped) = writing.finish(engine.tokenizer()?)?;
+        self.text.get_or_insert_default().push_str(&piece);
+        if stopped {
+            self.end = Some(End::Stop);
+        }
+        Ok(())
+    }
+
+    fn completion(self) -> Completion {
+        let end = self.end.expect("a batch decodes until all have ended");
+        Completion { tokens: self.tokens, text: self.text, end }
     }
 }

@@ -1,10 +1,12 @@
 use std::path::{Path, PathBuf};
 
-use models::{DecoderConfig, GenerationConfig, KvCache, Weights};
+use arch::ArchProfile;
+use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, LoraOptions, Weights};
 use text::{ChatTemplate, Message, Prompt, Tokenizer};
 
-use super::{EngineError, Request, Sampling};
+use super::{EngineError, EngineOptions, Prepared, Request, Sampling};
 use crate::plan::Workload;
+use crate::train::{TrainPlan, TrainWorkload};
 
 /// A Hugging Face folder that is opened and on no device: what a text becomes and what a request needs is known before
 /// the weights move.
@@ -24,6 +26,7 @@ use crate::plan::Workload;
 pub struct ModelFolder {
     pub(super) weights: Weights,
     pub(super) reader: Reader,
+    pub(super) adapter: Option<Adapter>,
 }
 
 impl ModelFolder {
@@ -45,7 +48,39 @@ impl ModelFolder {
         };
         let template = ChatTemplate::open(folder)?;
         let reader = Reader { folder: folder.to_owned(), config, generation, tokenizer, template };
-        Ok(Self { weights, reader })
+        Ok(Self { weights, reader, adapter: None })
+    }
+
+    /// The same with an adapter of PEFT's, which becomes part of the weights when they are loaded.
+    ///
+    /// # Errors
+    /// [`EngineError::Folder`] for what is no adapter of this model.
+    pub fn with_adapter(self, folder: impl AsRef<Path>) -> Result<Self, EngineError> {
+        let adapter = self.adapter(folder)?;
+        Ok(Self { adapter: Some(adapter), ..self })
+    }
+
+    /// What training an adapter of this model will take.
+    ///
+    /// # Errors
+    /// As [`TrainPlan::of_folder`].
+    pub fn train_plan(
+        &self,
+        profile: &ArchProfile,
+        options: &EngineOptions,
+        lora: &LoraOptions,
+        workload: TrainWorkload,
+    ) -> Result<TrainPlan, EngineError> {
+        let prepared = Prepared::of_files(profile, &self.reader.folder, &self.weights, options)?;
+        TrainPlan::new(&prepared.planned, profile, &options.budget, lora, workload)
+    }
+
+    /// Reads an adapter of this model, and leaves the model as it is.
+    ///
+    /// # Errors
+    /// [`EngineError::Folder`] for what is no adapter of this model.
+    pub fn adapter(&self, folder: impl AsRef<Path>) -> Result<Adapter, EngineError> {
+        Adapter::open(folder, self.weights.config()).map_err(EngineError::Folder)
     }
 
     /// The files that it is read from.
@@ -85,6 +120,16 @@ impl ModelFolder {
         self.reader.encode_chat(messages)
     }
 
+    /// The tokens of a text that goes on, without what the tokenizer puts around one.
+    pub(crate) fn encode_more(&self, text: &str) -> Result<Vec<u32>, EngineError> {
+        Ok(self.reader.tokenizer()?.encode(text, false)?)
+    }
+
+    /// What the model's chat template makes of messages.
+    pub(crate) fn render(&self, prompt: &Prompt) -> Result<String, EngineError> {
+        self.reader.render(prompt)
+    }
+
     /// Refuses a prompt that the model will refuse.
     ///
     /// # Errors
@@ -108,7 +153,8 @@ impl ModelFolder {
         completions: usize,
         request: &Request,
     ) -> Workload {
-        self.reader.workload(prompts, completions, request)
+        let each: Vec<_> = prompts.iter().map(|prompt| (prompt.as_ref(), request)).collect();
+        self.reader.workload(&each, completions)
     }
 }
 
@@ -150,37 +196,36 @@ impl Reader {
 
     pub(super) fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, EngineError> {
         let tokenizer = self.tokenizer()?;
+        Ok(tokenizer.encode(&self.render(&Prompt::of(messages))?, false)?)
+    }
+
+    fn render(&self, prompt: &Prompt) -> Result<String, EngineError> {
         let template = self.template.as_ref();
         let template = template.ok_or_else(|| EngineError::NoTemplate(self.folder.clone()))?;
-        Ok(tokenizer.encode(&template.render(&Prompt::of(messages))?, false)?)
+        Ok(template.render(prompt)?)
     }
 
     pub(super) fn room(&self, prompt: usize, request: &Request) -> usize {
         const USUAL: usize = 8192;
+        const AT_LEAST: usize = 1024;
         let most = self.config.context().unwrap_or(usize::MAX);
         let wanted = match request.max_new_tokens {
             Some(more) => prompt.saturating_add(more),
-            None => self.config.max_seq.min(USUAL),
+            None => prompt.saturating_add(AT_LEAST).max(USUAL).min(self.config.max_seq),
         };
         // A prompt that is too long is left to the error that says so.
         wanted.min(most).max(prompt)
     }
 
-    pub(super) fn workload(
-        &self,
-        prompts: &[impl AsRef<[u32]>],
-        completions: usize,
-        request: &Request,
-    ) -> Workload {
-        let longest = prompts.iter().map(|prompt| prompt.as_ref().len()).max().unwrap_or(0);
-        let context = self.room(longest, request);
+    pub(super) fn workload(&self, asked: &[(&[u32], &Request)], completions: usize) -> Workload {
+        let rooms = asked.iter().map(|(prompt, request)| self.room(prompt.len(), request));
+        let context = rooms.max().unwrap_or(0);
         if !self.decodes_together(context) {
             return Workload::new(1, context);
         }
-        let once = |prompt: &_| KvCache::shareable(AsRef::<[u32]>::as_ref(prompt).len());
-        let once: usize = prompts.iter().map(once).sum();
+        let once: usize = asked.iter().map(|(prompt, _)| KvCache::shareable(prompt.len())).sum();
         let shared = once.saturating_mul(completions.saturating_sub(1));
-        Workload { batch: prompts.len().saturating_mul(completions), context, shared }
+        Workload { batch: asked.len().saturating_mul(completions), context, shared }
     }
 
     /// Whether sequences of so many positions decode together: where a longer one turns all its positions anew, each goes

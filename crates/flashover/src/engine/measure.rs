@@ -140,7 +140,7 @@ impl<'a> Run<'a> {
         let SpeedTest { prompt, generated, depth, batch } = test;
         let positions = depth.saturating_add(prompt).saturating_add(generated);
         let cache = engine.cache(batch, positions)?;
-        let picker = Picker::new(engine, Sampling::default(), &vec![&[][..]; batch]);
+        let picker = Picker::new(engine, &vec![(Sampling::default(), &[][..]); batch]);
         Ok(Self { engine, test, cache, picker })
     }
 
@@ -239,7 +239,7 @@ impl Engine {
     }
 
     /// Tokens of no meaning.
-    pub(super) fn some_tokens(&self, seed: usize, count: usize) -> Vec<u32> {
+    pub(crate) fn some_tokens(&self, seed: usize, count: usize) -> Vec<u32> {
         let vocab = self.config().vocab;
         (0..count).map(|at| ((at * 7919 + seed * 104_729) % vocab) as u32).collect()
     }

@@ -22,8 +22,8 @@ use ::text::{Message, Tokenizer};
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
 use models::{
-    Decoder, DecoderConfig, GenerationConfig, Held, KvCache, KvFormat, LoadOptions, Matrices,
-    Weights,
+    Decoder, DecoderConfig, GenerationConfig, Held, KvCache, KvFormat, LoadOptions, Loading,
+    LoraOptions, Matrices, Weights,
 };
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
@@ -31,6 +31,7 @@ use time::format_description::well_known::Rfc3339;
 
 use crate::memory::MemoryUsage;
 use crate::plan::{MemoryBudget, Plan, Planned, Workload};
+use crate::train::{TrainPlan, TrainWorkload};
 
 use folder::Reader;
 
@@ -102,7 +103,8 @@ pub struct Request {
     pub max_new_tokens: Option<usize>,
     /// Tokens that end it. They are not given out.
     pub eos: Vec<u32>,
-    /// Strings that end it, in [`Session::write`] alone. They are not given out.
+    /// Strings that end it, of a text: [`Session::write`] and [`Completion::text`] do not give them out, and
+    /// [`Session::generate`] does not look for them.
     pub stops: Vec<String>,
 }
 
@@ -131,10 +133,6 @@ pub enum EngineError {
     NoTokenizer(PathBuf),
     #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
     NoTemplate(PathBuf),
-    #[error(
-        "Request::stops are of text, and a batch has tokens\nhint: clear them, or write each answer with a session"
-    )]
-    Stops,
     #[error("a prompt has no tokens\nhint: at least one, such as the model's first token")]
     EmptyPrompt,
     #[error("{name} is {value}\nhint: a number {range}")]
@@ -158,6 +156,19 @@ pub enum EngineError {
         .0.display()
     )]
     FourBits(PathBuf),
+    #[error("{0}\nhint: {advice}", advice = .0.advice())]
+    TrainMemory(Box<TrainPlan>),
+    /// Burn's ops element by element are no valid SPIR-V in bf16 (CubeCL 0.11.3): NaN at the first step on an H200, where
+    /// f16 and f32 learn as on CUDA.
+    #[error("gradients in bf16 are not right through Vulkan\nhint: --dtype f16 or f32, or CUDA")]
+    TrainDType,
+    #[error("{name} is {value}\nhint: a number {range}")]
+    Training { name: &'static str, value: f64, range: &'static str },
+    #[error(
+        "the loss or its gradient is not finite at step {step}\nhint: a smaller learning rate; what was learned before is \
+         kept"
+    )]
+    Diverged { step: usize },
     #[error(transparent)]
     Recording(#[from] trace::AlreadyRecording),
     #[error(transparent)]
@@ -310,13 +321,13 @@ impl Engine {
         options: &EngineOptions,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, EngineError> {
-        let ModelFolder { weights, reader } = folder;
+        let ModelFolder { weights, reader, adapter } = folder;
         let prepared = Prepared::of_files(device.profile(), &reader.folder, &weights, options)?;
         prepared.fits(device, options)?;
         let (ctx, on) = (context(device, options)?, on_burn(device));
-        let decoder = Decoder::load(&weights, &on, ctx, &prepared.load, |loading| {
-            progress(loading.done, loading.parts)
-        })?;
+        let progress = |loading: Loading| progress(loading.done, loading.parts);
+        let adapter = adapter.as_ref();
+        let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, &prepared.load, progress)?;
         Self::settled(Inner {
             reader,
             device: device.clone(),
@@ -446,7 +457,7 @@ impl Engine {
     }
 
     /// Positions that a request needs: those of the prompt and as many as are to come, or else as many as the model
-    /// has, at most 8192 where it has more.
+    /// has, of more than 8192 so many, or 1024 past a prompt that is as long.
     pub fn room(&self, prompt: usize, request: &Request) -> usize {
         self.0.reader.room(prompt, request)
     }
@@ -458,7 +469,8 @@ impl Engine {
         completions: usize,
         request: &Request,
     ) -> Workload {
-        self.0.reader.workload(prompts, completions, request)
+        let each: Vec<_> = prompts.iter().map(|prompt| (prompt.as_ref(), request)).collect();
+        self.0.reader.workload(&each, completions)
     }
 
     /// Room for one sequence of `context` positions.
@@ -472,6 +484,34 @@ impl Engine {
     /// What this model takes with such a workload.
     pub fn plan(&self, workload: Workload) -> Plan {
         self.0.planned.plan(self.0.device.profile(), &self.0.budget, workload)
+    }
+
+    /// What training an adapter of this model takes.
+    ///
+    /// # Errors
+    /// [`EngineError::Model`] of an adapter that the model cannot have, or of more positions than it has.
+    pub fn train_plan(
+        &self,
+        lora: &LoraOptions,
+        workload: TrainWorkload,
+    ) -> Result<TrainPlan, EngineError> {
+        let (profile, budget) = (self.0.device.profile(), &self.0.budget);
+        TrainPlan::new(&self.0.planned, profile, budget, lora, workload)
+    }
+
+    /// Room for what passes in a step of training.
+    ///
+    /// # Errors
+    /// [`EngineError::TrainMemory`] where there is none; those of [`Engine::clear_cache`].
+    pub(crate) fn room_to_train(&self, plan: TrainPlan) -> Result<(), EngineError> {
+        if !plan.fits() {
+            return Err(EngineError::TrainMemory(Box::new(plan)));
+        }
+        self.clear_cache()?;
+        // The adapter's values move with each step.
+        let moving = plan.adapter_bytes + plan.optimizer_bytes;
+        self.make_room(u128::from(moving) + u128::from(plan.passing_bytes));
+        Ok(())
     }
 
     /// A cache that the device has room for.
@@ -511,7 +551,7 @@ impl Engine {
     }
 
     /// Numbers of the device.
-    fn on_host(&self, made: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
+    pub(crate) fn on_host(&self, made: burn::tensor::Tensor<2>) -> Result<Vec<f32>, EngineError> {
         let _at_work = ops::at_work();
         let data = made.try_into_data().map_err(|why| self.failed(format!("{why:?}")))?;
         data.try_to_vec::<f32>().map_err(|why| self.failed(format!("{why:?}")))
@@ -523,6 +563,11 @@ impl Engine {
             None => EngineError::Failed(why),
             Some(need) => EngineError::OutOfMemory { need, have: self.memory() },
         }
+    }
+
+    /// The folder that it was loaded from, or the name of its shape.
+    pub fn folder(&self) -> &Path {
+        &self.0.reader.folder
     }
 
     pub(crate) fn decoder(&self) -> &Decoder {

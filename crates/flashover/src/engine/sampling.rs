@@ -119,23 +119,25 @@ impl Sampling {
 /// Picks tokens of rows that grow, and remembers on the device what each has seen.
 #[derive(Debug)]
 pub(super) struct Picker {
-    sampling: Sampling,
+    /// Of each row.
+    sampling: Vec<Sampling>,
     /// A bit a token, row by row.
     seen: Tensor<1, Int>,
 }
 
 impl Picker {
-    /// For sequences that have these tokens so far.
-    pub(super) fn new(engine: &Engine, sampling: Sampling, sequences: &[&[u32]]) -> Self {
+    /// For sequences that are sampled so and have these tokens so far.
+    pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
         let _at_work = ops::at_work();
         let words = engine.config().vocab.div_ceil(32);
         let mut bits = vec![0u32; words * sequences.len()];
-        for (row, ids) in sequences.iter().enumerate() {
+        for (row, (_, ids)) in sequences.iter().enumerate() {
             for id in *ids {
                 bits[row * words + *id as usize / 32] |= 1 << (id % 32);
             }
         }
         let len = bits.len();
+        let sampling = sequences.iter().map(|(sampling, _)| *sampling).collect();
         Self { sampling, seen: words_on(engine.decoder().device(), bits, [len]) }
     }
 
@@ -149,8 +151,9 @@ impl Picker {
         let _at_work = ops::at_work();
         let _first = trace::first(|| "sampling");
         let _part = trace::span(|| "sampling");
+        let rows = self.sampling.iter().zip(places);
         let words: Vec<u32> =
-            places.iter().flat_map(|place| self.sampling.choice(*place).words()).collect();
+            rows.flat_map(|(sampling, place)| sampling.choice(*place).words()).collect();
         let shape = [places.len(), words.len() / places.len()];
         let choices = words_on(engine.decoder().device(), words, shape);
         let ctx = engine.decoder().ctx();

@@ -100,7 +100,7 @@ impl Session {
         request.sampling.check()?;
         let logits = self.pass(prompt)?;
         let (request, tokens) = (request.clone(), self.cache.tokens(0));
-        let picker = Picker::new(&self.engine, request.sampling, &[tokens]);
+        let picker = Picker::new(&self.engine, &[(request.sampling, tokens)]);
         let place = Place { position: tokens.len(), completion: 0 };
         let next = picker.pick(&self.engine, logits, &[place])?.pop();
         Ok(Tokens {

@@ -1,4 +1,4 @@
-use text::{Stops, Stream};
+use text::{Stops, Stream, Tokenizer};
 
 use super::{End, Engine, EngineError, Request, Session, Tokens};
 
@@ -8,9 +8,46 @@ pub struct Text<'a> {
     engine: Engine,
     tokens: Tokens<'a>,
     /// None when the end was given.
-    left: Option<(Stream, Stops)>,
+    left: Option<Writing>,
     count: usize,
     end: Option<End>,
+}
+
+/// What tokens become, up to a string that ends them.
+#[derive(Debug)]
+pub(super) struct Writing {
+    stream: Stream,
+    stops: Stops,
+}
+
+impl Writing {
+    /// After a prompt.
+    ///
+    /// # Errors
+    /// [`EngineError::Text`] for an empty stop.
+    pub(super) fn new(prompt: &[u32], request: &Request) -> Result<Self, EngineError> {
+        let stops = Stops::new(request.stops.clone())?;
+        Ok(Self { stream: Stream::new(prompt, false), stops })
+    }
+
+    /// The text that is certain with this token, and whether it ends there.
+    pub(super) fn push(
+        &mut self,
+        tokenizer: &Tokenizer,
+        id: u32,
+    ) -> Result<(String, bool), EngineError> {
+        let piece = self.stops.push(&self.stream.push(tokenizer, id)?);
+        Ok((piece.text, piece.stop.is_some()))
+    }
+
+    /// The text that is left where no token follows, and whether a stop ends it.
+    pub(super) fn finish(mut self, tokenizer: &Tokenizer) -> Result<(String, bool), EngineError> {
+        let last = self.stops.push(&self.stream.finish(tokenizer)?);
+        Ok(match last.stop {
+            Some(_) => (last.text, true),
+            None => (last.text + &self.stops.finish(), false),
+        })
+    }
 }
 
 impl Session {
@@ -21,7 +58,7 @@ impl Session {
     pub fn write(&mut self, prompt: &[u32], request: &Request) -> Result<Text<'_>, EngineError> {
         let engine = self.engine().clone();
         engine.tokenizer()?;
-        let left = Some((Stream::new(prompt, false), Stops::new(request.stops.clone())?));
+        let left = Some(Writing::new(prompt, request)?);
         let tokens = self.generate(prompt, request)?;
         Ok(Text { engine, tokens, left, count: 0, end: None })
     }
@@ -55,24 +92,24 @@ impl Text<'_> {
 
     /// The next piece; none at the end.
     fn piece(&mut self) -> Result<Option<String>, EngineError> {
-        let Some((mut stream, mut stops)) = self.left.take() else { return Ok(None) };
+        let Some(mut writing) = self.left.take() else { return Ok(None) };
         let engine = self.engine.clone();
         let tokenizer = engine.tokenizer()?;
         for token in self.tokens.by_ref() {
             self.count += 1;
-            let piece = stops.push(&stream.push(tokenizer, token?.id)?);
-            if piece.stop.is_some() {
+            let (piece, stopped) = writing.push(tokenizer, token?.id)?;
+            if stopped {
                 self.end = Some(End::Stop);
-                return Ok(Some(piece.text));
+                return Ok(Some(piece));
             }
-            if !piece.text.is_empty() {
-                self.left = Some((stream, stops));
-                return Ok(Some(piece.text));
+            if !piece.is_empty() {
+                self.left = Some(writing);
+                return Ok(Some(piece));
             }
         }
-        let last = stops.push(&stream.finish(tokenizer)?);
-        self.end = if last.stop.is_some() { Some(End::Stop) } else { self.tokens.end() };
-        Ok(Some(last.text + &if last.stop.is_some() { String::new() } else { stops.finish() }))
+        let (last, stopped) = writing.finish(tokenizer)?;
+        self.end = if stopped { Some(End::Stop) } else { self.tokens.end() };
+        Ok(Some(last))
     }
 }
 

@@ -1,7 +1,6 @@
 //! Models that answer, against transformers.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
 use checkpoint::{Checkpoint, Tensor};
 use flashover::{
@@ -9,11 +8,7 @@ use flashover::{
     ModelFolder, Quant, Request, Sampling, SpeedTest, Token, Workload,
 };
 
-use crate::cpu;
-
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/fixtures").join(name)
-}
+use crate::{cpu, demo, fixture};
 
 fn engine(name: &str) -> Engine {
     Engine::load(&cpu(), fixture(name), &EngineOptions::default()).expect("a fixture")
@@ -48,7 +43,7 @@ fn alone(engine: &Engine, prompt: &[u32], context: usize, request: &Request) -> 
     let mut tokens = session.generate(prompt, request).expect("a prompt that fits");
     let made = tokens.by_ref().collect::<Result<Vec<_>, _>>().expect("room");
     assert!(tokens.next().is_none());
-    Completion { tokens: made, end: tokens.end().expect("it ended") }
+    Completion { tokens: made, text: None, end: tokens.end().expect("it ended") }
 }
 
 #[test]
@@ -102,14 +97,71 @@ fn a_batch_is_what_each_is_alone() {
     }
 }
 
+/// Each prompt is sampled, ended and stopped as its own request says.
 #[test]
-fn a_batch_has_no_stops() {
-    let engine = engine("llama");
-    let request = Request { stops: vec!["x".into()], ..plain(4) };
-    let refused = engine.generate_batch(&[[1]], 2, &request).expect_err("stops");
-    assert!(matches!(refused, EngineError::Stops), "{refused}");
-    let left = refused.to_string();
-    assert!(left.contains("\nhint: clear them"), "{left}");
+fn requests_of_a_batch_are_each_its_own() {
+    let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
+    let sampled = |seed, most| {
+        let sampling = Sampling { temperature: 1.5, seed, ..Sampling::default() };
+        Request { sampling, ..plain(most) }
+    };
+    let requests = [sampled(11, 12), sampled(12, 5), plain(9), sampled(11, 12)];
+    let asked: Vec<(&[u32], &Request)> =
+        requests.iter().map(|request| (&prompt[..6], request)).collect();
+    let each = engine.generate_each(&asked, 2).expect("fits");
+    for (answers, request) in each.iter().zip(&requests) {
+        let one = alone(&engine, &prompt[..6], 96, request);
+        assert_eq!((ids(&answers[0].tokens), answers[0].end), (ids(&one.tokens), one.end));
+    }
+    assert_eq!(each[0], each[3]);
+    assert_ne!(ids(&each[0][0].tokens)[..5], ids(&each[1][0].tokens)[..]);
+    assert!(each.iter().flatten().all(|answer| answer.text.is_none()), "it has no tokenizer");
+    let stops = Request { stops: vec!["x".into()], ..plain(4) };
+    let refused = engine.generate_batch(&[[1]], 2, &stops).expect_err("no text");
+    assert!(matches!(refused, EngineError::NoTokenizer(_)), "{refused}");
+}
+
+/// Stops end the answers of a batch where they end one alone.
+#[test]
+fn stops_end_the_answers_of_a_batch() {
+    let options = EngineOptions::default();
+    let engine = Engine::load(&cpu(), demo(), &options).expect("the demo");
+    let prompts: Vec<Vec<u32>> = ["Once upon a time", "The old man", "One day"]
+        .iter()
+        .map(|prompt| engine.encode(prompt).expect("text"))
+        .collect();
+    let request = Request { stops: vec![".".into(), ", and".into()], ..plain(40) };
+    let together = engine.generate_batch(&prompts, 1, &request).expect("fits");
+    for (prompt, answers) in prompts.iter().zip(&together) {
+        let mut session = engine.session(128).expect("fits");
+        let mut pieces = session.write(prompt, &request).expect("text");
+        let text: String = pieces.by_ref().map(|piece| piece.expect("room")).collect();
+        assert_eq!(
+            (answers[0].text.as_deref(), Some(answers[0].end)),
+            (Some(&text[..]), pieces.end())
+        );
+        assert_eq!(answers[0].tokens.len(), pieces.tokens());
+        assert!(!text.contains('.') && !text.contains(", and"), "{text}");
+    }
+    assert!(together.iter().any(|answers| answers[0].end == End::Stop), "{together:?}");
+    let empty = Request { stops: vec![String::new()], ..plain(4) };
+    assert!(matches!(engine.generate_batch(&prompts, 1, &empty), Err(EngineError::Text(_))));
+}
+
+/// A prompt that fills the model's context is shared by its answers, beside a shorter one.
+#[test]
+fn a_prompt_that_fills_the_context_has_answers() {
+    let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
+    let context = engine.config().context().expect("llama's has an end");
+    let full: Vec<u32> = prompt.iter().copied().cycle().take(context).collect();
+    let prompts = [&full[..], &prompt[..4]];
+    for prompts in [&prompts[..1], &prompts] {
+        let answers = engine.generate_batch(prompts, 2, &plain(3)).expect("it fits");
+        assert!(answers[0].iter().all(|answer| answer.tokens.len() == 1), "{answers:?}");
+        assert_eq!(answers[0][0].end, End::Context);
+    }
+    let none = engine.generate_batch(&[&full[..64]], 2, &plain(0)).expect("it fits");
+    assert!(none[0].iter().all(|answer| answer.tokens.is_empty() && answer.end == End::Length));
 }
 
 /// A thread is a stream of its own.
@@ -287,7 +339,7 @@ fn what_cannot_answer_says_why() {
     assert!(hot.to_string().starts_with("temperature is -1\nhint: "), "{hot}");
     assert!(matches!(engine.encode("text"), Err(EngineError::NoTokenizer(_))));
     assert!(matches!(engine.encode_chat(&[]), Err(EngineError::NoTokenizer(_))));
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let demo = demo();
     let demo = ModelFolder::open(demo).expect("the demo");
     assert!(matches!(demo.encode_chat(&[]), Err(EngineError::NoTemplate(_))));
     let long = engine.config().max_seq + 1;

@@ -2,8 +2,10 @@
 
 mod engine;
 mod examples;
+mod train;
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use flashover::{
     Backend, DType, Device, HostTensor, Layout, MatmulOptions, OpError, Policy, matmul, run_op,
@@ -11,6 +13,14 @@ use flashover::{
 
 fn cpu() -> Device {
     Device::open(Backend::Cpu).expect("the CPU runtime needs nothing")
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/fixtures").join(name)
+}
+
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
 /// Small integers: every product and sum is exact in f32.

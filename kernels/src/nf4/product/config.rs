@@ -9,7 +9,7 @@ use super::fused::{FusedConfig, FusedPlan};
 use super::lanes::LanesConfig;
 use super::stream::{StreamConfig, StreamPlan};
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::{Matmul, MatmulConfig};
+use crate::matmul::{MOST_NORMED_ROWS, Matmul, MatmulConfig};
 use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
 use crate::nf4::{CodesPlan, Order};
 use crate::rows::NormKind;
@@ -84,9 +84,10 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
     }
 }
 
-/// Whether a path normalises the rows that it multiplies.
+/// Whether a path normalises the rows that it multiplies, and a launch less is worth it.
 pub(super) fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
-    p.norm.is_some() && p.m <= 16 && !candidates(arch, p).is_empty()
+    let most = if on_tensor_cores(arch, p).is_ok() { 16 } else { MOST_NORMED_ROWS };
+    p.norm.is_some() && p.m <= most && !candidates(arch, p).is_empty()
 }
 
 pub(super) fn check(

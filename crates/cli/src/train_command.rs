@@ -1,0 +1,205 @@
+//! `flashover train`: an adapter from examples.
+
+use std::path::PathBuf;
+
+use anyhow::{anyhow, bail};
+use flashover::{
+    Dataset, EngineError, LoraOptions, Recompute, Schedule, Taught, TrainOptions, TrainWorkload,
+    Trainer, Workload,
+};
+use tune::timing::Stopwatch;
+
+use crate::interrupt::{self, Stopped};
+use crate::model_args::{ModelArgs, TraceArgs, Tracing, spared};
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A text, or a .jsonl with {"text"}, {"prompt", "completion"} or {"messages"} on each line
+    #[arg(long, value_name = "FILE")]
+    data: PathBuf,
+    /// The same, which is not learned: its loss is told before and after
+    #[arg(long, value_name = "FILE")]
+    held_out: Option<PathBuf>,
+    /// A folder for adapter_config.json and adapter_model.safetensors; made where it is not there
+    #[arg(long, short, value_name = "DIR")]
+    output: PathBuf,
+    #[command(flatten)]
+    lora: LoraArgs,
+    /// Positions of an example at most
+    #[arg(long, short = 'c', default_value_t = 512, value_parser = clap::value_parser!(u32).range(2..))]
+    context: u32,
+    /// Examples that pass together
+    #[arg(long, short = 'b', default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Batches that make up a step
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    accumulate: u32,
+    /// Steps; without it as many as pass all examples once
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: Option<u32>,
+    #[arg(long, default_value_t = 2e-4, allow_negative_numbers = true)]
+    learning_rate: f64,
+    /// Steps on which the learning rate grows
+    #[arg(long, default_value_t = 0)]
+    warmup: u32,
+    /// Let the learning rate fall to 0 by half a cosine
+    #[arg(long)]
+    cosine: bool,
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    weight_decay: f64,
+    /// Cut gradients to this length; 0 leaves them as they are
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
+    clip: f64,
+    /// Of the adapter's first values and of the order of examples
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Keep what a layer computes for its gradients in place of computing it again: faster, and more memory
+    #[arg(long)]
+    keep_activations: bool,
+    #[command(flatten)]
+    trace: TraceArgs,
+}
+
+/// What an adapter is.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Adapter")]
+pub(crate) struct LoraArgs {
+    /// Rank of the factors
+    #[arg(long, default_value_t = 16, value_name = "RANK")]
+    lora_rank: usize,
+    /// What they are multiplied by, over the rank; without it twice the rank
+    #[arg(long, value_name = "ALPHA", allow_negative_numbers = true)]
+    lora_alpha: Option<f64>,
+    /// Last names of the matrices that get factors, such as q_proj,v_proj; without it all of the layers
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    lora_targets: Vec<String>,
+}
+
+impl LoraArgs {
+    pub(crate) fn options(&self) -> LoraOptions {
+        LoraOptions {
+            rank: self.lora_rank,
+            alpha: self.lora_alpha.unwrap_or(2.0 * self.lora_rank as f64),
+            rank_stabilised: false,
+            targets: self.lora_targets.clone(),
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let file = args.trace.file()?;
+    let (folder, adapter) = args.model.open_apart()?;
+    file.as_ref().map_or(Ok(()), |file| spared(&folder, file))?;
+    let output = &args.output;
+    let unwritable = |why| {
+        anyhow!(
+            "cannot write into {}: {why}\nhint: --output names a folder that is yours",
+            output.display()
+        )
+    };
+    let (context, batch) = (args.context as usize, args.batch as usize);
+    let data = Dataset::open(&args.data, &folder, context)?;
+    let held_out = args.held_out.as_ref();
+    let held_out = held_out.map(|file| Dataset::open(file, &folder, context)).transpose()?;
+    let accumulate = args.accumulate as usize;
+    let steps = match args.steps {
+        Some(steps) => steps as usize,
+        None => data.examples.len().div_ceil(batch * accumulate),
+    };
+    if args.clip < 0.0 {
+        bail!("clip is {}\nhint: a number above 0, or 0", args.clip);
+    }
+    let options = TrainOptions {
+        lora: args.lora.options(),
+        schedule: Schedule {
+            learning_rate: args.learning_rate,
+            warmup: args.warmup as usize,
+            cosine: args.cosine.then_some(steps),
+        },
+        weight_decay: args.weight_decay,
+        clip: (args.clip > 0.0).then_some(args.clip),
+        seed: args.seed,
+        recompute: if args.keep_activations { Recompute::Nothing } else { Recompute::Layers },
+    };
+    options.check()?;
+    let longest = data.examples.iter().chain(held_out.iter().flat_map(|own| &own.examples));
+    let workload = TrainWorkload {
+        batch,
+        context: longest.map(|own| own.tokens.len()).max().unwrap_or(1),
+        accumulates: accumulate > 1,
+        recompute: options.recompute,
+    };
+    let lora = adapter.as_ref().map_or(&options.lora, |adapter| adapter.options());
+    let plan = args.model.train_plan(&folder, lora, workload)?;
+    if !plan.fits() {
+        return Err(EngineError::TrainMemory(Box::new(plan)).into());
+    }
+    std::fs::create_dir_all(output).map_err(unwritable)?;
+    let engine = args.model.load(folder, Workload::new(1, 1))?;
+    let mut trainer = match adapter {
+        Some(adapter) => Trainer::from_adapter(engine, adapter, options)?,
+        None => Trainer::new(engine, options)?,
+    };
+    trainer.reserve(workload)?;
+    eprintln!(
+        "{} examples, {} of them cut, {} left out; {steps} steps of {batch}{} examples",
+        data.examples.len(),
+        data.cut,
+        data.left_out,
+        if accumulate > 1 { format!(" times {accumulate}") } else { String::new() },
+    );
+    let before = loss(&mut trainer, held_out.as_ref(), batch)?;
+    let tracing = Tracing::start(file, trainer.engine())?;
+    let (begin, mut learned) = (Stopwatch::start(), 0);
+    interrupt::listen()?;
+    while trainer.done() < steps && !interrupt::came() {
+        let step = Stopwatch::start();
+        let batches = data.micro_batches(trainer.done(), batch, accumulate, args.seed);
+        let taught = trainer.step(&batches)?;
+        learned += taught.tokens;
+        told(&taught, steps, step.elapsed().as_secs_f64());
+    }
+    let seconds = begin.elapsed().as_secs_f64();
+    tracing.finish(trainer.engine())?;
+    trainer.save(output)?;
+    if interrupt::came() {
+        let (done, output) = (trainer.done(), output.display());
+        return Err(
+            Stopped(format!("stopped after {done} steps; the adapter is in {output}")).into()
+        );
+    }
+    if let (Some(before), Some(after)) = (before, loss(&mut trainer, held_out.as_ref(), batch)?) {
+        eprintln!("held out: loss {before:.4} before, {after:.4} after");
+    }
+    eprintln!(
+        "{} steps in {seconds:.1} s, {:.0} learned tokens/s; the adapter is in {}",
+        trainer.done(),
+        learned as f64 / seconds,
+        output.display()
+    );
+    Ok(())
+}
+
+fn told(taught: &Taught, steps: usize, seconds: f64) {
+    let Taught { step, loss, tokens, gradient, learning_rate, skipped } = taught;
+    let rate = *tokens as f64 / seconds;
+    let skipped = if *skipped { "; skipped, the gradient left the range of f16" } else { "" };
+    eprintln!(
+        "step {step} of {steps}: loss {loss:.4}, gradient {gradient:.3}, rate {learning_rate:.2e}, {tokens} tokens, \
+         {rate:.0} tokens/s{skipped}"
+    );
+}
+
+/// The mean over all tokens of examples that are not learned.
+fn loss(trainer: &mut Trainer, of: Option<&Dataset>, batch: usize) -> anyhow::Result<Option<f64>> {
+    let Some(of) = of else { return Ok(None) };
+    let (mut sum, mut all) = (0.0, 0);
+    for part in of.examples.chunks(batch) {
+        let (loss, tokens) = trainer.loss(part)?;
+        sum += loss * tokens as f64;
+        all += tokens;
+    }
+    Ok(Some(sum / all as f64))
+}

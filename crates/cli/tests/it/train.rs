@@ -1,0 +1,133 @@
+//! `flashover train`, and what is done with its adapters.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::{demo, fixture, flashover, trace_format};
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn an_adapter_is_learned_from_a_text_and_answers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (model, data, output, trace) =
+        (demo(), path("data.txt"), path("adapter"), path("trace.json"));
+    let model = model.to_str().expect("UTF-8");
+    fs::write(&data, "The blue fish sat on the red box. ".repeat(12)).expect("written");
+    let args =
+        ["train", "--model", model, "--backend", "cpu", "--data", &data, "-c", "24", "-b", "2"];
+    let rates = ["--learning-rate", "1e-2", "--lora-rank", "4", "--steps", "6"];
+    let out = ["--output", &output, "--held-out", &data, "--profile-trace", &trace];
+    let made = flashover(&[&args[..], &rates, &out].concat());
+    let said = text(&made.stderr);
+    assert!(made.status.success() && made.stdout.is_empty(), "{said}");
+    for part in
+        ["0 left out; 6 steps of 2 examples\n", "\nstep 1 of 6: loss ", "\nstep 6 of 6: loss "]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let told = said.lines().find_map(|line| line.strip_prefix("held out: loss ")).expect("told");
+    let losses: Vec<f64> = told.split(' ').filter_map(|word| word.parse().ok()).collect();
+    assert!(losses.len() == 2 && losses[1] < losses[0] - 0.5, "{told}");
+    let config = fs::read_to_string(folder.path().join("adapter/adapter_config.json"));
+    let config: Value = serde_json::from_str(&config.expect("written")).expect("JSON");
+    assert_eq!((&config["r"], &config["lora_alpha"]), (&4.into(), &8.0.into()));
+    assert_eq!(config["peft_type"], "LORA");
+    let rows = trace_format::rows(&fs::read_to_string(&trace).expect("written"));
+    let rows = rows.expect("what Perfetto reads");
+    let count = |name: &str| rows.values().flatten().filter(|event| event.2 == name).count();
+    assert_eq!((count("train step 1"), count("backward 0"), count("optimizer")), (1, 6, 6));
+    // Learned further, and answered with.
+    let more = flashover(
+        &[&args[..], &["--steps", "1", "--adapter", &output, "--output", &output]].concat(),
+    );
+    assert!(more.status.success(), "{}", text(&more.stderr));
+    let ask = [
+        "generate",
+        "--model",
+        model,
+        "--backend",
+        "cpu",
+        "--prompt",
+        "The blue",
+        "--max-new-tokens",
+        "8",
+    ];
+    let answer = |more: &[&str]| {
+        let answer = flashover(&[&ask[..], more].concat());
+        assert!(answer.status.success(), "{}", text(&answer.stderr));
+        text(&answer.stdout)
+    };
+    assert_ne!(answer(&["--adapter", &output]), answer(&[]));
+}
+
+#[test]
+fn training_refuses_what_is_wrong_before_it_writes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (data, output) = (path("data.txt"), path("adapter"));
+    fs::write(&data, "One day a dog ran. ".repeat(20)).expect("written");
+    fs::write(path("bad.jsonl"), "{\"question\": 1}\n").expect("written");
+    let model = demo();
+    let model = model.to_str().expect("UTF-8");
+    let refused = |more: &[&str], why: &str| {
+        let args = ["train", "--model", model, "--backend", "cpu", "--output", &output];
+        let made = flashover(&[&args[..], more].concat());
+        let said = text(&made.stderr);
+        assert_eq!(made.status.code(), Some(2), "{more:?}: {said}");
+        assert!(said.contains(why), "{why}: {said}");
+        assert!(!folder.path().join("adapter").exists(), "{more:?}");
+    };
+    refused(&["--data", &path("gone")], "cannot read");
+    refused(&["--data", &path("bad.jsonl")], "line 1 is none of ours");
+    let with = |more: &[&str], why: &str| refused(&[&["--data", &data], more].concat(), why);
+    with(&["--learning-rate", "-1"], "learning rate is -1\nhint: ");
+    with(&["--clip", "-1"], "clip is -1\nhint: ");
+    with(&["--lora-rank", "0"], "rank 0 and alpha 0 make no adapter\nhint: ");
+    with(
+        &["--lora-targets", "head"],
+        "no matrix of a layer is called head\nhint: one of down_proj, ",
+    );
+    with(&["-c", "1"], "1 is not in 2..");
+    with(&["--memory-limit", "30MiB"], "activations and gradients");
+    with(&["-c", "4096"], "positions, but the model has");
+    let other = fixture("llama").join("lora");
+    with(&["--adapter", other.to_str().expect("UTF-8")], "has shape [4, 32] where [4, 256]");
+}
+
+#[test]
+fn a_plan_says_what_training_takes() {
+    let plan = |more: &[&str]| {
+        let args = ["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--train", "lora"];
+        flashover(&[&args[..], more].concat())
+    };
+    let made = plan(&["--quant", "nf4", "--batch", "4"]);
+    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    for line in [
+        "\nrank             16\n",
+        "\nadapter                 0.156 GiB\n",
+        "\noptimizer               0.312 GiB\n",
+    ] {
+        assert!(text(&made.stdout).contains(line), "{line}: {}", text(&made.stdout));
+    }
+    let json = plan(&["--quant", "nf4", "--accumulate", "--lora-rank", "64", "--json"]);
+    let json: Value = serde_json::from_slice(&json.stdout).expect("JSON");
+    assert_eq!((&json["rank"], &json["workload"]["accumulates"]), (&64.into(), &true.into()));
+    assert_eq!(json["adapter_bytes"], 4u64 * 4 * 41_943_040);
+    let dense = plan(&[]);
+    assert_eq!(dense.status.code(), Some(2));
+    assert!(text(&dense.stderr).contains("--quant nf4 takes a quarter"), "{}", text(&dense.stderr));
+    let args =
+        ["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--preset", "training", "--json"];
+    let chosen: Value = serde_json::from_slice(&flashover(&args).stdout).expect("JSON");
+    assert_eq!(
+        (&chosen["matrices"], &chosen["workload"]["batch"]),
+        (&"four_bit".into(), &8.into())
+    );
+    let wrong = plan(&["--preset", "latency"]);
+    assert!(text(&wrong.stderr).contains("preset latency is not for training\nhint: "));
+}

@@ -1,0 +1,201 @@
+//! Examples from files.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use models::Example;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use serde::Deserialize;
+use text::{Message, Prompt};
+
+use crate::engine::{EngineError, ModelFolder};
+
+/// What is learned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dataset {
+    pub examples: Vec<Example>,
+    /// Of these so many were longer than the context, and are cut.
+    pub cut: usize,
+    /// So many had nothing to learn within the context, and are left out.
+    pub left_out: usize,
+}
+
+/// Why a file has no examples.
+#[derive(Debug, thiserror::Error)]
+pub enum DatasetError {
+    #[error("cannot read {}: {why}\nhint: a text, or a .jsonl with an example a line", .path.display())]
+    Read { path: PathBuf, why: io::Error },
+    #[error(
+        "{}: line {line} {why}\nhint: {{\"text\": ..}}, {{\"prompt\": .., \"completion\": ..}} or {{\"messages\": [..]}}",
+        .path.display()
+    )]
+    Line { path: PathBuf, line: usize, why: String },
+    #[error(
+        "{} has nothing to learn within {context} positions\nhint: a longer context, or more text",
+        .path.display()
+    )]
+    Nothing { path: PathBuf, context: usize },
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+}
+
+/// A line of a `.jsonl`.
+#[derive(Deserialize)]
+#[serde(untagged, deny_unknown_fields)]
+enum Line {
+    Text { text: String },
+    Pair { prompt: String, completion: String },
+    Chat { messages: Vec<Turn> },
+}
+
+#[derive(Deserialize)]
+struct Turn {
+    role: String,
+    content: String,
+}
+
+impl Dataset {
+    /// Reads a file: a `.jsonl` has one example a line, of which a prompt, or all messages but the last, are read and
+    /// not learned; any other file is one text, learned in pieces of `context` tokens. Where the model has a token that
+    /// ends a text, an example ends with it, as far as it is not cut.
+    ///
+    /// # Errors
+    /// [`DatasetError`].
+    pub fn open(
+        file: impl AsRef<Path>,
+        folder: &ModelFolder,
+        context: usize,
+    ) -> Result<Self, DatasetError> {
+        let path = file.as_ref();
+        let read = |why| DatasetError::Read { path: path.to_owned(), why };
+        let text = fs::read_to_string(path).map_err(read)?;
+        let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0 };
+        if path.extension().is_some_and(|extension| extension == "jsonl") {
+            for (index, line) in
+                text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
+            {
+                let bad = |why: String| DatasetError::Line {
+                    path: path.to_owned(),
+                    line: index + 1,
+                    why,
+                };
+                let line: Line = serde_json::from_str(line)
+                    .map_err(|why| bad(format!("is none of ours: {why}")))?;
+                let example = line.example(folder)?.ok_or_else(|| {
+                    bad("has messages whose template does not put the answer last".to_owned())
+                })?;
+                all.add(example, context);
+            }
+        } else {
+            let tokens = folder.encode(&text)?;
+            for piece in tokens.chunks(context.max(1)) {
+                all.add(Example { tokens: piece.to_vec(), from: 0 }, context);
+            }
+        }
+        match all.examples.is_empty() {
+            true => Err(DatasetError::Nothing { path: path.to_owned(), context }),
+            false => Ok(all),
+        }
+    }
+
+    fn add(&mut self, mut example: Example, context: usize) {
+        let long = example.tokens.len() > context;
+        example.tokens.truncate(context);
+        if example.learned() == 0 {
+            self.left_out += 1;
+            return;
+        }
+        self.cut += usize::from(long);
+        self.examples.push(example);
+    }
+
+    /// The examples of a step, as micro-batches: each epoch has all of them once, in an order of its own.
+    pub fn micro_batches(
+        &self,
+        step: usize,
+        batch: usize,
+        accumulate: usize,
+        seed: u64,
+    ) -> Vec<Vec<Example>> {
+        let (all, each) = (self.examples.len(), batch * accumulate);
+        let mut order: (Option<usize>, Vec<usize>) = (None, Vec::new());
+        let mut picked = (step * each..(step + 1) * each).map(|at| {
+            let epoch = at / all;
+            if order.0 != Some(epoch) {
+                order = (Some(epoch), shuffled(all, seed, epoch));
+            }
+            self.examples[order.1[at % all]].clone()
+        });
+        (0..accumulate).map(|_| picked.by_ref().take(batch).collect()).collect()
+    }
+}
+
+/// 0 to `len`, by Fisher and Yates.
+fn shuffled(len: usize, seed: u64, epoch: usize) -> Vec<usize> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    random.set_stream(epoch as u64);
+    let mut order: Vec<usize> = (0..len).collect();
+    for last in (1..len).rev() {
+        // As even as 64 bits over the count are.
+        order.swap(last, (random.next_u64() % (last as u64 + 1)) as usize);
+    }
+    order
+}
+
+impl Line {
+    /// None for a conversation whose text does not begin with the text of its question.
+    fn example(self, folder: &ModelFolder) -> Result<Option<Example>, EngineError> {
+        let ends = |mut tokens: Vec<u32>| {
+            tokens.extend(folder.request().eos.first());
+            tokens
+        };
+        Ok(Some(match self {
+            Self::Text { text } => Example { tokens: ends(folder.encode(&text)?), from: 0 },
+            Self::Pair { prompt, completion } => {
+                let mut tokens = folder.encode(&prompt)?;
+                let from = tokens.len();
+                tokens.extend(folder.encode_more(&completion)?);
+                Example { tokens: ends(tokens), from }
+            }
+            Self::Chat { messages } => {
+                let messages: Vec<Message> =
+                    messages.iter().map(|own| Message::new(&own.role, &own.content)).collect();
+                let Some((_, asked)) = messages.split_last() else { return Ok(None) };
+                let whole = Prompt { add_generation_prompt: false, ..Prompt::of(&messages) };
+                let (asked, whole) = (folder.render(&Prompt::of(asked))?, folder.render(&whole)?);
+                let Some(answer) = whole.strip_prefix(&asked) else { return Ok(None) };
+                let mut tokens = folder.encode_more(&asked)?;
+                let from = tokens.len();
+                tokens.extend(folder.encode_more(answer)?);
+                Example { tokens, from }
+            }
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_epoch_has_every_example_once() {
+        let examples: Vec<Example> =
+            (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
+        let data = Dataset { examples, cut: 0, left_out: 0 };
+        let ids = |step| -> Vec<u32> {
+            let batches = data.micro_batches(step, 2, 3, 7);
+            assert!(batches.len() == 3 && batches.iter().all(|batch| batch.len() == 2));
+            batches.iter().flatten().map(|example| example.tokens[0]).collect()
+        };
+        let all: Vec<u32> = (0..5).flat_map(ids).collect();
+        for epoch in all.chunks(10) {
+            let mut sorted = epoch.to_vec();
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..10).collect::<Vec<_>>());
+        }
+        assert!(all[..10] != all[10..20], "{all:?}");
+        assert_eq!(ids(1), ids(1));
+    }
+}

@@ -1,0 +1,331 @@
+//! Fine-tuning: an adapter is learned beside a model that stays as it is.
+//!
+//! ```text
+//! for each step:  gradient = Σ over micro-batches of dloss / tokens of the step      as of one large batch
+//!                 clip it to a length, AdamW                                         all in f32
+//! ```
+
+mod data;
+mod measure;
+mod plan;
+mod schedule;
+
+use std::path::Path;
+
+use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
+use burn::tensor::{FloatDType, Tensor, TensorData};
+use models::{Adaptation, Adapter, Example, LoraOptions, Recompute};
+use serde::Serialize;
+
+use crate::engine::{Engine, EngineError};
+
+pub use data::{Dataset, DatasetError};
+pub use measure::{TrainSpeed, TrainTest};
+pub use plan::{TrainPlan, TrainWorkload};
+use schedule::LossScale;
+pub use schedule::Schedule;
+
+/// How an adapter is learned.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainOptions {
+    pub lora: LoraOptions,
+    pub schedule: Schedule,
+    /// What AdamW takes off the values, as a share of the learning rate.
+    pub weight_decay: f64,
+    /// A longer gradient is cut to this length; none is left as it is.
+    pub clip: Option<f64>,
+    /// Of the values that A begins with.
+    pub seed: u64,
+    pub recompute: Recompute,
+}
+
+impl Default for TrainOptions {
+    /// What QLoRA's authors trained models of 7 to 13 billion parameters with, at a constant rate.
+    fn default() -> Self {
+        Self {
+            lora: LoraOptions::default(),
+            schedule: Schedule::constant(2e-4),
+            weight_decay: 0.0,
+            clip: Some(1.0),
+            seed: 0,
+            recompute: Recompute::Layers,
+        }
+    }
+}
+
+/// What a step came to.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Taught {
+    /// Counted from 1.
+    pub step: usize,
+    /// Mean of -ln p over the tokens that were learned, before the step.
+    pub loss: f64,
+    /// Tokens that were learned.
+    pub tokens: usize,
+    /// Length of the gradient of the mean loss, before it was cut.
+    pub gradient: f64,
+    pub learning_rate: f64,
+    /// Whether the gradient left the range of f16, so that nothing was changed.
+    pub skipped: bool,
+}
+
+/// An adapter that learns.
+pub struct Trainer {
+    engine: Engine,
+    options: TrainOptions,
+    /// As it began.
+    adapter: Adapter,
+    /// As it is by now, once it is on the device.
+    values: Option<Tensor<1>>,
+    optimizer: AdamW,
+    state: Option<AdamWState<1>>,
+    scale: LossScale,
+    done: usize,
+    /// What there is room for.
+    room: Option<TrainWorkload>,
+}
+
+impl Trainer {
+    /// Begins with an adapter that changes nothing.
+    ///
+    /// # Errors
+    /// [`EngineError::Model`] for modules that the model does not have or a rank that they cannot have;
+    /// [`EngineError::Training`] for options that mean nothing.
+    pub fn new(engine: Engine, options: TrainOptions) -> Result<Self, EngineError> {
+        let adapter = Adapter::new(engine.config(), options.lora.clone(), options.seed)?;
+        Self::from_adapter(engine, adapter, options)
+    }
+
+    /// Goes on from an adapter, whose own options replace those given. AdamW begins anew.
+    ///
+    /// # Errors
+    /// [`EngineError::Training`] for options that mean nothing.
+    pub fn from_adapter(
+        engine: Engine,
+        adapter: Adapter,
+        options: TrainOptions,
+    ) -> Result<Self, EngineError> {
+        options.check()?;
+        let optimizer = AdamWConfig::new()
+            .with_epsilon(1e-8)
+            .with_weight_decay(options.weight_decay as f32)
+            .build();
+        let scale = match engine.decoder().dtype() {
+            FloatDType::F16 => LossScale::adaptive(),
+            _ => LossScale::none(),
+        };
+        Ok(Self {
+            engine,
+            options,
+            adapter,
+            values: None,
+            optimizer,
+            state: None,
+            scale,
+            done: 0,
+            room: None,
+        })
+    }
+
+    /// What a step of such micro-batches takes.
+    ///
+    /// # Errors
+    /// [`EngineError::Model`] for sequences longer than the model's.
+    pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<TrainPlan, EngineError> {
+        self.engine.train_plan(self.adapter.options(), self.workload(micro_batches))
+    }
+
+    fn workload(&self, micro_batches: &[Vec<Example>]) -> TrainWorkload {
+        let longest = |of: fn(&Vec<Example>) -> usize| micro_batches.iter().map(of).max();
+        let tokens = |batch: &Vec<Example>| batch.iter().map(|own| own.tokens.len()).max();
+        TrainWorkload {
+            batch: longest(Vec::len).unwrap_or(0).max(1),
+            context: micro_batches.iter().filter_map(tokens).max().unwrap_or(0).max(1),
+            accumulates: micro_batches.len() > 1,
+            recompute: self.options.recompute,
+        }
+    }
+
+    /// Keeps room on the device for steps of such batches, and of those that it has room for by now. Steps that need
+    /// more make it themselves, and then leave behind what is too small: who knows the largest asks for it first.
+    ///
+    /// # Errors
+    /// [`EngineError::TrainMemory`] where the device or the budget has no such room; [`EngineError::Model`] for
+    /// sequences longer than the model's.
+    pub fn reserve(&mut self, mut need: TrainWorkload) -> Result<(), EngineError> {
+        need.recompute = self.options.recompute;
+        if let Some(room) = self.room {
+            need.batch = need.batch.max(room.batch);
+            need.context = need.context.max(room.context);
+            need.accumulates |= room.accumulates;
+            if need == room {
+                return Ok(());
+            }
+        }
+        self.engine.room_to_train(self.engine.train_plan(self.adapter.options(), need)?)?;
+        self.room = Some(need);
+        Ok(())
+    }
+
+    /// The values, on the device from here on.
+    fn values(&mut self) -> Tensor<1> {
+        let _at_work = ops::at_work();
+        let place = || {
+            let values = self.adapter.values();
+            let data = TensorData::new(values.to_vec(), [values.len()]);
+            Tensor::from_data(data, self.engine.decoder().device())
+        };
+        self.values.get_or_insert_with(place).clone()
+    }
+
+    pub const fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// One step on the mean loss of all tokens of all micro-batches, which pass one after the other: the step is that of
+    /// one batch, the memory that of the largest of them.
+    ///
+    /// # Errors
+    /// [`EngineError::Model`] for examples that the model cannot learn; [`EngineError::TrainMemory`] before anything is
+    /// computed, for batches that the device or the budget has no room for; [`EngineError::Diverged`] for a loss or a
+    /// gradient that is not finite, after which nothing was changed; [`EngineError::OutOfMemory`].
+    ///
+    /// # Panics
+    /// Where the backward pass of an op fails.
+    pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<Taught, EngineError> {
+        let _first = trace::first(|| "train step");
+        let _step = trace::span(|| format!("train step {}", self.done + 1));
+        self.engine.note_memory();
+        self.reserve(self.workload(micro_batches))?;
+        let values = self.values();
+        let tokens: usize = micro_batches.iter().flatten().map(Example::learned).sum();
+        let scale = self.scale.now();
+        let weight = scale / tokens.max(1) as f64;
+        let (mut loss, mut gradient) = (None, None);
+        for batch in micro_batches {
+            let learned = {
+                let (options, factors) = (self.adapter.options(), self.adapter.factors());
+                let adaptation = Adaptation { options, factors, values: &values };
+                let decoder = self.engine.decoder();
+                decoder.learn(adaptation, batch, weight, self.options.recompute)?
+            };
+            let _at_work = ops::at_work();
+            loss = Some(plus(loss, learned.loss));
+            gradient = Some(plus(gradient, learned.gradient));
+            self.engine.note_memory();
+        }
+        let (Some(loss), Some(gradient)) = (loss, gradient) else {
+            return Err(EngineError::Model(models::Error::Lesson));
+        };
+        let gradient = {
+            let _at_work = ops::at_work();
+            if scale == 1.0 { gradient } else { gradient / scale }
+        };
+        let [loss, length] = self.read(loss, gradient.clone())?;
+        let loss = loss / tokens as f64;
+        let learning_rate = self.options.schedule.rate(self.done);
+        let step = self.done + 1;
+        let taught =
+            |skipped| Taught { step, loss, tokens, gradient: length, learning_rate, skipped };
+        if !self.scale.took(length.is_finite()) {
+            return Ok(taught(true));
+        }
+        if !loss.is_finite() || !length.is_finite() {
+            return Err(EngineError::Diverged { step });
+        }
+        self.take(values, gradient, length, learning_rate);
+        self.done = step;
+        self.engine.note_memory();
+        Ok(taught(false))
+    }
+
+    /// AdamW on a gradient of this length.
+    fn take(&mut self, values: Tensor<1>, gradient: Tensor<1>, length: f64, learning_rate: f64) {
+        let _optimizer = trace::span(|| "optimizer");
+        let _at_work = ops::at_work();
+        let gradient = match self.options.clip {
+            Some(clip) if length > clip => gradient * (clip / length),
+            _ => gradient,
+        };
+        self.values = None;
+        let state = self.state.take();
+        let (values, state) = self.optimizer.step(learning_rate, values, gradient, state);
+        (self.values, self.state) = (Some(values), state);
+    }
+
+    /// The sum of the losses, and the length of the gradient.
+    fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], EngineError> {
+        let both = {
+            let _at_work = ops::at_work();
+            let length = (gradient.clone() * gradient).sum().sqrt();
+            Tensor::cat(vec![loss, length], 0).reshape([1, 2])
+        };
+        let both = self.engine.on_host(both)?;
+        Ok([both[0].into(), both[1].into()])
+    }
+
+    /// The mean of -ln p over what a batch has to learn, and how many tokens these are. Nothing is learned.
+    ///
+    /// # Errors
+    /// As [`Trainer::step`].
+    pub fn loss(&mut self, batch: &[Example]) -> Result<(f64, usize), EngineError> {
+        let values = self.values();
+        let (options, factors) = (self.adapter.options(), self.adapter.factors());
+        let adaptation = Adaptation { options, factors, values: &values };
+        let (loss, tokens) = self.engine.decoder().loss_of(adaptation, batch)?;
+        let loss = self.engine.on_host(loss.reshape([1, 1]))?;
+        Ok((f64::from(loss[0]) / tokens as f64, tokens))
+    }
+
+    /// Steps that were taken.
+    pub const fn done(&self) -> usize {
+        self.done
+    }
+
+    /// What was learned so far.
+    ///
+    /// # Errors
+    /// [`EngineError::Failed`], [`EngineError::OutOfMemory`].
+    pub fn adapter(&self) -> Result<Adapter, EngineError> {
+        let Some(values) = self.values.clone() else { return Ok(self.adapter.clone()) };
+        let all = self.adapter.values().len();
+        let values = self.engine.on_host(values.reshape([1, all]))?;
+        Ok(self.adapter.clone().with_values(values))
+    }
+
+    /// Writes what was learned so far into a folder that is there, as PEFT's files.
+    ///
+    /// # Errors
+    /// As [`Trainer::adapter`]; [`EngineError::Model`] for a folder that cannot be written.
+    pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), EngineError> {
+        let model = self.engine.folder().display().to_string();
+        Ok(self.adapter()?.write(folder, self.engine.config(), &model)?)
+    }
+}
+
+fn plus(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
+    match sum {
+        Some(sum) => sum + more,
+        None => more,
+    }
+}
+
+impl TrainOptions {
+    /// # Errors
+    /// [`EngineError::Training`] of a number that is out of its range.
+    pub fn check(&self) -> Result<(), EngineError> {
+        let positive = |value: f64| value.is_finite() && value > 0.0;
+        let rules = [
+            ("learning rate", self.schedule.learning_rate, true),
+            ("weight decay", self.weight_decay, false),
+            ("clip", self.clip.unwrap_or(1.0), true),
+        ];
+        for (name, value, above) in rules {
+            if !(positive(value) || (!above && value == 0.0)) {
+                let range = if above { "above 0" } else { "of 0 or more" };
+                return Err(EngineError::Training { name, value, range });
+            }
+        }
+        Ok(())
+    }
+}

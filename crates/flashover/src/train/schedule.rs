@@ -1,0 +1,124 @@
+//! What changes from step to step.
+
+use std::f64::consts::PI;
+
+/// The learning rate of each step.
+///
+/// ```
+/// use flashover::Schedule;
+///
+/// let schedule = Schedule { learning_rate: 1e-3, warmup: 4, cosine: Some(12) };
+/// assert_eq!(schedule.rate(0), 0.25e-3);
+/// assert_eq!(schedule.rate(4), 1e-3);
+/// assert!((schedule.rate(8) - 0.5e-3).abs() < 1e-12);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Schedule {
+    /// The largest.
+    pub learning_rate: f64,
+    /// Steps on which it grows evenly.
+    pub warmup: usize,
+    /// Steps after which it has fallen to 0 by half a cosine; where none, it stays.
+    pub cosine: Option<usize>,
+}
+
+impl Schedule {
+    /// The same for every step.
+    pub const fn constant(learning_rate: f64) -> Self {
+        Self { learning_rate, warmup: 0, cosine: None }
+    }
+
+    /// Of a step, counted from 0.
+    pub fn rate(&self, step: usize) -> f64 {
+        if step < self.warmup {
+            return self.learning_rate * (step + 1) as f64 / self.warmup as f64;
+        }
+        let Some(steps) = self.cosine else { return self.learning_rate };
+        let falling = steps.saturating_sub(self.warmup).max(1) as f64;
+        let passed = ((step - self.warmup) as f64 / falling).min(1.0);
+        self.learning_rate * 0.5 * (1.0 + (PI * passed).cos())
+    }
+}
+
+/// What losses are multiplied by, so that gradients in f16 do not vanish: halved when they overflow, doubled after many
+/// steps on which they did not.
+///
+/// Source: Micikevicius et al., Mixed Precision Training, 2017 (arXiv:1710.03740).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct LossScale {
+    scale: f64,
+    /// Steps since it changed; none where it never does.
+    steady: Option<u32>,
+}
+
+/// Steps before it grows.
+const PATIENCE: u32 = 2000;
+const LARGEST: f64 = 16_777_216.0;
+
+impl LossScale {
+    /// For a dtype with the range of f32.
+    pub(super) const fn none() -> Self {
+        Self { scale: 1.0, steady: None }
+    }
+
+    pub(super) const fn adaptive() -> Self {
+        Self { scale: 65536.0, steady: Some(0) }
+    }
+
+    pub(super) const fn now(&self) -> f64 {
+        self.scale
+    }
+
+    /// Says whether the gradients of a step were finite; whether the step counts.
+    pub(super) fn took(&mut self, finite: bool) -> bool {
+        let Some(steady) = &mut self.steady else { return true };
+        if !finite && self.scale > 1.0 {
+            *steady = 0;
+            self.scale /= 2.0;
+            return false;
+        }
+        *steady += 1;
+        if *steady == PATIENCE {
+            *steady = 0;
+            self.scale = (2.0 * self.scale).min(LARGEST);
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_rise_and_fall() {
+        let of = |warmup, cosine| Schedule { learning_rate: 2.0, warmup, cosine };
+        assert_eq!((of(0, None).rate(0), of(0, None).rate(1000)), (2.0, 2.0));
+        assert_eq!(
+            (of(2, None).rate(0), of(2, None).rate(1), of(2, None).rate(2)),
+            (1.0, 2.0, 2.0)
+        );
+        let fall = of(0, Some(4));
+        assert_eq!(fall.rate(0), 2.0);
+        assert!((fall.rate(2) - 1.0).abs() < 1e-12 && fall.rate(4) < 1e-12 && fall.rate(9) < 1e-12);
+        // Steps that are all warm-up.
+        assert!(of(8, Some(4)).rate(8).is_finite());
+    }
+
+    #[test]
+    fn the_scale_falls_at_once_and_grows_late() {
+        let mut scale = LossScale::adaptive();
+        assert!(!scale.took(false) && scale.now() == 32768.0);
+        for step in 1..PATIENCE {
+            assert!(scale.took(true) && scale.now() == 32768.0, "{step}");
+        }
+        assert!(scale.took(true) && scale.now() == 65536.0);
+        for _ in 0..16 {
+            assert!(!scale.took(false));
+        }
+        // At 1 it is the gradients themselves that are not finite.
+        assert!(scale.now() == 1.0 && scale.took(false));
+        let mut none = LossScale::none();
+        assert!(none.took(false) && none.now() == 1.0);
+    }
+}

@@ -1,0 +1,162 @@
+//! Adapters that learn.
+
+use checkpoint::Checkpoint;
+use flashover::{
+    Adapter, Dataset, DatasetError, Engine, EngineError, EngineOptions, Example, LoraOptions,
+    ModelFolder, Recompute, Schedule, TrainOptions, Trainer,
+};
+use models::Weights;
+
+use crate::{cpu, demo, fixture};
+
+fn load(name: &str) -> Engine {
+    Engine::load(&cpu(), fixture(name), &EngineOptions::default()).expect("a fixture")
+}
+
+fn options(rank: usize, learning_rate: f64) -> TrainOptions {
+    TrainOptions {
+        lora: LoraOptions { rank, alpha: 2.0 * rank as f64, ..LoraOptions::default() },
+        schedule: Schedule::constant(learning_rate),
+        ..TrainOptions::default()
+    }
+}
+
+/// Six steps of AdamW on gradients that are cut, as torch takes them with PEFT.
+#[test]
+fn losses_are_those_of_peft() {
+    for name in ["llama", "gpt2", "qwen2"] {
+        let folder = fixture(name).join("lora");
+        let file = Checkpoint::open(folder.join("golden.safetensors")).expect("lora.py writes it");
+        let numbers = |of: &str| {
+            file.tensor(of).expect("lora.py writes it").f32s().expect("f32").into_owned()
+        };
+        let ids = |of: &str| -> Vec<u32> {
+            let tensor = file.tensor(of).expect("lora.py writes it");
+            tensor
+                .bytes
+                .as_chunks::<8>()
+                .0
+                .iter()
+                .map(|id| i64::from_le_bytes(*id) as u32)
+                .collect()
+        };
+        let (tokens, lengths, from) = (ids("tokens"), ids("lengths"), ids("from"));
+        let example = |row: usize| Example {
+            tokens: tokens[24 * row..24 * row + lengths[row] as usize].to_vec(),
+            from: from[row] as usize,
+        };
+        let weights = Weights::open(fixture(name)).expect("a fixture");
+        let adapter = Adapter::open(&folder, weights.config()).expect("PEFT wrote it");
+        let options = TrainOptions { weight_decay: 0.01, ..options(4, 1e-2) };
+        // Two batches are as one, and so is what is kept as what is computed again.
+        for (batches, recompute) in [
+            (vec![vec![example(0), example(1)]], Recompute::Layers),
+            (vec![vec![example(0)], vec![example(1)]], Recompute::Nothing),
+        ] {
+            let options = TrainOptions { recompute, ..options.clone() };
+            let trainer = Trainer::from_adapter(load(name), adapter.clone(), options);
+            let mut trainer = trainer.expect("options that mean something");
+            for (step, want) in numbers("losses").into_iter().enumerate() {
+                let taught = trainer.step(&batches).expect("a batch");
+                let gap = (taught.loss - f64::from(want)).abs();
+                assert!(gap < 2e-3, "{name}, step {step}: {} for {want}", taught.loss);
+                assert_eq!((taught.step, taught.tokens, taught.skipped), (step + 1, 35, false));
+            }
+        }
+    }
+}
+
+/// What was learned is in the files, and what is loaded with them answers so.
+#[test]
+fn an_adapter_is_learned_saved_and_loaded() {
+    let engine = load("llama");
+    let lesson = Example { tokens: vec![5, 40, 41, 42, 43, 44, 45, 46], from: 0 };
+    let mut trainer = Trainer::new(engine, options(4, 2e-2)).expect("a rank that fits");
+    let batch = vec![vec![lesson.clone()]];
+    let first = trainer.loss(&batch[0]).expect("a batch");
+    for _ in 0..80 {
+        trainer.step(&batch).expect("a batch");
+    }
+    let (last, tokens) = trainer.loss(&batch[0]).expect("a batch");
+    assert!(first.0 > 4.0 && last < 0.2 && tokens == 7, "{first:?} {last}");
+    let target = tempfile::tempdir().expect("a folder");
+    trainer.save(target.path()).expect("it is empty");
+    let open = || ModelFolder::open(fixture("llama")).expect("a fixture");
+    let read = open().adapter(target.path()).expect("just written");
+    assert_eq!(read.values(), trainer.adapter().expect("numbers").values());
+    let folder = open().with_adapter(target.path()).expect("just written");
+    let adapted = Engine::of(&cpu(), folder, &EngineOptions::default()).expect("dense");
+    let logits = adapted.session(8).expect("fits").logits(&lesson.tokens[..7]).expect("room");
+    for (row, want) in logits.chunks(adapted.config().vocab).zip(&lesson.tokens[1..]) {
+        let best = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a vocabulary");
+        assert_eq!(best as u32, *want);
+    }
+}
+
+#[test]
+fn options_that_mean_nothing_are_refused() {
+    let engine = load("llama");
+    let refused = |options| match Trainer::new(engine.clone(), options) {
+        Ok(_) => panic!("it was taken"),
+        Err(why) => why.to_string(),
+    };
+    for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        assert!(refused(options(4, rate)).starts_with("learning rate is "), "{rate}");
+    }
+    assert!(
+        refused(TrainOptions { weight_decay: -0.1, ..options(4, 1e-3) }).contains("weight decay")
+    );
+    assert!(refused(TrainOptions { clip: Some(0.0), ..options(4, 1e-3) }).contains("clip is 0"));
+    assert!(refused(options(0, 1e-3)).contains("rank 0"));
+    let mut trainer = Trainer::new(engine.clone(), options(4, 1e-3)).expect("valid");
+    assert!(matches!(trainer.step(&[]), Err(EngineError::Model(_))));
+    let before = trainer.adapter().expect("numbers");
+    // A rate past all bounds shows at the step after.
+    let mut wild = Trainer::from_adapter(engine, before, options(4, 1e30)).expect("finite");
+    let batch = vec![vec![Example { tokens: vec![5, 6, 7], from: 0 }]];
+    wild.step(&batch).expect("the first step has a finite loss");
+    let diverged = wild.step(&batch).expect_err("it diverged");
+    assert!(matches!(diverged, EngineError::Diverged { step: 2 }), "{diverged}");
+}
+
+#[test]
+fn examples_come_from_files() {
+    let folder = ModelFolder::open(demo()).expect("the demo");
+    let target = tempfile::tempdir().expect("a folder");
+    let open = |name: &str, text: &str, context| {
+        let path = target.path().join(name);
+        std::fs::write(&path, text).expect("it is ours");
+        Dataset::open(&path, &folder, context)
+    };
+    let eos = folder.request().eos[0];
+    let lines =
+        "{\"text\": \"One day\"}\n\n{\"prompt\": \"One day\", \"completion\": \" a dog ran\"}\n";
+    let data = open("a.jsonl", lines, 64).expect("examples");
+    let [plain, pair] = &data.examples[..] else { panic!("{data:?}") };
+    let prompt = folder.encode("One day").expect("text");
+    assert_eq!((plain.from, &plain.tokens[..prompt.len()]), (0, &prompt[..]));
+    assert_eq!((pair.from, pair.tokens.last()), (prompt.len(), Some(&eos)));
+    assert!(pair.tokens.len() > prompt.len() + 2 && plain.tokens.last() == Some(&eos));
+    // What does not fit is cut, and what is left of it counts only where something is learned.
+    let data = open("b.jsonl", lines, prompt.len()).expect("examples");
+    assert_eq!((data.examples.len(), data.cut, data.left_out), (1, 1, 1));
+    let text = "Once upon a time there was a little dog. ".repeat(9);
+    let data = open("c.txt", &text, 16).expect("examples");
+    let all: Vec<u32> = data.examples.iter().flat_map(|own| own.tokens.clone()).collect();
+    assert_eq!(all, folder.encode(&text).expect("text"));
+    assert!(data.examples.iter().all(|own| own.tokens.len() <= 16 && own.from == 0));
+    for (text, why) in [
+        ("{\"text\": 3}", "line 1 is none of ours"),
+        ("{\"text\": \"a\"}\n{\"question\": \"a\"}", "line 2 is none of ours"),
+        ("not json", "line 1 is none of ours"),
+        ("", "has nothing to learn within 64 positions"),
+    ] {
+        let refused = open("bad.jsonl", text, 64).expect_err(text).to_string();
+        assert!(refused.contains(why) && refused.contains("\nhint: "), "{refused}");
+    }
+    let messages = "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}";
+    let refused = open("chat.jsonl", messages, 64).expect_err("no template");
+    assert!(matches!(&refused, DatasetError::Engine(EngineError::NoTemplate(_))), "{refused}");
+    let gone = Dataset::open(target.path().join("gone"), &folder, 64).expect_err("gone");
+    assert!(matches!(gone, DatasetError::Read { .. }), "{gone}");
+}

@@ -1,0 +1,432 @@
+//! Low-rank adapters of the matrices of a decoder's layers, and PEFT's files of them.
+//!
+//! ```text
+//! y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ       A [rank, k], B [n, rank], s = alpha / rank, or alpha / √rank where rank-stabilised
+//! ```
+//!
+//! W stays as it is; A begins as noise and B as zeros, so that training begins where the model is. A module is what a
+//! file has under one name: several matrices of ours where it stores them as one.
+//!
+//! Sources: Hu et al., LoRA, 2021 (arXiv:2106.09685); Kalajdzievski, rsLoRA, 2023 (arXiv:2312.03732); PEFT's
+//! checkpoint format.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use checkpoint::{Checkpoint, Dtype, Plan, Reason, Tensor, Writer};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use serde_json::{Value, json};
+
+use crate::fields::{Fields, read};
+use crate::names::{Part, Side, Slot};
+use crate::{DecoderConfig, Error, Ffn};
+
+/// What an adapter is, beside its numbers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraOptions {
+    /// Rows of A and columns of B, of every module.
+    pub rank: usize,
+    pub alpha: f64,
+    /// Whether alpha is divided by √rank in place of rank.
+    pub rank_stabilised: bool,
+    /// Last names of the modules that have one, such as `q_proj`; all where none is named.
+    pub targets: Vec<String>,
+}
+
+impl Default for LoraOptions {
+    /// Rank 16, twice that as alpha, all modules: what QLoRA (arXiv:2305.14314) found to be enough.
+    fn default() -> Self {
+        Self { rank: 16, alpha: 32.0, rank_stabilised: false, targets: Vec::new() }
+    }
+}
+
+impl LoraOptions {
+    /// s
+    pub fn scale(&self) -> f64 {
+        let rank = self.rank as f64;
+        self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
+    }
+}
+
+/// Matrices that multiply the same rows together, their own rows one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Block {
+    /// Queries, keys, values.
+    Qkv,
+    Out,
+    /// Gate, where there is one, and up.
+    Inner,
+    Down,
+}
+
+/// A and B of one module.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Factor {
+    pub layer: usize,
+    pub block: Block,
+    /// The first row of the block that B gives.
+    pub row: usize,
+    /// As files call it, without the family's prefix.
+    pub module: String,
+    pub n: usize,
+    pub k: usize,
+    /// Where A begins among all values; B follows it.
+    pub at: usize,
+}
+
+impl Factor {
+    /// Values of A and of B.
+    pub const fn sizes(&self, rank: usize) -> [usize; 2] {
+        [rank * self.k, self.n * rank]
+    }
+
+    fn name(&self) -> &str {
+        last_name(&self.module)
+    }
+}
+
+/// What an adapter adds to one matrix: `scale · B · A`.
+pub(crate) struct Delta<'a> {
+    /// `[rank, k]`
+    pub(crate) a: &'a [f32],
+    /// `[n, rank]`
+    pub(crate) b: &'a [f32],
+    pub(crate) scale: f64,
+}
+
+/// An adapter of one model, on the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Adapter {
+    options: LoraOptions,
+    factors: Vec<Factor>,
+    /// A and B of each factor, in f32.
+    values: Vec<f32>,
+}
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+/// What PEFT puts before the names of a model.
+const PREFIX: &str = "base_model.model.";
+
+impl Adapter {
+    /// One that changes nothing yet: A is drawn from ±1/√k evenly, by `seed`, as PEFT draws it; B is 0.
+    ///
+    /// # Errors
+    /// [`Error::Target`] for a name that no module of the model has, [`Error::Rank`] for a rank of 0 or past what a
+    /// matrix has, or an alpha that is not finite.
+    pub fn new(config: &DecoderConfig, options: LoraOptions, seed: u64) -> Result<Self, Error> {
+        let factors = config.factors(&options)?;
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let mut values = Vec::new();
+        for factor in &factors {
+            let [a, b] = factor.sizes(options.rank);
+            let bound = 1.0 / (factor.k as f64).sqrt();
+            // Steps of 2^-31, from -1 to below 1.
+            let mut draw = || f64::from(random.next_u32().cast_signed()) * 2f64.powi(-31) * bound;
+            values.extend((0..a).map(|_| draw() as f32));
+            values.resize(values.len() + b, 0.0);
+        }
+        Ok(Self { options, factors, values })
+    }
+
+    pub const fn options(&self) -> &LoraOptions {
+        &self.options
+    }
+
+    pub fn factors(&self) -> &[Factor] {
+        &self.factors
+    }
+
+    /// A and B of each factor, one after the other.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// The same with other values.
+    ///
+    /// # Panics
+    /// Where they are not as many.
+    #[must_use]
+    pub fn with_values(self, values: Vec<f32>) -> Self {
+        assert_eq!(values.len(), self.values.len(), "an adapter keeps its shape");
+        Self { values, ..self }
+    }
+
+    /// What is added to the matrix of a slot, if anything is.
+    pub(crate) fn of(&self, config: &DecoderConfig, slot: Slot) -> Option<Delta<'_>> {
+        let Slot::Layer(layer, part) = slot else { return None };
+        let parts = config.parts();
+        let (_, shape) = parts.iter().find(|(own, _)| *own == part)?;
+        let (block, row) = config.block(part)?;
+        let covers = |own: &&Factor| {
+            let rows = own.row..own.row + own.n;
+            own.layer == layer && own.block == block && rows.contains(&row)
+        };
+        let own = self.factors.iter().find(covers)?;
+        let rank = self.options.rank;
+        let b = own.at + own.sizes(rank)[0] + (row - own.row) * rank;
+        Some(Delta {
+            a: &self.values[own.at..own.at + rank * own.k],
+            b: &self.values[b..b + shape[0] * rank],
+            scale: self.options.scale(),
+        })
+    }
+
+    /// Reads a folder of PEFT's: `adapter_config.json` and `adapter_model.safetensors`. Which modules have factors is
+    /// told by the tensors.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::Json`], [`Error::Field`] for a configuration that asks for more than A and B, such as
+    /// DoRA or ranks of single modules; [`Error::Checkpoint`]; [`Error::AdapterTensors`] with all that does not fit.
+    pub fn open(folder: impl AsRef<Path>, config: &DecoderConfig) -> Result<Self, Error> {
+        let folder = folder.as_ref();
+        let text = read(&folder.join(CONFIG))?;
+        let value: Value =
+            serde_json::from_str(&text).map_err(|why| Error::Json { file: CONFIG, why })?;
+        let options = options(&Fields::new(CONFIG, &value)?)?;
+        let files = Checkpoint::open(folder.join(WEIGHTS))?;
+        let all = config.factors(&LoraOptions { targets: Vec::new(), ..options.clone() })?;
+        let mut left: BTreeSet<&str> = files.names().collect();
+        let (mut missing, mut wrong) = (Vec::new(), Vec::new());
+        let (mut factors, mut values) = (Vec::new(), Vec::new());
+        for factor in all {
+            let names = there(config, &factor.module, &files);
+            let Some(names) = names else { continue };
+            let shapes = [[options.rank, factor.k], [factor.n, options.rank]];
+            let at = values.len();
+            for (name, shape) in names.iter().zip(shapes) {
+                if !left.remove(name.as_str()) {
+                    missing.push(name.clone());
+                    continue;
+                }
+                match tensor_of(&files, name, shape) {
+                    Ok(own) => values.extend(own),
+                    Err(why) => wrong.push(why),
+                }
+            }
+            factors.push(Factor { at, ..factor });
+        }
+        if !(left.is_empty() && missing.is_empty() && wrong.is_empty()) {
+            let unused = left.into_iter().map(str::to_owned).collect();
+            return Err(Error::AdapterTensors { missing, unused, wrong });
+        }
+        let targets: BTreeSet<String> = factors.iter().map(|own| own.name().to_owned()).collect();
+        let options = LoraOptions { targets: targets.into_iter().collect(), ..options };
+        match factors.is_empty() {
+            true => {
+                Err(Error::AdapterTensors { missing: vec![PREFIX.into()], unused: vec![], wrong })
+            }
+            false => Ok(Self { options, factors, values }),
+        }
+    }
+
+    /// Writes the files of a folder, which there must be. `model` is what it was trained from.
+    ///
+    /// # Errors
+    /// [`Error::Write`], [`Error::Checkpoint`].
+    pub fn write(
+        &self,
+        folder: impl AsRef<Path>,
+        config: &DecoderConfig,
+        model: &str,
+    ) -> Result<(), Error> {
+        let folder = folder.as_ref();
+        let LoraOptions { rank, .. } = self.options;
+        let mut tensors = Vec::new();
+        for factor in &self.factors {
+            let ([a, b], [name_a, name_b]) =
+                (factor.sizes(rank), names(usual_prefix(config), &factor.module));
+            let own = |from: usize, len: usize| {
+                let bytes = self.values[from..from + len].iter().flat_map(|v| v.to_le_bytes());
+                bytes.collect::<Vec<_>>()
+            };
+            tensors.push((name_a, Tensor::new(Dtype::F32, &[rank, factor.k], own(factor.at, a))));
+            let b = own(factor.at + a, b);
+            tensors.push((name_b, Tensor::new(Dtype::F32, &[factor.n, rank], b)));
+        }
+        let plans = tensors.iter().map(|(name, own)| Plan::new(name, own.dtype, &own.shape));
+        let mut writer = Writer::create(folder.join(WEIGHTS), plans.collect::<Vec<_>>())?;
+        writer.write_all(&tensors)?;
+        writer.finish()?;
+        let path = folder.join(CONFIG);
+        let text = format!("{:#}\n", self.config_json(config, model));
+        std::fs::write(&path, text).map_err(|why| Error::Write { path, why })
+    }
+
+    /// The last names of modules, or where others have these, too, their full names.
+    fn targets(&self, config: &DecoderConfig) -> BTreeSet<String> {
+        let named: BTreeSet<&str> = self.factors.iter().map(Factor::name).collect();
+        let all = LoraOptions { targets: Vec::new(), ..self.options.clone() };
+        let same = config.factors(&all).is_ok_and(|all| {
+            all.iter().filter(|own| named.contains(own.name())).count() == self.factors.len()
+        });
+        let prefix = usual_prefix(config);
+        let name = |own: &Factor| match same {
+            true => own.name().to_owned(),
+            false => format!("{prefix}{}", own.module),
+        };
+        self.factors.iter().map(name).collect()
+    }
+
+    fn config_json(&self, config: &DecoderConfig, model: &str) -> Value {
+        let LoraOptions { rank, alpha, rank_stabilised, .. } = self.options;
+        let transposed = config.params().iter().any(|param| param.transposed);
+        json!({
+            "base_model_name_or_path": model,
+            "bias": "none",
+            "fan_in_fan_out": transposed,
+            "inference_mode": true,
+            "lora_alpha": alpha,
+            "lora_dropout": 0.0,
+            "modules_to_save": null,
+            "peft_type": "LORA",
+            "r": rank,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+            "target_modules": self.targets(config),
+            "task_type": "CAUSAL_LM",
+            "use_dora": false,
+            "use_rslora": rank_stabilised,
+        })
+    }
+}
+
+/// What `adapter_config.json` says, where A and B are all that there is.
+fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
+    match fields.text("peft_type")? {
+        Some("LORA") => {}
+        Some(_) => return Err(fields.unsupported("peft_type", "LORA")),
+        None => return Err(fields.missing("peft_type")),
+    }
+    for flag in ["use_dora", "use_qalora", "lora_bias"] {
+        fields.only(flag, &[Value::Bool(false)])?;
+    }
+    fields.only("bias", &["none".into()])?;
+    fields.only("modules_to_save", &[json!([])])?;
+    for field in ["layer_replication", "trainable_token_indices", "target_parameters"] {
+        fields.only(field, &[json!([])])?;
+    }
+    for pattern in ["rank_pattern", "alpha_pattern"] {
+        fields.only(pattern, &[json!({})])?;
+    }
+    let rank = fields.optional_size("r")?.unwrap_or(8);
+    // PEFT's own defaults.
+    let alpha = fields.optional_positive("lora_alpha")?.unwrap_or(8.0);
+    let rank_stabilised = fields.flag("use_rslora")?.unwrap_or(false);
+    Ok(LoraOptions { rank, alpha, rank_stabilised, targets: Vec::new() })
+}
+
+fn last_name(module: &str) -> &str {
+    module.rsplit('.').next().unwrap_or(module)
+}
+
+fn usual_prefix(config: &DecoderConfig) -> &'static str {
+    config.family.prefixes().first().copied().unwrap_or_default()
+}
+
+/// The names of A and B.
+fn names(prefix: &str, module: &str) -> [String; 2] {
+    ["A", "B"].map(|side| format!("{PREFIX}{prefix}{module}.lora_{side}.weight"))
+}
+
+/// The same as a file has them, where it has one of the two.
+fn there(config: &DecoderConfig, module: &str, files: &Checkpoint) -> Option<[String; 2]> {
+    let prefixes = config.family.prefixes().iter();
+    prefixes
+        .map(|prefix| names(prefix, module))
+        .find(|both| both.iter().any(|name| files.contains(name)))
+}
+
+/// The values of a tensor of this shape, all finite.
+fn tensor_of(
+    files: &Checkpoint,
+    name: &str,
+    need: [usize; 2],
+) -> Result<Vec<f32>, checkpoint::Error> {
+    let wrong = |reason| checkpoint::Error::Tensor { tensor: name.into(), reason };
+    let tensor = files.tensor(name)?;
+    if tensor.shape != need {
+        return Err(wrong(Reason::Shape { have: tensor.shape, need: need.to_vec() }));
+    }
+    let values = tensor.widened().map_err(wrong)?.into_owned();
+    match values.iter().position(|value| !value.is_finite()) {
+        Some(index) => Err(wrong(Reason::NotFinite { index })),
+        None => Ok(values),
+    }
+}
+
+impl DecoderConfig {
+    /// The factors of an adapter, layer by layer, in the order that a token passes them.
+    ///
+    /// # Errors
+    /// [`Error::Target`], [`Error::Rank`].
+    pub fn factors(&self, options: &LoraOptions) -> Result<Vec<Factor>, Error> {
+        let LoraOptions { rank, alpha, targets, .. } = options;
+        if !alpha.is_finite() {
+            return Err(Error::Rank { rank: *rank, alpha: *alpha, most: self.hidden });
+        }
+        let mut all: Vec<Factor> = Vec::new();
+        for param in self.params() {
+            let Slot::Layer(layer, part) = param.slot else { continue };
+            // Of several matrices under one name the first stands for all.
+            if param.side != Side::Weight || param.row > 0 {
+                continue;
+            }
+            let Some((block, row)) = self.block(part) else { continue };
+            let [mut n, mut k] = [param.stored[0], param.stored[1]];
+            if param.transposed {
+                (n, k) = (k, n);
+            }
+            let module = param.name.strip_suffix(".weight").unwrap_or(&param.name).to_owned();
+            all.push(Factor { layer, block, row, module, n, k, at: 0 });
+        }
+        let most = all.iter().map(|own| own.n.min(own.k)).min().unwrap_or(0);
+        if !(1..=most).contains(rank) {
+            return Err(Error::Rank { rank: *rank, alpha: *alpha, most });
+        }
+        let known: BTreeSet<&str> = all.iter().map(Factor::name).collect();
+        if let Some(target) = targets.iter().find(|target| !known.contains(target.as_str())) {
+            let known = known.into_iter().collect::<Vec<_>>().join(", ");
+            return Err(Error::Target { target: target.clone(), known });
+        }
+        all.retain(|own| targets.is_empty() || targets.iter().any(|target| target == own.name()));
+        let mut at = 0;
+        for factor in &mut all {
+            factor.at = at;
+            at += factor.sizes(*rank).iter().sum::<usize>();
+        }
+        Ok(all)
+    }
+
+    /// Where the rows of a matrix lie; a norm is in no block.
+    fn block(&self, part: Part) -> Option<(Block, usize)> {
+        let [q, kv] = self.qkv_rows();
+        Some(match part {
+            Part::Query => (Block::Qkv, 0),
+            Part::Key => (Block::Qkv, q),
+            Part::Value => (Block::Qkv, q + kv),
+            Part::Out => (Block::Out, 0),
+            Part::Gate => (Block::Inner, 0),
+            Part::Up => (Block::Inner, if self.ffn == Ffn::Gated { self.ffn_hidden } else { 0 }),
+            Part::Down => (Block::Down, 0),
+            Part::AttentionNorm
+            | Part::QueryNorm
+            | Part::KeyNorm
+            | Part::AttentionPostNorm
+            | Part::FfnNorm
+            | Part::FfnPostNorm => return None,
+        })
+    }
+
+    /// Rows of a block.
+    pub(crate) fn block_rows(&self, block: Block) -> usize {
+        let [q, kv] = self.qkv_rows();
+        match block {
+            Block::Qkv => q + 2 * kv,
+            Block::Inner if self.ffn == Ffn::Gated => 2 * self.ffn_hidden,
+            Block::Inner => self.ffn_hidden,
+            Block::Out | Block::Down => self.hidden,
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! Adapters: what they change, their gradients, and their files.
+
+use std::path::Path;
+
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use checkpoint::Checkpoint;
+use models::{
+    Adaptation, Adapter, Decoder, DecoderConfig, Error, Example, LoadOptions, LoraOptions, Quant,
+    Recompute, Rows,
+};
+use ops::{Ctx, Nf4Options};
+use oracle::decoder::floats;
+use reference::{Distribution, fill};
+use serde_json::{Value, json};
+
+use crate::device::distance;
+use crate::golden::golden;
+use crate::{FIXTURES, fixture, open};
+
+/// Those of which `fixtures/lora.py` made adapters.
+const PEFT: [&str; 8] = ["gemma2", "gemma3", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3"];
+
+fn load(name: &str, quant: Option<Quant>) -> Decoder {
+    let options = LoadOptions { dtype: Some(FloatDType::F32), quant, ..LoadOptions::default() };
+    Decoder::load(&open(name), &Device::cpu(), Ctx::default(), &options, |_| {}).expect("a fixture")
+}
+
+/// One whose B is not zero.
+fn adapter(config: &DecoderConfig, options: LoraOptions) -> Adapter {
+    let adapter = Adapter::new(config, options, 1).expect("a rank that fits");
+    let noise = fill(7, adapter.values().len(), Distribution::Normal);
+    adapter.with_values(noise.into_iter().map(|value| 0.05 * value).collect())
+}
+
+fn small() -> LoraOptions {
+    LoraOptions { rank: 4, alpha: 8.0, ..LoraOptions::default() }
+}
+
+/// Sequences of different lengths, one of which is learned in part.
+fn batch(name: &str) -> Vec<Example> {
+    let tokens = golden(name).prompt;
+    let reversed: Vec<u32> = tokens.iter().rev().take(17).copied().collect();
+    vec![Example { tokens, from: 5 }, Example { tokens: reversed, from: 0 }]
+}
+
+fn on_device(values: &[f32]) -> Tensor<1> {
+    Tensor::from_data(TensorData::new(values.to_vec(), [values.len()]), &Device::cpu())
+}
+
+/// Loss, and gradient of a loss of this weight.
+fn learned(
+    decoder: &Decoder,
+    adapter: &Adapter,
+    values: &[f32],
+    batch: &[Example],
+    weight: f64,
+    recompute: Recompute,
+) -> (f64, Vec<f32>) {
+    let values = on_device(values);
+    let (options, factors) = (adapter.options(), adapter.factors());
+    let adaptation = Adaptation { options, factors, values: &values };
+    let learned = decoder.learn(adaptation, batch, weight, recompute).expect("a batch");
+    assert_eq!(learned.tokens, batch.iter().map(Example::learned).sum::<usize>());
+    let numbers = |made: Tensor<1>| made.into_data().try_to_vec::<f32>().expect("f32");
+    (f64::from(numbers(learned.loss)[0]), numbers(learned.gradient))
+}
+
+/// Σ -ln p of the same tokens, by what generates.
+fn loss_of(decoder: &Decoder, batch: &[Example]) -> f64 {
+    let vocab = decoder.config().vocab;
+    let mut sum = 0.0;
+    for Example { tokens, from } in batch {
+        let mut cache = decoder.cache(1, tokens.len()).expect("short");
+        let logits = decoder.forward(&mut cache, &[tokens], Rows::All).expect("room");
+        let logits: Vec<f32> = logits.into_data().try_to_vec().expect("f32");
+        for at in (*from).max(1)..tokens.len() {
+            let row = &logits[(at - 1) * vocab..at * vocab];
+            let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let all: f64 = row.iter().map(|logit| f64::from(logit - most).exp()).sum();
+            sum += all.ln() - f64::from(row[tokens[at] as usize] - most);
+        }
+    }
+    sum
+}
+
+fn close(have: f64, want: f64, relative: f64) -> bool {
+    (have - want).abs() <= relative * want.abs()
+}
+
+/// An adapter whose B is 0 changes nothing, of any family.
+#[test]
+fn the_loss_begins_as_the_models() {
+    for name in FIXTURES {
+        let decoder = load(name, None);
+        let fresh = Adapter::new(decoder.config(), small(), 3).expect("a rank that fits");
+        let batch = batch(name);
+        let want = loss_of(&decoder, &batch);
+        let (have, _) = learned(&decoder, &fresh, fresh.values(), &batch, 1.0, Recompute::Layers);
+        assert!(close(have, want, 1e-5), "{name}: {have} for {want}");
+    }
+}
+
+/// What PEFT and torch make of the same adapters: logits, loss and gradients.
+#[test]
+fn adapters_are_those_of_peft() {
+    for name in PEFT {
+        let (weights, folder) = (open(name), fixture(name).join("lora"));
+        let file = Checkpoint::open(folder.join("golden.safetensors")).expect("lora.py writes it");
+        let numbers = |of: &str| floats(&file.tensor(of).expect("lora.py writes it"));
+        let ids = |of: &str| -> Vec<u32> {
+            let tensor = file.tensor(of).expect("lora.py writes it");
+            tensor
+                .bytes
+                .as_chunks::<8>()
+                .0
+                .iter()
+                .map(|id| i64::from_le_bytes(*id) as u32)
+                .collect()
+        };
+        let adapter = Adapter::open(&folder, weights.config()).expect("PEFT wrote it");
+        let options = LoadOptions { dtype: Some(FloatDType::F32), ..LoadOptions::default() };
+        let on = |adapter: Option<&Adapter>| {
+            let (device, ctx) = (Device::cpu(), Ctx::default());
+            Decoder::load_adapted(&weights, adapter, &device, ctx, &options, |_| {}).expect("dense")
+        };
+        // Merged.
+        let (tokens, lengths, from) = (ids("tokens"), ids("lengths"), ids("from"));
+        let merged = on(Some(&adapter));
+        let mut cache = merged.cache(1, 24).expect("short");
+        let logits = merged.forward(&mut cache, &[&tokens[..24]], Rows::All).expect("room");
+        let logits: Vec<f32> = logits.into_data().try_to_vec().expect("f32");
+        let gap = distance(&logits, &numbers("logits"));
+        assert!(gap <= 1e-4, "{name}: {gap:e}");
+        // Beside the model.
+        let batch: Vec<Example> = (0..2)
+            .map(|row| Example {
+                tokens: tokens[24 * row..24 * row + lengths[row] as usize].to_vec(),
+                from: from[row] as usize,
+            })
+            .collect();
+        let decoder = on(None);
+        let (loss, gradient) =
+            learned(&decoder, &adapter, adapter.values(), &batch, 1.0, Recompute::Layers);
+        let want = f64::from(numbers("loss")[0]);
+        assert!(close(loss, want, 1e-5), "{name}: {loss} for {want}");
+        let mut all = 0;
+        for factor in adapter.factors() {
+            let mut at = factor.at;
+            for (side, len) in ["A", "B"].into_iter().zip(factor.sizes(4)) {
+                let suffix = format!(".{}.lora_{side}.weight", factor.module);
+                let whole =
+                    file.names().find(|of| of.starts_with("grad.") && of.ends_with(&suffix));
+                let gap = distance(&gradient[at..at + len], &numbers(whole.expect("every factor")));
+                assert!(gap <= 1e-4, "{name} {suffix}: {gap:e}");
+                at += len;
+                all += 1;
+            }
+        }
+        assert_eq!(all, file.names().filter(|of| of.starts_with("grad.")).count(), "{name}");
+    }
+}
+
+/// Written and read again it is the same, and PEFT's own file comes back byte by byte.
+#[test]
+fn files_come_back() {
+    for name in PEFT {
+        let (weights, folder) = (open(name), fixture(name).join("lora"));
+        let config = weights.config();
+        let adapter = Adapter::open(&folder, config).expect("PEFT wrote it");
+        let target = tempfile::tempdir().expect("a folder");
+        adapter.write(target.path(), config, name).expect("it is empty");
+        assert_eq!(Adapter::open(target.path(), config).expect("just written"), adapter, "{name}");
+        let [own, theirs] = [target.path(), &folder].map(|folder| {
+            let file = Checkpoint::open(folder.join("adapter_model.safetensors")).expect("there");
+            file.names()
+                .map(|of| {
+                    let tensor = file.tensor(of).expect("it has the name");
+                    (of.to_owned(), tensor.shape.clone(), tensor.bytes.to_vec())
+                })
+                .collect::<Vec<_>>()
+        });
+        assert!(own == theirs, "{name}");
+        let text = std::fs::read_to_string(target.path().join("adapter_config.json"));
+        let written: Value = serde_json::from_str(&text.expect("written")).expect("JSON");
+        assert_eq!(written["base_model_name_or_path"], name);
+        assert_eq!(written["fan_in_fan_out"], name == "gpt2");
+        assert_eq!(written["use_rslora"], name == "qwen2");
+    }
+}
+
+#[test]
+fn adapters_that_are_not_of_a_model_are_refused() {
+    let config = open("llama").config().clone();
+    let opened = |edit: &dyn Fn(&Path), config: &DecoderConfig| {
+        let folder = tempfile::tempdir().expect("a folder");
+        for file in ["adapter_config.json", "adapter_model.safetensors"] {
+            let from = fixture("llama").join("lora").join(file);
+            std::fs::copy(from, folder.path().join(file)).expect("a fixture");
+        }
+        edit(folder.path());
+        Adapter::open(folder.path(), config).expect_err("refused").to_string()
+    };
+    let field = |field: &str, value: Value| {
+        let edit = move |folder: &Path| {
+            let path = folder.join("adapter_config.json");
+            let text = std::fs::read_to_string(&path).expect("a fixture");
+            let mut json: Value = serde_json::from_str(&text).expect("JSON");
+            json[field] = value.clone();
+            std::fs::write(&path, json.to_string()).expect("it is ours");
+        };
+        opened(&edit, &config)
+    };
+    assert!(field("peft_type", json!("IA3")).contains("`peft_type` is \"IA3\""));
+    assert!(field("use_dora", json!(true)).contains("`use_dora` is true"));
+    assert!(field("bias", json!("all")).contains("`bias`"));
+    assert!(field("modules_to_save", json!(["lm_head"])).contains("`modules_to_save`"));
+    assert!(field("rank_pattern", json!({"q_proj": 8})).contains("`rank_pattern`"));
+    assert!(field("r", json!(8)).contains("0 missing, 0 unused, 28 wrong"));
+    let gone = |file: &'static str| {
+        opened(
+            &move |folder: &Path| std::fs::remove_file(folder.join(file)).expect("there"),
+            &config,
+        )
+    };
+    assert!(gone("adapter_config.json").starts_with("cannot read"));
+    assert!(gone("adapter_model.safetensors").starts_with("cannot read"));
+    let cut = |folder: &Path| {
+        let path = folder.join("adapter_model.safetensors");
+        let bytes = std::fs::read(&path).expect("a fixture");
+        std::fs::write(&path, &bytes[..bytes.len() - 1]).expect("it is ours");
+    };
+    assert!(opened(&cut, &config).contains("is not a safetensors file"));
+    // Of another model: as wide, and of other names.
+    let other = open("phi3").config().clone();
+    assert!(
+        opened(&|_| {}, &other).contains("unused: base_model.model.model.layers.0.mlp.gate_proj")
+    );
+    // A matrix in 4 bits takes none.
+    let (weights, options) = (open("llama_nf4"), LoadOptions::default());
+    let adapter = adapter(weights.config(), small());
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let made = Decoder::load_adapted(&weights, Some(&adapter), &device, ctx, &options, |_| {});
+    let why = made.expect_err("quantised").to_string();
+    assert!(why.starts_with("tensor model.layers.0.mlp.down_proj.weight is quantised"), "{why}");
+}
+
+/// Along random directions, by differences; and the same whether layers are computed again or kept.
+#[test]
+fn gradients_are_those_of_the_loss() {
+    let nf4 = Some(Quant::Nf4(Nf4Options { block_size: 32, ..Nf4Options::default() }));
+    for (name, quant) in
+        [("llama", nf4), ("llama_int8", None), ("llama_linear_bias", None), ("phi3_nf4", None)]
+    {
+        let decoder = load(name, quant);
+        let (adapter, batch) = (adapter(decoder.config(), small()), batch(name));
+        let values = adapter.values();
+        let of =
+            |values: &[f32], recompute| learned(&decoder, &adapter, values, &batch, 0.5, recompute);
+        let (loss, gradient) = of(values, Recompute::Layers);
+        assert_eq!(gradient.len(), values.len());
+        let (same, kept) = of(values, Recompute::Nothing);
+        let gap = gradient.iter().zip(&kept).map(|(a, b)| f64::from((a - b).abs()));
+        let size = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        assert!(close(same, loss, 1e-6), "{name}: {same} for {loss}");
+        assert!(gap.fold(0.0, f64::max) <= 1e-5 * size, "{name}: other gradients where kept");
+        let direction = fill(100, values.len(), Distribution::Normal);
+        let step = 2e-3;
+        let at = |by: f32| {
+            let moved = values.iter().zip(&direction).map(|(v, d)| v + by * d);
+            of(&moved.collect::<Vec<_>>(), Recompute::Layers).0
+        };
+        let want = 0.5 * (at(step) - at(-step)) / (2.0 * f64::from(step));
+        let have: f64 =
+            gradient.iter().zip(&direction).map(|(g, d)| f64::from(*g) * f64::from(*d)).sum();
+        // Along a direction of unit length the slope is |gradient| at most.
+        let tolerance = 0.01 * want.abs() + 1e-3 * size;
+        assert!((have - want).abs() <= tolerance, "{name}: {have} for {want}, of {size}");
+    }
+}
+
+/// Only the modules that are named learn, and layers below them are passed without a graph.
+#[test]
+fn targets_are_named_by_their_last_names() {
+    let decoder = load("llama", None);
+    let named = |targets: &[&str]| LoraOptions {
+        targets: targets.iter().map(|target| (*target).to_owned()).collect(),
+        ..small()
+    };
+    let all = adapter(decoder.config(), small());
+    let some = adapter(decoder.config(), named(&["v_proj", "q_proj", "up_proj"]));
+    let names = |adapter: &Adapter| -> Vec<String> {
+        adapter.factors().iter().map(|factor| factor.module.clone()).collect()
+    };
+    assert_eq!((names(&all).len(), names(&some).len()), (14, 6));
+    assert_eq!(names(&some)[..2], ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"]);
+    let batch = batch("llama");
+    let (_, gradient) = learned(&decoder, &some, some.values(), &batch, 1.0, Recompute::Layers);
+    // All others at 0 is the same model, and the gradients of those that are named are the same.
+    let mut values = vec![0.0; all.values().len()];
+    let mut places = Vec::new();
+    for factor in some.factors() {
+        let own = all.factors().iter().find(|own| own.module == factor.module).expect("all");
+        let len: usize = factor.sizes(4).iter().sum();
+        values[own.at..own.at + len].copy_from_slice(&some.values()[factor.at..factor.at + len]);
+        places.extend(own.at..own.at + len);
+    }
+    let (_, whole) = learned(&decoder, &all, &values, &batch, 1.0, Recompute::Layers);
+    let size = gradient.iter().fold(0f32, |top, g| top.max(g.abs()));
+    for (at, have) in places.into_iter().zip(&gradient) {
+        assert!((whole[at] - have).abs() <= 1e-4 * size, "{at}");
+    }
+    let refused = Adapter::new(decoder.config(), named(&["q_proj", "head"]), 0).expect_err("none");
+    assert!(matches!(&refused, Error::Target { target, .. } if target == "head"), "{refused}");
+    assert!(refused.to_string().contains("down_proj, gate_proj, k_proj"), "{refused}");
+}
+
+#[test]
+fn a_batch_that_teaches_nothing_is_refused() {
+    let decoder = load("llama", None);
+    let adapter = adapter(decoder.config(), small());
+    let values = on_device(adapter.values());
+    let (options, factors) = (adapter.options(), adapter.factors());
+    let adaptation = Adaptation { options, factors, values: &values };
+    let refused = |batch: &[Example]| {
+        decoder.learn(adaptation, batch, 1.0, Recompute::Layers).expect_err("refused").to_string()
+    };
+    let one = |tokens: &[u32], from| Example { tokens: tokens.to_vec(), from };
+    for batch in
+        [vec![], vec![one(&[3], 0)], vec![one(&[3, 4], 2)], vec![one(&[3, 4], 0), one(&[], 0)]]
+    {
+        assert!(refused(&batch).starts_with("there is nothing to learn"), "{batch:?}");
+    }
+    assert!(refused(&[one(&[3, 9999], 0)]).contains("token 9999"));
+    assert!(refused(&[one(&[3; 129], 0)]).contains("129 positions"));
+    for (rank, alpha) in [(0, 8.0), (33, 8.0), (4, f64::NAN)] {
+        let options = LoraOptions { rank, alpha, ..LoraOptions::default() };
+        let refused = Adapter::new(decoder.config(), options, 0).expect_err("no adapter");
+        assert!(matches!(refused, Error::Rank { most: 32, .. }), "{refused}");
+    }
+}
