@@ -1,8 +1,6 @@
-use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
-use hf_hub::api::sync::ApiError;
-
+use crate::client::Failure;
 use crate::{Hub, ModelName};
 
 /// Why a model does not come.
@@ -55,10 +53,10 @@ pub enum HubError {
          hint: wait for it, or end it", .lock.display()
     )]
     Busy { model: ModelName, lock: PathBuf },
-    /// What an earlier download left of a file is longer than the file.
+    /// Where an earlier download would have left a part of a file lies what is none.
     #[error(
         "what is there of {model} cannot be gone on with\n\
-         hint: delete the files that end in .part under {}", .cache.display()
+         hint: delete the files that end in .incomplete under {}", .cache.display()
     )]
     Leftover { model: ModelName, cache: PathBuf },
     #[error(
@@ -71,40 +69,28 @@ pub enum HubError {
 }
 
 impl HubError {
-    pub(crate) fn of(error: ApiError, hub: &Hub, model: &ModelName) -> Self {
+    pub(crate) fn of(failure: Failure, hub: &Hub, model: &ModelName) -> Self {
         let (model, endpoint) = (model.clone(), hub.endpoint.clone());
-        match error {
-            ApiError::RequestError(request) => match *request {
-                ureq::Error::Status(404, _) => Self::NoModel { model, endpoint },
-                ureq::Error::Status(status @ (401 | 403), _) => {
-                    let (who, hint) = asker(hub.token.is_some());
-                    Self::Refused { model, endpoint, who, status, hint }
-                }
-                ureq::Error::Status(416, _) => {
-                    Self::Leftover { model, cache: hub.cache.path().clone() }
-                }
-                ureq::Error::Status(status, _) => {
-                    Self::Answer { model, endpoint, why: format!("status {status}") }
-                }
-                ureq::Error::Transport(why) => {
-                    Self::Unreachable { endpoint, why: without_address(&why) }
-                }
-            },
-            ApiError::IoError(why) if is_of_disk(&why) => hub.disk(&why),
-            ApiError::IoError(why) => Self::Interrupted { model, why: why.to_string() },
-            ApiError::TooManyRetries(last) => Self::of(*last, hub, &model),
-            ApiError::LockAcquisition(lock) => Self::Busy { model, lock },
-            ApiError::InvalidResume => Self::Leftover { model, cache: hub.cache.path().clone() },
-            other => Self::Answer { model, endpoint, why: other.to_string() },
+        match failure {
+            Failure::Status { status: 404, elsewhere: None, .. } => {
+                Self::NoModel { model, endpoint }
+            }
+            Failure::Status { status: status @ (401 | 403), elsewhere: None, .. } => {
+                let (who, hint) = asker(hub.token.is_some());
+                Self::Refused { model, endpoint, who, status, hint }
+            }
+            Failure::Status { status, elsewhere, wait } => {
+                let by = elsewhere.map(|host| format!(" of {host}, where it sends on to"));
+                let wait = wait.map(|wait| format!(", to be asked again in {wait:?}"));
+                let [by, wait] = [by, wait].map(Option::unwrap_or_default);
+                Self::Answer { model, endpoint, why: format!("status {status}{by}{wait}") }
+            }
+            Failure::Unreached { why, .. } => Self::Unreachable { endpoint, why },
+            Failure::Broke(why) => Self::Interrupted { model, why },
+            Failure::Unusable(why) | Failure::Wrong(why) => Self::Answer { model, endpoint, why },
+            Failure::Disk(why) => hub.disk(&why),
         }
     }
-}
-
-/// What ureq says, but for the address that it begins with.
-fn without_address(why: &ureq::Transport) -> String {
-    let said = why.to_string();
-    let address = why.url().map(|url| format!("{url}: ")).unwrap_or_default();
-    said.strip_prefix(&address).map_or_else(|| said.clone(), str::to_owned)
 }
 
 /// Who asked, and what would help.
@@ -122,19 +108,4 @@ const fn asker(has_token: bool) -> (&'static str, &'static str) {
              of that account or run `hf auth login`",
         )
     }
-}
-
-/// Of what writes, not of the network.
-fn is_of_disk(why: &io::Error) -> bool {
-    [
-        ErrorKind::StorageFull,
-        ErrorKind::QuotaExceeded,
-        ErrorKind::FileTooLarge,
-        ErrorKind::PermissionDenied,
-        ErrorKind::ReadOnlyFilesystem,
-        ErrorKind::NotFound,
-        ErrorKind::NotADirectory,
-        ErrorKind::AlreadyExists,
-    ]
-    .contains(&why.kind())
 }

@@ -6,6 +6,8 @@ use std::path::Path;
 
 use serde::Deserialize;
 
+use crate::cache::is_sha256;
+
 /// What else a folder may have, in the order in which it is downloaded.
 const SMALL: [&str; 6] = [
     "config.json",
@@ -18,6 +20,9 @@ const SMALL: [&str; 6] = [
 
 /// The shards of a checkpoint of several files.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// The longest index that is read; one of 100,000 tensors has 10 MB.
+const LONGEST_INDEX: u64 = 64 << 20;
 
 /// A checkpoint of one file.
 const WEIGHTS: &str = "model.safetensors";
@@ -40,6 +45,13 @@ pub(crate) struct Listing {
 struct Sibling {
     rfilename: String,
     size: Option<u64>,
+    lfs: Option<Lfs>,
+}
+
+/// What a listing says of a large file besides.
+#[derive(Debug, Deserialize)]
+struct Lfs {
+    sha256: Option<String>,
 }
 
 /// The part of an index that names files.
@@ -53,11 +65,21 @@ pub(crate) struct Files(Vec<String>);
 
 impl Listing {
     pub(crate) fn has(&self, name: &str) -> bool {
-        self.siblings.iter().any(|sibling| sibling.rfilename == name)
+        self.file(name).is_some()
     }
 
     pub(crate) fn size(&self, name: &str) -> Option<u64> {
-        self.siblings.iter().find(|sibling| sibling.rfilename == name)?.size
+        self.file(name)?.size
+    }
+
+    /// In small letters. None also of what is no sum.
+    pub(crate) fn sha256(&self, name: &str) -> Option<String> {
+        let sum = self.file(name)?.lfs.as_ref()?.sha256.as_ref();
+        sum.filter(|sum| is_sha256(sum)).map(|sum| sum.to_ascii_lowercase())
+    }
+
+    fn file(&self, name: &str) -> Option<&Sibling> {
+        self.siblings.iter().find(|sibling| sibling.rfilename == name)
     }
 }
 
@@ -95,7 +117,7 @@ impl Files {
 
     /// Of all files whose size is known.
     pub(crate) fn bytes(&self, listing: &Listing) -> u64 {
-        self.names().filter_map(|name| listing.size(name)).sum()
+        self.names().filter_map(|name| listing.size(name)).fold(0, u64::saturating_add)
     }
 }
 
@@ -116,11 +138,16 @@ impl Wanted {
 
 /// Names of the files in an index, none of which leads out of the folder.
 fn shards(index: &Path) -> Result<BTreeSet<String>, String> {
-    let text = fs::read_to_string(index).map_err(|why| format!("{INDEX}: {why}"))?;
+    let broken = |why: std::io::Error| format!("{INDEX}: {why}");
+    if fs::metadata(index).map_err(broken)?.len() > LONGEST_INDEX {
+        return Err(format!("{INDEX} has more than {LONGEST_INDEX} bytes"));
+    }
+    let text = fs::read_to_string(index).map_err(broken)?;
     let Index { weight_map } =
         serde_json::from_str(&text).map_err(|why| format!("{INDEX} is malformed: {why}"))?;
     let shards: BTreeSet<String> = weight_map.into_values().collect();
-    let is_plain = |name: &&String| name.ends_with(".safetensors") && !name.contains(['/', '\\']);
+    let is_plain =
+        |name: &&String| name.ends_with(".safetensors") && !name.contains(['/', '\\', ':', '\0']);
     match shards.iter().find(|name| !is_plain(name)) {
         Some(other) => Err(format!("{INDEX} names `{other}`, which is no file of safetensors")),
         None if shards.is_empty() => Err(format!("{INDEX} names no files")),
@@ -134,7 +161,7 @@ mod tests {
 
     fn listing(names: &[&str]) -> Listing {
         let siblings =
-            names.iter().map(|name| Sibling { rfilename: (*name).to_owned(), size: Some(7) });
+            names.iter().map(|&name| Sibling { rfilename: name.into(), size: Some(7), lfs: None });
         Listing { sha: "c0ffee".to_owned(), siblings: siblings.collect() }
     }
 
@@ -177,6 +204,7 @@ mod tests {
         assert_eq!(files.names().collect::<Vec<_>>(), ["config.json", INDEX, one, two]);
         for (bad, word) in [
             (&["../x.safetensors"][..], "no file of safetensors"),
+            (&["C:x.safetensors"], "no file of safetensors"),
             (&["x.bin"], "no file of safetensors"),
             (&["absent.safetensors"], "not there"),
             (&[], "names no files"),
@@ -184,6 +212,14 @@ mod tests {
             let said = Files::of_shards(&all, index(bad).path()).err().expect("refused");
             assert!(said.contains(word), "{said}");
         }
+    }
+
+    #[test]
+    fn an_index_without_end_is_not_read() {
+        let long = tempfile::NamedTempFile::new().expect("temporary file");
+        long.as_file().set_len(LONGEST_INDEX + 1).expect("sparse");
+        let said = shards(long.path()).expect_err("refused");
+        assert!(said.contains("more than"), "{said}");
     }
 
     #[test]

@@ -4,39 +4,55 @@
 //! `huggingface_hub` keeps too, and gives the folder. All files are of one commit. Weights come last, and
 //! the name of a revision leads to a commit only once all of it is there, so that a download which breaks
 //! off leaves nothing that passes for a model; the next one goes on where it ended.
+//!
+//! A server is not believed: names that it gives for files are checked before they are any, lengths and
+//! sums of large files once they are there, and a token is sent to the Hub's own address alone.
 
+mod cache;
+mod client;
+mod download;
 mod error;
 mod files;
 mod name;
+mod origin;
+mod part;
+mod patience;
 mod progress;
 
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use hf_hub::api::sync::{Api, ApiBuilder, ApiRepo};
-use hf_hub::{Cache, Repo, RepoType};
-
+use cache::{Folder, is_commit};
+use client::{Client, Failure, Token};
+use download::Download;
 pub use error::HubError;
 use files::{Files, INDEX, Listing, Wanted};
 pub use name::{BadName, ModelName};
+use origin::encoded;
+pub use patience::Patience;
 pub use progress::Progress;
 use progress::Tally;
+
+/// The longest listing that is read; one of 10,000 files has about 3 MB.
+const LONGEST_LISTING: u64 = 64 << 20;
 
 /// Where models come from, and where they are kept.
 #[derive(Debug)]
 pub struct Hub {
     endpoint: String,
-    token: Option<String>,
-    cache: Cache,
+    token: Option<Token>,
+    cache: PathBuf,
     offline: bool,
+    patience: Patience,
 }
 
 impl Hub {
     /// The Hub at an address, asked with a token or without one, and a folder that keeps what came.
     pub fn new(endpoint: &str, token: Option<String>, cache: PathBuf) -> Self {
         let endpoint = endpoint.trim().trim_end_matches('/').to_owned();
-        Self { endpoint, token, cache: Cache::new(cache), offline: false }
+        let token = token.map(Token::new);
+        Self { endpoint, token, cache, offline: false, patience: Patience::default() }
     }
 
     /// As the environment says, by the variables of `huggingface_hub`: `HF_ENDPOINT`; `HF_TOKEN`, or the
@@ -74,6 +90,12 @@ impl Hub {
         Self { offline: true, ..self }
     }
 
+    /// Waits so long for others, and asks so often.
+    #[must_use]
+    pub fn with_patience(self, patience: Patience) -> Self {
+        Self { patience, ..self }
+    }
+
     /// The folder of a model with all that it is loaded from. `progress` hears of what comes by the network.
     ///
     /// # Errors
@@ -104,126 +126,62 @@ impl Hub {
         wanted: Wanted,
         mut progress: impl FnMut(Progress<'_>),
     ) -> Result<PathBuf, HubError> {
+        let folder = Folder::new(&self.cache, model);
         if self.offline {
-            let kept = self.kept(model).filter(|folder| wanted.is_whole(folder));
+            let kept = folder.kept(model.revision()).filter(|folder| wanted.is_whole(folder));
             return kept.ok_or_else(|| HubError::NotCached {
                 model: model.clone(),
-                cache: self.cache.path().clone(),
+                cache: self.cache.clone(),
             });
         }
-        let of = |api_error| HubError::of(api_error, self, model);
-        let mut builder = ApiBuilder::from_cache(self.cache.clone())
-            .with_endpoint(self.endpoint.clone())
-            .with_token(self.token.clone())
-            .with_progress(false);
-        builder = builder.with_user_agent("flashover", env!("CARGO_PKG_VERSION"));
-        let api = builder.build().map_err(of)?;
-        let listing = self.listing(&api, model)?;
-        let mut download = Download {
-            hub: self,
-            model,
-            commit: &listing.sha,
-            api: api.repo(repo(model, &listing.sha)),
-            tally: Tally::new(&mut progress),
-        };
-        download.begin()?;
+        let client = Client::new(&self.endpoint, self.token.as_ref(), self.patience)
+            .map_err(|failure| HubError::of(failure, self, model))?;
+        let listing = self.listing(&client, model)?;
+        let tally = Tally::new(&mut progress);
+        let mut download = Download { hub: self, model, client, folder, listing: &listing, tally };
         let files = match wanted {
             Wanted::Tokenizer => Files::of_tokenizer(&listing),
             Wanted::Model if listing.has(INDEX) => {
-                let index = download.file(&listing, INDEX)?;
+                let index = download.file(INDEX)?;
                 Files::of_shards(&listing, &index).map_err(|why| self.broken(model, &why))?
             }
             Wanted::Model => Files::of_model(&listing)
                 .ok_or_else(|| HubError::NoSafetensors { model: model.clone() })?,
         };
         download.tally.expect(files.bytes(&listing));
-        let mut folder = None;
+        let mut path = None;
         for file in files.names() {
-            folder = download.file(&listing, file)?.parent().map(Path::to_owned);
+            path = download.file(file)?.parent().map(Path::to_owned);
         }
-        let folder =
-            folder.ok_or_else(|| self.broken(model, "it has none of the files of a model"))?;
+        let path = path.ok_or_else(|| self.broken(model, "it has none of the files of a model"))?;
         // A name that leads to a folder without weights would hide a whole one from a run without network.
-        if wanted == Wanted::Model || self.kept(model).is_none() {
-            let named = self.cache.repo(repo(model, model.revision()));
-            named.create_ref(&listing.sha).map_err(|why| self.disk(&why))?;
+        let folder = download.folder;
+        if wanted == Wanted::Model || folder.kept(model.revision()).is_none() {
+            folder.name(model.revision(), &listing.sha).map_err(|why| self.disk(&why))?;
         }
-        Ok(folder)
+        Ok(path)
     }
 
     /// The commit that the revision stands for, and its files.
-    fn listing(&self, api: &Api, model: &ModelName) -> Result<Listing, HubError> {
-        let asked = api.repo(repo(model, model.revision())).info_request().query("blobs", "true");
-        let answer = asked.call().map_err(|why| HubError::of(Box::new(why).into(), self, model))?;
+    fn listing(&self, client: &Client<'_>, model: &ModelName) -> Result<Listing, HubError> {
+        let (name, revision) = (model.name(), encoded(model.revision()));
+        let address = format!("/api/models/{name}/revision/{revision}?blobs=true");
+        let text = self.patience.retry(|| client.text(&address, LONGEST_LISTING));
+        let text = text.map_err(|failure| HubError::of(failure, self, model))?;
         let listing: Listing =
-            answer.into_json().map_err(|why| self.broken(model, &why.to_string()))?;
-        match listing.sha.chars().all(|c| c.is_ascii_alphanumeric()) && !listing.sha.is_empty() {
+            serde_json::from_slice(&text).map_err(|why| self.broken(model, &why.to_string()))?;
+        match is_commit(&listing.sha) {
             true => Ok(listing),
             false => Err(self.broken(model, "it names no commit")),
         }
     }
 
-    /// The folder of the commit that was whole last, or that the revision names.
-    fn kept(&self, model: &ModelName) -> Option<PathBuf> {
-        let folder = self.cache.path().join(repo(model, "").folder_name());
-        let commit = fs::read_to_string(folder.join("refs").join(model.revision()));
-        let commit = commit.map_or_else(|_| model.revision().to_owned(), |c| c.trim().to_owned());
-        Some(folder.join("snapshots").join(commit)).filter(|folder| folder.is_dir())
-    }
-
     fn broken(&self, model: &ModelName, why: &str) -> HubError {
-        let (endpoint, why) = (self.endpoint.clone(), why.to_owned());
-        HubError::Answer { model: model.clone(), endpoint, why }
+        HubError::of(Failure::Unusable(why.to_owned()), self, model)
     }
 
     fn disk(&self, why: &std::io::Error) -> HubError {
-        HubError::Disk { cache: self.cache.path().clone(), why: why.to_string() }
-    }
-}
-
-fn repo(model: &ModelName, revision: &str) -> Repo {
-    Repo::with_revision(model.name().to_owned(), RepoType::Model, revision.to_owned())
-}
-
-/// The files of one commit on their way into the cache.
-struct Download<'a> {
-    hub: &'a Hub,
-    model: &'a ModelName,
-    commit: &'a str,
-    api: ApiRepo,
-    tally: Tally<'a>,
-}
-
-impl Download<'_> {
-    /// Lets what `huggingface_hub` has of this commit be found: it keeps names of branches alone.
-    fn begin(&self) -> Result<(), HubError> {
-        let kept = self.hub.cache.repo(repo(self.model, self.commit));
-        kept.create_ref(self.commit).map_err(|why| self.hub.disk(&why))
-    }
-
-    /// The file's path, after a download unless it is there and whole.
-    fn file(&mut self, listing: &Listing, name: &str) -> Result<PathBuf, HubError> {
-        let size = listing.size(name);
-        let is_whole = |path: &Path| {
-            let there = path.metadata().map(|meta| meta.len());
-            size.map_or(there.is_ok(), |size| there.is_ok_and(|there| there == size))
-        };
-        let kept = self.hub.cache.repo(repo(self.model, self.commit)).get(name);
-        if let Some(path) = kept.filter(|path| is_whole(path)) {
-            self.tally.had(name, size.unwrap_or(0));
-            return Ok(path);
-        }
-        let downloaded = self.api.download_with_progress(name, self.tally.file(name));
-        let path = downloaded.map_err(|why| HubError::of(why, self.hub, self.model))?;
-        if is_whole(&path) {
-            return Ok(path);
-        }
-        // hf-hub takes what came for the whole.
-        for part in [path.canonicalize().ok(), Some(path)].into_iter().flatten() {
-            fs::remove_file(part).map_err(|why| self.hub.disk(&why))?;
-        }
-        let why = "the file is not as long as it was said to be".to_owned();
-        Err(HubError::Interrupted { model: self.model.clone(), why })
+        HubError::Disk { cache: self.cache.clone(), why: why.to_string() }
     }
 }
 
@@ -253,13 +211,20 @@ mod tests {
             (&[("HF_HUB_CACHE", "/c"), ("HF_TOKEN", " own ")], "/c".into(), Some("own")),
         ] {
             let hub = hub(vars, Some(dir.path())).expect("a home");
-            assert_eq!(Path::new(hub.cache.path()), cache, "{vars:?}");
-            assert_eq!(hub.token.as_deref(), token, "{vars:?}");
+            assert_eq!(hub.cache, cache, "{vars:?}");
+            assert_eq!(hub.token, token.map(|token| Token::new(token.into())), "{vars:?}");
             assert!(!hub.offline && hub.endpoint == "https://huggingface.co", "{hub:?}");
         }
         let hub_of = hub(&[("HF_HOME", "/h")], None).expect("a home");
-        assert_eq!(Path::new(hub_of.cache.path()), "/h/hub");
+        assert_eq!(hub_of.cache, Path::new("/h/hub"));
         let error = hub(&[("HF_HOME", "")], None).expect_err("no home");
         assert!(matches!(error, HubError::NoCache), "{error}");
+    }
+
+    #[test]
+    fn a_token_is_not_shown() {
+        let hub = Hub::new("https://hub.co", Some("hf_secret".to_owned()), "/c".into());
+        let shown = format!("{hub:?}");
+        assert!(shown.contains("hub.co") && !shown.contains("secret"), "{shown}");
     }
 }

@@ -18,13 +18,6 @@ pub(crate) struct Tally<'a> {
     total: u64,
 }
 
-/// Hears of one file from hf-hub.
-pub(crate) struct OfFile<'t, 'a> {
-    tally: &'t mut Tally<'a>,
-    name: &'t str,
-    bytes: u64,
-}
-
 impl<'a> Tally<'a> {
     pub(crate) fn new(told: &'a mut dyn FnMut(Progress<'_>)) -> Self {
         Self { told, before: 0, total: 0 }
@@ -35,34 +28,19 @@ impl<'a> Tally<'a> {
         (self.before, self.total) = (0, bytes);
     }
 
-    pub(crate) fn file<'t>(&'t mut self, name: &'t str) -> OfFile<'t, 'a> {
-        OfFile { tally: self, name, bytes: 0 }
+    /// So much is there of a file that comes; less than before where it begins anew.
+    pub(crate) fn at(&mut self, file: &str, bytes: u64) {
+        (self.told)(Progress { file, bytes: self.before + bytes, total_bytes: self.total });
+    }
+
+    /// A file that came.
+    pub(crate) fn finish(&mut self, bytes: u64) {
+        self.before += bytes;
     }
 
     /// A file that was there before.
     pub(crate) fn had(&mut self, name: &str, bytes: u64) {
         self.before += bytes;
-        self.tell(name, 0);
-    }
-
-    fn tell(&mut self, file: &str, bytes: u64) {
-        (self.told)(Progress { file, bytes: self.before + bytes, total_bytes: self.total });
-    }
-}
-
-impl hf_hub::api::Progress for OfFile<'_, '_> {
-    /// Also where a download goes on.
-    fn init(&mut self, _size: usize, _file: &str) {
-        self.bytes = 0;
-        self.tally.tell(self.name, 0);
-    }
-
-    fn update(&mut self, bytes: usize) {
-        self.bytes += bytes as u64;
-        self.tally.tell(self.name, self.bytes);
-    }
-
-    fn finish(&mut self) {
-        self.tally.before += self.bytes;
+        self.at(name, 0);
     }
 }

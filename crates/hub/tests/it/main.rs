@@ -1,13 +1,18 @@
 //! Downloads, from a server on this machine.
 
 mod server;
+mod transfer;
+mod trust;
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use hub::{Hub, HubError, ModelName};
-use server::{COMMIT, Manners, Models, Server, files};
+use hub::{Hub, HubError, ModelName, Patience};
+use server::{Asked, COMMIT, Manners, Models, Reply, Server, Whim, files};
 
 fn demo() -> BTreeMap<String, Vec<u8>> {
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo"))
@@ -26,6 +31,15 @@ fn name(text: &str) -> ModelName {
     text.parse().expect("a name")
 }
 
+/// Asks again soon, and waits long enough for a machine that is at work.
+const QUICK: Patience = Patience {
+    connect: Duration::from_secs(10),
+    stall: Duration::from_secs(10),
+    busy: Duration::from_millis(200),
+    tries: 3,
+    pause: Duration::from_millis(5),
+};
+
 /// A server with the demo model and a cache of its own.
 struct Place {
     server: Server,
@@ -42,12 +56,17 @@ impl Place {
         Self { server: Server::start(models, manners), dir }
     }
 
+    fn whim(whim: impl FnMut(&Asked, &mut Reply) + Send + 'static) -> Self {
+        Self::new(Manners { whim: Some(Box::new(whim)), ..Manners::default() })
+    }
+
     fn cache(&self) -> PathBuf {
         self.dir.path().join("hub")
     }
 
     fn hub(&self, token: Option<&str>) -> Hub {
-        Hub::new(&self.server.endpoint, token.map(str::to_owned), self.cache())
+        let token = token.map(str::to_owned);
+        Hub::new(&self.server.endpoint, token, self.cache()).with_patience(QUICK)
     }
 
     fn model(&self, text: &str) -> Result<PathBuf, HubError> {
@@ -57,6 +76,26 @@ impl Place {
     fn offline(&self, text: &str) -> Result<PathBuf, HubError> {
         self.hub(None).offline().model(&name(text), |_| {})
     }
+}
+
+/// Lets nothing come of a file from that byte on, so many times. They are counted down.
+fn cutting(name: &'static str, at: usize, times: usize) -> (Arc<AtomicUsize>, Whim) {
+    let left = Arc::new(AtomicUsize::new(times));
+    let count = Arc::clone(&left);
+    let whim = move |asked: &Asked, reply: &mut Reply| {
+        if asked.method == "GET" && asked.path.ends_with(name) && !reply.body.is_empty() {
+            let cuts = count.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
+            let from = asked.headers.get("range").map_or(0, |range| first(range));
+            reply.sent = cuts.is_ok().then(|| at.saturating_sub(from));
+        }
+    };
+    (left, Box::new(whim))
+}
+
+/// Where a range begins.
+fn first(range: &str) -> usize {
+    let from = range.strip_prefix("bytes=").and_then(|range| range.strip_suffix('-'));
+    from.and_then(|from| from.parse().ok()).expect("bytes=N-")
 }
 
 fn refused(result: Result<PathBuf, HubError>) -> HubError {
@@ -88,14 +127,78 @@ fn a_model_comes_whole_once_and_nothing_else_comes() {
     assert_eq!(place.offline(&by_commit).expect("is there"), folder);
 }
 
+/// Folders, files and what links lead to, from a folder on.
+fn tree(folder: &Path) -> BTreeMap<PathBuf, Option<PathBuf>> {
+    let mut found = BTreeMap::new();
+    let mut open = vec![folder.to_owned()];
+    while let Some(next) = open.pop() {
+        for entry in fs::read_dir(next).expect("a folder") {
+            let path = entry.expect("listed").path();
+            if path.is_dir() && !path.is_symlink() {
+                open.push(path.clone());
+            }
+            let own = path.strip_prefix(folder).expect("under it").to_owned();
+            found.insert(own, fs::read_link(&path).ok());
+        }
+    }
+    found
+}
+
 #[test]
 fn what_huggingface_hub_left_is_not_downloaded_again() {
     let place = Place::new(Manners::default());
+    let own = place.cache().join("models--owner--demo");
+    let (blobs, snapshot) = (own.join("blobs"), own.join("snapshots").join(COMMIT));
+    for folder in [&blobs, &snapshot, &own.join("refs")] {
+        fs::create_dir_all(folder).expect("made");
+    }
+    for (at, name) in FILES.into_iter().enumerate() {
+        let sum = format!("{at:040x}");
+        fs::write(blobs.join(&sum), &demo()[name]).expect("written");
+        std::os::unix::fs::symlink(Path::new("../../blobs").join(&sum), snapshot.join(name))
+            .expect("linked");
+    }
+    fs::write(own.join("refs/main"), COMMIT).expect("written");
+    let before = tree(&place.cache());
+    assert_eq!(place.offline("owner/demo").expect("is there"), snapshot);
+    assert_eq!(place.model("owner/demo").expect("is there"), snapshot);
+    assert_eq!(place.server.sent(), [""; 0]);
+    assert_eq!(tree(&place.cache()), before, "it is left as it is");
+}
+
+#[test]
+fn the_cache_is_as_huggingface_hub_has_it() {
+    let place = Place::new(Manners::default());
+    place.model("owner/demo@v1").expect("downloads");
+    let own = Path::new("models--owner--demo");
+    let snapshot = own.join("snapshots").join(COMMIT);
+    let mut want = BTreeMap::new();
+    for folder in [own, &own.join("blobs"), &own.join("refs"), &own.join("snapshots"), &snapshot] {
+        want.insert(folder.to_owned(), None);
+    }
+    let locks = Path::new(".locks");
+    for path in [own.join("refs/v1"), locks.to_owned(), locks.join(own)] {
+        want.insert(path, None);
+    }
+    for name in FILES {
+        let etag = format!("owner-demo-{}", name.replace('.', "-"));
+        want.insert(own.join("blobs").join(&etag), None);
+        want.insert(locks.join(own).join(format!("{etag}.lock")), None);
+        want.insert(snapshot.join(name), Some(Path::new("../../blobs").join(etag)));
+    }
+    assert_eq!(tree(&place.cache()), want);
+    let named = fs::read_to_string(place.cache().join(own).join("refs/v1")).expect("there");
+    assert_eq!(named, COMMIT);
+}
+
+#[test]
+fn a_file_that_another_commit_has_is_not_downloaded_again() {
+    let place = Place::new(Manners::default());
     let folder = place.model("owner/demo").expect("downloads");
     place.server.sent();
-    let refs = place.cache().join("models--owner--demo/refs");
-    fs::remove_file(refs.join(COMMIT)).expect("it keeps names of branches alone");
-    assert_eq!(place.model("owner/demo").expect("is there"), folder);
+    let elsewhere = folder.with_file_name("f".repeat(40));
+    fs::rename(&folder, elsewhere).expect("renamed");
+    assert_eq!(place.model("owner/demo").expect("is linked"), folder);
     assert_eq!(place.server.sent(), [""; 0]);
 }
 
@@ -124,39 +227,18 @@ fn shards_come_by_their_index() {
         file(two, "the second"),
         file("pytorch_model.bin", "not this"),
     ]);
-    let cut = Some((two, 3));
-    let place =
-        Place::with(Models::from([("owner/large", all)]), Manners { cut, ..Manners::default() });
+    let models = Models::from([("owner/large", all)]);
+    let (cuts, whim) = cutting(two, 3, 3);
+    let place = Place::with(models, Manners { whim: Some(whim), ..Manners::default() });
     let error = refused(place.model("owner/large"));
     assert!(matches!(error, HubError::Interrupted { .. }), "{error}");
     assert!(matches!(refused(place.offline("owner/large")), HubError::NotCached { .. }));
+    assert_eq!(cuts.load(Ordering::SeqCst), 0);
     place.server.sent();
     let folder = place.model("owner/large").expect("goes on");
     assert_eq!(place.server.sent(), [two], "what came is kept");
     assert_eq!(fs::read(folder.join(two)).expect("there"), b"the second");
     assert_eq!(place.offline("owner/large").expect("is there"), folder);
-}
-
-#[test]
-fn a_download_that_breaks_off_leaves_no_model_and_is_gone_on_with() {
-    let cut = Some(("model.safetensors", 4_000_000));
-    let place = Place::new(Manners { cut, ..Manners::default() });
-    let error = refused(place.model("owner/demo"));
-    assert!(matches!(error, HubError::Interrupted { .. }), "{error}");
-    let snapshot = place.cache().join("models--owner--demo/snapshots").join(COMMIT);
-    assert!(!snapshot.join("model.safetensors").exists());
-    assert!(matches!(refused(place.offline("owner/demo")), HubError::NotCached { .. }));
-    place.server.sent();
-    let mut least = u64::MAX;
-    let folder = place.hub(None).model(&name("owner/demo"), |progress| {
-        if progress.file == "model.safetensors" && progress.bytes > 1_000_000 {
-            least = least.min(progress.bytes);
-        }
-    });
-    let have = fs::read(folder.expect("goes on").join("model.safetensors")).expect("there");
-    assert!(have == demo()["model.safetensors"]);
-    assert_eq!(place.server.sent(), ["model.safetensors"]);
-    assert!(least >= 4_000_000, "it went on at {least}");
 }
 
 #[test]

@@ -16,8 +16,33 @@ pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub(crate) struct Manners {
     /// Its files go to those alone who bring this token.
     pub(crate) token: Option<&'static str>,
-    /// A file that breaks off after so many bytes, once.
+    /// A file of which nothing comes from that byte on.
     pub(crate) cut: Option<(&'static str, usize)>,
+    /// What it does otherwise.
+    pub(crate) whim: Option<Whim>,
+}
+
+/// Changes an answer before it goes out.
+pub(crate) type Whim = Box<dyn FnMut(&Asked, &mut Reply) + Send>;
+
+/// What a client asks for.
+pub(crate) struct Asked {
+    pub(crate) method: String,
+    pub(crate) path: String,
+    /// By names in small letters.
+    pub(crate) headers: BTreeMap<String, String>,
+}
+
+/// What goes back.
+pub(crate) struct Reply {
+    pub(crate) status: &'static str,
+    /// Without one that is empty.
+    pub(crate) headers: BTreeMap<&'static str, String>,
+    pub(crate) body: Vec<u8>,
+    /// How much of the body comes; all without.
+    pub(crate) sent: Option<usize>,
+    /// Whether nothing comes after that, not even an end.
+    pub(crate) stalls: bool,
 }
 
 /// Files by model and name.
@@ -25,7 +50,7 @@ pub(crate) type Models = BTreeMap<&'static str, BTreeMap<String, Vec<u8>>>;
 
 pub(crate) struct Server {
     pub(crate) endpoint: String,
-    /// What was asked for: address and range.
+    /// What was asked for: method and address.
     asked: Arc<Mutex<Vec<String>>>,
 }
 
@@ -35,7 +60,7 @@ impl Server {
         let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
         let asked = Arc::new(Mutex::new(Vec::new()));
         let (address, log) = (endpoint.clone(), Arc::clone(&asked));
-        let mut hub = Answers { models, manners, endpoint: address, asked: log };
+        let mut hub = Answers { models, manners, endpoint: address, asked: log, held: Vec::new() };
         thread::spawn(move || {
             for stream in listener.incoming() {
                 // A client that goes away is none of the server's.
@@ -49,10 +74,9 @@ impl Server {
     pub(crate) fn sent(&self) -> Vec<String> {
         let asked = std::mem::take(&mut *self.asked.lock().expect("no test panics with it"));
         let file = |line: &String| {
-            let (path, range) = line.split_once(' ')?;
+            let path = line.strip_prefix("GET ")?;
             let name = path.split_once(&format!("/resolve/{COMMIT}/"))?.1;
-            let moved = path.starts_with("/stored/");
-            (range != "bytes=0-0" && !moved).then(|| name.to_owned())
+            (!path.starts_with("/stored/")).then(|| name.to_owned())
         };
         asked.iter().filter_map(file).collect()
     }
@@ -69,48 +93,71 @@ pub(crate) fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
+impl Reply {
+    fn new(status: &'static str, headers: &[(&'static str, String)], body: Vec<u8>) -> Self {
+        let mut headers: BTreeMap<_, _> = headers.iter().cloned().collect();
+        headers.insert("Content-Length", body.len().to_string());
+        Self { status, headers, body, sent: None, stalls: false }
+    }
+
+    fn bare(status: &'static str) -> Self {
+        Self::new(status, &[], Vec::new())
+    }
+}
+
 struct Answers {
     models: Models,
     manners: Manners,
     endpoint: String,
     asked: Arc<Mutex<Vec<String>>>,
+    /// Connections that are neither answered nor closed.
+    held: Vec<TcpStream>,
 }
 
 impl Answers {
     fn serve(&mut self, mut stream: TcpStream) -> std::io::Result<()> {
         let mut lines = BufReader::new(stream.try_clone()?).lines();
         let first = lines.next().transpose()?.unwrap_or_default();
-        let path = first.split(' ').nth(1).unwrap_or_default().to_owned();
+        let mut words = first.split(' ').map(str::to_owned);
+        let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
         let mut headers = BTreeMap::new();
         for line in lines {
             let line = line?;
             let Some((name, value)) = line.split_once(':') else { break };
             headers.insert(name.to_lowercase(), value.trim().to_owned());
         }
-        let range = headers.get("range").cloned().unwrap_or_default();
-        self.asked.lock().expect("no test panics with it").push(format!("{path} {range}"));
-        let bearer = headers.get("authorization").and_then(|value| value.strip_prefix("Bearer "));
-        let known = self.manners.token.is_none_or(|token| bearer == Some(token));
-        let (status, more, body) = self.answer(&path, &range, known);
-        let length = body.len();
-        let head =
-            format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n");
-        stream.write_all(format!("{head}{more}\r\n").as_bytes())?;
-        let sent = match self.manners.cut {
-            Some((name, at)) if path.ends_with(name) && length > at => {
-                self.manners.cut = None;
-                at
-            }
-            _ => length,
+        let asked = Asked { method, path, headers };
+        let line = format!("{} {}", asked.method, asked.path);
+        self.asked.lock().expect("no test panics with it").push(line);
+        let mut reply = self.answer(&asked);
+        if let Some(whim) = &mut self.manners.whim {
+            whim(&asked, &mut reply);
+        }
+        let mut head = format!("HTTP/1.1 {}\r\nConnection: close\r\n", reply.status);
+        for (name, value) in reply.headers.iter().filter(|header| !header.1.is_empty()) {
+            head.push_str(&format!("{name}: {value}\r\n"));
+        }
+        let all = match asked.method.as_str() {
+            "HEAD" => 0,
+            _ => reply.body.len(),
         };
-        stream.write_all(&body[..sent])?;
+        let sent = reply.sent.map_or(all, |most| most.min(all));
+        if reply.stalls && sent == 0 {
+            self.held.push(stream);
+            return Ok(());
+        }
+        stream.write_all(format!("{head}\r\n").as_bytes())?;
+        stream.write_all(&reply.body[..sent])?;
+        if reply.stalls {
+            self.held.push(stream);
+            return Ok(());
+        }
         stream.shutdown(Shutdown::Both)
     }
 
-    /// Status, headers and body.
-    fn answer(&self, path: &str, range: &str, known: bool) -> (&'static str, String, Vec<u8>) {
-        let absent = || ("404 Not Found", String::new(), Vec::new());
-        let path = path.split('?').next().unwrap_or_default();
+    fn answer(&self, asked: &Asked) -> Reply {
+        let absent = || Reply::bare("404 Not Found");
+        let path = asked.path.split('?').next().unwrap_or_default();
         if let Some(asked) = path.strip_prefix("/api/models/") {
             let Some((model, revision)) = asked.split_once("/revision/") else { return absent() };
             let Some(files) = self.models.get(model).filter(|_| revision != "absent") else {
@@ -121,9 +168,9 @@ impl Answers {
                 .map(|(name, bytes)| serde_json::json!({ "rfilename": name, "size": bytes.len() }))
                 .collect();
             let listing = serde_json::json!({ "sha": COMMIT, "siblings": siblings });
-            return ("200 OK", String::new(), listing.to_string().into_bytes());
+            return Reply::new("200 OK", &[], listing.to_string().into_bytes());
         }
-        let (path, stored) = match path.strip_prefix("/stored") {
+        let (path, is_stored) = match path.strip_prefix("/stored") {
             Some(path) => (path, true),
             None => (path, false),
         };
@@ -134,29 +181,39 @@ impl Answers {
                 (revision == COMMIT).then_some((model, name, bytes))
             });
         let Some((model, name, bytes)) = found else { return absent() };
-        if !known {
-            return ("401 Unauthorized", String::new(), Vec::new());
+        let bearer =
+            asked.headers.get("authorization").and_then(|value| value.strip_prefix("Bearer "));
+        // Storage knows no tokens: an address of it says that one was there.
+        if !is_stored && self.manners.token.is_some_and(|token| bearer != Some(token)) {
+            return Reply::bare("401 Unauthorized");
         }
         let etag = format!("{}-{}", model.replace('/', "-"), name.replace('.', "-"));
         // Large files lie elsewhere, as the Hub has it.
-        if name.ends_with(".safetensors") && !stored {
-            let more = format!(
-                "Location: {}/stored{path}\r\nX-Linked-ETag: \"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\n",
-                self.endpoint
-            );
-            return ("302 Found", more, Vec::new());
+        if name.ends_with(".safetensors") && !is_stored {
+            let headers = [
+                ("Location", format!("{}/stored{path}", self.endpoint)),
+                ("X-Linked-ETag", format!("\"{etag}\"")),
+                ("X-Linked-Size", bytes.len().to_string()),
+            ];
+            return Reply::new("302 Found", &headers, Vec::new());
         }
-        let (from, to) = range.trim_start_matches("bytes=").split_once('-').unwrap_or_default();
-        let from: usize = from.parse().unwrap_or(0);
-        let to = to.parse().map_or(bytes.len(), |last: usize| last + 1).min(bytes.len());
-        if from >= to {
-            return ("416 Range Not Satisfiable", String::new(), Vec::new());
+        let tag = ("ETag", format!("\"{etag}\""));
+        let range = asked.headers.get("range").and_then(|range| range.strip_prefix("bytes="));
+        let from = range.and_then(|range| range.trim_end_matches('-').parse::<usize>().ok());
+        let mut reply = match from {
+            None => Reply::new("200 OK", &[tag], bytes.clone()),
+            Some(from) if from >= bytes.len() => return Reply::bare("416 Range Not Satisfiable"),
+            Some(from) => {
+                let range = format!("bytes {from}-{}/{}", bytes.len() - 1, bytes.len());
+                let headers = [tag, ("Content-Range", range)];
+                Reply::new("206 Partial Content", &headers, bytes[from..].to_vec())
+            }
+        };
+        if let Some((_, at)) =
+            self.manners.cut.filter(|(cut, at)| *cut == name && *at < bytes.len())
+        {
+            reply.sent = Some(at.saturating_sub(from.unwrap_or(0)));
         }
-        let more = format!(
-            "ETag: \"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Range: bytes {from}-{}/{}\r\n",
-            to - 1,
-            bytes.len()
-        );
-        ("206 Partial Content", more, bytes[from..to].to_vec())
+        reply
     }
 }

@@ -1,0 +1,265 @@
+//! Requests to the Hub and to the storage it sends on to.
+//!
+//! Redirects are followed here and not by ureq, so that a token goes to the Hub's own address alone and
+//! nothing goes from https to http. Whoever stalls is left after a while, but a download may take as long
+//! as it takes while bytes come.
+
+use std::fmt;
+use std::io::{self, ErrorKind, Read};
+use std::time::Duration;
+
+use ureq::http::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderValue, LOCATION, RANGE, RETRY_AFTER,
+};
+use ureq::http::{Method, Request, Response, Uri};
+use ureq::{Agent, Body, Error, Timeout};
+
+use crate::Patience;
+use crate::origin::{Origin, redirected};
+
+/// How often one request is sent on.
+const REDIRECTS: usize = 5;
+
+/// What the Hub says of a file that storage has: `ETag` and length there are the storage's own.
+const LINKED_ETAG: &str = "x-linked-etag";
+const LINKED_SIZE: &str = "x-linked-size";
+
+/// What opens gated and private models. Not for anybody to read.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Token(String);
+
+impl Token {
+    pub(crate) const fn new(token: String) -> Self {
+        Self(token)
+    }
+
+    /// None of what cannot stand in a request.
+    fn header(&self) -> Option<HeaderValue> {
+        let mut value = HeaderValue::from_str(&format!("Bearer {}", self.0)).ok()?;
+        value.set_sensitive(true);
+        Some(value)
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// Why there is no answer, or none to use.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    Status {
+        status: u16,
+        /// The host that says so, where the Hub sent on to it.
+        elsewhere: Option<String>,
+        /// What `Retry-After` asks for.
+        wait: Option<Duration>,
+    },
+    Unreached {
+        why: String,
+        /// Whether it may be over by the next time.
+        passes: bool,
+    },
+    /// An answer that broke off.
+    Broke(String),
+    /// An answer that says nothing of a file.
+    Unusable(String),
+    /// An answer that is not the file: what there is of it cannot be gone on with.
+    Wrong(String),
+    Disk(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    /// Of files: what reads from the network has [`Client::broke`].
+    fn from(why: io::Error) -> Self {
+        Self::Disk(why)
+    }
+}
+
+/// What the Hub says of a file before it comes.
+pub(crate) struct Facts {
+    /// As it stands in the answer.
+    pub(crate) etag: String,
+    pub(crate) size: Option<u64>,
+}
+
+pub(crate) struct Client<'a> {
+    agent: Agent,
+    endpoint: &'a str,
+    own: Origin,
+    bearer: Option<HeaderValue>,
+    pub(crate) patience: Patience,
+}
+
+impl<'a> Client<'a> {
+    pub(crate) fn new(
+        endpoint: &'a str,
+        token: Option<&Token>,
+        patience: Patience,
+    ) -> Result<Self, Failure> {
+        let refused = |why: &str| Failure::Unreached { why: why.to_owned(), passes: false };
+        let own = endpoint.parse().ok().and_then(|uri| Origin::of(&uri));
+        let own = own.ok_or_else(|| refused("http:// or https:// is where it has to begin"))?;
+        let bearer = token
+            .map(|token| token.header().ok_or_else(|| refused("the token cannot be sent")))
+            .transpose()?;
+        let config = Agent::config_builder()
+            .user_agent(concat!("flashover/", env!("CARGO_PKG_VERSION")))
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .timeout_resolve(Some(patience.connect))
+            .timeout_connect(Some(patience.connect))
+            .timeout_send_request(Some(patience.connect))
+            .timeout_recv_response(Some(patience.stall))
+            .timeout_per_read(Some(patience.stall))
+            .build();
+        Ok(Self { agent: config.into(), endpoint, own, bearer, patience })
+    }
+
+    /// The body of an answer, of at most so many bytes.
+    pub(crate) fn text(&self, path: &str, most: u64) -> Result<Vec<u8>, Failure> {
+        let mut answer = self.get(path, 0)?;
+        let mut body = Vec::new();
+        let mut reader = answer.body_mut().as_reader().take(most + 1);
+        reader.read_to_end(&mut body).map_err(|why| self.broke(why))?;
+        match body.len() as u64 > most {
+            true => Err(Failure::Unusable(format!("it sends more than {most} bytes"))),
+            false => Ok(body),
+        }
+    }
+
+    /// What the Hub says of a file, which storage elsewhere is not asked for.
+    pub(crate) fn facts(&self, path: &str) -> Result<Facts, Failure> {
+        let answer = self.follow(&Method::HEAD, path, 0)?;
+        let size = match answer.status().is_success() {
+            true => {
+                header(&answer, LINKED_SIZE).or_else(|| header(&answer, CONTENT_LENGTH.as_str()))
+            }
+            false => header(&answer, LINKED_SIZE),
+        };
+        let etag = etag(&answer).ok_or_else(|| Failure::Unusable("it has no ETag".to_owned()))?;
+        Ok(Facts { etag: etag.to_owned(), size: size.and_then(|size| size.parse().ok()) })
+    }
+
+    /// An answer of status 2xx, of a file from that byte on.
+    pub(crate) fn get(&self, path: &str, from: u64) -> Result<Response<Body>, Failure> {
+        self.follow(&Method::GET, path, from)
+    }
+
+    /// What it means that a body ends before its end.
+    pub(crate) fn broke(&self, why: io::Error) -> Failure {
+        match Error::from(why) {
+            Error::Timeout(which) => Failure::Broke(self.late(which)),
+            // ureq unpacks what is packed against our asking, which a range in the middle cannot be.
+            why @ Error::Decompress(..) => Failure::Wrong(plainly(&why)),
+            why => Failure::Broke(plainly(&why)),
+        }
+    }
+
+    /// Goes where it is sent on to. Of a HEAD the answer that knows the file's ETag is enough.
+    fn follow(&self, method: &Method, path: &str, from: u64) -> Result<Response<Body>, Failure> {
+        let uri = format!("{}{path}", self.endpoint).parse();
+        let mut uri: Uri = uri.map_err(|_| Failure::Unusable(format!("{path} is no address")))?;
+        for _ in 0..=REDIRECTS {
+            let origin = Origin::of(&uri);
+            let is_own = origin.as_ref() == Some(&self.own);
+            let answer = self.send(method, &uri, from, is_own)?;
+            let status = answer.status();
+            if status.is_success() {
+                return Ok(answer);
+            }
+            if !matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308) {
+                let elsewhere = origin.filter(|_| !is_own).map(|origin| origin.host().to_owned());
+                let wait = header(&answer, RETRY_AFTER.as_str()).and_then(|wait| wait.parse().ok());
+                let wait = wait.map(Duration::from_secs);
+                return Err(Failure::Status { status: status.as_u16(), elsewhere, wait });
+            }
+            let location = header(&answer, LOCATION.as_str())
+                .ok_or_else(|| Failure::Unusable("it sends on to nowhere".to_owned()))?;
+            let next = redirected(&uri, location).map_err(Failure::Unusable)?;
+            if method == Method::HEAD && Origin::of(&next) != origin && etag(&answer).is_some() {
+                return Ok(answer);
+            }
+            uri = next;
+        }
+        Err(Failure::Unusable(format!("it sends on more than {REDIRECTS} times")))
+    }
+
+    fn send(
+        &self,
+        method: &Method,
+        uri: &Uri,
+        from: u64,
+        is_own: bool,
+    ) -> Result<Response<Body>, Failure> {
+        // Lengths and ranges count the bytes of a file, not of what is packed.
+        let mut request = Request::builder().method(method).uri(uri);
+        request = request.header(ACCEPT_ENCODING, "identity");
+        if let Some(bearer) = self.bearer.as_ref().filter(|_| is_own) {
+            request = request.header(AUTHORIZATION, bearer);
+        }
+        if from > 0 {
+            request = request.header(RANGE, format!("bytes={from}-"));
+        }
+        let request = request.body(()).map_err(|why| Failure::Unusable(why.to_string()))?;
+        self.agent.run(request).map_err(|why| match self.unanswered(&why) {
+            Failure::Unreached { why, passes } if !is_own => {
+                let host = uri.host().unwrap_or_default();
+                Failure::Unreached { why: format!("{host}, where it sends on to: {why}"), passes }
+            }
+            other => other,
+        })
+    }
+
+    fn unanswered(&self, why: &Error) -> Failure {
+        let (why, passes) = match why {
+            Error::Protocol(_) | Error::LargeResponseHeader(..) | Error::Http(_) => {
+                return Failure::Unusable(plainly(why));
+            }
+            Error::Timeout(which) => (self.late(*which), true),
+            Error::Io(io) => (plainly(why), passes(io.kind())),
+            other => (plainly(other), false),
+        };
+        Failure::Unreached { why, passes }
+    }
+
+    fn late(&self, which: Timeout) -> String {
+        match which {
+            Timeout::PerRead | Timeout::RecvResponse | Timeout::RecvBody => {
+                format!("nothing came for {:?}", self.patience.stall)
+            }
+            _ => format!("no connection within {:?}", self.patience.connect),
+        }
+    }
+}
+
+/// Of an error of a connection: a server that restarts, or a network that changes. Nobody listens for longer.
+const fn passes(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::ConnectionReset
+            | ErrorKind::ConnectionAborted
+            | ErrorKind::BrokenPipe
+            | ErrorKind::UnexpectedEof
+            | ErrorKind::TimedOut
+    )
+}
+
+/// A header's first value, where it is text.
+pub(crate) fn header<'r>(answer: &'r Response<Body>, name: &str) -> Option<&'r str> {
+    answer.headers().get(name)?.to_str().ok()
+}
+
+fn etag(answer: &Response<Body>) -> Option<&str> {
+    header(answer, LINKED_ETAG).or_else(|| header(answer, ETAG.as_str()))
+}
+
+/// What ureq says, but for the kind that it begins with.
+fn plainly(why: &Error) -> String {
+    match why {
+        Error::Io(io) => io.to_string(),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,246 @@
+//! One file of a commit on its way into the cache.
+
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+
+use ureq::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE};
+
+use crate::cache::{BlobName, Folder, NotLocked};
+use crate::client::{Client, Facts, Failure, header};
+use crate::files::Listing;
+use crate::origin::encoded;
+use crate::part::Part;
+use crate::progress::Tally;
+use crate::{Hub, HubError, ModelName};
+
+/// How much is read at once.
+const PIECE: usize = 1 << 17;
+
+/// How much a request has to bring for the next failure to be the first again: a server that stalls after every byte
+/// is one that stalls.
+const RENEWS: u64 = 1 << 16;
+
+/// The files of one commit on their way into the cache.
+pub(crate) struct Download<'a> {
+    pub(crate) hub: &'a Hub,
+    pub(crate) model: &'a ModelName,
+    pub(crate) client: Client<'a>,
+    pub(crate) folder: Folder,
+    pub(crate) listing: &'a Listing,
+    pub(crate) tally: Tally<'a>,
+}
+
+/// What a file is to be.
+struct Whole<'a> {
+    name: &'a str,
+    /// From the endpoint on.
+    address: String,
+    size: u64,
+    /// SHA-256. Small files have git's SHA-1 in its place, which is not checked.
+    sum: Option<String>,
+}
+
+impl Download<'_> {
+    /// The file's path, after a download unless it is there and whole.
+    pub(crate) fn file(&mut self, name: &str) -> Result<PathBuf, HubError> {
+        let commit = &self.listing.sha;
+        let path = self.folder.snapshot(commit).join(name);
+        let size = self.listing.size(name);
+        if is_whole(&path, size) {
+            self.tally.had(name, size.unwrap_or(0));
+            return Ok(path);
+        }
+        let address = format!("/{}/resolve/{commit}/{}", self.model.name(), encoded(name));
+        let facts = self.client.patience.retry(|| self.client.facts(&address));
+        let facts = facts.map_err(|failure| self.failed(name, failure))?;
+        let (blob, whole) = self.expected(name, address, &facts)?;
+        let locked = self.folder.lock(&blob, self.client.patience.busy);
+        let _locked = locked.map_err(|why| match why {
+            NotLocked::Busy(lock) => HubError::Busy { model: self.model.clone(), lock },
+            NotLocked::Disk(why) => self.hub.disk(&why),
+        })?;
+        // Another commit may have it, and another program may have been at it until now.
+        match is_whole(&self.folder.blob(&blob), Some(whole.size)) {
+            true => self.tally.had(name, whole.size),
+            false => self.fetch(&blob, &whole)?,
+        }
+        self.folder.link(commit, name, &blob).map_err(|why| self.hub.disk(&why))
+    }
+
+    /// What the Hub says of a file here and in its listing, as one.
+    fn expected<'n>(
+        &self,
+        name: &'n str,
+        address: String,
+        facts: &Facts,
+    ) -> Result<(BlobName, Whole<'n>), HubError> {
+        let blob = BlobName::of_etag(&facts.etag)
+            .ok_or_else(|| self.unusable(&format!("the ETag of {name} is no name of a file")))?;
+        let size = self.listing.size(name).or(facts.size);
+        let size = size.ok_or_else(|| self.unusable(&format!("it has no length of {name}")))?;
+        let (listed, said) = (self.listing.sha256(name), blob.sha256());
+        if listed.is_some() && said.is_some() && listed != said {
+            return Err(self.unusable(&format!("it has two SHA-256 of {name}")));
+        }
+        Ok((blob, Whole { name, address, size, sum: listed.or(said) }))
+    }
+
+    /// Downloads what is not there of a blob, and checks all of it.
+    fn fetch(&mut self, blob: &BlobName, whole: &Whole<'_>) -> Result<(), HubError> {
+        let on_disk = |why| self.hub.disk(&why);
+        let part =
+            Part::open(self.folder.incomplete(blob), whole.sum.is_some()).map_err(on_disk)?;
+        let mut part = part.ok_or_else(|| HubError::Leftover {
+            model: self.model.clone(),
+            cache: self.hub.cache.clone(),
+        })?;
+        // As long as the whole it may be whole, which only a sum can tell.
+        if part.len() > whole.size || (part.len() == whole.size && whole.sum.is_none()) {
+            part.clear().map_err(on_disk)?;
+        }
+        if let Err(failure) = self.complete(whole, &mut part) {
+            if matches!(failure, Failure::Wrong(_)) {
+                part.remove().map_err(|why| self.hub.disk(&why))?;
+            }
+            return Err(self.failed(whole.name, failure));
+        }
+        self.tally.finish(whole.size);
+        part.finish(&self.folder.blob(blob)).map_err(|why| self.hub.disk(&why))
+    }
+
+    /// Asks until all is there, for as long as one of the next few requests brings more.
+    fn complete(&mut self, whole: &Whole<'_>, part: &mut Part) -> Result<(), Failure> {
+        let patience = self.client.patience;
+        let (mut tries, mut most) = (patience.tries(), part.len());
+        self.tally.at(whole.name, part.len());
+        while part.len() < whole.size {
+            let Err(failure) = self.pull(whole, part) else { continue };
+            if part.len() >= most + RENEWS {
+                (tries, most) = (patience.tries(), part.len());
+            }
+            if !tries.again(&failure) {
+                return Err(failure);
+            }
+        }
+        match (&whole.sum, part.sum()) {
+            (Some(want), Some(have)) if *want != have => Err(Failure::Wrong(format!(
+                "the SHA-256 of {} is {have} and not {want}; it is deleted",
+                whole.name
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// One request from where the part ends. What comes without an error is all that was to come.
+    fn pull(&mut self, whole: &Whole<'_>, part: &mut Part) -> Result<(), Failure> {
+        let mut answer = self.client.get(&whole.address, part.len());
+        if part.len() > 0 && matches!(answer, Err(Failure::Status { status: 416, .. })) {
+            part.clear()?;
+            answer = self.client.get(&whole.address, 0);
+        }
+        let mut answer = answer?;
+        let wrong = |what: &str, said: &str| {
+            let (name, size) = (whole.name, whole.size);
+            Err(Failure::Wrong(format!("{what} of {name}, of {size} bytes, is {said}")))
+        };
+        let packed = header(&answer, CONTENT_ENCODING.as_str());
+        if let Some(packed) = packed.filter(|packed| *packed != "identity") {
+            return wrong("the Content-Encoding", packed);
+        }
+        match answer.status().as_u16() {
+            200 => {
+                let length = header(&answer, CONTENT_LENGTH.as_str());
+                if let Some(length) = length.filter(|length| length.parse() != Ok(whole.size)) {
+                    return wrong("the Content-Length", length);
+                }
+                part.clear()?;
+            }
+            206 if part.len() > 0 => {
+                let range = header(&answer, CONTENT_RANGE.as_str()).unwrap_or("missing");
+                if !goes_on(range, part.len(), whole.size) {
+                    return wrong(&format!("the Content-Range from {} on", part.len()), range);
+                }
+            }
+            status => return wrong("the status", &status.to_string()),
+        }
+        let mut body = answer.body_mut().as_reader();
+        let mut piece = vec![0; PIECE];
+        loop {
+            let n = match body.read(&mut piece) {
+                Ok(0) => break,
+                Ok(n) => n,
+                Err(why) if why.kind() == ErrorKind::Interrupted => continue,
+                Err(why) => return Err(self.client.broke(why)),
+            };
+            if part.len() + n as u64 > whole.size {
+                return wrong("the length", "more than that");
+            }
+            part.push(&piece[..n])?;
+            self.tally.at(whole.name, part.len());
+        }
+        match part.len() == whole.size {
+            true => Ok(()),
+            false => Err(Failure::Broke(format!(
+                "{} ends after {} of {} bytes",
+                whole.name,
+                part.len(),
+                whole.size
+            ))),
+        }
+    }
+
+    fn failed(&self, name: &str, failure: Failure) -> HubError {
+        match failure {
+            Failure::Status { status: 404, elsewhere: None, .. } => {
+                self.unusable(&format!("it lists {name} and does not have it"))
+            }
+            other => HubError::of(other, self.hub, self.model),
+        }
+    }
+
+    fn unusable(&self, why: &str) -> HubError {
+        HubError::of(Failure::Unusable(why.to_owned()), self.hub, self.model)
+    }
+}
+
+/// Whether a file is there; as long as it is to be, where that is known.
+fn is_whole(path: &Path, size: Option<u64>) -> bool {
+    let there = path.metadata().ok().filter(|meta| meta.is_file()).map(|meta| meta.len());
+    there.is_some_and(|there| size.is_none_or(|size| there == size))
+}
+
+/// Whether a Content-Range begins at a byte and is of a file of that size.
+fn goes_on(range: &str, from: u64, size: u64) -> bool {
+    let parts = range.strip_prefix("bytes ").and_then(|range| range.split_once('/'));
+    let Some((span, total)) = parts else { return false };
+    let Some((first, last)) = span.split_once('-') else { return false };
+    let [first, last] = [first, last].map(|at| at.parse::<u64>().ok());
+    let is_total = total == "*" || total.parse() == Ok(size);
+    is_total && first == Some(from) && last.is_some_and(|last| from <= last && last < size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_go_on_where_the_part_ends() {
+        for good in ["bytes 4-9/10", "bytes 4-9/*", "bytes 4-6/10"] {
+            assert!(goes_on(good, 4, 10), "{good}");
+        }
+        for bad in [
+            "bytes 0-9/10",
+            "bytes 5-9/10",
+            "bytes 4-9/11",
+            "bytes 4-10/10",
+            "bytes 4-3/10",
+            "bytes */10",
+            "4-9/10",
+            "bytes 4-9",
+            "",
+            "bytes 4-9/99999999999999999999",
+        ] {
+            assert!(!goes_on(bad, 4, 10), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Addresses: whose they are, and where a redirect leads.
+
+use ureq::http::Uri;
+
+/// Whom a request goes to. A token is for one of them alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Origin {
+    is_https: bool,
+    host: String,
+    port: u16,
+}
+
+impl Origin {
+    /// None of what is no address of http or https.
+    pub(crate) fn of(uri: &Uri) -> Option<Self> {
+        let is_https = match uri.scheme_str()? {
+            "https" => true,
+            "http" => false,
+            _ => return None,
+        };
+        let host = uri.host().filter(|host| !host.is_empty())?.to_ascii_lowercase();
+        let port = match uri.port() {
+            Some(port) => port.as_str().parse().ok()?,
+            None if is_https => 443,
+            None => 80,
+        };
+        Some(Self { is_https, host, port })
+    }
+
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+}
+
+/// Where a `Location` leads that was given at `base`.
+///
+/// # Errors
+/// What is no address, has a name or password in it, or leads from https to http.
+pub(crate) fn redirected(base: &Uri, location: &str) -> Result<Uri, String> {
+    let bad = || "it sends on to what is no address".to_owned();
+    let location = location.split('#').next().unwrap_or_default();
+    let scheme = base.scheme_str().ok_or_else(bad)?;
+    let authority = base.authority().ok_or_else(bad)?;
+    let is_absolute = location.split(['/', '?']).next().is_some_and(|begin| begin.contains(':'));
+    let text = if is_absolute {
+        location.to_owned()
+    } else if location.starts_with("//") {
+        format!("{scheme}:{location}")
+    } else if location.starts_with('/') {
+        format!("{scheme}://{authority}{location}")
+    } else if location.starts_with('?') {
+        format!("{scheme}://{authority}{}{location}", base.path())
+    } else {
+        let folder = base.path().rsplit_once('/').map_or("", |(folder, _)| folder);
+        format!("{scheme}://{authority}{folder}/{location}")
+    };
+    let next: Uri = text.parse().map_err(|_| bad())?;
+    let to = Origin::of(&next).ok_or_else(bad)?;
+    let own = next.authority() == Some(authority);
+    if !own && next.authority().is_some_and(|authority| authority.as_str().contains('@')) {
+        return Err("it sends on to an address with a name or password in it".to_owned());
+    }
+    if scheme == "https" && !to.is_https {
+        return Err(format!("it sends on from https to http, at {}", to.host));
+    }
+    Ok(next)
+}
+
+/// A part of an address: `/` and all else that could mean something is written as `%2F` is.
+pub(crate) fn encoded(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
+                out.push(char::from(byte));
+            }
+            other => out.push_str(&format!("%{other:02X}")),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn origin(text: &str) -> Option<Origin> {
+        Origin::of(&text.parse().expect("an address"))
+    }
+
+    #[test]
+    fn an_origin_is_scheme_host_and_port() {
+        let hub = origin("https://hub.co/a/b");
+        assert!(hub.is_some());
+        for same in ["https://HUB.co", "https://hub.co:443/x?y", "https://a:b@hub.co"] {
+            assert_eq!(origin(same), hub, "{same}");
+        }
+        for other in [
+            "http://hub.co",
+            "https://hub.co:444",
+            "https://cdn.hub.co",
+            "https://hub.co.evil",
+            "http://hub.co:443",
+        ] {
+            assert_ne!(origin(other), hub, "{other}");
+        }
+        assert!(origin("ftp://hub.co").is_none() && origin("/a").is_none());
+    }
+
+    #[test]
+    fn locations_lead_where_browsers_go() {
+        let base: Uri = "https://hub.co:8443/a/b?c=d".parse().expect("an address");
+        for (location, to) in [
+            ("https://cdn.co/x?s=a:b", "https://cdn.co/x?s=a:b"),
+            ("HTTPS://cdn.co/x", "https://cdn.co/x"),
+            ("//cdn.co/x", "https://cdn.co/x"),
+            ("/x/y?z#part", "https://hub.co:8443/x/y?z"),
+            ("x?u=http://y", "https://hub.co:8443/a/x?u=http://y"),
+            ("?x", "https://hub.co:8443/a/b?x"),
+        ] {
+            assert_eq!(redirected(&base, location).map(|to| to.to_string()), Ok(to.to_owned()));
+        }
+        for (location, word) in [
+            ("http://hub.co:8443/a", "from https to http"),
+            ("https://name:word@cdn.co/x", "name or password"),
+            ("file:///etc/passwd", "no address"),
+            ("https://", "no address"),
+            ("/a b", "no address"),
+        ] {
+            let said = redirected(&base, location).expect_err(location);
+            assert!(said.contains(word), "{location}: {said}");
+            assert!(!said.contains(":word"), "{said}");
+        }
+        let plain: Uri = "http://hub.co/a".parse().expect("an address");
+        assert!(redirected(&plain, "https://hub.co/a").is_ok(), "up is no harm");
+    }
+
+    #[test]
+    fn parts_of_addresses_stay_parts() {
+        assert_eq!(encoded("model-1_a.b~c"), "model-1_a.b~c");
+        assert_eq!(encoded("refs/pr/1"), "refs%2Fpr%2F1");
+        assert_eq!(encoded("a?b#c%ü"), "a%3Fb%23c%25%C3%BC");
+    }
+}
