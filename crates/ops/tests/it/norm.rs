@@ -1,9 +1,9 @@
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use ops::{
     Activation, Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, NormKind, NormWeights, OpError,
     RowNorm, int8_linear, linear, matmul, nf4_glu, nf4_linear, norm, takes_norm,
 };
-use reference::{Norm, NormOperands, NormRule};
+use reference::{Distribution, Norm, NormOperands, NormRule, fill};
 
 use crate::{close, tensor, values};
 
@@ -106,24 +106,104 @@ fn products_normalise_their_rows() {
     }
 }
 
+/// Every gradient of `Σ out · weights` against central differences of the reference.
 #[test]
-fn norms_in_products_have_no_gradient_and_fit_their_rows() {
-    let (plain, ctx) = (Device::cpu(), Ctx::default());
-    let device = plain.autodiff();
-    let run = |x: Tensor<2>, width, eps| {
-        let weight = tensor::<1>([width], 3, &device);
+fn gradients_are_the_differences() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let (rows, width, eps) = (3, 7, 1e-2);
+    let sizes = [rows * width, width, width, rows * width];
+    let inputs: [Vec<f32>; 4] =
+        std::array::from_fn(|i| fill(i as u64 + 1, sizes[i], Distribution::Normal));
+    let weights = fill(6, rows * width, Distribution::Normal);
+    for (kind, rule) in KINDS {
+        for all in [false, true] {
+            let loss = |v: &[Vec<f32>; 4]| -> f64 {
+                let operands = NormOperands {
+                    weight: &v[1],
+                    bias: all.then_some(&v[2]),
+                    residual: all.then_some(&v[3]),
+                };
+                let out = Norm { rule, eps }.run(&v[0], operands).expect("lengths agree");
+                out.iter().zip(&weights).map(|(o, w)| o * f64::from(*w)).sum()
+            };
+            let rows_of = |i: usize| {
+                Tensor::<2>::from_data(TensorData::new(inputs[i].clone(), [rows, width]), &device)
+                    .require_grad()
+            };
+            let line = |i: usize| {
+                Tensor::<1>::from_data(TensorData::new(inputs[i].clone(), [width]), &device)
+                    .require_grad()
+            };
+            let (x, w, b, r) = (rows_of(0), line(1), line(2), rows_of(3));
+            let with = NormWeights { weight: w.clone(), bias: all.then(|| b.clone()) };
+            let out = norm(&ctx, x.clone(), with, all.then(|| r.clone()), kind, eps as f32);
+            let weighted =
+                Tensor::from_data(TensorData::new(weights.clone(), [rows, width]), &device);
+            let gradients = (out.expect("valid") * weighted).sum().backward();
+            let got = [
+                x.grad(&gradients).map(values),
+                w.grad(&gradients).map(values),
+                b.grad(&gradients).map(values),
+                r.grad(&gradients).map(values),
+            ];
+            for (which, got) in got.into_iter().enumerate() {
+                let what = format!("{kind:?}, input {which}, all {all}");
+                if !all && which >= 2 {
+                    assert!(got.is_none(), "{what}");
+                    continue;
+                }
+                let want: Vec<f64> = (0..inputs[which].len())
+                    .map(|i| {
+                        let at = |step: f32| {
+                            let mut moved = inputs.clone();
+                            moved[which][i] += step;
+                            (loss(&moved), f64::from(moved[which][i]))
+                        };
+                        let ((up, x1), (down, x0)) = (at(1.0 / 1024.0), at(-1.0 / 1024.0));
+                        (up - down) / (x1 - x0)
+                    })
+                    .collect();
+                close(&got.expect("it is tracked"), &want, &what);
+            }
+        }
+    }
+}
+
+/// As those of a norm and a product one after the other.
+#[test]
+fn norms_in_products_have_gradients_and_fit_their_rows() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let run = |x: Tensor<2>, weight: Tensor<1>, eps| {
         let norm = Some(RowNorm { weight, kind: NormKind::Rms, eps });
         let rhs = tensor::<2>([8, 5], 2, &device).require_grad();
-        matmul(&ctx, x, rhs, Epilogue { norm, ..Epilogue::default() })
+        let out = matmul(&ctx, x, rhs.clone(), Epilogue { norm, ..Epilogue::default() })?;
+        Ok::<_, OpError>((out, rhs))
     };
-    let x = || tensor::<2>([4, 8], 1, &device);
-    let tracked = run(x().require_grad(), 8, 1e-5);
-    assert!(matches!(tracked, Err(OpError::NoGradient)), "{tracked:?}");
-    // The weight's gradient needs none of the norm's.
-    assert!(run(x(), 8, 1e-5).is_ok());
-    let long = run(x(), 9, 1e-5).expect_err("a weight of another width").to_string();
+    let x = || tensor::<2>([4, 8], 1, &device).require_grad();
+    let weight = |width: usize| tensor::<1>([width], 3, &device).require_grad();
+    let (own, own_weight) = (x(), weight(8));
+    let (out, rhs) = run(own.clone(), own_weight.clone(), 1e-5).expect("valid");
+    let gradients = (out.clone() * out).sum().backward();
+    let (other, other_weight, other_rhs) =
+        (x(), weight(8), tensor::<2>([8, 5], 2, &device).require_grad());
+    let with = NormWeights { weight: other_weight.clone(), bias: None };
+    let y = norm(&ctx, other.clone(), with, None, NormKind::Rms, 1e-5).expect("valid");
+    let out = matmul(&ctx, y, other_rhs.clone(), Epilogue::default()).expect("valid");
+    let apart = (out.clone() * out).sum().backward();
+    let pairs = [
+        (own.grad(&gradients).map(values), other.grad(&apart).map(values)),
+        (own_weight.grad(&gradients).map(values), other_weight.grad(&apart).map(values)),
+        (rhs.grad(&gradients).map(values), other_rhs.grad(&apart).map(values)),
+    ];
+    for (which, (got, want)) in pairs.into_iter().enumerate() {
+        let want = want.expect("it is tracked").into_iter().map(f64::from).collect::<Vec<_>>();
+        assert!(want.iter().any(|v| v.abs() > 0.1), "{which}: {want:?}");
+        close(&got.expect("it is tracked"), &want, &format!("input {which}"));
+    }
+    let long = run(x(), weight(9), 1e-5).expect_err("a weight of another width").to_string();
     assert!(long.contains("norm has shape [9]"), "{long}");
-    assert!(run(x(), 8, -1.0).expect_err("no such eps").to_string().contains("eps is -1"));
+    let negative = run(x(), weight(8), -1.0).expect_err("no such eps").to_string();
+    assert!(negative.contains("eps is -1"), "{negative}");
 }
 
 #[test]
@@ -144,14 +224,4 @@ fn mistakes_are_errors() {
     assert!(negative.contains("eps is -1"), "{negative}");
     let none = Tensor::<2>::zeros([0, 8], &device);
     assert_eq!(run(none, good(), None, 1e-5).expect("nothing to do").dims(), [0, 8]);
-
-    let device = Device::cpu().autodiff();
-    let tracked = tensor::<2>([4, 8], 1, &device).require_grad();
-    let refused = run(tracked, weights(8, false, &device), None, 1e-5);
-    assert!(matches!(refused, Err(OpError::NoGradient)), "{refused:?}");
-    let untracked = run(tensor([4, 8], 1, &device), weights(8, true, &device), None, 1e-5);
-    assert_eq!(
-        values(untracked.expect("valid")),
-        values(run(x(), good(), None, 1e-5).expect("valid"))
-    );
 }
