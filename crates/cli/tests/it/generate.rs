@@ -9,6 +9,7 @@ use std::process::{Command, Output, Stdio};
 use checkpoint::{Checkpoint, Tensor};
 use safetensors::tensor::SafeTensors;
 use serde_json::json;
+use tempfile::TempDir;
 
 use crate::{demo, fixture, flashover};
 
@@ -113,15 +114,21 @@ fn logits_that_are_nan_are_written_and_an_error() {
     assert!(written.f32s().expect("f32").iter().all(|logit| logit.is_nan()));
 }
 
-/// A conversation with the demo model by a template that refuses roles that do not take turns, and system messages.
-fn chat(lines: &str, more: &[&str]) -> Output {
+/// The demo model with a chat template.
+fn demo_with(template: &str) -> TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
         fs::copy(demo().join(file), folder.path().join(file)).expect("copied");
     }
+    fs::write(folder.path().join("chat_template.jinja"), template).expect("written");
+    folder
+}
+
+/// A conversation with the demo model by a template that refuses roles that do not take turns, and system messages.
+fn chat(lines: &str, more: &[&str]) -> Output {
     let template = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
         {{ raise_exception('roles must take turns') }}{% endif %}{{ m.content }}\n{% endfor %}";
-    fs::write(folder.path().join("chat_template.jinja"), template).expect("written");
+    let folder = demo_with(template);
     let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
         .args(["chat", "--backend", "cpu", "--max-new-tokens", "8", "--model"])
         .arg(folder.path())
@@ -148,6 +155,31 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(out.stdout.is_empty() && said.contains("refuses these messages: roles"), "{said}");
+}
+
+/// Nobody who asks for no chat needs a template; who does is told before the model is loaded.
+#[test]
+fn a_broken_chat_template_stops_chats_alone() {
+    let grows = "{% set ns = namespace(x='x') %}{% for i in range(90) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}";
+    for (template, why) in [
+        ("{% for m in messages %}", "error: chat template `default` is broken: "),
+        (grows, "error: chat template `default` fails on these messages: "),
+    ] {
+        let folder = demo_with(template);
+        let model = ["--backend", "cpu", "--model", folder.path().to_str().expect("UTF-8")];
+        let plain = ["generate", "--prompt", "One day", "--max-new-tokens", "4"];
+        let out = flashover(&[&plain[..], &model].concat());
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && !out.stdout.is_empty(), "{said}");
+        for asked in [&["generate", "--chat", "--prompt", "One day"][..], &["chat"]] {
+            // The device has no room for it, which would be told were it loaded.
+            let out = flashover(&[asked, &model, &["--memory-limit", "4096"]].concat());
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(2), "{said}");
+            assert!(out.stdout.is_empty() && said.starts_with(why), "{said}");
+            assert_eq!(said.matches("\nhint: ").count(), 1, "{said}");
+        }
+    }
 }
 
 #[test]
@@ -282,9 +314,6 @@ fn the_command_refuses_what_is_wrong() {
     let linked = copy("linked", &|to| {
         std::os::unix::fs::symlink("gone", to.join("tokenizer.json")).expect("linked");
     });
-    let template = copy("template", &|to| {
-        fs::write(to.join("chat_template.jinja"), "{% for m in messages %}").expect("written");
-    });
     let shards = copy("shards", &|to| {
         let index = "model.safetensors.index.json";
         fs::copy(fixture("llama_sharded").join(index), to.join(index)).expect("copied");
@@ -314,7 +343,6 @@ fn the_command_refuses_what_is_wrong() {
         "`stop_strings` is [\"\\n\\n\"], which is not supported; known: null\nhint: ",
     );
     refused(&linked, &one, "linked/tokenizer.json: No such file");
-    refused(&template, &one, "chat template `default` is broken: ");
     // Texts may begin as options do.
     for text in
         [&["--prompt", "- item"][..], &["--prompt", "-x"], &["--prompt", "x", "--stop", "--"]]

@@ -1,4 +1,5 @@
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use arch::ArchProfile;
 use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, LoraOptions, Weights};
@@ -30,11 +31,12 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    /// Maps the files of a folder, and reads the headers of its weights.
+    /// Maps the files of a folder, and reads the headers of its weights. Its chat template is read where a chat is
+    /// first asked for: plain prompts need none.
     ///
     /// # Errors
-    /// [`EngineError::Folder`] for what is no model of ours, [`EngineError::Text`] for a tokenizer or a template that
-    /// cannot be read or is another model's.
+    /// [`EngineError::Folder`] for what is no model of ours, [`EngineError::Text`] for a tokenizer that cannot be read
+    /// or is another model's.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, EngineError> {
         let folder = folder.as_ref();
         let weights = Weights::open(folder).map_err(EngineError::Folder)?;
@@ -46,8 +48,8 @@ impl ModelFolder {
             true => Some(Tokenizer::open(folder)?.for_vocab(config.vocab)?),
             false => None,
         };
-        let template = ChatTemplate::open(folder)?;
-        let reader = Reader { folder: folder.to_owned(), config, generation, tokenizer, template };
+        let (folder, template) = (folder.to_owned(), OnceLock::new());
+        let reader = Reader { folder, config, generation, tokenizer, template };
         Ok(Self { weights, reader, adapter: None })
     }
 
@@ -166,14 +168,16 @@ pub(super) struct Reader {
     pub(super) config: DecoderConfig,
     pub(super) generation: GenerationConfig,
     pub(super) tokenizer: Option<Tokenizer>,
-    pub(super) template: Option<ChatTemplate>,
+    /// None where there is none, and unset until it was opened.
+    pub(super) template: OnceLock<Option<ChatTemplate>>,
 }
 
 impl Reader {
     /// Of a shape, which reads nothing.
     pub(super) fn of_shape(shape: &str, config: DecoderConfig) -> Self {
         let generation = GenerationConfig::default();
-        Self { folder: shape.into(), config, generation, tokenizer: None, template: None }
+        let template = OnceLock::from(None);
+        Self { folder: shape.into(), config, generation, tokenizer: None, template }
     }
 
     pub(super) fn request(&self) -> Request {
@@ -200,9 +204,19 @@ impl Reader {
     }
 
     fn render(&self, prompt: &Prompt) -> Result<String, EngineError> {
-        let template = self.template.as_ref();
-        let template = template.ok_or_else(|| EngineError::NoTemplate(self.folder.clone()))?;
-        Ok(template.render(prompt)?)
+        Ok(self.template()?.render(prompt)?)
+    }
+
+    /// One that cannot be opened is tried again.
+    fn template(&self) -> Result<&ChatTemplate, EngineError> {
+        let template = match self.template.get() {
+            Some(template) => template,
+            None => {
+                let opened = ChatTemplate::open(&self.folder)?;
+                self.template.get_or_init(|| opened)
+            }
+        };
+        template.as_ref().ok_or_else(|| EngineError::NoTemplate(self.folder.clone()))
     }
 
     pub(super) fn room(&self, prompt: usize, request: &Request) -> usize {

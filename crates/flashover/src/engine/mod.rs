@@ -271,8 +271,9 @@ impl Request {
 }
 
 impl Engine {
-    /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json, tokenizer.json and a
-    /// chat template where it has them. Files are mapped and go to the device one tensor at a time.
+    /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json and tokenizer.json where it
+    /// has them. Files are mapped and go to the device one tensor at a time. A chat template is read where a chat is
+    /// first asked for.
     ///
     /// # Errors
     /// [`EngineError::Folder`] for what is no model of ours; [`EngineError::Memory`] before anything is loaded,
@@ -451,7 +452,8 @@ impl Engine {
     /// The tokens of a conversation that waits for its answer.
     ///
     /// # Errors
-    /// [`EngineError::NoTemplate`], [`EngineError::NoTokenizer`], [`EngineError::Text`].
+    /// [`EngineError::NoTemplate`], [`EngineError::NoTokenizer`]; [`EngineError::Text`], also for a template that is
+    /// broken or refuses the messages.
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, EngineError> {
         self.0.reader.encode_chat(messages)
     }

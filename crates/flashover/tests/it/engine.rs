@@ -325,6 +325,28 @@ fn stretched_ropes_batch_one_by_one() {
 }
 
 #[test]
+fn a_broken_chat_template_is_an_error_of_chats_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(demo().join(file), folder.path().join(file)).expect("copied");
+    }
+    let template = folder.path().join("chat_template.jinja");
+    fs::write(&template, "{% for m in messages %}").expect("written");
+    let opened = ModelFolder::open(folder.path()).expect("plain prompts need no template");
+    assert!(!opened.encode("One day").expect("a plain prompt").is_empty());
+    for _ in 0..2 {
+        let refused = opened.encode_chat(&[]).expect_err("broken").to_string();
+        assert!(refused.starts_with("chat template `default` is broken: "), "{refused}");
+        assert_eq!(refused.matches("\nhint: ").count(), 1, "{refused}");
+    }
+    // What was opened once is kept.
+    fs::write(&template, "One day").expect("written");
+    let tokens = opened.encode_chat(&[]).expect("no messages are needed");
+    fs::write(&template, "{% for m in messages %}").expect("written");
+    assert_eq!(opened.encode_chat(&[]).expect("as before"), tokens);
+}
+
+#[test]
 fn what_cannot_answer_says_why() {
     let engine = engine("llama");
     let mut session = engine.session(8).expect("short");
