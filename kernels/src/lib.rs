@@ -8,6 +8,7 @@
 
 pub mod attention;
 pub mod ceiling;
+mod cooperative;
 pub mod embed;
 mod fits;
 pub mod int8;

@@ -1,11 +1,12 @@
 //! How to compute it: configs, what they need, which are worth measuring.
 
-use arch::{ArchProfile, Backend, DType};
+use arch::{ArchProfile, Backend, DType, MmaShape};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use super::AttentionProblem;
 use super::flash::{FlashConfig, FlashPlan};
+use super::plane::PlaneConfig;
 use super::rows::RowsConfig;
 use crate::fits::{lacks, limits, shape, stores};
 
@@ -14,19 +15,33 @@ use crate::fits::{lacks, limits, shape, stores};
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum AttentionConfig {
     Flash(FlashConfig),
+    Plane(PlaneConfig),
     Rows(RowsConfig),
 }
 
 impl AttentionConfig {
-    pub(super) const fn smallest_flash() -> Self {
-        Self::Flash(flash(2, 16, 16, 2))
+    /// Of the tensor-core path that `arch` may have.
+    const fn smallest(arch: &ArchProfile) -> Self {
+        match arch.backend {
+            Backend::Cuda => Self::Flash(flash(2, 16, 16, 2)),
+            _ => Self::Plane(plane(2, 16, 16)),
+        }
+    }
+
+    /// Queries of a cube, of a path that has blocks of them.
+    const fn tile_q(self) -> Option<u32> {
+        match self {
+            Self::Flash(c) => Some(c.tile_q()),
+            Self::Plane(c) => Some(c.tile_q()),
+            Self::Rows(_) => None,
+        }
     }
 }
 
 /// Which kernel computes an attention, where a caller forces one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Implementation {
-    /// Tensor cores; the scores stay in registers.
+    /// Tensor cores; the scores stay on the processor.
     Flash,
     /// One key after the other, in f32: what others are checked against.
     Plain,
@@ -42,17 +57,20 @@ impl Implementation {
         arch: &ArchProfile,
         problem: &AttentionProblem,
     ) -> Result<AttentionConfig, Infeasible> {
-        let flash = |c: &AttentionConfig| matches!(c, AttentionConfig::Flash(_));
+        let in_blocks = |c: &AttentionConfig| c.tile_q().is_some();
         match self {
             Self::Plain => simplest(arch, problem),
-            Self::Flash => match candidates(arch, problem).into_iter().find(flash) {
-                Some(config) => Ok(config),
-                // What the smallest lacks, every one lacks.
-                None => {
-                    let smallest = AttentionConfig::smallest_flash();
-                    check(arch, problem, &smallest).map(|()| smallest)
+            Self::Flash => {
+                let all = [candidates(arch, problem), on_request(arch, problem)].concat();
+                match all.into_iter().find(in_blocks) {
+                    Some(config) => Ok(config),
+                    // What the smallest lacks, every one lacks.
+                    None => {
+                        let smallest = AttentionConfig::smallest(arch);
+                        check(arch, problem, &smallest).map(|()| smallest)
+                    }
                 }
-            },
+            }
         }
     }
 }
@@ -74,6 +92,22 @@ const FLASH: [FlashConfig; 9] = [
     flash(2, 16, 32, 3),
 ];
 
+const fn plane(planes: u32, rows: u32, tile_kv: u32) -> PlaneConfig {
+    PlaneConfig { planes, rows, tile_kv }
+}
+
+const PLANE: [PlaneConfig; 9] = [
+    plane(4, 16, 32),
+    plane(8, 16, 32),
+    plane(4, 32, 32),
+    plane(4, 16, 64),
+    plane(2, 32, 32),
+    plane(2, 16, 32),
+    plane(4, 32, 16),
+    plane(4, 16, 16),
+    plane(8, 16, 16),
+];
+
 pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
     let mut found: Vec<_> = FLASH
         .into_iter()
@@ -82,13 +116,12 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
         .collect();
     // A cube should have rows to work on, and every processor a cube.
     let heads = u64::from(problem.batch) * u64::from(problem.heads);
-    let waste = |c: &AttentionConfig| match c {
-        AttentionConfig::Flash(c) => {
-            let blocks = u64::from(problem.seq_q.div_ceil(c.tile_q())) * heads;
+    let waste = |c: &AttentionConfig| {
+        c.tile_q().map_or(u64::MAX, |tile_q| {
+            let blocks = u64::from(problem.seq_q.div_ceil(tile_q)) * heads;
             let waves = blocks.div_ceil(u64::from(arch.processors.unwrap_or(32)));
-            waves * u64::from(c.tile_q())
-        }
-        AttentionConfig::Rows(_) => u64::MAX,
+            waves * u64::from(tile_q)
+        })
     };
     let least = found.iter().map(waste).min().unwrap_or(0);
     found.retain(|c| waste(c) <= 2 * least);
@@ -97,6 +130,11 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
         found.extend(simplest(arch, problem));
     }
     found
+}
+
+pub(super) fn on_request(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
+    let all = PLANE.into_iter().map(AttentionConfig::Plane);
+    all.filter(|c| check(arch, problem, c).is_ok()).collect()
 }
 
 pub(super) fn simplest(
@@ -113,7 +151,11 @@ pub(super) fn check(
     config: &AttentionConfig,
 ) -> Result<(), Infeasible> {
     serves(arch, problem, config)?;
-    let AttentionConfig::Flash(c) = config else { return Ok(()) };
+    let c = match config {
+        AttentionConfig::Flash(c) => c,
+        AttentionConfig::Plane(c) => return check_plane(arch, problem, *c),
+        AttentionConfig::Rows(_) => return Ok(()),
+    };
     let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
     for copies in [plan.q, plan.kv] {
         if !copies.divides() {
@@ -124,6 +166,28 @@ pub(super) fn check(
         return Err(shape("rows", c.rows, "results and scores would spill"));
     }
     limits(arch, c.units(), c.shared_bytes(problem.head_dim))
+}
+
+fn check_plane(
+    arch: &ArchProfile,
+    problem: &AttentionProblem,
+    c: PlaneConfig,
+) -> Result<(), Infeasible> {
+    let plane = arch.plane_size.0;
+    for (name, value, allowed) in [
+        ("rows", c.rows, &[16u32, 32][..]),
+        ("planes", c.planes, &[1, 2, 4, 8]),
+        ("tile_kv", c.tile_kv, &[16, 32, 48, 64]),
+    ] {
+        if !allowed.contains(&value) {
+            return Err(shape(name, value, &format!("one of {allowed:?}")));
+        }
+    }
+    // A software device has memory for registers.
+    if plane > 16 && c.registers(problem.head_dim, plane) > 270 {
+        return Err(shape("rows", c.rows, "results and scores would spill"));
+    }
+    limits(arch, c.planes * plane, c.shared_bytes(problem.head_dim))
 }
 
 /// Registers for the addresses of a bias or mask: with 32 rows of 128 they spill 164 bytes (sm_120).
@@ -141,6 +205,7 @@ pub(super) fn serves(
     stores(arch, [problem.dtype].into_iter().chain(mask))?;
     let c = match config {
         AttentionConfig::Flash(c) => c,
+        AttentionConfig::Plane(_) => return plane_scope(arch, problem),
         AttentionConfig::Rows(c) => return limits(arch, c.units, 0),
     };
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
@@ -157,7 +222,29 @@ pub(super) fn serves(
     limits(arch, c.units(), 0)
 }
 
-/// Whether the device has the instructions of the tensor-core paths, and they divide the head dimension.
+/// Whether the device has the matrices of the cooperative-matrix path, and they divide the head dimension.
+fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Infeasible> {
+    if arch.backend != Backend::Vulkan {
+        return Err(lacks("plane-scope matrices that load from words"));
+    }
+    let (ab, acc) = (problem.dtype, DType::F32);
+    if ab == DType::F32 {
+        return Err(lacks("f32 plane-scope matrices"));
+    }
+    if !arch.cmma.contains(&MmaShape { ab, acc, m: 16, n: 16, k: 16 }) {
+        return Err(lacks(format!("16 x 16 x 16 plane-scope {ab} matrices")));
+    }
+    let (plane, most) = arch.plane_size;
+    if plane != most || ![8, 16, 32, 64].contains(&plane) {
+        return Err(lacks("planes of 8 to 64 units, all alike"));
+    }
+    if problem.head_dim % 16 != 0 || problem.head_dim > 256 {
+        return Err(shape("head_dim", problem.head_dim, "a multiple of 16 up to 256"));
+    }
+    Ok(())
+}
+
+/// Whether the device has the instructions of the `mma.sync` paths, and they divide the head dimension.
 pub(super) fn tensor_cores(
     arch: &ArchProfile,
     dtype: DType,

@@ -16,11 +16,12 @@
 //!
 //! Cost: `4·head_dim` flop a visible pair; q, k and v read once, out written once. Gradients: [`backward`].
 //!
-//! One source, two ways through it, chosen by [`AttentionConfig`]:
+//! One source, three ways through it, chosen by [`AttentionConfig`]:
 //!
 //! | path    | multiplies with | feeds it by                | where            |
 //! |---------|-----------------|----------------------------|------------------|
 //! | `Flash` | `mma.sync`      | `cp.async` ring, `ldmatrix` | CUDA, f16, bf16 |
+//! | `Plane` | plane-scope matrices | shared memory, a tile ahead | Vulkan, f16, bf16, on request only |
 //! | `Rows`  | multiply-add    | one key after the other    | anywhere         |
 //!
 //! Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); Ainslie et al., "GQA"
@@ -30,6 +31,7 @@ pub mod backward;
 mod config;
 pub mod decode;
 mod flash;
+mod plane;
 mod problem;
 mod rows;
 mod scores;
@@ -45,6 +47,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 pub use config::{AttentionConfig, Implementation};
 pub use flash::FlashConfig;
+pub use plane::PlaneConfig;
 pub use problem::{
     AttentionOptions, AttentionProblem, HeadStrides, InvalidAttention, ScoreStrides,
 };
@@ -52,6 +55,7 @@ pub use rows::RowsConfig;
 
 use crate::matmul::elem;
 use flash::FlashPlan;
+use plane::PlanePlan;
 use rows::RowsPlan;
 use scores::{Rules, Scores, ScoresCompilationArg, ScoresLaunch};
 
@@ -97,6 +101,10 @@ impl Kernel for Attention {
 
     fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
         config::candidates(arch, problem)
+    }
+
+    fn on_request(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
+        config::on_request(arch, problem)
     }
 
     fn check(
@@ -252,6 +260,23 @@ impl Plan {
                 cubes: CubeCount::Static(p.seq_q.div_ceil(c.tile_q()), p.heads, p.batch),
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
+            AttentionConfig::Plane(c) => {
+                // Results are stored by vectors as wide as those that are read.
+                let width = p.width_with(4, &[p.out]);
+                let plane = arch.plane_size.0;
+                Self {
+                    path: Path::Plane(PlanePlan {
+                        config: c,
+                        head_dim: p.head_dim,
+                        plane,
+                        by_hand: crate::round::by_hand(arch, p.dtype),
+                        exact: !p.varlen && p.seq_kv % c.tile_kv == 0,
+                    }),
+                    widths: [width; 2],
+                    cubes: CubeCount::Static(p.seq_q.div_ceil(c.tile_q()), p.heads, p.batch),
+                    cube_dim: CubeDim::new_2d(plane, c.planes),
+                }
+            }
             AttentionConfig::Rows(c) => Self {
                 path: Path::Rows(RowsPlan { head_dim: p.head_dim }),
                 widths: [p.width(RowsConfig::widest(arch)), 1],
@@ -297,6 +322,7 @@ fn address(problem: &AttentionProblem) -> AddressType {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Flash(FlashPlan),
+    Plane(PlanePlan),
     Rows(RowsPlan),
 }
 
@@ -425,6 +451,9 @@ fn attention<F: Float, M: Int, NI: Size, NO: Size>(
     match path {
         Path::Flash(plan) => {
             flash::flash::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)
+        }
+        Path::Plane(plan) => {
+            plane::plane::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)
         }
         Path::Rows(plan) => {
             rows::rows::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)

@@ -24,6 +24,11 @@ impl Rules {
     const fn bend(self) -> bool {
         self.softcap || self.bias
     }
+
+    /// Whether every score must be looked at.
+    pub(super) const fn every(self) -> bool {
+        self.bend() || self.mask
+    }
 }
 
 /// The rules with their numbers and buffers.
@@ -158,31 +163,36 @@ impl<F: Float, M: Int> Scores<F, M> {
         dims: &Dims,
         #[comptime] region: Region,
     ) {
-        if comptime!(self.rules.bend() || self.rules.mask) {
+        if comptime!(self.rules.every()) {
             self.each::<NC>(s, corner, span, dims, region);
         } else {
-            // Only where a rule cuts.
-            let (queries, keys) = comptime!((region.queries, region.keys));
-            let mut cut = false.runtime();
-            if comptime!(!region.exact) {
-                if comptime!(region.turned) {
-                    cut = corner.row + queries > span.seq_q;
-                } else {
-                    cut = corner.col + keys > span.seq_kv;
-                }
-            }
-            let nearest = corner.row as i32 + span.offset - (corner.col + keys - 1) as i32;
-            let furthest = (corner.row + queries - 1) as i32 + span.offset - corner.col as i32;
-            if comptime!(self.rules.causal) {
-                cut = cut || nearest < 0;
-            }
-            if comptime!(self.rules.window) {
-                cut = cut || furthest >= self.window as i32 || -nearest >= self.window as i32;
-            }
+            let cut = self.cuts(corner, span, region);
             if cut {
                 self.each::<NC>(s, corner, span, dims, region);
             }
         }
+    }
+
+    /// Whether order, window or an end hides some score of the region.
+    pub(super) fn cuts(&self, corner: &Place, span: &Span, #[comptime] region: Region) -> bool {
+        let (queries, keys) = comptime!((region.queries, region.keys));
+        let mut cut = false.runtime();
+        if comptime!(!region.exact) {
+            if comptime!(region.turned) {
+                cut = corner.row + queries > span.seq_q;
+            } else {
+                cut = corner.col + keys > span.seq_kv;
+            }
+        }
+        let nearest = corner.row as i32 + span.offset - (corner.col + keys - 1) as i32;
+        let furthest = (corner.row + queries - 1) as i32 + span.offset - corner.col as i32;
+        if comptime!(self.rules.causal) {
+            cut = cut || nearest < 0;
+        }
+        if comptime!(self.rules.window) {
+            cut = cut || furthest >= self.window as i32 || -nearest >= self.window as i32;
+        }
+        cut
     }
 
     fn each<NC: Size>(

@@ -10,6 +10,7 @@ use crate::fits::{lacks, limits, shape};
 use crate::rows::NormKind;
 use crate::tile::{CopyPlan, TileShape};
 
+use super::ahead::AheadPlan;
 use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
 use super::cores::{CoresConfig, CoresPlan};
 use super::dots::DotsConfig;
@@ -25,6 +26,7 @@ pub enum MatmulConfig {
     Mma(MmaConfig),
     Cube(CubeConfig),
     Plane(PlaneConfig),
+    Ahead(PlaneConfig),
     Fma(FmaConfig),
     Cores(CoresConfig),
     Dots(DotsConfig),
@@ -50,7 +52,7 @@ impl MatmulConfig {
                 ("tile_k", c.tile_k),
                 ("units", c.units),
             ],
-            Self::Plane(c) => vec![
+            Self::Plane(c) | Self::Ahead(c) => vec![
                 ("tile_m", c.tile_m),
                 ("tile_n", c.tile_n),
                 ("tile_k", c.tile_k),
@@ -102,6 +104,12 @@ const fn cube(tiles: [u32; 3], units: u32) -> MatmulConfig {
     MatmulConfig::Cube(CubeConfig { tile_m, tile_n, tile_k, units })
 }
 
+const fn ahead(tiles: [u32; 3], planes: [u32; 2]) -> PlaneConfig {
+    let [tile_m, tile_n, tile_k] = tiles;
+    let [planes_m, planes_n] = planes;
+    PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n }
+}
+
 const fn plane(tiles: [u32; 3], planes: [u32; 2]) -> MatmulConfig {
     let [tile_m, tile_n, tile_k] = tiles;
     let [planes_m, planes_n] = planes;
@@ -145,6 +153,18 @@ const PLANE: [MatmulConfig; 4] = [
     plane([128, 64, 32], [2, 2]),
     plane([16, 64, 32], [1, 2]),
 ];
+const AHEAD: [PlaneConfig; 10] = [
+    ahead([128, 128, 32], [2, 2]),
+    ahead([128, 256, 32], [2, 4]),
+    ahead([256, 128, 32], [4, 2]),
+    ahead([128, 128, 64], [2, 2]),
+    ahead([128, 128, 32], [2, 4]),
+    ahead([128, 256, 16], [2, 4]),
+    ahead([128, 64, 64], [2, 2]),
+    ahead([64, 64, 32], [2, 2]),
+    ahead([128, 64, 32], [2, 2]),
+    ahead([16, 64, 32], [1, 2]),
+];
 const FMA: [MatmulConfig; 9] = [
     fma([16, 8], [2, 4], 16),
     fma([8, 16], [4, 2], 16),
@@ -158,6 +178,11 @@ const FMA: [MatmulConfig; 9] = [
 ];
 /// What others are compared with: nothing asynchronous, no tensor core, small tiles.
 const SIMPLEST_GPU: MatmulConfig = fma([4, 4], [2, 1], 16);
+
+pub(super) fn on_request(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
+    let all = AHEAD.into_iter().map(MatmulConfig::Ahead);
+    all.filter(|c| check(arch, problem, c).is_ok()).collect()
+}
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
     let halved = problem.precision.storage().size() == 4;
@@ -280,7 +305,7 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> 
     let (tile_m, tile_n) = match config {
         MatmulConfig::Mma(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Cube(c) => (c.tile_m, c.tile_n),
-        MatmulConfig::Plane(c) => (c.tile_m, c.tile_n),
+        MatmulConfig::Plane(c) | MatmulConfig::Ahead(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Fma(c) => c.tile(),
         MatmulConfig::Cores(c) => (c.block_m, c.block_n),
         MatmulConfig::Dots(c) => (c.rows, c.cols),
@@ -414,6 +439,7 @@ pub(super) fn check(
         }
         MatmulConfig::Cube(c) => check_cube(arch, problem, c),
         MatmulConfig::Plane(c) => check_plane(arch, problem, c),
+        MatmulConfig::Ahead(c) => check_ahead(arch, problem, c),
         MatmulConfig::Fma(c) => check_fma(arch, problem, c),
         MatmulConfig::Cores(c) => check_cores(arch, problem, c),
         MatmulConfig::Dots(c) => check_dots(arch, problem, c),
@@ -547,6 +573,40 @@ fn check_plane(
     problem: &MatmulProblem,
     c: &PlaneConfig,
 ) -> Result<(), Infeasible> {
+    plane_scope(arch, problem, c)?;
+    let rows = |l| l == Layout::Row;
+    let shared = c.shared_bytes(
+        rows(problem.lhs.layout),
+        rows(problem.rhs.layout),
+        problem.precision.storage().size(),
+    );
+    limits(arch, c.planes() * arch.plane_size.0, shared)
+}
+
+fn check_ahead(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &PlaneConfig,
+) -> Result<(), Infeasible> {
+    if arch.backend != Backend::Vulkan {
+        return Err(lacks("plane-scope matrices that are loaded from words"));
+    }
+    plane_scope(arch, problem, c)?;
+    let plane = arch.plane_size.0;
+    if c.registers(plane) > 270 {
+        return Err(shape("tile_m", c.tile_m, "sums and tiles on their way would spill"));
+    }
+    let rows = |l| l == Layout::Row;
+    let shared = c.shared_bytes_ahead(rows(problem.lhs.layout), rows(problem.rhs.layout));
+    limits(arch, c.planes() * plane, shared)
+}
+
+/// Whether the device has plane-scope matrices of the problem's, and they divide the tiles.
+fn plane_scope(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &PlaneConfig,
+) -> Result<(), Infeasible> {
     let precision = problem.precision;
     if matches!(precision, Precision::F32 | Precision::Tf32) {
         return Err(lacks(format!("{} plane-scope matrices", precision.name())));
@@ -563,13 +623,7 @@ fn check_plane(
     if c.tile_k % inst.k != 0 {
         return Err(shape("tile_k", c.tile_k, "not a multiple of the instruction's depth"));
     }
-    let rows = |l| l == Layout::Row;
-    let shared = c.shared_bytes(
-        rows(problem.lhs.layout),
-        rows(problem.rhs.layout),
-        precision.storage().size(),
-    );
-    limits(arch, c.planes_m * c.planes_n * plane, shared)
+    Ok(())
 }
 
 fn check_fma(arch: &ArchProfile, problem: &MatmulProblem, c: &FmaConfig) -> Result<(), Infeasible> {
@@ -782,6 +836,23 @@ impl Plan {
                 part_tiles: 0,
                 streams: None,
                 units: (arch.plane_size.0, c.planes_m * c.planes_n),
+                tile: (c.tile_m, c.tile_n),
+                per_cube: 1,
+                cubes_in_a_line,
+            },
+            MatmulConfig::Ahead(c) => Self {
+                path: Path::Ahead(AheadPlan {
+                    config: c,
+                    plane: arch.plane_size.0,
+                    inst_k: plane_inst(arch, problem.precision).map_or(0, |s| s.k),
+                    lhs_rows,
+                    rhs_rows,
+                    exact: exact(c.tile_m, c.tile_n, c.tile_k),
+                }),
+                widths: [widest[0].min(4), widest[1].min(4), 1, 1],
+                part_tiles: 0,
+                streams: None,
+                units: (arch.plane_size.0, c.planes()),
                 tile: (c.tile_m, c.tile_n),
                 per_cube: 1,
                 cubes_in_a_line,

@@ -26,6 +26,7 @@
 //! | `Mma`   | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
 //! | `Cube`  | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
 //! | `Plane` | plane-scope matrices       | shared memory                      | Vulkan, CUDA            |
+//! | `Ahead` | plane-scope matrices       | shared memory, a tile ahead        | Vulkan, on request only |
 //! | `Fma`   | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
 //! | `Cores` | vector multiply-add        | packed panels on the stack         | CPU                     |
 //! | `Dots`  | vector multiply-add        | nothing: both lie along k          | CPU, few rows           |
@@ -34,6 +35,7 @@
 //! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for the
 //! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
 
+mod ahead;
 pub(crate) mod bytes;
 mod cmma;
 mod config;
@@ -112,6 +114,10 @@ impl Kernel for Matmul {
 
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
         config::candidates(arch, problem)
+    }
+
+    fn on_request(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
+        config::on_request(arch, problem)
     }
 
     fn check(
@@ -378,6 +384,7 @@ pub(crate) enum Path {
     Mma(mma::MmaPlan),
     Cube(cmma::CubePlan),
     Plane(cmma::PlanePlan),
+    Ahead(ahead::AheadPlan),
     Fma(fma::FmaPlan),
     Cores(cores::CoresPlan),
     Dots(DotsConfig),
@@ -406,6 +413,9 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
         Path::Cube(plan) => cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, dims, plan),
         Path::Plane(plan) => {
             cmma::multiply_planes::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
+        }
+        Path::Ahead(plan) => {
+            ahead::multiply_ahead::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }
         Path::Fma(plan) => fma::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan),
         Path::Cores(plan) => {

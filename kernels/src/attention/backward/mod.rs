@@ -35,9 +35,9 @@ pub use problem::BackwardProblem;
 use super::config::{addresses, flash as tiles, serves};
 use super::scores::{Scores, ScoresCompilationArg, ScoresLaunch};
 use super::{
-    AttentionConfig, AttentionOperands, AttentionProblem, Dims, HeadStrides, Implementation,
-    RowsConfig, Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of,
-    types,
+    AttentionConfig, AttentionOperands, AttentionProblem, Dims, FlashConfig, HeadStrides,
+    Implementation, RowsConfig, Sequences, SequencesCompilationArg, SequencesLaunch, Steps,
+    address, bytes_of, types,
 };
 use crate::fits::{limits, shape};
 use crate::matmul::elem;
@@ -62,28 +62,45 @@ pub struct BackwardOperands {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BackwardConfig {
     /// The side that owns queries: dq.
-    pub queries: AttentionConfig,
+    pub queries: SideConfig,
     /// The side that owns keys: dk and dv.
-    pub keys: AttentionConfig,
+    pub keys: SideConfig,
+}
+
+/// One way to run a side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(tag = "path", rename_all = "lowercase")]
+pub enum SideConfig {
+    Flash(FlashConfig),
+    Rows(RowsConfig),
+}
+
+impl From<SideConfig> for AttentionConfig {
+    fn from(config: SideConfig) -> Self {
+        match config {
+            SideConfig::Flash(c) => Self::Flash(c),
+            SideConfig::Rows(c) => Self::Rows(c),
+        }
+    }
 }
 
 /// The widest tiles first.
-const QUERIES: [AttentionConfig; 6] = [
-    AttentionConfig::Flash(tiles(4, 32, 32, 2)),
-    AttentionConfig::Flash(tiles(4, 32, 64, 2)),
-    AttentionConfig::Flash(tiles(4, 16, 64, 2)),
-    AttentionConfig::Flash(tiles(4, 16, 32, 2)),
-    AttentionConfig::Flash(tiles(2, 16, 32, 2)),
-    AttentionConfig::Flash(tiles(4, 16, 16, 2)),
+const QUERIES: [SideConfig; 6] = [
+    SideConfig::Flash(tiles(4, 32, 32, 2)),
+    SideConfig::Flash(tiles(4, 32, 64, 2)),
+    SideConfig::Flash(tiles(4, 16, 64, 2)),
+    SideConfig::Flash(tiles(4, 16, 32, 2)),
+    SideConfig::Flash(tiles(2, 16, 32, 2)),
+    SideConfig::Flash(tiles(4, 16, 16, 2)),
 ];
-const KEYS: [AttentionConfig; 7] = [
-    AttentionConfig::Flash(tiles(4, 32, 64, 2)),
-    AttentionConfig::Flash(tiles(4, 16, 64, 2)),
-    AttentionConfig::Flash(tiles(4, 16, 48, 2)),
-    AttentionConfig::Flash(tiles(4, 32, 32, 2)),
-    AttentionConfig::Flash(tiles(4, 16, 32, 2)),
-    AttentionConfig::Flash(tiles(2, 16, 32, 2)),
-    AttentionConfig::Flash(tiles(4, 16, 16, 2)),
+const KEYS: [SideConfig; 7] = [
+    SideConfig::Flash(tiles(4, 32, 64, 2)),
+    SideConfig::Flash(tiles(4, 16, 64, 2)),
+    SideConfig::Flash(tiles(4, 16, 48, 2)),
+    SideConfig::Flash(tiles(4, 32, 32, 2)),
+    SideConfig::Flash(tiles(4, 16, 32, 2)),
+    SideConfig::Flash(tiles(2, 16, 32, 2)),
+    SideConfig::Flash(tiles(4, 16, 16, 2)),
 ];
 
 impl Kernel for AttentionBackward {
@@ -101,9 +118,8 @@ impl Kernel for AttentionBackward {
     /// The first of both sides, then each side's others beside the other's first: the sides do not
     /// depend on each other.
     fn candidates(arch: &ArchProfile, problem: &BackwardProblem) -> Vec<BackwardConfig> {
-        let of = |all: &[AttentionConfig], sides: &[Side]| -> Vec<AttentionConfig> {
-            let fit =
-                |c: &&AttentionConfig| sides.iter().all(|s| check(arch, problem, c, *s).is_ok());
+        let of = |all: &[SideConfig], sides: &[Side]| -> Vec<SideConfig> {
+            let fit = |c: &&SideConfig| sides.iter().all(|s| check(arch, problem, c, *s).is_ok());
             let mut all: Vec<_> = all.iter().filter(fit).copied().collect();
             // What may spill a few bytes is measured, never the default.
             all.sort_by_key(|c| {
@@ -140,7 +156,8 @@ impl Kernel for AttentionBackward {
         arch: &ArchProfile,
         problem: &BackwardProblem,
     ) -> Result<BackwardConfig, Infeasible> {
-        let side = super::config::simplest(arch, &problem.forward)?;
+        let side = SideConfig::Rows(RowsConfig::of(arch));
+        serves(arch, &problem.forward, &side.into())?;
         Ok(BackwardConfig { queries: side, keys: side })
     }
 
@@ -330,7 +347,7 @@ impl Implementation {
         arch: &ArchProfile,
         problem: &BackwardProblem,
     ) -> Result<BackwardConfig, Infeasible> {
-        let flash = |c: &BackwardConfig| matches!(c.queries, AttentionConfig::Flash(_));
+        let flash = |c: &BackwardConfig| matches!(c.queries, SideConfig::Flash(_));
         match self {
             Self::Plain => AttentionBackward::simplest(arch, problem),
             Self::Flash => {
@@ -338,7 +355,7 @@ impl Implementation {
                     Some(config) => Ok(config),
                     // What the smallest lacks, every one lacks.
                     None => {
-                        let smallest = AttentionConfig::smallest_flash();
+                        let smallest = SideConfig::Flash(tiles(2, 16, 16, 2));
                         let config = BackwardConfig { queries: smallest, keys: smallest };
                         AttentionBackward::check(arch, problem, &config).map(|()| config)
                     }
@@ -352,11 +369,11 @@ impl Implementation {
 fn sides(
     head_dim: u32,
     config: &BackwardConfig,
-) -> impl Iterator<Item = (Side, AttentionConfig)> + use<> {
+) -> impl Iterator<Item = (Side, SideConfig)> + use<> {
     let (queries, keys) = (config.queries, config.keys);
     let of_keys = match keys {
-        AttentionConfig::Flash(_) => Side::of_keys(head_dim),
-        AttentionConfig::Rows(_) => Side::of_keys(0),
+        SideConfig::Flash(_) => Side::of_keys(head_dim),
+        SideConfig::Rows(_) => Side::of_keys(0),
     };
     let of_keys = of_keys.iter().map(move |side| (*side, keys));
     std::iter::once((Side::QUERIES, queries)).chain(of_keys)
@@ -365,12 +382,12 @@ fn sides(
 fn check(
     arch: &ArchProfile,
     problem: &BackwardProblem,
-    config: &AttentionConfig,
+    config: &SideConfig,
     side: Side,
 ) -> Result<(), Infeasible> {
     let p = &problem.forward;
-    serves(arch, p, config)?;
-    let AttentionConfig::Flash(c) = config else { return Ok(()) };
+    serves(arch, p, &(*config).into())?;
+    let SideConfig::Flash(c) = config else { return Ok(()) };
     if side.keys && c.tile_kv > c.units() {
         return Err(shape("tile_kv", c.tile_kv, "a unit copies the statistics of one query"));
     }
@@ -387,8 +404,8 @@ fn check(
 }
 
 /// Registers of a unit, roughly; none of the plain path.
-fn registers(p: &AttentionProblem, config: &AttentionConfig, side: Side) -> u32 {
-    let AttentionConfig::Flash(c) = config else { return 0 };
+fn registers(p: &AttentionProblem, config: &SideConfig, side: Side) -> u32 {
+    let SideConfig::Flash(c) = config else { return 0 };
     let slopes = if p.softcap.is_some() { 8 } else { 0 };
     side.registers(*c, p.head_dim) + addresses(p) + slopes
 }
@@ -403,12 +420,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(
-        arch: &ArchProfile,
-        problem: &BackwardProblem,
-        config: AttentionConfig,
-        side: Side,
-    ) -> Self {
+    fn new(arch: &ArchProfile, problem: &BackwardProblem, config: SideConfig, side: Side) -> Self {
         let p = &problem.forward;
         let ((own_heads, own), others) = if side.keys {
             ((p.kv_heads, p.seq_kv), p.seq_q)
@@ -416,7 +428,7 @@ impl Plan {
             ((p.heads, p.seq_q), p.seq_kv)
         };
         match config {
-            AttentionConfig::Flash(c) => Self {
+            SideConfig::Flash(c) => Self {
                 path: Path::Flash(FlashPlan::new(
                     c,
                     side,
@@ -430,7 +442,7 @@ impl Plan {
                 cubes: CubeCount::Static(own.div_ceil(c.tile_q()), own_heads, p.batch),
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
-            AttentionConfig::Rows(c) => {
+            SideConfig::Rows(c) => {
                 let rows = u64::from(p.batch) * u64::from(own_heads) * u64::from(own);
                 Self {
                     path: Path::Rows(RowsPlan { side, head_dim: p.head_dim }),

@@ -1,0 +1,538 @@
+//! The cooperative-matrix path: FlashAttention-2's loop on plane-scope matrices of Vulkan.
+//!
+//! | loop                            | level                                                          |
+//! |---------------------------------|----------------------------------------------------------------|
+//! | blocks of `planes · rows` queries | cubes; of a head, those with most keys first                 |
+//! | tiles of `tile_kv` keys         | K and V in shared memory, the next tile on its way in registers |
+//! | `rows` queries                  | planes; q and the sums are matrices, in registers              |
+//! | head dimension, then keys, by 16 | one multiplication each                                       |
+//!
+//! ```text
+//!   s = q · kᵀ                           // matrices -> shared memory, a plane's own
+//!   m, l, p = exp(s - m)                 // the units of a row, plane / 16 of them, hold its scores, m and l
+//!   p -> shared memory -> matrices
+//!   acc += p · v
+//! ```
+//!
+//! Where an element of a matrix lies is the driver's to know, so scores and weights pass through shared memory,
+//! 12 bytes a score for `4·head_dim` flop. Rows of the sums cannot be scaled where they are: as in the path of
+//! `mma.sync`, m moves only when a score passes it by 2⁸, and then the sums pass through shared memory too.
+//!
+//! Cost: `4·head_dim` flop a visible pair; K and V are read from shared memory once for every `rows` queries.
+//!
+//! Checked on a software device; not timed on a card yet, and so no candidate: `tune try` takes its configs.
+
+use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::scores::{Place, Region, Scores};
+use super::{Dims, Sequences};
+use crate::cooperative::{Corner, Tile, Word, load, put, read, zeros};
+use crate::round::rounded;
+
+/// Tile sizes of the cooperative-matrix path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PlaneConfig {
+    /// Planes of a cube.
+    pub planes: u32,
+    /// Queries of a plane: 16 or 32.
+    pub rows: u32,
+    /// Keys of a tile.
+    pub tile_kv: u32,
+}
+
+/// Numbers between two lines of scores or weights beyond their length, against bank conflicts.
+const PAD: u32 = 8;
+
+impl PlaneConfig {
+    /// Queries of a cube.
+    pub(crate) const fn tile_q(self) -> u32 {
+        self.planes * self.rows
+    }
+
+    /// Tiles of K and V; of each plane its scores in f32, and its weights.
+    pub(crate) const fn shared_bytes(self, head_dim: u32) -> u32 {
+        let tile = Tile { lines: self.tile_kv, line: head_dim, units: 1, exact: true };
+        2 * tile.bytes() + self.tile_q() * (self.tile_kv + PAD) * (4 + 2)
+    }
+
+    /// Registers of a unit, roughly: q, sums, scores, the tile on its way, addresses.
+    pub(crate) const fn registers(self, head_dim: u32, plane: u32) -> u32 {
+        let matrices = self.rows / 16 * 256 / plane;
+        let own = matrices * (head_dim / 16 * 3 / 2 + 1 + self.tile_kv / 16);
+        own + self.tile_kv * head_dim / (self.planes * plane) + 40
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PlanePlan {
+    pub(crate) config: PlaneConfig,
+    pub(crate) head_dim: u32,
+    /// Units of a plane.
+    pub(crate) plane: u32,
+    /// Weights and results are rounded before they become `F`.
+    pub(crate) by_hand: bool,
+    /// No tile of keys reaches past the end.
+    pub(crate) exact: bool,
+}
+
+impl PlanePlan {
+    const fn units(self) -> u32 {
+        self.config.planes * self.plane
+    }
+
+    /// Of K, and of V, which lies the same way.
+    const fn tile(self) -> Tile {
+        let PlaneConfig { tile_kv, .. } = self.config;
+        Tile { lines: tile_kv, line: self.head_dim, units: self.units(), exact: self.exact }
+    }
+
+    /// Units that share a row of 16 queries.
+    const fn sharers(self) -> u32 {
+        if self.plane > 16 { self.plane / 16 } else { 1 }
+    }
+
+    /// Rows of 16 that a unit has a share of.
+    const fn own_rows(self) -> usize {
+        if self.plane < 16 { (16 / self.plane) as usize } else { 1 }
+    }
+
+    /// Where rules and ends cut a plane's scores.
+    const fn region(self) -> Region {
+        let PlaneConfig { rows, tile_kv, .. } = self.config;
+        Region { queries: rows, keys: tile_kv, turned: false, exact: self.exact }
+    }
+}
+
+/// Weights stay below e to this power, 2⁸.
+const HEADROOM: f32 = 8.0 * std::f32::consts::LN_2;
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
+pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
+    q: &[Vector<F, NI>],
+    k: &[Vector<F, NI>],
+    v: &[Vector<F, NI>],
+    out: &mut [Vector<F, NO>],
+    lse: &mut [f32],
+    scores: &Scores<F, M>,
+    sequences: &Sequences,
+    dims: &Dims,
+    #[comptime] plan: PlanePlan,
+) {
+    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let tile_q = comptime!(plan.config.tile_q());
+    let frags = comptime!(rows as usize / 16);
+    let steps = comptime!(plan.head_dim as usize / 16);
+    let blocks = comptime!(tile_kv as usize / 16);
+    let sharers = comptime!(plan.sharers());
+    // Rows that a unit has a share of, each so many below the one before.
+    let (own_rows, pass) = comptime!((plan.own_rows(), 16 / plan.own_rows() as u32));
+    let slots = comptime!(frags * own_rows);
+    // Vectors of four scores that it holds of each.
+    let held = comptime!((tile_kv / 4 / sharers) as usize);
+    let line = comptime!(tile_kv + PAD);
+    let tile = comptime!(plan.tile());
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * plan.plane + lane;
+    let (head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
+    let here = sequences.of(dims, batch);
+    // In causal order later queries have more keys: first in, so that no long block comes last.
+    let last_block = dims.seq_q.div_ceil(tile_q) - 1;
+    let block = if comptime!(scores.rules.causal) { last_block - CUBE_POS_X } else { CUBE_POS_X };
+    let first_row = block * tile_q;
+    if first_row >= here.seq_q {
+        terminate!();
+    }
+
+    let mut keys = Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+    let mut values =
+        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+    // [planes, rows, line]
+    let mut shared_s = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
+        comptime!((tile_q * line / 4) as usize),
+        32usize,
+    );
+    let mut shared_p = Shared::<[Vector<F, Const<4>>]>::new_aligned_slice(
+        comptime!((tile_q * line / 4) as usize),
+        32usize,
+    );
+    // A plane's own rows of the two, in vectors.
+    let corner = plane * comptime!(rows * line / 4);
+    // This unit's first row, and its first vector in each.
+    let (down, across) = (lane / sharers, lane % sharers);
+    let row0 = first_row + plane * rows;
+
+    let kv_head = head / dims.group;
+    let mut a = Sequence::<Matrix<F>>::new(); // q: [rows / 16, head_dim / 16]
+    #[unroll]
+    for i in 0..frags {
+        #[unroll]
+        for step in 0..steps {
+            sync_plane();
+            #[unroll]
+            for r in 0..own_rows {
+                let line_of = comptime!(pass * r as u32) + down;
+                let row = row0 + comptime!(16 * i as u32) + line_of;
+                let at = dims.q.at(here.from_q + row, batch, head);
+                #[unroll]
+                for j in 0..comptime!((4 / sharers) as usize) {
+                    let vector = across + comptime!(j as u32 * sharers);
+                    let mut part = Vector::<F, Const<4>>::new(F::new(0.0));
+                    if row < here.seq_q {
+                        part = four::<F, NI>(q, at + comptime!(16 * step) + 4 * vector as usize);
+                    }
+                    shared_p[(corner + line_of * comptime!(line / 4) + vector) as usize] = part;
+                }
+            }
+            sync_plane();
+            a.push(rows_of::<F>(&shared_p, corner, line));
+        }
+    }
+    let mut acc = Sequence::<Matrix<f32>>::new(); // [rows / 16, head_dim / 16]
+    #[unroll]
+    for _ in 0..comptime!(frags * steps) {
+        acc.push(zeros(16usize));
+    }
+    let mut most = Array::<f32>::new(slots); // m of this unit's rows
+    let mut sum = Array::<f32>::new(slots); //  this unit's part of l
+    #[unroll]
+    for i in 0..slots {
+        most[i] = scores.hidden;
+        sum[i] = 0.0f32.runtime();
+    }
+    // Scores are multiples of 1 / log₂e of `Scores::unit`: powers of e.
+    let power = scores.unit() * std::f32::consts::LN_2;
+
+    let (first_key, last_key) = scores.range(&here, first_row, comptime!(tile_q));
+    let (first_tile, last_tile) = (first_key / tile_kv, last_key.div_ceil(tile_kv));
+    let copies = comptime!(tile.copies());
+    let (mut next_k, mut next_v) = (Array::<Word>::new(copies), Array::<Word>::new(copies));
+    let mut corner_k = Corner {
+        start: dims.k.at(here.from_kv, batch, kv_head),
+        stride: dims.k.seq,
+        line: first_tile * tile_kv,
+        lines: here.seq_kv,
+        element: 0u32.runtime(),
+        elements: comptime!(plan.head_dim).runtime(),
+    };
+    let mut corner_v = Corner {
+        start: dims.v.at(here.from_kv, batch, kv_head),
+        stride: dims.v.seq,
+        line: first_tile * tile_kv,
+        lines: here.seq_kv,
+        element: 0u32.runtime(),
+        elements: comptime!(plan.head_dim).runtime(),
+    };
+    read::<F, NI>(k, &mut next_k, &corner_k, unit, tile);
+    read::<F, NI>(v, &mut next_v, &corner_v, unit, tile);
+
+    for number in first_tile..last_tile {
+        let col0 = number * tile_kv;
+        sync_cube();
+        put(&mut keys, &next_k, unit, tile);
+        put(&mut values, &next_v, unit, tile);
+        sync_cube();
+        // After the last tile nobody takes it.
+        let mut ahead = col0 + tile_kv;
+        if comptime!(plan.exact) {
+            ahead = min(ahead, here.seq_kv - tile_kv);
+        }
+        corner_k.line = ahead;
+        corner_v.line = ahead;
+        read::<F, NI>(k, &mut next_k, &corner_k, unit, tile);
+        read::<F, NI>(v, &mut next_v, &corner_v, unit, tile);
+
+        // s = q · kᵀ
+        #[unroll]
+        for j in 0..blocks {
+            let mut s = Sequence::<Matrix<f32>>::new();
+            #[unroll]
+            for _ in 0..frags {
+                s.push(zeros(16usize));
+            }
+            #[unroll]
+            for step in 0..steps {
+                let b = load::<F>(
+                    &keys,
+                    comptime!(16 * j as u32).runtime(),
+                    comptime!(16 * step as u32).runtime(),
+                    MatrixIdent::B,
+                    MatrixLayout::ColMajor,
+                    16usize,
+                    tile,
+                );
+                #[unroll]
+                for i in 0..frags {
+                    let c = s.index(i);
+                    cmma::execute(a.index(comptime!(i * steps + step)), &b, c, c);
+                }
+            }
+            #[unroll]
+            for i in 0..frags {
+                let at = corner + comptime!((16 * i as u32 * line + 16 * j as u32) / 4);
+                let end = shared_s.len();
+                cmma::store(
+                    &mut shared_s[at as usize..end],
+                    s.index(i),
+                    line,
+                    MatrixLayout::RowMajor,
+                );
+            }
+        }
+        sync_plane();
+
+        // This unit's scores: of each row every `sharers`th vector.
+        let mut s = Array::<Vector<f32, Const<4>>>::new(comptime!(slots * held));
+        let corner_place = Place { batch, head, row: row0, col: col0 };
+        let mut cut = scores.cuts(&corner_place, &here, comptime!(plan.region()));
+        if comptime!(scores.rules.every()) {
+            cut = true;
+        }
+        let mut tops = Array::<f32>::new(slots);
+        let mut grows = false;
+        #[unroll]
+        for i in 0..slots {
+            let line_of = comptime!(pass * i as u32) + down;
+            let row = row0 + line_of;
+            let from = corner + line_of * comptime!(line / 4) + across;
+            let mut top = scores.hidden;
+            #[unroll]
+            for j in 0..held {
+                let mut own = shared_s[(from + comptime!(j as u32 * sharers)) as usize];
+                if cut {
+                    let col = col0 + 4 * (across + comptime!(j as u32 * sharers));
+                    #[unroll]
+                    for e in 0..4usize {
+                        let place = Place { batch, head, row, col: col + comptime!(e as u32) };
+                        let score = scores.of(own.extract(e), &place, &here, dims);
+                        let hidden = scores.hidden;
+                        own.insert(e, select(row < here.seq_q, score, hidden));
+                    }
+                }
+                let pairs = max(
+                    max(own.extract(0usize), own.extract(1usize)),
+                    max(own.extract(2usize), own.extract(3usize)),
+                );
+                top = max(top, pairs);
+                s[comptime!(i * held + j)] = own;
+            }
+            tops[i] = top * power;
+            grows = grows || tops[i] > most[i] + HEADROOM;
+        }
+
+        // m, and everything that is a multiple of exp(-m)
+        if plane_any(grows) {
+            let mut factors = Array::<f32>::new(slots);
+            #[unroll]
+            for i in 0..slots {
+                let mut reached = tops[i];
+                if comptime!(sharers > 1) {
+                    reached = max(reached, plane_shuffle_xor(reached, 1));
+                }
+                if comptime!(sharers > 2) {
+                    reached = max(reached, plane_shuffle_xor(reached, 2));
+                }
+                let grown = max(most[i], reached);
+                // -inf - -inf is no number: a row without keys so far stays as it is.
+                let factor = select(grown == scores.hidden, 1.0f32, (most[i] - grown).exp());
+                most[i] = grown;
+                sum[i] *= factor;
+                factors[i] = factor;
+            }
+            // All scores are in registers.
+            sync_plane();
+            if number > first_tile {
+                #[unroll]
+                for i in 0..frags {
+                    #[unroll]
+                    for step in 0..steps {
+                        let at = comptime!(i * steps + step);
+                        let row_major = comptime!(MatrixLayout::RowMajor);
+                        let (from, end) = (corner as usize, shared_s.len());
+                        cmma::store(&mut shared_s[from..end], acc.index(at), line, row_major);
+                        sync_plane();
+                        #[unroll]
+                        for r in 0..own_rows {
+                            let line_of = comptime!(pass * r as u32) + down;
+                            let first = corner + line_of * comptime!(line / 4) + across;
+                            let factor = factors[comptime!(i * own_rows + r)];
+                            scale(&mut shared_s, first, factor, sharers);
+                        }
+                        sync_plane();
+                        let sums = acc.index_mut(at);
+                        cmma::load_with_layout(sums, &shared_s[from..end], line, row_major);
+                        sync_plane();
+                    }
+                }
+            }
+        }
+
+        // p = exp(s - m), l
+        #[unroll]
+        for i in 0..slots {
+            let line_of = comptime!(pass * i as u32) + down;
+            let from = corner + line_of * comptime!(line / 4) + across;
+            let shift = select(most[i] == scores.hidden, 0.0f32, -most[i]);
+            let mut part = 0.0f32.runtime();
+            #[unroll]
+            for j in 0..held {
+                let four = s[comptime!(i * held + j)];
+                let mut weights = Vector::<F, Const<4>>::new(F::new(0.0));
+                #[unroll]
+                for e in 0..4usize {
+                    let weight = fma(four.extract(e), power, shift).exp();
+                    part += weight;
+                    weights.insert(e, rounded::<F>(weight, plan.by_hand));
+                }
+                shared_p[(from + comptime!(j as u32 * sharers)) as usize] = weights;
+            }
+            sum[i] += part;
+        }
+        sync_plane();
+
+        // acc += p · v
+        #[unroll]
+        for j in 0..blocks {
+            let mut p = Sequence::<Matrix<F>>::new();
+            #[unroll]
+            for i in 0..frags {
+                let at = corner + comptime!((16 * i as u32 * line + 16 * j as u32) / 4);
+                p.push(rows_of::<F>(&shared_p, at, line));
+            }
+            #[unroll]
+            for step in 0..steps {
+                let b = load::<F>(
+                    &values,
+                    comptime!(16 * j as u32).runtime(),
+                    comptime!(16 * step as u32).runtime(),
+                    MatrixIdent::B,
+                    MatrixLayout::RowMajor,
+                    16usize,
+                    tile,
+                );
+                #[unroll]
+                for i in 0..frags {
+                    let c = acc.index(comptime!(i * steps + step));
+                    cmma::execute(p.index(i), &b, c, c);
+                }
+            }
+        }
+    }
+
+    let mut quotients = Array::<f32>::new(slots);
+    #[unroll]
+    for i in 0..slots {
+        let mut l = sum[i];
+        if comptime!(sharers > 1) {
+            l += plane_shuffle_xor(l, 1);
+        }
+        if comptime!(sharers > 2) {
+            l += plane_shuffle_xor(l, 2);
+        }
+        // A row without keys is 0.
+        quotients[i] = select(l == 0.0, 0.0, 1.0 / l);
+        if comptime!(scores.rules.lse) {
+            // One unit of those that share the row.
+            let row = row0 + comptime!(pass * i as u32) + down;
+            if row < here.seq_q && across == 0 {
+                let at = dims.lse_at(here.from_q + row, batch, head);
+                lse[at] = select(l == 0.0, scores.hidden, most[i] + l.ln());
+            }
+        }
+    }
+    #[unroll]
+    for i in 0..frags {
+        #[unroll]
+        for step in 0..steps {
+            sync_plane();
+            let end = shared_s.len();
+            cmma::store(
+                &mut shared_s[corner as usize..end],
+                acc.index(comptime!(i * steps + step)),
+                line,
+                MatrixLayout::RowMajor,
+            );
+            sync_plane();
+            #[unroll]
+            for r in 0..own_rows {
+                let line_of = comptime!(pass * r as u32) + down;
+                let row = row0 + comptime!(16 * i as u32) + line_of;
+                let quotient = quotients[comptime!(i * own_rows + r)];
+                if row < here.seq_q {
+                    let start = dims.out.at(here.from_q + row, batch, head);
+                    #[unroll]
+                    for j in 0..comptime!((4 / sharers) as usize) {
+                        let vector = across + comptime!(j as u32 * sharers);
+                        let from = corner + line_of * comptime!(line / 4) + vector;
+                        let at = start + comptime!(16 * step) + 4 * vector as usize;
+                        let four = shared_s[from as usize];
+                        store_four::<F, NO>(out, at, four, quotient, plan.by_hand);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Sixteen rows of queries or of weights, from vector `at` on.
+#[cube]
+fn rows_of<F: Float>(shared: &[Vector<F, Const<4>>], at: u32, #[comptime] line: u32) -> Matrix<F> {
+    let row_major = comptime!(MatrixLayout::RowMajor);
+    // SAFETY: loaded in the next line.
+    let mut matrix =
+        unsafe { Matrix::<F>::uninitialized(MatrixIdent::A, 16usize, 16usize, 16usize, row_major) };
+    let end = shared.len();
+    cmma::load(&mut matrix, &shared[at as usize..end], line);
+    matrix
+}
+
+/// Multiplies a unit's share of 16 numbers, every `sharers`th vector of four from `first` on.
+#[cube]
+fn scale(scratch: &mut [Vector<f32, Const<4>>], first: u32, factor: f32, #[comptime] sharers: u32) {
+    #[unroll]
+    for j in 0..comptime!(4 / sharers) {
+        scratch[(first + comptime!(j * sharers)) as usize] *= Vector::new(factor);
+    }
+}
+
+/// Four elements from element `at` on, a multiple of the vectors' width.
+#[cube]
+fn four<F: Float, N: Size>(from: &[Vector<F, N>], at: usize) -> Vector<F, Const<4>> {
+    let width = N::value();
+    let mut all = Vector::<F, Const<4>>::new(F::new(0.0));
+    #[unroll]
+    for part in 0..comptime!(4 / width) {
+        let vector = from[at / width + part];
+        #[unroll]
+        for e in 0..width {
+            all.insert(comptime!(part * width + e), vector.extract(e));
+        }
+    }
+    all
+}
+
+/// Stores four elements, scaled, from element `at` on, a multiple of the vectors' width.
+#[cube]
+fn store_four<F: Float, N: Size>(
+    out: &mut [Vector<F, N>],
+    at: usize,
+    four: Vector<f32, Const<4>>,
+    scale: f32,
+    #[comptime] by_hand: bool,
+) {
+    let width = N::value();
+    #[unroll]
+    for part in 0..comptime!(4 / width) {
+        let mut vector = Vector::<F, N>::new(F::new(0.0));
+        #[unroll]
+        for e in 0..width {
+            let value = four.extract(comptime!(part * width + e)) * scale;
+            vector.insert(e, rounded::<F>(value, by_hand));
+        }
+        out[at / width + part] = vector;
+    }
+}

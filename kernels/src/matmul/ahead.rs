@@ -1,0 +1,244 @@
+//! The plane-scope path that is a tile ahead: while one tile is multiplied the next is on its way in registers
+//! ([`cooperative`](crate::cooperative)), where [`cmma`](super::cmma) waits for it.
+//!
+//! Checked on a software device; not timed on a card yet, and so no candidate: `tune try` takes its configs.
+
+use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
+use cubecl::prelude::*;
+
+use super::cmma::PlaneConfig;
+use super::{Dims, Finish, own_block};
+use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
+
+impl PlaneConfig {
+    /// Planes that share the tile.
+    pub(crate) const fn planes(self) -> u32 {
+        self.planes_m * self.planes_n
+    }
+
+    /// Operand tiles as they lie, `rows` where the contiguous axis is the operand's second.
+    const fn tiles(self, lhs_rows: bool, rhs_rows: bool, units: u32, exact: bool) -> [Tile; 2] {
+        let Self { tile_m, tile_n, tile_k, .. } = self;
+        let (lhs, lhs_line) = if lhs_rows { (tile_m, tile_k) } else { (tile_k, tile_m) };
+        let (rhs, rhs_line) = if rhs_rows { (tile_k, tile_n) } else { (tile_n, tile_k) };
+        [
+            Tile { lines: lhs, line: lhs_line, units, exact },
+            Tile { lines: rhs, line: rhs_line, units, exact },
+        ]
+    }
+
+    /// Bytes of the two operand tiles and of one 16 x 16 result a plane.
+    pub(crate) const fn shared_bytes_ahead(self, lhs_rows: bool, rhs_rows: bool) -> u32 {
+        let [lhs, rhs] = self.tiles(lhs_rows, rhs_rows, 1, true);
+        lhs.bytes() + rhs.bytes() + self.planes() * 256 * 4
+    }
+
+    /// Registers of a unit, roughly: sums, fragments of a step, the tiles on their way, addresses.
+    pub(crate) const fn registers(self, plane: u32) -> u32 {
+        let Self { tile_m, tile_n, tile_k, planes_m, planes_n } = self;
+        let (part_m, part_n) = (tile_m / planes_m, tile_n / planes_n);
+        let ahead = (tile_m + tile_n) * tile_k / 2 / (self.planes() * plane);
+        part_m * part_n / plane + (part_m + 16) * 16 / 2 / plane + ahead + 40
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct AheadPlan {
+    pub(crate) config: PlaneConfig,
+    /// Units of a plane.
+    pub(crate) plane: u32,
+    /// Depth of the instruction, 16 x 16 in rows and columns.
+    pub(crate) inst_k: u32,
+    pub(crate) lhs_rows: bool,
+    pub(crate) rhs_rows: bool,
+    /// The tiles divide the problem.
+    pub(crate) exact: bool,
+}
+
+const fn layout_of(rows: bool) -> MatrixLayout {
+    if rows { MatrixLayout::RowMajor } else { MatrixLayout::ColMajor }
+}
+
+#[cube]
+pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    out: &mut [Vector<E, NO>],
+    finish: &Finish<F, E, NO>,
+    dims: &Dims,
+    #[comptime] plan: AheadPlan,
+) {
+    let PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = comptime!(plan.config);
+    let (part_m, part_n) = comptime!((tile_m / planes_m, tile_n / planes_n));
+    let (frags_m, frags_n) = comptime!((part_m as usize / 16, part_n as usize / 16));
+    let depth = comptime!(plan.inst_k as usize);
+    let units = comptime!(plan.config.planes() * plan.plane);
+    let tiles = comptime!(plan.config.tiles(plan.lhs_rows, plan.rhs_rows, units, plan.exact));
+    let (tile_lhs, tile_rhs) = comptime!((tiles[0], tiles[1]));
+    let (layout_lhs, layout_rhs) = comptime!((layout_of(plan.lhs_rows), layout_of(plan.rhs_rows)));
+
+    let mut shared_lhs =
+        Shared::<[Word]>::new_aligned_slice(comptime!(tile_lhs.words() as usize), 128usize);
+    let mut shared_rhs =
+        Shared::<[Word]>::new_aligned_slice(comptime!(tile_rhs.words() as usize), 128usize);
+    let mut shared_out = Shared::<[f32]>::new_aligned_slice(
+        comptime!((planes_m * planes_n * 256) as usize),
+        128usize,
+    );
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * plan.plane + lane;
+    let (block_m, block_n) = own_block(dims, tile_m, tile_n);
+    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let columns = dims.columns(CUBE_POS_Y);
+    let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
+    if comptime!(dims.grouped) && row0 >= row_end {
+        // The grid has as many blocks for a group as the whole of lhs has.
+        terminate!();
+    }
+    let (from_m, from_n) = (plane / planes_n * part_m, plane % planes_n * part_n);
+    let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
+
+    let mut acc = Sequence::<Matrix<f32>>::new(); // [part_m / 16, part_n / 16]
+    #[unroll]
+    for _ in 0..comptime!(frags_m * frags_n) {
+        acc.push(zeros(depth));
+    }
+
+    let first = 0u32.runtime();
+    let mut at_lhs =
+        corner(lhs_start, dims.lhs_stride, row0, row_end, first, dims.k, plan.lhs_rows);
+    let mut at_rhs =
+        corner(rhs_start, dims.rhs_stride, col0, dims.n, first, dims.k, comptime!(!plan.rhs_rows));
+    let mut next_lhs = Array::<Word>::new(comptime!(tile_lhs.copies()));
+    let mut next_rhs = Array::<Word>::new(comptime!(tile_rhs.copies()));
+    read::<F, NL>(lhs, &mut next_lhs, &at_lhs, unit, tile_lhs);
+    read::<F, NR>(rhs, &mut next_rhs, &at_rhs, unit, tile_rhs);
+
+    let mut k0 = 0u32;
+    while k0 < dims.k {
+        sync_cube();
+        put(&mut shared_lhs, &next_lhs, unit, tile_lhs);
+        put(&mut shared_rhs, &next_rhs, unit, tile_rhs);
+        sync_cube();
+        k0 += tile_k;
+        // After the last tile nobody takes it.
+        let ahead = if comptime!(plan.exact) { min(k0, dims.k - tile_k) } else { k0 };
+        if comptime!(plan.lhs_rows) {
+            at_lhs.element = ahead;
+        } else {
+            at_lhs.line = ahead;
+        }
+        if comptime!(plan.rhs_rows) {
+            at_rhs.line = ahead;
+        } else {
+            at_rhs.element = ahead;
+        }
+        read::<F, NL>(lhs, &mut next_lhs, &at_lhs, unit, tile_lhs);
+        read::<F, NR>(rhs, &mut next_rhs, &at_rhs, unit, tile_rhs);
+        #[unroll]
+        for step in 0..comptime!(tile_k / plan.inst_k) {
+            let kk = comptime!(step * plan.inst_k);
+            let mut a = Sequence::<Matrix<F>>::new();
+            #[unroll]
+            for i in 0..frags_m {
+                let from = from_m + comptime!(16 * i as u32);
+                a.push(fragment::<F>(
+                    &shared_lhs,
+                    from,
+                    kk,
+                    MatrixIdent::A,
+                    layout_lhs,
+                    depth,
+                    tile_lhs,
+                    plan.lhs_rows,
+                ));
+            }
+            #[unroll]
+            for j in 0..frags_n {
+                let from = from_n + comptime!(16 * j as u32);
+                let b = fragment::<F>(
+                    &shared_rhs,
+                    from,
+                    kk,
+                    MatrixIdent::B,
+                    layout_rhs,
+                    depth,
+                    tile_rhs,
+                    comptime!(!plan.rhs_rows),
+                );
+                #[unroll]
+                for i in 0..frags_m {
+                    let c = acc.index(comptime!(i * frags_n + j));
+                    cmma::execute(a.index(i), &b, c, c);
+                }
+            }
+        }
+    }
+
+    let own = plane * 256;
+    let own_end = own + 256;
+    #[unroll]
+    for i in 0..frags_m {
+        #[unroll]
+        for j in 0..frags_n {
+            cmma::store(
+                &mut shared_out[own as usize..own_end as usize],
+                acc.index(comptime!(i * frags_n + j)),
+                16,
+                MatrixLayout::RowMajor,
+            );
+            sync_plane();
+            let mut e = lane;
+            while e < 256 {
+                let row = row0 + from_m + comptime!(16 * i as u32) + e / 16;
+                let col = col0 + from_n + comptime!(16 * j as u32) + e % 16;
+                if row < row_end && col < dims.n {
+                    let at = out_start + row as usize * dims.out_stride + col as usize;
+                    let value = finish.one(shared_out[(own + e) as usize], at, col, &columns);
+                    out[at] = Vector::new(E::cast_from(value));
+                }
+                e += plan.plane;
+            }
+            sync_plane();
+        }
+    }
+}
+
+/// Where a tile of an operand lies; `k_last` says that k is the contiguous axis.
+#[cube]
+fn corner(
+    start: usize,
+    stride: usize,
+    outer0: u32,
+    outer: u32,
+    k0: u32,
+    k: u32,
+    #[comptime] k_last: bool,
+) -> Corner {
+    let (line, lines, element, elements) =
+        if comptime!(k_last) { (outer0, outer, k0, k) } else { (k0, k, outer0, outer) };
+    Corner { start, stride, line, lines, element, elements }
+}
+
+/// The operand fragment from row or column `outer` and depth `kk` of the tile on.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a place, and how the tile lies")]
+fn fragment<F: Float>(
+    tile: &[Word],
+    outer: u32,
+    #[comptime] kk: u32,
+    #[comptime] ident: MatrixIdent,
+    #[comptime] layout: MatrixLayout,
+    #[comptime] depth: usize,
+    #[comptime] of: Tile,
+    #[comptime] k_last: bool,
+) -> Matrix<F> {
+    let (line, element) = if comptime!(k_last) {
+        (outer, comptime!(kk).runtime())
+    } else {
+        (comptime!(kk).runtime(), outer)
+    };
+    cooperative::load::<F>(tile, line, element, ident, layout, depth, of)
+}

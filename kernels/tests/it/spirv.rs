@@ -1,0 +1,119 @@
+//! Kernels of cooperative matrices as SPIR-V: no device of CI has such matrices, but every one can compile them.
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, MmaShape};
+use cubecl::features::{Features, MmaConfig, TypeUsage};
+use cubecl::ir::{
+    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties, IntKind,
+    MemoryDeviceProperties, TargetProperties, UIntKind,
+};
+use cubecl::profile::TimingMethod;
+use cubecl::{Compiler, WgpuCompilationOptions};
+use cubecl_spirv::SpirvCompiler;
+use kernels::attention::{Attention, AttentionConfig, AttentionProblem};
+use tune::Kernel;
+
+/// A card with `VK_KHR_cooperative_matrix`, as NVIDIA's driver describes itself.
+fn card() -> ArchProfile {
+    let mut card = ArchProfile::recorded("h200").expect("recorded");
+    (card.backend, card.max_shared_bytes) = (Backend::Vulkan, 48 << 10);
+    card.cmma = [DType::F16, DType::Bf16]
+        .map(|ab| MmaShape { ab, acc: DType::F32, m: 16, n: 16, k: 16 })
+        .into();
+    card
+}
+
+fn properties(card: &ArchProfile) -> Arc<DeviceProperties> {
+    let hardware = HardwareProperties {
+        load_width: 128,
+        vector_register_count: None,
+        plane_size_min: 32,
+        plane_size_max: 32,
+        max_bindings: 64,
+        max_shared_memory_size: card.max_shared_bytes as usize,
+        max_cube_count: (65_535, 65_535, 65_535),
+        max_units_per_cube: card.max_units_per_cube,
+        max_cube_dim: (1024, 1024, 64),
+        num_streaming_multiprocessors: None,
+        num_cpu_cores: None,
+        last_level_cache_size: None,
+        num_tensor_cores: None,
+        min_tensor_cores_dim: None,
+        max_vector_size: 4,
+        cube_mma_reserved_shared_memory: 0,
+    };
+    let identity =
+        DeviceIdentity { name: String::new(), fingerprint: String::new(), physical: None };
+    let memory = MemoryDeviceProperties::new(8 << 30, 256);
+    let mut out = DeviceProperties::new(
+        Features::default(),
+        memory,
+        hardware,
+        TimingMethod::Device,
+        identity,
+    );
+    let float = ElemType::Float;
+    let words =
+        [ElemType::Int(IntKind::I32), ElemType::UInt(UIntKind::U32), ElemType::UInt(UIntKind::U8)];
+    for elem in
+        [FloatKind::F16, FloatKind::BF16, FloatKind::F32].map(float).into_iter().chain(words)
+    {
+        for usage in [TypeUsage::Conversion, TypeUsage::Arithmetic, TypeUsage::Buffer] {
+            out.register_type_usage(elem, usage);
+        }
+    }
+    for ab in [FloatKind::F16, FloatKind::BF16].map(float) {
+        let cd_type = float(FloatKind::F32);
+        out.features.matmul.cmma.insert(MmaConfig {
+            a_type: ab,
+            b_type: ab,
+            cd_type,
+            m: 16,
+            n: 16,
+            k: 16,
+        });
+    }
+    Arc::new(out)
+}
+
+#[test]
+fn attention_compiles_for_cooperative_matrices() {
+    let card = card();
+    let (properties, target) =
+        (properties(&card), Arc::new(TargetProperties { mma: Default::default() }));
+    let mut options = WgpuCompilationOptions {
+        supports_vulkan_compiler: true,
+        ..WgpuCompilationOptions::default()
+    };
+    options.vulkan.max_spirv_version = (1, 6);
+    options.vulkan.max_vector_size = 4;
+    options.vulkan.supports_explicit_smem = true;
+    let mut compiled = 0;
+    for (dtype, head_dim, seqs, bent) in [
+        (DType::F16, 128, [256, 256], false),
+        (DType::Bf16, 64, [133, 201], false),
+        (DType::F16, 80, [90, 61], true),
+        (DType::Bf16, 256, [90, 61], false),
+    ] {
+        let dense = AttentionProblem::dense(1, [2, 1], seqs, head_dim, dtype).expect("valid sizes");
+        let softcap = bent.then_some(30.0);
+        let problem = AttentionProblem { causal: true, lse: true, softcap, ..dense };
+        let configs = Attention::on_request(&card, &problem);
+        assert!(configs.iter().all(|c| matches!(c, AttentionConfig::Plane(_))), "{configs:?}");
+        for config in configs {
+            for kernel in Attention::programs(&card, &problem, &config, &properties, &target) {
+                let spirv = SpirvCompiler.compile(kernel.define(), &options);
+                let text = spirv.unwrap_or_else(|why| panic!("{config:?}: {why}")).to_string();
+                let multiplications = text.matches("OpCooperativeMatrixMulAddKHR").count();
+                assert!(multiplications > 0, "{config:?}");
+                if let Ok(folder) = std::env::var("FLASHOVER_SPIRV") {
+                    let name = format!("{folder}/{dtype}-{head_dim}-{compiled}.spvasm");
+                    std::fs::write(name, &text).expect("a folder");
+                }
+                compiled += 1;
+            }
+        }
+    }
+    assert!(compiled > 8, "{compiled}");
+}
