@@ -40,7 +40,7 @@ pub enum Error {
     #[error("no matrix of a layer is called {target}\nhint: one of {known}")]
     Target { target: String, known: String },
     #[error(
-        "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {most}, and a finite alpha"
+        "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {most}, and an alpha above 0"
     )]
     Rank { rank: usize, alpha: f64, most: usize },
     #[error(

@@ -11,7 +11,9 @@
 //! checkpoint format.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 
 use checkpoint::{Checkpoint, Dtype, Plan, Reason, Tensor, Writer};
 use rand_chacha::ChaCha8Rng;
@@ -221,7 +223,12 @@ impl Adapter {
         }
     }
 
-    /// Writes the files of a folder, which there must be. `model` is what it was trained from.
+    /// The files of a folder that is or becomes an adapter.
+    pub fn files(folder: impl AsRef<Path>) -> [PathBuf; 2] {
+        [CONFIG, WEIGHTS].map(|name| folder.as_ref().join(name))
+    }
+
+    /// Writes the files of a folder, which there must be, both or none. `model` is what it was trained from.
     ///
     /// # Errors
     /// [`Error::Write`], [`Error::Checkpoint`].
@@ -246,12 +253,23 @@ impl Adapter {
             tensors.push((name_b, Tensor::new(Dtype::F32, &[factor.n, rank], b)));
         }
         let plans = tensors.iter().map(|(name, own)| Plan::new(name, own.dtype, &own.shape));
-        let mut writer = Writer::create(folder.join(WEIGHTS), plans.collect::<Vec<_>>())?;
-        writer.write_all(&tensors)?;
-        writer.finish()?;
-        let path = folder.join(CONFIG);
+        let [path, weights] = Self::files(folder);
+        let failed = |why| Error::Write { path: path.clone(), why };
+        if path.is_dir() {
+            return Err(failed(ErrorKind::IsADirectory.into()));
+        }
         let text = format!("{:#}\n", self.config_json(config, model));
-        std::fs::write(&path, text).map_err(|why| Error::Write { path, why })
+        let part = folder.join(format!("{CONFIG}.part"));
+        let done = fs::write(&part, text).map_err(failed).and_then(|()| {
+            let mut writer = Writer::create(weights, plans.collect::<Vec<_>>())?;
+            writer.write_all(&tensors)?;
+            writer.finish()?;
+            fs::rename(&part, &path).map_err(failed)
+        });
+        if done.is_err() && part.exists() {
+            fs::remove_file(&part).map_err(failed)?;
+        }
+        done
     }
 
     /// The last names of modules, or where others have these, too, their full names.
@@ -303,6 +321,13 @@ fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
         fields.only(flag, &[Value::Bool(false)])?;
     }
     fields.only("bias", &["none".into()])?;
+    // Others take what they begin with off the model's own weights.
+    let plain = [true.into(), false.into(), "gaussian".into(), "orthogonal".into(), "eva".into()];
+    fields.only("init_lora_weights", &plain)?;
+    for field in ["corda_config", "loftq_config", "arrow_config"] {
+        fields.only(field, &[json!({})])?;
+    }
+    fields.only("alora_invocation_tokens", &[json!([])])?;
     fields.only("modules_to_save", &[json!([])])?;
     for field in ["layer_replication", "trainable_token_indices", "target_parameters"] {
         fields.only(field, &[json!([])])?;
@@ -363,7 +388,7 @@ impl DecoderConfig {
     /// [`Error::Target`], [`Error::Rank`].
     pub fn factors(&self, options: &LoraOptions) -> Result<Vec<Factor>, Error> {
         let LoraOptions { rank, alpha, targets, .. } = options;
-        if !alpha.is_finite() {
+        if !(alpha.is_finite() && *alpha > 0.0) {
             return Err(Error::Rank { rank: *rank, alpha: *alpha, most: self.hidden });
         }
         let mut all: Vec<Factor> = Vec::new();

@@ -8,7 +8,7 @@ use flashover::{End, Engine, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
 use crate::model_args::{
-    ModelArgs, SamplingArgs, TraceArgs, Tracing, spared, standard_input, text_file, unread,
+    ModelArgs, SamplingArgs, TraceArgs, Tracing, all_spared, standard_input, text_file, unread,
 };
 
 #[derive(clap::Args)]
@@ -62,7 +62,8 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     };
     let file = args.trace.file()?;
     let folder = args.model.open()?;
-    file.as_ref().map_or(Ok(()), |file| spared(&folder, file))?;
+    let read = || folder.files().into_iter().chain(args.prompt_file.clone());
+    file.as_ref().map_or(Ok(()), |file| all_spared(read(), file))?;
     let prompt = match (&text, &args.tokens) {
         (Some(text), _) if args.chat => folder.encode_chat(&[Message::new("user", text)])?,
         (Some(text), _) => folder.encode(text)?,

@@ -341,6 +341,11 @@ impl ModelArgs {
         Ok(folder.train_plan(device.profile(), &self.load.options(), lora, workload)?)
     }
 
+    /// The folder of an adapter.
+    pub(crate) fn adapter(&self) -> Option<&PathBuf> {
+        self.adapter.as_ref()
+    }
+
     /// The model's folder, and the adapter beside it.
     pub(crate) fn open_apart(&self) -> anyhow::Result<(ModelFolder, Option<Adapter>)> {
         let folder = ModelFolder::open(self.hub.model(&self.model)?)?;

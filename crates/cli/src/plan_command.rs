@@ -51,6 +51,9 @@ const USUAL: usize = 2048;
 const USUAL_TO_TRAIN: usize = 512;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.train.is_none() && args.lora.are_given() {
+        bail!("only training has an adapter to plan\nhint: --train lora");
+    }
     // A card that is described need not be there.
     let profile = match args.of.load.described()? {
         Some(profile) => profile,

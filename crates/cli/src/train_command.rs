@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 
 use anyhow::{anyhow, bail};
+use command::OutFile;
 use flashover::{
-    Dataset, EngineError, LoraOptions, Recompute, Schedule, Taught, TrainOptions, TrainWorkload,
-    Trainer, Workload,
+    Adapter, Dataset, EngineError, LoraOptions, Recompute, Schedule, Taught, TrainOptions,
+    TrainWorkload, Trainer, Workload,
 };
 use tune::timing::Stopwatch;
 
 use crate::interrupt::{self, Stopped};
-use crate::model_args::{ModelArgs, TraceArgs, Tracing, spared};
+use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -66,9 +67,9 @@ pub(crate) struct Args {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Adapter")]
 pub(crate) struct LoraArgs {
-    /// Rank of the factors
-    #[arg(long, default_value_t = 16, value_name = "RANK")]
-    lora_rank: usize,
+    /// Rank of the factors; without it 16
+    #[arg(long, value_name = "RANK")]
+    lora_rank: Option<usize>,
     /// What they are multiplied by, over the rank; without it twice the rank
     #[arg(long, value_name = "ALPHA", allow_negative_numbers = true)]
     lora_alpha: Option<f64>,
@@ -79,20 +80,36 @@ pub(crate) struct LoraArgs {
 
 impl LoraArgs {
     pub(crate) fn options(&self) -> LoraOptions {
+        let rank = self.lora_rank.unwrap_or(LoraOptions::default().rank);
         LoraOptions {
-            rank: self.lora_rank,
-            alpha: self.lora_alpha.unwrap_or(2.0 * self.lora_rank as f64),
+            rank,
+            alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
             rank_stabilised: false,
             targets: self.lora_targets.clone(),
         }
+    }
+
+    /// Whether something of it was said.
+    pub(crate) fn are_given(&self) -> bool {
+        self.lora_rank.is_some() || self.lora_alpha.is_some() || !self.lora_targets.is_empty()
     }
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let file = args.trace.file()?;
     let (folder, adapter) = args.model.open_apart()?;
-    file.as_ref().map_or(Ok(()), |file| spared(&folder, file))?;
+    if adapter.is_some() && args.lora.are_given() {
+        bail!(
+            "an adapter that goes on has its rank, alpha and matrices\nhint: leave out --lora-*, or --adapter"
+        );
+    }
     let output = &args.output;
+    let examples = [Some(&args.data), args.held_out.as_ref()].into_iter().flatten().cloned();
+    let read: Vec<PathBuf> = folder.files().into_iter().chain(examples).collect();
+    let continued = args.model.adapter().into_iter().flat_map(Adapter::files);
+    if let Some(file) = &file {
+        all_spared(read.iter().cloned().chain(continued).chain(Adapter::files(output)), file)?;
+    }
     let unwritable = |why| {
         anyhow!(
             "cannot write into {}: {why}\nhint: --output names a folder that is yours",
@@ -108,7 +125,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Some(steps) => steps as usize,
         None => data.examples.len().div_ceil(batch * accumulate),
     };
-    if args.clip < 0.0 {
+    if args.clip.is_nan() || args.clip < 0.0 {
         bail!("clip is {}\nhint: a number above 0, or 0", args.clip);
     }
     let options = TrainOptions {
@@ -137,6 +154,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return Err(EngineError::TrainMemory(Box::new(plan)).into());
     }
     std::fs::create_dir_all(output).map_err(unwritable)?;
+    for file in Adapter::files(output) {
+        all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
+    }
     let engine = args.model.load(folder, Workload::new(1, 1))?;
     let mut trainer = match adapter {
         Some(adapter) => Trainer::from_adapter(engine, adapter, options)?,
@@ -154,16 +174,29 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let tracing = Tracing::start(file, trainer.engine())?;
     let (begin, mut learned) = (Stopwatch::start(), 0);
     interrupt::listen()?;
-    while trainer.done() < steps && !interrupt::came() {
+    let mut ended = Ok(());
+    while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
         let step = Stopwatch::start();
         let batches = data.micro_batches(trainer.done(), batch, accumulate, args.seed);
-        let taught = trainer.step(&batches)?;
-        learned += taught.tokens;
-        told(&taught, steps, step.elapsed().as_secs_f64());
+        ended = trainer.step(&batches).map(|taught| {
+            learned += taught.tokens;
+            told(&taught, steps, step.elapsed().as_secs_f64());
+        });
     }
     let seconds = begin.elapsed().as_secs_f64();
-    tracing.finish(trainer.engine())?;
-    trainer.save(output)?;
+    // Before anything else can fail, and of what failed what it had learned.
+    if ended.is_ok() || trainer.done() > 0 {
+        let saved = trainer.save(output);
+        if ended.is_err() && saved.is_ok() {
+            let (done, output) = (trainer.done(), output.display());
+            let steps = if done == 1 { "step" } else { "steps" };
+            eprintln!("the adapter after {done} {steps} is in {output}");
+        }
+        ended = ended.and(saved);
+    }
+    let traced = tracing.finish(trainer.engine());
+    ended?;
+    traced?;
     if interrupt::came() {
         let (done, output) = (trainer.done(), output.display());
         return Err(

@@ -21,7 +21,8 @@ use crate::engine::{EngineError, EngineOptions, Prepared};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct MemoryBudget {
-    /// Bytes at most.
+    /// Bytes at most, of the weights and any one request beside them: sessions, batches and trainers that live at once
+    /// are not added up.
     pub limit_bytes: Option<u64>,
     /// Bytes that stay free for others.
     pub reserve_bytes: u64,

@@ -83,10 +83,23 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         assert!(!folder.path().join("adapter").exists(), "{more:?}");
     };
     refused(&["--data", &path("gone")], "cannot read");
-    refused(&["--data", &path("bad.jsonl")], "line 1 is none of ours");
+    refused(&["--data", &path("bad.jsonl")], "line 1 has fields (question) or values that are no");
+    fs::write(path("cut.jsonl"), "{\"text\": \"One day").expect("written");
+    refused(&["--data", &path("cut.jsonl")], "line 1 is no JSON: EOF");
+    fs::write(path("list.json"), "[]").expect("written");
+    refused(&["--data", &path("list.json")], "is no .jsonl\nhint: ");
+    refused(&["--data", "/dev/zero"], "it is no file\nhint: ");
     let with = |more: &[&str], why: &str| refused(&[&["--data", &data], more].concat(), why);
     with(&["--learning-rate", "-1"], "learning rate is -1\nhint: ");
     with(&["--clip", "-1"], "clip is -1\nhint: ");
+    with(&["--clip", "nan"], "clip is NaN\nhint: ");
+    with(&["--learning-rate", "1e39"], "learning rate is 1e39\nhint: ");
+    with(&["--lora-alpha", "0"], "rank 16 and alpha 0 make no adapter\nhint: ");
+    with(&["--profile-trace", &data], "is read and written\nhint: ");
+    with(&["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")], "is read and");
+    let other = fixture("llama").join("lora");
+    let other = other.to_str().expect("UTF-8");
+    with(&["--adapter", other, "--lora-rank", "4"], "has its rank, alpha and matrices\nhint: ");
     with(&["--lora-rank", "0"], "rank 0 and alpha 0 make no adapter\nhint: ");
     with(
         &["--lora-targets", "head"],
@@ -95,8 +108,34 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["-c", "1"], "1 is not in 2..");
     with(&["--memory-limit", "30MiB"], "activations and gradients");
     with(&["-c", "4096"], "positions, but the model has");
-    let other = fixture("llama").join("lora");
-    with(&["--adapter", other.to_str().expect("UTF-8")], "has shape [4, 32] where [4, 256]");
+    with(&["--adapter", other], "has shape [4, 32] where [4, 256]");
+}
+
+#[test]
+fn what_was_learned_before_a_failure_is_kept() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (model, data, output) = (demo(), path("data.txt"), path("adapter"));
+    fs::write(&data, "One day a dog ran. ".repeat(4)).expect("written");
+    let run = |more: &[&str]| {
+        let model = model.to_str().expect("UTF-8");
+        let args = ["train", "--model", model, "--backend", "cpu", "--data", &data, "-c", "8"];
+        let made = flashover(&[&args[..], &["-b", "1", "--output", &output], more].concat());
+        (made.status.code(), text(&made.stderr))
+    };
+    let (code, said) = run(&["--learning-rate", "3e37", "--warmup", "20", "--steps", "20"]);
+    assert!(code == Some(2) && said.contains("not finite at step 2\nhint: "), "{said}");
+    assert!(said.contains("\nthe adapter after 1 step is in "), "{said}");
+    assert!(folder.path().join("adapter/adapter_model.safetensors").exists());
+    // Whatever is in the way of one file, none is written.
+    let config = folder.path().join("adapter/adapter_config.json");
+    let weights = fs::read(folder.path().join("adapter/adapter_model.safetensors")).expect("there");
+    fs::remove_file(&config).expect("written before");
+    fs::create_dir(&config).expect("nothing is there");
+    let (code, said) = run(&["--steps", "1"]);
+    assert!(code == Some(2) && !said.contains("step 1 of 1"), "{said}");
+    let kept = fs::read(folder.path().join("adapter/adapter_model.safetensors")).expect("there");
+    assert_eq!(weights, kept);
 }
 
 #[test]
@@ -128,6 +167,10 @@ fn a_plan_says_what_training_takes() {
         (&chosen["matrices"], &chosen["workload"]["batch"]),
         (&"four_bit".into(), &8.into())
     );
+    let no_training =
+        flashover(&["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--lora-rank", "4"]);
+    let said = text(&no_training.stderr);
+    assert!(no_training.status.code() == Some(2) && said.contains("hint: --train lora"), "{said}");
     let wrong = plan(&["--preset", "latency"]);
     assert!(text(&wrong.stderr).contains("preset latency is not for training\nhint: "));
 }

@@ -28,6 +28,8 @@ pub struct ModelFolder {
     pub(super) weights: Weights,
     pub(super) reader: Reader,
     pub(super) adapter: Option<Adapter>,
+    /// The folder of that.
+    adapter_folder: Option<PathBuf>,
 }
 
 impl ModelFolder {
@@ -50,7 +52,7 @@ impl ModelFolder {
         };
         let (folder, template) = (folder.to_owned(), OnceLock::new());
         let reader = Reader { folder, config, generation, tokenizer, template };
-        Ok(Self { weights, reader, adapter: None })
+        Ok(Self { weights, reader, adapter: None, adapter_folder: None })
     }
 
     /// The same with an adapter of PEFT's, which becomes part of the weights when they are loaded.
@@ -58,8 +60,9 @@ impl ModelFolder {
     /// # Errors
     /// [`EngineError::Folder`] for what is no adapter of this model.
     pub fn with_adapter(self, folder: impl AsRef<Path>) -> Result<Self, EngineError> {
-        let adapter = self.adapter(folder)?;
-        Ok(Self { adapter: Some(adapter), ..self })
+        let adapter = self.adapter(&folder)?;
+        let adapter_folder = Some(folder.as_ref().to_owned());
+        Ok(Self { adapter: Some(adapter), adapter_folder, ..self })
     }
 
     /// What training an adapter of this model will take.
@@ -98,7 +101,8 @@ impl ModelFolder {
         ];
         let beside = BESIDE.iter().map(|name| self.reader.folder.join(name));
         let weights = self.weights.checkpoint().files().map(Path::to_owned);
-        beside.filter(|file| file.exists()).chain(weights).collect()
+        let adapter = self.adapter_folder.iter().flat_map(Adapter::files);
+        beside.filter(|file| file.exists()).chain(weights).chain(adapter).collect()
     }
 
     /// As [`Engine::request`](super::Engine::request).

@@ -322,7 +322,7 @@ impl Engine {
         options: &EngineOptions,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, EngineError> {
-        let ModelFolder { weights, reader, adapter } = folder;
+        let ModelFolder { weights, reader, adapter, .. } = folder;
         let prepared = Prepared::of_files(device.profile(), &reader.folder, &weights, options)?;
         prepared.fits(device, options)?;
         let (ctx, on) = (context(device, options)?, on_burn(device));
@@ -501,14 +501,11 @@ impl Engine {
         TrainPlan::new(&self.0.planned, profile, budget, lora, workload)
     }
 
-    /// Room for what passes in a step of training.
+    /// Room for what passes in a step of training that fits.
     ///
     /// # Errors
-    /// [`EngineError::TrainMemory`] where there is none; those of [`Engine::clear_cache`].
-    pub(crate) fn room_to_train(&self, plan: TrainPlan) -> Result<(), EngineError> {
-        if !plan.fits() {
-            return Err(EngineError::TrainMemory(Box::new(plan)));
-        }
+    /// Those of [`Engine::clear_cache`].
+    pub(crate) fn room_to_train(&self, plan: &TrainPlan) -> Result<(), EngineError> {
         self.clear_cache()?;
         // The adapter's values move with each step.
         let moving = plan.adapter_bytes + plan.optimizer_bytes;

@@ -8,6 +8,7 @@ use models::Example;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::Deserialize;
+use serde_json::Value;
 use text::{Message, Prompt};
 
 use crate::engine::{EngineError, ModelFolder};
@@ -27,6 +28,8 @@ pub struct Dataset {
 pub enum DatasetError {
     #[error("cannot read {}: {why}\nhint: a text, or a .jsonl with an example a line", .path.display())]
     Read { path: PathBuf, why: io::Error },
+    #[error("{} is no .jsonl\nhint: one example a line, in a file whose name ends in .jsonl", .0.display())]
+    Json(PathBuf),
     #[error(
         "{}: line {line} {why}\nhint: {{\"text\": ..}}, {{\"prompt\": .., \"completion\": ..}} or {{\"messages\": [..]}}",
         .path.display()
@@ -51,9 +54,22 @@ enum Line {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Turn {
     role: String,
     content: String,
+}
+
+impl Line {
+    /// Says what is wrong as JSON is, or names the fields that are there.
+    fn read(line: &str) -> Result<Self, String> {
+        let value: Value =
+            serde_json::from_str(line).map_err(|why| format!("is no JSON: {why}"))?;
+        let Value::Object(fields) = &value else { return Err("is no object".to_owned()) };
+        let names: Vec<String> = fields.keys().cloned().collect();
+        serde_json::from_value(value)
+            .map_err(|_| format!("has fields ({}) or values that are no example", names.join(", ")))
+    }
 }
 
 impl Dataset {
@@ -70,9 +86,18 @@ impl Dataset {
     ) -> Result<Self, DatasetError> {
         let path = file.as_ref();
         let read = |why| DatasetError::Read { path: path.to_owned(), why };
+        // What does not end is never a file.
+        if fs::metadata(path).is_ok_and(|meta| !meta.is_file()) {
+            return Err(read(io::Error::other("it is no file")));
+        }
         let text = fs::read_to_string(path).map_err(read)?;
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0 };
-        if path.extension().is_some_and(|extension| extension == "jsonl") {
+        let is = |name: &str| path.extension().is_some_and(|own| own.eq_ignore_ascii_case(name));
+        if is("json") {
+            return Err(DatasetError::Json(path.to_owned()));
+        }
+        if is("jsonl") {
             for (index, line) in
                 text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
             {
@@ -81,15 +106,14 @@ impl Dataset {
                     line: index + 1,
                     why,
                 };
-                let line: Line = serde_json::from_str(line)
-                    .map_err(|why| bad(format!("is none of ours: {why}")))?;
+                let line = Line::read(line).map_err(bad)?;
                 let example = line.example(folder)?.ok_or_else(|| {
                     bad("has messages whose template does not put the answer last".to_owned())
                 })?;
                 all.add(example, context);
             }
         } else {
-            let tokens = folder.encode(&text)?;
+            let tokens = folder.encode(text)?;
             for piece in tokens.chunks(context.max(1)) {
                 all.add(Example { tokens: piece.to_vec(), from: 0 }, context);
             }

@@ -13,7 +13,7 @@ mod schedule;
 use std::path::Path;
 
 use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
-use burn::tensor::{FloatDType, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use models::{Adaptation, Adapter, Example, LoraOptions, Recompute};
 use serde::Serialize;
 
@@ -147,7 +147,7 @@ impl Trainer {
     }
 
     /// Keeps room on the device for steps of such batches, and of those that it has room for by now. Steps that need
-    /// more make it themselves, and then leave behind what is too small: who knows the largest asks for it first.
+    /// more make it themselves; who knows the largest asks for it first, and spares the moves.
     ///
     /// # Errors
     /// [`EngineError::TrainMemory`] where the device or the budget has no such room; [`EngineError::Model`] for
@@ -162,9 +162,24 @@ impl Trainer {
                 return Ok(());
             }
         }
-        self.engine.room_to_train(self.engine.train_plan(self.adapter.options(), need)?)?;
+        let plan = self.engine.train_plan(self.adapter.options(), need)?;
+        if !plan.fits() {
+            return Err(EngineError::TrainMemory(Box::new(plan)));
+        }
+        // A page is kept for the sake of the least that lies in it.
+        self.put_on(&Device::flex());
+        let made = self.engine.room_to_train(&plan);
+        self.put_on(self.engine.clone().decoder().device());
+        made?;
         self.room = Some(need);
         Ok(())
+    }
+
+    /// Moves what changes with each step.
+    fn put_on(&mut self, device: &Device) {
+        let _at_work = ops::at_work();
+        self.values = self.values.take().map(|values| values.to_device(device));
+        self.state = self.state.take().map(|state| AdamW::to_device(state, device));
     }
 
     /// The values, on the device from here on.
@@ -269,6 +284,7 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::step`].
     pub fn loss(&mut self, batch: &[Example]) -> Result<(f64, usize), EngineError> {
+        self.reserve(self.workload(&[batch.to_vec()]))?;
         let values = self.values();
         let (options, factors) = (self.adapter.options(), self.adapter.factors());
         let adaptation = Adaptation { options, factors, values: &values };
@@ -285,12 +301,15 @@ impl Trainer {
     /// What was learned so far.
     ///
     /// # Errors
-    /// [`EngineError::Failed`], [`EngineError::OutOfMemory`].
+    /// [`EngineError::Diverged`] of values that are not finite; [`EngineError::Failed`], [`EngineError::OutOfMemory`].
     pub fn adapter(&self) -> Result<Adapter, EngineError> {
         let Some(values) = self.values.clone() else { return Ok(self.adapter.clone()) };
         let all = self.adapter.values().len();
         let values = self.engine.on_host(values.reshape([1, all]))?;
-        Ok(self.adapter.clone().with_values(values))
+        match values.iter().all(|value| value.is_finite()) {
+            true => Ok(self.adapter.clone().with_values(values)),
+            false => Err(EngineError::Diverged { step: self.done }),
+        }
     }
 
     /// Writes what was learned so far into a folder that is there, as PEFT's files.
@@ -314,7 +333,8 @@ impl TrainOptions {
     /// # Errors
     /// [`EngineError::Training`] of a number that is out of its range.
     pub fn check(&self) -> Result<(), EngineError> {
-        let positive = |value: f64| value.is_finite() && value > 0.0;
+        // What is computed with is f32.
+        let positive = |value: f64| (value as f32).is_finite() && value > 0.0;
         let rules = [
             ("learning rate", self.schedule.learning_rate, true),
             ("weight decay", self.weight_decay, false),
