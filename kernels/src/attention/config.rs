@@ -23,8 +23,8 @@ impl AttentionConfig {
     /// Of the tensor-core path that `arch` may have.
     const fn smallest(arch: &ArchProfile) -> Self {
         match arch.backend {
-            Backend::Cuda => Self::Flash(flash(2, 16, 16, 2)),
-            _ => Self::Plane(plane(2, 16, 16)),
+            Backend::Vulkan => Self::Plane(plane(2, 16, 16)),
+            _ => Self::Flash(flash(2, 16, 16, 2)),
         }
     }
 

@@ -342,7 +342,8 @@ impl TrainOptions {
         ];
         for (name, value, above) in rules {
             if !(positive(value) || (!above && value == 0.0)) {
-                let range = if above { "above 0" } else { "of 0 or more" };
+                let range =
+                    if above { "above 0 and within f32" } else { "of 0 or more, within f32" };
                 return Err(EngineError::Training { name, value, range });
             }
         }

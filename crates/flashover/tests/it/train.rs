@@ -147,9 +147,10 @@ fn examples_come_from_files() {
     assert_eq!(all, folder.encode(&text).expect("text"));
     assert!(data.examples.iter().all(|own| own.tokens.len() <= 16 && own.from == 0));
     for (text, why) in [
-        ("{\"text\": 3}", "line 1 is none of ours"),
-        ("{\"text\": \"a\"}\n{\"question\": \"a\"}", "line 2 is none of ours"),
-        ("not json", "line 1 is none of ours"),
+        ("{\"text\": 3}", "line 1 has fields (text) or values that are no example"),
+        ("{\"text\": \"a\"}\n{\"question\": \"a\"}", "line 2 has fields (question) or values"),
+        ("not json", "line 1 is no JSON: "),
+        ("[]", "line 1 is no object"),
         ("", "has nothing to learn within 64 positions"),
     ] {
         let refused = open("bad.jsonl", text, 64).expect_err(text).to_string();
