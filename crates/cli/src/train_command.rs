@@ -96,13 +96,13 @@ impl LoraArgs {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let file = args.trace.file()?;
-    let (folder, adapter) = args.model.open_apart()?;
-    if adapter.is_some() && args.lora.are_given() {
+    if args.model.adapter().is_some() && args.lora.are_given() {
         bail!(
             "an adapter that goes on has its rank, alpha and matrices\nhint: leave out --lora-*, or --adapter"
         );
     }
+    let file = args.trace.file()?;
+    let (folder, adapter) = args.model.open_apart()?;
     let output = &args.output;
     let examples = [Some(&args.data), args.held_out.as_ref()].into_iter().flatten().cloned();
     let read: Vec<PathBuf> = folder.files().into_iter().chain(examples).collect();
