@@ -48,7 +48,7 @@ enum Train {
 /// Positions where nobody says.
 const USUAL: usize = 2048;
 /// The same of training.
-const USUAL_TO_TRAIN: usize = 512;
+pub(crate) const USUAL_TO_TRAIN: usize = 512;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.train.is_none() && args.lora.are_given() {

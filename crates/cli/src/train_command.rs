@@ -12,6 +12,7 @@ use tune::timing::Stopwatch;
 
 use crate::interrupt::{self, Stopped};
 use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared};
+use crate::plan_command::USUAL_TO_TRAIN;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -28,9 +29,9 @@ pub(crate) struct Args {
     output: PathBuf,
     #[command(flatten)]
     lora: LoraArgs,
-    /// Positions of an example at most
-    #[arg(long, short = 'c', default_value_t = 512, value_parser = clap::value_parser!(u32).range(2..))]
-    context: u32,
+    /// Positions of an example at most; without it 512, or what the model has where that is fewer
+    #[arg(long, short = 'c', value_parser = clap::value_parser!(u32).range(2..))]
+    context: Option<u32>,
     /// Examples that pass together
     #[arg(long, short = 'b', default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
@@ -116,7 +117,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             output.display()
         )
     };
-    let (context, batch) = (args.context as usize, args.batch as usize);
+    let most = folder.config().context().unwrap_or(usize::MAX);
+    let context = args.context.map_or(USUAL_TO_TRAIN.min(most), |context| context as usize);
+    if context > most {
+        bail!("{context} positions, but the model has {most}\nhint: -c {most}, or leave -c out");
+    }
+    let batch = args.batch as usize;
     let data = Dataset::open(&args.data, &folder, context)?;
     let held_out = args.held_out.as_ref();
     let held_out = held_out.map(|file| Dataset::open(file, &folder, context)).transpose()?;

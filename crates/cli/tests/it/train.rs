@@ -107,7 +107,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     );
     with(&["-c", "1"], "1 is not in 2..");
     with(&["--memory-limit", "30MiB"], "activations and gradients");
-    with(&["-c", "4096"], "positions, but the model has");
+    with(&["-c", "513"], "513 positions, but the model has 512\nhint: -c 512, or leave -c out");
     with(&["--adapter", other], "has shape [4, 32] where [4, 256]");
 }
 

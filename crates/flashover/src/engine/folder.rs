@@ -88,6 +88,10 @@ impl ModelFolder {
         Adapter::open(folder, self.weights.config()).map_err(EngineError::Folder)
     }
 
+    pub fn config(&self) -> &DecoderConfig {
+        self.weights.config()
+    }
+
     /// The files that it is read from.
     pub fn files(&self) -> Vec<PathBuf> {
         const BESIDE: [&str; 7] = [
