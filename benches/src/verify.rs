@@ -146,8 +146,7 @@ fn jobs(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
 }
 
 /// What runs on a device: every edge case with the config that it gets unmeasured, the simplest where that is none, and the one that was
-/// measured for it, then fewer cases with every measured config and, with `configs`, every candidate and every config
-/// that has to be asked for.
+/// measured for it, then fewer cases with every measured config and, with `configs`, every candidate.
 fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
     let mut jobs = Vec::new();
     let tuned = tuned::<K>(arch, cache);
@@ -155,10 +154,9 @@ fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) ->
         for case in K::edge_cases(kind, arch.backend) {
             let problem = K::problem(&case);
             let first = K::candidates(arch, problem).into_iter().take(1);
-            let asked = K::on_request(arch, problem).into_iter().take(usize::from(configs));
             let key = Key::of::<K>(&arch.id, problem);
             let known = tuned.iter().filter(|(of, ..)| **of == key).map(|(.., config)| *config);
-            let mut few = feasible::<K>(arch, problem, first.chain(known).chain(asked));
+            let mut few = feasible::<K>(arch, problem, first.chain(known));
             if few.is_empty() {
                 match K::simplest(arch, problem) {
                     Ok(config) => few.push(config),
@@ -170,9 +168,7 @@ fn jobs_of<K: Verified>(arch: &ArchProfile, cache: &TuneCache, configs: bool) ->
         for case in K::config_cases(kind) {
             let problem = K::problem(&case);
             let known = tuned.iter().filter(|(_, of, _)| *of == kind);
-            let of_kinds =
-                [K::candidates, K::on_request].into_iter().take(if configs { 2 } else { 0 });
-            let others = of_kinds.flat_map(|of| of(arch, problem));
+            let others = if configs { K::candidates(arch, problem) } else { Vec::new() };
             let all = known.map(|(.., config)| *config).chain(others);
             let many = feasible::<K>(arch, problem, all);
             jobs.extend(many.into_iter().map(|config| job::<K>(&case, Ok(config))));

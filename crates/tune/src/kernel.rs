@@ -34,12 +34,6 @@ pub trait Kernel: 'static {
     /// when nothing was measured. Empty when the device cannot serve the problem.
     fn candidates(arch: &ArchProfile, problem: &Self::Problem) -> Vec<Self::Config>;
 
-    /// Configs that pass [`Kernel::check`] and that nobody has unasked, because they were not timed on a card yet.
-    /// They are verified as candidates are.
-    fn on_request(_arch: &ArchProfile, _problem: &Self::Problem) -> Vec<Self::Config> {
-        Vec::new()
-    }
-
     /// Whether `config` would compile and launch for `problem` on `arch`.
     ///
     /// # Errors

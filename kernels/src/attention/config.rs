@@ -61,8 +61,7 @@ impl Implementation {
         match self {
             Self::Plain => simplest(arch, problem),
             Self::Flash => {
-                let all = [candidates(arch, problem), on_request(arch, problem)].concat();
-                match all.into_iter().find(in_blocks) {
+                match candidates(arch, problem).into_iter().find(in_blocks) {
                     Some(config) => Ok(config),
                     // What the smallest lacks, every one lacks.
                     None => {
@@ -96,24 +95,22 @@ const fn plane(planes: u32, rows: u32, tile_kv: u32) -> PlaneConfig {
     PlaneConfig { planes, rows, tile_kv }
 }
 
-const PLANE: [PlaneConfig; 9] = [
-    plane(4, 16, 32),
+const PLANE: [PlaneConfig; 7] = [
     plane(8, 16, 32),
-    plane(4, 32, 32),
-    plane(4, 16, 64),
-    plane(2, 32, 32),
-    plane(2, 16, 32),
-    plane(4, 32, 16),
     plane(4, 16, 16),
     plane(8, 16, 16),
+    plane(4, 16, 32),
+    plane(4, 32, 32),
+    plane(2, 32, 32),
+    plane(2, 16, 32),
 ];
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
-    let mut found: Vec<_> = FLASH
-        .into_iter()
-        .map(AttentionConfig::Flash)
-        .filter(|c| check(arch, problem, c).is_ok())
-        .collect();
+    let all: Vec<_> = match arch.backend {
+        Backend::Vulkan => PLANE.map(AttentionConfig::Plane).into(),
+        _ => FLASH.map(AttentionConfig::Flash).into(),
+    };
+    let mut found: Vec<_> = all.into_iter().filter(|c| check(arch, problem, c).is_ok()).collect();
     // A cube should have rows to work on, and every processor a cube.
     let heads = u64::from(problem.batch) * u64::from(problem.heads);
     let waste = |c: &AttentionConfig| {
@@ -130,11 +127,6 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
         found.extend(simplest(arch, problem));
     }
     found
-}
-
-pub(super) fn on_request(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
-    let all = PLANE.into_iter().map(AttentionConfig::Plane);
-    all.filter(|c| check(arch, problem, c).is_ok()).collect()
 }
 
 pub(super) fn simplest(

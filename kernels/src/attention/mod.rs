@@ -21,7 +21,7 @@
 //! | path    | multiplies with | feeds it by                | where            |
 //! |---------|-----------------|----------------------------|------------------|
 //! | `Flash` | `mma.sync`      | `cp.async` ring, `ldmatrix` | CUDA, f16, bf16 |
-//! | `Plane` | plane-scope matrices | shared memory, a tile ahead | Vulkan, f16, bf16, on request only |
+//! | `Plane` | plane-scope matrices | shared memory, a tile ahead | Vulkan, f16, bf16 |
 //! | `Rows`  | multiply-add    | one key after the other    | anywhere         |
 //!
 //! Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); Ainslie et al., "GQA"
@@ -101,10 +101,6 @@ impl Kernel for Attention {
 
     fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
         config::candidates(arch, problem)
-    }
-
-    fn on_request(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
-        config::on_request(arch, problem)
     }
 
     fn check(

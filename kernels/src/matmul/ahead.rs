@@ -1,16 +1,30 @@
 //! The plane-scope path that is a tile ahead: while one tile is multiplied the next is on its way in registers
-//! ([`cooperative`](crate::cooperative)), where [`cmma`](super::cmma) waits for it.
-//!
-//! Checked on a software device; not timed on a card yet, and so no candidate: `tune try` takes its configs.
+//! ([`cooperative`](crate::cooperative)), where [`cmma`](super::cmma) waits for it. With two buffers a tile is put beside
+//! the one that is multiplied, and planes meet once a tile instead of twice.
 
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
-use super::cmma::PlaneConfig;
+use serde::{Deserialize, Serialize};
+
+use super::cmma::layout_of;
 use super::{Dims, Finish, own_block};
 use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
 
-impl PlaneConfig {
+/// Tile sizes, and how many tiles lie in shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct AheadConfig {
+    pub tile_m: u32,
+    pub tile_n: u32,
+    pub tile_k: u32,
+    /// Grid of planes that share the tile.
+    pub planes_m: u32,
+    pub planes_n: u32,
+    /// Tiles of each operand in shared memory, 1 or 2.
+    pub buffers: u32,
+}
+
+impl AheadConfig {
     /// Planes that share the tile.
     pub(crate) const fn planes(self) -> u32 {
         self.planes_m * self.planes_n
@@ -27,25 +41,33 @@ impl PlaneConfig {
         ]
     }
 
-    /// Bytes of the two operand tiles and of one 16 x 16 result a plane.
-    pub(crate) const fn shared_bytes_ahead(self, lhs_rows: bool, rhs_rows: bool) -> u32 {
+    /// Words of the tiles of lhs, where a 16 x 16 result of every plane passes afterwards.
+    const fn words(self, lhs: Tile) -> u32 {
+        let (tiles, results) = (self.buffers * lhs.words(), self.planes() * RESULT);
+        if tiles > results { tiles } else { results }
+    }
+
+    pub(crate) const fn shared_bytes(self, lhs_rows: bool, rhs_rows: bool) -> u32 {
         let [lhs, rhs] = self.tiles(lhs_rows, rhs_rows, 1, true);
-        lhs.bytes() + rhs.bytes() + self.planes() * 256 * 4
+        16 * self.words(lhs) + self.buffers * rhs.bytes()
     }
 
     /// Registers of a unit, roughly: sums, fragments of a step, the tiles on their way, addresses.
     pub(crate) const fn registers(self, plane: u32) -> u32 {
-        let Self { tile_m, tile_n, tile_k, planes_m, planes_n } = self;
+        let Self { tile_m, tile_n, tile_k, planes_m, planes_n, .. } = self;
         let (part_m, part_n) = (tile_m / planes_m, tile_n / planes_n);
         let ahead = (tile_m + tile_n) * tile_k / 2 / (self.planes() * plane);
         part_m * part_n / plane + (part_m + 16) * 16 / 2 / plane + ahead + 40
     }
 }
 
+/// Words of a 16 x 16 result.
+const RESULT: u32 = 16 * 16 / 4;
+
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct AheadPlan {
-    pub(crate) config: PlaneConfig,
+    pub(crate) config: AheadConfig,
     /// Units of a plane.
     pub(crate) plane: u32,
     /// Depth of the instruction, 16 x 16 in rows and columns.
@@ -54,10 +76,6 @@ pub(crate) struct AheadPlan {
     pub(crate) rhs_rows: bool,
     /// The tiles divide the problem.
     pub(crate) exact: bool,
-}
-
-const fn layout_of(rows: bool) -> MatrixLayout {
-    if rows { MatrixLayout::RowMajor } else { MatrixLayout::ColMajor }
 }
 
 #[cube]
@@ -69,7 +87,8 @@ pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     dims: &Dims,
     #[comptime] plan: AheadPlan,
 ) {
-    let PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = comptime!(plan.config);
+    let AheadConfig { tile_m, tile_n, tile_k, planes_m, planes_n, buffers } =
+        comptime!(plan.config);
     let (part_m, part_n) = comptime!((tile_m / planes_m, tile_n / planes_n));
     let (frags_m, frags_n) = comptime!((part_m as usize / 16, part_n as usize / 16));
     let depth = comptime!(plan.inst_k as usize);
@@ -78,14 +97,13 @@ pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (tile_lhs, tile_rhs) = comptime!((tiles[0], tiles[1]));
     let (layout_lhs, layout_rhs) = comptime!((layout_of(plan.lhs_rows), layout_of(plan.rhs_rows)));
 
-    let mut shared_lhs =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile_lhs.words() as usize), 128usize);
-    let mut shared_rhs =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile_rhs.words() as usize), 128usize);
-    let mut shared_out = Shared::<[f32]>::new_aligned_slice(
-        comptime!((planes_m * planes_n * 256) as usize),
+    let (words_lhs, words_rhs) = comptime!((tile_lhs.words(), tile_rhs.words()));
+    let mut shared_lhs = Shared::<[Word]>::new_aligned_slice(
+        comptime!(plan.config.words(tile_lhs) as usize),
         128usize,
     );
+    let mut shared_rhs =
+        Shared::<[Word]>::new_aligned_slice(comptime!((buffers * words_rhs) as usize), 128usize);
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
@@ -116,12 +134,23 @@ pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     read::<F, NL>(lhs, &mut next_lhs, &at_lhs, unit, tile_lhs);
     read::<F, NR>(rhs, &mut next_rhs, &at_rhs, unit, tile_rhs);
 
+    if comptime!(buffers == 2) {
+        put(&mut shared_lhs[0..words_lhs as usize], &next_lhs, unit, tile_lhs);
+        put(&mut shared_rhs[0..words_rhs as usize], &next_rhs, unit, tile_rhs);
+        sync_cube();
+    }
+
+    // Where in each the tile to multiply begins.
+    let mut from_lhs = 0u32.runtime();
+    let mut from_rhs = 0u32.runtime();
     let mut k0 = 0u32;
     while k0 < dims.k {
-        sync_cube();
-        put(&mut shared_lhs, &next_lhs, unit, tile_lhs);
-        put(&mut shared_rhs, &next_rhs, unit, tile_rhs);
-        sync_cube();
+        if comptime!(buffers == 1) {
+            sync_cube();
+            put(&mut shared_lhs[0..words_lhs as usize], &next_lhs, unit, tile_lhs);
+            put(&mut shared_rhs[0..words_rhs as usize], &next_rhs, unit, tile_rhs);
+            sync_cube();
+        }
         k0 += tile_k;
         // After the last tile nobody takes it.
         let ahead = if comptime!(plan.exact) { min(k0, dims.k - tile_k) } else { k0 };
@@ -145,7 +174,7 @@ pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             for i in 0..frags_m {
                 let from = from_m + comptime!(16 * i as u32);
                 a.push(fragment::<F>(
-                    &shared_lhs,
+                    &shared_lhs[from_lhs as usize..(from_lhs + words_lhs) as usize],
                     from,
                     kk,
                     MatrixIdent::A,
@@ -159,7 +188,7 @@ pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             for j in 0..frags_n {
                 let from = from_n + comptime!(16 * j as u32);
                 let b = fragment::<F>(
-                    &shared_rhs,
+                    &shared_rhs[from_rhs as usize..(from_rhs + words_rhs) as usize],
                     from,
                     kk,
                     MatrixIdent::B,
@@ -175,31 +204,48 @@ pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 }
             }
         }
+        if comptime!(buffers == 2) {
+            // The tile that lay there was multiplied before the last time that planes met.
+            from_lhs = comptime!(words_lhs) - from_lhs;
+            from_rhs = comptime!(words_rhs) - from_rhs;
+            let (end_lhs, end_rhs) = (from_lhs + words_lhs, from_rhs + words_rhs);
+            put(&mut shared_lhs[from_lhs as usize..end_lhs as usize], &next_lhs, unit, tile_lhs);
+            put(&mut shared_rhs[from_rhs as usize..end_rhs as usize], &next_rhs, unit, tile_rhs);
+            sync_cube();
+        }
     }
 
-    let own = plane * 256;
-    let own_end = own + 256;
+    // Every plane has multiplied its last tile.
+    sync_cube();
+    let own = plane * RESULT;
+    let own_end = own + RESULT;
     #[unroll]
     for i in 0..frags_m {
         #[unroll]
         for j in 0..frags_n {
             cmma::store(
-                &mut shared_out[own as usize..own_end as usize],
+                &mut shared_lhs[own as usize..own_end as usize],
                 acc.index(comptime!(i * frags_n + j)),
                 16,
                 MatrixLayout::RowMajor,
             );
             sync_plane();
-            let mut e = lane;
-            while e < 256 {
-                let row = row0 + from_m + comptime!(16 * i as u32) + e / 16;
-                let col = col0 + from_n + comptime!(16 * j as u32) + e % 16;
-                if row < row_end && col < dims.n {
-                    let at = out_start + row as usize * dims.out_stride + col as usize;
-                    let value = finish.one(shared_out[(own + e) as usize], at, col, &columns);
-                    out[at] = Vector::new(E::cast_from(value));
+            let mut word = lane;
+            while word < RESULT {
+                let row = row0 + from_m + comptime!(16 * i as u32) + word / 4;
+                let col0 = col0 + from_n + comptime!(16 * j as u32) + word % 4 * 4;
+                let four = shared_lhs[(own + word) as usize];
+                #[unroll]
+                for e in 0..4usize {
+                    let col = col0 + comptime!(e as u32);
+                    if row < row_end && col < dims.n {
+                        let at = out_start + row as usize * dims.out_stride + col as usize;
+                        let sum = f32::reinterpret(four.extract(e));
+                        let value = finish.one(sum, at, col, &columns);
+                        out[at] = Vector::new(E::cast_from(value));
+                    }
                 }
-                e += plan.plane;
+                word += plan.plane;
             }
             sync_plane();
         }

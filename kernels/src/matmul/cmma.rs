@@ -21,12 +21,20 @@ pub struct CubeConfig {
     pub tile_k: u32,
     /// Units in a cube.
     pub units: u32,
+    /// Tiles of k in each round of the loop: the driver loads some while it multiplies others.
+    pub unroll: u32,
+    /// Loads by pointers to vectors, not by tensor layouts.
+    pub pointers: bool,
 }
 
 /// Comptime facts of one cube-scope instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CubePlan {
     pub(crate) config: CubeConfig,
+    /// The tiles divide the problem: nothing is clamped.
+    pub(crate) exact: bool,
+    /// Elements that each operand's starts and stride are multiples of; the driver loads as many at once.
+    pub(crate) multiples: [usize; 2],
     /// Whether the contiguous axis is the operand's second.
     pub(crate) lhs_rows: bool,
     pub(crate) rhs_rows: bool,
@@ -40,7 +48,7 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     dims: &Dims,
     #[comptime] plan: CubePlan,
 ) {
-    let CubeConfig { tile_m, tile_n, tile_k, .. } = comptime!(plan.config);
+    let CubeConfig { tile_m, tile_n, tile_k, unroll, .. } = comptime!(plan.config);
     let (m, n, k) = comptime!((tile_m as usize, tile_n as usize, tile_k as usize));
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row0, col0) = (block_m * tile_m, block_n * tile_n);
@@ -48,50 +56,99 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (lhs_end, rhs_end, out_end) = (lhs.len(), rhs.len(), out.len());
 
     let undefined = comptime!(MatrixLayout::Undefined);
-    // SAFETY: both are loaded before each use.
-    let mut a = unsafe { Matrix::<F, Cube>::uninitialized(MatrixIdent::A, m, n, k, undefined) };
-    // SAFETY: as above.
-    let mut b = unsafe { Matrix::<F, Cube>::uninitialized(MatrixIdent::B, m, n, k, undefined) };
     let acc = Matrix::<f32, Cube>::from_value(MatrixIdent::Accumulator, m, n, k, undefined, 0.0);
 
-    for k0 in range_stepped(0, dims.k, tile_k) {
-        if comptime!(plan.lhs_rows) {
-            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.m, dims.k])
-                .with_strides(seq![dims.lhs_stride as u32, 1u32])
-                .finish()
-                .slice(seq![row0, k0], seq![tile_m, tile_k]);
-            cmma::load_tensor(&mut a, &view);
-        } else {
-            let view = TensorView::new(&lhs[lhs_start..lhs_end], seq![dims.k, dims.m])
-                .with_strides(seq![dims.lhs_stride as u32, 1u32])
-                .finish()
-                .slice(seq![k0, row0], seq![tile_k, tile_m])
-                .permuted(seq![1, 0]);
-            cmma::load_tensor(&mut a, &view);
+    let clamp = comptime!(clamp_of(plan.exact));
+    let layout_lhs =
+        comptime!(if plan.config.pointers { layout_of(plan.lhs_rows) } else { undefined });
+    let layout_rhs =
+        comptime!(if plan.config.pointers { layout_of(plan.rhs_rows) } else { undefined });
+    let (lhs_span, rhs_span) = comptime!((plan.multiples[0], plan.multiples[1]));
+    let lhs_from = known_multiple(lhs_start, lhs_span);
+    let rhs_from = known_multiple(rhs_start, rhs_span);
+    let lhs_stride = known_multiple(dims.lhs_stride, lhs_span) as u32;
+    let rhs_stride = known_multiple(dims.rhs_stride, rhs_span) as u32;
+    for round in range_stepped(0, dims.k, comptime!(unroll * tile_k)) {
+        #[unroll]
+        for i in 0..unroll {
+            let k0 = round + comptime!(i * tile_k);
+            // SAFETY: loaded below.
+            let mut a =
+                unsafe { Matrix::<F, Cube>::uninitialized(MatrixIdent::A, m, n, k, layout_lhs) };
+            // SAFETY: as above.
+            let mut b =
+                unsafe { Matrix::<F, Cube>::uninitialized(MatrixIdent::B, m, n, k, layout_rhs) };
+            if comptime!(plan.config.pointers) {
+                let at = if comptime!(plan.lhs_rows) {
+                    lhs_from + row0 as usize * lhs_stride as usize + k0 as usize
+                } else {
+                    lhs_from + k0 as usize * lhs_stride as usize + row0 as usize
+                };
+                cmma::load(&mut a, &lhs[at / NL::value()..lhs_end], lhs_stride);
+            } else if comptime!(plan.lhs_rows) {
+                let view = TensorView::new(&lhs[lhs_from..lhs_end], seq![dims.m, dims.k])
+                    .with_strides(seq![lhs_stride, 1u32])
+                    .with_clamp_mode(clamp)
+                    .finish()
+                    .slice(seq![row0, k0], seq![tile_m, tile_k]);
+                cmma::load_tensor(&mut a, &view);
+            } else {
+                let view = TensorView::new(&lhs[lhs_from..lhs_end], seq![dims.k, dims.m])
+                    .with_strides(seq![lhs_stride, 1u32])
+                    .with_clamp_mode(clamp)
+                    .finish()
+                    .slice(seq![k0, row0], seq![tile_k, tile_m])
+                    .permuted(seq![1, 0]);
+                cmma::load_tensor(&mut a, &view);
+            }
+            if comptime!(plan.config.pointers) {
+                let at = if comptime!(plan.rhs_rows) {
+                    rhs_from + k0 as usize * rhs_stride as usize + col0 as usize
+                } else {
+                    rhs_from + col0 as usize * rhs_stride as usize + k0 as usize
+                };
+                cmma::load(&mut b, &rhs[at / NR::value()..rhs_end], rhs_stride);
+            } else if comptime!(plan.rhs_rows) {
+                let view = TensorView::new(&rhs[rhs_from..rhs_end], seq![dims.k, dims.n])
+                    .with_strides(seq![rhs_stride, 1u32])
+                    .with_clamp_mode(clamp)
+                    .finish()
+                    .slice(seq![k0, col0], seq![tile_k, tile_n]);
+                cmma::load_tensor(&mut b, &view);
+            } else {
+                let view = TensorView::new(&rhs[rhs_from..rhs_end], seq![dims.n, dims.k])
+                    .with_strides(seq![rhs_stride, 1u32])
+                    .with_clamp_mode(clamp)
+                    .finish()
+                    .slice(seq![col0, k0], seq![tile_n, tile_k])
+                    .permuted(seq![1, 0]);
+                cmma::load_tensor(&mut b, &view);
+            }
+            cmma::execute(&a, &b, &acc, &acc);
         }
-        if comptime!(plan.rhs_rows) {
-            let view = TensorView::new(&rhs[rhs_start..rhs_end], seq![dims.k, dims.n])
-                .with_strides(seq![dims.rhs_stride as u32, 1u32])
-                .finish()
-                .slice(seq![k0, col0], seq![tile_k, tile_n]);
-            cmma::load_tensor(&mut b, &view);
-        } else {
-            let view = TensorView::new(&rhs[rhs_start..rhs_end], seq![dims.n, dims.k])
-                .with_strides(seq![dims.rhs_stride as u32, 1u32])
-                .finish()
-                .slice(seq![col0, k0], seq![tile_n, tile_k])
-                .permuted(seq![1, 0]);
-            cmma::load_tensor(&mut b, &view);
-        }
-        cmma::execute(&a, &b, &acc, &acc);
     }
 
     let rounded = cmma::cast::<f32, E, Cube>(&acc);
     let mut view = TensorView::new(&out[out_start..out_end], seq![dims.m, dims.n])
         .with_strides(seq![dims.out_stride as u32, 1u32])
+        .with_clamp_mode(clamp)
         .finish()
         .slice(seq![row0, col0], seq![tile_m, tile_n]);
     cmma::store_tensor(&mut view, &rounded);
+}
+
+pub(super) const fn layout_of(rows: bool) -> MatrixLayout {
+    if rows { MatrixLayout::RowMajor } else { MatrixLayout::ColMajor }
+}
+
+const fn clamp_of(exact: bool) -> TensorClampMode {
+    if exact { TensorClampMode::Undefined } else { TensorClampMode::Constant(0) }
+}
+
+/// `value`, a multiple of the power of two `of`, so that a compiler sees that it is one.
+#[cube]
+fn known_multiple(value: usize, #[comptime] of: usize) -> usize {
+    if comptime!(of > 1) { value / of * of } else { value }
 }
 
 /// Tile sizes of the plane-scope path.

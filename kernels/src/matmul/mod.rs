@@ -58,6 +58,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
 
+pub use ahead::AheadConfig;
 pub use cmma::{CubeConfig, PlaneConfig};
 pub use config::MatmulConfig;
 pub use cores::CoresConfig;
@@ -114,10 +115,6 @@ impl Kernel for Matmul {
 
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
         config::candidates(arch, problem)
-    }
-
-    fn on_request(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
-        config::on_request(arch, problem)
     }
 
     fn check(

@@ -9,9 +9,10 @@ use cubecl::ir::{
     MemoryDeviceProperties, TargetProperties, UIntKind,
 };
 use cubecl::profile::TimingMethod;
-use cubecl::{Compiler, WgpuCompilationOptions};
+use cubecl::{Compiler, CubeKernel, WgpuCompilationOptions};
 use cubecl_spirv::SpirvCompiler;
 use kernels::attention::{Attention, AttentionConfig, AttentionProblem};
+use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
 use tune::Kernel;
 
 /// A card with `VK_KHR_cooperative_matrix`, as NVIDIA's driver describes itself.
@@ -21,6 +22,7 @@ fn card() -> ArchProfile {
     card.cmma = [DType::F16, DType::Bf16]
         .map(|ab| MmaShape { ab, acc: DType::F32, m: 16, n: 16, k: 16 })
         .into();
+    card.cube_mma = card.cmma.clone();
     card
 }
 
@@ -77,11 +79,8 @@ fn properties(card: &ArchProfile) -> Arc<DeviceProperties> {
     Arc::new(out)
 }
 
-#[test]
-fn attention_compiles_for_cooperative_matrices() {
-    let card = card();
-    let (properties, target) =
-        (properties(&card), Arc::new(TargetProperties { mma: Default::default() }));
+/// The SPIR-V of kernels, as text; also in the folder `FLASHOVER_SPIRV` where there is one.
+fn compiled(name: &str, kernels: Vec<Box<dyn CubeKernel>>) -> Vec<String> {
     let mut options = WgpuCompilationOptions {
         supports_vulkan_compiler: true,
         ..WgpuCompilationOptions::default()
@@ -89,7 +88,23 @@ fn attention_compiles_for_cooperative_matrices() {
     options.vulkan.max_spirv_version = (1, 6);
     options.vulkan.max_vector_size = 4;
     options.vulkan.supports_explicit_smem = true;
-    let mut compiled = 0;
+    let text = |(i, kernel): (usize, Box<dyn CubeKernel>)| {
+        let spirv = SpirvCompiler.compile(kernel.define(), &options);
+        let text = spirv.unwrap_or_else(|why| panic!("{name}: {why}")).to_string();
+        if let Ok(folder) = std::env::var("FLASHOVER_SPIRV") {
+            std::fs::write(format!("{folder}/{name}-{i}.spvasm"), &text).expect("a folder");
+        }
+        text
+    };
+    kernels.into_iter().enumerate().map(text).collect()
+}
+
+#[test]
+fn attention_compiles_for_cooperative_matrices() {
+    let card = card();
+    let (properties, target) =
+        (properties(&card), Arc::new(TargetProperties { mma: Default::default() }));
+    let mut all = 0;
     for (dtype, head_dim, seqs, bent) in [
         (DType::F16, 128, [256, 256], false),
         (DType::Bf16, 64, [133, 201], false),
@@ -99,21 +114,43 @@ fn attention_compiles_for_cooperative_matrices() {
         let dense = AttentionProblem::dense(1, [2, 1], seqs, head_dim, dtype).expect("valid sizes");
         let softcap = bent.then_some(30.0);
         let problem = AttentionProblem { causal: true, lse: true, softcap, ..dense };
-        let configs = Attention::on_request(&card, &problem);
+        let configs = Attention::candidates(&card, &problem);
         assert!(configs.iter().all(|c| matches!(c, AttentionConfig::Plane(_))), "{configs:?}");
         for config in configs {
-            for kernel in Attention::programs(&card, &problem, &config, &properties, &target) {
-                let spirv = SpirvCompiler.compile(kernel.define(), &options);
-                let text = spirv.unwrap_or_else(|why| panic!("{config:?}: {why}")).to_string();
-                let multiplications = text.matches("OpCooperativeMatrixMulAddKHR").count();
-                assert!(multiplications > 0, "{config:?}");
-                if let Ok(folder) = std::env::var("FLASHOVER_SPIRV") {
-                    let name = format!("{folder}/{dtype}-{head_dim}-{compiled}.spvasm");
-                    std::fs::write(name, &text).expect("a folder");
-                }
-                compiled += 1;
+            let programs = Attention::programs(&card, &problem, &config, &properties, &target);
+            for text in compiled(&format!("attention-{dtype}-{head_dim}-{all}"), programs) {
+                assert!(text.contains("OpCooperativeMatrixMulAddKHR"), "{config:?}");
+                all += 1;
             }
         }
     }
-    assert!(compiled > 8, "{compiled}");
+    assert!(all > 8, "{all}");
+}
+
+#[test]
+fn products_compile_for_cooperative_matrices() {
+    let card = card();
+    let (properties, target) =
+        (properties(&card), Arc::new(TargetProperties { mma: Default::default() }));
+    let mut all = 0;
+    for (precision, sizes, layouts) in [
+        (Precision::F16, [1024, 1024, 1024], [Layout::Row, Layout::Col]),
+        (Precision::Bf16, [1024, 1024, 1024], [Layout::Row, Layout::Row]),
+        (Precision::F16, [133, 77, 59], [Layout::Col, Layout::Row]),
+    ] {
+        let problem = MatmulProblem::dense(1, sizes, layouts, precision).expect("valid sizes");
+        for config in Matmul::candidates(&card, &problem) {
+            let name = match config {
+                MatmulConfig::Cube(_) => "cube",
+                MatmulConfig::Ahead(_) => "ahead",
+                _ => continue,
+            };
+            let programs = Matmul::programs(&card, &problem, &config, &properties, &target);
+            for text in compiled(&format!("matmul-{precision:?}-{name}-{all}"), programs) {
+                assert!(text.contains("OpCooperativeMatrixMulAddKHR"), "{config:?}");
+                all += 1;
+            }
+        }
+    }
+    assert!(all > 8, "{all}");
 }
