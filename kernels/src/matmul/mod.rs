@@ -25,8 +25,8 @@
 //! |---------|----------------------------|------------------------------------|-------------------------|
 //! | `Mma`   | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
 //! | `Cube`  | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
-//! | `Plane` | plane-scope matrices       | shared memory                      | Vulkan, CUDA            |
-//! | `Ahead` | plane-scope matrices       | shared memory, a tile ahead        | Vulkan, on request only |
+//! | `Plane` | plane-scope matrices       | shared memory                      | CUDA without `mma.sync` |
+//! | `Ahead` | plane-scope matrices       | shared memory, a tile ahead        | Vulkan                  |
 //! | `Fma`   | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
 //! | `Cores` | vector multiply-add        | packed panels on the stack         | CPU                     |
 //! | `Dots`  | vector multiply-add        | nothing: both lie along k          | CPU, few rows           |
@@ -58,7 +58,6 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
 
-pub use ahead::AheadConfig;
 pub use cmma::{CubeConfig, PlaneConfig};
 pub use config::MatmulConfig;
 pub use cores::CoresConfig;
