@@ -99,6 +99,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     out += "\n| part | passes | launches | total ms | share | weights MiB | keys and values MiB |\n\
             | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
     let mib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
+    let memory = profile.memory;
     for layer in &profile.layers {
         out += &format!(
             "| {} | {} | {} | {} | {} | {} | {} |\n",
@@ -111,6 +112,13 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
             mib(layer.cache_bytes),
         );
     }
+    out += &format!(
+        "\nmemory: {} MiB in use of {} that pages hold, {} of them free; {} MiB at most\n",
+        mib(memory.used_bytes),
+        mib(memory.reserved_bytes),
+        percent(Some(memory.fragmentation())),
+        mib(memory.peak_bytes)
+    );
     out
 }
 
@@ -142,6 +150,8 @@ fn as_json(profile: &Profile, ceilings: &Ceilings) -> anyhow::Result<String> {
         "ceilings": ceilings,
         "operators": operators.collect::<anyhow::Result<Vec<_>>>()?,
         "layers": profile.layers,
+        "memory": profile.memory,
+        "fragmentation": profile.memory.fragmentation(),
     });
     Ok(serde_json::to_string_pretty(&value)? + "\n")
 }

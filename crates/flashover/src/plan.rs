@@ -21,8 +21,8 @@ use crate::engine::{EngineError, EngineOptions, Prepared};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct MemoryBudget {
-    /// Bytes at most, of the weights and any one request beside them: sessions, batches and trainers that live at once
-    /// are not added up.
+    /// Bytes at most, of the weights and of all sessions, batches and trainers of the model that live at once. Another
+    /// model of the process has a budget of its own.
     pub limit_bytes: Option<u64>,
     /// Bytes that stay free for others.
     pub reserve_bytes: u64,
@@ -109,6 +109,9 @@ pub struct Plan {
     pub activations_bytes: u64,
     /// Dense copies of weights in 4 or 8 bits, and a page of what is small.
     pub workspace_bytes: u64,
+    /// What sessions, batches and trainers of the model take that live beside it.
+    #[serde(skip)]
+    pub beside_bytes: u64,
     /// The most sequences of this context; none without a budget, or where sequences share something.
     pub largest_batch: Option<usize>,
     /// The most positions of as many sequences, likewise.
@@ -167,9 +170,13 @@ impl Plan {
         self.weights_bytes.saturating_add(rest).saturating_add(self.workspace_bytes)
     }
 
-    /// Whether they are within the budget; where nobody knows how much there is, they are.
+    /// Whether they are within the budget, beside what lives; where nobody knows how much there is, they are.
     pub fn fits(&self) -> bool {
-        self.budget_bytes.is_none_or(|budget| self.peak_bytes() <= budget)
+        self.budget_bytes.is_none_or(|budget| self.all_bytes() <= budget)
+    }
+
+    const fn all_bytes(&self) -> u64 {
+        self.peak_bytes().saturating_add(self.beside_bytes)
     }
 }
 
@@ -195,7 +202,7 @@ impl Planned {
         workload: Workload,
     ) -> Result<Plan, EngineError> {
         self.check(&options.budget, workload.batch, workload.context)?;
-        Ok(self.plan(profile, &options.budget, workload))
+        Ok(self.plan(profile, &options.budget, workload, 0))
     }
 
     /// # Errors
@@ -221,18 +228,20 @@ impl Planned {
         }
     }
 
-    /// What a workload takes on a device.
+    /// What a workload takes on a device, beside what lives there.
     pub(crate) fn plan(
         &self,
         profile: &ArchProfile,
         budget: &MemoryBudget,
         workload: Workload,
+        beside: u128,
     ) -> Plan {
         let (total_bytes, budget_bytes) = (profile.memory_bytes, budget.of(profile.memory_bytes));
         let parts = self.footprint(workload);
         let bytes = |part: u128| u64::try_from(part).unwrap_or(u64::MAX);
         let fits = |workload| {
-            budget_bytes.is_some_and(|budget| self.footprint(workload).total() <= budget.into())
+            let all = self.footprint(workload).total() + beside;
+            budget_bytes.is_some_and(|budget| all <= budget.into())
         };
         // With another batch or context sequences share something else.
         let known = |most: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| most);
@@ -250,6 +259,7 @@ impl Planned {
             cache_bytes: bytes(parts.cache),
             activations_bytes: bytes(parts.activations),
             workspace_bytes: bytes(parts.workspace + parts.small),
+            beside_bytes: bytes(beside),
             largest_batch: known(largest(MOST_SEQUENCES, |batch| {
                 fits(Workload { batch, ..workload })
             })),
@@ -296,9 +306,7 @@ impl fmt::Display for Plan {
             shown(self.peak_bytes()),
             self.device
         )?;
-        if let Some(budget) = self.budget_bytes {
-            write!(f, ", of which {} may be used", shown(budget))?;
-        }
+        of_budget(f, self.budget_bytes, self.beside_bytes)?;
         write!(
             f,
             ": weights {}, keys and values {}, activations {}, workspace {}",
@@ -310,9 +318,37 @@ impl fmt::Display for Plan {
     }
 }
 
+/// What of the device may be used, and what of that is taken.
+pub(crate) fn of_budget(
+    f: &mut fmt::Formatter<'_>,
+    budget: Option<u64>,
+    beside: u64,
+) -> fmt::Result {
+    if let Some(budget) = budget {
+        write!(f, ", of which {} may be used", shown(budget))?;
+        if beside > 0 {
+            write!(f, ", and other sessions, batches or trainers of it hold {}", shown(beside))?;
+        }
+    }
+    Ok(())
+}
+
+/// What helps where one fits, but not beside the others.
+pub(crate) const fn fewer(budget: Option<u64>, own: u64) -> &'static str {
+    match budget {
+        Some(budget) if own <= budget => "fewer of them at once; ",
+        _ => "",
+    }
+}
+
 impl Plan {
     /// What to change where it does not fit.
     pub fn advice(&self) -> String {
+        let fewer = fewer(self.budget_bytes, self.peak_bytes());
+        format!("{fewer}{}", self.smaller())
+    }
+
+    fn smaller(&self) -> String {
         let quant = match self.matrices {
             Matrices::FourBit => "",
             Matrices::Int8 => "; --quant nf4 halves the weights",
@@ -322,7 +358,7 @@ impl Plan {
             }
             Matrices::Dense => "; --quant int8 halves the weights, --quant nf4 takes a quarter",
         };
-        let over = self.peak_bytes().saturating_sub(self.budget_bytes.unwrap_or(u64::MAX));
+        let over = self.all_bytes().saturating_sub(self.budget_bytes.unwrap_or(u64::MAX));
         // Where that is enough, or counts.
         let counts = self.cache_bytes / 2 >= over || self.cache_bytes > self.peak_bytes() / 8;
         let kv = match self.kv {

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use flashover::trace::{Memory, Recording};
 use flashover::{
-    Backend, Device, Engine, EngineError, EngineOptions, Example, MemoryBudget, Quant, Recompute,
-    Request, Sampling, TrainOptions, Trainer, Workload,
+    Backend, Device, Engine, EngineError, EngineOptions, Example, MemoryBudget, MemoryUsage, Plan,
+    Quant, Recompute, Request, Sampling, TrainOptions, Trainer, Workload,
 };
 
 fn model(name: &str) -> PathBuf {
@@ -109,11 +109,67 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         assert!(used - before <= plan.peak_bytes(), "{used} {before} {plan}");
         small.clear_cache().expect("nothing is captured");
         assert!(small.memory().used_bytes <= loaded, "a session that ended holds nothing");
+        together(&small, &plan, before);
         drop(small);
         engine.clear_cache().expect("nothing is captured");
         assert!(engine.memory().used_bytes <= before, "nor does a model");
     }
     training(&device);
+    going(&device);
+}
+
+/// With a budget for one session of 320 positions there is room for some of fewer, as many as their keys and values say;
+/// what goes makes room.
+fn together(small: &Engine, plan: &Plan, before: u64) {
+    let request = Request {
+        sampling: Sampling::default(),
+        max_new_tokens: Some(3),
+        eos: Vec::new(),
+        stops: Vec::new(),
+    };
+    let alone = small.plan(Workload::new(1, 150));
+    let room = plan.peak_bytes() - (alone.peak_bytes() - alone.cache_bytes);
+    let mut live: Vec<_> = (0..room / alone.cache_bytes)
+        .map(|_| small.session(150).expect("as many as there is room for"))
+        .collect();
+    assert!((2..6).contains(&live.len()), "{}", live.len());
+    let beside = small.plan(Workload::new(1, 150));
+    assert_eq!(beside.beside_bytes, live.len() as u64 * alone.cache_bytes);
+    assert!(!beside.fits(), "{beside}");
+    for refused in [
+        small.session(150).err(),
+        small.generate_batch(&[[1u32, 2, 3].repeat(40)], 2, &request).err(),
+    ] {
+        let said = refused.expect("no room").to_string();
+        assert!(said.contains("other sessions, batches or trainers of it hold"), "{said}");
+        assert!(said.contains("hint: fewer of them at once; "), "{said}");
+    }
+    assert!(
+        Trainer::new(small.clone(), TrainOptions::default())
+            .expect("nothing is on the device")
+            .step(&[vec![Example { tokens: vec![1, 2, 3], from: 0 }]])
+            .is_err_and(|why| matches!(why, EngineError::TrainMemory(_)))
+    );
+    // What is refused has taken nothing, and what was there answers.
+    assert_eq!(live[0].generate(&[1, 2, 3], &request).expect("it answers").count(), 3);
+    let own = small.memory().used_bytes - before;
+    assert!(own <= plan.peak_bytes(), "{own} {plan}");
+    drop(live);
+    let whole = small.plan(Workload::new(1, 320));
+    assert!(whole.fits() && whole.beside_bytes == 0, "{whole}");
+    drop(small.session(320).expect("alone again"));
+}
+
+/// A model that goes gives its pages back.
+fn going(device: &Device) {
+    let before = MemoryUsage::of(device).reserved_bytes;
+    let engine = Engine::load(device, model("demo"), &EngineOptions::default()).expect("the demo");
+    let [_, held] = peaks(&engine, 64, 8);
+    assert!(held > before + engine.weight_bytes() / 2, "{held} {before}");
+    drop(engine);
+    let after = MemoryUsage::of(device);
+    assert!(after.reserved_bytes <= before, "{after:?} {before}");
+    assert!(after.peak_bytes >= held, "{after:?} {held}");
 }
 
 /// Steps of training hold what was planned; a batch past the budget is refused, and the trainer lives on.

@@ -3,7 +3,7 @@ use models::{KvCache, Rows};
 
 use super::sampling::{Picker, Place, Sampling};
 use super::text::Writing;
-use super::{End, Engine, EngineError, Request, Token};
+use super::{End, Engine, EngineError, Request, Session, Token};
 
 /// What one prompt became.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,17 +64,17 @@ impl Engine {
         if !self.0.reader.decodes_together(room) {
             return self.one_by_one(asked, completions, room);
         }
-        super::fits(self.plan(all))?;
+        let _grant = self.admit(all)?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
             let _at_work = ops::at_work();
-            let mut session = self.session(room)?;
+            let mut session = Session::within(self.clone(), room)?;
             let after = session.pass(tokens)?;
             for completion in 0..completions {
                 growing.push(self.growing(tokens, request, [prompt, completion])?);
             }
             logits.push(after.repeat_dim(0, completions));
-            caches.push((session.into_cache(), completions));
+            caches.push((session.into_parts().0, completions));
         }
         if !growing.is_empty() {
             let at_work = ops::at_work();
@@ -99,7 +99,8 @@ impl Engine {
             let mut session = self.session(room)?;
             let logits = session.pass(tokens)?;
             let mut own = [self.growing(tokens, request, [0, completion])?];
-            self.grow(&mut own, session.into_cache(), logits)?;
+            let (cache, _grant) = session.into_parts();
+            self.grow(&mut own, cache, logits)?;
             let [own] = own;
             Ok(own.completion())
         };

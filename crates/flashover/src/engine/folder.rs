@@ -77,7 +77,7 @@ impl ModelFolder {
         workload: TrainWorkload,
     ) -> Result<TrainPlan, EngineError> {
         let prepared = Prepared::of_files(profile, &self.reader.folder, &self.weights, options)?;
-        TrainPlan::new(&prepared.planned, profile, &options.budget, lora, workload)
+        TrainPlan::new(&prepared.planned, profile, &options.budget, lora, workload, |_| 0)
     }
 
     /// Reads an adapter of this model, and leaves the model as it is.

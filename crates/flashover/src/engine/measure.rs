@@ -12,7 +12,7 @@ use serde::Serialize;
 use tune::timing::{Stopwatch, Timing, TimingError};
 
 use super::sampling::{Picker, Place};
-use super::{Engine, EngineError, Sampling, Token};
+use super::{Engine, EngineError, Grant, Sampling, Token};
 use crate::batch_size::{BatchSize, find_batch_size};
 
 /// What is measured: a prompt that passes, or tokens that are generated one after the other.
@@ -133,15 +133,16 @@ pub(super) struct Run<'a> {
     test: SpeedTest,
     cache: KvCache,
     picker: Picker,
+    _grant: Option<Grant>,
 }
 
 impl<'a> Run<'a> {
     pub(super) fn new(engine: &'a Engine, test: SpeedTest) -> Result<Self, EngineError> {
         let SpeedTest { prompt, generated, depth, batch } = test;
         let positions = depth.saturating_add(prompt).saturating_add(generated);
-        let cache = engine.cache(batch, positions)?;
+        let (cache, grant) = engine.cache(batch, positions)?;
         let picker = Picker::new(engine, &vec![(Sampling::default(), &[][..]); batch]);
-        Ok(Self { engine, test, cache, picker })
+        Ok(Self { engine, test, cache, picker, _grant: grant })
     }
 
     /// Lets pass what is there before.

@@ -8,6 +8,7 @@
 
 mod batch;
 mod folder;
+mod ledger;
 mod measure;
 mod profile;
 mod sampling;
@@ -22,18 +23,20 @@ use ::text::{Message, Tokenizer};
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
 use models::{
-    Decoder, DecoderConfig, GenerationConfig, Held, KvCache, KvFormat, LoadOptions, Loading,
-    LoraOptions, Matrices, Weights,
+    Decoder, DecoderConfig, Footprint, GenerationConfig, Held, KvCache, KvFormat, LoadOptions,
+    Loading, LoraOptions, Matrices, Weights,
 };
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-use crate::memory::MemoryUsage;
+use crate::memory::{MemoryUsage, free_bytes};
 use crate::plan::{MemoryBudget, Plan, Planned, Workload};
 use crate::train::{TrainPlan, TrainWorkload};
 
 use folder::Reader;
+pub(crate) use ledger::Grant;
+use ledger::{Ledger, Need};
 
 pub use batch::Completion;
 pub use folder::ModelFolder;
@@ -119,14 +122,20 @@ pub enum EngineError {
     Text(#[from] ::text::Error),
     #[error("{0}\nhint: {advice}", advice = .0.advice())]
     Memory(Box<Plan>),
-    /// The device had less than was planned, for others have some of it.
+    /// The device had less than was planned, for others have some of it. Its driver maps what is free wherever it
+    /// lies, so that the largest block is all that is free.
     #[error(
-        "the device has no {need} bytes left beside the {} that this process has, {} of them in use\nhint: \
+        "the device has no {need} bytes left{} beside the {} that this process has, {} of them in use\nhint: \
          fewer sequences or a shorter context; Engine::clear_cache gives back what is kept for later; a budget \
          leaves others their share",
-        have.reserved_bytes, have.used_bytes
+        free.map_or_else(String::new, |free| format!(", {free} are,")), have.reserved_bytes, have.used_bytes
     )]
-    OutOfMemory { need: u64, have: MemoryUsage },
+    OutOfMemory {
+        need: u64,
+        /// What nobody has, where that is known.
+        free: Option<u64>,
+        have: MemoryUsage,
+    },
     #[error("{name} is {value}\nhint: a number {range}")]
     Budget { name: &'static str, value: String, range: &'static str },
     #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
@@ -200,7 +209,13 @@ struct Inner {
     decoder: Decoder,
     planned: Planned,
     budget: MemoryBudget,
+    ledger: Arc<Ledger>,
+    /// The last to go.
+    pages: Pages,
 }
+
+/// The pages of a model, which go back to the device after it.
+struct Pages(Device);
 
 /// A model that is known, and not yet on a device.
 pub(crate) struct Prepared {
@@ -255,6 +270,26 @@ impl Prepared {
     fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), EngineError> {
         let workload = options.workload.unwrap_or(Workload::new(1, 1));
         fits(self.planned.checked(device.profile(), options, workload)?)
+    }
+}
+
+impl Pages {
+    /// Gives back those that nothing alive is in.
+    fn give_back(&self) -> Result<(), String> {
+        let _at_work = ops::at_work();
+        // What still runs holds what it reads.
+        on_burn(&self.0).sync().map_err(|why| format!("{why:?}"))?;
+        MemoryUsage::of(&self.0);
+        self.0.client().memory_cleanup().map_err(|why| format!("{why:?}"))
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // Of a device that failed nobody asks for more.
+        if !std::thread::panicking() {
+            let _failed = self.give_back();
+        }
     }
 }
 
@@ -335,6 +370,8 @@ impl Engine {
             decoder,
             planned: prepared.planned,
             budget: options.budget,
+            ledger: Arc::default(),
+            pages: Pages(device.clone()),
         })
     }
 
@@ -364,6 +401,8 @@ impl Engine {
             decoder,
             planned,
             budget: options.budget,
+            ledger: Arc::default(),
+            pages: Pages(device.clone()),
         })
     }
 
@@ -418,11 +457,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::OutOfMemory`] and [`EngineError::Failed`] of what still ran.
     pub fn clear_cache(&self) -> Result<(), EngineError> {
-        let _at_work = ops::at_work();
-        // What still runs holds what it reads.
-        self.decoder().device().sync().map_err(|why| self.failed(format!("{why:?}")))?;
-        let client = self.0.device.client();
-        client.memory_cleanup().map_err(|why| self.failed(format!("{why:?}")))
+        self.0.pages.give_back().map_err(|why| self.failed(why))
     }
 
     /// What the model's makers would have.
@@ -483,12 +518,25 @@ impl Engine {
         Session::new(self.clone(), context)
     }
 
-    /// What this model takes with such a workload.
+    /// What this model takes with such a workload, beside what lives of it by now.
     pub fn plan(&self, workload: Workload) -> Plan {
-        self.0.planned.plan(self.0.device.profile(), &self.0.budget, workload)
+        let need = need_of(&self.0.planned.footprint(workload));
+        self.plan_beside(workload, self.0.ledger.beside(None, need.passing))
     }
 
-    /// What training an adapter of this model takes.
+    fn plan_beside(&self, workload: Workload, beside: u128) -> Plan {
+        self.0.planned.plan(self.0.device.profile(), &self.0.budget, workload, beside)
+    }
+
+    /// Enters a workload among what lives.
+    fn admit(&self, workload: Workload) -> Result<Option<Grant>, EngineError> {
+        let (mut grant, need) = (None, need_of(&self.0.planned.footprint(workload)));
+        let refuse = |beside| fits(self.plan_beside(workload, beside));
+        self.0.ledger.admit(&mut grant, need, refuse)?;
+        Ok(grant)
+    }
+
+    /// What training an adapter of this model takes, beside what lives of it by now.
     ///
     /// # Errors
     /// [`EngineError::Model`] of an adapter that the model cannot have, or of more positions than it has.
@@ -497,8 +545,43 @@ impl Engine {
         lora: &LoraOptions,
         workload: TrainWorkload,
     ) -> Result<TrainPlan, EngineError> {
+        self.train_plan_beside(None, lora, workload)
+    }
+
+    /// The same of a trainer that is among what lives as `own`.
+    pub(crate) fn train_plan_beside(
+        &self,
+        own: Option<&Grant>,
+        lora: &LoraOptions,
+        workload: TrainWorkload,
+    ) -> Result<TrainPlan, EngineError> {
         let (profile, budget) = (self.0.device.profile(), &self.0.budget);
-        TrainPlan::new(&self.0.planned, profile, budget, lora, workload)
+        let beside = |passing| self.0.ledger.beside(own, passing);
+        TrainPlan::new(&self.0.planned, profile, budget, lora, workload, beside)
+    }
+
+    /// Enters a trainer among what lives, in place of what it was.
+    pub(crate) fn admit_trainer(
+        &self,
+        own: &mut Option<Grant>,
+        lora: &LoraOptions,
+        workload: TrainWorkload,
+    ) -> Result<TrainPlan, EngineError> {
+        let (profile, budget) = (self.0.device.profile(), &self.0.budget);
+        let plan = |beside: u128| {
+            TrainPlan::new(&self.0.planned, profile, budget, lora, workload, |_| beside)
+        };
+        let alone = plan(0)?;
+        let kept = u128::from(alone.adapter_bytes) + u128::from(alone.optimizer_bytes);
+        let need = Need { kept, passing: alone.passing_bytes.into() };
+        self.0.ledger.admit(own, need, |beside| {
+            let plan = plan(beside)?;
+            match plan.fits() {
+                true => Ok(()),
+                false => Err(EngineError::TrainMemory(Box::new(plan))),
+            }
+        })?;
+        Ok(alone)
     }
 
     /// Room for what passes in a step of training that fits.
@@ -513,13 +596,20 @@ impl Engine {
         Ok(())
     }
 
-    /// A cache that the device has room for.
-    fn cache(&self, batch: usize, context: usize) -> Result<KvCache, EngineError> {
+    /// A cache that the device has room for, among what lives as long as the grant does.
+    fn cache(&self, batch: usize, context: usize) -> Result<(KvCache, Option<Grant>), EngineError> {
         // One that is too long for the model is left to the error that says so.
+        let grant = match self.config().context() {
+            Some(most) if context > most => None,
+            _ => self.admit(Workload::new(batch, context))?,
+        };
+        Ok((self.cache_within(batch, context)?, grant))
+    }
+
+    /// A cache of which somebody else found out that the device has room for it.
+    fn cache_within(&self, batch: usize, context: usize) -> Result<KvCache, EngineError> {
         if self.config().context().is_none_or(|most| context <= most) {
-            let workload = Workload::new(batch, context);
-            fits(self.plan(workload))?;
-            let parts = self.0.planned.footprint(workload);
+            let parts = self.0.planned.footprint(Workload::new(batch, context));
             self.give_back_more_than(parts.cache + parts.passing() + parts.small)?;
             self.make_room(parts.passing());
         }
@@ -560,7 +650,11 @@ impl Engine {
     fn failed(&self, why: String) -> EngineError {
         match bytes_lacked(&why) {
             None => EngineError::Failed(why),
-            Some(need) => EngineError::OutOfMemory { need, have: self.memory() },
+            Some(need) => EngineError::OutOfMemory {
+                need,
+                free: free_bytes(&self.0.device),
+                have: self.memory(),
+            },
         }
     }
 
@@ -572,6 +666,11 @@ impl Engine {
     pub(crate) fn decoder(&self) -> &Decoder {
         &self.0.decoder
     }
+}
+
+/// What lives beside a model's weights, of such parts.
+fn need_of(parts: &Footprint) -> Need {
+    Need { kept: parts.cache, passing: parts.passing() + parts.small }
 }
 
 /// Refuses what the memory of a device cannot hold.

@@ -5,6 +5,7 @@ use trace::{Operator, Recording, Trace};
 
 use super::measure::Run;
 use super::{Engine, EngineError, SpeedTest};
+use crate::memory::MemoryUsage;
 
 /// One run of a test, kernel by kernel.
 #[derive(Debug, Clone)]
@@ -18,6 +19,8 @@ pub struct Profile {
     pub operators: Vec<Operator>,
     /// The embedding, each layer, the head.
     pub layers: Vec<LayerProfile>,
+    /// At its end, its keys and values still there.
+    pub memory: MemoryUsage,
 }
 
 /// What one part of a model took.
@@ -59,6 +62,7 @@ impl Engine {
         self.note_memory();
         let (wall_ns, _) = run.once()?;
         let trace = recording.finish();
+        let memory = self.memory();
         let positions = test.depth + test.prompt + test.generated;
         let config = self.config();
         let all = config.cache_bytes(self.decoder().held(), test.batch, positions);
@@ -86,7 +90,8 @@ impl Engine {
                 share: part.share,
             }
         });
-        Ok(Profile { test, wall_ns, operators: trace.operators(), layers: layers.collect(), trace })
+        let (operators, layers) = (trace.operators(), layers.collect());
+        Ok(Profile { test, wall_ns, operators, layers, memory, trace })
     }
 
     /// Notes, for who records a trace, the bytes that are alive in the pools of the device and those that they hold.

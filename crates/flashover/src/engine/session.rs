@@ -2,13 +2,15 @@ use burn::tensor::Tensor;
 use models::{KvCache, Rows};
 
 use super::sampling::{Picker, Place};
-use super::{Engine, EngineError, Request, Token};
+use super::{Engine, EngineError, Grant, Request, Token};
 
 /// One sequence: the tokens so far, with their keys and values.
 #[derive(Debug)]
 pub struct Session {
     engine: Engine,
     cache: KvCache,
+    /// None where it is part of what has one.
+    grant: Option<Grant>,
 }
 
 /// Why a generation ended.
@@ -41,12 +43,18 @@ pub struct Tokens<'a> {
 
 impl Session {
     pub(super) fn new(engine: Engine, context: usize) -> Result<Self, EngineError> {
-        let cache = engine.cache(1, context)?;
-        Ok(Self { engine, cache })
+        let (cache, grant) = engine.cache(1, context)?;
+        Ok(Self { engine, cache, grant })
     }
 
-    pub(super) fn into_cache(self) -> KvCache {
-        self.cache
+    /// One of a batch that was found to fit.
+    pub(super) fn within(engine: Engine, context: usize) -> Result<Self, EngineError> {
+        let cache = engine.cache_within(1, context)?;
+        Ok(Self { engine, cache, grant: None })
+    }
+
+    pub(super) fn into_parts(self) -> (KvCache, Option<Grant>) {
+        (self.cache, self.grant)
     }
 
     pub fn engine(&self) -> &Engine {
@@ -79,7 +87,7 @@ impl Session {
         if tokens.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        let Self { engine, cache } = self;
+        let Self { engine, cache, .. } = self;
         let mut logits = Vec::new();
         engine.decoder().forward_each(cache, tokens, |made| {
             logits.extend(engine.on_host(made)?);

@@ -17,7 +17,7 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use models::{Adaptation, Adapter, Example, LoraOptions, Recompute};
 use serde::Serialize;
 
-use crate::engine::{Engine, EngineError};
+use crate::engine::{Engine, EngineError, Grant};
 
 pub use data::{Dataset, DatasetError};
 pub use measure::{TrainSpeed, TrainTest};
@@ -83,6 +83,7 @@ pub struct Trainer {
     done: usize,
     /// What there is room for.
     room: Option<TrainWorkload>,
+    grant: Option<Grant>,
 }
 
 impl Trainer {
@@ -124,6 +125,7 @@ impl Trainer {
             scale,
             done: 0,
             room: None,
+            grant: None,
         })
     }
 
@@ -132,7 +134,8 @@ impl Trainer {
     /// # Errors
     /// [`EngineError::Model`] for sequences longer than the model's.
     pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<TrainPlan, EngineError> {
-        self.engine.train_plan(self.adapter.options(), self.workload(micro_batches))
+        let workload = self.workload(micro_batches);
+        self.engine.train_plan_beside(self.grant.as_ref(), self.adapter.options(), workload)
     }
 
     fn workload(&self, micro_batches: &[Vec<Example>]) -> TrainWorkload {
@@ -162,10 +165,7 @@ impl Trainer {
                 return Ok(());
             }
         }
-        let plan = self.engine.train_plan(self.adapter.options(), need)?;
-        if !plan.fits() {
-            return Err(EngineError::TrainMemory(Box::new(plan)));
-        }
+        let plan = self.engine.admit_trainer(&mut self.grant, self.adapter.options(), need)?;
         // A page is kept for the sake of the least that lies in it.
         self.put_on(&Device::flex());
         let made = self.engine.room_to_train(&plan);

@@ -10,7 +10,8 @@ use serde::Serialize;
 
 use crate::engine::{EngineError, EngineOptions, Prepared};
 use crate::plan::{
-    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, largest, precision, shown,
+    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, fewer, largest, of_budget, precision,
+    shown,
 };
 
 /// What is learned at most at once.
@@ -54,6 +55,9 @@ pub struct TrainPlan {
     /// What comes and goes in a step: inputs of layers, activations, logits, gradients, dense copies of weights in 4 or 8
     /// bits, and a page of what is small.
     pub passing_bytes: u64,
+    /// What sessions, batches and other trainers of the model take that live beside it.
+    #[serde(skip)]
+    pub beside_bytes: u64,
     /// The most sequences of this context; none without a budget.
     pub largest_batch: Option<usize>,
     /// The most tokens of as many sequences, likewise.
@@ -74,7 +78,7 @@ impl TrainPlan {
     ) -> Result<Self, EngineError> {
         let weights = Weights::open(folder.as_ref()).map_err(EngineError::Folder)?;
         let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, options)?;
-        Self::new(&prepared.planned, profile, &options.budget, lora, workload)
+        Self::new(&prepared.planned, profile, &options.budget, lora, workload, |_| 0)
     }
 
     /// Plans for a published shape.
@@ -89,7 +93,7 @@ impl TrainPlan {
         workload: TrainWorkload,
     ) -> Result<Self, EngineError> {
         let prepared = Prepared::of_shape(profile, shape, options)?;
-        Self::new(&prepared.planned, profile, &options.budget, lora, workload)
+        Self::new(&prepared.planned, profile, &options.budget, lora, workload, |_| 0)
     }
 
     pub(crate) fn new(
@@ -98,6 +102,7 @@ impl TrainPlan {
         budget: &MemoryBudget,
         lora: &LoraOptions,
         workload: TrainWorkload,
+        beside: impl FnOnce(u128) -> u128,
     ) -> Result<Self, EngineError> {
         planned.check(budget, workload.batch, workload.context)?;
         if profile.backend == Backend::Vulkan && planned.held.dtype == FloatDType::BF16 {
@@ -111,9 +116,10 @@ impl TrainPlan {
         };
         let (total_bytes, budget_bytes) = (profile.memory_bytes, budget.of(profile.memory_bytes));
         let TrainFootprint { weights, adapter, optimizer, passing, small } = of(workload)?;
+        let beside = beside(passing + small);
         let fits = |workload| {
-            let total = of(workload).map(|parts| parts.total());
-            budget_bytes.is_some_and(|budget| total.is_ok_and(|total| total <= budget.into()))
+            let all = of(workload).map(|parts| parts.total() + beside);
+            budget_bytes.is_some_and(|budget| all.is_ok_and(|all| all <= budget.into()))
         };
         let known = |most: usize| budget_bytes.map(|_| most);
         let context = config.context().unwrap_or(MOST_POSITIONS).min(MOST_POSITIONS);
@@ -131,6 +137,7 @@ impl TrainPlan {
             adapter_bytes: bytes(adapter),
             optimizer_bytes: bytes(optimizer),
             passing_bytes: bytes(passing + small),
+            beside_bytes: bytes(beside),
             largest_batch: known(largest(MOST_SEQUENCES, |batch| {
                 fits(TrainWorkload { batch, ..workload })
             })),
@@ -148,7 +155,8 @@ impl TrainPlan {
 
     /// Whether they are within the budget; where nobody knows how much there is, they are.
     pub fn fits(&self) -> bool {
-        self.budget_bytes.is_none_or(|budget| self.peak_bytes() <= budget)
+        let all = self.peak_bytes().saturating_add(self.beside_bytes);
+        self.budget_bytes.is_none_or(|budget| all <= budget)
     }
 
     /// The dtype of the weights' matrices.
@@ -158,6 +166,11 @@ impl TrainPlan {
 
     /// What to change where it does not fit.
     pub fn advice(&self) -> String {
+        let fewer = fewer(self.budget_bytes, self.peak_bytes());
+        format!("{fewer}{}", self.smaller())
+    }
+
+    fn smaller(&self) -> String {
         let quant = match self.matrices {
             Matrices::FourBit => "",
             Matrices::Int8 => "; --quant nf4 halves the weights",
@@ -192,9 +205,7 @@ impl fmt::Display for TrainPlan {
             shown(self.peak_bytes()),
             self.device
         )?;
-        if let Some(budget) = self.budget_bytes {
-            write!(f, ", of which {} may be used", shown(budget))?;
-        }
+        of_budget(f, self.budget_bytes, self.beside_bytes)?;
         write!(
             f,
             ": weights {}, adapter {}, optimizer {}, activations and gradients {}",
