@@ -125,10 +125,10 @@ pub enum EngineError {
     /// The device had less than was planned, for others have some of it. Its driver maps what is free wherever it
     /// lies, so that the largest block is all that is free.
     #[error(
-        "the device has no {need} bytes left{} beside the {} that this process has, {} of them in use\nhint: \
+        "the device could not give {need} bytes{}; this process has {} of it, {} of them in use\nhint: \
          fewer sequences or a shorter context; Engine::clear_cache gives back what is kept for later; a budget \
          leaves others their share",
-        free.map_or_else(String::new, |free| format!(", {free} are,")), have.reserved_bytes, have.used_bytes
+        free.map_or_else(String::new, |free| format!(", of {free} that are free")), have.reserved_bytes, have.used_bytes
     )]
     OutOfMemory {
         need: u64,
