@@ -8,7 +8,8 @@ use flashover::{End, Engine, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
 use crate::model_args::{
-    ModelArgs, SamplingArgs, TraceArgs, Tracing, all_spared, standard_input, text_file, unread,
+    ModelArgs, PresetArgs, SamplingArgs, TraceArgs, Tracing, all_spared, standard_input, text_file,
+    unread,
 };
 
 #[derive(clap::Args)]
@@ -31,6 +32,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     completions: u16,
     #[command(flatten)]
+    preset: PresetArgs,
+    #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
     trace: TraceArgs,
@@ -46,6 +49,8 @@ pub(crate) struct ChatArgs {
     /// Positions that the conversation has; without it the model's, at most 8192
     #[arg(long)]
     context: Option<usize>,
+    #[command(flatten)]
+    preset: PresetArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
 }
@@ -73,7 +78,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let request = args.sampling.request(&folder)?;
     let workload = folder.workload(&[&prompt], args.completions.into(), &request);
     let begin = Stopwatch::start();
-    let engine = args.model.load(folder, workload)?;
+    let engine = args.model.load(folder, &args.preset, workload)?;
     let load = begin.elapsed().as_secs_f64();
     let tracing = Tracing::start(file, &engine)?;
     if args.completions > 1 {
@@ -215,7 +220,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             "an empty message takes {least} positions, of {context}\nhint: a shorter --system, or a larger --context"
         );
     }
-    let engine = args.model.load(folder, Workload::new(1, context))?;
+    let engine = args.model.load(folder, &args.preset, Workload::new(1, context))?;
     let mut session = engine.session(context)?;
     let terminal = std::io::stdin().is_terminal();
     let mut unanswered = 0;

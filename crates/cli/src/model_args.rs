@@ -13,8 +13,8 @@ use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
     Adapter, ArchProfile, Backend, Compute, Device, Engine, EngineError, EngineOptions, KvFormat,
-    LoraOptions, MemoryBudget, ModelFolder, OpenError, Plan, Policy, Quant, Request, SpeedTest,
-    TrainPlan, TrainWorkload, Workload, report,
+    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Quant, Request, SpeedTest,
+    Workload, report,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -112,6 +112,15 @@ struct BudgetArgs {
     /// At most this share of the device's memory
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, allow_negative_numbers = true)]
     memory_fraction: f64,
+}
+
+/// What a model is used for.
+#[derive(clap::Args)]
+pub(crate) struct PresetArgs {
+    /// Take the precision that a use wants and the device has room for, unless --quant says one: code-generation, inference
+    /// or latency
+    #[arg(long)]
+    preset: Option<Preset>,
 }
 
 /// What is recorded beside.
@@ -330,15 +339,12 @@ impl ModelArgs {
         })
     }
 
-    /// What training it takes, unloaded.
-    pub(crate) fn train_plan(
-        &self,
-        folder: &ModelFolder,
-        lora: &LoraOptions,
-        workload: TrainWorkload,
-    ) -> anyhow::Result<TrainPlan> {
-        let device = self.load.open()?;
-        Ok(folder.train_plan(device.profile(), &self.load.options(), lora, workload)?)
+    pub(crate) fn device(&self) -> anyhow::Result<Device> {
+        self.load.open()
+    }
+
+    pub(crate) fn options(&self) -> EngineOptions {
+        self.load.options()
     }
 
     /// The folder of an adapter.
@@ -354,9 +360,38 @@ impl ModelArgs {
     }
 
     /// Loads it, with a bar on a terminal, where the device has room for such a workload.
-    pub(crate) fn load(&self, folder: ModelFolder, workload: Workload) -> anyhow::Result<Engine> {
-        let options = EngineOptions { workload: Some(workload), ..self.load.options() };
-        loaded(&self.load.open()?, folder, &options)
+    pub(crate) fn load(
+        &self,
+        folder: ModelFolder,
+        preset: &PresetArgs,
+        workload: Workload,
+    ) -> anyhow::Result<Engine> {
+        let device = self.device()?;
+        let options = preset.options(self.options(), device.profile(), &folder)?;
+        loaded(&device, folder, &EngineOptions { workload: Some(workload), ..options })
+    }
+}
+
+impl PresetArgs {
+    pub(crate) const NONE: Self = Self { preset: None };
+
+    /// Options with the precision of the preset.
+    fn options(
+        &self,
+        options: EngineOptions,
+        profile: &ArchProfile,
+        folder: &ModelFolder,
+    ) -> anyhow::Result<EngineOptions> {
+        let Some(preset) = self.preset else { return Ok(options) };
+        if preset == Preset::Training {
+            bail!(
+                "preset {preset} is for training\nhint: --preset code-generation, inference or latency"
+            );
+        }
+        let plan = |options: &EngineOptions, workload| folder.plan(profile, options, workload);
+        let chosen = preset.choose(&options, plan)?;
+        eprintln!("preset {preset}: {}", chosen.plan.precision());
+        Ok(chosen.options)
     }
 }
 
@@ -380,7 +415,11 @@ pub(crate) fn all_spared(
 }
 
 /// Loads a folder, with a bar on a terminal.
-fn loaded(device: &Device, folder: ModelFolder, options: &EngineOptions) -> anyhow::Result<Engine> {
+pub(crate) fn loaded(
+    device: &Device,
+    folder: ModelFolder,
+    options: &EngineOptions,
+) -> anyhow::Result<Engine> {
     let bar = bar("loading {wide_bar} {percent}%")?;
     let engine = Engine::of_with(device, folder, options, |done, parts| {
         bar.set_length(parts as u64);

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::{
-    Adapter, Dataset, EngineError, LoraOptions, Recompute, Schedule, Taught, TrainOptions,
-    TrainWorkload, Trainer, Workload,
+    Adapter, Dataset, EngineError, EngineOptions, LoraOptions, Preset, Recompute, Schedule, Taught,
+    TrainOptions, TrainWorkload, Trainer, Workload,
 };
 use tune::timing::Stopwatch;
 
 use crate::interrupt::{self, Stopped};
-use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared};
+use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, loaded};
 use crate::plan_command::USUAL_TO_TRAIN;
 
 #[derive(clap::Args)]
@@ -32,9 +32,12 @@ pub(crate) struct Args {
     /// Positions of an example at most; without it 512, or what the model has where that is fewer
     #[arg(long, short = 'c', value_parser = clap::value_parser!(u32).range(2..))]
     context: Option<u32>,
-    /// Examples that pass together
-    #[arg(long, short = 'b', default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
-    batch: u32,
+    /// Examples that pass together; without it 4, or as many as the preset works out
+    #[arg(long, short = 'b', value_parser = clap::value_parser!(u32).range(1..))]
+    batch: Option<u32>,
+    /// Work out precision and batch, where --quant and -b say none: training
+    #[arg(long)]
+    preset: Option<Preset>,
     /// Batches that make up a step
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     accumulate: u32,
@@ -96,6 +99,9 @@ impl LoraArgs {
     }
 }
 
+/// Examples that pass together where nobody says.
+const USUAL_BATCH: usize = 4;
+
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.model.adapter().is_some() && args.lora.are_given() {
         bail!(
@@ -122,11 +128,34 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if context > most {
         bail!("{context} positions, but the model has {most}\nhint: -c {most}, or leave -c out");
     }
-    let batch = args.batch as usize;
+    let accumulate = args.accumulate as usize;
+    let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
+    let workload =
+        |batch, context| TrainWorkload { batch, context, accumulates: accumulate > 1, recompute };
+    let lora = match &adapter {
+        Some(adapter) => adapter.options().clone(),
+        None => args.lora.options(),
+    };
+    let device = args.model.device()?;
+    let plan =
+        |load: &EngineOptions, workload| folder.train_plan(device.profile(), load, &lora, workload);
+    let asked = args.batch.map(|batch| batch as usize);
+    let (load, batch) = match args.preset {
+        None => (args.model.options(), asked.unwrap_or(USUAL_BATCH)),
+        Some(Preset::Training) => {
+            let plan = |load: &EngineOptions, of: Workload| plan(load, workload(of.batch, context));
+            let chosen = Preset::Training.choose(&args.model.options(), plan)?;
+            let batch = asked.unwrap_or(chosen.plan.workload.batch);
+            eprintln!("preset training: {}, batches of {batch}", chosen.plan.precision());
+            (chosen.options, batch)
+        }
+        Some(other) => {
+            bail!("preset {other} is not for training\nhint: --preset training, or leave it out")
+        }
+    };
     let data = Dataset::open(&args.data, &folder, context)?;
     let held_out = args.held_out.as_ref();
     let held_out = held_out.map(|file| Dataset::open(file, &folder, context)).transpose()?;
-    let accumulate = args.accumulate as usize;
     let steps = match args.steps {
         Some(steps) => steps as usize,
         None => data.examples.len().div_ceil(batch * accumulate),
@@ -135,7 +164,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("clip is {}\nhint: a number above 0, or 0", args.clip);
     }
     let options = TrainOptions {
-        lora: args.lora.options(),
+        lora: lora.clone(),
         schedule: Schedule {
             learning_rate: args.learning_rate,
             warmup: args.warmup as usize,
@@ -144,18 +173,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         weight_decay: args.weight_decay,
         clip: (args.clip > 0.0).then_some(args.clip),
         seed: args.seed,
-        recompute: if args.keep_activations { Recompute::Nothing } else { Recompute::Layers },
+        recompute,
     };
     options.check()?;
     let longest = data.examples.iter().chain(held_out.iter().flat_map(|own| &own.examples));
-    let workload = TrainWorkload {
-        batch,
-        context: longest.map(|own| own.tokens.len()).max().unwrap_or(1),
-        accumulates: accumulate > 1,
-        recompute: options.recompute,
-    };
-    let lora = adapter.as_ref().map_or(&options.lora, |adapter| adapter.options());
-    let plan = args.model.train_plan(&folder, lora, workload)?;
+    let workload = workload(batch, longest.map(|own| own.tokens.len()).max().unwrap_or(1));
+    let plan = plan(&load, workload)?;
     if !plan.fits() {
         return Err(EngineError::TrainMemory(Box::new(plan)).into());
     }
@@ -163,7 +186,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     for file in Adapter::files(output) {
         all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
     }
-    let engine = args.model.load(folder, Workload::new(1, 1))?;
+    let load = EngineOptions { workload: Some(Workload::new(1, 1)), ..load };
+    let engine = loaded(&device, folder, &load)?;
     let mut trainer = match adapter {
         Some(adapter) => Trainer::from_adapter(engine, adapter, options)?,
         None => Trainer::new(engine, options)?,

@@ -7,7 +7,7 @@ use arch::{ArchProfile, DType};
 use models::{Footprint, Held, KvCache, KvFormat, Matrices, Weights, Workload as Passing};
 use serde::Serialize;
 
-use crate::engine::{EngineError, EngineOptions, Prepared};
+use crate::engine::{EngineError, EngineOptions, Others, Prepared};
 
 /// How much of a device's memory may be used.
 ///
@@ -202,7 +202,7 @@ impl Planned {
         workload: Workload,
     ) -> Result<Plan, EngineError> {
         self.check(&options.budget, workload.batch, workload.context)?;
-        Ok(self.plan(profile, &options.budget, workload, 0))
+        Ok(self.plan(profile, &options.budget, workload, Others::default()))
     }
 
     /// # Errors
@@ -234,13 +234,14 @@ impl Planned {
         profile: &ArchProfile,
         budget: &MemoryBudget,
         workload: Workload,
-        beside: u128,
+        others: Others,
     ) -> Plan {
         let (total_bytes, budget_bytes) = (profile.memory_bytes, budget.of(profile.memory_bytes));
         let parts = self.footprint(workload);
         let bytes = |part: u128| u64::try_from(part).unwrap_or(u64::MAX);
         let fits = |workload| {
-            let all = self.footprint(workload).total() + beside;
+            let parts = self.footprint(workload);
+            let all = parts.total() + others.beside(parts.passing() + parts.small);
             budget_bytes.is_some_and(|budget| all <= budget.into())
         };
         // With another batch or context sequences share something else.
@@ -259,7 +260,7 @@ impl Planned {
             cache_bytes: bytes(parts.cache),
             activations_bytes: bytes(parts.activations),
             workspace_bytes: bytes(parts.workspace + parts.small),
-            beside_bytes: bytes(beside),
+            beside_bytes: bytes(others.beside(parts.passing() + parts.small)),
             largest_batch: known(largest(MOST_SEQUENCES, |batch| {
                 fits(Workload { batch, ..workload })
             })),

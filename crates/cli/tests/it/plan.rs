@@ -87,6 +87,37 @@ fn plans_that_mean_nothing_are_refused() {
 }
 
 #[test]
+fn a_preset_takes_the_precision_that_its_use_wants() {
+    let model = fixture("llama");
+    let model = model.to_str().expect("UTF-8");
+    let generate = |preset: &str, more: &[&str]| {
+        let args = ["generate", "--model", model, "--backend", "cpu", "--tokens", "1,2,3"];
+        let rest = ["--max-new-tokens", "2", "--ignore-eos", "--preset", preset];
+        flashover(&[&args[..], &rest, more].concat())
+    };
+    for (preset, more, precision) in [
+        ("latency", &[][..], "f32 over 4 bits"),
+        ("inference", &[], "f32 over 4 bits"),
+        ("code-generation", &[], "f32"),
+        ("latency", &["--quant", "int8"], "f32 over 8 bits"),
+    ] {
+        let made = generate(preset, more);
+        assert!(made.status.success(), "{}", text(&made.stderr));
+        let said = text(&made.stderr);
+        assert!(said.contains(&format!("preset {preset}: {precision}\n")), "{said}");
+    }
+    for (made, why) in [
+        (generate("training", &[]), "preset training is for training\nhint: --preset "),
+        (generate("gaming", &[]), "gaming"),
+        (generate("latency", &["--memory-limit", "100KiB"]), "larger budget or a smaller model"),
+    ] {
+        let said = text(&made.stderr);
+        assert_eq!(made.status.code(), Some(2), "{said}");
+        assert!(said.contains(why), "{why}: {said}");
+    }
+}
+
+#[test]
 fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
     let folder = tempfile::tempdir().expect("a folder");
     let (model, trace) = (fixture("llama"), folder.path().join("trace.json"));

@@ -41,11 +41,17 @@ fn an_adapter_is_learned_from_a_text_and_answers() {
     let rows = rows.expect("what Perfetto reads");
     let count = |name: &str| rows.values().flatten().filter(|event| event.2 == name).count();
     assert_eq!((count("train step 1"), count("backward 0"), count("optimizer")), (1, 6, 6));
-    // Learned further, and answered with.
+    // Learned further, with what the preset works out, and answered with.
     let more = flashover(
-        &[&args[..], &["--steps", "1", "--adapter", &output, "--output", &output]].concat(),
+        &[
+            &args[..],
+            &["--steps", "1", "--adapter", &output, "--output", &output, "--preset", "training"],
+        ]
+        .concat(),
     );
     assert!(more.status.success(), "{}", text(&more.stderr));
+    let said = text(&more.stderr);
+    assert!(said.contains("preset training: f32, batches of 2\n"), "{said}");
     let ask = [
         "generate",
         "--model",
@@ -106,6 +112,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         "no matrix of a layer is called head\nhint: one of down_proj, ",
     );
     with(&["-c", "1"], "1 is not in 2..");
+    with(&["--preset", "latency"], "preset latency is not for training\nhint: ");
     with(&["--memory-limit", "30MiB"], "activations and gradients");
     with(&["-c", "513"], "513 positions, but the model has 512\nhint: -c 512, or leave -c out");
     with(&["--adapter", other], "has shape [4, 32] where [4, 256]");

@@ -5,8 +5,8 @@ use arch::ArchProfile;
 use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, LoraOptions, Weights};
 use text::{ChatTemplate, Message, Prompt, Tokenizer};
 
-use super::{EngineError, EngineOptions, Prepared, Request, Sampling};
-use crate::plan::Workload;
+use super::{EngineError, EngineOptions, Others, Prepared, Request, Sampling};
+use crate::plan::{Plan, Workload};
 use crate::train::{TrainPlan, TrainWorkload};
 
 /// A Hugging Face folder that is opened and on no device: what a text becomes and what a request needs is known before
@@ -65,6 +65,20 @@ impl ModelFolder {
         Ok(Self { adapter: Some(adapter), adapter_folder, ..self })
     }
 
+    /// What the model will take.
+    ///
+    /// # Errors
+    /// As [`Plan::of_folder`].
+    pub fn plan(
+        &self,
+        profile: &ArchProfile,
+        options: &EngineOptions,
+        workload: Workload,
+    ) -> Result<Plan, EngineError> {
+        let prepared = Prepared::of_files(profile, &self.reader.folder, &self.weights, options)?;
+        prepared.planned.checked(profile, options, workload)
+    }
+
     /// What training an adapter of this model will take.
     ///
     /// # Errors
@@ -77,7 +91,14 @@ impl ModelFolder {
         workload: TrainWorkload,
     ) -> Result<TrainPlan, EngineError> {
         let prepared = Prepared::of_files(profile, &self.reader.folder, &self.weights, options)?;
-        TrainPlan::new(&prepared.planned, profile, &options.budget, lora, workload, |_| 0)
+        TrainPlan::new(
+            &prepared.planned,
+            profile,
+            &options.budget,
+            lora,
+            workload,
+            Others::default(),
+        )
     }
 
     /// Reads an adapter of this model, and leaves the model as it is.

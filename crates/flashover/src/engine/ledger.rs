@@ -16,6 +16,22 @@ pub(crate) struct Need {
     pub(crate) passing: u128,
 }
 
+/// What lives beside something of this thread, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Others {
+    kept: u128,
+    /// The most that passes in this thread, and all of it in others.
+    here: u128,
+    elsewhere: u128,
+}
+
+impl Others {
+    /// Bytes of them beside something through which so much passes.
+    pub(crate) const fn beside(self, passing: u128) -> u128 {
+        self.kept + self.elsewhere + self.here.saturating_sub(passing)
+    }
+}
+
 /// Of one model, whatever clones of it there are.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger(Mutex<Entries>);
@@ -39,21 +55,21 @@ impl Ledger {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes of all but `own` beside something of this thread through which so much passes.
-    pub(crate) fn beside(&self, own: Option<&Grant>, passing: u128) -> u128 {
-        self.entries().beside(own.map(|grant| grant.entry), passing)
+    /// All but `own`.
+    pub(crate) fn others(&self, own: Option<&Grant>) -> Others {
+        self.entries().others(own.map(|grant| grant.entry))
     }
 
-    /// Enters `need`, in place of what `own` was, unless `refuse` does with the bytes of all others.
+    /// Enters `need`, in place of what `own` was, unless `refuse` does.
     pub(crate) fn admit<E>(
         self: &Arc<Self>,
         own: &mut Option<Grant>,
         need: Need,
-        refuse: impl FnOnce(u128) -> Result<(), E>,
+        refuse: impl FnOnce(Others) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut entries = self.entries();
         let before = own.as_ref().map(|grant| grant.entry);
-        refuse(entries.beside(before, need.passing))?;
+        refuse(entries.others(before))?;
         let entry = before.unwrap_or_else(|| {
             entries.next += 1;
             entries.next
@@ -66,17 +82,15 @@ impl Ledger {
 }
 
 impl Entries {
-    fn beside(&self, own: Option<u64>, passing: u128) -> u128 {
-        let others = self.live.iter().filter(|(entry, _)| Some(**entry) != own);
+    fn others(&self, own: Option<u64>) -> Others {
         let (mut kept, mut most) = (0, HashMap::<ThreadId, u128>::new());
-        let here = thread::current().id();
-        for (_, (thread, need)) in others {
+        for (_, (thread, need)) in self.live.iter().filter(|(entry, _)| Some(**entry) != own) {
             kept += need.kept;
-            let served = if *thread == here { passing } else { 0 };
             let most = most.entry(*thread).or_default();
-            *most = need.passing.saturating_sub(served).max(*most);
+            *most = need.passing.max(*most);
         }
-        kept + most.values().sum::<u128>()
+        let here = most.remove(&thread::current().id()).unwrap_or_default();
+        Others { kept, here, elsewhere: most.into_values().sum() }
     }
 }
 
@@ -92,8 +106,8 @@ mod tests {
 
     fn admitted(ledger: &Arc<Ledger>, own: &mut Option<Grant>, kept: u128, passing: u128) -> u128 {
         let mut beside = 0;
-        let seen = |others| {
-            beside = others;
+        let seen = |others: Others| {
+            beside = others.beside(passing);
             Ok::<_, ()>(())
         };
         ledger.admit(own, Need { kept, passing }, seen).expect("not refused");
@@ -106,27 +120,30 @@ mod tests {
         let (mut a, mut b) = (None, None);
         assert_eq!(admitted(&ledger, &mut a, 10, 3), 0);
         assert_eq!(admitted(&ledger, &mut b, 5, 1), 10 + 2);
-        assert_eq!((ledger.beside(None, 0), ledger.beside(None, 3)), (15 + 3, 15));
+        let others = ledger.others(None);
+        assert_eq!((others.beside(0), others.beside(2), others.beside(3)), (15 + 3, 15 + 1, 15));
         // One that grows does not stand in its own way.
         assert_eq!(admitted(&ledger, &mut a, 20, 4), 5);
-        assert_eq!(ledger.beside(a.as_ref(), 0), 5 + 1);
+        assert_eq!(ledger.others(a.as_ref()).beside(0), 5 + 1);
         let other = ledger.clone();
-        let there = thread::spawn(move || other.beside(None, 9)).join().expect("no panic");
+        let there = thread::spawn(move || other.others(None).beside(9)).join().expect("no panic");
         assert_eq!(there, 25 + 4, "another thread's pages serve nobody here");
         drop(a);
-        assert_eq!(ledger.beside(None, 1), 5);
+        assert_eq!(ledger.others(None).beside(1), 5);
         drop(b);
-        assert_eq!(ledger.beside(None, 0), 0);
+        assert_eq!(ledger.others(None), Others::default());
     }
 
     #[test]
     fn what_is_refused_is_not_entered() {
         let ledger = Arc::new(Ledger::default());
         let mut own = None;
-        let refused = ledger.admit(&mut own, Need { kept: 8, passing: 0 }, |_| Err("full"));
-        assert_eq!((refused, own.is_some(), ledger.beside(None, 0)), (Err("full"), false, 0));
+        let need = Need { kept: 8, passing: 0 };
+        let refused = ledger.admit(&mut own, need, |_| Err("full"));
+        assert_eq!((refused, own.is_some()), (Err("full"), false));
+        assert_eq!(ledger.others(None), Others::default());
         admitted(&ledger, &mut own, 3, 0);
-        let refused = ledger.admit(&mut own, Need { kept: 8, passing: 0 }, |_| Err("full"));
-        assert_eq!((refused, ledger.beside(None, 0)), (Err("full"), 3), "it keeps what it had");
+        let refused = ledger.admit(&mut own, need, |_| Err("full"));
+        assert_eq!((refused, ledger.others(None).beside(0)), (Err("full"), 3), "as it was");
     }
 }

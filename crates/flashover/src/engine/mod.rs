@@ -35,7 +35,7 @@ use crate::plan::{MemoryBudget, Plan, Planned, Workload};
 use crate::train::{TrainPlan, TrainWorkload};
 
 use folder::Reader;
-pub(crate) use ledger::Grant;
+pub(crate) use ledger::{Grant, Others};
 use ledger::{Ledger, Need};
 
 pub use batch::Completion;
@@ -520,19 +520,17 @@ impl Engine {
 
     /// What this model takes with such a workload, beside what lives of it by now.
     pub fn plan(&self, workload: Workload) -> Plan {
-        let need = need_of(&self.0.planned.footprint(workload));
-        self.plan_beside(workload, self.0.ledger.beside(None, need.passing))
+        self.plan_beside(workload, self.0.ledger.others(None))
     }
 
-    fn plan_beside(&self, workload: Workload, beside: u128) -> Plan {
-        self.0.planned.plan(self.0.device.profile(), &self.0.budget, workload, beside)
+    fn plan_beside(&self, workload: Workload, others: Others) -> Plan {
+        self.0.planned.plan(self.0.device.profile(), &self.0.budget, workload, others)
     }
 
     /// Enters a workload among what lives.
     fn admit(&self, workload: Workload) -> Result<Option<Grant>, EngineError> {
         let (mut grant, need) = (None, need_of(&self.0.planned.footprint(workload)));
-        let refuse = |beside| fits(self.plan_beside(workload, beside));
-        self.0.ledger.admit(&mut grant, need, refuse)?;
+        self.0.ledger.admit(&mut grant, need, |others| fits(self.plan_beside(workload, others)))?;
         Ok(grant)
     }
 
@@ -556,8 +554,8 @@ impl Engine {
         workload: TrainWorkload,
     ) -> Result<TrainPlan, EngineError> {
         let (profile, budget) = (self.0.device.profile(), &self.0.budget);
-        let beside = |passing| self.0.ledger.beside(own, passing);
-        TrainPlan::new(&self.0.planned, profile, budget, lora, workload, beside)
+        let others = self.0.ledger.others(own);
+        TrainPlan::new(&self.0.planned, profile, budget, lora, workload, others)
     }
 
     /// Enters a trainer among what lives, in place of what it was.
@@ -568,14 +566,13 @@ impl Engine {
         workload: TrainWorkload,
     ) -> Result<TrainPlan, EngineError> {
         let (profile, budget) = (self.0.device.profile(), &self.0.budget);
-        let plan = |beside: u128| {
-            TrainPlan::new(&self.0.planned, profile, budget, lora, workload, |_| beside)
-        };
-        let alone = plan(0)?;
+        let plan =
+            |others| TrainPlan::new(&self.0.planned, profile, budget, lora, workload, others);
+        let alone = plan(Others::default())?;
         let kept = u128::from(alone.adapter_bytes) + u128::from(alone.optimizer_bytes);
         let need = Need { kept, passing: alone.passing_bytes.into() };
-        self.0.ledger.admit(own, need, |beside| {
-            let plan = plan(beside)?;
+        self.0.ledger.admit(own, need, |others| {
+            let plan = plan(others)?;
             match plan.fits() {
                 true => Ok(()),
                 false => Err(EngineError::TrainMemory(Box::new(plan))),

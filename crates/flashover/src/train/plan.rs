@@ -8,7 +8,7 @@ use burn::tensor::FloatDType;
 use models::{Lessons, LoraOptions, Matrices, Recompute, TrainFootprint, Weights};
 use serde::Serialize;
 
-use crate::engine::{EngineError, EngineOptions, Prepared};
+use crate::engine::{EngineError, EngineOptions, Others, Prepared};
 use crate::plan::{
     MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, fewer, largest, of_budget, precision,
     shown,
@@ -78,7 +78,7 @@ impl TrainPlan {
     ) -> Result<Self, EngineError> {
         let weights = Weights::open(folder.as_ref()).map_err(EngineError::Folder)?;
         let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, options)?;
-        Self::new(&prepared.planned, profile, &options.budget, lora, workload, |_| 0)
+        Self::new(&prepared.planned, profile, &options.budget, lora, workload, Others::default())
     }
 
     /// Plans for a published shape.
@@ -93,7 +93,7 @@ impl TrainPlan {
         workload: TrainWorkload,
     ) -> Result<Self, EngineError> {
         let prepared = Prepared::of_shape(profile, shape, options)?;
-        Self::new(&prepared.planned, profile, &options.budget, lora, workload, |_| 0)
+        Self::new(&prepared.planned, profile, &options.budget, lora, workload, Others::default())
     }
 
     pub(crate) fn new(
@@ -102,7 +102,7 @@ impl TrainPlan {
         budget: &MemoryBudget,
         lora: &LoraOptions,
         workload: TrainWorkload,
-        beside: impl FnOnce(u128) -> u128,
+        others: Others,
     ) -> Result<Self, EngineError> {
         planned.check(budget, workload.batch, workload.context)?;
         if profile.backend == Backend::Vulkan && planned.held.dtype == FloatDType::BF16 {
@@ -116,9 +116,9 @@ impl TrainPlan {
         };
         let (total_bytes, budget_bytes) = (profile.memory_bytes, budget.of(profile.memory_bytes));
         let TrainFootprint { weights, adapter, optimizer, passing, small } = of(workload)?;
-        let beside = beside(passing + small);
         let fits = |workload| {
-            let all = of(workload).map(|parts| parts.total() + beside);
+            let all = of(workload)
+                .map(|parts| parts.total() + others.beside(parts.passing + parts.small));
             budget_bytes.is_some_and(|budget| all.is_ok_and(|all| all <= budget.into()))
         };
         let known = |most: usize| budget_bytes.map(|_| most);
@@ -137,7 +137,7 @@ impl TrainPlan {
             adapter_bytes: bytes(adapter),
             optimizer_bytes: bytes(optimizer),
             passing_bytes: bytes(passing + small),
-            beside_bytes: bytes(beside),
+            beside_bytes: bytes(others.beside(passing + small)),
             largest_batch: known(largest(MOST_SEQUENCES, |batch| {
                 fits(TrainWorkload { batch, ..workload })
             })),

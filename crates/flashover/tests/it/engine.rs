@@ -217,6 +217,12 @@ fn a_budget_holds() {
     let mut session = small.session(64).expect("it fits");
     let tokens = session.generate(&prompt[..4], &plain(8)).expect("it answers");
     assert_eq!(tokens.collect::<Result<Vec<_>, _>>().expect("it answers").len(), 8);
+    // Beside it there is room for none.
+    let refused = small.session(1);
+    let Err(EngineError::Memory(plan)) = &refused else { panic!("{refused:?}") };
+    assert!(plan.beside_bytes > 0 && plan.largest_context == Some(0), "{plan}");
+    assert!(refused.expect_err("refused").to_string().contains("hint: fewer of them at once; "));
+    drop(session);
     let refused = small.session(65);
     let Err(EngineError::Memory(plan)) = &refused else { panic!("{refused:?}") };
     assert_eq!(plan.largest_context, Some(64));
@@ -226,7 +232,7 @@ fn a_budget_holds() {
     let two = small.generate_batch(&[&prompt[..4], &prompt[..5]], 1, &plain(60));
     assert!(matches!(two, Err(EngineError::Memory(_))), "{two:?}");
     // Nothing of what was refused is left behind, and the engine lives on.
-    session.clear();
+    let mut session = small.session(64).expect("it fits");
     let again = session.generate(&prompt[..4], &plain(8)).expect("it answers");
     assert_eq!(again.count(), 8);
 }
