@@ -6,6 +6,7 @@ use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 
 use crate::facts::{self, AdapterFacts};
+use crate::host::HostMemory;
 use crate::profile::UnknownProfile;
 use crate::{ArchId, ArchProfile, Backend, DType, MmaShape};
 
@@ -208,7 +209,7 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
         compute_capability,
         processors,
         memory_bytes: properties.memory.max_memory().or_else(|| match backend {
-            Backend::Cpu => facts::host_memory_bytes(),
+            Backend::Cpu => HostMemory::now().map(|memory| memory.total),
             _ => None,
         }),
         cache_bytes: match backend {

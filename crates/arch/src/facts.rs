@@ -219,13 +219,6 @@ fn cpu_from(cpuinfo: &str) -> Cpu {
     }
 }
 
-/// Physical memory of the host.
-pub(crate) fn host_memory_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find(|l| l.starts_with("MemTotal:"))?;
-    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
-}
-
 /// Millijoules that the first NVIDIA card took since its driver was loaded; none where NVML does not tell.
 pub fn energy_millijoules() -> Option<u64> {
     Nvml::init().ok()?.device_by_index(0).ok()?.total_energy_consumption().ok()

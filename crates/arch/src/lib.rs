@@ -7,6 +7,7 @@
 mod backend;
 mod device;
 mod facts;
+mod host;
 pub mod monitor;
 mod profile;
 pub mod report;
@@ -14,4 +15,5 @@ pub mod report;
 pub use backend::{Backend, UnknownBackend};
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;
+pub use host::HostMemory;
 pub use profile::{ArchId, ArchProfile, DType, MmaShape, UnknownProfile, recorded};

@@ -4,6 +4,7 @@ use std::fs;
 
 use super::{Kind, Lack, Quantity, Reading, Why};
 use crate::facts;
+use crate::host::HostMemory;
 
 /// What `/proc` has no number for.
 const UNTOLD: [Quantity; 10] = [
@@ -98,12 +99,8 @@ fn unread(file: &str) -> Lack {
 
 /// Bytes that no program could get, and all bytes.
 fn memory_of(meminfo: &str) -> Option<(u64, u64)> {
-    let bytes = |name: &str| {
-        let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
-    };
-    let (total, available) = (bytes("MemTotal:")?, bytes("MemAvailable:")?);
-    Some((total.saturating_sub(available), total))
+    let HostMemory { total, free } = HostMemory::of(meminfo)?;
+    Some((total.saturating_sub(free), total))
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-use crate::memory::{MemoryUsage, free_bytes};
+use crate::memory::{MemoryUsage, free_bytes, there_is};
 use crate::plan::{MemoryBudget, Plan, Planned, Workload};
 use crate::train::{TrainPlan, TrainWorkload};
 
@@ -269,7 +269,8 @@ impl Prepared {
     /// Refuses what does not fit.
     fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), EngineError> {
         let workload = options.workload.unwrap_or(Workload::new(1, 1));
-        fits(self.planned.checked(device.profile(), options, workload)?)
+        fits(self.planned.checked(device.profile(), options, workload)?)?;
+        there_is(device, self.planned.footprint(workload).total())
     }
 }
 
@@ -531,6 +532,7 @@ impl Engine {
     fn admit(&self, workload: Workload) -> Result<Option<Grant>, EngineError> {
         let (mut grant, need) = (None, need_of(&self.0.planned.footprint(workload)));
         self.0.ledger.admit(&mut grant, need, |others| fits(self.plan_beside(workload, others)))?;
+        there_is(&self.0.device, need.kept + need.passing)?;
         Ok(grant)
     }
 
@@ -584,12 +586,14 @@ impl Engine {
     /// Room for what passes in a step of training that fits.
     ///
     /// # Errors
-    /// Those of [`Engine::clear_cache`].
+    /// Those of [`Engine::clear_cache`]; [`EngineError::OutOfMemory`].
     pub(crate) fn room_to_train(&self, plan: &TrainPlan) -> Result<(), EngineError> {
         self.clear_cache()?;
         // The adapter's values move with each step.
-        let moving = plan.adapter_bytes + plan.optimizer_bytes;
-        self.make_room(u128::from(moving) + u128::from(plan.passing_bytes));
+        let moving = u128::from(plan.adapter_bytes) + u128::from(plan.optimizer_bytes);
+        let need = moving + u128::from(plan.passing_bytes);
+        there_is(&self.0.device, need)?;
+        self.make_room(need);
         Ok(())
     }
 
