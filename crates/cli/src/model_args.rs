@@ -367,7 +367,7 @@ impl ModelArgs {
         workload: Workload,
     ) -> anyhow::Result<Engine> {
         let device = self.device()?;
-        let options = preset.options(self.options(), device.profile(), &folder)?;
+        let options = preset.options(self.options(), device.profile(), &folder, workload)?;
         loaded(&device, folder, &EngineOptions { workload: Some(workload), ..options })
     }
 }
@@ -375,12 +375,13 @@ impl ModelArgs {
 impl PresetArgs {
     pub(crate) const NONE: Self = Self { preset: None };
 
-    /// Options with the precision of the preset.
+    /// Options with the precision that the preset wants of those in which the workload fits.
     fn options(
         &self,
         options: EngineOptions,
         profile: &ArchProfile,
         folder: &ModelFolder,
+        workload: Workload,
     ) -> anyhow::Result<EngineOptions> {
         let Some(preset) = self.preset else { return Ok(options) };
         if preset == Preset::Training {
@@ -388,8 +389,7 @@ impl PresetArgs {
                 "preset {preset} is for training\nhint: --preset code-generation, inference or latency"
             );
         }
-        let plan = |options: &EngineOptions, workload| folder.plan(profile, options, workload);
-        let chosen = preset.choose(&options, plan)?;
+        let chosen = preset.precision(&options, |o| folder.plan(profile, o, workload))?;
         eprintln!("preset {preset}: {}", chosen.plan.precision());
         Ok(chosen.options)
     }

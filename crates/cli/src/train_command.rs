@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::{
-    Adapter, Dataset, EngineError, EngineOptions, LoraOptions, Preset, Recompute, Schedule, Taught,
-    TrainOptions, TrainWorkload, Trainer, Workload,
+    Adapter, Chosen, Dataset, EngineError, EngineOptions, LoraOptions, Preset, Recompute, Schedule,
+    Taught, TrainOptions, TrainWorkload, Trainer, Workload,
 };
 use tune::timing::Stopwatch;
 
@@ -140,22 +140,31 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let plan =
         |load: &EngineOptions, workload| folder.train_plan(device.profile(), load, &lora, workload);
     let asked = args.batch.map(|batch| batch as usize);
-    let (load, batch) = match args.preset {
-        None => (args.model.options(), asked.unwrap_or(USUAL_BATCH)),
-        Some(Preset::Training) => {
-            let plan = |load: &EngineOptions, of: Workload| plan(load, workload(of.batch, context));
-            let chosen = Preset::Training.choose(&args.model.options(), plan)?;
-            let batch = asked.unwrap_or(chosen.plan.workload.batch);
-            eprintln!("preset training: {}, batches of {batch}", chosen.plan.precision());
-            (chosen.options, batch)
-        }
-        Some(other) => {
-            bail!("preset {other} is not for training\nhint: --preset training, or leave it out")
-        }
-    };
+    if let Some(other) = args.preset.filter(|preset| *preset != Preset::Training) {
+        bail!("preset {other} is not for training\nhint: --preset training, or leave it out");
+    }
     let data = Dataset::open(&args.data, &folder, context)?;
     let held_out = args.held_out.as_ref();
     let held_out = held_out.map(|file| Dataset::open(file, &folder, context)).transpose()?;
+    let longest = data.examples.iter().chain(held_out.iter().flat_map(|own| &own.examples));
+    let longest = longest.map(|own| own.tokens.len()).max().unwrap_or(1);
+    let chosen = match (args.preset, asked) {
+        (None, _) => None,
+        (Some(preset), Some(batch)) => {
+            Some(preset.precision(&args.model.options(), |o| plan(o, workload(batch, longest)))?)
+        }
+        (Some(preset), None) => Some(
+            preset.choose(&args.model.options(), |o, of| plan(o, workload(of.batch, longest)))?,
+        ),
+    };
+    let (load, batch) = match chosen {
+        None => (args.model.options(), asked.unwrap_or(USUAL_BATCH)),
+        Some(Chosen { options, plan }) => {
+            let batch = plan.workload.batch;
+            eprintln!("preset training: {}, batches of {batch}", plan.precision());
+            (options, batch)
+        }
+    };
     let steps = match args.steps {
         Some(steps) => steps as usize,
         None => data.examples.len().div_ceil(batch * accumulate),
@@ -176,8 +185,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         recompute,
     };
     options.check()?;
-    let longest = data.examples.iter().chain(held_out.iter().flat_map(|own| &own.examples));
-    let workload = workload(batch, longest.map(|own| own.tokens.len()).max().unwrap_or(1));
+    let workload = workload(batch, longest);
     let plan = plan(&load, workload)?;
     if !plan.fits() {
         return Err(EngineError::TrainMemory(Box::new(plan)).into());

@@ -108,6 +108,32 @@ impl Preset {
         }
     }
 
+    /// The precision for a workload that is known: the most wanted in which `plan` fits, and the plan. The precision of
+    /// `options` is kept where they have one.
+    ///
+    /// # Errors
+    /// Those of `plan`; [`EngineError::Memory`] or [`EngineError::TrainMemory`] where it fits in none.
+    pub fn precision<P: BatchPlan>(
+        self,
+        options: &EngineOptions,
+        plan: impl Fn(&EngineOptions) -> Result<P, EngineError>,
+    ) -> Result<Chosen<P>, EngineError> {
+        let quants = match options.quant {
+            Some(_) => &[options.quant],
+            None => self.quants(),
+        };
+        let mut refused = None;
+        for quant in quants {
+            let options = EngineOptions { quant: *quant, ..*options };
+            let plan = plan(&options)?;
+            if plan.fits() {
+                return Ok(Chosen { options, plan });
+            }
+            refused = Some(plan);
+        }
+        Err(refused.expect("there is a precision").refused())
+    }
+
     /// Works it out by plans, such as [`Plan::of_folder`] or [`TrainPlan::of_shape`] make, the latter for
     /// [`Preset::Training`]. Of options the precision is the
     /// preset's where none is asked for, the rest is kept. A model of a shorter context than the preset's keeps its own.

@@ -51,6 +51,7 @@ impl MatmulConfig {
                 ("tile_n", c.tile_n),
                 ("tile_k", c.tile_k),
                 ("units", c.units),
+                ("unroll", c.unroll),
             ],
             Self::Plane(c) | Self::Ahead(c) => vec![
                 ("tile_m", c.tile_m),
@@ -549,6 +550,13 @@ fn check_cube(
     {
         return Err(lacks(format!("cube-scope {ab} matrices of that granularity")));
     }
+    if c.unroll > 8 {
+        return Err(shape("unroll", c.unroll, "eight tiles a round spill by now"));
+    }
+    // What is past k would be multiplied all the same.
+    if c.unroll > 1 && problem.k % (c.tile_k * c.unroll) != 0 {
+        return Err(shape("unroll", c.unroll, "rounds that do not divide k"));
+    }
     let spans = [problem.lhs.stride, problem.rhs.stride];
     if spans.iter().any(|s| *s > u64::from(u32::MAX)) {
         return Err(shape("stride", u32::MAX, "tensor layouts hold 32-bit strides"));
@@ -1014,7 +1022,14 @@ mod tests {
         let known: Vec<_> =
             candidates(&gpu, &p).into_iter().chain(FMA).map(|c| (&gpu, c)).collect();
         let cores = candidates(&cpu, &p).into_iter().map(|c| (&cpu, c));
-        for (arch, config) in known.into_iter().chain(cores) {
+        let mut vulkan = ArchProfile { backend: Backend::Vulkan, ..gpu.clone() };
+        let of = |ab| MmaShape { ab, acc: DType::F32, m: 16, n: 16, k: 16 };
+        vulkan.cmma = [of(DType::F16)].into();
+        vulkan.cube_mma = vulkan.cmma.clone();
+        let matrices = candidates(&vulkan, &p).into_iter().map(|c| (&vulkan, c));
+        let matrices: Vec<_> = matrices.collect();
+        assert!(matrices.iter().any(|(_, c)| matches!(c, MatmulConfig::Cube(_))));
+        for (arch, config) in known.into_iter().chain(cores).chain(matrices) {
             let fields = serde_json::to_value(config).expect("plain data");
             for name in fields.as_object().expect("a struct").keys().filter(|k| *k != "path") {
                 for bad in [0, 3, u32::MAX] {

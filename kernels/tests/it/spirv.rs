@@ -132,7 +132,7 @@ fn products_compile_for_cooperative_matrices() {
     let card = card();
     let (properties, target) =
         (properties(&card), Arc::new(TargetProperties { mma: Default::default() }));
-    let mut all = 0;
+    let (mut all, mut cubes) = (0, 0);
     for (precision, sizes, layouts) in [
         (Precision::F16, [1024, 1024, 1024], [Layout::Row, Layout::Col]),
         (Precision::Bf16, [1024, 1024, 1024], [Layout::Row, Layout::Row]),
@@ -145,6 +145,7 @@ fn products_compile_for_cooperative_matrices() {
                 MatmulConfig::Ahead(_) => "ahead",
                 _ => continue,
             };
+            cubes += usize::from(name == "cube");
             let programs = Matmul::programs(&card, &problem, &config, &properties, &target);
             for text in compiled(&format!("matmul-{precision:?}-{name}-{all}"), programs) {
                 assert!(text.contains("OpCooperativeMatrixMulAddKHR"), "{config:?}");
@@ -152,5 +153,5 @@ fn products_compile_for_cooperative_matrices() {
             }
         }
     }
-    assert!(all > 8, "{all}");
+    assert!(cubes > 4 && all - cubes > 8, "{cubes} of {all}");
 }

@@ -106,6 +106,13 @@ fn a_preset_takes_the_precision_that_its_use_wants() {
         let said = text(&made.stderr);
         assert!(said.contains(&format!("preset {preset}: {precision}\n")), "{said}");
     }
+    // What fits as it is wanted stays so, and nothing else: f32 takes 8306 KiB, 4 bits 8247.
+    let limits = ["--memory-limit", "8400KiB"];
+    let made = generate("code-generation", &limits);
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    let less = generate("code-generation", &["--memory-limit", "8260KiB"]);
+    let said = text(&less.stderr);
+    assert!(said.contains("preset code-generation: f32 over 4 bits\n"), "{said}");
     for (made, why) in [
         (generate("training", &[]), "preset training is for training\nhint: --preset "),
         (generate("gaming", &[]), "gaming"),

@@ -7,10 +7,11 @@ use super::{Engine, EngineError, Grant, Request, Token};
 /// One sequence: the tokens so far, with their keys and values.
 #[derive(Debug)]
 pub struct Session {
-    engine: Engine,
     cache: KvCache,
     /// None where it is part of what has one.
     grant: Option<Grant>,
+    /// The last to go: the last of a model gives its pages back.
+    engine: Engine,
 }
 
 /// Why a generation ended.

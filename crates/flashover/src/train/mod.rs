@@ -71,7 +71,6 @@ pub struct Taught {
 
 /// An adapter that learns.
 pub struct Trainer {
-    engine: Engine,
     options: TrainOptions,
     /// As it began.
     adapter: Adapter,
@@ -84,6 +83,8 @@ pub struct Trainer {
     /// What there is room for.
     room: Option<TrainWorkload>,
     grant: Option<Grant>,
+    /// The last to go: the last of a model gives its pages back.
+    engine: Engine,
 }
 
 impl Trainer {
