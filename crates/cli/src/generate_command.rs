@@ -78,7 +78,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let request = args.sampling.request(&folder)?;
     let workload = folder.workload(&[&prompt], args.completions.into(), &request);
     let begin = Stopwatch::start();
-    let engine = args.model.load(folder, &args.preset, workload)?;
+    let engine = args.model.load(folder, args.preset.preset, workload)?;
     let load = begin.elapsed().as_secs_f64();
     let tracing = Tracing::start(file, &engine)?;
     if args.completions > 1 {
@@ -220,7 +220,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             "an empty message takes {least} positions, of {context}\nhint: a shorter --system, or a larger --context"
         );
     }
-    let engine = args.model.load(folder, &args.preset, Workload::new(1, context))?;
+    let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context))?;
     let mut session = engine.session(context)?;
     let terminal = std::io::stdin().is_terminal();
     let mut unanswered = 0;

@@ -120,7 +120,7 @@ pub(crate) struct PresetArgs {
     /// Take the precision that a use wants and the device has room for, unless --quant says one: code-generation, inference
     /// or latency
     #[arg(long)]
-    preset: Option<Preset>,
+    pub(crate) preset: Option<Preset>,
 }
 
 /// What is recorded beside.
@@ -363,33 +363,31 @@ impl ModelArgs {
     pub(crate) fn load(
         &self,
         folder: ModelFolder,
-        preset: &PresetArgs,
+        preset: Option<Preset>,
         workload: Workload,
     ) -> anyhow::Result<Engine> {
         let device = self.device()?;
-        let options = preset.options(self.options(), device.profile(), &folder, workload)?;
+        let options = match preset {
+            Some(preset) => self.of_preset(preset, device.profile(), &folder, workload)?,
+            None => self.options(),
+        };
         loaded(&device, folder, &EngineOptions { workload: Some(workload), ..options })
     }
-}
-
-impl PresetArgs {
-    pub(crate) const NONE: Self = Self { preset: None };
 
     /// Options with the precision that the preset wants of those in which the workload fits.
-    fn options(
+    fn of_preset(
         &self,
-        options: EngineOptions,
+        preset: Preset,
         profile: &ArchProfile,
         folder: &ModelFolder,
         workload: Workload,
     ) -> anyhow::Result<EngineOptions> {
-        let Some(preset) = self.preset else { return Ok(options) };
         if preset == Preset::Training {
             bail!(
                 "preset {preset} is for training\nhint: --preset code-generation, inference or latency"
             );
         }
-        let chosen = preset.precision(&options, |o| folder.plan(profile, o, workload))?;
+        let chosen = preset.precision(&self.options(), |o| folder.plan(profile, o, workload))?;
         eprintln!("preset {preset}: {}", chosen.plan.precision());
         Ok(chosen.options)
     }

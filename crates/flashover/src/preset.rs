@@ -98,6 +98,15 @@ impl Preset {
         }
     }
 
+    /// `options` with each precision to try: their own, where they have one.
+    fn precisions(self, options: &EngineOptions) -> Vec<EngineOptions> {
+        let quants = match options.quant {
+            Some(_) => &[options.quant],
+            None => self.quants(),
+        };
+        quants.iter().map(|quant| EngineOptions { quant: *quant, ..*options }).collect()
+    }
+
     /// Positions of a sequence, sequences that are wanted at least, and at most.
     const fn wants(self) -> (usize, usize, usize) {
         match self {
@@ -118,13 +127,8 @@ impl Preset {
         options: &EngineOptions,
         plan: impl Fn(&EngineOptions) -> Result<P, EngineError>,
     ) -> Result<Chosen<P>, EngineError> {
-        let quants = match options.quant {
-            Some(_) => &[options.quant],
-            None => self.quants(),
-        };
         let mut refused = None;
-        for quant in quants {
-            let options = EngineOptions { quant: *quant, ..*options };
+        for options in self.precisions(options) {
             let plan = plan(&options)?;
             if plan.fits() {
                 return Ok(Chosen { options, plan });
@@ -135,8 +139,8 @@ impl Preset {
     }
 
     /// Works it out by plans, such as [`Plan::of_folder`] or [`TrainPlan::of_shape`] make, the latter for
-    /// [`Preset::Training`]. Of options the precision is the
-    /// preset's where none is asked for, the rest is kept. A model of a shorter context than the preset's keeps its own.
+    /// [`Preset::Training`]. Of options the precision is the preset's where none is asked for, the rest is kept. A model of
+    /// a shorter context than the preset's keeps its own.
     ///
     /// # Errors
     /// Those of `plan`; [`EngineError::Memory`] or [`EngineError::TrainMemory`] where not one sequence fits in any
@@ -151,13 +155,8 @@ impl Preset {
             Ok(_) => wanted,
             Err(why) => why.context().ok_or(why)?,
         };
-        let quants = match options.quant {
-            Some(_) => &[options.quant],
-            None => self.quants(),
-        };
         let mut best: Option<Chosen<P>> = None;
-        for quant in quants {
-            let options = EngineOptions { quant: *quant, ..*options };
+        for options in self.precisions(options) {
             let one = plan(&options, Workload::new(1, context))?;
             let batch = one.largest_batch().unwrap_or(most).min(most);
             let plan = plan(&options, Workload::new(batch.max(1), context))?;

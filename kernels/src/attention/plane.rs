@@ -20,17 +20,16 @@
 //!
 //! Cost: `4·head_dim` flop a visible pair; K and V are read from shared memory once for every `rows` queries.
 //!
-//! Measured on an H200, 4 x 16 heads of 4096 positions of 128, TFLOP/s (the plain path: 6):
+//! On an H200, 4 x 16 heads of 4096 positions of 128: f16 197, bf16 178, causal 136 TFLOP/s with the configs that the tuner
+//! chose (records of Vulkan in benches/baselines), where the plain path has 6. Configs timed once by `tune try`:
 //!
-//! | planes, rows, keys | f16 | bf16 | bf16 causal |
-//! |--------------------|-----|------|-------------|
-//! | 8, 16, 32          | 198 | 177  | 72          |
-//! | 4, 16, 32          | 126 | 115  | 29          |
-//! | 8, 16, 16          | 50  | 148  | 130         |
-//! | 4, 16, 16          | 49  | 155  | 39          |
-//! | 2, 16, 32          | 17  | 33   | 9           |
-//!
-//! What is slow spills, by the driver's choice of registers: nothing here names them, so the tuner decides.
+//! | planes, rows, keys | f16 | bf16 |
+//! |--------------------|-----|------|
+//! | 8, 16, 32          | 198 | 177  |
+//! | 4, 16, 32          | 126 | 115  |
+//! | 8, 16, 16          | 50  | 148  |
+//! | 4, 16, 16          | 49  | 155  |
+//! | 2, 16, 32          | 17  | 33   |
 
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;

@@ -1,14 +1,13 @@
 //! The cooperative-matrix paths of Vulkan.
 //!
 //! Cube scope (`VK_NV_cooperative_matrix2`): a cube names a tile, the driver moves and multiplies it;
-//! tensor layouts clamp the edges. Measured on an H200, f16 8192^3, TFLOP/s: 142 to 147; 209 where the tiles divide the
-//! problem and the driver is told so, and sees that starts and strides are multiples of 8; 248 with four tiles of k in a
-//! round of the loop, so that it loads some while it multiplies others (47 with eight: sums spill). Another alignment
-//! declared on the loads changes nothing. Results leave as they are: buffers read inside of a cube-scope
+//! tensor layouts clamp the edges. On an H200 f16 8192^3 runs at 249 TFLOP/s, 4096^3 at 235, where it had 142 (records of
+//! Vulkan in benches/baselines). Steps between, timed once by `tune try`, 8192^3: 209 where the tiles divide the problem and
+//! the driver is told so, and sees that starts and strides are multiples of 8; 248 with four tiles of k in a round of the
+//! loop, 47 with eight; another alignment declared on the loads changes nothing. Results leave as they are: buffers read inside of a cube-scope
 //! element-wise operation make CubeCL 0.11's SPIR-V compiler panic, so what has an epilogue goes by plane
 //! scope. Plane scope (`VK_KHR_cooperative_matrix`, and `wmma` on CUDA):
-//! tiles are staged in shared memory by hand, one register-held tile ahead, and results leave through
-//! shared memory because a matrix cannot be indexed.
+//! tiles are staged in shared memory by hand, and results leave through shared memory because a matrix cannot be indexed.
 
 use cubecl::cmma::{self, Cube, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
@@ -24,7 +23,7 @@ pub struct CubeConfig {
     pub tile_k: u32,
     /// Units in a cube.
     pub units: u32,
-    /// Tiles of k in each round of the loop: the driver loads some while it multiplies others.
+    /// Tiles of k in each round of the loop, among which the driver may reorder.
     pub unroll: u32,
 }
 
@@ -34,7 +33,7 @@ pub(crate) struct CubePlan {
     pub(crate) config: CubeConfig,
     /// The tiles divide the problem: nothing is clamped.
     pub(crate) exact: bool,
-    /// Elements that each operand's starts and stride are multiples of; the driver loads as many at once.
+    /// Elements that each operand's starts and stride are multiples of, for the driver to see.
     pub(crate) multiples: [usize; 2],
     /// Whether the contiguous axis is the operand's second.
     pub(crate) lhs_rows: bool,

@@ -551,7 +551,7 @@ fn check_cube(
         return Err(lacks(format!("cube-scope {ab} matrices of that granularity")));
     }
     if c.unroll > 8 {
-        return Err(shape("unroll", c.unroll, "eight tiles a round spill by now"));
+        return Err(shape("unroll", c.unroll, "at most 8 tiles a round"));
     }
     // What is past k would be multiplied all the same.
     if c.unroll > 1 && problem.k % (c.tile_k * c.unroll) != 0 {

@@ -122,8 +122,7 @@ pub enum EngineError {
     Text(#[from] ::text::Error),
     #[error("{0}\nhint: {advice}", advice = .0.advice())]
     Memory(Box<Plan>),
-    /// The device had less than was planned, for others have some of it. Its driver maps what is free wherever it
-    /// lies, so that the largest block is all that is free.
+    /// The device had less than was planned, for others have some of it. CubeCL does not tell the largest block.
     #[error(
         "the device could not give {need} bytes{}; this process has {} of it, {} of them in use\nhint: \
          fewer sequences or a shorter context; Engine::clear_cache gives back what is kept for later; a budget \
@@ -280,6 +279,7 @@ impl Pages {
         let _at_work = ops::at_work();
         // What still runs holds what it reads.
         on_burn(&self.0).sync().map_err(|why| format!("{why:?}"))?;
+        // Looks, for the sake of the peak.
         MemoryUsage::of(&self.0);
         self.0.client().memory_cleanup().map_err(|why| format!("{why:?}"))
     }

@@ -171,9 +171,12 @@ impl Trainer {
         self.put_on(&Device::flex());
         let made = self.engine.room_to_train(&plan);
         self.put_on(self.engine.clone().decoder().device());
-        made?;
-        self.room = Some(need);
-        Ok(())
+        // Without room there is nothing to keep.
+        self.room = made.is_ok().then_some(need);
+        if made.is_err() {
+            self.grant = None;
+        }
+        made
     }
 
     /// Moves what changes with each step.
