@@ -109,6 +109,9 @@ enum Command {
         /// Also check every candidate config, not only the default and the measured ones
         #[arg(long)]
         configs: bool,
+        /// Also take all memory of the card for a moment, to see that a model lives on
+        #[arg(long)]
+        exhaust: bool,
         /// Folder of small models, to verify them too
         #[arg(long, value_name = "DIR")]
         fixtures: Option<PathBuf>,
@@ -151,8 +154,8 @@ fn main() -> ExitCode {
             run::run(&target, suite, filter.as_deref(), policy, &peers, demo)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),
-        Command::Verify { target, filter, configs, fixtures } => {
-            verify::verify(&target, filter.as_deref(), configs, fixtures.as_deref())
+        Command::Verify { target, filter, configs, exhaust, fixtures } => {
+            verify::verify(&target, filter.as_deref(), configs, exhaust, fixtures.as_deref())
         }
         Command::Targets { cuda_home, json, filter, dump, fresh, record } => {
             let (dump, record) = (dump.as_deref(), record.as_deref());

@@ -122,6 +122,7 @@ impl ModelCase {
 const fn name_of(compute: Compute) -> &'static str {
     match compute {
         Compute::F32 => "f32",
+        Compute::Tf32 => "tf32",
         Compute::F16 => "f16",
         Compute::Bf16 => "bf16",
     }
@@ -179,7 +180,7 @@ pub(crate) fn select(
 
 /// The documents' tables: models of every size in every precision, and how many at once.
 fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])> {
-    use Compute::{Bf16, F32};
+    use Compute::{Bf16, F32, Tf32};
     let (four, eight) = (Some(Quant::Nf4), Some(Quant::Int8));
     match (scale, demo) {
         (Scale::Gpu, _) => {
@@ -188,10 +189,12 @@ fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])>
                 (shape("gpt2", F32, None), &[1, 16]),
                 (shape("gpt2", Bf16, None), &[1, 16]),
                 (shape("llama-3.2-1b", F32, None), &[1, 16]),
+                (shape("llama-3.2-1b", Tf32, None), &[1, 16]),
                 (shape("llama-3.2-1b", Bf16, None), &[1, 16]),
                 (shape("llama-3.2-1b", Bf16, eight), &[1, 16]),
                 (shape("llama-3.2-1b", Bf16, four), &[1, 16]),
                 (shape("llama-2-7b", F32, None), &[1]),
+                (shape("llama-2-7b", Tf32, None), &[1]),
                 (shape("llama-2-7b", Bf16, None), &[1, 4, 16]),
                 (shape("llama-2-7b", Bf16, eight), &[1, 4, 16]),
                 (shape("llama-2-7b", Bf16, four), &[1, 4, 16]),

@@ -1,6 +1,7 @@
 //! Every kernel over its edge shapes, against the reference.
 
 mod families;
+mod memory;
 mod models;
 
 use std::collections::BTreeMap;
@@ -45,16 +46,19 @@ impl Job {
     }
 }
 
-/// Verifies every kernel, and the models below `fixtures`; false when a check failed.
+/// Verifies every kernel, the models below `fixtures`, and what becomes of a model where memory ends, which some of
+/// the checks take all of if `exhaust` says so; false when a check failed.
 pub(crate) fn verify(
     target: &Target,
     filter: Option<&str>,
     configs: bool,
+    exhaust: bool,
     fixtures: Option<&Path>,
 ) -> anyhow::Result<bool> {
     let Some(device) = target.open_or_skip()? else { return Ok(true) };
     emit(&Line::Card(provenance::card(&device)?))?;
     let mut jobs = jobs(device.profile(), &tuning::open_cache()?, configs);
+    jobs.extend(memory::jobs(device.profile(), exhaust));
     if let Some(fixtures) = fixtures {
         jobs.extend(models::jobs(device.profile(), fixtures)?);
     }

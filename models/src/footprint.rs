@@ -44,6 +44,8 @@ pub struct Footprint {
 pub struct Held {
     /// What is computed in.
     pub dtype: FloatDType,
+    /// See [`LoadOptions::tf32`](crate::LoadOptions::tf32).
+    pub tf32: bool,
     pub matrices: Matrices,
     pub kv: KvFormat,
 }
@@ -257,8 +259,12 @@ mod tests {
     use super::*;
     use crate::shapes;
 
-    const BF16: Held =
-        Held { dtype: FloatDType::BF16, matrices: Matrices::Dense, kv: KvFormat::Float };
+    const BF16: Held = Held {
+        dtype: FloatDType::BF16,
+        tf32: false,
+        matrices: Matrices::Dense,
+        kv: KvFormat::Float,
+    };
     const NF4: Held = Held { matrices: Matrices::FourBit, ..BF16 };
     const INT8: Held = Held { matrices: Matrices::Int8, ..BF16 };
 

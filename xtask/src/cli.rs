@@ -128,6 +128,9 @@ pub(crate) struct VerifyArgs {
     /// Also check every candidate config, not only the default and the measured ones
     #[arg(long)]
     pub(crate) configs: bool,
+    /// Also take all memory of the card for a moment, to see that a model lives on
+    #[arg(long)]
+    pub(crate) exhaust: bool,
 }
 
 #[derive(Debug, Args)]

@@ -26,9 +26,8 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     let with = ["--filter", "--profile"].into_iter().zip([&args.filter, &args.profile]);
     let mut options: Vec<_> =
         with.filter_map(|(name, value)| Some([name, value.as_deref()?])).flatten().collect();
-    if args.configs {
-        options.push("--configs");
-    }
+    let flags = [("--configs", args.configs), ("--exhaust", args.exhaust)];
+    options.extend(flags.iter().filter_map(|(name, on)| on.then_some(*name)));
     let fixtures = fixtures(&place);
     options.extend(fixtures.iter().flat_map(|folder| ["--fixtures", folder]));
     let run = columns(&programs, &backends, &options)?;

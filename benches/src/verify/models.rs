@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Context;
 use arch::{ArchProfile, Backend, DType, Device};
 use flashover::{Compute, Engine, EngineError, EngineOptions, Policy};
-use models::Weights;
+use models::{LoadOptions, Matrices, Weights};
 use oracle::{CheckError, Verdict};
 use reference::Comparison;
 use serde_json::json;
@@ -41,6 +41,7 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
     );
     let dtypes = [
         (DType::F32, Compute::F32, reference::DType::F32),
+        (DType::Tf32, Compute::Tf32, reference::DType::Tf32),
         (DType::F16, Compute::F16, reference::DType::F16),
         (DType::Bf16, Compute::Bf16, reference::DType::Bf16),
     ];
@@ -51,6 +52,10 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
             let params = params.map(|(key, value)| (key.to_owned(), value.into()));
             let lacks = format!("needs {dtype} buffers, which the device lacks");
             let folder = fixtures.join(&name);
+            // Weights of 4 and 8 bits are not multiplied in tf32.
+            if compute == Compute::Tf32 && is_quantized(&folder)? {
+                continue;
+            }
             jobs.push(Job {
                 op: "model",
                 params: BTreeMap::from(params),
@@ -61,6 +66,11 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
         }
     }
     Ok(jobs)
+}
+
+fn is_quantized(folder: &Path) -> anyhow::Result<bool> {
+    let (matrices, _) = models::on_device(&Weights::open(folder)?, &LoadOptions::default())?;
+    Ok(matrices != Matrices::Dense)
 }
 
 /// Logits of a prompt as a whole, and of its last tokens one at a time.

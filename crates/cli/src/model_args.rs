@@ -79,7 +79,7 @@ pub(crate) enum Subject<'a> {
 pub(crate) struct LoadArgs {
     #[command(flatten)]
     device: DeviceArgs,
-    /// f32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
+    /// f32, tf32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
     #[arg(long, value_parser = dtype)]
     dtype: Option<Compute>,
     /// Quantise the matrices of the layers at load: nf4 or int8
@@ -251,9 +251,10 @@ fn whole<T: FromStr>(text: &str) -> Result<T, String> {
 fn dtype(text: &str) -> Result<Compute, String> {
     match text {
         "f32" => Ok(Compute::F32),
+        "tf32" => Ok(Compute::Tf32),
         "f16" => Ok(Compute::F16),
         "bf16" => Ok(Compute::Bf16),
-        _ => Err(format!("unknown dtype `{text}`\nhint: one of f32, f16, bf16")),
+        _ => Err(format!("unknown dtype `{text}`\nhint: one of f32, tf32, f16, bf16")),
     }
 }
 

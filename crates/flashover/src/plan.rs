@@ -253,7 +253,7 @@ impl Planned {
             total_bytes,
             budget_bytes,
             workload,
-            dtype: format!("{:?}", self.held.dtype).to_lowercase(),
+            dtype: computes_in(self.held),
             matrices: self.held.matrices,
             kv: self.held.kv,
             weights_bytes: bytes(parts.weights),
@@ -353,7 +353,7 @@ impl Plan {
         let quant = match self.matrices {
             Matrices::FourBit => "",
             Matrices::Int8 => "; --quant nf4 halves the weights",
-            Matrices::Dense if self.dtype == "f32" => {
+            Matrices::Dense if matches!(&*self.dtype, "f32" | "tf32") => {
                 "; bf16, where the device has it, takes half of what f32 does, --quant int8 about a quarter, --quant nf4 an \
                  eighth"
             }
@@ -384,6 +384,14 @@ impl Plan {
     /// The dtype of the weights' matrices.
     pub fn precision(&self) -> String {
         precision(&self.dtype, self.matrices)
+    }
+}
+
+/// What is computed in: `tf32` where products are, and the rest in f32.
+pub(crate) fn computes_in(held: Held) -> String {
+    match held.tf32 {
+        true => "tf32".to_owned(),
+        false => format!("{:?}", held.dtype).to_lowercase(),
     }
 }
 

@@ -23,6 +23,9 @@ use crate::{
 pub struct LoadOptions {
     /// What is computed in; the dtype of the embedding's file when none.
     pub dtype: Option<FloatDType>,
+    /// Whether products of f32 with dense matrices round what they multiply to tf32 where more rows than 8 meet; fewer
+    /// take as long either way.
+    pub tf32: bool,
     /// Quantises the matrices of the layers that are dense in the file; 4 bits also those of 8.
     pub quant: Option<Quant>,
     /// How keys and values are held.
@@ -68,7 +71,8 @@ pub fn on_device(weights: &Weights, options: &LoadOptions) -> Result<(Matrices, 
         let layers = param.slot.is_matrix() && param.slot != Slot::Head;
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
         let matrices = Quant::held(quant, &stored.weight);
-        bytes += Held { dtype, matrices, kv: options.kv }.matrix_bytes(&stored.shape);
+        bytes += Held { dtype, tf32: options.tf32, matrices, kv: options.kv }
+            .matrix_bytes(&stored.shape);
         most = most.max(matrices);
     }
     Ok((most, bytes))
@@ -173,7 +177,7 @@ impl Loader<'_> {
         }
         let final_norm = self.kept(|| self.norm(Slot::FinalNorm))?;
         let head = match config.tie_embeddings {
-            true => Projection { matrices: vec![Matrix::Dense(embedding.clone())], bias: None },
+            true => self.projection_of(vec![Matrix::Dense(embedding.clone())], None),
             // Whatever is done to the layers, the head stays as it is.
             false => {
                 let options = &LoadOptions { quant: None, ..*self.options };
@@ -188,6 +192,7 @@ impl Loader<'_> {
             ctx,
             device,
             dtype,
+            tf32: self.options.tf32,
             kv: self.options.kv,
             captures,
             embedding,
@@ -252,7 +257,7 @@ impl Loader<'_> {
         }
         let up = matrices.split_off(1);
         let [gate, up] = [(matrices, 0), (up, 1)]
-            .map(|(matrices, i)| Projection { matrices, bias: biases[i].clone() });
+            .map(|(matrices, i)| self.projection_of(matrices, biases[i].clone()));
         Ok(Ffn::Gated { gate, up, down })
     }
 
@@ -268,7 +273,11 @@ impl Loader<'_> {
         {
             matrices = vec![Matrix::Dense(Tensor::cat(all, 0))];
         }
-        Ok(Projection { matrices, bias: self.bias(slots)? })
+        Ok(self.projection_of(matrices, self.bias(slots)?))
+    }
+
+    fn projection_of(&self, matrices: Vec<Matrix>, bias: Option<Tensor<1>>) -> Projection {
+        Projection { matrices, bias, tf32: self.options.tf32 }
     }
 
     /// Those of 4 bits, or of 8, as one where they can be.

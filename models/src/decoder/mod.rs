@@ -54,6 +54,7 @@ pub struct Decoder {
     ctx: Ctx,
     device: Device,
     dtype: FloatDType,
+    tf32: bool,
     kv: KvFormat,
     /// Whether the device captures graphs.
     captures: bool,
@@ -142,7 +143,7 @@ impl Decoder {
     pub fn held(&self) -> Held {
         let of = |layer: &Layer| layer.qkv.held().max(layer.out.held()).max(layer.ffn.held());
         let matrices = self.layers.iter().map(of).max().unwrap_or(Matrices::Dense);
-        Held { dtype: self.dtype, matrices, kv: self.kv }
+        Held { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv }
     }
 
     /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window

@@ -9,6 +9,9 @@ use ops::{
 
 use crate::{Error, Matrices};
 
+/// Rows of f32 that take no longer than rows of tf32: reading the weight does.
+const MOST_EXACT_ROWS: usize = 8;
+
 /// A weight `[n, k]`.
 #[derive(Debug, Clone)]
 #[expect(clippy::large_enum_variant, reason = "a layer has a handful")]
@@ -24,6 +27,8 @@ pub(super) struct Projection {
     pub(super) matrices: Vec<Matrix>,
     /// `[n]`, of all of them.
     pub(super) bias: Option<Tensor<1>>,
+    /// See [`LoadOptions::tf32`](super::LoadOptions::tf32).
+    pub(super) tf32: bool,
 }
 
 /// The feed-forward block.
@@ -138,7 +143,7 @@ impl Projection {
         epilogue: Epilogue<2>,
     ) -> Result<Tensor<2>, OpError> {
         if let [matrix] = &self.matrices[..] {
-            return matrix.of(ctx, x, Epilogue { bias: self.bias.clone(), ..epilogue });
+            return self.one(ctx, x, matrix, Epilogue { bias: self.bias.clone(), ..epilogue });
         }
         let mut from = 0;
         let mut parts = Vec::with_capacity(self.matrices.len());
@@ -151,10 +156,22 @@ impl Projection {
                 residual: epilogue.residual.as_ref().map(columns),
                 ..epilogue.clone()
             };
-            parts.push(matrix.of(ctx, x.clone(), own)?);
+            parts.push(self.one(ctx, x.clone(), matrix, own)?);
             from = to;
         }
         Ok(Tensor::cat(parts, 1))
+    }
+
+    fn one(
+        &self,
+        ctx: &Ctx,
+        x: Tensor<2>,
+        matrix: &Matrix,
+        epilogue: Epilogue<2>,
+    ) -> Result<Tensor<2>, OpError> {
+        let dense = matches!(matrix, Matrix::Dense(_));
+        let tf32 = self.tf32 && dense && x.dims()[0] > MOST_EXACT_ROWS;
+        matrix.of(ctx, x, Epilogue { tf32, ..epilogue })
     }
 
     /// The same in f32, whatever x is, of rows that are normalised where there is a norm.

@@ -140,8 +140,12 @@ mod tests {
     use super::*;
     use crate::{KvFormat, shapes};
 
-    const NF4: Held =
-        Held { dtype: FloatDType::BF16, matrices: Matrices::FourBit, kv: KvFormat::Float };
+    const NF4: Held = Held {
+        dtype: FloatDType::BF16,
+        tf32: false,
+        matrices: Matrices::FourBit,
+        kv: KvFormat::Float,
+    };
     const BF16: Held = Held { matrices: Matrices::Dense, ..NF4 };
     const LOAD: Lessons =
         Lessons { batch: 4, positions: 512, accumulates: false, recompute: Recompute::Layers };

@@ -31,7 +31,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 use crate::memory::{MemoryUsage, free_bytes, there_is};
-use crate::plan::{MemoryBudget, Plan, Planned, Workload};
+use crate::plan::{MemoryBudget, Plan, Planned, Workload, computes_in};
 use crate::train::{TrainPlan, TrainWorkload};
 
 use folder::Reader;
@@ -74,6 +74,9 @@ pub struct EngineOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compute {
     F32,
+    /// f32 but for products with dense matrices, whose operands tensor cores round to 10 bits of mantissa where more than
+    /// 8 rows meet one: CUDA alone.
+    Tf32,
     F16,
     Bf16,
 }
@@ -164,6 +167,8 @@ pub enum EngineError {
         .0.display()
     )]
     FourBits(PathBuf),
+    #[error("weights of 4 and 8 bits are not multiplied in tf32\nhint: f32 or bf16 beside them")]
+    Tf32,
     #[error("{0}\nhint: {advice}", advice = .0.advice())]
     TrainMemory(Box<TrainPlan>),
     /// Burn's ops element by element are no valid SPIR-V in bf16 (CubeCL 0.11.3): NaN at the first step on an H200, where
@@ -234,7 +239,7 @@ impl Prepared {
         if options.quant == Some(Quant::Int8) && matrices == Matrices::FourBit {
             return Err(EngineError::FourBits(folder.to_owned()));
         }
-        let held = Held { dtype: dtype_of(&load), matrices, kv: load.kv };
+        let held = held(&load, matrices)?;
         let planned = Planned {
             model: folder.display().to_string(),
             config: weights.config().clone(),
@@ -259,7 +264,7 @@ impl Prepared {
             Some(Quant::Nf4) => Matrices::FourBit,
             Some(Quant::Int8) => Matrices::Int8,
         };
-        let held = Held { dtype: dtype_of(&load), matrices, kv: load.kv };
+        let held = held(&load, matrices)?;
         let weights = config.held_bytes(held);
         let planned = Planned { model: shape.to_owned(), config, held, weights };
         Ok(Self { planned, load })
@@ -429,13 +434,13 @@ impl Engine {
 
     /// What it computes in, and what weights of 4 or 8 bits are called where there are such.
     pub fn precision(&self) -> (String, Option<String>) {
-        let compute = format!("{:?}", self.0.decoder.dtype()).to_lowercase();
-        let quant = match self.0.decoder.held().matrices {
+        let held = self.0.decoder.held();
+        let quant = match held.matrices {
             Matrices::Dense => None,
             Matrices::Int8 => Some("int8".to_owned()),
             Matrices::FourBit => Some("4-bit".to_owned()),
         };
-        (compute, quant)
+        (computes_in(held), quant)
     }
 
     /// How keys and values are held.
@@ -702,9 +707,13 @@ fn on_burn(device: &Device) -> burn::tensor::Device {
     burn::tensor::Device::from(device.raw().clone())
 }
 
-/// What is computed in: load options that are made here say it.
-fn dtype_of(load: &LoadOptions) -> FloatDType {
-    load.dtype.unwrap_or(FloatDType::F32)
+/// How a model with such matrices is held; load options that are made here say what it computes in.
+fn held(load: &LoadOptions, matrices: Matrices) -> Result<Held, EngineError> {
+    if load.tf32 && matrices != Matrices::Dense {
+        return Err(EngineError::Tf32);
+    }
+    let dtype = load.dtype.unwrap_or(FloatDType::F32);
+    Ok(Held { dtype, tf32: load.tf32, matrices, kv: load.kv })
 }
 
 fn load_options(
@@ -727,6 +736,7 @@ fn load_options(
         Some(compute) => {
             let (need, float) = match compute {
                 Compute::F32 => (DType::F32, FloatDType::F32),
+                Compute::Tf32 => (DType::Tf32, FloatDType::F32),
                 Compute::F16 => (DType::F16, FloatDType::F16),
                 Compute::Bf16 => (DType::Bf16, FloatDType::BF16),
             };
@@ -743,7 +753,9 @@ fn load_options(
     if options.kv == KvFormat::Int8 && !stored.contains(&DType::I8) {
         return Err(EngineError::KvFormat { backend: profile.backend });
     }
-    Ok(LoadOptions { dtype, quant, kv: options.kv, int8_activations: options.int8_activations })
+    let tf32 = options.dtype == Some(Compute::Tf32);
+    let int8_activations = options.int8_activations;
+    Ok(LoadOptions { dtype, tf32, quant, kv: options.kv, int8_activations })
 }
 
 /// Bytes that a device did not have, where CubeCL's error says that it is that.
@@ -769,6 +781,24 @@ mod tests {
         profile.dtypes.retain(|dtype| *dtype != DType::I8);
         let refused = load_options(&profile, &options, FloatDType::BF16).expect_err("none");
         assert!(matches!(refused, EngineError::KvFormat { .. }), "{refused}");
+    }
+
+    #[test]
+    fn tf32_is_for_dense_matrices_of_devices_that_have_it() {
+        let mut profile = ArchProfile::recorded("rtx4090").expect("recorded");
+        let of = |profile: &ArchProfile, quant| {
+            let options =
+                EngineOptions { dtype: Some(Compute::Tf32), quant, ..EngineOptions::default() };
+            Prepared::of_shape(profile, "llama-3-8b", &options).map(|own| own.planned)
+        };
+        let planned = of(&profile, None).expect("a card that has it");
+        assert_eq!((computes_in(planned.held).as_str(), planned.weights), ("tf32", 32_121_044_992));
+        for quant in Quant::ALL {
+            assert!(matches!(of(&profile, Some(quant)), Err(EngineError::Tf32)));
+        }
+        profile.dtypes.retain(|dtype| *dtype != DType::Tf32);
+        let refused = of(&profile, None).err().expect("none");
+        assert!(matches!(refused, EngineError::DType { need: DType::Tf32, .. }), "{refused}");
     }
 
     #[test]

@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use crate::engine::{EngineError, EngineOptions, Others, Prepared};
 use crate::plan::{
-    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, fewer, largest, of_budget, precision,
-    shown,
+    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, computes_in, fewer, largest, of_budget,
+    precision, shown,
 };
 
 /// What is learned at most at once.
@@ -131,7 +131,7 @@ impl TrainPlan {
             budget_bytes,
             workload,
             rank: lora.rank,
-            dtype: format!("{:?}", held.dtype).to_lowercase(),
+            dtype: computes_in(*held),
             matrices: held.matrices,
             weights_bytes: bytes(weights),
             adapter_bytes: bytes(adapter),

@@ -1,0 +1,140 @@
+//! What a model does where memory ends: one that is refused, or that the device could not serve, answers afterwards what it
+//! answered before, and holds no more than before.
+
+use std::collections::BTreeMap;
+
+use arch::monitor::{Kind, Monitor};
+use arch::{ArchProfile, Backend, Device};
+use flashover::{Engine, EngineError, EngineOptions, MemoryBudget, Policy, Workload};
+use oracle::{CheckError, Verdict};
+use reference::Comparison;
+use serde_json::json;
+
+use super::Job;
+
+/// A shape small enough for any card.
+const SHAPE: &str = "llama-3.2-1b";
+/// Positions of a sequence that there is room for, and of one whose keys and values take 4 GiB.
+const SHORT: usize = 64;
+const LONG: usize = 131_072;
+/// Bytes that are left on a device whose rest is taken; sequences of a few positions need less.
+const LEFT: u64 = 512 << 20;
+
+pub(super) fn jobs(arch: &ArchProfile, exhaust: bool) -> Vec<Job> {
+    let of =
+        |case: &str, run: fn(&Device) -> Result<Verdict, CheckError>, lacks: Option<&str>| Job {
+            op: "memory",
+            params: BTreeMap::from([("case".to_owned(), case.into())]),
+            config: lacks.map_or(Ok(json!({})), |lacks| Err(lacks.to_owned())),
+            programs: None,
+            run: Box::new(run),
+        };
+    let host = arch.backend == Backend::Cpu;
+    let small = host
+        .then_some("a host is slow with a model of a card's size; its tests have a smaller one");
+    let mut jobs = vec![of("limit", limited, small)];
+    if exhaust {
+        let told =
+            (arch.backend != Backend::Cuda).then_some("the driver does not tell what is free");
+        jobs.push(of("exhausted", exhausted, told));
+    }
+    jobs
+}
+
+/// A budget for one short sequence: a long one is refused before anything is taken.
+fn limited(device: &Device) -> Result<Verdict, CheckError> {
+    let policy = Some(Policy::Default);
+    let options = EngineOptions { policy, ..EngineOptions::default() };
+    let plan =
+        Engine::random(device, SHAPE, &options).map(|engine| engine.plan(Workload::new(1, SHORT)));
+    let limit_bytes = Some(plan.map_err(failed)?.peak_bytes());
+    let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
+    let before = flashover::MemoryUsage::of(device).used_bytes;
+    let engine =
+        Engine::random(device, SHAPE, &EngineOptions { budget, ..options }).map_err(failed)?;
+    let want = logits(&engine, SHORT).map_err(failed)?;
+    let held = settled(&engine)?;
+    for _ in 0..3 {
+        match logits(&engine, LONG) {
+            Err(EngineError::Memory(_)) => {}
+            other => return Err(unlike("a refusal by the plan", other)),
+        }
+        same(held, settled(&engine)?, "a refusal leaves")?;
+    }
+    let verdict = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
+    drop(engine);
+    same(before, flashover::MemoryUsage::of(device).used_bytes, "a model leaves")?;
+    Ok(verdict)
+}
+
+/// All of a card's memory is somebody else's: what does not fit fails by its name.
+fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
+    let options = EngineOptions { policy: Some(Policy::Default), ..EngineOptions::default() };
+    let engine = Engine::random(device, SHAPE, &options).map_err(failed)?;
+    let want = logits(&engine, SHORT).map_err(failed)?;
+    let held = settled(&engine)?;
+    let mut others = Vec::new();
+    let client = device.client();
+    let most = client.properties().memory.max_page_size;
+    while let Some(more) = free(device)?.checked_sub(LEFT).filter(|more| *more > LEFT) {
+        others.push(client.empty(more.min(most) as usize));
+        client.flush().map_err(|why| CheckError::Kernel(format!("{why:?}")))?;
+    }
+    match logits(&engine, LONG) {
+        Err(EngineError::OutOfMemory { .. }) => {}
+        other => return Err(unlike("memory that ran out", other)),
+    }
+    let taken: u64 = others.iter().map(|other| other.size()).sum();
+    same(held + taken, settled(&engine)?, "what did not fit leaves")?;
+    let meanwhile = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
+    if !meanwhile.comparison.passed {
+        return Ok(meanwhile);
+    }
+    drop(others);
+    settled(&engine)?;
+    // What did not fit does once others go.
+    equal(&logits(&engine, LONG).map_err(failed)?, &want)
+}
+
+/// Logits of a few tokens in a sequence of so many positions.
+fn logits(engine: &Engine, positions: usize) -> Result<Vec<f32>, EngineError> {
+    let tokens: Vec<u32> = (0..24).map(|at| at * 7919 % engine.config().vocab as u32).collect();
+    engine.session(positions)?.logits(&tokens)
+}
+
+/// Bytes alive once what is kept for later is given back.
+fn settled(engine: &Engine) -> Result<u64, CheckError> {
+    engine.clear_cache().map_err(failed)?;
+    Ok(engine.memory().used_bytes)
+}
+
+/// Bytes of the card that nobody has.
+fn free(device: &Device) -> Result<u64, CheckError> {
+    let readings = Monitor::open().sample();
+    let card = readings.iter().find(|r| r.kind != Kind::Cpu && r.name == device.profile().name);
+    card.and_then(|r| r.memory_total_bytes?.checked_sub(r.memory_used_bytes?))
+        .ok_or_else(|| CheckError::Kernel("the driver does not tell what is free".to_owned()))
+}
+
+fn same(before: u64, after: u64, what: &str) -> Result<(), CheckError> {
+    match before == after {
+        true => Ok(()),
+        false => Err(CheckError::Kernel(format!("{what} {after} bytes where {before} were alive"))),
+    }
+}
+
+fn unlike<T>(want: &str, have: Result<T, EngineError>) -> CheckError {
+    let have = have.map_or_else(|why| why.to_string(), |_| "an answer".to_owned());
+    CheckError::Kernel(format!("{want} was due, and there was: {have}"))
+}
+
+fn equal(out: &[f32], want: &[f32]) -> Result<Verdict, CheckError> {
+    let want: Vec<f64> = want.iter().copied().map(f64::from).collect();
+    let bytes: Vec<u8> = out.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+    let comparison = Comparison::within(out, &want, 0.0)?;
+    Ok(Verdict { comparison, digest: oracle::fnv1a(&bytes) })
+}
+
+fn failed(why: EngineError) -> CheckError {
+    CheckError::Kernel(why.to_string())
+}
