@@ -258,6 +258,12 @@ fn measure(
         ));
         return Ok(());
     }
+    // What tuning took, and shapes that are gone, is not the model's.
+    match case.test {
+        Test::Train(test) => drop(engine.measure_training(test, 1)?),
+        Test::Speed(test) => drop(engine.measure(test, 1)?),
+    }
+    engine.clear_cache()?;
     let requests = case.op() == "request";
     let (samples, flops, bytes, parts) = match case.test {
         Test::Train(test) => {

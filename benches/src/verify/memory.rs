@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use arch::monitor::{Kind, Monitor};
 use arch::{ArchProfile, Backend, Device};
+use cubecl::server::Handle;
 use flashover::{Engine, EngineError, EngineOptions, MemoryBudget, Policy, Workload};
 use oracle::{CheckError, Verdict};
 use reference::Comparison;
@@ -73,27 +74,34 @@ fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
     let engine = Engine::random(device, SHAPE, &options).map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
     let held = settled(&engine)?;
-    let mut others = Vec::new();
-    let client = device.client();
-    let most = client.properties().memory.max_page_size;
-    while let Some(more) = free(device)?.checked_sub(LEFT).filter(|more| *more > LEFT) {
-        others.push(client.empty(more.min(most) as usize));
-        client.flush().map_err(|why| CheckError::Kernel(format!("{why:?}")))?;
+    let others = take(device, free(device)?.saturating_sub(LEFT));
+    let held_and_taken = settled(&engine)?;
+    let left = free(device)?;
+    if left > 2 * LEFT {
+        return Err(CheckError::Kernel(format!("{left} bytes are free where the rest was taken")));
     }
     match logits(&engine, LONG) {
         Err(EngineError::OutOfMemory { .. }) => {}
         other => return Err(unlike("memory that ran out", other)),
     }
-    let taken: u64 = others.iter().map(|other| other.size()).sum();
-    same(held + taken, settled(&engine)?, "what did not fit leaves")?;
+    same(held_and_taken, settled(&engine)?, "what did not fit leaves")?;
     let meanwhile = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
     if !meanwhile.comparison.passed {
         return Ok(meanwhile);
     }
     drop(others);
-    settled(&engine)?;
+    same(held, settled(&engine)?, "others leave")?;
     // What did not fit does once others go.
     equal(&logits(&engine, LONG).map_err(failed)?, &want)
+}
+
+/// So many bytes of the device, in pages of their own.
+fn take(device: &Device, bytes: u64) -> Vec<Handle> {
+    const PIECE: u64 = 1 << 30;
+    let client = device.client();
+    let piece =
+        |size: u64| client.memory_persistent_allocation((), |()| client.empty(size as usize));
+    (0..bytes.div_ceil(PIECE)).map(|i| piece(PIECE.min(bytes - i * PIECE))).collect()
 }
 
 /// Logits of a few tokens in a sequence of so many positions.
