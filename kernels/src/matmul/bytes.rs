@@ -26,6 +26,7 @@ use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::bulk::Bulk;
 use super::config::Plan;
 use super::epilogue::{EpilogueBuffers, FinishCompilationArg, FinishLaunch};
 use super::mma::{self, Codes, MmaPlan};
@@ -234,7 +235,10 @@ fn multiply_codes<F: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     #[define(F)] _dtype: ElemType,
 ) {
     let worth = ComptimeOption::<Worth<F>>::new_Some(worth);
-    mma::multiply::<F, F, F, NL, NR, NO, NP>(lhs, rhs, out, partials, &finish, &worth, dims, plan);
+    let bulk = ComptimeOption::<Bulk>::new_None();
+    mma::multiply::<F, F, F, NL, NR, NO, NP>(
+        lhs, rhs, out, partials, bulk, &finish, &worth, dims, plan,
+    );
 }
 
 /// Where a unit's half chunks lie, from the tile's start: four neighbours along k, of row `row + lane / 4`. Rows a

@@ -40,6 +40,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::bulk::Bulk;
 use super::bytes::{Rounded, Worth, decode, half_chunk_lane, load_half_chunks};
 use super::{Columns, Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
@@ -139,6 +140,8 @@ pub(crate) struct MmaPlan {
     pub(crate) rhs: CopyPlan,
     /// Depth of the instruction.
     pub(crate) inst_k: u32,
+    /// Tiles come by [`bulk`](super::bulk) copies.
+    pub(crate) bulk: bool,
     /// Every tile is full: no edge is checked.
     pub(crate) exact: bool,
     /// Sums go to the workspace.
@@ -166,7 +169,7 @@ impl MmaPlan {
         if self.decodes() { 2 } else { 1 }
     }
 
-    const fn stage_bytes(self) -> u32 {
+    pub(crate) const fn stage_bytes(self) -> u32 {
         self.lhs.shape.bytes() + self.rhs.shape.bytes()
     }
 }
@@ -184,14 +187,14 @@ impl TileShape {
 
 /// One piece of work: a block of C over a range of k.
 #[derive(CubeType)]
-struct Item {
-    row: u32,
-    col: u32,
+pub(crate) struct Item {
+    pub(crate) row: u32,
+    pub(crate) col: u32,
     /// The first row past those of the batch.
     row_end: u32,
     /// First k, and tiles from there.
-    k: u32,
-    tiles: u32,
+    pub(crate) k: u32,
+    pub(crate) tiles: u32,
     batch: u32,
     part: u32,
 }
@@ -199,7 +202,7 @@ struct Item {
 /// What there is to do: blocks in each product, and products. Groups are one product, whose block rows
 /// are theirs one after the other.
 #[derive(CubeType)]
-struct Work {
+pub(crate) struct Work {
     rows: u32,
     cols: u32,
     slices: u32,
@@ -220,12 +223,12 @@ impl Work {
         Work { rows, cols: dims.n.div_ceil(config.tile_n), slices }
     }
 
-    fn items(&self) -> u32 {
+    pub(crate) fn items(&self) -> u32 {
         self.rows * self.cols * self.slices
     }
 
     /// Item `id`. Neighbouring items are neighbouring blocks over the same k.
-    fn item(&self, dims: &Dims, id: u32, #[comptime] config: MmaConfig) -> Item {
+    pub(crate) fn item(&self, dims: &Dims, id: u32, #[comptime] config: MmaConfig) -> Item {
         let (tile_m, tile_n, tile_k) = comptime!((config.tile_m, config.tile_n, config.tile_k));
         let blocks = self.rows * self.cols;
         let (slice, block) = (id / blocks, id % blocks);
@@ -263,6 +266,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     partials: &mut [Vector<f32, NP>],
+    bulk: ComptimeOption<Bulk>,
     finish: &Finish<F, E, NO>,
     worth: &ComptimeOption<Worth<F>>,
     dims: &Dims,
@@ -274,13 +278,14 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     let (frags_m, frags_n) = comptime!((wm as usize / 16, wn as usize / 16));
     let steps = comptime!((config.tile_k / plan.inst_k) as usize);
     let every = comptime!(plan.rhs_every());
+    let around = comptime!(if plan.bulk { stages as usize } else { 1 });
 
     // [stages, lhs tile then rhs tile]
-    let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
+    let mut ring = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
         comptime!((stages * plan.stage_bytes() / 16) as usize),
-        128usize,
+        comptime!(if plan.bulk { 1024usize } else { 128 }),
     );
-    let shared = shared_address(&mut shared);
+    let shared = shared_address(&mut ring);
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let part_m = plane / config.planes_n * wm;
@@ -314,15 +319,15 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
         dims,
         plan,
     );
+    let feed = Feed { copies, bulk };
     let work = Work::of(dims, config);
-    copies.aim(dims, &work, CUBE_POS_X, plan);
-    copies.take_next();
+    feed.aim(dims, &work, CUBE_POS_X, plan);
+    feed.take_next();
     #[unroll]
-    for _ in 0..comptime!(stages - 1) {
-        copies.tile(plan);
+    for stage in 0..comptime!(stages - 1) {
+        feed.tile(&mut ring, stage, plan);
     }
-    wait_copies(comptime!(stages - 2));
-    sync_cube();
+    feed.wait(0u32, plan);
     let mut read = shared;
     let end = shared + comptime!(stages * plan.stage_bytes());
     lanes.load_lhs::<I>(read, &mut a, 0u32, 0usize, plan);
@@ -332,17 +337,24 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     let mut id = CUBE_POS_X;
     while id < items {
         let now = work.item(dims, id, config);
-        copies.aim(dims, &work, id + CUBE_COUNT_X, plan);
-        for _ in 0..now.tiles {
+        feed.aim(dims, &work, id + CUBE_COUNT_X, plan);
+        let rounds = if comptime!(plan.bulk) { now.tiles / stages } else { now.tiles };
+        for _ in 0..rounds {
             #[unroll]
-            for step in 0..steps {
+            for turn in 0..comptime!(around * steps) {
+                // Where stages are known, the one that is multiplied is `here`.
+                let (here, step) = comptime!(((turn / steps) as u32, turn % steps));
                 let (set, into) = comptime!((step % 2, (step + 1) % 2));
                 let next = comptime!((step + 1) % steps);
                 let (rhs_set, rhs_into) = comptime!((step / every % 2, (next / every) % 2));
                 if comptime!(step == steps - 1) {
-                    wait_copies(comptime!(stages - 2));
-                    sync_cube();
-                    read = next_stage(read, shared, end, plan.stage_bytes());
+                    let ready = comptime!((here + 1) % stages);
+                    feed.wait(ready, plan);
+                    if comptime!(plan.bulk) {
+                        read = shared + comptime!(ready * plan.stage_bytes());
+                    } else {
+                        read = next_stage(read, shared, end, plan.stage_bytes());
+                    }
                 }
                 lanes.load_lhs::<I>(read, &mut a, comptime!(next as u32), into, plan);
                 if comptime!(next % every == 0) {
@@ -350,7 +362,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                     lanes.load_rhs::<I>(read, &mut b, next, rhs_into, plan);
                 }
                 if comptime!(step == 0) {
-                    copies.tile(plan);
+                    feed.tile(&mut ring, comptime!((here + stages - 1) % stages), plan);
                 }
                 if comptime!(plan.decodes()) {
                     #[unroll]
@@ -410,6 +422,56 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
         }
         acc.clear(comptime!(frags_m * frags_n * 2), plan);
         id += CUBE_COUNT_X;
+    }
+}
+
+/// What fills the ring: the copies of every unit, or bulk ones.
+#[derive(CubeType)]
+struct Feed {
+    copies: Copies,
+    bulk: ComptimeOption<Bulk>,
+}
+
+#[cube]
+impl Feed {
+    fn aim(&self, dims: &Dims, work: &Work, id: u32, #[comptime] plan: MmaPlan) {
+        #[comptime]
+        match &self.bulk {
+            ComptimeOption::Some(bulk) => bulk.aim(dims, work, id, plan),
+            ComptimeOption::None => self.copies.aim(dims, work, id, plan),
+        }
+    }
+
+    fn take_next(&self) {
+        #[comptime]
+        match &self.bulk {
+            ComptimeOption::Some(bulk) => bulk.take_next(),
+            ComptimeOption::None => self.copies.take_next(),
+        }
+    }
+
+    /// Sends for the next tile; it comes to `stage` where stages are known.
+    fn tile(
+        &self,
+        ring: &mut [Vector<u32, Const<4>>],
+        #[comptime] stage: u32,
+        #[comptime] plan: MmaPlan,
+    ) {
+        #[comptime]
+        match &self.bulk {
+            ComptimeOption::Some(bulk) => bulk.tile(ring, stage, plan),
+            ComptimeOption::None => self.copies.tile(plan),
+        }
+    }
+
+    /// Waits for the oldest tile that was sent for, that of `stage` where stages are known, and for all planes.
+    fn wait(&self, #[comptime] stage: u32, #[comptime] plan: MmaPlan) {
+        #[comptime]
+        match &self.bulk {
+            ComptimeOption::Some(bulk) => bulk.wait(stage),
+            ComptimeOption::None => wait_copies(comptime!(plan.config.stages - 2)),
+        }
+        sync_cube();
     }
 }
 

@@ -19,11 +19,12 @@
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
 //!
-//! One source, seven ways through it, chosen by [`MatmulConfig`]:
+//! One source, nine ways through it, chosen by [`MatmulConfig`]:
 //!
 //! | path    | multiplies with            | feeds it by                        | where                   |
 //! |---------|----------------------------|------------------------------------|-------------------------|
 //! | `Mma`   | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
+//! | `Tma`   | `mma.sync`                 | the same ring, by the tensor memory accelerator | CUDA from Hopper on |
 //! | `Cube`  | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
 //! | `Plane` | plane-scope matrices       | shared memory                      | CUDA without `mma.sync` |
 //! | `Ahead` | plane-scope matrices       | shared memory, a tile ahead        | Vulkan                  |
@@ -36,6 +37,7 @@
 //! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
 
 mod ahead;
+mod bulk;
 pub(crate) mod bytes;
 mod cmma;
 mod config;
@@ -191,28 +193,51 @@ impl Kernel for Matmul {
         );
         let buffer = || BufferCompilationArg { inplace: None };
         let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
-        let matmul = matmul::Matmul::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            FinishCompilationArg::of(match config.parts() {
-                1 => problem.epilogue,
-                _ => Epilogue::default(),
-            }),
-            GainCompilationArg::of(problem.norm),
-            Dims::compiled(problem.grouped),
-            width_lhs,
-            width_rhs,
-            width_out,
-            width_partials,
-            plan.path,
-            Plan::types(problem),
-        );
-        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(matmul)];
+        let epilogue = match config.parts() {
+            1 => problem.epilogue,
+            _ => Epilogue::default(),
+        };
+        let dims = Dims::compiled(problem.grouped);
+        let matmul: Box<dyn CubeKernel> = match plan.path {
+            Path::Mma(mma) if mma.bulk => Box::new(bulk::matmul_tma::MatmulTma::new(
+                settings,
+                properties.clone(),
+                target.clone(),
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                (),
+                (),
+                FinishCompilationArg::of(epilogue),
+                dims,
+                width_lhs,
+                width_rhs,
+                width_out,
+                width_partials,
+                mma,
+                Plan::types(problem),
+            )),
+            path => Box::new(matmul::Matmul::new(
+                settings,
+                properties.clone(),
+                target.clone(),
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                FinishCompilationArg::of(epilogue),
+                GainCompilationArg::of(problem.norm),
+                dims,
+                width_lhs,
+                width_rhs,
+                width_out,
+                width_partials,
+                path,
+                Plan::types(problem),
+            )),
+        };
+        let mut programs = vec![matmul];
         if config.parts() > 1 {
             programs.push(parts::program(problem, config.parts(), false, properties, target));
         }
@@ -235,40 +260,75 @@ impl Kernel for Matmul {
             Some(scratch) => (scratch, out_len * parts as usize),
             None => (&operands.out, 2),
         };
-        let finish = || match parts {
-            1 => FinishLaunch::of(
-                problem.epilogue,
-                &operands.epilogue,
-                problem.bias_len(),
-                out_len / plan.widths[2],
-            ),
+        let nothing = EpilogueBuffers::default();
+        let (epilogue, buffers) = match parts {
+            1 => (problem.epilogue, &operands.epilogue),
             // The sums of the parts are finished where they are added.
-            _ => FinishLaunch::nothing(),
+            _ => (Epilogue::default(), &nothing),
         };
+        let (bias, vectors) = (problem.bias_len(), out_len / plan.widths[2]);
         for slice in problem.batch_slices(device.profile().backend) {
             let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
+            let dims = slice.dims(problem, parts, plan.part_tiles, operands.rows.as_ref());
             // SAFETY: `plan` was derived from the problem whose extents the handles have; every
             // path checks the edges that `plan.exact` does not rule out.
             unsafe {
-                matmul::launch_unchecked(
-                    client,
-                    plan.cubes(problem, slice.count, parts),
-                    plan.cube_dim(),
-                    address,
-                    width_lhs,
-                    width_rhs,
-                    width_out,
-                    width_partials,
-                    BufferArg::from_raw_parts(operands.lhs.clone(), lhs_len / width_lhs),
-                    BufferArg::from_raw_parts(operands.rhs.clone(), rhs_len / width_rhs),
-                    BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
-                    BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
-                    finish(),
-                    GainLaunch::of(problem.norm, operands.norm.as_ref(), problem.k, width_lhs),
-                    slice.dims(problem, parts, plan.part_tiles, operands.rows.as_ref()),
-                    plan.path,
-                    Plan::types(problem),
-                );
+                let lhs = BufferArg::from_raw_parts(operands.lhs.clone(), lhs_len / width_lhs);
+                let rhs = BufferArg::from_raw_parts(operands.rhs.clone(), rhs_len / width_rhs);
+                let out = BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out);
+                let partials =
+                    BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials);
+                match plan.path {
+                    Path::Mma(mma) if mma.bulk => bulk::matmul_tma::launch_unchecked(
+                        client,
+                        plan.cubes(problem, slice.count, parts),
+                        plan.cube_dim(),
+                        address,
+                        width_lhs,
+                        width_rhs,
+                        width_out,
+                        width_partials,
+                        lhs,
+                        rhs,
+                        out,
+                        partials,
+                        bulk::map(
+                            &operands.lhs,
+                            problem.lhs,
+                            [problem.m, problem.k],
+                            mma.lhs.shape,
+                        ),
+                        bulk::map(
+                            &operands.rhs,
+                            problem.rhs,
+                            [problem.n, problem.k],
+                            mma.rhs.shape,
+                        ),
+                        FinishLaunch::of(epilogue, buffers, bias, vectors),
+                        dims,
+                        mma,
+                        Plan::types(problem),
+                    ),
+                    path => matmul::launch_unchecked(
+                        client,
+                        plan.cubes(problem, slice.count, parts),
+                        plan.cube_dim(),
+                        address,
+                        width_lhs,
+                        width_rhs,
+                        width_out,
+                        width_partials,
+                        lhs,
+                        rhs,
+                        out,
+                        partials,
+                        FinishLaunch::of(epilogue, buffers, bias, vectors),
+                        GainLaunch::of(problem.norm, operands.norm.as_ref(), problem.k, width_lhs),
+                        dims,
+                        path,
+                        Plan::types(problem),
+                    ),
+                }
             }
         }
         if let (Some(partials), true) = (scratch, parts > 1) {
@@ -402,8 +462,9 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     match path {
         Path::Mma(plan) => {
             let worth = ComptimeOption::<bytes::Worth<F>>::new_None();
+            let bulk = ComptimeOption::<bulk::Bulk>::new_None();
             mma::multiply::<F, I, E, NL, NR, NO, NP>(
-                lhs, rhs, out, partials, &finish, &worth, dims, plan,
+                lhs, rhs, out, partials, bulk, &finish, &worth, dims, plan,
             )
         }
         Path::Cube(plan) => cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, dims, plan),
