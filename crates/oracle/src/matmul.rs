@@ -429,11 +429,11 @@ fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
     parts
 }
 
-/// Fewer shapes for configs that are not the default: full tiles, every edge, one thin, edges of all but k,
-/// one deep enough for k in many parts, the last of them ragged.
+/// Fewer shapes for configs that are not the default: full tiles, every edge, one thin, edges of all but k, also of a k
+/// that stages go around in, one deep enough for k in many parts, the last of them ragged.
 pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
     let layouts = [Layout::Row, Layout::Col];
-    let sizes = [[256, 256, 128], [131, 259, 67], [1, 264, 72], [9, 37, 80]];
+    let sizes = [[256, 256, 128], [131, 259, 67], [1, 264, 72], [9, 37, 80], [131, 264, 512]];
     let full =
         Epilogue { bias: true, activation: Some(Activation::Silu), gate: true, residual: true };
     let mut cases = Vec::new();
