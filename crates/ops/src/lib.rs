@@ -32,6 +32,7 @@ mod norm;
 mod refresh;
 mod rope;
 mod sample;
+mod there;
 mod upload;
 mod words;
 
@@ -55,4 +56,5 @@ pub use norm::{NormWeights, norm};
 pub use refresh::refresh;
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope};
 pub use sample::sample;
+pub use there::there;
 pub use upload::upload;

@@ -1,7 +1,8 @@
 //! Copies by the tensor memory accelerator (TMA): one unit asks for a whole tile, which is written as the swizzle of
 //! [`TileShape`] has it and counted by an `mbarrier`; past the edges of an operand there are zeros.
 //!
-//! Of the loop of [`mma`](super::mma) this replaces what each unit copies, and how it waits. Stages are known when it is
+//! Of the loop of [`mma`](super::mma) this replaces what each unit copies, and how it waits: a plane for a stage to be
+//! full, the unit that asks for one to be read by every plane, and planes not for each other. Stages are known when it is
 //! compiled: their tiles are at constant addresses, and k is a multiple of all of them.
 //!
 //! Source: PTX ISA, "Tensor Swizzling Modes": 16-byte chunks of lines of 32, 64 or 128 bytes, XORed with the line.
@@ -55,14 +56,17 @@ impl Place {
     }
 }
 
-/// The copies, `stages - 1` tiles ahead of the multiplies; one unit's but for the waiting.
+/// The copies; one unit's but for the waiting.
 #[derive(CubeType)]
 pub(crate) struct Bulk {
     maps: Maps,
     /// Of each stage, complete when its tiles are there.
     full: Sequence<Shared<Barrier>>,
-    /// Parity of the round of stages that is waited for.
+    /// Of each stage, complete when every plane has read its tiles.
+    read: Sequence<Shared<Barrier>>,
+    /// Parities of the rounds of stages that are waited for: full ones, and those read.
     round: RuntimeCell<u32>,
+    round_read: RuntimeCell<u32>,
     elected: bool,
     at: Place,
     next: Place,
@@ -72,14 +76,17 @@ pub(crate) struct Bulk {
 impl Bulk {
     pub(crate) fn new(maps: Maps, unit: u32, #[comptime] plan: MmaPlan) -> Bulk {
         let mut full = Sequence::<Shared<Barrier>>::new();
+        let mut read = Sequence::<Shared<Barrier>>::new();
         #[unroll]
         for _ in 0..comptime!(plan.config.stages) {
             full.push(Barrier::shared_uninit());
+            read.push(Barrier::shared_uninit());
         }
         if unit == 0 {
             #[unroll]
             for stage in 0..comptime!(plan.config.stages as usize) {
                 full.index(stage).init_manual(1u32);
+                read.index(stage).init_manual(comptime!(plan.config.units() / 32));
             }
             sync_async_proxy_shared();
         }
@@ -87,7 +94,9 @@ impl Bulk {
         Bulk {
             maps,
             full,
+            read,
             round: RuntimeCell::new(1u32),
+            round_read: RuntimeCell::new(0u32),
             elected: unit == 0,
             at: Place::nowhere(),
             next: Place::nowhere(),
@@ -116,7 +125,8 @@ impl Bulk {
         }
     }
 
-    /// Asks for the next tiles, if there are such; the stage is complete all the same.
+    /// Asks for the next tiles, if there are such, once those before them in the stage are read; the stage is complete all
+    /// the same.
     pub(crate) fn tile(
         &self,
         ring: &mut [Vector<u32, Const<4>>],
@@ -124,6 +134,11 @@ impl Bulk {
         #[comptime] plan: MmaPlan,
     ) {
         if self.elected {
+            if comptime!(stage == 0) {
+                self.round_read.store(self.round_read.read() ^ 1);
+            }
+            // In the first round it has nothing to wait for: a barrier begins after a phase of parity 1.
+            self.read.index(comptime!(stage as usize)).wait_parity(self.round_read.read());
             let full = self.full.index(comptime!(stage as usize));
             let tiles = self.at.tiles.read();
             if tiles > 0 {
@@ -144,6 +159,14 @@ impl Bulk {
                 full.arrive();
             }
             self.take_next();
+        }
+    }
+
+    /// Says that this plane has read the tiles of a stage.
+    pub(crate) fn release(&self, lane: u32, #[comptime] stage: u32) {
+        sync_plane();
+        if lane == 0 {
+            self.read.index(comptime!(stage as usize)).arrive();
         }
     }
 

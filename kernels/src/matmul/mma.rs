@@ -169,6 +169,13 @@ impl MmaPlan {
         if self.decodes() { 2 } else { 1 }
     }
 
+    /// Tiles that are on their way while one is multiplied. Bulk copies go into a stage that was read a tile before, where
+    /// there are stages enough, so that nobody waits for the slowest plane.
+    const fn ahead(self) -> u32 {
+        let stages = self.config.stages;
+        if self.bulk && stages > 3 { stages - 2 } else { stages - 1 }
+    }
+
     pub(crate) const fn stage_bytes(self) -> u32 {
         self.lhs.shape.bytes() + self.rhs.shape.bytes()
     }
@@ -324,7 +331,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     feed.aim(dims, &work, CUBE_POS_X, plan);
     feed.take_next();
     #[unroll]
-    for stage in 0..comptime!(stages - 1) {
+    for stage in 0..comptime!(plan.ahead()) {
         feed.tile(&mut ring, stage, plan);
     }
     feed.wait(0u32, plan);
@@ -349,6 +356,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                 let (rhs_set, rhs_into) = comptime!((step / every % 2, (next / every) % 2));
                 if comptime!(step == steps - 1) {
                     let ready = comptime!((here + 1) % stages);
+                    feed.release(lane, here);
                     feed.wait(ready, plan);
                     if comptime!(plan.bulk) {
                         read = shared + comptime!(ready * plan.stage_bytes());
@@ -362,7 +370,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
                     lanes.load_rhs::<I>(read, &mut b, next, rhs_into, plan);
                 }
                 if comptime!(step == 0) {
-                    feed.tile(&mut ring, comptime!((here + stages - 1) % stages), plan);
+                    feed.tile(&mut ring, comptime!((here + plan.ahead()) % stages), plan);
                 }
                 if comptime!(plan.decodes()) {
                     #[unroll]
@@ -464,14 +472,25 @@ impl Feed {
         }
     }
 
-    /// Waits for the oldest tile that was sent for, that of `stage` where stages are known, and for all planes.
+    /// Says, where stages are known, that this plane has read the tiles of one.
+    fn release(&self, lane: u32, #[comptime] stage: u32) {
+        #[comptime]
+        match &self.bulk {
+            ComptimeOption::Some(bulk) => bulk.release(lane, stage),
+            ComptimeOption::None => {}
+        }
+    }
+
+    /// Waits for the oldest tile that was sent for: that of `stage` where stages are known, else also for all planes.
     fn wait(&self, #[comptime] stage: u32, #[comptime] plan: MmaPlan) {
         #[comptime]
         match &self.bulk {
             ComptimeOption::Some(bulk) => bulk.wait(stage),
-            ComptimeOption::None => wait_copies(comptime!(plan.config.stages - 2)),
+            ComptimeOption::None => {
+                wait_copies(comptime!(plan.config.stages - 2));
+                sync_cube();
+            }
         }
-        sync_cube();
     }
 }
 

@@ -243,6 +243,19 @@ impl KvCache {
         }
     }
 
+    /// Asks the device whether it had the memory for keys and values: waits for no kernel.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] where it had not.
+    pub fn settle(&self) -> Result<(), Error> {
+        for (keys, values) in &self.memory.layers {
+            for cached in [keys, values] {
+                ops::there(cached).map_err(Error::Failed)?;
+            }
+        }
+        Ok(())
+    }
+
     pub fn batch(&self) -> usize {
         self.tokens.len()
     }

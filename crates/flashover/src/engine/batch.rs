@@ -80,6 +80,7 @@ impl Engine {
             let at_work = ops::at_work();
             let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
             drop(at_work);
+            let cache = self.settled_cache(cache)?;
             self.grow(&mut growing, cache, logits)?;
         }
         let mut answers: Vec<Vec<Completion>> = asked.iter().map(|_| Vec::new()).collect();

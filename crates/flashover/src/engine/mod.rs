@@ -415,10 +415,7 @@ impl Engine {
     /// One whose weights are there, and nothing that loading needed beside them.
     fn settled(loaded: Inner) -> Result<Self, EngineError> {
         let engine = Self(Arc::new(loaded));
-        engine.decoder().settle().map_err(|why| match why {
-            models::Error::Failed(why) => engine.failed(why),
-            other => other.into(),
-        })?;
+        engine.decoder().settle().map_err(|why| engine.unsettled(why))?;
         engine.clear_cache()?;
         Ok(engine)
     }
@@ -598,8 +595,7 @@ impl Engine {
         let moving = u128::from(plan.adapter_bytes) + u128::from(plan.optimizer_bytes);
         let need = moving + u128::from(plan.passing_bytes);
         there_is(&self.0.device, need)?;
-        self.make_room(need);
-        Ok(())
+        self.make_room(need)
     }
 
     /// A cache that the device has room for, among what lives as long as the grant does.
@@ -617,9 +613,16 @@ impl Engine {
         if self.config().context().is_none_or(|most| context <= most) {
             let parts = self.0.planned.footprint(Workload::new(batch, context));
             self.give_back_more_than(parts.cache + parts.passing() + parts.small)?;
-            self.make_room(parts.passing());
+            self.make_room(parts.passing())?;
         }
-        Ok(self.decoder().cache(batch, context)?)
+        let cache = self.decoder().cache(batch, context)?;
+        self.settled_cache(cache)
+    }
+
+    /// A cache that the device had the memory for: what passes it could not say so.
+    pub(crate) fn settled_cache(&self, cache: KvCache) -> Result<KvCache, EngineError> {
+        cache.settle().map_err(|why| self.unsettled(why))?;
+        Ok(cache)
     }
 
     /// Gives back what earlier sessions left, where it is more than one that takes `bytes` leaves: memory of one cache
@@ -636,13 +639,13 @@ impl Engine {
 
     /// Lets the pool of this thread have a page that holds so much: one that grows with what passes leaves the
     /// smaller ones behind.
-    fn make_room(&self, bytes: u128) {
+    fn make_room(&self, bytes: u128) -> Result<(), EngineError> {
         let _at_work = ops::at_work();
         let client = self.0.device.client();
         let most = client.properties().memory.max_page_size;
-        if let Ok(bytes) = usize::try_from(bytes.min(most.into())) {
-            drop(client.empty(bytes));
-        }
+        let Ok(bytes) = usize::try_from(bytes.min(most.into())) else { return Ok(()) };
+        let page = client.empty(bytes);
+        client.check([&page]).map_err(|why| self.failed(format!("{why:?}")))
     }
 
     /// Numbers of the device.
@@ -650,6 +653,14 @@ impl Engine {
         let _at_work = ops::at_work();
         let data = made.try_into_data().map_err(|why| self.failed(format!("{why:?}")))?;
         data.try_to_vec::<f32>().map_err(|why| self.failed(format!("{why:?}")))
+    }
+
+    /// Why something is not on the device.
+    fn unsettled(&self, why: models::Error) -> EngineError {
+        match why {
+            models::Error::Failed(why) => self.failed(why),
+            other => other.into(),
+        }
     }
 
     /// What a failure of the device is.
