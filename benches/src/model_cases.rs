@@ -6,10 +6,14 @@
 //! elsewhere, and the gradients of its adapters against torch's.
 
 use std::collections::BTreeMap;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use arch::Device;
-use flashover::{Compute, Engine, EngineOptions, Quant, Recompute, SpeedTest, TrainTest};
+use flashover::{
+    Compute, Engine, EngineError, EngineOptions, Quant, Recompute, SpeedTest, TrainTest,
+};
 use record::{Card, Line, Record, Summary};
 use serde_json::Value;
 use tune::{Cost, Policy};
@@ -210,31 +214,47 @@ fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])>
     }
 }
 
-/// Measures cases; false when one failed.
+/// Measures cases; false when one failed. Each model has a thread, for pools are a thread's: their pages are as large as
+/// the largest that they ever served, and what a model holds is to be its own.
 pub(crate) fn run(
     device: &Device,
     card: &Card,
     policy: Policy,
-    cases: Vec<ModelCase>,
+    cases: &[ModelCase],
 ) -> anyhow::Result<bool> {
-    let (mut good, mut loaded) = (true, None::<(Model, Engine)>);
+    let mut good = true;
+    for cases in cases.chunk_by(|a, b| a.model == b.model) {
+        let all =
+            thread::scope(|scope| scope.spawn(|| run_model(device, card, policy, cases)).join());
+        good &= all.unwrap_or_else(|panic| resume_unwind(panic))?;
+    }
+    Ok(good)
+}
+
+/// Cases of one model.
+fn run_model(
+    device: &Device,
+    card: &Card,
+    policy: Policy,
+    cases: &[ModelCase],
+) -> anyhow::Result<bool> {
+    let (mut good, mut loaded) = (true, None);
     for case in cases {
         emit(&Line::Begin { case: case.name() })?;
         let mut record = blank(card, case.op(), case.params(), Cost { flops: 0, bytes: 0 });
-        // One model at a time on the device.
-        if loaded.as_ref().is_some_and(|(model, _)| *model != case.model) {
-            loaded = None;
-        }
-        let measured = match &loaded {
-            Some((_, engine)) => Ok(engine.clone()),
+        let engine = match &loaded {
+            Some(engine) => Ok(Engine::clone(engine)),
             None => case.load(device, policy),
-        }
-        .and_then(|engine| {
-            loaded = Some((case.model.clone(), engine.clone()));
-            measure(card, &engine, &case, &mut record)
-        });
-        if let Err(e) = measured {
-            record.error = Some(format!("{e:#}"));
+        };
+        let measured =
+            engine.and_then(|engine| measure(card, loaded.insert(engine), case, &mut record));
+        if let Err(why) = measured {
+            // What a card is too small for is no failure of its column.
+            if let Some(EngineError::Memory(plan)) = why.downcast_ref() {
+                emit(&Line::Skip { case: case.name(), reason: plan.to_string() })?;
+                continue;
+            }
+            record.error = Some(format!("{why:#}"));
         }
         good &= record.error.is_none();
         emit(&Line::Record(record))?;

@@ -154,7 +154,7 @@ fn measure(
     }
     // They look their configs up in the same file.
     drop(tuner);
-    Ok(model_cases::run(device, card, policy, models)? && good)
+    Ok(model_cases::run(device, card, policy, &models)? && good)
 }
 
 /// A record with the facts of `card` and nothing measured.
