@@ -808,8 +808,8 @@ mod tests {
             assert!(matches!(of(&profile, Some(quant)), Err(EngineError::Tf32)));
         }
         profile.dtypes.retain(|dtype| *dtype != DType::Tf32);
-        let refused = of(&profile, None).err().expect("none");
-        assert!(matches!(refused, EngineError::DType { need: DType::Tf32, .. }), "{refused}");
+        let refused = of(&profile, None);
+        assert!(matches!(refused, Err(EngineError::DType { need: DType::Tf32, .. })));
     }
 
     #[test]
