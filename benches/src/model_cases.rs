@@ -44,7 +44,7 @@ enum Model {
 }
 
 /// How far steps may be from a prompt, relative to the largest logit: in f32 what a family may be from transformers;
-/// in 16 bits twice the most that one of the fixtures was from its f32 logits on an H200, 2.5e-2, because both
+/// in tf32, which prompts alone are in, and in 16 bits twice the most that one of the fixtures was from its f32 logits on an H200, 2.5e-2, because both
 /// sides are rounded.
 const TOLERANCES: [f64; 2] = [1e-4, 0.05];
 /// Repetitions of a test, and of requests, whose slowest count.
@@ -250,8 +250,8 @@ fn run_model(
             engine.and_then(|engine| measure(card, loaded.insert(engine), case, &mut record));
         if let Err(why) = measured {
             // What a card is too small for is no failure of its column.
-            if let Some(EngineError::Memory(plan)) = why.downcast_ref() {
-                emit(&Line::Skip { case: case.name(), reason: plan.to_string() })?;
+            if let Some(EngineError::Memory(_) | EngineError::TrainMemory(_)) = why.downcast_ref() {
+                emit(&Line::Skip { case: case.name(), reason: format!("{why:#}") })?;
                 continue;
             }
             record.error = Some(format!("{why:#}"));

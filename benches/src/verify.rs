@@ -58,7 +58,7 @@ pub(crate) fn verify(
     let Some(device) = target.open_or_skip()? else { return Ok(true) };
     emit(&Line::Card(provenance::card(&device)?))?;
     let mut jobs = jobs(device.profile(), &tuning::open_cache()?, configs);
-    jobs.extend(memory::jobs(device.profile(), exhaust));
+    jobs.extend(memory::jobs(&device, exhaust));
     if let Some(fixtures) = fixtures {
         jobs.extend(models::jobs(device.profile(), fixtures)?);
     }

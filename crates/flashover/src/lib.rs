@@ -49,7 +49,7 @@ pub use engine::{
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;
-pub use memory::MemoryUsage;
+pub use memory::{MemoryUsage, free_bytes};
 pub use models::{
     Adapter, DecoderConfig, Example, GenerationConfig, KvFormat, LoraOptions, Recompute,
 };

@@ -78,7 +78,7 @@ fn refuse_over(free: Option<u64>, have: MemoryUsage, need: u128) -> Result<(), E
 }
 
 /// Bytes of a device that nobody has, as its driver tells them: of a card, as far as it is the only one of its name.
-pub(crate) fn free_bytes(device: &Device) -> Option<u64> {
+pub fn free_bytes(device: &Device) -> Option<u64> {
     let profile = device.profile();
     if profile.backend == Backend::Cpu {
         return HostMemory::now().map(|memory| memory.free);

@@ -453,6 +453,8 @@ pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
     }
     add([24, 72, 8184], layouts, 210, Epilogue::default());
     add([2064, 3080, 256], layouts, 213, full);
+    // Large tiles, and k in parts.
+    add([256, 1024, 8184], layouts, 214, full);
     // Results that do not fill a word: a buffer is longer than they are.
     add([3, 67, 8184], layouts, 211, full);
     let normed = normed(precision).into_iter().skip(2).take(4);

@@ -3,7 +3,7 @@
 //!
 //! Of the loop of [`mma`](super::mma) this replaces what each unit copies, and how it waits: a plane for a stage to be
 //! full, the unit that asks for one to be read by every plane, and planes not for each other. Stages are known when it is
-//! compiled: their tiles are at constant addresses, and k is a multiple of all of them.
+//! compiled: their tiles are at constant addresses, and the tiles of k are whole rounds of them.
 //!
 //! TFLOP/s in bf16 on an H200, both operands along k, timed once for 25 ms by `tune try`; the ring of [`mma`](super::mma) in
 //! the same run 495 and 497:
@@ -16,7 +16,7 @@
 //! | v2 with two stages, which 99 KB hold; 4096^3          |                | 464            |                |
 //!
 //! Waiting for a barrier takes longer than for a group of copies, so that tiles of 32 are too short. Over the 100 ms of the
-//! records: 496 and 480, in tf32 233, where the ring has 484, 465 and 217 (RTX 4090's features, another run).
+//! records: 496 and 480, in tf32 233, where the ring has 468, 454 and 219 (RTX 4090's features, another run).
 //!
 //! Source: PTX ISA, "Tensor Swizzling Modes": 16-byte chunks of lines of 32, 64 or 128 bytes, XORed with the line.
 
@@ -210,7 +210,7 @@ pub(crate) unsafe fn map(
     let tensor = unsafe { TensorArg::from_raw_parts(start, strides.into(), sizes.into()) };
     let tile_size = [shape.rows, words(shape.cols)].into();
     TensorMapArg::new(TiledArgs { tile_size }, tensor, ElemType::UInt(UIntKind::U32))
-        .with_swizzle(shape.bulk_swizzle().unwrap_or(TensorMapSwizzle::None))
+        .with_swizzle(shape.bulk_swizzle().expect("checked with the config"))
         .with_prefetch(TensorMapPrefetch::B256)
 }
 

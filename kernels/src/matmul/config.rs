@@ -575,8 +575,8 @@ fn check_tma(arch: &ArchProfile, problem: &MatmulProblem, c: &MmaConfig) -> Resu
     if [each, all - (c.parts - 1) * each].iter().any(|tiles| tiles % c.stages != 0) {
         return Err(shape("stages", c.stages, "a part of k is whole rounds of stages"));
     }
-    // The ring begins at a multiple of what the swizzle repeats after, beside a barrier a stage.
-    limits(arch, c.units(), c.shared_bytes(elem) + 1024)
+    // The ring begins at a multiple of what the swizzle repeats after, beside two barriers a stage.
+    limits(arch, c.units(), c.shared_bytes(elem) + (16 * c.stages).next_multiple_of(1024))
 }
 
 fn check_cube(
@@ -1099,6 +1099,31 @@ mod tests {
         }
         let odd = CoresConfig { vector: 3, block_n: 33, ..cores_config(&cpu) };
         assert!(check(&cpu, &p, &MatmulConfig::Cores(odd)).is_err());
+    }
+
+    #[test]
+    fn bulk_copies_are_for_one_product_along_k() {
+        let (with, without) = (recorded("h200"), recorded("rtx4090"));
+        let p = problem([4096; 3], [Layout::Row, Layout::Col], Precision::Bf16);
+        let of = |arch: &ArchProfile, p: &MatmulProblem| -> Vec<_> {
+            let tma = |c: &MatmulConfig| matches!(c, MatmulConfig::Tma(_));
+            candidates(arch, p).into_iter().filter(tma).collect()
+        };
+        assert_eq!((of(&with, &p).len(), of(&without, &p).len()), (TMA.len(), 0));
+        let config = of(&with, &p)[0];
+        let rows = problem([4096; 3], [Layout::Row; 2], Precision::Bf16);
+        let several =
+            MatmulProblem::dense(2, [4096; 3], [Layout::Row, Layout::Col], Precision::Bf16);
+        // Lines that are not whole chunks, and stages that do not go around.
+        let [odd, short] = [4095, 4096 - 64]
+            .map(|k| problem([4096, 4096, k], [Layout::Row, Layout::Col], Precision::Bf16));
+        for refused in [rows, several.expect("valid"), odd, short] {
+            assert!(check(&with, &refused, &config).is_err(), "{refused:?}");
+        }
+    }
+
+    fn recorded(name: &str) -> ArchProfile {
+        ArchProfile::recorded(name).expect("recorded")
     }
 
     /// A CPU with two cores and 16-lane registers.

@@ -152,7 +152,7 @@ impl Engine {
             // Those that ended go along with a token of theirs, whose logits nobody looks at, as long as
             // there is room for it.
             if cache.lengths().iter().any(|length| *length == cache.capacity()) {
-                cache = cache.keep(&open);
+                cache = self.settled_cache(cache.keep(&open))?;
                 rows = open.into_iter().map(|row| rows[row]).collect();
                 own = picker(batch, &rows);
             }
