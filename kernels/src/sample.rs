@@ -355,26 +355,30 @@ fn sample_rows<N: Size>(
     if finite {
         token = u32::cast_from(-high) * 65536 + u32::cast_from(-low);
         let mut sum = 0.0f32.runtime();
-        let mut lost = 0.0f32.runtime();
         let mut g = UNIT_POS;
-        while g < groups {
-            let four = logits_of(logits, row, g, vocab, hidden);
-            if comptime!(config.units == 1) {
-                // A unit that adds up a whole vocabulary gives to each addition what the one before rounded off (Kahan,
-                // "Further remarks on reducing truncation errors", 1965).
+        if comptime!(config.units == 1) {
+            // A unit that adds up a whole vocabulary gives to each addition what the one before rounded off (Kahan,
+            // "Further remarks on reducing truncation errors", 1965).
+            let mut lost = 0.0f32.runtime();
+            while g < groups {
+                let four = logits_of(logits, row, g, vocab, hidden);
                 let pair = (four[0] - top_logit).exp() + (four[1] - top_logit).exp();
                 let other = (four[2] - top_logit).exp() + (four[3] - top_logit).exp();
                 let more = pair + other - lost;
                 let next = sum + more;
                 lost = (next - sum) - more;
                 sum = next;
-            } else {
+                g += units;
+            }
+        } else {
+            while g < groups {
+                let four = logits_of(logits, row, g, vocab, hidden);
                 #[unroll]
                 for e in 0..4usize {
                     sum += (four[e] - top_logit).exp();
                 }
+                g += units;
             }
-            g += units;
         }
         let mut sums = Array::<f32>::new(1usize);
         sums[0] = sum;

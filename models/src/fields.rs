@@ -175,7 +175,8 @@ impl<'a> Fields<'a> {
 
 /// A file's text.
 pub(crate) fn read(path: &Path) -> Result<String, Error> {
-    fs::read_to_string(path).map_err(|why| Error::Read { path: path.to_owned(), why })
+    let text = checkpoint::ends(path).and_then(|()| fs::read_to_string(path));
+    text.map_err(|why| Error::Read { path: path.to_owned(), why })
 }
 
 /// Numbers by value: 1 is 1.0.

@@ -158,7 +158,8 @@ impl Checkpoint {
 
     fn open_index(path: &Path) -> Result<Self, Error> {
         let bad = |why: String| Error::Index { path: path.to_owned(), why };
-        let text = fs::read(path).map_err(|why| Error::Read { path: path.to_owned(), why })?;
+        let read = ends(path).and_then(|()| fs::read(path));
+        let text = read.map_err(|why| Error::Read { path: path.to_owned(), why })?;
         let index: Index = serde_json::from_slice(&text).map_err(|why| bad(why.to_string()))?;
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut shards: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
@@ -213,6 +214,7 @@ impl Checkpoint {
     /// Maps a file as the next shard.
     fn map(&mut self, path: &Path) -> Result<BTreeMap<String, Place>, Error> {
         let read = |why| Error::Read { path: path.to_owned(), why };
+        ends(path).map_err(read)?;
         let file = File::open(path).map_err(read)?;
         if !file.metadata().map_err(read)?.is_file() {
             return Err(read(io::Error::other("not a file")));
@@ -313,4 +315,16 @@ fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> 
         (name, Place { shard, dtype: info.dtype, shape: info.shape.clone(), bytes })
     };
     Ok(metadata.tensors().into_iter().map(place).collect())
+}
+
+/// Refuses what may never end, as a pipe: reading it would wait for ever.
+///
+/// # Errors
+/// That there is nothing, or no file and no folder.
+pub fn ends(path: &Path) -> io::Result<()> {
+    let meta = fs::metadata(path)?;
+    match meta.is_file() || meta.is_dir() {
+        true => Ok(()),
+        false => Err(io::Error::other("it is no file")),
+    }
 }

@@ -38,7 +38,7 @@ mod weight;
 mod write;
 
 pub use error::{Error, Reason};
-pub use file::{Checkpoint, Mapped, Tensor};
+pub use file::{Checkpoint, Mapped, Tensor, ends};
 pub use four_bit::{Absmax, FourBit, Layout, Nested, QuantType};
 pub use safetensors::Dtype;
 pub use weight::{Int8, Linear, Weight};

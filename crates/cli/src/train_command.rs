@@ -123,6 +123,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             output.display()
         )
     };
+    let own = folder.files().into_iter().filter_map(|file| file.parent()?.canonicalize().ok());
+    if output.canonicalize().is_ok_and(|output| own.into_iter().any(|own| own == output)) {
+        bail!("{} is the model's own folder\nhint: --output names another", output.display());
+    }
     let most = folder.config().context().unwrap_or(usize::MAX);
     let context = args.context.map_or(USUAL_TO_TRAIN.min(most), |context| context as usize);
     if context > most {

@@ -132,7 +132,7 @@ pub(crate) struct Planned {
 }
 
 /// Beyond which nobody looks for the largest.
-pub(crate) const MOST_SEQUENCES: usize = 1 << 16;
+pub(crate) const MOST_SEQUENCES: usize = 65_535;
 pub(crate) const MOST_POSITIONS: usize = 1 << 24;
 
 impl Plan {
@@ -219,6 +219,10 @@ impl Planned {
                 let range = "of 1 at least";
                 return Err(EngineError::Budget { name, value: value.to_string(), range });
             }
+        }
+        if batch > MOST_SEQUENCES {
+            let range = "up to 65535, which a launch has room for";
+            return Err(EngineError::Budget { name: "batch", value: batch.to_string(), range });
         }
         match self.config.context().filter(|most| context > *most) {
             Some(max_seq) => {

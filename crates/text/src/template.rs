@@ -283,9 +283,18 @@ fn without_generation(template: &str) -> Cow<'_, str> {
     out.into()
 }
 
+/// Refuses what may never end, as a pipe: reading it would wait for ever.
+pub(crate) fn ends(path: &Path) -> io::Result<()> {
+    let meta = fs::metadata(path)?;
+    match meta.is_file() || meta.is_dir() {
+        true => Ok(()),
+        false => Err(io::Error::other("it is no file")),
+    }
+}
+
 /// A file's text; none where there is no such file. A link to nothing is a file that cannot be read.
 fn read(path: &Path) -> Result<Option<String>, Error> {
-    match fs::read_to_string(path) {
+    match ends(path).and_then(|()| fs::read_to_string(path)) {
         Ok(text) => Ok(Some(text)),
         Err(why) if why.kind() == io::ErrorKind::NotFound && !path.is_symlink() => Ok(None),
         Err(why) => Err(Error::Read { path: path.to_owned(), why }),

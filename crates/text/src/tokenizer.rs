@@ -7,6 +7,7 @@ use tokenizers::Decoder;
 
 use crate::Error;
 use crate::panics::caught;
+use crate::template::ends;
 
 /// What a tokenizer must encode and decode before it is taken for one: cases, digits, spaces, a letter that
 /// normalizers take apart, one of three bytes and one of four.
@@ -46,7 +47,8 @@ impl Tokenizer {
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
-        let bytes = std::fs::read(&path).map_err(|why| Error::Read { path: path.clone(), why })?;
+        let read = ends(&path).and_then(|()| std::fs::read(&path));
+        let bytes = read.map_err(|why| Error::Read { path: path.clone(), why })?;
         let bad = |why: String| Error::Tokenizer { path: path.clone(), why };
         // What is no JSON, or nested too deep, is told by its line.
         serde_json::from_slice::<Parts>(&bytes).map_err(|why| bad(why.to_string()))?;

@@ -374,3 +374,25 @@ fn the_command_refuses_what_is_wrong() {
     let format = "unknown format of keys and values `q8_0`";
     refused(&good, &["--tokens", "1", "--kv-cache", "q8_0"], format);
 }
+
+/// What has no end is not waited for.
+#[test]
+fn pipes_are_no_files_of_a_model() {
+    for name in ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors"] {
+        let folder = tempfile::tempdir().expect("a folder");
+        for entry in fs::read_dir(demo()).expect("the demo") {
+            let entry = entry.expect("readable");
+            if entry.file_name() != name && entry.path().is_file() {
+                fs::copy(entry.path(), folder.path().join(entry.file_name())).expect("copied");
+            }
+        }
+        let pipe = folder.path().join(name);
+        let made = Command::new("mkfifo").arg(&pipe).status().expect("coreutils");
+        assert!(made.success());
+        let model = folder.path().to_str().expect("UTF-8");
+        let out = flashover(&["generate", "--model", model, "--backend", "cpu", "--prompt", "A"]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{name}: {said}");
+        assert!(said.contains(name) && said.contains("hint: "), "{name}: {said}");
+    }
+}

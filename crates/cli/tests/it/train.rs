@@ -181,3 +181,16 @@ fn a_plan_says_what_training_takes() {
     let wrong = plan(&["--preset", "latency"]);
     assert!(text(&wrong.stderr).contains("preset latency is not for training\nhint: "));
 }
+
+#[test]
+fn an_adapter_does_not_go_into_the_models_own_folder() {
+    let model = demo();
+    let model = model.to_str().expect("UTF-8");
+    let args = ["train", "--model", model, "--backend", "cpu", "--data", "x", "--output", model];
+    let out = flashover(&args);
+    let said = text(&out.stderr);
+    assert!(
+        out.status.code() == Some(2) && said.contains("the model's own folder\nhint: "),
+        "{said}"
+    );
+}

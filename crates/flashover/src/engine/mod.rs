@@ -167,6 +167,11 @@ pub enum EngineError {
         .0.display()
     )]
     FourBits(PathBuf),
+    #[error(
+        "what products read is rounded to 8 bits where matrices are in 8 bits, on CUDA\nhint: leave int8_activations or \
+         --int8-activations out, or --quant int8 there"
+    )]
+    Int8Activations,
     #[error("weights of 4 and 8 bits are not multiplied in tf32\nhint: f32 or bf16 beside them")]
     Tf32,
     #[error("{0}\nhint: {advice}", advice = .0.advice())]
@@ -239,7 +244,7 @@ impl Prepared {
         if options.quant == Some(Quant::Int8) && matrices == Matrices::FourBit {
             return Err(EngineError::FourBits(folder.to_owned()));
         }
-        let held = held(&load, matrices)?;
+        let held = held(profile, &load, matrices)?;
         let planned = Planned {
             model: folder.display().to_string(),
             config: weights.config().clone(),
@@ -264,7 +269,7 @@ impl Prepared {
             Some(Quant::Nf4) => Matrices::FourBit,
             Some(Quant::Int8) => Matrices::Int8,
         };
-        let held = held(&load, matrices)?;
+        let held = held(profile, &load, matrices)?;
         let weights = config.held_bytes(held);
         let planned = Planned { model: shape.to_owned(), config, held, weights };
         Ok(Self { planned, load })
@@ -719,7 +724,15 @@ fn on_burn(device: &Device) -> burn::tensor::Device {
 }
 
 /// How a model with such matrices is held; load options that are made here say what it computes in.
-fn held(load: &LoadOptions, matrices: Matrices) -> Result<Held, EngineError> {
+fn held(
+    profile: &ArchProfile,
+    load: &LoadOptions,
+    matrices: Matrices,
+) -> Result<Held, EngineError> {
+    let bytes = profile.backend == Backend::Cuda && matrices == Matrices::Int8;
+    if load.int8_activations && !bytes {
+        return Err(EngineError::Int8Activations);
+    }
     if load.tf32 && matrices != Matrices::Dense {
         return Err(EngineError::Tf32);
     }
@@ -792,6 +805,23 @@ mod tests {
         profile.dtypes.retain(|dtype| *dtype != DType::I8);
         let refused = load_options(&profile, &options, FloatDType::BF16).expect_err("none");
         assert!(matches!(refused, EngineError::KvFormat { .. }), "{refused}");
+    }
+
+    #[test]
+    fn activations_in_8_bits_are_for_cuda_and_matrices_in_8_bits() {
+        let mut profile = ArchProfile::recorded("rtx4090").expect("recorded");
+        let of = |profile: &ArchProfile, quant| {
+            let int8_activations = true;
+            let options = EngineOptions { quant, int8_activations, ..EngineOptions::default() };
+            Prepared::of_shape(profile, "llama-3-8b", &options).map(drop)
+        };
+        of(&profile, Some(Quant::Int8)).expect("a card that has them");
+        for quant in [None, Some(Quant::Nf4)] {
+            assert!(matches!(of(&profile, quant), Err(EngineError::Int8Activations)));
+        }
+        profile.backend = Backend::Vulkan;
+        let refused = of(&profile, Some(Quant::Int8));
+        assert!(matches!(refused, Err(EngineError::Int8Activations)));
     }
 
     #[test]
