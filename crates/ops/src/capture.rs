@@ -48,11 +48,20 @@ impl Drop for AtWork {
 
 /// Captures what `run` enqueues, once all others that are [at work](at_work) are done. This thread's own work
 /// pauses meanwhile.
-pub fn capture_alone<T: 'static, F: FnMut() -> T + Send + 'static>(
+///
+/// A graph keeps the memory that it was recorded on from everything else for as long as it lives, by whole pages of a
+/// pool, which are as large as the largest pass that the thread ever made (CubeCL 0.11.3, `guard`). So what is
+/// allocated while it is captured lies outside of the pools, in pieces of the sizes that are asked for.
+pub fn capture_alone<T: Send + 'static, F: FnMut() -> T + Send + 'static>(
     device: &Device,
     run: F,
 ) -> Graph<T, F> {
-    TURNS.pausing(DEPTH.get() > 0, || capture(device, run))
+    TURNS.pausing(DEPTH.get() > 0, || match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(raw) => {
+            raw.client().memory_persistent_allocation(run, |run| capture(device, run))
+        }
+        _ => capture(device, run),
+    })
 }
 
 thread_local! {
