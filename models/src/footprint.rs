@@ -5,10 +5,12 @@
 //!              bits and an absmax of f32 a row
 //! cache        2 · layers · kv_heads · head_dim · batch · positions, in what is computed in or in bytes with an f32 a
 //!              position and head, and the angles of the ropes
-//! activations  of the step that has most alive beside the residual stream x, [rows, hidden]:
+//! activations  of the step that has most alive beside the residual stream x, [rows, hidden], and the room that x left
+//!              when what attention adds to it was written elsewhere, which is too small for anything else:
 //!                attention     qkv, or q and what leaves attention twice, as it is and turned; of a cache in bytes
 //!                              beside them what keys and values so far stand for, which prompts read
-//!                feed-forward  norm(x), up and gate; up is the gate's epilogue's
+//!                feed-forward  norm(x), up and gate; up is the gate's epilogue's, and of codes that are multiplied as
+//!                              they are gate is nowhere
 //!                logits        [rows of them, vocab], in f32; where all rows want them, as many at once as take no
 //!                              more than the layers did
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
@@ -184,17 +186,18 @@ impl DecoderConfig {
     fn activation_bytes(&self, held: Held, load: Workload) -> u128 {
         let x = self.hidden as u128 * Self::rows(load) * held.size();
         let logits = load.batch as u128 * self.logits_bytes(held);
-        (x + self.layer_bytes(held, load)).max(logits)
+        (2 * x + self.layer_bytes(held, load)).max(logits)
     }
 
     /// What a layer has alive beside the residual stream.
     fn layer_bytes(&self, held: Held, load: Workload) -> u128 {
         let [q, kv] = self.qkv_rows().map(|size| size as u128);
         let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
-        let gate = match (self.ffn, held.matrices) {
-            // Gate and up are one product.
-            (Ffn::Gated, Matrices::FourBit) | (Ffn::Plain, _) => 0,
-            (Ffn::Gated, Matrices::Dense | Matrices::Int8) => inner,
+        // Gate and up are one product of codes.
+        let codes = held.matrices == Matrices::FourBit && Self::rows(load) <= FEW_BY_FOUR_BITS;
+        let gate = match self.ffn {
+            Ffn::Gated if !codes => inner,
+            Ffn::Gated | Ffn::Plain => 0,
         };
         let attention = (hidden + q + 2 * kv).max(q + q + 2 * kv).max(3 * q).max(2 * q + hidden);
         let feed_forward = (hidden + inner + gate).max(inner + hidden);
@@ -231,7 +234,7 @@ impl DecoderConfig {
         let (few, joins) = match held.matrices {
             Matrices::Dense => return 0,
             Matrices::Int8 => (8, false),
-            Matrices::FourBit => (128, true),
+            Matrices::FourBit => (FEW_BY_FOUR_BITS, true),
         };
         // So many rows at most are multiplied with the codes themselves.
         if Self::rows(load) <= few {
@@ -250,6 +253,9 @@ impl DecoderConfig {
         values.max().unwrap_or(0).max(qkv) * held.size()
     }
 }
+
+/// So many rows at most are multiplied with codes of 4 bits themselves.
+const FEW_BY_FOUR_BITS: u128 = 128;
 
 /// The page of a CubeCL pool that holds what is smaller than 64 KiB.
 const SMALL_PAGE: u128 = 8 << 20;
@@ -277,16 +283,19 @@ mod tests {
         assert_eq!(dense.weights, 2 * 8_030_261_248);
         // 128 KiB a position, and 64 angles of two numbers.
         assert_eq!(dense.cache, 8192 * (131_072 + 4 * 128));
-        // x, norm(x), gate and up.
-        assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 2 * 14_336));
+        // x and where it was, norm(x), gate and up.
+        assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 4096 + 2 * 14_336));
         assert_eq!((dense.workspace, dense.small), (0, SMALL_PAGE));
         let four = of(NF4, load);
         // Embedding, head and norms stay.
         let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
         assert_eq!(four.weights, four_bit_bytes(8_030_261_248 - rest / 2) + rest);
         assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
+        assert_eq!(four.activations, dense.activations);
         let step = of(NF4, Workload { chunk: 1, batch: 16, ..load });
         assert_eq!((step.workspace, step.cache), (0, 16 * 8192 * 131_072 + 8192 * 512));
+        let logits = 16 * (4 * 128_256 + 2 * 2 * 4096);
+        assert_eq!(step.activations, logits);
         let eight = of(INT8, load);
         // Of a layer rows of q, k, v, of what leaves attention, of gate, up and down.
         let rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);
@@ -294,7 +303,7 @@ mod tests {
         assert_eq!(eight.workspace, 2 * 14_336 * 4096);
         let bytes = of(Held { kv: KvFormat::Int8, ..BF16 }, load);
         assert_eq!(bytes.cache, 8192 * (32 * 2 * 8 * (128 + 4) + 4 * 128));
-        let attention = 2048 * 2 * (4096 + 3 * 4096) + 8192 * 1024 * (2 + 8);
+        let attention = 2048 * 2 * (2 * 4096 + 3 * 4096) + 8192 * 1024 * (2 + 8);
         assert_eq!(bytes.activations, attention.max(dense.activations));
         let passing = four.activations + four.workspace;
         assert_eq!(four.passing(), passing);

@@ -8,7 +8,7 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 use crate::facts::{self, AdapterFacts};
 use crate::host::HostMemory;
 use crate::profile::UnknownProfile;
-use crate::{ArchId, ArchProfile, Backend, DType, MmaShape};
+use crate::{ArchId, ArchProfile, Backend, CubeMma, DType, MmaShape};
 
 /// An open handle to one processor through one backend.
 #[derive(Clone)]
@@ -195,7 +195,7 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
         .filter_map(|c| {
             let (ab, acc) = (dtype_of(c.a_type)?, dtype_of(c.cd_type)?);
             let (m, n, k) = (c.m_granularity, c.n_granularity, c.k_granularity);
-            Some(MmaShape { ab, acc, m, n, k })
+            Some(CubeMma { ab, acc, m, n, k, units: c.units_per_block })
         })
         .collect();
     ArchProfile {

@@ -16,4 +16,4 @@ pub use backend::{Backend, UnknownBackend};
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;
 pub use host::HostMemory;
-pub use profile::{ArchId, ArchProfile, DType, MmaShape, UnknownProfile, recorded};
+pub use profile::{ArchId, ArchProfile, CubeMma, DType, MmaShape, UnknownProfile, recorded};

@@ -61,6 +61,26 @@ pub struct MmaShape {
     pub k: u32,
 }
 
+/// Matrices that a whole cube multiplies, of multiples of `m`, `n` and `k`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct CubeMma {
+    pub ab: DType,
+    pub acc: DType,
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    /// Units of such a cube; of others the results are wrong, and nobody says so.
+    pub units: Option<u32>,
+}
+
+impl CubeMma {
+    /// Those that are made of `shape`.
+    pub const fn of(shape: MmaShape, units: Option<u32>) -> Self {
+        let MmaShape { ab, acc, m, n, k } = shape;
+        Self { ab, acc, m, n, k, units }
+    }
+}
+
 /// Identity of an architecture for tuned results, with `@profile` when restricted. On CUDA compute
 /// capability and number of multiprocessors, through wgpu vendor, device and driver version, on a CPU
 /// its part and its cores: taken from the driver, never from an ordinal or a product name, so that two
@@ -109,7 +129,7 @@ pub struct ArchProfile {
     /// Plane-scope cooperative matrices.
     pub cmma: BTreeSet<MmaShape>,
     /// Cube-scope cooperative matrices: granularity of each size.
-    pub cube_mma: BTreeSet<MmaShape>,
+    pub cube_mma: BTreeSet<CubeMma>,
     /// Shared memory that the driver keeps when cube-scope matrices are used.
     pub cube_mma_reserved_bytes: u32,
     /// Asynchronous global-to-shared copies (`cp.async`).
@@ -136,7 +156,7 @@ impl ArchProfile {
             dtypes: &self.dtypes & &limit.dtypes,
             mma: common(&self.mma, &limit.mma),
             cmma: common(&self.cmma, &limit.cmma),
-            cube_mma: common(&self.cube_mma, &limit.cube_mma),
+            cube_mma: &self.cube_mma & &limit.cube_mma,
             async_copy: self.async_copy && limit.async_copy,
             tma: self.tma && limit.tma,
             clusters: self.clusters && limit.clusters,
@@ -220,7 +240,8 @@ mod tests {
     fn restriction_takes_no_matrix_instruction_that_one_of_both_lacks() {
         let h200 = ArchProfile::recorded("h200").expect("recorded");
         let shape = *h200.cmma.first().expect("it has plane-scope matrices");
-        let wide = ArchProfile { cube_mma: [shape].into(), ..h200.clone() };
+        let whole = CubeMma::of(shape, Some(128));
+        let wide = ArchProfile { cube_mma: [whole].into(), ..h200.clone() };
         let mut narrow = ArchProfile { memory_bytes: None, ..h200.clone() };
         assert!(narrow.cmma.remove(&shape));
         for (card, limit) in [(&wide, &narrow), (&narrow, &wide)] {

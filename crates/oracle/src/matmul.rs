@@ -455,8 +455,21 @@ pub fn config_cases(precision: Precision) -> Vec<EdgeCase> {
     add([2064, 3080, 256], layouts, 213, full);
     // Large tiles, and k in parts.
     add([256, 1024, 8184], layouts, 214, full);
+    // Few rows, whose k is in parts for tiles that a driver moves.
+    add([24, 136, 4104], [Layout::Row, Layout::Col], 215, full);
+    add([40, 264, 4096], layouts, 216, Epilogue { residual: true, ..Epilogue::default() });
     // Results that do not fill a word: a buffer is longer than they are.
     add([3, 67, 8184], layouts, 211, full);
+    // Batches, each of which begins past the start of the buffers, of whole tiles and of none.
+    for (seed, batch, size) in
+        [(217, 2, [256, 256, 128]), (218, 3, [72, 137, 99]), (219, 3, [24, 136, 4096])]
+    {
+        for rhs in layouts {
+            let problem = MatmulProblem::dense(batch, size, [Layout::Row, rhs], precision)
+                .expect("sizes here are positive");
+            cases.push(EdgeCase { problem, inputs: Inputs::Normal(seed) });
+        }
+    }
     let normed = normed(precision).into_iter().skip(2).take(4);
     cases.extend(normed.map(|problem| EdgeCase { problem, inputs: Inputs::Normal(212) }));
     for (seed, rhs) in [(207, Layout::Row), (206, Layout::Col)] {

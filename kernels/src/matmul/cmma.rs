@@ -4,9 +4,10 @@
 //! tensor layouts clamp the edges. On an H200 f16 8192^3 runs at 249 TFLOP/s, 4096^3 at 235, where it had 142 (records of
 //! Vulkan in benches/baselines). Steps between, timed once by `tune try`, 8192^3: 209 where the tiles divide the problem and
 //! the driver is told so, and sees that starts and strides are multiples of 8; 248 with four tiles of k in a round of the
-//! loop, 47 with eight; another alignment declared on the loads changes nothing. Results leave as they are: buffers read inside of a cube-scope
-//! element-wise operation make CubeCL 0.11's SPIR-V compiler panic, so what has an epilogue goes by plane
-//! scope. Plane scope (`VK_KHR_cooperative_matrix`, and `wmma` on CUDA):
+//! loop, 47 with eight; another alignment declared on the loads changes nothing. Results leave as they are: buffers read
+//! inside of a cube-scope element-wise operation make CubeCL 0.11's SPIR-V compiler panic, so what has an epilogue goes by
+//! plane scope, or has k cut into parts, whose sums are finished where they are added. Few rows are cut so too, so that
+//! enough of B is under way. Plane scope (`VK_KHR_cooperative_matrix`, and `wmma` on CUDA):
 //! tiles are staged in shared memory by hand, and results leave through shared memory because a matrix cannot be indexed.
 
 use cubecl::cmma::{self, Cube, Matrix, MatrixIdent, MatrixLayout};
@@ -25,14 +26,33 @@ pub struct CubeConfig {
     pub units: u32,
     /// Tiles of k in each round of the loop, among which the driver may reorder.
     pub unroll: u32,
+    /// Parts that k is cut into, each the work of another cube.
+    #[serde(default = "one")]
+    pub parts: u32,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+impl CubeConfig {
+    /// Tiles of k in each part but the last.
+    pub(crate) const fn part_tiles(self, k: u32) -> u32 {
+        k.div_ceil(self.tile_k).div_ceil(self.parts)
+    }
 }
 
 /// Comptime facts of one cube-scope instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CubePlan {
+    /// With one part, so that instances differ by `partial` alone.
     pub(crate) config: CubeConfig,
-    /// The tiles divide the problem: nothing is clamped.
-    pub(crate) exact: bool,
+    /// The tiles divide rows, columns and k: nothing is clamped.
+    pub(crate) exact: [bool; 3],
+    /// Some batch begins past the start of its buffers.
+    pub(crate) starts: bool,
+    /// Sums go to the workspace.
+    pub(crate) partial: bool,
     /// Elements that each operand's starts and stride are multiples of, for the driver to see.
     pub(crate) multiples: [usize; 2],
     /// Whether the contiguous axis is the operand's second.
@@ -41,30 +61,48 @@ pub(crate) struct CubePlan {
 }
 
 #[cube]
-pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
+pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
+    partials: &mut [Vector<f32, NP>],
     dims: &Dims,
     #[comptime] plan: CubePlan,
 ) {
     let CubeConfig { tile_m, tile_n, tile_k, unroll, .. } = comptime!(plan.config);
     let (m, n, k) = comptime!((tile_m as usize, tile_n as usize, tile_k as usize));
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
+    let parts = if comptime!(plan.partial) { dims.parts } else { 1u32.runtime() };
+    let (batch, part) = (CUBE_POS_Y / parts, CUBE_POS_Y % parts);
+    let k_from = part * dims.part_tiles * tile_k;
+    let k_to = min(k_from + dims.part_tiles * tile_k, dims.k);
     let (row0, col0) = (block_m * tile_m, block_n * tile_n);
-    let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
-    let (lhs_end, rhs_end, out_end) = (lhs.len(), rhs.len(), out.len());
 
     let undefined = comptime!(MatrixLayout::Undefined);
     let acc = Matrix::<f32, Cube>::from_value(MatrixIdent::Accumulator, m, n, k, undefined, 0.0);
 
-    let clamp = comptime!(clamp_of(plan.exact));
+    let [exact_m, exact_n, exact_k] = comptime!(plan.exact);
+    let clamp_lhs = comptime!(clamp_of(exact_m && exact_k));
+    let clamp_rhs = comptime!(clamp_of(exact_n && exact_k));
+    let clamp_out = comptime!(clamp_of(exact_m && exact_n));
     let (span_lhs, span_rhs) = comptime!((plan.multiples[0], plan.multiples[1]));
-    let lhs_from = known_multiple(lhs_start, span_lhs);
-    let rhs_from = known_multiple(rhs_start, span_rhs);
     let lhs_stride = known_multiple(dims.lhs_stride, span_lhs) as u32;
     let rhs_stride = known_multiple(dims.rhs_stride, span_rhs) as u32;
-    for round in range_stepped(0, dims.k, comptime!(unroll * tile_k)) {
+    // A view forgets where the slice that it is made of begins (CubeCL 0.11.3, `__extract_list`), so a batch begins so
+    // far along the contiguous axis.
+    let mut starts = Sequence::<u32>::new();
+    if comptime!(plan.starts) {
+        let (lhs_start, rhs_start, out_start) = dims.batch(batch as usize);
+        starts.push(known_multiple(lhs_start, span_lhs) as u32);
+        starts.push(known_multiple(rhs_start, span_rhs) as u32);
+        starts.push(out_start as u32);
+    } else {
+        starts.push(0u32.runtime());
+        starts.push(0u32.runtime());
+        starts.push(0u32.runtime());
+    }
+    let (lhs_from, rhs_from, out_from) = (*starts.index(0), *starts.index(1), *starts.index(2));
+    for round in range_stepped(k_from, k_to, comptime!(unroll * tile_k)) {
         #[unroll]
         for i in 0..unroll {
             let k0 = round + comptime!(i * tile_k);
@@ -75,34 +113,34 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             let mut b =
                 unsafe { Matrix::<F, Cube>::uninitialized(MatrixIdent::B, m, n, k, undefined) };
             if comptime!(plan.lhs_rows) {
-                let view = TensorView::new(&lhs[lhs_from..lhs_end], seq![dims.m, dims.k])
+                let view = TensorView::new(lhs, seq![dims.m, lhs_from + dims.k])
                     .with_strides(seq![lhs_stride, 1u32])
-                    .with_clamp_mode(clamp)
+                    .with_clamp_mode(clamp_lhs)
                     .finish()
-                    .slice(seq![row0, k0], seq![tile_m, tile_k]);
+                    .slice(seq![row0, lhs_from + k0], seq![tile_m, tile_k]);
                 cmma::load_tensor(&mut a, &view);
             } else {
-                let view = TensorView::new(&lhs[lhs_from..lhs_end], seq![dims.k, dims.m])
+                let view = TensorView::new(lhs, seq![dims.k, lhs_from + dims.m])
                     .with_strides(seq![lhs_stride, 1u32])
-                    .with_clamp_mode(clamp)
+                    .with_clamp_mode(clamp_lhs)
                     .finish()
-                    .slice(seq![k0, row0], seq![tile_k, tile_m])
+                    .slice(seq![k0, lhs_from + row0], seq![tile_k, tile_m])
                     .permuted(seq![1, 0]);
                 cmma::load_tensor(&mut a, &view);
             }
             if comptime!(plan.rhs_rows) {
-                let view = TensorView::new(&rhs[rhs_from..rhs_end], seq![dims.k, dims.n])
+                let view = TensorView::new(rhs, seq![dims.k, rhs_from + dims.n])
                     .with_strides(seq![rhs_stride, 1u32])
-                    .with_clamp_mode(clamp)
+                    .with_clamp_mode(clamp_rhs)
                     .finish()
-                    .slice(seq![k0, col0], seq![tile_k, tile_n]);
+                    .slice(seq![k0, rhs_from + col0], seq![tile_k, tile_n]);
                 cmma::load_tensor(&mut b, &view);
             } else {
-                let view = TensorView::new(&rhs[rhs_from..rhs_end], seq![dims.n, dims.k])
+                let view = TensorView::new(rhs, seq![dims.n, rhs_from + dims.k])
                     .with_strides(seq![rhs_stride, 1u32])
-                    .with_clamp_mode(clamp)
+                    .with_clamp_mode(clamp_rhs)
                     .finish()
-                    .slice(seq![col0, k0], seq![tile_n, tile_k])
+                    .slice(seq![col0, rhs_from + k0], seq![tile_n, tile_k])
                     .permuted(seq![1, 0]);
                 cmma::load_tensor(&mut b, &view);
             }
@@ -110,13 +148,26 @@ pub(crate) fn multiply_cube<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         }
     }
 
-    let rounded = cmma::cast::<f32, E, Cube>(&acc);
-    let mut view = TensorView::new(&out[out_start..out_end], seq![dims.m, dims.n])
-        .with_strides(seq![dims.out_stride as u32, 1u32])
-        .with_clamp_mode(clamp)
-        .finish()
-        .slice(seq![row0, col0], seq![tile_m, tile_n]);
-    cmma::store_tensor(&mut view, &rounded);
+    if comptime!(plan.partial) {
+        // [parts, batches, m, n]
+        let first = (part * dims.batches + batch) * dims.m * dims.n;
+        let end = partials.len();
+        let mut view = TensorView::new(&partials[0..end], seq![dims.m, first + dims.n])
+            .with_strides(seq![dims.n, 1u32])
+            .with_clamp_mode(clamp_out)
+            .finish()
+            .slice(seq![row0, first + col0], seq![tile_m, tile_n]);
+        cmma::store_tensor(&mut view, &acc);
+    } else {
+        let rounded = cmma::cast::<f32, E, Cube>(&acc);
+        let end = out.len();
+        let mut view = TensorView::new(&out[0..end], seq![dims.m, out_from + dims.n])
+            .with_strides(seq![dims.out_stride as u32, 1u32])
+            .with_clamp_mode(clamp_out)
+            .finish()
+            .slice(seq![row0, out_from + col0], seq![tile_m, tile_n]);
+        cmma::store_tensor(&mut view, &rounded);
+    }
 }
 
 pub(super) const fn layout_of(rows: bool) -> MatrixLayout {

@@ -467,7 +467,9 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
                 lhs, rhs, out, partials, bulk, &finish, &worth, dims, plan,
             )
         }
-        Path::Cube(plan) => cmma::multiply_cube::<F, E, NL, NR, NO>(lhs, rhs, out, dims, plan),
+        Path::Cube(plan) => {
+            cmma::multiply_cube::<F, E, NL, NR, NO, NP>(lhs, rhs, out, partials, dims, plan)
+        }
         Path::Plane(plan) => {
             cmma::multiply_planes::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, MmaShape};
+use arch::{ArchProfile, Backend, CubeMma, DType, MmaShape};
 use cubecl::features::{Features, MmaConfig, TypeUsage};
 use cubecl::ir::{
     DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties, IntKind,
@@ -22,7 +22,7 @@ fn card() -> ArchProfile {
     card.cmma = [DType::F16, DType::Bf16]
         .map(|ab| MmaShape { ab, acc: DType::F32, m: 16, n: 16, k: 16 })
         .into();
-    card.cube_mma = card.cmma.clone();
+    card.cube_mma = card.cmma.iter().map(|s| CubeMma::of(*s, None)).collect();
     card
 }
 

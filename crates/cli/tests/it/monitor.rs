@@ -74,7 +74,9 @@ fn ctrl_c_and_a_closed_pipe_end_it_quietly() {
         let done = child.wait_with_output().expect("ends");
         let said = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(0), "{said}");
-        assert!(!said.contains("error") && !said.contains("panicked"), "{said}");
+        // Mesa's loader says what it misses by itself.
+        let mut ours = said.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR"));
+        assert!(ours.all(|line| !line.contains("error") && !line.contains("panicked")), "{said}");
     }
     drop(out);
 }

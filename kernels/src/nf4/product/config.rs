@@ -205,7 +205,7 @@ fn denses(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<DenseConfig> {
     else {
         return Vec::new();
     };
-    let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.parts() == 1);
+    let all = Matmul::candidates(arch, &p.dense()).into_iter();
     all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
 }
 
@@ -318,9 +318,6 @@ fn check_dense(
 ) -> Result<(), Infeasible> {
     unnormed(p)?;
     Nf4Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
-    if c.matmul.parts() > 1 {
-        return Err(shape("parts", c.matmul.parts(), "the dense weight is all the scratch"));
-    }
     if p.glu {
         if p.epilogue.gate {
             return Err(lacks("a product with two gates"));

@@ -244,14 +244,10 @@ impl Kernel for Nf4Matmul {
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
     }
 
-    /// Sums of parts, or the dense weight and behind it the product that is gated by the other.
+    /// Sums of parts, or what [`DensePlaces`] says.
     fn scratch_bytes(p: &Nf4MatmulProblem, config: &Nf4MatmulConfig) -> u64 {
         match config {
-            Nf4MatmulConfig::Dense(_) => {
-                let result = p.dense().extents()[2] * p.dtype.size();
-                let ungated = if p.glu { result.next_multiple_of(4) } else { 0 };
-                (dequantize::out_bytes(&p.dequantized()) + ungated) as u64
-            }
+            Nf4MatmulConfig::Dense(c) => DensePlaces::of(p, c).end,
             _ => match config.parts() {
                 1 => 0,
                 parts => 4 * u64::from(parts) * u64::from(p.m) * u64::from(p.weight.n),
@@ -354,6 +350,24 @@ impl Kernel for Nf4Matmul {
     }
 }
 
+/// Where in the scratch, which begins with the dense weight, the product is that another gates, and the sums of the
+/// parts of k, of one product after the other. In bytes, from multiples of 256 on: so buffers begin.
+struct DensePlaces {
+    ungated: u64,
+    sums: u64,
+    end: u64,
+}
+
+impl DensePlaces {
+    fn of(p: &Nf4MatmulProblem, c: &DenseConfig) -> Self {
+        let begins = |bytes: u64| bytes.next_multiple_of(256);
+        let result = p.dense().extents()[2] * p.dtype.size();
+        let ungated = begins(dequantize::out_bytes(&p.dequantized()) as u64);
+        let sums = if p.glu { begins(ungated + result as u64) } else { ungated };
+        Self { ungated, sums, end: sums + Matmul::scratch_bytes(&p.gated(), &c.matmul) }
+    }
+}
+
 /// Makes the weight dense at the start of `scratch` and multiplies with it, once or for each of two halves.
 fn launch_dense(
     device: &Device,
@@ -364,16 +378,18 @@ fn launch_dense(
 ) {
     let weight = p.dequantized();
     dequantize::launch(device, &weight, &c.dequantize, &operands.weight, scratch);
+    let places = DensePlaces::of(p, c);
+    let sums = (places.end > places.sums).then(|| scratch.clone().offset_start(places.sums));
     let multiply = |problem: MatmulProblem, rhs: Handle, out: &Handle, epilogue| {
         let (lhs, out) = (operands.x.clone(), out.clone());
         let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None };
-        Matmul::launch(device, &problem, &c.matmul, &operands, None);
+        Matmul::launch(device, &problem, &c.matmul, &operands, sums.as_ref());
     };
     let mut epilogue = operands.epilogue.clone();
     if p.glu {
         let [half, bias] = p.halves();
         let second = |bytes: u64| move |h: Handle| h.offset_start(bytes);
-        let ungated = scratch.clone().offset_start(dequantize::out_bytes(&weight) as u64);
+        let ungated = scratch.clone().offset_start(places.ungated);
         let biased = EpilogueBuffers {
             bias: epilogue.bias.clone().map(second(bias)),
             ..EpilogueBuffers::default()
