@@ -8,8 +8,8 @@ use flashover::{End, Engine, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
 use crate::model_args::{
-    ModelArgs, PresetArgs, SamplingArgs, TraceArgs, Tracing, all_spared, standard_input, text_file,
-    unread,
+    ModelArgs, PresetArgs, SamplingArgs, TraceArgs, Tracing, all_spared, bar, standard_input,
+    text_file, unread,
 };
 
 #[derive(clap::Args)]
@@ -127,7 +127,14 @@ fn several(
     load: f64,
 ) -> anyhow::Result<()> {
     let begin = Stopwatch::start();
-    let answers = engine.generate_batch(&[prompt], completions.into(), request)?;
+    let bar = bar("{pos} tokens, {msg}")?;
+    let mut ended = 0;
+    let answers = engine.generate_each_with(&[(prompt, request)], completions.into(), |step| {
+        bar.inc(u64::from(step.token.is_some()));
+        ended += u16::from(step.end.is_some());
+        bar.set_message(format!("{ended} of {completions} answers"));
+    })?;
+    bar.finish_and_clear();
     let (mut all, mut shown, mut ends) = (0, String::new(), String::new());
     for (at, answer) in answers.iter().flatten().enumerate() {
         let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();

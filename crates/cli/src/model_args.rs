@@ -231,9 +231,11 @@ fn size(text: &str) -> Result<u64, String> {
         "k" | "kb" => 1e3,
         "m" | "mb" => 1e6,
         "g" | "gb" => 1e9,
+        "t" | "tb" => 1e12,
         "kib" => 1024.0,
         "mib" => 1024.0f64.powi(2),
         "gib" => 1024.0f64.powi(3),
+        "tib" => 1024.0f64.powi(4),
         _ => return Err(bad()),
     };
     let bytes = number.parse::<f64>().map_err(|_| bad())? * scale;
@@ -269,7 +271,7 @@ fn kv_format(text: &str) -> Result<KvFormat, String> {
 }
 
 /// A bar, on a terminal.
-fn bar(template: &str) -> anyhow::Result<ProgressBar> {
+pub(crate) fn bar(template: &str) -> anyhow::Result<ProgressBar> {
     // One of length 0 is full before it begins.
     let bar = match io::stderr().is_terminal() {
         true => ProgressBar::no_length(),
@@ -585,6 +587,7 @@ mod tests {
     #[test]
     fn sizes_have_units() {
         assert_eq!(size("14GiB"), Ok(14 << 30));
+        assert_eq!((size("2TiB"), size("1.5T")), (Ok(2 << 40), Ok(1_500_000_000_000)));
         assert_eq!(size("1.5 gib"), Ok(3 << 29));
         assert_eq!(size("2GB"), Ok(2_000_000_000));
         assert_eq!(size("512MiB"), Ok(512 << 20));

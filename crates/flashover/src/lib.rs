@@ -43,8 +43,9 @@ pub use arch::{
 pub use attention::{Attended, attention};
 pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
 pub use engine::{
-    Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions, LayerProfile,
-    ModelFolder, Profile, Quant, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
+    BatchStep, Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions,
+    LayerProfile, ModelFolder, Profile, Quant, Request, Sampling, Session, Speed, SpeedTest, Text,
+    Token, Tokens,
 };
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};

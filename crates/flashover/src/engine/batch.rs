@@ -15,6 +15,21 @@ pub struct Completion {
     pub end: End,
 }
 
+/// How an answer of a batch went on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BatchStep<'a> {
+    /// Which of the prompts, and which of its answers, from 0 on.
+    pub prompt: usize,
+    pub completion: usize,
+    /// None where a token of the end came, which is no part of the answer.
+    pub token: Option<Token>,
+    /// What the answer's text has more by now: it may be nothing, because bytes of a character are missing or a string
+    /// that ends it may have begun.
+    pub piece: &'a str,
+    /// Of the answer's last step.
+    pub end: Option<End>,
+}
+
 /// A sequence of a batch while it grows.
 struct Growing<'a> {
     request: &'a Request,
@@ -53,6 +68,19 @@ impl Engine {
         asked: &[(&[u32], &Request)],
         completions: usize,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
+        self.generate_each_with(asked, completions, |_| ())
+    }
+
+    /// The same, and `seen` is told of each token of each answer as it comes.
+    ///
+    /// # Errors
+    /// As [`Engine::generate_batch`].
+    pub fn generate_each_with(
+        &self,
+        asked: &[(&[u32], &Request)],
+        completions: usize,
+        mut seen: impl FnMut(BatchStep<'_>),
+    ) -> Result<Vec<Vec<Completion>>, EngineError> {
         for (_, request) in asked {
             request.sampling.check()?;
             if !request.stops.is_empty() {
@@ -62,7 +90,7 @@ impl Engine {
         let all = self.0.reader.workload(asked, completions);
         let room = all.context;
         if !self.0.reader.decodes_together(room) {
-            return self.one_by_one(asked, completions, room);
+            return self.one_by_one(asked, completions, room, &mut seen);
         }
         let _grant = self.admit(all)?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
@@ -81,7 +109,7 @@ impl Engine {
             let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
             drop(at_work);
             let cache = self.settled_cache(cache)?;
-            self.grow(&mut growing, cache, logits)?;
+            self.grow(&mut growing, cache, logits, &mut seen)?;
         }
         let mut answers: Vec<Vec<Completion>> = asked.iter().map(|_| Vec::new()).collect();
         for own in growing {
@@ -95,20 +123,21 @@ impl Engine {
         asked: &[(&[u32], &Request)],
         completions: usize,
         room: usize,
+        seen: &mut impl FnMut(BatchStep<'_>),
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
-        let one = |tokens: &[u32], request: &Request, completion| {
+        let mut one = |tokens: &[u32], request: &Request, place| {
             let mut session = self.session(room)?;
             let logits = session.pass(tokens)?;
-            let mut own = [self.growing(tokens, request, [0, completion])?];
+            let mut own = [self.growing(tokens, request, place)?];
             let (cache, _grant) = session.into_parts();
-            self.grow(&mut own, cache, logits)?;
+            self.grow(&mut own, cache, logits, seen)?;
             let [own] = own;
             Ok(own.completion())
         };
-        let answers = |(tokens, request): &(&[u32], &Request)| {
-            (0..completions).map(|at| one(tokens, request, at)).collect()
+        let answers = |(prompt, (tokens, request)): (usize, &(&[u32], &Request))| {
+            (0..completions).map(|at| one(tokens, request, [prompt, at])).collect()
         };
-        asked.iter().map(answers).collect()
+        asked.iter().enumerate().map(answers).collect()
     }
 
     fn growing<'a>(
@@ -125,12 +154,13 @@ impl Engine {
         Ok(Growing { request, prompt, completion, seen, tokens, writing, text, end: None })
     }
 
-    /// Decodes a batch until all its sequences ended.
+    /// Decodes a batch until all its sequences ended, and tells `seen` of each step of each.
     fn grow(
         &self,
         batch: &mut [Growing<'_>],
         mut cache: KvCache,
         mut logits: Tensor<2>,
+        seen: &mut impl FnMut(BatchStep<'_>),
     ) -> Result<(), EngineError> {
         let mut rows: Vec<usize> = (0..batch.len()).collect();
         let picker = |batch: &[Growing<'_>], rows: &[usize]| {
@@ -142,7 +172,10 @@ impl Engine {
         loop {
             let places: Vec<Place> = rows.iter().map(|at| batch[*at].place()).collect();
             for (at, token) in rows.iter().zip(own.pick(self, logits, &places)?) {
-                batch[*at].take(self, token, cache.capacity())?;
+                let own = &mut batch[*at];
+                if own.end.is_none() {
+                    seen(own.step(self, token, cache.capacity())?);
+                }
             }
             let open: Vec<usize> =
                 (0..rows.len()).filter(|row| batch[rows[*row]].end.is_none()).collect();
@@ -169,11 +202,21 @@ impl Growing<'_> {
         Place { position: self.seen.len(), completion: self.completion }
     }
 
-    /// One more token, or the end.
+    /// One more token, or the end, and what came of it.
+    fn step(
+        &mut self,
+        engine: &Engine,
+        token: Token,
+        capacity: usize,
+    ) -> Result<BatchStep<'_>, EngineError> {
+        let (tokens, written) = (self.tokens.len(), self.text.as_deref().map_or(0, str::len));
+        self.take(engine, token, capacity)?;
+        let Self { prompt, completion, end, .. } = *self;
+        let piece = self.text.as_deref().map_or("", |text| &text[written..]);
+        Ok(BatchStep { prompt, completion, token: self.tokens.get(tokens).copied(), piece, end })
+    }
+
     fn take(&mut self, engine: &Engine, token: Token, capacity: usize) -> Result<(), EngineError> {
-        if self.end.is_some() {
-            return Ok(());
-        }
         let end = |own: &Self| own.request.end(own.tokens.len(), own.seen.len(), capacity);
         self.end = end(self);
         if self.end.is_none() && self.request.eos.contains(&token.id) {

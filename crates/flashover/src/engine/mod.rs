@@ -38,7 +38,7 @@ use folder::Reader;
 pub(crate) use ledger::{Grant, Others};
 use ledger::{Ledger, Need};
 
-pub use batch::Completion;
+pub use batch::{BatchStep, Completion};
 pub use folder::ModelFolder;
 pub use measure::{Ceilings, Speed, SpeedTest};
 pub use profile::{LayerProfile, Profile};

@@ -144,6 +144,22 @@ fn stops_end_the_answers_of_a_batch() {
         assert!(!text.contains('.') && !text.contains(", and"), "{text}");
     }
     assert!(together.iter().any(|answers| answers[0].end == End::Stop), "{together:?}");
+    // What is told of them on the way makes them up.
+    let asked: Vec<(&[u32], &Request)> =
+        prompts.iter().map(|prompt| (&prompt[..], &request)).collect();
+    let mut told = vec![(Vec::new(), String::new(), None); asked.len()];
+    let made = engine.generate_each_with(&asked, 1, |step| {
+        let (tokens, text, end) = &mut told[step.prompt];
+        assert!(end.is_none(), "something came after the end: {step:?}");
+        tokens.extend(step.token);
+        text.push_str(step.piece);
+        *end = step.end;
+    });
+    assert_eq!(made.expect("fits"), together);
+    for ((tokens, text, end), answers) in told.into_iter().zip(together) {
+        let told = Completion { tokens, text: Some(text), end: end.expect("it has one") };
+        assert_eq!(vec![told], answers);
+    }
     let empty = Request { stops: vec![String::new()], ..plain(4) };
     assert!(matches!(engine.generate_batch(&prompts, 1, &empty), Err(EngineError::Text(_))));
 }
