@@ -219,9 +219,14 @@ fn cpu_from(cpuinfo: &str) -> Cpu {
     }
 }
 
-/// Millijoules that the first NVIDIA card took since its driver was loaded; none where NVML does not tell.
-pub fn energy_millijoules() -> Option<u64> {
-    Nvml::init().ok()?.device_by_index(0).ok()?.total_energy_consumption().ok()
+/// Millijoules that the NVIDIA card of this name took since its driver was loaded; none where NVML does not tell, or has
+/// several of the name.
+pub fn energy_millijoules(name: &str) -> Option<u64> {
+    let nvml = Nvml::init().ok()?;
+    let cards = (0..nvml.device_count().ok()?).filter_map(|index| nvml.device_by_index(index).ok());
+    let mut own = cards.filter(|card| card.name().is_ok_and(|own| own == name));
+    let (card, None) = (own.next()?, own.next()) else { return None };
+    card.total_energy_consumption().ok()
 }
 
 /// What NVML says of the first card, as name and value.
