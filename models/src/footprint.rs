@@ -11,8 +11,8 @@
 //!                              beside them what keys and values so far stand for, which prompts read
 //!                feed-forward  norm(x), up and gate; up is the gate's epilogue's, and of codes that are multiplied as
 //!                              they are gate is nowhere
-//!                logits        [rows of them, vocab], in f32; where all rows want them, as many at once as take no
-//!                              more than the layers did
+//!                logits        [rows of them, vocab], in f32, beside what a token is picked with; where all rows want
+//!                              them, as many at once as take no more than the layers did
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
 //! small        a page of what is: shapes, lengths, tokens
 //! ```
@@ -185,7 +185,7 @@ impl DecoderConfig {
 
     fn activation_bytes(&self, held: Held, load: Workload) -> u128 {
         let x = self.hidden as u128 * Self::rows(load) * held.size();
-        let logits = load.batch as u128 * self.logits_bytes(held);
+        let logits = load.batch as u128 * (self.logits_bytes(held) + self.sampling_bytes());
         (2 * x + self.layer_bytes(held, load)).max(logits)
     }
 
@@ -210,6 +210,11 @@ impl DecoderConfig {
     /// Of a row, with what is multiplied for them.
     fn logits_bytes(&self, held: Held) -> u128 {
         4 * self.vocab as u128 + 2 * self.hidden as u128 * held.size()
+    }
+
+    /// Of a row that a token is picked of: weights of all of them in f32, and a bit of each that was seen.
+    fn sampling_bytes(&self) -> u128 {
+        4 * self.vocab as u128 + 4 * self.vocab.div_ceil(32) as u128
     }
 
     /// How many of `rows` that passed together have logits at once, where all want them: such as take no more than the
@@ -294,7 +299,7 @@ mod tests {
         assert_eq!(four.activations, dense.activations);
         let step = of(NF4, Workload { chunk: 1, batch: 16, ..load });
         assert_eq!((step.workspace, step.cache), (0, 16 * 8192 * 131_072 + 8192 * 512));
-        let logits = 16 * (4 * 128_256 + 2 * 2 * 4096);
+        let logits = 16 * (2 * 4 * 128_256 + 4 * 4008 + 2 * 2 * 4096);
         assert_eq!(step.activations, logits);
         let eight = of(INT8, load);
         // Of a layer rows of q, k, v, of what leaves attention, of gate, up and down.
