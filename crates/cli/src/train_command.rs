@@ -189,6 +189,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         recompute,
     };
     options.check()?;
+    let same = |own: &PathBuf| own.canonicalize().ok() == output.canonicalize().ok();
+    let replaced = Adapter::files(output).into_iter().any(|file| file.exists());
+    if replaced && !args.model.adapter().is_some_and(same) {
+        eprintln!("note: the adapter that is in {} will be replaced", output.display());
+    }
     let workload = workload(batch, longest);
     let plan = plan(&load, workload)?;
     if !plan.fits() {
