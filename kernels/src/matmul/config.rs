@@ -313,27 +313,41 @@ fn cuts(arch: &ArchProfile, problem: &MatmulProblem, config: MatmulConfig) -> Ve
 }
 
 /// `c`, and of few rows also with k cut into as many parts as give a card its fill of cubes once, and twice: how many
-/// processors it has nobody tells through Vulkan. Results that have an epilogue are finished where parts are added.
+/// processors it has nobody tells through Vulkan. Of some more rows what these matrices cannot finish themselves has two
+/// parts, and is finished where they are added: 512 x 4096 x 14336 with a residual 266 us, by `Ahead` 287 (bf16, H200).
 fn cube_cuts(problem: &MatmulProblem, c: CubeConfig) -> Vec<MatmulConfig> {
     let mut parts = vec![1];
-    if (FEW_FOR_CUBES..=MOST_CUT_ROWS).contains(&problem.m) && !problem.grouped {
-        let blocks = blocks(problem, c.tile_m, c.tile_n);
-        let all = problem.k.div_ceil(c.tile_k);
-        for wish in [IN_FLIGHT.div_ceil(blocks), (2 * IN_FLIGHT).div_ceil(blocks), 2] {
-            let wish = wish.clamp(1, u64::from(all.div_ceil(4))) as u32;
-            parts.push(all.div_ceil(CubeConfig { parts: wish, ..c }.part_tiles(problem.k)));
+    match problem.m {
+        _ if problem.grouped => {}
+        FEW_FOR_CUBES..=MOST_CUT_ROWS => {
+            let blocks = blocks(problem, c.tile_m, c.tile_n);
+            let all = problem.k.div_ceil(c.tile_k);
+            for wish in [IN_FLIGHT.div_ceil(blocks), (2 * IN_FLIGHT).div_ceil(blocks), 2] {
+                let wish = wish.clamp(1, u64::from(all.div_ceil(4))) as u32;
+                parts.push(all.div_ceil(CubeConfig { parts: wish, ..c }.part_tiles(problem.k)));
+            }
         }
+        // Sums in f32 of wide results would be more than operands are.
+        0..=MOST_HALVED_ROWS if !is_plain(problem) && problem.n <= problem.k => parts.push(2),
+        _ => {}
     }
     parts.sort_unstable();
     parts.dedup();
     parts.into_iter().map(|parts| MatmulConfig::Cube(CubeConfig { parts, ..c })).collect()
 }
 
-/// Rows from which cube-scope matrices do what groups of units do, and up to which k is cut for them.
+/// Rows from which cube-scope matrices do what groups of units do, up to which k is cut for them, and up to which it is
+/// halved.
 const FEW_FOR_CUBES: u32 = 4;
 const MOST_CUT_ROWS: u32 = 128;
+const MOST_HALVED_ROWS: u32 = 2048;
 /// Cubes that a card has at once, of those that few rows make.
 const IN_FLIGHT: u64 = 512;
+
+/// Whether accumulators are results as they are.
+fn is_plain(problem: &MatmulProblem) -> bool {
+    problem.epilogue == Epilogue::default() && problem.out == problem.precision.storage()
+}
 
 /// Blocks of C in all batches, and in groups as if they were even.
 fn blocks(problem: &MatmulProblem, tile_m: u32, tile_n: u32) -> u64 {
@@ -621,9 +635,7 @@ fn check_cube(
     if problem.precision == Precision::F32 {
         return Err(lacks("f32 cube-scope matrices"));
     }
-    let plain =
-        problem.epilogue == Epilogue::default() && problem.out == problem.precision.storage();
-    if !plain && c.parts == 1 {
+    if !is_plain(problem) && c.parts == 1 {
         return Err(lacks("epilogues on cube-scope matrices"));
     }
     // Loads of groups, which begin anywhere, are clamped: 4.5 ms where plane scope took 3.4 (8 groups of 4096 x 4096 x 4096).
@@ -664,13 +676,18 @@ fn check_cube(
     if spans.iter().any(|s| *s > u64::from(u32::MAX)) {
         return Err(shape("stride", u32::MAX, "tensor layouts hold 32-bit strides"));
     }
-    // Batches begin so far along an axis, partial sums too.
+    // So far along an axis they begin, and partial sums.
     let [lhs, rhs, out] = problem.extents();
     let reach = lhs.max(rhs).max(out * c.parts as usize);
-    if (problem.batch() > 1 || c.parts > 1) && reach > u32::MAX as usize {
+    if (has_starts(problem) || c.parts > 1) && reach > u32::MAX as usize {
         return Err(shape("batch", u32::MAX, "tensor layouts hold 32-bit sizes"));
     }
     limits(arch, c.units, arch.cube_mma_reserved_bytes)
+}
+
+/// Whether some batch begins past the start of a buffer.
+fn has_starts(problem: &MatmulProblem) -> bool {
+    problem.batch() > 1 || problem.lhs.start > 0 || problem.rhs.start > 0
 }
 
 fn plane_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
@@ -933,7 +950,7 @@ impl Plan {
                         problem.n % c.tile_n == 0,
                         problem.k % (c.tile_k * c.unroll) == 0,
                     ],
-                    starts: problem.batch() > 1 || problem.lhs.start + problem.rhs.start > 0,
+                    starts: has_starts(problem),
                     partial: c.parts > 1,
                     multiples: [widest[0], widest[1]],
                     lhs_rows,

@@ -205,8 +205,10 @@ fn denses(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<DenseConfig> {
     else {
         return Vec::new();
     };
+    // `Ahead`'s best, of 512 rows through Vulkan, comes late.
+    let worth = if arch.backend == Backend::Vulkan { 8 } else { 4 };
     let all = Matmul::candidates(arch, &p.dense()).into_iter();
-    all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
+    all.take(worth).map(|matmul| DenseConfig { dequantize, matmul }).collect()
 }
 
 fn check_stream(
