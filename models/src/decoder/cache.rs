@@ -342,10 +342,11 @@ impl KvCache {
         true
     }
 
-    /// Angles for sequences of `length`.
+    /// Angles for sequences of `length`, outside of the pools: a page that a graph reads from serves nothing else.
     pub(super) fn turn_for(&mut self, config: &DecoderConfig, length: usize, device: &Device) {
         self.frequencies = config.ropes.iter().map(|rope| rope.frequencies(length)).collect();
-        self.memory.tables = tables(config, length, self.capacity, device);
+        let make = |()| tables(config, length, self.capacity, device);
+        self.memory.tables = device.memory_persistent_allocations((), make);
         self.single = Single::default();
     }
 }

@@ -136,9 +136,14 @@ impl Picker {
                 bits[row * words + *id as usize / 32] |= 1 << (id % 32);
             }
         }
-        let len = bits.len();
         let sampling = sequences.iter().map(|(sampling, _)| *sampling).collect();
-        Self { sampling, seen: words_on(engine.decoder().device(), bits, [len]) }
+        let device = engine.decoder().device();
+        // As long as what decodes, so outside of the pools of what passes.
+        let seen = device.memory_persistent_allocations(bits, |bits| {
+            let len = bits.len();
+            words_on(device, bits, [len])
+        });
+        Self { sampling, seen }
     }
 
     /// The tokens after rows of logits, `[rows, vocab]`, each at its place.
