@@ -33,11 +33,12 @@ pub enum OutFileError {
 }
 
 impl OutFile {
-    /// Finds out whether `path` can be written.
+    /// Finds out whether `path` can be written; `-` is the standard output.
     ///
     /// # Errors
     /// It cannot.
     pub fn new(path: &Path) -> Result<Self, OutFileError> {
+        let path = if path == "-" { Path::new("/dev/stdout") } else { path };
         let refused = |why| OutFileError::Refused { path: path.to_owned(), why };
         let into = |path: &Path| OpenOptions::new().append(true).open(path);
         let place = match fs::metadata(path) {

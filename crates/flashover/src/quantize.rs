@@ -27,6 +27,7 @@ use checkpoint::{Checkpoint, Plan, Tensor, Writer};
 use kernels::nf4::{CodeBook, InvalidWeight, Weight};
 use models::Weights;
 use serde::Serialize;
+use text::Tokenizer;
 use tune::Infeasible;
 
 use errors::Sums;
@@ -148,6 +149,8 @@ pub struct WeightErrors {
 pub enum QuantizeError {
     #[error("{0}{hint}", hint = .0.hint())]
     Model(models::Error),
+    #[error(transparent)]
+    Text(#[from] text::Error),
     #[error("{what} is quantised already\nhint: quantise the weights that it was made of")]
     Quantized { what: String },
     #[error("{}\nhint: name a folder that is not there yet, or an empty one", .0)]
@@ -225,6 +228,7 @@ pub fn quantize_model_until(
     Weight::new(1, 1, options.block_size, options.nested).map_err(QuantizeError::Block)?;
     let target = Target::new(model, output)?;
     let weights = Weights::open(model)?;
+    Tokenizer::of_model(model, weights.config().vocab)?;
     let job = Job::of(&weights, options)?;
     let config = folder::config(model, job.compute_dtype(), options)?;
     let others = folder::others(model, weights.checkpoint())?;

@@ -89,6 +89,17 @@ impl Tokenizer {
         Ok(Self { vocab, ..self })
     }
 
+    /// That of a model's folder, bound to its vocabulary; none where the folder has none.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::open`] and [`Tokenizer::for_vocab`].
+    pub fn of_model(folder: &Path, vocab: usize) -> Result<Option<Self>, Error> {
+        match folder.join("tokenizer.json").symlink_metadata() {
+            Ok(_) => Self::open(folder)?.for_vocab(vocab).map(Some),
+            Err(_) => Ok(None),
+        }
+    }
+
     /// How many tokens there are, those added included.
     pub fn tokens(&self) -> usize {
         self.inner.get_vocab_size(true)

@@ -11,7 +11,7 @@ use safetensors::tensor::SafeTensors;
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::{demo, fixture, flashover};
+use crate::{TWO_WORDS, demo, fixture, flashover};
 
 /// Prompt and greedy tokens by transformers.
 fn golden(name: &str) -> [Vec<u32>; 2] {
@@ -72,7 +72,7 @@ fn logits_of_a_window_are_those_of_its_tokens_alone() {
     let model = fixture("llama");
     let model = model.to_str().expect("UTF-8");
     let run = |tokens: &str, more: &[&str]| {
-        let args = ["logits", "--model", model, "--backend", "cpu", "--output", "/dev/stdout"];
+        let args = ["logits", "--model", model, "--backend", "cpu", "--output", "-"];
         let out = flashover(&[&args[..], &["--tokens", tokens], more].concat());
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
         let file = SafeTensors::deserialize(&out.stdout).expect("safetensors");
@@ -298,10 +298,7 @@ fn the_command_refuses_what_is_wrong() {
         fs::write(&path, &bytes[..bytes.len() - 8]).expect("written");
     });
     let tokenizer = copy("tokenizer", &|to| {
-        let text = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
-            "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
-        fs::write(to.join("tokenizer.json"), text).expect("written");
+        fs::write(to.join("tokenizer.json"), TWO_WORDS).expect("written");
     });
     let eos = copy("eos", &|to| {
         let text = r#"{"eos_token_id": [2, 160]}"#;

@@ -18,7 +18,7 @@ use models::Weights;
 use reference::{int8, nf4};
 use serde_json::Value;
 
-use crate::{cpu, demo, fixture, flashover};
+use crate::{TWO_WORDS, cpu, demo, fixture, flashover};
 
 /// Folders of NF4 with the weights that bitsandbytes made it of.
 const FIXTURES: [&str; 3] = ["llama_nf4", "phi3_nf4", "gpt2_nf4"];
@@ -54,7 +54,7 @@ fn dense(name: &str, folder: &Path, change: impl FnOnce(&mut Tensors)) {
     let mut config = config(&fixture(name));
     config.as_object_mut().expect("an object").remove("quantization_config");
     fs::write(folder.join("config.json"), format!("{config:#}\n")).expect("written");
-    fs::write(folder.join("tokenizer.json"), "{}").expect("written");
+    fs::write(folder.join("tokenizer_config.json"), "{}").expect("written");
     let mut tensors = tensors(&fixture(name).join("dense.safetensors"));
     change(&mut tensors);
     save(&folder.join("model.safetensors"), &tensors);
@@ -342,7 +342,9 @@ fn other_files_come_along_and_weights_in_other_formats_do_not() {
     fs::create_dir(place.path("out")).expect("an empty folder is none");
     place.quantize(&QuantizeOptions::default()).expect("a model");
     let out = place.path("out");
-    assert!(out.join("templates/tool.jinja").is_file() && out.join("tokenizer.json").is_file());
+    assert!(
+        out.join("templates/tool.jinja").is_file() && out.join("tokenizer_config.json").is_file()
+    );
     for file in [".cache", "original", "pytorch_model.bin", "model.safetensors.index.json"] {
         assert!(!out.join(file).exists(), "{file}");
     }
@@ -366,7 +368,6 @@ fn logged(folder: &Path, more: &[&str]) -> String {
 fn what_stays_as_it_is_against_what_one_may_expect_is_said_once() {
     let place = Place::new();
     dense("llama_nf4", &place.path("model"), |_| {});
-    fs::remove_file(place.path("model/tokenizer.json")).expect("there");
     let options = options(WeightFormat::Fp4, 64, true);
     place.quantize(&options).expect("a model");
     assert!(!logged(&place.path("out"), &[]).contains("FP4"));
@@ -448,6 +449,8 @@ fn bad_models_are_refused_and_nothing_is_left() {
     dense("llama_nf4", &place.path("less"), |tensors| drop(tensors.remove(weight)));
     dense("llama_nf4", &place.path("family"), |_| {});
     fs::write(place.path("family/config.json"), r#"{"model_type": "rwkv"}"#).expect("written");
+    dense("llama_nf4", &place.path("words"), |_| {});
+    fs::write(place.path("words/tokenizer.json"), TWO_WORDS).expect("written");
     dense("llama_nf4", &place.path("codes"), |_| {});
     let codes = fixture("llama_nf4").join("model.safetensors");
     fs::copy(codes, place.path("codes/model.safetensors")).expect("copied");
@@ -472,6 +475,7 @@ fn bad_models_are_refused_and_nothing_is_left() {
         (of("inf"), format!("tensor {weight} holds infinities or NaN")),
         (of("less"), format!("missing: {weight}")),
         (of("family"), "`model_type` is \"rwkv\"".into()),
+        (of("words"), "the model a vocabulary of".into()),
         (of("codes"), "mlp.down_proj.weight is quantised already".into()),
         (of("cut"), "not a safetensors file".into()),
         (of("absent"), "cannot read".into()),

@@ -46,10 +46,7 @@ impl ModelFolder {
         let generation = GenerationConfig::open(folder)
             .and_then(|generation| generation.for_vocab(config.vocab));
         let generation = generation.map_err(EngineError::Folder)?;
-        let tokenizer = match folder.join("tokenizer.json").symlink_metadata().is_ok() {
-            true => Some(Tokenizer::open(folder)?.for_vocab(config.vocab)?),
-            false => None,
-        };
+        let tokenizer = Tokenizer::of_model(folder, config.vocab)?;
         let (folder, template) = (folder.to_owned(), OnceLock::new());
         let reader = Reader { folder, config, generation, tokenizer, template };
         Ok(Self { weights, reader, adapter: None, adapter_folder: None })
