@@ -15,6 +15,8 @@
 //!                              them, as many at once as take no more than the layers did
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
 //! small        a page of what is: shapes, lengths, tokens
+//! steps        of a step that is captured everything that passes, for that lies outside of the pages of prompts: a piece
+//!              for each size that there is, and dense weights where codes of so many rows are not multiplied as they are
 //! ```
 //!
 //! Sums are of 128 bits: a configuration may be absurd.
@@ -39,6 +41,17 @@ pub struct Footprint {
     pub workspace: u128,
     /// A page of what is small.
     pub small: u128,
+    /// What the graph of a step is recorded on.
+    pub steps: u128,
+}
+
+/// How a device goes about steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Steps {
+    /// Whether they are captured as graphs.
+    pub captured: bool,
+    /// So many rows at most are multiplied with codes of 4 bits themselves, more with a dense copy.
+    pub coded_rows: u32,
 }
 
 /// How a model is held.
@@ -99,7 +112,7 @@ pub struct Workload {
 
 impl Footprint {
     pub const fn total(&self) -> u128 {
-        self.weights + self.cache + self.passing() + self.small
+        self.weights + self.cache + self.passing() + self.small + self.steps
     }
 
     /// What comes and goes while tokens pass.
@@ -144,14 +157,15 @@ pub(crate) const fn four_bit_bytes(values: u128) -> u128 {
 impl DecoderConfig {
     /// What the model takes, held and loaded so, beside its weights, whose bytes are known: see
     /// [`DecoderConfig::held_bytes`] and [`on_device`](crate::on_device).
-    pub fn footprint(&self, held: Held, weights: u128, load: Workload) -> Footprint {
+    pub fn footprint(&self, held: Held, weights: u128, load: Workload, steps: Steps) -> Footprint {
         Footprint {
             weights,
             cache: self.cache_bytes(held, load.batch, load.positions)
                 + self.angle_bytes(load.positions),
             activations: self.activation_bytes(held, load),
-            workspace: self.workspace_bytes(held, load),
+            workspace: self.workspace_bytes(held, load, steps),
             small: SMALL_PAGE,
+            steps: if steps.captured { self.step_bytes(held, load, steps) } else { 0 },
         }
     }
 
@@ -235,13 +249,12 @@ impl DecoderConfig {
         }
     }
 
-    fn workspace_bytes(&self, held: Held, load: Workload) -> u128 {
+    fn workspace_bytes(&self, held: Held, load: Workload, steps: Steps) -> u128 {
         let (few, joins) = match held.matrices {
             Matrices::Dense => return 0,
             Matrices::Int8 => (8, false),
-            Matrices::FourBit => (FEW_BY_FOUR_BITS, true),
+            Matrices::FourBit => (steps.coded_rows.into(), true),
         };
-        // So many rows at most are multiplied with the codes themselves.
         if Self::rows(load) <= few {
             return 0;
         }
@@ -257,9 +270,28 @@ impl DecoderConfig {
         let qkv = (q + 2 * kv) * self.hidden as u128;
         values.max().unwrap_or(0).max(qkv) * held.size()
     }
+
+    /// What a step of a token of each sequence takes, where all that it makes lies beside each other: results in what is
+    /// computed in, the sums in f32 of two parts of each, logits, dense copies.
+    fn step_bytes(&self, held: Held, load: Workload, steps: Steps) -> u128 {
+        let [q, kv] = self.qkv_rows().map(|size| size as u128);
+        let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
+        let sums = 2 * 4 * (q + 2 * kv + hidden + 2 * inner + hidden);
+        let results = (3 * hidden + 2 * q + 2 * kv + 2 * inner) * held.size();
+        let batch = load.batch as u128;
+        let dense = match held.matrices {
+            Matrices::FourBit if batch > steps.coded_rows.into() => {
+                let matrices = self.parts().into_iter();
+                let matrices = matrices.filter(|(part, _)| Slot::Layer(0, *part).is_matrix());
+                matrices.map(|(_, shape)| values_of(&shape)).sum::<u128>() * held.size()
+            }
+            _ => 0,
+        };
+        batch * (results + sums + 4 * self.vocab as u128) + dense
+    }
 }
 
-/// So many rows at most are multiplied with codes of 4 bits themselves.
+/// So many rows at most have gate and up as one product of codes of 4 bits.
 const FEW_BY_FOUR_BITS: u128 = 128;
 
 /// The page of a CubeCL pool that holds what is smaller than 64 KiB.
@@ -278,12 +310,16 @@ mod tests {
     };
     const NF4: Held = Held { matrices: Matrices::FourBit, ..BF16 };
     const INT8: Held = Held { matrices: Matrices::Int8, ..BF16 };
+    /// Of CUDA, of Vulkan, and of a CPU.
+    const FUSED: Steps = Steps { captured: true, coded_rows: 128 };
+    const DENSE: Steps = Steps { coded_rows: 8, ..FUSED };
+    const LAUNCHED: Steps = Steps { captured: false, ..DENSE };
 
     #[test]
     fn llama_3_8b_takes_what_it_is_known_to() {
         let llama = shapes::named("llama-3-8b").expect("published");
         let load = Workload { batch: 1, positions: 8192, chunk: 2048 };
-        let of = |held, load| llama.footprint(held, llama.held_bytes(held), load);
+        let of = |held, load| llama.footprint(held, llama.held_bytes(held), load, FUSED);
         let dense = of(BF16, load);
         assert_eq!(dense.weights, 2 * 8_030_261_248);
         // 128 KiB a position, and 64 angles of two numbers.
@@ -312,7 +348,18 @@ mod tests {
         assert_eq!(bytes.activations, attention.max(dense.activations));
         let passing = four.activations + four.workspace;
         assert_eq!(four.passing(), passing);
-        assert_eq!(four.total(), four.weights + four.cache + passing + SMALL_PAGE);
+        assert_eq!(four.total(), four.weights + four.cache + passing + SMALL_PAGE + four.steps);
+        // x thrice, q twice, keys and values, gate and up, in f32 sums of two parts of each product, and logits.
+        let row = 2 * (3 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)
+            + 8 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096)
+            + 4 * 128_256;
+        assert_eq!((four.steps, step.steps), (row, 16 * row));
+        // Where no path decodes in registers, a step of 16 has dense copies of a layer's matrices.
+        let load = Workload { chunk: 2048, batch: 16, ..load };
+        let of = |steps| llama.footprint(NF4, 0, load, steps);
+        let layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096);
+        assert_eq!(of(DENSE).steps, of(FUSED).steps + layer);
+        assert_eq!(of(LAUNCHED), Footprint { steps: 0, ..of(DENSE) });
     }
 
     #[test]
@@ -342,7 +389,7 @@ mod tests {
         for name in shapes::names() {
             let config = shapes::named(name).expect("published");
             let of = |batch, positions| {
-                config.footprint(NF4, 0, Workload { batch, positions, chunk: 2048 }).total()
+                config.footprint(NF4, 0, Workload { batch, positions, chunk: 2048 }, FUSED).total()
             };
             assert!(of(1, 64) < of(1, 4096) && of(1, 4096) < of(3, 4096), "{name}");
         }

@@ -49,7 +49,9 @@ pub use decoder::{
 };
 pub use error::{Error, Fault};
 pub use families::Family;
-pub use footprint::{Footprint, Held, KvFormat, Lessons, Matrices, TrainFootprint, Workload};
+pub use footprint::{
+    Footprint, Held, KvFormat, Lessons, Matrices, Steps, TrainFootprint, Workload,
+};
 pub use generation::GenerationConfig;
 pub use lora::{Adapter, Factor, LoraOptions};
 pub use matrices::{Fusion, Linear};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use arch::{ArchProfile, DType};
-use models::{Footprint, Held, KvCache, KvFormat, Matrices, Weights, Workload as Passing};
+use models::{Footprint, Held, KvCache, KvFormat, Matrices, Steps, Weights, Workload as Passing};
 use serde::Serialize;
 
 use crate::engine::{EngineError, EngineOptions, Others, Prepared};
@@ -107,7 +107,7 @@ pub struct Plan {
     pub cache_bytes: u64,
     /// What is alive at most while tokens pass.
     pub activations_bytes: u64,
-    /// Dense copies of weights in 4 or 8 bits, and a page of what is small.
+    /// Dense copies of weights in 4 or 8 bits, what the graph of a step is recorded on, and a page of what is small.
     pub workspace_bytes: u64,
     /// What sessions, batches and trainers of the model take that live beside it.
     #[serde(skip)]
@@ -127,6 +127,7 @@ pub(crate) struct Planned {
     pub(crate) model: String,
     pub(crate) config: models::DecoderConfig,
     pub(crate) held: Held,
+    pub(crate) steps: Steps,
     /// Bytes of the weights on the device.
     pub(crate) weights: u128,
 }
@@ -183,7 +184,7 @@ impl Plan {
 impl Planned {
     pub(crate) fn footprint(&self, Workload { batch, context, shared }: Workload) -> Footprint {
         let passing = Passing { batch, positions: context, chunk: models::CHUNK };
-        let all = self.config.footprint(self.held, self.weights, passing);
+        let all = self.config.footprint(self.held, self.weights, passing, self.steps);
         if shared == 0 {
             return all;
         }
@@ -263,7 +264,7 @@ impl Planned {
             weights_bytes: bytes(parts.weights),
             cache_bytes: bytes(parts.cache),
             activations_bytes: bytes(parts.activations),
-            workspace_bytes: bytes(parts.workspace + parts.small),
+            workspace_bytes: bytes(parts.workspace + parts.steps + parts.small),
             beside_bytes: bytes(others.beside(parts.passing() + parts.small)),
             largest_batch: known(largest(MOST_SEQUENCES, |batch| {
                 fits(Workload { batch, ..workload })

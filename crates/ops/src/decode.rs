@@ -392,7 +392,11 @@ fn run(
         lse: None,
     };
     let bytes = Decode::scratch_bytes(&problem, &config);
-    let make = || Decode::scratch(&device, &problem, &config);
+    // It outlives steps, and graphs of them read it: a page of a pool that it lay in would serve nothing else.
+    let make = || {
+        let of = |()| Decode::scratch(&device, &problem, &config);
+        device.client().memory_persistent_allocation((), of)
+    };
     let scratch = call.ctx.scratch(&out.device, bytes, make);
     launch::<Decode>(&device, &problem, &config, &operands, scratch.as_ref());
     Ok(())

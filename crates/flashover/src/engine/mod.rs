@@ -22,9 +22,10 @@ use std::sync::Arc;
 use ::text::{Message, Tokenizer};
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
+use kernels::nf4::Nf4Matmul;
 use models::{
     Decoder, DecoderConfig, Footprint, GenerationConfig, Held, KvCache, KvFormat, LoadOptions,
-    Loading, LoraOptions, Matrices, Weights,
+    Loading, LoraOptions, Matrices, Steps, Weights,
 };
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
@@ -249,6 +250,7 @@ impl Prepared {
             model: folder.display().to_string(),
             config: weights.config().clone(),
             held,
+            steps: steps(profile, held),
             weights: bytes,
         };
         Ok(Self { planned, load })
@@ -271,7 +273,8 @@ impl Prepared {
         };
         let held = held(profile, &load, matrices)?;
         let weights = config.held_bytes(held);
-        let planned = Planned { model: shape.to_owned(), config, held, weights };
+        let steps = steps(profile, held);
+        let planned = Planned { model: shape.to_owned(), config, held, steps, weights };
         Ok(Self { planned, load })
     }
 
@@ -617,7 +620,7 @@ impl Engine {
     fn cache_within(&self, batch: usize, context: usize) -> Result<KvCache, EngineError> {
         if self.config().context().is_none_or(|most| context <= most) {
             let parts = self.0.planned.footprint(Workload::new(batch, context));
-            self.give_back_more_than(parts.cache + parts.passing() + parts.small)?;
+            self.give_back_more_than(parts.total() - parts.weights)?;
             self.make_room(parts.passing())?;
         }
         let cache = self.decoder().cache(batch, context)?;
@@ -692,7 +695,7 @@ impl Engine {
 
 /// What lives beside a model's weights, of such parts.
 fn need_of(parts: &Footprint) -> Need {
-    Need { kept: parts.cache, passing: parts.passing() + parts.small }
+    Need { kept: parts.cache + parts.steps, passing: parts.passing() + parts.small }
 }
 
 /// Refuses what the memory of a device cannot hold.
@@ -740,6 +743,22 @@ fn held(
     Ok(Held { dtype, tf32: load.tf32, matrices, kv: load.kv })
 }
 
+/// How a device of this profile goes about steps of such a model.
+fn steps(profile: &ArchProfile, held: Held) -> Steps {
+    Steps {
+        captured: profile.backend != Backend::Cpu,
+        coded_rows: Nf4Matmul::coded_rows(profile, ours(held.dtype)),
+    }
+}
+
+const fn ours(dtype: FloatDType) -> DType {
+    match dtype {
+        FloatDType::BF16 => DType::Bf16,
+        FloatDType::F16 => DType::F16,
+        _ => DType::F32,
+    }
+}
+
 fn load_options(
     profile: &ArchProfile,
     options: &EngineOptions,
@@ -749,12 +768,7 @@ fn load_options(
     let dtype = match options.dtype {
         // A CPU computes in f32 whatever is stored; WGSL has no 16 bits here.
         None => {
-            let own = match file {
-                FloatDType::BF16 => DType::Bf16,
-                FloatDType::F16 => DType::F16,
-                _ => DType::F32,
-            };
-            let wide = profile.backend == Backend::Cpu || !stored.contains(&own);
+            let wide = profile.backend == Backend::Cpu || !stored.contains(&ours(file));
             Some(if wide { FloatDType::F32 } else { file })
         }
         Some(compute) => {

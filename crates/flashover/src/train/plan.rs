@@ -108,7 +108,7 @@ impl TrainPlan {
         if profile.backend == Backend::Vulkan && planned.held.dtype == FloatDType::BF16 {
             return Err(EngineError::TrainDType);
         }
-        let Planned { model, config, held, weights } = planned;
+        let Planned { model, config, held, weights, .. } = planned;
         let of = |workload: TrainWorkload| {
             let TrainWorkload { batch, context: positions, accumulates, recompute } = workload;
             let load = Lessons { batch, positions, accumulates, recompute };

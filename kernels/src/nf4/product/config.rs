@@ -52,7 +52,7 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     }
     let mut all: Vec<_> = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect();
     // Few rows leave a dense weight's bytes unpaid, and tiles mostly empty.
-    if p.m > 8 {
+    if p.m > FEW_BY_LANES {
         let fused = fused(arch, p).into_iter().map(Nf4MatmulConfig::Fused);
         let dense = denses(arch, p).into_iter().map(Nf4MatmulConfig::Dense);
         // From a thousand rows on a dense weight costs less than decoding it for every tile of rows.
@@ -64,10 +64,21 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     }
     all.retain(feasible);
     // Where tensor cores serve many rows the plain path is not worth a try.
-    if p.m <= 8 || all.is_empty() {
+    if p.m <= FEW_BY_LANES || all.is_empty() {
         all.extend(lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).filter(feasible));
     }
     all
+}
+
+/// Rows up to which the plain path is worth a try, and the fused one has won where there is one (CUDA, 128 rows at most).
+const FEW_BY_LANES: u32 = 8;
+const FEW_BY_TENSOR_CORES: u32 = 128;
+
+pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
+    match multiplies(arch, dtype) {
+        Ok(()) => FEW_BY_TENSOR_CORES,
+        Err(_) => FEW_BY_LANES,
+    }
 }
 
 /// Those that normalise, where what multiplies best does, and a launch costs more than doing it again in every cube.
@@ -76,7 +87,7 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
         Vec::new()
     } else if on_tensor_cores(arch, p).is_ok() {
         streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect()
-    } else if p.m <= 8 && !p.glu {
+    } else if p.m <= FEW_BY_LANES && !p.glu {
         // Two matrices take 44.6 us with a norm, and 38.7 without (28672 x 4096, Vulkan).
         lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).collect()
     } else {
@@ -271,10 +282,15 @@ fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infea
     if p.weight.order != Order::Tiles {
         return Err(shape("k", p.weight.k, "the weight does not lie in tiles"));
     }
-    let half = matches!(p.dtype, DType::F16 | DType::Bf16);
-    let inst = arch.mma_for(p.dtype, DType::F32).filter(|_| half);
+    multiplies(arch, p.dtype)
+}
+
+/// Whether the device has the instructions of the paths on tensor cores.
+fn multiplies(arch: &ArchProfile, dtype: DType) -> Result<(), Infeasible> {
+    let half = matches!(dtype, DType::F16 | DType::Bf16);
+    let inst = arch.mma_for(dtype, DType::F32).filter(|_| half);
     if inst.is_none_or(|s| (s.m, s.n, s.k) != (16, 8, 16)) {
-        return Err(lacks(format!("{} matrix instructions", p.dtype)));
+        return Err(lacks(format!("{dtype} matrix instructions")));
     }
     Ok(())
 }

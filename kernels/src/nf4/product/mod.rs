@@ -65,6 +65,11 @@ impl Nf4Matmul {
     pub fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
         config::takes_norm(arch, p)
     }
+
+    /// Rows of x, of `dtype`, up to which codes are multiplied as they are; for more the weight is made dense.
+    pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
+        config::coded_rows(arch, dtype)
+    }
 }
 
 /// One product. Build it with [`Nf4MatmulProblem::new`], which checks it.
