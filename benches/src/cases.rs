@@ -490,10 +490,24 @@ fn nf4s(suite: Suite, scale: Scale) -> anyhow::Result<Vec<Case>> {
     cases.extend(normed);
     // The order of back ends that have no use for tiles.
     let (n, k) = if scale == Scale::Gpu { (14336, 4096) } else { (4096, 4096) };
-    let weight_in_rows = Weight { order: Order::Rows, ..weight(n, k)? };
-    let problem = Nf4MatmulProblem::new(1, weight_in_rows, dtype);
-    let problem = problem.context("a case of the suite is invalid")?;
-    cases.push(Case { problem: Problem::Nf4Matmul(problem), peer: false });
+    let in_rows = |m, n, k| -> anyhow::Result<Nf4MatmulProblem> {
+        let weight = Weight { order: Order::Rows, ..weight(n, k)? };
+        Nf4MatmulProblem::new(m, weight, dtype).context("a case of the suite is invalid")
+    };
+    let mut rows = vec![in_rows(1, n, k)?];
+    if scale == Scale::Gpu && suite != Suite::Quick {
+        for m in [2, 4, 8, 16, 32, 64, 128, 256] {
+            rows.push(in_rows(m, n, k)?);
+        }
+        for (n, k) in [(4096, 14336), (4096, 4096), (6144, 4096)] {
+            rows.push(in_rows(16, n, k)?);
+        }
+        for m in [4, 16] {
+            let gated = in_rows(m, 28672, k)?.gated_by_half();
+            rows.push(gated.context("a case of the suite is invalid")?);
+        }
+    }
+    cases.extend(rows.into_iter().map(|p| Case { problem: Problem::Nf4Matmul(p), peer: false }));
     let (n, k) = if scale == Scale::Gpu { (14336, 4096) } else { (4096, 1024) };
     for order in [Order::Rows, Order::Tiles] {
         let weight = Weight { order, ..weight(n, k)? };

@@ -29,6 +29,15 @@ pub(crate) fn round_to_bf16(x: f32) -> f32 {
     f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16) & 1)) & 0xffff_0000u32)
 }
 
+/// Two numbers as a word of bf16, the first in its low half: the nearest, and halfway the one further from 0, which costs an
+/// addition where ties to even cost three. Neither is NaN.
+#[cube]
+pub(crate) fn pack_bf16(low: f32, high: f32) -> u32 {
+    let low = u32::reinterpret(low) + 0x8000u32;
+    let high = u32::reinterpret(high) + 0x8000u32;
+    (low >> 16) | (high & 0xffff_0000u32)
+}
+
 /// The integer nearest to a number that is far below 2^22, the even one of two: the mantissa of 1.5 · 2^23 + x.
 #[cube]
 pub(crate) fn nearest(x: f32) -> i32 {

@@ -585,7 +585,25 @@ pub fn product_config_cases(dtype: DType) -> Vec<ProductCase> {
         gated(11, weight(64, 2048, 64, false, Order::Tiles)),
         gated(70, weight(288, 512, 64, true, Order::Tiles)),
         gated(5, weight(130, 200, 64, true, Order::Rows)),
+        // Tiles of 64 of k in rows: parts without a share of their own, blocks that are larger and smaller, planes past
+        // the end of the weight and of either half, several tiles of x.
+        product(2, weight(131, 4096, 64, true, Order::Rows)),
+        product(16, weight(4096, 64, 32, false, Order::Rows)),
+        product(30, weight(40, 64 * 21, 256, true, Order::Rows)),
+        product(100, weight(264, 640, 64, true, Order::Rows)),
+        gated(7, weight(130, 1024, 64, true, Order::Rows)),
+        gated(50, weight(2 * 152, 512, 32, true, Order::Rows)),
     ];
+    let all =
+        Epilogue { bias: true, activation: Some(Activation::GeluTanh), gate: true, residual: true };
+    for (m, weight) in [
+        (9, weight(72, 1024, 64, true, Order::Rows)),
+        (20, weight(48, 64 * 5, 128, false, Order::Rows)),
+    ] {
+        problems.push(Nf4MatmulProblem { epilogue: all, ..product(m, weight) });
+        let gated = product(m, weight).gated_by_half().expect("halves are whole");
+        problems.push(Nf4MatmulProblem { epilogue: all, ..gated });
+    }
     problems.extend(normed(dtype));
     let case = |(seed, problem)| ProductCase { problem, code: FourBit::Nf4, seed };
     (100..).zip(problems).map(case).collect()

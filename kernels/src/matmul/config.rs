@@ -342,7 +342,7 @@ const FEW_FOR_CUBES: u32 = 4;
 const MOST_CUT_ROWS: u32 = 128;
 const MOST_HALVED_ROWS: u32 = 2048;
 /// Cubes that a card has at once, of those that few rows make.
-const IN_FLIGHT: u64 = 512;
+pub(crate) const IN_FLIGHT: u64 = 512;
 
 /// Whether accumulators are results as they are.
 fn is_plain(problem: &MatmulProblem) -> bool {
@@ -690,7 +690,8 @@ fn has_starts(problem: &MatmulProblem) -> bool {
     problem.batch() > 1 || problem.lhs.start > 0 || problem.rhs.start > 0
 }
 
-fn plane_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
+/// The 16 x 16 plane-scope matrices of a precision, the deepest.
+pub(crate) fn plane_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
     let ab = precision.instruction();
     let fits = |s: &&MmaShape| s.ab == ab && s.acc == DType::F32 && s.m == 16 && s.n == 16;
     arch.cmma.iter().filter(fits).max_by_key(|s| s.k).copied()

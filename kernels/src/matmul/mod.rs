@@ -73,7 +73,7 @@ pub(crate) use mma::{Codes, store_quad};
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
 
 use config::Plan;
-pub(crate) use config::{MOST_NORMED_ROWS, check_coded, spread};
+pub(crate) use config::{IN_FLIGHT, MOST_NORMED_ROWS, check_coded, plane_inst, spread};
 pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 pub(crate) use gain::{Gain, GainCompilationArg, GainLaunch, weigh_pair};
 use lanes::LanesPlan;

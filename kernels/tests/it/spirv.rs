@@ -13,6 +13,7 @@ use cubecl::{Compiler, CubeKernel, WgpuCompilationOptions};
 use cubecl_spirv::SpirvCompiler;
 use kernels::attention::{Attention, AttentionConfig, AttentionProblem};
 use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
+use kernels::nf4::{Nf4Matmul, Nf4MatmulConfig, Nf4MatmulProblem, Weight};
 use tune::Kernel;
 
 /// A card with `VK_KHR_cooperative_matrix`, as NVIDIA's driver describes itself.
@@ -156,4 +157,32 @@ fn products_compile_for_cooperative_matrices() {
         }
     }
     assert!(cubes > 4 && all - cubes > 8 && cut > 2, "{cubes} of {all}, {cut} cut");
+}
+
+#[test]
+fn products_with_codes_compile_for_cooperative_matrices() {
+    let card = card();
+    let (properties, target) =
+        (properties(&card), Arc::new(TargetProperties { mma: Default::default() }));
+    let (mut all, mut cut) = (0, 0);
+    for (dtype, m, [n, k], nested, glu) in [
+        (DType::Bf16, 16, [4096, 4096], true, false),
+        (DType::F16, 5, [264, 320], false, false),
+        (DType::Bf16, 100, [4096, 4096], true, true),
+        (DType::F16, 33, [152, 8192], false, true),
+    ] {
+        let weight = Weight::new(n, k, 64, nested).expect("a weight");
+        let problem = Nf4MatmulProblem::new(m, weight, dtype).expect("rows");
+        let problem = if glu { problem.gated_by_half().expect("halves") } else { problem };
+        for config in Nf4Matmul::candidates(&card, &problem) {
+            let Nf4MatmulConfig::Plane(c) = config else { continue };
+            let programs = Nf4Matmul::programs(&card, &problem, &config, &properties, &target);
+            assert_eq!(programs.len(), if c.parts > 1 { 2 } else { 1 }, "{config:?}");
+            let text = compiled(&format!("nf4-{dtype}-{m}-{all}"), programs);
+            assert!(text[0].contains("OpCooperativeMatrixMulAddKHR"), "{config:?}");
+            cut += usize::from(c.parts > 1);
+            all += 1;
+        }
+    }
+    assert!(all > 12 && cut > 4, "{all} {cut}");
 }

@@ -4,12 +4,13 @@
 //!
 //! y = residual + gate · activation(x · Gᵀ + bias) · (x · Uᵀ + bias)    y: `[m, n / 2]`
 //!
-//! One source, four ways through it, chosen by [`Nf4MatmulConfig`]:
+//! One source, five ways through it, chosen by [`Nf4MatmulConfig`]:
 //!
 //! | path     | decodes                          | multiplies with    | where                          |
 //! |----------|----------------------------------|--------------------|--------------------------------|
 //! | `Stream` | in registers, by pairs           | `mma.sync`         | CUDA, m to 16, weight in tiles |
 //! | `Fused`  | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
+//! | `Plane`  | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
 //! | `Lanes`  | in registers, one by one         | multiply-add       | anywhere                       |
 //! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes  |
 //!
@@ -29,6 +30,7 @@ mod codes;
 mod config;
 mod fused;
 mod lanes;
+mod plane;
 mod stream;
 
 use std::sync::Arc;
@@ -43,6 +45,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 pub use config::{DenseConfig, Nf4MatmulConfig};
 pub use fused::FusedConfig;
 pub use lanes::LanesConfig;
+pub use plane::PlaneConfig;
 pub use stream::StreamConfig;
 
 use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
@@ -55,6 +58,7 @@ use crate::matmul::{
 use crate::rows::NormKind;
 use fused::FusedPlan;
 use lanes::LanesPlan;
+use plane::PlanePlan;
 use stream::StreamPlan;
 
 /// The family of products with 4-bit weights.
@@ -450,6 +454,20 @@ impl Plan {
                     part_steps: c.part_steps(p.weight.k),
                 }
             }
+            Nf4MatmulConfig::Plane(c) => {
+                let blocks = p.m.div_ceil(c.tile_m) * p.weight.n.div_ceil(c.tile_n());
+                let plan = config::plane_plan(arch, p, &c).expect("it was checked");
+                Self {
+                    path: Path::Plane(plan),
+                    width: 4,
+                    code_width: 4,
+                    out_width: 1,
+                    cubes: CubeCount::Static(blocks, c.parts, 1),
+                    cube_dim: CubeDim::new_2d(plan.plane, c.planes),
+                    parts: c.parts,
+                    part_steps: c.part_steps(p.weight.k),
+                }
+            }
             Nf4MatmulConfig::Lanes(c) => {
                 let lanes = lanes_plan(arch, p, &c);
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
@@ -504,6 +522,7 @@ pub(crate) struct Dims {
 enum Path {
     Stream(StreamPlan),
     Fused(FusedPlan),
+    Plane(PlanePlan),
     Lanes(LanesPlan),
 }
 
@@ -525,6 +544,9 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
         }
         Path::Fused(plan) => {
             fused::fused::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
+        }
+        Path::Plane(plan) => {
+            plane::planes::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
         Path::Lanes(plan) => {
             lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan)
