@@ -11,6 +11,10 @@
 //! cost another launch and another drain of the card, where one step over 8192 positions takes but ten
 //! times as long.
 //!
+//! Of one sequence over 8192 positions the merge is 1.1 of 13.0 to 13.7 us (12.1 where nobody merges, H200 as rtx4090).
+//! Words that are their own flag, which the last part reads until none is 0 (as NCCL's "LL" has it), in place of the count:
+//! 13.0 to 13.6, dropped. Twice the parts, which fill 132 processors in place of 128: 12.1 without the merge, 14.2 with it.
+//!
 //! Source of the counter: NVIDIA, "threadFenceReduction" (CUDA samples).
 
 use cubecl::prelude::*;
