@@ -2,7 +2,11 @@
 
 use std::process::Command;
 
+#[path = "../crates/arch/export.rs"]
+mod export;
+
 fn main() {
+    export::main();
     // The index changes with a commit, the folders with an edit that makes the tree dirty.
     let sources =
         ["../crates", "../kernels", "../models", "../benches", "../xtask", "../Cargo.lock"];

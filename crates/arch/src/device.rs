@@ -168,6 +168,7 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
             let usage = properties.type_usage(elem_of(*d));
             usage.contains(cubecl::features::TypeUsage::Buffer)
         })
+        .filter(|d| (backend, *d) != (Backend::Cpu, DType::Bf16) || crate::bf16::rounds())
         .collect();
     if tf32 {
         stored.insert(DType::Tf32);

@@ -5,6 +5,7 @@
 //! kept. `--profile rtx4090` is [`Device::restrict`]: a real card limited to what another one has.
 
 mod backend;
+mod bf16;
 mod device;
 mod facts;
 mod host;
