@@ -91,7 +91,7 @@ const FLASH: [FlashConfig; 9] = [
     flash(2, 16, 32, 3),
 ];
 
-const fn plane(planes: u32, rows: u32, tile_kv: u32) -> PlaneConfig {
+pub(super) const fn plane(planes: u32, rows: u32, tile_kv: u32) -> PlaneConfig {
     PlaneConfig { planes, rows, tile_kv }
 }
 
@@ -166,6 +166,19 @@ fn check_plane(
     c: PlaneConfig,
 ) -> Result<(), Infeasible> {
     let plane = arch.plane_size.0;
+    // A software device has memory for registers.
+    if plane > 16 && c.registers(problem.head_dim, plane) > 270 {
+        return Err(shape("rows", c.rows, "results and scores would spill"));
+    }
+    matrices(arch, c, c.shared_bytes(problem.head_dim))
+}
+
+/// Whether blocks of plane-scope matrices fit, which take so many bytes of shared memory.
+pub(super) fn matrices(
+    arch: &ArchProfile,
+    c: PlaneConfig,
+    shared_bytes: u32,
+) -> Result<(), Infeasible> {
     for (name, value, allowed) in [
         ("rows", c.rows, &[16u32, 32][..]),
         ("planes", c.planes, &[1, 2, 4, 8]),
@@ -175,11 +188,7 @@ fn check_plane(
             return Err(shape(name, value, &format!("one of {allowed:?}")));
         }
     }
-    // A software device has memory for registers.
-    if plane > 16 && c.registers(problem.head_dim, plane) > 270 {
-        return Err(shape("rows", c.rows, "results and scores would spill"));
-    }
-    limits(arch, c.planes * plane, c.shared_bytes(problem.head_dim))
+    limits(arch, c.planes * arch.plane_size.0, shared_bytes)
 }
 
 /// Registers for the addresses of a bias or mask: with 32 rows of 128 they spill 164 bytes (sm_120).

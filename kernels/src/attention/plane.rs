@@ -36,7 +36,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::scores::{Place, Region, Scores};
-use super::{Dims, Sequences};
+use super::{Dims, Sequences, Steps};
 use crate::cooperative::{Corner, Tile, Word, load, put, read, zeros};
 use crate::round::rounded;
 
@@ -52,7 +52,7 @@ pub struct PlaneConfig {
 }
 
 /// Numbers between two lines of scores or weights beyond their length, against bank conflicts.
-const PAD: u32 = 8;
+pub(crate) const PAD: u32 = 8;
 
 impl PlaneConfig {
     /// Queries of a cube.
@@ -88,24 +88,40 @@ pub(crate) struct PlanePlan {
 }
 
 impl PlanePlan {
-    const fn units(self) -> u32 {
+    pub(crate) const fn units(self) -> u32 {
         self.config.planes * self.plane
     }
 
     /// Of K, and of V, which lies the same way.
-    const fn tile(self) -> Tile {
+    pub(crate) const fn tile(self) -> Tile {
         let PlaneConfig { tile_kv, .. } = self.config;
         Tile { lines: tile_kv, line: self.head_dim, units: self.units(), exact: self.exact }
     }
 
     /// Units that share a row of 16 queries.
-    const fn sharers(self) -> u32 {
+    pub(crate) const fn sharers(self) -> u32 {
         if self.plane > 16 { self.plane / 16 } else { 1 }
     }
 
     /// Rows of 16 that a unit has a share of.
-    const fn own_rows(self) -> usize {
+    pub(crate) const fn own_rows(self) -> usize {
         if self.plane < 16 { (16 / self.plane) as usize } else { 1 }
+    }
+
+    /// Rows that a unit has a share of: how many, and how far below each other.
+    pub(crate) const fn slots(self) -> (usize, u32) {
+        let own = self.own_rows();
+        (self.config.rows as usize / 16 * own, 16 / own as u32)
+    }
+
+    /// Vectors of four scores that a unit holds of each.
+    pub(crate) const fn held(self) -> usize {
+        (self.config.tile_kv / 4 / self.sharers()) as usize
+    }
+
+    /// Numbers between two lines of a plane's scores.
+    pub(crate) const fn line(self) -> u32 {
+        self.config.tile_kv + PAD
     }
 
     /// Where rules and ends cut a plane's scores.
@@ -135,14 +151,10 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     let tile_q = comptime!(plan.config.tile_q());
     let frags = comptime!(rows as usize / 16);
     let steps = comptime!(plan.head_dim as usize / 16);
-    let blocks = comptime!(tile_kv as usize / 16);
     let sharers = comptime!(plan.sharers());
-    // Rows that a unit has a share of, each so many below the one before.
-    let (own_rows, pass) = comptime!((plan.own_rows(), 16 / plan.own_rows() as u32));
-    let slots = comptime!(frags * own_rows);
-    // Vectors of four scores that it holds of each.
-    let held = comptime!((tile_kv / 4 / sharers) as usize);
-    let line = comptime!(tile_kv + PAD);
+    let own_rows = comptime!(plan.own_rows());
+    let (slots, pass) = comptime!(plan.slots());
+    let (held, line) = comptime!((plan.held(), plan.line()));
     let tile = comptime!(plan.tile());
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
@@ -169,38 +181,14 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         comptime!((tile_q * line / 4) as usize),
         32usize,
     );
-    // A plane's own rows of the two, in vectors.
-    let corner = plane * comptime!(rows * line / 4);
+    let corner = corner_of(plan);
     // This unit's first row, and its first vector in each.
     let (down, across) = (lane / sharers, lane % sharers);
     let row0 = first_row + plane * rows;
 
     let kv_head = head / dims.group;
-    let mut a = Sequence::<Matrix<F>>::new(); // q: [rows / 16, head_dim / 16]
-    #[unroll]
-    for i in 0..frags {
-        #[unroll]
-        for step in 0..steps {
-            sync_plane();
-            #[unroll]
-            for r in 0..own_rows {
-                let line_of = comptime!(pass * r as u32) + down;
-                let row = row0 + comptime!(16 * i as u32) + line_of;
-                let at = dims.q.at(here.from_q + row, batch, head);
-                #[unroll]
-                for j in 0..comptime!((4 / sharers) as usize) {
-                    let vector = across + comptime!(j as u32 * sharers);
-                    let mut part = Vector::<F, Const<4>>::new(F::new(0.0));
-                    if row < here.seq_q {
-                        part = four::<F, NI>(q, at + comptime!(16 * step) + 4 * vector as usize);
-                    }
-                    shared_p[(corner + line_of * comptime!(line / 4) + vector) as usize] = part;
-                }
-            }
-            sync_plane();
-            a.push(rows_of::<F>(&shared_p, corner, line));
-        }
-    }
+    let from_q = Rows { first: row0, end: here.seq_q, before: here.from_q, batch, head };
+    let a = fragments_of::<F, NI>(q, &dims.q, &from_q, &mut shared_p, plan); // [rows / 16, head_dim / 16]
     let mut acc = Sequence::<Matrix<f32>>::new(); // [rows / 16, head_dim / 16]
     #[unroll]
     for _ in 0..comptime!(frags * steps) {
@@ -256,42 +244,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         read::<F, NI>(v, &mut next_v, &corner_v, unit, tile);
 
         // s = q · kᵀ
-        #[unroll]
-        for j in 0..blocks {
-            let mut s = Sequence::<Matrix<f32>>::new();
-            #[unroll]
-            for _ in 0..frags {
-                s.push(zeros(16usize));
-            }
-            #[unroll]
-            for step in 0..steps {
-                let b = load::<F>(
-                    &keys,
-                    comptime!(16 * j as u32).runtime(),
-                    comptime!(16 * step as u32).runtime(),
-                    MatrixIdent::B,
-                    MatrixLayout::ColMajor,
-                    16usize,
-                    tile,
-                );
-                #[unroll]
-                for i in 0..frags {
-                    let c = s.index(i);
-                    cmma::execute(a.index(comptime!(i * steps + step)), &b, c, c);
-                }
-            }
-            #[unroll]
-            for i in 0..frags {
-                let at = corner + comptime!((16 * i as u32 * line + 16 * j as u32) / 4);
-                let end = shared_s.len();
-                cmma::store(
-                    &mut shared_s[at as usize..end],
-                    s.index(i),
-                    line,
-                    MatrixLayout::RowMajor,
-                );
-            }
-        }
+        multiply::<F>(&a, &keys, &mut shared_s, plan);
         sync_plane();
 
         // This unit's scores: of each row every `sharers`th vector.
@@ -404,32 +357,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         sync_plane();
 
         // acc += p · v
-        #[unroll]
-        for j in 0..blocks {
-            let mut p = Sequence::<Matrix<F>>::new();
-            #[unroll]
-            for i in 0..frags {
-                let at = corner + comptime!((16 * i as u32 * line + 16 * j as u32) / 4);
-                p.push(rows_of::<F>(&shared_p, at, line));
-            }
-            #[unroll]
-            for step in 0..steps {
-                let b = load::<F>(
-                    &values,
-                    comptime!(16 * j as u32).runtime(),
-                    comptime!(16 * step as u32).runtime(),
-                    MatrixIdent::B,
-                    MatrixLayout::RowMajor,
-                    16usize,
-                    tile,
-                );
-                #[unroll]
-                for i in 0..frags {
-                    let c = acc.index(comptime!(i * steps + step));
-                    cmma::execute(p.index(i), &b, c, c);
-                }
-            }
-        }
+        accumulate::<F>(&acc, &shared_p, &values, plan);
     }
 
     let mut quotients = Array::<f32>::new(slots);
@@ -453,15 +381,177 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
             }
         }
     }
+    store_rows::<F, NO>(out, &dims.out, &from_q, &acc, &quotients, &mut shared_s, plan);
+}
+
+/// Rows that a plane owns, of one head of one sequence.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Rows {
+    /// The first, and one past the last of the sequence.
+    pub(super) first: u32,
+    pub(super) end: u32,
+    /// Rows of the tensor before the sequence.
+    pub(super) before: u32,
+    pub(super) batch: u32,
+    pub(super) head: u32,
+}
+
+/// A plane's rows of `from` as matrices, `[rows / 16, head_dim / 16]`, zeros past the end; they pass through `scratch`, the
+/// weights of all planes.
+#[cube]
+pub(super) fn fragments_of<F: Float, N: Size>(
+    from: &[Vector<F, N>],
+    steps: &Steps,
+    rows: &Rows,
+    scratch: &mut [Vector<F, Const<4>>],
+    #[comptime] plan: PlanePlan,
+) -> Sequence<Matrix<F>> {
+    let (frags, own_rows) = comptime!((plan.config.rows as usize / 16, plan.own_rows()));
+    let (sharers, line) = comptime!((plan.sharers(), plan.line()));
+    let (_, pass) = comptime!(plan.slots());
+    let corner = corner_of(plan);
+    let (down, across) = (UNIT_POS_X / sharers, UNIT_POS_X % sharers);
+    let mut all = Sequence::<Matrix<F>>::new();
     #[unroll]
     for i in 0..frags {
         #[unroll]
-        for step in 0..steps {
+        for step in 0..comptime!(plan.head_dim as usize / 16) {
             sync_plane();
-            let end = shared_s.len();
+            #[unroll]
+            for r in 0..own_rows {
+                let line_of = comptime!(pass * r as u32) + down;
+                let row = rows.first + comptime!(16 * i as u32) + line_of;
+                let at = steps.at(rows.before + row, rows.batch, rows.head);
+                #[unroll]
+                for j in 0..comptime!((4 / sharers) as usize) {
+                    let vector = across + comptime!(j as u32 * sharers);
+                    let mut part = Vector::<F, Const<4>>::new(F::new(0.0));
+                    if row < rows.end {
+                        part = four::<F, N>(from, at + comptime!(16 * step) + 4 * vector as usize);
+                    }
+                    scratch[(corner + line_of * comptime!(line / 4) + vector) as usize] = part;
+                }
+            }
+            sync_plane();
+            all.push(rows_of::<F>(&*scratch, corner, line));
+        }
+    }
+    all
+}
+
+/// Products of a plane's rows `a` with the lines of a tile, into its own lines of `scores`.
+#[cube]
+pub(super) fn multiply<F: Float>(
+    a: &Sequence<Matrix<F>>,
+    tile: &[Word],
+    scores: &mut [Vector<f32, Const<4>>],
+    #[comptime] plan: PlanePlan,
+) {
+    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
+    let line = comptime!(plan.line());
+    let corner = corner_of(plan);
+    #[unroll]
+    for j in 0..comptime!(tile_kv as usize / 16) {
+        let mut s = Sequence::<Matrix<f32>>::new();
+        #[unroll]
+        for _ in 0..frags {
+            s.push(zeros(16usize));
+        }
+        #[unroll]
+        for step in 0..steps {
+            let b = load::<F>(
+                tile,
+                comptime!(16 * j as u32).runtime(),
+                comptime!(16 * step as u32).runtime(),
+                MatrixIdent::B,
+                MatrixLayout::ColMajor,
+                16usize,
+                comptime!(plan.tile()),
+            );
+            #[unroll]
+            for i in 0..frags {
+                let c = s.index(i);
+                cmma::execute(a.index(comptime!(i * steps + step)), &b, c, c);
+            }
+        }
+        #[unroll]
+        for i in 0..frags {
+            let at = corner + comptime!((16 * i as u32 * line + 16 * j as u32) / 4);
+            let end = scores.len();
+            let row_major = comptime!(MatrixLayout::RowMajor);
+            cmma::store(&mut scores[at as usize..end], s.index(i), line, row_major);
+        }
+    }
+}
+
+/// Adds products of a plane's `weights` with a tile to `acc`, `[rows / 16, head_dim / 16]`.
+#[cube]
+pub(super) fn accumulate<F: Float>(
+    acc: &Sequence<Matrix<f32>>,
+    weights: &[Vector<F, Const<4>>],
+    tile: &[Word],
+    #[comptime] plan: PlanePlan,
+) {
+    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
+    let line = comptime!(plan.line());
+    let corner = corner_of(plan);
+    #[unroll]
+    for j in 0..comptime!(tile_kv as usize / 16) {
+        let mut p = Sequence::<Matrix<F>>::new();
+        #[unroll]
+        for i in 0..frags {
+            let at = corner + comptime!((16 * i as u32 * line + 16 * j as u32) / 4);
+            p.push(rows_of::<F>(weights, at, line));
+        }
+        #[unroll]
+        for step in 0..steps {
+            let b = load::<F>(
+                tile,
+                comptime!(16 * j as u32).runtime(),
+                comptime!(16 * step as u32).runtime(),
+                MatrixIdent::B,
+                MatrixLayout::RowMajor,
+                16usize,
+                comptime!(plan.tile()),
+            );
+            #[unroll]
+            for i in 0..frags {
+                let c = acc.index(comptime!(i * steps + step));
+                cmma::execute(p.index(i), &b, c, c);
+            }
+        }
+    }
+}
+
+/// Stores a plane's rows, each times the factor that its units have; they pass through `scratch`, the scores of all planes.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "what, where, and by way of what")]
+pub(super) fn store_rows<F: Float, N: Size>(
+    out: &mut [Vector<F, N>],
+    steps: &Steps,
+    rows: &Rows,
+    acc: &Sequence<Matrix<f32>>,
+    factors: &Array<f32>,
+    scratch: &mut [Vector<f32, Const<4>>],
+    #[comptime] plan: PlanePlan,
+) {
+    let (frags, own_rows) = comptime!((plan.config.rows as usize / 16, plan.own_rows()));
+    let all_steps = comptime!(plan.head_dim as usize / 16);
+    let (sharers, line) = comptime!((plan.sharers(), plan.line()));
+    let (_, pass) = comptime!(plan.slots());
+    let corner = corner_of(plan);
+    let (down, across) = (UNIT_POS_X / sharers, UNIT_POS_X % sharers);
+    #[unroll]
+    for i in 0..frags {
+        #[unroll]
+        for step in 0..all_steps {
+            sync_plane();
+            let end = scratch.len();
             cmma::store(
-                &mut shared_s[corner as usize..end],
-                acc.index(comptime!(i * steps + step)),
+                &mut scratch[corner as usize..end],
+                acc.index(comptime!(i * all_steps + step)),
                 line,
                 MatrixLayout::RowMajor,
             );
@@ -469,22 +559,28 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
             #[unroll]
             for r in 0..own_rows {
                 let line_of = comptime!(pass * r as u32) + down;
-                let row = row0 + comptime!(16 * i as u32) + line_of;
-                let quotient = quotients[comptime!(i * own_rows + r)];
-                if row < here.seq_q {
-                    let start = dims.out.at(here.from_q + row, batch, head);
+                let row = rows.first + comptime!(16 * i as u32) + line_of;
+                let factor = factors[comptime!(i * own_rows + r)];
+                if row < rows.end {
+                    let start = steps.at(rows.before + row, rows.batch, rows.head);
                     #[unroll]
                     for j in 0..comptime!((4 / sharers) as usize) {
                         let vector = across + comptime!(j as u32 * sharers);
                         let from = corner + line_of * comptime!(line / 4) + vector;
                         let at = start + comptime!(16 * step) + 4 * vector as usize;
-                        let four = shared_s[from as usize];
-                        store_four::<F, NO>(out, at, four, quotient, plan.by_hand);
+                        let four = scratch[from as usize];
+                        store_four::<F, N>(out, at, four, factor, plan.by_hand);
                     }
                 }
             }
         }
     }
+}
+
+/// Where a plane's own lines of scores and of weights begin, in vectors.
+#[cube]
+pub(super) fn corner_of(#[comptime] plan: PlanePlan) -> u32 {
+    UNIT_POS_Y * comptime!(plan.config.rows * plan.line() / 4)
 }
 
 /// Sixteen rows of queries or of weights, from vector `at` on.

@@ -11,6 +11,7 @@ use cubecl::ir::{
 use cubecl::profile::TimingMethod;
 use cubecl::{Compiler, CubeKernel, WgpuCompilationOptions};
 use cubecl_spirv::SpirvCompiler;
+use kernels::attention::backward::{AttentionBackward, BackwardProblem, SideConfig};
 use kernels::attention::{Attention, AttentionConfig, AttentionProblem};
 use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
 use kernels::nf4::{Nf4Matmul, Nf4MatmulConfig, Nf4MatmulProblem, Weight};
@@ -126,6 +127,37 @@ fn attention_compiles_for_cooperative_matrices() {
         }
     }
     assert!(all > 8, "{all}");
+}
+
+#[test]
+fn gradients_compile_for_cooperative_matrices() {
+    let card = card();
+    let (properties, target) =
+        (properties(&card), Arc::new(TargetProperties { mma: Default::default() }));
+    let mut all = 0;
+    for (dtype, head_dim, heads, seqs, bent) in [
+        (DType::F16, 128, [2, 2], [256, 256], false),
+        (DType::Bf16, 64, [4, 1], [133, 201], true),
+        (DType::F16, 256, [2, 1], [90, 61], false),
+    ] {
+        let dense = AttentionProblem::dense(1, heads, seqs, head_dim, dtype).expect("valid sizes");
+        let softcap = bent.then_some(30.0);
+        let forward = AttentionProblem { causal: true, lse: true, softcap, ..dense };
+        let problem = BackwardProblem::of(forward).expect("it stores its log-sum-exp");
+        for config in AttentionBackward::candidates(&card, &problem) {
+            assert!(matches!(config.keys, SideConfig::Plane(_)), "{config:?}");
+            let programs =
+                AttentionBackward::programs(&card, &problem, &config, &properties, &target);
+            // Statistics, dq, dk, dv.
+            assert_eq!(programs.len(), 4, "{config:?}");
+            let texts = compiled(&format!("gradients-{dtype}-{head_dim}-{all}"), programs);
+            for text in &texts[1..] {
+                assert!(text.contains("OpCooperativeMatrixMulAddKHR"), "{config:?}");
+            }
+            all += 1;
+        }
+    }
+    assert!(all > 12, "{all}");
 }
 
 #[test]

@@ -70,10 +70,12 @@ impl Side {
     const KEYS: Self = Self { keys: true, first: true, second: true };
     const DK: Self = Self { second: false, ..Self::KEYS };
     const DV: Self = Self { first: false, ..Self::KEYS };
+    /// dk and dv, one after the other.
+    pub(super) const APART: &'static [Self] = &[Self::DK, Self::DV];
 
     /// The launches that sum dk and dv: one, or two where both sums do not fit the registers.
     pub(super) const fn of_keys(head_dim: u32) -> &'static [Self] {
-        if head_dim <= 128 { &[Self::KEYS] } else { &[Self::DK, Self::DV] }
+        if head_dim <= 128 { &[Self::KEYS] } else { Self::APART }
     }
 
     const fn sums(self) -> u32 {

@@ -7,23 +7,24 @@
 //!   dq = scale · ds·k        dk = scale · dsᵀ·q      // dk and dv summed over the heads that share them
 //! ```
 //!
-//! Three launches: the statistics of every query, then one for each side, dq and dk with dv. Each result
-//! is written once by its owner: deterministic, and memory beside the results is 8 bytes a query. The
-//! two paths are those of the forward pass; each side has its own config.
+//! Three launches: the statistics of every query, then one for each side, dq and dk with dv (dk and dv apart where both sums
+//! do not fit the registers). Each result is written once by its owner: deterministic, and memory beside the results is 8
+//! bytes a query. The paths are those of the forward pass; each side has its own config.
 //!
-//! Cost: `10·head_dim` flop a visible pair, of which this computes 14 (both sides need p and ds); q, k,
+//! Cost: `10·head_dim` flop a visible pair, of which this computes 14 to 16 (both sides need p and ds); q, k,
 //! v, out and dout read once, dq, dk and dv written once.
 //!
 //! Source: Dao et al., "FlashAttention" (2022), section 3.1 and appendix B.
 
 mod flash;
+mod plane;
 mod problem;
 mod rows;
 mod stats;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, DType, Device};
+use arch::{ArchProfile, Backend, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -32,16 +33,17 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 pub use problem::BackwardProblem;
 
-use super::config::{addresses, flash as tiles, serves};
+use super::config::{addresses, flash as tiles, matrices, plane as blocks, serves};
+use super::plane::{PlaneConfig, PlanePlan};
 use super::scores::{Scores, ScoresCompilationArg, ScoresLaunch};
 use super::{
-    AttentionConfig, AttentionOperands, AttentionProblem, Dims, FlashConfig, HeadStrides,
-    Implementation, RowsConfig, Sequences, SequencesCompilationArg, SequencesLaunch, Steps,
-    address, bytes_of, types,
+    AttentionConfig, AttentionOperands, Dims, FlashConfig, HeadStrides, Implementation, RowsConfig,
+    Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
 };
 use crate::fits::{limits, shape};
 use crate::matmul::elem;
 use flash::{FlashPlan, Side};
+use plane::SidePlan;
 use rows::RowsPlan;
 
 /// The attention kernel family, backward.
@@ -72,6 +74,7 @@ pub struct BackwardConfig {
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum SideConfig {
     Flash(FlashConfig),
+    Plane(PlaneConfig),
     Rows(RowsConfig),
 }
 
@@ -79,12 +82,21 @@ impl From<SideConfig> for AttentionConfig {
     fn from(config: SideConfig) -> Self {
         match config {
             SideConfig::Flash(c) => Self::Flash(c),
+            SideConfig::Plane(c) => Self::Plane(c),
             SideConfig::Rows(c) => Self::Rows(c),
         }
     }
 }
 
-/// The widest tiles first.
+/// The widest tiles first; those of plane-scope matrices are for both sides.
+const PLANES: [SideConfig; 6] = [
+    SideConfig::Plane(blocks(8, 16, 32)),
+    SideConfig::Plane(blocks(4, 16, 32)),
+    SideConfig::Plane(blocks(8, 16, 16)),
+    SideConfig::Plane(blocks(4, 16, 16)),
+    SideConfig::Plane(blocks(2, 16, 32)),
+    SideConfig::Plane(blocks(2, 16, 16)),
+];
 const QUERIES: [SideConfig; 6] = [
     SideConfig::Flash(tiles(4, 32, 32, 2)),
     SideConfig::Flash(tiles(4, 32, 64, 2)),
@@ -118,17 +130,18 @@ impl Kernel for AttentionBackward {
     /// The first of both sides, then each side's others beside the other's first: the sides do not
     /// depend on each other.
     fn candidates(arch: &ArchProfile, problem: &BackwardProblem) -> Vec<BackwardConfig> {
-        let of = |all: &[SideConfig], sides: &[Side]| -> Vec<SideConfig> {
-            let fit = |c: &&SideConfig| sides.iter().all(|s| check(arch, problem, c, *s).is_ok());
-            let mut all: Vec<_> = all.iter().filter(fit).copied().collect();
+        let head_dim = problem.forward.head_dim;
+        let of = |all: &[SideConfig], keys: bool| -> Vec<SideConfig> {
+            let sides =
+                |c: &SideConfig| if keys { of_keys(c, head_dim) } else { &[Side::QUERIES][..] };
+            let fit =
+                |c: &&SideConfig| sides(c).iter().all(|s| check(arch, problem, c, *s).is_ok());
+            let mut all: Vec<_> = all.iter().chain(&PLANES).filter(fit).copied().collect();
             // What may spill a few bytes is measured, never the default.
-            all.sort_by_key(|c| {
-                sides.iter().any(|side| registers(&problem.forward, c, *side) > 248)
-            });
+            all.sort_by_key(|c| sides(c).iter().any(|s| registers(arch, problem, c, *s) > 248));
             all
         };
-        let head_dim = problem.forward.head_dim;
-        let (queries, keys) = (of(&QUERIES, &[Side::QUERIES]), of(&KEYS, Side::of_keys(head_dim)));
+        let (queries, keys) = (of(&QUERIES, false), of(&KEYS, true));
         let (Some(&first_queries), Some(&first_keys)) = (queries.first(), keys.first()) else {
             return Self::simplest(arch, problem).into_iter().collect();
         };
@@ -144,7 +157,7 @@ impl Kernel for AttentionBackward {
         config: &BackwardConfig,
     ) -> Result<(), Infeasible> {
         check(arch, problem, &config.queries, Side::QUERIES)?;
-        let sides = Side::of_keys(problem.forward.head_dim);
+        let sides = of_keys(&config.keys, problem.forward.head_dim);
         sides.iter().try_for_each(|side| check(arch, problem, &config.keys, *side))
     }
 
@@ -347,7 +360,7 @@ impl Implementation {
         arch: &ArchProfile,
         problem: &BackwardProblem,
     ) -> Result<BackwardConfig, Infeasible> {
-        let flash = |c: &BackwardConfig| matches!(c.queries, SideConfig::Flash(_));
+        let flash = |c: &BackwardConfig| !matches!(c.queries, SideConfig::Rows(_));
         match self {
             Self::Plain => AttentionBackward::simplest(arch, problem),
             Self::Flash => {
@@ -355,7 +368,10 @@ impl Implementation {
                     Some(config) => Ok(config),
                     // What the smallest lacks, every one lacks.
                     None => {
-                        let smallest = SideConfig::Flash(tiles(2, 16, 16, 2));
+                        let smallest = match arch.backend {
+                            Backend::Vulkan => SideConfig::Plane(blocks(2, 16, 16)),
+                            _ => SideConfig::Flash(tiles(2, 16, 16, 2)),
+                        };
                         let config = BackwardConfig { queries: smallest, keys: smallest };
                         AttentionBackward::check(arch, problem, &config).map(|()| config)
                     }
@@ -371,12 +387,17 @@ fn sides(
     config: &BackwardConfig,
 ) -> impl Iterator<Item = (Side, SideConfig)> + use<> {
     let (queries, keys) = (config.queries, config.keys);
-    let of_keys = match keys {
-        SideConfig::Flash(_) => Side::of_keys(head_dim),
-        SideConfig::Rows(_) => Side::of_keys(0),
-    };
-    let of_keys = of_keys.iter().map(move |side| (*side, keys));
+    let of_keys = of_keys(&keys, head_dim).iter().map(move |side| (*side, keys));
     std::iter::once((Side::QUERIES, queries)).chain(of_keys)
+}
+
+/// The launches that sum dk and dv.
+const fn of_keys(config: &SideConfig, head_dim: u32) -> &'static [Side] {
+    match config {
+        SideConfig::Flash(_) => Side::of_keys(head_dim),
+        SideConfig::Plane(_) => Side::APART,
+        SideConfig::Rows(_) => Side::of_keys(0),
+    }
 }
 
 fn check(
@@ -387,7 +408,15 @@ fn check(
 ) -> Result<(), Infeasible> {
     let p = &problem.forward;
     serves(arch, p, &(*config).into())?;
-    let SideConfig::Flash(c) = config else { return Ok(()) };
+    let c = match config {
+        SideConfig::Flash(c) => c,
+        SideConfig::Plane(c) => {
+            // Both operands of 16 rows of 256 and their sum do not fit registers; spilled they are still many times as fast
+            // as what has no matrices.
+            return matrices(arch, *c, SidePlan::shared_bytes(*c, p.head_dim));
+        }
+        SideConfig::Rows(_) => return Ok(()),
+    };
     if side.keys && c.tile_kv > c.units() {
         return Err(shape("tile_kv", c.tile_kv, "a unit copies the statistics of one query"));
     }
@@ -397,17 +426,28 @@ fn check(
             return Err(shape("tile_kv", c.tile_kv, "the copies of a tile do not divide"));
         }
     }
-    if registers(p, config, side) > 255 {
+    if registers(arch, problem, config, side) > 255 {
         return Err(shape("rows", c.rows, "sums and scores would spill"));
     }
     limits(arch, c.units(), side.shared_bytes(*c, p.head_dim))
 }
 
 /// Registers of a unit, roughly; none of the plain path.
-fn registers(p: &AttentionProblem, config: &SideConfig, side: Side) -> u32 {
-    let SideConfig::Flash(c) = config else { return 0 };
-    let slopes = if p.softcap.is_some() { 8 } else { 0 };
-    side.registers(*c, p.head_dim) + addresses(p) + slopes
+fn registers(
+    arch: &ArchProfile,
+    problem: &BackwardProblem,
+    config: &SideConfig,
+    side: Side,
+) -> u32 {
+    let p = &problem.forward;
+    match config {
+        SideConfig::Flash(c) => {
+            let slopes = if p.softcap.is_some() { 8 } else { 0 };
+            side.registers(*c, p.head_dim) + addresses(p) + slopes
+        }
+        SideConfig::Plane(c) => SidePlan::registers(*c, side, p.head_dim, arch.plane_size.0),
+        SideConfig::Rows(_) => 0,
+    }
 }
 
 /// A side's config bound to a problem.
@@ -442,6 +482,23 @@ impl Plan {
                 cubes: CubeCount::Static(own.div_ceil(c.tile_q()), own_heads, p.batch),
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
+            SideConfig::Plane(c) => {
+                let BackwardProblem { dout, dq, dk, dv, .. } = *problem;
+                let plane = arch.plane_size.0;
+                let plan = PlanePlan {
+                    config: c,
+                    head_dim: p.head_dim,
+                    plane,
+                    by_hand: crate::round::by_hand(arch, p.dtype),
+                    exact: !p.varlen && others % c.tile_kv == 0,
+                };
+                Self {
+                    path: Path::Plane(SidePlan { side, plane: plan }),
+                    widths: [p.width_with(4, &[p.out, dout, dq, dk, dv]); 2],
+                    cubes: CubeCount::Static(own.div_ceil(c.tile_q()), own_heads, p.batch),
+                    cube_dim: CubeDim::new_2d(plane, c.planes),
+                }
+            }
             SideConfig::Rows(c) => {
                 let rows = u64::from(p.batch) * u64::from(own_heads) * u64::from(own);
                 Self {
@@ -459,6 +516,7 @@ impl Plan {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Flash(FlashPlan),
+    Plane(SidePlan),
     Rows(RowsPlan),
 }
 
@@ -516,6 +574,10 @@ fn gradients<F: Float, M: Int, NI: Size, NO: Size>(
 ) {
     match path {
         Path::Flash(plan) => flash::flash::<F, M, NI, NO>(
+            own_1, own_2, other_1, other_2, stats, out_1, out_2, &scores, &sequences, dims, roles,
+            plan,
+        ),
+        Path::Plane(plan) => plane::plane::<F, M, NI, NO>(
             own_1, own_2, other_1, other_2, stats, out_1, out_2, &scores, &sequences, dims, roles,
             plan,
         ),

@@ -1,0 +1,337 @@
+//! The cooperative-matrix path of both sides: the loop of the forward pass ([`plane`](crate::attention::plane)) over what
+//! the tensor-core path passes over ([`flash`](super::flash)).
+//!
+//! | loop                          | level                                                        |
+//! |-------------------------------|--------------------------------------------------------------|
+//! | blocks of `planes · rows` own rows | cubes                                                   |
+//! | tiles of `tile_kv` others     | both operands in shared memory, the next on its way in registers |
+//! | `rows` own rows               | planes; both operands and the sum are matrices, in registers |
+//!
+//! ```text
+//!   s = own 1 · other 1ᵀ                  // matrices -> shared memory -> the units of a row
+//!   p = exp(rules(s) - lse)
+//!   g = own 2 · other 2ᵀ                  // by way of the same place;  not for dv
+//!   p, or ds = p · (g - delta) · rules'   // -> shared memory -> matrices
+//!   sum += ds · other 1, or p · other 2
+//! ```
+//!
+//! A launch has one sum: dk and dv are two, which find q·kᵀ twice. Together they would have 64 registers of own rows and 128
+//! of sums at head dimension 128.
+//!
+//! Cost: `6·head_dim` flop a visible pair for dq, as much for dk, `4·head_dim` for dv; `10·head_dim` of them count. 20 bytes
+//! a score pass through shared memory.
+
+use cubecl::cmma::Matrix;
+use cubecl::prelude::*;
+
+use super::Roles;
+use super::flash::Side;
+use crate::attention::plane::{
+    PAD, PlaneConfig, PlanePlan, Rows, accumulate, corner_of, fragments_of, multiply, store_rows,
+};
+use crate::attention::scores::{Place, Region, Scores};
+use crate::attention::{Dims, Sequences};
+use crate::cooperative::{Corner, Word, put, read, zeros};
+use crate::round::rounded;
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct SidePlan {
+    pub(super) side: Side,
+    /// `tile_kv` is the tile of others, and `exact` says of them that none reaches past the end.
+    pub(super) plane: PlanePlan,
+}
+
+impl SidePlan {
+    /// Bytes of shared memory of `config`: as forward, and statistics of a tile of queries.
+    pub(super) const fn shared_bytes(config: PlaneConfig, head_dim: u32) -> u32 {
+        config.shared_bytes(head_dim) + 8 * config.tile_kv
+    }
+
+    /// Registers of a unit, roughly: own rows, sums, weights, the tiles on their way, addresses.
+    pub(super) const fn registers(
+        config: PlaneConfig,
+        side: Side,
+        head_dim: u32,
+        plane: u32,
+    ) -> u32 {
+        let matrices = config.rows / 16 * 256 / plane;
+        let operands = if side.first { 2 } else { 1 };
+        let own = matrices * (head_dim / 16 * (2 + operands) / 2 + 1 + config.tile_kv / 16);
+        own + config.tile_kv * head_dim / (config.planes * plane) + 40
+    }
+
+    /// Where rules and ends cut a plane's scores.
+    const fn region(self) -> Region {
+        let PlaneConfig { rows, tile_kv, .. } = self.plane.config;
+        let (queries, keys) = if self.side.keys { (tile_kv, rows) } else { (rows, tile_kv) };
+        Region { queries, keys, turned: self.side.keys, exact: self.plane.exact }
+    }
+}
+
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
+pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
+    own_1: &[Vector<F, NI>],
+    own_2: &[Vector<F, NI>],
+    other_1: &[Vector<F, NI>],
+    other_2: &[Vector<F, NI>],
+    stats: &[Vector<f32, Const<2>>],
+    out_1: &mut [Vector<F, NO>],
+    out_2: &mut [Vector<F, NO>],
+    scores: &Scores<F, M>,
+    sequences: &Sequences,
+    dims: &Dims,
+    roles: &Roles,
+    #[comptime] side_plan: SidePlan,
+) {
+    let (side, plan) = comptime!((side_plan.side, side_plan.plane));
+    let PlaneConfig { rows, tile_kv: tile_len, .. } = comptime!(plan.config);
+    let tile_own = comptime!(plan.config.tile_q());
+    let sharers = comptime!(plan.sharers());
+    let (slots, pass) = comptime!(plan.slots());
+    let (held, line) = comptime!((plan.held(), tile_len + PAD));
+    let tile = comptime!(plan.tile());
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * plan.plane + lane;
+    let (own_head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
+    let here = sequences.of(dims, batch);
+    let (from_own, own_len, from_other, other_len) = if comptime!(side.keys) {
+        (here.from_kv, here.seq_kv, here.from_q, here.seq_q)
+    } else {
+        (here.from_q, here.seq_q, here.from_kv, here.seq_kv)
+    };
+    // Those that causal order gives most tiles first: early keys, late queries.
+    let mut block = CUBE_POS_X;
+    if comptime!(scores.rules.causal && !side.keys) {
+        block = dims.seq_q.div_ceil(tile_own) - 1 - CUBE_POS_X;
+    }
+    let first_row = block * tile_own;
+    if first_row >= own_len {
+        terminate!();
+    }
+    let (other_head, heads, query_head) = if comptime!(side.keys) {
+        (own_head * dims.group, dims.group, own_head * dims.group)
+    } else {
+        (own_head / dims.group, 1u32.runtime(), own_head)
+    };
+
+    let mut tile_1 =
+        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+    let mut tile_2 =
+        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+    // [planes, rows, line]
+    let mut shared_s = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
+        comptime!((tile_own * line / 4) as usize),
+        32usize,
+    );
+    let mut shared_p = Shared::<[Vector<F, Const<4>>]>::new_aligned_slice(
+        comptime!((tile_own * line / 4) as usize),
+        32usize,
+    );
+    // Of a tile of queries: lse, then delta.
+    let fours = comptime!(tile_len / 4);
+    let mut shared_stats = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
+        comptime!(if side.keys { 2 * fours as usize } else { 1 }),
+        32usize,
+    );
+
+    let corner = corner_of(plan);
+    let (down, across) = (lane / sharers, lane % sharers);
+    let row0 = first_row + plane * rows;
+    let own = Rows { first: row0, end: own_len, before: from_own, batch, head: own_head };
+    let a_1 = fragments_of::<F, NI>(own_1, &roles.own_1, &own, &mut shared_p, plan);
+    let a_2 = if comptime!(side.first) {
+        fragments_of::<F, NI>(own_2, &roles.own_2, &own, &mut shared_p, plan)
+    } else {
+        Sequence::<Matrix<F>>::new()
+    };
+    let mut acc = Sequence::<Matrix<f32>>::new(); // [rows / 16, head_dim / 16]
+    #[unroll]
+    for _ in 0..comptime!((rows * plan.head_dim / 256) as usize) {
+        acc.push(zeros(16usize));
+    }
+    // Of this unit's rows, where they are queries.
+    let mut own_lse = Array::<f32>::new(slots);
+    let mut own_delta = Array::<f32>::new(slots);
+    if comptime!(!side.keys) {
+        #[unroll]
+        for i in 0..slots {
+            let query = min(row0 + comptime!(pass * i as u32) + down, own_len - 1);
+            let pair = stats[dims.lse_at(here.from_q + query, batch, own_head)];
+            own_lse[i] = pair.extract(0usize);
+            own_delta[i] = pair.extract(1usize);
+        }
+    }
+    // Scores are multiples of 1 / log₂e of `Scores::unit`: powers of e.
+    let power = scores.unit() * std::f32::consts::LN_2;
+
+    let (from, end) = if comptime!(side.keys) {
+        scores.seers(&here, first_row, comptime!(tile_own))
+    } else {
+        scores.range(&here, first_row, comptime!(tile_own))
+    };
+    let first = from / tile_len;
+    let tiles = end.div_ceil(tile_len) - first;
+    let total = tiles * heads;
+    let mut at_1 = Corner {
+        start: roles.other_1.at(from_other, batch, other_head),
+        stride: roles.other_1.seq,
+        line: first * tile_len,
+        lines: other_len,
+        element: 0u32.runtime(),
+        elements: comptime!(plan.head_dim).runtime(),
+    };
+    let mut at_2 = Corner {
+        start: roles.other_2.at(from_other, batch, other_head),
+        stride: roles.other_2.seq,
+        line: first * tile_len,
+        lines: other_len,
+        element: 0u32.runtime(),
+        elements: comptime!(plan.head_dim).runtime(),
+    };
+    if comptime!(plan.exact) {
+        // Nothing to do may begin past the end.
+        at_1.line = min(at_1.line, other_len - tile_len);
+        at_2.line = at_1.line;
+    }
+    let copies = comptime!(tile.copies());
+    let (mut next_1, mut next_2) = (Array::<Word>::new(copies), Array::<Word>::new(copies));
+    read::<F, NI>(other_1, &mut next_1, &at_1, unit, tile);
+    read::<F, NI>(other_2, &mut next_2, &at_2, unit, tile);
+
+    for step in 0..total {
+        let (head_at, col0) = (step / tiles, (first + step % tiles) * tile_len);
+        sync_cube();
+        put(&mut tile_1, &next_1, unit, tile);
+        put(&mut tile_2, &next_2, unit, tile);
+        if comptime!(side.keys) {
+            if unit < fours {
+                let mut lse = Vector::<f32, Const<4>>::new(0.0f32);
+                let mut delta = Vector::<f32, Const<4>>::new(0.0f32);
+                #[unroll]
+                for e in 0..4usize {
+                    let query = min(col0 + 4 * unit + comptime!(e as u32), other_len - 1);
+                    let pair = stats[dims.lse_at(here.from_q + query, batch, query_head + head_at)];
+                    lse.insert(e, pair.extract(0usize));
+                    delta.insert(e, pair.extract(1usize));
+                }
+                shared_stats[unit as usize] = lse;
+                shared_stats[(fours + unit) as usize] = delta;
+            }
+        }
+        sync_cube();
+        // After the last tile nobody takes it.
+        let ahead = min(step + 1, total - 1);
+        at_1.start = roles.other_1.at(from_other, batch, other_head + ahead / tiles);
+        at_2.start = roles.other_2.at(from_other, batch, other_head + ahead / tiles);
+        at_1.line = (first + ahead % tiles) * tile_len;
+        at_2.line = at_1.line;
+        read::<F, NI>(other_1, &mut next_1, &at_1, unit, tile);
+        read::<F, NI>(other_2, &mut next_2, &at_2, unit, tile);
+
+        // p = exp(rules(s) - lse), of this unit's scores: of each row every `sharers`th vector.
+        multiply::<F>(&a_1, &tile_1, &mut shared_s, plan);
+        sync_plane();
+        let head = query_head + head_at;
+        let corner_place = if comptime!(side.keys) {
+            Place { batch, head, row: col0, col: row0 }
+        } else {
+            Place { batch, head, row: row0, col: col0 }
+        };
+        let mut cut = scores.cuts(&corner_place, &here, comptime!(side_plan.region()));
+        if comptime!(scores.rules.every()) {
+            cut = true;
+        }
+        let mut weights = Array::<Vector<f32, Const<4>>>::new(comptime!(slots * held));
+        #[unroll]
+        for i in 0..slots {
+            let line_of = comptime!(pass * i as u32) + down;
+            let row = row0 + line_of;
+            #[unroll]
+            for j in 0..held {
+                let vector = across + comptime!(j as u32 * sharers);
+                let products = shared_s[(corner + line_of * comptime!(line / 4) + vector) as usize];
+                let mut lse = Vector::<f32, Const<4>>::new(own_lse[i]);
+                if comptime!(side.keys) {
+                    lse = shared_stats[vector as usize];
+                }
+                let mut four = Vector::<f32, Const<4>>::new(0.0f32);
+                #[unroll]
+                for e in 0..4usize {
+                    let mut score = products.extract(e);
+                    if cut {
+                        let other = col0 + 4 * vector + comptime!(e as u32);
+                        let (query, key) =
+                            if comptime!(side.keys) { (other, row) } else { (row, other) };
+                        let place = Place { batch, head, row: query, col: key };
+                        let ruled = scores.of(score, &place, &here, dims);
+                        score = select(query < here.seq_q, ruled, scores.hidden);
+                    }
+                    let shift = lse.extract(e) * comptime!(-std::f32::consts::LN_2);
+                    let mut weight = fma(score, power, shift).exp();
+                    if comptime!(side.first && scores.rules.softcap) {
+                        weight *= scores.slope_at(products.extract(e));
+                    }
+                    four.insert(e, weight);
+                }
+                weights[comptime!(i * held + j)] = four;
+            }
+        }
+
+        // ds = p · (g - delta) · rules'
+        if comptime!(side.first) {
+            // All scores are in registers.
+            sync_plane();
+            multiply::<F>(&a_2, &tile_2, &mut shared_s, plan);
+            sync_plane();
+            #[unroll]
+            for i in 0..slots {
+                let line_of = comptime!(pass * i as u32) + down;
+                #[unroll]
+                for j in 0..held {
+                    let vector = across + comptime!(j as u32 * sharers);
+                    let g = shared_s[(corner + line_of * comptime!(line / 4) + vector) as usize];
+                    let mut delta = Vector::<f32, Const<4>>::new(own_delta[i]);
+                    if comptime!(side.keys) {
+                        delta = shared_stats[(fours + vector) as usize];
+                    }
+                    weights[comptime!(i * held + j)] *= g - delta;
+                }
+            }
+        }
+        #[unroll]
+        for i in 0..slots {
+            let line_of = comptime!(pass * i as u32) + down;
+            #[unroll]
+            for j in 0..held {
+                let vector = across + comptime!(j as u32 * sharers);
+                let mut four = Vector::<F, Const<4>>::new(F::new(0.0));
+                #[unroll]
+                for e in 0..4usize {
+                    let weight = weights[comptime!(i * held + j)].extract(e);
+                    four.insert(e, rounded::<F>(weight, plan.by_hand));
+                }
+                shared_p[(corner + line_of * comptime!(line / 4) + vector) as usize] = four;
+            }
+        }
+        sync_plane();
+        if comptime!(side.first) {
+            accumulate::<F>(&acc, &shared_p, &tile_1, plan);
+        } else {
+            accumulate::<F>(&acc, &shared_p, &tile_2, plan);
+        }
+    }
+
+    let mut factors = Array::<f32>::new(slots);
+    #[unroll]
+    for i in 0..slots {
+        factors[i] = if comptime!(side.first) { scores.scale } else { 1.0f32.runtime() };
+    }
+    if comptime!(side.first) {
+        store_rows::<F, NO>(out_1, &roles.out_1, &own, &acc, &factors, &mut shared_s, plan);
+    } else {
+        store_rows::<F, NO>(out_2, &roles.out_2, &own, &acc, &factors, &mut shared_s, plan);
+    }
+}
