@@ -527,7 +527,6 @@ pub(super) fn accumulate<F: Float>(
 
 /// Stores a plane's rows, each times the factor that its units have; they pass through `scratch`, the scores of all planes.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "what, where, and by way of what")]
 pub(super) fn store_rows<F: Float, N: Size>(
     out: &mut [Vector<F, N>],
     steps: &Steps,

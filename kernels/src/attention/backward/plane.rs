@@ -206,6 +206,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         sync_cube();
         put(&mut tile_1, &next_1, unit, tile);
         put(&mut tile_2, &next_2, unit, tile);
+        #[expect(clippy::collapsible_if, reason = "one is comptime")]
         if comptime!(side.keys) {
             if unit < fours {
                 let mut lse = Vector::<f32, Const<4>>::new(0.0f32);
