@@ -7,6 +7,7 @@ mod interrupt;
 mod logits_command;
 mod model_args;
 mod monitor_command;
+mod panics;
 mod plan_command;
 mod profile_command;
 mod quantize_command;
@@ -124,6 +125,7 @@ pub fn main() -> ExitCode {
         .filter_module("flashover", log::LevelFilter::Warn)
         .filter_module("models", log::LevelFilter::Warn)
         .init();
+    panics::watch();
     let outcome = match command::parse::<Cli>().command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
         Command::Monitor(args) => monitor_command::run(&args),
@@ -140,7 +142,7 @@ pub fn main() -> ExitCode {
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
     };
-    match outcome {
+    match outcome.and_then(|()| panics::check()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e)
             if e.is::<interrupt::Stopped>()

@@ -1,0 +1,49 @@
+//! Panics of threads beside the one that was asked.
+//!
+//! CubeCL's runtime for CPUs (0.11.3) compiles and runs kernels on a thread of its own. One that panics there leaves what it
+//! should have written as it was, and who reads that is not told. What such a panic prints is on standard error; that a
+//! command ended well is then not said.
+
+use std::panic;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+static SEEN: AtomicBool = AtomicBool::new(false);
+
+/// From now on remembers panics of all threads but this.
+pub(crate) fn watch() {
+    let (own, before) = (thread::current().id(), panic::take_hook());
+    panic::set_hook(Box::new(move |info| {
+        if thread::current().id() != own {
+            SEEN.store(true, Ordering::Relaxed);
+        }
+        before(info);
+    }));
+}
+
+/// # Errors
+/// A thread panicked.
+pub(crate) fn check() -> anyhow::Result<()> {
+    if SEEN.load(Ordering::Relaxed) {
+        anyhow::bail!(
+            "a kernel was not compiled or did not run, as said above: results are not to be trusted\n\
+             hint: another --backend or --dtype may do; please report what was said"
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_elsewhere_is_no_success() {
+        check().expect("nobody panicked");
+        watch();
+        let beside = thread::spawn(|| panic!("as a kernel may"));
+        beside.join().expect_err("it panicked");
+        let why = check().expect_err("it was seen").to_string();
+        assert!(why.starts_with("a kernel was not compiled or did not run"), "{why}");
+    }
+}
