@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::{
-    Adapter, Chosen, Dataset, EngineError, EngineOptions, LoraOptions, Preset, Recompute, Schedule,
-    Taught, TrainOptions, TrainWorkload, Trainer, Workload,
+    Adapter, Chosen, Dataset, EngineError, EngineOptions, KvFormat, LoraOptions, Preset, Recompute,
+    Schedule, Taught, TrainOptions, TrainWorkload, Trainer, Workload,
 };
 use tune::timing::Stopwatch;
 
@@ -106,6 +106,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.model.adapter().is_some() && args.lora.are_given() {
         bail!(
             "an adapter that goes on has its rank, alpha and matrices\nhint: leave out --lora-*, or --adapter"
+        );
+    }
+    if args.model.options().kv != KvFormat::Float {
+        bail!(
+            "training holds no keys and values from one pass to the next\nhint: leave out --kv-cache"
         );
     }
     let file = args.trace.file()?;

@@ -106,6 +106,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     let other = fixture("llama").join("lora");
     let other = other.to_str().expect("UTF-8");
     with(&["--adapter", other, "--lora-rank", "4"], "has its rank, alpha and matrices\nhint: ");
+    with(&["--kv-cache", "int8"], "holds no keys and values from one pass to the next\nhint: ");
     with(&["--lora-rank", "0"], "rank 0 and alpha 0 make no adapter\nhint: ");
     with(
         &["--lora-targets", "head"],
