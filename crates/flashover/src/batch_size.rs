@@ -29,12 +29,14 @@ pub struct BatchSize {
     pub batch: usize,
     /// Its rate.
     pub rate: f64,
+    /// All that were tried, in order.
     pub tries: Vec<BatchTry>,
 }
 
 /// A batch that was tried.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct BatchTry {
+    /// Sequences that passed together.
     pub batch: usize,
     /// What it gave a second; none where memory did not suffice.
     pub rate: Option<f64>,

@@ -90,11 +90,13 @@ impl Workload {
 pub struct Plan {
     /// The folder or the shape.
     pub model: String,
+    /// Its name, as the driver has it.
     pub device: String,
     /// Of the device.
     pub total_bytes: Option<u64>,
     /// What may be used of it.
     pub budget_bytes: Option<u64>,
+    /// What it was made for.
     pub workload: Workload,
     /// What is computed in.
     pub dtype: String,
@@ -102,6 +104,7 @@ pub struct Plan {
     pub matrices: Matrices,
     /// How keys and values are held.
     pub kv: KvFormat,
+    /// The weights, as they are held.
     pub weights_bytes: u64,
     /// Keys and values, and the angles of the ropes.
     pub cache_bytes: u64,

@@ -24,6 +24,7 @@ pub enum Preset {
 /// What a preset came to.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chosen<P = Plan> {
+    /// What to load the model with.
     pub options: EngineOptions,
     /// Of the largest workload within the preset.
     pub plan: P,
@@ -78,9 +79,11 @@ impl BatchPlan for TrainPlan {
 }
 
 impl Preset {
+    /// All of them.
     pub const ALL: [Self; 4] =
         [Self::CodeGeneration, Self::Inference, Self::Latency, Self::Training];
 
+    /// As the command line has it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::CodeGeneration => "code-generation",

@@ -39,6 +39,7 @@ use shards::Shard;
 /// How [`quantize_model`] writes weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantizeOptions {
+    /// What the matrices of the layers become.
     pub format: WeightFormat,
     /// Values that share an absmax in 4 bits: a power of two from 32 to 4096. In 8 bits those of a row do.
     pub block_size: u32,
@@ -60,8 +61,10 @@ pub enum WeightFormat {
 }
 
 impl WeightFormat {
+    /// All of them.
     pub const ALL: [Self; 3] = [Self::Nf4, Self::Fp4, Self::Int8];
 
+    /// As the command line has it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Nf4 => "nf4",
@@ -96,9 +99,11 @@ impl Default for QuantizeOptions {
 /// What [`quantize_model`] wrote.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuantizedModel {
+    /// What the matrices became.
     pub quant: WeightFormat,
     /// Of 4 bits.
     pub block_size: Option<u32>,
+    /// Of 4 bits, whether absmax are bytes themselves.
     pub nested: Option<bool>,
     /// In the order of their names.
     pub weights: Vec<QuantizedWeight>,
@@ -110,15 +115,18 @@ pub struct QuantizedModel {
     pub bytes_before: u64,
     /// Bytes of all tensors, after.
     pub bytes: u64,
+    /// The most that was taken meanwhile.
     pub peaks: Peaks,
 }
 
 /// A weight in 4 or 8 bits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuantizedWeight {
+    /// As the file has it.
     pub name: String,
     /// `[out, in]`
     pub shape: [usize; 2],
+    /// Its own.
     #[serde(flatten)]
     pub figures: Figures,
 }
@@ -126,9 +134,11 @@ pub struct QuantizedWeight {
 /// How small, and how close.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Figures {
+    /// Numbers that were quantised.
     pub values: u64,
     /// In the file: codes, absmax, and what says how to read them.
     pub bytes: u64,
+    /// `bytes` over `values`, in bits.
     pub bits_per_weight: f64,
     /// Where [`QuantizeOptions::measure`] asked for them.
     #[serde(flatten)]

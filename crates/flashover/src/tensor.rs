@@ -50,10 +50,12 @@ impl HostTensor {
         Self::new(DType::F32, shape, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
+    /// The type of its elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
+    /// Sizes of its axes, the last one contiguous.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }

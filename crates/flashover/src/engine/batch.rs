@@ -12,6 +12,7 @@ pub struct Completion {
     pub tokens: Vec<Token>,
     /// What they add to the prompt's text, up to the string that ended it; none of a model without a tokenizer.
     pub text: Option<String>,
+    /// Why it ended.
     pub end: End,
 }
 
@@ -20,6 +21,7 @@ pub struct Completion {
 pub struct BatchStep<'a> {
     /// Which of the prompts, and which of its answers, from 0 on.
     pub prompt: usize,
+    /// Which of its answers, from 0 on.
     pub completion: usize,
     /// None where a token of the end came, which is no part of the answer.
     pub token: Option<Token>,

@@ -106,6 +106,7 @@ impl ModelFolder {
         Adapter::open(folder, self.weights.config()).map_err(EngineError::Folder)
     }
 
+    /// What the model computes, as its config.json has it.
     pub fn config(&self) -> &DecoderConfig {
         self.weights.config()
     }

@@ -31,6 +31,7 @@ pub struct SpeedTest {
 /// What was measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Speed {
+    /// Which test it was.
     pub test: SpeedTest,
     /// Nanoseconds of each repetition, by the host's clock, from tokens on the host to the likeliest next
     /// ones on the host.

@@ -92,8 +92,10 @@ pub enum Quant {
 }
 
 impl Quant {
+    /// All of them.
     pub const ALL: [Self; 2] = [Self::Nf4, Self::Int8];
 
+    /// As the command line has it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Nf4 => "nf4",
@@ -105,6 +107,7 @@ impl Quant {
 /// What one generation is asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
+    /// How tokens are picked.
     pub sampling: Sampling,
     /// Tokens at most; as many as there is room for when none.
     pub max_new_tokens: Option<usize>,
@@ -433,6 +436,7 @@ impl Engine {
         &self.0.device
     }
 
+    /// What the model computes.
     pub fn config(&self) -> &DecoderConfig {
         self.0.decoder.config()
     }

@@ -10,6 +10,7 @@ use crate::memory::MemoryUsage;
 /// One run of a test, kernel by kernel.
 #[derive(Debug, Clone)]
 pub struct Profile {
+    /// Which test it was.
     pub test: SpeedTest,
     /// All that was seen: [`Trace::chrome`] writes it for Perfetto.
     pub trace: Trace,
@@ -26,6 +27,7 @@ pub struct Profile {
 /// What one part of a model took.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LayerProfile {
+    /// Such as `embedding`, `layer 0` or `head`.
     pub name: String,
     /// How often tokens passed it.
     pub passes: usize,

@@ -55,6 +55,7 @@ pub(super) struct Place {
 /// A token, and how likely the model thought it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Token {
+    /// Its number in the vocabulary.
     pub id: u32,
     /// ln softmax(logits)\[id\], before anything that [`Sampling`] does.
     pub logprob: f32,

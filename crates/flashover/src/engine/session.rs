@@ -58,6 +58,7 @@ impl Session {
         (self.cache, self.grant)
     }
 
+    /// The model that it is a sequence of.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }

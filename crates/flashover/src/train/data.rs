@@ -16,6 +16,7 @@ use crate::engine::{EngineError, ModelFolder};
 /// What is learned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dataset {
+    /// What passes, one after the other.
     pub examples: Vec<Example>,
     /// Of these so many were longer than the context, and are cut.
     pub cut: usize,

@@ -16,6 +16,7 @@ pub struct TrainTest {
     pub context: usize,
     /// Of the factors, which every matrix has.
     pub rank: usize,
+    /// What is kept of a layer for its gradients.
     pub recompute: Recompute,
 }
 

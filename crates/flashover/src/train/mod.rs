@@ -28,7 +28,9 @@ pub use schedule::Schedule;
 /// How an adapter is learned.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainOptions {
+    /// Which matrices get factors, and of what rank.
     pub lora: LoraOptions,
+    /// The learning rate, step by step.
     pub schedule: Schedule,
     /// What AdamW takes off the values, as a share of the learning rate.
     pub weight_decay: f64,
@@ -36,6 +38,7 @@ pub struct TrainOptions {
     pub clip: Option<f64>,
     /// Of the values that A begins with.
     pub seed: u64,
+    /// What is kept of a layer for its gradients.
     pub recompute: Recompute,
 }
 
@@ -64,6 +67,7 @@ pub struct Taught {
     pub tokens: usize,
     /// Length of the gradient of the mean loss, before it was cut.
     pub gradient: f64,
+    /// That of the step.
     pub learning_rate: f64,
     /// Whether the gradient left the range of f16, so that nothing was changed.
     pub skipped: bool,
@@ -197,6 +201,7 @@ impl Trainer {
         self.values.get_or_insert_with(place).clone()
     }
 
+    /// The model that it learns beside.
     pub const fn engine(&self) -> &Engine {
         &self.engine
     }

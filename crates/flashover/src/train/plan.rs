@@ -23,6 +23,7 @@ pub struct TrainWorkload {
     pub context: usize,
     /// Whether gradients of several such batches make up a step.
     pub accumulates: bool,
+    /// What is kept of a layer for its gradients.
     #[serde(serialize_with = "name_of")]
     pub recompute: Recompute,
 }
@@ -35,11 +36,13 @@ pub struct TrainWorkload {
 pub struct TrainPlan {
     /// The folder or the shape.
     pub model: String,
+    /// Its name, as the driver has it.
     pub device: String,
     /// Of the device.
     pub total_bytes: Option<u64>,
     /// What may be used of it.
     pub budget_bytes: Option<u64>,
+    /// What it was made for.
     pub workload: TrainWorkload,
     /// Of the adapter.
     pub rank: usize,
@@ -47,6 +50,7 @@ pub struct TrainPlan {
     pub dtype: String,
     /// How the matrices of the layers are held.
     pub matrices: Matrices,
+    /// The weights, as they are held.
     pub weights_bytes: u64,
     /// The adapter's values.
     pub adapter_bytes: u64,
