@@ -34,7 +34,7 @@
 //! registers left to load ahead, 404; two stages of 64 for four of 32, 375; groups of 4 or 16 block rows
 //! for 8, 454 and 423; copies through the first-level cache 393. Without copies the loop reaches 517,
 //! without fragment loads 540. Nor do whole waves pay: 128 x 224 x 32 (planes of 64 x 56) cuts 512 x 14336 x 4096 into
-//! 256 blocks for 132 processors where 128 x 256 makes 224, and takes 145 us for 144, because the few blocks of a last
+//! 256 blocks for 132 processors where 128 x 256 makes 224, and takes 145 us for 144, most likely because blocks of a last
 //! wave find a card that is not at its power limit; at 4096^3 it reaches 405 for 491.
 //!
 use arch::ArchProfile;
