@@ -85,8 +85,7 @@ const MOST_FOR_PLANES: u32 = 256;
 const FEW_FOR_DENSE: u32 = 64;
 
 pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
-    let (ab, acc) = (dtype, DType::F32);
-    let planes = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (ab, acc, 16, 16);
+    let planes = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (dtype, DType::F32, 16, 16);
     match multiplies(arch, dtype) {
         Ok(()) => FEW_BY_TENSOR_CORES,
         Err(_) if arch.backend == Backend::Vulkan && arch.cmma.iter().any(planes) => FEW_FOR_DENSE,
