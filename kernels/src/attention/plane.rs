@@ -52,7 +52,7 @@ pub struct PlaneConfig {
 }
 
 /// Numbers between two lines of scores or weights beyond their length, against bank conflicts.
-pub(crate) const PAD: u32 = 8;
+const PAD: u32 = 8;
 
 impl PlaneConfig {
     /// Queries of a cube.
