@@ -115,6 +115,9 @@ enum Command {
         /// Folder of small models, to verify them too
         #[arg(long, value_name = "DIR")]
         fixtures: Option<PathBuf>,
+        /// Only each Nth check, from the Ith on, such as 2/8: several processes share what compiling for Vulkan takes
+        #[arg(long, value_name = "I/N")]
+        part: Option<verify::Part>,
     },
     /// Compile every config and code path for sm_89, sm_90 and sm_120 without a GPU and report what it uses
     Targets {
@@ -154,8 +157,9 @@ fn main() -> ExitCode {
             run::run(&target, suite, filter.as_deref(), policy, &peers, demo)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),
-        Command::Verify { target, filter, configs, exhaust, fixtures } => {
-            verify::verify(&target, filter.as_deref(), configs, exhaust, fixtures.as_deref())
+        Command::Verify { target, filter, configs, exhaust, fixtures, part } => {
+            let (filter, fixtures) = (filter.as_deref(), fixtures.as_deref());
+            verify::verify(&target, filter, configs, exhaust, fixtures, part)
         }
         Command::Targets { cuda_home, json, filter, dump, fresh, record } => {
             let (dump, record) = (dump.as_deref(), record.as_deref());

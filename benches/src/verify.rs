@@ -6,6 +6,7 @@ mod models;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::str::FromStr;
 
 use arch::{ArchProfile, Backend, Device};
 use cubecl::prelude::CubeKernel;
@@ -46,6 +47,28 @@ impl Job {
     }
 }
 
+/// Each so many checks, from one on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    from: usize,
+    of: usize,
+}
+
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let read = || {
+            let (from, of) = text.split_once('/')?;
+            Some((from.parse::<usize>().ok()?, of.parse().ok()?))
+        };
+        match read() {
+            Some((from, of)) if (1..=of).contains(&from) => Ok(Self { from: from - 1, of }),
+            _ => Err(format!("`{text}` is no part\nhint: such as 2/8, the second of eight")),
+        }
+    }
+}
+
 /// Verifies every kernel, the models below `fixtures`, and what becomes of a model where memory ends, which some of
 /// the checks take all of if `exhaust` says so; false when a check failed.
 pub(crate) fn verify(
@@ -54,6 +77,7 @@ pub(crate) fn verify(
     configs: bool,
     exhaust: bool,
     fixtures: Option<&Path>,
+    part: Option<Part>,
 ) -> anyhow::Result<bool> {
     let Some(device) = target.open_or_skip()? else { return Ok(true) };
     emit(&Line::Card(provenance::card(&device)?))?;
@@ -67,6 +91,9 @@ pub(crate) fn verify(
         if jobs.is_empty() {
             anyhow::bail!("no check matches `{filter}`\nhint: names look like `matmul f32 1x1x1`");
         }
+    }
+    if let Some(Part { from, of }) = part {
+        jobs = jobs.into_iter().skip(from).step_by(of).collect();
     }
     emit(&Line::Plan { cases: jobs.len() })?;
     let programs: Vec<_> = jobs.iter().filter_map(|job| job.programs.as_ref()).collect();
@@ -264,6 +291,14 @@ mod tests {
         assert!(tuned::<Matmul>(&rtx4090, &cache).is_empty(), "nothing was measured there");
         assert!(jobs.iter().any(|job| job.op == "attention"));
         assert!(jobs.iter().any(|job| job.op == Decode::NAME));
+    }
+
+    #[test]
+    fn parts_are_counted_from_one() {
+        assert_eq!("2/8".parse(), Ok(Part { from: 1, of: 8 }));
+        for bad in ["", "2", "0/8", "9/8", "1/0", "a/8", "-1/8"] {
+            bad.parse::<Part>().expect_err(bad);
+        }
     }
 
     #[test]
