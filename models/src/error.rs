@@ -1,3 +1,4 @@
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
@@ -87,16 +88,34 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether it is of a file that an adapter has.
+    fn is_adapters(&self) -> bool {
+        let (Self::Read { path, .. } | Self::Checkpoint(checkpoint::Error::Read { path, .. })) =
+            self
+        else {
+            return false;
+        };
+        path.file_name()
+            .and_then(|name| name.to_str())
+            .is_some_and(|name| name.starts_with("adapter_"))
+    }
+
     /// What to do about a folder that is none of our models, as a line of its own; nothing where the message has it.
     pub fn hint(&self) -> &'static str {
         use checkpoint::Error as File;
         match self {
             Self::Read { why, .. } | Self::Checkpoint(File::Read { why, .. }) => match why.kind() {
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory if self.is_adapters() => {
+                    "\nhint: an adapter is a folder with adapter_config.json and adapter_model.safetensors, as PEFT has it"
+                }
                 io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
                     "\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
                 }
                 _ => "\nhint: it must be a file, and yours to read",
             },
+            Self::Checkpoint(File::NoWeights { found: None, .. }) => {
+                "\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
+            }
             Self::Json { .. }
             | Self::NotAnObject { .. }
             | Self::Checkpoint(File::Header { .. } | File::Index { .. }) => {
@@ -149,14 +168,32 @@ fn tensors(
 ) -> String {
     let mut text =
         format!("{not}: {} missing, {} unused, {} wrong", missing.len(), unused.len(), wrong.len());
-    for name in missing {
-        text.push_str(&format!("\nmissing: {name}"));
-    }
-    for name in unused {
-        text.push_str(&format!("\nunused: {name}"));
-    }
-    for why in wrong {
-        text.push_str(&format!("\nwrong: {why}"));
-    }
+    listed(&mut text, "missing", missing);
+    listed(&mut text, "unused", unused);
+    listed(&mut text, "wrong", wrong);
     text
+}
+
+/// A line of each, of what no model has so many of one with their number.
+fn listed<T: fmt::Display>(text: &mut String, kind: &str, all: &[T]) {
+    const MOST: usize = 1000;
+    for one in all.iter().take(MOST) {
+        text.push_str(&format!("\n{kind}: {one}"));
+    }
+    if let Some(more) = all.len().checked_sub(MOST).filter(|more| *more > 0) {
+        text.push_str(&format!("\n{kind}: {more} more"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_without_number_are_counted() {
+        let missing: Vec<String> = (0..1002).map(|at| at.to_string()).collect();
+        let text = tensors("no", &missing, &["x".to_owned()], &[]);
+        assert!(text.starts_with("no: 1002 missing, 1 unused, 0 wrong\nmissing: 0\n"), "{text}");
+        assert!(text.ends_with("\nmissing: 999\nmissing: 2 more\nunused: x"), "{text}");
+    }
 }

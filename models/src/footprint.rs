@@ -27,7 +27,7 @@ use burn::tensor::{DType, FloatDType};
 use serde::Serialize;
 
 use crate::names::{Part, Slot};
-use crate::{DecoderConfig, Ffn, Side};
+use crate::{DecoderConfig, Ffn, Param, Side};
 pub use train::{Lessons, TrainFootprint};
 
 /// Bytes on a device, part by part.
@@ -145,6 +145,15 @@ impl Held {
     }
 }
 
+/// Of one parameter.
+fn param_bytes(held: Held, param: &Param) -> u128 {
+    let layers = param.slot.is_matrix() && param.slot != Slot::Head;
+    match param.side == Side::Weight && layers {
+        true => held.matrix_bytes(&param.shape),
+        false => values_of(&param.shape) * held.size(),
+    }
+}
+
 pub(crate) fn values_of(shape: &[usize]) -> u128 {
     shape.iter().map(|size| *size as u128).product()
 }
@@ -169,17 +178,31 @@ impl DecoderConfig {
         }
     }
 
+    /// The most that one buffer takes: of weights, of which queries, keys and values are one, and gate and up of 4 bits;
+    /// of the keys of a layer; of what passes.
+    pub fn largest_buffer_bytes(&self, held: Held, load: Workload, steps: Steps) -> u128 {
+        let [q, kv] = self.qkv_rows();
+        let params = self.params();
+        let params = params.iter().map(|param| param_bytes(held, param));
+        let qkv = held.matrix_bytes(&[q + 2 * kv, self.hidden]);
+        let both = match (held.matrices, self.ffn) {
+            (Matrices::FourBit, Ffn::Gated) => {
+                held.matrix_bytes(&[2 * self.ffn_hidden, self.hidden])
+            }
+            _ => 0,
+        };
+        let keys = self.kv_heads as u128 * held.kv_bytes(self.head_dim);
+        let keys = keys * load.batch as u128 * load.positions as u128;
+        let wide = self.ffn_hidden.max(q + 2 * kv).max(self.hidden) as u128;
+        let passing = Self::rows(load) * wide * held.size();
+        let logits = load.batch as u128 * 4 * self.vocab as u128;
+        let rest = [qkv, both, keys, passing, logits, self.workspace_bytes(held, load, steps)];
+        params.chain(rest).max().unwrap_or(0)
+    }
+
     /// Of all parameters.
     pub fn held_bytes(&self, held: Held) -> u128 {
-        let params = self.params().into_iter();
-        let bytes = params.map(|param| {
-            let layers = param.slot.is_matrix() && param.slot != Slot::Head;
-            match param.side == Side::Weight && layers {
-                true => held.matrix_bytes(&param.shape),
-                false => values_of(&param.shape) * held.size(),
-            }
-        });
-        bytes.sum()
+        self.params().iter().map(|param| param_bytes(held, param)).sum()
     }
 
     /// Of keys and values.
@@ -360,6 +383,19 @@ mod tests {
         let layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096);
         assert_eq!(of(DENSE).steps, of(FUSED).steps + layer);
         assert_eq!(of(LAUNCHED), Footprint { steps: 0, ..of(DENSE) });
+    }
+
+    #[test]
+    fn the_largest_buffer_is_known() {
+        let llama = shapes::named("llama-3-8b").expect("published");
+        let of = |held, batch, positions| {
+            let load = Workload { batch, positions, chunk: 2048 };
+            llama.largest_buffer_bytes(held, load, LAUNCHED)
+        };
+        // Embedding and head, which stay dense, and then keys of a layer.
+        assert_eq!(of(BF16, 1, 64), 2 * 128_256 * 4096);
+        assert_eq!(of(NF4, 1, 8192), 2 * 128_256 * 4096);
+        assert_eq!(of(BF16, 128, 8192), 128 * 8192 * 8 * 128 * 2);
     }
 
     #[test]

@@ -30,6 +30,8 @@ pub struct GenerationConfig {
     /// Logits of tokens that were there are divided by it where above 0, else multiplied; 1 is nothing.
     pub repetition_penalty: Option<f64>,
     pub max_new_tokens: Option<usize>,
+    /// Texts that end an answer.
+    pub stop_strings: Vec<String>,
 }
 
 impl GenerationConfig {
@@ -65,6 +67,7 @@ impl GenerationConfig {
             min_p: number("min_p", share, |p| (0.0..=1.0).contains(&p))?,
             repetition_penalty: fields.optional_positive("repetition_penalty")?,
             max_new_tokens: fields.optional_size("max_new_tokens")?,
+            stop_strings: stop_strings(&fields)?,
         })
     }
 
@@ -144,6 +147,16 @@ fn eos(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
     Ok(ids.unwrap_or_default())
 }
 
+/// One text, or a list of them, none of them empty.
+fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Error> {
+    let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+    let all = fields.optional("stop_strings", "a text or a list of them", |value| match value {
+        Value::Array(list) => list.iter().map(text).collect(),
+        one => text(one).map(|text| vec![text]),
+    })?;
+    Ok(all.unwrap_or_default())
+}
+
 /// Fields that change what is generated and are not offered, with what their absence means.
 fn refuse_others(fields: &Fields<'_>) -> Result<(), Error> {
     let [zero, one, no] = [json!(0), json!(1), json!(false)];
@@ -176,7 +189,6 @@ fn refuse_others(fields: &Fields<'_>) -> Result<(), Error> {
         ("exponential_decay_length_penalty", &Value::Null),
         ("dola_layers", &Value::Null),
         ("watermarking_config", &Value::Null),
-        ("stop_strings", &Value::Null),
         ("max_time", &Value::Null),
     ] {
         fields.only(field, std::slice::from_ref(neutral))?;
@@ -215,7 +227,7 @@ mod tests {
         let text = r#"{"bos_token_id": 128000, "do_sample": true, "eos_token_id": [128001, 128009],
             "temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.1,
             "pad_token_id": null, "num_beams": 1.0, "max_new_tokens": 7, "max_length": 20,
-            "stop_strings": null}"#;
+            "stop_strings": ["\n\n", "User:"]}"#;
         let several = GenerationConfig {
             eos: vec![128_001, 128_009],
             bos: Some(128_000),
@@ -227,8 +239,14 @@ mod tests {
             min_p: Some(0.05),
             repetition_penalty: Some(1.1),
             max_new_tokens: Some(7),
+            stop_strings: vec!["\n\n".into(), "User:".into()],
         };
         assert_eq!(GenerationConfig::from_json(text)?, several);
+        for (text, stops) in
+            [(r#"{"stop_strings": "."}"#, &["."][..]), (r#"{"stop_strings": null}"#, &[])]
+        {
+            assert_eq!(GenerationConfig::from_json(text)?.stop_strings, stops);
+        }
         Ok(())
     }
 
@@ -270,6 +288,12 @@ mod tests {
             r#"{"eos_token_id": [1, -2]}"#,
             &format!("{FILE}: `eos_token_id` is [1,-2], which is not a token id or a list of them"),
         );
+        fails(
+            r#"{"stop_strings": ["a", ""]}"#,
+            &format!(
+                "{FILE}: `stop_strings` is [\"a\",\"\"], which is not a text or a list of them"
+            ),
+        );
         for field in [
             "typical_p",
             "guidance_scale",
@@ -284,7 +308,6 @@ mod tests {
             "suppress_tokens",
             "forced_eos_token_id",
             "watermarking_config",
-            "stop_strings",
             "max_time",
         ] {
             let error = GenerationConfig::from_json(&json!({ field: 0.5 }).to_string());

@@ -127,8 +127,11 @@ fn kernels(run: &[Column]) -> Table {
 
 /// How much of its tolerance a check used up; an exact result uses none, even of a tolerance of 0.
 fn used(check: &Check) -> Option<f64> {
-    let (err, tolerance) = (check.max_err?, check.tolerance?);
-    Some(if err == 0.0 { 0.0 } else { err / tolerance })
+    match (check.max_err, check.tolerance) {
+        (Some(err), Some(tolerance)) => Some(if err == 0.0 { 0.0 } else { err / tolerance }),
+        // One that did not run to its end is worse than any error.
+        _ => (!check.passed).then_some(f64::INFINITY),
+    }
 }
 
 /// One row per pair of backends; `None` with fewer than two. A backend may check a case in several

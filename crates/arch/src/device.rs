@@ -213,6 +213,10 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
             Backend::Cpu => HostMemory::now().map(|memory| memory.total),
             _ => None,
         }),
+        max_buffer_bytes: match backend {
+            Backend::WebGpu => Some(properties.memory.max_page_size),
+            _ => None,
+        },
         cache_bytes: match backend {
             Backend::Cuda => facts::cuda_l2_bytes(),
             _ => hw.last_level_cache_size.map(|b| b as u64),

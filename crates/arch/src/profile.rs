@@ -114,6 +114,9 @@ pub struct ArchProfile {
     /// Streaming multiprocessors, or cores of a CPU, where the backend tells.
     pub processors: Option<u32>,
     pub memory_bytes: Option<u64>,
+    /// The most that a kernel reads or writes as one buffer, where that is less than memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_buffer_bytes: Option<u64>,
     /// Last-level cache.
     pub cache_bytes: Option<u64>,
     /// Units that run in lock step (warp, subgroup).
@@ -145,6 +148,7 @@ impl ArchProfile {
     /// Compute capability, processor count and cache stay the real ones, because code is compiled for
     /// the real card, run by it and measured on it: operands must outgrow the cache that is there.
     pub fn restrict(&self, name: &str, limit: &Self) -> Self {
+        let least = |a: Option<u64>, b: Option<u64>| [a, b].into_iter().flatten().min();
         let common = |a: &BTreeSet<MmaShape>, b: &BTreeSet<MmaShape>| a & b;
         Self {
             id: ArchId(format!("{}@{name}", self.id)),
@@ -152,7 +156,8 @@ impl ArchProfile {
             max_shared_bytes: self.max_shared_bytes.min(limit.max_shared_bytes),
             max_units_per_cube: self.max_units_per_cube.min(limit.max_units_per_cube),
             load_bytes: self.load_bytes.min(limit.load_bytes),
-            memory_bytes: [self.memory_bytes, limit.memory_bytes].into_iter().flatten().min(),
+            memory_bytes: least(self.memory_bytes, limit.memory_bytes),
+            max_buffer_bytes: least(self.max_buffer_bytes, limit.max_buffer_bytes),
             dtypes: &self.dtypes & &limit.dtypes,
             mma: common(&self.mma, &limit.mma),
             cmma: common(&self.cmma, &limit.cmma),

@@ -8,6 +8,12 @@ use safetensors::Dtype;
 pub enum Error {
     #[error("cannot read {}: {why}", .path.display())]
     Read { path: PathBuf, why: io::Error },
+    /// A folder with neither of the two names.
+    #[error(
+        "{} has neither model.safetensors nor model.safetensors.index.json{}", .folder.display(),
+        found.map_or_else(String::new, |found| format!("\nhint: {}", found.hint()))
+    )]
+    NoWeights { folder: PathBuf, found: Option<Found> },
     #[error("cannot write {}: {why}", .path.display())]
     Write { path: PathBuf, why: io::Error },
     /// A header that is cut, no JSON, or at odds with itself or the length of the file.
@@ -25,6 +31,51 @@ pub enum Error {
     Twice { index: PathBuf, tensors: Vec<(String, [PathBuf; 2])> },
     #[error("tensor {tensor}: {reason}")]
     Tensor { tensor: String, reason: Reason },
+}
+
+/// What a folder has in place of weights that can be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Found {
+    /// Shards that no index lists.
+    Shards,
+    /// Weights that PyTorch pickled.
+    Pickles,
+    /// Weights for llama.cpp.
+    Gguf,
+}
+
+impl Found {
+    /// What a folder has, by the names of its files.
+    pub(crate) fn in_folder(folder: &Path) -> Option<Self> {
+        let names: Vec<String> = folder
+            .read_dir()
+            .ok()?
+            .flatten()
+            .filter_map(|e| e.file_name().into_string().ok())
+            .collect();
+        let any =
+            |ends: &[&str]| names.iter().any(|name| ends.iter().any(|end| name.ends_with(end)));
+        match () {
+            () if any(&[".safetensors"]) => Some(Self::Shards),
+            () if any(&[".bin", ".pt", ".pth"]) => Some(Self::Pickles),
+            () if any(&[".gguf"]) => Some(Self::Gguf),
+            () => None,
+        }
+    }
+
+    const fn hint(self) -> &'static str {
+        match self {
+            Self::Shards => {
+                "it has other safetensors: the index that says which shard has which tensor is lacking"
+            }
+            Self::Pickles => {
+                "it has weights as PyTorch pickles them: save the model as safetensors, as `save_pretrained` of transformers does"
+            }
+            Self::Gguf => {
+                "it has weights for llama.cpp: take the model from where those were made of"
+            }
+        }
+    }
 }
 
 /// What is wrong with a tensor.

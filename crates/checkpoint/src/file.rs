@@ -15,7 +15,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
-use crate::{Error, Reason};
+use crate::{Error, Found, Reason};
 
 /// The longest header that is read, as in the format's own crate: its JSON is held in memory.
 const MOST_HEADER_BYTES: usize = 100_000_000;
@@ -85,7 +85,13 @@ impl Checkpoint {
             return if index.symlink_metadata().is_ok() {
                 Self::open_index(&index)
             } else {
-                Self::open_file(&path.join("model.safetensors"))
+                let whole = path.join("model.safetensors");
+                let there = whole.symlink_metadata();
+                if there.is_err_and(|why| why.kind() == io::ErrorKind::NotFound) {
+                    let (folder, found) = (path.to_owned(), Found::in_folder(path));
+                    return Err(Error::NoWeights { folder, found });
+                }
+                Self::open_file(&whole)
             };
         }
         match path.extension() {

@@ -37,7 +37,7 @@ mod state;
 mod weight;
 mod write;
 
-pub use error::{Error, Reason};
+pub use error::{Error, Found, Reason};
 pub use file::{Checkpoint, Mapped, Tensor, ends};
 pub use four_bit::{Absmax, FourBit, Layout, Nested, QuantType};
 pub use safetensors::Dtype;

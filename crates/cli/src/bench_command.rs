@@ -4,7 +4,9 @@ use std::fmt::Write;
 
 use anyhow::bail;
 use clap::ValueEnum;
-use flashover::{Ceilings, Engine, KvFormat, Speed, SpeedTest};
+use flashover::{
+    BatchSize, Ceilings, Engine, EngineError, KvFormat, Speed, SpeedTest, find_batch_size,
+};
 use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -17,20 +19,20 @@ pub(crate) struct Args {
     #[command(flatten)]
     of: SubjectArgs,
     /// Tokens of a prompt: numbers and ranges such as 64-512*2 or 128-512+128, with commas between; 0 is none
-    #[arg(short = 'p', long, default_value = "512", value_parser = sizes)]
+    #[arg(short = 'p', long, allow_hyphen_values = true, default_value = "512", value_parser = sizes)]
     n_prompt: Sizes,
     /// Tokens to generate, likewise
-    #[arg(short = 'n', long, default_value = "128", value_parser = sizes)]
+    #[arg(short = 'n', long, allow_hyphen_values = true, default_value = "128", value_parser = sizes)]
     n_gen: Sizes,
     /// Positions that are there before, likewise
-    #[arg(short = 'd', long, default_value = "0", value_parser = sizes)]
+    #[arg(short = 'd', long, allow_hyphen_values = true, default_value = "0", value_parser = sizes)]
     n_depth: Sizes,
     /// Sequences that run together, likewise; llama-bench's -b is another thing
-    #[arg(short = 'b', long, default_value = "1", value_parser = sizes)]
+    #[arg(short = 'b', long, allow_hyphen_values = true, default_value = "1", value_parser = sizes)]
     batch: Sizes,
-    /// Find the fastest batch instead, of so many sequences at most, beginning with --batch; each is run once
+    /// Find the fastest batch of each test, of so many sequences at most, beginning with --batch; a row for each that was
+    /// tried
     #[arg(long, value_name = "MOST", value_parser = clap::value_parser!(u32).range(1..))]
-    #[arg(conflicts_with_all = ["repetitions", "output", "profile_trace"])]
     find_batch: Option<u32>,
     /// Repetitions of each test, after one to warm up
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
@@ -94,6 +96,8 @@ fn sizes(text: &str) -> Result<Sizes, String> {
 /// One test, with the names of llama-bench where it has them.
 #[derive(Serialize)]
 struct Row {
+    /// With `-dirty` where the tree had changes.
+    build_commit: String,
     build_version: &'static str,
     gpu_info: String,
     backends: String,
@@ -141,33 +145,54 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let begin = Stopwatch::start();
     let (name, engine) = (args.of.name(), args.of.engine(&device, file.as_ref())?);
     let load_ns = begin.elapsed().as_nanos() as f64;
-    if let Some(most) = args.find_batch {
-        return find_batches(&engine, &tests, most as usize);
-    }
     let ceilings = Ceilings::measure(&engine)?;
     let tracing = Tracing::start(file, &engine)?;
     let mut printed = Printer::new(args.output);
-    let mut one = |test| -> anyhow::Result<()> {
+    let mut one = |test| -> anyhow::Result<f64> {
         let speed = engine.measure(test, args.repetitions.into())?;
-        Ok(command::print(&printed.row(&row(&name, load_ns, &engine, &speed, &ceilings)?)?)?)
+        command::print(&printed.row(&row(&name, load_ns, &engine, &speed, &ceilings)?)?)?;
+        Ok(speed.rate())
     };
-    let measured = tests.into_iter().try_for_each(&mut one);
+    let mut found = Vec::new();
+    let measured = tests.into_iter().try_for_each(|test| match args.find_batch {
+        None => one(test).map(drop),
+        Some(most) => {
+            found.push((test, find_batch(test, most as usize, &mut one)?));
+            Ok(())
+        }
+    });
     command::print(&printed.end())?;
     measured?;
+    found.iter().for_each(|(test, found)| command::note!("{}", best(*test, found)));
     tracing.finish(&engine)
 }
 
-fn find_batches(engine: &Engine, tests: &[SpeedTest], most: usize) -> anyhow::Result<()> {
-    for test in tests {
-        let found = engine.find_batch_size(*test, most)?;
-        let mut shown = format!("{}\n\n| batch | t/s |\n| ---: | ---: |\n", test.name());
-        for tried in &found.tries {
-            let rate = tried.rate.map_or("does not fit".to_owned(), |rate| format!("{rate:.2}"));
-            writeln!(shown, "| {} | {rate} |", tried.batch).expect("a string takes all");
+/// The fastest batch of a test, by `one`, which measures; one that does not fit is told, for it has no row.
+fn find_batch(
+    test: SpeedTest,
+    most: usize,
+    mut one: impl FnMut(SpeedTest) -> anyhow::Result<f64>,
+) -> anyhow::Result<BatchSize> {
+    find_batch_size(test.batch, most, |batch| match one(SpeedTest { batch, ..test }) {
+        Ok(rate) => Ok(Some(rate)),
+        Err(why) if is_memory(&why) => {
+            command::note!("{}: a batch of {batch} does not fit", test.name());
+            Ok(None)
         }
-        command::print(&format!("{shown}\nbest: {}\n", found.batch))?;
+        Err(other) => Err(other),
+    })
+}
+
+fn is_memory(why: &anyhow::Error) -> bool {
+    let why = why.downcast_ref::<EngineError>();
+    matches!(why, Some(EngineError::Memory(_) | EngineError::OutOfMemory { .. }))
+}
+
+fn best(test: SpeedTest, found: &BatchSize) -> String {
+    match found.batch {
+        0 => format!("{}: not one sequence fits", test.name()),
+        batch => format!("{}: best {batch}, {:.2} tokens/s", test.name(), found.rate),
     }
-    Ok(())
 }
 
 /// Prompts first, then generating, for each batch and depth.
@@ -199,6 +224,7 @@ fn row(
     let (device, profile) = (engine.device(), engine.device().profile());
     let (compute, quant) = engine.precision();
     Ok(Row {
+        build_commit: crate::commit(),
         build_version: env!("CARGO_PKG_VERSION"),
         gpu_info: profile.name.clone(),
         backends: device.backend().to_string(),
@@ -392,6 +418,7 @@ mod tests {
     /// One with nothing missing, or with all that may be.
     fn sample(whole: bool) -> Row {
         Row {
+            build_commit: "0123456789ab".to_owned(),
             build_version: "0.0.0",
             gpu_info: "Card".to_owned(),
             backends: "cuda".to_owned(),
@@ -476,11 +503,11 @@ mod tests {
         let text = printed(Format::Sql);
         let (table, rows) = text.split_once(");\n").expect("a table");
         assert!(table.starts_with("CREATE TABLE IF NOT EXISTS flashover_bench (\n"), "{table}");
-        for column in ["build_version TEXT", "model_size INTEGER", "avg_ns REAL", "quant TEXT"] {
+        for column in ["build_commit TEXT", "model_size INTEGER", "avg_ns REAL", "quant TEXT"] {
             assert!(table.contains(&format!("\n  {column},\n")), "{column}: {table}");
         }
         let rows: Vec<&str> = rows.lines().collect();
-        let into = "INSERT INTO flashover_bench (build_version, gpu_info, ";
+        let into = "INSERT INTO flashover_bench (build_commit, build_version, ";
         assert!(rows.len() == 2 && rows.iter().all(|row| row.starts_with(into)), "{rows:?}");
         assert!(rows.iter().all(|row| row.contains(", 'it''s \"7B\", v2', ")), "{rows:?}");
         assert!(rows[0].contains(", '4-bit', 'int8', ") && rows[0].contains(", '0.5', '0.25', "));

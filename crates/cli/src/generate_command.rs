@@ -1,15 +1,17 @@
 //! `flashover generate` and `flashover chat`.
 
-use std::io::{BufRead, IsTerminal, Write};
+use std::io::{BufRead, IsTerminal};
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-use anyhow::bail;
-use flashover::{End, Engine, Message, Request, Session, Workload};
+use anyhow::{anyhow, bail};
+use flashover::{End, Engine, EngineError, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
+use crate::interrupt;
 use crate::model_args::{
     ModelArgs, PresetArgs, SamplingArgs, TraceArgs, Tracing, all_spared, bar, standard_input,
-    text_file, unread,
+    text_file, token, unread,
 };
 
 #[derive(clap::Args)]
@@ -23,7 +25,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
     prompt_file: Option<PathBuf>,
     /// Token ids to go on from; ids come out, too
-    #[arg(long, value_delimiter = ',', value_name = "IDS", conflicts_with = "stops")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token, conflicts_with = "stops")]
     tokens: Option<Vec<u32>>,
     /// Put the prompt into the model's chat template, as a user's message
     #[arg(long, conflicts_with = "tokens")]
@@ -75,18 +77,24 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
         (None, tokens) => tokens.clone().unwrap_or_default(),
     };
     folder.check(&prompt)?;
-    let request = args.sampling.request(&folder)?;
+    let mut request = args.sampling.request(&folder)?;
+    if text.is_none() {
+        // Ids come out, of which none is a text.
+        request.stops.clear();
+    }
     let workload = folder.workload(&[&prompt], args.completions.into(), &request);
     let begin = Stopwatch::start();
     let engine = args.model.load(folder, args.preset.preset, workload)?;
     let load = begin.elapsed().as_secs_f64();
     let tracing = Tracing::start(file, &engine)?;
+    let _listening = interrupt::listen()?;
     if args.completions > 1 {
         several(&engine, &prompt, args.completions, &request, text.is_some(), load)?;
     } else {
         one(&engine, &prompt, &request, text.is_some(), load)?;
     }
-    tracing.finish(&engine)
+    tracing.finish(&engine)?;
+    Ok(interrupt::check("stopped")?)
 }
 
 /// `load` is the seconds that loading took.
@@ -101,7 +109,7 @@ fn one(
     if text {
         let answer = write(&mut session, prompt, request)?;
         command::print("\n")?;
-        eprintln!("loaded in {load:.1} s; {}", answer.summary);
+        command::note!("loaded in {load:.1} s; {}", answer.summary);
         return Ok(());
     }
     let begin = Stopwatch::start();
@@ -110,11 +118,14 @@ fn one(
     let first = begin.elapsed().as_secs_f64();
     for token in tokens.by_ref() {
         ids.push(token?.id.to_string());
+        if interrupt::came() {
+            break;
+        }
     }
     let end = tokens.end();
     command::print(&format!("{}\n", ids.join(",")))?;
     let summary = summary(prompt.len(), ids.len(), first, begin.elapsed().as_secs_f64(), end);
-    eprintln!("loaded in {load:.1} s; {summary}");
+    command::note!("loaded in {load:.1} s; {summary}");
     Ok(())
 }
 
@@ -133,6 +144,7 @@ fn several(
         bar.inc(u64::from(step.token.is_some()));
         ended += u16::from(step.end.is_some());
         bar.set_message(format!("{ended} of {completions} answers"));
+        if interrupt::came() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
     bar.finish_and_clear();
     let (mut all, mut shown, mut ends) = (0, String::new(), String::new());
@@ -149,7 +161,7 @@ fn several(
     }
     command::print(&shown)?;
     let seconds = begin.elapsed().as_secs_f64();
-    eprintln!(
+    command::note!(
         "{ends}loaded in {load:.1} s; {completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
         prompt.len(),
         all as f64 / seconds
@@ -157,35 +169,31 @@ fn several(
     Ok(())
 }
 
-/// Sends on what was printed; a reader that has gone away ends the program, as it ends any other.
-fn shown() -> anyhow::Result<()> {
-    match std::io::stdout().flush() {
-        Err(why) if why.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        flushed => Ok(flushed?),
-    }
-}
-
 /// What was answered, and how fast.
 struct Answer {
     text: String,
     summary: String,
+    /// Whether the reader is still there.
+    read: bool,
 }
 
-/// Writes an answer as it comes.
+/// Writes an answer as it comes, until a signal comes or the reader has gone away.
 fn write(session: &mut Session, prompt: &[u32], request: &Request) -> anyhow::Result<Answer> {
     let begin = Stopwatch::start();
     let mut pieces = session.write(prompt, request)?;
     let first = begin.elapsed().as_secs_f64();
-    let mut text = String::new();
+    let (mut text, mut read) = (String::new(), true);
     for piece in pieces.by_ref() {
         let piece = piece?;
-        command::print(&piece)?;
-        shown()?;
+        read = command::print_on(&piece)?;
         text += &piece;
+        if !read || interrupt::came() {
+            break;
+        }
     }
     let seconds = begin.elapsed().as_secs_f64();
     let summary = summary(prompt.len(), pieces.tokens(), first, seconds, pieces.end());
-    Ok(Answer { text, summary })
+    Ok(Answer { text, summary, read })
 }
 
 /// `first` and `all` are seconds from the beginning, to the first token and to the end.
@@ -206,7 +214,7 @@ const fn reason(end: Option<End>) -> &'static str {
         Some(End::Stop) => "a stop came up",
         Some(End::Length) => "as many as asked for",
         Some(End::Context) => "the context is full",
-        None => "not ended",
+        Some(End::Cancelled) | None => "stopped",
     }
 }
 
@@ -227,22 +235,28 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             "an empty message takes {least} positions, of {context}\nhint: a shorter --system, or a larger --context"
         );
     }
-    let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context))?;
+    let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context));
+    let engine = engine.map_err(|why| {
+        match why.downcast_ref::<EngineError>().and_then(EngineError::context) {
+            Some(most) => anyhow!(
+                "a context of {context}, where the model has {most} positions\nhint: --context {most}, or less"
+            ),
+            None => why,
+        }
+    })?;
     let mut session = engine.session(context)?;
     let terminal = std::io::stdin().is_terminal();
     let mut unanswered = 0;
     loop {
         if terminal {
             command::print("> ")?;
-            shown()?;
         }
         let mut line = String::new();
         if std::io::stdin().lock().read_line(&mut line).map_err(|why| unread(&why))? == 0 {
             // Who types has seen it.
             if unanswered > 0 && !terminal {
-                bail!(
-                    "{unanswered} messages had no answer\nhint: shorter ones, or a larger --context"
-                );
+                let messages = command::count(unanswered, "message");
+                bail!("{messages} had no answer\nhint: shorter ones, or a larger --context");
             }
             return Ok(());
         }
@@ -257,7 +271,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             let alone = [&messages[..kept], &messages[messages.len() - 1..]].concat();
             let need = engine.encode_chat(&alone)?.len();
             if need > context {
-                eprintln!("the message is dropped: it takes {need} positions, of {context}");
+                command::note!("the message is dropped: it takes {need} positions, of {context}");
                 messages.pop();
                 unanswered += 1;
                 continue;
@@ -271,7 +285,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             all = engine.encode_chat(&messages)?;
         }
         if dropped > 0 {
-            eprintln!(
+            command::note!(
                 "the conversation outgrew {context} positions: its first {dropped} messages are dropped"
             );
         }
@@ -283,9 +297,16 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
                 &all[..]
             }
         };
+        let listening = interrupt::listen()?;
         let answer = write(&mut session, new, &request)?;
-        command::print("\n")?;
-        eprintln!("{}", answer.summary);
+        if !answer.read || !command::print_on("\n")? {
+            return Ok(());
+        }
+        command::note!("{}", answer.summary);
+        // Ctrl-C ends an answer; where nothing is written it ends the program.
+        interrupt::forget();
+        interrupt::check("stopped")?;
+        drop(listening);
         messages.push(Message::new("assistant", answer.text));
     }
 }

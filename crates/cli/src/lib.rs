@@ -109,6 +109,12 @@ enum Command {
     Tokenize(tokenize_command::Args),
 }
 
+/// What this program was built from, `-dirty` where that was not committed.
+fn commit() -> String {
+    let dirty = env!("FLASHOVER_DIRTY") == "true";
+    format!("{}{}", env!("FLASHOVER_COMMIT"), if dirty { "-dirty" } else { "" })
+}
+
 fn pair(text: &str) -> Result<(String, String), String> {
     let (key, value) = text
         .split_once('=')
@@ -148,11 +154,11 @@ pub fn main() -> ExitCode {
             if e.is::<interrupt::Stopped>()
                 || matches!(e.downcast_ref::<QuantizeError>(), Some(QuantizeError::Stopped)) =>
         {
-            eprintln!("{e}");
+            command::note!("{e}");
             ExitCode::from(interrupt::status())
         }
         Err(e) => {
-            eprintln!("error: {e:#}");
+            command::note!("error: {e:#}");
             ExitCode::from(2)
         }
     }

@@ -8,14 +8,14 @@ use command::OutFile;
 use flashover::{HostTensor, Workload};
 
 use crate::encoded;
-use crate::model_args::{ModelArgs, spared};
+use crate::model_args::{ModelArgs, spared, token};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// Token ids
-    #[arg(long, value_delimiter = ',', value_name = "IDS", required_unless_present = "prompt")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token, required_unless_present = "prompt")]
     tokens: Option<Vec<u32>>,
     /// Text in place of ids
     #[arg(long, allow_hyphen_values = true, conflicts_with = "tokens")]

@@ -183,7 +183,7 @@ pub(crate) struct SamplingArgs {
     /// Tokens at most; without it as many as the context holds, of a longer one 8192 with the prompt or 1024 past it
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
-    /// End at this text; may be given several times
+    /// End at this text, in place of those of generation_config.json; may be given several times
     #[arg(long = "stop", value_name = "TEXT", allow_hyphen_values = true)]
     stops: Vec<String>,
     /// Go on past the tokens that end a text
@@ -248,6 +248,13 @@ fn size(text: &str) -> Result<u64, String> {
 
 fn whole<T: FromStr>(text: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("`{text}` is no whole number\nhint: 0 or more"))
+}
+
+/// A token id, with spaces around it as people write lists.
+pub(crate) fn token(text: &str) -> Result<u32, String> {
+    let bad =
+        || format!("`{text}` is no token id\nhint: numbers with commas between, such as 1,2,3");
+    text.trim().parse().map_err(|_| bad())
 }
 
 fn dtype(text: &str) -> Result<Compute, String> {
@@ -391,7 +398,7 @@ impl ModelArgs {
             );
         }
         let chosen = preset.precision(&self.options(), |o| folder.plan(profile, o, workload))?;
-        eprintln!("preset {preset}: {}", chosen.plan.precision());
+        command::note!("preset {preset}: {}", chosen.plan.precision());
         Ok(chosen.options)
     }
 }
@@ -559,7 +566,9 @@ impl SamplingArgs {
         }
         sampling.check()?;
         request.max_new_tokens = self.max_new_tokens.or(request.max_new_tokens);
-        request.stops.clone_from(&self.stops);
+        if !self.stops.is_empty() {
+            request.stops.clone_from(&self.stops);
+        }
         if self.ignore_eos {
             request.eos.clear();
         }

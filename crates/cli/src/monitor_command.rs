@@ -117,7 +117,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         if samples == 0 {
             for lack in monitor.missing() {
-                eprintln!("note: {lack}");
+                command::note!("note: {lack}");
             }
         }
         let time = OffsetDateTime::now_utc().replace_nanosecond(0)?.format(&Rfc3339)?;

@@ -3,8 +3,8 @@
 use anyhow::bail;
 use clap::ValueEnum;
 use flashover::{
-    ArchProfile, EngineError, EngineOptions, Plan, Preset, Recompute, TrainPlan, TrainWorkload,
-    Workload,
+    ArchProfile, BatchPlan, EngineError, EngineOptions, Plan, Preset, Recompute, TrainPlan,
+    TrainWorkload, Workload,
 };
 
 use crate::model_args::{Subject, SubjectArgs};
@@ -14,11 +14,11 @@ use crate::train_command::LoraArgs;
 pub(crate) struct Args {
     #[command(flatten)]
     of: SubjectArgs,
-    /// Sequences that decode together
-    #[arg(long, short = 'b', default_value_t = 1, conflicts_with = "preset")]
-    batch: usize,
-    /// Positions of each, of prompt and answer; without it 2048, or as many as the model has
-    #[arg(long, short = 'c', conflicts_with = "preset")]
+    /// Sequences that decode together; without it 1, or what the preset wants and the device has room for
+    #[arg(long, short = 'b')]
+    batch: Option<usize>,
+    /// Positions of each, of prompt and answer; without it 2048, 512 to train, or the preset's, or as many as the model has
+    #[arg(long, short = 'c')]
     context: Option<usize>,
     /// Work out precision and batch for code-generation, inference, latency or training
     #[arg(long)]
@@ -59,22 +59,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Some(profile) => profile,
         None => args.of.load.open()?.profile().clone(),
     };
-    let workload = |context| Workload::new(args.batch, context);
     let options = args.of.load.options();
     let subject = args.of.subject()?;
     if args.train.is_some() || args.preset == Some(Preset::Training) {
         return train(args, &profile, &options, &subject);
     }
-    let plan = |options: &EngineOptions, workload| subject.plan(&profile, options, workload);
-    let plan = match args.preset {
-        Some(preset) => preset.choose(&options, plan)?.plan,
-        None => match plan(&options, workload(args.context.unwrap_or(USUAL))) {
-            Err(why) if args.context.is_none() => {
-                plan(&options, workload(why.context().ok_or(why)?))?
-            }
-            planned => planned?,
-        },
-    };
+    let plan = planned(args, &options, USUAL, |options, workload| {
+        subject.plan(&profile, options, workload)
+    })?;
     command::print(&match args.json {
         true => serde_json::to_string_pretty(&plan)? + "\n",
         false => table(&plan),
@@ -83,6 +75,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("it does not fit: {plan}\nhint: {}", plan.advice());
     }
     Ok(())
+}
+
+/// Of the workload that is asked for; what nobody asks for is the preset's, or usual.
+fn planned<P: BatchPlan>(
+    args: &Args,
+    options: &EngineOptions,
+    usual: usize,
+    plan: impl Fn(&EngineOptions, Workload) -> Result<P, EngineError>,
+) -> Result<P, EngineError> {
+    let of = |context| match (args.preset, args.batch) {
+        (None, batch) => plan(options, Workload::new(batch.unwrap_or(1), context)),
+        (Some(preset), Some(batch)) => {
+            let chosen = preset.precision(options, |o| plan(o, Workload::new(batch, context)));
+            chosen.map(|chosen| chosen.plan)
+        }
+        (Some(preset), None) => {
+            let chosen = preset.choose(options, |o, of| plan(o, Workload::new(of.batch, context)));
+            chosen.map(|chosen| chosen.plan)
+        }
+    };
+    let usual = args.preset.map_or(usual, Preset::context);
+    match of(args.context.unwrap_or(usual)) {
+        // A model may have fewer.
+        Err(why) if args.context.is_none() => of(why.context().ok_or(why)?),
+        planned => planned,
+    }
 }
 
 fn train(
@@ -102,21 +120,10 @@ fn train(
             Subject::Shape(shape) => TrainPlan::of_shape(profile, shape, options, &lora, workload),
         }
     };
-    let plan = match args.preset {
-        Some(Preset::Training) => Preset::Training.choose(options, plan)?.plan,
-        Some(other) => {
-            bail!(
-                "preset {other} is not for training\nhint: --preset training, or leave --train out"
-            )
-        }
-        None => {
-            let of = |context| plan(options, Workload::new(args.batch, context));
-            match of(args.context.unwrap_or(USUAL_TO_TRAIN)) {
-                Err(why) if args.context.is_none() => of(why.context().ok_or(why)?)?,
-                planned => planned?,
-            }
-        }
-    };
+    if let Some(other) = args.preset.filter(|preset| *preset != Preset::Training) {
+        bail!("preset {other} is not for training\nhint: --preset training, or leave --train out");
+    }
+    let plan = planned(args, options, USUAL_TO_TRAIN, plan)?;
     command::print(&match args.json {
         true => serde_json::to_string_pretty(&plan)? + "\n",
         false => train_table(&plan),
@@ -142,6 +149,7 @@ fn train_table(plan: &TrainPlan) -> String {
     ];
     if let (Some(total), Some(budget)) = (plan.total_bytes, plan.budget_bytes) {
         lines.push(("of the device", bytes(total)));
+        lines.push(("reserve", bytes(plan.reserve_bytes)));
         lines.push(("may be used", bytes(budget)));
     }
     lines.push(("largest batch", most(plan.largest_batch)));
@@ -171,6 +179,7 @@ fn table(plan: &Plan) -> String {
     ];
     if let (Some(total), Some(budget)) = (plan.total_bytes, plan.budget_bytes) {
         lines.push(("of the device", bytes(total)));
+        lines.push(("reserve", bytes(plan.reserve_bytes)));
         lines.push(("may be used", bytes(budget)));
     }
     lines.push(("largest batch", most(plan.largest_batch)));

@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // All of them are read: what is no weight is copied.
     file.as_ref().map_or(Ok(()), |file| all_spared(files(&model), file))?;
     let device = args.device.open()?;
-    interrupt::listen()?;
+    let _listening = interrupt::listen()?;
     let made = quantize_model_until(&device, &model, &args.output, &options, &interrupt::came)?;
     let mut text = String::new();
     match file {

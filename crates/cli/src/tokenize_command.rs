@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::bail;
 use flashover::Tokenizer;
 
-use crate::model_args::{HubArgs, standard_input, text_file};
+use crate::model_args::{HubArgs, standard_input, text_file, token};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -21,7 +21,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
     text: Option<PathBuf>,
     /// Ids in place of a text; what each stands for comes out, as a JSON list
-    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token)]
     tokens: Option<Vec<u32>>,
 }
 

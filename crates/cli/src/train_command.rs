@@ -170,7 +170,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         None => (args.model.options(), asked.unwrap_or(USUAL_BATCH)),
         Some(Chosen { options, plan }) => {
             let batch = plan.workload.batch;
-            eprintln!("preset training: {}, batches of {batch}", plan.precision());
+            command::note!("preset training: {}, batches of {batch}", plan.precision());
             (options, batch)
         }
     };
@@ -197,7 +197,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let same = |own: &PathBuf| own.canonicalize().ok() == output.canonicalize().ok();
     let replaced = Adapter::files(output).into_iter().any(|file| file.exists());
     if replaced && !args.model.adapter().is_some_and(same) {
-        eprintln!("note: the adapter that is in {} will be replaced", output.display());
+        command::note!("note: the adapter that is in {} will be replaced", output.display());
     }
     let workload = workload(batch, longest);
     let plan = plan(&load, workload)?;
@@ -215,17 +215,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         None => Trainer::new(engine, options)?,
     };
     trainer.reserve(workload)?;
-    eprintln!(
-        "{} examples, {} of them cut, {} left out; {steps} steps of {batch}{} examples",
-        data.examples.len(),
+    command::note!(
+        "{}, {} of them cut, {} left out; {} of {batch}{} examples",
+        command::count(data.examples.len(), "example"),
         data.cut,
         data.left_out,
+        command::count(steps, "step"),
         if accumulate > 1 { format!(" times {accumulate}") } else { String::new() },
     );
     let before = loss(&mut trainer, held_out.as_ref(), batch)?;
     let tracing = Tracing::start(file, trainer.engine())?;
     let (begin, mut learned) = (Stopwatch::start(), 0);
-    interrupt::listen()?;
+    let _listening = interrupt::listen()?;
     let mut ended = Ok(());
     while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
         let step = Stopwatch::start();
@@ -241,8 +242,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let saved = trainer.save(output);
         if ended.is_err() && saved.is_ok() {
             let (done, output) = (trainer.done(), output.display());
-            let steps = if done == 1 { "step" } else { "steps" };
-            eprintln!("the adapter after {done} {steps} is in {output}");
+            let steps = command::count(done, "step");
+            command::note!("the adapter after {steps} is in {output}");
         }
         ended = ended.and(saved);
     }
@@ -251,16 +252,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     traced?;
     if interrupt::came() {
         let (done, output) = (trainer.done(), output.display());
-        return Err(
-            Stopped(format!("stopped after {done} steps; the adapter is in {output}")).into()
-        );
+        let steps = command::count(done, "step");
+        return Err(Stopped(format!("stopped after {steps}; the adapter is in {output}")).into());
     }
     if let (Some(before), Some(after)) = (before, loss(&mut trainer, held_out.as_ref(), batch)?) {
-        eprintln!("held out: loss {before:.4} before, {after:.4} after");
+        command::note!("held out: loss {before:.4} before, {after:.4} after");
     }
-    eprintln!(
-        "{} steps in {seconds:.1} s, {:.0} learned tokens/s; the adapter is in {}",
-        trainer.done(),
+    command::note!(
+        "{} in {seconds:.1} s, {:.0} learned tokens/s; the adapter is in {}",
+        command::count(trainer.done(), "step"),
         learned as f64 / seconds,
         output.display()
     );
@@ -271,7 +271,7 @@ fn told(taught: &Taught, steps: usize, seconds: f64) {
     let Taught { step, loss, tokens, gradient, learning_rate, skipped } = taught;
     let rate = *tokens as f64 / seconds;
     let skipped = if *skipped { "; skipped, the gradient left the range of f16" } else { "" };
-    eprintln!(
+    command::note!(
         "step {step} of {steps}: loss {loss:.4}, gradient {gradient:.3}, rate {learning_rate:.2e}, {tokens} tokens, \
          {rate:.0} tokens/s{skipped}"
     );

@@ -1,5 +1,6 @@
 //! Data on standard output.
 
+use std::fmt;
 use std::io::{self, ErrorKind, Write};
 
 /// Standard output takes nothing more.
@@ -24,6 +25,16 @@ pub fn print_on(text: &str) -> Result<bool, PrintError> {
     print_into(&mut io::stdout().lock(), text)
 }
 
+/// As [`note!`](crate::note), of a text.
+pub fn note_text(text: fmt::Arguments<'_>) {
+    note_into(&mut io::stderr().lock(), text);
+}
+
+fn note_into(out: &mut impl Write, text: fmt::Arguments<'_>) {
+    // In one piece, whatever else is written there.
+    out.write_all(format!("{text}\n").as_bytes()).unwrap_or_default();
+}
+
 fn print_into(out: &mut impl Write, text: &str) -> Result<bool, PrintError> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(true),
@@ -39,9 +50,11 @@ mod tests {
     #[test]
     fn a_reader_that_is_gone_is_no_error_and_a_full_disk_is_one() {
         let (reader, mut pipe) = io::pipe().expect("a pipe");
+        note_into(&mut pipe, format_args!("text"));
         assert!(print_into(&mut pipe, "text\n").expect("a reader"));
         drop(reader);
         assert!(!print_into(&mut pipe, "text\n").expect("no reader"));
+        note_into(&mut pipe, format_args!("nobody hears it, and nothing panics"));
         let Ok(mut full) = std::fs::OpenOptions::new().write(true).open("/dev/full") else {
             println!("skipped: needs /dev/full");
             return;

@@ -44,9 +44,12 @@ pub struct BatchTry {
 
 /// A gain below this is noise.
 const GAIN: f64 = 1.02;
+/// So many larger batches in a row that gain nothing are the end: one may be a size that kernels like less than those
+/// beside it.
+const PATIENCE: usize = 2;
 
 /// Finds the batch with the highest rate by trying: from `start` half as many while memory does not suffice, then a
-/// quarter more as long as that is faster and fits, up to `most`.
+/// quarter more as long as that fits and one of the last two was faster, up to `most`.
 ///
 /// `rate` runs a batch and gives what it does a second, or none where memory does not suffice.
 ///
@@ -76,16 +79,22 @@ pub fn find_batch_size<E>(
             }
         }
     };
-    loop {
-        let between = not.map_or(usize::MAX, |not| best.0 + (not - best.0) / 2);
-        let more = (best.0 + best.0.div_ceil(4)).min(most).min(between);
-        if more <= best.0 {
+    // The last that fitted, and how many before it gained nothing.
+    let (mut last, mut idle) = (best.0, 0);
+    while idle < PATIENCE {
+        let between = not.map_or(usize::MAX, |not| last + (not - last) / 2);
+        let more = (last + last.div_ceil(4)).min(most).min(between);
+        if more <= last {
             break;
         }
         match run(more)? {
-            Some(rate) if rate >= best.1 * GAIN => best = (more, rate),
-            // Slower, though it fits.
-            Some(_) => break,
+            Some(rate) => {
+                last = more;
+                idle += 1;
+                if rate >= best.1 * GAIN {
+                    (best, idle) = ((more, rate), 0);
+                }
+            }
             None => not = Some(more),
         }
     }
@@ -111,11 +120,24 @@ mod tests {
     #[test]
     fn it_is_halved_until_it_fits_and_grown_while_that_gains() {
         assert_eq!(found(32, 1000, 10, 1000), (10, vec![32, 16, 8, 10, 13, 11]));
-        assert_eq!(found(4, 1000, 1000, 9), (9, vec![4, 5, 7, 9, 12]));
+        assert_eq!(found(4, 1000, 1000, 9), (9, vec![4, 5, 7, 9, 12, 15]));
         assert_eq!(found(1, 1, 1000, 1000), (1, vec![1]));
         assert_eq!(found(8, 1000, 0, 1000), (0, vec![8, 4, 2, 1]));
         assert_eq!(found(0, 1000, 1, 1000).0, 1);
         assert_eq!(found(99, 20, 1000, 1000), (20, vec![20]));
+    }
+
+    #[test]
+    fn one_size_that_is_slow_is_passed_over() {
+        let of = |rates: &[(usize, f64)]| {
+            let rate = |batch| {
+                let known = rates.iter().find(|(own, _)| *own == batch);
+                Ok::<_, Infallible>(known.map(|(_, rate)| *rate))
+            };
+            find_batch_size(4, 1000, rate).unwrap_or_else(|never| match never {}).batch
+        };
+        assert_eq!(of(&[(4, 4.0), (5, 3.0), (7, 6.0), (9, 6.1), (8, 5.0)]), 7);
+        assert_eq!(of(&[(4, 4.0), (5, 3.0), (7, 3.9), (9, 9.0)]), 4, "two in a row");
     }
 
     #[test]

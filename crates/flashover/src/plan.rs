@@ -49,16 +49,18 @@ impl MemoryBudget {
     }
 
     /// # Errors
-    /// [`EngineError::Budget`] for what leaves nothing by itself.
-    pub(crate) fn check(&self) -> Result<(), EngineError> {
+    /// [`EngineError::Budget`] for what leaves nothing by itself; [`EngineError::BudgetOfUnknown`] for parts of a total that
+    /// nobody knows.
+    pub(crate) fn check(&self, total: Option<u64>) -> Result<(), EngineError> {
         let refused = |name, value: String, range| Err(EngineError::Budget { name, value, range });
         if self.limit_bytes == Some(0) {
             return refused("limit", "0 bytes".to_owned(), "above 0");
         }
-        match self.fraction > 0.0 && self.fraction <= 1.0 {
-            true => Ok(()),
-            false => refused("fraction", self.fraction.to_string(), "above 0, up to 1"),
+        if self.fraction.is_nan() || self.fraction <= 0.0 || self.fraction > 1.0 {
+            return refused("fraction", self.fraction.to_string(), "above 0, up to 1");
         }
+        let of_all = self.fraction < 1.0 || self.reserve_bytes > 0;
+        if of_all && total.is_none() { Err(EngineError::BudgetOfUnknown) } else { Ok(()) }
     }
 }
 
@@ -94,6 +96,8 @@ pub struct Plan {
     pub device: String,
     /// Of the device.
     pub total_bytes: Option<u64>,
+    /// What stays free for others.
+    pub reserve_bytes: u64,
     /// What may be used of it.
     pub budget_bytes: Option<u64>,
     /// What it was made for.
@@ -198,26 +202,47 @@ impl Planned {
     }
 
     /// # Errors
-    /// [`EngineError::Budget`] of numbers that mean nothing, [`models::Error::Context`].
+    /// [`EngineError::Budget`] of numbers that mean nothing, [`EngineError::BudgetOfUnknown`], [`EngineError::Buffer`],
+    /// [`models::Error::Context`].
     pub(crate) fn checked(
         &self,
         profile: &ArchProfile,
         options: &EngineOptions,
         workload: Workload,
     ) -> Result<Plan, EngineError> {
-        self.check(&options.budget, workload.batch, workload.context)?;
+        self.check(profile, &options.budget, workload.batch, workload.context)?;
+        self.check_buffers(profile, workload)?;
         Ok(self.plan(profile, &options.budget, workload, Others::default()))
+    }
+
+    /// # Errors
+    /// [`EngineError::Buffer`].
+    pub(crate) fn check_buffers(
+        &self,
+        profile: &ArchProfile,
+        Workload { batch, context, .. }: Workload,
+    ) -> Result<(), EngineError> {
+        let passing = Passing { batch, positions: context, chunk: models::CHUNK };
+        let need = self.config.largest_buffer_bytes(self.held, passing, self.steps);
+        match profile.max_buffer_bytes {
+            Some(most) if need > most.into() => {
+                let need = u64::try_from(need).unwrap_or(u64::MAX);
+                Err(EngineError::Buffer { need, most })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// # Errors
     /// As [`Planned::checked`].
     pub(crate) fn check(
         &self,
+        profile: &ArchProfile,
         budget: &MemoryBudget,
         batch: usize,
         context: usize,
     ) -> Result<(), EngineError> {
-        budget.check()?;
+        budget.check(profile.memory_bytes)?;
         for (name, value) in [("batch", batch), ("context", context)] {
             if value == 0 {
                 let range = "of 1 at least";
@@ -259,6 +284,7 @@ impl Planned {
             model: self.model.clone(),
             device: profile.name.clone(),
             total_bytes,
+            reserve_bytes: budget.reserve_bytes,
             budget_bytes,
             workload,
             dtype: computes_in(self.held),
@@ -466,10 +492,33 @@ mod tests {
         assert_eq!(of(MemoryBudget { limit_bytes: Some(99 * gib), ..all }), Some(16 * gib));
         assert_eq!(of(MemoryBudget { reserve_bytes: 99 * gib, ..all }), Some(0));
         assert_eq!(MemoryBudget { limit_bytes: Some(5), ..all }.of(None), Some(5));
+        // Of a device that does not tell how much it has there are no parts.
+        for part in
+            [MemoryBudget { fraction: 0.5, ..all }, MemoryBudget { reserve_bytes: gib, ..all }]
+        {
+            let refused = part.check(None).expect_err("a part of nothing");
+            assert!(matches!(refused, EngineError::BudgetOfUnknown), "{refused}");
+            part.check(Some(16 * gib)).expect("a part of a card");
+        }
+        MemoryBudget { limit_bytes: Some(5), ..all }.check(None).expect("a number of bytes");
         let budget = MemoryBudget { limit_bytes: Some(gib), ..all };
         let none = plan("h200", EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
         assert!(!none.fits() && none.largest_context == Some(0), "{none}");
         assert!(none.advice().starts_with("a larger budget"), "{}", none.advice());
+    }
+
+    #[test]
+    fn what_no_buffer_holds_is_refused() {
+        let browser = ArchProfile { max_buffer_bytes: Some(128 << 20), ..card("rtx4090") };
+        let of = |shape, context| {
+            let options = EngineOptions::default();
+            Plan::of_shape(&browser, shape, &options, Workload::new(1, context))
+        };
+        let refused = of("llama-3-8b", 64).expect_err("its embedding has a GiB");
+        assert!(matches!(refused, EngineError::Buffer { most: 134_217_728, .. }), "{refused}");
+        let said = refused.to_string();
+        assert!(said.starts_with("it needs a buffer of 1002.00 MiB, and"), "{said}");
+        of("gpt2", 64).expect("its embedding has 74 MiB");
     }
 
     #[test]

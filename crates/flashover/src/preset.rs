@@ -120,6 +120,11 @@ impl Preset {
         }
     }
 
+    /// Positions of a sequence, where nobody asks for others.
+    pub const fn context(self) -> usize {
+        self.wants().0
+    }
+
     /// The precision for a workload that is known: the most wanted in which `plan` fits, and the plan. The precision of
     /// `options` is kept where they have one.
     ///

@@ -24,6 +24,25 @@ fn refused(name: &str, change: impl Fn(&mut Vec<Named>)) -> String {
     file.linear("linear").expect_err("broken").to_string()
 }
 
+#[test]
+fn a_folder_without_weights_says_what_it_has_instead() {
+    for (files, hint) in [
+        (&["config.json"][..], None),
+        (&["model-00001-of-00002.safetensors", "model.bin"], Some("the index that says which")),
+        (&["pytorch_model.bin"], Some("as PyTorch pickles them")),
+        (&["model-q4_0.gguf"], Some("weights for llama.cpp")),
+    ] {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        for file in files {
+            fs::write(folder.path().join(file), "x").expect("written");
+        }
+        let refused = Checkpoint::open(folder.path()).expect_err("no weights").to_string();
+        assert!(refused.contains(" has neither model.safetensors nor "), "{refused}");
+        assert_eq!(refused.contains("\nhint: "), hint.is_some(), "{refused}");
+        assert!(refused.contains(hint.unwrap_or_default()), "{refused}");
+    }
+}
+
 fn tensor<'t>(tensors: &'t mut [Named], name: &str) -> &'t mut Tensor<'static> {
     let named = tensors.iter_mut().find(|(have, _)| have == name);
     &mut named.unwrap_or_else(|| panic!("no {name}")).1

@@ -304,8 +304,8 @@ fn the_command_refuses_what_is_wrong() {
         let text = r#"{"eos_token_id": [2, 160]}"#;
         fs::write(to.join("generation_config.json"), text).expect("written");
     });
-    let stops = copy("stops", &|to| {
-        let text = r#"{"stop_strings": ["\n\n"]}"#;
+    let beams = copy("beams", &|to| {
+        let text = r#"{"num_beams": 4}"#;
         fs::write(to.join("generation_config.json"), text).expect("written");
     });
     let linked = copy("linked", &|to| {
@@ -334,10 +334,12 @@ fn the_command_refuses_what_is_wrong() {
     refused(&cut, &one, "\nhint: the file is cut or damaged");
     refused(&tokenizer, &one, "the model a vocabulary of");
     refused(&eos, &one, "`eos_token_id` is 160, past the vocabulary, which has 160");
+    refused(&beams, &one, "`num_beams` is 4, which is not supported; known: 1\nhint: ");
+    refused(&good, &["--tokens", "1,x"], "`x` is no token id\nhint: numbers with commas");
     refused(
-        &stops,
-        &one,
-        "`stop_strings` is [\"\\n\\n\"], which is not supported; known: null\nhint: ",
+        &good,
+        &["--tokens", "1, 2", "--adapter", "/none"],
+        "hint: an adapter is a folder with",
     );
     refused(&linked, &one, "linked/tokenizer.json: No such file");
     // Texts may begin as options do.

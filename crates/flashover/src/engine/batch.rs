@@ -1,3 +1,5 @@
+use std::ops::ControlFlow;
+
 use burn::tensor::Tensor;
 use models::{KvCache, Rows};
 
@@ -70,10 +72,11 @@ impl Engine {
         asked: &[(&[u32], &Request)],
         completions: usize,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
-        self.generate_each_with(asked, completions, |_| ())
+        self.generate_each_with(asked, completions, |_| ControlFlow::Continue(()))
     }
 
-    /// The same, and `seen` is told of each token of each answer as it comes.
+    /// The same, and `seen` is told of each token of each answer as it comes. Where it breaks off, answers that have not
+    /// ended stay as they are: [`End::Cancelled`].
     ///
     /// # Errors
     /// As [`Engine::generate_batch`].
@@ -81,7 +84,7 @@ impl Engine {
         &self,
         asked: &[(&[u32], &Request)],
         completions: usize,
-        mut seen: impl FnMut(BatchStep<'_>),
+        mut seen: impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
         for (_, request) in asked {
             request.sampling.check()?;
@@ -125,14 +128,20 @@ impl Engine {
         asked: &[(&[u32], &Request)],
         completions: usize,
         room: usize,
-        seen: &mut impl FnMut(BatchStep<'_>),
+        seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
     ) -> Result<Vec<Vec<Completion>>, EngineError> {
+        let mut cancelled = false;
         let mut one = |tokens: &[u32], request: &Request, place| {
+            if cancelled {
+                let mut own = self.growing(tokens, request, place)?;
+                own.cancel(self)?;
+                return Ok(own.completion());
+            }
             let mut session = self.session(room)?;
             let logits = session.pass(tokens)?;
             let mut own = [self.growing(tokens, request, place)?];
             let (cache, _grant) = session.into_parts();
-            self.grow(&mut own, cache, logits, seen)?;
+            cancelled = self.grow(&mut own, cache, logits, seen)?;
             let [own] = own;
             Ok(own.completion())
         };
@@ -156,14 +165,15 @@ impl Engine {
         Ok(Growing { request, prompt, completion, seen, tokens, writing, text, end: None })
     }
 
-    /// Decodes a batch until all its sequences ended, and tells `seen` of each step of each.
+    /// Decodes a batch until all its sequences ended, and tells `seen` of each step of each, which may break off: whether
+    /// it did.
     fn grow(
         &self,
         batch: &mut [Growing<'_>],
         mut cache: KvCache,
         mut logits: Tensor<2>,
-        seen: &mut impl FnMut(BatchStep<'_>),
-    ) -> Result<(), EngineError> {
+        seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
+    ) -> Result<bool, EngineError> {
         let mut rows: Vec<usize> = (0..batch.len()).collect();
         let picker = |batch: &[Growing<'_>], rows: &[usize]| {
             let row = |at: &usize| (batch[*at].request.sampling, &batch[*at].seen[..]);
@@ -172,17 +182,22 @@ impl Engine {
         };
         let mut own = picker(batch, &rows);
         loop {
+            let mut cancelled = false;
             let places: Vec<Place> = rows.iter().map(|at| batch[*at].place()).collect();
             for (at, token) in rows.iter().zip(own.pick(self, logits, &places)?) {
                 let own = &mut batch[*at];
                 if own.end.is_none() {
-                    seen(own.step(self, token, cache.capacity())?);
+                    cancelled |= seen(own.step(self, token, cache.capacity())?).is_break();
                 }
+            }
+            if cancelled {
+                let mut open = batch.iter_mut().filter(|own| own.end.is_none());
+                return open.try_for_each(|own| own.cancel(self)).map(|()| true);
             }
             let open: Vec<usize> =
                 (0..rows.len()).filter(|row| batch[rows[*row]].end.is_none()).collect();
             if open.is_empty() {
-                return Ok(());
+                return Ok(false);
             }
             // Those that ended go along with a token of theirs, whose logits nobody looks at, as long as
             // there is room for it.
@@ -246,6 +261,12 @@ impl Growing<'_> {
             self.writing = None;
         }
         Ok(())
+    }
+
+    /// Ends it as it is.
+    fn cancel(&mut self, engine: &Engine) -> Result<(), EngineError> {
+        self.end = Some(End::Cancelled);
+        self.finish(engine)
     }
 
     /// What is left of the text, which may have its end in it.

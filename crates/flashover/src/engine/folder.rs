@@ -208,12 +208,14 @@ impl Reader {
     }
 
     pub(super) fn request(&self) -> Request {
-        let GenerationConfig { eos, max_new_tokens, .. } = &self.generation;
+        let GenerationConfig { eos, max_new_tokens, stop_strings, .. } = &self.generation;
+        // Of a model without a tokenizer there is no text in which one could come up.
+        let stops = self.tokenizer.as_ref().map(|_| stop_strings.clone()).unwrap_or_default();
         Request {
             sampling: Sampling::of(&self.generation),
             max_new_tokens: *max_new_tokens,
             eos: eos.clone(),
-            stops: Vec::new(),
+            stops,
         }
     }
 

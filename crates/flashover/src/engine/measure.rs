@@ -111,6 +111,11 @@ impl Speed {
         self.samples_ns.iter().map(|ns| self.test.tokens() as f64 / ns * 1e9).collect()
     }
 
+    /// The median of them.
+    pub fn rate(&self) -> f64 {
+        self.test.tokens() as f64 / self.median_ns() * 1e9
+    }
+
     /// Bytes that had to be read over those that a copy would have moved, for generated tokens.
     pub fn share_of_bandwidth(&self, ceilings: &Ceilings) -> Option<f64> {
         let steps = self.test.generated as f64;
@@ -234,14 +239,20 @@ impl Engine {
     }
 
     /// Finds the batch, up to `most`, that generates or passes most tokens a second: see [`find_batch_size`]. The
-    /// batch of `test` is where it begins. Each try is measured once, after one to warm up.
+    /// batch of `test` is where it begins. Each try is [measured](Engine::measure) with so many repetitions, of which the
+    /// median counts.
     ///
     /// # Errors
     /// As [`Engine::measure`], but for memory: what does not fit is not taken.
-    pub fn find_batch_size(&self, test: SpeedTest, most: usize) -> Result<BatchSize, EngineError> {
+    pub fn find_batch_size(
+        &self,
+        test: SpeedTest,
+        most: usize,
+        repetitions: usize,
+    ) -> Result<BatchSize, EngineError> {
         find_batch_size(test.batch, most, |batch| {
-            match self.measure(SpeedTest { batch, ..test }, 1) {
-                Ok(speed) => Ok(speed.rates().first().copied()),
+            match self.measure(SpeedTest { batch, ..test }, repetitions) {
+                Ok(speed) => Ok(Some(speed.rate())),
                 Err(EngineError::Memory(_) | EngineError::OutOfMemory { .. }) => Ok(None),
                 Err(other) => Err(other),
             }

@@ -32,7 +32,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 use crate::memory::{MemoryUsage, free_bytes, there_is};
-use crate::plan::{MemoryBudget, Plan, Planned, Workload, computes_in};
+use crate::plan::{MemoryBudget, Plan, Planned, Workload, computes_in, shown};
 use crate::train::{TrainPlan, TrainWorkload};
 
 use folder::Reader;
@@ -144,6 +144,21 @@ pub enum EngineError {
     },
     #[error("{name} is {value}\nhint: a number {range}")]
     Budget { name: &'static str, value: String, range: &'static str },
+    #[error(
+        "the device does not tell how much memory it has, of which a fraction or a reserve would be a part\nhint: a \
+         limit in bytes, as --memory-limit"
+    )]
+    BudgetOfUnknown,
+    #[error(
+        "it needs a buffer of {}, and the device has none above {}\nhint: a shorter context or fewer sequences, where keys \
+         are the largest; else another model, or --backend vulkan, cuda or cpu", shown(*need), shown(*most)
+    )]
+    Buffer {
+        /// Of a weight, of the keys of a layer, or of what passes, in bytes.
+        need: u64,
+        /// What the device has at most.
+        most: u64,
+    },
     #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
     NoTokenizer(PathBuf),
     #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
@@ -544,6 +559,7 @@ impl Engine {
 
     /// Enters a workload among what lives.
     fn admit(&self, workload: Workload) -> Result<Option<Grant>, EngineError> {
+        self.0.planned.check_buffers(self.0.device.profile(), workload)?;
         let (mut grant, need) = (None, need_of(&self.0.planned.footprint(workload)));
         self.0.ledger.admit(&mut grant, need, |others| fits(self.plan_beside(workload, others)))?;
         there_is(&self.0.device, need.kept + need.passing)?;

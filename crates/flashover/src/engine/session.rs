@@ -25,6 +25,8 @@ pub enum End {
     Length,
     /// The session has no more room.
     Context,
+    /// Who was told of the steps of a batch had enough.
+    Cancelled,
 }
 
 /// The tokens of a generation, as they come.

@@ -40,6 +40,8 @@ pub struct TrainPlan {
     pub device: String,
     /// Of the device.
     pub total_bytes: Option<u64>,
+    /// What stays free for others.
+    pub reserve_bytes: u64,
     /// What may be used of it.
     pub budget_bytes: Option<u64>,
     /// What it was made for.
@@ -108,7 +110,7 @@ impl TrainPlan {
         workload: TrainWorkload,
         others: Others,
     ) -> Result<Self, EngineError> {
-        planned.check(budget, workload.batch, workload.context)?;
+        planned.check(profile, budget, workload.batch, workload.context)?;
         if profile.backend == Backend::Vulkan && planned.held.dtype == FloatDType::BF16 {
             return Err(EngineError::TrainDType);
         }
@@ -132,6 +134,7 @@ impl TrainPlan {
             model: model.clone(),
             device: profile.name.clone(),
             total_bytes,
+            reserve_bytes: budget.reserve_bytes,
             budget_bytes,
             workload,
             rank: lora.rank,

@@ -1,6 +1,7 @@
 //! Models that answer, against transformers.
 
 use std::fs;
+use std::ops::ControlFlow;
 
 use checkpoint::{Checkpoint, Tensor};
 use flashover::{
@@ -154,6 +155,7 @@ fn stops_end_the_answers_of_a_batch() {
         tokens.extend(step.token);
         text.push_str(step.piece);
         *end = step.end;
+        ControlFlow::Continue(())
     });
     assert_eq!(made.expect("fits"), together);
     for ((tokens, text, end), answers) in told.into_iter().zip(together) {
@@ -342,6 +344,26 @@ fn stretched_ropes_batch_one_by_one() {
                 let one = alone(&engine, prompt, prompt.len() + 8, &plain(8));
                 assert_eq!(ids(&answers[0].tokens), ids(&one.tokens), "{name} {}", prompt.len());
             }
+        }
+    }
+}
+
+/// Who is told of answers may have enough, of those that decode together and of those that go one by one.
+#[test]
+fn answers_stop_where_they_are_told_to() {
+    for (name, told) in [("llama", 6), ("llama_dynamic", 4)] {
+        let (engine, [prompt, greedy]) = (engine(name), golden(name));
+        let (request, mut steps) = (plain(greedy.len()), 0);
+        let made = engine.generate_each_with(&[(&prompt, &request)], 3, |_| {
+            steps += 1;
+            if steps == 4 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        let made = made.expect("fits").concat();
+        assert_eq!(steps, told, "{name}");
+        assert_eq!(made.iter().map(|one| one.tokens.len()).sum::<usize>(), told, "{name}");
+        for one in &made {
+            assert_eq!(one.end, End::Cancelled, "{name}");
+            assert!(greedy.starts_with(&ids(&one.tokens)), "{name}");
         }
     }
 }
