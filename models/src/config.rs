@@ -20,6 +20,7 @@ use crate::{Error, Matrices, Rope, Scaling};
 /// What a decoder computes. Everything that changes an answer is here.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
+    /// Whose `config.json` it was, and what its tensors are called.
     pub family: Family,
     /// Width of the residual stream.
     pub hidden: usize,
@@ -39,16 +40,23 @@ pub struct DecoderConfig {
     pub layers: Vec<Layer>,
     /// The different ropes of the layers.
     pub ropes: Vec<Rope>,
+    /// The same for all norms.
     pub norm: Norm,
+    /// Where layers have norms.
     pub placement: Placement,
     /// Queries and keys are normalised, head by head, before they turn.
     pub qk_norm: bool,
     /// Scores s become softcap·tanh(s / softcap).
     pub softcap: Option<f64>,
+    /// The query, key and value projections have biases.
     pub qkv_bias: bool,
+    /// The output projection of attention has one.
     pub out_bias: bool,
+    /// Whether the feed-forward block has a gate.
     pub ffn: Ffn,
+    /// Of the gate, or of what goes up where there is none.
     pub activation: Activation,
+    /// The matrices of the feed-forward block have biases.
     pub ffn_bias: bool,
     /// What embeddings are multiplied by, rounded to the dtype that the model computes in.
     pub embedding_scale: Option<f64>,
@@ -77,6 +85,7 @@ pub struct Layer {
 /// How vectors are normalised.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
+    /// Whether the mean is taken off, and what the weight means.
     pub kind: NormKind,
     /// Added to the mean square, or to the variance.
     pub eps: f64,

@@ -9,17 +9,47 @@ use crate::{families, generation};
 /// Why a folder is none of our models.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// A file that is not there or cannot be read.
     #[error("cannot read {}: {why}", .path.display())]
-    Read { path: PathBuf, why: io::Error },
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// As the system says.
+        why: io::Error,
+    },
+    /// A file that is not JSON.
     #[error("{file} is not JSON: {why}")]
-    Json { file: &'static str, why: serde_json::Error },
+    Json {
+        /// Its name within the folder.
+        file: &'static str,
+        /// What the parser says.
+        why: serde_json::Error,
+    },
+    /// A file of JSON that is a list, a number or the like.
     #[error("{file} is not an object")]
-    NotAnObject { file: &'static str },
+    NotAnObject {
+        /// Its name within the folder.
+        file: &'static str,
+    },
     /// The field is `section.field` within a section.
     #[error("{file}: `{field}` {fault}")]
-    Field { file: &'static str, field: String, fault: Box<Fault> },
+    Field {
+        /// Name of the file within the folder.
+        file: &'static str,
+        /// The field's full name.
+        field: String,
+        /// What is wrong with it.
+        fault: Box<Fault>,
+    },
+    /// A family that this crate does not have.
     #[error("{file}: `model_type` is \"{value}\", which is none of {}", families::known())]
-    UnknownModelType { file: &'static str, value: String },
+    UnknownModelType {
+        /// Name of the file that says it.
+        file: &'static str,
+        /// The `model_type` there.
+        value: String,
+    },
+    /// Files of weights that cannot be read or written, or a tensor that is not as it should be.
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
     /// Everything that is wrong with the tensors of a checkpoint, at once.
@@ -37,13 +67,35 @@ pub enum Error {
         "{}\nhint: an adapter of this very model, whose tensors are lora_A and lora_B of its matrices",
         tensors("the tensors are not those of an adapter of this model", .missing, .unused, .wrong)
     )]
-    AdapterTensors { missing: Vec<String>, unused: Vec<String>, wrong: Vec<checkpoint::Error> },
+    AdapterTensors {
+        /// A or B where the file has only the other; what all names begin with, where it has neither of any.
+        missing: Vec<String>,
+        /// What the file has and no module explains.
+        unused: Vec<String>,
+        /// Of another shape or dtype than the factors have, or not readable.
+        wrong: Vec<checkpoint::Error>,
+    },
+    /// A target that is no module of the layers.
     #[error("no matrix of a layer is called {target}\nhint: one of {known}")]
-    Target { target: String, known: String },
+    Target {
+        /// As it was asked for.
+        target: String,
+        /// Names that there are, separated by commas.
+        known: String,
+    },
+    /// A rank that is 0 or past what the matrices have, or an alpha that is not a finite number above 0.
     #[error(
         "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {most}, and an alpha above 0"
     )]
-    Rank { rank: usize, alpha: f64, most: usize },
+    Rank {
+        /// As it was asked for.
+        rank: usize,
+        /// As it was asked for.
+        alpha: f64,
+        /// The largest rank there is.
+        most: usize,
+    },
+    /// A batch in which no token is learned, or with an empty sequence.
     #[error(
         "there is nothing to learn in a batch\nhint: sequences of two tokens or more, and something after what they \
          begin with"
@@ -54,35 +106,79 @@ pub enum Error {
         "tensor {tensor} is quantised in the files, and an adapter is added to dense ones\nhint: load the model that \
          it was made of, with --quant"
     )]
-    Merge { tensor: String },
+    Merge {
+        /// Its name.
+        tensor: String,
+    },
+    /// A file or folder that cannot be written.
     #[error("cannot write {}: {why}", .path.display())]
-    Write { path: PathBuf, why: io::Error },
+    Write {
+        /// The file or folder.
+        path: PathBuf,
+        /// As the system says.
+        why: io::Error,
+    },
+    /// More positions than the model has.
     #[error(
         "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, or fewer tokens to come"
     )]
-    Context { need: usize, max_seq: usize },
+    Context {
+        /// Positions that were asked for.
+        need: usize,
+        /// Positions of the model.
+        max_seq: usize,
+    },
+    /// More positions than a cache has room for.
     #[error(
         "{need} positions, but the cache holds {capacity}\nhint: a shorter prompt, or a larger session"
     )]
-    Full { need: usize, capacity: usize },
+    Full {
+        /// Positions that were asked for.
+        need: usize,
+        /// Positions that each sequence may have.
+        capacity: usize,
+    },
+    /// A token that the model does not have.
     #[error(
         "token {id} is past the vocabulary, which has {vocab}\nhint: tokens of this model's own tokenizer"
     )]
-    Token { id: u32, vocab: usize },
+    Token {
+        /// The token.
+        id: u32,
+        /// Tokens that there are.
+        vocab: usize,
+    },
+    /// Tokens of a step that the sequences of a cache cannot take together.
     #[error(
         "{tokens:?} tokens for the {batch} sequences of a cache\nhint: as many of each, and not more than 16 \
          where their lengths differ"
     )]
-    Step { batch: usize, tokens: Vec<usize> },
+    Step {
+        /// Sequences of the cache.
+        batch: usize,
+        /// How many were given of each sequence.
+        tokens: Vec<usize>,
+    },
+    /// Several sequences past the length at which all positions are turned anew, which is done for one alone.
     #[error(
         "sequences of {length} positions turn all of them anew, and a batch cannot\nhint: one sequence at a time"
     )]
-    Stretched { length: usize },
+    Stretched {
+        /// Positions that the longest would have.
+        length: usize,
+    },
     /// A weight that was to be in 4 or 8 bits.
     #[error("tensor {tensor}: {why}")]
-    Quantize { tensor: String, why: Box<ops::OpError> },
+    Quantize {
+        /// Its name.
+        tensor: String,
+        /// What the op says.
+        why: Box<ops::OpError>,
+    },
+    /// The device failed while it computed or was read; its own words.
     #[error("the device failed: {0}")]
     Failed(String),
+    /// An op that the device cannot run, or that does not take what it was given.
     #[error(transparent)]
     Op(#[from] ops::OpError),
 }
@@ -144,20 +240,53 @@ impl Error {
 /// What is wrong with a field.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Fault {
+    /// The file does not have it, and nothing stands in for it.
     #[error("is missing")]
     Missing,
+    /// A value of the wrong type, or out of range.
     #[error("is {value}, which is not {expected}")]
-    Malformed { value: Value, expected: String },
+    Malformed {
+        /// What the file says.
+        value: Value,
+        /// What it should be.
+        expected: String,
+    },
     /// A value that means something, but nothing that this crate computes.
     #[error("is {value}, which is not supported; known: {known}")]
-    Unsupported { value: Value, known: String },
+    Unsupported {
+        /// What the file says.
+        value: Value,
+        /// What is known, separated by commas.
+        known: String,
+    },
     /// Another field of the file says otherwise.
     #[error("is {value}, but `{other}` is {other_value}")]
-    Contradiction { value: Value, other: String, other_value: Value },
+    Contradiction {
+        /// What the file says.
+        value: Value,
+        /// Full name of the other field.
+        other: String,
+        /// What that one says.
+        other_value: Value,
+    },
+    /// A size that another one does not divide.
     #[error("is {value}, which is not a multiple of `{divisor_field}`, {divisor}")]
-    NotMultiple { value: usize, divisor_field: &'static str, divisor: usize },
+    NotMultiple {
+        /// What the file says.
+        value: usize,
+        /// Name of the field that should divide it.
+        divisor_field: &'static str,
+        /// What that one says.
+        divisor: usize,
+    },
+    /// A token that the model does not have.
     #[error("is {id}, past the vocabulary, which has {vocab}")]
-    PastVocabulary { id: u32, vocab: usize },
+    PastVocabulary {
+        /// The token.
+        id: u32,
+        /// Tokens that there are.
+        vocab: usize,
+    },
 }
 
 fn tensors(

@@ -4,7 +4,7 @@
 //! weights      every parameter in the dtype that is computed in, or 4 bits and an absmax of 8 bits a block of 64, or 8
 //!              bits and an absmax of f32 a row
 //! cache        2 · layers · kv_heads · head_dim · batch · positions, in what is computed in or in bytes with an f32 a
-//!              position and head, and the angles of the ropes
+//!              position and head, the angles of the ropes, and a bit a token of the vocabulary for each that was seen
 //! activations  of the step that has most alive beside the residual stream x, [rows, hidden], and the room that x left
 //!              when what attention adds to it was written elsewhere, which is too small for anything else:
 //!                attention     qkv, or q and what leaves attention twice, as it is and turned; of a cache in bytes
@@ -14,7 +14,7 @@
 //!                logits        [rows of them, vocab], in f32, beside what a token is picked with; where all rows want
 //!                              them, as many at once as take no more than the layers did
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
-//! small        a page of what is: shapes, lengths, tokens
+//! small        a page of what is: shapes, lengths, tokens; and what the page of all that passes is rounded up by
 //! steps        of a step that is captured everything that passes, for that lies outside of the pages of prompts: a piece
 //!              for each size that there is, and dense weights where codes of so many rows are not multiplied as they are
 //! ```
@@ -33,13 +33,15 @@ pub use train::{Lessons, TrainFootprint};
 /// Bytes on a device, part by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Footprint {
+    /// Every parameter, as it is held.
     pub weights: u128,
-    /// Keys, values and angles.
+    /// Keys, values, angles, and which tokens were seen.
     pub cache: u128,
     /// What is alive at most while tokens pass.
     pub activations: u128,
+    /// A dense copy of the largest weight in 4 or 8 bits; 0 where none is made.
     pub workspace: u128,
-    /// A page of what is small.
+    /// A page of what is small, and what that of the rest is rounded up by.
     pub small: u128,
     /// What the graph of a step is recorded on.
     pub steps: u128,
@@ -61,7 +63,9 @@ pub struct Held {
     pub dtype: FloatDType,
     /// See [`LoadOptions::tf32`](crate::LoadOptions::tf32).
     pub tf32: bool,
+    /// How the matrices of the layers are held.
     pub matrices: Matrices,
+    /// How keys and values are held.
     pub kv: KvFormat,
 }
 
@@ -77,8 +81,10 @@ pub enum KvFormat {
 }
 
 impl KvFormat {
+    /// All of them.
     pub const ALL: [Self; 2] = [Self::Float, Self::Int8];
 
+    /// As the command line has it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Float => "float",
@@ -111,6 +117,7 @@ pub struct Workload {
 }
 
 impl Footprint {
+    /// Bytes of all parts together.
     pub const fn total(&self) -> u128 {
         self.weights + self.cache + self.passing() + self.small + self.steps
     }
@@ -167,13 +174,16 @@ impl DecoderConfig {
     /// What the model takes, held and loaded so, beside its weights, whose bytes are known: see
     /// [`DecoderConfig::held_bytes`] and [`on_device`](crate::on_device).
     pub fn footprint(&self, held: Held, weights: u128, load: Workload, steps: Steps) -> Footprint {
+        let activations = self.activation_bytes(held, load);
+        let workspace = self.workspace_bytes(held, load, steps);
         Footprint {
             weights,
             cache: self.cache_bytes(held, load.batch, load.positions)
-                + self.angle_bytes(load.positions),
-            activations: self.activation_bytes(held, load),
-            workspace: self.workspace_bytes(held, load, steps),
-            small: SMALL_PAGE,
+                + self.angle_bytes(load.positions)
+                + load.batch as u128 * self.seen_bytes(),
+            activations,
+            workspace,
+            small: SMALL_PAGE + slack(activations + workspace),
             steps: if steps.captured { self.step_bytes(held, load, steps) } else { 0 },
         }
     }
@@ -249,9 +259,14 @@ impl DecoderConfig {
         4 * self.vocab as u128 + 2 * self.hidden as u128 * held.size()
     }
 
-    /// Of a row that a token is picked of: weights of all of them in f32, and a bit of each that was seen.
+    /// Of a row that a token is picked of: weights of all of them in f32, and a bit of each that was seen, anew.
     fn sampling_bytes(&self) -> u128 {
-        4 * self.vocab as u128 + 4 * self.vocab.div_ceil(32) as u128
+        4 * self.vocab as u128 + self.seen_bytes()
+    }
+
+    /// Of a sequence, a bit a token.
+    fn seen_bytes(&self) -> u128 {
+        4 * self.vocab.div_ceil(32) as u128
     }
 
     /// How many of `rows` that passed together have logits at once, where all want them: such as take no more than the
@@ -317,8 +332,20 @@ impl DecoderConfig {
 /// So many rows at most have gate and up as one product of codes of 4 bits.
 const FEW_BY_FOUR_BITS: u128 = 128;
 
-/// The page of a CubeCL pool that holds what is smaller than 64 KiB.
+/// The page of a CubeCL pool that holds what has at most [`SMALL`] bytes (`AdaptiveMemory`, 0.11.3).
 const SMALL_PAGE: u128 = 8 << 20;
+const SMALL: u128 = 64 << 10;
+
+/// What a page that is made for so many bytes has beyond them: a MiB, and what rounds it up to whole ones; two at least.
+const fn slack(bytes: u128) -> u128 {
+    const MIB: u128 = 1 << 20;
+    if bytes <= SMALL {
+        return 0;
+    }
+    let page = (bytes + MIB).next_multiple_of(MIB);
+    let page = if page < 2 * MIB { 2 * MIB } else { page };
+    page - bytes
+}
 
 #[cfg(test)]
 mod tests {
@@ -346,10 +373,12 @@ mod tests {
         let dense = of(BF16, load);
         assert_eq!(dense.weights, 2 * 8_030_261_248);
         // 128 KiB a position, and 64 angles of two numbers.
-        assert_eq!(dense.cache, 8192 * (131_072 + 4 * 128));
+        let seen = 4 * 4008;
+        assert_eq!(dense.cache, 8192 * (131_072 + 4 * 128) + seen);
         // x and where it was, norm(x), gate and up.
         assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 4096 + 2 * 14_336));
-        assert_eq!((dense.workspace, dense.small), (0, SMALL_PAGE));
+        // 144 MiB and one.
+        assert_eq!((dense.workspace, dense.small), (0, SMALL_PAGE + (1 << 20)));
         let four = of(NF4, load);
         // Embedding, head and norms stay.
         let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
@@ -357,7 +386,7 @@ mod tests {
         assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
         assert_eq!(four.activations, dense.activations);
         let step = of(NF4, Workload { chunk: 1, batch: 16, ..load });
-        assert_eq!((step.workspace, step.cache), (0, 16 * 8192 * 131_072 + 8192 * 512));
+        assert_eq!((step.workspace, step.cache), (0, 16 * (8192 * 131_072 + seen) + 8192 * 512));
         let logits = 16 * (2 * 4 * 128_256 + 4 * 4008 + 2 * 2 * 4096);
         assert_eq!(step.activations, logits);
         let eight = of(INT8, load);
@@ -366,12 +395,12 @@ mod tests {
         assert_eq!(eight.weights, 8_030_261_248 - rest / 2 + 4 * rows + rest);
         assert_eq!(eight.workspace, 2 * 14_336 * 4096);
         let bytes = of(Held { kv: KvFormat::Int8, ..BF16 }, load);
-        assert_eq!(bytes.cache, 8192 * (32 * 2 * 8 * (128 + 4) + 4 * 128));
+        assert_eq!(bytes.cache, 8192 * (32 * 2 * 8 * (128 + 4) + 4 * 128) + seen);
         let attention = 2048 * 2 * (2 * 4096 + 3 * 4096) + 8192 * 1024 * (2 + 8);
         assert_eq!(bytes.activations, attention.max(dense.activations));
         let passing = four.activations + four.workspace;
         assert_eq!(four.passing(), passing);
-        assert_eq!(four.total(), four.weights + four.cache + passing + SMALL_PAGE + four.steps);
+        assert_eq!(four.total(), four.weights + four.cache + passing + four.small + four.steps);
         // x thrice, q twice, keys and values, gate and up, in f32 sums of two parts of each product, and logits.
         let row = 2 * (3 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)
             + 8 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096)
@@ -418,6 +447,15 @@ mod tests {
         // norm(x), gate and up of 2048 rows, over logits in f32 of one and what they are made of.
         let fitting = 2048 * 2 * (4096 + 2 * 14_336) / (4 * 128_256 + 2 * 2 * 4096);
         assert_eq!(llama.rows_with_logits(BF16, 2048), fitting);
+    }
+
+    #[test]
+    fn pages_are_whole() {
+        let mib = 1 << 20;
+        // What is small lies in the page of that.
+        assert_eq!((slack(0), slack(SMALL)), (0, 0));
+        assert_eq!(slack(SMALL + 1), 2 * mib - SMALL - 1);
+        assert_eq!((slack(mib), slack(mib + 1), slack(5 * mib)), (mib, 2 * mib - 1, mib));
     }
 
     #[test]

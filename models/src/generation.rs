@@ -15,7 +15,9 @@ pub(crate) const FILE: &str = "generation_config.json";
 pub struct GenerationConfig {
     /// Tokens that end a text.
     pub eos: Vec<u32>,
+    /// Token that a text begins with.
     pub bos: Option<u32>,
+    /// Token that fills up the shorter sequences of a batch.
     pub pad: Option<u32>,
     /// False takes the likeliest token, whatever the rest says.
     pub do_sample: Option<bool>,
@@ -29,6 +31,7 @@ pub struct GenerationConfig {
     pub min_p: Option<f64>,
     /// Logits of tokens that were there are divided by it where above 0, else multiplied; 1 is nothing.
     pub repetition_penalty: Option<f64>,
+    /// Tokens of an answer at most.
     pub max_new_tokens: Option<usize>,
     /// Texts that end an answer.
     pub stop_strings: Vec<String>,

@@ -28,6 +28,8 @@
 //! assert!(error.to_string().starts_with("config.json: `model_type` is \"rwkv\", which is none of llama"));
 //! ```
 
+#![warn(missing_docs)]
+
 pub mod config;
 pub mod decoder;
 mod error;

@@ -29,6 +29,7 @@ use crate::{DecoderConfig, Error, Ffn};
 pub struct LoraOptions {
     /// Rows of A and columns of B, of every module.
     pub rank: usize,
+    /// s times the rank, or times √rank where rank-stabilised.
     pub alpha: f64,
     /// Whether alpha is divided by √rank in place of rank.
     pub rank_stabilised: bool,
@@ -56,22 +57,28 @@ impl LoraOptions {
 pub enum Block {
     /// Queries, keys, values.
     Qkv,
+    /// The output projection of attention.
     Out,
     /// Gate, where there is one, and up.
     Inner,
+    /// The output projection of the feed-forward block.
     Down,
 }
 
 /// A and B of one module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Factor {
+    /// Counted from 0.
     pub layer: usize,
+    /// Which block its rows are among.
     pub block: Block,
     /// The first row of the block that B gives.
     pub row: usize,
     /// As files call it, without the family's prefix.
     pub module: String,
+    /// Output features: rows of B.
     pub n: usize,
+    /// Input features: columns of A.
     pub k: usize,
     /// Where A begins among all values; B follows it.
     pub at: usize,
@@ -132,10 +139,12 @@ impl Adapter {
         Ok(Self { options, factors, values })
     }
 
+    /// Its rank, alpha and modules.
     pub const fn options(&self) -> &LoraOptions {
         &self.options
     }
 
+    /// One of each module, layer by layer, in the order that a token passes them.
     pub fn factors(&self) -> &[Factor] {
         &self.factors
     }

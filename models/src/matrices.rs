@@ -12,6 +12,7 @@ pub struct Linear {
     pub n: usize,
     /// Input features.
     pub k: usize,
+    /// Whether a vector `[n]` is added to the product.
     pub bias: bool,
     /// Once in every layer, or once in the model.
     pub per_layer: bool,

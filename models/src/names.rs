@@ -10,7 +10,9 @@ pub enum Slot {
     Embedding,
     /// `[max_seq, hidden]`
     Positions,
+    /// A part of a layer; layers are counted from 0.
     Layer(usize, Part),
+    /// `[hidden]`; of what the last layer gives.
     FinalNorm,
     /// `[vocab, hidden]`; the embedding itself where they are tied.
     Head,
@@ -19,34 +21,49 @@ pub enum Slot {
 /// Where a layer has parameters, in the order that a token passes them. Matrices are `[out, in]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
+    /// `[hidden]`; of what attention reads.
     AttentionNorm,
+    /// `[heads · head_dim, hidden]`
     Query,
+    /// `[kv_heads · head_dim, hidden]`
     Key,
+    /// `[kv_heads · head_dim, hidden]`
     Value,
     /// `[head_dim]`
     QueryNorm,
     /// `[head_dim]`
     KeyNorm,
+    /// `[hidden, heads · head_dim]`; the output projection of attention.
     Out,
+    /// `[hidden]`; of what attention adds, where [`Placement::BeforeAndAfter`] says so.
     AttentionPostNorm,
+    /// `[hidden]`; of what the feed-forward block reads.
     FfnNorm,
+    /// `[ffn_hidden, hidden]`; only where the block is gated.
     Gate,
+    /// `[ffn_hidden, hidden]`
     Up,
+    /// `[hidden, ffn_hidden]`
     Down,
+    /// `[hidden]`; of what the feed-forward block adds, where [`Placement::BeforeAndAfter`] says so.
     FfnPostNorm,
 }
 
 /// Which tensor of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Side {
+    /// A matrix, a table of vectors, or the factors of a norm.
     Weight,
+    /// What is added, one number for each row of the weight.
     Bias,
 }
 
 /// One parameter, and where a checkpoint has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
+    /// Where in the decoder it is.
     pub slot: Slot,
+    /// Whether it is the weight there, or the bias.
     pub side: Side,
     /// As the decoder wants it.
     pub shape: Vec<usize>,

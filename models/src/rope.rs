@@ -22,9 +22,11 @@ use crate::fields::Fields;
 /// How a head is turned by its position. Pairs are `(i, i + dim/2)`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
+    /// Base of the frequencies: pair i has theta^(-2i/dim), before any scaling.
     pub theta: f64,
     /// Dimensions of a head that turn, the first ones; even.
     pub dim: usize,
+    /// How frequencies are stretched.
     pub scaling: Scaling,
     /// What sine and cosine are multiplied by.
     pub attention_factor: f64,
@@ -33,25 +35,40 @@ pub struct Rope {
 /// How frequencies are stretched beyond the positions that a model was first trained for.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Scaling {
+    /// Not at all.
     None,
+    /// All are divided by the same factor.
     Linear {
+        /// What frequencies are divided by.
         factor: f64,
     },
     /// Depends on the length of the whole sequence.
     Dynamic {
+        /// By how much theta grows with the length, past `max_seq`.
         factor: f64,
+        /// Positions up to which nothing is stretched.
         max_seq: usize,
     },
+    /// Low frequencies fully, high ones not at all, and those between by a blend, as Llama 3.1 does.
     Llama3 {
+        /// What low frequencies are divided by.
         factor: f64,
+        /// Turns within `original_max_seq` up to which a frequency is low.
         low_freq_factor: f64,
+        /// Turns within `original_max_seq` from which on a frequency is high.
         high_freq_factor: f64,
+        /// Positions of the first training.
         original_max_seq: usize,
     },
+    /// Slow pairs fully, fast ones not at all, and those between by a blend over their index.
     Yarn {
+        /// What the frequencies of slow pairs are divided by.
         factor: f64,
+        /// Turns within `original_max_seq` above which a pair is fast.
         beta_fast: f64,
+        /// Turns within `original_max_seq` below which a pair is slow.
         beta_slow: f64,
+        /// Positions of the first training.
         original_max_seq: usize,
         /// The bounds of the blend are whole dimensions.
         truncate: bool,
@@ -62,6 +79,7 @@ pub enum Scaling {
         short: Vec<f64>,
         /// `[dim / 2]`
         long: Vec<f64>,
+        /// Up to so many positions `short` divides, past them `long`.
         original_max_seq: usize,
     },
 }

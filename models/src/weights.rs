@@ -30,6 +30,7 @@ pub struct Stored<'a> {
     pub weight: Weight<'a>,
     /// It is stored `[in, out]`; a quantised one never is.
     pub transposed: bool,
+    /// Which of the tensor's rows, or columns, are the parameter's.
     pub rows: Range<usize>,
 }
 
@@ -66,6 +67,7 @@ impl Weights {
         Ok(Self { config, checkpoint, prefix, params, claimed: None })
     }
 
+    /// What the parameters are of. The head is not tied where the checkpoint has it with other values.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }

@@ -22,6 +22,8 @@
 //! Hub. [`monitor`] reads heat, power, clocks, memory and load of every device, for people and for
 //! Prometheus.
 
+#![warn(missing_docs)]
+
 mod attention;
 mod batch_size;
 mod engine;

@@ -36,68 +36,172 @@ impl Default for MatmulOptions {
 /// Why an op did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum OpError {
+    /// There is no op of this name.
     #[error("unknown op `{0}`\nhint: one of matmul, attention")]
     UnknownOp(String),
+    /// A setting that the op does not have.
     #[error("unknown setting `{key}={value}`\nhint: {op} takes {known}")]
-    UnknownSetting { op: &'static str, key: String, value: String, known: &'static str },
+    UnknownSetting {
+        /// Name of the op.
+        op: &'static str,
+        /// Name of the setting.
+        key: String,
+        /// Its value.
+        value: String,
+        /// The settings and values that there are.
+        known: &'static str,
+    },
+    /// A setting with a value that it does not take.
     #[error("setting `{key}` does not take `{value}`\nhint: {takes}")]
-    SettingValue { key: String, value: String, takes: &'static str },
+    SettingValue {
+        /// Name of the setting.
+        key: String,
+        /// Its value.
+        value: String,
+        /// What it takes.
+        takes: &'static str,
+    },
+    /// An input that the op needs: its name, and which ones the op takes.
     #[error("input `{0}` is missing\nhint: the file must hold {1}")]
     MissingInput(&'static str, &'static str),
+    /// An input that the op does not take: its name, and which ones it does.
     #[error("input `{0}` is not used\nhint: the file must hold {1}")]
     UnusedInput(String, &'static str),
+    /// An operand of matmul with fewer than two axes.
     #[error("{what} has {rank} axes\nhint: matmul takes two or more, batches first")]
-    Rank { what: &'static str, rank: usize },
+    Rank {
+        /// Which operand.
+        what: &'static str,
+        /// Axes that it has.
+        rank: usize,
+    },
+    /// Operands whose summed axes differ in length.
     #[error(
         "k differs: lhs {lhs:?} has {lhs_k}, rhs {rhs:?} has {rhs_k}\nhint: lhs is [.., m, k], rhs [.., k, n]; \
          lhs=col or rhs=col takes the last two axes swapped"
     )]
-    Depth { lhs: Vec<usize>, lhs_k: usize, rhs: Vec<usize>, rhs_k: usize },
+    Depth {
+        /// Shape of lhs.
+        lhs: Vec<usize>,
+        /// Length of its summed axis.
+        lhs_k: usize,
+        /// Shape of rhs.
+        rhs: Vec<usize>,
+        /// Length of its summed axis.
+        rhs_k: usize,
+    },
+    /// Batch axes that differ and are not 1.
     #[error(
         "batches of lhs {lhs:?} and rhs {rhs:?} do not broadcast\nhint: as in NumPy, aligned at the end, \
          sizes are equal or 1"
     )]
-    Broadcast { lhs: Vec<usize>, rhs: Vec<usize> },
+    Broadcast {
+        /// Batch axes of lhs.
+        lhs: Vec<usize>,
+        /// Batch axes of rhs.
+        rhs: Vec<usize>,
+    },
+    /// A bias that is not one vector of the product's columns.
     #[error("bias has shape {bias:?}, the product has {n} columns\nhint: bias is [n]")]
-    Bias { bias: Vec<usize>, n: usize },
+    Bias {
+        /// Its shape.
+        bias: Vec<usize>,
+        /// Columns of the product.
+        n: usize,
+    },
+    /// Operands of several dtypes.
     #[error("{what} is {have}, {first} is {need}\nhint: operands share one dtype")]
-    DType { what: &'static str, have: DType, first: &'static str, need: DType },
+    DType {
+        /// Which one differs.
+        what: &'static str,
+        /// Its dtype.
+        have: DType,
+        /// Which one the others follow.
+        first: &'static str,
+        /// The dtype of that one.
+        need: DType,
+    },
+    /// An operand of attention without exactly four axes.
     #[error("{what} has {rank} axes\nhint: attention takes [batch, heads, positions, head_dim]")]
-    FourAxes { what: &'static str, rank: usize },
+    FourAxes {
+        /// Which operand.
+        what: &'static str,
+        /// Axes that it has.
+        rank: usize,
+    },
+    /// Keys or values that do not fit the queries or each other.
     #[error(
         "{what} has shape {have:?}, where {need:?} fits\nhint: k and v share batch and head_dim with q"
     )]
-    Shape { what: &'static str, have: Vec<u32>, need: Vec<u32> },
+    Shape {
+        /// Which of the two.
+        what: &'static str,
+        /// Its shape.
+        have: Vec<u32>,
+        /// `[batch, kv_heads, seq_kv, head_dim]`
+        need: Vec<u32>,
+    },
+    /// A bias that does not broadcast to the scores.
     #[error(
         "bias has shape {have:?}, the scores {scores:?}\nhint: bias is [batch, heads, seq_q, seq_kv], and \
          each axis may be 1"
     )]
-    ScoreBias { have: Vec<u32>, scores: Vec<u32> },
+    ScoreBias {
+        /// Its shape.
+        have: Vec<u32>,
+        /// `[batch, heads, seq_q, seq_kv]`
+        scores: Vec<u32>,
+    },
+    /// The implementation that was asked for cannot serve the call.
     #[error(
         "{implementation:?} attention cannot serve this: {why}\nhint: leave `implementation` out"
     )]
-    Forced { implementation: Implementation, why: Infeasible },
+    Forced {
+        /// The one that was asked for.
+        implementation: Implementation,
+        /// What stands against it.
+        why: Infeasible,
+    },
+    /// Operands of a dtype that is not multiplied.
     #[error("matmul does not take {0}\nhint: f32, f16 or bf16")]
     NotFloat(DType),
+    /// tf32 was asked for with operands that are not f32.
     #[error("tf32 was asked for {0} operands\nhint: it is a way to multiply f32")]
     Tf32(DType),
+    /// A size of 2^32 or more.
     #[error("a size of {0} is too large for one matmul\nhint: sizes stay below 2^32; split it")]
     TooLarge(usize),
+    /// The device has no room for the operands and the result; nothing was allocated.
     #[error(
         "{what} would take {}, and the device gives {}{}\nhint: multiply in smaller pieces, \
          fewer rows or batches at a time", gib(*need), gib((*have).into()), if *at_once { " at once" } else { "" }
     )]
-    Memory { what: &'static str, need: u128, have: u64, at_once: bool },
+    Memory {
+        /// Which of them, or all.
+        what: &'static str,
+        /// Bytes that it takes.
+        need: u128,
+        /// Bytes that the device has for it.
+        have: u64,
+        /// Whether `have` is for one buffer, rather than all.
+        at_once: bool,
+    },
+    /// A product that means nothing.
     #[error(transparent)]
     Invalid(#[from] InvalidMatmul),
+    /// An attention that means nothing.
     #[error(transparent)]
     InvalidAttention(#[from] InvalidAttention),
+    /// A host tensor that contradicts itself.
     #[error(transparent)]
     Tensor(#[from] TensorError),
+    /// There is no config for the shape on this device.
     #[error(transparent)]
     Tune(#[from] TuneError),
+    /// The tune cache cannot be read or written.
     #[error(transparent)]
     Cache(#[from] CacheError),
+    /// The device failed; its own words.
     #[error(
         "the kernel failed: {0}\nhint: `flashover doctor` says what this machine has; another --backend \
          may run it"

@@ -55,8 +55,11 @@ pub struct QuantizeOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightFormat {
+    /// 4 bits that stand for quantiles of the normal distribution, and an absmax a block.
     Nf4,
+    /// 4 bits: a sign, two of exponent, one of mantissa; and an absmax a block.
     Fp4,
+    /// 8 bits and an absmax a row.
     Int8,
 }
 
@@ -157,37 +160,83 @@ pub struct WeightErrors {
 /// Why a model was not quantised. Nothing was written then.
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizeError {
+    /// The folder has no model that can be read.
     #[error("{0}{hint}", hint = .0.hint())]
     Model(models::Error),
+    /// Its tokenizer cannot be read or is another model's.
     #[error(transparent)]
     Text(#[from] text::Error),
+    /// Weights that are in 4 or 8 bits in the files.
     #[error("{what} is quantised already\nhint: quantise the weights that it was made of")]
-    Quantized { what: String },
+    Quantized {
+        /// The tensor, or the field of config.json that says so.
+        what: String,
+    },
+    /// The folder to write to is taken, or cannot be made there; which one and why.
     #[error("{}\nhint: name a folder that is not there yet, or an empty one", .0)]
     Output(String),
+    /// A block size that there is not.
     #[error(transparent)]
     Block(InvalidWeight),
+    /// A matrix of a size that codes do not take, such as an empty one.
     #[error("tensor {tensor}: {why}")]
-    Weight { tensor: String, why: InvalidWeight },
+    Weight {
+        /// Its name.
+        tensor: String,
+        /// What is wrong with it.
+        why: InvalidWeight,
+    },
+    /// A weight with infinities or NaN.
     #[error(
         "tensor {tensor} holds infinities or NaN\nhint: codes stand for finite numbers only; the checkpoint is damaged"
     )]
-    NotFinite { tensor: String },
+    NotFinite {
+        /// Its name.
+        tensor: String,
+    },
+    /// A matrix that the device has no buffer for.
     #[error(
         "tensor {tensor} takes {need} bytes, and the device gives {have} at once\nhint: --backend cpu may have more"
     )]
-    Memory { tensor: String, need: u64, have: u64 },
+    Memory {
+        /// Its name.
+        tensor: String,
+        /// Bytes of the buffer.
+        need: u64,
+        /// Bytes of the largest buffer that the device gives.
+        have: u64,
+    },
+    /// A matrix that the device cannot quantise.
     #[error("tensor {tensor}: {why}\nhint: another --backend may serve it")]
-    Unsupported { tensor: String, why: Infeasible },
+    Unsupported {
+        /// Its name.
+        tensor: String,
+        /// What the device lacks.
+        why: Infeasible,
+    },
+    /// The device failed at a matrix.
     #[error(
         "tensor {tensor}: the device failed: {why}\nhint: `flashover doctor` says what this machine has; \
          another --backend may do it"
     )]
-    Failed { tensor: String, why: String },
+    Failed {
+        /// Its name.
+        tensor: String,
+        /// What the device says.
+        why: String,
+    },
+    /// Tensors that cannot be read or written.
     #[error("{0}\nhint: is there room for the result?")]
     Checkpoint(checkpoint::Error),
+    /// A file or folder that cannot be written.
     #[error("cannot write {}: {why}\nhint: is there room, and is it yours to write?", .path.display())]
-    Write { path: PathBuf, why: io::Error },
+    Write {
+        /// The file or folder.
+        path: PathBuf,
+        /// As the system says.
+        why: io::Error,
+    },
+    /// The caller's `stop` said so.
     #[error("stopped before the model was whole; nothing was written")]
     Stopped,
 }

@@ -14,11 +14,22 @@ pub struct HostTensor {
 /// A tensor that contradicts itself, or cannot be read as asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TensorError {
+    /// Bytes that do not fill the shape exactly.
     #[error(
         "shape {shape:?} of {dtype} takes {need} bytes, {have} were given\nhint: a tensor is dense, \
          row-major and little-endian"
     )]
-    Length { shape: Vec<usize>, dtype: DType, need: usize, have: usize },
+    Length {
+        /// Sizes of the axes.
+        shape: Vec<usize>,
+        /// Type of the elements.
+        dtype: DType,
+        /// Bytes that the shape takes.
+        need: usize,
+        /// Bytes that were given.
+        have: usize,
+    },
+    /// Values were asked for of a tensor of this dtype, which has none as f32.
     #[error("a {0} tensor has no f32 values\nhint: read its bytes; f32, f16 and bf16 have values")]
     NotFloat(DType),
 }

@@ -23,8 +23,11 @@ use crate::{Ctx, OpError};
 /// Keys and values of all positions so far, those of the step among them.
 #[derive(Debug, Clone)]
 pub struct Cache {
+    /// Keys of all positions.
     pub k: Cached,
+    /// Values, in the dtype of the keys.
     pub v: Cached,
+    /// How far each sequence fills them.
     pub lengths: Lengths,
     /// The cache is paged when there is one.
     pub table: Option<Table>,
@@ -41,7 +44,12 @@ pub enum Cached {
     /// In the dtype of q.
     Float(Tensor<4>),
     /// I8, to be multiplied by the f32 of their position and head.
-    Bytes { values: Tensor<4, Int>, scales: Tensor<3> },
+    Bytes {
+        /// I8, `[batch, kv_heads, capacity, head_dim]` or paged.
+        values: Tensor<4, Int>,
+        /// f32, the same without the last axis.
+        scales: Tensor<3>,
+    },
 }
 
 /// How many positions each sequence of the batch has, the new ones included.
@@ -52,7 +60,12 @@ pub enum Lengths {
     Host(Vec<u32>),
     /// `[batch]`; one past the cache is taken for one that fills it. No sequence may be longer than
     /// `longest`.
-    Device { lengths: Tensor<1, Int>, longest: u32 },
+    Device {
+        /// Positions of each sequence.
+        lengths: Tensor<1, Int>,
+        /// Positions of the longest at most.
+        longest: u32,
+    },
 }
 
 /// Which blocks of a paged cache are a sequence's, in order.

@@ -16,6 +16,8 @@
 //! Every function takes a [`Ctx`] first: which configs are known, and what happens to a shape whose
 //! config is not. Tensors live on a CubeCL device of Burn's: CUDA, Vulkan or the CPU runtime.
 
+#![warn(missing_docs)]
+
 mod attention;
 mod call;
 mod capture;

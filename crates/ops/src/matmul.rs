@@ -41,6 +41,7 @@ use crate::{Ctx, OpError};
 pub struct Epilogue<const D: usize> {
     /// Added to every row. `[n]`, in the operands' dtype.
     pub bias: Option<Tensor<1>>,
+    /// Applied to the product once the bias is added, before the gate.
     pub activation: Option<Activation>,
     /// Multiplied, element by element. The result's shape and dtype.
     pub gate: Option<Tensor<D>>,
@@ -62,7 +63,9 @@ pub struct Epilogue<const D: usize> {
 /// weight `[k]`, in the dtype of the rows.
 #[derive(Debug, Clone)]
 pub struct RowNorm {
+    /// One factor for each column.
     pub weight: Tensor<1>,
+    /// Whether the mean is taken off, and what the weight means.
     pub kind: NormKind,
     /// Added to the mean of the squares, or to the variance.
     pub eps: f32,

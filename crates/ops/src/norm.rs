@@ -33,7 +33,9 @@ use crate::{Ctx, OpError};
 /// Both `[width]`, in the dtype of the rows.
 #[derive(Debug, Clone)]
 pub struct NormWeights {
+    /// w, a factor for each column.
     pub weight: Tensor<1>,
+    /// Added after the factors.
     pub bias: Option<Tensor<1>>,
 }
 

@@ -30,7 +30,9 @@ use crate::{Cached, Ctx, OpError};
 /// `[batch, max_blocks]`, I32 or U32 without a copy.
 #[derive(Debug, Clone)]
 pub struct KvSlots {
+    /// Keys, written in place.
     pub k: Cached,
+    /// Values, written in place.
     pub v: Cached,
     /// Positions that each sequence has already.
     pub start: Tensor<1, Int>,
@@ -45,23 +47,30 @@ pub struct KvSlots {
 /// Both weights `[head_dim]`.
 #[derive(Debug, Clone)]
 pub struct QkNorm {
+    /// Whether the mean is taken off, and what the weights mean.
     pub kind: NormKind,
     /// Added to the mean of the squares.
     pub eps: f32,
+    /// Weight of the queries' norm.
     pub q: Tensor<1>,
+    /// Weight of the keys' norm.
     pub k: Tensor<1>,
 }
 
 /// What heads are, and what becomes of them.
 #[derive(Debug, Clone)]
 pub struct RopeOptions {
+    /// Query heads of a token.
     pub heads: usize,
+    /// Key heads, and as many value heads; divides `heads`.
     pub kv_heads: usize,
+    /// Numbers of a head.
     pub head_dim: usize,
     /// f32 `[positions, dim]`: for each position `dim / 2` cosines, then as many sines, multiplied by what a
     /// stretch does to magnitudes. Pair i of a head is dimensions i and `i + dim / 2`; those past dim stay.
     /// Nothing turns where there is none.
     pub table: Option<Tensor<2>>,
+    /// Queries and keys are not normalised where there is none.
     pub qk_norm: Option<QkNorm>,
 }
 

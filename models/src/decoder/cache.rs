@@ -256,6 +256,7 @@ impl KvCache {
         Ok(())
     }
 
+    /// Sequences that it holds.
     pub fn batch(&self) -> usize {
         self.tokens.len()
     }

@@ -38,6 +38,7 @@ pub struct LoadOptions {
 /// What matrices are quantised to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quant {
+    /// 4 bits a value, an absmax a block; the options say which codes and blocks.
     Nf4(Nf4Options),
     /// A byte a value, an absmax a row.
     Int8,
@@ -83,6 +84,7 @@ pub fn on_device(weights: &Weights, options: &LoadOptions) -> Result<(Matrices, 
 pub struct Loading {
     /// Parts of the model that are on the device: the embedding, each layer, the head.
     pub done: usize,
+    /// Parts in all.
     pub parts: usize,
 }
 

@@ -87,14 +87,17 @@ struct Layer {
 pub enum Rows {
     /// The last of each sequence.
     Last,
+    /// Every row of each sequence.
     All,
 }
 
 impl Decoder {
+    /// What it computes.
     pub const fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
+    /// Where its weights are.
     pub const fn device(&self) -> &Device {
         &self.device
     }

@@ -30,6 +30,7 @@ use crate::{DecoderConfig, Error};
 /// One sequence to learn from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Example {
+    /// Of the whole sequence, in order.
     pub tokens: Vec<u32>,
     /// Tokens from this one on are learned; those before are what they follow. The first is never learned.
     pub from: usize,
@@ -48,6 +49,7 @@ pub enum Recompute {
     /// All of a layer but what goes into it.
     #[default]
     Layers,
+    /// All graphs are kept: more memory, and a forward pass less.
     Nothing,
 }
 
@@ -65,7 +67,9 @@ pub struct Learned {
 /// An adapter on the device of a decoder.
 #[derive(Debug, Clone, Copy)]
 pub struct Adaptation<'a> {
+    /// Rank and scale of the factors.
     pub options: &'a LoraOptions,
+    /// Which modules they are of, in the order of their values.
     pub factors: &'a [Factor],
     /// A and B of each factor, in f32.
     pub values: &'a Tensor<1>,

@@ -16,7 +16,7 @@
 //! multiplied and as they were turned, what attention gave twice, and what the activation needs: see [`kept_inside`].
 
 use crate::config::{Activation, Ffn};
-use crate::footprint::{Held, SMALL_PAGE};
+use crate::footprint::{Held, SMALL_PAGE, slack};
 use crate::{DecoderConfig, Error, LoraOptions, Matrices, Recompute};
 
 /// What is learned at most at once.
@@ -28,22 +28,27 @@ pub struct Lessons {
     pub positions: usize,
     /// Whether gradients of several such batches are added up.
     pub accumulates: bool,
+    /// What backward passes make again.
     pub recompute: Recompute,
 }
 
 /// Bytes on a device, part by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TrainFootprint {
+    /// Of the model, which stay as they are.
     pub weights: u128,
+    /// A and B of every factor, in f32.
     pub adapter: u128,
+    /// Two moments of each value of the adapter, in f32.
     pub optimizer: u128,
     /// What comes and goes in a step: inputs of layers, activations, logits, gradients.
     pub passing: u128,
-    /// A page of what is small.
+    /// A page of what is small, and what that of the rest is rounded up by.
     pub small: u128,
 }
 
 impl TrainFootprint {
+    /// Bytes of all parts together.
     pub const fn total(&self) -> u128 {
         self.weights + self.adapter + self.optimizer + self.passing + self.small
     }
@@ -93,12 +98,14 @@ impl DecoderConfig {
         // Beside the graph: its result, the gradient that is given to it, their product, and ones.
         let backward = kept + graph + 4 * x + (3 * inner + dense).max(joint) + added;
         let step = (4 * adapter).max(2 * adapter + added);
+        let passing = loss.max(backward).max(step);
         Ok(TrainFootprint {
             weights,
             adapter,
             optimizer: 2 * adapter,
-            passing: loss.max(backward).max(step),
-            small: SMALL_PAGE,
+            passing,
+            // The adapter moves with each step, and lies where it passes.
+            small: SMALL_PAGE + slack(3 * adapter + passing),
         })
     }
 

@@ -74,11 +74,14 @@ pub struct EngineOptions {
 /// What a model computes in; logits are f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compute {
+    /// 32 bits, IEEE 754.
     F32,
     /// f32 but for products with dense matrices, whose operands tensor cores round to 10 bits of mantissa where more than
     /// 8 rows meet one: CUDA alone.
     Tf32,
+    /// 16 bits, IEEE 754: 10 of mantissa, numbers up to 65504.
     F16,
+    /// 16 bits: the exponents of f32 and 7 bits of mantissa.
     Bf16,
 }
 
@@ -121,12 +124,17 @@ pub struct Request {
 /// Why a model does not answer.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
+    /// A folder that holds no model of ours, or no adapter of this model.
     #[error("{0}{hint}", hint = .0.hint())]
     Folder(models::Error),
+    /// Tokens, positions or options that do not fit the model, files that cannot be read or written, or an op that the
+    /// device does not run.
     #[error(transparent)]
     Model(#[from] models::Error),
+    /// A tokenizer or chat template that cannot be read, or text, tokens or stops that they do not take.
     #[error(transparent)]
     Text(#[from] ::text::Error),
+    /// The model and its sequences take more than the device or the budget has.
     #[error("{0}\nhint: {advice}", advice = .0.advice())]
     Memory(Box<Plan>),
     /// The device had less than was planned, for others have some of it. CubeCL does not tell the largest block.
@@ -137,18 +145,30 @@ pub enum EngineError {
         free.map_or_else(String::new, |free| format!(", of {free} that are free")), have.reserved_bytes, have.used_bytes
     )]
     OutOfMemory {
+        /// Bytes that were asked for.
         need: u64,
         /// What nobody has, where that is known.
         free: Option<u64>,
+        /// What this process has there.
         have: MemoryUsage,
     },
+    /// A limit, a fraction, a batch or a context that means nothing.
     #[error("{name} is {value}\nhint: a number {range}")]
-    Budget { name: &'static str, value: String, range: &'static str },
+    Budget {
+        /// Which number.
+        name: &'static str,
+        /// As it was given.
+        value: String,
+        /// What it may be, after "a number".
+        range: &'static str,
+    },
+    /// A fraction or a reserve of a total that the device does not tell.
     #[error(
         "the device does not tell how much memory it has, of which a fraction or a reserve would be a part\nhint: a \
          limit in bytes, as --memory-limit"
     )]
     BudgetOfUnknown,
+    /// One buffer is larger than any that the device gives.
     #[error(
         "it needs a buffer of {}, and the device has none above {}\nhint: a shorter context or fewer sequences, where keys \
          are the largest; else another model, or --backend vulkan, cuda or cpu", shown(*need), shown(*most)
@@ -159,57 +179,107 @@ pub enum EngineError {
         /// What the device has at most.
         most: u64,
     },
+    /// Text needs a tokenizer, which this folder does not have.
     #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
     NoTokenizer(PathBuf),
+    /// A chat needs a template, which this folder does not have.
     #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
     NoTemplate(PathBuf),
+    /// There is no token to go on from.
     #[error("a prompt has no tokens\nhint: at least one, such as the model's first token")]
     EmptyPrompt,
+    /// A setting of sampling out of its range.
     #[error("{name} is {value}\nhint: a number {range}")]
-    Sampling { name: &'static str, value: f32, range: &'static str },
+    Sampling {
+        /// Which setting.
+        name: &'static str,
+        /// As it was given.
+        value: f32,
+        /// What it may be, after "a number".
+        range: &'static str,
+    },
+    /// Logits that no token can be picked from.
     #[error(
         "after {position} tokens the logits hold NaN, or no finite largest\nhint: f32 and bf16 reach further than f16, \
          which ends at 65504; penalties far from 1 reach far, too; where neither is so, the weights hold NaN"
     )]
-    NotFinite { position: usize },
+    NotFinite {
+        /// Tokens before them.
+        position: usize,
+    },
+    /// The dtype that was asked for is none of the device's.
     #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
-    DType { need: DType, backend: Backend },
+    DType {
+        /// What was asked for.
+        need: DType,
+        /// The device's.
+        backend: Backend,
+    },
+    /// Keys and values were to be in 8 bits, which the device does not store.
     #[error(
         "the {backend} device has no i8, for keys and values in 8 bits\nhint: KvFormat::Float or \
          --kv-cache float holds them as they are computed"
     )]
-    KvFormat { backend: Backend },
+    KvFormat {
+        /// The device's.
+        backend: Backend,
+    },
+    /// A shape that is none of [`Engine::shapes`].
     #[error("no published shape is called {shape}\nhint: one of {known}")]
-    Shape { shape: String, known: String },
+    Shape {
+        /// The name that was asked for.
+        shape: String,
+        /// Names that there are, separated by commas.
+        known: String,
+    },
+    /// [`Quant::Int8`] was asked for, and matrices of this folder are in 4 bits.
     #[error(
         "{} has matrices in 4 bits, which do not become 8\nhint: load it as it is, or what it was made of",
         .0.display()
     )]
     FourBits(PathBuf),
+    /// [`EngineOptions::int8_activations`] without matrices in 8 bits, or not on CUDA.
     #[error(
         "what products read is rounded to 8 bits where matrices are in 8 bits, on CUDA\nhint: leave int8_activations or \
          --int8-activations out, or --quant int8 there"
     )]
     Int8Activations,
+    /// [`Compute::Tf32`] was asked for with matrices in 4 or 8 bits.
     #[error("weights of 4 and 8 bits are not multiplied in tf32\nhint: f32 or bf16 beside them")]
     Tf32,
+    /// Training takes more than the device or the budget has.
     #[error("{0}\nhint: {advice}", advice = .0.advice())]
     TrainMemory(Box<TrainPlan>),
     /// Burn's ops element by element are no valid SPIR-V in bf16 (CubeCL 0.11.3): NaN at the first step on an H200, where
     /// f16 and f32 learn as on CUDA.
     #[error("gradients in bf16 are not right through Vulkan\nhint: --dtype f16 or f32, or CUDA")]
     TrainDType,
+    /// An option of training out of its range.
     #[error("{name} is {value}\nhint: a number {range}")]
-    Training { name: &'static str, value: f64, range: &'static str },
+    Training {
+        /// Which option.
+        name: &'static str,
+        /// As it was given.
+        value: f64,
+        /// What it may be, after "a number".
+        range: &'static str,
+    },
+    /// The loss, its gradient or what was learned is not finite.
     #[error(
         "the loss or its gradient is not finite at step {step}\nhint: a smaller learning rate; what was learned before is \
          kept"
     )]
-    Diverged { step: usize },
+    Diverged {
+        /// Counted from 1.
+        step: usize,
+    },
+    /// A profile was asked for while something else records.
     #[error(transparent)]
     Recording(#[from] trace::AlreadyRecording),
+    /// The tune cache cannot be read or written.
     #[error(transparent)]
     Cache(#[from] tune::CacheError),
+    /// The device failed for another reason than a lack of memory; its own words.
     #[error("the device failed: {0}")]
     Failed(String),
 }

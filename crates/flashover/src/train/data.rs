@@ -27,20 +27,42 @@ pub struct Dataset {
 /// Why a file has no examples.
 #[derive(Debug, thiserror::Error)]
 pub enum DatasetError {
+    /// The file cannot be read, or is none.
     #[error("cannot read {}: {why}\nhint: a text, or a .jsonl with an example a line", .path.display())]
-    Read { path: PathBuf, why: io::Error },
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// As the system says.
+        why: io::Error,
+    },
+    /// A `.json`, where one example a line was expected.
     #[error("{} is no .jsonl\nhint: one example a line, in a file whose name ends in .jsonl", .0.display())]
     Json(PathBuf),
+    /// A line that is no example.
     #[error(
         "{}: line {line} {why}\nhint: {{\"text\": ..}}, {{\"prompt\": .., \"completion\": ..}} or {{\"messages\": [..]}}",
         .path.display()
     )]
-    Line { path: PathBuf, line: usize, why: String },
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// Counted from 1.
+        line: usize,
+        /// What is wrong with it, such as "is no object".
+        why: String,
+    },
+    /// No example has a token to learn within the context.
     #[error(
         "{} has nothing to learn within {context} positions\nhint: a longer context, or more text",
         .path.display()
     )]
-    Nothing { path: PathBuf, context: usize },
+    Nothing {
+        /// The file.
+        path: PathBuf,
+        /// Positions that an example may have.
+        context: usize,
+    },
+    /// A text or a chat that does not become tokens.
     #[error(transparent)]
     Engine(#[from] EngineError),
 }

@@ -55,6 +55,7 @@ pub fn int8_linear<const D: usize>(
 /// ```
 #[derive(Module, Debug)]
 pub struct Int8Linear {
+    /// `[n, k]`; it does not train.
     pub weight: Int8Weight,
     /// `[n]`; it trains, unless it is told otherwise.
     pub bias: Option<Param<Tensor<1>>>,

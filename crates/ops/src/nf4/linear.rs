@@ -84,6 +84,7 @@ fn run<const D: usize>(
 /// ```
 #[derive(Module, Debug)]
 pub struct Nf4Linear {
+    /// `[n, k]`; it does not train.
     pub weight: Nf4Weight,
     /// `[n]`; it trains, unless it is told otherwise.
     pub bias: Option<Param<Tensor<1>>>,
