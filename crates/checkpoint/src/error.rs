@@ -56,7 +56,7 @@ impl Found {
         let any =
             |ends: &[&str]| names.iter().any(|name| ends.iter().any(|end| name.ends_with(end)));
         match () {
-            () if any(&[".safetensors"]) => Some(Self::Shards),
+            () if names.iter().any(|name| is_shard(name)) => Some(Self::Shards),
             () if any(&[".bin", ".pt", ".pth"]) => Some(Self::Pickles),
             () if any(&[".gguf"]) => Some(Self::Gguf),
             () => None,
@@ -65,9 +65,7 @@ impl Found {
 
     const fn hint(self) -> &'static str {
         match self {
-            Self::Shards => {
-                "it has other safetensors: the index that says which shard has which tensor is lacking"
-            }
+            Self::Shards => "it has shards, and lacks the index that says which tensor is in which",
             Self::Pickles => {
                 "it has weights as PyTorch pickles them: save the model as safetensors, as `save_pretrained` of transformers does"
             }
@@ -76,6 +74,11 @@ impl Found {
             }
         }
     }
+}
+
+/// Whether it is named as `model-00001-of-00002.safetensors`.
+fn is_shard(name: &str) -> bool {
+    name.starts_with("model-") && name.contains("-of-") && name.ends_with(".safetensors")
 }
 
 /// What is wrong with a tensor.

@@ -28,7 +28,10 @@ fn refused(name: &str, change: impl Fn(&mut Vec<Named>)) -> String {
 fn a_folder_without_weights_says_what_it_has_instead() {
     for (files, hint) in [
         (&["config.json"][..], None),
-        (&["model-00001-of-00002.safetensors", "model.bin"], Some("the index that says which")),
+        (
+            &["model-00001-of-00002.safetensors", "model.bin"],
+            Some("lacks the index that says which"),
+        ),
         (&["pytorch_model.bin"], Some("as PyTorch pickles them")),
         (&["model-q4_0.gguf"], Some("weights for llama.cpp")),
     ] {

@@ -191,7 +191,7 @@ fn a_message_that_is_too_long_is_dropped_and_the_conversation_goes_on() {
     // Whoever pipes may not read what is said.
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(
-        said.ends_with("1 messages had no answer\nhint: shorter ones, or a larger --context\n"),
+        said.ends_with("1 message had no answer\nhint: shorter ones, or a larger --context\n"),
         "{said}"
     );
     assert_eq!(said.matches("the message is dropped: it takes ").count(), 1, "{said}");

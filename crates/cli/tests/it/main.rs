@@ -2,6 +2,7 @@
 
 mod generate;
 mod hub;
+mod interrupt;
 mod monitor;
 mod plan;
 mod quantize;

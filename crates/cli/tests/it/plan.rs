@@ -32,10 +32,12 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     assert_eq!((&plan["matrices"], &plan["workload"]["batch"]), (&"four_bit".into(), &4.into()));
     assert_eq!(plan["total_bytes"], 16u64 << 30);
     assert!(plan["largest_batch"].as_u64() >= Some(4), "{plan}");
-    // Of 128 numbers of 2 bytes a byte each, and a scale; the angles stay.
+    // Of 128 numbers of 2 bytes a byte each, and a scale; the angles stay, and which of
+    // 128256 tokens were seen.
     let bytes = flashover(&[&quant[..], &["--kv-cache", "int8"]].concat());
     let half: Value = serde_json::from_slice(&bytes.stdout).expect("JSON");
-    let cache = |plan: &Value| plan["cache_bytes"].as_u64().expect("bytes") - 8192 * 4 * 128;
+    let cache =
+        |plan: &Value| plan["cache_bytes"].as_u64().expect("bytes") - 8192 * 4 * 128 - 4 * 16_032;
     assert_eq!((&half["kv"], cache(&half) * 256), (&"int8".into(), cache(&plan) * 132));
     // Less than the card.
     let less = flashover(&[&quant[..], &["--memory-reserve", "11GiB"]].concat());
@@ -204,11 +206,13 @@ fn a_batch_is_found_within_a_budget() {
     let limit = limit.to_string();
     let out = flashover(&[&args[..], &["--find-batch", "64", "--memory-limit", &limit]].concat());
     assert!(out.status.success(), "{}", text(&out.stderr));
-    let said = text(&out.stdout);
-    assert!(
-        said.contains("| 8 | does not fit |") && said.contains("| 4 | does not fit |"),
-        "{said}"
-    );
+    let (rows, said) = (text(&out.stdout), text(&out.stderr));
+    for batch in [8, 4] {
+        assert!(said.contains(&format!("tg4: a batch of {batch} does not fit\n")), "{said}");
+    }
     let best = said.lines().last().expect("a line");
-    assert!(best == "best: 2" || best == "best: 3", "{said}");
+    assert!(["tg4: best 2, ", "tg4: best 3, "].iter().any(|two| best.starts_with(two)), "{said}");
+    // Each that fitted has a row as any test has.
+    assert_eq!(rows.lines().count(), 2 + 2, "{rows}");
+    assert!(rows.contains(" | cpu | 2 | tg4 | ") && rows.contains(" | cpu | 3 | tg4 | "), "{rows}");
 }

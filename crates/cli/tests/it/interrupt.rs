@@ -1,0 +1,107 @@
+//! What a signal ends, and a reader that goes away.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::{demo, trace_format};
+
+/// A text that goes on for a while, with a trace in `folder`.
+fn writing(folder: &Path) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_flashover"))
+        .args(["generate", "--backend", "cpu", "--prompt", "Once upon a time", "--ignore-eos"])
+        .args(["--max-new-tokens", "480", "--model"])
+        .arg(demo())
+        .arg("--profile-trace")
+        .arg(folder.join("trace.json"))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts")
+}
+
+fn send(signal: Signal, to: &Child) {
+    let id = Pid::from_raw(to.id().try_into().expect("a process id"));
+    kill(id, signal).expect("it runs");
+}
+
+fn traced(folder: &Path) {
+    let trace = std::fs::read_to_string(folder.join("trace.json")).expect("a trace");
+    trace_format::rows(&trace).expect("what Perfetto reads");
+}
+
+#[test]
+fn ctrl_c_ends_an_answer_and_its_trace_is_written() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut child = writing(folder.path());
+    let mut begun = [0; 8];
+    child.stdout.as_mut().expect("piped").read_exact(&mut begun).expect("some text");
+    send(Signal::SIGINT, &child);
+    let out = child.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(130), "{said}");
+    assert!(said.contains(" tokens/s after the first; stopped\n"), "{said}");
+    traced(folder.path());
+}
+
+#[test]
+fn a_reader_that_goes_away_leaves_a_trace() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut child = writing(folder.path());
+    let mut begun = [0; 8];
+    let mut pipe = child.stdout.take().expect("piped");
+    pipe.read_exact(&mut begun).expect("some text");
+    // Nobody hears what is said, either.
+    drop((pipe, child.stderr.take()));
+    assert_eq!(child.wait().expect("it ends").code(), Some(0));
+    traced(folder.path());
+}
+
+#[test]
+fn ctrl_c_ends_an_answer_of_a_chat_and_the_chat_goes_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for entry in demo().read_dir().expect("a folder") {
+        let from = entry.expect("readable").path();
+        let to = folder.path().join(from.file_name().expect("a file"));
+        std::fs::copy(from, to).expect("copied");
+    }
+    let template = "{% for m in messages %}{{ m.content }} {% endfor %}";
+    std::fs::write(folder.path().join("chat_template.jinja"), template).expect("written");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
+        .args(["chat", "--backend", "cpu", "--ignore-eos", "--model"])
+        .arg(folder.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut lines = child.stdin.take().expect("piped");
+    let mut text = child.stdout.take().expect("piped");
+    let mut said = BufReader::new(child.stderr.take().expect("piped")).lines();
+    let (pieces, written) = mpsc::channel();
+    let reader = thread::spawn(move || {
+        let mut piece = [0; 256];
+        while text.read(&mut piece).expect("a pipe") > 0 && pieces.send(()).is_ok() {}
+    });
+    for prompt in ["Once upon a time\n", "One day\n"] {
+        lines.write_all(prompt.as_bytes()).expect("it reads");
+        written.recv().expect("some text");
+        send(Signal::SIGINT, &child);
+        let line = said.next().expect("it says how fast it was").expect("UTF-8");
+        assert!(line.ends_with("; stopped"), "{line}");
+        // What was written up to then.
+        while written.recv_timeout(Duration::from_millis(500)).is_ok() {}
+    }
+    // Where nothing is written it ends the program.
+    send(Signal::SIGINT, &child);
+    let status = child.wait().expect("it ends");
+    assert_eq!(status.signal(), Some(2), "{status}");
+    reader.join().expect("no panic");
+}
