@@ -13,6 +13,7 @@
 //!                              they are gate is nowhere
 //!                logits        [rows of them, vocab], in f32, beside what a token is picked with; where all rows want
 //!                              them, as many at once as take no more than the layers did
+//!              beside a product of too few blocks for all processors, whose k is cut, its sums in f32
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
 //! small        a page of what is: shapes, lengths, tokens; and what the page of all that passes is rounded up by
 //! steps        of a step that is captured everything that passes, for that lies outside of the pages of prompts: a piece
@@ -54,6 +55,19 @@ pub struct Steps {
     pub captured: bool,
     /// So many rows at most are multiplied with codes of 4 bits themselves, more with a dense copy.
     pub coded_rows: u32,
+    /// Processors of the device: a product of fewer blocks has as many more parts of k, with sums of their own. 0 where
+    /// products are never cut.
+    pub processors: u32,
+}
+
+impl Steps {
+    /// Sums of the parts of a product `[rows, n]` over `k`.
+    fn sums_bytes(self, rows: u128, n: u128, k: u128) -> u128 {
+        // Of the widest tiles, and of as many of k as fill a ring of them.
+        let blocks = rows.div_ceil(128) * n.div_ceil(256);
+        let parts = (u128::from(self.processors) / blocks.max(1)).min(k / 128);
+        if parts > 1 { 4 * rows * n * parts } else { 0 }
+    }
 }
 
 /// How a model is held.
@@ -174,7 +188,7 @@ impl DecoderConfig {
     /// What the model takes, held and loaded so, beside its weights, whose bytes are known: see
     /// [`DecoderConfig::held_bytes`] and [`on_device`](crate::on_device).
     pub fn footprint(&self, held: Held, weights: u128, load: Workload, steps: Steps) -> Footprint {
-        let activations = self.activation_bytes(held, load);
+        let activations = self.activation_bytes(held, load, steps);
         let workspace = self.workspace_bytes(held, load, steps);
         Footprint {
             weights,
@@ -230,28 +244,33 @@ impl DecoderConfig {
         load.chunk.min(load.positions.saturating_mul(load.batch)).max(load.batch) as u128
     }
 
-    fn activation_bytes(&self, held: Held, load: Workload) -> u128 {
+    fn activation_bytes(&self, held: Held, load: Workload, steps: Steps) -> u128 {
         let x = self.hidden as u128 * Self::rows(load) * held.size();
         let logits = load.batch as u128 * (self.logits_bytes(held) + self.sampling_bytes());
-        (2 * x + self.layer_bytes(held, load)).max(logits)
+        (2 * x + self.layer_bytes(held, load, steps)).max(logits)
     }
 
     /// What a layer has alive beside the residual stream.
-    fn layer_bytes(&self, held: Held, load: Workload) -> u128 {
+    fn layer_bytes(&self, held: Held, load: Workload, steps: Steps) -> u128 {
         let [q, kv] = self.qkv_rows().map(|size| size as u128);
         let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
+        let rows = Self::rows(load);
         // Gate and up are one product of codes.
         let codes = held.matrices == Matrices::FourBit && Self::rows(load) <= FEW_BY_FOUR_BITS;
         let gate = match self.ffn {
             Ffn::Gated if !codes => inner,
             Ffn::Gated | Ffn::Plain => 0,
         };
-        let attention = (hidden + q + 2 * kv).max(q + q + 2 * kv).max(3 * q).max(2 * q + hidden);
-        let feed_forward = (hidden + inner + gate).max(inner + hidden);
-        let attention =
-            attention * Self::rows(load) * held.size() + self.in_floats_bytes(held, load);
-        let feed_forward = feed_forward * Self::rows(load) * held.size();
-        attention.max(feed_forward)
+        let wide = |values: u128| values * rows * held.size();
+        let sums = |n, k| steps.sums_bytes(rows, n, k);
+        let attention = wide((2 * q + 2 * kv).max(3 * q)) + self.in_floats_bytes(held, load);
+        let products = [
+            wide(hidden + q + 2 * kv) + sums(q + 2 * kv, hidden),
+            wide(2 * q + hidden) + sums(hidden, q),
+            wide(hidden + inner + gate) + sums(inner, hidden),
+            wide(inner + hidden) + sums(hidden, inner),
+        ];
+        products.into_iter().fold(attention, u128::max)
     }
 
     /// Of a row, with what is multiplied for them.
@@ -273,7 +292,8 @@ impl DecoderConfig {
     /// layers did, one at least.
     pub(crate) fn rows_with_logits(&self, held: Held, rows: usize) -> usize {
         let load = Workload { batch: 1, positions: rows, chunk: rows };
-        let fitting = self.layer_bytes(held, load) / self.logits_bytes(held);
+        let launched = Steps { captured: false, coded_rows: 0, processors: 0 };
+        let fitting = self.layer_bytes(held, load, launched) / self.logits_bytes(held);
         usize::try_from(fitting).unwrap_or(rows).clamp(1, rows.max(1))
     }
 
@@ -361,9 +381,9 @@ mod tests {
     const NF4: Held = Held { matrices: Matrices::FourBit, ..BF16 };
     const INT8: Held = Held { matrices: Matrices::Int8, ..BF16 };
     /// Of CUDA, of Vulkan, and of a CPU.
-    const FUSED: Steps = Steps { captured: true, coded_rows: 128 };
+    const FUSED: Steps = Steps { captured: true, coded_rows: 128, processors: 132 };
     const DENSE: Steps = Steps { coded_rows: 8, ..FUSED };
-    const LAUNCHED: Steps = Steps { captured: false, ..DENSE };
+    const LAUNCHED: Steps = Steps { captured: false, processors: 0, ..DENSE };
 
     #[test]
     fn llama_3_8b_takes_what_it_is_known_to() {
@@ -412,6 +432,13 @@ mod tests {
         let layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096);
         assert_eq!(of(DENSE).steps, of(FUSED).steps + layer);
         assert_eq!(of(LAUNCHED), Footprint { steps: 0, ..of(DENSE) });
+        // Four parts of 512 x 2048 are as many blocks as there are processors, but for four.
+        let small = shapes::named("llama-3.2-1b").expect("published");
+        let load = Workload { batch: 1, positions: 512, chunk: 2048 };
+        let of = |steps| small.footprint(BF16, 0, load, steps).activations;
+        let x = 512 * 2048 * 2;
+        assert_eq!(of(FUSED), 2 * x + 512 * 2 * (2048 + 8192) + 4 * 4 * 512 * 2048);
+        assert_eq!(of(LAUNCHED), 2 * x + 512 * 2 * (2048 + 2 * 8192));
     }
 
     #[test]
@@ -438,7 +465,7 @@ mod tests {
                     assert!((1..=rows).contains(&at_once), "{name}: {at_once} of {rows}");
                     let x = config.hidden as u128 * rows as u128 * held.size();
                     let logits = at_once as u128 * config.logits_bytes(held);
-                    let planned = config.activation_bytes(held, load);
+                    let planned = config.activation_bytes(held, load, LAUNCHED);
                     assert!(at_once == 1 || x + logits <= planned, "{name}: {logits} {planned}");
                 }
             }

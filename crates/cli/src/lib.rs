@@ -21,7 +21,7 @@ use std::process::ExitCode;
 use anyhow::{anyhow, bail};
 use clap::{Parser, Subcommand};
 use command::OutFile;
-use flashover::report::{self, Report};
+use flashover::report::Report;
 use flashover::{Backend, DType, Device, HostTensor, Policy, QuantizeError, run_op};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
@@ -165,7 +165,7 @@ pub fn main() -> ExitCode {
 }
 
 fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
-    let report = report::survey();
+    let report = panics::survey();
     command::print(&if json {
         serde_json::to_string_pretty(&report)? + "\n"
     } else {

@@ -14,9 +14,11 @@ use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
     Adapter, ArchProfile, Backend, Compute, Device, Engine, EngineError, EngineOptions, KvFormat,
     MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Quant, Request, SpeedTest,
-    Workload, report,
+    Workload,
 };
 use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::panics;
 
 /// Which device.
 #[derive(clap::Args)]
@@ -295,7 +297,7 @@ impl DeviceArgs {
             (Some(backend), _) => backend,
             (None, Some(profile)) => ArchProfile::recorded(profile)?.backend,
             (None, None) => {
-                let chosen = report::survey().chosen;
+                let chosen = panics::survey().chosen;
                 let hint = "hint: `flashover doctor` says what each back end needs";
                 chosen.ok_or_else(|| anyhow!("no back end answers\n{hint}"))?.backend
             }

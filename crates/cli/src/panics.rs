@@ -8,17 +8,29 @@ use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use flashover::report::{self, Report};
+
 static SEEN: AtomicBool = AtomicBool::new(false);
+/// Whether panics are answers. They are printed all the same, for they have the reason.
+static ASKED: AtomicBool = AtomicBool::new(false);
 
 /// From now on remembers panics of all threads but this.
 pub(crate) fn watch() {
     let (own, before) = (thread::current().id(), panic::take_hook());
     panic::set_hook(Box::new(move |info| {
-        if thread::current().id() != own {
+        if thread::current().id() != own && !ASKED.load(Ordering::Relaxed) {
             SEEN.store(true, Ordering::Relaxed);
         }
         before(info);
     }));
+}
+
+/// What this machine has. A driver that is broken makes CubeCL panic where it is opened: that is what the report says of it.
+pub(crate) fn survey() -> Report {
+    ASKED.store(true, Ordering::Relaxed);
+    let report = report::survey();
+    ASKED.store(false, Ordering::Relaxed);
+    report
 }
 
 /// # Errors
@@ -41,6 +53,10 @@ mod tests {
     fn a_panic_elsewhere_is_no_success() {
         check().expect("nobody panicked");
         watch();
+        ASKED.store(true, Ordering::Relaxed);
+        thread::spawn(|| panic!("as a driver may")).join().expect_err("it panicked");
+        ASKED.store(false, Ordering::Relaxed);
+        check().expect("it was asked for");
         let beside = thread::spawn(|| panic!("as a kernel may"));
         beside.join().expect_err("it panicked");
         let why = check().expect_err("it was seen").to_string();

@@ -835,9 +835,13 @@ fn held(
 
 /// How a device of this profile goes about steps of such a model.
 fn steps(profile: &ArchProfile, held: Held) -> Steps {
+    // Through Vulkan nobody tells.
+    const USUAL: u32 = 128;
+    let captured = profile.backend != Backend::Cpu;
     Steps {
-        captured: profile.backend != Backend::Cpu,
+        captured,
         coded_rows: Nf4Matmul::coded_rows(profile, ours(held.dtype)),
+        processors: if captured { profile.processors.unwrap_or(USUAL) } else { 0 },
     }
 }
 
