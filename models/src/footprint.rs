@@ -197,8 +197,12 @@ impl DecoderConfig {
                 + load.batch as u128 * self.seen_bytes(),
             activations,
             workspace,
-            small: SMALL_PAGE + slack(activations + workspace),
-            steps: if steps.captured { self.step_bytes(held, load, steps) } else { 0 },
+            small: SMALL_PAGE + slack(activations + workspace) + self.rounded_bytes(),
+            // What a graph is recorded on has a page of what is small of its own.
+            steps: match steps.captured {
+                true => self.step_bytes(held, load, steps) + SMALL_PAGE,
+                false => 0,
+            },
         }
     }
 
@@ -237,6 +241,13 @@ impl DecoderConfig {
 
     fn angle_bytes(&self, positions: usize) -> u128 {
         self.ropes.iter().map(|rope| 4 * rope.dim as u128 * positions as u128).sum()
+    }
+
+    /// What buffers that lie by themselves are rounded up by.
+    pub(crate) fn rounded_bytes(&self) -> u128 {
+        // Of a layer codes, absmax of two levels and a bias for each of seven matrices, norms, keys and values.
+        const OF_LAYER: usize = 40;
+        ALIGNED * (OF_LAYER * self.layers.len() + OF_LAYER) as u128
     }
 
     /// Rows that pass together at most.
@@ -356,6 +367,9 @@ const FEW_BY_FOUR_BITS: u128 = 128;
 const SMALL_PAGE: u128 = 8 << 20;
 const SMALL: u128 = 64 << 10;
 
+/// Where buffers begin: a multiple of this on every device.
+const ALIGNED: u128 = 512;
+
 /// What a page that is made for so many bytes has beyond them: a MiB, and what rounds it up to whole ones; two at least.
 const fn slack(bytes: u128) -> u128 {
     const MIB: u128 = 1 << 20;
@@ -398,7 +412,8 @@ mod tests {
         // x and where it was, norm(x), gate and up.
         assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 4096 + 2 * 14_336));
         // 144 MiB and one.
-        assert_eq!((dense.workspace, dense.small), (0, SMALL_PAGE + (1 << 20)));
+        let small = SMALL_PAGE + (1 << 20) + 512 * 40 * 33;
+        assert_eq!((dense.workspace, dense.small), (0, small));
         let four = of(NF4, load);
         // Embedding, head and norms stay.
         let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
@@ -425,7 +440,7 @@ mod tests {
         let row = 2 * (3 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)
             + 8 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096)
             + 4 * 128_256;
-        assert_eq!((four.steps, step.steps), (row, 16 * row));
+        assert_eq!((four.steps, step.steps), (row + SMALL_PAGE, 16 * row + SMALL_PAGE));
         // Where no path decodes in registers, a step of 16 has dense copies of a layer's matrices.
         let load = Workload { chunk: 2048, batch: 16, ..load };
         let of = |steps| llama.footprint(NF4, 0, load, steps);

@@ -12,6 +12,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tune::timing::Stopwatch;
 
+use crate::interrupt;
 use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
 
 #[derive(clap::Args)]
@@ -149,11 +150,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let tracing = Tracing::start(file, &engine)?;
     let mut printed = Printer::new(args.output);
     let mut one = |test| -> anyhow::Result<f64> {
+        interrupt::check("stopped")?;
         let speed = engine.measure(test, args.repetitions.into())?;
         command::print(&printed.row(&row(&name, load_ns, &engine, &speed, &ceilings)?)?)?;
         Ok(speed.rate())
     };
     let mut found = Vec::new();
+    let _listening = interrupt::listen()?;
     let measured = tests.into_iter().try_for_each(|test| match args.find_batch {
         None => one(test).map(drop),
         Some(most) => {
@@ -161,10 +164,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Ok(())
         }
     });
+    // What was measured is whole, whatever ended it.
     command::print(&printed.end())?;
+    let traced = tracing.finish(&engine);
     measured?;
+    traced?;
     found.iter().for_each(|(test, found)| command::note!("{}", best(*test, found)));
-    tracing.finish(&engine)
+    match found.iter().find(|(_, found)| found.batch == 0) {
+        Some((test, _)) => bail!(
+            "not one sequence of {} fits\nhint: fewer tokens, a larger budget, or --quant nf4",
+            test.name()
+        ),
+        None => Ok(()),
+    }
 }
 
 /// The fastest batch of a test, by `one`, which measures; one that does not fit is told, for it has no row.
@@ -185,7 +197,7 @@ fn find_batch(
 
 fn is_memory(why: &anyhow::Error) -> bool {
     let why = why.downcast_ref::<EngineError>();
-    matches!(why, Some(EngineError::Memory(_) | EngineError::OutOfMemory { .. }))
+    why.is_some_and(EngineError::is_memory)
 }
 
 fn best(test: SpeedTest, found: &BatchSize) -> String {
@@ -336,7 +348,8 @@ impl Printer {
 
     fn end(&self) -> String {
         match self.format {
-            Format::Json if self.rows > 0 => "\n]\n".to_owned(),
+            Format::Json if self.rows == 0 => "[]\n".to_owned(),
+            Format::Json => "\n]\n".to_owned(),
             _ => String::new(),
         }
     }
@@ -478,7 +491,7 @@ mod tests {
         assert_eq!(lines, want);
         assert_eq!((&lines[1]["model_filename"], &lines[1]["n_gen"]), (&NAME.into(), &128.into()));
         assert!(lines[1]["quant"].is_null() && lines[1]["mfu"].is_null());
-        assert_eq!(Printer::new(Format::Json).end(), "", "of no rows nothing");
+        assert_eq!(Printer::new(Format::Json).end(), "[]\n", "of no rows a list of none");
     }
 
     #[test]

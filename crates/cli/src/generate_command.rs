@@ -8,11 +8,11 @@ use anyhow::{anyhow, bail};
 use flashover::{End, Engine, EngineError, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
-use crate::interrupt;
 use crate::model_args::{
     ModelArgs, PresetArgs, SamplingArgs, TraceArgs, Tracing, all_spared, bar, standard_input,
     text_file, token, unread,
 };
+use crate::{guard, interrupt};
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArgs {
@@ -72,7 +72,9 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let read = || folder.files().into_iter().chain(args.prompt_file.clone());
     file.as_ref().map_or(Ok(()), |file| all_spared(read(), file))?;
     let prompt = match (&text, &args.tokens) {
-        (Some(text), _) if args.chat => folder.encode_chat(&[Message::new("user", text)])?,
+        (Some(text), _) if args.chat => {
+            guard::template(|| folder.encode_chat(&[Message::new("user", text)]))?
+        }
         (Some(text), _) => folder.encode(text)?,
         (None, tokens) => tokens.clone().unwrap_or_default(),
     };
@@ -201,9 +203,10 @@ fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>)
     let why = reason(end);
     let rate = tokens.saturating_sub(1) as f64 / (all - first).max(1e-9);
     format!(
-        "{prompt} tokens of prompt, first token after {:.0} ms; {tokens} tokens, {rate:.1} tokens/s after \
-         the first; {why}",
-        first * 1e3
+        "{} of prompt, first token after {:.0} ms; {}, {rate:.1} tokens/s after the first; {why}",
+        command::count(prompt, "token"),
+        first * 1e3,
+        command::count(tokens, "token")
     )
 }
 
@@ -225,7 +228,8 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         args.system.iter().map(|system| Message::new("system", system)).collect();
     let kept = messages.len();
     // Says before the weights move whether there is a template, and whether it takes a system message.
-    let least = folder.encode_chat(&[&messages[..], &[Message::new("user", "")]].concat())?.len();
+    let empty = [&messages[..], &[Message::new("user", "")]].concat();
+    let least = guard::template(|| folder.encode_chat(&empty))?.len();
     let context = match args.context {
         Some(context) => context,
         None => folder.room(0, &Request { max_new_tokens: None, ..request.clone() }),
@@ -265,11 +269,11 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             continue;
         }
         messages.push(Message::new("user", line));
-        let mut all = engine.encode_chat(&messages)?;
+        let mut all = guard::template(|| engine.encode_chat(&messages))?;
         if all.len() > context {
             // Without what there is to forget.
             let alone = [&messages[..kept], &messages[messages.len() - 1..]].concat();
-            let need = engine.encode_chat(&alone)?.len();
+            let need = guard::template(|| engine.encode_chat(&alone))?.len();
             if need > context {
                 command::note!("the message is dropped: it takes {need} positions, of {context}");
                 messages.pop();
@@ -282,7 +286,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             // A question with its answer: many templates refuse roles that do not take turns.
             messages.drain(kept..kept + 2);
             dropped += 2;
-            all = engine.encode_chat(&messages)?;
+            all = guard::template(|| engine.encode_chat(&messages))?;
         }
         if dropped > 0 {
             command::note!(

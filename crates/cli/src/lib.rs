@@ -3,6 +3,7 @@
 
 mod bench_command;
 mod generate_command;
+mod guard;
 mod interrupt;
 mod logits_command;
 mod model_args;

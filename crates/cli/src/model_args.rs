@@ -106,10 +106,10 @@ pub(crate) struct LoadArgs {
 #[command(next_help_heading = "Memory")]
 struct BudgetArgs {
     /// At most so much, such as 14GiB or 512MiB
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, value_parser = size)]
     memory_limit: Option<u64>,
     /// Leave so much to others
-    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "0")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, value_parser = size, default_value = "0")]
     memory_reserve: u64,
     /// At most this share of the device's memory
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, allow_negative_numbers = true)]

@@ -147,14 +147,22 @@ fn train_table(plan: &TrainPlan) -> String {
         ("activations", bytes(plan.passing_bytes)),
         ("together", bytes(plan.peak_bytes())),
     ];
-    if let (Some(total), Some(budget)) = (plan.total_bytes, plan.budget_bytes) {
-        lines.push(("of the device", bytes(total)));
-        lines.push(("reserve", bytes(plan.reserve_bytes)));
-        lines.push(("may be used", bytes(budget)));
-    }
+    of_device(&mut lines, plan.total_bytes, plan.reserve_bytes, plan.budget_bytes);
     lines.push(("largest batch", most(plan.largest_batch)));
     lines.push(("largest context", most(plan.largest_context)));
     of_lines(lines)
+}
+
+/// What there is, as far as anybody knows.
+fn of_device(
+    lines: &mut Vec<(&str, String)>,
+    total: Option<u64>,
+    reserve: u64,
+    budget: Option<u64>,
+) {
+    lines.extend(total.map(|total| ("of the device", bytes(total))));
+    lines.push(("reserve", bytes(reserve)));
+    lines.extend(budget.map(|budget| ("may be used", bytes(budget))));
 }
 
 fn most(most: Option<usize>) -> String {
@@ -177,11 +185,7 @@ fn table(plan: &Plan) -> String {
         ("workspace", bytes(plan.workspace_bytes)),
         ("together", bytes(plan.peak_bytes())),
     ];
-    if let (Some(total), Some(budget)) = (plan.total_bytes, plan.budget_bytes) {
-        lines.push(("of the device", bytes(total)));
-        lines.push(("reserve", bytes(plan.reserve_bytes)));
-        lines.push(("may be used", bytes(budget)));
-    }
+    of_device(&mut lines, plan.total_bytes, plan.reserve_bytes, plan.budget_bytes);
     lines.push(("largest batch", most(plan.largest_batch)));
     lines.push(("largest context", most(plan.largest_context)));
     of_lines(lines)

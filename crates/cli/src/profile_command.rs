@@ -8,6 +8,7 @@ use command::OutFile;
 use flashover::{Ceilings, Profile, SpeedTest};
 use serde_json::json;
 
+use crate::interrupt;
 use crate::model_args::SubjectArgs;
 
 #[derive(clap::Args)]
@@ -55,6 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.of.check(&device, &[test])?;
     let engine = args.of.engine(&device, file.as_ref())?;
     let ceilings = Ceilings::measure(&engine)?;
+    let _listening = interrupt::listen()?;
     let profile = engine.profile(test)?;
     if let Some(file) = file {
         file.write(profile.trace.chrome(&device.profile().name).as_bytes())?;
@@ -63,7 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Format::Md => shown(&profile, &ceilings),
         Format::Json => as_json(&profile, &ceilings)?,
     })?;
-    Ok(())
+    Ok(interrupt::check("stopped, when all was measured")?)
 }
 
 fn shown(profile: &Profile, ceilings: &Ceilings) -> String {

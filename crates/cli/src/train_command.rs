@@ -10,6 +10,7 @@ use flashover::{
 };
 use tune::timing::Stopwatch;
 
+use crate::guard;
 use crate::interrupt::{self, Stopped};
 use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, loaded};
 use crate::plan_command::USUAL_TO_TRAIN;
@@ -152,9 +153,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(other) = args.preset.filter(|preset| *preset != Preset::Training) {
         bail!("preset {other} is not for training\nhint: --preset training, or leave it out");
     }
-    let data = Dataset::open(&args.data, &folder, context)?;
+    let data = guard::dataset(|| Dataset::open(&args.data, &folder, context))?;
     let held_out = args.held_out.as_ref();
-    let held_out = held_out.map(|file| Dataset::open(file, &folder, context)).transpose()?;
+    let held_out = held_out
+        .map(|file| guard::dataset(|| Dataset::open(file, &folder, context)))
+        .transpose()?;
     let longest = data.examples.iter().chain(held_out.iter().flat_map(|own| &own.examples));
     let longest = longest.map(|own| own.tokens.len()).max().unwrap_or(1);
     let chosen = match (args.preset, asked) {

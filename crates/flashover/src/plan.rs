@@ -273,6 +273,9 @@ impl Planned {
         let parts = self.footprint(workload);
         let bytes = |part: u128| u64::try_from(part).unwrap_or(u64::MAX);
         let fits = |workload| {
+            if self.check_buffers(profile, workload).is_err() {
+                return false;
+            }
             let parts = self.footprint(workload);
             let all = parts.total() + others.beside(parts.passing() + parts.small);
             budget_bytes.is_some_and(|budget| all <= budget.into())

@@ -14,7 +14,7 @@ use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{
     Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, TensorMetadata, backend_extension,
 };
-use burn::tensor::{Bool, Shape, Tensor, TensorData};
+use burn::tensor::{Bool, FloatDType, Shape, Tensor, TensorData};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
@@ -397,6 +397,10 @@ impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for
     ) -> FloatTensor<Self> {
         let (mask, bias) = (mask.into_option(), bias.into_option());
         if bias.as_ref().is_some_and(|bias| bias.is_tracked()) {
+            if let Err(why) = checked_for_ops::<Self>(&q, &k, &options) {
+                call.fail(why);
+                return q;
+            }
             return by_ops::<Self>([q, k, v], mask, bias, &options);
         }
         let scores = [mask.map(Self::bool_inner), bias.map(Self::inner)];
@@ -417,13 +421,39 @@ impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for
     }
 }
 
-/// The same by ordinary ops, which store the scores.
+/// Refuses what the kernels would, and an implementation that is asked for: ordinary ops are none.
+fn checked_for_ops<B: Backend>(
+    q: &FloatTensor<B>,
+    k: &FloatTensor<B>,
+    options: &AttentionOptions,
+) -> Result<(), OpError> {
+    let ([batch, heads, seq_q, head_dim], [_, kv_heads, seq_kv, _]) =
+        (q.shape().dims(), k.shape().dims());
+    let [batch, heads, seq_q, head_dim, kv_heads, seq_kv] =
+        [batch, heads, seq_q, head_dim, kv_heads, seq_kv].map(|size| size as u32);
+    let dtype = float_of(q.dtype())?;
+    let dense =
+        AttentionProblem::dense(batch, [heads, kv_heads], [seq_q, seq_kv], head_dim, dtype)?;
+    options.on(dense).checked()?;
+    match options.implementation {
+        None => Ok(()),
+        Some(implementation) => {
+            let why = "it gives a bias no gradient, which takes stored scores".to_owned();
+            Err(OpError::Forced { implementation, why })
+        }
+    }
+}
+
+/// The same by ordinary ops in f32, which store the scores.
 fn by_ops<B: Backend>(
-    [q, k, v]: [FloatTensor<B>; 3],
+    operands: [FloatTensor<B>; 3],
     mask: Option<BoolTensor<B>>,
     bias: Option<FloatTensor<B>>,
     options: &AttentionOptions,
 ) -> FloatTensor<B> {
+    let given = operands[0].dtype();
+    let [q, k, v] = operands.map(|t| B::float_cast(t, FloatDType::F32));
+    let bias = bias.map(|bias| B::float_cast(bias, FloatDType::F32));
     let [batch, heads, seq_q, head_dim] = q.shape().dims();
     let [_, kv_heads, seq_kv, _] = k.shape().dims();
     let group = heads / kv_heads;
@@ -463,7 +493,7 @@ fn by_ops<B: Backend>(
     let most = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), (-1e30f64).into());
     let weights = B::float_exp(B::float_sub(scores, most));
     let sums = B::float_clamp_min(B::float_sum_dim(weights.clone(), 3), least.into());
-    B::float_matmul(B::float_div(weights, sums), v)
+    B::float_cast(B::float_matmul(B::float_div(weights, sums), v), given.into())
 }
 
 /// What causal order and window add to the scores, `[seq_q, seq_kv]`: -inf where they hide.

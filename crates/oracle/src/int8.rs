@@ -48,7 +48,23 @@ pub fn check_quantize(
         flag: client.create_from_slice(&[0; 4]),
     };
     Int8Quantize::launch(device, p, config, &operands, None);
-    check_quantized(device, p, &operands)
+    let verdict = check_quantized(device, p, &operands)?;
+    // A value that is not finite is told.
+    let last = values.len() - 1;
+    for (place, value) in [(0, f32::NAN), (last / 2, f32::INFINITY), (last, f32::NEG_INFINITY)] {
+        let mut broken = values.clone();
+        broken[place] = value;
+        let operands = QuantizeOperands {
+            values: client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&broken))),
+            flag: client.create_from_slice(&[0; 4]),
+            ..operands.clone()
+        };
+        Int8Quantize::launch(device, p, config, &operands, None);
+        if read(device, &operands.flag, 4)? == [0; 4] {
+            return Err(CheckError::Kernel(format!("{value} at {place} was not told")));
+        }
+    }
+    Ok(verdict)
 }
 
 /// As [`check_quantize`], of what a launch left in `operands`.

@@ -86,7 +86,22 @@ pub fn check_quantize(
         flag: client.create_from_slice(&[0; 4]),
     };
     Nf4Quantize::launch(device, p, config, &operands, None);
-    check_quantized(device, p, &operands)
+    let verdict = check_quantized(device, p, &operands)?;
+    // A value that is not finite is told.
+    for (place, value) in [(0, f32::NAN), (len / 2, f32::INFINITY), (len - 1, f32::NEG_INFINITY)] {
+        let mut broken = values.clone();
+        broken[place] = value;
+        let operands = QuantizeOperands {
+            values: client.create_from_slice(&padded(&dtype.encode(&broken))),
+            flag: client.create_from_slice(&[0; 4]),
+            ..operands.clone()
+        };
+        Nf4Quantize::launch(device, p, config, &operands, None);
+        if read(device, &operands.flag, 4)? == [0; 4] {
+            return Err(CheckError::Kernel(format!("{value} at {place} was not told")));
+        }
+    }
+    Ok(verdict)
 }
 
 /// As [`check_quantize`], of what a launch left in `operands`.
@@ -268,8 +283,11 @@ pub fn check(
         Ok(dtype.decode(&dtype.encode(&values))?)
     };
     let Epilogue { bias, gate, residual, .. } = p.epilogue;
+    // Products of two sums would leave a residual within the tolerance of what it is added to.
+    let scale = if p.glu { 1.0 / (p.weight.k as f32).sqrt() } else { 1.0 };
+    let x: Vec<f32> = make(x_len, 1)?.into_iter().map(|value| value * scale).collect();
     let host = Host {
-        x: make(x_len, 1)?,
+        x: dtype.decode(&dtype.encode(&x))?,
         values: host.values.clone(),
         bias: bias.then(|| make(p.bias_len(), 2)).transpose()?,
         gate: gate.then(|| make(out_len, 3)).transpose()?,

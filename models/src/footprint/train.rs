@@ -105,7 +105,7 @@ impl DecoderConfig {
             optimizer: 2 * adapter,
             passing,
             // The adapter moves with each step, and lies where it passes.
-            small: SMALL_PAGE + slack(3 * adapter + passing),
+            small: SMALL_PAGE + slack(3 * adapter + passing) + self.rounded_bytes(),
         })
     }
 

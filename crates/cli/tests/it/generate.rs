@@ -182,6 +182,37 @@ fn a_broken_chat_template_stops_chats_alone() {
     }
 }
 
+/// Templates of few steps and much text: the model is not loaded, and the machine lives on.
+#[test]
+fn a_template_that_takes_all_memory_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for entry in demo().read_dir().expect("a folder") {
+        let from = entry.expect("readable").path();
+        let to = folder.path().join(from.file_name().expect("a file"));
+        fs::copy(from, to).expect("copied");
+    }
+    let model = folder.path().to_str().expect("UTF-8");
+    for template in [
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+        "{% set a = 'a' * 100000 %}{{ a | replace('a', a) }}",
+    ] {
+        fs::write(folder.path().join("chat_template.jinja"), template).expect("written");
+        let out = flashover(&[
+            "generate",
+            "--chat",
+            "--model",
+            model,
+            "--backend",
+            "cpu",
+            "--prompt",
+            "x",
+        ]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{template}: {said}");
+        assert!(said.contains("the chat template takes more than 1024 MiB\nhint: "), "{said}");
+    }
+}
+
 #[test]
 fn a_message_that_is_too_long_is_dropped_and_the_conversation_goes_on() {
     let long = "Once upon a time there was a cat. ".repeat(40);

@@ -111,9 +111,9 @@ impl Speed {
         self.samples_ns.iter().map(|ns| self.test.tokens() as f64 / ns * 1e9).collect()
     }
 
-    /// The median of them.
+    /// The mean of them.
     pub fn rate(&self) -> f64 {
-        self.test.tokens() as f64 / self.median_ns() * 1e9
+        self.rates().iter().sum::<f64>() / self.samples_ns.len() as f64
     }
 
     /// Bytes that had to be read over those that a copy would have moved, for generated tokens.
@@ -239,8 +239,8 @@ impl Engine {
     }
 
     /// Finds the batch, up to `most`, that generates or passes most tokens a second: see [`find_batch_size`]. The
-    /// batch of `test` is where it begins. Each try is [measured](Engine::measure) with so many repetitions, of which the
-    /// median counts.
+    /// batch of `test` is where it begins. Each try is [measured](Engine::measure) with so many repetitions, of whose rates the
+    /// mean counts.
     ///
     /// # Errors
     /// As [`Engine::measure`], but for memory: what does not fit is not taken.
@@ -253,7 +253,7 @@ impl Engine {
         find_batch_size(test.batch, most, |batch| {
             match self.measure(SpeedTest { batch, ..test }, repetitions) {
                 Ok(speed) => Ok(Some(speed.rate())),
-                Err(EngineError::Memory(_) | EngineError::OutOfMemory { .. }) => Ok(None),
+                Err(why) if why.is_memory() => Ok(None),
                 Err(other) => Err(other),
             }
         })

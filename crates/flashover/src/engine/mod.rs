@@ -285,6 +285,11 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// Whether less would have fitted: a smaller batch, or a shorter context.
+    pub const fn is_memory(&self) -> bool {
+        matches!(self, Self::Memory(_) | Self::OutOfMemory { .. } | Self::Buffer { .. })
+    }
+
     /// How many positions the model has, where more were asked for.
     pub const fn context(&self) -> Option<usize> {
         match self {

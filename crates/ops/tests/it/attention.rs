@@ -148,9 +148,60 @@ fn gradients_are_the_differences() {
         }
         if let Some(bias) = bias.filter(|_| biased == Some(true)) {
             let got = values(bias.grad(&gradients).expect("tracked"));
-            assert!(got.iter().any(|v| v.abs() > 1e-3), "{got:?}");
+            let own = values(bias);
+            let places: Vec<_> = (0..got.len()).step_by(3).collect();
+            let [q, k, v] = &host;
+            let difference = |&i: &usize| {
+                let at = |sign: f32| {
+                    let mut moved = own.clone();
+                    moved[i] += sign / 1024.0;
+                    let tensor = TensorData::new(moved.clone(), [1, HEADS[0], 1, seq_kv]);
+                    let tensor = Tensor::<4>::from_data(tensor, &Device::cpu());
+                    let biases = values(tensor.expand([2, HEADS[0], seq_q, seq_kv]));
+                    let scores = Scores { bias: Some(&biases), ..Scores::default() };
+                    let out = reference.run(q, k, v, scores).expect("sizes").out;
+                    let loss: f64 = out.iter().zip(&weights).map(|(o, w)| o * f64::from(*w)).sum();
+                    (loss, f64::from(moved[i]))
+                };
+                let ((up, x1), (down, x0)) = (at(1.0), at(-1.0));
+                (up - down) / (x1 - x0)
+            };
+            let want: Vec<f64> = places.iter().map(difference).collect();
+            let got: Vec<f32> = places.iter().map(|&i| got[i]).collect();
+            close(&got, &want, &format!("{options:?}, the bias"));
         }
     }
+}
+
+/// What is refused of a bias without a gradient is refused of one with it, and half precision keeps rows without keys.
+#[test]
+fn a_bias_that_wants_a_gradient_changes_no_rule() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let [seq_q, seq_kv] = SEQS;
+    let bias = tensor::<4>([1, HEADS[0], seq_q, seq_kv], 4, &device).require_grad();
+    let run = |options| {
+        let [q, k, v] = operands(&device);
+        attention(&ctx, q, k, v, None, Some(bias.clone()), options)
+    };
+    for options in [
+        AttentionOptions { softcap: Some(0.0), ..AttentionOptions::default() },
+        AttentionOptions { window: Some(0), ..AttentionOptions::default() },
+        AttentionOptions {
+            implementation: Some(Implementation::Plain),
+            ..AttentionOptions::default()
+        },
+    ] {
+        let refused = run(options).expect_err("refused").to_string();
+        assert!(refused.contains("hint: "), "{options:?}: {refused}");
+    }
+    run(AttentionOptions::default()).expect("served");
+    let [q, k, v] = operands(&device).map(|t| t.cast(burn::tensor::DType::F16));
+    let hidden = Tensor::<4, Bool>::full([1, 1, seq_q, seq_kv], true, &device);
+    let half = bias.cast(burn::tensor::DType::F16);
+    let out = attention(&ctx, q, k, v, Some(hidden), Some(half), AttentionOptions::default());
+    let out = out.expect("served");
+    assert_eq!(out.dtype(), burn::tensor::DType::F16);
+    assert!(values(out.cast(burn::tensor::DType::F32)).iter().all(|v| *v == 0.0));
 }
 
 #[test]
