@@ -22,11 +22,11 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 use kernels::attention::{
     Attention, AttentionOperands, AttentionOptions, AttentionProblem, HeadStrides, Implementation,
-    ScoreStrides,
+    Offsets, ScoreStrides,
 };
 use tune::{Infeasible, Kernel};
 
-use crate::call::{Call, Optional, float_of, launch, on_cubecl};
+use crate::call::{Call, Optional, float_of, launch, on_cubecl, size_of};
 use crate::{Ctx, OpError};
 
 /// Scaled dot product attention with `heads / kv_heads` neighbouring heads to one of k and v.
@@ -49,6 +49,120 @@ pub fn attention(
 ) -> Result<Tensor<4>, OpError> {
     on_cubecl(&q.device())?;
     validate(&q, &k, &v, mask.as_ref(), bias.as_ref())?;
+    attend(ctx, [q, k, v], mask, bias, Asked { options, packing: None })
+}
+
+/// [`attention`] of sequences that differ in length, in one launch: they lie one after the other, and none sees another.
+/// Without mask and bias.
+///
+/// # Shapes
+/// q `[1, heads, queries, head_dim]`, k and v `[1, kv_heads, keys, head_dim]`, any strides, where `packing` says which
+/// queries and which keys are whose; the result is as q. FlashAttention's `[queries, heads, head_dim]` with `cu_seqlens` is
+/// that after `unsqueeze` and `swap_dims(1, 2)`.
+///
+/// # Errors
+/// As [`attention`]; [`OpError::Offsets`] for a packing of another number of queries or keys.
+pub fn attention_packed(
+    ctx: &Ctx,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    packing: &Packing,
+    options: AttentionOptions,
+) -> Result<Tensor<4>, OpError> {
+    on_cubecl(&q.device())?;
+    validate(&q, &k, &v, None, None)?;
+    let [batch, _, queries, _] = q.dims();
+    if batch != 1 {
+        return Err(OpError::Shape {
+            what: "q",
+            have: q.dims().to_vec(),
+            need: [&[1], &q.dims()[1..]].concat(),
+        });
+    }
+    packing.covers("queries", &packing.q, queries)?;
+    packing.covers("keys", &packing.kv, k.dims()[2])?;
+    attend(ctx, [q, k, v], None, None, Asked { options, packing: Some(packing.clone()) })
+}
+
+/// Where sequences that lie one after the other begin, among queries and among keys.
+///
+/// ```
+/// use ops::Packing;
+///
+/// let packing = Packing::new(&[0, 3, 5], &[0, 7, 9])?; // 3 queries over 7 keys, and 2 over 2
+/// assert_eq!(packing.sequences(), 2);
+/// assert!(Packing::new(&[0, 5, 3], &[0, 7, 9]).is_err());
+/// # Ok::<(), ops::OpError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Packing {
+    q: Vec<u32>,
+    kv: Vec<u32>,
+}
+
+impl Packing {
+    /// Of cumulative offsets, one more than there are sequences: the first is 0, the last how many there are, and none is
+    /// below the one before. A sequence may be empty.
+    ///
+    /// # Errors
+    /// [`OpError::Offsets`].
+    pub fn new(q: &[u32], kv: &[u32]) -> Result<Self, OpError> {
+        for (what, offsets) in [("queries", q), ("keys", kv)] {
+            let refused = |why: String| Err(OpError::Offsets { what, why });
+            match offsets {
+                [] | [_] => return refused("are of no sequence".to_owned()),
+                [0, ..] => {}
+                [first, ..] => return refused(format!("begin at {first}, not at 0")),
+            }
+            if let Some(at) = (1..offsets.len()).find(|at| offsets[*at] < offsets[at - 1]) {
+                let (before, after) = (offsets[at - 1], offsets[at]);
+                return refused(format!("fall from {before} to {after}"));
+            }
+        }
+        if q.len() != kv.len() {
+            let why =
+                format!("are of {} sequences, those of queries of {}", kv.len() - 1, q.len() - 1);
+            return Err(OpError::Offsets { what: "keys", why });
+        }
+        Ok(Self { q: q.to_vec(), kv: kv.to_vec() })
+    }
+
+    /// How many sequences there are.
+    pub fn sequences(&self) -> usize {
+        self.q.len() - 1
+    }
+
+    fn covers(&self, what: &'static str, offsets: &[u32], have: usize) -> Result<(), OpError> {
+        match offsets.last() {
+            Some(last) if *last as usize == have => Ok(()),
+            last => {
+                let last = last.copied().unwrap_or_default();
+                Err(OpError::Offsets { what, why: format!("end at {last}, and there are {have}") })
+            }
+        }
+    }
+}
+
+/// The longest of what offsets hold, 1 at least: a problem has no empty axis.
+fn longest(offsets: &[u32]) -> u32 {
+    offsets.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default().max(1)
+}
+
+/// What a caller wants of a validated attention.
+#[derive(Debug, Clone)]
+pub(crate) struct Asked {
+    options: AttentionOptions,
+    packing: Option<Packing>,
+}
+
+fn attend(
+    ctx: &Ctx,
+    [q, k, v]: [Tensor<4>; 3],
+    mask: Option<Tensor<4, Bool>>,
+    bias: Option<Tensor<4>>,
+    asked: Asked,
+) -> Result<Tensor<4>, OpError> {
     let shape = q.dims();
     if shape.contains(&0) || k.dims().contains(&0) {
         return Ok(Tensor::<4>::zeros(shape, &q.device()).cast(q.dtype()));
@@ -60,7 +174,7 @@ pub fn attention(
         v.into_dispatch(),
         Masking::of(mask.map(Tensor::into_dispatch)),
         Optional::of(bias.map(Tensor::into_dispatch)),
-        options,
+        asked,
         call.clone(),
     );
     match call.failed() {
@@ -135,7 +249,7 @@ pub(crate) trait AttentionOps: Backend {
         v: FloatTensor<Self>,
         #[extension_type] mask: Masking<Self>,
         #[extension_type] bias: Optional<Self>,
-        options: AttentionOptions,
+        asked: Asked,
         call: Call,
     ) -> FloatTensor<Self>;
 }
@@ -147,11 +261,11 @@ impl AttentionOps for CubeBackend {
         v: CubeTensor,
         mask: Masking<Self>,
         bias: Optional<Self>,
-        options: AttentionOptions,
+        asked: Asked,
         call: Call,
     ) -> CubeTensor {
         let scores = [mask.into_option(), bias.into_option()];
-        Self::forward([q, k, v], scores, false, &options, &call).0
+        Self::forward([q, k, v], scores, false, &asked, &call).0
     }
 }
 
@@ -162,7 +276,7 @@ pub(crate) trait AttentionKernels: Backend<BoolTensorPrimitive = FloatTensor<Sel
         operands: [FloatTensor<Self>; 3],
         scores: [Option<FloatTensor<Self>>; 2],
         lse: bool,
-        options: &AttentionOptions,
+        asked: &Asked,
         call: &Call,
     ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
 
@@ -177,7 +291,7 @@ pub(crate) struct Saved<B: Backend> {
     scores: [Option<FloatTensor<B>>; 2],
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
-    options: AttentionOptions,
+    asked: Asked,
     call: Call,
 }
 
@@ -186,7 +300,7 @@ impl AttentionKernels for CubeBackend {
         operands: [CubeTensor; 3],
         scores: [Option<CubeTensor>; 2],
         lse: bool,
-        options: &AttentionOptions,
+        asked: &Asked,
         call: &Call,
     ) -> (CubeTensor, Option<CubeTensor>) {
         let operands = operands.map(along_head_dim);
@@ -197,9 +311,9 @@ impl AttentionKernels for CubeBackend {
         let lse = lse.then(|| {
             empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), rows, float)
         });
-        let launched = Launch::new(&operands, scores, &out, lse.as_ref(), options).and_then(|l| {
+        let launched = Launch::new(&operands, scores, &out, lse.as_ref(), asked).and_then(|l| {
             let device = call.ctx.device(&out.device)?;
-            let config = match options.implementation {
+            let config = match asked.options.implementation {
                 None => call.ctx.config::<Attention>(&device, &l.problem)?,
                 Some(wanted) => wanted
                     .config(device.profile(), &l.problem)
@@ -218,15 +332,15 @@ impl AttentionKernels for CubeBackend {
         let operands = saved.operands.map(along_head_dim);
         let dout = along_head_dim(dout);
         let gradients = operands.each_ref().map(like);
-        let (options, call, lse) = (saved.options, saved.call, Some(&saved.lse));
-        let forward = Launch::new(&operands, saved.scores, &saved.out, lse, &options);
+        let (asked, call, lse) = (saved.asked, saved.call, Some(&saved.lse));
+        let forward = Launch::new(&operands, saved.scores, &saved.out, lse, &asked);
         let launched = forward.and_then(|forward| {
             let [dq, dk, dv] = gradients.each_ref().map(head_strides);
             let problem =
                 BackwardProblem { forward: forward.problem, dout: head_strides(&dout), dq, dk, dv };
             let problem = problem.checked()?;
             let device = call.ctx.device(&dout.device)?;
-            let config = match options.implementation {
+            let config = match asked.options.implementation {
                 None => call.ctx.config::<AttentionBackward>(&device, &problem)?,
                 Some(wanted) => wanted
                     .backward_config(device.profile(), &problem)
@@ -264,12 +378,21 @@ impl Launch {
         [mask, bias]: [Option<CubeTensor>; 2],
         out: &CubeTensor,
         lse: Option<&CubeTensor>,
-        options: &AttentionOptions,
+        asked: &Asked,
     ) -> Result<Self, OpError> {
         let size = |t: &CubeTensor, axis: usize| t.meta.shape()[axis] as u32;
-        let (heads, seqs) = ([size(q, 1), size(k, 1)], [size(q, 2), size(k, 2)]);
-        let dtype = float_of(q.dtype)?;
-        let dense = AttentionProblem::dense(size(q, 0), heads, seqs, size(q, 3), dtype)?;
+        let (heads, dtype) = ([size(q, 1), size(k, 1)], float_of(q.dtype)?);
+        let (batch, seqs) = match &asked.packing {
+            None => (size(q, 0), [size(q, 2), size(k, 2)]),
+            Some(packing) => {
+                (size_of(packing.sequences())?, [longest(&packing.q), longest(&packing.kv)])
+            }
+        };
+        let dense = AttentionProblem::dense(batch, heads, seqs, size(q, 3), dtype)?;
+        let words = |offsets: &[u32]| {
+            let bytes: Vec<u8> = offsets.iter().flat_map(|at| at.to_le_bytes()).collect();
+            q.client.create_from_slice(&bytes)
+        };
         // Burn's booleans are bytes or words.
         let mask_dtype = match mask.as_ref().map(|m| m.dtype.size()) {
             Some(4) => DType::I32,
@@ -284,7 +407,8 @@ impl Launch {
             mask: mask.as_ref().map(score_strides),
             mask_dtype,
             lse: lse.is_some(),
-            ..options.on(dense)
+            varlen: asked.packing.is_some(),
+            ..asked.options.on(dense)
         }
         .checked()?;
         let operands = AttentionOperands {
@@ -295,7 +419,11 @@ impl Launch {
             lse: lse.map(|t| t.handle.clone()),
             bias: bias.map(|t| t.handle),
             mask: mask.map(|t| t.handle),
-            offsets: None,
+            offsets: asked.packing.as_ref().map(|packing| Offsets {
+                q: words(&packing.q),
+                kv: words(&packing.kv),
+                queries: size(q, 2),
+            }),
         };
         Ok(Self { problem, operands })
     }
@@ -342,13 +470,13 @@ struct State<B: Backend> {
     scores: [Option<FloatTensor<B>>; 2],
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
-    options: AttentionOptions,
+    asked: Asked,
     ctx: Ctx,
 }
 
 impl<B: Backend> std::fmt::Debug for State<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State").field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("State").field("asked", &self.asked).finish_non_exhaustive()
     }
 }
 
@@ -369,7 +497,7 @@ impl<B: AttentionKernels> Backward<B, 3> for Attend {
             scores: state.scores,
             out: state.out,
             lse: state.lse,
-            options: state.options,
+            asked: state.asked,
             call: call.clone(),
         };
         let all = B::backward(saved, dout);
@@ -392,11 +520,12 @@ impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for
         v: FloatTensor<Self>,
         mask: Masking<Self>,
         bias: Optional<Self>,
-        options: AttentionOptions,
+        asked: Asked,
         call: Call,
     ) -> FloatTensor<Self> {
         let (mask, bias) = (mask.into_option(), bias.into_option());
         if bias.as_ref().is_some_and(|bias| bias.is_tracked()) {
+            let options = asked.options;
             if let Err(why) = checked_for_ops::<Self>(&q, &k, &options) {
                 call.fail(why);
                 return q;
@@ -408,14 +537,14 @@ impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for
             OpsKind::Tracked(mut prep) => {
                 let nodes = [&q, &k, &v].map(|t| prep.checkpoint(t));
                 let operands = [q, k, v].map(|t| t.into_primitive());
-                let (out, lse) = B::forward(operands, scores.clone(), true, &options, &call);
+                let (out, lse) = B::forward(operands, scores.clone(), true, &asked, &call);
                 let lse = lse.expect("asked for");
                 let ctx = call.ctx.clone();
-                prep.finish(State { nodes, scores, out: out.clone(), lse, options, ctx }, out)
+                prep.finish(State { nodes, scores, out: out.clone(), lse, asked, ctx }, out)
             }
             OpsKind::UnTracked(prep) => {
                 let operands = [q, k, v].map(|t| t.into_primitive());
-                prep.finish(B::forward(operands, scores, false, &options, &call).0)
+                prep.finish(B::forward(operands, scores, false, &asked, &call).0)
             }
         }
     }

@@ -114,6 +114,9 @@ pub enum OpError {
     /// A weight of a checkpoint without exactly two axes: its shape.
     #[error("a weight of shape {0:?} is no matrix\nhint: a linear layer's is [n, k]")]
     NoMatrix(Vec<usize>),
+    /// Sums in f16 were asked for with operands that are not f16, or with a frozen weight: the operands' dtype.
+    #[error("sums in f16 are not of products of {0:?}\nhint: of dense f16 operands alone")]
+    HalfSums(DType),
     /// tf32 was asked for with a frozen weight.
     #[error("weights in 4 bits are not multiplied in tf32\nhint: their f32 products are f32")]
     NoTf32,
@@ -126,6 +129,17 @@ pub enum OpError {
     /// A product that means nothing.
     #[error(transparent)]
     Matmul(#[from] InvalidMatmul),
+    /// Offsets of sequences that lie one after the other.
+    #[error(
+        "offsets of {what} {why}\nhint: one more than there are sequences, from 0 to how many {what} there are, and none \
+         below the one before"
+    )]
+    Offsets {
+        /// `queries` or `keys`.
+        what: &'static str,
+        /// What is wrong with them.
+        why: String,
+    },
     /// A step of decoding that means nothing.
     #[error(transparent)]
     Decode(#[from] InvalidDecode),

@@ -48,9 +48,12 @@ pub(crate) fn product<const D: usize>(
     epilogue.check_dtypes(need, need)?;
     epilogue.check_shapes(n, shape)?;
     let problem = epilogue.norm_of(&x)?;
-    let Epilogue { bias, activation, gate, residual, out, tf32, norm } = epilogue;
+    let Epilogue { bias, activation, gate, residual, out, tf32, half_sums, norm } = epilogue;
     if let Some(out) = out.filter(|out| burn::tensor::DType::from(*out) != need) {
         return Err(OpError::DType { what: "the result", have: out.into(), need });
+    }
+    if half_sums {
+        return Err(OpError::HalfSums(x.dtype()));
     }
     if tf32 {
         return Err(OpError::NoTf32);

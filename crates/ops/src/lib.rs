@@ -38,7 +38,7 @@ mod there;
 mod upload;
 mod words;
 
-pub use attention::attention;
+pub use attention::{Packing, attention, attention_packed};
 pub use capture::{AtWork, at_work, capture_alone, captures};
 /// Where [`Nf4Weight`]s come from and go to.
 pub use checkpoint;

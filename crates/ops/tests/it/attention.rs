@@ -1,5 +1,5 @@
 use burn::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
-use ops::{AttentionOptions, Ctx, Implementation, OpError, attention};
+use ops::{AttentionOptions, Ctx, Implementation, OpError, Packing, attention, attention_packed};
 use reference::{Attention, HeadStrides, Scores, fill};
 
 use crate::{close, tensor, values};
@@ -171,6 +171,82 @@ fn gradients_are_the_differences() {
             close(&got, &want, &format!("{options:?}, the bias"));
         }
     }
+}
+
+/// Sequences of different lengths, one of them empty, in one launch: results and gradients are those of each alone.
+#[test]
+fn packed_sequences_are_alone() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let ([heads, kv_heads], offsets) = (HEADS, [[0u32, 5, 5, 8, 17], [0, 7, 9, 12, 21]]);
+    let packing = Packing::new(&offsets[0], &offsets[1]).expect("sorted");
+    let lengths = [(heads, 17), (kv_heads, 21), (kv_heads, 21)];
+    for options in cases() {
+        let mut salt = 10;
+        let whole = lengths.map(|(heads, length)| {
+            salt += 1;
+            tensor::<4>([1, heads, length, DIM], salt, &device).require_grad()
+        });
+        let [q, k, v] = whole.clone();
+        let out = attention_packed(&ctx, q, k, v, &packing, options).expect("valid");
+        let weights = tensor::<4>([1, heads, 17, DIM], 20, &device);
+        let gradients = (out.clone() * weights.clone()).sum().backward();
+        let got = whole.each_ref().map(|t| t.grad(&gradients).expect("tracked"));
+        for sequence in 0..packing.sequences() {
+            let [queries, keys] =
+                offsets.map(|at| at[sequence] as usize..at[sequence + 1] as usize);
+            let of = |at: usize| if at == 0 { queries.clone() } else { keys.clone() };
+            if queries.is_empty() {
+                let none = got[1].clone().slice_dim(2, keys);
+                assert!(values(none).iter().all(|v| *v == 0.0), "nobody asked these keys");
+                continue;
+            }
+            let mut at = 0;
+            let own = whole.each_ref().map(|t| {
+                at += 1;
+                Tensor::<4>::from_data(t.clone().slice_dim(2, of(at - 1)).into_data(), &device)
+                    .require_grad()
+            });
+            let [q, k, v] = own.clone();
+            let alone = attention(&ctx, q, k, v, None, None, options).expect("valid");
+            let wide = |t: Tensor<4>| values(t).into_iter().map(f64::from).collect::<Vec<_>>();
+            let part = values(out.clone().slice_dim(2, queries.clone()));
+            close(&part, &wide(alone.clone()), &format!("{options:?}, sequence {sequence}"));
+            let weights = weights.clone().slice_dim(2, queries.clone());
+            let gradients = (alone * weights).sum().backward();
+            for (at, own) in own.iter().enumerate() {
+                let want = wide(own.grad(&gradients).expect("tracked"));
+                let got = values(got[at].clone().slice_dim(2, of(at)));
+                close(&got, &want, &format!("{options:?}, sequence {sequence}, operand {at}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn offsets_that_mean_nothing_are_refused() {
+    let refused = |q: &[u32], kv: &[u32]| Packing::new(q, kv).expect_err("refused").to_string();
+    assert!(refused(&[], &[0, 1]).starts_with("offsets of queries are of no sequence\nhint: "));
+    assert!(refused(&[1, 2], &[0, 1]).starts_with("offsets of queries begin at 1"));
+    assert!(refused(&[0, 1], &[0, 5, 4]).starts_with("offsets of keys fall from 5 to 4"));
+    assert!(
+        refused(&[0, 1], &[0, 5, 6]).contains("keys are of 2 sequences, those of queries of 1")
+    );
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let [q, k, v] = operands(&device);
+    let packing = Packing::new(&[0, 5], &[0, 7]).expect("sorted");
+    let run = |[q, k, v]: [Tensor<4>; 3]| {
+        attention_packed(&ctx, q, k, v, &packing, AttentionOptions::default())
+    };
+    let refused = run([q.clone(), k.clone(), v.clone()]).expect_err("a batch of two");
+    assert!(matches!(refused, OpError::Shape { what: "q", .. }), "{refused}");
+    let one = [q, k, v].map(|t| t.slice_dim(0, 0..1));
+    run(one.clone()).expect("as many as there are");
+    let fewer = one.map(|t| t.slice_dim(2, 0..4));
+    let refused = run(fewer).expect_err("fewer").to_string();
+    assert!(
+        refused.starts_with("offsets of queries end at 5, and there are 4\nhint: "),
+        "{refused}"
+    );
 }
 
 /// What is refused of a bias without a gradient is refused of one with it, and half precision keeps rows without keys.

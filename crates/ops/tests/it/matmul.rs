@@ -224,6 +224,23 @@ fn gradients_are_the_differences() {
     }
 }
 
+/// Sums in f16 are never what nobody asked for, and never something else where a device has them not.
+#[test]
+fn half_sums_are_asked_for() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let run = |dtype| {
+        let [x, w] = [tensor::<2>([3, 4], 1, &device), tensor::<2>([4, 2], 2, &device)];
+        let half = Epilogue { half_sums: true, ..Epilogue::default() };
+        matmul(&ctx, x.cast(dtype), w.cast(dtype), half).expect_err("refused")
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let refused = run(dtype);
+        assert!(matches!(&refused, OpError::HalfSums(own) if *own == dtype), "{refused}");
+    }
+    let refused = run(DType::F16).to_string();
+    assert!(refused.contains("needs f16acc16 matrix instructions"), "{refused}");
+}
+
 #[test]
 fn what_needs_no_gradient_gets_none_and_stays_fused() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
