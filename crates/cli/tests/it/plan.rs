@@ -108,11 +108,15 @@ fn a_preset_takes_the_precision_that_its_use_wants() {
         let said = text(&made.stderr);
         assert!(said.contains(&format!("preset {preset}: {precision}\n")), "{said}");
     }
-    // What fits as it is wanted stays so, and nothing else: f32 takes 8306 KiB, 4 bits 8247.
-    let limits = ["--memory-limit", "8400KiB"];
-    let made = generate("code-generation", &limits);
+    // What fits as it is wanted stays so, and nothing else.
+    let plan = ["plan", "--model", model, "--backend", "cpu", "-c", "5", "--json"];
+    let plan: Value = serde_json::from_slice(&flashover(&plan).stdout).expect("JSON");
+    let parts = ["weights_bytes", "cache_bytes", "activations_bytes", "workspace_bytes"];
+    let whole: u64 = parts.iter().map(|part| plan[part].as_u64().expect("bytes")).sum();
+    let made = generate("code-generation", &["--memory-limit", &whole.to_string()]);
     assert!(made.status.success(), "{}", text(&made.stderr));
-    let less = generate("code-generation", &["--memory-limit", "8260KiB"]);
+    assert!(text(&made.stderr).contains("preset code-generation: f32\n"));
+    let less = generate("code-generation", &["--memory-limit", &(whole - 1).to_string()]);
     let said = text(&less.stderr);
     assert!(said.contains("preset code-generation: f32 over 4 bits\n"), "{said}");
     for (made, why) in [
