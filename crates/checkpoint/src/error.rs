@@ -55,12 +55,12 @@ impl Found {
             .collect();
         let any =
             |ends: &[&str]| names.iter().any(|name| ends.iter().any(|end| name.ends_with(end)));
-        match () {
-            () if names.iter().any(|name| is_shard(name)) => Some(Self::Shards),
-            () if any(&[".bin", ".pt", ".pth"]) => Some(Self::Pickles),
-            () if any(&[".gguf"]) => Some(Self::Gguf),
-            () => None,
-        }
+        let found = [
+            (names.iter().any(|name| is_shard(name)), Self::Shards),
+            (any(&[".bin", ".pt", ".pth"]), Self::Pickles),
+            (any(&[".gguf"]), Self::Gguf),
+        ];
+        found.into_iter().find(|(is, _)| *is).map(|(_, found)| found)
     }
 
     const fn hint(self) -> &'static str {

@@ -51,7 +51,9 @@ const PATIENCE: usize = 2;
 /// Finds the batch with the highest rate by trying: from `start` half as many while memory does not suffice, then a
 /// quarter more as long as that fits and one of the last two was faster, up to `most`.
 ///
-/// `rate` runs a batch and gives what it does a second, or none where memory does not suffice.
+/// `rate` runs a batch and gives what it does a second, or none where memory does not suffice: of a model
+/// [`Engine::measure`](crate::Engine::measure), where [`EngineError::is_memory`](crate::EngineError::is_memory) tells the
+/// latter, as `flashover bench --find-batch` does.
 ///
 /// # Errors
 /// Those of `rate`.

@@ -14,7 +14,7 @@ use reference::{Comparison, Distribution, fill, int8};
 use tune::Kernel;
 
 use crate::matmul::{reference_activation, reference_of, result_dtype};
-use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype};
+use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype, tells_broken};
 
 /// A problem to verify on seeded inputs.
 #[derive(Debug, Clone, Copy)]
@@ -49,21 +49,10 @@ pub fn check_quantize(
     };
     Int8Quantize::launch(device, p, config, &operands, None);
     let verdict = check_quantized(device, p, &operands)?;
-    // A value that is not finite is told.
-    let last = values.len() - 1;
-    for (place, value) in [(0, f32::NAN), (last / 2, f32::INFINITY), (last, f32::NEG_INFINITY)] {
-        let mut broken = values.clone();
-        broken[place] = value;
-        let operands = QuantizeOperands {
-            values: client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&broken))),
-            flag: client.create_from_slice(&[0; 4]),
-            ..operands.clone()
-        };
+    tells_broken(device, reference_dtype(p.dtype), &values, |values, flag| {
+        let operands = QuantizeOperands { values, flag, ..operands.clone() };
         Int8Quantize::launch(device, p, config, &operands, None);
-        if read(device, &operands.flag, 4)? == [0; 4] {
-            return Err(CheckError::Kernel(format!("{value} at {place} was not told")));
-        }
-    }
+    })?;
     Ok(verdict)
 }
 

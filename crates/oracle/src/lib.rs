@@ -53,6 +53,27 @@ fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, Check
     Ok(all[..bytes].to_vec())
 }
 
+/// Whether a quantiser, which `launch` runs on values and a flag, raises the flag for a value that is not finite: the
+/// first, one in the middle, the last.
+fn tells_broken(
+    device: &Device,
+    dtype: reference::DType,
+    values: &[f32],
+    mut launch: impl FnMut(Handle, Handle),
+) -> Result<(), CheckError> {
+    let (client, last) = (device.client(), values.len() - 1);
+    for (place, value) in [(0, f32::NAN), (last / 2, f32::INFINITY), (last, f32::NEG_INFINITY)] {
+        let mut broken = values.to_vec();
+        broken[place] = value;
+        let flag = client.create_from_slice(&[0; 4]);
+        launch(client.create_from_slice(&padded(&dtype.encode(&broken))), flag.clone());
+        if read(device, &flag, 4)? == [0; 4] {
+            return Err(CheckError::Kernel(format!("{value} at {place} was not told")));
+        }
+    }
+    Ok(())
+}
+
 /// Rows `[.., width]` as they lie `stride` apart, NaN between them.
 fn apart(rows: &[f32], width: usize, stride: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; (rows.len() / width.max(1)).saturating_sub(1) * stride + width];

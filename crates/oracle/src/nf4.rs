@@ -16,7 +16,9 @@ use reference::{Comparison, Distribution, FourBit, fill, nf4};
 use tune::Kernel;
 
 use crate::matmul::{EPS, reference_activation, reference_of, result_dtype, row_norm};
-use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, read, reference_dtype};
+use crate::{
+    CheckError, Verdict, fnv1a, kernel_error, padded, read, reference_dtype, tells_broken,
+};
 
 /// A product to verify.
 #[derive(Debug, Clone, Copy)]
@@ -87,20 +89,10 @@ pub fn check_quantize(
     };
     Nf4Quantize::launch(device, p, config, &operands, None);
     let verdict = check_quantized(device, p, &operands)?;
-    // A value that is not finite is told.
-    for (place, value) in [(0, f32::NAN), (len / 2, f32::INFINITY), (len - 1, f32::NEG_INFINITY)] {
-        let mut broken = values.clone();
-        broken[place] = value;
-        let operands = QuantizeOperands {
-            values: client.create_from_slice(&padded(&dtype.encode(&broken))),
-            flag: client.create_from_slice(&[0; 4]),
-            ..operands.clone()
-        };
+    tells_broken(device, dtype, &values, |values, flag| {
+        let operands = QuantizeOperands { values, flag, ..operands.clone() };
         Nf4Quantize::launch(device, p, config, &operands, None);
-        if read(device, &operands.flag, 4)? == [0; 4] {
-            return Err(CheckError::Kernel(format!("{value} at {place} was not told")));
-        }
-    }
+    })?;
     Ok(verdict)
 }
 

@@ -115,7 +115,7 @@ fn logits_that_are_nan_are_written_and_an_error() {
 }
 
 /// The demo model with a chat template.
-fn demo_with(template: &str) -> TempDir {
+pub(crate) fn demo_with(template: &str) -> TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
         fs::copy(demo().join(file), folder.path().join(file)).expect("copied");
@@ -185,28 +185,14 @@ fn a_broken_chat_template_stops_chats_alone() {
 /// Templates of few steps and much text: the model is not loaded, and the machine lives on.
 #[test]
 fn a_template_that_takes_all_memory_is_refused() {
-    let folder = tempfile::tempdir().expect("a folder");
-    for entry in demo().read_dir().expect("a folder") {
-        let from = entry.expect("readable").path();
-        let to = folder.path().join(from.file_name().expect("a file"));
-        fs::copy(from, to).expect("copied");
-    }
-    let model = folder.path().to_str().expect("UTF-8");
     for template in [
         "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
         "{% set a = 'a' * 100000 %}{{ a | replace('a', a) }}",
     ] {
-        fs::write(folder.path().join("chat_template.jinja"), template).expect("written");
-        let out = flashover(&[
-            "generate",
-            "--chat",
-            "--model",
-            model,
-            "--backend",
-            "cpu",
-            "--prompt",
-            "x",
-        ]);
+        let folder = demo_with(template);
+        let model = folder.path().to_str().expect("UTF-8");
+        let asked = ["generate", "--chat", "--prompt", "x", "--backend", "cpu"];
+        let out = flashover(&[&asked[..], &["--model", model]].concat());
         let said = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(2), "{template}: {said}");
         assert!(said.contains("the chat template takes more than 1024 MiB\nhint: "), "{said}");

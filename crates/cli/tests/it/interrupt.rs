@@ -11,6 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::generate::demo_with;
 use crate::{demo, trace_format};
 
 /// A text that goes on for a while, with a trace in `folder`.
@@ -66,14 +67,7 @@ fn a_reader_that_goes_away_leaves_a_trace() {
 
 #[test]
 fn ctrl_c_ends_an_answer_of_a_chat_and_the_chat_goes_on() {
-    let folder = tempfile::tempdir().expect("a folder");
-    for entry in demo().read_dir().expect("a folder") {
-        let from = entry.expect("readable").path();
-        let to = folder.path().join(from.file_name().expect("a file"));
-        std::fs::copy(from, to).expect("copied");
-    }
-    let template = "{% for m in messages %}{{ m.content }} {% endfor %}";
-    std::fs::write(folder.path().join("chat_template.jinja"), template).expect("written");
+    let folder = demo_with("{% for m in messages %}{{ m.content }} {% endfor %}");
     let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
         .args(["chat", "--backend", "cpu", "--ignore-eos", "--model"])
         .arg(folder.path())

@@ -13,7 +13,6 @@ use tune::timing::{Stopwatch, Timing, TimingError};
 
 use super::sampling::{Picker, Place};
 use super::{Engine, EngineError, Grant, Sampling, Token};
-use crate::batch_size::{BatchSize, find_batch_size};
 
 /// What is measured: a prompt that passes, or tokens that are generated one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -235,27 +234,6 @@ impl Engine {
             joules_per_token: joules,
             bytes_per_step: self.decoder().matrix_bytes() + u64::try_from(kv).unwrap_or(u64::MAX),
             flops: self.flops(test),
-        })
-    }
-
-    /// Finds the batch, up to `most`, that generates or passes most tokens a second: see [`find_batch_size`]. The
-    /// batch of `test` is where it begins. Each try is [measured](Engine::measure) with so many repetitions, of whose rates the
-    /// mean counts.
-    ///
-    /// # Errors
-    /// As [`Engine::measure`], but for memory: what does not fit is not taken.
-    pub fn find_batch_size(
-        &self,
-        test: SpeedTest,
-        most: usize,
-        repetitions: usize,
-    ) -> Result<BatchSize, EngineError> {
-        find_batch_size(test.batch, most, |batch| {
-            match self.measure(SpeedTest { batch, ..test }, repetitions) {
-                Ok(speed) => Ok(Some(speed.rate())),
-                Err(why) if why.is_memory() => Ok(None),
-                Err(other) => Err(other),
-            }
         })
     }
 
