@@ -27,6 +27,7 @@ use kernels::attention::{
 use tune::{Infeasible, Kernel};
 
 use crate::call::{Call, Optional, float_of, launch, on_cubecl, size_of};
+use crate::offsets::{checked_offsets, words_on};
 use crate::{Ctx, OpError};
 
 /// Scaled dot product attention with `heads / kv_heads` neighbouring heads to one of k and v.
@@ -47,9 +48,42 @@ pub fn attention(
     bias: Option<Tensor<4>>,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, OpError> {
+    Ok(dense(ctx, [q, k, v], mask, bias, options, false)?.0)
+}
+
+/// [`attention`], and the log-sum-exp `ln Σ_j exp(s_j)` over the visible keys of each query, which merges attentions
+/// over parts of the keys: `out = Σ exp(lse_i - lse) · out_i` with `lse = ln Σ exp(lse_i)`.
+///
+/// # Shapes
+/// As [`attention`]; the log-sum-exp is `[batch, heads, seq_q]` in f32, -inf where no key is visible, and a constant
+/// for gradients, as FlashAttention's.
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_with_lse(
+    ctx: &Ctx,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    mask: Option<Tensor<4, Bool>>,
+    bias: Option<Tensor<4>>,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let (out, lse) = dense(ctx, [q, k, v], mask, bias, options, true)?;
+    Ok((out, lse.expect("asked for")))
+}
+
+fn dense(
+    ctx: &Ctx,
+    [q, k, v]: [Tensor<4>; 3],
+    mask: Option<Tensor<4, Bool>>,
+    bias: Option<Tensor<4>>,
+    options: AttentionOptions,
+    lse: bool,
+) -> Result<(Tensor<4>, Option<Tensor<3>>), OpError> {
     on_cubecl(&q.device())?;
     validate(&q, &k, &v, mask.as_ref(), bias.as_ref())?;
-    attend(ctx, [q, k, v], mask, bias, Asked { options, packing: None })
+    attend(ctx, [q, k, v], mask, bias, Asked { options, packing: None, lse })
 }
 
 /// [`attention`] of sequences that differ in length, in one launch: they lie one after the other, and none sees another.
@@ -70,6 +104,35 @@ pub fn attention_packed(
     packing: &Packing,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, OpError> {
+    Ok(packed(ctx, [q, k, v], packing, options, false)?.0)
+}
+
+/// [`attention_packed`], and the log-sum-exp of each query as of [`attention_with_lse`].
+///
+/// # Shapes
+/// As [`attention_packed`]; the log-sum-exp is `[1, heads, queries]` in f32.
+///
+/// # Errors
+/// As [`attention_packed`].
+pub fn attention_packed_with_lse(
+    ctx: &Ctx,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    packing: &Packing,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let (out, lse) = packed(ctx, [q, k, v], packing, options, true)?;
+    Ok((out, lse.expect("asked for")))
+}
+
+fn packed(
+    ctx: &Ctx,
+    [q, k, v]: [Tensor<4>; 3],
+    packing: &Packing,
+    options: AttentionOptions,
+    lse: bool,
+) -> Result<(Tensor<4>, Option<Tensor<3>>), OpError> {
     on_cubecl(&q.device())?;
     validate(&q, &k, &v, None, None)?;
     let [batch, _, queries, _] = q.dims();
@@ -82,7 +145,7 @@ pub fn attention_packed(
     }
     packing.covers("queries", &packing.q, queries)?;
     packing.covers("keys", &packing.kv, k.dims()[2])?;
-    attend(ctx, [q, k, v], None, None, Asked { options, packing: Some(packing.clone()) })
+    attend(ctx, [q, k, v], None, None, Asked { options, packing: Some(packing.clone()), lse })
 }
 
 /// Where sequences that lie one after the other begin, among queries and among keys.
@@ -108,18 +171,8 @@ impl Packing {
     /// # Errors
     /// [`OpError::Offsets`].
     pub fn new(q: &[u32], kv: &[u32]) -> Result<Self, OpError> {
-        for (what, offsets) in [("queries", q), ("keys", kv)] {
-            let refused = |why: String| Err(OpError::Offsets { what, why });
-            match offsets {
-                [] | [_] => return refused("are of no sequence".to_owned()),
-                [0, ..] => {}
-                [first, ..] => return refused(format!("begin at {first}, not at 0")),
-            }
-            if let Some(at) = (1..offsets.len()).find(|at| offsets[*at] < offsets[at - 1]) {
-                let (before, after) = (offsets[at - 1], offsets[at]);
-                return refused(format!("fall from {before} to {after}"));
-            }
-        }
+        checked_offsets("queries", q)?;
+        checked_offsets("keys", kv)?;
         if q.len() != kv.len() {
             let why =
                 format!("are of {} sequences, those of queries of {}", kv.len() - 1, q.len() - 1);
@@ -154,6 +207,8 @@ fn longest(offsets: &[u32]) -> u32 {
 pub(crate) struct Asked {
     options: AttentionOptions,
     packing: Option<Packing>,
+    /// Whether the log-sum-exp is given back.
+    lse: bool,
 }
 
 fn attend(
@@ -162,13 +217,19 @@ fn attend(
     mask: Option<Tensor<4, Bool>>,
     bias: Option<Tensor<4>>,
     asked: Asked,
-) -> Result<Tensor<4>, OpError> {
+) -> Result<(Tensor<4>, Option<Tensor<3>>), OpError> {
     let shape = q.dims();
     if shape.contains(&0) || k.dims().contains(&0) {
-        return Ok(Tensor::<4>::zeros(shape, &q.device()).cast(q.dtype()));
+        let [batch, heads, seq_q, _] = shape;
+        let device = q.device();
+        let lse = asked.lse.then(|| {
+            let nothing = Tensor::<3>::full([batch, heads, seq_q], f32::NEG_INFINITY, &device);
+            nothing.cast(FloatDType::F32)
+        });
+        return Ok((Tensor::<4>::zeros(shape, &device).cast(q.dtype()), lse));
     }
     let call = Call::of(ctx);
-    let out = <Dispatch as AttentionOps>::attend(
+    let (out, lse) = <Dispatch as AttentionOps>::attend(
         q.into_dispatch(),
         k.into_dispatch(),
         v.into_dispatch(),
@@ -178,7 +239,7 @@ fn attend(
         call.clone(),
     );
     match call.failed() {
-        None => Ok(Tensor::from_dispatch(out)),
+        None => Ok((Tensor::from_dispatch(out), lse.map(Tensor::from_dispatch))),
         Some(e) => Err(e),
     }
 }
@@ -242,7 +303,8 @@ impl<B: Backend> Masking<B> {
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait AttentionOps: Backend {
-    /// Sizes and dtypes are those of a validated call, and no size is 0.
+    /// The result, and the log-sum-exp where it is asked for. Sizes and dtypes are those of a validated call, and no size
+    /// is 0.
     fn attend(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -251,7 +313,7 @@ pub(crate) trait AttentionOps: Backend {
         #[extension_type] bias: Optional<Self>,
         asked: Asked,
         call: Call,
-    ) -> FloatTensor<Self>;
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
 }
 
 impl AttentionOps for CubeBackend {
@@ -263,9 +325,9 @@ impl AttentionOps for CubeBackend {
         bias: Optional<Self>,
         asked: Asked,
         call: Call,
-    ) -> CubeTensor {
+    ) -> (CubeTensor, Option<CubeTensor>) {
         let scores = [mask.into_option(), bias.into_option()];
-        Self::forward([q, k, v], scores, false, &asked, &call).0
+        Self::forward([q, k, v], scores, asked.lse, &asked, &call)
     }
 }
 
@@ -389,10 +451,6 @@ impl Launch {
             }
         };
         let dense = AttentionProblem::dense(batch, heads, seqs, size(q, 3), dtype)?;
-        let words = |offsets: &[u32]| {
-            let bytes: Vec<u8> = offsets.iter().flat_map(|at| at.to_le_bytes()).collect();
-            q.client.create_from_slice(&bytes)
-        };
         // Burn's booleans are bytes or words.
         let mask_dtype = match mask.as_ref().map(|m| m.dtype.size()) {
             Some(4) => DType::I32,
@@ -420,8 +478,8 @@ impl Launch {
             bias: bias.map(|t| t.handle),
             mask: mask.map(|t| t.handle),
             offsets: asked.packing.as_ref().map(|packing| Offsets {
-                q: words(&packing.q),
-                kv: words(&packing.kv),
+                q: words_on(&q.client, &packing.q),
+                kv: words_on(&q.client, &packing.kv),
                 queries: size(q, 2),
             }),
         };
@@ -522,15 +580,16 @@ impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for
         bias: Optional<Self>,
         asked: Asked,
         call: Call,
-    ) -> FloatTensor<Self> {
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
         let (mask, bias) = (mask.into_option(), bias.into_option());
         if bias.as_ref().is_some_and(|bias| bias.is_tracked()) {
             let options = asked.options;
             if let Err(why) = checked_for_ops::<Self>(&q, &k, &options) {
                 call.fail(why);
-                return q;
+                return (q, None);
             }
-            return by_ops::<Self>([q, k, v], mask, bias, &options);
+            let (out, lse) = by_ops::<Self>([q, k, v], mask, bias, &options);
+            return (out, asked.lse.then(|| Self::from_inner(lse.into_primitive())));
         }
         let scores = [mask.map(Self::bool_inner), bias.map(Self::inner)];
         match Attend.prepare::<C>([q.node(), k.node(), v.node()]).compute_bound().stateful() {
@@ -539,12 +598,17 @@ impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for
                 let operands = [q, k, v].map(|t| t.into_primitive());
                 let (out, lse) = B::forward(operands, scores.clone(), true, &asked, &call);
                 let lse = lse.expect("asked for");
+                let given = asked.lse.then(|| Self::from_inner(lse.clone()));
                 let ctx = call.ctx.clone();
-                prep.finish(State { nodes, scores, out: out.clone(), lse, asked, ctx }, out)
+                (
+                    prep.finish(State { nodes, scores, out: out.clone(), lse, asked, ctx }, out),
+                    given,
+                )
             }
             OpsKind::UnTracked(prep) => {
                 let operands = [q, k, v].map(|t| t.into_primitive());
-                prep.finish(B::forward(operands, scores, false, &asked, &call).0)
+                let (out, lse) = B::forward(operands, scores, asked.lse, &asked, &call);
+                (prep.finish(out), lse.map(Self::from_inner))
             }
         }
     }
@@ -573,13 +637,13 @@ fn checked_for_ops<B: Backend>(
     }
 }
 
-/// The same by ordinary ops in f32, which store the scores.
+/// Result and log-sum-exp by ordinary ops in f32, which store the scores.
 fn by_ops<B: Backend>(
     operands: [FloatTensor<B>; 3],
     mask: Option<BoolTensor<B>>,
     bias: Option<FloatTensor<B>>,
     options: &AttentionOptions,
-) -> FloatTensor<B> {
+) -> (FloatTensor<B>, FloatTensor<B>) {
     let given = operands[0].dtype();
     let [q, k, v] = operands.map(|t| B::float_cast(t, FloatDType::F32));
     let bias = bias.map(|bias| B::float_cast(bias, FloatDType::F32));
@@ -620,9 +684,12 @@ fn by_ops<B: Backend>(
     // A row without keys: its maximum is -inf, its sum 0.
     let least = f64::from(f32::MIN_POSITIVE);
     let most = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), (-1e30f64).into());
-    let weights = B::float_exp(B::float_sub(scores, most));
-    let sums = B::float_clamp_min(B::float_sum_dim(weights.clone(), 3), least.into());
-    B::float_cast(B::float_matmul(B::float_div(weights, sums), v), given.into())
+    let weights = B::float_exp(B::float_sub(scores, most.clone()));
+    let sums = B::float_sum_dim(weights.clone(), 3);
+    let lse = B::float_add(most, B::float_log(sums.clone()));
+    let sums = B::float_clamp_min(sums, least.into());
+    let out = B::float_cast(B::float_matmul(B::float_div(weights, sums), v), given.into());
+    (out, B::float_reshape(lse, Shape::new([batch, heads, seq_q])))
 }
 
 /// What causal order and window add to the scores, `[seq_q, seq_kv]`: -inf where they hide.

@@ -72,7 +72,8 @@ pub enum Lengths {
 #[derive(Debug, Clone)]
 #[expect(clippy::large_enum_variant, reason = "a call has one or two")]
 pub enum Table {
-    /// `[batch, max_blocks]`, row by row; checked as far as the host knows the lengths.
+    /// `[batch, max_blocks]`, row by row. Blocks are checked up to the length of each sequence, or up to the longest's
+    /// where the device has the lengths.
     Host(Vec<u32>),
     /// `[batch, max_blocks]`; a block that there is not is taken for the last.
     Device(Tensor<2, Int>),
@@ -107,11 +108,16 @@ pub fn decode(
     let device = q.device();
     on_cubecl(&device)?;
     let problem = problem(&q, &cache, &options)?;
-    if let Lengths::Host(lengths) = &cache.lengths {
-        match &cache.table {
-            Some(Table::Host(table)) => problem.check_table(lengths, table)?,
-            _ => problem.check_lengths(lengths)?,
+    match (&cache.lengths, &cache.table) {
+        (Lengths::Host(lengths), Some(Table::Host(table))) => {
+            problem.check_table(lengths, table)?
         }
+        (Lengths::Host(lengths), _) => problem.check_lengths(lengths)?,
+        // Any sequence may be as long as the longest.
+        (Lengths::Device { .. }, Some(Table::Host(table))) => {
+            problem.check_table(&vec![problem.longest; problem.batch as usize], table)?;
+        }
+        (Lengths::Device { .. }, _) => {}
     }
     let Cache { k, v, lengths, table } = cache;
     let lengths = match lengths {

@@ -129,13 +129,13 @@ pub enum OpError {
     /// A product that means nothing.
     #[error(transparent)]
     Matmul(#[from] InvalidMatmul),
-    /// Offsets of sequences that lie one after the other.
+    /// Offsets of sequences, or of groups of rows, that lie one after the other.
     #[error(
-        "offsets of {what} {why}\nhint: one more than there are sequences, from 0 to how many {what} there are, and none \
-         below the one before"
+        "offsets of {what} {why}\nhint: one more than there are sequences or groups, from 0 to how many {what} there are, \
+         and none below the one before"
     )]
     Offsets {
-        /// `queries` or `keys`.
+        /// `queries`, `keys` or `rows`.
         what: &'static str,
         /// What is wrong with them.
         why: String,

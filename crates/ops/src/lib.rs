@@ -31,6 +31,7 @@ mod layout;
 mod matmul;
 mod nf4;
 mod norm;
+mod offsets;
 mod refresh;
 mod rope;
 mod sample;
@@ -38,7 +39,9 @@ mod there;
 mod upload;
 mod words;
 
-pub use attention::{Packing, attention, attention_packed};
+pub use attention::{
+    Packing, attention, attention_packed, attention_packed_with_lse, attention_with_lse,
+};
 pub use capture::{AtWork, at_work, capture_alone, captures};
 /// Where [`Nf4Weight`]s come from and go to.
 pub use checkpoint;
@@ -52,7 +55,7 @@ pub use kernels::matmul::Activation;
 pub use kernels::nf4::CodeBook;
 pub use kernels::norm::NormKind;
 pub use kernels::sample::Choice;
-pub use matmul::{Epilogue, RowNorm, activate, linear, matmul, takes_norm};
+pub use matmul::{Epilogue, Groups, RowNorm, activate, grouped_matmul, linear, matmul, takes_norm};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
 pub use norm::{NormWeights, norm};
 pub use refresh::refresh;

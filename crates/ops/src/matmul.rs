@@ -4,9 +4,15 @@
 //! dlhs = dout · rhsᵀ     drhs = lhsᵀ · dout     dbias = Σ dout over all but the last axis
 //! ```
 //!
+//! Or rows of lhs are in groups, each of which has a matrix and a bias of its own, all in one launch
+//! ([`grouped_matmul`]): then drhs and dbias are a product and a sum for each group, whose rows alone they see.
+//!
 //! Both products run in the same kernels: a transpose is another layout, never a copy. Without
 //! gradients the epilogue is part of the product; with them the product keeps its bias and the rest is
 //! ordinary differentiable ops, because their gradients need what was between.
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use arch::DType;
 use burn::backend::autodiff::NodeId;
@@ -24,7 +30,9 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::matmul::{Activation, Layout, Matmul, MatmulOperands, MatmulProblem, Precision};
+use kernels::matmul::{
+    Activation, Batches, Layout, Matmul, MatmulOperands, MatmulProblem, Operand, Precision,
+};
 use kernels::norm::{NormKind, NormProblem};
 use tune::Kernel;
 
@@ -33,6 +41,7 @@ use crate::call::{
 };
 use crate::layout::{Matrices, broadcast, fold};
 use crate::norm::{NormOps, normalised};
+use crate::offsets::{checked_offsets, words_on};
 use crate::{Ctx, OpError};
 
 /// What is done to a product before it is stored, and to the rows of its left operand before it is made, for a result of
@@ -151,7 +160,94 @@ pub fn matmul<const D: usize>(
     epilogue: Epilogue<D>,
 ) -> Result<Tensor<D>, OpError> {
     on_cubecl(&lhs.device())?;
-    let (mut spec, shape) = validate(&lhs, &rhs, &epilogue)?;
+    let (spec, shape) = validate(&lhs, &rhs, &epilogue)?;
+    multiplied(ctx, lhs, rhs, epilogue, spec, shape)
+}
+
+/// Where the rows of each group begin: see [`grouped_matmul`].
+///
+/// ```
+/// use ops::Groups;
+///
+/// let groups = Groups::new(&[0, 3, 3, 8])?; // 3 rows, none, and 5
+/// assert_eq!(groups.count(), 3);
+/// assert!(Groups::new(&[0, 3, 2]).is_err());
+/// # Ok::<(), ops::OpError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Groups(Arc<[u32]>);
+
+impl Groups {
+    /// Of cumulative offsets, one more than there are groups: the first is 0, the last how many rows there are, and none is
+    /// below the one before. A group may be empty.
+    ///
+    /// # Errors
+    /// [`OpError::Offsets`].
+    pub fn new(offsets: &[u32]) -> Result<Self, OpError> {
+        checked_offsets("rows", offsets)?;
+        Ok(Self(offsets.into()))
+    }
+
+    /// How many groups there are.
+    pub fn count(&self) -> usize {
+        self.0.len() - 1
+    }
+
+    fn rows(&self) -> impl Iterator<Item = Range<usize>> {
+        self.0.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
+    }
+}
+
+/// `residual + gate · activation(lhs·rhs[g] + bias[g])` for the rows of each group g, in one launch: adapters of the
+/// sequences of a batch, experts of a mixture.
+///
+/// # Shapes
+/// lhs `[m, k]`, rhs `[groups, k, n]`, any strides; the bias `[groups · n]`, that of each group after the one before; result,
+/// gate and residual `[m, n]`. Gradients flow to every tensor.
+///
+/// # Errors
+/// As [`matmul`]; [`OpError::Offsets`] for groups of another number of rows.
+pub fn grouped_matmul(
+    ctx: &Ctx,
+    lhs: Tensor<2>,
+    rhs: Tensor<3>,
+    groups: &Groups,
+    epilogue: Epilogue<2>,
+) -> Result<Tensor<2>, OpError> {
+    let device = lhs.device();
+    on_cubecl(&device)?;
+    let ([m, k], [count, depth, n]) = (lhs.dims(), rhs.dims());
+    let last = groups.0.last().map_or(0, |last| *last as usize);
+    if last != m {
+        let why = format!("end at {last}, and there are {m}");
+        return Err(OpError::Offsets { what: "rows", why });
+    }
+    same_shape("rhs", &[count, depth, n], &[groups.count(), k, n])?;
+    for axis in [m, k, n] {
+        size_of(axis)?;
+    }
+    let mut spec = spec_of(lhs.dtype(), rhs.dtype(), &epilogue)?;
+    epilogue.check_shapes(count * n, [m, n])?;
+    spec.groups = Some(groups.clone());
+    if k == 0 && m != 0 {
+        // A sum of nothing is one product with 0.
+        let zeros = |rows: usize| Tensor::<2>::zeros([rows, 1], &device).cast(lhs.dtype());
+        let (none, rhs) = (zeros(m), zeros(count * n).reshape([count, 1, n]));
+        epilogue.norm_of(&lhs)?;
+        return multiplied(ctx, none, rhs, Epilogue { norm: None, ..epilogue }, spec, [m, n]);
+    }
+    multiplied(ctx, lhs, rhs, epilogue, spec, [m, n])
+}
+
+/// The product of what was validated, `shape` its result's.
+fn multiplied<const D: usize, const R: usize>(
+    ctx: &Ctx,
+    lhs: Tensor<D>,
+    rhs: Tensor<R>,
+    epilogue: Epilogue<D>,
+    mut spec: Spec,
+    shape: [usize; D],
+) -> Result<Tensor<D>, OpError> {
     spec.norm = epilogue.norm_of(&lhs)?;
     if shape.contains(&0) {
         return Ok(Tensor::<D>::zeros(shape, &lhs.device()).cast(spec.out));
@@ -224,13 +320,14 @@ pub fn takes_norm(
     Ok(Matmul::takes_norm(device.profile(), &MatmulProblem { norm: Some(kind), ..plain }))
 }
 
-/// What remains of an epilogue without its tensors.
-#[derive(Debug, Clone, Copy)]
+/// What remains of a call without its tensors.
+#[derive(Debug, Clone)]
 pub(crate) struct Spec {
     precision: Precision,
     activation: Option<Activation>,
     out: FloatDType,
     norm: Option<NormProblem>,
+    groups: Option<Groups>,
 }
 
 fn validate<const D: usize>(
@@ -238,7 +335,6 @@ fn validate<const D: usize>(
     rhs: &Tensor<D>,
     epilogue: &Epilogue<D>,
 ) -> Result<(Spec, [usize; D]), OpError> {
-    let Epilogue { activation, out, tf32, half_sums, .. } = epilogue;
     let (l, r) = (lhs.dims(), rhs.dims());
     let (m, k, n) = (l[D - 2], l[D - 1], r[D - 1]);
     if k != r[D - 2] {
@@ -253,7 +349,18 @@ fn validate<const D: usize>(
     if let Some(long) = shape.iter().chain([&k]).find(|s| u32::try_from(**s).is_err()) {
         return Err(OpError::TooLarge(*long));
     }
-    let need = lhs.dtype();
+    let spec = spec_of(lhs.dtype(), rhs.dtype(), epilogue)?;
+    epilogue.check_shapes(n, shape)?;
+    Ok((spec, shape))
+}
+
+/// Of operands of these dtypes, without norm and groups.
+fn spec_of<const D: usize>(
+    need: burn::tensor::DType,
+    rhs: burn::tensor::DType,
+    epilogue: &Epilogue<D>,
+) -> Result<Spec, OpError> {
+    let Epilogue { activation, out, tf32, half_sums, .. } = epilogue;
     let precision = match need {
         burn::tensor::DType::F32 if *tf32 => Precision::Tf32,
         burn::tensor::DType::F32 => Precision::F32,
@@ -269,12 +376,9 @@ fn validate<const D: usize>(
     if !matches!(out, FloatDType::F32 | FloatDType::F16 | FloatDType::BF16) {
         return Err(OpError::NotFloat(out.into()));
     }
-    if rhs.dtype() != need {
-        return Err(OpError::DType { what: "rhs", have: rhs.dtype(), need });
-    }
+    same_dtype("rhs", rhs, need)?;
     epilogue.check_dtypes(need, out.into())?;
-    epilogue.check_shapes(n, shape)?;
-    Ok((Spec { precision, activation: *activation, out, norm: None }, shape))
+    Ok(Spec { precision, activation: *activation, out, norm: None, groups: None })
 }
 
 #[backend_extension(Cube, Autodiff)]
@@ -300,8 +404,11 @@ impl MatmulOps for CubeBackend {
         let operands = [lhs.clone(), rhs.clone()];
         let (l, r) = (lhs.meta.shape().clone(), rhs.meta.shape().clone());
         let rank = l.num_dims();
-        let batch = broadcast(&l[..rank - 2], &r[..rank - 2]).expect("validated");
-        let (m, k, n) = (l[rank - 2], l[rank - 1], r[rank - 1]);
+        let batch = match spec.groups {
+            None => broadcast(&l[..rank - 2], &r[..rank - 2]).expect("validated"),
+            Some(_) => Vec::new(),
+        };
+        let (m, k, n) = (l[rank - 2], l[rank - 1], r[r.num_dims() - 1]);
         let shape = Shape::from(batch.iter().copied().chain([m, n]).collect::<Vec<_>>());
         if k == 0 {
             let Parts { bias, gate, residual, .. } = parts;
@@ -316,25 +423,16 @@ impl MatmulOps for CubeBackend {
             };
             return finish::<Self>(sum, spec.activation, gate, residual);
         }
-        let (lhs, mut left) = Matrices::of_any(lhs, &batch);
-        let (rhs, mut right) = Matrices::of_any(rhs, &batch);
-        let (mut lhs, mut rhs) = (lhs, rhs);
-        let batches = fold(&batch, &left.steps, &right.steps).unwrap_or_else(|| {
-            // More axes than two step unevenly: spread both operands out.
-            let spread = |t: CubeTensor, rows, cols| {
-                let shape = batch.iter().copied().chain([rows, cols]).collect::<Vec<_>>();
-                into_contiguous(Self::float_expand(t, Shape::from(shape)))
-            };
-            (lhs, left) = Matrices::of_any(spread(lhs.clone(), m, k), &batch);
-            (rhs, right) = Matrices::of_any(spread(rhs.clone(), k, n), &batch);
-            fold(&batch, &left.steps, &right.steps).expect("dense batches fold into one axis")
-        });
+        let Laid { lhs, rhs, left, right, batches } = match &spec.groups {
+            None => Laid::batched(lhs, rhs, &batch),
+            Some(groups) => Laid::grouped(lhs, rhs, groups),
+        };
         let problem = MatmulProblem {
             m: m as u32,
             n: n as u32,
             k: k as u32,
-            lhs: left.operand,
-            rhs: right.operand,
+            lhs: left,
+            rhs: right,
             batches,
             precision: spec.precision,
             out: dtype(spec.out),
@@ -344,12 +442,12 @@ impl MatmulOps for CubeBackend {
                 gate: parts.gate.is_present(),
                 residual: parts.residual.is_present(),
             },
-            grouped: false,
+            grouped: spec.groups.is_some(),
             norm: spec.norm.map(|norm| norm.kind),
         };
         let device = call.ctx.device(&lhs.device);
         let takes = |d: &arch::Device| Matmul::takes_norm(d.profile(), &problem);
-        if spec.norm.is_some() && !device.as_ref().is_ok_and(takes) {
+        if spec.norm.is_some() && (problem.grouped || !device.as_ref().is_ok_and(takes)) {
             let [lhs, rhs] = operands;
             let (lhs, parts) = normalised(lhs, parts, spec.norm, &call);
             return Self::product(lhs, rhs, parts, Spec { norm: None, ..spec }, call);
@@ -361,12 +459,12 @@ impl MatmulOps for CubeBackend {
             spec.out.into(),
         );
         let operands = MatmulOperands {
-            lhs: lhs.handle,
+            lhs: lhs.handle.clone(),
             rhs: rhs.handle,
             out: out.handle.clone(),
             norm: parts.norm_buffers(spec.norm),
             epilogue: parts.buffers(),
-            rows: None,
+            rows: spec.groups.as_ref().map(|groups| words_on(&lhs.client, &groups.0)),
         };
         let launched = device.and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;
@@ -378,6 +476,52 @@ impl MatmulOps for CubeBackend {
             call.fail(e);
         }
         out
+    }
+}
+
+/// Operands as the kernel reads them.
+struct Laid {
+    lhs: CubeTensor,
+    rhs: CubeTensor,
+    left: Operand,
+    right: Operand,
+    batches: Batches,
+}
+
+impl Laid {
+    fn batched(lhs: CubeTensor, rhs: CubeTensor, batch: &[usize]) -> Self {
+        let (lhs, left) = Matrices::of_any(lhs, batch);
+        let (rhs, right) = Matrices::of_any(rhs, batch);
+        if let Some(batches) = fold(batch, &left.steps, &right.steps) {
+            return Self { lhs, rhs, left: left.operand, right: right.operand, batches };
+        }
+        // More axes than two step unevenly: spread both operands out.
+        let spread = |t: CubeTensor| {
+            let own = t.meta.shape().clone();
+            let matrix = &own[own.num_dims() - 2..];
+            let shape = batch.iter().chain(matrix).copied().collect::<Vec<_>>();
+            let dense = into_contiguous(CubeBackend::float_expand(t, Shape::from(shape)));
+            Matrices::of_any(dense, batch)
+        };
+        let ((lhs, left), (rhs, right)) = (spread(lhs), spread(rhs));
+        let batches = fold(batch, &left.steps, &right.steps);
+        let batches = batches.expect("dense batches fold into one axis");
+        Self { lhs, rhs, left: left.operand, right: right.operand, batches }
+    }
+
+    /// Groups lie along rows of lhs, which are contiguous.
+    fn grouped(lhs: CubeTensor, rhs: CubeTensor, groups: &Groups) -> Self {
+        let (lhs, left) = match Matrices::of_any(lhs, &[]) {
+            (lhs, Matrices { operand, .. }) if operand.layout == Layout::Row => (lhs, operand),
+            (lhs, _) => {
+                let (lhs, left) = Matrices::of_any(into_contiguous(lhs), &[]);
+                (lhs, left.operand)
+            }
+        };
+        let (rhs, right) = Matrices::of_any(rhs, &[groups.count()]);
+        let inner = groups.count() as u32;
+        let batches = Batches { outer: 1, inner, lhs: (0, 0), rhs: (0, right.steps[0]) };
+        Self { lhs, rhs, left, right: right.operand, batches }
     }
 }
 
@@ -420,23 +564,68 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
             Precision::F16Acc16 => Precision::F16,
             other => other,
         };
+        let groups = saved.spec.groups.clone();
         let spec = Spec { activation: None, out: float_dtype(own), precision, ..saved.spec };
-        let product = |a, b| bare_product::<B>(a, b, spec, &saved.ctx);
+        let product = |a, b, spec: &Spec| bare_product::<B>(a, b, spec.clone(), &saved.ctx);
         let [lhs_shape, rhs_shape] = saved.shapes;
         if let (Some(node), Some(rhs)) = (to_lhs, saved.rhs) {
             let rhs = B::float_transpose(checkpointer.retrieve_node_output(rhs));
-            let gradient = product(dout.clone(), rhs);
+            let gradient = product(dout.clone(), rhs, &spec);
             gradients.register::<B>(node.id, sum_to::<B>(gradient, &lhs_shape));
         }
+        let alone = Spec { groups: None, ..spec.clone() };
         if let (Some(node), Some(lhs)) = (to_rhs, saved.lhs) {
-            let lhs = B::float_transpose(checkpointer.retrieve_node_output(lhs));
-            let gradient = product(lhs, dout.clone());
+            let lhs = checkpointer.retrieve_node_output(lhs);
+            let gradient = match &groups {
+                None => product(B::float_transpose(lhs), dout.clone(), &spec),
+                Some(groups) => {
+                    let of_group = |rows: Range<usize>| {
+                        let of = |t: &FloatTensor<B>| some_rows::<B>(t, rows.clone());
+                        product(B::float_transpose(of(&lhs)), of(&dout), &alone)
+                    };
+                    each_group::<B>(groups, &rhs_shape, float_dtype(own), &dout, of_group)
+                }
+            };
             gradients.register::<B>(node.id, sum_to::<B>(gradient, &rhs_shape));
         }
         if let (Some(node), true) = (to_bias, saved.biased) {
-            gradients.register::<B>(node.id, summed_over_rows::<B>(dout));
+            let gradient = match &groups {
+                None => summed_over_rows::<B>(dout),
+                Some(groups) => {
+                    let n = dout.shape()[1];
+                    let of_group = |rows| summed_over_rows::<B>(some_rows::<B>(&dout, rows));
+                    let shape = Shape::new([groups.count() * n]);
+                    each_group::<B>(groups, &shape, float_dtype(own), &dout, of_group)
+                }
+            };
+            gradients.register::<B>(node.id, gradient);
         }
     }
+}
+
+/// Some rows of a matrix.
+fn some_rows<B: Backend>(matrix: &FloatTensor<B>, rows: Range<usize>) -> FloatTensor<B> {
+    let cols = matrix.shape()[1];
+    B::float_slice(matrix.clone(), &[rows.into(), (0..cols).into()])
+}
+
+/// What `of_group` makes of the rows of each group, one after the other along the first axis of `shape`: zeros where a
+/// group has none.
+fn each_group<B: Backend>(
+    groups: &Groups,
+    shape: &Shape,
+    dtype: FloatDType,
+    like: &FloatTensor<B>,
+    of_group: impl Fn(Range<usize>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let mut own = shape.iter().copied().collect::<Vec<_>>();
+    own[0] /= groups.count();
+    let device = like.device();
+    let part = |rows: Range<usize>| match rows.is_empty() {
+        true => B::float_zeros(Shape::from(own.clone()), &device, dtype),
+        false => B::float_reshape(of_group(rows), Shape::from(own.clone())),
+    };
+    B::float_cat(groups.rows().map(part).collect(), 0)
 }
 
 impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
@@ -456,9 +645,10 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
         let Parts { bias, gate, residual, .. } = parts;
         let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
         if gate.is_some() || residual.is_some() || spec.activation.is_some() {
+            let activation = spec.activation;
             let bare = Spec { activation: None, ..spec };
             let sum = Self::product(lhs, rhs, Parts::bias(bias), bare, call);
-            return finish::<Self>(sum, spec.activation, gate, residual);
+            return finish::<Self>(sum, activation, gate, residual);
         }
         let biased = bias.is_some();
         let shapes = [lhs.shape(), rhs.shape()];
@@ -469,7 +659,7 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
         let bias = bias.map(|b| b.into_primitive());
         let multiply = |lhs: FloatTensor<Self>, rhs: FloatTensor<Self>, call| {
             let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
-            B::product(lhs, rhs, Parts::bias(bias), spec, call)
+            B::product(lhs, rhs, Parts::bias(bias), spec.clone(), call)
         };
         match prepared {
             OpsKind::Tracked(mut prep) => {
@@ -479,7 +669,7 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
                     rhs: needs[0].then(|| prep.checkpoint(&rhs)),
                     shapes,
                     biased,
-                    spec,
+                    spec: spec.clone(),
                     ctx: call.ctx.clone(),
                 };
                 prep.finish(saved, multiply(lhs, rhs, call))
@@ -520,7 +710,8 @@ pub(crate) fn product_of<B: MatmulOps>(
     ctx: &Ctx,
 ) -> FloatTensor<B> {
     let precision = precision_of(dtype);
-    let spec = Spec { precision, activation: None, out: float_dtype(dtype), norm: None };
+    let spec =
+        Spec { precision, activation: None, out: float_dtype(dtype), norm: None, groups: None };
     bare_product::<B>(lhs, rhs, spec, ctx)
 }
 

@@ -1,5 +1,8 @@
 use burn::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
-use ops::{AttentionOptions, Ctx, Implementation, OpError, Packing, attention, attention_packed};
+use ops::{
+    AttentionOptions, Ctx, Implementation, OpError, Packing, attention, attention_packed,
+    attention_packed_with_lse, attention_with_lse,
+};
 use reference::{Attention, HeadStrides, Scores, fill};
 
 use crate::{close, tensor, values};
@@ -173,6 +176,66 @@ fn gradients_are_the_differences() {
     }
 }
 
+/// Without gradients, with them, and where a bias wants one; a query that sees nothing has -inf. And it merges: attention
+/// over all keys is made of attentions over two halves of them.
+#[test]
+fn the_log_sum_exp_is_the_references_and_merges_parts() {
+    let ctx = Ctx::default();
+    let [seq_q, seq_kv] = SEQS;
+    let masks: Vec<bool> = (0..2 * HEADS[0]).flat_map(|_| mask()).collect();
+    for options in cases() {
+        for device in [Device::cpu(), Device::cpu().autodiff()] {
+            let tracked = device != Device::cpu();
+            let data = TensorData::new(mask(), [1, 1, seq_q, seq_kv]);
+            let hidden = Tensor::<4, Bool>::from_data(data, &device);
+            let bias = tensor::<4>([1, HEADS[0], seq_q, seq_kv], 4, &device);
+            let biases = values(bias.clone().expand([2, HEADS[0], seq_q, seq_kv]));
+            let scores = Scores { mask: Some(&masks), bias: Some(&biases) };
+            for wanted in [false, true] {
+                let host = operands(&device).map(values);
+                let [q, k, v] = match tracked {
+                    true => operands(&device).map(Tensor::require_grad),
+                    false => operands(&device),
+                };
+                let bias = match tracked && wanted {
+                    true => bias.clone().require_grad(),
+                    false => bias.clone(),
+                };
+                let want = reference(&options).run(&host[0], &host[1], &host[2], scores);
+                let want = want.expect("sizes");
+                let hidden = Some(hidden.clone());
+                let (out, lse) =
+                    attention_with_lse(&ctx, q, k, v, hidden, Some(bias), options).expect("valid");
+                assert_eq!(lse.dims(), [2, HEADS[0], seq_q]);
+                let what = format!("{options:?}, tracked {tracked}, bias {wanted}");
+                close(&values(out), &want.out, &what);
+                let (hides, sees): (Vec<_>, Vec<_>) =
+                    values(lse).into_iter().zip(want.lse).partition(|(_, want)| want.is_infinite());
+                assert!(!hides.is_empty(), "the mask hides a whole row");
+                assert!(
+                    hides.iter().all(|(got, _)| *got == f32::NEG_INFINITY),
+                    "{what}: {hides:?}"
+                );
+                let (got, want): (Vec<_>, Vec<_>) = sees.into_iter().unzip();
+                close(&got, &want, &what);
+            }
+        }
+    }
+    let device = Device::cpu();
+    let [q, k, v] = operands(&device);
+    let part = |keys: std::ops::Range<usize>| {
+        let [k, v] = [&k, &v].map(|t| t.clone().slice_dim(2, keys.clone()));
+        attention_with_lse(&ctx, q.clone(), k, v, None, None, AttentionOptions::default())
+    };
+    let ((one, a), (two, b)) = (part(0..3).expect("valid"), part(3..seq_kv).expect("valid"));
+    let (whole, lse) = part(0..seq_kv).expect("valid");
+    let merged = (a.clone().exp() + b.clone().exp()).log();
+    let wide = |t: Vec<f32>| t.into_iter().map(f64::from).collect::<Vec<_>>();
+    close(&values(merged.clone()), &wide(values(lse)), "merged sums");
+    let share = |lse: Tensor<3>| (lse - merged.clone()).exp().unsqueeze_dim::<4>(3);
+    close(&values(one * share(a) + two * share(b)), &wide(values(whole)), "merged results");
+}
+
 /// Sequences of different lengths, one of them empty, in one launch: results and gradients are those of each alone.
 #[test]
 fn packed_sequences_are_alone() {
@@ -187,7 +250,8 @@ fn packed_sequences_are_alone() {
             tensor::<4>([1, heads, length, DIM], salt, &device).require_grad()
         });
         let [q, k, v] = whole.clone();
-        let out = attention_packed(&ctx, q, k, v, &packing, options).expect("valid");
+        let (out, lse) =
+            attention_packed_with_lse(&ctx, q, k, v, &packing, options).expect("valid");
         let weights = tensor::<4>([1, heads, 17, DIM], 20, &device);
         let gradients = (out.clone() * weights.clone()).sum().backward();
         let got = whole.each_ref().map(|t| t.grad(&gradients).expect("tracked"));
@@ -207,7 +271,13 @@ fn packed_sequences_are_alone() {
                     .require_grad()
             });
             let [q, k, v] = own.clone();
-            let alone = attention(&ctx, q, k, v, None, None, options).expect("valid");
+            let (alone, sums) =
+                attention_with_lse(&ctx, q, k, v, None, None, options).expect("valid");
+            assert_eq!(
+                values(lse.clone().slice_dim(2, queries.clone())),
+                values(sums),
+                "{options:?}, sequence {sequence}"
+            );
             let wide = |t: Tensor<4>| values(t).into_iter().map(f64::from).collect::<Vec<_>>();
             let part = values(out.clone().slice_dim(2, queries.clone()));
             close(&part, &wide(alone.clone()), &format!("{options:?}, sequence {sequence}"));
@@ -225,7 +295,7 @@ fn packed_sequences_are_alone() {
 #[test]
 fn offsets_that_mean_nothing_are_refused() {
     let refused = |q: &[u32], kv: &[u32]| Packing::new(q, kv).expect_err("refused").to_string();
-    assert!(refused(&[], &[0, 1]).starts_with("offsets of queries are of no sequence\nhint: "));
+    assert!(refused(&[], &[0, 1]).starts_with("offsets of queries are of nothing\nhint: "));
     assert!(refused(&[1, 2], &[0, 1]).starts_with("offsets of queries begin at 1"));
     assert!(refused(&[0, 1], &[0, 5, 4]).starts_with("offsets of keys fall from 5 to 4"));
     assert!(

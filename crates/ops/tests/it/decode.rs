@@ -148,6 +148,17 @@ fn mistakes_are_errors() {
     let pages =
         |table| Cache { table: Some(Table::Host(table)), ..cache(floats(&device).map(paged)) };
     assert!(fails(q(1), pages((2..11).collect())).contains("the cache has 9"));
+    let there = || {
+        let data = TensorData::new(vec![1i32; BATCH], [BATCH]);
+        Tensor::<1, Int>::from_data(data, &device)
+    };
+    let short = |longest, table| Cache {
+        lengths: Lengths::Device { lengths: there(), longest },
+        ..pages(table)
+    };
+    let table = vec![0, 9, 9, 3, 9, 9, 6, 9, 9];
+    run(q(1), short(BLOCK as u32, table.clone())).expect("blocks past the longest are nobody's");
+    assert!(fails(q(1), short(BLOCK as u32 + 1, table)).contains("the cache has 9"));
     assert!(fails(q(1), pages((0..8).collect())).contains("table has shape"));
     let half = floats(&device).map(|t| t.cast(FloatDType::F16));
     assert!(fails(q(1), cache(half)).contains("k is F16"));

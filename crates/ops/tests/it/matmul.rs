@@ -1,5 +1,7 @@
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use ops::{Activation, Ctx, Epilogue, OpError, linear, matmul};
+use ops::{
+    Activation, Ctx, Epilogue, Groups, NormKind, OpError, RowNorm, grouped_matmul, linear, matmul,
+};
 use reference::{Distribution, Layout, Matmul, Strides, fill};
 
 use crate::{close, tensor, values};
@@ -257,4 +259,98 @@ fn what_needs_no_gradient_gets_none_and_stays_fused() {
     let plain = dense(&[], [3, 2, 4]).run(&values(x), &values(w), reference::Epilogue::NONE);
     let want: Vec<f64> = plain.expect("sizes").into_iter().map(silu).collect();
     close(&values(out), &want, "fused");
+}
+
+/// Results and every gradient of groups, one of them empty, are those of each group's own product; with rhs and lhs of
+/// either layout, and all parts of an epilogue.
+#[test]
+fn groups_are_products_of_their_own() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let offsets = [0u32, 4, 4, 5, 11];
+    let groups = Groups::new(&offsets).expect("sorted");
+    let (m, n, k, count) = (11, 6, 5, groups.count());
+    let weights = tensor::<2>([m, n], 9, &device);
+    for (turned, activation) in
+        [(false, None), (true, Some(Activation::Silu)), (false, Some(Activation::Gelu))]
+    {
+        let x = match turned {
+            true => tensor::<2>([k, m], 1, &device).swap_dims(0, 1),
+            false => tensor::<2>([m, k], 1, &device),
+        };
+        let w = match turned {
+            true => tensor::<3>([count, n, k], 2, &device).swap_dims(1, 2),
+            false => tensor::<3>([count, k, n], 2, &device),
+        };
+        let (x, w) = (x.require_grad(), w.require_grad());
+        let bias = tensor::<1>([count * n], 3, &device).require_grad();
+        let [gate, residual] = [4, 5].map(|salt| tensor::<2>([m, n], salt, &device).require_grad());
+        let all = activation.is_some();
+        let epilogue = |bias: Tensor<1>, gate: Tensor<2>, residual: Tensor<2>| Epilogue {
+            bias: Some(bias),
+            activation,
+            gate: all.then_some(gate),
+            residual: all.then_some(residual),
+            ..Epilogue::default()
+        };
+        let whole = epilogue(bias.clone(), gate.clone(), residual.clone());
+        let out = grouped_matmul(&ctx, x.clone(), w.clone(), &groups, whole).expect("valid");
+        let together = (out.clone() * weights.clone()).sum().backward();
+        let parts: Vec<_> = (0..count)
+            .filter(|g| offsets[*g] < offsets[g + 1])
+            .map(|g| {
+                let rows = offsets[g] as usize..offsets[g + 1] as usize;
+                let of = |t: &Tensor<2>| t.clone().slice_dim(0, rows.clone());
+                let own = bias.clone().slice_dim(0, g * n..(g + 1) * n);
+                let w = w.clone().slice_dim(0, g..g + 1).reshape([k, n]);
+                matmul(&ctx, of(&x), w, epilogue(own, of(&gate), of(&residual))).expect("valid")
+            })
+            .collect();
+        let apart = Tensor::cat(parts, 0);
+        let wide = |t: Vec<f32>| t.into_iter().map(f64::from).collect::<Vec<_>>();
+        let what = format!("turned {turned}, {activation:?}");
+        close(&values(out), &wide(values(apart.clone())), &what);
+        let apart = (apart * weights.clone()).sum().backward();
+        macro_rules! same {
+            ($($operand:ident)*) => {$(
+                let [got, want] = [&together, &apart].map(|all| {
+                    values($operand.grad(all).expect("every input is tracked"))
+                });
+                close(&got, &wide(want), &format!("{what}, {}", stringify!($operand)));
+            )*};
+        }
+        same!(x w bias);
+        if all {
+            same!(gate residual);
+        }
+        let empty = w.grad(&together).expect("tracked").slice_dim(0, 1..2);
+        assert!(values(empty).iter().all(|v| *v == 0.0), "nobody multiplied by it");
+    }
+}
+
+#[test]
+fn groups_that_mean_nothing_are_refused() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let refused = |offsets: &[u32]| Groups::new(offsets).expect_err("refused").to_string();
+    assert!(refused(&[0]).starts_with("offsets of rows are of nothing\nhint: "));
+    assert!(refused(&[1, 2]).starts_with("offsets of rows begin at 1"));
+    assert!(refused(&[0, 5, 4]).starts_with("offsets of rows fall from 5 to 4"));
+    let groups = Groups::new(&[0, 2, 3]).expect("sorted");
+    let run = |m: usize, rhs: [usize; 3], bias: usize| {
+        let epilogue =
+            Epilogue { bias: Some(Tensor::ones([bias], &device)), ..Epilogue::default() };
+        let (x, w) = (Tensor::ones([m, rhs[1]], &device), Tensor::ones(rhs, &device));
+        grouped_matmul(&ctx, x, w, &groups, epilogue)
+    };
+    let fails = |m, rhs, bias| run(m, rhs, bias).expect_err("refused").to_string();
+    assert!(fails(4, [2, 3, 5], 10).starts_with("offsets of rows end at 3, and there are 4"));
+    assert!(fails(3, [3, 3, 5], 10).starts_with("rhs has shape [3, 3, 5]"));
+    assert!(fails(3, [2, 3, 5], 5).starts_with("bias has shape [5]"));
+    // Nothing to sum: the bias of each group alone.
+    let out = run(3, [2, 0, 2], 4).expect("valid");
+    assert_eq!(values(out), [1.0; 6]);
+    let norm = RowNorm { weight: Tensor::ones([3], &device), kind: NormKind::Rms, eps: 0.0 };
+    let (x, w) = (Tensor::full([3, 3], 4.0, &device), Tensor::ones([2, 3, 1], &device));
+    let epilogue = Epilogue { norm: Some(norm), ..Epilogue::default() };
+    let out = grouped_matmul(&ctx, x, w, &groups, epilogue).expect("valid");
+    close(&values(out), &[3.0; 3], "normalised");
 }
