@@ -38,8 +38,8 @@ impl Verified for Matmul {
         problem.precision
     }
 
-    fn edge_cases(kind: Precision, _backend: Backend) -> Vec<matmul::EdgeCase> {
-        matmul::edge_cases(kind)
+    fn edge_cases(kind: Precision, backend: Backend) -> Vec<matmul::EdgeCase> {
+        matmul::edge_cases(kind, backend)
     }
 
     fn config_cases(kind: Precision) -> Vec<matmul::EdgeCase> {
@@ -63,6 +63,12 @@ impl Verified for Matmul {
         }
         if let Some(shares) = case.shares() {
             params.insert("shares".to_owned(), shares.name().into());
+        } else if matches!(case.inputs, matmul::Inputs::Far(_)) {
+            let [lhs, rhs, out] = p.extents();
+            let far =
+                [("lhs", lhs), ("rhs", rhs), ("out", out)].into_iter().max_by_key(|(_, len)| *len);
+            params.insert("far".to_owned(), far.map_or("", |(name, _)| name).into());
+            params.insert("extent".to_owned(), lhs.max(rhs).max(out).into());
         } else if p.batch() > 1 && (p.batches.lhs.1 == 0 || p.batches.rhs.1 == 0) {
             params.insert("repeat".to_owned(), true.into());
         }

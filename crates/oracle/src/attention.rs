@@ -9,6 +9,7 @@ use kernels::attention::{
 use reference::{Comparison, Distribution, Scores, fill};
 use tune::Kernel;
 
+use crate::pairs::pairwise;
 use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, reference_dtype};
 
 /// What the operands hold.
@@ -20,6 +21,8 @@ pub enum Inputs {
     Large,
     /// Normal, with whole rows of the bias or mask hidden.
     Hidden,
+    /// Normal, with a third of the bias -inf, and all of it for the first 32 keys.
+    Holes,
 }
 
 /// One shape to verify.
@@ -85,8 +88,13 @@ impl Host {
             None => None,
             Some(s) => {
                 let mut values = make(p.score_extent(s), 3, 1.0)?;
+                let noise = fill(8 * case.seed + 6, values.len(), Distribution::Uniform);
+                let hole = |at: usize| {
+                    let key = if s.row > 0 { at as u64 % s.row } else { at as u64 };
+                    case.inputs == Inputs::Holes && (key < 32 || noise[at] < -0.34)
+                };
                 for (at, value) in values.iter_mut().enumerate() {
-                    if rows(s)(at) {
+                    if rows(s)(at) || hole(at) {
                         *value = f32::NEG_INFINITY;
                     }
                 }
@@ -444,6 +452,67 @@ pub fn edge_cases(dtype: DType, backend: Backend) -> Vec<EdgeCase> {
             seed: 2000,
             lengths: Some(lengths),
         });
+    }
+    cases.extend(together(dtype, mask_dtype));
+    cases
+}
+
+/// Every two of the choices that an attention has, together; and of those that go with sequences of different lengths.
+fn together(dtype: DType, mask_dtype: DType) -> Vec<EdgeCase> {
+    const HEAD_DIMS: [u32; 7] = [32, 64, 80, 96, 128, 192, 256];
+    const WINDOWS: [Option<u32>; 3] = [None, Some(9), Some(50)];
+    let heads = [[2, 2], [4, 2], [3, 1]];
+    let seqs = [[64, 64], [67, 45], [33, 130], [1, 77], [97, 97]];
+    let mut cases = Vec::new();
+    for row in pairwise(&[7, 3, 5, 2, 3, 2, 3, 2]) {
+        let [head_dim, head, seq, causal, window, softcap, bias, mask] = row[..] else {
+            unreachable!("as many as there are factors")
+        };
+        let [seq_q, seq_kv] = seqs[seq];
+        let p =
+            AttentionProblem::dense(2, heads[head], [seq_q, seq_kv], HEAD_DIMS[head_dim], dtype)
+                .expect("sizes here are valid");
+        let (row, matrix) = (u64::from(seq_kv), u64::from(seq_q * seq_kv));
+        let of_heads = u64::from(p.heads) * matrix;
+        let full = ScoreStrides { batch: of_heads, head: matrix, row, col: 1 };
+        let keys = ScoreStrides { batch: row, head: 0, row: 0, col: 1 };
+        let problem = AttentionProblem {
+            lse: true,
+            causal: causal == 1,
+            window: WINDOWS[window],
+            softcap: (softcap == 1).then_some(2.5),
+            bias: [None, Some(full), Some(keys)][bias],
+            mask: (mask == 1).then_some(ScoreStrides { batch: 0, head: 0, ..full }),
+            mask_dtype,
+            ..p
+        };
+        let problem = problem.checked().expect("valid");
+        let seed = 2100 + cases.len() as u64;
+        cases.push(EdgeCase { problem, inputs: Inputs::Holes, seed, lengths: None });
+    }
+    for row in pairwise(&[7, 3, 2, 3, 2]) {
+        let [head_dim, head, causal, window, softcap] = row[..] else {
+            unreachable!("as many as there are factors")
+        };
+        let (head_dim, [of_q, of_kv]) = (HEAD_DIMS[head_dim], heads[head]);
+        let p = AttentionProblem::dense(4, [of_q, of_kv], [70, 90], head_dim, dtype)
+            .expect("sizes here are valid");
+        let keys = interleaved(of_kv, 90, head_dim);
+        let problem = AttentionProblem {
+            lse: true,
+            varlen: true,
+            causal: causal == 1,
+            window: WINDOWS[window],
+            softcap: (softcap == 1).then_some(2.5),
+            q: interleaved(of_q, 70, head_dim),
+            k: keys,
+            v: keys,
+            out: interleaved(of_q, 70, head_dim),
+            ..p
+        };
+        let lengths = Some(vec![(33, 90), (70, 41), (1, 1), (16, 64)]);
+        let seed = 2200 + cases.len() as u64;
+        cases.push(EdgeCase { problem, inputs: Inputs::Normal, seed, lengths });
     }
     cases
 }

@@ -10,6 +10,7 @@ use reference::{Cache, Distribution, Table, fill};
 use tune::Kernel;
 
 use crate::attention::{dense, strides};
+use crate::pairs::pairwise;
 use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, reference_dtype};
 
 /// One step to verify.
@@ -383,6 +384,27 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
     p.v = CacheStrides { page: 2 * capacity * 80, head: capacity * 80, seq: 80 };
     add(p, &[100, 64], 1.0);
     add(DecodeProblem { cache: DType::I8, ..p }, &[100, 64], 1.0);
+    // Every two of the choices that a step has, together.
+    let lengths = [150, 17, 64];
+    for row in pairwise(&[7, 3, 4, 2, 3, 3, 2]) {
+        let [head_dim, heads, seq_q, cache, block_size, window, softcap] = row[..] else {
+            unreachable!("as many as there are factors")
+        };
+        let sizes = Sizes {
+            lengths: &lengths,
+            heads: [[2, 2], [8, 2], [6, 1]][heads],
+            seq_q: [1, 2, 5, 16][seq_q],
+            head_dim: [32, 64, 80, 96, 128, 192, 256][head_dim],
+        };
+        let p = sizes.problem([None, Some(16), Some(64)][block_size], dtype);
+        let problem = DecodeProblem {
+            cache: [dtype, DType::I8][cache],
+            window: [None, Some(5), Some(70)][window],
+            softcap: (softcap == 1).then_some(2.5),
+            ..p
+        };
+        add(problem, &lengths, 1.0);
+    }
     cases
 }
 

@@ -10,6 +10,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+mod pairs;
 pub mod rope;
 pub mod sample;
 

@@ -1,12 +1,13 @@
 //! Matmul against its reference, and the shapes that break matmuls.
 
-use arch::Device;
+use arch::{Backend, Device};
+use cubecl::bytes::Bytes;
 use kernels::matmul::{
     Activation, Batches, Epilogue, EpilogueBuffers, Layout, Matmul, MatmulConfig, MatmulOperands,
     MatmulProblem, NormBuffers, Operand, Precision,
 };
 use kernels::norm::NormKind;
-use reference::{Distribution, Special, Strides, fill, plant};
+use reference::{Comparison, Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
 
 use crate::norm::reference_rule;
@@ -19,6 +20,16 @@ pub enum Inputs {
     Normal(u64),
     /// Normal with infinities and NaN planted in both operands.
     Special(u64),
+    /// Normal, in buffers that reach past 2^31 elements: only what the problem reads is there.
+    Far(u64),
+}
+
+impl Inputs {
+    const fn seed(self) -> u64 {
+        match self {
+            Self::Normal(seed) | Self::Special(seed) | Self::Far(seed) => seed,
+        }
+    }
 }
 
 /// One shape to verify.
@@ -31,8 +42,7 @@ pub struct EdgeCase {
 impl EdgeCase {
     /// How the rows of a grouped problem are shared out, by the seed.
     pub fn shares(&self) -> Option<Shares> {
-        let (Inputs::Normal(seed) | Inputs::Special(seed)) = self.inputs;
-        self.problem.grouped.then(|| Shares::ALL[(seed % 4) as usize])
+        self.problem.grouped.then(|| Shares::ALL[(self.inputs.seed() % 4) as usize])
     }
 }
 
@@ -85,11 +95,13 @@ pub fn check(
     config: &MatmulConfig,
 ) -> Result<Verdict, CheckError> {
     let EdgeCase { problem, inputs } = case;
+    if let Inputs::Far(seed) = *inputs {
+        return check_far(device, problem, seed, config);
+    }
     let [lhs_len, rhs_len, out_len] = problem.extents();
     let (stored, result) = (reference_dtype(problem.precision), result_dtype(problem));
     let make = |len: usize, dtype: reference::DType, salt: u64| -> Result<Vec<f32>, CheckError> {
-        let (Inputs::Normal(seed) | Inputs::Special(seed)) = *inputs;
-        let mut values = fill(2 * seed + salt, len, Distribution::Normal);
+        let mut values = fill(2 * inputs.seed() + salt, len, Distribution::Normal);
         if matches!(inputs, Inputs::Special(_)) {
             let places =
                 [(len / 7, Special::Inf), (len / 3, Special::Nan), (len / 2, Special::NegInf)];
@@ -133,6 +145,131 @@ pub fn check(
     let scratch = Matmul::scratch(device, problem, config);
     Matmul::launch(device, problem, config, &operands, scratch.as_ref());
     verdict(device, problem, &operands, &host, None)
+}
+
+/// How far away far operands lie: past 2^31 elements, and past 2^32.
+const FAR: [u64; 2] = [(1 << 31) + 64, (1 << 32) + 64];
+
+/// Rows of a result that is far itself which are checked, the first and the last.
+const FAR_ROWS: u32 = 64;
+
+/// `step` without what makes it far.
+fn nearby(step: u64) -> u64 {
+    step - FAR.into_iter().rfind(|far| step >= *far).unwrap_or_default()
+}
+
+/// [`check`] without an epilogue of operands that begin, or whose second batch begins, far away, or of a result that
+/// reaches far: the reference has them close together.
+fn check_far(
+    device: &Device,
+    problem: &MatmulProblem,
+    seed: u64,
+    config: &MatmulConfig,
+) -> Result<Verdict, CheckError> {
+    let mut near = *problem;
+    for start in [&mut near.lhs.start, &mut near.rhs.start] {
+        *start = nearby(*start);
+    }
+    for step in [&mut near.batches.lhs.1, &mut near.batches.rhs.1] {
+        *step = nearby(*step);
+    }
+    let stored = reference_dtype(problem.precision);
+    let make = |len: usize, salt: u64| -> Result<Vec<f32>, CheckError> {
+        let values = fill(2 * seed + salt, len, Distribution::Normal);
+        Ok(stored.decode(&stored.encode(&values))?)
+    };
+    let [lhs_len, rhs_len, _] = near.extents();
+    let host = Host {
+        lhs: make(lhs_len, 0)?,
+        rhs: make(rhs_len, 1)?,
+        bias: None,
+        gate: None,
+        residual: None,
+        norm: None,
+        offsets: None,
+    };
+    let [lhs, rhs, out] = problem.extents();
+    let client = device.client();
+    let size = stored.bytes();
+    // Each batch's matrix of an operand, written where it lies.
+    let place = |values: &[f32], of: [Operand; 2], steps: [u64; 2], len: usize| {
+        let bytes = stored.encode(values);
+        let buffer = client.empty((len * size).next_multiple_of(4));
+        let matrix =
+            values.len() - (of[0].start + u64::from(problem.batches.inner - 1) * steps[0]) as usize;
+        for batch in 0..u64::from(problem.batches.inner) {
+            let [from, to] = [0, 1].map(|i| (of[i].start + batch * steps[i]) as usize);
+            let rest = len - to - matrix;
+            let there =
+                buffer.clone().offset_start((to * size) as u64).offset_end((rest * size) as u64);
+            let piece = bytes[from * size..(from + matrix) * size].to_vec();
+            client.write(&there, Bytes::from_bytes_vec(piece));
+        }
+        buffer
+    };
+    let steps = [near.batches, problem.batches];
+    let operands = MatmulOperands {
+        lhs: place(&host.lhs, [near.lhs, problem.lhs], steps.map(|b| b.lhs.1), lhs),
+        rhs: place(&host.rhs, [near.rhs, problem.rhs], steps.map(|b| b.rhs.1), rhs),
+        out: client.empty((out * problem.out.size()).next_multiple_of(4)),
+        epilogue: EpilogueBuffers::default(),
+        rows: None,
+        norm: None,
+    };
+    let scratch = Matmul::scratch(device, problem, config);
+    Matmul::launch(device, problem, config, &operands, scratch.as_ref());
+    if (out as u64) < FAR[0] {
+        return verdict(device, &near, &operands, &host, None);
+    }
+    let some = |first: u32| {
+        let mut part = MatmulProblem { m: FAR_ROWS, ..near };
+        part.lhs.start += u64::from(first) * near.lhs.stride;
+        let row = u64::from(near.n) * problem.out.size() as u64;
+        let rest = u64::from(near.m - first - FAR_ROWS);
+        let rows = operands.out.clone().offset_start(u64::from(first) * row).offset_end(rest * row);
+        let operands = MatmulOperands { out: rows, ..operands.clone() };
+        verdict(device, &part, &operands, &host, None)
+    };
+    let (first, last) = (some(0)?, some(near.m - FAR_ROWS)?);
+    let comparison = Comparison::worst(vec![first.comparison, last.comparison]);
+    Ok(Verdict { comparison, digest: first.digest ^ last.digest.rotate_left(1) })
+}
+
+/// Views and batches past 2^31 elements; past 2^32, and with a result that is so large, on cards. Of types of 16 bits, and
+/// where a buffer may be so large: not through wgpu, which ends at 4 GiB.
+fn far_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
+    if precision.storage().size() != 2 || !matches!(backend, Backend::Cuda | Backend::Cpu) {
+        return Vec::new();
+    }
+    let mut cases = Vec::new();
+    let dense = |batch, sizes, rhs| {
+        MatmulProblem::dense(batch, sizes, [Layout::Row, rhs], precision)
+            .expect("sizes are positive")
+    };
+    let distances = if backend == Backend::Cuda { &FAR[..] } else { &FAR[..1] };
+    for far in distances {
+        for rhs in [Layout::Row, Layout::Col] {
+            for sizes in [[37, 136, 72], [1, 264, 512], [150, 130, 64]] {
+                let mut p = dense(1, sizes, rhs);
+                p.lhs.start = *far;
+                cases.push(p);
+                let mut p = dense(1, sizes, rhs);
+                p.rhs.start = *far;
+                cases.push(p);
+            }
+            let mut p = dense(2, [40, 72, 64], rhs);
+            p.batches.rhs.1 += far;
+            cases.push(p);
+        }
+    }
+    if backend == Backend::Cuda {
+        cases.extend([Layout::Row, Layout::Col].map(|rhs| dense(1, [65_600, 32_800, 16], rhs)));
+    }
+    let seeds = 400..;
+    seeds
+        .zip(cases)
+        .map(|(seed, problem)| EdgeCase { problem, inputs: Inputs::Far(seed) })
+        .collect()
 }
 
 /// The inputs of one product, decoded.
@@ -315,7 +452,7 @@ const SIZES: [[u32; 3]; 16] = [
 
 /// The shapes that every config must get right, for one precision: every size in every layout, then
 /// batches, repeated operands, strided views, deep products and special values.
-pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
+pub fn edge_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
     let layouts = [Layout::Row, Layout::Col];
     let mut cases = Vec::new();
     let dense = |batch, sizes, layouts| {
@@ -370,6 +507,7 @@ pub fn edge_cases(precision: Precision) -> Vec<EdgeCase> {
     for (seed, sizes) in [(96, [40, 48, 56]), (97, [128, 128, 64]), (98, [3, 130, 35])] {
         add(dense(1, sizes, [Layout::Row, Layout::Col]), Inputs::Special(seed));
     }
+    cases.extend(far_cases(precision, backend));
     cases
 }
 
