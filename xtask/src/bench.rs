@@ -201,7 +201,7 @@ pub(crate) fn problems(run: &[Column]) -> Vec<String> {
 }
 
 /// A file for the result; one that cannot be written is the caller's mistake.
-fn out_file(path: &Path) -> Result<OutFile> {
+pub(crate) fn out_file(path: &Path) -> Result<OutFile> {
     OutFile::new(path).map_err(|error| Fail::Refused(error.to_string()).into())
 }
 

@@ -1,11 +1,13 @@
 //! The command line: what may be typed, nothing of what it does.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::devices::Selection;
+use crate::sanitize::Sanitizer;
 
 /// The GPUs of `crates/arch/profiles`.
 const PROFILES: [&str; 4] = ["h200", "rtx4080", "rtx4090", "rtx5090"];
@@ -114,7 +116,8 @@ pub(crate) struct TestArgs {
 }
 
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  cargo xtask verify --backend cuda,cpu --filter matmul")]
+#[command(after_help = "Examples:\n  cargo xtask verify --backend cuda,cpu --filter matmul\n  \
+                  cargo xtask verify --backend cuda --sanitizer memcheck --jobs 8")]
 pub(crate) struct VerifyArgs {
     /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
     #[arg(long, default_value = "auto", value_name = "LIST")]
@@ -131,6 +134,15 @@ pub(crate) struct VerifyArgs {
     /// Also take all memory of the card for a moment, to see that a model lives on
     #[arg(long)]
     pub(crate) exhaust: bool,
+    /// Run below compute-sanitizer, which needs CUDA and many times as long
+    #[arg(long, value_name = "TOOL")]
+    pub(crate) sanitizer: Option<Sanitizer>,
+    /// Processes of each backend, which share its checks: compiling takes most of the time, on one core each
+    #[arg(long, default_value_t = NonZeroUsize::MIN, value_name = "N")]
+    pub(crate) jobs: NonZeroUsize,
+    /// Write a line for each kernel and backend, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -16,6 +16,7 @@ mod place;
 mod programs;
 mod readme;
 mod report;
+mod sanitize;
 mod setup;
 mod stream;
 mod test;

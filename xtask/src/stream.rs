@@ -26,6 +26,19 @@ pub(crate) struct Column {
 }
 
 impl Column {
+    /// This one and what another process of the same backend had to say.
+    pub(crate) fn and(mut self, other: Self) -> Self {
+        self.card = self.card.or(other.card);
+        self.records.extend(other.records);
+        self.checks.extend(other.checks);
+        self.skips.extend(other.skips);
+        self.broken = match (self.broken, other.broken) {
+            (Some(one), Some(two)) => Some(format!("{one}; {two}")),
+            (one, two) => one.or(two),
+        };
+        self
+    }
+
     /// Cases that ran and failed, with the reason.
     pub(crate) fn failures(&self) -> impl Iterator<Item = (String, String)> {
         let records = self.records.iter().filter_map(|r| Some((r.case(), r.error.clone()?)));

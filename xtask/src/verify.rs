@@ -1,22 +1,28 @@
 //! `cargo xtask verify`: every kernel against the reference, and the backends against each other.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::thread;
 
 use anyhow::Result;
-use record::Check;
+use record::{Check, Verified};
 
-use crate::bench::{problems, wants};
+use crate::bench::{out_file, problems, wants};
 use crate::cli::VerifyArgs;
-use crate::devices::{Backend, Doctor};
+use crate::devices::{Backend, Doctor, Selection};
 use crate::fail::{check, usage};
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::report::{self, Align, Style, Table};
+use crate::sanitize::Sanitizer;
 use crate::setup;
 use crate::stream::{self, Column};
 
 pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
+    if args.sanitizer.is_some() && args.backend != Selection::List(vec![Backend::Cuda]) {
+        return Err(usage("compute-sanitizer sees CUDA alone", "add --backend cuda"));
+    }
     let place = Place::find()?;
+    let save = args.save.as_deref().map(out_file).transpose()?;
     setup::check_drivers(&args.backend)?;
     let (programs, _) = Programs::ready(&place, wants(&args.backend))?;
     let chosen = Doctor::ask(&programs)?.choose(&args.backend, false)?;
@@ -30,9 +36,56 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     options.extend(flags.iter().filter_map(|(name, on)| on.then_some(*name)));
     let fixtures = fixtures(&place);
     options.extend(fixtures.iter().flat_map(|folder| ["--fixtures", folder]));
-    let run = columns(&programs, &backends, &options)?;
+    let how = How { jobs: args.jobs.get(), sanitizer: args.sanitizer };
+    let run = columns(&programs, &backends, &options, how)?;
     command::print(&document(&run, Style::of_stdout()))?;
+    if let Some(file) = save {
+        let rows: Vec<_> = run.iter().flat_map(|column| rows(column, args)).collect();
+        let lines: Vec<_> = rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+        file.write((lines.join("\n") + "\n").as_bytes())?;
+    }
     verdict(&run)
+}
+
+/// What a backend's checks of each kernel came to.
+fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
+    let Some(card) = &column.card else { return Vec::new() };
+    let ops: BTreeSet<&str> = column.checks.iter().map(|check| check.op.as_str()).collect();
+    let row = |op: &str| {
+        let Summed { checks, passed, worst } = Summed::of(column, op);
+        let (worst_used, worst_case) = worst.unzip();
+        Verified {
+            schema: record::SCHEMA,
+            op: op.to_owned(),
+            backend: column.backend.clone(),
+            arch_id: card.arch_id.clone(),
+            profile: card.profile.clone(),
+            checks,
+            passed,
+            worst_used,
+            worst_case,
+            configs: args.configs,
+            filter: args.filter.clone(),
+            sanitizer: args.sanitizer.map(|tool| tool.name().to_owned()),
+            broken: column.broken.clone(),
+            commit: card.commit.clone(),
+            dirty: card.dirty,
+            date: card.date.clone(),
+        }
+    };
+    ops.into_iter().map(row).collect()
+}
+
+/// How checks are run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct How {
+    /// Processes of each backend.
+    pub(crate) jobs: usize,
+    pub(crate) sanitizer: Option<Sanitizer>,
+}
+
+impl How {
+    pub(crate) const PLAIN: Self = Self { jobs: 1, sanitizer: None };
 }
 
 /// The small models of the workspace, where there is one.
@@ -41,17 +94,37 @@ pub(crate) fn fixtures(place: &Place) -> Option<String> {
     Some(root.join("models/fixtures").display().to_string())
 }
 
-/// One process per backend.
+/// One process per backend, or as many as share its checks.
 pub(crate) fn columns(
     programs: &Programs,
     backends: &[Backend],
     options: &[&str],
+    how: How,
 ) -> Result<Vec<Column>> {
-    let column = |backend: &Backend| {
+    let part = |backend: &Backend, at: usize| {
         let mut command = programs.command("flashover-bench");
-        command.args(["verify", "--backend", &backend.to_string()]);
-        command.args(options);
-        stream::gather(&backend.to_string(), command)
+        command.args(["verify", "--backend", &backend.to_string()]).args(options);
+        let mut name = backend.to_string();
+        if how.jobs > 1 {
+            let part = format!("{at}/{}", how.jobs);
+            command.args(["--part", &part]);
+            name += &format!(" {part}");
+        }
+        let Some(tool) = how.sanitizer else { return stream::gather(&name, command) };
+        let log = tempfile::NamedTempFile::new()?;
+        let column = stream::gather(&name, tool.around(&command, log.path())?)?;
+        let found = tool.found(log.path())?;
+        Ok(Column { broken: column.broken.or(found), ..column })
+    };
+    let column = |backend: &Backend| {
+        let parts = thread::scope(|scope| {
+            let running: Vec<_> =
+                (1..=how.jobs).map(|at| scope.spawn(move || part(backend, at))).collect();
+            let ended = running.into_iter().map(|thread| thread.join().expect("no panic"));
+            ended.collect::<Result<Vec<_>>>()
+        })?;
+        let whole = parts.into_iter().reduce(Column::and).expect("one process at least");
+        Ok(Column { backend: backend.to_string(), ..whole })
     };
     backends.iter().map(column).collect()
 }
@@ -104,25 +177,41 @@ fn kernels(run: &[Column]) -> Table {
     let ops: BTreeSet<&str> = run.iter().flat_map(|c| &c.checks).map(|c| c.op.as_str()).collect();
     for op in ops {
         for column in run {
-            let checks: Vec<_> = column.checks.iter().filter(|check| check.op == op).collect();
-            if checks.is_empty() {
+            let Summed { checks, passed, worst } = Summed::of(column, op);
+            if checks == 0 {
                 continue;
             }
-            let worst = checks
-                .iter()
-                .filter_map(|check| Some((used(check)?, check.case())))
-                .max_by(|a, b| a.0.total_cmp(&b.0));
             table.row([
                 op.to_owned(),
                 column.backend.clone(),
-                checks.len().to_string(),
-                checks.iter().filter(|check| check.passed).count().to_string(),
+                checks.to_string(),
+                passed.to_string(),
                 worst.as_ref().map(|(share, _)| format!("{share:.2}")).unwrap_or_default(),
                 worst.map(|(_, case)| case).unwrap_or_default(),
             ]);
         }
     }
     table
+}
+
+/// The checks of one kernel.
+struct Summed {
+    checks: usize,
+    passed: usize,
+    /// Of its tolerance the most that one used up, and which.
+    worst: Option<(f64, String)>,
+}
+
+impl Summed {
+    fn of(column: &Column, op: &str) -> Self {
+        let checks: Vec<_> = column.checks.iter().filter(|check| check.op == op).collect();
+        let worst = checks
+            .iter()
+            .filter_map(|check| Some((used(check)?, check.case())))
+            .max_by(|a, b| a.0.total_cmp(&b.0));
+        let passed = checks.iter().filter(|check| check.passed).count();
+        Self { checks: checks.len(), passed, worst }
+    }
 }
 
 /// How much of its tolerance a check used up; an exact result uses none, even of a tolerance of 0.

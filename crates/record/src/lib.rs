@@ -180,6 +180,33 @@ impl Check {
     }
 }
 
+/// What the checks of one kernel on one backend came to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Verified {
+    pub schema: u32,
+    /// A kernel's name, such as `matmul`.
+    pub op: String,
+    pub backend: String,
+    pub arch_id: String,
+    pub profile: Option<String>,
+    pub checks: usize,
+    pub passed: usize,
+    /// Error over tolerance of the check that used most of it, and its name.
+    pub worst_used: Option<f64>,
+    pub worst_case: Option<String>,
+    /// Whether every candidate config ran, and not the default and the measured ones alone.
+    pub configs: bool,
+    pub filter: Option<String>,
+    /// The tool of compute-sanitizer that all ran below, and found nothing unless `broken` says so.
+    pub sanitizer: Option<String>,
+    /// Why the run is not complete, or not clean.
+    pub broken: Option<String>,
+    pub commit: String,
+    pub dirty: bool,
+    /// UTC, RFC 3339.
+    pub date: String,
+}
+
 /// Sizes first as `m x n x k`, then the rest as `name=value`; `dtype` stands bare.
 pub fn case_name(op: &str, params: &BTreeMap<String, Value>) -> String {
     let text = |v: &Value| v.as_str().map_or_else(|| v.to_string(), str::to_owned);
