@@ -1,6 +1,8 @@
-//! Attention on the caller's own tensors.
+//! Attention on the caller's own tensors, and its gradients.
 
 use arch::{DType, Device};
+use cubecl::server::Handle;
+use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 use kernels::attention::{
     Attention, AttentionOperands, AttentionOptions, AttentionProblem, ScoreStrides,
 };
@@ -29,11 +31,153 @@ pub struct Attended {
 /// See [`OpError`].
 pub fn attention(
     device: &Device,
-    [q, k, v]: [&HostTensor; 3],
+    operands: [&HostTensor; 3],
     bias: Option<&HostTensor>,
     options: &AttentionOptions,
     policy: Policy,
 ) -> Result<Attended, OpError> {
+    Forward::run(device, operands, bias, options, policy, 0)?.attended(device, operands[0])
+}
+
+/// The gradients of an attention by its operands, each of its operand's shape and dtype.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AttentionGradients {
+    /// By q.
+    pub dq: HostTensor,
+    /// By k.
+    pub dk: HostTensor,
+    /// By v.
+    pub dv: HostTensor,
+}
+
+/// [`attention`], and what `dout`, the gradient of its result, makes of q, k and v; the scores are computed again.
+///
+/// # Shapes
+/// As [`attention`]; dout as its result.
+///
+/// # Errors
+/// See [`OpError`].
+pub fn attention_backward(
+    device: &Device,
+    operands: [&HostTensor; 3],
+    bias: Option<&HostTensor>,
+    dout: &HostTensor,
+    options: &AttentionOptions,
+    policy: Policy,
+) -> Result<(Attended, AttentionGradients), OpError> {
+    let [q, k, v] = operands;
+    let need = q.dtype();
+    if dout.dtype() != need {
+        return Err(OpError::DType { what: "dout", have: dout.dtype(), first: "q", need });
+    }
+    let shape = |tensor: &HostTensor| tensor.shape().iter().map(|axis| *axis as u32).collect();
+    if dout.shape() != q.shape() {
+        return Err(OpError::Shape { what: "dout", have: shape(dout), need: shape(q) });
+    }
+    let all: usize = [q, q, k, v].iter().map(|tensor| tensor.bytes().len()).sum();
+    let run = Forward::run(device, operands, bias, options, policy, all)?;
+    let problem = BackwardProblem::of(run.problem)?;
+    let config = match options.implementation {
+        None => choose::<AttentionBackward>(device, &problem, policy)?,
+        Some(implementation) => implementation
+            .backward_config(device.profile(), &problem)
+            .map_err(|why| OpError::Forced { implementation, why })?,
+    };
+    let [_, dq, dk, dv] = problem.extents();
+    let backward = BackwardOperands {
+        forward: run.operands.clone(),
+        dout: upload(device, dout.bytes()),
+        dq: empty(device, dq * need.size()),
+        dk: empty(device, dk * need.size()),
+        dv: empty(device, dv * need.size()),
+    };
+    let scratch = AttentionBackward::scratch(device, &problem, &config);
+    AttentionBackward::launch(device, &problem, &config, &backward, scratch.as_ref());
+    let of = |buffer, len: usize, like: &HostTensor| {
+        HostTensor::new(need, like.shape(), read(device, buffer, len * need.size())?)
+            .map_err(OpError::from)
+    };
+    let gradients = AttentionGradients {
+        dq: of(backward.dq, dq, q)?,
+        dk: of(backward.dk, dk, k)?,
+        dv: of(backward.dv, dv, v)?,
+    };
+    Ok((run.attended(device, q)?, gradients))
+}
+
+/// A forward pass that was launched.
+struct Forward {
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+}
+
+impl Forward {
+    /// `more` bytes are to fit beside what the pass itself takes.
+    fn run(
+        device: &Device,
+        [q, k, v]: [&HostTensor; 3],
+        bias: Option<&HostTensor>,
+        options: &AttentionOptions,
+        policy: Policy,
+        more: usize,
+    ) -> Result<Self, OpError> {
+        let problem = problem([q, k, v], bias, options)?;
+        let need = q.dtype();
+        let bytes = |tensor: Option<&HostTensor>| tensor.map_or(0, |t| t.bytes().len() as u128);
+        let (rows, out_len) = (problem.rows() as usize, problem.extents()[3]);
+        check_memory(
+            device,
+            &[
+                ("q", bytes(Some(q))),
+                ("k", bytes(Some(k))),
+                ("v", bytes(Some(v))),
+                ("bias", bytes(bias)),
+                ("the result", (out_len * need.size() + rows * 4) as u128),
+                ("dout and the gradients", more as u128),
+            ],
+        )?;
+        let config = match options.implementation {
+            None => choose::<Attention>(device, &problem, policy)?,
+            Some(implementation) => implementation
+                .config(device.profile(), &problem)
+                .map_err(|why| OpError::Forced { implementation, why })?,
+        };
+        let operands = AttentionOperands {
+            q: upload(device, q.bytes()),
+            k: upload(device, k.bytes()),
+            v: upload(device, v.bytes()),
+            out: empty(device, out_len * need.size()),
+            lse: Some(empty(device, rows * 4)),
+            bias: bias.map(|tensor| upload(device, tensor.bytes())),
+            mask: None,
+            offsets: None,
+        };
+        Attention::launch(device, &problem, &config, &operands, None);
+        Ok(Self { problem, operands })
+    }
+
+    fn attended(self, device: &Device, q: &HostTensor) -> Result<Attended, OpError> {
+        let (dtype, out_len) = (self.problem.dtype, self.problem.extents()[3]);
+        let out = read(device, self.operands.out, out_len * dtype.size())?;
+        let lse = self.operands.lse.expect("every pass stores it");
+        let lse = read(device, lse, self.problem.rows() as usize * 4)?;
+        Ok(Attended {
+            out: HostTensor::new(dtype, q.shape(), out)?,
+            lse: HostTensor::new(DType::F32, &q.shape()[..3], lse)?,
+        })
+    }
+}
+
+fn empty(device: &Device, bytes: usize) -> Handle {
+    device.client().empty(bytes.next_multiple_of(4))
+}
+
+/// The problem that the tensors are of, with its log-sum-exp stored.
+fn problem(
+    [q, k, v]: [&HostTensor; 3],
+    bias: Option<&HostTensor>,
+    options: &AttentionOptions,
+) -> Result<AttentionProblem, OpError> {
     let need = q.dtype();
     for (what, tensor) in [("k", Some(k)), ("v", Some(v)), ("bias", bias)] {
         if let Some(have) = tensor.map(HostTensor::dtype).filter(|have| *have != need) {
@@ -69,46 +213,7 @@ pub fn attention(
             Some(repeated(have))
         }
     };
-    let problem =
-        AttentionProblem { bias: bias_steps, lse: true, ..options.on(dense) }.checked()?;
-    let bytes = |tensor: Option<&HostTensor>| tensor.map_or(0, |t| t.bytes().len() as u128);
-    let (rows, out_len) = (problem.rows() as usize, problem.extents()[3]);
-    check_memory(
-        device,
-        &[
-            ("q", bytes(Some(q))),
-            ("k", bytes(Some(k))),
-            ("v", bytes(Some(v))),
-            ("bias", bytes(bias)),
-            ("the result", (out_len * need.size() + rows * 4) as u128),
-        ],
-    )?;
-    let config = match options.implementation {
-        None => choose::<Attention>(device, &problem, policy)?,
-        Some(wanted) => {
-            let refused = |why| OpError::Forced { implementation: wanted, why };
-            wanted.config(device.profile(), &problem).map_err(refused)?
-        }
-    };
-    let empty = |bytes: usize| device.client().empty(bytes.next_multiple_of(4));
-    let lse = empty(rows * 4);
-    let operands = AttentionOperands {
-        q: upload(device, q.bytes()),
-        k: upload(device, k.bytes()),
-        v: upload(device, v.bytes()),
-        out: empty(out_len * need.size()),
-        lse: Some(lse.clone()),
-        bias: bias.map(|tensor| upload(device, tensor.bytes())),
-        mask: None,
-        offsets: None,
-    };
-    Attention::launch(device, &problem, &config, &operands, None);
-    let out = read(device, operands.out, out_len * need.size())?;
-    let lse = read(device, lse, rows * 4)?;
-    Ok(Attended {
-        out: HostTensor::new(need, q.shape(), out)?,
-        lse: HostTensor::new(DType::F32, &q.shape()[..3], lse)?,
-    })
+    Ok(AttentionProblem { bias: bias_steps, lse: true, ..options.on(dense) }.checked()?)
 }
 
 /// Steps of a dense tensor of scores whose axes of one repeat.

@@ -42,7 +42,7 @@ pub use arch::{
     ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile,
     monitor, report,
 };
-pub use attention::{Attended, attention};
+pub use attention::{Attended, AttentionGradients, attention, attention_backward};
 pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
 pub use engine::{
     BatchStep, Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions,

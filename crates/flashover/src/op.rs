@@ -13,7 +13,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tune::{CacheError, Infeasible, Kernel, Policy, TuneCache, TuneError, Tuner};
 
-use crate::attention::attention;
+use crate::attention::{Attended, AttentionGradients, attention, attention_backward};
 use crate::{HostTensor, TensorError};
 
 /// How the operands of [`matmul`] lie and how they are multiplied.
@@ -218,7 +218,7 @@ fn gib(bytes: u128) -> String {
 /// `matmul` takes `lhs`, `rhs` and optionally `bias`, with settings `lhs=row|col`, `rhs=row|col`,
 /// `tf32=true|false`, and gives `out`. `attention` takes `q`, `k`, `v` and optionally `bias`, with settings
 /// `causal=true|false`, `window`, `scale`, `softcap`, `implementation=flash|plain`, and gives `out` and
-/// `lse`.
+/// `lse`; with `dout`, the gradient of the result, `dq`, `dk` and `dv` as well.
 ///
 /// # Errors
 /// See [`OpError`].
@@ -231,7 +231,7 @@ pub fn run_op(
 ) -> Result<BTreeMap<String, HostTensor>, OpError> {
     let (known, text): (&[&str], _) = match name {
         "matmul" => (&["lhs", "rhs", "bias"], "lhs, rhs and optionally bias"),
-        "attention" => (&["q", "k", "v", "bias"], "q, k, v and optionally bias"),
+        "attention" => (&["q", "k", "v", "bias", "dout"], "q, k, v and optionally bias and dout"),
         _ => return Err(OpError::UnknownOp(name.to_owned())),
     };
     if let Some(extra) = inputs.keys().find(|k| !known.contains(&k.as_str())) {
@@ -245,8 +245,17 @@ pub fn run_op(
         return Ok(BTreeMap::from([("out".to_owned(), out)]));
     }
     let options = attention_options(settings)?;
-    let done = attention(device, [get("q")?, get("k")?, get("v")?], bias, &options, policy)?;
-    Ok(BTreeMap::from([("out".to_owned(), done.out), ("lse".to_owned(), done.lse)]))
+    let operands = [get("q")?, get("k")?, get("v")?];
+    let named = |all: Vec<(&str, HostTensor)>| {
+        all.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect()
+    };
+    let Some(dout) = inputs.get("dout") else {
+        let Attended { out, lse } = attention(device, operands, bias, &options, policy)?;
+        return Ok(named(vec![("out", out), ("lse", lse)]));
+    };
+    let (Attended { out, lse }, AttentionGradients { dq, dk, dv }) =
+        attention_backward(device, operands, bias, dout, &options, policy)?;
+    Ok(named(vec![("out", out), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)]))
 }
 
 fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, OpError> {

@@ -133,6 +133,27 @@ fn attention_weighs_values_by_their_keys() {
     let lse = values(&[("implementation", "plain")], "lse");
     assert_eq!(lse.len(), 4);
     assert!((lse[0] - (scores + 3f32.ln())).abs() < 1e-5, "{lse:?}");
+    // Every weight is a third. dv sums them over 4 queries; dk_j is scale · Σ_i p·(dout·v_j - dout·out)·q_i, and of keys that
+    // are alike nothing moves q.
+    let ones = HostTensor::from_f32(&[1, 2, 2, 4], &[1.0; 16]).expect("16 values");
+    let differentiate = |dout: &HostTensor| {
+        let inputs = [("q", &q), ("k", &k), ("v", &v), ("dout", dout)];
+        let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
+        run_op("attention", &cpu(), &BTreeMap::from(inputs), &[], Policy::Default)
+    };
+    let of = differentiate(&ones).expect("valid");
+    let gradient = |name: &str| of[name].to_f32().expect("f32");
+    assert_eq!(of.len(), 5);
+    assert!(close(&gradient("dv"), 4.0 / 3.0) && close(&gradient("dq"), 0.0));
+    let queries = q.to_f32().expect("f32");
+    let sums: Vec<f32> = (0..4).map(|d| queries[d..].iter().step_by(4).sum()).collect();
+    for (at, got) in gradient("dk").into_iter().enumerate() {
+        let (key, d) = ((at / 4) as f32, at % 4);
+        let want = 0.5 * 4.0 / 3.0 * (key - 1.0) * sums[d];
+        assert!((got - want).abs() < 1e-4, "dk[{at}] is {got}, not {want}");
+    }
+    let refused = differentiate(&v).expect_err("of another shape").to_string();
+    assert!(refused.starts_with("dout has shape [1, 1, 3, 4]"), "{refused}");
     let fails = |settings: &[(&str, &str)]| run(settings).expect_err("a mistake").to_string();
     assert!(fails(&[("implementation", "flash")]).contains("matrix instructions"));
     assert!(fails(&[("scale", "0")]).contains("scale is 0"));
