@@ -3,6 +3,8 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 
+use crate::QuantType;
+
 /// Why a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -110,6 +112,12 @@ pub enum Reason {
     States(Vec<String>),
     #[error("quantization of type {0:?}; nf4 and fp4 are known")]
     QuantType(String),
+    /// Of a quantization state, whose name tells it too.
+    #[error("says that the type is {state}, and is named as one of type {name}")]
+    QuantTypes { state: QuantType, name: QuantType },
+    /// NF4's 16 values ascend, FP4's do not.
+    #[error("is not that of {0}, which is the type that the quantization state says")]
+    QuantMap(QuantType),
     #[error("blocks of {0} values: a power of two in 32..=4096 was expected")]
     BlockSize(usize),
     #[error("nested blocks of {0} values: 256 was expected")]

@@ -63,6 +63,13 @@ pub struct Nested<'a> {
     pub offset: f32,
 }
 
+impl QuantType {
+    fn named(name: &str) -> Result<Self, Reason> {
+        let known = [Self::Nf4, Self::Fp4].into_iter().find(|known| known.to_string() == name);
+        known.ok_or_else(|| Reason::QuantType(name.into()))
+    }
+}
+
 impl fmt::Display for QuantType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
@@ -141,16 +148,14 @@ impl Layout {
         let Some(quant_type) = suffix.strip_prefix("bitsandbytes__") else {
             return Err(Reason::QuantType(suffix.into()));
         };
-        let known = [QuantType::Nf4, QuantType::Fp4];
-        let Some(known) = known.into_iter().find(|known| known.to_string() == quant_type) else {
-            return Err(Reason::QuantType(quant_type.into()));
-        };
+        let quant_type = QuantType::named(quant_type)?;
         if state.dtype != Dtype::U8 {
             return Err(Reason::DType { have: state.dtype, need: vec![Dtype::U8] });
         }
         let state = State::parse(&state.bytes)?;
-        if state.quant_type != quant_type {
-            return Err(Reason::QuantType(state.quant_type));
+        let of_state = QuantType::named(&state.quant_type)?;
+        if of_state != quant_type {
+            return Err(Reason::QuantTypes { state: of_state, name: quant_type });
         }
         let dtype = match state.dtype.as_str() {
             "float16" => Dtype::F16,
@@ -167,7 +172,7 @@ impl Layout {
         let offset = state.nested_offset.map(|offset| offset as f32);
         finite(offset.as_slice())?;
         let layout = Self {
-            quant_type: known,
+            quant_type,
             block_size: state.blocksize,
             nested: offset.is_some(),
             dtype,
@@ -291,12 +296,17 @@ impl<'a> FourBit<'a> {
         Ok(tensors)
     }
 
-    /// Numbers are finite, and nested where the layout says so.
+    /// Numbers are finite, in the order of their type, and nested where the layout says so.
     fn check(&self, name: &str) -> Result<(), Error> {
         let check = |part: &str, values: &[f32]| {
             finite(values).map_err(|reason| reason.of(format!("{name}.{part}")))
         };
         check("quant_map", &self.quant_map)?;
+        // Else bitsandbytes would decode by the type, and we by the map.
+        let quant_type = self.layout.quant_type;
+        if self.quant_map.is_sorted() != (quant_type == QuantType::Nf4) {
+            return Err(Reason::QuantMap(quant_type).of(format!("{name}.quant_map")));
+        }
         match &self.absmax {
             Absmax::Plain(absmax) if !self.layout.nested => check("absmax", absmax),
             Absmax::Nested(nested) if self.layout.nested => {

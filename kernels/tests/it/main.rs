@@ -1,6 +1,7 @@
 //! Kernels on the devices that need no GPU: the CPU runtime, and WGSL on a software rasteriser where one is installed.
 //! Every edge shape of every kernel is `flashover-bench verify`'s, which `cargo xtask test` runs on both.
 
+mod random;
 mod spirv;
 
 use std::io::Write;

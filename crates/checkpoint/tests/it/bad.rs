@@ -102,7 +102,10 @@ fn states_that_are_broken() {
         (state("blocksize", "size"), "unknown field `size`"),
         (state("\"nested_blocksize\": 256, ", ""), "nested keys are missing"),
         (state("\"nf4\"", "\"int4\""), "quantization of type \"int4\""),
-        (state("\"nf4\"", "\"fp4\""), "quantization of type \"fp4\""),
+        (
+            state("\"nf4\"", "\"fp4\""),
+            "linear.weight.quant_state.bitsandbytes__nf4: says that the type is fp4, and is named as one of type nf4",
+        ),
         (state("\"blocksize\": 64", "\"blocksize\": 48"), "blocks of 48 values"),
         (state("\"blocksize\": 64", "\"blocksize\": 0"), "blocks of 0 values"),
         (
@@ -124,7 +127,7 @@ fn states_that_are_broken() {
         (put(STATE, Dtype::I8, &[4]), "is I8 where U8 was expected"),
         (put(fp4, Dtype::U8, &[4]), "more than one quantization state: linear.weight"),
         (rename(STATE, "linear.weight.quant_state.nf4"), "type \"nf4\""),
-        (rename(STATE, fp4), "quantization of type \"nf4\""),
+        (rename(STATE, fp4), "__fp4: says that the type is nf4, and is named as one of type fp4"),
         (put("linear.weight.zeros", Dtype::U8, &[1]), "zeros: does not belong to the"),
         (put("linear.weight", Dtype::U8, &[8703, 1]), "has shape [8703, 1], which"),
         (put("linear.weight", Dtype::U8, &[1, 8704]), "has shape [1, 8704], which"),
@@ -161,6 +164,20 @@ fn states_that_are_broken() {
     );
     let odd = refused("nf4_storage_f32", state("[8, 64]", "[1, 510]"));
     assert!(odd.contains("does not hold 510 values of 4 bits stored as F32"), "{odd}");
+}
+
+#[test]
+fn maps_of_the_other_type() {
+    for (name, other, word) in [
+        ("nf4_plain", "fp4_plain", "is not that of nf4, which is the type that the quantization"),
+        ("fp4_plain", "nf4_plain", "is not that of fp4, which is the type that the quantization"),
+    ] {
+        let text = refused(name, |named| {
+            let map = "linear.weight.quant_map";
+            *tensor(named, map) = tensor(&mut tensors(other), map).clone();
+        });
+        assert!(text.starts_with(&format!("tensor linear.weight.quant_map: {word}")), "{text}");
+    }
 }
 
 #[test]

@@ -10,7 +10,11 @@ use std::path::{Path, PathBuf};
 use checkpoint::{Checkpoint, Dtype, Error, Plan, Tensor, Writer};
 
 /// Every fixture but the text of floats.
-const FIXTURES: [&str; 14] = [
+const FIXTURES: [&str; 18] = [
+    "cuda_fp4_nested",
+    "cuda_int8",
+    "cuda_nf4_nested",
+    "cuda_nf4_plain",
     "experts",
     "fp4_nested",
     "fp4_plain",

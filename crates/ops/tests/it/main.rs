@@ -4,6 +4,7 @@
 mod attention;
 mod decode;
 mod embed;
+mod golden;
 mod int8;
 mod matmul;
 mod nf4;

@@ -1,0 +1,206 @@
+//! Our kernels on what bitsandbytes wrote: fixtures of `checkpoint`, which hold what a weight was made of and what
+//! bitsandbytes makes of it. What a GPU quantised (`cuda_*`) is ours bit by bit; of the CPU's `reference::nf4` says what
+//! is not.
+
+use std::path::Path;
+
+use arch::Backend;
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use cubecl::prelude::CubeElement;
+use kernels::nf4::{Weight as Sizes, nest};
+use ops::checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Layout, Nested, QuantType, Weight};
+use ops::{
+    CodeBook, Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, OpError, int8_linear, nf4_linear,
+};
+use reference::{Distribution, Matmul, fill, nf4};
+
+use crate::values;
+
+/// Runs `check` on every weight, with the values that it was made of and those that bitsandbytes makes of it.
+fn each(mut check: impl FnMut(&str, Weight<'_>, [&[f32]; 2])) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../checkpoint/fixtures");
+    let files = folder.read_dir().expect("there").map(|entry| entry.expect("listed").path());
+    for path in files.filter(|path| path.extension().is_some_and(|e| e == "safetensors")) {
+        let name = path.file_stem().expect("named").to_string_lossy();
+        let file = Checkpoint::open(&path).expect("a fixture is a checkpoint");
+        let beside = |what: &str| {
+            let found = file.names().find(|name| name.starts_with(what)).expect("saved beside");
+            file.tensor(found).expect("listed").widened().expect("floats")
+        };
+        let weight = ["linear.weight", "experts.gate_up_proj"].iter().find(|w| file.contains(w));
+        let weight = file.weight(weight.expect("one of these")).expect("written by bitsandbytes");
+        check(&name, weight, [&beside("original."), &beside("dequantized.")]);
+    }
+}
+
+/// Runs `check` on every weight of 4 bits, as a matrix.
+fn each_four_bit(mut check: impl FnMut(&str, FourBit<'_>, [&[f32]; 2])) {
+    let mut count = 0;
+    each(|name, weight, beside| {
+        let Weight::FourBit(weight) = weight else { return };
+        let k = *weight.layout.shape.last().expect("it has axes");
+        let shape = vec![beside[0].len() / k, k];
+        check(name, FourBit { layout: Layout { shape, ..weight.layout }, ..weight }, beside);
+        count += 1;
+    });
+    assert_eq!(count, 16);
+}
+
+fn on_cuda(name: &str) -> bool {
+    name.starts_with("cuda_")
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+const fn float(dtype: Dtype) -> (FloatDType, reference::DType) {
+    match dtype {
+        Dtype::F16 => (FloatDType::F16, reference::DType::F16),
+        Dtype::BF16 => (FloatDType::BF16, reference::DType::Bf16),
+        _ => (FloatDType::F32, reference::DType::F32),
+    }
+}
+
+/// Values that `dtype` has.
+fn dense(values: &[f32], shape: [usize; 2], dtype: FloatDType) -> Tensor<2> {
+    let wide = TensorData::new(values.to_vec(), shape);
+    Tensor::<2>::from_data(wide, &Device::cpu()).cast(dtype)
+}
+
+/// Few rows and many by a weight `[n, k]`, and by what bitsandbytes makes of it.
+fn multiplied(
+    name: &str,
+    [n, k]: [usize; 2],
+    dtype: Dtype,
+    theirs: &[f32],
+    run: impl Fn(Tensor<2>) -> Result<Tensor<2>, OpError>,
+) {
+    let (float, dtype) = float(dtype);
+    for m in [1, 40] {
+        let x = fill(m as u64, m * k, Distribution::Normal);
+        let x = dtype.decode(&dtype.encode(&x)).expect("whole values");
+        let out = values(run(dense(&x, [m, k], float)).expect("valid"));
+        let layouts = [reference::Layout::Row, reference::Layout::Col];
+        let product = Matmul::contiguous(&[], [m, n, k], layouts[0], layouts[1], dtype);
+        let all = product.everything();
+        let compared = product.check(&all, &x, theirs, reference::Epilogue::NONE, &out);
+        let compared = compared.expect("the sizes agree");
+        assert!(compared.passed, "{name}, {m} rows: {compared}");
+    }
+}
+
+#[test]
+fn four_bits_are_decoded_and_multiplied_as_bitsandbytes_does() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    each_four_bit(|name, host, [_, theirs]| {
+        let weight = Nf4Weight::from_host(&ctx, &host, &device).expect("a matrix");
+        let dtype = host.layout.dtype;
+        let ours = weight.dequantize(&ctx, float(dtype).0).expect("a float");
+        // Some of bitsandbytes' code decodes FP4's 8 to -0.
+        let plus_zero = |values: &[f32]| bits(&values.iter().map(|v| v + 0.0).collect::<Vec<_>>());
+        assert_eq!(plus_zero(&values(ours)), plus_zero(theirs), "{name}");
+        multiplied(name, weight.shape(), dtype, theirs, |x| {
+            nf4_linear(&ctx, x, &weight, Epilogue::default())
+        });
+    });
+}
+
+#[test]
+fn four_bits_are_quantised_as_bitsandbytes_does() {
+    let ctx = Ctx::default();
+    each_four_bit(|name, theirs, [original, _]| {
+        let layout = &theirs.layout;
+        let [n, k] = layout.shape[..] else { panic!("a matrix") };
+        let book = match layout.quant_type {
+            QuantType::Nf4 => CodeBook::Nf4,
+            QuantType::Fp4 => CodeBook::Fp4,
+        };
+        let make = |nested| {
+            let block_size = layout.block_size as u32;
+            let options = Nf4Options { block_size, nested, book };
+            let made =
+                Nf4Weight::quantize(&ctx, dense(original, [n, k], float(layout.dtype).0), options);
+            made.and_then(|made| made.to_host(&ctx)).expect("finite")
+        };
+        let ours = make(false);
+        assert_eq!(bits(&ours.quant_map), bits(&theirs.quant_map), "{name}");
+        // The CPU gives FP4's two zeros, 0 and 8, the other sign.
+        let unsigned = book == CodeBook::Fp4 && !on_cuda(name);
+        let codes = |codes: &[u8]| -> Vec<u8> {
+            let halves = codes.iter().flat_map(|byte| [byte >> 4, byte & 15]);
+            halves.map(|code| if unsigned && code == 8 { 0 } else { code }).collect()
+        };
+        assert_eq!(codes(&ours.codes), codes(&theirs.codes), "{name}");
+        let Absmax::Plain(absmax) = &ours.absmax else { panic!("none were nested") };
+        match &theirs.absmax {
+            Absmax::Plain(theirs) => {
+                // On the CPU a short last block of zeros has 1e-38, which is subnormal.
+                let theirs = theirs.iter().map(|a| if a.is_subnormal() { 0.0 } else { *a });
+                assert_eq!(bits(absmax), bits(&theirs.collect::<Vec<_>>()), "{name}");
+            }
+            Absmax::Nested(theirs) => {
+                nested_as_theirs(name, absmax, [n, k], layout.block_size, theirs);
+                let Absmax::Nested(whole) = make(true).absmax else { panic!("all were nested") };
+                // Torch's mean, of f32, may be the neighbour.
+                let off = (whole.offset - theirs.offset).abs();
+                assert!(off <= theirs.offset * f32::EPSILON, "{name}: {off}");
+                if off == 0.0 {
+                    assert_eq!(bits(&whole.absmax), bits(&theirs.absmax), "{name}");
+                    assert!(!on_cuda(name) || whole.codes == theirs.codes, "{name}");
+                }
+            }
+        }
+    });
+}
+
+/// Nests absmax relative to the offset that bitsandbytes had.
+fn nested_as_theirs(
+    name: &str,
+    absmax: &[f32],
+    [n, k]: [usize; 2],
+    block_size: usize,
+    theirs: &Nested<'_>,
+) {
+    // A place of the table in which the CPU finds codes: there a value may be half of one off.
+    const PLACE: f32 = 2.0 / 65535.0;
+    let cpu = arch::Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let client = cpu.client();
+    let sizes = Sizes::new(n as u32, k as u32, block_size as u32, true).expect("valid");
+    let handle = client.create_from_slice(f32::as_bytes(absmax));
+    let (codes, nested) = nest(&cpu, &handle, sizes, theirs.offset);
+    let codes = client.read_one(codes).expect("it ran");
+    let pairs = client.read_one(nested.scales).expect("it ran");
+    let scales: Vec<f32> = f32::from_bytes(&pairs).iter().copied().step_by(2).collect();
+    assert_eq!(bits(&scales[..theirs.absmax.len()]), bits(&theirs.absmax), "{name}");
+    let map = nf4::dynamic_map();
+    assert_eq!(bits(&theirs.quant_map), bits(&map), "{name}");
+    for (block, (ours, theirs)) in codes.iter().zip(&theirs.codes[..]).enumerate() {
+        let offset = f32::from_bytes(&pairs)[1];
+        let x = (absmax[block] - offset) / scales[block / nf4::NESTED_BLOCK_SIZE];
+        let [near, far] = [ours, theirs].map(|code| (map[usize::from(*code)] - x).abs());
+        let table = if on_cuda(name) { 0.0 } else { PLACE };
+        assert!(ours == theirs || far <= near + table, "{name} {block}: {ours} {theirs} of {x}");
+    }
+}
+
+#[test]
+fn eight_bits_are_those_of_bitsandbytes() {
+    let (device, ctx, mut count) = (Device::cpu(), Ctx::default(), 0);
+    each(|name, weight, [original, dequantized]| {
+        let Weight::Int8(theirs) = weight else { return };
+        // Their own quantiser rounds to f16 first.
+        let ours = Int8Weight::quantize(&ctx, dense(original, theirs.shape, FloatDType::F16));
+        let ours = ours.and_then(|ours| ours.to_host()).expect("finite");
+        assert_eq!(ours.codes, theirs.codes, "{name}");
+        assert_eq!(bits(&ours.scb), bits(&theirs.scb), "{name}");
+        let weight = Int8Weight::from_host(&theirs, &device).expect("a matrix");
+        let decoded = weight.dequantize(&ctx, FloatDType::F32).expect("a float");
+        assert_eq!(bits(&values(decoded)), bits(dequantized), "{name}");
+        multiplied(name, theirs.shape, Dtype::F32, dequantized, |x| {
+            int8_linear(&ctx, x, &weight, Epilogue::default())
+        });
+        count += 1;
+    });
+    assert_eq!(count, 2);
+}
