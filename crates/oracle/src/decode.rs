@@ -9,7 +9,7 @@ use kernels::attention::decode::{
 use reference::{Cache, Distribution, Table, fill};
 use tune::Kernel;
 
-use crate::attention::{dense, strides};
+use crate::attention::{dense, place_of, strides};
 use crate::pairs::pairwise;
 use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, reference_dtype};
 
@@ -386,10 +386,13 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
     add(DecodeProblem { cache: DType::I8, ..p }, &[100, 64], 1.0);
     // Every two of the choices that a step has, together.
     let lengths = [150, 17, 64];
-    for row in pairwise(&[7, 3, 4, 2, 3, 3, 2]) {
-        let [head_dim, heads, seq_q, cache, block_size, window, softcap] = row[..] else {
+    for row in pairwise(&[3, 7, 3, 4, 2, 3, 3, 2]) {
+        let [of, head_dim, heads, seq_q, cache, block_size, window, softcap] = row[..] else {
             unreachable!("as many as there are factors")
         };
+        if of != place_of(dtype) {
+            continue;
+        }
         let sizes = Sizes {
             lengths: &lengths,
             heads: [[2, 2], [8, 2], [6, 1]][heads],
