@@ -25,14 +25,24 @@ pub fn print_on(text: &str) -> Result<bool, PrintError> {
     print_into(&mut io::stdout().lock(), text)
 }
 
-/// As [`note!`](crate::note), of a text.
+/// As [`note!`](crate::note), of a text. What would move the cursor or change the terminal is shown escaped: names and
+/// messages come out of other people's files.
 pub fn note_text(text: fmt::Arguments<'_>) {
     note_into(&mut io::stderr().lock(), text);
 }
 
 fn note_into(out: &mut impl Write, text: fmt::Arguments<'_>) {
+    let mut shown = String::new();
+    for c in text.to_string().chars() {
+        match c {
+            '\n' | '\t' => shown.push(c),
+            c if c.is_control() => shown.extend(c.escape_default()),
+            c => shown.push(c),
+        }
+    }
+    shown.push('\n');
     // In one piece, whatever else is written there.
-    out.write_all(format!("{text}\n").as_bytes()).unwrap_or_default();
+    out.write_all(shown.as_bytes()).unwrap_or_default();
 }
 
 fn print_into(out: &mut impl Write, text: &str) -> Result<bool, PrintError> {
@@ -46,6 +56,13 @@ fn print_into(out: &mut impl Write, text: &str) -> Result<bool, PrintError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_note_cannot_move_the_cursor() {
+        let mut out = Vec::new();
+        note_into(&mut out, format_args!("a\x1b[2Jb\r\tü\nhint: c\u{9b}1m"));
+        assert_eq!(String::from_utf8(out).expect("text"), "a\\u{1b}[2Jb\\r\tü\nhint: c\\u{9b}1m\n");
+    }
 
     #[test]
     fn a_reader_that_is_gone_is_no_error_and_a_full_disk_is_one() {
