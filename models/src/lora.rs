@@ -397,7 +397,7 @@ impl DecoderConfig {
     /// [`Error::Target`], [`Error::Rank`].
     pub fn factors(&self, options: &LoraOptions) -> Result<Vec<Factor>, Error> {
         let LoraOptions { rank, alpha, targets, .. } = options;
-        if !(alpha.is_finite() && *alpha > 0.0) {
+        if !((*alpha as f32).is_finite() && *alpha > 0.0) {
             return Err(Error::Rank { rank: *rank, alpha: *alpha, most: self.hidden });
         }
         let mut all: Vec<Factor> = Vec::new();

@@ -26,9 +26,12 @@ use flashover::report::Report;
 use flashover::{Backend, DType, Device, HostTensor, Policy, QuantizeError, run_op};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
+/// With the commit that it was built of, so that what a script measured says of what.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("FLASHOVER_COMMIT"), ")");
+
 /// Runs and inspects Flashover's kernels on this machine.
 #[derive(Parser)]
-#[command(name = "flashover", version, about)]
+#[command(name = "flashover", version = VERSION, about)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
