@@ -92,7 +92,7 @@ def ours(program, folder, tensors, settings):
     return read(folder / "out.safetensors")
 
 
-def judged(case, mine, card):
+def judged(case, mine, about):
     dtype, size, causal, window, tensors, _ = case
     seq_q, seq_kv = size[3:5]
     seen = hidden(seq_q, seq_kv, causal, window)
@@ -107,14 +107,15 @@ def judged(case, mine, card):
         # Written so that NaN fails.
         good &= own <= 2 * peer + UNIT[dtype]
         row |= {f"{part}_error": own, f"{part}_torch_error": peer}
-    print(json.dumps(row | {"passed": good, "torch": torch.__version__, "card": card}), flush=True)
+    print(json.dumps(row | {"passed": good} | about), flush=True)
     return good
 
 
 def main(program):
     torch.manual_seed(7)
     folder = Path(tempfile.mkdtemp())
-    card = torch.cuda.get_device_name()
+    version = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout
+    about = {"version": version.strip(), "card": torch.cuda.get_device_name(), "torch": torch.__version__}
     rules = [(False, None), (True, None), (True, 100)]
     sizes = [(2, 8, 2, 512, 512, 128), (1, 4, 4, 333, 501, 64), (1, 6, 2, 257, 257, 80), (1, 4, 1, 300, 300, 256)]
     cases = []
@@ -127,7 +128,7 @@ def main(program):
     # A process each, which compiles for seconds.
     with ThreadPoolExecutor(12) as pool:
         own = [pool.submit(ours, program, folder / str(i), case[4], case[5]) for i, case in enumerate(cases)]
-        passed = all([judged(case, mine.result(), card) for case, mine in zip(cases, own)])
+        passed = all([judged(case, mine.result(), about) for case, mine in zip(cases, own)])
     return 0 if passed else 1
 
 
