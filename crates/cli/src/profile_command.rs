@@ -58,13 +58,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let ceilings = Ceilings::measure(&engine)?;
     let _listening = interrupt::listen()?;
     let profile = engine.profile(test)?;
-    if let Some(file) = file {
-        file.write(profile.trace.chrome(&device.profile().name).as_bytes())?;
-    }
     command::print(&match args.output {
         Format::Md => shown(&profile, &ceilings),
         Format::Json => as_json(&profile, &ceilings)?,
     })?;
+    if let Some(file) = file {
+        file.write(profile.trace.chrome(&device.profile().name).as_bytes())?;
+    }
     Ok(interrupt::check("stopped, when all was measured")?)
 }
 

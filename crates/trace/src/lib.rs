@@ -20,7 +20,7 @@ mod totals;
 pub use record::{
     AlreadyRecording, First, Recording, SpanGuard, first, memory, operator, span, timed,
 };
-pub use totals::{Layer, Operator};
+pub use totals::{ELSEWHERE, Layer, Operator};
 use tune::Cost;
 
 /// What a recording saw. Times are nanoseconds since it began.

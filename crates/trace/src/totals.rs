@@ -61,6 +61,9 @@ impl Operator {
     }
 }
 
+/// What [`Trace::layers`] calls what ran in no part.
+pub const ELSEWHERE: &str = "elsewhere";
+
 #[derive(Default)]
 struct Sum {
     spans: std::collections::BTreeSet<usize>,
@@ -108,8 +111,8 @@ impl Trace {
         operators
     }
 
-    /// What ran, by the outermost spans that `part` is true of, in the order in which they came up. What ran in none
-    /// is left out.
+    /// What ran, by the outermost spans that `part` is true of, in the order in which they came up; last, with no pass,
+    /// what ran in none, where something did.
     pub fn layers(&self, part: impl Fn(&str) -> bool) -> Vec<Layer> {
         let mut order = Vec::new();
         let mut sums: BTreeMap<&str, Sum> = BTreeMap::new();
@@ -122,10 +125,13 @@ impl Trace {
         }
         for launch in &self.launches {
             let own = self.outwards(launch.span).filter(|at| part(&self.spans[*at].name)).last();
-            if let Some(sum) = own.and_then(|at| sums.get_mut(self.spans[at].name.as_str())) {
-                sum.launches += 1;
-                sum.total_ns += launch.ns();
-            }
+            let name = own.map_or(ELSEWHERE, |at| self.spans[at].name.as_str());
+            let sum = sums.entry(name).or_insert_with(|| {
+                order.push(ELSEWHERE);
+                Sum::default()
+            });
+            sum.launches += 1;
+            sum.total_ns += launch.ns();
         }
         let all = self.busy_ns().max(1) as f64;
         let layer = |name: &str| {
@@ -212,6 +218,8 @@ mod tests {
         let layers = trace().layers(|name| name.starts_with("layer"));
         let seen: Vec<_> =
             layers.iter().map(|l| (l.name.as_str(), l.passes, l.launches, l.total_ns)).collect();
-        assert_eq!(seen, [("layer 0", 2, 3, 21), ("layer 1", 1, 2, 29)]);
+        assert_eq!(seen, [("layer 0", 2, 3, 21), ("layer 1", 1, 2, 29), ("elsewhere", 0, 1, 10)]);
+        let total: u64 = layers.iter().map(|layer| layer.total_ns).sum();
+        assert_eq!(total, trace().busy_ns());
     }
 }

@@ -79,7 +79,7 @@ impl Engine {
         });
         let layers = parts.into_iter().map(|part| {
             let [weight_bytes, cache_bytes] = match part.name.as_str() {
-                "sampling" => [0, 0],
+                "sampling" | trace::ELSEWHERE => [0, 0],
                 name => bytes(name),
             };
             LayerProfile {
