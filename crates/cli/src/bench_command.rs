@@ -33,7 +33,7 @@ pub(crate) struct Args {
     batch: Sizes,
     /// Find the fastest batch of each test, of so many sequences at most, beginning with --batch; a row for each that was
     /// tried
-    #[arg(long, value_name = "MOST", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "MOST", value_parser = clap::value_parser!(u32).range(1..=65_535))]
     find_batch: Option<u32>,
     /// Repetitions of each test, after one to warm up
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
@@ -137,6 +137,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if tests.is_empty() {
         bail!("there is nothing to measure\nhint: -p or -n, and --batch, above 0");
     }
+    if let Some(most) = args.find_batch {
+        match args.batch.0[..] {
+            [begin] if begin <= most as usize => {}
+            [begin] => bail!(
+                "--batch {begin} is above --find-batch {most}\nhint: the search begins at --batch and ends at --find-batch"
+            ),
+            _ => bail!("--find-batch begins at one batch\nhint: one number for --batch"),
+        }
+    }
     let file = args.trace.file()?;
     let device = args.of.load.open()?;
     // What does not fit is an answer where a batch is looked for.
@@ -160,7 +169,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let measured = tests.into_iter().try_for_each(|test| match args.find_batch {
         None => one(test).map(drop),
         Some(most) => {
-            found.push((test, find_batch(test, most as usize, &mut one)?));
+            found.push((test, most as usize, find_batch(test, most as usize, &mut one)?));
             Ok(())
         }
     });
@@ -169,9 +178,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let traced = tracing.finish(&engine);
     measured?;
     traced?;
-    found.iter().for_each(|(test, found)| command::note!("{}", best(*test, found)));
-    match found.iter().find(|(_, found)| found.batch == 0) {
-        Some((test, _)) => bail!(
+    found.iter().for_each(|(test, most, found)| command::note!("{}", best(*test, *most, found)));
+    match found.iter().find(|(.., found)| found.batch == 0) {
+        Some((test, ..)) => bail!(
             "not one sequence of {} fits\nhint: fewer tokens, a larger budget, or --quant nf4",
             test.name()
         ),
@@ -200,11 +209,34 @@ fn is_memory(why: &anyhow::Error) -> bool {
     why.is_some_and(EngineError::is_memory)
 }
 
-fn best(test: SpeedTest, found: &BatchSize) -> String {
-    match found.batch {
-        0 => format!("{}: not one sequence fits", test.name()),
-        batch => format!("{}: best {batch}, {:.2} tokens/s", test.name(), found.rate),
+/// What was found, and why nothing larger was.
+fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
+    if found.batch == 0 {
+        return format!("{}: not one sequence fits", test.name());
     }
+    let larger = || found.tries.iter().filter(|tried| tried.batch > found.batch);
+    let batches = |fits: bool| -> Vec<String> {
+        let of = larger().filter(|tried| tried.rate.is_some() == fits);
+        of.map(|tried| tried.batch.to_string()).collect()
+    };
+    let (slower, refused) = (batches(true), batches(false));
+    let mut why = Vec::new();
+    if !slower.is_empty() {
+        why.push(format!("not faster: {}", slower.join(", ")));
+    }
+    if !refused.is_empty() {
+        why.push(format!("do not fit: {}", refused.join(", ")));
+    }
+    if found.tries.iter().any(|tried| tried.batch == most) {
+        why.push(format!("{most} is the most that was asked for"));
+    }
+    format!(
+        "{}: best {}, {:.2} tokens/s ({})",
+        test.name(),
+        found.batch,
+        found.rate,
+        why.join("; ")
+    )
 }
 
 /// Prompts first, then generating, for each batch and depth.
@@ -409,7 +441,25 @@ fn markdown(row: &Row) -> String {
 
 #[cfg(test)]
 mod tests {
+    use flashover::BatchTry;
+
     use super::*;
+
+    #[test]
+    fn a_search_says_why_it_ended() {
+        let said = |batch: usize, most, tries: &[(usize, Option<f64>)]| {
+            let tries = tries.iter().map(|(batch, rate)| BatchTry { batch: *batch, rate: *rate });
+            let found = BatchSize { batch, rate: 9.0, tries: tries.collect() };
+            let test = SpeedTest { prompt: 16, generated: 0, depth: 0, batch: 1 };
+            best(test, most, &found)
+        };
+        let tries = [(8, None), (4, Some(9.0)), (5, Some(8.0)), (7, Some(8.5))];
+        let all = "pp16: best 4, 9.00 tokens/s (not faster: 5, 7; do not fit: 8)";
+        assert_eq!(said(4, 64, &tries), all);
+        let end = "pp16: best 4, 9.00 tokens/s (4 is the most that was asked for)";
+        assert_eq!(said(4, 4, &[(3, Some(8.0)), (4, Some(9.0))]), end);
+        assert_eq!(said(0, 4, &[(1, None)]), "pp16: not one sequence fits");
+    }
 
     #[test]
     fn sizes_are_numbers_and_ranges() {

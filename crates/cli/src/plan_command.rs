@@ -6,6 +6,7 @@ use flashover::{
     ArchProfile, BatchPlan, EngineError, EngineOptions, Plan, Preset, Recompute, TrainPlan,
     TrainWorkload, Workload,
 };
+use serde::Serialize;
 
 use crate::model_args::{Subject, SubjectArgs};
 use crate::train_command::LoraArgs;
@@ -68,7 +69,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         subject.plan(&profile, options, workload)
     })?;
     command::print(&match args.json {
-        true => serde_json::to_string_pretty(&plan)? + "\n",
+        true => as_json(&plan, plan.peak_bytes(), plan.fits())?,
         false => table(&plan),
     })?;
     if !plan.fits() {
@@ -125,7 +126,7 @@ fn train(
     }
     let plan = planned(args, options, USUAL_TO_TRAIN, plan)?;
     command::print(&match args.json {
-        true => serde_json::to_string_pretty(&plan)? + "\n",
+        true => as_json(&plan, plan.peak_bytes(), plan.fits())?,
         false => train_table(&plan),
     })?;
     match plan.fits() {
@@ -171,6 +172,18 @@ fn most(most: Option<usize>) -> String {
 
 fn of_lines(lines: Vec<(&str, String)>) -> String {
     lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect()
+}
+
+/// The plan's own fields, their sum, and whether it fits.
+fn as_json(plan: &impl Serialize, peak_bytes: u64, fits: bool) -> anyhow::Result<String> {
+    #[derive(Serialize)]
+    struct Whole<'a, P> {
+        #[serde(flatten)]
+        plan: &'a P,
+        peak_bytes: u64,
+        fits: bool,
+    }
+    Ok(serde_json::to_string_pretty(&Whole { plan, peak_bytes, fits })? + "\n")
 }
 
 fn table(plan: &Plan) -> String {

@@ -344,7 +344,7 @@ impl fmt::Display for Plan {
             shown(self.peak_bytes()),
             self.device
         )?;
-        of_budget(f, self.budget_bytes, self.beside_bytes)?;
+        of_budget(f, self.peak_bytes(), self.budget_bytes, self.beside_bytes)?;
         write!(
             f,
             ": weights {}, keys and values {}, activations {}, workspace {}",
@@ -359,11 +359,16 @@ impl fmt::Display for Plan {
 /// What of the device may be used, and what of that is taken.
 pub(crate) fn of_budget(
     f: &mut fmt::Formatter<'_>,
+    takes: u64,
     budget: Option<u64>,
     beside: u64,
 ) -> fmt::Result {
     if let Some(budget) = budget {
         write!(f, ", of which {} may be used", shown(budget))?;
+        if takes > budget && shown(takes) == shown(budget) {
+            let lacking = takes - budget;
+            write!(f, ", {lacking} byte{} too few", if lacking == 1 { "" } else { "s" })?;
+        }
         if beside > 0 {
             write!(f, ", and other sessions, batches or trainers of it hold {}", shown(beside))?;
         }

@@ -1,5 +1,7 @@
 //! `flashover plan` and `flashover profile`.
 
+use std::path::Path;
+
 use serde_json::Value;
 
 use crate::{fixture, flashover, trace_format};
@@ -113,6 +115,11 @@ fn a_preset_takes_the_precision_that_its_use_wants() {
     let plan: Value = serde_json::from_slice(&flashover(&plan).stdout).expect("JSON");
     let parts = ["weights_bytes", "cache_bytes", "activations_bytes", "workspace_bytes"];
     let whole: u64 = parts.iter().map(|part| plan[part].as_u64().expect("bytes")).sum();
+    assert_eq!((&plan["peak_bytes"], &plan["fits"]), (&whole.into(), &true.into()), "{plan}");
+    let limit = (whole - 1).to_string();
+    let close = ["plan", "--model", model, "--backend", "cpu", "-c", "5", "--memory-limit", &limit];
+    let said = text(&flashover(&close).stderr);
+    assert!(said.contains(" may be used, 1 byte too few: "), "{said}");
     let made = generate("code-generation", &["--memory-limit", &whole.to_string()]);
     assert!(made.status.success(), "{}", text(&made.stderr));
     assert!(text(&made.stderr).contains("preset code-generation: f32\n"));
@@ -219,4 +226,30 @@ fn a_batch_is_found_within_a_budget() {
     // Each that fitted has a row as any test has.
     assert_eq!(rows.lines().count(), 2 + 2, "{rows}");
     assert!(rows.contains(" | cpu | 2 | tg4 | ") && rows.contains(" | cpu | 3 | tg4 | "), "{rows}");
+    assert!(best.contains("do not fit: ") && best.ends_with(')'), "{best}");
+    let refused = |more: &[&str]| text(&flashover(&[&args[..], more].concat()).stderr);
+    let above = refused(&["--find-batch", "4"]);
+    assert!(above.contains("--batch 8 is above --find-batch 4\nhint: "), "{above}");
+    let list = [&args[..args.len() - 1], &["1,2", "--find-batch", "4"]].concat();
+    let several = text(&flashover(&list).stderr);
+    assert!(several.contains("--find-batch begins at one batch\nhint: "), "{several}");
+}
+
+/// What one batch leaves in the pools does not count twice with the next.
+#[test]
+fn batches_that_grow_stay_within_a_budget() {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let model = model.to_str().expect("UTF-8");
+    let limit = 32 << 20;
+    let args = ["bench", "--model", model, "--backend", "cpu", "-p", "0", "-n", "4", "-r", "1"];
+    let search = ["-b", "30", "--find-batch", "48", "-o", "jsonl", "--memory-limit", "32MiB"];
+    let out = flashover(&[&args[..], &search].concat());
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    let held: Vec<u64> = text(&out.stdout)
+        .lines()
+        .map(|row| serde_json::from_str::<Value>(row).expect("JSON")["reserved_bytes"].as_u64())
+        .map(|held| held.expect("bytes"))
+        .collect();
+    assert!(held.len() >= 2, "{held:?}");
+    assert!(held.iter().all(|held| *held <= limit), "{held:?} of {limit}");
 }

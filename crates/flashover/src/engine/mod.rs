@@ -728,13 +728,16 @@ impl Engine {
         Ok(cache)
     }
 
-    /// Gives back what earlier sessions left, where it is more than one that takes `bytes` leaves: memory of one cache
-    /// serves no other of another length.
+    /// Gives back what earlier sessions left, where it is more than one that takes `bytes` leaves, or where both together
+    /// are more than the budget: memory of one cache serves no other of another length.
     fn give_back_more_than(&self, bytes: u128) -> Result<(), EngineError> {
         /// What pools round pages up to.
         const PAGES: u128 = 8 << 20;
         let MemoryUsage { used_bytes, reserved_bytes, .. } = self.memory();
-        match u128::from(reserved_bytes.saturating_sub(used_bytes)) > bytes + PAGES {
+        let left = u128::from(reserved_bytes.saturating_sub(used_bytes));
+        let most = self.0.budget.of(self.0.device.profile().memory_bytes);
+        let over = most.is_some_and(|most| u128::from(reserved_bytes) + bytes > most.into());
+        match left > bytes + PAGES || (left > 0 && over) {
             true => self.clear_cache(),
             false => Ok(()),
         }

@@ -212,7 +212,7 @@ impl fmt::Display for TrainPlan {
             shown(self.peak_bytes()),
             self.device
         )?;
-        of_budget(f, self.budget_bytes, self.beside_bytes)?;
+        of_budget(f, self.peak_bytes(), self.budget_bytes, self.beside_bytes)?;
         write!(
             f,
             ": weights {}, adapter {}, optimizer {}, activations and gradients {}",
