@@ -2,12 +2,14 @@
 
 use std::process::Command;
 
-/// Sets `FLASHOVER_COMMIT`, `unknown` outside of a repository, and `FLASHOVER_DIRTY` for a tree with uncommitted changes.
+/// Sets `FLASHOVER_COMMIT`, `unknown` outside of a repository, `FLASHOVER_DIRTY` for a tree with uncommitted changes, and
+/// `FLASHOVER_MARK`, what a commit is followed by where it is not all.
 pub(crate) fn main() {
     // Scripts of packages run in their folders, which lie at different depths.
     let Some(root) = root() else {
         println!("cargo::rustc-env=FLASHOVER_COMMIT=unknown");
         println!("cargo::rustc-env=FLASHOVER_DIRTY=true");
+        println!("cargo::rustc-env=FLASHOVER_MARK=");
         return;
     };
     // The index changes with a commit, the folders with an edit that makes the tree dirty.
@@ -19,6 +21,7 @@ pub(crate) fn main() {
     let dirty = git(&["status", "--porcelain"]).is_none_or(|s| !s.is_empty());
     println!("cargo::rustc-env=FLASHOVER_COMMIT={commit}");
     println!("cargo::rustc-env=FLASHOVER_DIRTY={dirty}");
+    println!("cargo::rustc-env=FLASHOVER_MARK={}", if dirty { "-dirty" } else { "" });
 }
 
 fn root() -> Option<String> {

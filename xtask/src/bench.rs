@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use command::OutFile;
 use record::Record;
+use serde::Serialize;
 
 use crate::cli::{BenchArgs, Format, Suite, word};
 use crate::compare::{Baseline, Comparison};
@@ -97,7 +98,7 @@ fn deliver(
 }
 
 /// Writes the records, and says so. Without any the file keeps those that it has.
-fn keep(file: OutFile, path: &Path, records: &[Record]) -> Result<String> {
+pub(crate) fn keep(file: OutFile, path: &Path, records: &[impl Serialize]) -> Result<String> {
     if records.is_empty() {
         return Ok(format!("no record to save: {} is left as it is", path.display()));
     }

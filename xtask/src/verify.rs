@@ -6,7 +6,7 @@ use std::thread;
 use anyhow::Result;
 use record::{Check, Verified};
 
-use crate::bench::{out_file, problems, wants};
+use crate::bench::{keep, out_file, problems, wants};
 use crate::cli::VerifyArgs;
 use crate::devices::{Backend, Doctor, Selection};
 use crate::fail::{check, usage};
@@ -39,10 +39,9 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     let how = How { jobs: args.jobs.get(), sanitizer: args.sanitizer };
     let run = columns(&programs, &backends, &options, how)?;
     command::print(&document(&run, Style::of_stdout()))?;
-    if let Some(file) = save {
+    if let (Some(file), Some(path)) = (save, &args.save) {
         let rows: Vec<_> = run.iter().flat_map(|column| rows(column, args)).collect();
-        let lines: Vec<_> = rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
-        file.write((lines.join("\n") + "\n").as_bytes())?;
+        eprintln!("{}", keep(file, path, &rows)?);
     }
     verdict(&run)
 }

@@ -169,7 +169,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let measured = tests.into_iter().try_for_each(|test| match args.find_batch {
         None => one(test).map(drop),
         Some(most) => {
-            found.push((test, most as usize, find_batch(test, most as usize, &mut one)?));
+            found.push((test, find_batch(test, most as usize, &mut one)?));
             Ok(())
         }
     });
@@ -178,9 +178,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let traced = tracing.finish(&engine);
     measured?;
     traced?;
-    found.iter().for_each(|(test, most, found)| command::note!("{}", best(*test, *most, found)));
-    match found.iter().find(|(.., found)| found.batch == 0) {
-        Some((test, ..)) => bail!(
+    let most = args.find_batch.unwrap_or_default() as usize;
+    found.iter().for_each(|(test, found)| command::note!("{}", best(*test, most, found)));
+    match found.iter().find(|(_, found)| found.batch == 0) {
+        Some((test, _)) => bail!(
             "not one sequence of {} fits\nhint: fewer tokens, a larger budget, or --quant nf4",
             test.name()
         ),

@@ -27,7 +27,8 @@ use flashover::{Backend, DType, Device, HostTensor, Policy, QuantizeError, run_o
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 /// With the commit that it was built of, so that what a script measured says of what.
-const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("FLASHOVER_COMMIT"), ")");
+const VERSION: &str =
+    concat!(env!("CARGO_PKG_VERSION"), " (", env!("FLASHOVER_COMMIT"), env!("FLASHOVER_MARK"), ")");
 
 /// Runs and inspects Flashover's kernels on this machine.
 #[derive(Parser)]
