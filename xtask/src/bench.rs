@@ -4,7 +4,6 @@ use std::path::Path;
 
 use anyhow::Result;
 use command::OutFile;
-use record::Record;
 use serde::Serialize;
 
 use crate::cli::{BenchArgs, Format, Suite, word};
@@ -222,6 +221,8 @@ mod tests {
     use std::path::PathBuf;
 
     use clap::Parser;
+
+    use record::Record;
 
     use super::*;
     use crate::cli::{Cli, Command};
