@@ -101,15 +101,6 @@ pub enum Error {
          begin with"
     )]
     Lesson,
-    /// A matrix that is quantised in the files, which an adapter would have to be added to.
-    #[error(
-        "tensor {tensor} is quantised in the files, and an adapter is added to dense ones\nhint: load the model that \
-         it was made of, with --quant"
-    )]
-    Merge {
-        /// Its name.
-        tensor: String,
-    },
     /// A file or folder that cannot be written.
     #[error("cannot write {}: {why}", .path.display())]
     Write {

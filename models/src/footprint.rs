@@ -13,7 +13,8 @@
 //!                              they are gate is nowhere
 //!                logits        [rows of them, vocab], in f32, beside what a token is picked with; where all rows want
 //!                              them, as many at once as take no more than the layers did
-//!              beside a product of too few blocks for all processors, whose k is cut, its sums in f32
+//!              beside a product of too few blocks for all processors, whose k is cut, its sums in f32; beside one that
+//!              an adapter adds to, what it adds, and then gate and up are there before they are one
 //! workspace    a dense copy of the largest weight in 4 or 8 bits, which prompts are multiplied with
 //! small        a page of what is: shapes, lengths, tokens; and what the page of all that passes is rounded up by
 //! steps        of a step that is captured everything that passes, for that lies outside of the pages of prompts: a piece
@@ -81,6 +82,8 @@ pub struct Held {
     pub matrices: Matrices,
     /// How keys and values are held.
     pub kv: KvFormat,
+    /// Columns of what an adapter adds to a product of matrices that it is not part of, at most.
+    pub beside: usize,
 }
 
 /// How keys and values are held.
@@ -266,8 +269,10 @@ impl DecoderConfig {
         let [q, kv] = self.qkv_rows().map(|size| size as u128);
         let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
         let rows = Self::rows(load);
+        let adapted = held.beside > 0;
         // Gate and up are one product of codes.
-        let codes = held.matrices == Matrices::FourBit && Self::rows(load) <= FEW_BY_FOUR_BITS;
+        let few = Self::rows(load) <= FEW_BY_FOUR_BITS;
+        let codes = held.matrices == Matrices::FourBit && few && !adapted;
         let gate = match self.ffn {
             Ffn::Gated if !codes => inner,
             Ffn::Gated | Ffn::Plain => 0,
@@ -281,7 +286,16 @@ impl DecoderConfig {
             wide(hidden + inner + gate) + sums(inner, hidden),
             wide(inner + hidden) + sums(hidden, inner),
         ];
-        products.into_iter().fold(attention, u128::max)
+        let all = products.into_iter().fold(attention, u128::max);
+        if !adapted {
+            return all;
+        }
+        // What the adapter adds and what it is added to; of gate and up their halves, too, and what becomes of them.
+        let inner = match self.ffn {
+            Ffn::Gated => 7 * inner,
+            Ffn::Plain => 3 * inner,
+        };
+        all.max(wide(hidden + inner)).max(wide(hidden + 2 * (q + 2 * kv)))
     }
 
     /// Of a row, with what is multiplied for them.
@@ -346,7 +360,12 @@ impl DecoderConfig {
         let [q, kv] = self.qkv_rows().map(|size| size as u128);
         let (hidden, inner) = (self.hidden as u128, self.ffn_hidden as u128);
         let sums = 2 * 4 * (q + 2 * kv + hidden + 2 * inner + hidden);
-        let results = (3 * hidden + 2 * q + 2 * kv + 2 * inner) * held.size();
+        let mut results = 3 * hidden + 2 * q + 2 * kv + 2 * inner;
+        if held.beside > 0 {
+            // What an adapter adds to each product, and gate and up before they are one.
+            results += 4 * held.beside as u128 + q + 2 * kv + 2 * hidden + 5 * inner;
+        }
+        let results = results * held.size();
         let batch = load.batch as u128;
         let dense = match held.matrices {
             Matrices::FourBit if batch > steps.coded_rows.into() => {
@@ -394,6 +413,7 @@ mod tests {
         tf32: false,
         matrices: Matrices::Dense,
         kv: KvFormat::Float,
+        beside: 0,
     };
     const NF4: Held = Held { matrices: Matrices::FourBit, ..BF16 };
     const INT8: Held = Held { matrices: Matrices::Int8, ..BF16 };

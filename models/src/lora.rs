@@ -102,6 +102,7 @@ pub(crate) struct Delta<'a> {
     /// `[n, rank]`
     pub(crate) b: &'a [f32],
     pub(crate) scale: f64,
+    pub(crate) rank: usize,
 }
 
 /// An adapter of one model, on the host.
@@ -181,7 +182,16 @@ impl Adapter {
             a: &self.values[own.at..own.at + rank * own.k],
             b: &self.values[b..b + shape[0] * rank],
             scale: self.options.scale(),
+            rank,
         })
+    }
+
+    /// Columns of what is added to all matrices together that are multiplied with that of a slot.
+    pub(crate) fn columns(&self, config: &DecoderConfig, slot: Slot) -> usize {
+        let Slot::Layer(layer, part) = slot else { return 0 };
+        let Some((block, _)) = config.block(part) else { return 0 };
+        let together = |own: &&Factor| own.layer == layer && own.block == block;
+        self.options.rank * self.factors.iter().filter(together).count()
     }
 
     /// Reads a folder of PEFT's: `adapter_config.json` and `adapter_model.safetensors`. Which modules have factors is

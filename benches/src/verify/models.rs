@@ -70,10 +70,10 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
 
 /// Weights of 4 and 8 bits are not multiplied in tf32; a folder that cannot be read is left to the check.
 fn is_dense(folder: &Path) -> Result<Value, String> {
-    let open =
-        Weights::open(folder).and_then(|own| models::on_device(&own, &LoadOptions::default()));
-    match open {
-        Ok((Matrices::Int8 | Matrices::FourBit, _)) => {
+    let options = LoadOptions::default();
+    let open = Weights::open(folder).and_then(|own| models::on_device(&own, None, &options));
+    match open.map(|own| own.matrices) {
+        Ok(Matrices::Int8 | Matrices::FourBit) => {
             Err("weights of 4 and 8 bits are not multiplied in tf32".to_owned())
         }
         _ => Ok(json!({})),

@@ -155,7 +155,7 @@ impl Plan {
         workload: Workload,
     ) -> Result<Self, EngineError> {
         let weights = Weights::open(folder.as_ref()).map_err(EngineError::Folder)?;
-        let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, options)?;
+        let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, None, options)?;
         prepared.planned.checked(profile, options, workload)
     }
 

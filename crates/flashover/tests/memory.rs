@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use flashover::trace::{Memory, Recording};
 use flashover::{
-    Backend, Device, Engine, EngineError, EngineOptions, Example, MemoryBudget, MemoryUsage, Plan,
-    Quant, Recompute, Request, Sampling, TrainOptions, Trainer, Workload,
+    Adapter, Backend, Device, Engine, EngineError, EngineOptions, Example, LoraOptions,
+    MemoryBudget, MemoryUsage, ModelFolder, Plan, Quant, Recompute, Request, Sampling,
+    TrainOptions, Trainer, Workload,
 };
 
 fn model(name: &str) -> PathBuf {
@@ -115,7 +116,34 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         assert!(engine.memory().used_bytes <= before, "nor does a model");
     }
     training(&device);
+    adapted(&device);
     going(&device);
+}
+
+/// An adapter beside matrices in 4 bits is in the plan, before and after it is loaded.
+fn adapted(device: &Device) {
+    let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
+    let folder = tempfile::tempdir().expect("a folder");
+    let lora = LoraOptions { rank: 64, ..LoraOptions::default() };
+    let base = ModelFolder::open(model("demo")).expect("the demo");
+    let adapter = Adapter::new(base.config(), lora, 1).expect("a rank that fits");
+    adapter.write(folder.path(), base.config(), "demo").expect("it is empty");
+    let workload = Workload::new(1, 320);
+    let without = base.plan(device.profile(), &options, workload).expect("valid");
+    let adapted = base.with_adapter(folder.path()).expect("of this model");
+    let planned = adapted.plan(device.profile(), &options, workload).expect("valid");
+    let before = MemoryUsage::of(device).used_bytes;
+    let engine = Engine::of(device, adapted, &options).expect("it fits");
+    engine.clear_cache().expect("nothing is captured");
+    let plan = engine.plan(workload);
+    assert_eq!(plan, planned);
+    // Two numbers of 64 columns at least for each row and column of a matrix.
+    assert!(plan.weights_bytes > without.weights_bytes * 3 / 2, "{plan} {without}");
+    let weights = gap(engine.memory().used_bytes - before, plan.weights_bytes);
+    let [used, _] = peaks(&engine, 256, 64);
+    let alive = gap(used - before, plan.peak_bytes());
+    println!("adapted: weights {weights:+.4}, alive {alive:+.4}");
+    assert!(weights.abs() < 0.05 && alive < 0.05, "{weights} {alive} {plan}");
 }
 
 /// With a budget for one session of 320 positions there is room for some of fewer, as many as their keys and values say;

@@ -9,11 +9,13 @@ use half::{bf16, f16};
 use ops::{Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, NormWeights, OpError, linear};
 use rayon::prelude::*;
 
+use super::beside::Beside;
 use super::projection::{Ffn, Matrix, Projection};
 use super::surprises::surprises;
 use super::{Decoder, Layer};
 use crate::config::THRESHOLD;
 use crate::footprint::{Held, KvFormat, Matrices};
+use crate::lora::Delta;
 use crate::{
     Adapter, DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights,
 };
@@ -55,14 +57,28 @@ impl Quant {
     }
 }
 
-/// How layers have their matrices once they are on a device, of several ways the one that takes most work, and the bytes
-/// of all weights there; absmax of 4 bits counted as nested.
+/// How a model is on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OnDevice {
+    /// How its layers have their matrices: of several ways the one that takes most work.
+    pub matrices: Matrices,
+    /// Bytes of all weights, absmax of 4 bits counted as nested, and of what an adapter adds beside them.
+    pub bytes: u128,
+    /// See [`Held::beside`].
+    pub beside: usize,
+}
+
+/// How a model with an adapter will be on a device.
 ///
 /// # Errors
 /// [`Error::Checkpoint`].
-pub fn on_device(weights: &Weights, options: &LoadOptions) -> Result<(Matrices, u128), Error> {
+pub fn on_device(
+    weights: &Weights,
+    adapter: Option<&Adapter>,
+    options: &LoadOptions,
+) -> Result<OnDevice, Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let (mut most, mut bytes) = (Matrices::Dense, 0u128);
+    let (mut most, mut bytes, mut beside) = (Matrices::Dense, 0u128, 0);
     for param in weights.config().params() {
         let stored = match param.side {
             Side::Weight => Some(weights.weight(param.slot)?),
@@ -72,11 +88,21 @@ pub fn on_device(weights: &Weights, options: &LoadOptions) -> Result<(Matrices, 
         let layers = param.slot.is_matrix() && param.slot != Slot::Head;
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
         let matrices = Quant::held(quant, &stored.weight);
-        bytes += Held { dtype, tf32: options.tf32, matrices, kv: options.kv }
-            .matrix_bytes(&stored.shape);
+        let held = Held { dtype, tf32: options.tf32, matrices, kv: options.kv, beside: 0 };
+        bytes += held.matrix_bytes(&stored.shape);
         most = most.max(matrices);
+        if param.side == Side::Weight
+            && matrices != Matrices::Dense
+            && let Some(adapter) = adapter
+        {
+            let (config, slot) = (weights.config(), param.slot);
+            let (n, k, columns) = (param.shape[0], param.shape[1], adapter.columns(config, slot));
+            beside = beside.max(columns);
+            let a = adapter.of(config, slot).map_or(0, |own| own.rank * k);
+            bytes += ((a + n * columns) * DType::from(dtype).size()) as u128;
+        }
     }
-    Ok((most, bytes))
+    Ok(OnDevice { matrices: most, bytes, beside })
 }
 
 /// How far loading is.
@@ -104,10 +130,11 @@ impl Decoder {
         Self::load_adapted(weights, None, device, ctx, options, progress)
     }
 
-    /// The same with what an adapter adds, which becomes part of the matrices before they are quantised.
+    /// The same with an adapter, which becomes part of dense matrices, and stays beside those of 4 or 8 bits: what it
+    /// adds is less than their steps.
     ///
     /// # Errors
-    /// As [`Decoder::load`]; [`Error::Merge`] for a matrix with factors that the files have quantised.
+    /// As [`Decoder::load`].
     pub fn load_adapted(
         weights: &Weights,
         adapter: Option<&Adapter>,
@@ -179,7 +206,7 @@ impl Loader<'_> {
         }
         let final_norm = self.kept(|| self.norm(Slot::FinalNorm))?;
         let head = match config.tie_embeddings {
-            true => self.projection_of(vec![Matrix::Dense(embedding.clone())], None),
+            true => self.projection_of(vec![Matrix::Dense(embedding.clone())], None, None),
             // Whatever is done to the layers, the head stays as it is.
             false => {
                 let options = &LoadOptions { quant: None, ..*self.options };
@@ -255,12 +282,16 @@ impl Loader<'_> {
             apart => self.joined_in_4_bits(apart)?,
         };
         if let Some(both) = both {
-            return Ok(Ffn::Joint { both, bias: self.bias(&[gate, up])?, down });
+            let (bias, beside) = (self.bias(&[gate, up])?, self.beside(&[gate, up])?);
+            return Ok(Ffn::Joint { both, bias, beside, down });
         }
-        let up = matrices.split_off(1);
-        let [gate, up] = [(matrices, 0), (up, 1)]
-            .map(|(matrices, i)| self.projection_of(matrices, biases[i].clone()));
-        Ok(Ffn::Gated { gate, up, down })
+        let last = matrices.split_off(1);
+        let [first, second] = biases;
+        Ok(Ffn::Gated {
+            gate: self.projection_of(matrices, first, self.beside(&[gate])?),
+            up: self.projection_of(last, second, self.beside(&[up])?),
+            down,
+        })
     }
 
     fn norm(&self, slot: Slot) -> Result<NormWeights, Error> {
@@ -275,11 +306,53 @@ impl Loader<'_> {
         {
             matrices = vec![Matrix::Dense(Tensor::cat(all, 0))];
         }
-        Ok(self.projection_of(matrices, self.bias(slots)?))
+        Ok(self.projection_of(matrices, self.bias(slots)?, self.beside(slots)?))
     }
 
-    fn projection_of(&self, matrices: Vec<Matrix>, bias: Option<Tensor<1>>) -> Projection {
-        Projection { matrices, bias, tf32: self.options.tf32 }
+    fn projection_of(
+        &self,
+        matrices: Vec<Matrix>,
+        bias: Option<Tensor<1>>,
+        beside: Option<Beside>,
+    ) -> Projection {
+        Projection { matrices, bias, tf32: self.options.tf32, beside }
+    }
+
+    /// What the adapter adds to those of `slots` that are not dense.
+    fn beside(&self, slots: &[Slot]) -> Result<Option<Beside>, Error> {
+        let (Source::Files(weights), Some(adapter)) = (self.source, self.adapter) else {
+            return Ok(None);
+        };
+        // Each with its first row and its first column.
+        let mut all: Vec<(usize, usize, Delta<'_>)> = Vec::new();
+        let (mut a, mut n, mut columns) = (Vec::new(), 0, 0);
+        for slot in slots {
+            let stored = weights.weight(*slot)?;
+            let held = Quant::held(self.options.quant, &stored.weight);
+            let own = adapter.of(self.config(), *slot).filter(|_| held != Matrices::Dense);
+            if let Some(own) = own {
+                // What a file has in one tensor has one A.
+                let same = all.last().filter(|(_, _, last)| std::ptr::eq(last.a, own.a));
+                let column = same.map_or(columns, |(_, column, _)| *column);
+                if same.is_none() {
+                    a.extend(own.a);
+                    columns += own.rank;
+                }
+                all.push((n, column, own));
+            }
+            n += stored.shape[0];
+        }
+        let Some((_, _, Delta { rank, .. })) = all.first() else { return Ok(None) };
+        let (rank, k) = (*rank, a.len() / columns);
+        let mut b = vec![0.0; n * columns];
+        for (row, column, own) in all {
+            for (i, values) in own.b.chunks(rank).enumerate() {
+                let from = (row + i) * columns + column;
+                let to = &mut b[from..from + rank];
+                to.iter_mut().zip(values).for_each(|(to, value)| *to = value * own.scale as f32);
+            }
+        }
+        Ok(Some(Beside { a: self.factor(&a, [columns, k]), b: self.factor(&b, [n, columns]) }))
     }
 
     /// Those of 4 bits, or of 8, as one where they can be.
@@ -331,10 +404,6 @@ impl Loader<'_> {
             Source::Noise(_) => self.noise(slot, Side::Weight),
             Source::Files(weights) => {
                 let stored = weights.weight(slot)?;
-                let adapted = self.adapter.is_some_and(|own| own.of(self.config(), slot).is_some());
-                if adapted && !matches!(stored.weight, Weight::Dense(_)) {
-                    return Err(Error::Merge { tensor: weights.name(slot) });
-                }
                 match &stored.weight {
                     Weight::FourBit(_) if stored.rows.start > 0 => return Ok(None),
                     Weight::FourBit(weight) => {
@@ -349,6 +418,7 @@ impl Loader<'_> {
                         }
                         weight.dequantize(self.ctx, self.dtype)?
                     }
+                    Weight::Dense(_) if self.options.quant.is_some() => self.tensor(stored)?,
                     Weight::Dense(_) => self.merged(slot, self.tensor(stored)?)?,
                 }
             }
@@ -370,14 +440,15 @@ impl Loader<'_> {
             return Ok(dense);
         };
         let [n, k] = dense.dims();
-        let factor = |values: &[f32], shape: [usize; 2]| {
-            self.upload::<2>(rounded(values, self.dtype), &shape)
-        };
-        let a = factor(own.a, [own.a.len() / k, k]);
+        let a = self.factor(own.a, [own.rank, k]);
         let b: Vec<f32> = own.b.iter().map(|value| value * own.scale as f32).collect();
-        let b = factor(&b, [n, b.len() / n]);
+        let b = self.factor(&b, [n, own.rank]);
         let residual = Some(dense);
         Ok(linear(self.ctx, b, a, Epilogue { residual, ..Epilogue::default() })?)
+    }
+
+    fn factor(&self, values: &[f32], shape: [usize; 2]) -> Tensor<2> {
+        self.upload(rounded(values, self.dtype), &shape)
     }
 
     /// A weight whose products round what they read where that is asked for.

@@ -17,6 +17,7 @@
 //! Projections that read the same rows are one product where their weights allow: queries, keys and values
 //! always where they are dense, gate and up where they are in 4 bits.
 
+mod beside;
 mod cache;
 mod cells;
 mod load;
@@ -37,7 +38,7 @@ use crate::{DecoderConfig, Error, Held, KvFormat, Matrices};
 pub use cache::KvCache;
 use cache::Memory;
 use cells::{SoFar, in_floats, rearranged};
-pub use load::{LoadOptions, Loading, Quant, file_dtype, on_device};
+pub use load::{LoadOptions, Loading, OnDevice, Quant, file_dtype, on_device};
 use projection::{Ffn, Projection, read_last};
 use step::Step;
 pub use train::{Adaptation, Example, Learned, Recompute};
@@ -146,7 +147,10 @@ impl Decoder {
     pub fn held(&self) -> Held {
         let of = |layer: &Layer| layer.qkv.held().max(layer.out.held()).max(layer.ffn.held());
         let matrices = self.layers.iter().map(of).max().unwrap_or(Matrices::Dense);
-        Held { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv }
+        let columns =
+            |layer: &Layer| layer.qkv.columns().max(layer.out.columns()).max(layer.ffn.columns());
+        let beside = self.layers.iter().map(columns).max().unwrap_or(0);
+        Held { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv, beside }
     }
 
     /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window

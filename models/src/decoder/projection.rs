@@ -1,12 +1,15 @@
 //! Weights that multiply.
 
+use std::ops::Range;
+
 use burn::tensor::kind::Basic;
 use burn::tensor::{FloatDType, Tensor};
 use ops::{
-    Activation, Ctx, Epilogue, Int8Weight, Nf4Weight, NormKind, OpError, RowNorm, int8_linear,
-    linear, nf4_glu, nf4_linear, takes_norm,
+    Activation, Ctx, Epilogue, Int8Weight, Nf4Weight, NormKind, OpError, RowNorm, activate,
+    int8_linear, linear, nf4_glu, nf4_linear, takes_norm,
 };
 
+use super::beside::Beside;
 use crate::{Error, Matrices};
 
 /// Rows of f32 that take no longer than rows of tf32: reading the weight does.
@@ -29,6 +32,8 @@ pub(super) struct Projection {
     pub(super) bias: Option<Tensor<1>>,
     /// See [`LoadOptions::tf32`](super::LoadOptions::tf32).
     pub(super) tf32: bool,
+    /// What an adapter adds that is not part of the matrices.
+    pub(super) beside: Option<Beside>,
 }
 
 /// The feed-forward block.
@@ -44,6 +49,8 @@ pub(super) enum Ffn {
     Joint {
         both: Nf4Weight,
         bias: Option<Tensor<1>>,
+        /// What an adapter adds to both.
+        beside: Option<Beside>,
         down: Projection,
     },
     Plain {
@@ -113,20 +120,33 @@ impl Projection {
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.matrices.iter().map(Matrix::bytes).sum()
+        let own: u64 = self.matrices.iter().map(Matrix::bytes).sum();
+        own + self.beside.as_ref().map_or(0, Beside::bytes)
+    }
+
+    /// Columns of what an adapter adds.
+    pub(super) fn columns(&self) -> usize {
+        self.beside.as_ref().map_or(0, Beside::columns)
+    }
+
+    fn rows(&self) -> usize {
+        self.matrices.iter().map(Matrix::rows).sum()
     }
 
     pub(super) fn settle(&self) -> Result<(), Error> {
         self.matrices.iter().try_for_each(Matrix::settle)
     }
 
-    /// Whether every matrix normalises rows of x in the launch that multiplies them.
+    /// Whether every matrix normalises rows of x in the launch that multiplies them, and nothing else reads these.
     pub(super) fn takes_norm(
         &self,
         ctx: &Ctx,
         x: &Tensor<2>,
         kind: NormKind,
     ) -> Result<bool, OpError> {
+        if self.beside.is_some() {
+            return Ok(false);
+        }
         for matrix in &self.matrices {
             if !matrix.takes_norm(ctx, x, kind)? {
                 return Ok(false);
@@ -135,8 +155,30 @@ impl Projection {
         Ok(true)
     }
 
-    /// x `[rows, k]`, result `[rows, n]`. The epilogue's bias is the projection's own.
+    /// x `[rows, k]`, result `[rows, n]`. The epilogue's bias is the projection's own; it has a norm only where
+    /// [`Projection::takes_norm`].
     pub(super) fn of(
+        &self,
+        ctx: &Ctx,
+        x: Tensor<2>,
+        epilogue: Epilogue<2>,
+    ) -> Result<Tensor<2>, OpError> {
+        let Some(beside) = &self.beside else { return self.matrices_of(ctx, x, epilogue) };
+        let Some(activation) = epilogue.activation else {
+            let residual = Some(beside.of(ctx, x.clone(), epilogue.residual)?);
+            return self.matrices_of(ctx, x, Epilogue { residual, ..epilogue });
+        };
+        // What is added is activated, too.
+        let residual = Some(beside.of(ctx, x.clone(), None)?);
+        let plain = Epilogue { residual, activation: None, gate: None, ..epilogue };
+        let y = activate(self.matrices_of(ctx, x, plain)?, activation, epilogue.gate)?;
+        Ok(match epilogue.residual {
+            Some(residual) => y + residual,
+            None => y,
+        })
+    }
+
+    fn matrices_of(
         &self,
         ctx: &Ctx,
         x: Tensor<2>,
@@ -203,8 +245,21 @@ impl Ffn {
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Gated { gate, up, down } => gate.bytes() + up.bytes() + down.bytes(),
-            Self::Joint { both, down, .. } => both.bytes() + down.bytes(),
+            Self::Joint { both, beside, down, .. } => {
+                both.bytes() + beside.as_ref().map_or(0, Beside::bytes) + down.bytes()
+            }
             Self::Plain { up, down } => up.bytes() + down.bytes(),
+        }
+    }
+
+    /// Columns of what an adapter adds to one of its products, at most.
+    pub(super) fn columns(&self) -> usize {
+        match self {
+            Self::Gated { gate, up, down } => gate.columns().max(up.columns()).max(down.columns()),
+            Self::Joint { beside, down, .. } => {
+                beside.as_ref().map_or(0, Beside::columns).max(down.columns())
+            }
+            Self::Plain { up, down } => up.columns().max(down.columns()),
         }
     }
 
@@ -228,6 +283,7 @@ impl Ffn {
             Self::Gated { gate, up, .. } => {
                 Ok(gate.takes_norm(ctx, x, kind)? && up.takes_norm(ctx, x, kind)?)
             }
+            Self::Joint { beside: Some(_), .. } => Ok(false),
             Self::Joint { both, .. } => both.takes_norm(ctx, x, kind, true),
             Self::Plain { up, .. } => up.takes_norm(ctx, x, kind),
         }
@@ -242,6 +298,9 @@ impl Ffn {
         norm: Option<RowNorm>,
         activation: Activation,
     ) -> Result<(Tensor<2>, &Projection), OpError> {
+        if let Self::Joint { beside: Some(_), .. } = self {
+            return self.inner_with(ctx, y, activation, |_| Ok(None));
+        }
         let activation = Some(activation);
         Ok(match self {
             Self::Gated { gate, up, down } => {
@@ -250,13 +309,45 @@ impl Ffn {
                 let gated = Epilogue { activation, gate: Some(up), norm, ..Epilogue::default() };
                 (gate.of(ctx, y, gated)?, down)
             }
-            Self::Joint { both, bias, down } => {
+            Self::Joint { both, bias, down, .. } => {
                 let bias = bias.clone();
                 let epilogue = Epilogue { bias, activation, norm, ..Epilogue::default() };
                 (nf4_glu(ctx, y, both, epilogue)?, down)
             }
             Self::Plain { up, down } => {
                 (up.of(ctx, y, Epilogue { activation, norm, ..Epilogue::default() })?, down)
+            }
+        })
+    }
+
+    /// The same of rows as they are, with what `more` adds to rows of gate and up before they are activated.
+    pub(super) fn inner_with(
+        &self,
+        ctx: &Ctx,
+        y: Tensor<2>,
+        activation: Activation,
+        more: impl Fn(Range<usize>) -> Result<Option<Tensor<2>>, OpError>,
+    ) -> Result<(Tensor<2>, &Projection), OpError> {
+        let of = |projection: &Projection, from: usize| {
+            let residual = more(from..from + projection.rows())?;
+            projection.of(ctx, y.clone(), Epilogue { residual, ..Epilogue::default() })
+        };
+        Ok(match self {
+            Self::Plain { up, down } => (activate(of(up, 0)?, activation, None)?, down),
+            Self::Gated { gate, up, down } => {
+                let up = of(up, gate.rows())?;
+                (activate(of(gate, 0)?, activation, Some(up))?, down)
+            }
+            Self::Joint { both, bias, beside, down } => {
+                let rows = both.shape()[0];
+                let mut residual = more(0..rows)?;
+                if let Some(beside) = beside {
+                    residual = Some(beside.of(ctx, y.clone(), residual)?);
+                }
+                let epilogue = Epilogue { bias: bias.clone(), residual, ..Epilogue::default() };
+                let both = nf4_linear(ctx, y, both, epilogue)?;
+                let half = |from: usize| both.clone().slice_dim(1, from..from + rows / 2);
+                (activate(half(0), activation, Some(half(rows / 2)))?, down)
             }
         })
     }

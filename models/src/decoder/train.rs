@@ -19,7 +19,7 @@
 use std::ops::Range;
 
 use burn::tensor::{DType, FloatDType, Gradients, IndexingUpdateOp, Int, Tensor, TensorData};
-use ops::{AttentionOptions, Epilogue, activate, linear, nf4_linear};
+use ops::{AttentionOptions, Epilogue, linear};
 
 use super::cache::tables;
 use super::projection::{Ffn, Projection};
@@ -371,25 +371,8 @@ impl Decoder {
             let (inner, down) = ffn.inner(&self.ctx, y, None, activation)?;
             return Ok((self.paced(inner)?, down));
         }
-        let width = self.config.ffn_hidden;
-        let of = |projection: &Projection, rows: Range<usize>| {
-            let residual = self.delta(Block::Inner, rows, &y, pairs)?;
-            projection.of(&self.ctx, y.clone(), Epilogue { residual, ..Epilogue::default() })
-        };
-        let (inner, down) = match ffn {
-            Ffn::Plain { up, down } => (activate(of(up, 0..width)?, activation, None)?, down),
-            Ffn::Gated { gate, up, down } => {
-                let up = of(up, width..2 * width)?;
-                (activate(of(gate, 0..width)?, activation, Some(up))?, down)
-            }
-            Ffn::Joint { both, bias, down } => {
-                let residual = self.delta(Block::Inner, 0..2 * width, &y, pairs)?;
-                let epilogue = Epilogue { bias: bias.clone(), residual, ..Epilogue::default() };
-                let both = nf4_linear(&self.ctx, y, both, epilogue)?;
-                let half = |from: usize| both.clone().slice_dim(1, from..from + width);
-                (activate(half(0), activation, Some(half(width)))?, down)
-            }
-        };
+        let more = |rows| self.delta(Block::Inner, rows, &y, pairs);
+        let (inner, down) = ffn.inner_with(&self.ctx, y.clone(), activation, more)?;
         Ok((self.paced(inner)?, down))
     }
 

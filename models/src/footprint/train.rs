@@ -152,6 +152,7 @@ mod tests {
         tf32: false,
         matrices: Matrices::FourBit,
         kv: KvFormat::Float,
+        beside: 0,
     };
     const BF16: Held = Held { matrices: Matrices::Dense, ..NF4 };
     const LOAD: Lessons =

@@ -5,8 +5,8 @@ use std::path::Path;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use checkpoint::Checkpoint;
 use models::{
-    Adaptation, Adapter, Decoder, DecoderConfig, Error, Example, LoadOptions, LoraOptions, Quant,
-    Recompute, Rows,
+    Adaptation, Adapter, Decoder, DecoderConfig, Error, Example, LoadOptions, LoraOptions,
+    OnDevice, Quant, Recompute, Rows, Weights,
 };
 use ops::{Ctx, Nf4Options};
 use oracle::decoder::floats;
@@ -43,7 +43,7 @@ fn batch(name: &str) -> Vec<Example> {
     vec![Example { tokens, from: 5 }, Example { tokens: reversed, from: 0 }]
 }
 
-fn on_device(values: &[f32]) -> Tensor<1> {
+fn upload(values: &[f32]) -> Tensor<1> {
     Tensor::from_data(TensorData::new(values.to_vec(), [values.len()]), &Device::cpu())
 }
 
@@ -56,13 +56,17 @@ fn learned(
     weight: f64,
     recompute: Recompute,
 ) -> (f64, Vec<f32>) {
-    let values = on_device(values);
+    let values = upload(values);
     let (options, factors) = (adapter.options(), adapter.factors());
     let adaptation = Adaptation { options, factors, values: &values };
     let learned = decoder.learn(adaptation, batch, weight, recompute).expect("a batch");
     assert_eq!(learned.tokens, batch.iter().map(Example::learned).sum::<usize>());
     let numbers = |made: Tensor<1>| made.into_data().try_to_vec::<f32>().expect("f32");
     (f64::from(numbers(learned.loss)[0]), numbers(learned.gradient))
+}
+
+fn on_device_of(weights: &Weights, adapter: Option<&Adapter>, options: &LoadOptions) -> OnDevice {
+    models::on_device(weights, adapter, options).expect("a fixture")
 }
 
 /// Σ -ln p of the same tokens, by what generates.
@@ -235,13 +239,68 @@ fn adapters_that_are_not_of_a_model_are_refused() {
     assert!(
         opened(&|_| {}, &other).contains("unused: base_model.model.model.layers.0.mlp.gate_proj")
     );
-    // A matrix in 4 bits takes none.
-    let (weights, options) = (open("llama_nf4"), LoadOptions::default());
-    let adapter = adapter(weights.config(), small());
-    let (device, ctx) = (Device::cpu(), Ctx::default());
-    let made = Decoder::load_adapted(&weights, Some(&adapter), &device, ctx, &options, |_| {});
-    let why = made.expect_err("quantised").to_string();
-    assert!(why.starts_with("tensor model.layers.0.mlp.down_proj.weight is quantised"), "{why}");
+}
+
+/// Beside matrices of 4 and 8 bits an adapter is what was trained: the loss of what generates is the one of what learns.
+#[test]
+fn adapters_stay_beside_quantised_matrices() {
+    let nf4 = Some(Quant::Nf4(Nf4Options { block_size: 32, ..Nf4Options::default() }));
+    for (name, quant) in [
+        ("llama", nf4),
+        ("llama", Some(Quant::Int8)),
+        ("gpt2", nf4),
+        ("llama_nf4", None),
+        ("llama_int8", None),
+        ("phi3_nf4", None),
+    ] {
+        let (weights, base) = (open(name), load(name, quant));
+        let options = LoadOptions { dtype: Some(FloatDType::F32), quant, ..LoadOptions::default() };
+        let named = |targets: &[&str]| LoraOptions {
+            targets: targets.iter().map(|target| (*target).to_owned()).collect(),
+            ..small()
+        };
+        let some = match name {
+            "phi3_nf4" => named(&["qkv_proj", "down_proj"]),
+            "gpt2" => named(&["c_fc"]),
+            _ => named(&["q_proj", "v_proj", "up_proj"]),
+        };
+        for targets in [small(), some] {
+            let (small, batch) = (adapter(weights.config(), targets), batch(name));
+            let larger = small.values().iter().map(|value| 6.0 * value).collect();
+            let (adapter, device, ctx) = (small.with_values(larger), Device::cpu(), Ctx::default());
+            let adapted =
+                Decoder::load_adapted(&weights, Some(&adapter), &device, ctx, &options, |_| {});
+            let adapted = adapted.expect("any matrix takes one");
+            let (want, _) =
+                learned(&base, &adapter, adapter.values(), &batch, 1.0, Recompute::Layers);
+            let have = loss_of(&adapted, &batch);
+            assert!(close(have, want, 1e-5), "{name}: {have} for {want}");
+            let without = loss_of(&base, &batch);
+            assert!(!close(have, without, 1e-3), "{name}: it adds nothing: {have}, {without}");
+            // One token after the other, where fewer rows meet other kernels.
+            let tokens = &batch[0].tokens;
+            let mut cache = adapted.cache(1, tokens.len()).expect("short");
+            let whole = adapted.forward(&mut cache, &[tokens], Rows::Last).expect("room");
+            let mut cache = adapted.cache(1, tokens.len()).expect("short");
+            let steps = tokens.iter().map(|token| {
+                let made = adapted.forward(&mut cache, &[&[*token]], Rows::Last).expect("room");
+                made.into_data().try_to_vec::<f32>().expect("f32")
+            });
+            let last = steps.last().expect("tokens");
+            let whole: Vec<f32> = whole.into_data().try_to_vec().expect("f32");
+            let gap = distance(&last, &whole);
+            assert!(gap <= 1e-4, "{name}: {gap:e}");
+            // It is counted where it will be, and where it is.
+            let planned = on_device_of(&weights, Some(&adapter), &options);
+            let held = adapted.held();
+            assert_eq!((planned.matrices, base.held().beside), (held.matrices, 0), "{name}");
+            // Gate and up are one product, or two of fewer columns.
+            assert!((1..=planned.beside).contains(&held.beside), "{name}: {}", held.beside);
+            let more = (adapted.weight_bytes() - base.weight_bytes()) as u128;
+            let counted = planned.bytes - on_device_of(&weights, None, &options).bytes;
+            assert!(more > 0 && more <= counted, "{name}: {more} of {counted}");
+        }
+    }
 }
 
 /// Along random directions, by differences; and the same whether layers are computed again or kept.
@@ -318,7 +377,7 @@ fn targets_are_named_by_their_last_names() {
 fn a_batch_that_teaches_nothing_is_refused() {
     let decoder = load("llama", None);
     let adapter = adapter(decoder.config(), small());
-    let values = on_device(adapter.values());
+    let values = upload(adapter.values());
     let (options, factors) = (adapter.options(), adapter.factors());
     let adaptation = Adaptation { options, factors, values: &values };
     let refused = |batch: &[Example]| {

@@ -52,7 +52,8 @@ impl ModelFolder {
         Ok(Self { weights, reader, adapter: None, adapter_folder: None })
     }
 
-    /// The same with an adapter of PEFT's, which becomes part of the weights when they are loaded.
+    /// The same with an adapter of PEFT's, which becomes part of dense matrices when they are loaded, and stays beside those
+    /// of 4 or 8 bits.
     ///
     /// # Errors
     /// [`EngineError::Folder`] for what is no adapter of this model.
@@ -60,6 +61,15 @@ impl ModelFolder {
         let adapter = self.adapter(&folder)?;
         let adapter_folder = Some(folder.as_ref().to_owned());
         Ok(Self { adapter: Some(adapter), adapter_folder, ..self })
+    }
+
+    fn prepared(
+        &self,
+        profile: &ArchProfile,
+        options: &EngineOptions,
+    ) -> Result<Prepared, EngineError> {
+        let (folder, adapter) = (&self.reader.folder, self.adapter.as_ref());
+        Prepared::of_files(profile, folder, &self.weights, adapter, options)
     }
 
     /// What the model will take.
@@ -72,7 +82,7 @@ impl ModelFolder {
         options: &EngineOptions,
         workload: Workload,
     ) -> Result<Plan, EngineError> {
-        let prepared = Prepared::of_files(profile, &self.reader.folder, &self.weights, options)?;
+        let prepared = self.prepared(profile, options)?;
         prepared.planned.checked(profile, options, workload)
     }
 
@@ -87,7 +97,7 @@ impl ModelFolder {
         lora: &LoraOptions,
         workload: TrainWorkload,
     ) -> Result<TrainPlan, EngineError> {
-        let prepared = Prepared::of_files(profile, &self.reader.folder, &self.weights, options)?;
+        let prepared = self.prepared(profile, options)?;
         TrainPlan::new(
             &prepared.planned,
             profile,

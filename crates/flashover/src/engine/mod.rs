@@ -24,8 +24,8 @@ use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
 use kernels::nf4::Nf4Matmul;
 use models::{
-    Decoder, DecoderConfig, Footprint, GenerationConfig, Held, KvCache, KvFormat, LoadOptions,
-    Loading, LoraOptions, Matrices, Steps, Weights,
+    Adapter, Decoder, DecoderConfig, Footprint, GenerationConfig, Held, KvCache, KvFormat,
+    LoadOptions, Loading, LoraOptions, Matrices, OnDevice, Steps, Weights,
 };
 use ops::{Ctx, Nf4Options};
 use time::OffsetDateTime;
@@ -331,14 +331,15 @@ impl Prepared {
         profile: &ArchProfile,
         folder: &Path,
         weights: &Weights,
+        adapter: Option<&Adapter>,
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
-        let (matrices, bytes) = models::on_device(weights, &load)?;
+        let OnDevice { matrices, bytes, beside } = models::on_device(weights, adapter, &load)?;
         if options.quant == Some(Quant::Int8) && matrices == Matrices::FourBit {
             return Err(EngineError::FourBits(folder.to_owned()));
         }
-        let held = held(profile, &load, matrices)?;
+        let held = Held { beside, ..held(profile, &load, matrices)? };
         let planned = Planned {
             model: folder.display().to_string(),
             config: weights.config().clone(),
@@ -465,11 +466,12 @@ impl Engine {
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, EngineError> {
         let ModelFolder { weights, reader, adapter, .. } = folder;
-        let prepared = Prepared::of_files(device.profile(), &reader.folder, &weights, options)?;
+        let adapter = adapter.as_ref();
+        let (profile, own) = (device.profile(), &reader.folder);
+        let prepared = Prepared::of_files(profile, own, &weights, adapter, options)?;
         prepared.fits(device, options)?;
         let (ctx, on) = (context(device, options)?, on_burn(device));
         let progress = |loading: Loading| progress(loading.done, loading.parts);
-        let adapter = adapter.as_ref();
         let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, &prepared.load, progress)?;
         Self::settled(Inner {
             reader,
@@ -838,7 +840,7 @@ fn held(
         return Err(EngineError::Tf32);
     }
     let dtype = load.dtype.unwrap_or(FloatDType::F32);
-    Ok(Held { dtype, tf32: load.tf32, matrices, kv: load.kv })
+    Ok(Held { dtype, tf32: load.tf32, matrices, kv: load.kv, beside: 0 })
 }
 
 /// How a device of this profile goes about steps of such a model.

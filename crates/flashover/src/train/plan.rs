@@ -83,7 +83,7 @@ impl TrainPlan {
         workload: TrainWorkload,
     ) -> Result<Self, EngineError> {
         let weights = Weights::open(folder.as_ref()).map_err(EngineError::Folder)?;
-        let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, options)?;
+        let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, None, options)?;
         Self::new(&prepared.planned, profile, &options.budget, lora, workload, Others::default())
     }
 

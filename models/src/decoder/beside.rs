@@ -1,0 +1,42 @@
+//! What an adapter adds to products with matrices that it cannot become part of: 4 or 8 bits would round it away.
+//!
+//! ```text
+//! y = x·Wᵀ + (x·Aᵀ)·Bᵀ     A [columns, k]: the factors of all matrices of a projection, one below the other
+//!                          B [n, columns]: s·B of each matrix in its own rows and columns, 0 elsewhere
+//! ```
+//!
+//! Two products of a few columns, whatever number of matrices a projection has.
+
+use burn::tensor::Tensor;
+use ops::{Ctx, Epilogue, OpError, linear};
+
+/// A and s·B of a projection, in what is computed in.
+#[derive(Debug, Clone)]
+pub(super) struct Beside {
+    /// `[columns, k]`
+    pub(super) a: Tensor<2>,
+    /// `[n, columns]`
+    pub(super) b: Tensor<2>,
+}
+
+impl Beside {
+    /// residual + (x·Aᵀ)·Bᵀ, `[rows, n]` of x `[rows, k]`.
+    pub(super) fn of(
+        &self,
+        ctx: &Ctx,
+        x: Tensor<2>,
+        residual: Option<Tensor<2>>,
+    ) -> Result<Tensor<2>, OpError> {
+        let h = linear(ctx, x, self.a.clone().transpose(), Epilogue::default())?;
+        linear(ctx, h, self.b.clone().transpose(), Epilogue { residual, ..Epilogue::default() })
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        let of = |t: &Tensor<2>| (t.shape().num_elements() * t.dtype().size()) as u64;
+        of(&self.a) + of(&self.b)
+    }
+
+    pub(super) fn columns(&self) -> usize {
+        self.a.dims()[0]
+    }
+}
