@@ -126,7 +126,13 @@ pub struct Plan {
     /// Whether the device has 8 bits to hold keys and values in.
     #[serde(skip)]
     has_bytes: bool,
+    /// What it takes where weights are quantised further, if that fits.
+    #[serde(skip)]
+    quantized: Quantized,
 }
+
+/// Peaks in bytes, by the quantisation that gives them.
+pub(crate) type Quantized = Vec<(&'static str, u64)>;
 
 /// A model that is planned for: its weights are known, the rest is computed.
 #[derive(Debug, Clone)]
@@ -189,6 +195,20 @@ impl Plan {
 }
 
 impl Planned {
+    /// This model with weights that are quantised further, each with the name of what makes them so.
+    pub(crate) fn quantized(&self) -> impl Iterator<Item = (&'static str, Self)> {
+        let all = [("int8", Matrices::Int8), ("nf4", Matrices::FourBit)];
+        let begun = match self.held.matrices {
+            Matrices::Dense => 0,
+            Matrices::Int8 => 1,
+            Matrices::FourBit => all.len(),
+        };
+        all.into_iter().skip(begun).map(|(name, matrices)| {
+            let held = Held { matrices, ..self.held };
+            (name, Self { held, weights: self.config.held_bytes(held), ..self.clone() })
+        })
+    }
+
     pub(crate) fn footprint(&self, Workload { batch, context, shared }: Workload) -> Footprint {
         let passing = Passing { batch, positions: context, chunk: models::CHUNK };
         let all = self.config.footprint(self.held, self.weights, passing, self.steps);
@@ -272,14 +292,13 @@ impl Planned {
         let (total_bytes, budget_bytes) = (profile.memory_bytes, budget.of(profile.memory_bytes));
         let parts = self.footprint(workload);
         let bytes = |part: u128| u64::try_from(part).unwrap_or(u64::MAX);
-        let fits = |workload| {
-            if self.check_buffers(profile, workload).is_err() {
-                return false;
-            }
-            let parts = self.footprint(workload);
+        let takes = |planned: &Self, workload| {
+            planned.check_buffers(profile, workload).ok()?;
+            let parts = planned.footprint(workload);
             let all = parts.total() + others.beside(parts.passing() + parts.small);
-            budget_bytes.is_some_and(|budget| all <= budget.into())
+            budget_bytes.is_some_and(|budget| all <= budget.into()).then(|| bytes(parts.total()))
         };
+        let fits = |workload| takes(self, workload).is_some();
         // With another batch or context sequences share something else.
         let known = |most: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| most);
         let context = self.config.context().unwrap_or(MOST_POSITIONS).min(MOST_POSITIONS);
@@ -305,6 +324,10 @@ impl Planned {
                 fits(Workload { context, ..workload })
             })),
             has_bytes: profile.dtypes.contains(&DType::I8),
+            quantized: self
+                .quantized()
+                .filter_map(|(name, planned)| Some((name, takes(&planned, workload)?)))
+                .collect(),
         }
     }
 }
@@ -384,6 +407,13 @@ pub(crate) const fn fewer(budget: Option<u64>, own: u64) -> &'static str {
     }
 }
 
+/// What quantising further would take.
+pub(crate) fn advised(quantized: &Quantized) -> String {
+    let each =
+        |(name, bytes): &(_, u64)| format!("; with --quant {name} it takes {}", shown(*bytes));
+    quantized.iter().map(each).collect()
+}
+
 impl Plan {
     /// What to change where it does not fit.
     pub fn advice(&self) -> String {
@@ -392,15 +422,13 @@ impl Plan {
     }
 
     fn smaller(&self) -> String {
-        let quant = match self.matrices {
-            Matrices::FourBit => "",
-            Matrices::Int8 => "; --quant nf4 halves the weights",
-            Matrices::Dense if matches!(&*self.dtype, "f32" | "tf32") => {
-                "; bf16, where the device has it, takes half of what f32 does, --quant int8 about a quarter, --quant nf4 an \
-                 eighth"
+        let float = match (self.matrices, &*self.dtype) {
+            (Matrices::Dense, "f32" | "tf32") => {
+                "; bf16, where the device has it, takes half of what f32 does"
             }
-            Matrices::Dense => "; --quant int8 halves the weights, --quant nf4 takes a quarter",
+            _ => "",
         };
+        let quant = format!("{float}{}", advised(&self.quantized));
         let over = self.all_bytes().saturating_sub(self.budget_bytes.unwrap_or(u64::MAX));
         // Where that is enough, or counts.
         let counts = self.cache_bytes / 2 >= over || self.cache_bytes > self.peak_bytes() / 8;
@@ -488,6 +516,13 @@ mod tests {
         let at = |word: &str| advice.find(word).expect("suggested");
         assert!(at("bf16") < at("int8") && at("int8") < at("nf4"), "{advice}");
         assert!(!advice.contains("--kv-cache"), "it counts for nothing: {advice}");
+        // With the very number that a plan for it has.
+        let advice = dense.advice();
+        for (name, quant) in [("int8", Quant::Int8), ("nf4", Quant::Nf4)] {
+            let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
+            let peak = shown(plan("rtx4080", options, 1, 8192).peak_bytes());
+            assert!(advice.contains(&format!("with --quant {name} it takes {peak}")), "{advice}");
+        }
     }
 
     #[test]
@@ -512,7 +547,7 @@ mod tests {
         let budget = MemoryBudget { limit_bytes: Some(gib), ..all };
         let none = plan("h200", EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
         assert!(!none.fits() && none.largest_context == Some(0), "{none}");
-        assert!(none.advice().starts_with("a larger budget"), "{}", none.advice());
+        assert_eq!(none.advice(), "a larger budget or a smaller model", "in 4 bits neither");
     }
 
     #[test]

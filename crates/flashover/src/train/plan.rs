@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use crate::engine::{EngineError, EngineOptions, Others, Prepared};
 use crate::plan::{
-    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, computes_in, fewer, largest, of_budget,
-    precision, shown,
+    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, Quantized, advised, computes_in, fewer,
+    largest, of_budget, precision, shown,
 };
 
 /// What is learned at most at once.
@@ -68,6 +68,9 @@ pub struct TrainPlan {
     pub largest_batch: Option<usize>,
     /// The most tokens of as many sequences, likewise.
     pub largest_context: Option<usize>,
+    /// What it takes where weights are quantised further, if that fits.
+    #[serde(skip)]
+    quantized: Quantized,
 }
 
 impl TrainPlan {
@@ -114,22 +117,23 @@ impl TrainPlan {
         if profile.backend == Backend::Vulkan && planned.held.dtype == FloatDType::BF16 {
             return Err(EngineError::TrainDType);
         }
-        let Planned { model, config, held, weights, .. } = planned;
-        let of = |workload: TrainWorkload| {
+        let Planned { model, config, held, .. } = planned;
+        let of = |planned: &Planned, workload: TrainWorkload| {
             let TrainWorkload { batch, context: positions, accumulates, recompute } = workload;
             let load = Lessons { batch, positions, accumulates, recompute };
-            config.training_footprint(*held, *weights, lora, load)
+            config.training_footprint(planned.held, planned.weights, lora, load)
         };
         let (total_bytes, budget_bytes) = (profile.memory_bytes, budget.of(profile.memory_bytes));
-        let TrainFootprint { weights, adapter, optimizer, passing, small } = of(workload)?;
-        let fits = |workload| {
-            let all = of(workload)
-                .map(|parts| parts.total() + others.beside(parts.passing + parts.small));
-            budget_bytes.is_some_and(|budget| all.is_ok_and(|all| all <= budget.into()))
+        let TrainFootprint { weights, adapter, optimizer, passing, small } = of(planned, workload)?;
+        let bytes = |part: u128| u64::try_from(part).unwrap_or(u64::MAX);
+        let takes = |planned: &Planned, workload| {
+            let parts = of(planned, workload).ok()?;
+            let all = parts.total() + others.beside(parts.passing + parts.small);
+            budget_bytes.is_some_and(|budget| all <= budget.into()).then(|| bytes(parts.total()))
         };
+        let fits = |workload| takes(planned, workload).is_some();
         let known = |most: usize| budget_bytes.map(|_| most);
         let context = config.context().unwrap_or(MOST_POSITIONS).min(MOST_POSITIONS);
-        let bytes = |part: u128| u64::try_from(part).unwrap_or(u64::MAX);
         Ok(Self {
             model: model.clone(),
             device: profile.name.clone(),
@@ -151,6 +155,10 @@ impl TrainPlan {
             largest_context: known(largest(context, |context| {
                 fits(TrainWorkload { context, ..workload })
             })),
+            quantized: planned
+                .quantized()
+                .filter_map(|(name, quantized)| Some((name, takes(&quantized, workload)?)))
+                .collect(),
         })
     }
 
@@ -178,11 +186,7 @@ impl TrainPlan {
     }
 
     fn smaller(&self) -> String {
-        let quant = match self.matrices {
-            Matrices::FourBit => "",
-            Matrices::Int8 => "; --quant nf4 halves the weights",
-            Matrices::Dense => "; --quant nf4 takes a quarter of bf16 weights",
-        };
+        let quant = advised(&self.quantized);
         let again = match self.workload.recompute {
             Recompute::Nothing => "; without --keep-activations layers are computed again",
             Recompute::Layers => "",
