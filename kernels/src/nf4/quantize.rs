@@ -15,6 +15,8 @@
 //! infinities or NaN is refused.
 //!
 //! Cost: an element read, half a byte and an absmax's share written.
+//!
+//! On a CPU a unit has a block to itself, and eight values at a time are a vector.
 
 use std::sync::Arc;
 
@@ -220,6 +222,7 @@ impl Kernel for Nf4Quantize {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
         let buffer = || BufferCompilationArg { inplace: None };
+        let width = width(arch, p);
         vec![Box::new(quantize_blocks::QuantizeBlocks::new(
             settings,
             properties.clone(),
@@ -228,8 +231,8 @@ impl Kernel for Nf4Quantize {
             buffer(),
             buffer(),
             buffer(),
-            width(arch, p),
-            plan(p, c),
+            width,
+            plan(p, c, width),
             elem(p.dtype),
         ))]
     }
@@ -255,7 +258,7 @@ impl Kernel for Nf4Quantize {
                 BufferArg::from_raw_parts(operands.codes.clone(), p.weight.words() as usize),
                 BufferArg::from_raw_parts(operands.absmax.clone(), p.weight.blocks() as usize),
                 BufferArg::from_raw_parts(operands.flag.clone(), 1),
-                plan(p, c),
+                plan(p, c, width),
                 elem(p.dtype),
             );
         }
@@ -359,10 +362,13 @@ struct QuantizePlan {
     config: QuantizeConfig,
     block_size: u32,
     book: CodeBook,
+    /// A vector of the device holds the eight values of a word, and a unit has whole blocks.
+    vectors: bool,
 }
 
-fn plan(p: &QuantizeProblem, c: &QuantizeConfig) -> QuantizePlan {
-    QuantizePlan { config: *c, block_size: p.weight.block_size, book: p.book }
+fn plan(p: &QuantizeProblem, c: &QuantizeConfig, width: usize) -> QuantizePlan {
+    let vectors = c.lanes == 1 && width == 8;
+    QuantizePlan { config: *c, block_size: p.weight.block_size, book: p.book, vectors }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -384,7 +390,10 @@ fn quantize_blocks<F: Float, NI: Size>(
     while first < blocks {
         let block = first + group;
         let mut most = 0.0f32.runtime();
-        for i in 0..comptime!(words / lanes) {
+        if comptime!(plan.vectors) {
+            most = largest(values, flag, block, words);
+        }
+        for i in 0..comptime!(if plan.vectors { 0 } else { words / lanes }) {
             let word = block * words + lane + i * lanes;
             if word < codes.len() as u32 {
                 let eight = load_eight(values, word);
@@ -416,12 +425,22 @@ fn quantize_blocks<F: Float, NI: Size>(
         for i in 0..comptime!(words / lanes) {
             let word = block * words + lane + i * lanes;
             if word < codes.len() as u32 {
-                let eight = load_eight(values, word);
                 let mut made = 0u32;
-                #[unroll]
-                for e in 0..8u32 {
-                    let code = encode(eight[comptime!(e as usize)] * inverse, plan.book);
-                    made |= code << comptime!(code_shift(e));
+                if comptime!(plan.vectors) {
+                    let eight = Vector::<f32, NI>::cast_from(values[word as usize]);
+                    let eight = encode_vector(eight * Vector::new(inverse), plan.book);
+                    #[unroll]
+                    for e in 0..8u32 {
+                        let code = eight.extract(comptime!(e as usize));
+                        made |= code << comptime!(code_shift(e));
+                    }
+                } else {
+                    let eight = load_eight(values, word);
+                    #[unroll]
+                    for e in 0..8u32 {
+                        let code = encode(eight[comptime!(e as usize)] * inverse, plan.book);
+                        made |= code << comptime!(code_shift(e));
+                    }
                 }
                 codes[word as usize] = made;
             }
@@ -448,6 +467,67 @@ fn load_eight<F: Float, NI: Size>(values: &[Vector<F, NI>], word: u32) -> Array<
         }
     }
     eight
+}
+
+/// The largest magnitude of a block of `words` vectors.
+#[cube]
+fn largest<F: Float, NI: Size>(
+    values: &[Vector<F, NI>],
+    flag: &mut [u32],
+    block: u32,
+    #[comptime] words: u32,
+) -> f32 {
+    let mut most = Vector::<f32, NI>::new(0.0f32);
+    let mut odd = Vector::<u32, NI>::new(0u32);
+    for i in 0..words {
+        let word = (block * words + i) as usize;
+        if word < values.len() {
+            let size = Vector::<f32, NI>::cast_from(values[word]).abs();
+            most = select_many(size.greater_than(&most), size, most);
+            // Neither infinity nor NaN is.
+            let finite = size.less_equal(&Vector::new(f32::MAX));
+            odd = select_many(finite, odd, Vector::new(1u32));
+        }
+    }
+    let mut one = 0.0f32.runtime();
+    let mut any = 0u32.runtime();
+    #[unroll]
+    for e in 0..8usize {
+        one = max(one, most.extract(e));
+        any |= odd.extract(e);
+    }
+    if any != 0 {
+        flag[0] = 1u32;
+    }
+    one
+}
+
+/// [`encode`] of each value.
+#[cube]
+fn encode_vector<N: Size>(x: Vector<f32, N>, #[comptime] book: CodeBook) -> Vector<u32, N> {
+    let mut code = Vector::<u32, N>::new(0u32);
+    match comptime!(book) {
+        CodeBook::Nf4 =>
+        {
+            #[unroll]
+            for i in 0..15usize {
+                let above = x.greater_than(&Vector::new(comptime!(nf4_above(i)).runtime()));
+                code += select_many(above, Vector::new(1u32), Vector::new(0u32));
+            }
+        }
+        CodeBook::Fp4 => {
+            let size = x.abs();
+            #[unroll]
+            for i in 0..7usize {
+                let (above, this) = comptime!(fp4_above(i));
+                let over = size.greater_than(&Vector::new(above.runtime()));
+                code = select_many(over, Vector::new(this.runtime()), code);
+            }
+            let below = x.less_than(&Vector::new(0.0f32));
+            code += select_many(below, Vector::new(8u32), Vector::new(0u32));
+        }
+    }
+    code
 }
 
 /// The code of a value in -1 to 1: how many thresholds it is above, or what the last of them stands for.
