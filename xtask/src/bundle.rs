@@ -17,6 +17,8 @@ use crate::setup::{self, Cuda, Wants};
 /// Archive and script together, in bytes.
 const LIMIT: u64 = 40_000_000;
 const ARCHIVE: &str = "flashover.tar.xz";
+/// A name that nobody else has: what is in it is removed.
+const WORK: &str = ".flashover-bundle.part";
 /// The first is `flashover` too, when it is called so.
 const PACKED: [&str; 2] = ["flashover-bench", "xtask"];
 const SCRIPT: &str = include_str!("run.sh");
@@ -100,7 +102,7 @@ struct Work {
 
 impl Work {
     fn begin(out: &Path) -> Result<Self> {
-        let folder = out.join(".bundle");
+        let folder = out.join(WORK);
         let cannot = || format!("cannot make {}", folder.display());
         fs::create_dir_all(&folder).with_context(cannot)?;
         let lock = File::open(&folder).with_context(cannot)?;
@@ -244,7 +246,7 @@ mod tests {
     #[test]
     fn what_a_killed_run_left_is_cleared_and_a_running_one_is_not() {
         let out = tempfile::tempdir().unwrap();
-        let left = out.path().join(".bundle/lib");
+        let left = out.path().join(WORK).join("lib");
         fs::create_dir_all(&left).unwrap();
         fs::write(left.join("half"), "half").unwrap();
         let work = Work::begin(out.path()).unwrap();
