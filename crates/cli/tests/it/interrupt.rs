@@ -68,7 +68,9 @@ fn a_reader_that_goes_away_leaves_a_trace() {
 #[test]
 fn ctrl_c_ends_an_answer_of_a_chat_and_the_chat_goes_on() {
     let folder = demo_with("{% for m in messages %}{{ m.content }} {% endfor %}");
-    let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
+    // A shell has what it starts in the background ignore Ctrl-C, and so does what that starts.
+    let mut child = Command::new("env")
+        .args(["--default-signal=INT", env!("CARGO_BIN_EXE_flashover")])
         .args(["chat", "--backend", "cpu", "--ignore-eos", "--model"])
         .arg(folder.path())
         .stdin(Stdio::piped())
