@@ -84,11 +84,7 @@ pub(crate) struct How {
 }
 
 impl How {
-    /// A process for each core, up to eight: checks compile one after the other.
-    pub(crate) fn on_all_cores() -> Self {
-        let jobs = thread::available_parallelism().map_or(1, |cores| cores.get().min(8));
-        Self { jobs, sanitizer: None }
-    }
+    pub(crate) const PLAIN: Self = Self { jobs: 1, sanitizer: None };
 }
 
 /// The small models of the workspace, where there is one.
