@@ -221,7 +221,6 @@ mod tests {
     use std::path::PathBuf;
 
     use clap::Parser;
-
     use record::Record;
 
     use super::*;

@@ -45,8 +45,8 @@ pub(crate) struct ModelArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: PathBuf,
-    /// A folder with an adapter as PEFT has them, which becomes part of dense matrices and stays beside those of 4 or 8 bits; `train`
-    /// learns it further
+    /// A folder with an adapter as PEFT has them, which becomes part of dense matrices and stays beside those of 4 or 8
+    /// bits; `train` learns it further
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     #[command(flatten)]

@@ -1,4 +1,5 @@
-//! What an adapter adds to products with matrices that it cannot become part of: 4 or 8 bits would round it away.
+//! What an adapter adds to products with matrices of 4 or 8 bits, to whose steps it would be rounded as part
+//! of them.
 //!
 //! ```text
 //! y = x·Wᵀ + (x·Aᵀ)·Bᵀ     A [columns, k]: the factors of all matrices of a projection, one below the other

@@ -130,8 +130,8 @@ impl Decoder {
         Self::load_adapted(weights, None, device, ctx, options, progress)
     }
 
-    /// The same with an adapter, which becomes part of dense matrices, and stays beside those of 4 or 8 bits: what it
-    /// adds is less than their steps.
+    /// The same with an adapter, which becomes part of dense matrices, and stays beside those of 4 or 8 bits, to
+    /// whose steps it would be rounded.
     ///
     /// # Errors
     /// As [`Decoder::load`].
