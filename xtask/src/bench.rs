@@ -188,10 +188,15 @@ fn verdict(run: &[Column], comparison: Option<&Comparison>) -> Result<()> {
 pub(crate) fn problems(run: &[Column]) -> Vec<String> {
     let mut wrong = Vec::new();
     for column in run {
-        match column.failures().count() {
-            0 => {}
-            1 => wrong.push(format!("{}: 1 case failed", column.backend)),
-            n => wrong.push(format!("{}: {n} cases failed", column.backend)),
+        let failed: Vec<_> = column.failures().map(|(case, _)| case).collect();
+        match &failed[..] {
+            [] => {}
+            [case] => wrong.push(format!("{}: {case} failed", column.backend)),
+            [case, ..] => wrong.push(format!(
+                "{}: {} cases failed, {case} the first",
+                column.backend,
+                failed.len()
+            )),
         }
         if let Some(why) = &column.broken {
             wrong.push(format!("{}: {why}", column.backend));
@@ -289,7 +294,7 @@ mod tests {
         let error = verdict(&sample::run(), None).unwrap_err();
         assert_eq!(crate::fail::report(&error), 1);
         let text = error.to_string();
-        assert!(text.contains("cpu: 1 case failed; cpu: program ended by signal 9"), "{text}");
+        assert!(text.contains("rhs=row failed; cpu: program ended by signal 9"), "{text}");
         assert!(verdict(&sample::run()[..1], None).is_ok());
     }
 

@@ -45,6 +45,18 @@ impl Column {
         let checks = self.checks.iter().filter(|c| !c.passed).map(|c| (c.case(), why(c)));
         records.chain(checks)
     }
+
+    /// The skipped cases of each reason, a reason where it came first.
+    pub(crate) fn skipped(&self) -> Vec<(&str, Vec<&str>)> {
+        let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+        for (case, why) in &self.skips {
+            match reasons.iter_mut().find(|(reason, _)| reason == why) {
+                Some((_, cases)) => cases.push(case),
+                None => reasons.push((why, vec![case])),
+            }
+        }
+        reasons
+    }
 }
 
 /// Everything a check says about its failure.

@@ -146,7 +146,7 @@ pub(crate) fn verdict(run: &[Column]) -> Result<()> {
     if wrong.is_empty() { Ok(()) } else { Err(check(wrong.join("; "))) }
 }
 
-/// Both tables, then failures and skips in full.
+/// Both tables, then what was skipped and what failed.
 pub(crate) fn document(run: &[Column], style: Style) -> String {
     let mut out = kernels(run).render(style);
     if let Some(table) = agreement(run) {
@@ -292,7 +292,7 @@ mod tests {
         ];
         insta::assert_snapshot!(document(&run, Style::Markdown));
         let error = verdict(&run).unwrap_err();
-        assert_eq!(error.to_string(), "cpu: 1 case failed");
+        assert_eq!(error.to_string(), "cpu: matmul 3x2x3 failed");
     }
 
     #[test]

@@ -103,7 +103,8 @@ fn band(record: &Record) -> String {
     }
 }
 
-/// What has no row: failed and skipped cases, and why the column is incomplete.
+/// What has no row: skipped cases by reason, then failed ones, and why the column is incomplete. What
+/// went wrong is last: of thousands of checks it is what a log should end with.
 pub(crate) fn notes(column: &Column, style: Style) -> String {
     let mut out = String::new();
     let mut list = |title: &str, entries: Vec<String>| {
@@ -115,8 +116,12 @@ pub(crate) fn notes(column: &Column, style: Style) -> String {
             out.push('\n');
         }
     };
+    let skipped = |(why, cases): (&str, Vec<&str>)| match cases[..] {
+        [case] => format!("{case}: {why}"),
+        _ => format!("{} cases, {} the first: {why}", cases.len(), cases[0]),
+    };
+    list("Skipped", column.skipped().into_iter().map(skipped).collect());
     list("Failed", column.failures().map(|(case, why)| format!("{case}: {why}")).collect());
-    list("Skipped", column.skips.iter().map(|(case, why)| format!("{case}: {why}")).collect());
     list(
         "Incomplete",
         column.broken.iter().map(|why| format!("{}: {why}", column.backend)).collect(),
