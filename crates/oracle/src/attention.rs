@@ -10,7 +10,7 @@ use reference::{Comparison, Distribution, Scores, fill};
 use tune::Kernel;
 
 use crate::pairs::pairwise;
-use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, reference_dtype};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, reference_dtype};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,9 @@ pub fn check(
     config: &AttentionConfig,
 ) -> Result<Verdict, CheckError> {
     let host = Host::new(device, case)?;
-    Attention::launch(device, &case.problem, config, &host.operands, None);
+    launch_twice(device, &[&host.operands.out], || {
+        Attention::launch(device, &case.problem, config, &host.operands, None);
+    })?;
     let (out, lse) = host.results(device)?;
     let mut comparisons = Vec::new();
     for part in parts(case) {

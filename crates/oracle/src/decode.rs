@@ -11,7 +11,7 @@ use tune::Kernel;
 
 use crate::attention::{dense, place_of, strides};
 use crate::pairs::pairwise;
-use crate::{CheckError, Verdict, fnv1a, kernel_error, padded, reference_dtype};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, reference_dtype};
 
 /// One step to verify.
 #[derive(Debug, Clone)]
@@ -72,10 +72,9 @@ pub fn check(
         lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
     };
     let scratch = Decode::scratch(device, p, config);
-    // Twice, as a session does: what a launch leaves behind must not disturb the next.
-    for _ in 0..2 {
+    launch_twice(device, &[&operands.out], || {
         Decode::launch(device, p, config, &operands, scratch.as_ref());
-    }
+    })?;
     let read = |handle: &Handle| client.read_one(handle.clone()).map_err(kernel_error);
     let bytes = read(&operands.out)?;
     let bytes = &bytes[..out_len * p.dtype.size()];

@@ -14,7 +14,9 @@ use reference::{Comparison, Distribution, fill, int8};
 use tune::Kernel;
 
 use crate::matmul::{reference_activation, reference_of, result_dtype};
-use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype, tells_broken};
+use crate::{
+    CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, tells_broken, weights,
+};
 
 /// A problem to verify on seeded inputs.
 #[derive(Debug, Clone, Copy)]
@@ -155,7 +157,9 @@ pub fn check(
         },
     };
     let scratch = Int8Matmul::scratch(device, p, config);
-    Int8Matmul::launch(device, p, config, &operands, scratch.as_ref());
+    launch_twice(device, &[&operands.out], || {
+        Int8Matmul::launch(device, p, config, &operands, scratch.as_ref());
+    })?;
     verdict(device, p, &operands, None)
 }
 
@@ -212,9 +216,9 @@ fn verdict(
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
 
-/// Seeded normal values, quantised; the first row is all zeros.
+/// Seeded weights, quantised; the first row is all zeros.
 fn seeded(weight: Weight, seed: u64) -> Result<int8::Rows, CheckError> {
-    let mut values = fill(seed, weight.len() as usize, Distribution::Normal);
+    let mut values = weights(seed, weight.len() as usize, weight.k);
     values.iter_mut().take(weight.k as usize).for_each(|v| *v = 0.0);
     Ok(int8::quantize(&values, weight.n as usize, weight.k as usize)?)
 }

@@ -54,6 +54,36 @@ fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, Check
     Ok(all[..bytes].to_vec())
 }
 
+/// Launches twice, as a session does: what the first launch leaves in scratch must not disturb the second, and both
+/// must leave the same bytes in `outputs`, for kernels are deterministic.
+fn launch_twice(
+    device: &Device,
+    outputs: &[&Handle],
+    mut launch: impl FnMut(),
+) -> Result<(), CheckError> {
+    let mut run = || {
+        launch();
+        let bytes = outputs.iter().map(|out| device.client().read_one((*out).clone()));
+        bytes.collect::<Result<Vec<_>, _>>().map_err(kernel_error)
+    };
+    let (first, second) = (run()?, run()?);
+    for (output, (first, second)) in first.iter().zip(&second).enumerate() {
+        if let Some(at) = first.iter().zip(second.iter()).position(|(a, b)| a != b) {
+            let which = format!("output {output} of two launches differs from byte {at} on");
+            return Err(CheckError::Kernel(which));
+        }
+    }
+    Ok(())
+}
+
+/// Normal values of deviation 1/√k, as a layer's weights over k inputs are: its results are of size 1 then, like
+/// bias, gate and residual, none of which could be left out within the tolerance of larger ones.
+fn weights(seed: u64, len: usize, k: u32) -> Vec<f32> {
+    let scale = 1.0 / (k as f32).sqrt();
+    let normal = reference::fill(seed, len, reference::Distribution::Normal);
+    normal.into_iter().map(|v| v * scale).collect()
+}
+
 /// Whether a quantiser, which `launch` runs on values and a flag, raises the flag for a value that is not finite: the
 /// first, one in the middle, the last.
 fn tells_broken(

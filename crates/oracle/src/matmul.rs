@@ -11,7 +11,7 @@ use reference::{Comparison, Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
 
 use crate::norm::reference_rule;
-use crate::{CheckError, Verdict, fnv1a, kernel_error, padded};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, weights};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,8 +100,8 @@ pub fn check(
     }
     let [lhs_len, rhs_len, out_len] = problem.extents();
     let (stored, result) = (reference_dtype(problem.precision), result_dtype(problem));
-    let make = |len: usize, dtype: reference::DType, salt: u64| -> Result<Vec<f32>, CheckError> {
-        let mut values = fill(2 * inputs.seed() + salt, len, Distribution::Normal);
+    let hold = |mut values: Vec<f32>, dtype: reference::DType| -> Result<Vec<f32>, CheckError> {
+        let len = values.len();
         if matches!(inputs, Inputs::Special(_)) {
             let places =
                 [(len / 7, Special::Inf), (len / 3, Special::Nan), (len / 2, Special::NegInf)];
@@ -109,10 +109,14 @@ pub fn check(
         }
         Ok(dtype.decode(&dtype.encode(&values))?)
     };
+    let seed = |salt: u64| 2 * inputs.seed() + salt;
+    let make = |len: usize, dtype: reference::DType, salt: u64| {
+        hold(fill(seed(salt), len, Distribution::Normal), dtype)
+    };
     let Epilogue { bias, gate, residual, .. } = problem.epilogue;
     let host = Host {
         lhs: make(lhs_len, stored, 0)?,
-        rhs: make(rhs_len, stored, 1)?,
+        rhs: hold(weights(seed(1), rhs_len, problem.k), stored)?,
         bias: bias.then(|| make(problem.bias_len(), stored, 1 << 40)).transpose()?,
         gate: gate.then(|| make(out_len, result, 1 << 41)).transpose()?,
         residual: residual.then(|| make(out_len, result, 1 << 42)).transpose()?,
@@ -143,7 +147,9 @@ pub fn check(
             .map(|weight| NormBuffers { weight: upload(&stored.encode(weight)), eps: EPS }),
     };
     let scratch = Matmul::scratch(device, problem, config);
-    Matmul::launch(device, problem, config, &operands, scratch.as_ref());
+    launch_twice(device, &[&operands.out], || {
+        Matmul::launch(device, problem, config, &operands, scratch.as_ref());
+    })?;
     verdict(device, problem, &operands, &host, None)
 }
 

@@ -23,7 +23,7 @@
 use rand_chacha::rand_core::Rng;
 use rayon::prelude::*;
 
-use crate::compare::{Comparison, compare};
+use crate::compare::{Comparison, Lines, compare};
 use crate::inputs::stream;
 use crate::{DType, Error};
 
@@ -197,7 +197,7 @@ impl Attention {
         let exact = self.evaluate::<f64>(rows, operands, scores, |v| v, |v| v)?;
         let naive = self.naive_rows(rows, operands, scores)?;
         let out = lines_of(out, rows, self.head_dim);
-        compare(&out, &exact.out, &naive.out, self.dtype.storage())
+        exact.compare(&naive, &out, None, self.dtype, &self.sizes(rows))
     }
 
     /// Compares a kernel's result (and its log-sum-exp, where it gives one) with the reference.
@@ -223,7 +223,29 @@ impl Attention {
                 return Err(Error::Length { what, need, have });
             }
         }
-        exact.compare(&naive, out, lse, self.dtype)
+        exact.compare(&naive, out, lse, self.dtype, &self.sizes(&self.all()))
+    }
+
+    /// The classes of rows of the result.
+    fn sizes(&self, rows: &[usize]) -> Vec<u32> {
+        rows.iter().map(|row| size_class(self.keys_seen(row % self.seq_q))).collect()
+    }
+
+    /// A key's gradients are sums over the queries that see it; of those the ones that see the fewest keys have
+    /// the most weight.
+    fn size_of_key(&self, j: usize) -> u32 {
+        let seeing = (0..self.seq_q).filter(|i| self.visible(*i, j));
+        seeing.map(|i| size_class(self.keys_seen(i))).min().unwrap_or_default()
+    }
+
+    /// How many keys query i sees, whatever a mask hides.
+    fn keys_seen(&self, i: usize) -> usize {
+        let last = self.seq_kv as i64 - 1;
+        let position = i as i64 + self.seq_kv as i64 - self.seq_q as i64;
+        let reach = self.window.map_or(i64::MAX / 2, |window| window as i64 - 1);
+        let end = if self.causal { position } else { position.saturating_add(reach) };
+        let (begin, end) = ((position - reach).max(0), end.min(last));
+        (end - begin + 1).max(0) as usize
     }
 
     fn validate(&self, [q, k, v]: [&[f32]; 3], scores: Scores<'_>) -> Result<(), Error> {
@@ -329,14 +351,10 @@ impl Attention {
         self.evaluate_gradients::<f64>(&self.every(), operands, scores, saved, |v| v, |v| v)
     }
 
-    /// Compares a kernel's gradients with the reference at `rows` of dq, and of dk and dv: a query of a
-    /// head of a batch, a key of a head of a batch.
+    /// Compares a kernel's gradients with the reference at `rows`, as [`Attention::gradient_lines`] has them.
     ///
-    /// # Shapes
-    /// dq dense `[batch, heads, seq_q, head_dim]`, dk and dv `[batch, kv_heads, seq_kv, head_dim]`.
-    ///
-    /// # Errors
-    /// As [`Attention::run`]; a result of the wrong length; a row that there is not.
+    /// # Shapes, Errors
+    /// As there.
     pub fn check_gradients(
         &self,
         rows: &[Vec<usize>; 2],
@@ -345,6 +363,27 @@ impl Attention {
         saved: Saved<'_>,
         results: [&[f32]; 3],
     ) -> Result<Comparison, Error> {
+        let lines = self.gradient_lines(rows, operands, scores, saved, results)?;
+        let all: Vec<_> = lines.iter().map(Lines::compare).collect::<Result<_, Error>>()?;
+        Ok(Comparison::worst(all))
+    }
+
+    /// A kernel's dq, dk and dv beside the exact ones at `rows` of dq, and of dk and dv: a query of a head of a batch, a
+    /// key of a head of a batch.
+    ///
+    /// # Shapes
+    /// dq dense `[batch, heads, seq_q, head_dim]`, dk and dv `[batch, kv_heads, seq_kv, head_dim]`.
+    ///
+    /// # Errors
+    /// As [`Attention::run`]; a result of the wrong length; a row that there is not.
+    pub fn gradient_lines(
+        &self,
+        rows: &[Vec<usize>; 2],
+        operands: [&[f32]; 3],
+        scores: Scores<'_>,
+        saved: Saved<'_>,
+        results: [&[f32]; 3],
+    ) -> Result<[Lines; 3], Error> {
         let storage = self.dtype.storage();
         let round = move |v: f32| storage.round(v.into()) as f32;
         let exact = self.evaluate_gradients::<f64>(rows, operands, scores, saved, |v| v, |v| v)?;
@@ -352,17 +391,31 @@ impl Attention {
             self.evaluate_gradients::<f32>(rows, operands, scores, saved, round, move |v| {
                 storage.round(v)
             })?;
-        let mut comparisons = Vec::new();
-        for (i, what) in ["dq", "dk", "dv"].into_iter().enumerate() {
-            let (rows, lines) = (&rows[usize::from(i > 0)], self.lines()[usize::from(i > 0)]);
-            let (have, need) = (results[i].len(), lines * self.head_dim);
+        let [of_queries, of_keys] = self.lines();
+        for (what, have, lines) in [
+            ("dq", results[0].len(), of_queries),
+            ("dk", results[1].len(), of_keys),
+            ("dv", results[2].len(), of_keys),
+        ] {
+            let need = lines * self.head_dim;
             if have != need {
                 return Err(Error::Length { what, need, have });
             }
-            let got = lines_of(results[i], rows, self.head_dim);
-            comparisons.push(compare(&got, &exact[i], &naive[i], storage)?);
         }
-        Ok(Comparison::worst(comparisons))
+        let keys: Vec<_> = rows[1].iter().map(|row| self.size_of_key(row % self.seq_kv)).collect();
+        let (mut exact, mut naive) = (exact.into_iter(), naive.into_iter());
+        let mut lines = |result: &[f32], rows: &[usize], classes: Vec<u32>| Lines {
+            out: lines_of(result, rows, self.head_dim),
+            exact: exact.next().expect("of three"),
+            naive: naive.next().expect("of three"),
+            classes,
+            dtype: storage,
+        };
+        Ok([
+            lines(results[0], &rows[0], self.sizes(&rows[0])),
+            lines(results[1], &rows[1], keys.clone()),
+            lines(results[2], &rows[1], keys),
+        ])
     }
 
     /// Rows of dq, and of dk and dv.
@@ -528,6 +581,12 @@ pub(crate) fn weighted<T: Real>(
     (out, most + sum.ln())
 }
 
+/// The class of queries whose results are of one size: a mean of n values falls as 1/√n, so the first rows of
+/// a causal attention are many times larger than the last. Octaves of n, the lowest all below 32.
+pub(crate) const fn size_class(keys: usize) -> u32 {
+    if keys < 16 { 4 } else { keys.ilog2() }
+}
+
 /// Some rows of a dense result.
 pub(crate) fn lines_of(values: &[f32], rows: &[usize], head_dim: usize) -> Vec<f32> {
     rows.iter().flat_map(|row| &values[row * head_dim..][..head_dim]).copied().collect()
@@ -544,15 +603,24 @@ pub(crate) fn sample(seed: u64, count: usize, rows: usize) -> Vec<usize> {
 }
 
 impl Attended {
-    /// Compares a kernel's result (and its log-sum-exp, where it gives one) with this.
+    /// Compares a kernel's result (and its log-sum-exp, where it gives one) with this, the rows of each class
+    /// apart.
     pub(crate) fn compare(
         &self,
         naive: &Self,
         out: &[f32],
         lse: Option<&[f32]>,
         dtype: DType,
+        classes: &[u32],
     ) -> Result<Comparison, Error> {
-        let result = compare(out, &self.out, &naive.out, dtype.storage())?;
+        let lines = Lines {
+            out: out.to_vec(),
+            exact: self.out.clone(),
+            naive: naive.out.clone(),
+            classes: classes.to_vec(),
+            dtype: dtype.storage(),
+        };
+        let result = lines.compare()?;
         match lse {
             Some(lse) if result.passed => {
                 let sums = compare(lse, &self.lse, &naive.lse, DType::F32)?;

@@ -8,6 +8,7 @@
 //! Source: the rule of FlashAttention's tests (`hopper/test_flash_attn.py`), with an atol that
 //! follows from the format.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::{DType, Error};
@@ -61,6 +62,63 @@ pub fn compare(
         worst_reference: worst_index.map_or(0.0, |i| reference[i]),
         passed: max_err <= tolerance, // False when either is NaN.
     })
+}
+
+/// Lines of a kernel's output beside the exact ones and those of a naive kernel.
+///
+/// They are compared by classes: where the size of a line follows from where it is, the tolerance of the large ones
+/// would excuse anything in the small ones.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Lines {
+    /// `[lines, width]`
+    pub(crate) out: Vec<f32>,
+    pub(crate) exact: Vec<f64>,
+    pub(crate) naive: Vec<f64>,
+    /// One a line.
+    pub(crate) classes: Vec<u32>,
+    /// Format of the output.
+    pub(crate) dtype: DType,
+}
+
+impl Lines {
+    /// These, and others of the same format and width behind them.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.out.extend(other.out);
+        self.exact.extend(other.exact);
+        self.naive.extend(other.naive);
+        self.classes.extend(other.classes);
+        self
+    }
+
+    /// [`compare`] of each class; a quarter of what all lines would have is granted to each, for the naive error of a few
+    /// lines is a matter of luck, and of a line that is exactly 0 there may be none.
+    ///
+    /// # Errors
+    /// As [`compare`].
+    pub fn compare(&self) -> Result<Comparison, Error> {
+        let Self { out, exact, naive, classes, dtype } = self;
+        let whole = compare(out, exact, naive, *dtype)?;
+        let width = out.len() / classes.len().max(1);
+        let mut of_class: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (line, class) in classes.iter().enumerate() {
+            of_class.entry(*class).or_default().extend(line * width..(line + 1) * width);
+        }
+        let one = |at: Vec<usize>| {
+            let (out, exact, naive) = (pick(out, &at), pick(exact, &at), pick(naive, &at));
+            let mut comparison = compare(&out, &exact, &naive, *dtype)?;
+            comparison.worst_index = comparison.worst_index.map(|i| at[i]);
+            comparison.tolerance = comparison.tolerance.max(whole.tolerance / 4.0);
+            comparison.passed = comparison.max_err <= comparison.tolerance;
+            Ok(comparison)
+        };
+        let all: Vec<_> = of_class.into_values().map(one).collect::<Result<_, Error>>()?;
+        Ok(if all.is_empty() { whole } else { Comparison::worst(all) })
+    }
+}
+
+fn pick<T: Copy>(values: &[T], at: &[usize]) -> Vec<T> {
+    at.iter().map(|&i| values[i]).collect()
 }
 
 impl Comparison {
@@ -256,6 +314,38 @@ mod tests {
         );
         assert!(!at(6.01 * ulp)?.passed);
         assert!(!at(-6.01 * ulp)?.passed);
+        Ok(())
+    }
+
+    #[test]
+    fn a_class_has_a_tolerance_of_its_own() -> Result<(), Error> {
+        let right = [8.0, 8.0, 0.25, 0.25, 8.0, 8.0];
+        let of = |out: &[f32], classes: &[u32]| Lines {
+            out: out.to_vec(),
+            exact: right.to_vec(),
+            naive: right.to_vec(),
+            classes: classes.to_vec(),
+            dtype: DType::Bf16,
+        };
+        let small = [8.0, 8.0, 0.25, 0.35, 8.0, 8.0];
+        assert!(of(&small, &[0; 3]).compare()?.passed, "four ulps of 8 are 0.25");
+        let apart = of(&small, &[0, 1, 0]).compare()?;
+        assert_eq!((apart.passed, apart.worst_index), (false, Some(3)));
+        let near = of(&[8.0, 8.0, 0.25, 0.3, 8.0, 8.0], &[0, 1, 0]).compare()?;
+        assert_eq!((near.passed, near.tolerance), (true, 0.0625), "a quarter");
+        let large = of(&[8.0, 8.0, 0.25, 0.25, 8.0, 9.0], &[0, 1, 0]).compare()?;
+        assert_eq!((large.passed, large.worst_index), (false, Some(5)));
+        let both =
+            of(&right.map(|v| v as f32), &[0, 1, 0]).and(of(&small, &[0, 1, 0])).compare()?;
+        assert_eq!((both.passed, both.worst_index), (false, Some(9)));
+        let none = Lines {
+            out: vec![],
+            exact: vec![],
+            naive: vec![],
+            classes: vec![],
+            dtype: DType::Bf16,
+        };
+        assert!(none.compare()?.passed);
         Ok(())
     }
 

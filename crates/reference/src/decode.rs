@@ -13,9 +13,11 @@
 //! values, and as a naive kernel would, with f32 scores and sums and weights, times the scale of v,
 //! rounded to the format of q, which sets the tolerance.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
-use crate::attention::{Attended, HeadStrides, Real, lines_of, sample, weighted};
+use crate::attention::{Attended, HeadStrides, Real, lines_of, sample, size_class, weighted};
 use crate::compare::Comparison;
 use crate::{DType, Error};
 
@@ -130,7 +132,9 @@ impl Decode {
         let (exact, naive) = (self.run(rows, q, cache)?, self.naive(rows, q, cache)?);
         let out = lines_of(out, rows, self.head_dim);
         let lse: Option<Vec<f32>> = lse.map(|lse| rows.iter().map(|row| lse[*row]).collect());
-        exact.compare(&naive, &out, lse.as_deref(), self.dtype)
+        let seen = rows.iter().map(|row| self.seen(*row, cache.lengths).len());
+        let classes: Vec<_> = seen.map(size_class).collect();
+        exact.compare(&naive, &out, lse.as_deref(), self.dtype, &classes)
     }
 
     fn evaluate<T: Real>(
@@ -177,11 +181,8 @@ impl Decode {
         let shared = head / (self.heads / self.kv_heads);
         let q =
             slice("q", q, b * self.q.batch + head * self.q.head + i * self.q.seq, self.head_dim)?;
-        // One past the query's own position.
-        let end = (cache.lengths[b] as usize + i + 1).saturating_sub(self.seq_q);
-        let start = self.window.map_or(0, |window| end.saturating_sub(window));
         let mut scores = Vec::new();
-        for j in start..end {
+        for j in self.seen(row, cache.lengths) {
             let position = self.position(cache, b, shared, j)?;
             let mut dot = T::from(0.0);
             for (q, k) in q.iter().zip(position.k) {
@@ -194,6 +195,14 @@ impl Decode {
             scores.push((score, T::from(position.v_scale), position.v));
         }
         Ok(weighted(scores, self.head_dim, weight))
+    }
+
+    /// The positions that a row sees.
+    fn seen(&self, row: usize, lengths: &[u32]) -> Range<usize> {
+        let (i, b) = (row % self.seq_q, row / self.seq_q / self.heads);
+        // One past the query's own position.
+        let end = (lengths[b] as usize + i + 1).saturating_sub(self.seq_q);
+        self.window.map_or(0, |window| end.saturating_sub(window))..end
     }
 
     /// Position j of a sequence in one head of the cache.

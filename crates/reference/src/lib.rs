@@ -53,7 +53,7 @@ pub mod rotary;
 pub mod sample;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
-pub use compare::{Comparison, compare};
+pub use compare::{Comparison, Lines, compare};
 pub use decode::{Cache, CacheStrides, Decode, Table};
 pub use decoder::{Block, Decoder, Linear};
 pub use dtype::DType;

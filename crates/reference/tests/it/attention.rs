@@ -74,6 +74,31 @@ fn gradients_are_finite_differences() -> Result<(), Error> {
     Ok(())
 }
 
+/// The first row of a causal attention is a value itself, of size 2 or 3; rows of 200 keys are of size 0.1.
+#[test]
+fn a_late_row_is_not_excused_by_the_first() -> Result<(), Error> {
+    let of =
+        Attention { causal: true, ..Attention::contiguous(1, [1, 1], [200, 200], 16, DType::Bf16) };
+    let rounded = |v: &f32| DType::Bf16.round((*v).into()) as f32;
+    let operands = operands(&of).map(|values| values.iter().map(rounded).collect::<Vec<_>>());
+    let [q, k, v] = slices(&operands);
+    let right: Vec<_> =
+        of.run(q, k, v, Scores::default())?.out.iter().map(|v| rounded(&(*v as f32))).collect();
+    let passes = |out: &[f32]| {
+        let of_rows = of.check_rows(&[0, 7, 199], [q, k, v], Scores::default(), out)?;
+        let whole = of.check([q, k, v], Scores::default(), out, None)?;
+        assert_eq!(of_rows.passed, whole.passed);
+        Ok::<_, Error>(whole.passed)
+    };
+    assert!(passes(&right)?);
+    for (row, wrong) in [(199, 0.04), (0, 0.1)] {
+        let mut out = right.clone();
+        out[row * 16] += wrong;
+        assert!(!passes(&out)?, "row {row}");
+    }
+    Ok(())
+}
+
 #[test]
 fn a_wrong_gradient_fails() -> Result<(), Error> {
     let of = Attention { causal: true, ..Attention::contiguous(1, [2, 2], [7, 9], 8, DType::F32) };
