@@ -132,6 +132,9 @@ enum Command {
         /// Keep CUDA C++, PTX and machine code in this folder
         #[arg(long)]
         dump: Option<PathBuf>,
+        /// Also what the shipped tune cache chose under the profile of an RTX card
+        #[arg(long)]
+        tuned: bool,
         /// Compile also what is known by its source
         #[arg(long)]
         fresh: bool,
@@ -161,9 +164,9 @@ fn main() -> ExitCode {
             let (filter, fixtures) = (filter.as_deref(), fixtures.as_deref());
             verify::verify(&target, filter, configs, exhaust, fixtures, part)
         }
-        Command::Targets { cuda_home, json, filter, dump, fresh, record } => {
+        Command::Targets { cuda_home, json, filter, tuned, dump, fresh, record } => {
             let (dump, record) = (dump.as_deref(), record.as_deref());
-            targets::run(&cuda_home, json, filter.as_deref(), dump, fresh, record)
+            targets::run(&cuda_home, json, filter.as_deref(), tuned, dump, fresh, record)
         }
         Command::Tune(command) => tuning::run(command),
     };

@@ -11,6 +11,7 @@ pub(crate) fn run(
     cuda_home: &Path,
     json: bool,
     filter: Option<&str>,
+    tuned: bool,
     dump: Option<&Path>,
     fresh: bool,
     record: Option<&Path>,
@@ -28,7 +29,7 @@ pub(crate) fn run(
     };
     let record = record.map(OutFile::new).transpose()?;
     let known = if fresh { Known::default() } else { Known::shipped() };
-    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, dump, &known, show)?;
+    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, tuned, dump, &known, show)?;
     if rows.is_empty() && findings.is_empty() {
         anyhow::bail!(
             "no instance matches\nhint: names look like `rtx4090 matmul bf16 row.col 4096x4096x4096`"
@@ -64,6 +65,11 @@ pub(crate) fn run(
     let (all, failed) = (rows.len(), findings.len());
     let new = if dump.is_some() { all } else { known.compiled() };
     text += &format!("{all} instances, {spill} of them spill, {failed} failed; {new} compiled\n");
+    if tuned {
+        let of_cache: Vec<_> = rows.iter().filter(|r| r.tuned).collect();
+        let spill = of_cache.iter().filter(|r| r.usage.spilled() > 0).count();
+        text += &format!("of {} that the shipped cache chose, {spill} spill\n", of_cache.len());
+    }
     command::print(&text)?;
     Ok(findings.is_empty())
 }

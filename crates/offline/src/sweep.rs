@@ -1,4 +1,4 @@
-//! Every config of every kernel, and every code path around it, on every target.
+//! Every config of every kernel, every code path around it, and what the shipped cache chose, on every target.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -22,7 +22,7 @@ use kernels::sample::{Sample, SampleProblem};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
-use tune::Kernel;
+use tune::{Kernel, TuneCache};
 
 use crate::Known;
 use crate::compile::{Toolkit, Usage, properties, target_properties};
@@ -45,6 +45,8 @@ pub struct Row {
     pub usage: Usage,
     /// Cubes on one processor.
     pub occupancy: u32,
+    /// Whether the shipped cache chose it, under the profile of an RTX card.
+    pub tuned: bool,
 }
 
 /// What is wrong with an instance.
@@ -57,15 +59,16 @@ pub struct Finding {
 }
 
 /// Compiles, for every target, the instances whose `target kernel instance config` text contains `filter`; both
-/// lists are in a fixed order. What is `known` is not compiled again. With `dump`, sources and binaries are kept in that folder, numbered in
-/// the order of the list. `progress` is told how many of how many are compiled: from 0 on, in order, each
-/// once.
+/// lists are in a fixed order. With `tuned`, what the shipped cache chose is among them. What is `known` is not
+/// compiled again. With `dump`, sources and binaries are kept in that folder, numbered in the order of the list.
+/// `progress` is told how many of how many are compiled: from 0 on, in order, each once.
 ///
 /// # Errors
 /// A target profile that is not recorded.
 pub fn sweep(
     toolkit: &Toolkit,
     filter: Option<&str>,
+    tuned: bool,
     dump: Option<&Path>,
     known: &Known,
     progress: impl Fn(usize, usize) + Sync,
@@ -73,7 +76,7 @@ pub fn sweep(
     let mut work = Vec::new();
     for target in TARGETS {
         let arch = ArchProfile::recorded(target)?;
-        for instance in instances(&arch) {
+        for instance in instances(&arch, tuned) {
             let text =
                 format!("{target} {} {} {}", instance.kernel, instance.name, instance.config);
             if filter.is_none_or(|f| text.contains(f)) {
@@ -110,8 +113,8 @@ pub fn sweep(
                 let occupancy = Limits::of(sm)
                     .map_or(0, |l| occupancy(l, usage.units, usage.registers, usage.shared));
                 faults(target, of.clean, &usage, occupancy).into_iter().for_each(find);
-                let kernel = of.kernel;
-                rows.push(Row { kernel, target, sm, instance, config, usage, occupancy });
+                let (kernel, tuned) = (of.kernel, of.tuned);
+                rows.push(Row { kernel, target, sm, instance, config, usage, occupancy, tuned });
             }
         }
     }
@@ -143,23 +146,24 @@ struct Instance {
     program: Box<dyn CubeKernel>,
     /// Whether it must not spill on an RTX card.
     clean: bool,
+    tuned: bool,
 }
 
-/// What is compiled for `arch`, each program once.
-fn instances(arch: &ArchProfile) -> Vec<Instance> {
-    let mut all = instances_of::<Matmul>(arch, matmuls(), matmul_name);
-    all.extend(instances_of::<Attention>(arch, attentions(), attention_name));
-    all.extend(instances_of::<AttentionBackward>(arch, backwards(), |p| {
+/// What is compiled for `arch`, each program once; with what the shipped cache chose, where that is asked for.
+fn instances(arch: &ArchProfile, tuned: bool) -> Vec<Instance> {
+    let mut all = instances_of::<Matmul>(arch, tuned, matmuls(), matmul_name);
+    all.extend(instances_of::<Attention>(arch, tuned, attentions(), attention_name));
+    all.extend(instances_of::<AttentionBackward>(arch, tuned, backwards(), |p| {
         attention_name(&p.forward)
     }));
-    all.extend(instances_of::<Decode>(arch, decodes(), decode_name));
-    all.extend(instances_of::<Nf4Dequantize>(arch, dequantizes(), |p| {
+    all.extend(instances_of::<Decode>(arch, tuned, decodes(), decode_name));
+    all.extend(instances_of::<Nf4Dequantize>(arch, tuned, dequantizes(), |p| {
         format!("{} {}", p.out, weight_name(&p.weight))
     }));
-    all.extend(instances_of::<Nf4Quantize>(arch, quantizes(), |p| {
+    all.extend(instances_of::<Nf4Quantize>(arch, tuned, quantizes(), |p| {
         format!("{} {} b{}", p.book.name(), p.dtype, p.weight.block_size)
     }));
-    all.extend(instances_of::<Nf4Matmul>(arch, nf4s(), |p| {
+    all.extend(instances_of::<Nf4Matmul>(arch, tuned, nf4s(), |p| {
         let mut name = format!("{} m{} {}", p.dtype, p.m, weight_name(&p.weight));
         p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
         if p.glu {
@@ -170,13 +174,13 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
         }
         name
     }));
-    all.extend(instances_of::<Int8Dequantize>(arch, int8_dequantizes(), |p| {
+    all.extend(instances_of::<Int8Dequantize>(arch, tuned, int8_dequantizes(), |p| {
         format!("{} k{}", p.out, p.weight.k)
     }));
-    all.extend(instances_of::<Int8Quantize>(arch, int8_quantizes(), |p| {
+    all.extend(instances_of::<Int8Quantize>(arch, tuned, int8_quantizes(), |p| {
         format!("{} k{}", p.dtype, p.weight.k)
     }));
-    all.extend(instances_of::<Int8Matmul>(arch, int8s(), |p| {
+    all.extend(instances_of::<Int8Matmul>(arch, tuned, int8s(), |p| {
         let mut name = format!("{} m{} k{}", p.dtype, p.m, p.weight.k);
         p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
         if let Some(int8::Activations { threshold }) = p.activations {
@@ -184,26 +188,27 @@ fn instances(arch: &ArchProfile) -> Vec<Instance> {
         }
         name
     }));
-    all.extend(instances_of::<Norm>(arch, norms(), |p| {
+    all.extend(instances_of::<Norm>(arch, tuned, norms(), |p| {
         format!("{} {} {}", p.dtype, p.width, p.names().join(" "))
     }));
-    all.extend(instances_of::<Embed>(arch, embeds(), |p| {
+    all.extend(instances_of::<Embed>(arch, tuned, embeds(), |p| {
         let learned = if p.positions.is_some() { " learned" } else { "" };
         format!("{} {}{learned}", p.dtype, p.hidden)
     }));
-    all.extend(instances_of::<Rope>(arch, ropes(), |p| {
+    all.extend(instances_of::<Rope>(arch, tuned, ropes(), |p| {
         let norm = p.qk_norm.map_or("", |norm| norm.kind.name());
         let pages = if p.pages_len() > 0 { " pages" } else { "" };
         let bytes = if p.cache.quantized() { " i8" } else { "" };
         let of = format!("{}{bytes} d{} rope{}{pages} {norm}", p.dtype, p.head_dim, p.dim);
         of.trim_end().to_owned()
     }));
-    all.extend(instances_of::<Sample>(arch, samples(), |p| format!("vocab {}", p.vocab)));
+    all.extend(instances_of::<Sample>(arch, tuned, samples(), |p| format!("vocab {}", p.vocab)));
     all
 }
 
 fn instances_of<K: Kernel>(
     arch: &ArchProfile,
+    with_tuned: bool,
     cases: Vec<Case<K>>,
     name: fn(&K::Problem) -> String,
 ) -> Vec<Instance> {
@@ -211,29 +216,59 @@ fn instances_of<K: Kernel>(
     // By the identity of a program, which has no order; the list keeps that of the cases.
     let mut places = HashMap::new();
     let mut instances: Vec<Instance> = Vec::new();
-    for Case { problem, most, clean } in cases {
-        let candidates = K::candidates(arch, &problem).into_iter().take(most);
-        for (i, config) in candidates.enumerate() {
-            let programs = K::programs(arch, &problem, &config, &properties, &target);
-            for (launch, program) in programs.into_iter().enumerate() {
-                let place = *places.entry(program.id()).or_insert(instances.len());
-                match instances.get_mut(place) {
-                    Some(same) => same.clean |= i < clean,
-                    None => instances.push(Instance {
-                        kernel: K::NAME,
-                        name: match launch {
-                            0 => name(&problem),
-                            later => format!("{} launch {}", name(&problem), later + 1),
-                        },
-                        config: serde_json::to_value(config).expect("a config is plain data"),
-                        program,
-                        clean: i < clean,
-                    }),
+    let mut add = |problem: &K::Problem, config: K::Config, clean: bool, tuned: bool| {
+        let programs = K::programs(arch, problem, &config, &properties, &target);
+        for (launch, program) in programs.into_iter().enumerate() {
+            let place = *places.entry(program.id()).or_insert(instances.len());
+            match instances.get_mut(place) {
+                Some(same) => {
+                    same.clean |= clean;
+                    same.tuned |= tuned;
                 }
+                None => instances.push(Instance {
+                    kernel: K::NAME,
+                    name: match launch {
+                        0 => name(problem),
+                        later => format!("{} launch {}", name(problem), later + 1),
+                    },
+                    config: serde_json::to_value(config).expect("a config is plain data"),
+                    program,
+                    clean,
+                    tuned,
+                }),
             }
         }
+    };
+    for Case { problem, most, clean } in cases {
+        let candidates = K::candidates(arch, &problem).into_iter().take(most);
+        candidates.enumerate().for_each(|(i, config)| add(&problem, config, i < clean, false));
+    }
+    let chosen = if with_tuned { tuned::<K>(arch) } else { Vec::new() };
+    for (problem, config) in chosen {
+        add(&problem, config, false, true);
     }
     instances
+}
+
+/// What the shipped cache chose under the profile of an RTX card, measured on another: what it would use on that card,
+/// whose own tuner decides by time.
+fn tuned<K: Kernel>(arch: &ArchProfile) -> Vec<(K::Problem, K::Config)> {
+    if arch.max_shared_bytes > RTX_SHARED {
+        return Vec::new();
+    }
+    let cache = TuneCache::shipped();
+    let of_kernel = cache.entries().map(|(entry, _)| entry).filter(|entry| {
+        let key = &entry.key;
+        key.kernel == K::NAME && key.version == K::VERSION && key.arch_id.0.contains("@rtx")
+    });
+    of_kernel
+        .map(|entry| {
+            let problem = serde_json::from_value(entry.problem.clone());
+            let config = serde_json::from_value(entry.config.clone());
+            (problem.expect("a problem of the kernel"), config.expect("a config of the kernel"))
+        })
+        .filter(|(problem, config)| K::check(arch, problem, config).is_ok())
+        .collect()
 }
 
 /// A problem, how many of its candidates are compiled, and how many of those must not spill on an RTX
@@ -669,7 +704,7 @@ mod tests {
     #[test]
     fn every_code_path_is_compiled_for_every_target() {
         for target in TARGETS {
-            let all = instances(&ArchProfile::recorded(target).expect("recorded"));
+            let all = instances(&ArchProfile::recorded(target).expect("recorded"), true);
             let parts = [
                 "f16acc16 ",
                 " 4096x",
@@ -688,6 +723,8 @@ mod tests {
             for part in [" i8 ", " pages16", " pages256", " q16"] {
                 assert!(all.iter().any(|i| i.name.contains(part)), "{target}:{part}");
             }
+            let tuned = all.iter().any(|i| i.kernel == "matmul" && i.name.contains("x2304x768"));
+            assert_eq!(tuned, target.starts_with("rtx"), "{target}: what the cache has of gpt2");
             let cut = |i: &Instance| i.config["parts"].as_u64() > Some(1);
             assert!(all.iter().any(cut), "{target}: k in parts");
             let added = |i: &Instance| cut(i) && i.name.ends_with(" launch 2");

@@ -204,10 +204,17 @@ pub(super) fn serves(
 ) -> Result<(), Infeasible> {
     let mask = problem.mask.map(|_| problem.mask_dtype);
     stores(arch, [problem.dtype].into_iter().chain(mask))?;
-    let c = match config {
-        AttentionConfig::Flash(c) => c,
-        AttentionConfig::Plane(_) => return plane_scope(arch, problem),
-        AttentionConfig::Rows(c) => return limits(arch, c.units, 0),
+    if let AttentionConfig::Rows(c) = config {
+        return limits(arch, c.units, 0);
+    }
+    // Of a grid each is one dimension.
+    for (name, value) in [("batch", problem.batch), ("heads", problem.heads)] {
+        if value > 65_535 {
+            return Err(shape(name, value, "up to 65535"));
+        }
+    }
+    let AttentionConfig::Flash(c) = config else {
+        return plane_scope(arch, problem);
     };
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
     for (name, value, allowed) in [
@@ -265,4 +272,25 @@ pub(super) fn tensor_cores(
         return Err(shape("head_dim", head_dim, "a multiple of 16 up to 256"));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A launch of that many would be refused by the driver.
+    #[test]
+    fn more_heads_or_batches_than_a_grid_has_go_by_rows() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        for (batch, heads, fits) in
+            [(65_535, 2, true), (70_000, 2, false), (2, 65_535, true), (1, 70_000, false)]
+        {
+            let p = AttentionProblem::dense(batch, [heads, heads], [16, 16], 64, DType::Bf16)
+                .expect("valid");
+            let rows = |c: &AttentionConfig| matches!(c, AttentionConfig::Rows(_));
+            assert_eq!(candidates(&arch, &p).iter().all(rows), !fits, "{batch} x {heads}");
+            let flash = AttentionConfig::Flash(FLASH[0]);
+            assert_eq!(check(&arch, &p, &flash).is_ok(), fits, "{batch} x {heads}");
+        }
+    }
 }

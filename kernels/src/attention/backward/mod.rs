@@ -460,7 +460,7 @@ fn spills(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, si
     let (p, SideConfig::Flash(c)) = (&problem.forward, config) else { return false };
     let sm_120 = arch.compute_capability.is_some_and(|sm| sm >= 120);
     match (side.keys, p.head_dim) {
-        (true, 97..=128) => p.varlen && c.tile_kv > 32,
+        (true, 97..=128) => (p.varlen || p.softcap.is_some()) && c.tile_kv > 32,
         (true, 129..=192) => sm_120 && (c.tile_kv > 16 || c.planes > 2),
         (true, 193..) => sm_120 && c.tile_kv > 16,
         (false, ..=32) => sm_120 && c.rows > 16,
