@@ -37,6 +37,9 @@ use crate::{Ctx, OpError};
 /// mask (true hides) and bias (added after the soft cap) `[batch, heads, seq_q, seq_kv]`, each axis
 /// possibly 1; the result is as q. A query without visible keys gives zeros.
 ///
+/// Memory grows with the sequence, except for a bias that wants a gradient: its call stores the scores,
+/// `batch·heads·seq_q·seq_kv` of f32.
+///
 /// # Errors
 /// Shapes or dtypes that do not fit, a device without our kernels, an implementation that cannot serve.
 pub fn attention(
@@ -368,11 +371,7 @@ impl AttentionKernels for CubeBackend {
         let operands = operands.map(along_head_dim);
         let q = &operands[0];
         let out = like(q);
-        let rows = Shape::new([q.meta.shape()[0], q.meta.shape()[1], q.meta.shape()[2]]);
-        let float = burn::tensor::DType::F32;
-        let lse = lse.then(|| {
-            empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), rows, float)
-        });
+        let lse = lse.then(|| log_sums_like(q));
         let launched = Launch::new(&operands, scores, &out, lse.as_ref(), asked).and_then(|l| {
             let device = call.ctx.device(&out.device)?;
             let config = match asked.options.implementation {
@@ -487,7 +486,14 @@ impl Launch {
     }
 }
 
-fn forced(implementation: Implementation, why: &Infeasible) -> OpError {
+/// A log-sum-exp for each row of q, `[batch, heads, seq_q]` in f32.
+pub(crate) fn log_sums_like(q: &CubeTensor) -> CubeTensor {
+    let rows = Shape::new([q.meta.shape()[0], q.meta.shape()[1], q.meta.shape()[2]]);
+    let float = burn::tensor::DType::F32;
+    empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), rows, float)
+}
+
+pub(crate) fn forced(implementation: Implementation, why: &Infeasible) -> OpError {
     OpError::Forced { implementation, why: why.to_string() }
 }
 

@@ -10,13 +10,13 @@ use burn::tensor::{Device, Int, IntDType, Tensor, TensorData};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use kernels::attention::HeadStrides;
 use kernels::attention::decode::{
     CacheLayout, CacheStrides, Decode, DecodeOperands, DecodeProblem, Scales,
 };
+use kernels::attention::{HeadStrides, Implementation};
 use tune::Kernel;
 
-use crate::attention::{along_head_dim, head_strides, like};
+use crate::attention::{along_head_dim, forced, head_strides, like, log_sums_like};
 use crate::call::{Call, float_of, launch, on_cubecl, same_dtype, same_shape, size_of};
 use crate::{Ctx, OpError};
 
@@ -88,6 +88,8 @@ pub struct DecodeOptions {
     pub softcap: Option<f32>,
     /// A query sees the positions at a distance below this.
     pub window: Option<u32>,
+    /// The one to run, and no other; the tuner's choice when none.
+    pub implementation: Option<Implementation>,
 }
 
 /// Attention of the newest positions of each sequence, up to 16, over all positions up to their own, with
@@ -98,16 +100,44 @@ pub struct DecodeOptions {
 ///
 /// # Errors
 /// Shapes or dtypes that do not fit, lengths or blocks past the cache where the host knows them, a
-/// device without our kernels, a gradient asked for.
+/// device without our kernels, an implementation that cannot serve, a gradient asked for.
 pub fn decode(
     ctx: &Ctx,
     q: Tensor<4>,
     cache: Cache,
     options: DecodeOptions,
 ) -> Result<Tensor<4>, OpError> {
+    Ok(step(ctx, q, cache, options, false)?.0)
+}
+
+/// [`decode`], and the log-sum-exp of each query over what it sees, which merges it with attentions over other keys:
+/// [`crate::attention_with_lse`].
+///
+/// # Shapes
+/// As [`decode`]; the log-sum-exp is `[batch, heads, seq_q]` in f32, -inf where nothing is seen.
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_with_lse(
+    ctx: &Ctx,
+    q: Tensor<4>,
+    cache: Cache,
+    options: DecodeOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let (out, lse) = step(ctx, q, cache, options, true)?;
+    Ok((out, lse.expect("asked for")))
+}
+
+fn step(
+    ctx: &Ctx,
+    q: Tensor<4>,
+    cache: Cache,
+    options: DecodeOptions,
+    lse: bool,
+) -> Result<(Tensor<4>, Option<Tensor<3>>), OpError> {
     let device = q.device();
     on_cubecl(&device)?;
-    let problem = problem(&q, &cache, &options)?;
+    let problem = DecodeProblem { lse, ..problem(&q, &cache, &options)? };
     match (&cache.lengths, &cache.table) {
         (Lengths::Host(lengths), Some(Table::Host(table))) => {
             problem.check_table(lengths, table)?
@@ -133,17 +163,17 @@ pub fn decode(
         Table::Device(blocks) => blocks.cast(IntDType::I32),
     });
     let call = Call::of(ctx);
-    let out = <Dispatch as DecodeOps>::step(
+    let (out, lse) = <Dispatch as DecodeOps>::step(
         q.into_dispatch(),
         Stored::of(k),
         Stored::of(v),
         lengths.into_dispatch(),
         Blocks::of(table.map(Tensor::into_dispatch)),
-        problem,
+        Asked { problem, implementation: options.implementation },
         call.clone(),
     );
     match call.failed() {
-        None => Ok(Tensor::from_dispatch(out)),
+        None => Ok((Tensor::from_dispatch(out), lse.map(Tensor::from_dispatch))),
         Some(e) => Err(e),
     }
 }
@@ -332,18 +362,26 @@ impl<B: Backend> Blocks<B> {
     }
 }
 
+/// What a caller wants of validated tensors.
+#[derive(Debug, Clone)]
+pub(crate) struct Asked {
+    /// Of these tensors but for their strides.
+    problem: DecodeProblem,
+    implementation: Option<Implementation>,
+}
+
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait DecodeOps: Backend {
-    /// `problem` is of these tensors but for their strides.
+    /// The result, and the log-sum-exp where it is asked for.
     fn step(
         q: FloatTensor<Self>,
         #[extension_type] k: Stored<Self>,
         #[extension_type] v: Stored<Self>,
         lengths: IntTensor<Self>,
         #[extension_type] table: Blocks<Self>,
-        problem: DecodeProblem,
+        asked: Asked,
         call: Call,
-    ) -> FloatTensor<Self>;
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
 }
 
 impl DecodeOps for CubeBackend {
@@ -353,22 +391,23 @@ impl DecodeOps for CubeBackend {
         v: Stored<Self>,
         lengths: CubeTensor,
         table: Blocks<Self>,
-        problem: DecodeProblem,
+        asked: Asked,
         call: Call,
-    ) -> CubeTensor {
+    ) -> (CubeTensor, Option<CubeTensor>) {
         let q = along_head_dim(q);
         let out = like(&q);
+        let lse = asked.problem.lse.then(|| log_sums_like(&q));
         let [lengths, table] = [Some(lengths), table.into_option()].map(|t| t.map(into_contiguous));
         let lengths = lengths.expect("put there above");
-        if let Err(e) = run(&q, k, v, lengths, table, &out, problem, &call) {
+        if let Err(e) = run(&q, k, v, lengths, table, &out, lse.as_ref(), asked, &call) {
             call.fail(e);
         }
-        out
+        (out, lse)
     }
 }
 
 /// Enqueues the kernel.
-#[expect(clippy::too_many_arguments, reason = "operands, result, what they are")]
+#[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 fn run(
     q: &CubeTensor,
     k: Stored<CubeBackend>,
@@ -376,7 +415,8 @@ fn run(
     lengths: CubeTensor,
     table: Option<CubeTensor>,
     out: &CubeTensor,
-    problem: DecodeProblem,
+    lse: Option<&CubeTensor>,
+    Asked { problem, implementation }: Asked,
     call: &Call,
 ) -> Result<(), OpError> {
     let ((k, k_scales), (v, v_scales)) = (k.parts(), v.parts());
@@ -399,7 +439,12 @@ fn run(
     }
     .checked()?;
     let device = call.ctx.device(&out.device)?;
-    let config = call.ctx.config::<Decode>(&device, &problem)?;
+    let config = match implementation {
+        None => call.ctx.config::<Decode>(&device, &problem)?,
+        Some(wanted) => {
+            wanted.decode_config(device.profile(), &problem).map_err(|why| forced(wanted, &why))?
+        }
+    };
     let operands = DecodeOperands {
         q: q.handle.clone(),
         k: k.handle,
@@ -408,7 +453,7 @@ fn run(
         lengths: lengths.handle,
         table: table.map(|t| t.handle),
         scales: scales.map(|(k, v)| Scales { k: k.handle, v: v.handle }),
-        lse: None,
+        lse: lse.map(|lse| lse.handle.clone()),
     };
     let bytes = Decode::scratch_bytes(&problem, &config);
     // It outlives steps, and graphs of them read it: a page of a pool that it lay in would serve nothing else.
@@ -463,17 +508,18 @@ impl<B: DecodeOps, C: CheckpointStrategy> DecodeOps for Autodiff<B, C> {
         v: Stored<Self>,
         lengths: IntTensor<Self>,
         table: Blocks<Self>,
-        problem: DecodeProblem,
+        asked: Asked,
         call: Call,
-    ) -> FloatTensor<Self> {
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
         let gradient = q.is_tracked() || k.is_tracked() || v.is_tracked();
         let q = Self::inner(q);
         if gradient {
             call.fail(OpError::NoGradient);
-            return Self::from_inner(q);
+            return (Self::from_inner(q), None);
         }
         let table = Blocks::of(table.into_option().map(Self::int_inner));
         let lengths = Self::int_inner(lengths);
-        Self::from_inner(B::step(q, inner(k), inner(v), lengths, table, problem, call))
+        let (out, lse) = B::step(q, inner(k), inner(v), lengths, table, asked, call);
+        (Self::from_inner(out), lse.map(Self::from_inner))
     }
 }

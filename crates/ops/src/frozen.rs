@@ -1,14 +1,22 @@
-//! What products with frozen weights have in common: arguments that fit, as matrices.
+//! What products with frozen weights have in common: arguments that fit, as matrices, and gradients.
+
+use std::fmt;
+use std::marker::PhantomData;
 
 use arch::DType;
-use burn::backend::Dispatch;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Backend, Dispatch};
 use burn::tensor::Tensor;
 use kernels::matmul::Activation;
 use kernels::norm::NormProblem;
 
-use crate::call::{Optional, Parts, float_of, on_cubecl};
-use crate::{Epilogue, OpError};
+use crate::call::{Call, Optional, Parts, float_of, on_cubecl};
+use crate::matmul::{MatmulOps, product_of, summed_over_rows};
+use crate::{Ctx, Epilogue, OpError};
 
 /// Arguments as matrices: x `[m, k]`, bias `[n]`, gate and residual of the result.
 pub(crate) struct Flat {
@@ -78,4 +86,82 @@ pub(crate) fn product<const D: usize>(
     };
     let made = multiply(flat)?;
     Ok(Tensor::<2>::from_dispatch(made).reshape(shape))
+}
+
+/// A weight on a backend, of which a backward pass makes the dense one.
+pub(crate) trait Frozen<B: Backend>: Clone + Send + 'static {
+    /// Of x, and of the dense weight.
+    fn dtype(&self) -> DType;
+
+    /// The dense weight `[n, k]`.
+    fn dense(self, call: Call) -> FloatTensor<B>;
+}
+
+/// A product with `weight`, by `multiply`, which has gradients by x `[m, k]` and by bias `[n]`. Nothing of the weight's
+/// dense shape is kept for them.
+pub(crate) fn tracked<B: MatmulOps, C: CheckpointStrategy, W: Frozen<B>>(
+    x: FloatTensor<Autodiff<B, C>>,
+    bias: Option<FloatTensor<Autodiff<B, C>>>,
+    weight: W,
+    ctx: &Ctx,
+    multiply: impl FnOnce(FloatTensor<B>, Parts<B>) -> FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    let saved = Saved { weight, biased: bias.is_some(), ctx: ctx.clone() };
+    let nodes = [x.node(), bias.as_ref().unwrap_or(&x).node()];
+    let parts = Parts::bias(bias.map(|b| b.into_primitive()));
+    match Product(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(saved, multiply(x.into_primitive(), parts)),
+        OpsKind::UnTracked(prep) => prep.finish(multiply(x.into_primitive(), parts)),
+    }
+}
+
+/// Parents of a product's node: x, and bias or once more x where there is none.
+struct Product<W>(PhantomData<W>);
+
+/// What the gradients need.
+#[derive(Clone)]
+struct Saved<W> {
+    weight: W,
+    biased: bool,
+    ctx: Ctx,
+}
+
+impl<W> fmt::Debug for Product<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Product")
+    }
+}
+
+impl<W> fmt::Debug for Saved<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Saved").field("biased", &self.biased).finish_non_exhaustive()
+    }
+}
+
+impl<B: MatmulOps, W: Frozen<B>> Backward<B, 2> for Product<W> {
+    type State = Saved<W>;
+
+    fn backward(
+        self,
+        ops: Ops<Saved<W>, 2>,
+        gradients: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let [to_x, to_bias] = ops.parents;
+        let Saved { weight, biased, ctx } = ops.state;
+        let dout = gradients.consume::<B>(&ops.node);
+        if let Some(node) = to_x {
+            let (call, dtype) = (Call::of(&ctx), weight.dtype());
+            let dense = weight.dense(call.clone());
+            // Burn's backward pass has no way to return an error.
+            if let Some(e) = call.failed() {
+                panic!("the gradient of a product failed: {e}");
+            }
+            let gradient = product_of::<B>(dout.clone(), dense, dtype, &ctx);
+            gradients.register::<B>(node.id, gradient);
+        }
+        if let (Some(node), true) = (to_bias, biased) {
+            gradients.register::<B>(node.id, summed_over_rows::<B>(dout));
+        }
+    }
 }

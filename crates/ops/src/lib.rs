@@ -46,7 +46,7 @@ pub use capture::{AtWork, at_work, capture_alone, captures};
 /// Where [`Nf4Weight`]s come from and go to.
 pub use checkpoint;
 pub use ctx::Ctx;
-pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode};
+pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_with_lse};
 pub use embed::embed;
 pub use error::OpError;
 pub use int8::{Int8Linear, Int8Weight, int8_linear};

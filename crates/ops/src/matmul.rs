@@ -570,14 +570,17 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
         let [lhs_shape, rhs_shape] = saved.shapes;
         if let (Some(node), Some(rhs)) = (to_lhs, saved.rhs) {
             let rhs = B::float_transpose(checkpointer.retrieve_node_output(rhs));
-            let gradient = product(dout.clone(), rhs, &spec);
-            gradients.register::<B>(node.id, sum_to::<B>(gradient, &lhs_shape));
+            let gradient =
+                summed_to::<B>(&lhs_shape, &dout, &spec, |spec| product(dout.clone(), rhs, spec));
+            gradients.register::<B>(node.id, gradient);
         }
         let alone = Spec { groups: None, ..spec.clone() };
         if let (Some(node), Some(lhs)) = (to_rhs, saved.lhs) {
             let lhs = checkpointer.retrieve_node_output(lhs);
             let gradient = match &groups {
-                None => product(B::float_transpose(lhs), dout.clone(), &spec),
+                None => summed_to::<B>(&rhs_shape, &dout, &spec, |spec| {
+                    product(B::float_transpose(lhs), dout.clone(), spec)
+                }),
                 Some(groups) => {
                     let of_group = |rows: Range<usize>| {
                         let of = |t: &FloatTensor<B>| some_rows::<B>(t, rows.clone());
@@ -586,7 +589,7 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
                     each_group::<B>(groups, &rhs_shape, float_dtype(own), &dout, of_group)
                 }
             };
-            gradients.register::<B>(node.id, sum_to::<B>(gradient, &rhs_shape));
+            gradients.register::<B>(node.id, gradient);
         }
         if let (Some(node), true) = (to_bias, saved.biased) {
             let gradient = match &groups {
@@ -786,15 +789,22 @@ fn leading_ones<B: Backend>(tensor: FloatTensor<B>, rank: usize) -> FloatTensor<
     B::float_reshape(tensor, Shape::from(shape))
 }
 
-/// The sum of a gradient over the axes along which its operand was repeated.
-fn sum_to<B: Backend>(gradient: FloatTensor<B>, shape: &Shape) -> FloatTensor<B> {
-    let mut out = gradient;
-    for axis in 0..shape.num_dims() {
-        if shape[axis] == 1 && out.shape()[axis] != 1 {
-            out = B::float_sum_dim(out, axis);
-        }
+/// The gradient of an operand of this shape, summed over the batches along which it was repeated: in f32, for a sum of
+/// values of 16 bits keeps few of their digits.
+fn summed_to<B: Backend>(
+    shape: &Shape,
+    dout: &FloatTensor<B>,
+    spec: &Spec,
+    product: impl FnOnce(&Spec) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let batches = dout.shape();
+    let repeated: Vec<usize> =
+        (0..shape.num_dims() - 2).filter(|axis| shape[*axis] == 1 && batches[*axis] != 1).collect();
+    if repeated.is_empty() {
+        return product(spec);
     }
-    out
+    let each = product(&Spec { out: FloatDType::F32, ..spec.clone() });
+    B::float_cast(repeated.into_iter().fold(each, B::float_sum_dim), spec.out)
 }
 
 pub(crate) const fn float_dtype(dtype: DType) -> FloatDType {

@@ -1,13 +1,27 @@
-//! What a training step keeps on the device; alone in its process, because every tensor counts.
+//! What a training step keeps on the device; one test at a time and alone in a process, because every tensor counts.
+
+use std::sync::Mutex;
 
 use burn::tensor::{Device, Distribution, Tensor};
-use ops::{AttentionOptions, Ctx, attention};
+use ops::{
+    AttentionOptions, Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, OpError, attention,
+    int8_linear, nf4_linear,
+};
+
+type Layer<'a> = &'a dyn Fn(usize, Tensor<2>) -> Result<Tensor<2>, OpError>;
+
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn reserved(device: &Device) -> u64 {
+    device.memory_pool_usage().expect("CubeCL counts").bytes_reserved
+}
 
 /// A stored score matrix of the longer sequence has 16 MiB, everything else under 1 MiB.
 #[test]
 fn attention_stores_no_scores() {
+    let _alone = ALONE.lock().expect("the other test passed");
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
-    let reserved = |seq: usize| {
+    let of_step = |seq: usize| {
         let make =
             || Tensor::<4>::random([1, 1, seq, 8], Distribution::Default, &device).require_grad();
         let (q, k, v) = (make(), make(), make());
@@ -16,9 +30,42 @@ fn attention_stores_no_scores() {
         let gradients = out.sum().backward();
         let gradient = q.grad(&gradients).expect("tracked").into_data();
         assert_eq!(gradient.num_elements(), seq * 8);
-        device.memory_pool_usage().expect("CubeCL counts").bytes_reserved
+        reserved(&device)
     };
-    let short = reserved(64);
-    let long = reserved(2048);
+    let short = of_step(64);
+    let long = of_step(2048);
     assert!(long < short + (8 << 20), "{short} bytes grew to {long}");
+}
+
+/// A dense weight has 4 MiB, the rows of a layer 32 KiB: a step over 16 layers takes no more than one over 4, so that no
+/// weight is saved as a dense one, and each has the memory of the one before.
+#[test]
+fn frozen_weights_are_dense_one_after_the_other() {
+    const SIZE: usize = 1024;
+    const DENSE: u64 = 4 << 20;
+    let _alone = ALONE.lock().expect("the other test passed");
+    let (plain, ctx) = (Device::cpu(), Ctx::default());
+    let device = plain.clone().autodiff();
+    let make = || Tensor::<2>::random([SIZE; 2], Distribution::Default, &plain);
+    let four: Vec<_> = (0..16)
+        .map(|_| Nf4Weight::quantize(&ctx, make(), Nf4Options::default()).expect("finite"))
+        .collect();
+    let eight: Vec<_> =
+        (0..16).map(|_| Int8Weight::quantize(&ctx, make()).expect("finite")).collect();
+    let step = |depth: usize, layer: Layer<'_>| {
+        let x = Tensor::<2>::random([8, SIZE], Distribution::Default, &device).require_grad();
+        let out = (0..depth).fold(x.clone(), |x, at| layer(at, x).expect("valid") / SIZE as f32);
+        let gradient = x.grad(&out.sum().backward()).expect("tracked").into_data();
+        assert_eq!(gradient.num_elements(), 8 * SIZE);
+        reserved(&device)
+    };
+    let of_four = |at: usize, x| nf4_linear(&ctx, x, &four[at], Epilogue::default());
+    let of_eight = |at: usize, x| int8_linear(&ctx, x, &eight[at], Epilogue::default());
+    let before = reserved(&device);
+    for layer in [&of_four as Layer<'_>, &of_eight] {
+        let few = step(4, layer);
+        let all = step(16, layer);
+        assert!(few <= before + 4 * DENSE, "{before} bytes grew to {few}");
+        assert!(all < few + DENSE, "{few} bytes grew to {all}");
+    }
 }

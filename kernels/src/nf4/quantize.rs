@@ -392,19 +392,20 @@ fn quantize_blocks<F: Float, NI: Size>(
         let mut most = 0.0f32.runtime();
         if comptime!(plan.vectors) {
             most = largest(values, flag, block, words);
-        }
-        for i in 0..comptime!(if plan.vectors { 0 } else { words / lanes }) {
-            let word = block * words + lane + i * lanes;
-            if word < codes.len() as u32 {
-                let eight = load_eight(values, word);
-                #[unroll]
-                for e in 0..8usize {
-                    let size = f32::abs(eight[e]);
-                    most = select(size > most, size, most);
-                    // Neither infinity nor NaN is.
-                    let finite = size <= f32::MAX;
-                    if !finite {
-                        flag[0] = 1u32;
+        } else {
+            for i in 0..comptime!(words / lanes) {
+                let word = block * words + lane + i * lanes;
+                if word < codes.len() as u32 {
+                    let eight = load_eight(values, word);
+                    #[unroll]
+                    for e in 0..8usize {
+                        let size = f32::abs(eight[e]);
+                        most = select(size > most, size, most);
+                        // Neither infinity nor NaN is.
+                        let finite = size <= f32::MAX;
+                        if !finite {
+                            flag[0] = 1u32;
+                        }
                     }
                 }
             }

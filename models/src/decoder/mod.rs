@@ -429,7 +429,8 @@ impl Decoder {
         let window = rules.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX));
         let a = if seq <= SHORT {
             let cache = Cache { k, v, lengths: lengths.clone(), table: pages.map(Table::Device) };
-            self.paced(ops::decode(&self.ctx, q, cache, DecodeOptions { scale, softcap, window })?)?
+            let rules = DecodeOptions { scale, softcap, window, implementation: None };
+            self.paced(ops::decode(&self.ctx, q, cache, rules)?)?
         } else {
             let rules =
                 AttentionOptions { scale, softcap, causal: true, window, implementation: None };

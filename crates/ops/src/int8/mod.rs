@@ -174,7 +174,7 @@ fn target(shape: [usize; 2]) -> Result<Weight, OpError> {
 
 /// What remains of a product without its tensors.
 #[derive(Debug, Clone, Copy)]
-struct Spec {
+pub(crate) struct Spec {
     weight: Weight,
     activations: Option<Activations>,
     dtype: DType,

@@ -1,12 +1,7 @@
-//! The kernels of 8-bit weights behind Burn's dispatch, and the gradient of a product with one.
-
-use std::fmt;
+//! The kernels of 8-bit weights behind Burn's dispatch.
 
 use arch::{DType, Device};
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, ExtensionType, backend_extension};
 use burn_cubecl::CubeBackend;
@@ -20,10 +15,11 @@ use kernels::matmul::Epilogue;
 use tune::Kernel;
 
 use super::Spec;
+use crate::OpError;
 use crate::call::{Call, Optional, Parts, empty_like, float_of, launch};
-use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
+use crate::frozen::{Frozen, tracked};
+use crate::matmul::{MatmulOps, finish};
 use crate::words::words_at;
-use crate::{Ctx, OpError};
 
 /// The buffers of a weight as integer tensors.
 #[derive(Clone, ExtensionType)]
@@ -148,50 +144,14 @@ fn problem(
     Ok(Int8MatmulProblem { epilogue, ..plain })
 }
 
-/// Parents of a product's node: x, and bias or once more x where there is none.
-#[derive(Debug)]
-struct Product;
-
-/// What the gradients need: nothing of the weight's dense shape.
-#[derive(Clone)]
-struct Saved<B: Backend> {
-    words: Words<B>,
-    spec: Spec,
-    biased: bool,
-    ctx: Ctx,
-}
-
-impl<B: Backend> fmt::Debug for Saved<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Saved").field("spec", &self.spec).finish_non_exhaustive()
+impl<B: Int8Ops> Frozen<B> for (Words<B>, Spec) {
+    fn dtype(&self) -> DType {
+        self.1.dtype
     }
-}
 
-impl<B: Int8Ops + MatmulOps> Backward<B, 2> for Product {
-    type State = Saved<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Saved<B>, 2>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let [to_x, to_bias] = ops.parents;
-        let Saved { words, spec, biased, ctx } = ops.state;
-        let dout = gradients.consume::<B>(&ops.node);
-        if let Some(node) = to_x {
-            let call = Call::of(&ctx);
-            let dense = B::int8_dequantize(words, spec.weight, spec.dtype, call.clone());
-            // Burn's backward pass has no way to return an error.
-            if let Some(e) = call.failed() {
-                panic!("the gradient of a product failed: {e}");
-            }
-            let gradient = product_of::<B>(dout.clone(), dense, spec.dtype, &ctx);
-            gradients.register::<B>(node.id, gradient);
-        }
-        if let (Some(node), true) = (to_bias, biased) {
-            gradients.register::<B>(node.id, summed_over_rows::<B>(dout));
-        }
+    fn dense(self, call: Call) -> FloatTensor<B> {
+        let (words, spec) = self;
+        B::int8_dequantize(words, spec.weight, spec.dtype, call)
     }
 }
 
@@ -218,16 +178,10 @@ impl<B: Int8Ops + MatmulOps, C: CheckpointStrategy> Int8Ops for Autodiff<B, C> {
             let sum = Self::int8_product(x, words, Parts::bias(bias), bare, call);
             return finish::<Self>(sum, spec.activation, gate, residual);
         }
-        let biased = bias.is_some();
-        let second = bias.as_ref().unwrap_or(&x).node();
-        let saved = Saved { words: inner.clone(), spec, biased, ctx: call.ctx.clone() };
-        let parts = Parts::bias(bias.map(|b| b.into_primitive()));
-        let multiply =
-            |x: FloatTensor<Self>| B::int8_product(x.into_primitive(), inner, parts, spec, call);
-        match Product.prepare::<C>([x.node(), second]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(saved, multiply(x)),
-            OpsKind::UnTracked(prep) => prep.finish(multiply(x)),
-        }
+        let ctx = call.ctx.clone();
+        tracked::<B, C, _>(x, bias, (inner.clone(), spec), &ctx, |x, parts| {
+            B::int8_product(x, inner, parts, spec, call)
+        })
     }
 
     fn int8_dequantize(

@@ -1,12 +1,7 @@
-//! The kernels of 4-bit weights behind Burn's dispatch, and the gradient of a product with one.
-
-use std::fmt;
+//! The kernels of 4-bit weights behind Burn's dispatch.
 
 use arch::{DType, Device};
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{
     Autodiff, AutodiffBackend, Backend, ExtensionType, TensorMetadata, backend_extension,
@@ -23,11 +18,12 @@ use kernels::nf4::{
 use kernels::norm::NormProblem;
 use tune::Kernel;
 
+use crate::OpError;
 use crate::call::{Call, Optional, Parts, empty_like, launch};
-use crate::matmul::{MatmulOps, finish, product_of, summed_over_rows};
+use crate::frozen::{Frozen, tracked};
+use crate::matmul::{MatmulOps, finish};
 use crate::norm::{NormOps, normalised};
 use crate::words::words_at;
-use crate::{Ctx, OpError};
 
 /// The buffers of a weight as integer tensors; where absmax is not nested, the last two are the book again.
 #[derive(Clone, ExtensionType)]
@@ -273,50 +269,14 @@ fn problem(
     Ok(Nf4MatmulProblem { epilogue, norm: spec.norm.map(|norm| norm.kind), ..problem })
 }
 
-/// Parents of a product's node: x, and bias or once more x where there is none.
-#[derive(Debug)]
-struct Product;
-
-/// What the gradients need: nothing of the weight's dense shape.
-#[derive(Clone)]
-struct Saved<B: Backend> {
-    words: Words<B>,
-    spec: Nf4Spec,
-    biased: bool,
-    ctx: Ctx,
-}
-
-impl<B: Backend> fmt::Debug for Saved<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Saved").field("spec", &self.spec).finish_non_exhaustive()
+impl<B: Nf4Ops> Frozen<B> for (Words<B>, Nf4Spec) {
+    fn dtype(&self) -> DType {
+        self.1.dtype
     }
-}
 
-impl<B: Nf4Ops + MatmulOps> Backward<B, 2> for Product {
-    type State = Saved<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Saved<B>, 2>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let [to_x, to_bias] = ops.parents;
-        let Saved { words, spec, biased, ctx } = ops.state;
-        let dout = gradients.consume::<B>(&ops.node);
-        if let Some(node) = to_x {
-            let call = Call::of(&ctx);
-            let dense = B::nf4_dequantize(words, spec.weight, spec.dtype, call.clone());
-            // Burn's backward pass has no way to return an error.
-            if let Some(e) = call.failed() {
-                panic!("the gradient of a product failed: {e}");
-            }
-            let gradient = product_of::<B>(dout.clone(), dense, spec.dtype, &ctx);
-            gradients.register::<B>(node.id, gradient);
-        }
-        if let (Some(node), true) = (to_bias, biased) {
-            gradients.register::<B>(node.id, summed_over_rows::<B>(dout));
-        }
+    fn dense(self, call: Call) -> FloatTensor<B> {
+        let (words, spec) = self;
+        B::nf4_dequantize(words, spec.weight, spec.dtype, call)
     }
 }
 
@@ -341,17 +301,10 @@ impl<B: Nf4Ops + MatmulOps, C: CheckpointStrategy> Nf4Ops for Autodiff<B, C> {
             let sum = Self::nf4_product(x, words, Parts::bias(bias), bare, call);
             return finish_gated::<Self>(sum, gate, residual, &spec);
         }
-        let biased = bias.is_some();
-        let words = inner_words(words);
-        let second = bias.as_ref().unwrap_or(&x).node();
-        let saved = Saved { words: words.clone(), spec, biased, ctx: call.ctx.clone() };
-        let parts = Parts::bias(bias.map(|b| b.into_primitive()));
-        let multiply =
-            |x: FloatTensor<Self>| B::nf4_product(x.into_primitive(), words, parts, spec, call);
-        match Product.prepare::<C>([x.node(), second]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(saved, multiply(x)),
-            OpsKind::UnTracked(prep) => prep.finish(multiply(x)),
-        }
+        let (words, ctx) = (inner_words(words), call.ctx.clone());
+        tracked::<B, C, _>(x, bias, (words.clone(), spec), &ctx, |x, parts| {
+            B::nf4_product(x, words, parts, spec, call)
+        })
     }
 
     fn nf4_dequantize(

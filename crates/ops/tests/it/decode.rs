@@ -1,5 +1,8 @@
 use burn::tensor::{Device, FloatDType, Int, IntDType, Tensor, TensorData};
-use ops::{Cache, Cached, Ctx, DecodeOptions, Lengths, OpError, Table, decode};
+use ops::{
+    Cache, Cached, Ctx, DecodeOptions, Implementation, Lengths, OpError, Table, decode,
+    decode_with_lse,
+};
 use reference::{CacheStrides, Decode, HeadStrides, fill};
 
 use crate::{close, tensor, values};
@@ -81,6 +84,30 @@ fn rules_and_lengths_are_the_references() {
         let out = decode(&ctx, q, Cache { lengths, ..cache(floats(&device)) }, plain);
         close(&values(out.expect("valid")), &want, "lengths of the device");
     }
+}
+
+#[test]
+fn a_forced_implementation_runs_or_is_refused_and_gives_its_log_sum_exp() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let host = floats(&device).map(values);
+    let q = tensor::<4>([BATCH, HEADS[0], 2, DIM], 1, &device);
+    let options = DecodeOptions { window: Some(6), ..DecodeOptions::default() };
+    let of = reference(2, &options);
+    let (k, v) = (&host[0][..], &host[1][..]);
+    let held = reference::Cache { k, v, lengths: &LENGTHS, table: None, scales: None };
+    let want = of.run(&of.all(), &values(q.clone()), &held).expect("sizes");
+    let with = |implementation| {
+        let options = DecodeOptions { implementation, ..options };
+        decode_with_lse(&ctx, q.clone(), cache(floats(&device)), options)
+    };
+    for implementation in [None, Some(Implementation::Plain)] {
+        let (out, lse) = with(implementation).expect("valid");
+        assert_eq!(lse.dims(), [BATCH, HEADS[0], 2]);
+        close(&values(out), &want.out, &format!("{implementation:?}"));
+        close(&values(lse), &want.lse, &format!("log-sum-exp of {implementation:?}"));
+    }
+    let refused = with(Some(Implementation::Flash)).expect_err("a CPU has no planes");
+    assert!(matches!(refused, OpError::Forced { .. }), "{refused}");
 }
 
 /// The blocks of a cache whose sequences have theirs in turn: block `3·b + i` is the `i`th of `b`.

@@ -226,6 +226,19 @@ fn gradients_are_the_differences() {
     }
 }
 
+/// Each of 400 batches gives 3 + 3/128, which rounds to 3 + 4/128 in bf16: sums of those would be 1216.
+#[test]
+fn the_gradient_of_what_repeats_is_summed_before_it_is_rounded() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let ones = |shape| Tensor::<3>::ones(shape, &device);
+    let x = (ones([400, 3, 2]) * (1.0 + 1.0 / 128.0)).cast(DType::BF16);
+    let w = ones([1, 2, 5]).cast(DType::BF16).require_grad();
+    let out = matmul(&ctx, x, w.clone(), Epilogue::default()).expect("valid");
+    let gradient = w.grad(&out.sum().backward()).expect("tracked");
+    assert_eq!((gradient.dims(), gradient.dtype()), ([1, 2, 5], DType::BF16));
+    assert_eq!(values(gradient), [1208.0; 10]);
+}
+
 /// Sums in f16 are never what nobody asked for, and never something else where a device has them not.
 #[test]
 fn half_sums_are_asked_for() {

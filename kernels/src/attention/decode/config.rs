@@ -8,6 +8,7 @@ use super::DecodeProblem;
 use super::lanes::{self, LanesConfig};
 use super::merge::COUNTERS;
 use super::split::{SplitConfig, SplitPlan};
+use crate::attention::Implementation;
 use crate::attention::config::tensor_cores;
 use crate::attention::rows::RowsConfig;
 use crate::fits::{limits, shape, stores};
@@ -39,6 +40,33 @@ const GEOMETRIES: [[u32; 3]; 12] = [
 
 /// Cubes a processor that a launch is cut for.
 const CUBES: [u32; 3] = [1, 2, 4];
+
+impl Implementation {
+    /// As [`Implementation::config`] for a step of decoding, whose flash kernels share out the cache: by tensor
+    /// cores, or by the units of a plane where there are none.
+    ///
+    /// # Errors
+    /// Why it cannot serve the problem on the device.
+    pub fn decode_config(
+        self,
+        arch: &ArchProfile,
+        problem: &DecodeProblem,
+    ) -> Result<DecodeConfig, Infeasible> {
+        let shared_out = |c: &DecodeConfig| !matches!(c, DecodeConfig::Rows(_));
+        match self {
+            Self::Plain => simplest(arch, problem),
+            Self::Flash => match candidates(arch, problem).into_iter().find(shared_out) {
+                Some(config) => Ok(config),
+                // What the smallest lacks, every one lacks.
+                None => {
+                    let [units, keys] = lanes::GEOMETRIES[0];
+                    let config = DecodeConfig::Lanes(LanesConfig { units, keys, splits: 1 });
+                    check(arch, problem, &config).map(|()| config)
+                }
+            },
+        }
+    }
+}
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<DecodeConfig> {
     let mut found = Vec::new();
@@ -174,6 +202,22 @@ mod tests {
         assert_eq!(splits(&arch, &of(64), 2, 64, most), 1);
         let short = DecodeProblem { longest: 130, ..of(1) };
         assert_eq!(splits(&arch, &short, 2, 64, most), 3);
+    }
+
+    #[test]
+    fn one_of_two_implementations_is_forced() {
+        let arch = ArchProfile::recorded("rtx4090").expect("recorded");
+        let p = DecodeProblem::contiguous(2, [32, 8], 1, 8192, 128, DType::Bf16).expect("valid");
+        let flash = |p: &DecodeProblem| Implementation::Flash.decode_config(&arch, p);
+        assert!(matches!(flash(&p), Ok(DecodeConfig::Split(_))));
+        let wide = DecodeProblem::contiguous(2, [32, 8], 1, 8192, 128, DType::F32).expect("valid");
+        assert!(matches!(flash(&wide), Ok(DecodeConfig::Lanes(_))));
+        let uneven = DecodeProblem::contiguous(2, [32, 8], 1, 8192, 7, DType::Bf16).expect("valid");
+        assert!(flash(&uneven).is_err());
+        for p in [p, wide, uneven] {
+            let plain = Implementation::Plain.decode_config(&arch, &p);
+            assert!(matches!(plain, Ok(DecodeConfig::Rows(_))));
+        }
     }
 
     #[test]
