@@ -118,6 +118,9 @@ pub enum Reason {
     /// NF4's 16 values ascend, FP4's do not.
     #[error("is not that of {0}, which is the type that the quantization state says")]
     QuantMap(QuantType),
+    /// A scale is the largest magnitude of a block.
+    #[error("has {0} as its largest magnitude where 1 was expected")]
+    QuantMapEnd(f32),
     #[error("blocks of {0} values: a power of two in 32..=4096 was expected")]
     BlockSize(usize),
     #[error("nested blocks of {0} values: 256 was expected")]
@@ -129,6 +132,8 @@ pub enum Reason {
     Packing { have: Vec<usize>, len: usize, storage: Dtype },
     #[error("value {index} is infinite or not a number")]
     NotFinite { index: usize },
+    #[error("value {index} is negative, and the largest magnitude of several")]
+    Negative { index: usize },
     #[error("weight format {0}; rows, 0, is known")]
     WeightFormat(u8),
 }

@@ -296,7 +296,8 @@ impl<'a> FourBit<'a> {
         Ok(tensors)
     }
 
-    /// Numbers are finite, in the order of their type, and nested where the layout says so.
+    /// Numbers are finite, scales no less than 0, the map in the order of its type and up to 1, and scales nested
+    /// where the layout says so.
     fn check(&self, name: &str) -> Result<(), Error> {
         let check = |part: &str, values: &[f32]| {
             finite(values).map_err(|reason| reason.of(format!("{name}.{part}")))
@@ -307,10 +308,17 @@ impl<'a> FourBit<'a> {
         if self.quant_map.is_sorted() != (quant_type == QuantType::Nf4) {
             return Err(Reason::QuantMap(quant_type).of(format!("{name}.quant_map")));
         }
+        let most = self.quant_map.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+        if most != 1.0 {
+            return Err(Reason::QuantMapEnd(most).of(format!("{name}.quant_map")));
+        }
+        let scales = |part: &str, values: &[f32]| {
+            magnitudes(values).map_err(|reason| reason.of(format!("{name}.{part}")))
+        };
         match &self.absmax {
-            Absmax::Plain(absmax) if !self.layout.nested => check("absmax", absmax),
+            Absmax::Plain(absmax) if !self.layout.nested => scales("absmax", absmax),
             Absmax::Nested(nested) if self.layout.nested => {
-                check("nested_absmax", &nested.absmax)?;
+                scales("nested_absmax", &nested.absmax)?;
                 check("nested_quant_map", &nested.quant_map)?;
                 check("nested_offset", &[nested.offset])
             }
@@ -324,7 +332,16 @@ fn bytes(dtype: Dtype) -> usize {
     dtype.bitsize() / 8
 }
 
-pub(crate) fn finite(values: &[f32]) -> Result<(), Reason> {
+/// Largest magnitudes are finite and not negative.
+pub(crate) fn magnitudes(values: &[f32]) -> Result<(), Reason> {
+    finite(values)?;
+    match values.iter().position(|v| *v < 0.0) {
+        Some(index) => Err(Reason::Negative { index }),
+        None => Ok(()),
+    }
+}
+
+fn finite(values: &[f32]) -> Result<(), Reason> {
     match values.iter().position(|v| !v.is_finite()) {
         Some(index) => Err(Reason::NotFinite { index }),
         None => Ok(()),

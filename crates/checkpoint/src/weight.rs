@@ -2,7 +2,7 @@ use std::borrow::Cow;
 
 use safetensors::Dtype;
 
-use crate::four_bit::finite;
+use crate::four_bit::magnitudes;
 use crate::{Checkpoint, Error, FourBit, Plan, Reason, Tensor};
 
 /// What lies under the name of a weight.
@@ -137,7 +137,7 @@ impl<'a> Int8<'a> {
             }
         }
         let scb = file.tensor(&scb_name)?.f32s().map_err(|reason| reason.of(&scb_name))?;
-        finite(&scb).map_err(|reason| reason.of(scb_name))?;
+        magnitudes(&scb).map_err(|reason| reason.of(scb_name))?;
         Ok(Some(Self { shape: [n, k], codes: codes.bytes, scb }))
     }
 
@@ -156,7 +156,7 @@ impl<'a> Int8<'a> {
         let check = |plan: &Plan, tensor: &Tensor<'_>| {
             plan.check(tensor).map_err(|reason| reason.of(&plan.name))
         };
-        finite(&self.scb).map_err(|reason| reason.of(&plan[1].name))?;
+        magnitudes(&self.scb).map_err(|reason| reason.of(&plan[1].name))?;
         plan.iter().zip(&tensors).try_for_each(|(plan, tensor)| check(plan, tensor))?;
         Ok(plan.into_iter().map(|plan| plan.name).zip(tensors).collect())
     }

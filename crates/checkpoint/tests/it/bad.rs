@@ -82,9 +82,12 @@ fn rename(from: &'static str, to: &'static str) -> Change {
 }
 
 fn nan(name: &'static str) -> Change {
+    number(name, 1, f32::NAN)
+}
+
+fn number(name: &'static str, at: usize, value: f32) -> Change {
     Box::new(move |tensors| {
-        let nan = f32::NAN.to_le_bytes();
-        tensor(tensors, name).bytes.to_mut()[4..8].copy_from_slice(&nan);
+        tensor(tensors, name).bytes.to_mut()[4 * at..][..4].copy_from_slice(&value.to_le_bytes());
     })
 }
 
@@ -142,6 +145,8 @@ fn states_that_are_broken() {
         (nan("linear.weight.nested_absmax"), "nested_absmax: value 1 is infinite"),
         (nan("linear.weight.quant_map"), "quant_map: value 1 is infinite or not"),
         (nan("linear.weight.nested_quant_map"), "nested_quant_map: value 1 is"),
+        (number("linear.weight.nested_absmax", 0, -1.0), "nested_absmax: value 0 is negative"),
+        (number("linear.weight.quant_map", 15, 1.5), "quant_map: has 1.5 as its largest"),
         (put("linear.bias", Dtype::I8, &[136]), "tensor linear.bias: is I8 where"),
     ];
     for (change, word) in cases {
@@ -155,6 +160,8 @@ fn states_that_are_broken() {
     assert!(plain.contains("nested_absmax: does not belong"), "{plain}");
     let plain = refused("nf4_plain", nan("linear.weight.absmax"));
     assert!(plain.contains("linear.weight.absmax: value 1 is infinite"), "{plain}");
+    let plain = refused("nf4_plain", number("linear.weight.absmax", 2, -1e-3));
+    assert!(plain.contains("linear.weight.absmax: value 2 is negative"), "{plain}");
     let odd = refused("nf4_odd", put("linear.weight", Dtype::U8, &[129, 1]));
     assert!(odd.contains("has shape [129, 1], which does not hold 259 values"), "{odd}");
     let odd = refused("nf4_storage_f32", state("[8, 64]", "[8, 63]"));
@@ -197,6 +204,7 @@ fn int8_that_is_broken() {
     let cases: Vec<(Change, &str)> = vec![
         (drop("linear.SCB"), "tensor linear.SCB: is not there"),
         (drop("linear.weight"), "tensor linear.weight: is not there"),
+        (number("linear.SCB", 5, -1.0), "linear.SCB: value 5 is negative"),
         (put("linear.SCB", Dtype::F32, &[23]), "linear.SCB: has shape [23] where [24]"),
         (put("linear.SCB", Dtype::F16, &[24]), "linear.SCB: is F16 where F32"),
         (nan("linear.SCB"), "linear.SCB: value 1 is infinite"),
