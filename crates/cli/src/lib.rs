@@ -57,7 +57,7 @@ enum Command {
     /// Example: flashover op matmul --input in.safetensors --output out.safetensors --backend cpu
     Op {
         /// matmul: takes lhs, rhs and optionally bias, gives out; attention: takes q, k, v and
-        /// optionally bias, gives out and lse
+        /// optionally bias, gives out and lse; with dout, the gradient of out, also dq, dk and dv
         name: String,
         #[arg(long)]
         input: PathBuf,
@@ -233,8 +233,13 @@ fn op(
 
 fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
     let shown = path.display();
-    let bytes = std::fs::read(path)
-        .map_err(|e| anyhow!("cannot read {shown}: {e}\nhint: --input names a safetensors file"))?;
+    let hint = "--input names a safetensors file";
+    let about = |e| anyhow!("cannot read {shown}: {e}\nhint: {hint}");
+    // A pipe or a device may have no end.
+    if !std::fs::metadata(path).map_err(about)?.is_file() {
+        bail!("{shown} is not a file\nhint: {hint}");
+    }
+    let bytes = std::fs::read(path).map_err(about)?;
     let file = SafeTensors::deserialize(&bytes).map_err(|e| {
         anyhow!(
             "{shown} is no safetensors file: {e}\nhint: write one with `save_file` of the \

@@ -129,16 +129,17 @@ pub enum OpError {
         /// Axes that it has.
         rank: usize,
     },
-    /// Keys or values that do not fit the queries or each other.
+    /// Keys or values that do not fit the queries or each other, or a gradient that does not fit the result.
     #[error(
-        "{what} has shape {have:?}, where {need:?} fits\nhint: k and v share batch and head_dim with q"
+        "{what} has shape {have:?}, where {need:?} fits\nhint: k and v share batch and head_dim with q; \
+         dout is as q"
     )]
     Shape {
-        /// Which of the two.
+        /// Which of the three.
         what: &'static str,
         /// Its shape.
         have: Vec<u32>,
-        /// `[batch, kv_heads, seq_kv, head_dim]`
+        /// `[batch, kv_heads, seq_kv, head_dim]`, of a gradient the shape of q.
         need: Vec<u32>,
     },
     /// A bias that does not broadcast to the scores.
@@ -358,6 +359,10 @@ pub fn matmul(
     let batch = broadcast(batch_l, batch_r)?;
     let size = |n: usize| u32::try_from(n).map_err(|_| OpError::TooLarge(n));
     let count = batch.iter().fold(1, |n: usize, s| n.saturating_mul(*s));
+    let shape: Vec<_> = batch.iter().copied().chain([m, n]).collect();
+    if k == 0 || shape.contains(&0) {
+        return nothing_summed(device, lhs.dtype(), &shape, bias);
+    }
     let layouts = [options.lhs, options.rhs];
     let dense =
         MatmulProblem::dense(size(count)?, [size(m)?, size(n)?, size(k)?], layouts, precision)?;
@@ -394,8 +399,21 @@ pub fn matmul(
     let scratch = Matmul::scratch(device, &problem, &config);
     Matmul::launch(device, &problem, &config, &operands, scratch.as_ref());
     let out = read(device, operands.out, bytes)?;
-    let shape: Vec<_> = batch.into_iter().chain([m, n]).collect();
     Ok(HostTensor::new(lhs.dtype(), &shape, out)?)
+}
+
+/// A product without an element, or of no summands: every row is the bias, or 0.
+fn nothing_summed(
+    device: &Device,
+    dtype: DType,
+    shape: &[usize],
+    bias: Option<&HostTensor>,
+) -> Result<HostTensor, OpError> {
+    let [rows @ .., n] = shape else { unreachable!("a product has two axes at least") };
+    let row = bias.map_or_else(|| vec![0; n * dtype.size()], |bias| bias.bytes().to_vec());
+    let rows = rows.iter().fold(1, |rows: usize, s| rows.saturating_mul(*s));
+    check_memory(device, &[("the result", rows as u128 * row.len() as u128)])?;
+    Ok(HostTensor::new(dtype, shape, row.repeat(rows))?)
 }
 
 /// The config of `problem`: what this machine measured before counts, and what is measured now is kept.
