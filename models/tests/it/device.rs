@@ -110,7 +110,10 @@ fn batches_and_parts_of_prompts_change_nothing() {
     let floats = ["llama", "mistral", "gemma2", "gemma3", "gpt2", "phi3_nf4"];
     let floats = floats.map(|name| (name, in_f32(name)));
     let bytes = ["llama", "gemma2", "qwen3"].map(|name| (name, with_bytes(name)));
-    for (name, decoder) in floats.into_iter().chain(bytes) {
+    // Parts are off by the last bits, which may round one byte of a cache the other way.
+    let floats = floats.map(|(name, decoder)| (name, decoder, 1e-5));
+    let bytes = bytes.map(|(name, decoder)| (name, decoder, 2e-3));
+    for (name, decoder, bar) in floats.into_iter().chain(bytes) {
         let Golden { prompt, .. } = golden(name);
         let lengths = [prompt.len(), 1, 7];
         let (mut caches, mut last, mut alone) = (Vec::new(), Vec::new(), Vec::new());
@@ -126,7 +129,7 @@ fn batches_and_parts_of_prompts_change_nothing() {
                 let part = decoder.forward(&mut parts, &[part], Rows::Last).expect("room");
                 stepped = values(part);
             }
-            assert!(distance(&stepped, &logits) < 1e-5, "{name}: {length} tokens in parts");
+            assert!(distance(&stepped, &logits) < bar, "{name}: {length} tokens in parts");
             assert_eq!((parts.tokens(0), parts.lengths()), (own, vec![length]));
             alone.extend(greedy(&decoder, &mut whole, logits, 12));
             caches.push((parts, 1));
