@@ -4,7 +4,6 @@ use std::fmt;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -16,7 +15,6 @@ use crate::place::{self, Place};
 use crate::programs::{Programs, finish, release_dir, run_cargo};
 use crate::report::Style;
 use crate::setup::{self, Cuda, Ready, Wants};
-use crate::stream::Column;
 use crate::{readme, tidy, verify};
 
 pub(crate) fn run(args: &TestArgs) -> Result<()> {
@@ -68,13 +66,10 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         Ok(Outcome::Passed)
     })?;
     steps.step("targets", |_| targets(&programs, &ready))?;
-    // Each is mostly one thread of a compiler: the time of the longer one instead of both.
-    thread::scope(|scope| {
-        let checks = |backend| checked(place, &programs, &ready, backend);
-        let webgpu = scope.spawn(move || checks(Backend::Webgpu));
-        steps.step("verify cpu", |_| verified(checks(Backend::Cpu)?))?;
-        steps.step("verify webgpu", |_| verified(webgpu.join().expect("no panic")?))
-    })?;
+    for backend in [Backend::Cpu, Backend::Webgpu] {
+        steps
+            .step(&format!("verify {backend}"), |_| verified(place, &programs, &ready, backend))?;
+    }
     steps.step("readme", |_| {
         readme::check_file(root)?;
         Ok(Outcome::Passed)
@@ -115,31 +110,23 @@ fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Every kernel over its edge shapes, and small models, on one backend; why not, where there is no device for it.
-fn checked(
+/// Every kernel over its edge shapes, and small models, on one backend, where there is a device for it.
+fn verified(
     place: &Place,
     programs: &Programs,
     ready: &Ready,
     backend: Backend,
-) -> Result<Result<Vec<Column>, String>> {
+) -> Result<Outcome> {
     if Doctor::ask(programs)?.device(backend).is_none() {
         let reason = match (&ready.gl, backend) {
             (Err(reason), Backend::Webgpu) => reason.clone(),
             _ => format!("needs a {backend} device"),
         };
-        return Ok(Err(reason));
+        return Ok(Outcome::Skipped(reason));
     }
     let fixtures = verify::fixtures(place);
     let options: Vec<&str> = fixtures.iter().flat_map(|folder| ["--fixtures", folder]).collect();
-    verify::columns(programs, &[backend], &options, verify::How::PLAIN).map(Ok)
-}
-
-/// Says what the checks of a backend came to.
-fn verified(run: Result<Vec<Column>, String>) -> Result<Outcome> {
-    let run = match run {
-        Ok(run) => run,
-        Err(reason) => return Ok(Outcome::Skipped(reason)),
-    };
+    let run = verify::columns(programs, &[backend], &options, verify::How::PLAIN)?;
     command::print(&(verify::document(&run, Style::of_stdout()) + "\n"))?;
     verify::verdict(&run)?;
     Ok(Outcome::Passed)
