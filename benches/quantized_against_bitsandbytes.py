@@ -13,26 +13,20 @@ import sys
 from pathlib import Path
 
 import bitsandbytes
+import quantize_13b
 import torch
 from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 256
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+CONFIG = quantize_13b.CONFIG | {
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
     "num_hidden_layers": 1,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "vocab_size": VOCAB,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
 }
 LAYER = "model.layers.0."
 MATRICES = {

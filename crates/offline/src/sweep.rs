@@ -76,7 +76,7 @@ pub fn sweep(
     let mut work = Vec::new();
     for target in TARGETS {
         let arch = ArchProfile::recorded(target)?;
-        for instance in instances(&arch, tuned) {
+        for instance in instances(&arch).into_iter().filter(|of| tuned || of.swept) {
             let text =
                 format!("{target} {} {} {}", instance.kernel, instance.name, instance.config);
             if filter.is_none_or(|f| text.contains(f)) {
@@ -146,24 +146,26 @@ struct Instance {
     program: Box<dyn CubeKernel>,
     /// Whether it must not spill on an RTX card.
     clean: bool,
+    /// Whether it is of the problems below, and whether the shipped cache chose it.
+    swept: bool,
     tuned: bool,
 }
 
-/// What is compiled for `arch`, each program once; with what the shipped cache chose, where that is asked for.
-fn instances(arch: &ArchProfile, tuned: bool) -> Vec<Instance> {
-    let mut all = instances_of::<Matmul>(arch, tuned, matmuls(), matmul_name);
-    all.extend(instances_of::<Attention>(arch, tuned, attentions(), attention_name));
-    all.extend(instances_of::<AttentionBackward>(arch, tuned, backwards(), |p| {
+/// What is compiled for `arch`, each program once.
+fn instances(arch: &ArchProfile) -> Vec<Instance> {
+    let mut all = instances_of::<Matmul>(arch, matmuls(), matmul_name);
+    all.extend(instances_of::<Attention>(arch, attentions(), attention_name));
+    all.extend(instances_of::<AttentionBackward>(arch, backwards(), |p| {
         attention_name(&p.forward)
     }));
-    all.extend(instances_of::<Decode>(arch, tuned, decodes(), decode_name));
-    all.extend(instances_of::<Nf4Dequantize>(arch, tuned, dequantizes(), |p| {
+    all.extend(instances_of::<Decode>(arch, decodes(), decode_name));
+    all.extend(instances_of::<Nf4Dequantize>(arch, dequantizes(), |p| {
         format!("{} {}", p.out, weight_name(&p.weight))
     }));
-    all.extend(instances_of::<Nf4Quantize>(arch, tuned, quantizes(), |p| {
+    all.extend(instances_of::<Nf4Quantize>(arch, quantizes(), |p| {
         format!("{} {} b{}", p.book.name(), p.dtype, p.weight.block_size)
     }));
-    all.extend(instances_of::<Nf4Matmul>(arch, tuned, nf4s(), |p| {
+    all.extend(instances_of::<Nf4Matmul>(arch, nf4s(), |p| {
         let mut name = format!("{} m{} {}", p.dtype, p.m, weight_name(&p.weight));
         p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
         if p.glu {
@@ -174,13 +176,13 @@ fn instances(arch: &ArchProfile, tuned: bool) -> Vec<Instance> {
         }
         name
     }));
-    all.extend(instances_of::<Int8Dequantize>(arch, tuned, int8_dequantizes(), |p| {
+    all.extend(instances_of::<Int8Dequantize>(arch, int8_dequantizes(), |p| {
         format!("{} k{}", p.out, p.weight.k)
     }));
-    all.extend(instances_of::<Int8Quantize>(arch, tuned, int8_quantizes(), |p| {
+    all.extend(instances_of::<Int8Quantize>(arch, int8_quantizes(), |p| {
         format!("{} k{}", p.dtype, p.weight.k)
     }));
-    all.extend(instances_of::<Int8Matmul>(arch, tuned, int8s(), |p| {
+    all.extend(instances_of::<Int8Matmul>(arch, int8s(), |p| {
         let mut name = format!("{} m{} k{}", p.dtype, p.m, p.weight.k);
         p.epilogue.names().into_iter().for_each(|part| name += &format!(" {part}"));
         if let Some(int8::Activations { threshold }) = p.activations {
@@ -188,27 +190,26 @@ fn instances(arch: &ArchProfile, tuned: bool) -> Vec<Instance> {
         }
         name
     }));
-    all.extend(instances_of::<Norm>(arch, tuned, norms(), |p| {
+    all.extend(instances_of::<Norm>(arch, norms(), |p| {
         format!("{} {} {}", p.dtype, p.width, p.names().join(" "))
     }));
-    all.extend(instances_of::<Embed>(arch, tuned, embeds(), |p| {
+    all.extend(instances_of::<Embed>(arch, embeds(), |p| {
         let learned = if p.positions.is_some() { " learned" } else { "" };
         format!("{} {}{learned}", p.dtype, p.hidden)
     }));
-    all.extend(instances_of::<Rope>(arch, tuned, ropes(), |p| {
+    all.extend(instances_of::<Rope>(arch, ropes(), |p| {
         let norm = p.qk_norm.map_or("", |norm| norm.kind.name());
         let pages = if p.pages_len() > 0 { " pages" } else { "" };
         let bytes = if p.cache.quantized() { " i8" } else { "" };
         let of = format!("{}{bytes} d{} rope{}{pages} {norm}", p.dtype, p.head_dim, p.dim);
         of.trim_end().to_owned()
     }));
-    all.extend(instances_of::<Sample>(arch, tuned, samples(), |p| format!("vocab {}", p.vocab)));
+    all.extend(instances_of::<Sample>(arch, samples(), |p| format!("vocab {}", p.vocab)));
     all
 }
 
 fn instances_of<K: Kernel>(
     arch: &ArchProfile,
-    with_tuned: bool,
     cases: Vec<Case<K>>,
     name: fn(&K::Problem) -> String,
 ) -> Vec<Instance> {
@@ -216,13 +217,16 @@ fn instances_of<K: Kernel>(
     // By the identity of a program, which has no order; the list keeps that of the cases.
     let mut places = HashMap::new();
     let mut instances: Vec<Instance> = Vec::new();
-    let mut add = |problem: &K::Problem, config: K::Config, clean: bool, tuned: bool| {
+    // Whether one of the problems below must be clean; none for what is tuned.
+    let mut add = |problem: &K::Problem, config: K::Config, clean: Option<bool>| {
+        let (swept, tuned, clean) = (clean.is_some(), clean.is_none(), clean == Some(true));
         let programs = K::programs(arch, problem, &config, &properties, &target);
         for (launch, program) in programs.into_iter().enumerate() {
             let place = *places.entry(program.id()).or_insert(instances.len());
             match instances.get_mut(place) {
                 Some(same) => {
                     same.clean |= clean;
+                    same.swept |= swept;
                     same.tuned |= tuned;
                 }
                 None => instances.push(Instance {
@@ -234,6 +238,7 @@ fn instances_of<K: Kernel>(
                     config: serde_json::to_value(config).expect("a config is plain data"),
                     program,
                     clean,
+                    swept,
                     tuned,
                 }),
             }
@@ -241,11 +246,10 @@ fn instances_of<K: Kernel>(
     };
     for Case { problem, most, clean } in cases {
         let candidates = K::candidates(arch, &problem).into_iter().take(most);
-        candidates.enumerate().for_each(|(i, config)| add(&problem, config, i < clean, false));
+        candidates.enumerate().for_each(|(i, config)| add(&problem, config, Some(i < clean)));
     }
-    let chosen = if with_tuned { tuned::<K>(arch) } else { Vec::new() };
-    for (problem, config) in chosen {
-        add(&problem, config, false, true);
+    for (problem, config) in tuned::<K>(arch) {
+        add(&problem, config, None);
     }
     instances
 }
@@ -704,7 +708,7 @@ mod tests {
     #[test]
     fn every_code_path_is_compiled_for_every_target() {
         for target in TARGETS {
-            let all = instances(&ArchProfile::recorded(target).expect("recorded"), true);
+            let all = instances(&ArchProfile::recorded(target).expect("recorded"));
             let parts = [
                 "f16acc16 ",
                 " 4096x",
