@@ -1,6 +1,6 @@
 //! What every family's `check` asks of a device.
 
-use arch::{ArchProfile, DType};
+use arch::{ArchProfile, Backend, DType};
 use tune::Infeasible;
 
 /// The device lacks `what`.
@@ -22,6 +22,11 @@ pub(crate) fn stores(
         None => Ok(()),
         Some(dtype) => Err(lacks(format!("{dtype} buffers"))),
     }
+}
+
+/// Whether it is, or stands for, an RTX card: there a config that spills is no candidate, though it might be fast.
+pub(crate) fn rtx(arch: &ArchProfile) -> bool {
+    arch.backend == Backend::Cuda && arch.max_shared_bytes <= 99 << 10
 }
 
 /// A cube may have so many units, and not none, and so many bytes of shared memory.

@@ -254,8 +254,8 @@ fn instances_of<K: Kernel>(
     instances
 }
 
-/// What the shipped cache chose under the profile of an RTX card, measured on another: what it would use on that card,
-/// whose own tuner decides by time.
+/// What the shipped cache chose under the profile of an RTX card, measured on another, of what that card's own tuner would
+/// measure.
 fn tuned<K: Kernel>(arch: &ArchProfile) -> Vec<(K::Problem, K::Config)> {
     if arch.max_shared_bytes > RTX_SHARED {
         return Vec::new();
@@ -271,7 +271,7 @@ fn tuned<K: Kernel>(arch: &ArchProfile) -> Vec<(K::Problem, K::Config)> {
             let config = serde_json::from_value(entry.config.clone());
             (problem.expect("a problem of the kernel"), config.expect("a config of the kernel"))
         })
-        .filter(|(problem, config)| K::check(arch, problem, config).is_ok())
+        .filter(|(problem, config)| K::candidates(arch, problem).contains(config))
         .collect()
 }
 

@@ -192,11 +192,10 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let at_k = dims.k.at(here.from_kv, batch, kv_head);
     let at_v = dims.v.at(here.from_kv, batch, kv_head);
     let line_q = bytes(dims.q.seq);
-    let (line_k, line_v) = (bytes(dims.k.seq), bytes(dims.v.seq));
     let (lane_q, lane_kv) = (CopyLane::new(unit, plan.q), CopyLane::new(unit, plan.kv));
     let from_q = global_address(q) + bytes(at_q) + lane_q.start(line_q, plan.q);
-    let from_k = global_address(k) + bytes(at_k) + lane_kv.start(line_k, plan.kv);
-    let from_v = global_address(v) + bytes(at_v) + lane_kv.start(line_v, plan.kv);
+    let keys = Source::new(at_k, dims.k.seq, &lane_kv, plan);
+    let values = Source::new(at_v, dims.v.seq, &lane_kv, plan);
 
     let (first_key, last_key) = scores.range(&here, first_row, comptime!(tile_q));
     let (first_tile, last_tile) = (first_key / tile_kv, last_key.div_ceil(tile_kv));
@@ -206,7 +205,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let mut write = ring;
     #[unroll]
     for _ in 0..comptime!(stages - 1) {
-        copy_tile(from_k, from_v, line_k, line_v, ahead, last_tile, &here, write, &lane_kv, plan);
+        copy_tile(k, v, &keys, &values, ahead, last_tile, &here, write, &lane_kv, plan);
         ahead += 1;
         write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
     }
@@ -233,7 +232,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     for tile in first_tile..last_tile {
         wait_copies(comptime!(stages - 2));
         sync_cube();
-        copy_tile(from_k, from_v, line_k, line_v, ahead, last_tile, &here, write, &lane_kv, plan);
+        copy_tile(k, v, &keys, &values, ahead, last_tile, &here, write, &lane_kv, plan);
         ahead += 1;
         write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
 
@@ -298,8 +297,8 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         }
 
         // acc += s · v
-        let values = read + comptime!(plan.kv.shape.bytes()) + lane_v;
-        accumulate::<F, NF, NC>(&mut acc, &s, values, products);
+        let tile_v = read + comptime!(plan.kv.shape.bytes()) + lane_v;
+        accumulate::<F, NF, NC>(&mut acc, &s, tile_v, products);
         read = next_stage(read, ring, end, comptime!(plan.stage_bytes()));
     }
 
@@ -355,14 +354,32 @@ fn top<NC: Size>(
     max(even, odd)
 }
 
+/// The rows of K or V that a cube reads, in bytes.
+#[derive(CubeType)]
+struct Source {
+    /// From the start of the buffer to this unit's first copy.
+    start: u64,
+    /// Between rows.
+    line: u64,
+}
+
+#[cube]
+impl Source {
+    /// From element `at` on, whose rows are `line` elements apart.
+    fn new(at: usize, line: usize, lane: &CopyLane, #[comptime] plan: FlashPlan) -> Source {
+        let line = bytes(line);
+        Source { start: bytes(at) + lane.start(line, plan.kv), line }
+    }
+}
+
 /// Issues the copies of tile `tile` of K and V, if it is before `last`, and closes their group.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two matrices, one tile")]
-fn copy_tile(
-    from_k: u64,
-    from_v: u64,
-    line_k: u64,
-    line_v: u64,
+fn copy_tile<F: Float, NI: Size>(
+    k: &[Vector<F, NI>],
+    v: &[Vector<F, NI>],
+    keys: &Source,
+    values: &Source,
     tile: u32,
     last: u32,
     here: &Span,
@@ -375,8 +392,11 @@ fn copy_tile(
         let left = here.seq_kv - tile * rows;
         let down = u64::cast_from(tile * rows);
         let to_v = to + comptime!(plan.kv.shape.bytes());
-        lane.copy(from_k + down * line_k, line_k, to, left, plan.head_dim, plan.kv);
-        lane.copy(from_v + down * line_v, line_v, to_v, left, plan.head_dim, plan.kv);
+        // Asked for here, the addresses of the buffers take no registers from the products.
+        let from_k = global_address(k) + keys.start + down * keys.line;
+        lane.copy(from_k, keys.line, to, left, plan.head_dim, plan.kv);
+        let from_v = global_address(v) + values.start + down * values.line;
+        lane.copy(from_v, values.line, to_v, left, plan.head_dim, plan.kv);
     }
     commit_copies();
 }

@@ -320,17 +320,10 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     }
     let mut decoded = Array::<u32>::new(comptime!(if plan.decodes() { 4 * frags_n } else { 1 }));
 
-    let copies = Copies::new(
-        global_address(lhs),
-        global_address(rhs),
-        shared,
-        plane * 32 + lane,
-        dims,
-        plan,
-    );
+    let copies = Copies::new(shared, plane * 32 + lane, dims, plan);
     let feed = Feed { copies, bulk };
     let work = Work::of(dims, config);
-    feed.aim(dims, &work, CUBE_POS_X, plan);
+    feed.aim(lhs, rhs, dims, &work, CUBE_POS_X, plan);
     feed.take_next();
     #[unroll]
     for stage in 0..comptime!(plan.ahead()) {
@@ -346,7 +339,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     let mut id = CUBE_POS_X;
     while id < items {
         let now = work.item(dims, id, config);
-        feed.aim(dims, &work, id + CUBE_COUNT_X, plan);
+        feed.aim(lhs, rhs, dims, &work, id + CUBE_COUNT_X, plan);
         let rounds = if comptime!(plan.bulk) { now.tiles / stages } else { now.tiles };
         for _ in 0..rounds {
             #[unroll]
@@ -444,11 +437,19 @@ struct Feed {
 
 #[cube]
 impl Feed {
-    fn aim(&self, dims: &Dims, work: &Work, id: u32, #[comptime] plan: MmaPlan) {
+    fn aim<F: Float, NL: Size, NR: Size>(
+        &self,
+        lhs: &[Vector<F, NL>],
+        rhs: &[Vector<F, NR>],
+        dims: &Dims,
+        work: &Work,
+        id: u32,
+        #[comptime] plan: MmaPlan,
+    ) {
         #[comptime]
         match &self.bulk {
             ComptimeOption::Some(bulk) => bulk.aim(dims, work, id, plan),
-            ComptimeOption::None => self.copies.aim(dims, work, id, plan),
+            ComptimeOption::None => self.copies.aim(lhs, rhs, dims, work, id, plan),
         }
     }
 
@@ -796,8 +797,6 @@ struct Copies {
     next: Place,
     stage: RuntimeCell<u32>,
     shared: u32,
-    from_lhs: u64,
-    from_rhs: u64,
     /// Bytes between the lines of the operands.
     lhs_line: u64,
     rhs_line: u64,
@@ -836,21 +835,12 @@ fn element(start: u64, index: usize, #[comptime] elem: usize) -> u64 {
 
 #[cube]
 impl Copies {
-    fn new(
-        from_lhs: u64,
-        from_rhs: u64,
-        shared: u32,
-        unit: u32,
-        dims: &Dims,
-        #[comptime] plan: MmaPlan,
-    ) -> Copies {
+    fn new(shared: u32, unit: u32, dims: &Dims, #[comptime] plan: MmaPlan) -> Copies {
         Copies {
             at: Place::nowhere(),
             next: Place::nowhere(),
             stage: RuntimeCell::new(shared),
             shared,
-            from_lhs,
-            from_rhs,
             lhs_line: element(0u64.runtime(), dims.lhs_stride, plan.lhs.shape.elem),
             rhs_line: element(0u64.runtime(), dims.rhs_stride, plan.rhs.shape.elem),
             lhs: CopyLane::new(unit, plan.lhs),
@@ -859,26 +849,35 @@ impl Copies {
     }
 
     /// Makes item `id` the next one, if there is such an item.
-    fn aim(&self, dims: &Dims, work: &Work, id: u32, #[comptime] plan: MmaPlan) {
+    fn aim<F: Float, NL: Size, NR: Size>(
+        &self,
+        lhs: &[Vector<F, NL>],
+        rhs: &[Vector<F, NR>],
+        dims: &Dims,
+        work: &Work,
+        id: u32,
+        #[comptime] plan: MmaPlan,
+    ) {
         if id < work.items() {
             let item = work.item(dims, id, plan.config);
             let (start_lhs, start_rhs, _) = dims.batch(item.batch as usize);
             let (row, col, k) = (item.row as usize, item.col as usize, item.k as usize);
-            let lhs = if comptime!(plan.lhs.shape.transposed) {
+            let lhs_at = if comptime!(plan.lhs.shape.transposed) {
                 start_lhs + k * dims.lhs_stride + row
             } else {
                 start_lhs + row * dims.lhs_stride + k
             };
-            let rhs = if comptime!(plan.rhs.shape.transposed) {
+            let rhs_at = if comptime!(plan.rhs.shape.transposed) {
                 start_rhs + k * dims.rhs_stride + col
             } else {
                 start_rhs + col * dims.rhs_stride + k / comptime!(plan.rhs_every())
             };
             let elem = comptime!(plan.lhs.shape.elem);
-            let lhs = element(self.from_lhs, lhs, elem);
-            let rhs = element(self.from_rhs, rhs, elem);
-            self.next.lhs.store(lhs + self.lhs.start(self.lhs_line, plan.lhs));
-            self.next.rhs.store(rhs + self.rhs.start(self.rhs_line, plan.rhs));
+            // Asked for here, the addresses of the operands take no registers from the multiplies.
+            let lhs_at = element(global_address(lhs), lhs_at, elem);
+            let rhs_at = element(global_address(rhs), rhs_at, elem);
+            self.next.lhs.store(lhs_at + self.lhs.start(self.lhs_line, plan.lhs));
+            self.next.rhs.store(rhs_at + self.rhs.start(self.rhs_line, plan.rhs));
             self.next.tiles.store(item.tiles);
             self.next.rows.store(item.row_end - item.row);
             self.next.cols.store(dims.n - item.col);

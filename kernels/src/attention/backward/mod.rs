@@ -40,7 +40,7 @@ use super::{
     AttentionConfig, AttentionOperands, Dims, FlashConfig, HeadStrides, Implementation, RowsConfig,
     Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
 };
-use crate::fits::{limits, shape};
+use crate::fits::{limits, rtx, shape};
 use crate::matmul::elem;
 use flash::{FlashPlan, Side};
 use plane::SidePlan;
@@ -138,11 +138,12 @@ impl Kernel for AttentionBackward {
             let fit =
                 |c: &&SideConfig| sides(c).iter().all(|s| check(arch, problem, c, *s).is_ok());
             let mut all: Vec<_> = all.iter().chain(&PLANES).filter(fit).copied().collect();
-            // What may spill a few bytes is measured, never the default.
-            all.sort_by_key(|c| {
-                let full = |s: &Side| registers(arch, problem, c, *s) > 248;
-                sides(c).iter().any(|s| full(s) || spills(arch, problem, c, *s))
-            });
+            let any = |c: &SideConfig, of: fn(&ArchProfile, &BackwardProblem, &SideConfig, Side) -> bool| {
+                sides(c).iter().any(|s| of(arch, problem, c, *s))
+            };
+            // What spills a few bytes is measured on a card that decides by time alone, never the default.
+            all.retain(|c| !(rtx(arch) && any(c, spills)));
+            all.sort_by_key(|c| any(c, full) || any(c, spills));
             all
         };
         let (queries, keys) = (of(&QUERIES, false), of(&KEYS, true));
@@ -454,14 +455,26 @@ fn registers(
     }
 }
 
+/// Whether a side takes about all registers that there are.
+fn full(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, side: Side) -> bool {
+    registers(arch, problem, config, side) > 248
+}
+
 /// Whether ptxas 13.0 is known to spill 4 to 40 bytes of a side, though its registers are not more than there are:
 /// `cargo xtask targets`.
 fn spills(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, side: Side) -> bool {
     let (p, SideConfig::Flash(c)) = (&problem.forward, config) else { return false };
+    let rtx = rtx(arch);
     let sm_120 = arch.compute_capability.is_some_and(|sm| sm >= 120);
+    let whole = !p.varlen && p.seq_q % c.tile_kv == 0;
     match (side.keys, p.head_dim) {
-        (true, 97..=128) => (p.varlen || p.softcap.is_some()) && c.tile_kv > 32,
-        (true, 129..=192) => sm_120 && (c.tile_kv > 16 || c.planes > 2),
+        (true, 33..=64) => rtx && !sm_120 && if whole { c.tile_kv > 48 } else { c.rows > 16 },
+        (true, 97..=128) => {
+            (p.varlen || p.softcap.is_some()) && c.tile_kv > 32
+                || rtx && (c.tile_kv > 48 || c.planes < 4)
+        }
+        (true, 129..=192) if !sm_120 => rtx && c.tile_kv > 16 && c.planes < 4,
+        (true, 129..=192) => c.tile_kv > 16 || c.planes > 2,
         (true, 193..) => sm_120 && c.tile_kv > 16,
         (false, ..=32) => sm_120 && c.rows > 16,
         _ => false,
