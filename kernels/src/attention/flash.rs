@@ -43,7 +43,7 @@ use super::scores::{Place, Region, Scores};
 use super::tiles::{Products, accumulate, bytes, copies_of, multiply, pitch, zeros};
 use super::{Dims, Sequences, Span};
 use crate::tile::{
-    CopyLane, CopyPlan, commit_copies, exp2, global_address, lhs_lane, next_stage, rhs_lane,
+    CopyLane, CopyPlan, Start, commit_copies, exp2, global_address, lhs_lane, next_stage, rhs_lane,
     shared_address, wait_copies,
 };
 
@@ -132,6 +132,11 @@ impl FlashPlan {
         }
     }
 
+    /// Whether the addresses of K and V stay in registers.
+    const fn holds(self) -> bool {
+        self.config.rows > 16 || self.config.tile_kv > 32
+    }
+
     /// Where rules and ends cut a plane's scores.
     const fn region(self) -> Region {
         Region {
@@ -194,8 +199,8 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let line_q = bytes(dims.q.seq);
     let (lane_q, lane_kv) = (CopyLane::new(unit, plan.q), CopyLane::new(unit, plan.kv));
     let from_q = global_address(q) + bytes(at_q) + lane_q.start(line_q, plan.q);
-    let keys = Source::new(at_k, dims.k.seq, &lane_kv, plan);
-    let values = Source::new(at_v, dims.v.seq, &lane_kv, plan);
+    let keys = Source::new(k, at_k, dims.k.seq, &lane_kv, plan);
+    let values = Source::new(v, at_v, dims.v.seq, &lane_kv, plan);
 
     let (first_key, last_key) = scores.range(&here, first_row, comptime!(tile_q));
     let (first_tile, last_tile) = (first_key / tile_kv, last_key.div_ceil(tile_kv));
@@ -354,21 +359,28 @@ fn top<NC: Size>(
     max(even, odd)
 }
 
-/// The rows of K or V that a cube reads, in bytes.
+/// The rows of K or V that a cube reads.
 #[derive(CubeType)]
 struct Source {
-    /// From the start of the buffer to this unit's first copy.
-    start: u64,
-    /// Between rows.
+    /// This unit's first copy.
+    start: Start,
+    /// Bytes between rows.
     line: u64,
 }
 
 #[cube]
 impl Source {
     /// From element `at` on, whose rows are `line` elements apart.
-    fn new(at: usize, line: usize, lane: &CopyLane, #[comptime] plan: FlashPlan) -> Source {
+    fn new<F: Float, NI: Size>(
+        matrix: &[Vector<F, NI>],
+        at: usize,
+        line: usize,
+        lane: &CopyLane,
+        #[comptime] plan: FlashPlan,
+    ) -> Source {
         let line = bytes(line);
-        Source { start: bytes(at) + lane.start(line, plan.kv), line }
+        let first = bytes(at) + lane.start(line, plan.kv);
+        Source { start: Start::new(matrix, first, comptime!(plan.holds())), line }
     }
 }
 
@@ -392,10 +404,9 @@ fn copy_tile<F: Float, NI: Size>(
         let left = here.seq_kv - tile * rows;
         let down = u64::cast_from(tile * rows);
         let to_v = to + comptime!(plan.kv.shape.bytes());
-        // Asked for here, the addresses of the buffers take no registers from the products.
-        let from_k = global_address(k) + keys.start + down * keys.line;
+        let from_k = keys.start.address(k) + down * keys.line;
         lane.copy(from_k, keys.line, to, left, plan.head_dim, plan.kv);
-        let from_v = global_address(v) + values.start + down * values.line;
+        let from_v = values.start.address(v) + down * values.line;
         lane.copy(from_v, values.line, to_v, left, plan.head_dim, plan.kv);
     }
     commit_copies();

@@ -46,8 +46,8 @@ use super::bulk::Bulk;
 use super::bytes::{Rounded, Worth, decode, half_chunk_lane, load_half_chunks};
 use super::{Columns, Dims, Finish, Layout, Precision, block_of};
 use crate::tile::{
-    CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, TileShape, commit_copies, gather_fragments,
-    gather_lane, global_address, lhs_lane, load_fragments, multiply_bytes, multiply_halves,
+    CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, Start, TileShape, commit_copies,
+    gather_fragments, gather_lane, lhs_lane, load_fragments, multiply_bytes, multiply_halves,
     next_stage, quad_transpose, rhs_lane, shared_address, typed, wait_copies,
 };
 
@@ -176,6 +176,11 @@ impl MmaPlan {
     const fn ahead(self) -> u32 {
         let stages = self.config.stages;
         if self.bulk && stages > 3 { stages - 2 } else { stages - 1 }
+    }
+
+    /// Whether the addresses of the operands stay in registers.
+    const fn holds(self) -> bool {
+        self.config.tile_m > 32
     }
 
     pub(crate) const fn stage_bytes(self) -> u32 {
@@ -320,7 +325,7 @@ pub(crate) fn multiply<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Siz
     }
     let mut decoded = Array::<u32>::new(comptime!(if plan.decodes() { 4 * frags_n } else { 1 }));
 
-    let copies = Copies::new(shared, plane * 32 + lane, dims, plan);
+    let copies = Copies::new(lhs, rhs, shared, plane * 32 + lane, dims, plan);
     let feed = Feed { copies, bulk };
     let work = Work::of(dims, config);
     feed.aim(lhs, rhs, dims, &work, CUBE_POS_X, plan);
@@ -797,6 +802,8 @@ struct Copies {
     next: Place,
     stage: RuntimeCell<u32>,
     shared: u32,
+    start_lhs: Start,
+    start_rhs: Start,
     /// Bytes between the lines of the operands.
     lhs_line: u64,
     rhs_line: u64,
@@ -835,12 +842,21 @@ fn element(start: u64, index: usize, #[comptime] elem: usize) -> u64 {
 
 #[cube]
 impl Copies {
-    fn new(shared: u32, unit: u32, dims: &Dims, #[comptime] plan: MmaPlan) -> Copies {
+    fn new<F: Float, NL: Size, NR: Size>(
+        lhs: &[Vector<F, NL>],
+        rhs: &[Vector<F, NR>],
+        shared: u32,
+        unit: u32,
+        dims: &Dims,
+        #[comptime] plan: MmaPlan,
+    ) -> Copies {
         Copies {
             at: Place::nowhere(),
             next: Place::nowhere(),
             stage: RuntimeCell::new(shared),
             shared,
+            start_lhs: Start::new(lhs, 0u64.runtime(), comptime!(plan.holds())),
+            start_rhs: Start::new(rhs, 0u64.runtime(), comptime!(plan.holds())),
             lhs_line: element(0u64.runtime(), dims.lhs_stride, plan.lhs.shape.elem),
             rhs_line: element(0u64.runtime(), dims.rhs_stride, plan.rhs.shape.elem),
             lhs: CopyLane::new(unit, plan.lhs),
@@ -873,9 +889,8 @@ impl Copies {
                 start_rhs + col * dims.rhs_stride + k / comptime!(plan.rhs_every())
             };
             let elem = comptime!(plan.lhs.shape.elem);
-            // Asked for here, the addresses of the operands take no registers from the multiplies.
-            let lhs_at = element(global_address(lhs), lhs_at, elem);
-            let rhs_at = element(global_address(rhs), rhs_at, elem);
+            let lhs_at = element(self.start_lhs.address(lhs), lhs_at, elem);
+            let rhs_at = element(self.start_rhs.address(rhs), rhs_at, elem);
             self.next.lhs.store(lhs_at + self.lhs.start(self.lhs_line, plan.lhs));
             self.next.rhs.store(rhs_at + self.rhs.start(self.rhs_line, plan.rhs));
             self.next.tiles.store(item.tiles);
