@@ -180,7 +180,7 @@ impl MmaPlan {
 
     /// Whether the addresses of the operands stay in registers.
     const fn holds(self) -> bool {
-        self.config.tile_m > 32
+        self.config.tile_m > 16
     }
 
     pub(crate) const fn stage_bytes(self) -> u32 {

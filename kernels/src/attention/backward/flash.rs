@@ -24,8 +24,8 @@
 //! shared memory bounds the first on an H200. Head dimensions over 128 take dk and dv one after the other.
 //!
 //! Ladder, ms at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal on an H200
-//! (torch's FlashAttention-2 4.77 / 2.70 in the run of the last row), all but that row of CUDA C++
-//! prototypes. One pass adds four numbers at once, as only sm_90 can; its rows are the best of several
+//! (torch's FlashAttention-2 4.77 / 2.70 in the run of the last row but one, 4.75 / 2.67 in that of the last), all but
+//! those two of CUDA C++ prototypes. One pass adds four numbers at once, as only sm_90 can; its rows are the best of several
 //! orders of heads, with what prepares and finishes dq:
 //!
 //! | version                                                                | full | causal |
@@ -35,6 +35,7 @@
 //! | the same, dq by its owner's loads and stores                           | 8.98 | 6.06   |
 //! | two sides: queries 1.98 / 1.14, keys 3.34 / 1.78                       | 5.32 | 2.92   |
 //! | the same in CubeCL, this file, with the statistics                     | 5.30 | 2.91   |
+//! | keys by tiles of 48 on RTX cards, where 64 spill 24 bytes (sm_89) and 56 (sm_120) | 5.40 | 3.01 |
 //!
 //! Slower: keys by eight planes of 16 rows 3.63 / 1.97, tiles of 32 3.49 / 1.86; queries by planes of 16
 //! rows 2.37 / 1.27.

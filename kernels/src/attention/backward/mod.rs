@@ -108,8 +108,8 @@ const QUERIES: [SideConfig; 6] = [
 const KEYS: [SideConfig; 8] = [
     SideConfig::Flash(tiles(4, 32, 64, 2)),
     SideConfig::Flash(tiles(4, 16, 64, 2)),
-    SideConfig::Flash(tiles(4, 16, 48, 2)),
     SideConfig::Flash(tiles(4, 32, 32, 2)),
+    SideConfig::Flash(tiles(4, 16, 48, 2)),
     SideConfig::Flash(tiles(4, 16, 32, 2)),
     SideConfig::Flash(tiles(2, 16, 32, 2)),
     SideConfig::Flash(tiles(4, 16, 16, 2)),
