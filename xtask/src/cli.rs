@@ -137,7 +137,7 @@ pub(crate) struct VerifyArgs {
     /// Run below compute-sanitizer, which needs CUDA and many times as long
     #[arg(long, value_name = "TOOL")]
     pub(crate) sanitizer: Option<Sanitizer>,
-    /// Processes of each backend, which share its checks: a Vulkan driver compiles most of the time, on one core each
+    /// Processes of each backend, which share its checks: most of the time goes to compilers and references, on a few cores each
     #[arg(long, default_value_t = NonZeroUsize::MIN, value_name = "N")]
     pub(crate) jobs: NonZeroUsize,
     /// Write a line for each kernel and backend, as JSON

@@ -268,6 +268,20 @@ mod tests {
     }
 
     #[test]
+    fn products_on_cuda_are_recorded_beside_torch() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let file = root.join("benches/baselines/cuda-sm90-132@rtx4090/kernels.jsonl");
+        let lines = fs::read_to_string(&file).unwrap();
+        let records: Vec<Record> =
+            lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        // One kernel of ours, two of torch's.
+        let products =
+            records.iter().filter(|r| r.op == "matmul" && !r.params.contains_key("norm"));
+        let alone: Vec<_> = products.clone().filter(|r| !r.peers.contains_key("torch")).collect();
+        assert!(products.count() > 50 && alone.is_empty(), "without torch: {alone:#?}");
+    }
+
+    #[test]
     fn the_table_of_the_sample_records() {
         insta::assert_snapshot!(cases(&sample::run()[0].records).render(Style::Markdown));
     }
