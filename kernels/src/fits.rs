@@ -24,7 +24,7 @@ pub(crate) fn stores(
     }
 }
 
-/// Whether it is, or stands for, an RTX card: there a config that spills is no candidate, though it might be fast.
+/// Whether it is, or stands for, an RTX card.
 pub(crate) fn rtx(arch: &ArchProfile) -> bool {
     arch.backend == Backend::Cuda && arch.max_shared_bytes <= 99 << 10
 }

@@ -79,7 +79,7 @@ pub(super) const fn flash(planes: u32, rows: u32, tile_kv: u32, stages: u32) -> 
 }
 
 /// In the order of how often they win.
-const FLASH: [FlashConfig; 10] = [
+const FLASH: [FlashConfig; 9] = [
     flash(4, 32, 32, 2),
     flash(4, 32, 32, 3),
     flash(4, 32, 64, 2),
@@ -89,7 +89,6 @@ const FLASH: [FlashConfig; 10] = [
     flash(4, 16, 32, 3),
     flash(4, 16, 32, 2),
     flash(2, 16, 32, 3),
-    flash(2, 16, 32, 2),
 ];
 
 pub(super) const fn plane(planes: u32, rows: u32, tile_kv: u32) -> PlaneConfig {
@@ -132,7 +131,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
     found
 }
 
-/// Whether ptxas 13.0 is known to spill 4 to 8 bytes, though there are registers: `cargo xtask targets`.
+/// Whether ptxas 13.0 is known to spill 8 or 16 bytes, stores and loads, though there are registers: `cargo xtask targets`.
 fn spills(problem: &AttentionProblem, config: &AttentionConfig) -> bool {
     let AttentionConfig::Flash(c) = config else { return false };
     let ragged = problem.varlen || problem.seq_kv % c.tile_kv != 0;

@@ -460,15 +460,16 @@ fn full(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, side
     registers(arch, problem, config, side) > 248
 }
 
-/// Whether ptxas 13.0 is known to spill 4 to 40 bytes of a side, though its registers are not more than there are:
-/// `cargo xtask targets`.
+/// Whether ptxas 13.0 is known to spill 8 to 80 bytes of a side, stores and loads, though its registers are not more than
+/// there are: `cargo xtask targets`.
 fn spills(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, side: Side) -> bool {
     let (p, SideConfig::Flash(c)) = (&problem.forward, config) else { return false };
     let rtx = rtx(arch);
     let sm_120 = arch.compute_capability.is_some_and(|sm| sm >= 120);
     let whole = !p.varlen && p.seq_q % c.tile_kv == 0;
     match (side.keys, p.head_dim) {
-        (true, 33..=64) => rtx && !sm_120 && if whole { c.tile_kv > 48 } else { c.rows > 16 },
+        (true, 33..=64) if sm_120 => whole && c.rows > 16,
+        (true, 33..=64) => rtx && if whole { c.tile_kv > 48 } else { c.rows > 16 },
         (true, 97..=128) => {
             (p.varlen || p.softcap.is_some()) && c.tile_kv > 32
                 || rtx && (c.tile_kv > 48 || c.planes < 4)
