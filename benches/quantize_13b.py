@@ -121,6 +121,7 @@ def main(program, folder, options):
         "host_before_mib": before,
         "peak_device_mib": device,
         "version": version,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     print(json.dumps(row))
 

@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import bitsandbytes
@@ -107,6 +108,7 @@ def main(program, folder, device, options):
             "parts": {part or "codes": differ(ours[part], parts[part]) for part in parts},
             "bitsandbytes": f"{bitsandbytes.__version__} on {device}, torch {torch.__version__}",
             "version": version,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         print(json.dumps(row))
 
