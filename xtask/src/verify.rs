@@ -21,6 +21,12 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     if args.sanitizer.is_some() && args.backend != Selection::List(vec![Backend::Cuda]) {
         return Err(usage("compute-sanitizer sees CUDA alone", "add --backend cuda"));
     }
+    if args.exhaust && args.jobs.get() > 1 {
+        return Err(usage(
+            "--exhaust takes the memory that other processes check in",
+            "leave out --jobs",
+        ));
+    }
     let place = Place::find()?;
     let save = args.save.as_deref().map(out_file).transpose()?;
     setup::check_drivers(&args.backend)?;
@@ -279,6 +285,22 @@ mod tests {
             })
             .collect();
         Column { backend: backend.into(), checks, ..Column::default() }
+    }
+
+    #[test]
+    fn memory_is_exhausted_by_one_process_alone() {
+        let args = VerifyArgs {
+            backend: Selection::List(vec![Backend::Cuda]),
+            filter: None,
+            profile: None,
+            configs: false,
+            exhaust: true,
+            sanitizer: None,
+            jobs: std::num::NonZeroUsize::new(2).expect("not 0"),
+            save: None,
+        };
+        let error = run(&args).unwrap_err();
+        assert!(error.to_string().starts_with("--exhaust takes the memory"), "{error}");
     }
 
     #[test]
