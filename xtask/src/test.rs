@@ -105,7 +105,7 @@ fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
         Ok(home) => &home.root,
         Err(reason) => return Ok(Outcome::Skipped(reason.clone())),
     };
-    let args = ["targets".as_ref(), "--cuda-home".as_ref(), home.as_os_str()];
+    let args = ["targets".as_ref(), "--tuned".as_ref(), "--cuda-home".as_ref(), home.as_os_str()];
     programs.pass_through("flashover-bench", &args)?;
     Ok(Outcome::Passed)
 }

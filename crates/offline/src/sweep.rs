@@ -217,9 +217,9 @@ fn instances_of<K: Kernel>(
     // By the identity of a program, which has no order; the list keeps that of the cases.
     let mut places = HashMap::new();
     let mut instances: Vec<Instance> = Vec::new();
-    // Whether one of the problems below must be clean; none for what is tuned.
+    // Whether one of the problems below must be clean; none for what is tuned, which must.
     let mut add = |problem: &K::Problem, config: K::Config, clean: Option<bool>| {
-        let (swept, tuned, clean) = (clean.is_some(), clean.is_none(), clean == Some(true));
+        let (swept, tuned, clean) = (clean.is_some(), clean.is_none(), clean.unwrap_or(true));
         let programs = K::programs(arch, problem, &config, &properties, &target);
         for (launch, program) in programs.into_iter().enumerate() {
             let place = *places.entry(program.id()).or_insert(instances.len());

@@ -10,14 +10,17 @@ use reference::{Comparison, Distribution, Scores, fill};
 use tune::Kernel;
 
 use crate::pairs::pairwise;
-use crate::{CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, reference_dtype};
+use crate::{
+    CheckError, LARGE, Verdict, fnv1a, kernel_error, launch_twice, padded, reference_dtype,
+    scores_are_large,
+};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inputs {
     /// Normal.
     Normal,
-    /// Normal, and q a thousand times larger: scores of ten thousand and more.
+    /// Normal, and q [`LARGE`] times larger: scores of ten thousand and more.
     Large,
     /// Normal, with whole rows of the bias or mask hidden.
     Hidden,
@@ -50,6 +53,9 @@ pub fn check(
         Attention::launch(device, &case.problem, config, &host.operands, None);
     })?;
     let (out, lse) = host.results(device)?;
+    if case.inputs == Inputs::Large && case.problem.softcap.is_none() {
+        scores_are_large(lse.as_deref())?;
+    }
     let mut comparisons = Vec::new();
     for part in parts(case) {
         let p = &case.problem;
@@ -82,7 +88,7 @@ impl Host {
         let dtype = reference_dtype(p.dtype);
         let make = |len, salt, scale| values(case, len, salt, scale);
         let [q_len, k_len, v_len, out_len] = extents(case);
-        let large = if case.inputs == Inputs::Large { 1000.0 } else { 1.0 };
+        let large = if case.inputs == Inputs::Large { LARGE } else { 1.0 };
         let (q, k, v) = (make(q_len, 0, large)?, make(k_len, 1, 1.0)?, make(v_len, 2, 1.0)?);
         let hidden = |row: u64| case.inputs == Inputs::Hidden && row % 5 == 2;
         let rows = |s: ScoreStrides| move |at: usize| s.row > 0 && hidden(at as u64 / s.row);

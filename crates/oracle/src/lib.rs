@@ -76,6 +76,19 @@ fn launch_twice(
     Ok(())
 }
 
+/// What q is multiplied by for large scores, of [`LARGEST`] and more.
+const LARGE: f32 = 4000.0;
+const LARGEST: f32 = 1e4;
+
+/// Refuses inputs whose scores, as their log-sum-exp tells, are not as large as they are meant to be.
+fn scores_are_large(lse: Option<&[f32]>) -> Result<(), CheckError> {
+    let largest = lse.unwrap_or_default().iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if largest >= LARGEST {
+        return Ok(());
+    }
+    Err(CheckError::Kernel(format!("the largest score is {largest}, not {LARGEST} or more")))
+}
+
 /// Normal values of deviation 1/√k, as a layer's weights over k inputs are: its results are of size 1 then, like
 /// bias, gate and residual, none of which could be left out within the tolerance of larger ones.
 fn weights(seed: u64, len: usize, k: u32) -> Vec<f32> {

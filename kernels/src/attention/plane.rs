@@ -20,7 +20,7 @@
 //!
 //! Cost: `4·head_dim` flop a visible pair; K and V are read from shared memory once for every `rows` queries.
 //!
-//! On an H200, 4 x 16 heads of 4096 positions of 128: f16 197, bf16 178, causal 136 TFLOP/s with the configs that the tuner
+//! On an H200, 4 x 16 heads of 4096 positions of 128: f16 197, bf16 179, causal 148 TFLOP/s with the configs that the tuner
 //! chose (records of Vulkan in benches/baselines), where the plain path has 6. Configs timed once by `tune try`:
 //!
 //! | planes, rows, keys | f16 | bf16 |

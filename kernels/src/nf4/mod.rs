@@ -9,8 +9,9 @@
 //!
 //! NF4's book holds the quantiles of a normal distribution, FP4's the values of a float with two bits of
 //! exponent; a kernel reads the book from a buffer and knows neither. The format is that of bitsandbytes,
-//! so that its checkpoints load as they are, and absmax, nested absmax and their scales are its own to the
-//! bit; of codes, next to a threshold, see `quantize`.
+//! so that its checkpoints load as they are, and absmax is its own to the bit. So are nested absmax and their scales where
+//! the offset is, torch's mean of all absmax, whose last bit is the order of its sum; of codes, next to a threshold, see
+//! `quantize`.
 //!
 //! | family           | what it does                                  | bound by                      |
 //! |------------------|-----------------------------------------------|-------------------------------|

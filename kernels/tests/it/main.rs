@@ -59,7 +59,10 @@ fn every_cpu_config_is_right() {
     // Halves differ in how they are loaded and stored, and each config takes seconds to compile.
     for (precision, every) in [(Precision::F32, 1), (Precision::Bf16, 5)] {
         for case in config_cases(precision).into_iter().step_by(every) {
-            for config in Matmul::candidates(device.profile(), &case.problem) {
+            let configs = Matmul::candidates(device.profile(), &case.problem);
+            let served = Matmul::simplest(device.profile(), &case.problem).is_ok();
+            assert_eq!(!configs.is_empty(), served, "{case:?}");
+            for config in configs {
                 let verdict = check(&device, &case, &config).expect("runs");
                 assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
             }
@@ -277,7 +280,9 @@ fn every_norm_in_a_product_is_another_program() {
 fn every_config_of_a_norm_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
     for case in oracle::norm::config_cases(DType::F32) {
-        for config in Norm::candidates(device.profile(), &case.problem) {
+        let configs = Norm::candidates(device.profile(), &case.problem);
+        assert!(!configs.is_empty(), "{case:?}");
+        for config in configs {
             let verdict = oracle::norm::check(&device, &case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
         }
