@@ -11,7 +11,7 @@ use tune::Kernel;
 
 use crate::pairs::pairwise;
 use crate::{
-    CheckError, LARGE, Verdict, fnv1a, kernel_error, launch_twice, padded, reference_dtype,
+    CheckError, Verdict, fnv1a, kernel_error, large, launch_twice, padded, reference_dtype,
     scores_are_large,
 };
 
@@ -20,7 +20,7 @@ use crate::{
 pub enum Inputs {
     /// Normal.
     Normal,
-    /// Normal, and q [`LARGE`] times larger: scores of ten thousand and more.
+    /// Normal, and q thousands of times larger: scores of ten thousand and more.
     Large,
     /// Normal, with whole rows of the bias or mask hidden.
     Hidden,
@@ -88,7 +88,7 @@ impl Host {
         let dtype = reference_dtype(p.dtype);
         let make = |len, salt, scale| values(case, len, salt, scale);
         let [q_len, k_len, v_len, out_len] = extents(case);
-        let large = if case.inputs == Inputs::Large { LARGE } else { 1.0 };
+        let large = if case.inputs == Inputs::Large { large(p.softcap) } else { 1.0 };
         let (q, k, v) = (make(q_len, 0, large)?, make(k_len, 1, 1.0)?, make(v_len, 2, 1.0)?);
         let hidden = |row: u64| case.inputs == Inputs::Hidden && row % 5 == 2;
         let rows = |s: ScoreStrides| move |at: usize| s.row > 0 && hidden(at as u64 / s.row);

@@ -76,8 +76,12 @@ fn launch_twice(
     Ok(())
 }
 
-/// What q is multiplied by for large scores, of [`LARGEST`] and more.
-const LARGE: f32 = 4000.0;
+/// What q is multiplied by for large scores, of [`LARGEST`] and more; less below a soft cap, which bends a score by more
+/// than the tolerance has of what it was rounded by.
+const fn large(softcap: Option<f32>) -> f32 {
+    if softcap.is_some() { 1000.0 } else { 4000.0 }
+}
+
 const LARGEST: f32 = 1e4;
 
 /// Refuses inputs whose scores, as their log-sum-exp tells, are not as large as they are meant to be.
