@@ -1,7 +1,7 @@
 //! Memory of one training step of attention by the length of the sequence: `[1, 16, seq, 128]` in bf16,
 //! causal, a line of JSON each. What is reserved on the device after the step is its peak: of eight tensors of the
 //! sequence (q, k, v, the result, and their gradients), pages of CubeCL's pools. On an H200 it is 76, 140, 268 and 653 MiB
-//! for 2048 to 16384 positions, the last with pages that are larger, where one matrix of scores would be 128 to 8192
+//! for 2048 to 16384 positions, the last more than in line, where one matrix of scores would be 128 to 8192
 //! (`benches/baselines/cuda-sm90-132/attention_memory.jsonl`).
 //!
 //! `cargo run --release -p ops --example attention_memory -- cuda`

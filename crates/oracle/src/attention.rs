@@ -20,7 +20,7 @@ use crate::{
 pub enum Inputs {
     /// Normal.
     Normal,
-    /// Normal, and q thousands of times larger: scores of ten thousand and more.
+    /// Normal, and q [`large`]: scores of ten thousand and more, of thousands below a soft cap.
     Large,
     /// Normal, with whole rows of the bias or mask hidden.
     Hidden,

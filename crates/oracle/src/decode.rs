@@ -22,7 +22,7 @@ pub struct EdgeCase {
     pub problem: DecodeProblem,
     /// Positions of each sequence.
     pub lengths: Vec<u32>,
-    /// What q is multiplied by: thousands give scores of ten thousand and more.
+    /// What q is multiplied by: 1, or [`large`].
     pub magnitude: f32,
     pub seed: u64,
 }
