@@ -121,6 +121,9 @@ pub enum Reason {
     /// A scale is the largest magnitude of a block.
     #[error("has {0} as its largest magnitude where 1 was expected")]
     QuantMapEnd(f32),
+    /// What bitsandbytes quantizes scales to: 256 values, in order.
+    #[error("does not rise from value to value up to 1")]
+    NestedQuantMap,
     #[error("blocks of {0} values: a power of two in 32..=4096 was expected")]
     BlockSize(usize),
     #[error("nested blocks of {0} values: 256 was expected")]

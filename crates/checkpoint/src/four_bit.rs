@@ -9,6 +9,9 @@ use crate::{Checkpoint, Error, Plan, Reason, Tensor};
 /// Values of one nested block.
 const NESTED_BLOCK_SIZE: usize = 256;
 
+/// What weights were before they were quantized.
+const FLOATS: [Dtype; 3] = [Dtype::F16, Dtype::BF16, Dtype::F32];
+
 /// Which code the halves of a byte are of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuantType {
@@ -124,17 +127,13 @@ impl Layout {
     /// The elements, where all of it is of the format.
     fn check(&self) -> Result<usize, Reason> {
         let (dtype, storage) = (self.dtype, self.storage);
-        let need = vec![Dtype::F16, Dtype::BF16, Dtype::F32];
         if !self.block_size.is_power_of_two() || !(32..=4096).contains(&self.block_size) {
             return Err(Reason::BlockSize(self.block_size));
         }
-        if !need.contains(&dtype) {
-            return Err(Reason::DType { have: dtype, need });
+        if !FLOATS.contains(&dtype) {
+            return Err(Reason::DType { have: dtype, need: FLOATS.to_vec() });
         }
-        if storage != Dtype::U8 && !need.contains(&storage) {
-            let need = [vec![Dtype::U8], need].concat();
-            return Err(Reason::DType { have: storage, need });
-        }
+        stores(storage)?;
         let len = self.elements()?;
         if len.div_ceil(2) % bytes(storage) != 0 {
             return Err(Reason::Packing { have: self.shape.clone(), len, storage });
@@ -233,6 +232,7 @@ impl<'a> FourBit<'a> {
             _ => return Err(Reason::States(states).of(name)),
         };
         let codes = file.tensor(name)?;
+        stores(codes.dtype).map_err(|reason| reason.of(name))?;
         let (layout, offset) = Layout::read(state_name, &file.tensor(state_name)?, codes.dtype)
             .map_err(|reason| reason.of(state_name))?;
         let plan = layout.plan(name)?;
@@ -296,7 +296,7 @@ impl<'a> FourBit<'a> {
         Ok(tensors)
     }
 
-    /// Numbers are finite, scales no less than 0, the map in the order of its type and up to 1, and scales nested
+    /// Numbers are finite, scales no less than 0, maps in the order of their type and up to 1, and scales nested
     /// where the layout says so.
     fn check(&self, name: &str) -> Result<(), Error> {
         let check = |part: &str, values: &[f32]| {
@@ -320,10 +320,49 @@ impl<'a> FourBit<'a> {
             Absmax::Nested(nested) if self.layout.nested => {
                 scales("nested_absmax", &nested.absmax)?;
                 check("nested_quant_map", &nested.quant_map)?;
-                check("nested_offset", &[nested.offset])
+                check("nested_offset", &[nested.offset])?;
+                nested.check(name)
             }
             _ => Err(Reason::Unexpected("its layout").of(format!("{name}.absmax"))),
         }
+    }
+}
+
+impl Nested<'_> {
+    /// The map rises to 1, and no absmax is further below 0 than rounding to the map explains, or past what f32 holds.
+    fn check(&self, name: &str) -> Result<(), Error> {
+        let below = |part: &str| format!("{name}.{part}");
+        if !self.quant_map.is_sorted_by(|a, b| a < b) || self.quant_map.last() != Some(&1.0) {
+            return Err(Reason::NestedQuantMap.of(below("nested_quant_map")));
+        }
+        let gaps = self.quant_map.windows(2).map(|pair| pair[1] - pair[0]);
+        let rounding = gaps.fold(0.0, f32::max) / 2.0;
+        let blocks = self.codes.chunks(NESTED_BLOCK_SIZE).zip(&*self.absmax);
+        for (index, (codes, absmax)) in blocks.enumerate() {
+            // Of f32 itself, in the mean that is the offset and in what was taken from it.
+            let least = -(rounding * absmax + 1e-5 * (absmax + self.offset.abs()));
+            let decoded =
+                codes.iter().map(|c| self.quant_map[usize::from(*c)] * absmax + self.offset);
+            for (at, decoded) in decoded.enumerate() {
+                let index = index * NESTED_BLOCK_SIZE + at;
+                if !decoded.is_finite() {
+                    return Err(Reason::NotFinite { index }.of(below("absmax")));
+                }
+                if decoded < least {
+                    return Err(Reason::Negative { index }.of(below("absmax")));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the format stores codes as such.
+fn stores(storage: Dtype) -> Result<(), Reason> {
+    let need = [&[Dtype::U8], &FLOATS[..]].concat();
+    match need.contains(&storage) {
+        true => Ok(()),
+        false => Err(Reason::DType { have: storage, need }),
     }
 }
 

@@ -91,6 +91,25 @@ fn number(name: &'static str, at: usize, value: f32) -> Change {
     })
 }
 
+fn reversed(name: &'static str) -> Change {
+    Box::new(move |tensors| {
+        let bytes = tensor(tensors, name).bytes.to_mut();
+        let words: Vec<u8> = bytes.rchunks(4).flatten().copied().collect();
+        bytes.copy_from_slice(&words);
+    })
+}
+
+/// Changes the number that nested absmax are added to.
+fn offset(to: &'static str) -> Change {
+    Box::new(move |tensors| {
+        let state = tensor(tensors, STATE);
+        let text = String::from_utf8(state.bytes.to_vec()).expect("JSON");
+        let (before, _) = text.split_once("\"nested_offset\"").expect("nested");
+        let text = format!("{before}\"nested_offset\": {to}}}").into_bytes();
+        *state = Tensor::new(Dtype::U8, &[text.len()], text);
+    })
+}
+
 #[test]
 fn states_that_are_broken() {
     let fp4 = "linear.weight.quant_state.bitsandbytes__fp4";
@@ -135,7 +154,8 @@ fn states_that_are_broken() {
         (put("linear.weight", Dtype::U8, &[8703, 1]), "has shape [8703, 1], which"),
         (put("linear.weight", Dtype::U8, &[1, 8704]), "has shape [1, 8704], which"),
         (put("linear.weight", Dtype::BF16, &[8704, 1]), "has shape [8704, 1], which"),
-        (put("linear.weight", Dtype::I8, &[8704, 1]), "is I8 where U8 or F16"),
+        (put("linear.weight", Dtype::I8, &[8704, 1]), "linear.weight: is I8 where U8 or F16"),
+        (put("linear.weight", Dtype::F64, &[1088, 1]), "linear.weight: is F64 where U8 or F16"),
         (put("linear.weight.absmax", Dtype::F32, &[272]), "is F32 where U8"),
         (put("linear.weight.absmax", Dtype::U8, &[271]), "has shape [271]; the weight"),
         (put("linear.weight.quant_map", Dtype::F32, &[15]), "has shape [15] where [16]"),
@@ -146,6 +166,14 @@ fn states_that_are_broken() {
         (nan("linear.weight.quant_map"), "quant_map: value 1 is infinite or not"),
         (nan("linear.weight.nested_quant_map"), "nested_quant_map: value 1 is"),
         (number("linear.weight.nested_absmax", 0, -1.0), "nested_absmax: value 0 is negative"),
+        (number("linear.weight.nested_quant_map", 255, 0.5), "nested_quant_map: does not rise"),
+        (number("linear.weight.nested_quant_map", 7, 1.0), "nested_quant_map: does not rise"),
+        (number("linear.weight.nested_absmax", 1, 3e38), "linear.weight.absmax: value 2"),
+        (reversed("linear.weight.nested_quant_map"), "nested_quant_map: does not rise"),
+        (put("linear.weight.nested_quant_map", Dtype::F32, &[256]), "map: does not rise"),
+        (offset("0.01"), "linear.weight.absmax: value"),
+        (offset("-3e38"), "linear.weight.absmax: value 0 is negative"),
+        (offset("1e300"), "bitsandbytes__nf4: value 0 is infinite"),
         (number("linear.weight.quant_map", 15, 1.5), "quant_map: has 1.5 as its largest"),
         (put("linear.bias", Dtype::I8, &[136]), "tensor linear.bias: is I8 where"),
     ];
@@ -185,18 +213,6 @@ fn maps_of_the_other_type() {
         });
         assert!(text.starts_with(&format!("tensor linear.weight.quant_map: {word}")), "{text}");
     }
-}
-
-#[test]
-fn an_offset_that_overflows() {
-    let text = refused("nf4_nested", |tensors| {
-        let state = tensor(tensors, STATE);
-        let text = String::from_utf8(state.bytes.to_vec()).expect("JSON");
-        let (before, _) = text.split_once("\"nested_offset\"").expect("nested");
-        let text = format!("{before}\"nested_offset\": 1e300}}").into_bytes();
-        *state = Tensor::new(Dtype::U8, &[text.len()], text);
-    });
-    assert!(text.contains("bitsandbytes__nf4: value 0 is infinite"), "{text}");
 }
 
 #[test]
