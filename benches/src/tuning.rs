@@ -95,8 +95,10 @@ fn show(cache: &TuneCache, filter: Option<&str>) -> anyhow::Result<bool> {
     }
     match filter {
         Some(filter) if shown == 0 => bail!(
-            "no result matches `{filter}`\nhint: keys look like `matmul v4 cuda-sm90-132 [bf16 ..]`; \
-             without a filter all are shown"
+            "no result matches `{filter}`\nhint: keys look like `{} v{} cuda-sm90-132 [bf16 ..]`; without a filter all \
+             are shown",
+            Matmul::NAME,
+            Matmul::VERSION,
         ),
         None if shown == 0 => text = "no result\n".to_owned(),
         _ => {}

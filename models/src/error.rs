@@ -53,7 +53,7 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
     /// Everything that is wrong with the tensors of a checkpoint, at once.
-    #[error("{}", tensors("the tensors are not those of config.json", .missing, .unused, .wrong))]
+    #[error("{}", tensors("tensors are damaged, or not those of config.json", .missing, .unused, .wrong))]
     Tensors {
         /// What the configuration asks for and no file has.
         missing: Vec<String>,
@@ -221,7 +221,7 @@ impl Error {
             },
             Self::UnknownModelType { .. } => "\nhint: a model of one of these families",
             Self::Tensors { .. } | Self::Checkpoint(File::Tensor { .. }) => {
-                "\nhint: config.json and all weights must be of one model"
+                "\nhint: config.json and all weights must be of one model, and as they were written"
             }
             _ => "",
         }

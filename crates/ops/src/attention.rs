@@ -223,6 +223,8 @@ fn attend(
 ) -> Result<(Tensor<4>, Option<Tensor<3>>), OpError> {
     let shape = q.dims();
     if shape.contains(&0) || k.dims().contains(&0) {
+        let one = AttentionProblem::dense(1, [1; 2], [1; 2], 1, DType::F32)?;
+        asked.options.on(one).checked()?;
         let [batch, heads, seq_q, _] = shape;
         let device = q.device();
         let lse = asked.lse.then(|| {

@@ -57,7 +57,7 @@ fn everything_that_is_wrong_is_said_at_once() {
     let error = with("llama", &tensors).expect_err("spoiled");
     assert_eq!(
         error.to_string(),
-        "the tensors are not those of config.json: 2 missing, 2 unused, 2 wrong\n\
+        "tensors are damaged, or not those of config.json: 2 missing, 2 unused, 2 wrong\n\
          missing: model.layers.1.mlp.up_proj.weight\n\
          missing: model.norm.weight\n\
          unused: adapter\n\

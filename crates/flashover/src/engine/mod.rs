@@ -816,6 +816,7 @@ impl fmt::Debug for Engine {
 fn context(device: &Device, options: &EngineOptions) -> Result<Ctx, EngineError> {
     let date = OffsetDateTime::now_utc().format(&Rfc3339).expect("a year has four digits");
     let ctx = Ctx::of_user(options.policy.unwrap_or(tune::Policy::Default), date)?;
+    ctx.warnings().iter().for_each(|warning| log::warn!("{warning}"));
     Ok(match &device.profile().restricted_to {
         Some(profile) => ctx.restricted_to(profile),
         None => ctx,

@@ -382,8 +382,10 @@ fn mistakes_are_errors() {
     let bias = attention(&ctx, q(), k.clone(), k.clone(), None, bias, options);
     assert!(matches!(bias.expect_err("5 keys for 2"), OpError::Shape { what: "bias", .. }));
     let cap = AttentionOptions { softcap: Some(0.0), ..options };
-    let cap = attention(&ctx, q(), k.clone(), k.clone(), None, None, cap);
-    assert!(matches!(cap.expect_err("a cap of 0"), OpError::Attention(_)));
+    for keys in [k, t([1, 2, 0, 8])] {
+        let refused = attention(&ctx, q(), keys.clone(), keys, None, None, cap);
+        assert!(matches!(refused.expect_err("a cap of 0"), OpError::Attention(_)));
+    }
     let none = attention(&ctx, q(), t([1, 2, 0, 8]), t([1, 2, 0, 8]), None, None, options);
     assert_eq!(values(none.expect("no keys, no result")), [0.0; 64]);
 }
