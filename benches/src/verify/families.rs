@@ -194,6 +194,9 @@ impl Verified for Decode {
         let mut params = <Self as Family>::params(&case.problem);
         // Cases that differ in more than sizes and rules are told apart by their seed.
         params.insert("seed".to_owned(), case.seed.into());
+        if case.magnitude > 1.0 {
+            params.insert("inputs".to_owned(), "large".into());
+        }
         params
     }
 

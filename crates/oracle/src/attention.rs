@@ -1,5 +1,7 @@
 //! Attention against its reference, and the shapes that break attentions.
 
+use std::iter;
+
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
 use kernels::attention::{
@@ -49,7 +51,8 @@ pub fn check(
     config: &AttentionConfig,
 ) -> Result<Verdict, CheckError> {
     let host = Host::new(device, case)?;
-    launch_twice(device, &[&host.operands.out], || {
+    let results: Vec<_> = iter::once(&host.operands.out).chain(&host.operands.lse).collect();
+    launch_twice(device, &results, || {
         Attention::launch(device, &case.problem, config, &host.operands, None);
     })?;
     let (out, lse) = host.results(device)?;
@@ -359,7 +362,7 @@ fn starts(lengths: impl Iterator<Item = u32>) -> Vec<u32> {
         at += len;
         at
     });
-    std::iter::once(0).chain(ends.collect::<Vec<_>>()).collect()
+    iter::once(0).chain(ends.collect::<Vec<_>>()).collect()
 }
 
 /// Elements of q, k, v and out: those of the sequences there are.

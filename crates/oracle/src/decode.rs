@@ -1,5 +1,7 @@
 //! A step of decoding against its reference, and the caches that break one.
 
+use std::iter;
+
 use arch::{DType, Device};
 use cubecl::server::Handle;
 use kernels::attention::HeadStrides;
@@ -75,7 +77,8 @@ pub fn check(
         lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
     };
     let scratch = Decode::scratch(device, p, config);
-    launch_twice(device, &[&operands.out], || {
+    let results: Vec<_> = iter::once(&operands.out).chain(&operands.lse).collect();
+    launch_twice(device, &results, || {
         Decode::launch(device, p, config, &operands, scratch.as_ref());
     })?;
     let read = |handle: &Handle| client.read_one(handle.clone()).map_err(kernel_error);

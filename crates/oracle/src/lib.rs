@@ -15,6 +15,7 @@ pub mod rope;
 pub mod sample;
 
 use arch::{DType, Device};
+use cubecl::bytes::Bytes;
 use cubecl::server::Handle;
 use reference::Comparison;
 
@@ -55,13 +56,18 @@ fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, Check
 }
 
 /// Launches twice, as a session does: what the first launch leaves in scratch must not disturb the second, and both
-/// must leave the same bytes in `outputs`, for kernels are deterministic.
+/// must leave the same bytes in `outputs`, for kernels are deterministic. Before either they are NaN, so that what one
+/// does not write is neither the other's nor that of a config before.
 fn launch_twice(
     device: &Device,
     outputs: &[&Handle],
     mut launch: impl FnMut(),
 ) -> Result<(), CheckError> {
     let mut run = || {
+        for output in outputs {
+            let bytes = output.size_in_used() as usize;
+            device.client().write(output, Bytes::from_bytes_vec(vec![0xff; bytes]));
+        }
         launch();
         let bytes = outputs.iter().map(|out| device.client().read_one((*out).clone()));
         bytes.collect::<Result<Vec<_>, _>>().map_err(kernel_error)
