@@ -51,6 +51,9 @@ pub enum OpError {
         /// The settings and values that there are.
         known: &'static str,
     },
+    /// A setting that is given more than once.
+    #[error("setting `{0}` is given twice\nhint: each has one value")]
+    SettingTwice(String),
     /// A setting with a value that it does not take.
     #[error("setting `{key}` does not take `{value}`\nhint: {takes}")]
     SettingValue {
@@ -122,7 +125,10 @@ pub enum OpError {
         need: DType,
     },
     /// An operand of attention without exactly four axes.
-    #[error("{what} has {rank} axes\nhint: attention takes [batch, heads, positions, head_dim]")]
+    #[error(
+        "{what} has {rank} axes\nhint: attention takes [batch, heads, positions, head_dim], and bias as \
+         [batch, heads, seq_q, seq_kv]"
+    )]
     FourAxes {
         /// Which operand.
         what: &'static str,
@@ -170,7 +176,7 @@ pub enum OpError {
     #[error("tf32 was asked for {0} operands\nhint: it is a way to multiply f32")]
     Tf32(DType),
     /// A size of 2^32 or more.
-    #[error("a size of {0} is too large for one matmul\nhint: sizes stay below 2^32; split it")]
+    #[error("a size of {0} is too large\nhint: sizes stay below 2^32; split the tensor along it")]
     TooLarge(usize),
     /// The device has no room for the operands and the result; nothing was allocated.
     #[error(
@@ -238,6 +244,11 @@ pub fn run_op(
     if let Some(extra) = inputs.keys().find(|k| !known.contains(&k.as_str())) {
         return Err(OpError::UnusedInput(extra.clone(), text));
     }
+    for (i, (key, _)) in settings.iter().enumerate() {
+        if settings[..i].iter().any(|(before, _)| before == key) {
+            return Err(OpError::SettingTwice(key.clone()));
+        }
+    }
     let get = |name: &'static str| inputs.get(name).ok_or(OpError::MissingInput(name, text));
     let bias = inputs.get("bias");
     if name == "matmul" {
@@ -276,10 +287,9 @@ fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, 
         match key.as_str() {
             "causal" => options.causal = truth(key, value)?,
             "window" => {
-                let keys = value.parse().map_err(|_| {
-                    bad_value(key, value, "a number of keys, whole, from 1 to 4294967295")
-                });
-                options.window = Some(keys?);
+                let keys = value.parse().ok().filter(|keys| *keys > 0);
+                let takes = "a number of keys, whole, from 1 to 4294967295";
+                options.window = Some(keys.ok_or_else(|| bad_value(key, value, takes))?);
             }
             "scale" => options.scale = Some(number()?),
             "softcap" => options.softcap = Some(number()?),
@@ -409,10 +419,14 @@ fn nothing_summed(
     shape: &[usize],
     bias: Option<&HostTensor>,
 ) -> Result<HostTensor, OpError> {
+    if shape.contains(&0) {
+        return Ok(HostTensor::new(dtype, shape, Vec::new())?);
+    }
     let [rows @ .., n] = shape else { unreachable!("a product has two axes at least") };
-    let row = bias.map_or_else(|| vec![0; n * dtype.size()], |bias| bias.bytes().to_vec());
     let rows = rows.iter().fold(1, |rows: usize, s| rows.saturating_mul(*s));
-    check_memory(device, &[("the result", rows as u128 * row.len() as u128)])?;
+    let bytes = (*n as u128 * dtype.size() as u128).saturating_mul(rows as u128);
+    check_memory(device, &[("the result", bytes)])?;
+    let row = bias.map_or_else(|| vec![0; n * dtype.size()], |bias| bias.bytes().to_vec());
     Ok(HostTensor::new(dtype, shape, row.repeat(rows))?)
 }
 

@@ -106,6 +106,8 @@ impl AttentionOptions {
 pub enum InvalidAttention {
     #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
     Empty { axis: &'static str },
+    #[error("window is 0\nhint: a query sees one key at least; leave it out for all of them")]
+    Window,
     #[error(
         "{heads} heads do not divide among {kv_heads} key heads\nhint: \
          each key head serves as many query heads as the others"
@@ -186,10 +188,12 @@ impl AttentionProblem {
             ("seq_q", self.seq_q),
             ("seq_kv", self.seq_kv),
             ("head_dim", self.head_dim),
-            ("window", self.window.unwrap_or(1)),
         ];
         if let Some((axis, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
             return Err(InvalidAttention::Empty { axis });
+        }
+        if self.window == Some(0) {
+            return Err(InvalidAttention::Window);
         }
         let Self { heads, kv_heads, head_dim, .. } = self;
         if heads % kv_heads != 0 {

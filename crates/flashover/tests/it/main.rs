@@ -88,6 +88,13 @@ fn nothing_times_something_is_nothing_and_no_summands_are_zero() {
     assert_eq!(zeros.to_f32().expect("f32"), [0.0; 6]);
     let biased = run(&x, &w, Some(&bias), &options).expect("no summand");
     assert_eq!(biased.to_f32().expect("f32"), bias.to_f32().expect("f32").repeat(2));
+    // Empty tensors of sizes that nothing could hold.
+    for (m, n) in [(0, 1 << 40), (1 << 40, 0), (0, 1 << 61)] {
+        let none = run(&of(&[m, 0]), &of(&[0, n]), None, &options).expect("nothing");
+        assert_eq!((none.shape(), none.bytes()), (&[m, n][..], &[][..]));
+    }
+    let error = run(&of(&[2, 0]), &of(&[0, 1 << 61]), None, &options).expect_err("2^62 zeros");
+    assert!(matches!(error, OpError::Memory { .. }), "{error}");
     // What is no product of anything is still refused.
     let error = run(&x, &integers(&[1, 3], 1), None, &options).expect_err("k differs");
     assert!(matches!(error, OpError::Depth { .. }), "{error}");
@@ -195,4 +202,7 @@ fn attention_weighs_values_by_their_keys() {
     let text = error.expect_err("three rows for two queries").to_string();
     assert!(text.contains("\nhint: bias is [batch, heads, seq_q, seq_kv]"), "{text}");
     assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
+    assert!(fails(&[("window", "0")]).contains("\nhint: a number of keys, whole, from 1"));
+    let twice = fails(&[("causal", "true"), ("scale", "1"), ("causal", "false")]);
+    assert!(twice.starts_with("setting `causal` is given twice"), "{twice}");
 }
