@@ -227,7 +227,7 @@ fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
     let columns = p.m.next_power_of_two().min(4);
     if arch.backend == Backend::Cpu {
         let units = arch.processors.unwrap_or(1);
-        let configs = [4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
+        let configs = [8, 4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
         return configs.to_vec();
     }
     // One row of x leaves registers for many rows of the weight, which share what is read of x; eight of them

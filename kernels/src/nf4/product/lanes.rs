@@ -1,4 +1,5 @@
-//! The plain path, for the CPU and for any GPU: neighbouring units share rows of the weight.
+//! The plain path of any GPU, and of a CPU where [`pairs`](super::pairs) does not serve: neighbouring units share rows of the
+//! weight.
 //!
 //! ```text
 //!   for each `columns` rows of x
@@ -84,12 +85,12 @@ pub(crate) struct LanesPlan {
 
 impl LanesPlan {
     /// Rows of the weight that make one column of y.
-    const fn matrices(self) -> u32 {
+    pub(super) const fn matrices(self) -> u32 {
         if self.glu { 2 } else { 1 }
     }
 
     /// Products that a unit sums.
-    const fn products(self) -> u32 {
+    pub(super) const fn products(self) -> u32 {
         self.config.rows * self.config.columns
     }
 
@@ -104,7 +105,7 @@ impl LanesPlan {
     }
 
     /// Where among a unit's sums that of its row `r` of the weight and its row `c` of x lies.
-    const fn place(self, r: u32, c: u32) -> usize {
+    pub(super) const fn place(self, r: u32, c: u32) -> usize {
         let matrices = self.matrices();
         ((r / matrices * self.config.columns + c) * matrices + r % matrices) as usize
     }
@@ -342,7 +343,12 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
 /// Row `r` of a unit's in the weight, its first being of column `first` of y. Rows past the end repeat the
 /// last; they are never stored.
 #[cube]
-fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: LanesPlan) -> u32 {
+pub(super) fn row_of(
+    first: u32,
+    #[comptime] r: u32,
+    width: u32,
+    #[comptime] plan: LanesPlan,
+) -> u32 {
     let matrices = comptime!(plan.matrices());
     min(first + comptime!(r / matrices), width - 1) + comptime!(r % matrices) * width
 }
@@ -405,7 +411,7 @@ fn weigh<F: Float, NX: Size>(
 /// Stores the result of column `n` and row `m` of y, made of the sum at `at`, or of that and the next.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "sums, a result and its place")]
-fn store<F: Float, NO: Size>(
+pub(super) fn store<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     sums: &Array<f32>,

@@ -11,7 +11,7 @@
 //! | `Stream` | in registers, by pairs           | `mma.sync`         | CUDA, m to 16, weight in tiles |
 //! | `Fused`  | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
 //! | `Plane`  | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
-//! | `Lanes`  | in registers, one by one         | multiply-add       | anywhere                       |
+//! | `Lanes`  | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | anywhere        |
 //! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes  |
 //!
 //! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Dense` writes and reads a dense weight besides, 4
@@ -30,12 +30,13 @@ mod codes;
 mod config;
 mod fused;
 mod lanes;
+mod pairs;
 mod plane;
 mod stream;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, DType, Device};
+use arch::{ArchProfile, Backend, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -471,12 +472,15 @@ impl Plan {
             Nf4MatmulConfig::Lanes(c) => {
                 let lanes = lanes_plan(arch, p, &c);
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
+                // On a CPU a unit has its rows to itself, and a table of pairs that is made once.
+                let alone = arch.backend == Backend::Cpu && lanes.whole && p.norm.is_none();
+                let cubes = if alone { 1 } else { p.weight.n.div_ceil(c.rows_of_cube()) };
                 Self {
-                    path: Path::Lanes(lanes),
+                    path: if alone { Path::Pairs(lanes) } else { Path::Lanes(lanes) },
                     width: if lanes.whole { widest.clamp(1, 8) } else { 1 },
                     code_width: lanes.words as usize,
                     out_width: 1,
-                    cubes: CubeCount::Static(p.weight.n.div_ceil(c.rows_of_cube()), 1, 1),
+                    cubes: CubeCount::Static(cubes, 1, 1),
                     cube_dim: CubeDim::new_1d(c.units),
                     parts: 1,
                     part_steps: 0,
@@ -524,6 +528,7 @@ enum Path {
     Fused(FusedPlan),
     Plane(PlanePlan),
     Lanes(LanesPlan),
+    Pairs(LanesPlan),
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -551,5 +556,6 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
         Path::Lanes(plan) => {
             lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan)
         }
+        Path::Pairs(plan) => pairs::pairs::<F, NX, NW, NO>(x, weight, out, &finish, dims, plan),
     }
 }

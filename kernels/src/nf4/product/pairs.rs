@@ -1,0 +1,175 @@
+//! The plain path of the CPU: a byte is looked up as the two values that it means.
+//!
+//! ```text
+//!   pairs[byte] = (book[byte / 16], book[byte % 16])
+//!   for each `rows` rows of the weight                    // one unit
+//!     for each `columns` rows of x
+//!       for each 32 elements of a row
+//!         acc += absmax · Σ pairs[byte] · (x, x')         // for `rows` rows and `columns` of x, lane by lane
+//!       y = epilogue(acc + acc')
+//! ```
+//!
+//! Everything is f32. A unit makes the table of pairs for itself, 2 KB of its first-level cache, once a launch. Even and odd
+//! bytes are summed apart, so that no sum waits for the one before it.
+//!
+//! Cost: a look-up, two integer instructions and a multiply-add for two elements of a row of the weight.
+//!
+//! Ladder, ms at m = 1 with 8 / 4 / 1 rows of the weight at a time (4096 x 4096 in rows, f32, two cores of
+//! cpu-genuineintel.6.167-2, where a dense product takes 2.49):
+//!
+//! | version                                                                |                    |
+//! |------------------------------------------------------------------------|--------------------|
+//! | v1 [`lanes`](super::lanes): a value at a time, one chain of sums a row | 1.93 / 2.34 / 4.26 |
+//! | v2 a pair at a time, two chains of pairs a row                         | 1.48 / 1.70 / 1.91 |
+
+use cubecl::prelude::*;
+
+use super::Dims;
+use super::lanes::{LanesConfig, LanesPlan, row_of, store};
+use crate::matmul::Finish;
+use crate::nf4::{Codes, code_shift};
+
+/// `plan.whole` holds, and `plan.config.lanes` is 1.
+#[cube]
+pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    out: &mut [Vector<F, NO>],
+    finish: &Finish<F, F, NO>,
+    dims: &Dims,
+    #[comptime] plan: LanesPlan,
+) {
+    let LanesConfig { units, rows, columns, .. } = comptime!(plan.config);
+    let matrices = comptime!(plan.matrices());
+    let products = comptime!(plan.products() as usize);
+    let together = comptime!(plan.words);
+    let (width, per_unit) = (dims.n / matrices, comptime!(rows / matrices));
+    let chunks = dims.k / comptime!(8 * together);
+    let pairs = pairs_of(&weight.book);
+    let mut first = (CUBE_POS_X * units + UNIT_POS) * per_unit;
+    while first < width {
+        let mut col = 0u32.runtime();
+        while col < dims.m {
+            let mut acc = zeros(products); // [per_unit, columns, matrices]
+            for at in 0..chunks {
+                let mut part = zeros(comptime!(2 * products)); // the same of even bytes and of odd ones
+                let mut codes = Array::<u32>::new(comptime!((rows * together) as usize));
+                let mut absmax = Array::<f32>::new(comptime!(rows as usize));
+                #[unroll]
+                for r in 0..rows {
+                    let row = row_of(first, r, width, plan);
+                    let flat = row * chunks + at;
+                    if comptime!(together > 1) {
+                        let vector = weight.codes[flat as usize];
+                        #[unroll]
+                        for w in 0..together {
+                            let to = comptime!((r * together + w) as usize);
+                            codes[to] = vector.extract(comptime!(w as usize));
+                        }
+                    } else {
+                        codes[comptime!(r as usize)] = weight.word(flat, row, at, dims.k);
+                    }
+                    let (word, chunk) = (flat * together, at * together);
+                    absmax[comptime!(r as usize)] = weight.absmax_of_word(word, row, chunk, dims.k);
+                }
+                #[unroll]
+                for w in 0..together {
+                    let fours = load_fours(x, col, at * together + w, dims, plan);
+                    #[unroll]
+                    for r in 0..rows {
+                        let word = codes[comptime!((r * together + w) as usize)];
+                        #[unroll]
+                        for byte in 0..4u32 {
+                            let pair = pairs[((word >> comptime!(8 * byte)) & 255) as usize];
+                            #[unroll]
+                            for c in 0..columns {
+                                let i = comptime!(2 * plan.place(r, c) + byte as usize % 2);
+                                let x = fours[comptime!((4 * c + byte) as usize)];
+                                part[i] = fma(pair, x, part[i]);
+                            }
+                        }
+                    }
+                }
+                #[unroll]
+                for r in 0..rows {
+                    let absmax = Vector::<f32, Const<2>>::new(absmax[comptime!(r as usize)]);
+                    #[unroll]
+                    for c in 0..columns {
+                        let i = comptime!(plan.place(r, c));
+                        let both = part[comptime!(2 * i)] + part[comptime!(2 * i + 1)];
+                        acc[i] = fma(both, absmax, acc[i]);
+                    }
+                }
+            }
+            let mut sums = Array::<f32>::new(products);
+            #[unroll]
+            for i in 0..products {
+                sums[i] = acc[i].extract(0usize) + acc[i].extract(1usize);
+            }
+            #[unroll]
+            for i in 0..comptime!(per_unit * columns) {
+                let (n, m) = (first + comptime!(i / columns), col + comptime!(i % columns));
+                store(out, finish, &sums, comptime!((i * matrices) as usize), n, m, dims, plan);
+            }
+            col += columns;
+        }
+        first += CUBE_COUNT_X * comptime!(units * per_unit);
+    }
+}
+
+/// What each byte means: the value of its high half, then that of its low one.
+#[cube]
+fn pairs_of(book: &[f32]) -> Array<Vector<f32, Const<2>>> {
+    let mut pairs = Array::<Vector<f32, Const<2>>>::new(256usize);
+    for byte in 0..256u32 {
+        let mut pair = Vector::<f32, Const<2>>::new(0.0f32);
+        #[unroll]
+        for e in 0..2u32 {
+            let code = (byte >> comptime!(code_shift(e))) & 15;
+            pair.insert(comptime!(e as usize), book[code as usize]);
+        }
+        pairs[byte as usize] = pair;
+    }
+    pairs
+}
+
+#[cube]
+fn zeros(#[comptime] len: usize) -> Array<Vector<f32, Const<2>>> {
+    let mut all = Array::<Vector<f32, Const<2>>>::new(len);
+    #[unroll]
+    for i in 0..len {
+        all[i] = Vector::new(0.0f32);
+    }
+    all
+}
+
+/// Eight elements of each of a unit's rows of x, in pairs; rows past the end repeat the last.
+#[cube]
+fn load_fours<F: Float, NX: Size>(
+    x: &[Vector<F, NX>],
+    col: u32,
+    at: u32,
+    dims: &Dims,
+    #[comptime] plan: LanesPlan,
+) -> Array<Vector<f32, Const<2>>> {
+    let width = NX::value();
+    let columns = comptime!(plan.config.columns as usize);
+    let mut fours = zeros(comptime!(4 * columns));
+    #[unroll]
+    for c in 0..columns {
+        let line = min(col + comptime!(c as u32), dims.m - 1) as usize * dims.k as usize;
+        let from = (line + at as usize * 8) / NX::value();
+        #[unroll]
+        for p in 0..4usize {
+            let mut pair = Vector::<f32, Const<2>>::new(0.0f32);
+            #[unroll]
+            for e in 0..2usize {
+                let vector = x[from + comptime!((2 * p + e) / width)];
+                let value = f32::cast_from(vector.extract(comptime!((2 * p + e) % width)));
+                pair.insert(e, value);
+            }
+            fours[comptime!(4 * c + p)] = pair;
+        }
+    }
+    fours
+}
