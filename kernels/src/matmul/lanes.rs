@@ -17,7 +17,7 @@
 //! are normalised rows in shared memory (32.4), squares after the loop (32.6) and a weight that is multiplied by in
 //! pairs of bf16 (33.5); without a norm, loads of B a step ahead (35.4).
 //!
-//! us at m = 1 in bf16 (H200 restricted to an RTX 4090's features / through Vulkan; a copy moves 4.2 TB/s), beside
+//! us at m = 1 in bf16 (H200 restricted to an RTX 4090's features / through Vulkan; a copy moves 4.1 TB/s), beside
 //! what the tuner chose before: `Mma` with k in parts, cube-scope matrices.
 //!
 //! | n x k        | `Lanes`     | before      |
@@ -25,7 +25,7 @@
 //! | 14336 x 4096 | 32.0 / 31.6 | 32.4 / 87.1 |
 //! | 4096 x 14336 | 30.8        | 32.1        |
 //!
-//! What it saves beside is the launch that adds parts: a 1.24B model generates 1020 tokens a second on CUDA, 916
+//! What it saves beside is the launch that adds parts: a 1.24B model generates 1001 tokens a second on CUDA, 916
 //! before. At m = 8 `Mma` stays ahead there (33.7 and 32.1 us in a run where this took 30.1 at m = 1), and through
 //! Vulkan matrices with k in parts (48.8 us; this 63.1).
 

@@ -26,8 +26,8 @@
 //! did v4's (a warp spent one cycle in six waiting for `ldmatrix`, in v5 next to none). In v5 the tensor
 //! pipe is the first stall, then the barrier (0.43 of 6.4 cycles an instruction) and the copies (0.41). The
 //! card is at its power limit: 1.98 GHz when idle, 1.6 to 1.75 under this load. v4 and v5 were timed for
-//! 25 ms; over the 100 ms of the records v5 reaches 470 / 466, and at 8192^3 446 / 451 where the first 25 ms
-//! give 516 / 517: what is left there is energy a multiply, not time.
+//! 25 ms; over the 100 ms of the records v5 reaches 470 / 466 on one card and 488 / 481 on another, and at 8192^3 446 / 451
+//! and 450 / 474 where the first 25 ms give 516 / 517: what is left there is energy a multiply, not time.
 //!
 //! Tried and slower at the same tile (CUDA C++ prototypes of v5, 467 at 4096^3 before streaming):
 //! `mbarrier` full/empty pairs for the barrier 418; 256 x 192 x 32 with planes of 64 x 96, which has no
