@@ -9,6 +9,9 @@ use crate::{Checkpoint, Error, Plan, Reason, Tensor};
 /// Values of one nested block.
 const NESTED_BLOCK_SIZE: usize = 256;
 
+/// Values that a byte may stand for.
+const NESTED_MAP: usize = 256;
+
 /// What weights were before they were quantized.
 const FLOATS: [Dtype; 3] = [Dtype::F16, Dtype::BF16, Dtype::F32];
 
@@ -112,7 +115,7 @@ impl Layout {
             plan.extend([
                 Plan::new(below("absmax"), Dtype::U8, &[blocks]),
                 f32s("nested_absmax", blocks.div_ceil(NESTED_BLOCK_SIZE)),
-                f32s("nested_quant_map", 256),
+                f32s("nested_quant_map", NESTED_MAP),
             ]);
         } else {
             plan.push(f32s("absmax", blocks));
@@ -332,6 +335,11 @@ impl Nested<'_> {
     /// The map rises to 1, and no absmax is further below 0 than rounding to the map explains, or past what f32 holds.
     fn check(&self, name: &str) -> Result<(), Error> {
         let below = |part: &str| format!("{name}.{part}");
+        let have = self.quant_map.len();
+        if have != NESTED_MAP {
+            let reason = Reason::Shape { have: vec![have], need: vec![NESTED_MAP] };
+            return Err(reason.of(below("nested_quant_map")));
+        }
         if !self.quant_map.is_sorted_by(|a, b| a < b) || self.quant_map.last() != Some(&1.0) {
             return Err(Reason::NestedQuantMap.of(below("nested_quant_map")));
         }
