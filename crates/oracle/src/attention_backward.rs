@@ -12,7 +12,7 @@ use tune::Kernel;
 use crate::attention::{
     EdgeCase, Host, Part, digest, edge_cases as forward_cases, extents, parts, read, values,
 };
-use crate::{CheckError, Verdict, launch_twice, reference_dtype};
+use crate::{CheckError, Verdict, launch_twice, reference_dtype, unwritten};
 
 /// One problem to verify, and the inputs of its forward pass.
 #[derive(Debug, Clone)]
@@ -43,13 +43,13 @@ pub fn check(
     let [q_len, k_len, v_len, out_len] = extents(&case.forward);
     let dout = values(&case.forward, out_len, 5, 1.0)?;
     let upload = |bytes: &[u8]| device.client().create_from_slice(&crate::padded(bytes));
-    let poisoned = |len: usize| upload(&vec![0xff; len * p.dtype.size()]);
+    let gradient = |len: usize| unwritten(device, len * p.dtype.size());
     let operands = BackwardOperands {
         forward: host.operands.clone(),
         dout: upload(&dtype.encode(&dout)),
-        dq: poisoned(q_len),
-        dk: poisoned(k_len),
-        dv: poisoned(v_len),
+        dq: gradient(q_len),
+        dk: gradient(k_len),
+        dv: gradient(v_len),
     };
     let scratch = AttentionBackward::scratch(device, problem, config);
     launch_twice(device, &[&operands.dq, &operands.dk, &operands.dv], || {

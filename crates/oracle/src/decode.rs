@@ -15,7 +15,7 @@ use crate::attention::{dense, place_of, strides};
 use crate::pairs::pairwise;
 use crate::{
     CheckError, Verdict, fnv1a, kernel_error, large, launch_twice, padded, reference_dtype,
-    scores_are_large,
+    scores_are_large, unwritten,
 };
 
 /// One step to verify.
@@ -70,11 +70,11 @@ pub fn check(
         q: upload(&dtype.encode(&q)),
         k: upload(&encode(p, &k)),
         v: upload(&encode(p, &v)),
-        out: upload(&vec![0xff; out_len * p.dtype.size()]),
+        out: unwritten(device, out_len * p.dtype.size()),
         lengths: words(&case.lengths),
         table: (!table.is_empty()).then(|| words(&table)),
         scales: scales.as_ref().map(|[k, v]| Scales { k: numbers(k), v: numbers(v) }),
-        lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
+        lse: p.lse.then(|| unwritten(device, lse_len * 4)),
     };
     let scratch = Decode::scratch(device, p, config);
     let results: Vec<_> = iter::once(&operands.out).chain(&operands.lse).collect();

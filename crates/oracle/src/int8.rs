@@ -15,7 +15,8 @@ use tune::Kernel;
 
 use crate::matmul::{reference_activation, reference_of, result_dtype};
 use crate::{
-    CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, tells_broken, weights,
+    CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, tells_broken,
+    unwritten, weights,
 };
 
 /// A problem to verify on seeded inputs.
@@ -149,7 +150,7 @@ pub fn check(
     let operands = Int8MatmulOperands {
         x: client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&x))),
         weight: upload(device, &seeded(p.weight, 9 * case.seed)?),
-        out: client.create_from_slice(&padded(&vec![0xffu8; out_len * p.dtype.size()])),
+        out: unwritten(device, out_len * p.dtype.size()),
         epilogue: EpilogueBuffers {
             bias: bias.then(|| make(p.weight.n as usize, 2)),
             gate: gate.then(|| make(out_len, 3)),

@@ -55,6 +55,11 @@ fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, Check
     Ok(all[..bytes].to_vec())
 }
 
+/// A buffer of `bytes`, whole words, for [`launch_twice`] to fill.
+fn unwritten(device: &Device, bytes: usize) -> Handle {
+    device.client().empty(bytes.next_multiple_of(4))
+}
+
 /// Launches twice, as a session does: what the first launch leaves in scratch must not disturb the second, and both
 /// must leave the same bytes in `outputs`, for kernels are deterministic. Before either they are NaN, so that what one
 /// does not write is neither the other's nor that of a config before.

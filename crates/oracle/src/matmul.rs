@@ -12,7 +12,7 @@ use reference::{Comparison, Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
 
 use crate::norm::reference_rule;
-use crate::{CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, weights};
+use crate::{CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, unwritten, weights};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -137,7 +137,7 @@ pub fn check(
     let operands = MatmulOperands {
         lhs: upload(&stored.encode(&host.lhs)),
         rhs: upload(&stored.encode(&host.rhs)),
-        out: upload(&vec![0xffu8; out_len * problem.out.size()]),
+        out: unwritten(device, out_len * problem.out.size()),
         epilogue: EpilogueBuffers {
             bias: part(&host.bias, stored),
             gate: part(&host.gate, result),
@@ -223,7 +223,7 @@ fn check_far(
     let operands = MatmulOperands {
         lhs: place(&host.lhs, [near.lhs, problem.lhs], steps.map(|b| b.lhs.1), lhs),
         rhs: place(&host.rhs, [near.rhs, problem.rhs], steps.map(|b| b.rhs.1), rhs),
-        out: client.empty((out * problem.out.size()).next_multiple_of(4)),
+        out: unwritten(device, out * problem.out.size()),
         epilogue: EpilogueBuffers::default(),
         rows: None,
         norm: None,

@@ -18,7 +18,7 @@ use tune::Kernel;
 use crate::matmul::{EPS, reference_activation, reference_of, result_dtype, row_norm};
 use crate::{
     CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, read, reference_dtype,
-    tells_broken, weights,
+    tells_broken, unwritten, weights,
 };
 
 /// A product to verify.
@@ -292,7 +292,7 @@ pub fn check(
     let operands = Nf4MatmulOperands {
         x: upload(&host.x),
         weight: rejoined(device, p, quantized.upload(device, p.weight))?,
-        out: client.create_from_slice(&padded(&vec![0xffu8; out_len * p.dtype.size()])),
+        out: unwritten(device, out_len * p.dtype.size()),
         epilogue: EpilogueBuffers {
             bias: part(&host.bias),
             gate: part(&host.gate),
