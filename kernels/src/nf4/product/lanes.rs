@@ -170,25 +170,8 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
             let chunks = dims.k / comptime!(8 * together);
             let mut at = u32::cast_from(lane);
             while at < chunks {
-                let mut codes = Array::<u32>::new(comptime!((rows * together) as usize));
-                let mut absmax = Array::<f32>::new(comptime!(rows as usize));
-                #[unroll]
-                for r in 0..rows {
-                    let row = row_of(first + group * per_group, r, width, plan);
-                    let flat = row * chunks + at;
-                    if comptime!(together > 1) {
-                        let vector = weight.codes[flat as usize];
-                        #[unroll]
-                        for w in 0..together {
-                            let to = comptime!((r * together + w) as usize);
-                            codes[to] = vector.extract(comptime!(w as usize));
-                        }
-                    } else {
-                        codes[comptime!(r as usize)] = weight.word(flat, row, at, dims.k);
-                    }
-                    let (word, chunk) = (flat * together, at * together);
-                    absmax[comptime!(r as usize)] = weight.absmax_of_word(word, row, chunk, dims.k);
-                }
+                let own = first + group * per_group;
+                let Chunk { codes, absmax } = chunk_of(weight, own, at, width, dims, plan);
                 let mut part = Array::<f32>::new(products);
                 #[unroll]
                 for i in 0..products {
@@ -340,15 +323,53 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     }
 }
 
+/// What a unit decodes at a time.
+#[derive(CubeType)]
+pub(super) struct Chunk {
+    /// `[rows, words]`
+    pub(super) codes: Array<u32>,
+    /// `[rows]`
+    pub(super) absmax: Array<f32>,
+}
+
+/// Chunk `at` of a unit's rows of the weight, the first being of column `first` of y.
+#[cube]
+pub(super) fn chunk_of<NW: Size>(
+    weight: &Codes<NW>,
+    first: u32,
+    at: u32,
+    width: u32,
+    dims: &Dims,
+    #[comptime] plan: LanesPlan,
+) -> Chunk {
+    let (rows, together) = comptime!((plan.config.rows, plan.words));
+    let chunks = dims.k / comptime!(8 * together);
+    let mut codes = Array::<u32>::new(comptime!((rows * together) as usize));
+    let mut absmax = Array::<f32>::new(comptime!(rows as usize));
+    #[unroll]
+    for r in 0..rows {
+        let row = row_of(first, r, width, plan);
+        let flat = row * chunks + at;
+        if comptime!(together > 1) {
+            let vector = weight.codes[flat as usize];
+            #[unroll]
+            for w in 0..together {
+                let to = comptime!((r * together + w) as usize);
+                codes[to] = vector.extract(comptime!(w as usize));
+            }
+        } else {
+            codes[comptime!(r as usize)] = weight.word(flat, row, at, dims.k);
+        }
+        let (word, chunk) = (flat * together, at * together);
+        absmax[comptime!(r as usize)] = weight.absmax_of_word(word, row, chunk, dims.k);
+    }
+    Chunk { codes, absmax }
+}
+
 /// Row `r` of a unit's in the weight, its first being of column `first` of y. Rows past the end repeat the
 /// last; they are never stored.
 #[cube]
-pub(super) fn row_of(
-    first: u32,
-    #[comptime] r: u32,
-    width: u32,
-    #[comptime] plan: LanesPlan,
-) -> u32 {
+fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: LanesPlan) -> u32 {
     let matrices = comptime!(plan.matrices());
     min(first + comptime!(r / matrices), width - 1) + comptime!(r % matrices) * width
 }

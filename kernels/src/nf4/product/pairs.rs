@@ -25,7 +25,7 @@
 use cubecl::prelude::*;
 
 use super::Dims;
-use super::lanes::{LanesConfig, LanesPlan, row_of, store};
+use super::lanes::{Chunk, LanesConfig, LanesPlan, chunk_of, store};
 use crate::matmul::Finish;
 use crate::nf4::{Codes, code_shift};
 
@@ -53,25 +53,7 @@ pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
             let mut acc = zeros(products); // [per_unit, columns, matrices]
             for at in 0..chunks {
                 let mut part = zeros(comptime!(2 * products)); // the same of even bytes and of odd ones
-                let mut codes = Array::<u32>::new(comptime!((rows * together) as usize));
-                let mut absmax = Array::<f32>::new(comptime!(rows as usize));
-                #[unroll]
-                for r in 0..rows {
-                    let row = row_of(first, r, width, plan);
-                    let flat = row * chunks + at;
-                    if comptime!(together > 1) {
-                        let vector = weight.codes[flat as usize];
-                        #[unroll]
-                        for w in 0..together {
-                            let to = comptime!((r * together + w) as usize);
-                            codes[to] = vector.extract(comptime!(w as usize));
-                        }
-                    } else {
-                        codes[comptime!(r as usize)] = weight.word(flat, row, at, dims.k);
-                    }
-                    let (word, chunk) = (flat * together, at * together);
-                    absmax[comptime!(r as usize)] = weight.absmax_of_word(word, row, chunk, dims.k);
-                }
+                let Chunk { codes, absmax } = chunk_of(weight, first, at, width, dims, plan);
                 #[unroll]
                 for w in 0..together {
                     let fours = load_fours(x, col, at * together + w, dims, plan);
