@@ -67,8 +67,15 @@ pub trait Kernel: 'static {
     /// The buffer of [`Kernel::scratch_bytes`]; none when it needs none.
     fn scratch(device: &Device, problem: &Self::Problem, config: &Self::Config) -> Option<Handle> {
         let bytes = Self::scratch_bytes(problem, config);
-        (bytes > 0).then(|| device.client().empty(bytes as usize))
+        (bytes > 0).then(|| {
+            let scratch = device.client().empty(bytes as usize);
+            Self::prepare(device, &scratch);
+            scratch
+        })
     }
+
+    /// Writes what the first launch must find in scratch; all else there may be anything.
+    fn prepare(_device: &Device, _scratch: &Handle) {}
 
     /// The programs that [`Kernel::launch`] would run for `config` on a device with these properties, in
     /// order: for compiling them without launching them.

@@ -179,13 +179,8 @@ impl Kernel for Decode {
 
     /// The counters are 0 before a launch, and a launch leaves them so: scratch serves one launch after
     /// the other, of any problem that needs no more of it, but not two at once.
-    fn scratch(device: &Device, problem: &DecodeProblem, config: &DecodeConfig) -> Option<Handle> {
-        let bytes = Self::scratch_bytes(problem, config);
-        (bytes > 0).then(|| {
-            let scratch = device.client().empty(bytes as usize);
-            tune::fill(device, &scratch, merge::COUNTERS as usize, 0);
-            scratch
-        })
+    fn prepare(device: &Device, scratch: &Handle) {
+        tune::fill(device, scratch, merge::COUNTERS as usize, 0);
     }
 
     fn programs(
