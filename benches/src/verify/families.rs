@@ -117,6 +117,9 @@ impl Verified for Attention {
             let inputs = format!("{:?}", case.inputs).to_lowercase();
             params.insert("inputs".to_owned(), inputs.into());
         }
+        if case.inputs == attention::Inputs::Far {
+            params.insert("extent".to_owned(), p.extents()[0].into());
+        }
         params
     }
 
@@ -178,8 +181,8 @@ impl Verified for Decode {
         problem.dtype
     }
 
-    fn edge_cases(kind: DType, _backend: Backend) -> Vec<decode::EdgeCase> {
-        decode::edge_cases(kind)
+    fn edge_cases(kind: DType, backend: Backend) -> Vec<decode::EdgeCase> {
+        decode::edge_cases(kind, backend)
     }
 
     fn config_cases(kind: DType) -> Vec<decode::EdgeCase> {
@@ -194,8 +197,12 @@ impl Verified for Decode {
         let mut params = <Self as Family>::params(&case.problem);
         // Cases that differ in more than sizes and rules are told apart by their seed.
         params.insert("seed".to_owned(), case.seed.into());
-        if case.magnitude > 1.0 {
-            params.insert("inputs".to_owned(), "large".into());
+        if case.inputs != decode::Inputs::Normal {
+            let inputs = format!("{:?}", case.inputs).to_lowercase();
+            params.insert("inputs".to_owned(), inputs.into());
+        }
+        if case.inputs == decode::Inputs::Far {
+            params.insert("extent".to_owned(), case.problem.extents()[1].into());
         }
         params
     }

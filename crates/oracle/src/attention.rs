@@ -8,13 +8,13 @@ use kernels::attention::{
     Attention, AttentionConfig, AttentionOperands, AttentionProblem, HeadStrides, Offsets,
     ScoreStrides,
 };
-use reference::{Comparison, Distribution, Scores, fill};
+use reference::{Comparison, Distribution, Scores, Special, fill, plant};
 use tune::Kernel;
 
 use crate::pairs::pairwise;
 use crate::{
-    CheckError, Verdict, fnv1a, kernel_error, large, launch_twice, padded, reference_dtype,
-    scores_are_large,
+    CheckError, FAR, Verdict, fnv1a, give_back, kernel_error, large, launch_twice, nearby, padded,
+    reference_dtype, scattered, scores_are_large, twice, unwritten, window,
 };
 
 /// What the operands hold.
@@ -28,6 +28,11 @@ pub enum Inputs {
     Hidden,
     /// Normal, with a third of the bias -inf, and all of it for the first 32 keys.
     Holes,
+    /// Normal, with infinities and NaN in q and k, and in v where no key is hidden: what a weight of 0 makes of those is
+    /// left open.
+    Special,
+    /// Normal, the second batch past 2^31 elements: only what the problem reads is there.
+    Far,
 }
 
 /// One shape to verify.
@@ -50,11 +55,63 @@ pub fn check(
     case: &EdgeCase,
     config: &AttentionConfig,
 ) -> Result<Verdict, CheckError> {
+    if case.inputs == Inputs::Far {
+        let checked = check_far(device, case, config);
+        give_back(device)?;
+        return checked;
+    }
     let host = Host::new(device, case)?;
     let results: Vec<_> = iter::once(&host.operands.out).chain(&host.operands.lse).collect();
-    launch_twice(device, &results, || {
-        Attention::launch(device, &case.problem, config, &host.operands, None);
-    })?;
+    launch_twice::<Attention>(device, &case.problem, config, &host.operands, &results)?;
+    verdict(device, case, &host)
+}
+
+/// [`check`] of batches that lie far from each other: the reference has them close together.
+fn check_far(
+    device: &Device,
+    case: &EdgeCase,
+    config: &AttentionConfig,
+) -> Result<Verdict, CheckError> {
+    let far = &case.problem;
+    let near = |s: HeadStrides| HeadStrides { batch: nearby(s.batch), ..s };
+    let [q, k, v, out] = [far.q, far.k, far.v, far.out].map(near);
+    let case = EdgeCase { problem: AttentionProblem { q, k, v, out, ..*far }, ..case.clone() };
+    let near = &case.problem;
+    let mut host = Host::new(device, &case)?;
+    let size = host.dtype.bytes();
+    let [q_len, k_len, v_len, out_len] = far.extents();
+    let place = |values: &[f32], len: usize, near: HeadStrides, far: HeadStrides| {
+        let pieces = (0..u64::from(case.problem.batch)).map(|b| {
+            let [from, to, step] =
+                [b * near.batch, b * far.batch, near.batch].map(|at| at as usize * size);
+            (from..from + step, to)
+        });
+        scattered(device, len * size, &host.dtype.encode(values), pieces)
+    };
+    let whole = device.client().empty(out_len * size);
+    let step = near.out.batch as usize * size;
+    let pieces: Vec<_> = (0..u64::from(near.batch))
+        .map(|b| window(&whole, (b * far.out.batch) as usize * size, step))
+        .collect();
+    let operands = AttentionOperands {
+        q: place(&host.q, q_len, near.q, far.q),
+        k: place(&host.k, k_len, near.k, far.k),
+        v: place(&host.v, v_len, near.v, far.v),
+        out: whole,
+        ..host.operands.clone()
+    };
+    let results: Vec<_> = pieces.iter().chain(&operands.lse).cloned().collect();
+    twice(device, &results, || Attention::launch(device, far, config, &operands, None))?;
+    let mut bytes = Vec::new();
+    for piece in pieces {
+        bytes.extend_from_slice(&device.client().read_one(piece).map_err(kernel_error)?);
+    }
+    host.operands.out = device.client().create_from_slice(&bytes);
+    verdict(device, &case, &host)
+}
+
+/// Compares what a launch left in the operands of `case` with the reference.
+fn verdict(device: &Device, case: &EdgeCase, host: &Host) -> Result<Verdict, CheckError> {
     let (out, lse) = host.results(device)?;
     if case.inputs == Inputs::Large && case.problem.softcap.is_none() {
         scores_are_large(lse.as_deref())?;
@@ -92,7 +149,17 @@ impl Host {
         let make = |len, salt, scale| values(case, len, salt, scale);
         let [q_len, k_len, v_len, out_len] = extents(case);
         let large = if case.inputs == Inputs::Large { large(p.softcap) } else { 1.0 };
-        let (q, k, v) = (make(q_len, 0, large)?, make(k_len, 1, 1.0)?, make(v_len, 2, 1.0)?);
+        let (mut q, mut k, mut v) =
+            (make(q_len, 0, large)?, make(k_len, 1, 1.0)?, make(v_len, 2, 1.0)?);
+        if case.inputs == Inputs::Special {
+            plant(&mut q, dtype, &[(q_len / 7, Special::Inf), (5 * q_len / 6, Special::Nan)])?;
+            let keys = [(k_len / 5, Special::NegInf), (3 * k_len / 8, Special::Nan)];
+            plant(&mut k, dtype, &keys)?;
+            if !p.causal {
+                let values = [(5 * v_len / 8, Special::Inf), (7 * v_len / 8, Special::Nan)];
+                plant(&mut v, dtype, &values)?;
+            }
+        }
         let hidden = |row: u64| case.inputs == Inputs::Hidden && row % 5 == 2;
         let rows = |s: ScoreStrides| move |at: usize| s.row > 0 && hidden(at as u64 / s.row);
         let bias = match p.bias {
@@ -131,8 +198,8 @@ impl Host {
             q: upload(&dtype.encode(&q)),
             k: upload(&dtype.encode(&k)),
             v: upload(&dtype.encode(&v)),
-            out: upload(&vec![0xff; out_len * p.dtype.size()]),
-            lse: p.lse.then(|| upload(&vec![0xff; lse_len * 4])),
+            out: unwritten(device, out_len * p.dtype.size()),
+            lse: p.lse.then(|| unwritten(device, lse_len * 4)),
             bias: bias.as_ref().map(|b| upload(&dtype.encode(b))),
             mask: mask.as_ref().map(|m| {
                 let bytes = m.iter().flat_map(|hide| {
@@ -428,8 +495,20 @@ pub fn edge_cases(dtype: DType, backend: Backend) -> Vec<EdgeCase> {
     for softcap in [1e4, 1e30] {
         add(AttentionProblem { softcap: Some(softcap), ..p }, Inputs::Normal);
     }
-    // Bias and mask of every broadcast, with rows hidden whole.
+    // Infinities and NaN.
     let p = dense(2, [4, 2], [50, 70], 64);
+    add(p, Inputs::Special);
+    add(AttentionProblem { softcap: Some(3.0), ..p }, Inputs::Special);
+    add(AttentionProblem { causal: true, ..p }, Inputs::Special);
+    // Batches past 2^31 elements, of types of 16 bits: wider ones take twice the memory.
+    if backend == Backend::Cuda && dtype.size() == 2 {
+        let apart = |s: HeadStrides, far| HeadStrides { batch: s.batch + far, ..s };
+        let (q, out) = (apart(p.q, FAR[0]), apart(p.out, FAR[0]));
+        add(AttentionProblem { q, out, causal: true, ..p }, Inputs::Far);
+        let (k, v) = (apart(p.k, FAR[1]), apart(p.v, FAR[1]));
+        add(AttentionProblem { k, v, causal: true, ..p }, Inputs::Far);
+    }
+    // Bias and mask of every broadcast, with rows hidden whole.
     let full = ScoreStrides { batch: 4 * 50 * 70, head: 50 * 70, row: 70, col: 1 };
     let shared = ScoreStrides { batch: 0, head: 0, row: 70, col: 1 };
     let keys = ScoreStrides { batch: 70, head: 0, row: 0, col: 1 };

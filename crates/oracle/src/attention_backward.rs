@@ -10,7 +10,7 @@ use reference::{Comparison, Lines, Saved, Scores};
 use tune::Kernel;
 
 use crate::attention::{
-    EdgeCase, Host, Part, digest, edge_cases as forward_cases, extents, parts, read, values,
+    EdgeCase, Host, Inputs, Part, digest, edge_cases as forward_cases, extents, parts, read, values,
 };
 use crate::{CheckError, Verdict, launch_twice, reference_dtype, unwritten};
 
@@ -51,10 +51,8 @@ pub fn check(
         dk: gradient(k_len),
         dv: gradient(v_len),
     };
-    let scratch = AttentionBackward::scratch(device, problem, config);
-    launch_twice(device, &[&operands.dq, &operands.dk, &operands.dv], || {
-        AttentionBackward::launch(device, problem, config, &operands, scratch.as_ref());
-    })?;
+    let results = [&operands.dq, &operands.dk, &operands.dv];
+    launch_twice::<AttentionBackward>(device, problem, config, &operands, &results)?;
     let dq = read(device, &operands.dq, dtype, q_len)?;
     let dk = read(device, &operands.dk, dtype, k_len)?;
     let dv = read(device, &operands.dv, dtype, v_len)?;
@@ -133,10 +131,11 @@ pub fn check_operands(
     Ok(Verdict { comparison, digest: digest(&[dq, dk, dv].concat()) })
 }
 
-/// The problems that every config must get right, for one type on one backend: those of the forward pass
-/// and its log-sum-exp.
+/// The problems that every config must get right, for one type on one backend: those of the forward pass and its
+/// log-sum-exp, but for inputs that are not finite, whose gradients are left open, and batches far from each other.
 pub fn edge_cases(dtype: DType, backend: Backend) -> Vec<BackwardCase> {
-    forward_cases(dtype, backend).into_iter().map(of_forward).collect()
+    let ordinary = |case: &EdgeCase| !matches!(case.inputs, Inputs::Special | Inputs::Far);
+    forward_cases(dtype, backend).into_iter().filter(ordinary).map(of_forward).collect()
 }
 
 /// Fewer problems for configs that are not the default.
@@ -148,7 +147,7 @@ pub fn config_cases(dtype: DType) -> Vec<BackwardCase> {
         let p = AttentionProblem::dense(1, [2, 1], [77, 140], head_dim, dtype).expect("valid");
         cases.push(of_forward(EdgeCase {
             problem: AttentionProblem { causal: true, ..p },
-            inputs: crate::attention::Inputs::Normal,
+            inputs: Inputs::Normal,
             seed: 4000 + u64::from(head_dim),
             lengths: None,
         }));

@@ -2,21 +2,36 @@
 
 use std::iter;
 
-use arch::{DType, Device};
+use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
 use kernels::attention::HeadStrides;
 use kernels::attention::decode::{
     CacheLayout, CacheStrides, Decode, DecodeConfig, DecodeOperands, DecodeProblem, Scales,
 };
-use reference::{Cache, Distribution, Table, fill};
-use tune::Kernel;
+use reference::{Cache, Comparison, Distribution, Special, Table, fill, plant};
 
 use crate::attention::{dense, place_of, strides};
 use crate::pairs::pairwise;
 use crate::{
-    CheckError, Verdict, fnv1a, kernel_error, large, launch_twice, padded, reference_dtype,
-    scores_are_large, unwritten,
+    CheckError, FAR, FAR_PAGE, Verdict, fnv1a, give_back, kernel_error, large, launch_twice,
+    nearby, padded, reference_dtype, scattered, scores_are_large, unwritten,
 };
+
+/// What the operands hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Inputs {
+    /// Normal.
+    Normal,
+    /// Normal, and q [`large`]: scores of ten thousand and more, of thousands below a soft cap.
+    Large,
+    /// q of zeros and v of small integers: every weight is 1 and every sum exact, so that a sequence in parts must
+    /// have the very bits of a whole one.
+    Even,
+    /// Normal, with infinities and NaN in what is seen of q, k and v.
+    Special,
+    /// Normal, in pages (or sequences) past 2^31 elements: only what the problem reads is there.
+    Far,
+}
 
 /// One step to verify.
 #[derive(Debug, Clone)]
@@ -24,14 +39,14 @@ pub struct EdgeCase {
     pub problem: DecodeProblem,
     /// Positions of each sequence.
     pub lengths: Vec<u32>,
-    /// What q is multiplied by: 1, or [`large`].
-    pub magnitude: f32,
+    pub inputs: Inputs,
     pub seed: u64,
 }
 
 /// Runs `case` on fresh host inputs and compares every result with the reference. Results are filled
 /// with NaN first, so that an element nobody wrote fails; so is all of the cache that no sequence
-/// has, so that a position that must not be read fails too.
+/// has, so that a position that must not be read fails too. Where `config` cuts sequences, one that does not runs
+/// beside it: its results are to be as near the reference, and the same to the last bit for even inputs.
 ///
 /// # Errors
 /// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
@@ -40,21 +55,69 @@ pub fn check(
     case: &EdgeCase,
     config: &DecodeConfig,
 ) -> Result<Verdict, CheckError> {
-    let p = &case.problem;
+    let checked = check_one(device, case, config);
+    if case.inputs == Inputs::Far {
+        give_back(device)?;
+        return checked;
+    }
+    let verdict = checked?;
+    let Some(whole) = config.uncut() else { return Ok(verdict) };
+    let whole = check_one(device, case, &whole)?;
+    if case.inputs == Inputs::Even && whole.digest != verdict.digest {
+        return Err(CheckError::Kernel("parts are not the whole, bit by bit".to_owned()));
+    }
+    let comparison = Comparison::worst(vec![verdict.comparison, whole.comparison]);
+    Ok(Verdict { comparison, ..verdict })
+}
+
+/// [`check`] of one config alone. The digest is of the result and the log-sum-exp.
+fn check_one(
+    device: &Device,
+    case: &EdgeCase,
+    config: &DecodeConfig,
+) -> Result<Verdict, CheckError> {
+    let far = &case.problem;
+    // The reference has pages close together.
+    let near = |s: CacheStrides| CacheStrides { page: nearby(s.page), ..s };
+    let p = &DecodeProblem { k: near(far.k), v: near(far.v), ..*far };
     let dtype = reference_dtype(p.dtype);
     let [q_len, k_len, v_len, out_len, scales_len] = p.extents();
     let seed = |salt: u64| 8 * case.seed + salt;
     let mut q = fill(seed(0), q_len, Distribution::Normal);
-    q.iter_mut().for_each(|v| *v *= case.magnitude);
+    let magnitude = match case.inputs {
+        Inputs::Large => large(p.softcap),
+        Inputs::Even => 0.0,
+        _ => 1.0,
+    };
+    q.iter_mut().for_each(|v| *v *= magnitude);
+    if case.inputs == Inputs::Special {
+        plant(&mut q, dtype, &[(q_len / 7, Special::Inf), (q_len / 3, Special::Nan)])?;
+    }
     let q = dtype.decode(&dtype.encode(&q))?;
     let table = table(case);
     let rows = rows(case, &table);
-    let k = stored(p, &rows, p.k, fill(seed(1), k_len, Distribution::Normal))?;
-    let v = stored(p, &rows, p.v, fill(seed(2), v_len, Distribution::Normal))?;
+    let mut k = stored(p, &rows, p.k, fill(seed(1), k_len, Distribution::Normal))?;
+    let mut v = fill(seed(2), v_len, Distribution::Normal);
+    if case.inputs == Inputs::Even {
+        // Of bytes, sixty times as much.
+        v.iter_mut().for_each(|v| *v = (2.0 * *v).round());
+    }
+    let mut v = stored(p, &rows, p.v, v)?;
+    if case.inputs == Inputs::Special && !p.quantized() {
+        // Of one sequence a key, of another a value, which every query sees.
+        let [key, value] = [0, 1].map(|b| rows.iter().find(|row| row.sequence == b));
+        for (of, strides, row, special) in
+            [(&mut k, p.k, key, Special::NegInf), (&mut v, p.v, value, Special::Nan)]
+        {
+            let at = row.map(|row| (row.at(strides) + 3, special));
+            plant(of, dtype, &at.into_iter().collect::<Vec<_>>())?;
+        }
+    }
     let scales = p.quantized().then(|| {
         [3, 4].map(|salt| {
             let noise = fill(seed(salt), scales_len, Distribution::Uniform);
-            let scales = noise.into_iter().map(|v| 0.02 + 0.015 * v).collect();
+            let scale = |v: f32| if case.inputs == Inputs::Even { 0.25 } else { 0.02 + 0.015 * v };
+            let scales = noise.into_iter().map(scale).collect();
             only_at(scales, rows.iter().map(|row| row.at(p.scales)), 1)
         })
     });
@@ -65,30 +128,42 @@ pub fn check(
         upload(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>())
     };
     let numbers = |values: &[f32]| upload(&reference::DType::F32.encode(values));
+    let cached = |values: &[f32], near: CacheStrides, far: CacheStrides, len: usize| {
+        let (bytes, size) = (encode(p, values), p.cache.size());
+        if near == far {
+            return upload(&bytes);
+        }
+        let pages = (0..bytes.len() / (near.page as usize * size)).map(|page| {
+            let [from, to, step] = [page as u64 * near.page, page as u64 * far.page, near.page]
+                .map(|at| at as usize * size);
+            (from..from + step, to)
+        });
+        scattered(device, len * size, &bytes, pages)
+    };
+    let [_, far_k, far_v, ..] = far.extents();
     let lse_len = p.rows() as usize;
     let operands = DecodeOperands {
         q: upload(&dtype.encode(&q)),
-        k: upload(&encode(p, &k)),
-        v: upload(&encode(p, &v)),
+        k: cached(&k, p.k, far.k, far_k),
+        v: cached(&v, p.v, far.v, far_v),
         out: unwritten(device, out_len * p.dtype.size()),
         lengths: words(&case.lengths),
         table: (!table.is_empty()).then(|| words(&table)),
         scales: scales.as_ref().map(|[k, v]| Scales { k: numbers(k), v: numbers(v) }),
         lse: p.lse.then(|| unwritten(device, lse_len * 4)),
     };
-    let scratch = Decode::scratch(device, p, config);
     let results: Vec<_> = iter::once(&operands.out).chain(&operands.lse).collect();
-    launch_twice(device, &results, || {
-        Decode::launch(device, p, config, &operands, scratch.as_ref());
-    })?;
+    launch_twice::<Decode>(device, far, config, &operands, &results)?;
     let read = |handle: &Handle| client.read_one(handle.clone()).map_err(kernel_error);
     let bytes = read(&operands.out)?;
     let bytes = &bytes[..out_len * p.dtype.size()];
-    let lse = match &operands.lse {
-        Some(handle) => Some(reference::DType::F32.decode(&read(handle)?[..lse_len * 4])?),
-        None => None,
+    let lse_bytes = match &operands.lse {
+        Some(handle) => read(handle)?[..lse_len * 4].to_vec(),
+        None => Vec::new(),
     };
-    if case.magnitude > 1.0 && p.softcap.is_none() {
+    let lse =
+        operands.lse.is_some().then(|| reference::DType::F32.decode(&lse_bytes)).transpose()?;
+    if case.inputs == Inputs::Large && p.softcap.is_none() {
         scores_are_large(lse.as_deref())?;
     }
 
@@ -102,7 +177,7 @@ pub fn check(
     };
     let out = dense(&dtype.decode(bytes)?, p.out, [p.batch, p.heads, p.seq_q], 0, p.head_dim);
     let comparison = reference.check(&reference.all(), &q, &cache, &out, lse.as_deref())?;
-    Ok(Verdict { comparison, digest: fnv1a(bytes) })
+    Ok(Verdict { comparison, digest: fnv1a(&[bytes, &lse_bytes].concat()) })
 }
 
 /// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
@@ -159,6 +234,7 @@ pub fn check_operands(
 
 /// A position of a head of a sequence: where the cache keeps it.
 struct Row {
+    sequence: usize,
     page: u64,
     head: u64,
     row: u64,
@@ -183,7 +259,8 @@ fn rows(case: &EdgeCase, table: &[u32]) -> Vec<Row> {
                 }
             };
             let heads = 0..u64::from(p.kv_heads);
-            rows.extend(heads.map(|head| Row { page: page.into(), head, row: row.into() }));
+            let row = |head| Row { sequence: b, page: page.into(), head, row: row.into() };
+            rows.extend(heads.map(row));
         }
     }
     rows
@@ -314,12 +391,12 @@ impl Sizes<'_> {
 }
 
 /// The steps that every config must get right, for one type of q.
-pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
+pub fn edge_cases(dtype: DType, backend: Backend) -> Vec<EdgeCase> {
     let mut cases = Vec::new();
-    let mut add = |problem: DecodeProblem, lengths: &[u32], magnitude| {
+    let mut add = |problem: DecodeProblem, lengths: &[u32], inputs| {
         let seed = 5000 + cases.len() as u64;
         let problem = problem.checked().expect("valid");
-        cases.push(EdgeCase { problem, lengths: lengths.to_vec(), magnitude, seed });
+        cases.push(EdgeCase { problem, lengths: lengths.to_vec(), inputs, seed });
     };
     // Every head dimension in every kind of cache; lengths that no tile divides, and one position.
     let lengths = [77, 1, 130];
@@ -327,8 +404,8 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
         for block_size in [None, Some(16)] {
             let sizes = Sizes { lengths: &lengths, heads: [4, 2], seq_q: 1, head_dim };
             let p = sizes.problem(block_size, dtype);
-            add(p, &lengths, 1.0);
-            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, 1.0);
+            add(p, &lengths, Inputs::Normal);
+            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, Inputs::Normal);
         }
     }
     // Queries and heads that share one of the cache: one fragment and several, whole and not.
@@ -336,16 +413,16 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
     for heads in [[2, 2], [8, 2], [8, 1]] {
         for seq_q in [1, 2, 3, 7, 8, 16] {
             let p = Sizes { lengths: &lengths, heads, seq_q, head_dim: 64 }.problem(None, dtype);
-            add(p, &lengths, 1.0);
-            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, 1.0);
+            add(p, &lengths, Inputs::Normal);
+            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, Inputs::Normal);
         }
     }
     // Head dimensions that no tensor core divides.
     for head_dim in [20, 7] {
         let lengths = [9, 11];
         let sizes = Sizes { lengths: &lengths, heads: [2, 1], seq_q: 2, head_dim };
-        add(sizes.problem(None, dtype), &lengths, 1.0);
-        add(sizes.problem(Some(16), dtype), &lengths, 1.0);
+        add(sizes.problem(None, dtype), &lengths, Inputs::Normal);
+        add(sizes.problem(Some(16), dtype), &lengths, Inputs::Normal);
     }
     // Lengths around a tile, none, fewer than queries, many tiles; pages of every size.
     let lengths = [15, 16, 17, 0, 3, 1000, 2049, 1];
@@ -353,8 +430,8 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
         for seq_q in [1, 4] {
             let sizes = Sizes { lengths: &lengths, heads: [4, 1], seq_q, head_dim: 64 };
             let p = sizes.problem(block_size, dtype);
-            add(p, &lengths, 1.0);
-            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, 1.0);
+            add(p, &lengths, Inputs::Normal);
+            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, Inputs::Normal);
         }
     }
     // Windows narrower and wider than a tile, a soft cap, an explicit scale, large scores.
@@ -363,23 +440,26 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
         let p = Sizes { lengths: &lengths, heads: [8, 2], seq_q: 3, head_dim: 128 }
             .problem(block_size, dtype);
         for window in [1, 2, 15, 40, 100, 1000] {
-            add(DecodeProblem { window: Some(window), ..p }, &lengths, 1.0);
+            add(DecodeProblem { window: Some(window), ..p }, &lengths, Inputs::Normal);
         }
         let bent = DecodeProblem { softcap: Some(5.0), scale: 0.3, ..p };
-        add(bent, &lengths, 1.0);
-        add(DecodeProblem { cache: DType::I8, window: Some(33), ..bent }, &lengths, 1.0);
-        add(p, &lengths, large(None));
-        let capped = DecodeProblem { softcap: Some(30.0), ..p };
-        add(capped, &lengths, large(capped.softcap));
-        add(DecodeProblem { softcap: Some(1e30), ..p }, &lengths, 1.0);
+        add(bent, &lengths, Inputs::Normal);
+        add(DecodeProblem { cache: DType::I8, window: Some(33), ..bent }, &lengths, Inputs::Normal);
+        add(p, &lengths, Inputs::Large);
+        add(DecodeProblem { softcap: Some(30.0), ..p }, &lengths, Inputs::Large);
+        add(DecodeProblem { softcap: Some(1e30), ..p }, &lengths, Inputs::Normal);
     }
     // One sequence that is shorter than the host foresees.
     for length in [300, 290, 17, 1, 0] {
         for block_size in [None, Some(16)] {
             let p = Sizes { lengths: &[300], heads: [4, 1], seq_q: 2, head_dim: 64 }
                 .problem(block_size, dtype);
-            add(p, &[length], 1.0);
-            add(DecodeProblem { window: Some(20), cache: DType::I8, ..p }, &[length], 1.0);
+            add(p, &[length], Inputs::Normal);
+            add(
+                DecodeProblem { window: Some(20), cache: DType::I8, ..p },
+                &[length],
+                Inputs::Normal,
+            );
         }
     }
     // `[batch, seq, heads, head_dim]` everywhere, rows of v padded, no log-sum-exp.
@@ -391,8 +471,49 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
     let step = u64::from(kv_heads * head_dim);
     p.k = CacheStrides { page: capacity * step, head: head_dim.into(), seq: step };
     p.v = CacheStrides { page: 2 * capacity * 80, head: capacity * 80, seq: 80 };
-    add(p, &[100, 64], 1.0);
-    add(DecodeProblem { cache: DType::I8, ..p }, &[100, 64], 1.0);
+    add(p, &[100, 64], Inputs::Normal);
+    add(DecodeProblem { cache: DType::I8, ..p }, &[100, 64], Inputs::Normal);
+    // Sequences in parts, and the same whole: one that is short beside one that is long, and windows.
+    let lengths = [4097, 70];
+    for block_size in [None, Some(16)] {
+        for (seq_q, window) in [(1, None), (3, Some(2000))] {
+            let sizes = Sizes { lengths: &lengths, heads: [4, 1], seq_q, head_dim: 64 };
+            let p = DecodeProblem { window, ..sizes.problem(block_size, dtype) };
+            for inputs in [Inputs::Even, Inputs::Normal] {
+                add(p, &lengths, inputs);
+                add(DecodeProblem { cache: DType::I8, ..p }, &lengths, inputs);
+            }
+        }
+        // Infinities and NaN, with and without parts.
+        for lengths in [[2100, 90], [40, 20]] {
+            let sizes = Sizes { lengths: &lengths, heads: [4, 2], seq_q: 2, head_dim: 64 };
+            let p = sizes.problem(block_size, dtype);
+            add(p, &lengths, Inputs::Special);
+            add(DecodeProblem { cache: DType::I8, ..p }, &lengths, Inputs::Special);
+        }
+    }
+    // Pages and sequences past 2^31 elements: wider types take twice the memory.
+    if backend == Backend::Cuda && dtype.size() == 2 {
+        for (block_size, lengths, far) in [
+            (Some(16), &[30, 17][..], FAR_PAGE),
+            (None, &[300, 40], FAR[0]),
+            (None, &[300, 40], FAR[1]),
+        ] {
+            let sizes = Sizes { lengths, heads: [4, 2], seq_q: 1, head_dim: 64 };
+            let p = sizes.problem(block_size, dtype);
+            let apart = |s: CacheStrides| CacheStrides { page: s.page + far, ..s };
+            let p = DecodeProblem { k: apart(p.k), v: apart(p.v), ..p };
+            let p = match p.layout {
+                CacheLayout::Paged { block_size, max_blocks, .. } => DecodeProblem {
+                    layout: CacheLayout::Paged { block_size, blocks: 4, max_blocks },
+                    ..p
+                },
+                CacheLayout::Contiguous { .. } => p,
+            };
+            add(p, lengths, Inputs::Far);
+            add(DecodeProblem { cache: DType::I8, ..p }, lengths, Inputs::Far);
+        }
+    }
     // Every two of the choices that a step has, together.
     let lengths = [150, 17, 64];
     for row in pairwise(&[3, 7, 3, 4, 2, 3, 3, 2]) {
@@ -415,7 +536,7 @@ pub fn edge_cases(dtype: DType) -> Vec<EdgeCase> {
             softcap: (softcap == 1).then_some(2.5),
             ..p
         };
-        add(problem, &lengths, 1.0);
+        add(problem, &lengths, Inputs::Normal);
     }
     cases
 }
@@ -435,10 +556,36 @@ pub fn config_cases(dtype: DType) -> Vec<EdgeCase> {
         for cache in [dtype, DType::I8] {
             let problem = DecodeProblem { cache, ..sizes.problem(block_size, dtype) };
             let problem = problem.checked().expect("valid");
-            let seed = 7000 + cases.len() as u64;
-            let lengths = lengths.to_vec();
-            cases.push(EdgeCase { problem, lengths, magnitude: 1.0, seed });
+            for inputs in [Inputs::Normal, Inputs::Even] {
+                // Parts make no difference to the last bit.
+                if inputs == Inputs::Normal || lengths == long {
+                    let (seed, lengths) = (7000 + cases.len() as u64, lengths.to_vec());
+                    cases.push(EdgeCase { problem, lengths, inputs, seed });
+                }
+            }
         }
     }
     cases
+}
+
+#[cfg(test)]
+mod tests {
+    use arch::ArchProfile;
+    use tune::Kernel;
+
+    use super::*;
+
+    #[test]
+    fn what_is_to_be_even_is_cut_on_a_card() {
+        let card = ArchProfile::recorded("rtx4090").expect("recorded");
+        for dtype in [DType::F16, DType::Bf16] {
+            let all = edge_cases(dtype, Backend::Cuda).into_iter().chain(config_cases(dtype));
+            let even: Vec<_> = all.filter(|case| case.inputs == Inputs::Even).collect();
+            assert!(even.len() > 8);
+            for case in even {
+                let first = Decode::candidates(&card, &case.problem)[0];
+                assert!(first.uncut().is_some(), "{:?} by {first:?}", case.problem);
+            }
+        }
+    }
 }

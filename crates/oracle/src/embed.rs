@@ -6,7 +6,10 @@ use kernels::embed::{Embed, EmbedConfig, EmbedOperands, EmbedProblem, Learned};
 use reference::{Distribution, fill};
 use tune::Kernel;
 
-use crate::{CheckError, Verdict, apart, fnv1a, padded, read, reference_dtype, together};
+use crate::{
+    CheckError, Verdict, apart, fnv1a, launch_twice, padded, read, reference_dtype, together,
+    unwritten,
+};
 
 /// One embedding to verify.
 #[derive(Debug, Clone)]
@@ -25,8 +28,8 @@ struct Host {
     learned: Option<(Vec<f32>, Vec<u32>)>,
 }
 
-/// Runs `case` on fresh host inputs and compares every result with the reference. The output is filled with
-/// zeros first, which none is: NaN is right where a token is not known.
+/// Runs `case` on fresh host inputs and compares every result with the reference. Before a last launch the output is
+/// filled with zeros, which none is: NaN is right where a token is not known.
 ///
 /// # Errors
 /// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
@@ -66,8 +69,10 @@ pub fn check(
             let table = apart(table, hidden, p.positions_stride as usize);
             Learned { table: upload(&table), start: words(start) }
         }),
-        out: upload(&vec![0.0; out]),
+        out: unwritten(device, out * p.dtype.size()),
     };
+    launch_twice::<Embed>(device, p, config, &operands, &[&operands.out])?;
+    tune::fill(device, &operands.out, operands.out.size_in_used() as usize / 4, 0);
     Embed::launch(device, p, config, &operands, None);
     verdict(device, p, &operands, &host)
 }

@@ -41,16 +41,16 @@ pub fn check_quantize(
     let mut values = fill(case.seed, p.weight.len() as usize, Distribution::Normal);
     values.iter_mut().take(p.weight.k as usize).for_each(|v| *v = 0.0);
     let client = device.client();
-    let ones = |bytes: u64| client.create_from_slice(&padded(&vec![0xffu8; bytes as usize]));
     let operands = QuantizeOperands {
         values: client.create_from_slice(&padded(&reference_dtype(p.dtype).encode(&values))),
         weight: WeightBuffers {
-            codes: ones(p.weight.words() * 4),
-            scb: ones(u64::from(p.weight.n) * 4),
+            codes: unwritten(device, p.weight.words() as usize * 4),
+            scb: unwritten(device, p.weight.n as usize * 4),
         },
         flag: client.create_from_slice(&[0; 4]),
     };
-    Int8Quantize::launch(device, p, config, &operands, None);
+    let results = [&operands.weight.codes, &operands.weight.scb];
+    launch_twice::<Int8Quantize>(device, p, config, &operands, &results)?;
     let verdict = check_quantized(device, p, &operands)?;
     tells_broken(device, reference_dtype(p.dtype), &values, |values, flag| {
         let operands = QuantizeOperands { values, flag, ..operands.clone() };
@@ -94,12 +94,11 @@ pub fn check_dequantize(
     config: &DequantizeConfig,
 ) -> Result<Verdict, CheckError> {
     let p = &case.problem;
-    let bytes = vec![0xffu8; p.weight.len() as usize * p.out.size()];
     let operands = DequantizeOperands {
         weight: upload(device, &seeded(p.weight, case.seed)?),
-        out: device.client().create_from_slice(&padded(&bytes)),
+        out: unwritten(device, p.weight.len() as usize * p.out.size()),
     };
-    Int8Dequantize::launch(device, p, config, &operands, None);
+    launch_twice::<Int8Dequantize>(device, p, config, &operands, &[&operands.out])?;
     check_dequantized(device, p, &operands)
 }
 
@@ -157,10 +156,7 @@ pub fn check(
             residual: residual.then(|| make(out_len, 4)),
         },
     };
-    let scratch = Int8Matmul::scratch(device, p, config);
-    launch_twice(device, &[&operands.out], || {
-        Int8Matmul::launch(device, p, config, &operands, scratch.as_ref());
-    })?;
+    launch_twice::<Int8Matmul>(device, p, config, &operands, &[&operands.out])?;
     verdict(device, p, &operands, None)
 }
 
@@ -283,7 +279,7 @@ pub fn product_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
         all(Some(Activation::Gelu)),
         all(Some(Activation::GeluTanh)),
     ] {
-        for (m, shape) in [(3, (48, 512)), (2, (33, 71)), (12, (66, 72))] {
+        for (m, shape) in [(3, (48, 512)), (2, (33, 71)), (12, (66, 72)), (20, (66, 320))] {
             problems.push(Int8MatmulProblem { epilogue, ..product(m, shape) });
         }
     }
@@ -309,6 +305,10 @@ pub fn product_config_cases(dtype: DType) -> Vec<Case<Int8MatmulProblem>> {
         (13, (64, 520)),
         (70, (144, 512)),
         (3, (37, 45)),
+        // Tiles of 64 of k: parts without a share of their own, planes past the end of the weight, several tiles of x.
+        (4, (131, 4096)),
+        (30, (40, 64 * 21)),
+        (100, (264, 640)),
     ];
     let product = |(m, (n, k))| {
         let plain = Int8MatmulProblem::new(m, weight(n, k), dtype);

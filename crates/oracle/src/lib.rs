@@ -14,10 +14,13 @@ mod pairs;
 pub mod rope;
 pub mod sample;
 
-use arch::{DType, Device};
+use std::ops::Range;
+
+use arch::{Backend, DType, Device};
 use cubecl::bytes::Bytes;
 use cubecl::server::Handle;
 use reference::Comparison;
+use tune::Kernel;
 
 /// Why a check has no verdict.
 #[derive(Debug, thiserror::Error)]
@@ -55,26 +58,88 @@ fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, Check
     Ok(all[..bytes].to_vec())
 }
 
-/// A buffer of `bytes`, whole words, for [`launch_twice`] to fill.
+/// Bytes at least, on either side of what a kernel may write, that it must leave as they are. Any device binds a buffer
+/// from a multiple of it on, and allocates none that is not one.
+const GUARD: usize = 512;
+
+/// `bytes` on the device, between guards.
+fn guarded(device: &Device, bytes: &[u8]) -> Handle {
+    let bytes = padded(bytes);
+    let mut whole = vec![0xff; guarded_len(bytes.len())];
+    whole[GUARD..][..bytes.len()].copy_from_slice(&bytes);
+    window(&device.client().create_from_slice(&whole), GUARD, bytes.len())
+}
+
+/// A buffer of `bytes`, whole words, all ones (which is NaN) and between guards.
 fn unwritten(device: &Device, bytes: usize) -> Handle {
-    device.client().empty(bytes.next_multiple_of(4))
+    let bytes = bytes.next_multiple_of(4);
+    let whole = device.client().empty(guarded_len(bytes));
+    ones(device, &whole);
+    window(&whole, GUARD, bytes)
+}
+
+const fn guarded_len(bytes: usize) -> usize {
+    (bytes + 2 * GUARD).next_multiple_of(GUARD)
+}
+
+fn ones(device: &Device, buffer: &Handle) {
+    tune::fill(device, buffer, buffer.size_in_used() as usize / 4, u32::MAX);
+}
+
+/// Whether nobody wrote beside a buffer that is guarded.
+fn intact(device: &Device, buffer: &Handle) -> Result<(), CheckError> {
+    let mut whole = buffer.clone();
+    (whole.offset_start, whole.offset_end) = (None, None);
+    let behind = GUARD + buffer.size_in_used() as usize;
+    let rest = whole.size() as usize - behind;
+    for (place, start, len) in [("before", 0, GUARD), ("behind", behind, rest)] {
+        let guard = window(&whole, start, len);
+        let bytes = device.client().read_one(guard).map_err(kernel_error)?;
+        if let Some(at) = bytes.iter().position(|byte| *byte != 0xff) {
+            let what = format!("byte {at} of the {len} {place} a buffer was written");
+            return Err(CheckError::Kernel(what));
+        }
+    }
+    Ok(())
 }
 
 /// Launches twice, as a session does: what the first launch leaves in scratch must not disturb the second, and both
 /// must leave the same bytes in `outputs`, for kernels are deterministic. Before either they are NaN, so that what one
-/// does not write is neither the other's nor that of a config before.
-fn launch_twice(
+/// does not write is neither the other's nor that of a config before; so is scratch before the first. What lies beside
+/// outputs and scratch must stay as it is: outputs are [`unwritten`].
+fn launch_twice<K: Kernel>(
     device: &Device,
+    problem: &K::Problem,
+    config: &K::Config,
+    operands: &K::Operands,
     outputs: &[&Handle],
-    mut launch: impl FnMut(),
 ) -> Result<(), CheckError> {
+    let scratch = scratch_of::<K>(device, problem, config);
+    let outputs: Vec<_> = outputs.iter().map(|output| (*output).clone()).collect();
+    twice(device, &outputs, || K::launch(device, problem, config, operands, scratch.as_ref()))?;
+    outputs.iter().chain(&scratch).try_for_each(|buffer| intact(device, buffer))
+}
+
+/// Scratch for launches, between guards and NaN but for what the first must find in it.
+fn scratch_of<K: Kernel>(
+    device: &Device,
+    problem: &K::Problem,
+    config: &K::Config,
+) -> Option<Handle> {
+    let bytes = K::scratch_bytes(problem, config) as usize;
+    (bytes > 0).then(|| {
+        let scratch = unwritten(device, bytes);
+        K::prepare(device, &scratch);
+        scratch
+    })
+}
+
+/// [`launch_twice`] of what has no guards.
+fn twice(device: &Device, outputs: &[Handle], mut launch: impl FnMut()) -> Result<(), CheckError> {
     let mut run = || {
-        for output in outputs {
-            let bytes = output.size_in_used() as usize;
-            device.client().write(output, Bytes::from_bytes_vec(vec![0xff; bytes]));
-        }
+        outputs.iter().for_each(|output| ones(device, output));
         launch();
-        let bytes = outputs.iter().map(|out| device.client().read_one((*out).clone()));
+        let bytes = outputs.iter().map(|output| device.client().read_one(output.clone()));
         bytes.collect::<Result<Vec<_>, _>>().map_err(kernel_error)
     };
     let (first, second) = (run()?, run()?);
@@ -85,6 +150,47 @@ fn launch_twice(
         }
     }
     Ok(())
+}
+
+/// Past 2^31 elements, and past 2^32: where what is far away lies.
+const FAR: [u64; 2] = [(1 << 31) + 64, (1 << 32) + 64];
+/// Of several pages, the third of which is past 2^31.
+const FAR_PAGE: u64 = (1 << 30) + 64;
+
+/// `step` without what makes it far.
+fn nearby(step: u64) -> u64 {
+    let apart = [FAR_PAGE, FAR[0], FAR[1]];
+    step - apart.into_iter().rfind(|far| step >= *far).unwrap_or_default()
+}
+
+/// A buffer of `len` bytes that has each piece of `bytes` from the place on that stands beside it, and nothing else.
+fn scattered(
+    device: &Device,
+    len: usize,
+    bytes: &[u8],
+    pieces: impl Iterator<Item = (Range<usize>, usize)>,
+) -> Handle {
+    let buffer = device.client().empty(len.next_multiple_of(4));
+    for (piece, to) in pieces {
+        let bytes = bytes[piece].to_vec();
+        device.client().write(&window(&buffer, to, bytes.len()), Bytes::from_bytes_vec(bytes));
+    }
+    buffer
+}
+
+/// `len` bytes of a whole buffer, from byte `start` on.
+fn window(buffer: &Handle, start: usize, len: usize) -> Handle {
+    let rest = buffer.size_in_used() - (start + len) as u64;
+    buffer.clone().offset_start(start as u64).offset_end(rest)
+}
+
+/// Gives back the memory of far operands: gigabytes of a card, which checks in other processes may need.
+fn give_back(device: &Device) -> Result<(), CheckError> {
+    // A host takes seconds to give them anew.
+    match device.backend() {
+        Backend::Cuda => device.client().memory_cleanup().map_err(kernel_error),
+        _ => Ok(()),
+    }
 }
 
 /// What q is multiplied by for large scores, of [`LARGEST`] and more; less below a soft cap, which bends a score by more

@@ -1,7 +1,6 @@
 //! Matmul against its reference, and the shapes that break matmuls.
 
 use arch::{Backend, Device};
-use cubecl::bytes::Bytes;
 use cubecl::server::Handle;
 use kernels::matmul::{
     Activation, Batches, Epilogue, EpilogueBuffers, Layout, Matmul, MatmulConfig, MatmulOperands,
@@ -12,7 +11,10 @@ use reference::{Comparison, Distribution, Special, Strides, fill, plant};
 use tune::Kernel;
 
 use crate::norm::reference_rule;
-use crate::{CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, unwritten, weights};
+use crate::{
+    CheckError, FAR, Verdict, fnv1a, give_back, kernel_error, launch_twice, nearby, padded,
+    scattered, twice, unwritten, weights, window,
+};
 
 /// What the operands hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,10 +100,7 @@ pub fn check(
     let EdgeCase { problem, inputs } = case;
     if let Inputs::Far(seed) = *inputs {
         let checked = check_far(device, problem, seed, config);
-        // Gigabytes of a card, which checks in other processes may need; a host takes seconds to give them anew.
-        if device.backend() == Backend::Cuda {
-            device.client().memory_cleanup().map_err(kernel_error)?;
-        }
+        give_back(device)?;
         return checked;
     }
     let [lhs_len, rhs_len, out_len] = problem.extents();
@@ -152,23 +151,12 @@ pub fn check(
             .as_ref()
             .map(|weight| NormBuffers { weight: upload(&stored.encode(weight)), eps: EPS }),
     };
-    let scratch = Matmul::scratch(device, problem, config);
-    launch_twice(device, &[&operands.out], || {
-        Matmul::launch(device, problem, config, &operands, scratch.as_ref());
-    })?;
+    launch_twice::<Matmul>(device, problem, config, &operands, &[&operands.out])?;
     verdict(device, problem, &operands, &host, None)
 }
 
-/// How far away far operands lie: past 2^31 elements, and past 2^32.
-const FAR: [u64; 2] = [(1 << 31) + 64, (1 << 32) + 64];
-
 /// Rows of a result that is far itself which are checked, the first and the last.
 const FAR_ROWS: u32 = 64;
-
-/// `step` without what makes it far.
-fn nearby(step: u64) -> u64 {
-    step - FAR.into_iter().rfind(|far| step >= *far).unwrap_or_default()
-}
 
 /// [`check`] without an epilogue of operands that begin, or whose second batch begins, far away, or of a result that
 /// reaches far: the reference has them close together.
@@ -201,44 +189,37 @@ fn check_far(
         offsets: None,
     };
     let [lhs, rhs, out] = problem.extents();
-    let client = device.client();
     let size = stored.bytes();
     // Each batch's matrix of an operand, written where it lies.
     let place = |values: &[f32], of: [Operand; 2], steps: [u64; 2], len: usize| {
-        let bytes = stored.encode(values);
-        let buffer = client.empty((len * size).next_multiple_of(4));
-        let matrix =
-            values.len() - (of[0].start + u64::from(problem.batches.inner - 1) * steps[0]) as usize;
-        for batch in 0..u64::from(problem.batches.inner) {
+        let last = u64::from(problem.batches.inner - 1);
+        let matrix = values.len() - (of[0].start + last * steps[0]) as usize;
+        let pieces = (0..=last).map(|batch| {
             let [from, to] = [0, 1].map(|i| (of[i].start + batch * steps[i]) as usize);
-            let rest = len - to - matrix;
-            let there =
-                buffer.clone().offset_start((to * size) as u64).offset_end((rest * size) as u64);
-            let piece = bytes[from * size..(from + matrix) * size].to_vec();
-            client.write(&there, Bytes::from_bytes_vec(piece));
-        }
-        buffer
+            (from * size..(from + matrix) * size, to * size)
+        });
+        scattered(device, len * size, &stored.encode(values), pieces)
     };
     let steps = [near.batches, problem.batches];
+    let far = out as u64 >= FAR[0];
+    let out_bytes = out * problem.out.size();
     let operands = MatmulOperands {
         lhs: place(&host.lhs, [near.lhs, problem.lhs], steps.map(|b| b.lhs.1), lhs),
         rhs: place(&host.rhs, [near.rhs, problem.rhs], steps.map(|b| b.rhs.1), rhs),
-        out: unwritten(device, out * problem.out.size()),
+        out: if far { device.client().empty(out_bytes) } else { unwritten(device, out_bytes) },
         epilogue: EpilogueBuffers::default(),
         rows: None,
         norm: None,
     };
-    let compared = match out as u64 {
-        len if len < FAR[0] => vec![operands.out.clone()],
-        _ => [0, near.m - FAR_ROWS].map(|first| rows_of(&operands.out, &near, first)).into(),
-    };
-    let scratch = Matmul::scratch(device, problem, config);
-    launch_twice(device, &compared.iter().collect::<Vec<_>>(), || {
-        Matmul::launch(device, problem, config, &operands, scratch.as_ref());
-    })?;
-    if (out as u64) < FAR[0] {
+    if !far {
+        launch_twice::<Matmul>(device, problem, config, &operands, &[&operands.out])?;
         return verdict(device, &near, &operands, &host, None);
     }
+    let compared = [0, near.m - FAR_ROWS].map(|first| rows_of(&operands.out, &near, first));
+    let scratch = Matmul::scratch(device, problem, config);
+    twice(device, &compared, || {
+        Matmul::launch(device, problem, config, &operands, scratch.as_ref());
+    })?;
     let some = |first: u32| {
         let mut part = MatmulProblem { m: FAR_ROWS, ..near };
         part.lhs.start += u64::from(first) * near.lhs.stride;
@@ -253,15 +234,19 @@ fn check_far(
 
 /// [`FAR_ROWS`] rows of the result of `p` from row `first` on.
 fn rows_of(out: &Handle, p: &MatmulProblem, first: u32) -> Handle {
-    let row = u64::from(p.n) * p.out.size() as u64;
-    let rest = u64::from(p.m - first - FAR_ROWS);
-    out.clone().offset_start(u64::from(first) * row).offset_end(rest * row)
+    let row = p.n as usize * p.out.size();
+    window(out, first as usize * row, FAR_ROWS as usize * row)
 }
 
-/// Views and batches past 2^31 elements; past 2^32, and with a result that is so large, on cards. Of types of 16 bits, and
-/// where a buffer may be so large: not through wgpu, which ends at 4 GiB.
+/// Views and batches past 2^31 elements; past 2^32, and with a result that is so large, on cards. Where a buffer may be so
+/// large: not through wgpu, which ends at 4 GiB. On a CPU of types of 16 bits alone, for others need twice the memory.
 fn far_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
-    if precision.storage().size() != 2 || !matches!(backend, Backend::Cuda | Backend::Cpu) {
+    let served = match backend {
+        Backend::Cuda => true,
+        Backend::Cpu => precision.storage().size() == 2,
+        _ => false,
+    };
+    if !served {
         return Vec::new();
     }
     let mut cases = Vec::new();

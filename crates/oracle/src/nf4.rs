@@ -81,14 +81,14 @@ pub fn check_quantize(
     values.iter_mut().take(block_size).for_each(|v| *v = 0.0);
     let dtype = reference_dtype(p.dtype);
     let client = device.client();
-    let ones = |bytes: u64| client.create_from_slice(&padded(&vec![0xffu8; bytes as usize]));
     let operands = QuantizeOperands {
         values: client.create_from_slice(&padded(&dtype.encode(&values))),
-        codes: ones(p.weight.words() * 4),
-        absmax: ones(p.weight.blocks() * 4),
+        codes: unwritten(device, p.weight.words() as usize * 4),
+        absmax: unwritten(device, p.weight.blocks() as usize * 4),
         flag: client.create_from_slice(&[0; 4]),
     };
-    Nf4Quantize::launch(device, p, config, &operands, None);
+    let results = [&operands.codes, &operands.absmax];
+    launch_twice::<Nf4Quantize>(device, p, config, &operands, &results)?;
     let verdict = check_quantized(device, p, &operands)?;
     tells_broken(device, dtype, &values, |values, flag| {
         let operands = QuantizeOperands { values, flag, ..operands.clone() };
@@ -227,13 +227,11 @@ pub fn check_dequantize(
 ) -> Result<Verdict, CheckError> {
     let p = &case.problem;
     let host = Quantized::seeded(p.weight, case.code, case.seed)?;
-    let bytes = vec![0xffu8; p.weight.len() as usize * p.out.size()];
-    let operands = DequantizeOperands {
-        weight: host.upload(device, p.weight),
-        out: device.client().create_from_slice(&padded(&bytes)),
-    };
-    Nf4Dequantize::launch(device, p, config, &operands, None);
-    let out = read(device, &operands.out, bytes.len())?;
+    let bytes = p.weight.len() as usize * p.out.size();
+    let operands =
+        DequantizeOperands { weight: host.upload(device, p.weight), out: unwritten(device, bytes) };
+    launch_twice::<Nf4Dequantize>(device, p, config, &operands, &[&operands.out])?;
+    let out = read(device, &operands.out, bytes)?;
     let dtype = reference_dtype(p.out);
     let expected = dtype.decode(&dtype.encode(&host.values))?;
     let comparison = Comparison::exact(&dtype.decode(&out)?, &expected)?;
@@ -300,10 +298,7 @@ pub fn check(
         },
         norm: part(&host.norm).map(|weight| NormBuffers { weight, eps: EPS }),
     };
-    let scratch = Nf4Matmul::scratch(device, p, config);
-    launch_twice(device, &[&operands.out], || {
-        Nf4Matmul::launch(device, p, config, &operands, scratch.as_ref());
-    })?;
+    launch_twice::<Nf4Matmul>(device, p, config, &operands, &[&operands.out])?;
     verdict(device, p, &operands, &host, None)
 }
 
@@ -496,6 +491,11 @@ pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
         (4, weight(32, 256 * 11, 64, true, Order::Tiles)),
         (8, weight(64, 256 * 17, 128, true, Order::Tiles)),
         (16, weight(64, 256 * 21, 256, false, Order::Tiles)),
+        // Rows enough for the tiles of many: whole ones, ragged ones, parts.
+        (256, weight(128, 512, 64, true, Order::Tiles)),
+        (256, weight(128, 256, 64, true, Order::Tiles)),
+        (130, weight(16 * 13, 256, 128, false, Order::Tiles)),
+        (300, weight(16 * 3, 256 * 9, 64, true, Order::Tiles)),
     ] {
         problems.push(product(m, weight));
     }
@@ -512,6 +512,8 @@ pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
             (3, weight(48, 512, 64, true, Order::Tiles)),
             (2, weight(32, 256 * 18, 64, true, Order::Tiles)),
             (4, weight(33, 72, 64, true, Order::Rows)),
+            (129, weight(16 * 9, 512, 64, true, Order::Tiles)),
+            (129, weight(16 * 9, 256, 64, true, Order::Tiles)),
         ] {
             problems.push(Nf4MatmulProblem { epilogue, ..product(m, weight) });
         }
@@ -524,6 +526,8 @@ pub fn product_cases(dtype: DType) -> Vec<ProductCase> {
         (12, weight(32 * 9, 256 * 3, 64, false, Order::Tiles)),
         (8, weight(64, 256 * 18, 64, true, Order::Tiles)),
         (40, weight(32 * 13, 512, 128, true, Order::Tiles)),
+        (270, weight(32 * 7, 256 * 3, 64, true, Order::Tiles)),
+        (270, weight(32 * 7, 256, 64, true, Order::Tiles)),
         (3, weight(2, 1, 64, false, Order::Rows)),
         (2, weight(130, 136, 64, true, Order::Rows)),
     ] {
@@ -590,10 +594,13 @@ pub fn product_config_cases(dtype: DType) -> Vec<ProductCase> {
         product(8, weight(16 * 140, 1024, 64, false, Order::Tiles)),
         product(13, weight(64, 256 * 19, 64, true, Order::Tiles)),
         product(70, weight(144, 512, 64, true, Order::Tiles)),
+        product(200, weight(16 * 17, 768, 64, true, Order::Tiles)),
+        product(256, weight(16 * 8, 1024, 64, true, Order::Tiles)),
         product(5, weight(131, 200, 64, true, Order::Rows)),
         gated(1, weight(96, 4096, 64, true, Order::Tiles)),
         gated(11, weight(64, 2048, 64, false, Order::Tiles)),
         gated(70, weight(288, 512, 64, true, Order::Tiles)),
+        gated(200, weight(288, 512, 64, false, Order::Tiles)),
         gated(5, weight(130, 200, 64, true, Order::Rows)),
         // Tiles of 64 of k in rows: parts without a share of their own, blocks that are larger and smaller, planes past
         // the end of the weight and of either half, several tiles of x.
@@ -608,6 +615,7 @@ pub fn product_config_cases(dtype: DType) -> Vec<ProductCase> {
         Epilogue { bias: true, activation: Some(Activation::GeluTanh), gate: true, residual: true };
     for (m, weight) in [
         (9, weight(72, 1024, 64, true, Order::Rows)),
+        (160, weight(32 * 5, 256, 64, true, Order::Tiles)),
         (20, weight(48, 64 * 5, 128, false, Order::Rows)),
     ] {
         problems.push(Nf4MatmulProblem { epilogue: all, ..product(m, weight) });

@@ -4,9 +4,8 @@ use arch::{DType, Device};
 use cubecl::server::Handle;
 use kernels::norm::{Norm, NormConfig, NormKind, NormOperands, NormProblem};
 use reference::{Distribution, Special, fill, plant};
-use tune::Kernel;
 
-use crate::{CheckError, Verdict, fnv1a, padded, read, reference_dtype};
+use crate::{CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, unwritten};
 
 /// What x is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,9 +69,9 @@ pub fn check(device: &Device, case: &EdgeCase, config: &NormConfig) -> Result<Ve
         weight: upload(&host.weight),
         bias: host.bias.as_deref().map(upload),
         residual: host.residual.as_deref().map(upload),
-        out: client.create_from_slice(&padded(&vec![0xff; all * p.dtype.size()])),
+        out: unwritten(device, all * p.dtype.size()),
     };
-    Norm::launch(device, p, config, &operands, None);
+    launch_twice::<Norm>(device, p, config, &operands, &[&operands.out])?;
     verdict(device, p, &operands, &host)
 }
 

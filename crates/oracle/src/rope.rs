@@ -10,7 +10,8 @@ use tune::Kernel;
 
 use crate::norm::reference_rule;
 use crate::{
-    CheckError, Verdict, apart, fnv1a, kernel_error, padded, read, reference_dtype, together,
+    CheckError, Verdict, apart, fnv1a, guarded, intact, kernel_error, padded, read,
+    reference_dtype, together, unwritten,
 };
 
 /// One projection to verify.
@@ -105,12 +106,20 @@ pub fn check(device: &Device, case: &EdgeCase, config: &RopeConfig) -> Result<Ve
         pages: (p.pages_len() > 0).then(|| words(&case.pages)),
         table: (p.dim > 0).then(|| floats(&apart(&host.table, dims, p.table_stride as usize))),
         weights: host.weights.as_ref().map(|[q, k]| HeadWeights { q: upload(q), k: upload(k) }),
-        q: upload(&vec![0.0; queries]),
-        k: client.create_from_slice(&padded(&encode(p, &k_before))),
-        v: client.create_from_slice(&padded(&encode(p, &v_before))),
-        scales: scales_before.as_ref().map(|[k, v]| Scales { k: floats(k), v: floats(v) }),
+        q: unwritten(device, queries * p.dtype.size()),
+        k: guarded(device, &encode(p, &k_before)),
+        v: guarded(device, &encode(p, &v_before)),
+        scales: scales_before.as_ref().map(|scales| {
+            let [k, v] = scales
+                .each_ref()
+                .map(|values| guarded(device, &reference::DType::F32.encode(values)));
+            Scales { k, v }
+        }),
     };
     Rope::launch(device, p, config, &operands, None);
+    let scales = operands.scales.iter().flat_map(|scales| [&scales.k, &scales.v]);
+    let written = [&operands.q, &operands.k, &operands.v].into_iter().chain(scales);
+    written.into_iter().try_for_each(|buffer| intact(device, buffer))?;
     let between = |before: Vec<f32>, mut after: Vec<f32>, strides, width| {
         places(p, strides, width).into_iter().for_each(|at| after[at] = before[at]);
         match after == before {

@@ -1,11 +1,14 @@
 //! Samplers against their reference.
 
 use arch::{Backend, Device};
+use cubecl::bytes::Bytes;
 use kernels::sample::{Choice, RESULT, Sample, SampleConfig, SampleOperands, SampleProblem};
 use reference::{Distribution, fill};
 use tune::Kernel;
 
-use crate::{CheckError, Verdict, fnv1a, read};
+use crate::{
+    CheckError, Verdict, fnv1a, guarded, intact, kernel_error, read, scratch_of, twice, unwritten,
+};
 
 /// Rows to verify, each with a choice of its own.
 #[derive(Debug, Clone)]
@@ -24,8 +27,8 @@ struct Host {
     seen: Vec<Vec<u32>>,
 }
 
-/// Runs `case` on fresh host inputs and compares every token with the reference. The result is filled with NaN
-/// first.
+/// Runs `case` on fresh host inputs and compares every token with the reference, and what is seen afterwards with what
+/// was and the tokens. The result is filled with NaN first.
 ///
 /// # Errors
 /// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
@@ -54,27 +57,49 @@ pub fn check(
     let choices = (0..rows).map(|row| Choice { uniform: number(row), ..case.choice }).collect();
     let seen = |row: usize| (0..p.vocab).filter(|id| (id + row as u32) % 3 == 0).collect();
     let host = Host { logits, choices, seen: (0..rows).map(seen).collect() };
-    let client = device.client();
-    let words = |words: &[u32]| {
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        client.create_from_slice(&bytes)
-    };
     let mut bits = vec![0u32; rows * p.seen_words()];
     for (row, seen) in host.seen.iter().enumerate() {
         for id in seen {
             bits[row * p.seen_words() + *id as usize / 32] |= 1 << (id % 32);
         }
     }
-    let float = |values: &[f32]| words(&values.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
+    let client = device.client();
+    let floats: Vec<u32> = host.logits.iter().map(|v| v.to_bits()).collect();
     let operands = SampleOperands {
-        logits: float(&host.logits),
-        choices: words(&host.choices.iter().flat_map(|c| c.words()).collect::<Vec<_>>()),
-        seen: words(&bits),
-        out: float(&vec![f32::NAN; RESULT * rows]),
+        logits: client.create_from_slice(&bytes(&floats)),
+        choices: client.create_from_slice(&bytes(
+            &host.choices.iter().flat_map(|c| c.words()).collect::<Vec<_>>(),
+        )),
+        seen: guarded(device, &bytes(&bits)),
+        out: unwritten(device, 4 * RESULT * rows),
     };
-    let scratch = Sample::scratch(device, p, config);
-    Sample::launch(device, p, config, &operands, scratch.as_ref());
-    verdict(device, p, &operands, &host)
+    let scratch = scratch_of::<Sample>(device, p, config);
+    twice(device, std::slice::from_ref(&operands.out), || {
+        client.write(&operands.seen, Bytes::from_bytes_vec(bytes(&bits)));
+        Sample::launch(device, p, config, &operands, scratch.as_ref());
+    })?;
+    let written = [&operands.out, &operands.seen].into_iter().chain(&scratch);
+    written.into_iter().try_for_each(|buffer| intact(device, buffer))?;
+    let verdict = verdict(device, p, &operands, &host)?;
+    let out = words(&read(device, &operands.out, 4 * RESULT * rows)?);
+    for (row, result) in out.as_chunks::<RESULT>().0.iter().enumerate() {
+        let [token, _, broken] = result.map(f32::from_bits);
+        if broken == 0.0 && token < p.vocab as f32 {
+            bits[row * p.seen_words() + token as usize / 32] |= 1 << (token as usize % 32);
+        }
+    }
+    match words(&read(device, &operands.seen, 4 * bits.len())?) == bits {
+        true => Ok(verdict),
+        false => Err(kernel_error("what is seen is not what was and the tokens")),
+    }
+}
+
+fn bytes(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
 }
 
 /// Compares what a launch left in `operands` with the reference, reading the inputs back from the device. Seen
@@ -88,12 +113,9 @@ pub fn check_operands(
     operands: &SampleOperands,
 ) -> Result<Verdict, CheckError> {
     let (rows, vocab) = (p.rows as usize, p.vocab as usize);
-    let words = |bytes: Vec<u8>| -> Vec<u32> {
-        bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
-    };
     let float = f32::from_bits;
-    let logits = words(read(device, &operands.logits, 4 * rows * vocab)?);
-    let each = words(read(device, &operands.choices, 24 * rows)?);
+    let logits = words(&read(device, &operands.logits, 4 * rows * vocab)?);
+    let each = words(&read(device, &operands.choices, 24 * rows)?);
     let choice = |c: &[u32; 6]| Choice {
         temperature: float(c[0]),
         top_k: c[1],

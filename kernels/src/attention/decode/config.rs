@@ -41,6 +41,17 @@ const GEOMETRIES: [[u32; 3]; 12] = [
 /// Cubes a processor that a launch is cut for.
 const CUBES: [u32; 3] = [1, 2, 4];
 
+impl DecodeConfig {
+    /// The same without parts, where it has some.
+    pub fn uncut(self) -> Option<Self> {
+        match self {
+            Self::Split(c) if c.splits > 1 => Some(Self::Split(SplitConfig { splits: 1, ..c })),
+            Self::Lanes(c) if c.splits > 1 => Some(Self::Lanes(LanesConfig { splits: 1, ..c })),
+            _ => None,
+        }
+    }
+}
+
 impl Implementation {
     /// As [`Implementation::config`] for a step of decoding, whose flash kernels share out the cache: by tensor
     /// cores, or by the units of a plane where there are none.
