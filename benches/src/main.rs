@@ -61,7 +61,7 @@ impl Target {
                 emit(&Line::Card(card))?;
                 emit(&Line::Plan { cases: 1 })?;
                 let reason = format!("profile {name} describes a {of} device");
-                emit(&Line::Skip { case: "all cases".to_owned(), reason })?;
+                emit(&Line::Skip { case: record::ALL_CASES.to_owned(), reason })?;
                 return Ok(None);
             }
         }

@@ -63,7 +63,7 @@ pub(crate) fn run(
         emit(&Line::Card(card))?;
         emit(&Line::Plan { cases: 1 })?;
         let reason = format!("no case for this device matches `{filter}`");
-        emit(&Line::Skip { case: "all cases".to_owned(), reason })?;
+        emit(&Line::Skip { case: record::ALL_CASES.to_owned(), reason })?;
         return Ok(true);
     }
     let torch = match &peers.torch {

@@ -305,7 +305,7 @@ mod tests {
             skips: skips.iter().map(|(case, why)| ((*case).into(), (*why).into())).collect(),
             ..Column::default()
         };
-        let skipped = column(&[("all cases", "no case for this device matches `x`")]);
+        let skipped = column(&[(record::ALL_CASES, "no case for this device matches `x`")]);
         let error = verdict(std::slice::from_ref(&skipped), None).unwrap_err();
         assert!(error.to_string().contains("cpu: no case for this device"), "{error}");
         assert_eq!(crate::fail::report(&error), 2);

@@ -55,7 +55,13 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
 /// What a backend's checks of each kernel came to.
 fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
     let Some(card) = &column.card else { return Vec::new() };
-    let ops: BTreeSet<&str> = column.checks.iter().map(|check| check.op.as_str()).collect();
+    let checked = column.checks.iter().map(|check| check.op.as_str());
+    let skipped = column
+        .skips
+        .iter()
+        .filter(|(case, _)| case != record::ALL_CASES)
+        .filter_map(|(case, _)| op_of(case));
+    let ops: BTreeSet<&str> = checked.chain(skipped).collect();
     let row = |op: &str| {
         let Summed { checks, passed, worst } = Summed::of(column, op);
         let (worst_used, worst_case) = worst.unzip();
@@ -67,6 +73,7 @@ fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
             profile: card.profile.clone(),
             checks,
             passed,
+            skipped: Some(column.skips.iter().filter(|(case, _)| op_of(case) == Some(op)).count()),
             worst_used,
             worst_case,
             configs: args.configs,
@@ -79,6 +86,11 @@ fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
         }
     };
     ops.into_iter().map(row).collect()
+}
+
+/// The kernel of a case that is named by [`record::case_name`].
+fn op_of(case: &str) -> Option<&str> {
+    case.split(' ').next()
 }
 
 /// How checks are run.
@@ -327,7 +339,7 @@ mod tests {
     #[test]
     fn a_choice_that_leaves_nothing_to_check_is_the_callers_error() {
         let reason = "profile rtx4090 describes a cuda device";
-        let skips = vec![("all cases".to_owned(), reason.to_owned())];
+        let skips = vec![(record::ALL_CASES.to_owned(), reason.to_owned())];
         let skipped = Column { skips, ..column("cpu", &[]) };
         let error = verdict(std::slice::from_ref(&skipped)).unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");

@@ -191,6 +191,9 @@ pub struct Verified {
     pub profile: Option<String>,
     pub checks: usize,
     pub passed: usize,
+    /// Cases that no config of the device serves; older records do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<usize>,
     /// Error over tolerance of the check that used most of it, and its name.
     pub worst_used: Option<f64>,
     pub worst_case: Option<String>,
@@ -206,6 +209,9 @@ pub struct Verified {
     /// UTC, RFC 3339.
     pub date: String,
 }
+
+/// What is skipped where a device, or a filter, leaves nothing.
+pub const ALL_CASES: &str = "all cases";
 
 /// Sizes first as `m x n x k`, then the rest as `name=value`; `dtype` stands bare.
 pub fn case_name(op: &str, params: &BTreeMap<String, Value>) -> String {
