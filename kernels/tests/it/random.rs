@@ -1,16 +1,16 @@
-//! Kernels of weights in 4 and 8 bits on problems that nobody chose, on the CPU runtime: drawn from a fixed seed, so
-//! that every run has the same.
+//! Kernels on problems that nobody chose, on the CPU runtime: drawn from a fixed seed, so that every run has the same.
 
 use std::fmt::Debug;
 
 use arch::{Backend, DType, Device};
+use kernels::attention::{Attention, AttentionOptions, AttentionProblem};
 use kernels::int8::{Activations, Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
-use kernels::matmul::{Activation, Epilogue};
+use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use kernels::nf4::{CodeBook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order};
 use kernels::norm::NormKind;
 use kernels::{int8, nf4};
 use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
-use oracle::{CheckError, Verdict};
+use oracle::{CheckError, Verdict, attention, matmul};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
@@ -91,6 +91,60 @@ fn epilogue() -> impl Strategy<Value = Epilogue> {
 
 fn code() -> impl Strategy<Value = FourBit> {
     select(&FourBit::ALL[..])
+}
+
+#[test]
+fn products_are_those_of_the_reference() {
+    let layout = || select(vec![Layout::Row, Layout::Col]);
+    let sizes = (1..=3u32, rows(), size(150), size(300));
+    let problem = (sizes, layout(), layout(), dtype(), epilogue()).prop_map(
+        |((batch, m, n, k), lhs, rhs, dtype, epilogue)| {
+            let precision = match dtype {
+                DType::F16 => Precision::F16,
+                DType::Bf16 => Precision::Bf16,
+                _ => Precision::F32,
+            };
+            let dense = MatmulProblem::dense(batch, [m, n, k], [lhs, rhs], precision);
+            MatmulProblem { epilogue, ..dense.expect("valid") }
+        },
+    );
+    let drawn = (problem, 0..999u64).prop_map(|(problem, seed)| matmul::EdgeCase {
+        problem,
+        inputs: matmul::Inputs::Normal(seed),
+    });
+    each::<Matmul, _>(48, drawn, |case| case.problem, matmul::check);
+}
+
+#[test]
+fn attention_is_that_of_the_reference() {
+    let heads = (1..=3u32, 1..=3u32).prop_map(|(kv_heads, group)| [group * kv_heads, kv_heads]);
+    let head_dim = select(vec![32, 64, 80, 96, 128, 192, 256]);
+    let options = (
+        proptest::option::of(0.05..0.5f32),
+        proptest::option::of(1.0..30.0f32),
+        any::<bool>(),
+        proptest::option::of(1..=80u32),
+    )
+        .prop_map(|(scale, softcap, causal, window)| AttentionOptions {
+            scale,
+            softcap,
+            causal,
+            window,
+            implementation: None,
+        });
+    let problem = (1..=2u32, heads, (size(70), size(90)), head_dim, dtype(), options).prop_map(
+        |(batch, heads, (seq_q, seq_kv), head_dim, dtype, options)| {
+            let dense = AttentionProblem::dense(batch, heads, [seq_q, seq_kv], head_dim, dtype);
+            AttentionProblem { lse: true, ..options.on(dense.expect("valid")) }
+        },
+    );
+    let drawn = (problem, 0..999u64).prop_map(|(problem, seed)| attention::EdgeCase {
+        problem,
+        inputs: attention::Inputs::Normal,
+        seed,
+        lengths: None,
+    });
+    each::<Attention, _>(32, drawn, |case| case.problem, attention::check);
 }
 
 #[test]
