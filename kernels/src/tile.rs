@@ -203,6 +203,12 @@ pub(crate) struct CopyPlan {
 }
 
 impl CopyPlan {
+    /// A vector of `words` words of each unit of a plane, nowhere past the edge.
+    pub(crate) const fn words(words: usize) -> Self {
+        let shape = TileShape { swizzled: false, ..TileShape::new(1, words as u32, false, 4) };
+        Self { shape, width: words, units: 32, exact: true }
+    }
+
     const fn per_row(self) -> usize {
         self.shape.cols / self.width
     }

@@ -54,7 +54,7 @@ pub struct Footprint {
 pub struct Steps {
     /// Whether they are captured as graphs.
     pub captured: bool,
-    /// So many rows at most are multiplied with codes of 4 bits themselves, more with a dense copy.
+    /// So many rows at most are multiplied with codes of 4 bits themselves, more perhaps with a dense copy.
     pub coded_rows: u32,
     /// Processors of the device: a product of fewer blocks has as many more parts of k, with sums of their own. 0 where
     /// products are never cut.

@@ -29,7 +29,7 @@ mod weight;
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
 pub use product::{
     DenseConfig, FusedConfig, LanesConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
-    Nf4MatmulProblem, PlaneConfig, StreamConfig,
+    Nf4MatmulProblem, PlaneConfig, SharedConfig, StreamConfig,
 };
 pub use quantize::{
     CodeBook, Nf4Quantize, QuantizeConfig, QuantizeError, QuantizeOperands, QuantizeProblem, nest,

@@ -5,9 +5,11 @@ use serde::{Deserialize, Serialize};
 use tune::{Infeasible, Kernel};
 
 use super::Nf4MatmulProblem;
+use super::codes::part_steps;
 use super::fused::{FusedConfig, FusedPlan};
 use super::lanes::LanesConfig;
 use super::plane::{self, PlaneConfig, PlanePlan};
+use super::shared::{SharedConfig, SharedPlan};
 use super::stream::{StreamConfig, StreamPlan};
 use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::{IN_FLIGHT, MOST_NORMED_ROWS, Matmul, MatmulConfig, plane_inst};
@@ -21,6 +23,7 @@ use crate::rows::NormKind;
 pub enum Nf4MatmulConfig {
     Stream(StreamConfig),
     Fused(FusedConfig),
+    Shared(SharedConfig),
     Plane(PlaneConfig),
     Lanes(LanesConfig),
     Dense(DenseConfig),
@@ -39,6 +42,7 @@ impl Nf4MatmulConfig {
         match self {
             Self::Stream(c) => c.parts,
             Self::Fused(c) => c.parts,
+            Self::Shared(c) => c.parts,
             Self::Plane(c) => c.parts,
             Self::Lanes(_) | Self::Dense(_) => 1,
         }
@@ -59,13 +63,14 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     let few = if planes.is_empty() { FEW_BY_LANES } else { FEW_FOR_DENSE };
     all.extend(planes.into_iter().map(Nf4MatmulConfig::Plane));
     if p.m > few {
+        let shared = shared(arch, p).into_iter().map(Nf4MatmulConfig::Shared);
         let fused = fused(arch, p).into_iter().map(Nf4MatmulConfig::Fused);
         let dense = denses(arch, p).into_iter().map(Nf4MatmulConfig::Dense);
         // From a thousand rows on a dense weight costs less than decoding it for every tile of rows.
         if p.m >= 1024 {
-            all.extend(dense.chain(fused));
+            all.extend(dense.chain(shared).chain(fused));
         } else {
-            all.extend(fused.chain(dense));
+            all.extend(shared.chain(fused).chain(dense));
         }
     }
     all.retain(feasible);
@@ -76,7 +81,8 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     all
 }
 
-/// Rows up to which the plain path is worth a try, and the fused one has won where there is one (CUDA, 128 rows at most).
+/// Rows up to which the plain path is worth a try, and the fused one has won where there is one (CUDA, 128 rows at most):
+/// more go through shared memory, or have a dense weight.
 const FEW_BY_LANES: u32 = 8;
 const FEW_BY_TENSOR_CORES: u32 = 128;
 /// Rows from which matrices of planes are worth a try, up to which they are, and past which a dense weight is beside them.
@@ -129,6 +135,7 @@ pub(super) fn check(
     match config {
         Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
         Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
+        Nf4MatmulConfig::Shared(c) => check_shared(arch, p, c),
         Nf4MatmulConfig::Plane(c) => check_plane(arch, p, c),
         Nf4MatmulConfig::Lanes(c) => check_lanes(arch, p, c),
         Nf4MatmulConfig::Dense(c) => check_dense(arch, p, c),
@@ -196,6 +203,31 @@ fn fused(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<FusedConfig> {
     // The fewest blocks that keep every processor busy come first.
     found.sort_by_key(|c| (blocks(c) * c.parts < processors, c.parts));
     found.truncate(8);
+    found
+}
+
+/// Tiles of many rows, the least empty first; k in parts where few blocks leave processors idle.
+fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
+    let quads = p.weight.k / 256;
+    let processors = arch.processors.unwrap_or(1);
+    let mut found = Vec::new();
+    if p.m <= FEW_BY_TENSOR_CORES || quads == 0 {
+        return found;
+    }
+    for (planes_m, planes_n, stages) in [(4, 2, 3), (4, 2, 4), (4, 1, 4), (2, 2, 3)] {
+        let one = SharedConfig { planes_m, planes_n, stages, parts: 1 };
+        let blocks = p.m.div_ceil(one.tile_m()) * p.weight.n.div_ceil(one.tile_n());
+        // Even shares.
+        let parts = (processors / blocks).clamp(1, quads.min(8));
+        let parts = quads.div_ceil(quads.div_ceil(parts));
+        for parts in [parts, 1] {
+            let config = SharedConfig { parts, ..one };
+            if !found.contains(&config) {
+                found.push(config);
+            }
+        }
+    }
+    found.sort_by_key(|c| p.m.next_multiple_of(c.tile_m()));
     found
 }
 
@@ -306,13 +338,48 @@ fn check_fused(
             return Err(shape(name, value, &format!("one of {allowed:?}")));
         }
     }
-    if !(1..=64).contains(&c.parts) || (c.parts - 1) * c.part_steps(p.weight.k) >= p.weight.k / 64 {
-        return Err(shape("parts", c.parts, "each has at least 256 of k"));
-    }
+    parts_have_quads(p, c.parts)?;
     if c.registers() > 255 {
         return Err(shape("tile_m", c.tile_m, "sums would spill"));
     }
     limits(arch, c.units(), fused_plan(p, c).shared_bytes())
+}
+
+fn check_shared(
+    arch: &ArchProfile,
+    p: &Nf4MatmulProblem,
+    c: &SharedConfig,
+) -> Result<(), Infeasible> {
+    on_tensor_cores(arch, p)?;
+    unnormed(p)?;
+    if !arch.async_copy {
+        return Err(lacks("asynchronous copies"));
+    }
+    for (name, value, allowed) in [
+        // A plane's 32 units copy the absmax of two pieces at most.
+        ("planes_m", c.planes_m, &[2u32, 4][..]),
+        ("planes_n", c.planes_n, &[1, 2, 4]),
+        ("stages", c.stages, &[2, 3, 4, 5, 6]),
+    ] {
+        if !allowed.contains(&value) {
+            return Err(shape(name, value, &format!("one of {allowed:?}")));
+        }
+    }
+    // A unit has all registers that there are.
+    if c.planes() > 8 {
+        return Err(shape("planes_n", c.planes_n, "eight planes at most"));
+    }
+    parts_have_quads(p, c.parts)?;
+    limits(arch, 32 * c.planes(), shared_plan(p, c).shared_bytes())
+}
+
+/// Parts of whole quads, none of them empty.
+fn parts_have_quads(p: &Nf4MatmulProblem, parts: u32) -> Result<(), Infeasible> {
+    let steps = p.weight.k / 64;
+    if !(1..=64).contains(&parts) || (parts - 1) * part_steps(p.weight.k, parts) >= steps {
+        return Err(shape("parts", parts, "each has at least 256 of k"));
+    }
+    Ok(())
 }
 
 /// The weight lies in tiles, and there are instructions for it.
@@ -471,6 +538,17 @@ pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
     }
 }
 
+pub(super) fn shared_plan(p: &Nf4MatmulProblem, c: &SharedConfig) -> SharedPlan {
+    SharedPlan {
+        config: SharedConfig { parts: 1, ..*c },
+        weight: CodesPlan::of(&p.weight),
+        bf16: p.dtype == DType::Bf16,
+        exact: p.m % c.tile_m() == 0,
+        glu: p.glu,
+        partial: c.parts > 1,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -490,7 +568,7 @@ mod tests {
         for name in arch::recorded() {
             let arch = ArchProfile::recorded(name).expect("recorded");
             for dtype in [DType::F32, DType::F16, DType::Bf16] {
-                for m in [1, 8, 9, 16, 17, 4096] {
+                for m in [1, 8, 9, 16, 17, 300, 512, 4096] {
                     for p in [
                         problem(m, 4096, 4096, Order::Tiles, dtype),
                         problem(m, 37, 41, Order::Rows, dtype),
@@ -559,6 +637,7 @@ mod tests {
         // With two fragments of x, 16 planes would spill.
         assert_eq!(first(16, 4096, 11008), stream(11, 4));
         assert!(matches!(first(17, 4096, 4096), Nf4MatmulConfig::Fused(_)));
+        assert!(matches!(first(512, 14336, 4096), Nf4MatmulConfig::Shared(_)));
         assert!(matches!(first(4096, 4096, 4096), Nf4MatmulConfig::Dense(_)));
     }
 

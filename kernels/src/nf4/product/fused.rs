@@ -31,25 +31,23 @@
 //!
 //! At 512 rows the tensor pipe is busy for 47% of the time, no pipe for more than 53%. Of 5.2 cycles between
 //! two instructions of a plane 1.3 are a pipe that is busy with the plane's neighbour and 1.3 a fixed latency:
-//! two planes a scheduler are too few to hide both, and their registers allow no third.
-//!
-//! The 448 blocks of 512 rows are 3.4 for each of 132 processors, and take the time of 4. Tried: only the blocks past
-//! the third cut along k, the parts' sums added by a second launch, 185 us for 203 (a dense weight 191). It gains
-//! nothing where those blocks are more than half a wave, as for two matrices at once (348 us became 361), and was
-//! not worth its 200 lines.
+//! two planes a scheduler are too few to hide both, and their registers allow no third. Of 512 rows
+//! [`shared`](super::shared) is faster.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use super::codes::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
-use crate::matmul::{Columns, Finish, block_of, store_quad};
+use super::codes::{
+    AbsmaxFeed, HalfBook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
+    load_absmax, store_row,
+};
+use crate::matmul::{Finish, block_of};
 use crate::nf4::{Codes, CodesPlan};
 use crate::tile::{
     CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, global_address, lhs_lane,
-    load_fragments, load_shared, load_words, next_stage, pack_pair, shared_address, typed,
-    wait_copies,
+    load_fragments, load_words, next_stage, shared_address, typed, wait_copies,
 };
 
 /// Tile sizes of the fused path.
@@ -81,11 +79,6 @@ impl FusedConfig {
         32 * self.planes
     }
 
-    /// Steps of each part but the last: whole quads of 256.
-    pub(super) const fn part_steps(self, k: u32) -> u32 {
-        (k / 256).div_ceil(self.parts) * 4
-    }
-
     /// Registers of a unit, roughly: accumulators, fragments of both, codes, book and addresses.
     pub(super) const fn registers(self) -> u32 {
         self.tile_m + 96
@@ -99,7 +92,7 @@ pub(crate) struct FusedPlan {
     pub(super) config: FusedConfig,
     pub(super) weight: CodesPlan,
     pub(super) bf16: bool,
-    /// Every tile is full: no edge is checked.
+    /// Every tile of x is full: no edge is checked.
     pub(super) exact: bool,
     /// Of a plane's columns, the first 16 are one matrix's and the others those of the one it gates.
     pub(super) glu: bool,
@@ -114,16 +107,6 @@ impl FusedPlan {
             width: 8,
             units: self.config.units() as usize,
             exact: self.exact,
-        }
-    }
-
-    /// Bytes of a vector of `words` words that is copied without a check.
-    const fn whole(words: usize) -> CopyPlan {
-        CopyPlan {
-            shape: TileShape { swizzled: false, ..TileShape::new(1, words as u32, false, 4) },
-            width: words,
-            units: 32,
-            exact: true,
         }
     }
 
@@ -149,13 +132,6 @@ impl FusedPlan {
     }
 }
 
-/// The book's halves, cut in bytes: `low[i]` has those of values 4i to 4i + 3.
-#[derive(CubeType)]
-struct Bytes {
-    low: Array<u32>,
-    high: Array<u32>,
-}
-
 /// What a unit copies of every step.
 #[derive(CubeType)]
 struct Feed {
@@ -168,12 +144,7 @@ struct Feed {
     /// Addresses of its 16 bytes of both pieces of codes, at step 0.
     codes: u64,
     second: u64,
-    /// Address of its row's absmax, at step 0.
-    absmax: u64,
-    /// Its row of the weight, and quads of a row.
-    row: u32,
-    quads: u32,
-    scales: u64,
+    absmax: AbsmaxFeed,
 }
 
 #[cube]
@@ -216,7 +187,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
         to = next_stage(to, ring, end, plan.stage_bytes());
     }
     let nested = first_nested(weight, unit);
-    let book = bytes_of_book(&weight.book, plan.bf16);
+    let book = HalfBook::new(&weight.book, plan.bf16);
     fill_nested(weight, nested, nested_book, unit, comptime!(config.units()));
 
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
@@ -305,7 +276,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
         }
     }
 
-    let columns = Columns { first: 0usize.runtime(), count: dims.n };
+    let stored = comptime!(RowPlan { pairs: 4, glu: plan.glu, partial: plan.partial });
     #[unroll]
     for i in 0..comptime!(2 * frags) {
         let row = row + comptime!(8 * i as u32) + lane / 4;
@@ -315,70 +286,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
             for j in 0..4usize {
                 pairs[j] = acc.index(comptime!(i / 2 * 4 + j))[comptime!(i % 2)];
             }
-            if comptime!(plan.partial) {
-                store_partials(partials, &pairs, row, col, lane, dims, plan);
-            } else if comptime!(plan.glu) {
-                store_gated(out, finish, &pairs, row, col, lane, &columns);
-            } else {
-                let line = row as usize * dims.n as usize;
-                store_quad::<F, F, NC, NO>(
-                    out, finish, &mut pairs, line, col, lane, &columns, false,
-                );
-            }
-        }
-    }
-}
-
-/// Stores a unit's sums of one row as those of a part.
-#[cube]
-fn store_partials<NC: Size>(
-    partials: &mut [f32],
-    pairs: &Array<Vector<f32, NC>>,
-    row: u32,
-    col: u32,
-    lane: u32,
-    dims: &Dims,
-    #[comptime] plan: FusedPlan,
-) {
-    let line = (CUBE_POS_Y * dims.m + row) as usize * dims.n as usize;
-    let half = dims.n / 2;
-    #[unroll]
-    for j in 0..4usize {
-        let mine = if comptime!(plan.glu) {
-            col + comptime!(j as u32 % 2 * 8) + lane % 4 * 2
-        } else {
-            col + comptime!(8 * j as u32) + lane % 4 * 2
-        };
-        let end = if comptime!(plan.glu) { half } else { dims.n };
-        if mine < end {
-            let far = if comptime!(plan.glu && j >= 2) { half } else { 0u32.runtime() };
-            let at = line + (mine + far) as usize;
-            partials[at] = pairs[j].extract(0usize);
-            partials[at + 1] = pairs[j].extract(1usize);
-        }
-    }
-}
-
-/// Stores a unit's results of one row, of two matrices: the first two pairs gate the others.
-#[cube]
-fn store_gated<F: Float, NC: Size, NO: Size>(
-    out: &mut [Vector<F, NO>],
-    finish: &Finish<F, F, NO>,
-    pairs: &Array<Vector<f32, NC>>,
-    row: u32,
-    col: u32,
-    lane: u32,
-    columns: &Columns,
-) {
-    let half = columns.count / 2;
-    #[unroll]
-    for j in 0..2usize {
-        let mine = col + comptime!(8 * j as u32) + lane % 4 * 2;
-        if mine < half {
-            let at = (row as usize * half as usize + mine as usize) / 2;
-            let gate = finish.activate::<NC>(pairs[j], mine, columns);
-            let value = gate * finish.biased::<NC>(pairs[comptime!(j + 2)], half + mine, columns);
-            out[at] = Vector::cast_from(finish.join::<NC>(value, at));
+            store_row(out, partials, finish, &pairs, row, col, lane, dims, stored);
         }
     }
 }
@@ -396,7 +304,7 @@ fn feed_of<F: Float, NX: Size, NW: Size>(
     #[comptime] plan: FusedPlan,
 ) -> Feed {
     let copies = comptime!(plan.copies());
-    let (spans, quads) = (dims.k / STEP, dims.k / 256);
+    let spans = dims.k / STEP;
     let line = u64::cast_from(dims.k) * 2;
     let copy_lane = CopyLane::new(unit, copies);
     // Columns past the end repeat the last ones; they are never stored.
@@ -405,12 +313,6 @@ fn feed_of<F: Float, NX: Size, NW: Size>(
     let two = if comptime!(plan.glu) { one + tiles } else { min(col / 16 + 1, tiles - 1) };
     let bytes = u64::cast_from(spans) * 512;
     let codes = global_address(&weight.codes) + u64::cast_from(lane * 16);
-    // Unit 16·t + 2·r + h copies the absmax of row r + 8·h of piece t.
-    let piece = select(lane < 16, one, two);
-    let weight_row = piece * 16 + lane % 2 * 8 + lane / 2 % 8;
-    let each = comptime!(if plan.weight.nested { 1u32 } else { 4u32 });
-    let place = u64::cast_from(piece) * u64::cast_from(quads * comptime!(64 * each))
-        + u64::cast_from(lane % 16 * comptime!(4 * each));
     let corner = global_address(x) + u64::cast_from(row) * line;
     Feed {
         x: corner + copy_lane.start(line, copies),
@@ -419,10 +321,7 @@ fn feed_of<F: Float, NX: Size, NW: Size>(
         rows_left: dims.m - row,
         codes: codes + u64::cast_from(one) * bytes,
         second: codes + u64::cast_from(two) * bytes,
-        absmax: global_address(&weight.absmax) + place,
-        row: weight_row,
-        quads,
-        scales: global_address(&weight.scales),
+        absmax: AbsmaxFeed::new(weight, select(lane < 16, one, two), lane, dims.k, plan.weight),
     }
 }
 
@@ -444,24 +343,13 @@ fn copy(
         let x = feed.x + u64::cast_from(span * comptime!(STEP * 2));
         feed.lane.copy(x, feed.line, to, feed.rows_left, STEP, plan.copies());
         let codes = to + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16;
-        let four = comptime!(FusedPlan::whole(4));
+        let four = comptime!(CopyPlan::words(4));
         let far = u64::cast_from(span * 512);
         copy_vector(feed.codes + far, codes, 0u32, true, four);
         copy_vector(feed.second + far, codes, 512u32, true, four);
         let absmax = to + comptime!(plan.absmax_at()) + plane * 128 + lane * 4;
-        let one = comptime!(FusedPlan::whole(1));
-        let quad = span / 4;
-        if comptime!(plan.weight.nested) {
-            // The bytes of four steps.
-            copy_vector(feed.absmax + u64::cast_from(quad * 64), absmax, 0u32, true, one);
-            let scales = to + comptime!(plan.scales_at()) + plane * 256 + lane * 8;
-            let group = (feed.row * feed.quads + quad) / comptime!(plan.weight.block_size);
-            let from = feed.scales + u64::cast_from(group * 8);
-            copy_vector(from, scales, 0u32, true, comptime!(FusedPlan::whole(2)));
-        } else {
-            let far = u64::cast_from(quad * 256 + span % 4 * 4);
-            copy_vector(feed.absmax + far, absmax, 0u32, true, one);
-        }
+        let scales = to + comptime!(plan.scales_at()) + plane * 256 + lane * 8;
+        feed.absmax.copy(span, absmax, scales, comptime!([0, 0]), plan.weight);
     }
     commit_copies();
 }
@@ -490,21 +378,12 @@ fn load_scales(
     lane: u32,
     #[comptime] plan: FusedPlan,
 ) {
-    let size!(NP) = 2usize;
-    // Parts begin at multiples of four steps.
-    let shift = step % 4 * 8;
     #[unroll]
     for j in 0..4usize {
         let place = comptime!(j as u32 / 2 * 16 + j as u32 % 2) + lane / 4 * 2;
         let at = read + comptime!(plan.absmax_at()) + plane * 128 + place * 4;
-        let word = load_shared(at, 0u32);
-        let mut value = f32::cast_from(word);
-        if comptime!(plan.weight.nested) {
-            let byte = (u32::reinterpret(word) >> shift) & 255;
-            let at = read + comptime!(plan.scales_at()) + plane * 256 + place * 8;
-            value = unnest(nested_book, byte, load_shared(at, 0u32), load_shared(at, 4u32));
-        }
-        scales[j] = pack_pair(Vector::<f32, NP>::new(value), plan.bf16);
+        let far = read + comptime!(plan.scales_at()) + plane * 256 + place * 8;
+        scales[j] = load_absmax(at, far, nested_book, step, plan.weight.nested, plan.bf16);
     }
 }
 
@@ -524,35 +403,12 @@ fn load_left<F: Float>(
     load_fragments::<F>(at, into, far, plan.copies().shape, false);
 }
 
-/// The book cut into tables of bytes.
-#[cube]
-fn bytes_of_book(book: &[f32], #[comptime] bf16: bool) -> Bytes {
-    let size!(NP) = 2usize;
-    let mut low = Array::<u32>::new(4usize);
-    let mut high = Array::<u32>::new(4usize);
-    #[unroll]
-    for i in 0..4usize {
-        let mut words = Array::<u32>::new(2usize);
-        #[unroll]
-        for p in 0..2usize {
-            let mut pair = Vector::<f32, NP>::new(0.0f32);
-            pair.insert(0usize, book[comptime!(4 * i + 2 * p)]);
-            pair.insert(1usize, book[comptime!(4 * i + 2 * p + 1)]);
-            words[p] = pack_pair(pair, bf16);
-        }
-        low[i] = permute(words[0], words[1], 0x6420u32.runtime());
-        high[i] = permute(words[0], words[1], 0x7531u32.runtime());
-    }
-    Bytes { low, high }
-}
-
-/// Slice `slice` of eight of the right fragments of half step `half`: two bytes of a column's word, each a
-/// pair times its absmax.
+/// Slice `slice` of eight of the right fragments of half step `half`: two bytes of a column's word.
 #[cube]
 fn decode(
     codes: &Array<u32>,
     scales: &Array<u32>,
-    book: &Bytes,
+    book: &HalfBook,
     right: &mut Sequence<Array<u32>>,
     #[comptime] half: usize,
     #[comptime] slice: usize,
@@ -560,49 +416,8 @@ fn decode(
 ) {
     let (j, bytes) = comptime!((slice / 2, slice % 2));
     let word = codes[comptime!(2 * j + half)];
-    let shift = comptime!(16 * bytes as u32);
-    let which = (word & 0x7777_7777u32) >> shift;
-    // 0 or 9 for each code: byte 0 of the constant below, or the sign of its byte 1 all over.
-    let top = word & 0x8888_8888u32;
-    let upper = (top | (top >> 3)) >> shift;
-    let mask = permute(0x8000u32.runtime(), 0u32.runtime(), upper);
-    let low = choose(
-        mask,
-        permute(book.low[0], book.low[1], which),
-        permute(book.low[2], book.low[3], which),
-    );
-    let high = choose(
-        mask,
-        permute(book.high[0], book.high[1], which),
-        permute(book.high[2], book.high[3], which),
-    );
-    // The high half of a byte is the first of its pair.
-    let first = permute(low, high, 0x4051u32.runtime());
-    let second = permute(low, high, 0x6273u32.runtime());
+    let (first, second) = decode_pairs(word, scales[j], book, bytes, bf16);
     let pairs = right.index_mut(comptime!(4 * half + j));
-    pairs[comptime!(2 * bytes)] = times(first, scales[j], bf16);
-    pairs[comptime!(2 * bytes + 1)] = times(second, scales[j], bf16);
-}
-
-/// Bits of `yes` where `mask` is set, of `no` elsewhere.
-#[cube]
-fn choose(mask: u32, no: u32, yes: u32) -> u32 {
-    (mask & yes) | (!mask & no)
-}
-
-/// The products of two pairs of halves.
-#[cube]
-fn times(a: u32, b: u32, #[comptime] bf16: bool) -> u32 {
-    let kind = comptime!(if bf16 { "bf16x2" } else { "f16x2" });
-    let out: u32;
-    // Plus -0, which changes nothing: sm_89 has no product of bf16 alone.
-    gpu_asm!(
-        "fma.rn.{kind} {out}, {a}, {b}, {zero};",
-        out = out(_) out,
-        a = in(_) u32::cast_from(a),
-        b = in(_) u32::cast_from(b),
-        zero = in(_) 0x8000_8000u32.runtime(),
-        options(pure, nomem)
-    );
-    out
+    pairs[comptime!(2 * bytes)] = first;
+    pairs[comptime!(2 * bytes + 1)] = second;
 }

@@ -4,12 +4,13 @@
 //!
 //! y = residual + gate · activation(x · Gᵀ + bias) · (x · Uᵀ + bias)    y: `[m, n / 2]`
 //!
-//! One source, five ways through it, chosen by [`Nf4MatmulConfig`]:
+//! One source, six ways through it, chosen by [`Nf4MatmulConfig`]:
 //!
 //! | path     | decodes                          | multiplies with    | where                          |
 //! |----------|----------------------------------|--------------------|--------------------------------|
 //! | `Stream` | in registers, by pairs           | `mma.sync`         | CUDA, m to 16, weight in tiles |
 //! | `Fused`  | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
+//! | `Shared` | into shared memory, by eights    | `mma.sync`         | CUDA, weight in tiles, hundreds of rows |
 //! | `Plane`  | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
 //! | `Lanes`  | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | anywhere        |
 //! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes  |
@@ -32,6 +33,7 @@ mod fused;
 mod lanes;
 mod pairs;
 mod plane;
+mod shared;
 mod stream;
 
 use std::sync::Arc;
@@ -47,6 +49,7 @@ pub use config::{DenseConfig, Nf4MatmulConfig};
 pub use fused::FusedConfig;
 pub use lanes::LanesConfig;
 pub use plane::PlaneConfig;
+pub use shared::SharedConfig;
 pub use stream::StreamConfig;
 
 use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
@@ -60,6 +63,7 @@ use crate::rows::NormKind;
 use fused::FusedPlan;
 use lanes::LanesPlan;
 use plane::PlanePlan;
+use shared::SharedPlan;
 use stream::StreamPlan;
 
 /// The family of products with 4-bit weights.
@@ -71,7 +75,7 @@ impl Nf4Matmul {
         config::takes_norm(arch, p)
     }
 
-    /// Rows of x, of `dtype`, up to which codes are multiplied as they are; for more the weight is made dense.
+    /// Rows of x, of `dtype`, up to which codes are multiplied as they are; for more the weight may be made dense.
     pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
         config::coded_rows(arch, dtype)
     }
@@ -442,18 +446,12 @@ impl Plan {
                 }
             }
             Nf4MatmulConfig::Fused(c) => {
-                let blocks = p.m.div_ceil(c.tile_m) * p.weight.n.div_ceil(c.tile_n());
-                Self {
-                    path: Path::Fused(config::fused_plan(p, &c)),
-                    width: 4,
-                    code_width: 1,
-                    // Of two matrices a unit holds a pair, of one it gathers eight.
-                    out_width: if p.glu { 2 } else { 8 },
-                    cubes: CubeCount::Static(blocks, c.parts, 1),
-                    cube_dim: CubeDim::new_2d(32, c.planes),
-                    parts: c.parts,
-                    part_steps: c.part_steps(p.weight.k),
-                }
+                let path = Path::Fused(config::fused_plan(p, &c));
+                Self::tiled(p, path, [c.tile_m, c.tile_n()], c.planes, c.parts)
+            }
+            Nf4MatmulConfig::Shared(c) => {
+                let path = Path::Shared(config::shared_plan(p, &c));
+                Self::tiled(p, path, [c.tile_m(), c.tile_n()], c.planes(), c.parts)
             }
             Nf4MatmulConfig::Plane(c) => {
                 let blocks = p.m.div_ceil(c.tile_m) * p.weight.n.div_ceil(c.tile_n());
@@ -487,6 +485,22 @@ impl Plan {
                 }
             }
             Nf4MatmulConfig::Dense(_) => unreachable!("launched as two products of other families"),
+        }
+    }
+
+    /// A cube a tile of y, of planes whose sums are those of `mma.sync`.
+    fn tiled(p: &Nf4MatmulProblem, path: Path, tile: [u32; 2], planes: u32, parts: u32) -> Self {
+        let blocks = p.m.div_ceil(tile[0]) * p.weight.n.div_ceil(tile[1]);
+        Self {
+            path,
+            width: 4,
+            code_width: 1,
+            // Of two matrices a unit holds a pair, of one it gathers eight.
+            out_width: if p.glu { 2 } else { 8 },
+            cubes: CubeCount::Static(blocks, parts, 1),
+            cube_dim: CubeDim::new_2d(32, planes),
+            parts,
+            part_steps: codes::part_steps(p.weight.k, parts),
         }
     }
 }
@@ -526,6 +540,7 @@ pub(crate) struct Dims {
 enum Path {
     Stream(StreamPlan),
     Fused(FusedPlan),
+    Shared(SharedPlan),
     Plane(PlanePlan),
     Lanes(LanesPlan),
     Pairs(LanesPlan),
@@ -549,6 +564,9 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
         }
         Path::Fused(plan) => {
             fused::fused::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
+        }
+        Path::Shared(plan) => {
+            shared::shared::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
         Path::Plane(plan) => {
             plane::planes::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
