@@ -8,6 +8,7 @@
 
 pub mod attention;
 pub mod ceiling;
+mod coded;
 mod cooperative;
 pub mod embed;
 mod fits;

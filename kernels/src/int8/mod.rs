@@ -21,6 +21,7 @@
 
 mod activations;
 mod dequantize;
+mod plane;
 mod product;
 mod quantize;
 

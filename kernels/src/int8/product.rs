@@ -1,11 +1,12 @@
 //! y = residual + gate · activation(x · wᵀ + bias)    x: `[m, k]`   w: `[n, k]` in 8 bits   y: `[m, n]`
 //!
-//! One source, four ways through it, chosen by [`Int8MatmulConfig`]:
+//! One source, five ways through it, chosen by [`Int8MatmulConfig`]:
 //!
 //! | path    | decodes                           | multiplies with       | where                          |
 //! |---------|-----------------------------------|-----------------------|--------------------------------|
 //! | `Lanes` | in registers                      | multiply-add          | anywhere                       |
 //! | `Fused` | in registers, to halves           | `mma.sync`            | CUDA, x in halves              |
+//! | `Plane` | into shared memory           | plane-scope matrices  | Vulkan, up to 256 rows         |
 //! | `Dense` | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes |
 //! | `Bytes` | not at all                        | `mma.sync` of bytes   | CUDA, where x is rounded to bytes, too |
 //!
@@ -60,7 +61,8 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, DequantizeConfig, DequantizeProblem, Int8Dequantize};
-use super::{Weight, WeightBuffers, code_of, lifted, scaled};
+use super::{Weight, WeightBuffers, code_of, lifted, plane, scaled};
+use crate::coded::{self, PlaneConfig};
 use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::bytes::{self, BytesOperands, RoundedOperands};
 use crate::matmul::{
@@ -93,6 +95,7 @@ pub enum Int8MatmulConfig {
     Lanes(LanesConfig),
     Dense(DenseConfig),
     Fused(MmaConfig),
+    Plane(PlaneConfig),
     /// Sizes along k are of pairs of bytes.
     Bytes(MmaConfig),
 }
@@ -193,7 +196,12 @@ impl Int8MatmulProblem {
             Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) if c.parts > 1 => {
                 4 * u64::from(c.parts) * self.dense().extents()[2] as u64
             }
-            Int8MatmulConfig::Fused(_) | Int8MatmulConfig::Bytes(_) => 0,
+            Int8MatmulConfig::Plane(c) if c.parts > 1 => {
+                4 * u64::from(c.parts) * self.dense().extents()[2] as u64
+            }
+            Int8MatmulConfig::Fused(_)
+            | Int8MatmulConfig::Bytes(_)
+            | Int8MatmulConfig::Plane(_) => 0,
         }
     }
 
@@ -256,7 +264,9 @@ impl Kernel for Int8Matmul {
         let dense = denses(arch, p).into_iter().map(Int8MatmulConfig::Dense);
         let fused = fused_of(arch, p).into_iter().map(Int8MatmulConfig::Fused);
         let bytes = bytes_of(arch, p).into_iter().map(Int8MatmulConfig::Bytes);
-        let on_tensor_cores: Vec<_> = bytes.chain(fused).filter(feasible).collect();
+        let planes = coded::candidates(arch, &plane::coded(p));
+        let planes = planes.into_iter().map(Int8MatmulConfig::Plane);
+        let on_tensor_cores: Vec<_> = bytes.chain(fused).chain(planes).filter(feasible).collect();
         // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
         let all: Vec<_> = match p.m {
             0..=2 => lanes.chain(on_tensor_cores).collect(),
@@ -278,6 +288,7 @@ impl Kernel for Int8Matmul {
             Int8MatmulConfig::Lanes(c) => c,
             Int8MatmulConfig::Fused(c) => return check_fused(arch, p, c),
             Int8MatmulConfig::Bytes(c) => return check_bytes(arch, p, c),
+            Int8MatmulConfig::Plane(c) => return coded::check(arch, &plane::coded(p), c),
             Int8MatmulConfig::Dense(c) => {
                 Int8Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
                 if c.matmul.parts() > 1 {
@@ -373,6 +384,10 @@ impl Kernel for Int8Matmul {
                 all.extend(Matmul::programs(arch, &p.dense(), &c.matmul, properties, target));
                 return all;
             }
+            Int8MatmulConfig::Plane(c) => {
+                all.extend(plane::programs(arch, p, c, properties, target));
+                return all;
+            }
             Int8MatmulConfig::Fused(c) => {
                 let codes = p.codes(config);
                 all.extend(bytes::programs(arch, &p.coded(), *c, codes, properties, target));
@@ -436,6 +451,9 @@ impl Kernel for Int8Matmul {
                     norm: None,
                 };
                 return Matmul::launch(device, &p.dense(), &c.matmul, &operands, None);
+            }
+            Int8MatmulConfig::Plane(c) => {
+                return plane::launch(device, p, c, x, operands, scratch);
             }
             Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) => {
                 let bytes = matches!(config, Int8MatmulConfig::Bytes(_));
@@ -599,7 +617,7 @@ fn widths(p: &Int8MatmulProblem) -> [usize; 2] {
     }
 }
 
-fn address(p: &Int8MatmulProblem) -> AddressType {
+pub(super) fn address(p: &Int8MatmulProblem) -> AddressType {
     let [x, _, out] = p.dense().extents();
     let longest = x.max(out).max(p.weight.len() as usize);
     if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }

@@ -8,13 +8,13 @@ use super::Nf4MatmulProblem;
 use super::codes::part_steps;
 use super::fused::{FusedConfig, FusedPlan};
 use super::lanes::LanesConfig;
-use super::plane::{self, PlaneConfig, PlanePlan};
 use super::shared::{SharedConfig, SharedPlan};
 use super::stream::{StreamConfig, StreamPlan};
+use crate::coded::{self, CodedProblem, PlaneConfig};
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::{IN_FLIGHT, MOST_NORMED_ROWS, Matmul, MatmulConfig, plane_inst};
+use crate::matmul::{MOST_NORMED_ROWS, Matmul, MatmulConfig};
 use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
-use crate::nf4::{CodesPlan, Order};
+use crate::nf4::{CodesPlan, Order, Weight};
 use crate::rows::NormKind;
 
 /// One way to multiply with a 4-bit weight.
@@ -85,9 +85,7 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
 /// more go through shared memory, or have a dense weight.
 const FEW_BY_LANES: u32 = 8;
 const FEW_BY_TENSOR_CORES: u32 = 128;
-/// Rows from which matrices of planes are worth a try, up to which they are, and past which a dense weight is beside them.
-const FEW_FOR_PLANES: u32 = 3;
-const MOST_FOR_PLANES: u32 = 256;
+/// Rows past which a dense weight is worth a try beside matrices of planes.
 const FEW_FOR_DENSE: u32 = 64;
 
 pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
@@ -136,7 +134,7 @@ pub(super) fn check(
         Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
         Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
         Nf4MatmulConfig::Shared(c) => check_shared(arch, p, c),
-        Nf4MatmulConfig::Plane(c) => check_plane(arch, p, c),
+        Nf4MatmulConfig::Plane(c) => coded::check(arch, &coded(p)?, c),
         Nf4MatmulConfig::Lanes(c) => check_lanes(arch, p, c),
         Nf4MatmulConfig::Dense(c) => check_dense(arch, p, c),
     }
@@ -231,28 +229,12 @@ fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
     found
 }
 
-/// Tiles for the rows at hand; k in as many parts as give a card its fill of cubes once, and twice.
+/// Matrices of planes, where the weight lies as they take it.
 fn planes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<PlaneConfig> {
-    let tile_m = p.m.min(64).next_multiple_of(16);
-    let steps = u64::from(p.weight.k / plane::STEP);
-    let mut found = Vec::new();
-    if !(FEW_FOR_PLANES..=MOST_FOR_PLANES).contains(&p.m) {
-        return found;
+    match coded(p) {
+        Ok(coded) => coded::candidates(arch, &coded),
+        Err(_) => Vec::new(),
     }
-    for (planes, columns) in [(4, 16), (8, 16), (4, 32), (8, 32), (2, 32)] {
-        let one = PlaneConfig { tile_m, planes, columns, parts: 1 };
-        let blocks = u64::from(p.m.div_ceil(tile_m)) * u64::from(p.weight.n.div_ceil(one.tile_n()));
-        for wish in [IN_FLIGHT / blocks, 2 * IN_FLIGHT / blocks, 1] {
-            // Even shares of four steps at least.
-            let wish = wish.clamp(1, (steps / 4).max(1));
-            let parts = steps.div_ceil(steps.div_ceil(wish).max(1)).max(1) as u32;
-            let config = PlaneConfig { parts, ..one };
-            if !found.contains(&config) && check_plane(arch, p, &config).is_ok() {
-                found.push(config);
-            }
-        }
-    }
-    found
 }
 
 fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
@@ -408,42 +390,14 @@ fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     }
 }
 
-fn check_plane(
-    arch: &ArchProfile,
-    p: &Nf4MatmulProblem,
-    c: &PlaneConfig,
-) -> Result<(), Infeasible> {
+/// The product as that of a weight in codes, in rows.
+pub(super) fn coded(p: &Nf4MatmulProblem) -> Result<CodedProblem, Infeasible> {
     unnormed(p)?;
-    if arch.backend != Backend::Vulkan {
-        return Err(lacks("plane-scope matrices that are loaded from words"));
+    if p.weight.order != Order::Rows {
+        return Err(lacks("rows: the weight lies in tiles"));
     }
-    if arch.plane_size.0 != arch.plane_size.1 {
-        return Err(lacks("one fixed plane size"));
-    }
-    if p.weight.order != Order::Rows || p.weight.k % plane::STEP != 0 || arch.load_bytes < 16 {
-        return Err(shape("k", p.weight.k, "rows of whole tiles of 64, and loads of 16 bytes"));
-    }
-    if ![16, 32, 48, 64].contains(&c.tile_m) {
-        return Err(shape("tile_m", c.tile_m, "16, 32, 48 or 64"));
-    }
-    if !(1..=16).contains(&c.planes) {
-        return Err(shape("planes", c.planes, "1 to 16"));
-    }
-    // Of two matrices each has 16 columns at least.
-    let columns: &[u32] = if p.glu { &[32, 64] } else { &[16, 32, 64] };
-    if !columns.contains(&c.columns) {
-        return Err(shape("columns", c.columns, &format!("one of {columns:?}")));
-    }
-    let steps = p.weight.k / plane::STEP;
-    if !(1..=64).contains(&c.parts) || (c.parts - 1) * c.part_steps(p.weight.k) >= steps {
-        return Err(shape("parts", c.parts, "1 to 64, and every part has a step"));
-    }
-    let blocks = u64::from(p.m.div_ceil(c.tile_m)) * u64::from(p.weight.n.div_ceil(c.tile_n()));
-    if blocks > 65_535 {
-        return Err(shape("n", p.weight.n, "more cubes than a grid has in a line"));
-    }
-    let plan = plane_plan(arch, p, c)?;
-    limits(arch, plan.units(), c.shared_bytes())
+    let (Weight { n, k, .. }, precision) = (p.weight, p.dense().precision);
+    Ok(CodedProblem { m: p.m, n, k, precision, bits: 4, glu: p.glu })
 }
 
 fn check_lanes(
@@ -506,27 +460,6 @@ pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan 
 
 /// # Errors
 /// The device has no such matrices.
-pub(super) fn plane_plan(
-    arch: &ArchProfile,
-    p: &Nf4MatmulProblem,
-    c: &PlaneConfig,
-) -> Result<PlanePlan, Infeasible> {
-    let inst = plane_inst(arch, p.dense().precision)
-        .ok_or_else(|| lacks(format!("16 x 16 plane-scope {} matrices", p.dtype)))?;
-    if plane::STEP % inst.k != 0 {
-        return Err(lacks("matrices that divide steps of 64"));
-    }
-    Ok(PlanePlan {
-        config: PlaneConfig { parts: 1, ..*c },
-        plane: arch.plane_size.0,
-        inst_k: inst.k,
-        bf16: p.dtype == DType::Bf16,
-        exact: p.m % c.tile_m == 0,
-        glu: p.glu,
-        partial: c.parts > 1,
-    })
-}
-
 pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
     FusedPlan {
         config: FusedConfig { parts: 1, ..*c },

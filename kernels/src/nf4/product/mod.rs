@@ -48,12 +48,14 @@ use tune::{Cost, Infeasible, Kernel, Output};
 pub use config::{DenseConfig, Nf4MatmulConfig};
 pub use fused::FusedConfig;
 pub use lanes::LanesConfig;
-pub use plane::PlaneConfig;
 pub use shared::SharedConfig;
 pub use stream::StreamConfig;
 
+pub use crate::coded::PlaneConfig;
+
 use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
 use super::{Codes, CodesCompilationArg, CodesLaunch, Order, Weight, WeightBuffers};
+use crate::coded::{self, PlanePlan};
 use crate::matmul::{
     Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, Gain,
     GainCompilationArg, GainLaunch, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem,
@@ -62,7 +64,6 @@ use crate::matmul::{
 use crate::rows::NormKind;
 use fused::FusedPlan;
 use lanes::LanesPlan;
-use plane::PlanePlan;
 use shared::SharedPlan;
 use stream::StreamPlan;
 
@@ -454,15 +455,16 @@ impl Plan {
                 Self::tiled(p, path, [c.tile_m(), c.tile_n()], c.planes(), c.parts)
             }
             Nf4MatmulConfig::Plane(c) => {
-                let blocks = p.m.div_ceil(c.tile_m) * p.weight.n.div_ceil(c.tile_n());
-                let plan = config::plane_plan(arch, p, &c).expect("it was checked");
+                let coded = config::coded(p).expect("it was checked");
+                let plan = coded::plan(arch, &coded, &c).expect("it was checked");
+                let (cubes, cube_dim) = coded.grid(&plan, &c);
                 Self {
                     path: Path::Plane(plan),
                     width: 4,
                     code_width: 4,
                     out_width: 1,
-                    cubes: CubeCount::Static(blocks, c.parts, 1),
-                    cube_dim: CubeDim::new_2d(plan.plane, c.planes),
+                    cubes,
+                    cube_dim,
                     parts: c.parts,
                     part_steps: c.part_steps(p.weight.k),
                 }
@@ -569,7 +571,9 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
             shared::shared::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
         Path::Plane(plan) => {
-            plane::planes::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
+            let sizes =
+                coded::Dims { m: dims.m, n: dims.n, k: dims.k, part_steps: dims.part_steps };
+            coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &sizes, plan)
         }
         Path::Lanes(plan) => {
             lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan)

@@ -1,0 +1,536 @@
+//! y = x · wᵀ for some rows of x and a weight in codes, through Vulkan: codes decoded into a tile in shared memory, which
+//! matrices of a plane are loaded from ([`cooperative`](crate::cooperative)).
+//!
+//! | loop                                              | level                                        |
+//! |---------------------------------------------------|----------------------------------------------|
+//! | `(tile_m, columns·planes)` blocks of y, parts of k | cubes                                        |
+//! | 64 of k                                           | a tile of x and one of the weight, in shared memory |
+//! | `columns` of y                                    | planes, accumulators in registers            |
+//! | `kk` in steps of the instruction                  | matrices of 16 x 16                          |
+//!
+//! A unit decodes 16 bytes of a row at a time. What the next tile is made of is read while a tile is multiplied.
+//!
+//! Of two matrices, one of which gates the other, a plane has as many columns of each, so that what gates a column lies in
+//! the same plane.
+//!
+//! Cost: the weight's codes once for every `tile_m` rows of x, what decoding takes, and products.
+//!
+//! What a code stands for is its weight's: [`Coded`], with ladders in `nf4/product/plane.rs` and `int8/plane.rs`.
+
+use arch::{ArchProfile, Backend};
+use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
+use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
+
+use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
+use crate::fits::{lacks, limits, shape};
+use crate::matmul::{Columns, Finish, IN_FLIGHT, Precision, plane_inst};
+use crate::round::rounded;
+
+/// A weight in codes, `[n, k]`, row after row.
+#[cube]
+pub(crate) trait Coded: CubeType {
+    /// Fills what codes are looked up in, 16 numbers, by the first units of a cube.
+    fn fill(this: &Self, book: &mut [f32], unit: u32);
+
+    /// Reads 16 bytes of codes, the vector `vector` of row `row`, into words `4·i` and on, and what they share into
+    /// `shared[i]`.
+    fn read(
+        this: &Self,
+        words: &mut Array<u32>,
+        shared: &mut Array<f32>,
+        row: u32,
+        vector: u32,
+        k: u32,
+        #[comptime] i: usize,
+    );
+
+    /// Puts what a vector's codes stand for into words `to` and on of a tile, rounded to bf16 by hand or to F.
+    fn decode<F: Float>(
+        into: &mut [Word],
+        to: u32,
+        words: &Array<u32>,
+        shared: &Array<f32>,
+        book: &[f32],
+        #[comptime] i: usize,
+        #[comptime] bf16: bool,
+    );
+
+    /// What a sum of products is worth in row `row` of the weight.
+    fn worth(this: &Self, sum: f32, row: u32, k: u32) -> f32;
+}
+
+/// Tile sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PlaneConfig {
+    /// Rows of x that a cube takes.
+    pub tile_m: u32,
+    /// Planes of a cube.
+    pub planes: u32,
+    /// Rows of the weight that each plane has.
+    pub columns: u32,
+    /// Parts that k is cut into, each the work of other cubes.
+    pub parts: u32,
+}
+
+/// k of a tile.
+pub(crate) const STEP: u32 = 64;
+/// Words of a 16 x 16 result.
+const RESULT: u32 = 16 * 16 / 4;
+
+impl PlaneConfig {
+    /// Rows of the weight that a cube has.
+    pub(crate) const fn tile_n(self) -> u32 {
+        self.planes * self.columns
+    }
+
+    /// Steps of each part but the last.
+    pub(crate) const fn part_steps(self, k: u32) -> u32 {
+        (k / STEP).div_ceil(self.parts)
+    }
+
+    const fn tiles(self, units: u32, exact: bool) -> [Tile; 2] {
+        [
+            Tile { lines: self.tile_m, line: STEP, units, exact },
+            Tile { lines: self.tile_n(), line: STEP, units, exact: true },
+        ]
+    }
+
+    pub(crate) const fn shared_bytes(self) -> u32 {
+        let [x, weight] = self.tiles(1, true);
+        x.bytes() + weight.bytes() + 16 * 4
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PlanePlan {
+    /// Bits of a code.
+    pub(crate) bits: u32,
+    /// With one part, so that instances differ by `partial` alone.
+    pub(crate) config: PlaneConfig,
+    /// Units of a plane.
+    pub(crate) plane: u32,
+    /// Depth of the instruction, 16 x 16 in rows and columns.
+    pub(crate) inst_k: u32,
+    /// Weights and results are rounded to bf16 by hand: a conversion through Vulkan cuts them off.
+    pub(crate) bf16: bool,
+    /// Every tile of x is full.
+    pub(crate) exact: bool,
+    /// Of a plane's columns the first half is one matrix's, and the other of the one it gates.
+    pub(crate) glu: bool,
+    /// Sums go to the workspace.
+    pub(crate) partial: bool,
+}
+
+impl PlanePlan {
+    pub(crate) const fn units(self) -> u32 {
+        self.config.planes * self.plane
+    }
+
+    /// Vectors of codes of a line of a tile.
+    const fn per_line(self) -> u32 {
+        STEP * self.bits / 128
+    }
+
+    /// Vectors of codes of a tile.
+    const fn vectors(self) -> u32 {
+        self.config.tile_n() * self.per_line()
+    }
+
+    /// Those that a unit takes.
+    const fn copies(self) -> usize {
+        self.vectors().div_ceil(self.units()) as usize
+    }
+
+    /// Columns of y that a plane has.
+    const fn wide(self) -> u32 {
+        if self.glu { self.config.columns / 2 } else { self.config.columns }
+    }
+}
+
+/// Sizes of one launch.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Dims {
+    pub(crate) m: u32,
+    pub(crate) n: u32,
+    pub(crate) k: u32,
+    /// Steps of each part of k but the last.
+    pub(crate) part_steps: u32,
+}
+
+#[cube]
+pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &W,
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: &Finish<F, F, NO>,
+    dims: &Dims,
+    #[comptime] plan: PlanePlan,
+) {
+    let PlaneConfig { tile_m, planes, columns, .. } = comptime!(plan.config);
+    let (frags_m, frags_n) = comptime!((tile_m as usize / 16, columns as usize / 16));
+    let depth = comptime!(plan.inst_k as usize);
+    let tiles = comptime!(plan.config.tiles(plan.units(), plan.exact));
+    let (tile_x, tile_w) = comptime!((tiles[0], tiles[1]));
+    let mut shared_x =
+        Shared::<[Word]>::new_aligned_slice(comptime!(tile_x.words() as usize), 128usize);
+    // Results pass through it afterwards, which are smaller.
+    let mut shared_w =
+        Shared::<[Word]>::new_aligned_slice(comptime!(tile_w.words() as usize), 128usize);
+    let mut book = Shared::<[f32]>::new_slice(16usize);
+
+    let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
+    let unit = plane * plan.plane + lane;
+    W::fill(weight, &mut book, unit);
+    // Neighbouring cubes have the same columns of y, and read the same codes.
+    let rows = dims.m.div_ceil(tile_m);
+    let (block_m, block_n) = (CUBE_POS_X % rows, CUBE_POS_X / rows);
+    let (row0, first_col) = (block_m * tile_m, block_n * comptime!(planes * plan.wide()));
+
+    let mut acc = Sequence::<Matrix<f32>>::new(); // [tile_m / 16, columns / 16]
+    #[unroll]
+    for _ in 0..comptime!(frags_m * frags_n) {
+        acc.push(zeros(depth));
+    }
+
+    let first = CUBE_POS_Y * dims.part_steps;
+    let end = min(dims.k / STEP, first + dims.part_steps);
+    let mut at = Corner {
+        start: 0usize.runtime(),
+        stride: dims.k as usize,
+        line: row0,
+        lines: dims.m,
+        element: first * STEP,
+        elements: dims.k,
+    };
+    let mut next_x = Array::<Word>::new(comptime!(tile_x.copies()));
+    let mut codes = Array::<u32>::new(comptime!(4 * plan.copies()));
+    let mut scales = Array::<f32>::new(comptime!(plan.copies()));
+    read::<F, NX>(x, &mut next_x, &at, unit, tile_x);
+    read_codes::<W>(weight, &mut codes, &mut scales, first, first_col, unit, dims, plan);
+
+    let mut step = first;
+    while step < end {
+        sync_cube();
+        put(&mut shared_x, &next_x, unit, tile_x);
+        decode::<W, F>(&mut shared_w, &codes, &scales, &book, unit, tile_w, plan);
+        sync_cube();
+        step += 1;
+        // After the last tile nobody takes it.
+        let ahead = min(step, end - 1);
+        at.element = ahead * STEP;
+        read::<F, NX>(x, &mut next_x, &at, unit, tile_x);
+        read_codes::<W>(weight, &mut codes, &mut scales, ahead, first_col, unit, dims, plan);
+        #[unroll]
+        for turn in 0..comptime!(STEP / plan.inst_k) {
+            let kk = comptime!(turn * plan.inst_k).runtime();
+            let mut a = Sequence::<Matrix<F>>::new();
+            #[unroll]
+            for i in 0..frags_m {
+                let row = comptime!(16 * i as u32).runtime();
+                a.push(cooperative::load::<F>(
+                    &shared_x,
+                    row,
+                    kk,
+                    MatrixIdent::A,
+                    MatrixLayout::RowMajor,
+                    depth,
+                    tile_x,
+                ));
+            }
+            #[unroll]
+            for j in 0..frags_n {
+                let col = plane * columns + comptime!(16 * j as u32);
+                let b = cooperative::load::<F>(
+                    &shared_w,
+                    col,
+                    kk,
+                    MatrixIdent::B,
+                    MatrixLayout::ColMajor,
+                    depth,
+                    tile_w,
+                );
+                #[unroll]
+                for i in 0..frags_m {
+                    let c = acc.index(comptime!(i * frags_n + j));
+                    cmma::execute(a.index(i), &b, c, c);
+                }
+            }
+        }
+    }
+
+    // Every plane has multiplied its last tile.
+    sync_cube();
+    let own = plane * comptime!(RESULT * frags_n as u32);
+    let col0 = first_col + plane * comptime!(plan.wide());
+    #[unroll]
+    for i in 0..frags_m {
+        #[unroll]
+        for j in 0..frags_n {
+            let from = own + comptime!(RESULT * j as u32);
+            cmma::store(
+                &mut shared_w[from as usize..(from + RESULT) as usize],
+                acc.index(comptime!(i * frags_n + j)),
+                16,
+                MatrixLayout::RowMajor,
+            );
+        }
+        sync_plane();
+        let row0 = row0 + comptime!(16 * i as u32);
+        #[unroll]
+        for j in 0..comptime!(plan.wide() as usize / 16) {
+            let col0 = col0 + comptime!(16 * j as u32);
+            let from = own + comptime!(RESULT * j as u32);
+            let mut word = lane;
+            while word < RESULT {
+                let (row, col) = (row0 + word / 4, col0 + word % 4 * 4);
+                if row < dims.m {
+                    let sums = shared_w[(from + word) as usize];
+                    let far = from + word + comptime!(RESULT * plan.wide() / 16);
+                    #[unroll]
+                    for e in 0..4usize {
+                        let sum = f32::reinterpret(sums.extract(e));
+                        let col = col + comptime!(e as u32);
+                        if comptime!(plan.glu) {
+                            let other = f32::reinterpret(shared_w[far as usize].extract(e));
+                            let half = dims.n / 2;
+                            let sums = (
+                                W::worth(weight, sum, min(col, half - 1), dims.k),
+                                W::worth(weight, other, min(half + col, dims.n - 1), dims.k),
+                            );
+                            store_both(out, partials, finish, sums, row, col, dims, plan);
+                        } else {
+                            let sum = W::worth(weight, sum, min(col, dims.n - 1), dims.k);
+                            store_one(out, partials, finish, sum, row, col, dims, plan);
+                        }
+                    }
+                }
+                word += plan.plane;
+            }
+        }
+        sync_plane();
+    }
+}
+
+/// Row of the weight that line `line` of a cube's tile is; past the end the last.
+#[cube]
+fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: PlanePlan) -> u32 {
+    if comptime!(plan.glu) {
+        let (columns, wide) = comptime!((plan.config.columns, plan.wide()));
+        let (plane, within) = (line / columns, line % columns);
+        let half = dims.n / 2;
+        min(first_col + plane * wide + within % wide, half - 1) + within / wide * half
+    } else {
+        min(first_col + line, dims.n - 1)
+    }
+}
+
+/// Reads a unit's codes of step `step`.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one weight, one place")]
+fn read_codes<W: Coded>(
+    weight: &W,
+    codes: &mut Array<u32>,
+    scales: &mut Array<f32>,
+    step: u32,
+    first_col: u32,
+    unit: u32,
+    dims: &Dims,
+    #[comptime] plan: PlanePlan,
+) {
+    let per_line = comptime!(plan.per_line());
+    #[unroll]
+    for i in 0..comptime!(plan.copies()) {
+        // Units without a vector repeat the last, and put it nowhere.
+        let vector = min(unit + comptime!(i as u32 * plan.units()), comptime!(plan.vectors() - 1));
+        let row = row_of(vector / per_line, first_col, dims, plan);
+        W::read(weight, codes, scales, row, step * per_line + vector % per_line, dims.k, i);
+    }
+}
+
+/// Puts what a unit's codes stand for into the tile.
+#[cube]
+fn decode<W: Coded, F: Float>(
+    shared: &mut [Word],
+    codes: &Array<u32>,
+    scales: &Array<f32>,
+    book: &[f32],
+    unit: u32,
+    #[comptime] tile: Tile,
+    #[comptime] plan: PlanePlan,
+) {
+    let per_line = comptime!(plan.per_line());
+    #[unroll]
+    for i in 0..comptime!(plan.copies()) {
+        let vector = unit + comptime!(i as u32 * plan.units());
+        if comptime!(plan.vectors() % plan.units() == 0) || vector < comptime!(plan.vectors()) {
+            // Halves of 16 bits.
+            let words = comptime!(16 / plan.bits);
+            let to = vector / per_line * comptime!(tile.pitch()) + vector % per_line * words;
+            W::decode::<F>(shared, to, codes, scales, book, i, plan.bf16);
+        }
+    }
+}
+
+/// Stores one sum, or the result that it makes.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a sum and its place")]
+fn store_one<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: &Finish<F, F, NO>,
+    sum: f32,
+    row: u32,
+    col: u32,
+    dims: &Dims,
+    #[comptime] plan: PlanePlan,
+) {
+    if col < dims.n {
+        let to = row as usize * dims.n as usize + col as usize;
+        if comptime!(plan.partial) {
+            partials[(CUBE_POS_Y * dims.m) as usize * dims.n as usize + to] = sum;
+        } else {
+            let columns = Columns { first: 0usize.runtime(), count: dims.n };
+            let value = finish.one(sum, to, col, &columns);
+            out[to] = Vector::new(rounded::<F>(value, plan.bf16));
+        }
+    }
+}
+
+/// Stores two sums, the first of which gates the second, or the result that they make.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "two sums and their place")]
+fn store_both<F: Float, NO: Size>(
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: &Finish<F, F, NO>,
+    sums: (f32, f32),
+    row: u32,
+    col: u32,
+    dims: &Dims,
+    #[comptime] plan: PlanePlan,
+) {
+    let half = dims.n / 2;
+    if col < half {
+        if comptime!(plan.partial) {
+            let line = (CUBE_POS_Y * dims.m + row) as usize * dims.n as usize;
+            partials[line + col as usize] = sums.0;
+            partials[line + (half + col) as usize] = sums.1;
+        } else {
+            let to = row as usize * half as usize + col as usize;
+            let columns = Columns { first: 0usize.runtime(), count: dims.n };
+            let value = finish.one_of_two(sums, to, (col, half + col), &columns);
+            out[to] = Vector::new(rounded::<F>(value, plan.bf16));
+        }
+    }
+}
+
+/// Tiles for the rows at hand that [`check`] passes; k in as many parts as give a card its fill of cubes once, and twice.
+pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfig> {
+    let tile_m = p.m.min(64).next_multiple_of(16);
+    let steps = u64::from(p.k / STEP);
+    let mut found = Vec::new();
+    if !(FEWEST..=MOST).contains(&p.m) {
+        return found;
+    }
+    for (planes, columns) in [(4, 16), (8, 16), (4, 32), (8, 32), (2, 32)] {
+        let one = PlaneConfig { tile_m, planes, columns, parts: 1 };
+        for wish in [IN_FLIGHT / p.blocks(&one), 2 * IN_FLIGHT / p.blocks(&one), 1] {
+            // Even shares of four steps at least.
+            let wish = wish.clamp(1, (steps / 4).max(1));
+            let parts = steps.div_ceil(steps.div_ceil(wish).max(1)).max(1) as u32;
+            let config = PlaneConfig { parts, ..one };
+            if !found.contains(&config) && check(arch, p, &config).is_ok() {
+                found.push(config);
+            }
+        }
+    }
+    found
+}
+
+/// Rows from which matrices of planes are worth a try, and up to which they are.
+const FEWEST: u32 = 3;
+const MOST: u32 = 256;
+
+/// What of a product decides what this path makes of it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CodedProblem {
+    pub(crate) m: u32,
+    pub(crate) n: u32,
+    pub(crate) k: u32,
+    pub(crate) precision: Precision,
+    /// Bits of a code.
+    pub(crate) bits: u32,
+    pub(crate) glu: bool,
+}
+
+impl CodedProblem {
+    fn blocks(&self, c: &PlaneConfig) -> u64 {
+        u64::from(self.m.div_ceil(c.tile_m)) * u64::from(self.n.div_ceil(c.tile_n()))
+    }
+
+    /// Cubes and units of a launch.
+    pub(crate) fn grid(&self, plan: &PlanePlan, c: &PlaneConfig) -> (CubeCount, CubeDim) {
+        let cubes = CubeCount::Static(self.blocks(c) as u32, c.parts, 1);
+        (cubes, CubeDim::new_2d(plan.plane, c.planes))
+    }
+}
+
+pub(crate) fn check(
+    arch: &ArchProfile,
+    p: &CodedProblem,
+    c: &PlaneConfig,
+) -> Result<(), Infeasible> {
+    if arch.backend != Backend::Vulkan {
+        return Err(lacks("plane-scope matrices that are loaded from words"));
+    }
+    if arch.plane_size.0 != arch.plane_size.1 {
+        return Err(lacks("one fixed plane size"));
+    }
+    if p.k % STEP != 0 || arch.load_bytes < 16 {
+        return Err(shape("k", p.k, "rows of whole tiles of 64, and loads of 16 bytes"));
+    }
+    if ![16, 32, 48, 64].contains(&c.tile_m) {
+        return Err(shape("tile_m", c.tile_m, "16, 32, 48 or 64"));
+    }
+    if !(1..=16).contains(&c.planes) {
+        return Err(shape("planes", c.planes, "1 to 16"));
+    }
+    // Of two matrices each has 16 columns at least.
+    let columns: &[u32] = if p.glu { &[32, 64] } else { &[16, 32, 64] };
+    if !columns.contains(&c.columns) {
+        return Err(shape("columns", c.columns, &format!("one of {columns:?}")));
+    }
+    if !(1..=64).contains(&c.parts) || (c.parts - 1) * c.part_steps(p.k) >= p.k / STEP {
+        return Err(shape("parts", c.parts, "1 to 64, and every part has a step"));
+    }
+    if p.blocks(c) > 65_535 {
+        return Err(shape("n", p.n, "more cubes than a grid has in a line"));
+    }
+    limits(arch, plan(arch, p, c)?.units(), c.shared_bytes())
+}
+
+pub(crate) fn plan(
+    arch: &ArchProfile,
+    p: &CodedProblem,
+    c: &PlaneConfig,
+) -> Result<PlanePlan, Infeasible> {
+    let inst = plane_inst(arch, p.precision)
+        .ok_or_else(|| lacks(format!("16 x 16 plane-scope {} matrices", p.precision.name())))?;
+    if STEP % inst.k != 0 {
+        return Err(lacks("matrices that divide steps of 64"));
+    }
+    Ok(PlanePlan {
+        bits: p.bits,
+        config: PlaneConfig { parts: 1, ..*c },
+        plane: arch.plane_size.0,
+        inst_k: inst.k,
+        bf16: p.precision == Precision::Bf16,
+        exact: p.m % c.tile_m == 0,
+        glu: p.glu,
+        partial: c.parts > 1,
+    })
+}

@@ -1,0 +1,202 @@
+//! What [`coded`](crate::coded) makes of codes in 8 bits: halves that hold them exactly. Their row's absmax waits for the
+//! sum.
+//!
+//! Cost: 3 instructions a code in bf16, which is the upper half of the code in f32.
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::product::{Int8MatmulOperands, Int8MatmulProblem, address};
+use super::{code_of, scaled};
+use crate::coded::{self, Coded, CodedProblem, Dims, PlaneConfig, PlanePlan};
+use crate::cooperative::Word;
+use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, elem, parts};
+
+/// The product as that of a weight in codes.
+pub(super) fn coded(p: &Int8MatmulProblem) -> CodedProblem {
+    let (weight, precision) = (p.weight, p.dense().precision);
+    CodedProblem { m: p.m, n: weight.n, k: weight.k, precision, bits: 8, glu: false }
+}
+
+fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &PlaneConfig) -> PlanePlan {
+    coded::plan(arch, &coded(p), c).expect("it was checked")
+}
+
+pub(super) fn programs(
+    arch: &ArchProfile,
+    p: &Int8MatmulProblem,
+    c: &PlaneConfig,
+    properties: &Arc<DeviceProperties>,
+    target: &Arc<TargetProperties>,
+) -> Vec<Box<dyn CubeKernel>> {
+    let plan = plan(arch, p, c);
+    let (_, dim) = coded(p).grid(&plan, c);
+    let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, address(p));
+    let buffer = || BufferCompilationArg { inplace: None };
+    let epilogue = if c.parts > 1 { Epilogue::default() } else { p.epilogue };
+    let mut all: Vec<Box<dyn CubeKernel>> = vec![Box::new(multiply::Multiply::new(
+        settings,
+        properties.clone(),
+        target.clone(),
+        buffer(),
+        CodesCompilationArg { codes: buffer(), scb: buffer() },
+        buffer(),
+        buffer(),
+        FinishCompilationArg::of(epilogue),
+        (),
+        (),
+        (),
+        (),
+        4,
+        4,
+        1,
+        plan,
+        elem(p.dtype),
+    ))];
+    if c.parts > 1 {
+        all.push(parts::program(&p.dense(), c.parts, false, properties, target));
+    }
+    all
+}
+
+/// Multiplies `x`, halves `[m, k]`; `partials` is room for the sums of several parts.
+pub(super) fn launch(
+    device: &Device,
+    p: &Int8MatmulProblem,
+    c: &PlaneConfig,
+    x: Handle,
+    operands: &Int8MatmulOperands,
+    partials: Option<&Handle>,
+) {
+    let (dense, weight, plan) = (p.dense(), p.weight, plan(device.profile(), p, c));
+    let (cubes, dim) = coded(p).grid(&plan, c);
+    let [x_len, _, out_len] = dense.extents();
+    let (epilogue, out) = (&operands.epilogue, &operands.out);
+    // A kernel without partial sums still binds a buffer in their place, and never writes it.
+    let (sums, sums_len) = match partials {
+        Some(partials) if c.parts > 1 => (partials, out_len * c.parts as usize),
+        _ => (out, 1),
+    };
+    let finish = match c.parts {
+        1 => FinishLaunch::of(p.epilogue, epilogue, weight.n as usize, out_len),
+        _ => FinishLaunch::nothing(),
+    };
+    // SAFETY: the extents are the problem's, and the kernel checks its edges.
+    unsafe {
+        multiply::launch_unchecked(
+            device.client(),
+            cubes,
+            dim,
+            address(p),
+            4,
+            4,
+            1,
+            BufferArg::from_raw_parts(x, x_len / 4),
+            CodesLaunch::new(
+                BufferArg::from_raw_parts(
+                    operands.weight.codes.clone(),
+                    weight.words() as usize / 4,
+                ),
+                BufferArg::from_raw_parts(operands.weight.scb.clone(), weight.n as usize),
+            ),
+            BufferArg::from_raw_parts(out.clone(), out_len),
+            BufferArg::from_raw_parts(sums.clone(), sums_len),
+            finish,
+            p.m,
+            weight.n,
+            weight.k,
+            c.part_steps(weight.k),
+            plan,
+            elem(p.dtype),
+        );
+    }
+    if c.parts > 1 {
+        parts::add(device, &dense, sums, c.parts, false, out, epilogue);
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "operands, results, sizes")]
+fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: Finish<F, F, NO>,
+    m: u32,
+    n: u32,
+    k: u32,
+    part_steps: u32,
+    #[comptime] plan: PlanePlan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let dims = Dims { m, n, k, part_steps };
+    coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
+}
+
+/// A weight's buffers.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Codes<NW: Size> {
+    codes: Box<[Vector<u32, NW>]>,
+    scb: Box<[f32]>,
+}
+
+#[cube]
+impl<NW: Size> Coded for Codes<NW> {
+    fn fill(_this: &Self, _book: &mut [f32], _unit: u32) {}
+
+    fn read(
+        this: &Self,
+        words: &mut Array<u32>,
+        _shared: &mut Array<f32>,
+        row: u32,
+        vector: u32,
+        k: u32,
+        #[comptime] i: usize,
+    ) {
+        let four = this.codes[row as usize * (k / 16) as usize + vector as usize];
+        #[unroll]
+        for w in 0..4usize {
+            words[comptime!(4 * i + w)] = four.extract(w);
+        }
+    }
+
+    fn decode<F: Float>(
+        into: &mut [Word],
+        to: u32,
+        words: &Array<u32>,
+        _shared: &Array<f32>,
+        _book: &[f32],
+        #[comptime] i: usize,
+        #[comptime] bf16: bool,
+    ) {
+        #[unroll]
+        for half in 0..2usize {
+            let mut word = Word::new(0u32);
+            #[unroll]
+            for part in 0..4usize {
+                let four = words[comptime!(4 * i + 2 * half + part / 2)] ^ 0x8080_8080u32;
+                let first = comptime!(2 * (part as u32 % 2));
+                let (low, high) = (code_of(four, first), code_of(four, comptime!(first + 1)));
+                if comptime!(bf16) {
+                    // Of integers below 256 the lower half is zeros.
+                    let high = u32::reinterpret(high);
+                    word.insert(part, (u32::reinterpret(low) >> 16) | high);
+                } else {
+                    let mut pair = Vector::<F, Const<2>>::new(F::cast_from(low));
+                    pair.insert(1usize, F::cast_from(high));
+                    word.insert(part, u32::reinterpret(pair));
+                }
+            }
+            into[(to + comptime!(half as u32)) as usize] = word;
+        }
+    }
+
+    fn worth(this: &Self, sum: f32, row: u32, k: u32) -> f32 {
+        scaled(sum, this.scb[row as usize], k)
+    }
+}
