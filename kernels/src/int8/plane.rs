@@ -2,6 +2,15 @@
 //! sum.
 //!
 //! Cost: 3 instructions a code in bf16, which is the upper half of the code in f32.
+//!
+//! us of 14336 x 4096 in bf16 (H200 through Vulkan), beside what served these rows before, a dense weight made for them or
+//! `Lanes`:
+//!
+//! | m  | `Plane` | before       |
+//! |----|---------|--------------|
+//! | 8  | 46.2    | 55.1 `Lanes` |
+//! | 16 | 46.7    | 98.1 `Dense` |
+//! | 64 | 66.1    | 178 `Dense`  |
 
 use std::sync::Arc;
 
