@@ -93,8 +93,9 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                 let place = Place { batch, head, row, col };
                 let score = scores.of(dot, &place, &span, dims) * scores.unit();
                 let log2 = std::f32::consts::LN_2;
-                // A hidden key adds nothing; a NaN goes through.
-                if score != scores.hidden {
+                // A hidden key adds nothing; a NaN goes through. (Through Vulkan NaN is not `!=`.)
+                let hidden = score == scores.hidden;
+                if !hidden {
                     let grown = max(most, score);
                     let factor = ((most - grown) * log2).exp();
                     let weight = ((score - grown) * log2).exp();

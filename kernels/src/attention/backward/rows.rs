@@ -82,8 +82,9 @@ pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                         if comptime!(side.keys) { (other, row) } else { (row, other) };
                     let place = Place { batch, head, row: query, col: key };
                     let score = scores.of(product, &place, &span, dims);
-                    // A hidden key has no gradient; a NaN goes through.
-                    if score != scores.hidden {
+                    // A hidden key has no gradient; a NaN goes through. (Through Vulkan NaN is not `!=`.)
+                    let hidden = score == scores.hidden;
+                    if !hidden {
                         let of_query = stats[dims.lse_at(span.from_q + query, batch, head)];
                         let log2 = score * scores.unit() - of_query.extract(0usize);
                         let weight = (log2 * std::f32::consts::LN_2).exp();

@@ -62,8 +62,9 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
             let (k_scale, v_scale) = cache.scales(dims, page, kv_head, row);
             let score = scores.of(dot * k_scale) * scores.unit();
             let log2 = std::f32::consts::LN_2;
-            // A score of -inf adds nothing; a NaN goes through.
-            if score != scores.hidden {
+            // A score of -inf adds nothing; a NaN goes through. (Through Vulkan NaN is not `!=`.)
+            let hidden = score == scores.hidden;
+            if !hidden {
                 let grown = max(most, score);
                 let factor = ((most - grown) * log2).exp();
                 let weight = ((score - grown) * log2).exp();
