@@ -27,22 +27,22 @@
 //! a row of x, `Fused` two: of 14336 x 4096 those of one row take 8 and 4 us of an H200, its bytes 14. `Lanes` reads
 //! codes once for every `columns` rows of x; `Dense` writes and reads a dense weight besides, 4 bytes an element.
 //!
-//! us of 14336 x 4096 in bf16, tuned (H200 restricted to an RTX 4090's features), beside other weights. What x rounded
-//! takes has its three launches in it:
+//! us of 14336 x 4096 in bf16, tuned (H200 restricted to an RTX 4090's features; beside other weights in README). What x
+//! rounded takes has its three launches in it:
 //!
-//! | m    | int8         | before        | x rounded   | bf16 | NF4  |
-//! |------|--------------|---------------|-------------|------|------|
-//! | 1    | 20.6 `Fused` | 21.3 `Lanes`  |             | 32.0 | 12.0 |
-//! | 4    | 20.8 `Fused` | 31.7 `Lanes`  |             |      | 12.1 |
-//! | 8    | 20.8 `Fused` | 50.2 `Lanes`  | 32.5 `Bytes` | 32.8 | 12.0 |
-//! | 16   | 21.3 `Fused` | 84.1 `Dense`  | 36.9 `Bytes` |      |      |
-//! | 64   | 42.2 `Fused` | 85.5 `Dense`  | 46.7 `Bytes` | 35.4 | 39.2 |
-//! | 512  | 193 `Dense`  | 189 `Dense`   | 106 `Bytes` | 153  | 204  |
-//! | 4096 | 1158 `Dense` | 1131 `Dense`  | 681 `Bytes` | 1093 | 1126 |
+//! | m    | int8         | before        | x rounded    |
+//! |------|--------------|---------------|--------------|
+//! | 1    | 20.6 `Fused` | 21.3 `Lanes`  |              |
+//! | 4    | 20.6 `Fused` | 31.7 `Lanes`  |              |
+//! | 8    | 21.0 `Fused` | 50.2 `Lanes`  | 32.5 `Bytes` |
+//! | 16   | 20.8 `Fused` | 84.1 `Dense`  | 37.6 `Bytes` |
+//! | 64   | 41.6 `Fused` | 85.5 `Dense`  | 46.7 `Bytes` |
+//! | 512  | 194 `Dense`  | 189 `Dense`   | 108 `Bytes`  |
+//! | 4096 | 1130 `Dense` | 1131 `Dense`  | 681 `Bytes`  |
 //!
 //! `Fused` decodes what a plane multiplies once for all its rows, and again in each row of planes: at 64 rows that is
 //! what it is short of (a warp a scheduler), at 512 rows 230 us. A row of fewer results, 4096 x 4096, takes `Lanes` 8.4
-//! us and `Fused` 10.4, whose k must be cut to fill the card. Through Vulkan one row takes 20.4 us, 16 46.7 by `Plane`.
+//! us and `Fused` 10.4, whose k must be cut to fill the card. Through Vulkan one row takes 20.4 us, 16 46.5 by `Plane`.
 //!
 //! On a CPU sums of neighbouring elements are kept apart, so that codes become numbers and are multiplied by vectors: 4096 x
 //! 4096 of one row in f32 takes two cores of cpu-genuineintel.6.167-2 1.19 ms, 3.29 one after the other, dense 2.46.
@@ -602,7 +602,7 @@ fn check_bytes(arch: &ArchProfile, p: &Int8MatmulProblem, c: &MmaConfig) -> Resu
     Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
 }
 
-/// Rows from which on bytes are faster: 64 of 14336 x 4096 take an H200 46.7 us, and 42.2 decoded; 512 106 and 193.
+/// Rows from which on bytes are faster: 64 of 14336 x 4096 take an H200 46.7 us, and 41.6 decoded; 512 108 and 194.
 const ROUNDED: u32 = 128;
 /// Bytes that a copy moves.
 const CHUNK: u32 = 16;

@@ -14,24 +14,23 @@
 //! Cost: products, and 24 integer instructions for eight codes a cube, which has up to twice as many rows as one of
 //! `Fused`.
 //!
-//! Ladder, us at m = 512, bf16, by `planes_m`, `planes_n` = 4, 2 (H200 restricted to an RTX 4090's features; `Fused` 204
-//! and 405, a dense weight and its product 192 and 410, bitsandbytes 0.50.2 166 for the first; another such card takes 4%
-//! longer):
+//! Ladder, us at m = 512, bf16, by `planes_m`, `planes_n` = 4, 2 (H200 restricted to an RTX 4090's features, measured one
+//! after the other by `tune try`; `Fused` 204 and 405, a dense weight and its product 192 and 410 then; bitsandbytes 0.50.2
+//! 163 and 346; another such card takes 4% longer):
 //!
 //! | version                                                                   | 14336 x 4096 | gated 28672 x 4096 |
 //! |---------------------------------------------------------------------------|--------------|--------------------|
 //! | v1 decoded beside the products of the tile before, and stored at once      | 229          | 460                |
 //! | v2 v1, stored half a step later: the barrier waits for no decoding         | 184          | 370                |
 //! | v3 v2, copies by running addresses, predicated; codes half a step earlier  | 164          | 334                |
-//! | v4 v3, whole rounds of blocks and shares of what is left (dropped)         | 171          | 335                |
 //!
-//! v3 by `planes_m`, `planes_n`: 4, 1 180 and 326; 2, 2 197; 2, 4 200.
+//! v3 by `planes_m`, `planes_n`: 4, 1 180 and, chosen, 326; 2, 2 197; 2, 4 200.
 //!
-//! The 224 blocks of 512 rows are 1.7 for each of 132 processors, and take the time of 2. v4 (stream-k, the last cube to be
-//! done adds the parts of a block in their order) leaves no processor without work, and was to take 148 us: in one run it
-//! took 176 where a block a cube took 170, so that idle processors are not what is short; the row has that ratio. Of `Fused`, whose 448 are 3.4 and take the time of 4, was tried: only the blocks
-//! past the third cut along k, the parts' sums added by a second launch, 185 us for 203. It gains nothing where those blocks
-//! are more than half a wave, as for two matrices at once (348 us became 361), and was not worth its 200 lines.
+//! Dropped: the 224 blocks of 512 rows are 1.7 for each of 132 processors, and take the time of 2. Whole rounds of blocks and
+//! then shares of what is left (stream-k, the last cube to be done adds the parts of a block in their order) leave no
+//! processor without work and were to take 148 us: 176 in a run where a block a cube took 170, gated 334 and 333. Of
+//! `Fused`, whose 448 blocks are 3.4 and take the time of 4, only the blocks past the third were cut along k, the parts' sums
+//! added by a second launch: 185 us for 203, but gated 361 for 348.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
