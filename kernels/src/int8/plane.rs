@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::product::{Int8MatmulOperands, Int8MatmulProblem, address};
-use super::{code_of, scaled};
+use super::{code_of, lifted, scaled};
 use crate::coded::{self, Coded, CodedProblem, Dims, PlaneConfig, PlanePlan};
 use crate::cooperative::Word;
 use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, elem, parts};
@@ -167,7 +167,7 @@ impl<NW: Size> Coded for Codes<NW> {
         k: u32,
         #[comptime] i: usize,
     ) {
-        let four = this.codes[row as usize * (k / 16) as usize + vector as usize];
+        let four = lifted(this.codes[row as usize * (k / 16) as usize + vector as usize]);
         #[unroll]
         for w in 0..4usize {
             words[comptime!(4 * i + w)] = four.extract(w);
@@ -188,7 +188,7 @@ impl<NW: Size> Coded for Codes<NW> {
             let mut word = Word::new(0u32);
             #[unroll]
             for part in 0..4usize {
-                let four = words[comptime!(4 * i + 2 * half + part / 2)] ^ 0x8080_8080u32;
+                let four = words[comptime!(4 * i + 2 * half + part / 2)];
                 let first = comptime!(2 * (part as u32 % 2));
                 let (low, high) = (code_of(four, first), code_of(four, comptime!(first + 1)));
                 if comptime!(bf16) {
