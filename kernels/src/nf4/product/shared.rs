@@ -16,7 +16,7 @@
 //!
 //! Ladder, us at m = 512, bf16, by `planes_m`, `planes_n` = 4, 2 (H200 restricted to an RTX 4090's features, measured one
 //! after the other by `tune try`; `Fused` 204 and 405, a dense weight and its product 192 and 410 then; bitsandbytes 0.50.2
-//! 163 and 346; another such card takes 4% longer):
+//! 163 and 346; another run gave 169 for 164):
 //!
 //! | version                                                                   | 14336 x 4096 | gated 28672 x 4096 |
 //! |---------------------------------------------------------------------------|--------------|--------------------|
