@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
-use arch::Device;
+use arch::{ArchProfile, Device};
 use clap::Subcommand;
 use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
@@ -90,6 +90,9 @@ fn show(cache: &TuneCache, filter: Option<&str>) -> anyhow::Result<bool> {
         let key = entry.key.to_string();
         if filter.is_none_or(|f| key.contains(f)) {
             text += &(describe(&key, entry, source) + "\n");
+            if let Some(why) = unused(entry) {
+                text += &format!("  not used: {why}\n");
+            }
             shown += 1;
         }
     }
@@ -133,6 +136,41 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
         entry.commit,
         entry.date
     )
+}
+
+/// Why this program does not run what `entry` says.
+fn unused(entry: &Entry) -> Option<String> {
+    fn of<K: Kernel>(entry: &Entry) -> anyhow::Result<()> {
+        if entry.key.version != K::VERSION {
+            bail!("it is of version {}, and the kernel of {}", entry.key.version, K::VERSION);
+        }
+        let problem: K::Problem = serde_json::from_value(entry.problem.clone())?;
+        let config = tune::config_of::<K>(&entry.config)?;
+        // A card that is known by its id alone is asked for no more.
+        let cards = arch::recorded().filter_map(|name| ArchProfile::recorded(name).ok());
+        match cards.into_iter().find(|card| card.id == entry.key.arch_id) {
+            Some(card) => K::check(&card, &problem, &config).map_err(|why| anyhow!("it {why}")),
+            None => Ok(()),
+        }
+    }
+    let outcome = match entry.key.kernel.as_str() {
+        Matmul::NAME => of::<Matmul>(entry),
+        Attention::NAME => of::<Attention>(entry),
+        AttentionBackward::NAME => of::<AttentionBackward>(entry),
+        Decode::NAME => of::<Decode>(entry),
+        Nf4Dequantize::NAME => of::<Nf4Dequantize>(entry),
+        Nf4Matmul::NAME => of::<Nf4Matmul>(entry),
+        Nf4Quantize::NAME => of::<Nf4Quantize>(entry),
+        Int8Dequantize::NAME => of::<Int8Dequantize>(entry),
+        Int8Matmul::NAME => of::<Int8Matmul>(entry),
+        Int8Quantize::NAME => of::<Int8Quantize>(entry),
+        Embed::NAME => of::<Embed>(entry),
+        Norm::NAME => of::<Norm>(entry),
+        Rope::NAME => of::<Rope>(entry),
+        Sample::NAME => of::<Sample>(entry),
+        _ => Err(anyhow!("there is no such kernel")),
+    };
+    outcome.err().map(|why| why.to_string())
 }
 
 fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
@@ -213,6 +251,9 @@ fn try_configs(
     let text = std::fs::read_to_string(file).map_err(|e| {
         anyhow!("cannot read {}: {e}\nhint: --configs takes a file of configs", file.display())
     })?;
+    if text.trim().is_empty() {
+        bail!("{} has no config\nhint: one a line, as `tune show` prints them", file.display());
+    }
     let device = target.open()?;
     let tuner = tuner(&device)?;
     let mut good = true;
@@ -247,12 +288,10 @@ fn try_one<K: Kernel>(
     lines: &str,
 ) -> anyhow::Result<bool> {
     let configs = lines.lines().filter(|line| !line.trim().is_empty()).map(|line| {
-        serde_json::from_str(line).map_err(|e| {
-            anyhow!(
-                "no config of {}: {line}: {e}\nhint: `tune show` prints configs as they are read",
-                K::NAME
-            )
-        })
+        let refused =
+            |why| anyhow!("{line}: {why}\nhint: `tune show` prints configs as they are read");
+        let value = serde_json::from_str(line).map_err(|e| refused(e.to_string()))?;
+        tune::config_of::<K>(&value).map_err(|e| refused(e.to_string()))
     });
     let (cost, mut good) = (K::cost(problem), true);
     for (config, outcome) in tuner.time::<K>(problem, configs.collect::<anyhow::Result<_>>()?) {
@@ -286,12 +325,11 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
         let seen = cache.warnings().len();
         let taken = cache.merge_text(&text, &name)?;
         let ignored = &cache.warnings()[seen..];
-        if let (0, Some(first)) = (taken, ignored.first()) {
+        if taken == 0 {
+            let why = ignored.first().map(|w| format!(", from line {} on: {}", w.line, w.why));
             bail!(
-                "nothing in {name} is a result, from line {} on: {}\nhint: name cache files of \
-                 this version",
-                first.line,
-                first.why
+                "nothing in {name} is a result{}\nhint: name cache files of this version",
+                why.unwrap_or_default()
             );
         }
         ignored.iter().for_each(|w| eprintln!("{w}"));
@@ -317,7 +355,7 @@ mod tests {
             }
             merge(&mut TuneCache::shipped(), &[file]).map_err(|e| format!("{e:#}"))
         };
-        for damaged in [None, Some("not JSON\n"), Some("{\"format\":99}\n")] {
+        for damaged in [None, Some(""), Some("not JSON\n"), Some("{\"format\":99}\n")] {
             let text = merged(damaged).expect_err("no result in it");
             assert!(text.contains("\nhint: "), "{text}");
         }
@@ -325,7 +363,21 @@ mod tests {
         let (entry, _) = shipped.entries().next().expect("one is shipped");
         let line = serde_json::to_string(entry).expect("plain data");
         assert_eq!(merged(Some(&format!("not JSON\n{line}\n"))), Ok(true));
-        assert_eq!(merged(Some("")), Ok(true), "nothing kept yet");
+    }
+
+    #[test]
+    fn what_is_not_used_says_why() {
+        let shipped = TuneCache::shipped();
+        let (entry, _) = shipped.entries().next().expect("one is shipped");
+        assert_eq!(unused(entry), None);
+        let old = Entry { key: tune::Key { version: 0, ..entry.key.clone() }, ..entry.clone() };
+        assert!(unused(&old).is_some_and(|why| why.contains("version 0")));
+        let gone = tune::Key { kernel: "conv".to_owned(), ..entry.key.clone() };
+        assert!(unused(&Entry { key: gone, ..entry.clone() }).is_some());
+        let mut config = entry.config.clone();
+        config.as_object_mut().expect("fields").insert("wings".to_owned(), 2.into());
+        let why = unused(&Entry { config, ..entry.clone() }).expect("a field too many");
+        assert!(why.ends_with("unknown field `wings`"), "{why}");
     }
 
     #[test]

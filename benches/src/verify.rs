@@ -265,12 +265,12 @@ fn tuned<'a, K: Verified>(
         |key: &Key| key.kernel == K::NAME && key.version == K::VERSION && key.arch_id == arch.id;
     let read = |entry: &'a Entry| {
         let problem: K::Problem = serde_json::from_value(entry.problem.clone())?;
-        Ok((&entry.key, K::kind(&problem), serde_json::from_value(entry.config.clone())?))
+        Ok((&entry.key, K::kind(&problem), tune::config_of::<K>(&entry.config)?))
     };
     let entries = cache.entries().map(|(entry, _)| entry).filter(|entry| ours(&entry.key));
     entries
         .filter_map(|entry| {
-            let known: serde_json::Result<_> = read(entry);
+            let known: anyhow::Result<_> = read(entry);
             known.inspect_err(|e| eprintln!("{}: ignored: {e}", entry.key)).ok()
         })
         .collect()

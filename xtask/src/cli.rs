@@ -42,7 +42,9 @@ pub(crate) enum Command {
     #[command(after_help = "Example:\n  cargo xtask tune show")]
     Tune(Rest),
     /// Compile every kernel for GPUs that are not here and report registers, spills and memory
-    #[command(after_help = "Example:\n  cargo xtask targets --json")]
+    #[command(
+        after_help = "Examples:\n  cargo xtask targets --json\n  cargo xtask targets --tuned --filter nf4"
+    )]
     Targets(Rest),
     /// Install or fetch what the other commands need; they also do so by themselves
     #[command(after_help = "Example:\n  cargo xtask setup")]

@@ -4,7 +4,8 @@ use arch::{DType, Device};
 use cubecl::server::Handle;
 use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 use kernels::attention::{
-    Attention, AttentionOperands, AttentionOptions, AttentionProblem, ScoreStrides,
+    Attention, AttentionOperands, AttentionOptions, AttentionProblem, InvalidAttention,
+    ScoreStrides,
 };
 use tune::{Kernel, Policy};
 
@@ -25,7 +26,8 @@ pub struct Attended {
 ///
 /// # Shapes
 /// q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_kv, head_dim]`; bias
-/// `[batch, heads, seq_q, seq_kv]`, each axis possibly 1.
+/// `[batch, heads, seq_q, seq_kv]`, each axis possibly 1. Of no batches, heads or queries the result is empty; of no keys
+/// it is 0, and the log-sum-exp -inf.
 ///
 /// # Errors
 /// See [`OpError`].
@@ -36,7 +38,8 @@ pub fn attention(
     options: &AttentionOptions,
     policy: Policy,
 ) -> Result<Attended, OpError> {
-    Forward::run(device, operands, bias, options, policy, 0)?.attended(device, operands[0])
+    let Some(problem) = problem(operands, bias, options)? else { return nothing(operands[0]) };
+    Forward::run(device, problem, operands, bias, options, policy, 0)?.attended(device, operands[0])
 }
 
 /// The gradients of an attention by its operands, each of its operand's shape and dtype.
@@ -74,8 +77,12 @@ pub fn attention_backward(
     if dout.shape() != q.shape() {
         return Err(OpError::Shape { what: "dout", have: shape(dout), need: shape(q) });
     }
+    let Some(problem) = problem(operands, bias, options)? else {
+        let (dq, dk, dv) = (zeros(q)?, zeros(k)?, zeros(v)?);
+        return Ok((nothing(q)?, AttentionGradients { dq, dk, dv }));
+    };
     let all: usize = [q, q, k, v].iter().map(|tensor| tensor.bytes().len()).sum();
-    let run = Forward::run(device, operands, bias, options, policy, all)?;
+    let run = Forward::run(device, problem, operands, bias, options, policy, all)?;
     let problem = BackwardProblem::of(run.problem)?;
     let config = match options.implementation {
         None => choose::<AttentionBackward>(device, &problem, policy)?,
@@ -105,6 +112,17 @@ pub fn attention_backward(
     Ok((run.attended(device, q)?, gradients))
 }
 
+/// What a query that sees no key gets, for every query.
+fn nothing(q: &HostTensor) -> Result<Attended, OpError> {
+    let rows = q.shape()[..3].iter().product::<usize>();
+    let lse = f32::NEG_INFINITY.to_le_bytes().repeat(rows);
+    Ok(Attended { out: zeros(q)?, lse: HostTensor::new(DType::F32, &q.shape()[..3], lse)? })
+}
+
+fn zeros(like: &HostTensor) -> Result<HostTensor, OpError> {
+    Ok(HostTensor::new(like.dtype(), like.shape(), vec![0; like.bytes().len()])?)
+}
+
 /// A forward pass that was launched.
 struct Forward {
     problem: AttentionProblem,
@@ -115,13 +133,13 @@ impl Forward {
     /// `more` bytes are to fit beside what the pass itself takes.
     fn run(
         device: &Device,
+        problem: AttentionProblem,
         [q, k, v]: [&HostTensor; 3],
         bias: Option<&HostTensor>,
         options: &AttentionOptions,
         policy: Policy,
         more: usize,
     ) -> Result<Self, OpError> {
-        let problem = problem([q, k, v], bias, options)?;
         let need = q.dtype();
         let bytes = |tensor: Option<&HostTensor>| tensor.map_or(0, |t| t.bytes().len() as u128);
         let (rows, out_len) = (problem.rows() as usize, problem.extents()[3]);
@@ -172,12 +190,13 @@ fn empty(device: &Device, bytes: usize) -> Handle {
     device.client().empty(bytes.next_multiple_of(4))
 }
 
-/// The problem that the tensors are of, with its log-sum-exp stored.
+/// The problem that the tensors are of, with its log-sum-exp stored; none where no query sees a key, for there are none of
+/// one or the other.
 fn problem(
     [q, k, v]: [&HostTensor; 3],
     bias: Option<&HostTensor>,
     options: &AttentionOptions,
-) -> Result<AttentionProblem, OpError> {
+) -> Result<Option<AttentionProblem>, OpError> {
     let need = q.dtype();
     for (what, tensor) in [("k", Some(k)), ("v", Some(v)), ("bias", bias)] {
         if let Some(have) = tensor.map(HostTensor::dtype).filter(|have| *have != need) {
@@ -200,7 +219,20 @@ fn problem(
             return Err(OpError::Shape { what, have: have.to_vec(), need: keys.to_vec() });
         }
     }
-    let dense = AttentionProblem::dense(batch, [heads, kv_heads], [seq_q, seq_kv], head_dim, need)?;
+    if kv_heads == 0 && heads > 0 {
+        return Err(InvalidAttention::Heads { heads, kv_heads }.into());
+    }
+    let empty = [batch, heads, seq_q, seq_kv].contains(&0);
+    // Of nothing all else is looked at all the same.
+    let [some_batch, some_keys, some_kv_heads] = [batch, seq_kv, kv_heads].map(|size| size.max(1));
+    let some_heads = if heads == 0 { some_kv_heads } else { heads };
+    let dense = AttentionProblem::dense(
+        some_batch,
+        [some_heads, some_kv_heads],
+        [seq_q.max(1), some_keys],
+        head_dim,
+        need,
+    )?;
     let scores = [batch, heads, seq_q, seq_kv];
     let bias_steps = match bias {
         None => None,
@@ -213,7 +245,9 @@ fn problem(
             Some(repeated(have))
         }
     };
-    Ok(AttentionProblem { bias: bias_steps, lse: true, ..options.on(dense) }.checked()?)
+    let problem =
+        AttentionProblem { bias: bias_steps, lse: true, ..options.on(dense) }.checked()?;
+    Ok((!empty).then_some(problem))
 }
 
 /// Steps of a dense tensor of scores whose axes of one repeat.

@@ -16,16 +16,16 @@ pub struct HostTensor {
 pub enum TensorError {
     /// Bytes that do not fill the shape exactly.
     #[error(
-        "shape {shape:?} of {dtype} takes {need} bytes, {have} were given\nhint: a tensor is dense, \
-         row-major and little-endian"
+        "shape {shape:?} of {dtype} takes {} bytes, {have} were given\nhint: a tensor is dense, \
+         row-major and little-endian", need.map_or("2^128 or more".to_owned(), |need| need.to_string())
     )]
     Length {
         /// Sizes of the axes.
         shape: Vec<usize>,
         /// Type of the elements.
         dtype: DType,
-        /// Bytes that the shape takes.
-        need: usize,
+        /// Bytes that the shape takes; none where they are 2^128 or more.
+        need: Option<u128>,
         /// Bytes that were given.
         have: usize,
     },
@@ -40,9 +40,8 @@ impl HostTensor {
     /// # Errors
     /// The bytes do not fill the shape exactly.
     pub fn new(dtype: DType, shape: &[usize], bytes: Vec<u8>) -> Result<Self, TensorError> {
-        let elements = shape.iter().try_fold(dtype.size(), |n, s| n.checked_mul(*s));
-        let need = elements.unwrap_or(usize::MAX);
-        if need != bytes.len() {
+        let need = shape.iter().try_fold(dtype.size() as u128, |n, s| n.checked_mul(*s as u128));
+        if need != Some(bytes.len() as u128) {
             return Err(TensorError::Length {
                 shape: shape.to_vec(),
                 dtype,

@@ -624,7 +624,7 @@ fn together(dtype: DType, mask_dtype: DType) -> Vec<EdgeCase> {
 }
 
 /// `[batch, seq, heads, head_dim]`.
-const fn interleaved(heads: u32, seq: u32, head_dim: u32) -> HeadStrides {
+pub const fn interleaved(heads: u32, seq: u32, head_dim: u32) -> HeadStrides {
     let step = heads as u64 * head_dim as u64;
     HeadStrides { batch: seq as u64 * step, head: head_dim as u64, seq: step }
 }

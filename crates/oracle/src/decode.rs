@@ -361,17 +361,20 @@ fn reference_of(p: &DecodeProblem) -> reference::Decode {
     }
 }
 
-/// Sizes of a case: sequences by their lengths, heads, queries, head dimension.
-struct Sizes<'a> {
-    lengths: &'a [u32],
-    heads: [u32; 2],
-    seq_q: u32,
-    head_dim: u32,
+/// Sizes of a case.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes<'a> {
+    /// Positions of each sequence; one has some.
+    pub lengths: &'a [u32],
+    /// Of q and of the cache.
+    pub heads: [u32; 2],
+    pub seq_q: u32,
+    pub head_dim: u32,
 }
 
 impl Sizes<'_> {
-    /// A problem whose cache has more room than its sequences need.
-    fn problem(&self, block_size: Option<u32>, dtype: DType) -> DecodeProblem {
+    /// A problem whose cache has more room than its sequences need, in pages of so many positions or none.
+    pub fn problem(&self, block_size: Option<u32>, dtype: DType) -> DecodeProblem {
         let Self { lengths, heads, seq_q, head_dim } = *self;
         let longest = lengths.iter().copied().max().unwrap_or(1);
         let (batch, capacity) = (lengths.len() as u32, longest + 5);

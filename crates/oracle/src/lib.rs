@@ -218,6 +218,13 @@ fn weights(seed: u64, len: usize, k: u32) -> Vec<f32> {
     normal.into_iter().map(|v| v * scale).collect()
 }
 
+/// Makes the first of several blocks of `len` all zeros, which have no scale; one alone would test nothing else.
+fn zero_first(values: &mut [f32], len: usize) {
+    if values.len() > len {
+        values[..len].fill(0.0);
+    }
+}
+
 /// Whether a quantiser, which `launch` runs on values and a flag, raises the flag for a value that is not finite: the
 /// first, one in the middle, the last.
 fn tells_broken(

@@ -18,7 +18,7 @@ use tune::Kernel;
 use crate::matmul::{EPS, reference_activation, reference_of, result_dtype, row_norm};
 use crate::{
     CheckError, Verdict, fnv1a, kernel_error, launch_twice, padded, read, reference_dtype,
-    tells_broken, unwritten, weights,
+    tells_broken, unwritten, weights, zero_first,
 };
 
 /// A product to verify.
@@ -78,7 +78,7 @@ pub fn check_quantize(
     let p = &case.problem;
     let (len, block_size) = (p.weight.len() as usize, p.weight.block_size as usize);
     let mut values = fill(case.seed, len, Distribution::Normal);
-    values.iter_mut().take(block_size).for_each(|v| *v = 0.0);
+    zero_first(&mut values, block_size);
     let dtype = reference_dtype(p.dtype);
     let client = device.client();
     let operands = QuantizeOperands {
@@ -174,11 +174,11 @@ struct Quantized {
 }
 
 impl Quantized {
-    /// Seeded weights, quantised as bitsandbytes does; the first block is all zeros.
+    /// Seeded weights, quantised as bitsandbytes does; of several blocks the first is all zeros.
     fn seeded(weight: Weight, code: FourBit, seed: u64) -> Result<Self, CheckError> {
         let (len, block_size) = (weight.len() as usize, weight.block_size as usize);
         let mut values = weights(seed, len, weight.k);
-        values.iter_mut().take(block_size).for_each(|v| *v = 0.0);
+        zero_first(&mut values, block_size);
         let blocks = code.quantize(&values, block_size)?;
         let book = code.code_book();
         let (absmax, nested) = if weight.nested {

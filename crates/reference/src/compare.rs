@@ -122,8 +122,8 @@ fn pick<T: Copy>(values: &[T], at: &[usize]) -> Vec<T> {
 }
 
 impl Comparison {
-    /// For results that have one right value: `out` must be `expected`, number for number; NaN is never
-    /// right, and zeros of either sign are equal.
+    /// For results that have one right value: `out` must be `expected`, bit for bit; NaN is never right, and the two
+    /// zeros are two values.
     ///
     /// # Errors
     /// [`Error::Length`] when the two differ in length.
@@ -131,7 +131,7 @@ impl Comparison {
         if out.len() != expected.len() {
             return Err(Error::Length { what: "out", need: expected.len(), have: out.len() });
         }
-        let wrong = |(o, e): &(&f32, &f32)| !(o == e);
+        let wrong = |(o, e): &(&f32, &f32)| o.is_nan() || o.to_bits() != e.to_bits();
         let error = |o: f32, e: f32| if o == e { 0.0 } else { (f64::from(o) - f64::from(e)).abs() };
         let worst = out.iter().zip(expected).enumerate().filter(|(_, pair)| wrong(pair));
         let worst = worst.max_by(|(_, (a, b)), (_, (c, d))| {
@@ -257,7 +257,8 @@ mod tests {
             (c.passed, c.worst_index)
         };
         assert_eq!(exact(&[], &[]), (true, None));
-        assert_eq!(exact(&[1.0, -0.0], &[1.0, 0.0]), (true, Some(0)));
+        assert_eq!(exact(&[1.0, -0.0], &[1.0, -0.0]), (true, Some(0)));
+        assert_eq!(exact(&[1.0, -0.0], &[1.0, 0.0]), (false, Some(1)));
         assert_eq!(exact(&[1.0, 1.0 + f32::EPSILON, 1.0], &[1.0; 3]), (false, Some(1)));
         assert_eq!(exact(&[f32::NAN, 3.0], &[f32::NAN, 1.0]), (false, Some(0)));
         assert!(Comparison::exact(&[1.0], &[]).is_err());

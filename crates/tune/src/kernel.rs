@@ -10,6 +10,7 @@ use cubecl::prelude::CubeKernel;
 use cubecl::server::Handle;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 /// A kernel family: one computation, many ways to run it.
 ///
@@ -96,6 +97,37 @@ pub trait Kernel: 'static {
         operands: &Self::Operands,
         scratch: Option<&Handle>,
     );
+}
+
+/// Text that is no config of a kernel.
+#[derive(Debug, thiserror::Error)]
+#[error("no config of {kernel}: {why}")]
+pub struct InvalidConfig {
+    pub kernel: &'static str,
+    pub why: String,
+}
+
+/// The config that `value` is, as a cache keeps it.
+///
+/// # Errors
+/// A field is missing, unknown or of another kind.
+pub fn config_of<K: Kernel>(value: &Value) -> Result<K::Config, InvalidConfig> {
+    let refused = |why: String| InvalidConfig { kernel: K::NAME, why };
+    let config: K::Config =
+        serde_json::from_value(value.clone()).map_err(|e| refused(e.to_string()))?;
+    let kept = serde_json::to_value(config).expect("a config is plain data");
+    match unread(value, &kept) {
+        Some(field) => Err(refused(format!("unknown field `{field}`"))),
+        None => Ok(config),
+    }
+}
+
+/// The first field of `given` that `kept` has not.
+fn unread<'a>(given: &'a Value, kept: &Value) -> Option<&'a str> {
+    given.as_object()?.iter().find_map(|(name, value)| match kept.get(name) {
+        None => Some(name.as_str()),
+        Some(kept) => unread(value, kept),
+    })
 }
 
 /// An output buffer.

@@ -13,5 +13,5 @@ mod tuner;
 
 pub use cache::{CacheError, Entry, Key, Measured, TuneCache, Warning, default_cache_path};
 pub use fill::fill;
-pub use kernel::{Cost, Infeasible, Kernel, Output};
+pub use kernel::{Cost, Infeasible, InvalidConfig, Kernel, Output, config_of};
 pub use tuner::{Choice, Policy, Source, TuneError, Tuner, UnknownPolicy, operand_sets, poison};

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 
 use crate::fill::fill;
 use crate::timing::{self, Effort};
-use crate::{CacheError, Entry, Kernel, Key, Measured, Output, TuneCache};
+use crate::{CacheError, Entry, Kernel, Key, Measured, Output, TuneCache, config_of};
 
 /// What a problem without a known config gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,8 +78,16 @@ pub enum TuneError {
     )]
     Unsupported { arch: String, kernel: &'static str, problem: String, why: String },
     /// Nothing is known, and the policy forbids guessing and measuring.
-    #[error("no config is recorded for {0}\nhint: run with --policy measure, or default")]
-    Frozen(Key),
+    #[error(
+        "no config {} {key}{}\nhint: run with --policy measure, or default",
+        if misfit.is_some() { "fits" } else { "is recorded for" },
+        misfit.as_deref().map(|why| format!(": what is recorded {why}")).unwrap_or_default()
+    )]
+    Frozen {
+        key: Key,
+        /// Why the config that is known does not serve, where there is one.
+        misfit: Option<String>,
+    },
     /// Every candidate failed.
     #[error(
         "no candidate of {key} ran: {first}\nhint: policy `default` takes the first one unmeasured; \
@@ -118,16 +126,18 @@ impl Tuner<'_> {
         let arch = self.device.profile();
         let key = Key::of::<K>(&arch.id, problem);
         let known = self.cache.get(&key).map(|(entry, source)| {
-            let config: K::Config =
-                serde_json::from_value(entry.config.clone()).map_err(|e| e.to_string())?;
+            let config = config_of::<K>(&entry.config).map_err(|e| format!("is {e}"))?;
             K::check(arch, problem, &config).map_err(|e| e.to_string())?;
             Ok::<_, String>(Choice { config, source })
         });
-        match known {
+        let misfit = match known {
             Some(Ok(choice)) => return Ok(choice),
-            Some(Err(why)) => self.cache.reject(&key, why),
-            None => {}
-        }
+            Some(Err(why)) => {
+                self.cache.reject(&key, why.clone());
+                Some(why)
+            }
+            None => None,
+        };
         let first = K::candidates(arch, problem).into_iter().next().ok_or_else(|| {
             let why = K::simplest(arch, problem).err();
             TuneError::Unsupported {
@@ -138,7 +148,7 @@ impl Tuner<'_> {
             }
         })?;
         match self.policy {
-            Policy::Frozen => Err(TuneError::Frozen(key)),
+            Policy::Frozen => Err(TuneError::Frozen { key, misfit }),
             Policy::Default => Ok(Choice { config: first, source: Source::Default }),
             Policy::Measure => {
                 let config = self.measure::<K>(problem)?;

@@ -98,9 +98,11 @@ impl Weight {
     }
 }
 
-/// Random codes with plausible scales, for measuring.
+/// Random codes with scales of 1 to 3 by √k, so that results are of size 1: for measuring.
 fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers {
-    let scb: Vec<f32> = (0..u64::from(weight.n)).map(|i| 2.0 + ((i + seed) % 5) as f32).collect();
+    let scale = 1.0 / (weight.k as f32).sqrt();
+    let scb = (0..u64::from(weight.n)).map(|i| (1.0 + 0.5 * ((i + seed) % 5) as f32) * scale);
+    let scb: Vec<f32> = scb.collect();
     WeightBuffers {
         codes: crate::noise(device, weight.words() as usize * 4, DType::U8, seed),
         scb: device.client().create_from_slice(f32::as_bytes(&scb)),

@@ -298,12 +298,12 @@ impl Kernel for Int8Matmul {
                 return Matmul::check(arch, &p.dense(), &c.matmul);
             }
         };
-        if arch.backend == Backend::Cpu && c.lanes != 1 {
-            return Err(lacks("cheap barriers"));
-        }
         limits(arch, c.units, 0)?;
         if !c.lanes.is_power_of_two() || c.units % c.lanes != 0 {
             return Err(shape("lanes", c.lanes, "a power of two that units divide among"));
+        }
+        if arch.backend == Backend::Cpu && c.lanes != 1 {
+            return Err(lacks("cheap barriers"));
         }
         for (name, value) in [("rows", c.rows), ("columns", c.columns)] {
             if !(1..=8).contains(&value) {

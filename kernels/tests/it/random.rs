@@ -4,14 +4,16 @@
 use std::fmt::Debug;
 
 use arch::{Backend, DType, Device};
-use kernels::attention::{Attention, AttentionOptions, AttentionProblem};
+use kernels::attention::decode::{Decode, DecodeProblem};
+use kernels::attention::{Attention, AttentionOptions, AttentionProblem, ScoreStrides};
 use kernels::int8::{Activations, Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
 use kernels::nf4::{CodeBook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order};
 use kernels::norm::NormKind;
 use kernels::{int8, nf4};
 use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
-use oracle::{CheckError, Verdict, attention, matmul};
+use oracle::{CheckError, Verdict, attention, decode, matmul};
+use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
@@ -116,10 +118,31 @@ fn products_are_those_of_the_reference() {
     each::<Matmul, _>(16, drawn, |case| case.problem, matmul::check);
 }
 
+/// Heads of q and of k.
+fn heads() -> impl Strategy<Value = [u32; 2]> {
+    (1..=3u32, 1..=3u32).prop_map(|(kv_heads, group)| [group * kv_heads, kv_heads])
+}
+
+fn head_dim() -> impl Strategy<Value = u32> {
+    select(vec![32, 64, 80, 96, 128, 192, 256])
+}
+
+/// Of a tensor of scores: which of batches, heads and rows have values of their own.
+fn own_axes() -> impl Strategy<Value = Option<[bool; 3]>> {
+    proptest::option::of(any::<[bool; 3]>())
+}
+
+/// Sequences of their own lengths, the first of which is not empty.
+fn lengths(most: [u32; 2]) -> impl Strategy<Value = Vec<(u32, u32)>> {
+    let others = vec((0..=most[0], 0..=most[1]), 0..=3);
+    ((1..=most[0], 1..=most[1]), others).prop_map(|(first, mut others)| {
+        others.insert(0, first);
+        others
+    })
+}
+
 #[test]
 fn attention_is_that_of_the_reference() {
-    let heads = (1..=3u32, 1..=3u32).prop_map(|(kv_heads, group)| [group * kv_heads, kv_heads]);
-    let head_dim = select(vec![32, 64, 80, 96, 128, 192, 256]);
     let options = (
         proptest::option::of(0.05..0.5f32),
         proptest::option::of(1.0..30.0f32),
@@ -133,19 +156,69 @@ fn attention_is_that_of_the_reference() {
             window,
             implementation: None,
         });
-    let problem = (1..=2u32, heads, (size(70), size(90)), head_dim, dtype(), options).prop_map(
-        |(batch, heads, (seq_q, seq_kv), head_dim, dtype, options)| {
+    // Of one length with a bias and a mask, or of several without.
+    let sequences = prop_oneof![
+        2 => (1..=2u32, (size(70), size(90)), own_axes(), own_axes())
+            .prop_map(|(batch, seqs, bias, mask)| (vec![seqs; batch as usize], bias, mask, false)),
+        1 => lengths([70, 90]).prop_map(|lengths| (lengths, None, None, true)),
+    ];
+    let problem = (sequences, heads(), head_dim(), dtype(), options).prop_map(
+        |((lengths, bias, mask, varlen), heads, head_dim, dtype, options)| {
+            let batch = lengths.len() as u32;
+            let seq_q = lengths.iter().map(|(queries, _)| *queries).max().expect("one at least");
+            let seq_kv = lengths.iter().map(|(_, keys)| *keys).max().expect("one at least");
             let dense = AttentionProblem::dense(batch, heads, [seq_q, seq_kv], head_dim, dtype);
-            AttentionProblem { lse: true, ..options.on(dense.expect("valid")) }
+            let dense = options.on(dense.expect("valid"));
+            let [row, matrix] = [seq_kv, seq_q * seq_kv].map(u64::from);
+            let steps = [u64::from(heads[0]) * matrix, matrix, row];
+            let scores = |own: [bool; 3]| {
+                let [batch, head, row] = [0, 1, 2].map(|i| if own[i] { steps[i] } else { 0 });
+                ScoreStrides { batch, head, row, col: 1 }
+            };
+            let (bias, mask) = (bias.map(scores), mask.map(scores));
+            let mut problem = AttentionProblem { bias, mask, varlen, lse: true, ..dense };
+            if varlen {
+                let [queries, keys] = [(heads[0], seq_q), (heads[1], seq_kv)]
+                    .map(|(heads, seq)| attention::interleaved(heads, seq, head_dim));
+                (problem.q, problem.k, problem.v, problem.out) = (queries, keys, keys, queries);
+            }
+            (problem, varlen.then_some(lengths))
         },
     );
-    let drawn = (problem, 0..999u64).prop_map(|(problem, seed)| attention::EdgeCase {
-        problem,
-        inputs: attention::Inputs::Normal,
-        seed,
-        lengths: None,
+    let inputs = select(vec![
+        attention::Inputs::Normal,
+        attention::Inputs::Hidden,
+        attention::Inputs::Holes,
+    ]);
+    let drawn = (problem, inputs, 0..999u64).prop_map(|((problem, lengths), inputs, seed)| {
+        attention::EdgeCase { problem, inputs, seed, lengths }
     });
-    each::<Attention, _>(12, drawn, |case| case.problem, attention::check);
+    each::<Attention, _>(16, drawn, |case| case.problem, attention::check);
+}
+
+#[test]
+fn steps_of_decoding_are_those_of_the_reference() {
+    let lengths = lengths([200, 1]).prop_map(|all| all.into_iter().map(|(len, _)| len).collect());
+    let block_size = select(vec![None, Some(16), Some(64)]);
+    let choices = (
+        any::<bool>(),
+        proptest::option::of(1.0..30.0f32),
+        proptest::option::of(1..=150u32),
+        0.05..0.5f32,
+    );
+    let drawn =
+        (lengths, heads(), (1..=16u32, head_dim()), dtype(), block_size, choices, 0..999u64);
+    let drawn =
+        drawn.prop_map(|(lengths, heads, (seq_q, head_dim), dtype, block_size, of, seed)| {
+            let lengths: Vec<u32> = lengths;
+            let sizes = decode::Sizes { lengths: &lengths, heads, seq_q, head_dim };
+            let (bytes, softcap, window, scale) = of;
+            let cache = if bytes { DType::I8 } else { dtype };
+            let dense = sizes.problem(block_size, dtype);
+            let problem = DecodeProblem { cache, softcap, window, scale, ..dense };
+            decode::EdgeCase { problem, lengths, inputs: decode::Inputs::Normal, seed }
+        });
+    each::<Decode, _>(12, drawn, |case| case.problem, decode::check);
 }
 
 #[test]

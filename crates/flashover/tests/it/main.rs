@@ -130,6 +130,35 @@ fn mistakes_are_named() {
 }
 
 #[test]
+fn attention_of_nothing_is_nothing() {
+    let of = |shape: [usize; 4], seed| integers(&shape, seed);
+    let run = |q: [usize; 4], k: [usize; 4], dout: bool, settings: &[(String, String)]| {
+        let mut inputs: BTreeMap<_, _> = [("q", of(q, 1)), ("k", of(k, 2)), ("v", of(k, 3))]
+            .map(|(n, t)| (n.to_owned(), t))
+            .into();
+        if dout {
+            inputs.insert("dout".to_owned(), of(q, 4));
+        }
+        run_op("attention", &cpu(), &inputs, settings, Policy::Default)
+    };
+    let empty = run([2, 4, 0, 8], [2, 2, 3, 8], false, &[]).expect("no queries");
+    assert_eq!((empty["out"].shape(), empty["lse"].shape()), (&[2, 4, 0, 8][..], &[2, 4, 0][..]));
+    let blind = run([1, 4, 3, 8], [1, 2, 0, 8], true, &[]).expect("no keys");
+    assert_eq!(blind["out"].to_f32().expect("f32"), [0.0; 96]);
+    assert_eq!(blind["lse"].to_f32().expect("f32"), [f32::NEG_INFINITY; 12]);
+    assert_eq!(blind["dq"].to_f32().expect("f32"), [0.0; 96]);
+    assert_eq!(blind["dk"].shape(), [1, 2, 0, 8]);
+    let fails = |q, k, settings: &[(String, String)]| {
+        run(q, k, false, settings).expect_err("a mistake").to_string()
+    };
+    let scale = [("scale".to_owned(), "0".to_owned())];
+    assert!(fails([2, 4, 0, 8], [2, 2, 3, 8], &scale).contains("scale is 0"));
+    assert!(fails([2, 3, 0, 8], [2, 2, 3, 8], &[]).contains("3 heads do not divide among 2"));
+    assert!(fails([2, 3, 1, 8], [2, 0, 3, 8], &[]).contains("3 heads do not divide among 0"));
+    assert!(fails([2, 4, 0, 0], [2, 2, 3, 0], &[]).contains("head_dim is 0"));
+}
+
+#[test]
 fn attention_weighs_values_by_their_keys() {
     // Two heads share one key head whose keys are alike: every query gets the mean of what it sees.
     let q = integers(&[1, 2, 2, 4], 1);

@@ -406,13 +406,13 @@ fn check_lanes(
     c: &LanesConfig,
 ) -> Result<(), Infeasible> {
     limits(arch, c.units, 0)?;
-    if arch.backend == Backend::Cpu && c.lanes != 1 {
-        return Err(lacks("cheap barriers"));
-    }
     let halves = c.lanes.is_power_of_two() && c.units % c.lanes == 0;
     if !halves || c.lanes > 1 && c.units < 16 {
         let why = "a power of two that units divide among, and 16 fill the book";
         return Err(shape("lanes", c.lanes, why));
+    }
+    if arch.backend == Backend::Cpu && c.lanes != 1 {
+        return Err(lacks("cheap barriers"));
     }
     if !(1..=8).contains(&c.rows) || p.glu && c.rows % 2 != 0 {
         return Err(shape("rows", c.rows, "1 to 8, half of them of either matrix of two"));
