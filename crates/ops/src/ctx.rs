@@ -26,7 +26,9 @@ struct Inner {
     devices: Vec<(CubeDevice, Device)>,
     /// Scratch of kernels that keep counters in it, one a stream; a thread is a stream to CubeCL.
     scratch: Vec<(CubeDevice, ThreadId, Scratch)>,
-    /// Configs already looked up, by their keys.
+    /// Configs already looked up, by their keys: of each a `Vec`, in the order of the problems that came. What fits one
+    /// problem of a key need not fit another; the first that does is its config for good, so that a call repeated has the
+    /// same bits.
     known: BTreeMap<String, Box<dyn Any + Send>>,
     date: String,
 }
@@ -144,11 +146,13 @@ impl Ctx {
     ) -> Result<K::Config, OpError> {
         let mut inner = self.lock();
         let key = Key::of::<K>(&device.profile().id, problem).to_string();
-        if let Some(config) = inner.known.get(&key).and_then(|c| c.downcast_ref::<K::Config>())
-            && K::check(device.profile(), problem, config).is_ok()
-        {
+        let known = inner.known.get(&key).and_then(|all| all.downcast_ref::<Vec<K::Config>>());
+        let known = known.map(Vec::as_slice).unwrap_or_default();
+        let fits = |config: &&K::Config| K::check(device.profile(), problem, config).is_ok();
+        if let Some(config) = known.iter().find(fits) {
             return Ok(*config);
         }
+        let mut known = known.to_vec();
         let mut tuner = Tuner {
             device,
             cache: mem::take(&mut inner.cache),
@@ -159,7 +163,34 @@ impl Ctx {
         let chosen = tuner.choose::<K>(problem);
         inner.cache = tuner.cache;
         let config = chosen?.config;
-        inner.known.insert(key, Box::new(config));
+        known.push(config);
+        inner.known.insert(key, Box::new(known));
         Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use arch::Backend;
+    use kernels::matmul::{Layout, Matmul, MatmulProblem, Precision};
+
+    use super::*;
+
+    #[test]
+    fn a_problem_keeps_its_config_whoever_shares_its_key() {
+        let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
+        let ctx = Ctx::new(TuneCache::default(), Policy::Default, String::new());
+        let product = |k| {
+            let layouts = [Layout::Row, Layout::Col];
+            MatmulProblem::dense(1, [64, 64, k], layouts, Precision::F32).expect("valid")
+        };
+        let config = |k| ctx.config::<Matmul>(&device, &product(k)).expect("f32");
+        // Vectors of 8 divide the first alone.
+        let (first, other) = (config(512), config(508));
+        assert_eq!(Matmul::bucket(&product(512)), Matmul::bucket(&product(508)));
+        if device.profile().load_bytes > 16 {
+            assert_ne!(first, other);
+        }
+        assert_eq!([config(512), config(508)], [first, other]);
     }
 }
