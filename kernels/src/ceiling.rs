@@ -107,10 +107,15 @@ pub struct Multiply {
     steps: u32,
     /// Elements of a vector multiply-add.
     vector: u32,
+    /// Accumulators in flight.
+    chains: usize,
 }
 
 /// Accumulators a plane or unit keeps in flight.
 const CHAINS: usize = 16;
+/// Those of a CPU: enough for two multiply-adds a cycle of latency 4, and with their factor no more than the 16 vector
+/// registers of AVX2.
+const CPU_CHAINS: usize = 12;
 
 impl Multiply {
     /// The loop for `precision` on `arch`, or none where the backend exposes no registers to
@@ -125,6 +130,7 @@ impl Multiply {
             units: if cpu { processors } else { 256 },
             steps: if cpu { 200_000 } else { 4096 },
             vector,
+            chains: if cpu { CPU_CHAINS } else { CHAINS },
         };
         match precision {
             Precision::F32 if cpu => Some(scalar((arch.load_bytes / 4).clamp(4, 16))),
@@ -132,7 +138,8 @@ impl Multiply {
             _ if arch.backend == Backend::Cuda => {
                 let inst_k = arch.mma_for(precision.instruction(), precision.sums())?.k;
                 let (cubes, units) = (processors, 256);
-                Some(Self { precision, inst_k, cubes, units, steps: 4096, vector: 1 })
+                let (steps, vector, chains) = (4096, 1, CHAINS);
+                Some(Self { precision, inst_k, cubes, units, steps, vector, chains })
             }
             _ => None,
         }
@@ -145,7 +152,7 @@ impl Multiply {
             0 => units * 2 * u64::from(self.vector),
             k => units / 32 * 2 * 16 * 8 * u64::from(k),
         };
-        cubes * steps * CHAINS as u64 * per_step
+        cubes * steps * self.chains as u64 * per_step
     }
 
     /// Elements of the buffer that [`Multiply::launch`] writes, f32.
@@ -172,6 +179,7 @@ impl Multiply {
             // SAFETY: the buffer holds one element a unit.
             unsafe { BufferArg::from_raw_parts(out.clone(), self.out_len()) },
             self.steps,
+            self.chains,
             self.inst_k,
             self.precision.sums() == DType::F16,
             elem,
@@ -183,27 +191,28 @@ impl Multiply {
 fn multiply_kernel<I: Float, W: Size>(
     out: &mut [f32],
     steps: u32,
+    #[comptime] chains: usize,
     #[comptime] inst_k: u32,
     #[comptime] half_sums: bool,
     #[define(I)] _dtype: ElemType,
 ) {
     let seed = f32::cast_from(UNIT_POS) * 1.0e-3 + 1.0e-3;
     if comptime!(inst_k == 0) {
-        let mut acc = Array::<Vector<f32, W>>::new(CHAINS);
+        let mut acc = Array::<Vector<f32, W>>::new(chains);
         let factor = Vector::<f32, W>::new(seed);
         #[unroll]
-        for i in 0..CHAINS {
+        for i in 0..chains {
             acc[i] = Vector::new(seed * comptime!(i as f32));
         }
         for _ in 0..steps {
             #[unroll]
-            for i in 0..CHAINS {
+            for i in 0..chains {
                 acc[i] = fma(acc[i], factor, factor);
             }
         }
         let mut sum = Vector::<f32, W>::new(0.0f32);
         #[unroll]
-        for i in 0..CHAINS {
+        for i in 0..chains {
             sum += acc[i];
         }
         out[ABSOLUTE_POS] = sum.extract(0usize);

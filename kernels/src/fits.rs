@@ -31,7 +31,10 @@ pub(crate) fn rtx(arch: &ArchProfile) -> bool {
 
 /// A cube may have so many units, and not none, and so many bytes of shared memory.
 pub(crate) fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible> {
-    if !(1..=arch.max_units_per_cube).contains(&units) {
+    if units == 0 {
+        return Err(shape("units", units, "a cube has one at least"));
+    }
+    if units > arch.max_units_per_cube {
         return Err(Infeasible::Units { need: units, have: arch.max_units_per_cube });
     }
     if shared > arch.max_shared_bytes {
