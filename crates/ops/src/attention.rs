@@ -668,7 +668,7 @@ fn by_ops<B: Backend>(
         )
     };
     let (k, v) = (spread(k), spread(v));
-    let (device, dtype) = (q.device(), q.dtype());
+    let device = q.device();
     let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
     let mut scores =
         B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), f64::from(scale).into());
@@ -676,18 +676,21 @@ fn by_ops<B: Backend>(
         let bent = B::float_tanh(B::float_div_scalar(scores, cap.into()));
         scores = B::float_mul_scalar(bent, cap.into());
     }
+    if let Some(bias) = bias {
+        scores = B::float_add(scores, bias);
+    }
+    // What is hidden is hidden whatever its score and bias are.
     if options.causal || options.window.is_some() {
         let data = TensorData::new(hidden_by_order(seq_q, seq_kv, options), [1, 1, seq_q, seq_kv]);
-        let hidden = B::float_cast(B::float_from_data(data, &device), dtype.into());
-        scores = B::float_add(scores, hidden);
+        let bools = burn::backend::get_device_settings::<B>(&device).bool_dtype;
+        let hidden = B::float_greater_elem(B::float_from_data(data, &device), 0.5.into(), bools);
+        let hidden = B::bool_expand(hidden, Shape::new([batch, heads, seq_q, seq_kv]));
+        scores = B::float_mask_fill(scores, hidden, f32::NEG_INFINITY.into());
     }
     if let Some(mask) = mask {
         let shape = Shape::new([batch, heads, seq_q, seq_kv]);
         let mask = B::bool_expand(mask, shape);
         scores = B::float_mask_fill(scores, mask, f32::NEG_INFINITY.into());
-    }
-    if let Some(bias) = bias {
-        scores = B::float_add(scores, bias);
     }
     // A row without keys: its maximum is -inf, its sum 0.
     let least = f64::from(f32::MIN_POSITIVE);
@@ -700,14 +703,14 @@ fn by_ops<B: Backend>(
     (out, B::float_reshape(lse, Shape::new([batch, heads, seq_q])))
 }
 
-/// What causal order and window add to the scores, `[seq_q, seq_kv]`: -inf where they hide.
+/// Which scores causal order and window hide, `[seq_q, seq_kv]`: 1 where they do.
 fn hidden_by_order(seq_q: usize, seq_kv: usize, options: &AttentionOptions) -> Vec<f32> {
     let (seq_q, seq_kv) = (seq_q as i64, seq_kv as i64);
-    let added = |i: i64, j: i64| {
+    let hides = |i: i64, j: i64| {
         let distance = i + seq_kv - seq_q - j;
         let far = |window: u32| distance.unsigned_abs() >= u64::from(window);
-        let hides = (options.causal && distance < 0) || options.window.is_some_and(far);
-        if hides { f32::NEG_INFINITY } else { 0.0 }
+        let hidden = (options.causal && distance < 0) || options.window.is_some_and(far);
+        f32::from(u8::from(hidden))
     };
-    (0..seq_q).flat_map(|i| (0..seq_kv).map(move |j| added(i, j))).collect()
+    (0..seq_q).flat_map(|i| (0..seq_kv).map(move |j| hides(i, j))).collect()
 }

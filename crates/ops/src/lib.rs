@@ -15,6 +15,10 @@
 //!
 //! Every function takes a [`Ctx`] first: which configs are known, and what happens to a shape whose
 //! config is not. Tensors live on a CubeCL device of Burn's: CUDA, Vulkan or the CPU runtime.
+//!
+//! # Panics
+//! Burn's backward pass returns no error. Where one has no config, such as by policy `frozen`, or fails on the device, the
+//! call of `backward` panics with the error's text.
 
 #![warn(missing_docs)]
 

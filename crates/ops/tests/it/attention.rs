@@ -351,6 +351,35 @@ fn a_bias_that_wants_a_gradient_changes_no_rule() {
 }
 
 #[test]
+fn what_is_hidden_is_hidden_whatever_its_bias_is() {
+    let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
+    let [seq_q, seq_kv] = SEQS;
+    let shape = [1, HEADS[0], seq_q, seq_kv];
+    // The last key of every row but the last query's is out of order, and the second is masked.
+    let marks = |key: usize| {
+        let row: Vec<f32> = (0..seq_kv).map(|at| f32::from(u8::from(at == key))).collect();
+        Tensor::<1>::from_floats(row.as_slice(), &device)
+            .reshape([1, 1, 1, seq_kv])
+            .greater_elem(0.5)
+    };
+    let plain = tensor::<4>(shape, 4, &device);
+    let options = AttentionOptions { causal: true, ..AttentionOptions::default() };
+    let run = |bias: Tensor<4>, mask| {
+        let [q, k, v] = operands(&device);
+        let out = attention(&ctx, q, k, v, Some(mask), Some(bias.require_grad()), options);
+        values(out.expect("served").slice([0..1, 0..HEADS[0], 0..seq_q - 1]))
+    };
+    let mask = || marks(1).expand([1, 1, seq_q, seq_kv]);
+    let want = run(plain.clone(), mask());
+    for odd in [f32::INFINITY, f32::NAN] {
+        for key in [1, seq_kv - 1] {
+            let bias = plain.clone().mask_fill(marks(key).expand(shape), odd);
+            assert_eq!(run(bias, mask()), want, "{odd} at key {key}");
+        }
+    }
+}
+
+#[test]
 fn a_forced_implementation_serves_or_says_why_not() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let run = |implementation| {
