@@ -407,6 +407,8 @@ impl Family for Nf4Quantize {
 }
 
 impl Family for Int8Dequantize {
+    const TORCH: &'static str = "bitsandbytes";
+
     fn params(p: &int8::DequantizeProblem) -> BTreeMap<String, Value> {
         rows_params(p.weight, p.out)
     }
@@ -432,12 +434,14 @@ impl Family for Int8Dequantize {
         Vec::new()
     }
 
-    fn torch(_: &int8::DequantizeProblem) -> Option<Value> {
-        None
+    fn torch(p: &int8::DequantizeProblem) -> Option<Value> {
+        Some(eight_bits(Self::NAME, 1, p.weight, p.out))
     }
 }
 
 impl Family for Int8Matmul {
+    const TORCH: &'static str = "bitsandbytes";
+
     fn params(p: &Int8MatmulProblem) -> BTreeMap<String, Value> {
         let mut params = rows_params(p.weight, p.dtype);
         params.insert("m".to_owned(), p.m.into());
@@ -473,12 +477,17 @@ impl Family for Int8Matmul {
         Vec::new()
     }
 
-    fn torch(_: &Int8MatmulProblem) -> Option<Value> {
-        None
+    /// Its product rounds x always.
+    fn torch(p: &Int8MatmulProblem) -> Option<Value> {
+        let mut case = eight_bits(Self::NAME, p.m, p.weight, p.dtype);
+        case["threshold"] = p.activations.map_or(0.0, |x| x.threshold).into();
+        Some(case)
     }
 }
 
 impl Family for Int8Quantize {
+    const TORCH: &'static str = "bitsandbytes";
+
     fn params(p: &int8::QuantizeProblem) -> BTreeMap<String, Value> {
         rows_params(p.weight, p.dtype)
     }
@@ -504,8 +513,8 @@ impl Family for Int8Quantize {
         Vec::new()
     }
 
-    fn torch(_: &int8::QuantizeProblem) -> Option<Value> {
-        None
+    fn torch(p: &int8::QuantizeProblem) -> Option<Value> {
+        Some(eight_bits(Self::NAME, 1, p.weight, p.dtype))
     }
 }
 
@@ -710,6 +719,11 @@ fn bitsandbytes(op: &str, m: u32, w: &Weight, dtype: DType) -> Value {
         "nested": w.nested,
         "dtype": dtype.name(),
     })
+}
+
+/// The same in 8 bits.
+fn eight_bits(op: &str, m: u32, w: int8::Weight, dtype: DType) -> Value {
+    json!({ "op": op, "m": m, "n": w.n, "k": w.k, "dtype": dtype.name() })
 }
 
 const fn precision(dtype: DType) -> Precision {

@@ -299,7 +299,7 @@ fn try_one<K: Kernel>(
         good &= outcome.is_ok();
         let text = match outcome {
             Ok(ns) => format!(
-                "{:9.1} us {:7.1} TFLOP/s {:7.0} GB/s ",
+                "{:9.1} us {:8.2} TFLOP/s {:8.1} GB/s ",
                 ns / 1e3,
                 cost.flops as f64 / ns / 1e3,
                 cost.bytes as f64 / ns
