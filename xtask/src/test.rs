@@ -126,7 +126,7 @@ fn verified(
     }
     let fixtures = verify::fixtures(place);
     let options: Vec<&str> = fixtures.iter().flat_map(|folder| ["--fixtures", folder]).collect();
-    let run = verify::columns(programs, &[backend], &options, verify::How::PLAIN)?;
+    let run = verify::columns(programs, &[backend], &options, verify::How::every_core())?;
     command::print(&(verify::document(&run, Style::of_stdout()) + "\n"))?;
     verify::verdict(&run)?;
     Ok(Outcome::Passed)

@@ -1,6 +1,7 @@
 //! `cargo xtask verify`: every kernel against the reference, and the backends against each other.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroUsize;
 use std::thread;
 
 use anyhow::Result;
@@ -102,7 +103,10 @@ pub(crate) struct How {
 }
 
 impl How {
-    pub(crate) const PLAIN: Self = Self { jobs: 1, sanitizer: None };
+    /// A process a core: most of a check is one thread's, of a compiler or a reference.
+    pub(crate) fn every_core() -> Self {
+        Self { jobs: thread::available_parallelism().map_or(1, NonZeroUsize::get), sanitizer: None }
+    }
 }
 
 /// The small models of the workspace, where there is one.
