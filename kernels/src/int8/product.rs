@@ -36,9 +36,9 @@
 //! | 4    | 20.6 `Fused` | 31.7 `Lanes`  |              |
 //! | 8    | 21.0 `Fused` | 50.2 `Lanes`  | 32.5 `Bytes` |
 //! | 16   | 20.8 `Fused` | 84.1 `Dense`  | 37.6 `Bytes` |
-//! | 64   | 41.6 `Fused` | 85.5 `Dense`  | 46.7 `Bytes` |
+//! | 64   | 41.6 `Fused` | 85.5 `Dense`  | 46.5 `Bytes` |
 //! | 512  | 194 `Dense`  | 189 `Dense`   | 108 `Bytes`  |
-//! | 4096 | 1130 `Dense` | 1131 `Dense`  | 681 `Bytes`  |
+//! | 4096 | 1130 `Dense` | 1131 `Dense`  | 684 `Bytes`  |
 //!
 //! `Fused` decodes what a plane multiplies once for all its rows, and again in each row of planes: at 64 rows that is
 //! what it is short of (a warp a scheduler), at 512 rows 230 us. A row of fewer results, 4096 x 4096, takes `Lanes` 8.4
@@ -602,7 +602,7 @@ fn check_bytes(arch: &ArchProfile, p: &Int8MatmulProblem, c: &MmaConfig) -> Resu
     Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
 }
 
-/// Rows from which on bytes are faster: 64 of 14336 x 4096 take an H200 46.7 us, and 41.6 decoded; 512 108 and 194.
+/// Rows from which on bytes are faster: 64 of 14336 x 4096 take an H200 46.5 us, and 41.6 decoded; 512 108 and 194.
 const ROUNDED: u32 = 128;
 /// Bytes that a copy moves.
 const CHUNK: u32 = 16;

@@ -240,8 +240,8 @@ pub enum EngineError {
     FourBits(PathBuf),
     /// [`EngineOptions::int8_activations`] without matrices in 8 bits, or not on CUDA.
     #[error(
-        "what products read is rounded to 8 bits where matrices are in 8 bits, on CUDA\nhint: leave int8_activations or \
-         --int8-activations out, or --quant int8 there"
+        "what products read is rounded to 8 bits on CUDA alone, and where matrices are in 8 bits\nhint: leave \
+         int8_activations or --int8-activations out, or take --backend cuda and --quant int8"
     )]
     Int8Activations,
     /// [`Compute::Tf32`] was asked for with matrices in 4 or 8 bits.
