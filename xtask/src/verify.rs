@@ -312,7 +312,7 @@ mod tests {
             configs: false,
             exhaust: true,
             sanitizer: None,
-            jobs: std::num::NonZeroUsize::new(2).expect("not 0"),
+            jobs: NonZeroUsize::new(2).expect("not 0"),
             save: None,
         };
         let error = run(&args).unwrap_err();
