@@ -397,7 +397,7 @@ fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
         MatmulConfig::Cores(CoresConfig { block_m, block_n, block_k, rows, vector, units })
     };
     // Sums, a line of the panel and a number of A fill registers: 32 of AVX-512, 16 of what is narrower. There 4 rows of 3
-    // vectors take 1.94 ms for 512 x 512 x 512 on two cores of a Zen 3, 8 rows of 2, which spill, 4.9.
+    // vectors take 2.1 ms for 512 x 512 x 512 on two cores of a Zen 3, 8 rows of 2, which spill, 4.9.
     let large = match vector {
         16 => [config(64, 2, 256, 8), config(64, 4, 128, 4), config(32, 2, 256, 4)],
         _ => [config(128, 3, 128, 4), config(126, 3, 512, 3), config(252, 2, 512, 6)],
