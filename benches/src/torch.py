@@ -205,7 +205,7 @@ def nf4_quantize(case, dtype):
     return run
 
 
-def rows(case, dtype):
+def rows(case):
     """Weights that bitsandbytes quantised to 8 bits, codes and absmax, one for each of the operand sets."""
     from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -222,7 +222,7 @@ def int8(case, dtype):
 
     x = torch.randn((case["m"], case["k"]), device="cuda", dtype=dtype)
     turns = []
-    for codes, scb in rows(case, dtype):
+    for codes, scb in rows(case):
         state = MatmulLtState()
         state.CB, state.SCB, state.has_fp16_weights = codes, scb, False
         state.is_training, state.threshold = False, case["threshold"]
@@ -242,7 +242,7 @@ def int8_dequantize(case, dtype):
     """A weight in 8 bits made dense by bitsandbytes."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
-    turns = itertools.cycle(rows(case, dtype))
+    turns = itertools.cycle(rows(case))
 
     def run():
         codes, scb = next(turns)
