@@ -10,12 +10,14 @@ use std::ffi::{CStr, CString, c_char};
 
 use arch::{Backend, Device};
 use cubecl::cuda::install;
+use cubecl::ir::pliron::op::Op;
+use cubecl::ir::pliron::printable::Printable;
 use cubecl::prelude::CubeKernel;
 use cubecl::prelude::KernelId;
 use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures};
 use cubecl_cpp::target::Cuda;
 use cubecl_server::compiler::{KernelCacheKey, build_id_hash, compilation_store, store_compiled};
-use cubecl_server::kernel::{BufferIOAttr, CompiledKernel};
+use cubecl_server::kernel::{BufferIOAttr, CompiledKernel, KernelDefinition};
 use cudarc::nvrtc::{result, sys};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -29,6 +31,12 @@ pub enum CompileError {
     Nvrtc(String),
 }
 
+impl CompileError {
+    fn cubecl(error: &dyn std::fmt::Debug) -> Self {
+        Self::CubeCl(format!("{error:?}"))
+    }
+}
+
 /// A kernel in CUDA C++.
 #[derive(Debug)]
 pub struct Source {
@@ -37,16 +45,22 @@ pub struct Source {
     pub entry: String,
     /// Bytes of dynamic shared memory of a launch.
     pub shared_bytes: usize,
-    /// Units of a cube.
-    pub units: u32,
     io: Option<Vec<BufferIOAttr>>,
 }
 
-/// The CUDA C++ that CubeCL's runtime generates from `kernel` for compute capability `sm`.
+/// A kernel in CubeCL's own representation, of which passes and a printer make CUDA C++: ten times as long as it took to
+/// get here.
+pub struct Expanded<'a> {
+    kernel: &'a dyn CubeKernel,
+    definition: KernelDefinition,
+    options: CompilationOptions,
+}
+
+/// The kernel's operations for compute capability `sm`.
 ///
 /// # Errors
 /// An expansion that fails.
-pub fn source(kernel: &dyn CubeKernel, sm: u32) -> Result<Source, CompileError> {
+pub fn expand(kernel: &dyn CubeKernel, sm: u32) -> Result<Expanded<'_>, CompileError> {
     // The options of `cubecl-cuda/src/runtime.rs`.
     let options = CompilationOptions {
         warp_size: 32,
@@ -60,18 +74,44 @@ pub fn source(kernel: &dyn CubeKernel, sm: u32) -> Result<Source, CompileError> 
         },
         ..CompilationOptions::default()
     };
-    let failed = |e: &dyn std::fmt::Debug| CompileError::CubeCl(format!("{e:?}"));
-    let definition = cubecl::define_kernel(kernel).map_err(|e| failed(&e))?;
-    let mut compiler = CppCompiler::<Cuda>::default();
-    let compiled = CompiledKernel::compile(kernel, definition, &mut compiler, &options)
-        .map_err(|e| failed(&e))?;
-    Ok(Source {
-        shared_bytes: compiled.repr.as_ref().map_or(0, |r| r.shared_memory_size),
-        units: compiled.cube_dim.num_elems(),
-        text: compiled.source,
-        entry: compiled.entrypoint_name,
-        io: compiled.io,
-    })
+    let definition = cubecl::define_kernel(kernel).map_err(|e| CompileError::cubecl(&e))?;
+    Ok(Expanded { kernel, definition, options })
+}
+
+impl Expanded<'_> {
+    /// Everything that the source depends on beside CubeCL itself, the kernel called `kernel`: its own name ends in a hash
+    /// of Rust types, which changes with the compiler's flags.
+    pub fn text(&self) -> String {
+        let KernelDefinition { body, info, settings } = &self.definition;
+        let name = &settings.kernel_name;
+        let module = body.state().module.get_operation();
+        let text =
+            format!("{}\n{info:?}\n{settings:?}\n{:?}", module.disp(body.ctx()), self.options);
+        text.replace(name, "kernel")
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> u32 {
+        let dim = self.definition.settings.cube_dim;
+        dim.x * dim.y * dim.z
+    }
+
+    /// The CUDA C++ that CubeCL's runtime generates.
+    ///
+    /// # Errors
+    /// What CubeCL refuses.
+    pub fn source(self) -> Result<Source, CompileError> {
+        let mut compiler = CppCompiler::<Cuda>::default();
+        let compiled =
+            CompiledKernel::compile(self.kernel, self.definition, &mut compiler, &self.options)
+                .map_err(|e| CompileError::cubecl(&e))?;
+        Ok(Source {
+            shared_bytes: compiled.repr.as_ref().map_or(0, |r| r.shared_memory_size),
+            text: compiled.source,
+            entry: compiled.entrypoint_name,
+            io: compiled.io,
+        })
+    }
 }
 
 /// NVRTC's name of the architecture: CubeCL compiles for the specific variant from 9.0 up.
@@ -130,7 +170,7 @@ pub fn compile(
 }
 
 fn machine_code(kernel: &dyn CubeKernel, sm: u32) -> Result<Entry, CompileError> {
-    let source = source(kernel, sm)?;
+    let source = expand(kernel, sm)?.source()?;
     Ok(Entry {
         ptx: nvrtc(&source.text, sm)?,
         entrypoint_name: source.entry,

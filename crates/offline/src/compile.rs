@@ -64,7 +64,7 @@ pub enum CompileError {
 pub struct Toolkit {
     ptxas: PathBuf,
     include: PathBuf,
-    /// Versions of both.
+    /// Versions of both, and of CubeCL.
     versions: String,
 }
 
@@ -92,7 +92,7 @@ impl Toolkit {
         unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }
             .result()
             .map_err(|e| CompileError::Nvrtc(format!("{e:?}")))?;
-        let versions = format!("nvrtc {major}.{minor}, ptxas {assembler}");
+        let versions = format!("{}, nvrtc {major}.{minor}, ptxas {assembler}", cubecl());
         Ok(Self { ptxas, include, versions })
     }
 
@@ -108,24 +108,23 @@ impl Toolkit {
         dump: Option<&Path>,
         known: &Known,
     ) -> Result<Usage, CompileError> {
-        let source = ahead::source(kernel, sm)?;
+        let expanded = ahead::expand(kernel, sm)?;
+        let units = expanded.units();
+        let key = known::key(&expanded.text(), &options(sm), &self.versions);
         let compile = || {
+            let source = expanded.source()?;
             let ptx = self.ptx(&source.text, sm)?;
             let dir = tempfile::tempdir()?;
             let stem = dump.map_or_else(|| dir.path().join("k"), Path::to_owned);
             if dump.is_some() {
                 std::fs::write(stem.with_extension("cu"), &source.text)?;
             }
-            self.assemble(&ptx, sm, &stem)
+            self.assemble(&ptx, sm, source.shared_bytes as u32, &stem)
         };
-        let Compiled { registers, spill_stores, spill_loads, stack } = match dump {
+        let Compiled { registers, spill_stores, spill_loads, stack, shared } = match dump {
             Some(_) => compile()?,
-            None => {
-                let text = source.text.replace(&source.entry, "kernel");
-                known.get_or(known::key(&text, &options(sm), &self.versions), compile)?
-            }
+            None => known.get_or(key, compile)?,
         };
-        let (shared, units) = (source.shared_bytes as u32, source.units);
         Ok(Usage { registers, spill_stores, spill_loads, stack, shared, units })
     }
 
@@ -144,8 +143,14 @@ impl Toolkit {
         Ok(ptx.to_src())
     }
 
-    /// PTX to machine code, whose resource report `ptxas -v` prints.
-    fn assemble(&self, ptx: &str, sm: u32, stem: &Path) -> Result<Compiled, CompileError> {
+    /// PTX, of a kernel with `shared` bytes, to machine code, whose resource report `ptxas -v` prints.
+    fn assemble(
+        &self,
+        ptx: &str,
+        sm: u32,
+        shared: u32,
+        stem: &Path,
+    ) -> Result<Compiled, CompileError> {
         let (input, output) = (stem.with_extension("ptx"), stem.with_extension("cubin"));
         std::fs::write(&input, ptx)?;
         let out = Command::new(&self.ptxas)
@@ -158,8 +163,20 @@ impl Toolkit {
         if !out.status.success() {
             return Err(CompileError::Ptxas(report.into_owned()));
         }
-        parse_report(&report).ok_or_else(|| CompileError::Ptxas(report.into_owned()))
+        parse_report(&report, shared).ok_or_else(|| CompileError::Ptxas(report.into_owned()))
     }
+}
+
+/// What makes CUDA C++ of a kernel, and its versions, as they were locked.
+fn cubecl() -> String {
+    let locked = include_str!("../../../Cargo.lock").split("[[package]]").skip(1);
+    let names = locked.filter_map(|package| {
+        let field = |name: &str| package.lines().find_map(|l| l.strip_prefix(name));
+        let (name, version) = (field("name = ")?, field("version = ")?);
+        let part = ["\"cubecl", "\"pliron"].iter().any(|of| name.starts_with(of));
+        part.then(|| format!("{name} {version}").replace('"', ""))
+    });
+    names.collect::<Vec<_>>().join(", ")
 }
 
 /// Of NVRTC.
@@ -168,8 +185,8 @@ fn options(sm: u32) -> Vec<String> {
 }
 
 /// Reads `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill
-/// loads`.
-fn parse_report(report: &str) -> Option<Compiled> {
+/// loads`, of a kernel with `shared` bytes.
+fn parse_report(report: &str, shared: u32) -> Option<Compiled> {
     let before = |text: &str, unit: &str| -> Option<u32> {
         let head = &text[..text.find(unit)?];
         head.split_whitespace().last()?.parse().ok()
@@ -179,6 +196,7 @@ fn parse_report(report: &str) -> Option<Compiled> {
         spill_stores: before(report, "bytes spill stores")?,
         spill_loads: before(report, "bytes spill loads")?,
         stack: before(report, "bytes stack frame")?,
+        shared,
     })
 }
 
@@ -242,14 +260,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn cubecl_is_what_was_locked() {
+        let parts = cubecl();
+        for part in ["cubecl-core 0.", "cubecl-cpp 0.", "cubecl-opt 0.", "pliron 0."] {
+            assert!(parts.contains(part), "{part} in {parts}");
+        }
+    }
+
+    #[test]
     fn ptxas_reports_are_read() {
         let report = "ptxas info    : 0 bytes gmem\n\
             ptxas info    : Compiling entry function 'k' for 'sm_89'\n\
             ptxas info    : Function properties for k\n\
             \x20   16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n\
             ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 448 bytes cmem[0]\n";
-        let want = Compiled { registers: 168, spill_stores: 8, spill_loads: 12, stack: 16 };
-        assert_eq!(parse_report(report), Some(want));
-        assert_eq!(parse_report("error: nothing"), None);
+        let want =
+            Compiled { registers: 168, spill_stores: 8, spill_loads: 12, stack: 16, shared: 4096 };
+        assert_eq!(parse_report(report, 4096), Some(want));
+        assert_eq!(parse_report("error: nothing", 0), None);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A kernel goes the way that the CUDA back end takes it, CUDA C++ by CubeCL and PTX by NVRTC, and
 //! then through `ptxas` for the card: registers, spills, shared memory and occupancy are facts of the
-//! binary, and no card is needed to read them. What they were for the same source before is kept.
+//! binary, and no card is needed to read them. What they were for the same operations before is kept.
 
 mod compile;
 mod known;
