@@ -89,7 +89,7 @@ impl Int8Weight {
     }
 
     /// The weight whose products round x to a byte an element and a scale a row, but for columns with a value of
-    /// `threshold` and above, or none of them where it is 0, wherever bytes multiply faster: CUDA, k a multiple of 16,
+    /// `threshold` and above, or none of them where it is not above 0, wherever bytes multiply faster: CUDA, k a multiple of 16,
     /// 128 rows and more. Others multiply x as it is.
     #[must_use]
     pub fn rounding(self, threshold: f32) -> Self {
