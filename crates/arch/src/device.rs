@@ -217,6 +217,7 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
             Backend::WebGpu => Some(properties.memory.max_page_size),
             _ => None,
         },
+        max_loop_turns: facts::max_loop_turns(&properties.identity.name),
         cache_bytes: match backend {
             Backend::Cuda => facts::cuda_l2_bytes(),
             _ => hw.last_level_cache_size.map(|b| b as u64),

@@ -101,6 +101,12 @@ fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
     facts
 }
 
+/// Turns of loops after which the driver of the device called `name` leaves them: Mesa's llvmpipe counts those of a program
+/// and leaves every loop when they are used up (`LP_MAX_TGSI_LOOP_ITERATIONS` of `lp_bld_limits.h`).
+pub(crate) fn max_loop_turns(name: &str) -> Option<u32> {
+    name.to_lowercase().contains("llvmpipe").then_some(65_535)
+}
+
 /// What stands in the way of `backend` on this machine.
 pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
     let absent = |names: &[&str]| !names.iter().any(|n| has_library(n));

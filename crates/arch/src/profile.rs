@@ -117,6 +117,9 @@ pub struct ArchProfile {
     /// The most that a kernel reads or writes as one buffer, where that is less than memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_buffer_bytes: Option<u64>,
+    /// Turns of loops, all loops of a unit together, after which the device leaves them without an error.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_loop_turns: Option<u32>,
     /// Last-level cache.
     pub cache_bytes: Option<u64>,
     /// Units that run in lock step (warp, subgroup).
@@ -149,6 +152,7 @@ impl ArchProfile {
     /// the real card, run by it and measured on it: operands must outgrow the cache that is there.
     pub fn restrict(&self, name: &str, limit: &Self) -> Self {
         let least = |a: Option<u64>, b: Option<u64>| [a, b].into_iter().flatten().min();
+        let fewest = |a: Option<u32>, b: Option<u32>| [a, b].into_iter().flatten().min();
         let common = |a: &BTreeSet<MmaShape>, b: &BTreeSet<MmaShape>| a & b;
         Self {
             id: ArchId(format!("{}@{name}", self.id)),
@@ -158,6 +162,7 @@ impl ArchProfile {
             load_bytes: self.load_bytes.min(limit.load_bytes),
             memory_bytes: least(self.memory_bytes, limit.memory_bytes),
             max_buffer_bytes: least(self.max_buffer_bytes, limit.max_buffer_bytes),
+            max_loop_turns: fewest(self.max_loop_turns, limit.max_loop_turns),
             dtypes: &self.dtypes & &limit.dtypes,
             mma: common(&self.mma, &limit.mma),
             cmma: common(&self.cmma, &limit.cmma),

@@ -6,7 +6,7 @@ use cubecl::prelude::{AddressType, CubeCount, CubeDim};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use crate::fits::{lacks, limits, shape};
+use crate::fits::{lacks, limits, shape, turns};
 use crate::rows::NormKind;
 use crate::tile::{CopyPlan, TileShape};
 
@@ -410,7 +410,8 @@ fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
         config(4, 4, 256, 4),
         config(1, 4, 256, 1),
     ];
-    large.into_iter().chain(small).collect()
+    let more = small.into_iter().filter(|config| !large.contains(config));
+    large.into_iter().chain(more).collect()
 }
 
 fn dots(arch: &ArchProfile) -> Vec<MatmulConfig> {
@@ -485,6 +486,7 @@ pub(super) fn check(
         return Err(lacks(format!("{dtype} buffers")));
     }
     check_sizes(config)?;
+    turns(arch, loop_turns(problem, config))?;
     if precision.sums() == DType::F16
         && !matches!(config, MatmulConfig::Mma(_) | MatmulConfig::Tma(_))
     {
@@ -518,6 +520,22 @@ pub(super) fn check(
         MatmulConfig::Dots(c) => check_dots(arch, problem, c),
         MatmulConfig::Lanes(c) => check_lanes(arch, problem, c),
     }
+}
+
+/// Turns of loops of a unit over k, at the most: tiles and each of their k, where units share k a vector of theirs. The turn
+/// that finds a loop at its end is one.
+fn loop_turns(problem: &MatmulProblem, config: &MatmulConfig) -> u64 {
+    let k = u64::from(problem.k);
+    let tile_k = match config {
+        MatmulConfig::Lanes(c) => return k.div_ceil(u64::from(c.lanes)) + 1,
+        MatmulConfig::Mma(c) | MatmulConfig::Tma(c) => c.tile_k,
+        MatmulConfig::Cube(c) => c.tile_k,
+        MatmulConfig::Plane(c) | MatmulConfig::Ahead(c) => c.tile_k,
+        MatmulConfig::Fma(c) => c.tile_k,
+        MatmulConfig::Cores(c) => c.block_k,
+        MatmulConfig::Dots(c) => c.vector,
+    };
+    k.div_ceil(u64::from(tile_k)) * (u64::from(tile_k) + 2) + 1
 }
 
 /// A cache is a file that people edit: no other rule may divide by zero or overflow.
@@ -1107,6 +1125,8 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     use crate::matmul::Batches;
 
@@ -1185,6 +1205,42 @@ mod tests {
         }
         let odd = CoresConfig { vector: 3, block_n: 33, ..cores_config(&cpu) };
         assert!(check(&cpu, &p, &MatmulConfig::Cores(odd)).is_err());
+    }
+
+    #[test]
+    fn a_product_that_the_device_would_not_end_is_refused() {
+        let arch = ArchProfile {
+            backend: Backend::WebGpu,
+            max_loop_turns: Some(65_535),
+            mma: BTreeSet::new(),
+            async_copy: false,
+            ..recorded("rtx4090")
+        };
+        let of = |k, layouts| problem([2, 3, k], layouts, Precision::F32);
+        let across = [Layout::Col, Layout::Row];
+        let config = simplest(&arch, &of(50_000, across)).expect("few turns");
+        check(&arch, &of(50_000, across), &config).expect("few turns");
+        let refused = Err(Infeasible::Turns { need: 65_536 / 16 * 18 + 1, have: 65_535 });
+        assert_eq!(check(&arch, &of(65_536, across), &config), refused);
+        assert!(candidates(&arch, &of(65_536, across)).is_empty());
+        // Units that share k take fewer.
+        let along = [Layout::Row, Layout::Col];
+        let shared = candidates(&arch, &of(65_536, along));
+        assert!(!shared.is_empty());
+        assert!(shared.iter().all(|c| matches!(c, MatmulConfig::Lanes(_))), "{shared:?}");
+        let endless = ArchProfile { max_loop_turns: None, ..arch };
+        check(&endless, &of(65_536, across), &config).expect("no limit");
+    }
+
+    #[test]
+    fn candidates_of_a_cpu_are_each_one() {
+        for load_bytes in [16, 32, 64] {
+            let all = cores(&ArchProfile { load_bytes, ..cpu() });
+            let mut each = all.clone();
+            each.sort_unstable_by_key(|config| format!("{config:?}"));
+            each.dedup();
+            assert_eq!(each.len(), all.len(), "{load_bytes}");
+        }
     }
 
     #[test]

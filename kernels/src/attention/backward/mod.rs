@@ -40,7 +40,7 @@ use super::{
     AttentionConfig, AttentionOperands, Dims, FlashConfig, HeadStrides, Implementation, RowsConfig,
     Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
 };
-use crate::fits::{limits, rtx, shape};
+use crate::fits::{limits, rtx, shape, turns};
 use crate::matmul::elem;
 use flash::{FlashPlan, Side};
 use plane::SidePlan;
@@ -175,8 +175,8 @@ impl Kernel for AttentionBackward {
         problem: &BackwardProblem,
     ) -> Result<BackwardConfig, Infeasible> {
         let side = SideConfig::Rows(RowsConfig::of(arch));
-        serves(arch, &problem.forward, &side.into())?;
-        Ok(BackwardConfig { queries: side, keys: side })
+        let config = BackwardConfig { queries: side, keys: side };
+        Self::check(arch, problem, &config).map(|()| config)
     }
 
     fn operands(device: &Device, problem: &BackwardProblem, seed: u64) -> BackwardOperands {
@@ -413,6 +413,8 @@ fn check(
 ) -> Result<(), Infeasible> {
     let p = &problem.forward;
     serves(arch, p, &(*config).into())?;
+    let queries = u64::from(p.heads / p.kv_heads) * (u64::from(p.seq_q) + 1);
+    turns(arch, if side.keys { queries } else { u64::from(p.seq_kv) } + 3)?;
     let c = match config {
         SideConfig::Flash(c) => c,
         SideConfig::Plane(c) => {
