@@ -15,7 +15,7 @@ use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
 use kernels::norm::Norm;
 use kernels::rope::Rope;
 use kernels::sample::Sample;
-use tune::{Entry, Kernel, Policy, Source, TuneCache, Tuner};
+use tune::{Entry, Kernel, Merged, Policy, Source, TuneCache, Tuner};
 
 use crate::cases::{self, Case, Problem, Scale, Suite};
 use crate::{Target, provenance};
@@ -323,9 +323,9 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
             )
         })?;
         let seen = cache.warnings().len();
-        let taken = cache.merge_text(&text, &name)?;
+        let Merged { results, taken } = cache.merge_text(&text, &name)?;
         let ignored = &cache.warnings()[seen..];
-        if taken == 0 {
+        if results == 0 {
             let why = ignored.first().map(|w| format!(", from line {} on: {}", w.line, w.why));
             bail!(
                 "nothing in {name} is a result{}\nhint: name cache files of this version",
@@ -333,7 +333,11 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
             );
         }
         ignored.iter().for_each(|w| eprintln!("{w}"));
-        command::print(&format!("{name}: {taken} results\n"))?;
+        let older = match results - taken {
+            0 => String::new(),
+            older => format!(", {older} older than what is known"),
+        };
+        command::print(&format!("{name}: {taken} results{older}\n"))?;
     }
     Ok(true)
 }

@@ -125,6 +125,15 @@ pub struct CacheError {
     pub why: io::Error,
 }
 
+/// What came of a text of results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Merged {
+    /// Keys that it has a result of.
+    pub results: usize,
+    /// Those whose result was not older than what was known.
+    pub taken: usize,
+}
+
 /// Recorded and measured results.
 #[derive(Debug, Clone, Default)]
 pub struct TuneCache {
@@ -209,7 +218,7 @@ impl TuneCache {
         File::create(&temporary).and_then(|_| fs::remove_file(&temporary)).map_err(wrap)
     }
 
-    /// Adds the results in `text`, the newer of two for one key; returns how many lines were taken.
+    /// Adds the results in `text`, of two for one key the newer, what ships among them.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -217,13 +226,15 @@ impl TuneCache {
         &mut self,
         text: &T,
         origin: &str,
-    ) -> Result<usize, CacheError> {
-        let (entries, warnings) = parse(text.as_ref(), origin);
+    ) -> Result<Merged, CacheError> {
+        let (mut entries, warnings) = parse(text.as_ref(), origin);
+        let results = entries.len();
+        entries.retain(|key, entry| self.get(key).is_none_or(|(have, _)| have.date <= entry.date));
         let taken = entries.len();
         merge(&mut self.measured, entries);
         self.warnings.extend(warnings);
         self.save(None)?;
-        Ok(taken)
+        Ok(Merged { results, taken })
     }
 
     /// The measured results as the file holds them.
@@ -355,11 +366,24 @@ fn parse(bytes: &[u8], origin: &str) -> Parsed {
             Ok(entry) if entry.median_ns.is_nan() || entry.median_ns <= 0.0 => {
                 ignore(format!("time {} is not positive", entry.median_ns));
             }
+            Ok(entry) if !is_utc(&entry.date) => {
+                ignore(format!("date {:?} is none of RFC 3339 in UTC", entry.date));
+            }
             Ok(entry) => merge(&mut entries, BTreeMap::from([(entry.key.clone(), entry)])),
             Err(e) => ignore(format!("not a result: {e}")),
         }
     }
     (entries, warnings)
+}
+
+/// Whether it orders as text: of RFC 3339 in UTC, with or without parts of a second.
+fn is_utc(date: &str) -> bool {
+    const SECOND: &str = "0000-00-00T00:00:00";
+    let fits = |(form, byte): (u8, u8)| byte == form || form == b'0' && byte.is_ascii_digit();
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let Some(date) = date.strip_suffix('Z') else { return false };
+    let (second, part) = date.split_once('.').unwrap_or((date, "0"));
+    second.len() == SECOND.len() && SECOND.bytes().zip(second.bytes()).all(fits) && digits(part)
 }
 
 /// The newer result of each key wins, of equally old ones that of `from`; dates are RFC 3339 in UTC, so
@@ -428,6 +452,25 @@ mod tests {
             }
             let (found, source) = cache.get(&old.key).expect("merged");
             assert_eq!((found.median_ns, source), (5.0, Source::Tuned));
+        }
+    }
+
+    #[test]
+    fn what_ships_is_not_hidden_by_older_results_or_undated_ones() {
+        let shipped = TuneCache::shipped();
+        let (first, _) = shipped.entries().next().expect("something ships");
+        let merged = |date: &str| {
+            let text = serde_json::to_string(&Entry { date: date.into(), ..first.clone() });
+            let mut cache = TuneCache::shipped();
+            let merged = cache.merge_text(&text.expect("plain"), "f").expect("no file to write");
+            (merged.results, merged.taken, cache.measured.len(), cache.warnings().len())
+        };
+        assert_eq!(merged("2020-01-01T00:00:00Z"), (1, 0, 0, 0));
+        for newer in ["2999-01-01T00:00:00Z", "2999-01-01T00:00:00.519930682Z"] {
+            assert_eq!(merged(newer), (1, 1, 1, 0), "{newer}");
+        }
+        for undated in ["", "garbage", "2999-01-01", "2999-01-01T00:00:00+01:00"] {
+            assert_eq!(merged(undated), (0, 0, 0, 1), "{undated}");
         }
     }
 

@@ -11,7 +11,7 @@ mod kernel;
 pub mod timing;
 mod tuner;
 
-pub use cache::{CacheError, Entry, Key, Measured, TuneCache, Warning, default_cache_path};
+pub use cache::{CacheError, Entry, Key, Measured, Merged, TuneCache, Warning, default_cache_path};
 pub use fill::fill;
 pub use kernel::{Cost, Infeasible, InvalidConfig, Kernel, Output, config_of};
 pub use tuner::{Choice, Policy, Source, TuneError, Tuner, UnknownPolicy, operand_sets, poison};

@@ -108,7 +108,8 @@ fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
         "timings": [], "commit": "", "date": "2026-01-01T00:00:00Z",
     });
     let mut cache = TuneCache::default();
-    assert_eq!(cache.merge_text(&line.to_string(), "test").expect("no file to write"), 1);
+    let merged = cache.merge_text(&line.to_string(), "test").expect("no file to write");
+    assert_eq!((merged.results, merged.taken), (1, 1));
     let (commit, date) = (String::new(), String::new());
     let policy = tune::Policy::Default;
     let mut tuner = tune::Tuner { device: &device, cache, policy, commit, date };
