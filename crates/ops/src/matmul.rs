@@ -346,7 +346,9 @@ fn validate<const D: usize>(
     let mut shape = [0; D];
     shape[..D - 2].copy_from_slice(&batch);
     (shape[D - 2], shape[D - 1]) = (m, n);
-    if let Some(long) = shape.iter().chain([&k]).find(|s| u32::try_from(**s).is_err()) {
+    let batches = batch.iter().fold(1usize, |product, axis| product.saturating_mul(*axis));
+    let counted = shape.iter().chain([&k, &batches]);
+    if let Some(long) = counted.into_iter().find(|s| u32::try_from(**s).is_err()) {
         return Err(OpError::TooLarge(*long));
     }
     let spec = spec_of(lhs.dtype(), rhs.dtype(), epilogue)?;

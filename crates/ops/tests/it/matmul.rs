@@ -125,6 +125,11 @@ fn mistakes_are_errors() {
     assert!(matches!(depth, OpError::Depth { lhs_k: 3, rhs_k: 4, .. }), "{depth}");
     let batch = fails(t([2, 2, 3]), t([3, 3, 5]), none());
     assert!(matches!(batch, OpError::Broadcast { .. }), "{batch}");
+    // Each axis may be so long, and there are 2^32 matrices.
+    let many = |t: Tensor<4>| t.expand([65_536, 65_536, 1, 1]);
+    let one = || many(Tensor::<4>::zeros([1, 1, 1, 1], &device));
+    let batches = matmul(&ctx, one(), one(), Epilogue::default()).expect_err("too many");
+    assert!(matches!(batches, OpError::TooLarge(of) if of == 1 << 32), "{batches}");
     let half = fails(t([1, 2, 3]), t([1, 3, 5]).cast(FloatDType::F16), none());
     assert!(matches!(half, OpError::DType { what: "rhs", .. }), "{half}");
     let double =
