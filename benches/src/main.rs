@@ -126,7 +126,7 @@ enum Command {
         cuda_home: PathBuf,
         #[arg(long)]
         json: bool,
-        /// Only instances whose `target precision layouts sizes config` contains this
+        /// Only instances whose `target kernel precision layouts sizes config` contains this
         #[arg(long)]
         filter: Option<String>,
         /// Keep CUDA C++, PTX and machine code in this folder
@@ -135,10 +135,10 @@ enum Command {
         /// Also what the shipped tune cache chose under the profile of an RTX card
         #[arg(long)]
         tuned: bool,
-        /// Compile also what is known by its source
+        /// Compile also what is known by its operations
         #[arg(long)]
         fresh: bool,
-        /// Write what is known after this run to FILE, to be committed
+        /// Write the results of what this run asks for to FILE, to be committed: with --tuned all that are kept
         #[arg(long, value_name = "FILE", conflicts_with_all = ["filter", "dump"])]
         record: Option<PathBuf>,
     },

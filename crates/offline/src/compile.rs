@@ -29,7 +29,7 @@ pub struct Usage {
     pub spill_loads: u32,
     /// Bytes of local memory of one unit, spills included.
     pub stack: u32,
-    /// Bytes of shared memory of one cube, static and dynamic.
+    /// Bytes of shared memory of one cube, which CubeCL asks for at the launch.
     pub shared: u32,
     /// Units of one cube.
     pub units: u32,

@@ -1,7 +1,7 @@
 //! The cooperative-matrix paths of Vulkan.
 //!
 //! Cube scope (`VK_NV_cooperative_matrix2`): a cube names a tile, the driver moves and multiplies it;
-//! tensor layouts clamp the edges. On an H200 f16 8192^3 runs at 249 TFLOP/s, 4096^3 at 229, where it had 142 (records of
+//! tensor layouts clamp the edges. On an H200 f16 8192^3 runs at 249 TFLOP/s, 4096^3 at 232, where it had 142 (records of
 //! Vulkan in benches/baselines). Steps between, timed once by `tune try`, 8192^3: 209 where the tiles divide the problem and
 //! the driver is told so, and sees that starts and strides are multiples of 8; 248 with four tiles of k in a round of the
 //! loop, 47 with eight; another alignment declared on the loads changes nothing. Results leave as they are: buffers read

@@ -8,8 +8,8 @@
 //! loads of A one a row feed `block_n / vector`. That asks for many sums, and registers hold 16 vectors of AVX2 (32 of
 //! AVX-512) for sums, a line of the panel and a number of A.
 //!
-//! Ladder, GFLOP/s at 1024^3 f32 on cpu-authenticamd.25.1-2 (two cores with AVX2, a noisy machine whose registers alone
-//! reached 95 then), medians of three runs of `tune try`, B column-major / row-major:
+//! Ladder, GFLOP/s at 1024^3 f32 on cpu-authenticamd.25.1-2 (two cores with AVX2 of a shared machine, whose registers
+//! alone reached 95 right after and 163 to 173 an hour later), medians of three runs of `tune try`, B column-major / row-major:
 //!
 //! | version                                                    | col | row |
 //! |------------------------------------------------------------|-----|-----|

@@ -26,7 +26,7 @@
 //! | `Mma`   | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
 //! | `Tma`   | `mma.sync`                 | the same ring, by the tensor memory accelerator | CUDA from Hopper on |
 //! | `Cube`  | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
-//! | `Plane` | plane-scope matrices       | shared memory                      | CUDA without `mma.sync` |
+//! | `Plane` | plane-scope matrices       | shared memory                      | CUDA without `mma.sync`, Vulkan's groups |
 //! | `Ahead` | plane-scope matrices       | shared memory, a tile ahead        | Vulkan                  |
 //! | `Fma`   | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
 //! | `Cores` | vector multiply-add        | packed panels on the stack         | CPU                     |

@@ -9,7 +9,7 @@ use tune::Cost;
 use super::{DimsLaunch, Epilogue};
 use crate::rows::NormKind;
 
-/// How operands are stored and multiplied. Results have the operands' storage type.
+/// How operands are stored and multiplied. Results have the operands' storage type unless [`MatmulProblem::out`] is another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -102,7 +102,7 @@ pub struct Batches {
     pub rhs: (u64, u64),
 }
 
-/// One matmul. Build it with [`MatmulProblem::dense`] or [`MatmulProblem::new`], which check it.
+/// One matmul. Build it with [`MatmulProblem::dense`] or [`MatmulProblem::grouped`], which check it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MatmulProblem {
     pub m: u32,
