@@ -48,8 +48,7 @@ pub struct Source {
     io: Option<Vec<BufferIOAttr>>,
 }
 
-/// A kernel in CubeCL's own representation, of which passes and a printer make CUDA C++: ten times as long as it took to
-/// get here.
+/// A kernel in CubeCL's own representation, of which passes and a printer make CUDA C++, by far the longer part.
 pub struct Expanded<'a> {
     kernel: &'a dyn CubeKernel,
     definition: KernelDefinition,

@@ -151,8 +151,9 @@ impl ArchProfile {
     /// Compute capability, processor count and cache stay the real ones, because code is compiled for
     /// the real card, run by it and measured on it: operands must outgrow the cache that is there.
     pub fn restrict(&self, name: &str, limit: &Self) -> Self {
-        let least = |a: Option<u64>, b: Option<u64>| [a, b].into_iter().flatten().min();
-        let fewest = |a: Option<u32>, b: Option<u32>| [a, b].into_iter().flatten().min();
+        fn least<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
+            [a, b].into_iter().flatten().min()
+        }
         let common = |a: &BTreeSet<MmaShape>, b: &BTreeSet<MmaShape>| a & b;
         Self {
             id: ArchId(format!("{}@{name}", self.id)),
@@ -162,7 +163,7 @@ impl ArchProfile {
             load_bytes: self.load_bytes.min(limit.load_bytes),
             memory_bytes: least(self.memory_bytes, limit.memory_bytes),
             max_buffer_bytes: least(self.max_buffer_bytes, limit.max_buffer_bytes),
-            max_loop_turns: fewest(self.max_loop_turns, limit.max_loop_turns),
+            max_loop_turns: least(self.max_loop_turns, limit.max_loop_turns),
             dtypes: &self.dtypes & &limit.dtypes,
             mma: common(&self.mma, &limit.mma),
             cmma: common(&self.cmma, &limit.cmma),

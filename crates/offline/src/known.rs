@@ -1,6 +1,6 @@
 //! What instances used when they were last compiled, by the very operations that they were compiled from.
 //!
-//! A sweep takes an hour of NVRTC, minutes of CubeCL's passes, and less than one for what did not change. What ships was
+//! Most of a sweep is NVRTC's, most of the rest CubeCL's passes; neither runs for what did not change. What ships was
 //! recorded by `targets --record`; an instance whose operations, architecture, options or tools are others is not in it and
 //! is compiled.
 

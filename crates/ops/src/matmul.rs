@@ -347,8 +347,8 @@ fn validate<const D: usize>(
     shape[..D - 2].copy_from_slice(&batch);
     (shape[D - 2], shape[D - 1]) = (m, n);
     let batches = batch.iter().fold(1usize, |product, axis| product.saturating_mul(*axis));
-    let counted = shape.iter().chain([&k, &batches]);
-    if let Some(long) = counted.into_iter().find(|s| u32::try_from(**s).is_err()) {
+    let mut counted = shape.iter().chain([&k, &batches]);
+    if let Some(long) = counted.find(|s| u32::try_from(**s).is_err()) {
         return Err(OpError::TooLarge(*long));
     }
     let spec = spec_of(lhs.dtype(), rhs.dtype(), epilogue)?;

@@ -15,6 +15,8 @@ use std::path::{Path, PathBuf};
 use arch::ArchId;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 
 use crate::{Kernel, Source};
 
@@ -231,7 +233,7 @@ impl TuneCache {
         let results = entries.len();
         entries.retain(|key, entry| self.get(key).is_none_or(|(have, _)| have.date <= entry.date));
         let taken = entries.len();
-        merge(&mut self.measured, entries);
+        self.measured.extend(entries);
         self.warnings.extend(warnings);
         self.save(None)?;
         Ok(Merged { results, taken })
@@ -376,14 +378,9 @@ fn parse(bytes: &[u8], origin: &str) -> Parsed {
     (entries, warnings)
 }
 
-/// Whether it orders as text: of RFC 3339 in UTC, with or without parts of a second.
+/// Whether it is a date of RFC 3339 in UTC, which order as text.
 fn is_utc(date: &str) -> bool {
-    const SECOND: &str = "0000-00-00T00:00:00";
-    let fits = |(form, byte): (u8, u8)| byte == form || form == b'0' && byte.is_ascii_digit();
-    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let Some(date) = date.strip_suffix('Z') else { return false };
-    let (second, part) = date.split_once('.').unwrap_or((date, "0"));
-    second.len() == SECOND.len() && SECOND.bytes().zip(second.bytes()).all(fits) && digits(part)
+    date.ends_with('Z') && OffsetDateTime::parse(date, &Rfc3339).is_ok()
 }
 
 /// The newer result of each key wins, of equally old ones that of `from`; dates are RFC 3339 in UTC, so
@@ -469,7 +466,9 @@ mod tests {
         for newer in ["2999-01-01T00:00:00Z", "2999-01-01T00:00:00.519930682Z"] {
             assert_eq!(merged(newer), (1, 1, 1, 0), "{newer}");
         }
-        for undated in ["", "garbage", "2999-01-01", "2999-01-01T00:00:00+01:00"] {
+        for undated in
+            ["", "garbage", "2999-01-01", "2999-01-01T00:00:00+01:00", "2999-13-01T00:00:00Z"]
+        {
             assert_eq!(merged(undated), (0, 0, 0, 1), "{undated}");
         }
     }

@@ -399,8 +399,8 @@ fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
     // Sums, a line of the panel and a number of A fill registers: 32 of AVX-512, 16 of what is narrower. There 4 rows of 3
     // vectors take 2.1 ms for 512 x 512 x 512 on two cores of a Zen 3, 8 rows of 2, which spill, 4.9.
     let large = match vector {
-        16 => [config(64, 2, 256, 8), config(64, 4, 128, 4), config(32, 2, 256, 4)],
-        _ => [config(128, 3, 128, 4), config(126, 3, 512, 3), config(252, 2, 512, 6)],
+        16 => vec![config(64, 2, 256, 8), config(64, 4, 128, 4)],
+        _ => vec![config(128, 3, 128, 4), config(126, 3, 512, 3), config(252, 2, 512, 6)],
     };
     let small = [
         config(64, 2, 256, 4),
@@ -410,8 +410,7 @@ fn cores(arch: &ArchProfile) -> Vec<MatmulConfig> {
         config(4, 4, 256, 4),
         config(1, 4, 256, 1),
     ];
-    let more = small.into_iter().filter(|config| !large.contains(config));
-    large.into_iter().chain(more).collect()
+    large.into_iter().chain(small).collect()
 }
 
 fn dots(arch: &ArchProfile) -> Vec<MatmulConfig> {
