@@ -3,9 +3,7 @@
 
 mod cases;
 mod emit;
-mod family;
 mod model_cases;
-mod peers;
 mod provenance;
 mod run;
 mod targets;
@@ -19,6 +17,7 @@ use std::process::ExitCode;
 use arch::{ArchProfile, Backend, Device};
 use clap::{Parser, Subcommand};
 use record::Line;
+use suite::Suite;
 use tune::Policy;
 
 use crate::emit::emit;
@@ -76,7 +75,7 @@ enum Command {
         #[command(flatten)]
         target: Target,
         #[arg(long, default_value = "quick")]
-        suite: cases::Suite,
+        suite: Suite,
         /// Only cases whose name contains this
         #[arg(long)]
         filter: Option<String>,
@@ -96,7 +95,7 @@ enum Command {
     /// Print the names of a suite's cases
     List {
         #[arg(long, default_value = "quick")]
-        suite: cases::Suite,
+        suite: Suite,
         #[arg(long)]
         filter: Option<String>,
     },
@@ -126,7 +125,7 @@ enum Command {
         cuda_home: PathBuf,
         #[arg(long)]
         json: bool,
-        /// Only instances whose `target kernel precision layouts sizes config` contains this
+        /// Only instances whose `target case config` contains this
         #[arg(long)]
         filter: Option<String>,
         /// Keep CUDA C++, PTX and machine code in this folder

@@ -16,11 +16,10 @@ use flashover::{
 };
 use record::{Card, Line, Record, Summary};
 use serde_json::Value;
-use tune::{Cost, Policy};
+use suite::{Scale, Suite};
+use tune::Policy;
 
-use crate::cases::{Scale, Suite};
 use crate::emit::emit;
-use crate::run::{blank, share};
 
 /// A model, and what is measured of it.
 #[derive(Debug, Clone)]
@@ -241,7 +240,7 @@ fn run_model(
     let (mut good, mut loaded) = (true, None);
     for case in cases {
         emit(&Line::Begin { case: case.name() })?;
-        let mut record = blank(card, case.op(), case.params(), Cost { flops: 0, bytes: 0 });
+        let mut record = Record::new(card, case.op(), case.params(), 0, 0);
         let engine = match &loaded {
             Some(engine) => Ok(Engine::clone(engine)),
             None => case.load(device, policy),
@@ -315,7 +314,7 @@ fn measure(
     record.bytes = bytes;
     record.tflops = Some(record.flops as f64 / median / 1e3);
     record.gbps = Some(record.bytes as f64 / median);
-    record.share_of_ceiling = share(record, card, &dtype);
+    record.set_share(card, &dtype);
     Ok(())
 }
 

@@ -5,20 +5,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail};
 use arch::{ArchProfile, Device};
 use clap::Subcommand;
-use kernels::attention::Attention;
-use kernels::attention::backward::AttentionBackward;
-use kernels::attention::decode::Decode;
-use kernels::embed::Embed;
-use kernels::int8::{Int8Dequantize, Int8Matmul, Int8Quantize};
-use kernels::matmul::Matmul;
-use kernels::nf4::{Nf4Dequantize, Nf4Matmul, Nf4Quantize};
-use kernels::norm::Norm;
-use kernels::rope::Rope;
-use kernels::sample::Sample;
-use tune::{Entry, Kernel, Merged, Policy, Source, TuneCache, Tuner};
+use suite::{AnyBench, KERNELS, Scale, Suite, TimedConfig};
+use tune::{Entry, Merged, Policy, Source, TuneCache, Tuner};
 
-use crate::cases::{self, Case, Problem, Scale, Suite};
-use crate::{Target, provenance};
+use crate::{Target, cases, provenance};
 
 /// Show, fill or merge the tune cache
 #[derive(Subcommand)]
@@ -52,6 +42,11 @@ pub(crate) enum Command {
     },
     /// Take over the results of other cache files; the newer of two wins
     Merge { files: Vec<PathBuf> },
+    /// Print the results of cache files as the program ships them: without the times of other candidates
+    Ship {
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+    },
     /// Print the path of the cache file
     Path,
 }
@@ -76,7 +71,10 @@ pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
         Command::Try { target, suite, filter, configs } => {
             try_configs(&target, suite, filter.as_deref(), &configs)
         }
-        Command::Merge { files } => merge(&mut open_cache()?, &files),
+        Command::Merge { files } => {
+            merge(&mut open_cache()?, &files, |line| Ok(command::print(line)?))
+        }
+        Command::Ship { files } => ship(&files),
         Command::Path => {
             command::print(&format!("{}\n", cache_path()?.display()))?;
             Ok(true)
@@ -100,8 +98,8 @@ fn show(cache: &TuneCache, filter: Option<&str>) -> anyhow::Result<bool> {
         Some(filter) if shown == 0 => bail!(
             "no result matches `{filter}`\nhint: keys look like `{} v{} cuda-sm90-132 [bf16 ..]`; without a filter all \
              are shown",
-            Matmul::NAME,
-            Matmul::VERSION,
+            KERNELS[0].name(),
+            KERNELS[0].version(),
         ),
         None if shown == 0 => text = "no result\n".to_owned(),
         _ => {}
@@ -130,47 +128,25 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
     for t in entry.timings.iter().filter(|t| t.error.is_some()) {
         text += &format!("\n  failed {}: {}", t.config, t.error.as_deref().unwrap_or_default());
     }
-    text + &format!(
-        "\n  {} candidates, {failed} failed; commit {}, {}",
-        entry.timings.len(),
-        entry.commit,
-        entry.date
-    )
+    let families = entry.key.arch_id.families();
+    if let Some(family) = families.first() {
+        text += &format!("\n  inherited by other cards of {family}");
+    }
+    if !entry.timings.is_empty() {
+        text += &format!("\n  {} candidates, {failed} failed", entry.timings.len());
+    }
+    text + &format!("\n  commit {}, {}", entry.commit, entry.date)
 }
 
-/// Why this program does not run what `entry` says.
+/// The reason why this program does not use `entry`; none if it does.
 fn unused(entry: &Entry) -> Option<String> {
-    fn of<K: Kernel>(entry: &Entry) -> anyhow::Result<()> {
-        if entry.key.version != K::VERSION {
-            bail!("it is of version {}, and the kernel of {}", entry.key.version, K::VERSION);
-        }
-        let problem: K::Problem = serde_json::from_value(entry.problem.clone())?;
-        let config = tune::config_of::<K>(&entry.config)?;
-        // A card that is known by its id alone is asked for no more.
-        let cards = arch::recorded().filter_map(|name| ArchProfile::recorded(name).ok());
-        match cards.into_iter().find(|card| card.id == entry.key.arch_id) {
-            Some(card) => K::check(&card, &problem, &config).map_err(|why| anyhow!("it {why}")),
-            None => Ok(()),
-        }
-    }
-    let outcome = match entry.key.kernel.as_str() {
-        Matmul::NAME => of::<Matmul>(entry),
-        Attention::NAME => of::<Attention>(entry),
-        AttentionBackward::NAME => of::<AttentionBackward>(entry),
-        Decode::NAME => of::<Decode>(entry),
-        Nf4Dequantize::NAME => of::<Nf4Dequantize>(entry),
-        Nf4Matmul::NAME => of::<Nf4Matmul>(entry),
-        Nf4Quantize::NAME => of::<Nf4Quantize>(entry),
-        Int8Dequantize::NAME => of::<Int8Dequantize>(entry),
-        Int8Matmul::NAME => of::<Int8Matmul>(entry),
-        Int8Quantize::NAME => of::<Int8Quantize>(entry),
-        Embed::NAME => of::<Embed>(entry),
-        Norm::NAME => of::<Norm>(entry),
-        Rope::NAME => of::<Rope>(entry),
-        Sample::NAME => of::<Sample>(entry),
-        _ => Err(anyhow!("there is no such kernel")),
+    let Some(kernel) = suite::kernel(&entry.key.kernel) else {
+        return Some("there is no such kernel".to_owned());
     };
-    outcome.err().map(|why| why.to_string())
+    // An architecture without a recorded profile is known by its id alone.
+    let mut cards = arch::recorded().filter_map(|name| ArchProfile::recorded(name).ok());
+    let card = cards.find(|card| card.id == entry.key.arch_id);
+    kernel.accepts(entry, card.as_ref()).err()
 }
 
 fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Result<bool> {
@@ -178,49 +154,21 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
     let mut tuner = tuner(&device)?;
     let mut good = true;
     for case in select(&device, suite, filter)? {
-        match &case.problem {
-            Problem::Matmul(p) => good &= tune_one::<Matmul>(&mut tuner, p, &case)?,
-            Problem::Attention(p) => good &= tune_one::<Attention>(&mut tuner, p, &case)?,
-            Problem::AttentionBackward(p) => {
-                good &= tune_one::<AttentionBackward>(&mut tuner, p, &case)?;
-            }
-            Problem::Decode(p) => good &= tune_one::<Decode>(&mut tuner, p, &case)?,
-            Problem::Nf4Dequantize(p) => good &= tune_one::<Nf4Dequantize>(&mut tuner, p, &case)?,
-            Problem::Nf4Matmul(p) => good &= tune_one::<Nf4Matmul>(&mut tuner, p, &case)?,
-            Problem::Nf4Quantize(p) => good &= tune_one::<Nf4Quantize>(&mut tuner, p, &case)?,
-            Problem::Int8Dequantize(p) => good &= tune_one::<Int8Dequantize>(&mut tuner, p, &case)?,
-            Problem::Int8Matmul(p) => good &= tune_one::<Int8Matmul>(&mut tuner, p, &case)?,
-            Problem::Int8Quantize(p) => good &= tune_one::<Int8Quantize>(&mut tuner, p, &case)?,
-            Problem::Embed(p) => good &= tune_one::<Embed>(&mut tuner, p, &case)?,
-            Problem::Norm(p) => good &= tune_one::<Norm>(&mut tuner, p, &case)?,
-            Problem::Rope(p) => good &= tune_one::<Rope>(&mut tuner, p, &case)?,
-            Problem::Sample(p) => good &= tune_one::<Sample>(&mut tuner, p, &case)?,
-        }
+        let outcome = case.tune(&mut tuner);
+        good &= outcome.is_ok();
+        let text = outcome.map_or_else(|e| e.to_string(), |config| config.to_string());
+        command::print(&format!("{}: {text}\n", case.name()))?;
     }
     Ok(good)
 }
 
-fn tune_one<K: Kernel>(
-    tuner: &mut Tuner<'_>,
-    problem: &K::Problem,
-    case: &Case,
-) -> anyhow::Result<bool> {
-    let outcome = tuner.measure::<K>(problem);
-    let text = match &outcome {
-        Ok(config) => serde_json::to_string(config)?,
-        Err(e) => e.to_string(),
-    };
-    command::print(&format!("{}: {text}\n", case.name()))?;
-    Ok(outcome.is_ok())
-}
-
 /// The cases of `suite` for `device`; none is an error.
-fn select(device: &Device, suite: Suite, filter: Option<&str>) -> anyhow::Result<Vec<Case>> {
-    let scale = match device.backend() {
-        arch::Backend::Cpu | arch::Backend::WebGpu => Scale::Host,
-        _ => Scale::Gpu,
-    };
-    let selected = cases::select(suite, scale, filter)?;
+fn select(
+    device: &Device,
+    suite: Suite,
+    filter: Option<&str>,
+) -> anyhow::Result<Vec<Box<dyn AnyBench>>> {
+    let selected = cases::select(suite, Scale::of_device(device), filter)?;
     if selected.is_empty() {
         bail!(
             "no case for this device matches `{}`\nhint: `flashover-bench list` names the cases of a \
@@ -259,59 +207,42 @@ fn try_configs(
     let mut good = true;
     for case in select(&device, suite, filter)? {
         command::print(&format!("{}\n", case.name()))?;
-        match &case.problem {
-            Problem::Matmul(p) => good &= try_one::<Matmul>(&tuner, p, &text)?,
-            Problem::Attention(p) => good &= try_one::<Attention>(&tuner, p, &text)?,
-            Problem::AttentionBackward(p) => {
-                good &= try_one::<AttentionBackward>(&tuner, p, &text)?;
-            }
-            Problem::Decode(p) => good &= try_one::<Decode>(&tuner, p, &text)?,
-            Problem::Nf4Dequantize(p) => good &= try_one::<Nf4Dequantize>(&tuner, p, &text)?,
-            Problem::Nf4Matmul(p) => good &= try_one::<Nf4Matmul>(&tuner, p, &text)?,
-            Problem::Nf4Quantize(p) => good &= try_one::<Nf4Quantize>(&tuner, p, &text)?,
-            Problem::Int8Dequantize(p) => good &= try_one::<Int8Dequantize>(&tuner, p, &text)?,
-            Problem::Int8Matmul(p) => good &= try_one::<Int8Matmul>(&tuner, p, &text)?,
-            Problem::Int8Quantize(p) => good &= try_one::<Int8Quantize>(&tuner, p, &text)?,
-            Problem::Embed(p) => good &= try_one::<Embed>(&tuner, p, &text)?,
-            Problem::Norm(p) => good &= try_one::<Norm>(&tuner, p, &text)?,
-            Problem::Rope(p) => good &= try_one::<Rope>(&tuner, p, &text)?,
-            Problem::Sample(p) => good &= try_one::<Sample>(&tuner, p, &text)?,
+        let timed = case
+            .time(&tuner, &text)
+            .map_err(|why| anyhow!("{why}\nhint: `tune show` prints configs as they are read"))?;
+        for TimedConfig { config, cost, outcome } in timed {
+            good &= outcome.is_ok();
+            let text = match outcome {
+                Ok(ns) => format!(
+                    "{:9.1} us {:8.2} TFLOP/s {:8.1} GB/s ",
+                    ns / 1e3,
+                    cost.flops as f64 / ns / 1e3,
+                    cost.bytes as f64 / ns
+                ),
+                Err(why) => why + ":",
+            };
+            command::print(&format!("  {text} {config}\n"))?;
         }
     }
     Ok(good)
 }
 
-/// Times the configs of `lines` on one problem; false when one of them failed.
-fn try_one<K: Kernel>(
-    tuner: &Tuner<'_>,
-    problem: &K::Problem,
-    lines: &str,
-) -> anyhow::Result<bool> {
-    let configs = lines.lines().filter(|line| !line.trim().is_empty()).map(|line| {
-        let refused =
-            |why| anyhow!("{line}: {why}\nhint: `tune show` prints configs as they are read");
-        let value = serde_json::from_str(line).map_err(|e| refused(e.to_string()))?;
-        tune::config_of::<K>(&value).map_err(|e| refused(e.to_string()))
-    });
-    let (cost, mut good) = (K::cost(problem), true);
-    for (config, outcome) in tuner.time::<K>(problem, configs.collect::<anyhow::Result<_>>()?) {
-        let config = serde_json::to_string(&config)?;
-        good &= outcome.is_ok();
-        let text = match outcome {
-            Ok(ns) => format!(
-                "{:9.1} us {:8.2} TFLOP/s {:8.1} GB/s ",
-                ns / 1e3,
-                cost.flops as f64 / ns / 1e3,
-                cost.bytes as f64 / ns
-            ),
-            Err(why) => why + ":",
-        };
-        command::print(&format!("  {text} {config}\n"))?;
+fn ship(files: &[PathBuf]) -> anyhow::Result<bool> {
+    let mut cache = TuneCache::default();
+    merge(&mut cache, files, |_| Ok(()))?;
+    for (entry, _) in cache.entries() {
+        let entry = Entry { timings: Vec::new(), ..entry.clone() };
+        command::print(&(serde_json::to_string(&entry)? + "\n"))?;
     }
-    Ok(good)
+    Ok(true)
 }
 
-fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
+/// Takes over the results of `files`, and tells `said` of each file in a line.
+fn merge(
+    cache: &mut TuneCache,
+    files: &[PathBuf],
+    said: impl Fn(&str) -> anyhow::Result<()>,
+) -> anyhow::Result<bool> {
     if files.is_empty() {
         bail!("nothing to merge\nhint: name one or more cache files");
     }
@@ -337,7 +268,7 @@ fn merge(cache: &mut TuneCache, files: &[PathBuf]) -> anyhow::Result<bool> {
             0 => String::new(),
             older => format!(", {older} older than what is known"),
         };
-        command::print(&format!("{name}: {taken} results{older}\n"))?;
+        said(&format!("{name}: {taken} results{older}\n"))?;
     }
     Ok(true)
 }
@@ -357,7 +288,7 @@ mod tests {
                 Some(text) => std::fs::write(&file, text).expect("written"),
                 None => assert!(!file.exists(), "not written yet"),
             }
-            merge(&mut TuneCache::shipped(), &[file]).map_err(|e| format!("{e:#}"))
+            merge(&mut TuneCache::shipped(), &[file], |_| Ok(())).map_err(|e| format!("{e:#}"))
         };
         for damaged in [None, Some(""), Some("not JSON\n"), Some("{\"format\":99}\n")] {
             let text = merged(damaged).expect_err("no result in it");
@@ -367,6 +298,21 @@ mod tests {
         let (entry, _) = shipped.entries().next().expect("one is shipped");
         let line = serde_json::to_string(entry).expect("plain data");
         assert_eq!(merged(Some(&format!("not JSON\n{line}\n"))), Ok(true));
+    }
+
+    #[test]
+    fn shipped_results_are_those_of_the_baselines() {
+        let mut cache = TuneCache::default();
+        let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines"));
+        let files = std::fs::read_dir(root).expect("a folder").map(|entry| {
+            let file = entry.expect("readable").path().join("tune.jsonl");
+            file.exists().then_some(file)
+        });
+        merge(&mut cache, &files.flatten().collect::<Vec<_>>(), |_| Ok(())).expect("cache files");
+        let timed =
+            cache.entries().map(|(entry, _)| Entry { timings: Vec::new(), ..entry.clone() });
+        let shipped = TuneCache::shipped();
+        assert!(timed.eq(shipped.entries().map(|(entry, _)| entry.clone())));
     }
 
     #[test]

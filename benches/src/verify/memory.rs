@@ -6,11 +6,9 @@ use std::collections::BTreeMap;
 use arch::{Backend, Device};
 use cubecl::server::Handle;
 use flashover::{Engine, EngineError, EngineOptions, MemoryBudget, Policy, Workload};
-use oracle::{CheckError, Verdict};
 use reference::Comparison;
 use serde_json::json;
-
-use super::Job;
+use suite::{CheckError, Job, Verdict};
 
 /// A shape small enough for any card.
 const SHAPE: &str = "llama-3.2-1b";
@@ -140,7 +138,7 @@ fn equal(out: &[f32], want: &[f32]) -> Result<Verdict, CheckError> {
     let want: Vec<f64> = want.iter().copied().map(f64::from).collect();
     let bytes: Vec<u8> = out.iter().flat_map(|logit| logit.to_le_bytes()).collect();
     let comparison = Comparison::within(out, &want, 0.0)?;
-    Ok(Verdict { comparison, digest: oracle::fnv1a(&bytes) })
+    Ok(Verdict { comparison, digest: suite::fnv1a(&bytes) })
 }
 
 fn failed(why: EngineError) -> CheckError {

@@ -8,11 +8,9 @@ use anyhow::Context;
 use arch::{ArchProfile, Backend, DType, Device};
 use flashover::{Compute, Engine, EngineError, EngineOptions, Policy};
 use models::{LoadOptions, Matrices, Weights};
-use oracle::{CheckError, Verdict};
 use reference::Comparison;
 use serde_json::{Value, json};
-
-use super::Job;
+use suite::{CheckError, Job, Verdict};
 
 /// Tokens of a prompt, and of those that pass once more one at a time.
 const TOKENS: usize = 24;
@@ -89,7 +87,7 @@ fn check(
 ) -> Result<Verdict, CheckError> {
     let failed = |why: EngineError| CheckError::Kernel(why.to_string());
     let weights = Weights::open(folder).map_err(|why| CheckError::Kernel(why.to_string()))?;
-    let exact = oracle::decoder::decoder(&weights);
+    let exact = suite::decoder::decoder(&weights);
     let naive = exact.naive(dtype);
     let options = EngineOptions {
         dtype: Some(compute),
@@ -128,5 +126,5 @@ fn check(
         let tolerance = comparison.tolerance.max(APPROXIMATE * largest);
         comparison = Comparison::within(&out, &want, tolerance)?;
     }
-    Ok(Verdict { comparison, digest: oracle::fnv1a(&bytes) })
+    Ok(Verdict { comparison, digest: suite::fnv1a(&bytes) })
 }

@@ -117,6 +117,82 @@ pub struct Record {
 }
 
 impl Record {
+    /// A record with the facts of `card` and nothing measured.
+    pub fn new(
+        card: &Card,
+        op: &str,
+        params: BTreeMap<String, Value>,
+        flops: u64,
+        bytes: u64,
+    ) -> Self {
+        Self {
+            schema: SCHEMA,
+            op: op.to_owned(),
+            params,
+            backend: card.backend.clone(),
+            arch_id: card.arch_id.clone(),
+            profile: card.profile.clone(),
+            median_ns: None,
+            p10_ns: None,
+            p90_ns: None,
+            p95_ns: None,
+            samples: 0,
+            clock: String::new(),
+            flops,
+            bytes,
+            tflops: None,
+            gbps: None,
+            share_of_ceiling: None,
+            memory_bytes: None,
+            peers: BTreeMap::new(),
+            peer_clocks: BTreeMap::new(),
+            max_err: None,
+            tolerance: None,
+            config: None,
+            config_source: None,
+            error: None,
+            commit: card.commit.clone(),
+            dirty: card.dirty,
+            date: card.date.clone(),
+        }
+    }
+
+    /// Sets the quantiles of `samples_ns`, and the rates that follow from them.
+    ///
+    /// # Errors
+    /// No sample is finite.
+    pub fn set_times(&mut self, samples_ns: &[f64], clock: &str) -> Result<(), String> {
+        let Some(Summary { median, p10, p90, samples, .. }) = Summary::of(samples_ns) else {
+            return Err("the clock gave no finite time".to_owned());
+        };
+        (self.median_ns, self.p10_ns, self.p90_ns) = (Some(median), Some(p10), Some(p90));
+        self.samples = samples;
+        self.clock = clock.to_owned();
+        // Operations per nanosecond are GFLOP/s, bytes per nanosecond are GB/s.
+        self.tflops = (self.flops > 0).then(|| self.flops as f64 / median / 1e3);
+        self.gbps = (self.bytes > 0).then(|| self.bytes as f64 / median);
+        Ok(())
+    }
+
+    /// Sets the time at the tighter ceiling of `card` over the time taken. Vulkan has no register-level ceiling to
+    /// measure: only bandwidth counts there, and a case bound by arithmetic has no share.
+    pub fn set_share(&mut self, card: &Card, precision: &str) {
+        self.share_of_ceiling = self.share(card, precision);
+    }
+
+    fn share(&self, card: &Card, precision: &str) -> Option<f64> {
+        let median = self.median_ns?;
+        let moving = self.bytes as f64 / card.copy_gbps?;
+        // A CPU widens every precision and multiplies in f32.
+        let unit = if card.backend == "cpu" { "f32" } else { precision };
+        let computing = match card.peak_tflops.get(unit) {
+            Some(peak) => self.flops as f64 / (peak * 1e3),
+            None if self.flops > 200 * self.bytes => return None,
+            None => 0.0,
+        };
+        Some(moving.max(computing) / median)
+    }
+
     /// `matmul bf16 4096x4096x4096 rhs=col`: the op, then its parameters in a fixed order.
     pub fn case(&self) -> String {
         case_name(&self.op, &self.params)
@@ -302,6 +378,46 @@ mod tests {
             ("rhs".into(), "col".into()),
         ]);
         assert_eq!(case_name("matmul", &params), "matmul bf16 8x16x4 rhs=col");
+    }
+
+    fn card() -> Card {
+        Card {
+            backend: "cuda".to_owned(),
+            name: "card".to_owned(),
+            arch_id: "cuda-sm90-132".to_owned(),
+            profile: None,
+            driver: None,
+            versions: BTreeMap::new(),
+            memory_bytes: None,
+            clocks: BTreeMap::new(),
+            commit: "c".to_owned(),
+            dirty: false,
+            date: "d".to_owned(),
+            copy_gbps: Some(100.0),
+            peak_tflops: BTreeMap::from([("bf16".to_owned(), 10.0)]),
+        }
+    }
+
+    #[test]
+    fn a_share_is_of_the_tighter_ceiling() {
+        let share = |bytes, flops| {
+            let mut record = Record::new(&card(), "matmul", BTreeMap::new(), flops, bytes);
+            record.median_ns = Some(100.0);
+            record.set_share(&card(), "bf16");
+            record.share_of_ceiling
+        };
+        // 50 ns of moving and 10 of computing, then the other way round.
+        assert_eq!(share(5_000, 100_000), Some(0.5));
+        assert_eq!(share(1_000, 500_000), Some(0.5));
+    }
+
+    #[test]
+    fn times_without_a_finite_sample_are_refused() {
+        let mut record = Record::new(&card(), "copy", BTreeMap::new(), 0, 1000);
+        record.set_times(&[f64::NAN], "host").expect_err("no time");
+        assert_eq!(record.median_ns, None);
+        record.set_times(&[1.0, 1.0, 9.0, 10.0, 30.0], "host").expect("finite");
+        assert_eq!((record.gbps, record.tflops), (Some(1000.0 / 9.0), None));
     }
 
     #[test]

@@ -204,7 +204,7 @@ impl Tuner<'_> {
         let (properties, target) = (client.properties_shared(), client.target_properties_shared());
         let feasible: Vec<_> =
             configs.iter().filter(|c| K::check(arch, problem, c).is_ok()).copied().collect();
-        ahead::compile(self.device, feasible.len(), |i| {
+        precompile::compile(self.device, feasible.len(), |i| {
             K::programs(arch, problem, &feasible[i], &properties, &target)
         });
         let sets = operand_sets::<K>(self.device, problem);

@@ -1,28 +1,21 @@
 //! Kernels on the devices that need no GPU: the CPU runtime, and WGSL on a software rasteriser where one is installed.
-//! Every edge shape of every kernel is `flashover-bench verify`'s, which `cargo xtask test` runs on both.
+//! `edge_cases` checks every kernel of the suite on the CPU; `flashover-bench verify` does the same on every back end.
 
+mod edge_cases;
 mod random;
 mod spirv;
 
 use std::io::Write;
 
 use arch::{ArchProfile, Backend, DType, Device};
-use kernels::attention::Attention;
 use kernels::attention::backward::AttentionBackward;
-use kernels::attention::decode::Decode;
-use kernels::embed::Embed;
-use kernels::int8::{Int8Dequantize, Int8Matmul, Int8Quantize};
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
-use kernels::nf4::{
-    CodeBook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order, QuantizeError,
-    Weight, quantize,
-};
+use kernels::nf4::{CodeBook, Nf4Matmul, Nf4MatmulProblem, Order, QuantizeError, Weight, quantize};
 use kernels::norm::{Norm, NormKind};
-use kernels::rope::Rope;
-use kernels::sample::Sample;
-use oracle::matmul::{EdgeCase, Inputs, check, config_cases};
+use suite::KernelSuite;
+use suite::matmul::{EdgeCase, Inputs};
 use tune::{Kernel, TuneCache};
 
 /// Opens `backend`, or says why the test is skipped: past the harness, which would keep it to itself,
@@ -49,7 +42,7 @@ fn more_blocks_than_one_dimension_of_a_grid_holds_are_all_multiplied() {
     let problem = MatmulProblem::dense(1, [65_537 * 32, 1, 1], rows, Precision::F32);
     let case = EdgeCase { problem: problem.expect("valid sizes"), inputs: Inputs::Normal(3) };
     let config = Matmul::simplest(device.profile(), &case.problem).expect("any GPU has one");
-    let verdict = check(&device, &case, &config).expect("runs");
+    let verdict = Matmul::verify(&device, &case, &config).expect("runs");
     assert!(verdict.comparison.passed, "{}", verdict.comparison);
 }
 
@@ -58,12 +51,12 @@ fn every_cpu_config_is_right() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
     // Halves differ in how they are loaded and stored, and each config takes seconds to compile.
     for (precision, every) in [(Precision::F32, 1), (Precision::Bf16, 5)] {
-        for case in config_cases(precision).into_iter().step_by(every) {
+        for case in Matmul::config_cases(precision).into_iter().step_by(every) {
             let configs = Matmul::candidates(device.profile(), &case.problem);
             let served = Matmul::simplest(device.profile(), &case.problem).is_ok();
             assert_eq!(!configs.is_empty(), served, "{case:?}");
             for config in configs {
-                let verdict = check(&device, &case, &config).expect("runs");
+                let verdict = Matmul::verify(&device, &case, &config).expect("runs");
                 assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
             }
         }
@@ -126,38 +119,20 @@ fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
 fn shipped_configs_are_of_this_version_and_fit_their_device() {
     let card = |name| ArchProfile::recorded(name).expect("recorded");
     let cuda = card("h200").restrict("rtx4090", &card("rtx4090"));
-    fn fits<K: Kernel>(entry: &tune::Entry, arch: &ArchProfile) -> usize {
-        assert_eq!(entry.key.version, K::VERSION, "{}: never looked up again", entry.key);
-        let problem: K::Problem = serde_json::from_value(entry.problem.clone()).expect("a problem");
-        let config = tune::config_of::<K>(&entry.config).expect("a config");
-        if entry.key.arch_id != arch.id {
-            return 0;
-        }
-        K::check(arch, &problem, &config).expect("fits");
-        1
-    }
     let cache = TuneCache::shipped();
-    let mut here = [0; 14];
+    let mut served = std::collections::BTreeSet::new();
     for (entry, _) in cache.entries() {
-        match entry.key.kernel.as_str() {
-            Matmul::NAME => here[0] += fits::<Matmul>(entry, &cuda),
-            Attention::NAME => here[1] += fits::<Attention>(entry, &cuda),
-            AttentionBackward::NAME => here[2] += fits::<AttentionBackward>(entry, &cuda),
-            Decode::NAME => here[3] += fits::<Decode>(entry, &cuda),
-            Nf4Matmul::NAME => here[4] += fits::<Nf4Matmul>(entry, &cuda),
-            Nf4Dequantize::NAME => here[5] += fits::<Nf4Dequantize>(entry, &cuda),
-            Nf4Quantize::NAME => here[6] += fits::<Nf4Quantize>(entry, &cuda),
-            Embed::NAME => here[7] += fits::<Embed>(entry, &cuda),
-            Norm::NAME => here[8] += fits::<Norm>(entry, &cuda),
-            Rope::NAME => here[9] += fits::<Rope>(entry, &cuda),
-            Sample::NAME => here[10] += fits::<Sample>(entry, &cuda),
-            Int8Matmul::NAME => here[11] += fits::<Int8Matmul>(entry, &cuda),
-            Int8Dequantize::NAME => here[12] += fits::<Int8Dequantize>(entry, &cuda),
-            Int8Quantize::NAME => here[13] += fits::<Int8Quantize>(entry, &cuda),
-            other => panic!("no kernel is called {other}"),
+        let kernel = suite::kernel(&entry.key.kernel).expect("a kernel of the suite");
+        let here = entry.key.arch_id == cuda.id;
+        let accepted = kernel.accepts(entry, here.then_some(&cuda));
+        accepted.unwrap_or_else(|why| panic!("{}: {why}", entry.key));
+        if here {
+            served.insert(kernel.name());
         }
     }
-    assert!(!here.contains(&0), "the card that the records are of has results: {here:?}");
+    for kernel in suite::KERNELS {
+        assert!(served.contains(kernel.name()), "no shipped result for {}", kernel.name());
+    }
 }
 
 /// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.
@@ -207,26 +182,23 @@ fn a_weight_with_infinities_is_not_quantised() {
     }
 }
 
-/// Cases that `verify` keeps for configs other than the default, of which a CPU has none: here by the default.
+/// Cases for configs that are not the default, of which a CPU has none: here with the default.
 #[test]
-fn cases_of_other_configs_are_right_on_the_cpu() {
-    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    let arch = device.profile();
-    for dtype in [DType::F32, DType::Bf16] {
-        for case in oracle::nf4::product_config_cases(dtype) {
-            // Where no launch is saved by it, a CPU normalises rows by themselves.
-            let first = Nf4Matmul::candidates(arch, &case.problem).first().copied();
-            let simplest = || Nf4Matmul::simplest(arch, &case.problem).expect("any device has one");
-            let config = first.unwrap_or_else(simplest);
-            let verdict = oracle::nf4::check(&device, &case, &config).expect("runs");
+fn config_cases_are_right_on_the_cpu() {
+    fn each<K: KernelSuite>(precision: Precision) {
+        let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+        for case in K::config_cases(precision) {
+            // A CPU saves no launch by a fused norm and has no candidate for it.
+            let first = K::candidates(device.profile(), K::problem(&case)).first().copied();
+            let simplest = || K::simplest(device.profile(), K::problem(&case));
+            let config = first.unwrap_or_else(|| simplest().expect("any device has one"));
+            let verdict = K::verify(&device, &case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?}: {}", verdict.comparison);
         }
     }
-    for case in oracle::attention_backward::config_cases(DType::Bf16) {
-        let config = AttentionBackward::candidates(arch, &case.problem)[0];
-        let verdict = oracle::attention_backward::check(&device, &case, &config).expect("runs");
-        assert!(verdict.comparison.passed, "{case:?}: {}", verdict.comparison);
-    }
+    each::<Nf4Matmul>(Precision::F32);
+    each::<Nf4Matmul>(Precision::Bf16);
+    each::<AttentionBackward>(Precision::Bf16);
 }
 
 /// Rows that are normalised as they are multiplied, which a CPU leaves to a launch of its own.
@@ -236,21 +208,21 @@ fn products_that_normalise_are_right_in_wgsl() {
     let arch = device.profile();
     let normed = |case: &&EdgeCase| case.problem.norm.is_some();
     let mut runs = 0;
-    for case in oracle::matmul::edge_cases(Precision::F32, Backend::WebGpu).iter().filter(normed) {
+    for case in Matmul::edge_cases(Precision::F32, Backend::WebGpu).iter().filter(normed) {
         for config in Matmul::candidates(arch, &case.problem) {
-            let verdict = check(&device, case, &config).expect("runs");
+            let verdict = Matmul::verify(&device, case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
             runs += 1;
         }
     }
     assert!(runs > 10, "{runs} runs");
     let mut runs = 0;
-    for case in oracle::nf4::product_config_cases(DType::F32) {
+    for case in Nf4Matmul::config_cases(Precision::F32) {
         if case.problem.norm.is_none() {
             continue;
         }
         for config in Nf4Matmul::candidates(arch, &case.problem) {
-            let verdict = oracle::nf4::check(&device, &case, &config).expect("runs");
+            let verdict = Nf4Matmul::verify(&device, &case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
             runs += 1;
         }
@@ -283,11 +255,11 @@ fn every_norm_in_a_product_is_another_program() {
 #[test]
 fn every_config_of_a_norm_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
-    for case in oracle::norm::config_cases(DType::F32) {
+    for case in Norm::config_cases(Precision::F32) {
         let configs = Norm::candidates(device.profile(), &case.problem);
         assert!(!configs.is_empty(), "{case:?}");
         for config in configs {
-            let verdict = oracle::norm::check(&device, &case, &config).expect("runs");
+            let verdict = Norm::verify(&device, &case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?} {config:?}: {}", verdict.comparison);
         }
     }

@@ -11,22 +11,16 @@ use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Preci
 use kernels::nf4::{CodeBook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order};
 use kernels::norm::NormKind;
 use kernels::{int8, nf4};
-use oracle::nf4::{DequantizeCase, ProductCase, QuantizeCase};
-use oracle::{CheckError, Verdict, attention, decode, matmul};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 use reference::FourBit;
-use tune::Kernel;
+use suite::nf4::{DequantizeCase, MatmulCase, QuantizeCase};
+use suite::{KernelSuite, attention, decode, matmul};
 
-/// Runs each of so many cases by one of the configs that the device has for it, the simplest among them.
-fn each<K: Kernel, C: Debug>(
-    cases: u32,
-    drawn: impl Strategy<Value = C>,
-    problem: impl Fn(&C) -> K::Problem,
-    check: impl Fn(&Device, &C, &K::Config) -> Result<Verdict, CheckError>,
-) {
+/// Checks `cases` drawn cases, each with one of the configs that the device has for it, the simplest among them.
+fn each<K: KernelSuite>(cases: u32, drawn: impl Strategy<Value = K::Case>) {
     let device = crate::device(Backend::Cpu).expect("the CPU runtime needs nothing");
     let arch = device.profile();
     let config = ProptestConfig {
@@ -39,11 +33,10 @@ fn each<K: Kernel, C: Debug>(
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
     let drawn = (drawn, any::<Index>());
     let ran = TestRunner::new_with_rng(config, rng).run(&drawn, |(case, which)| {
-        let problem = problem(&case);
-        let mut configs = K::candidates(arch, &problem);
-        configs.extend(K::simplest(arch, &problem));
+        let mut configs = K::candidates(arch, K::problem(&case));
+        configs.extend(K::simplest(arch, K::problem(&case)));
         let config = which.get(&configs);
-        let verdict = check(&device, &case, config);
+        let verdict = K::verify(&device, &case, config);
         let verdict = verdict.map_err(|why| TestCaseError::fail(format!("{config:?}: {why}")))?;
         prop_assert!(verdict.comparison.passed, "{:?}: {}", config, verdict.comparison);
         Ok(())
@@ -115,7 +108,7 @@ fn products_are_those_of_the_reference() {
         problem,
         inputs: matmul::Inputs::Normal(seed),
     });
-    each::<Matmul, _>(16, drawn, |case| case.problem, matmul::check);
+    each::<Matmul>(16, drawn);
 }
 
 /// Heads of q and of k.
@@ -193,7 +186,7 @@ fn attention_is_that_of_the_reference() {
     let drawn = (problem, inputs, 0..999u64).prop_map(|((problem, lengths), inputs, seed)| {
         attention::EdgeCase { problem, inputs, seed, lengths }
     });
-    each::<Attention, _>(16, drawn, |case| case.problem, attention::check);
+    each::<Attention>(16, drawn);
 }
 
 #[test]
@@ -218,7 +211,7 @@ fn steps_of_decoding_are_those_of_the_reference() {
             let problem = DecodeProblem { cache, softcap, window, scale, ..dense };
             decode::EdgeCase { problem, lengths, inputs: decode::Inputs::Normal, seed }
         });
-    each::<Decode, _>(12, drawn, |case| case.problem, decode::check);
+    each::<Decode>(12, drawn);
 }
 
 #[test]
@@ -228,7 +221,7 @@ fn four_bit_codes_and_absmax_are_those_of_the_reference() {
         let weight = nf4::Weight { order: Order::Rows, ..weight };
         QuantizeCase { problem: nf4::QuantizeProblem { weight, dtype, book }, seed }
     });
-    each::<Nf4Quantize, _>(64, drawn, |case| case.problem, oracle::nf4::check_quantize);
+    each::<Nf4Quantize>(64, drawn);
 }
 
 #[test]
@@ -236,7 +229,7 @@ fn four_bits_are_decoded_to_the_last_bit() {
     let drawn = (four_bits(), dtype(), code(), 0..999u64).prop_map(|(weight, out, code, seed)| {
         DequantizeCase { problem: nf4::DequantizeProblem { weight, out }, code, seed }
     });
-    each::<Nf4Dequantize, _>(128, drawn, |case| case.problem, oracle::nf4::check_dequantize);
+    each::<Nf4Dequantize>(128, drawn);
 }
 
 #[test]
@@ -252,28 +245,28 @@ fn products_with_four_bits_are_those_of_the_dense_weight() {
             Nf4MatmulProblem { epilogue, norm, ..problem }
         },
     );
-    let drawn = (problem, code(), 0..999u64).prop_map(|(problem, code, seed)| ProductCase {
+    let drawn = (problem, code(), 0..999u64).prop_map(|(problem, code, seed)| MatmulCase {
         problem,
         code,
         seed,
     });
-    each::<Nf4Matmul, _>(48, drawn, |case| case.problem, oracle::nf4::check);
+    each::<Nf4Matmul>(48, drawn);
 }
 
 #[test]
 fn eight_bit_codes_and_scales_are_those_of_the_reference() {
     let drawn = (eight_bits(), dtype(), 0..999u64).prop_map(|(weight, dtype, seed)| {
-        oracle::int8::Case { problem: int8::QuantizeProblem { weight, dtype }, seed }
+        suite::int8::Case { problem: int8::QuantizeProblem { weight, dtype }, seed }
     });
-    each::<Int8Quantize, _>(64, drawn, |case| case.problem, oracle::int8::check_quantize);
+    each::<Int8Quantize>(64, drawn);
 }
 
 #[test]
 fn eight_bits_are_decoded_to_the_last_bit() {
     let drawn = (eight_bits(), dtype(), 0..999u64).prop_map(|(weight, out, seed)| {
-        oracle::int8::Case { problem: int8::DequantizeProblem { weight, out }, seed }
+        suite::int8::Case { problem: int8::DequantizeProblem { weight, out }, seed }
     });
-    each::<Int8Dequantize, _>(96, drawn, |case| case.problem, oracle::int8::check_dequantize);
+    each::<Int8Dequantize>(96, drawn);
 }
 
 #[test]
@@ -286,8 +279,8 @@ fn products_with_eight_bits_are_those_of_the_dense_weight() {
         |(m, weight, dtype, epilogue, activations, seed)| {
             let plain = Int8MatmulProblem::new(m, weight, dtype).expect("there are rows");
             let problem = Int8MatmulProblem { epilogue, activations, ..plain };
-            oracle::int8::Case { problem, seed }
+            suite::int8::Case { problem, seed }
         },
     );
-    each::<Int8Matmul, _>(40, drawn, |case| case.problem, oracle::int8::check);
+    each::<Int8Matmul>(40, drawn);
 }

@@ -11,7 +11,7 @@ use reference::{Block, Linear, int8};
 
 use crate::golden::{Golden, golden};
 use crate::{FIXTURES, open};
-use oracle::decoder::decoder;
+use suite::decoder::decoder;
 
 /// Of the largest logit.
 const BAR: f64 = 1e-4;

@@ -5,7 +5,7 @@ use models::{DecoderConfig, GenerationConfig, Weights};
 use reference::Decoder;
 
 use crate::{FIXTURES, fixture, open};
-use oracle::decoder::{decoder, floats};
+use suite::decoder::{decoder, floats};
 
 /// Of the largest logit; transformers, in f32, comes within 1.4e-6 of the reference.
 const BAR: f64 = 1e-5;

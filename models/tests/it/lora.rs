@@ -9,9 +9,9 @@ use models::{
     OnDevice, Quant, Recompute, Rows, Weights,
 };
 use ops::{Ctx, Nf4Options};
-use oracle::decoder::floats;
 use reference::{Distribution, fill};
 use serde_json::{Value, json};
+use suite::decoder::floats;
 
 use crate::device::distance;
 use crate::golden::golden;

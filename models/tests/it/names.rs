@@ -6,7 +6,7 @@ use checkpoint::{Checkpoint, Weight};
 use models::{Family, Part, Side, Slot};
 
 use crate::{FIXTURES, fixture, open};
-use oracle::decoder::values;
+use suite::decoder::values;
 
 #[test]
 fn every_family_has_a_fixture() {

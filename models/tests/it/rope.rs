@@ -4,7 +4,7 @@ use models::{Rope, Scaling};
 use proptest::prelude::*;
 
 use crate::{FIXTURES, open};
-use oracle::decoder::rotary;
+use suite::decoder::rotary;
 
 /// Ropes of fixtures, in models and in the reference, and how long their frequencies are fixed.
 #[test]

@@ -1,0 +1,131 @@
+//! Registers, spills, shared memory and occupancy of every config, for cards that are not there.
+
+mod sweep;
+
+use std::io::IsTerminal;
+use std::path::Path;
+
+use command::OutFile;
+use precompile::{Known, Toolkit};
+
+use self::sweep::{Row, sweep};
+
+/// Prints the sweep; false when an instance failed.
+pub(crate) fn run(
+    cuda_home: &Path,
+    json: bool,
+    filter: Option<&str>,
+    tuned: bool,
+    dump: Option<&Path>,
+    fresh: bool,
+    record: Option<&Path>,
+) -> anyhow::Result<bool> {
+    if let Some(dir) = dump {
+        std::fs::create_dir_all(dir).map_err(|e| {
+            anyhow::anyhow!("cannot make {}: {e}\nhint: --dump names a folder", dir.display())
+        })?;
+    }
+    let terminal = std::io::stderr().is_terminal();
+    let show = |done, total| {
+        if let Some(text) = progress(done, total, terminal) {
+            eprint!("{text}");
+        }
+    };
+    let record = record.map(OutFile::new).transpose()?;
+    let known = if fresh { Known::default() } else { Known::shipped() };
+    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, tuned, dump, &known, show)?;
+    if rows.is_empty() && findings.is_empty() {
+        anyhow::bail!(
+            "no instance matches\nhint: names look like `rtx4090 matmul bf16 4096x4096x4096 lhs=row rhs=col`"
+        );
+    }
+    if let Some(file) = record {
+        file.write(known.lines().as_bytes())?;
+    }
+    if json {
+        let report = serde_json::json!({ "rows": rows, "findings": findings });
+        command::print(&format!("{report}\n"))?;
+        return Ok(findings.is_empty());
+    }
+    let head = ["target", "case", "regs", "spill", "shared", "cubes"].map(str::to_owned);
+    let cells = |r: &Row| {
+        let numbers = [r.usage.registers, r.usage.spilled(), r.usage.shared, r.occupancy];
+        let [regs, spill, shared, cubes] = numbers.map(|n| n.to_string());
+        [r.target.to_owned(), r.instance.clone(), regs, spill, shared, cubes]
+    };
+    let lines: Vec<_> = std::iter::once(head).chain(rows.iter().map(cells)).collect();
+    let configs = std::iter::once(Ok("config".to_owned()))
+        .chain(rows.iter().map(|r| serde_json::to_string(&r.config)));
+    let mut text = String::new();
+    for (line, config) in aligned(&lines).into_iter().zip(configs) {
+        text += &format!("{line}  {}\n", config?);
+    }
+    for f in &findings {
+        let config = serde_json::to_string(&f.config)?;
+        text += &format!("failed: {} {} {config}: {}\n", f.target, f.instance, f.what);
+    }
+    let spill = rows.iter().filter(|r| r.usage.spilled() > 0).count();
+    let (all, failed) = (rows.len(), findings.len());
+    let new = if dump.is_some() { all } else { known.compiled() };
+    text += &format!("{all} instances, {spill} of them spill, {failed} failed; {new} compiled\n");
+    if tuned {
+        let of_cache: Vec<_> = rows.iter().filter(|r| r.tuned).collect();
+        let spill = of_cache.iter().filter(|r| r.usage.spilled() > 0).count();
+        text += &format!("of {} that the shipped cache chose, {spill} spill\n", of_cache.len());
+    }
+    command::print(&text)?;
+    Ok(findings.is_empty())
+}
+
+/// What to show on standard error, where it takes minutes: on a terminal one line that is written over and
+/// in the end removed, elsewhere a line for each tenth.
+fn progress(done: usize, total: usize, terminal: bool) -> Option<String> {
+    let text = format!("{done} of {total} instances");
+    if terminal {
+        return Some(if done == total { "\r\x1b[K".into() } else { format!("\r{text}") });
+    }
+    let tenth = |done: usize| done * 10 / total.max(1);
+    (done == 0 || tenth(done) > tenth(done - 1)).then(|| text + "\n")
+}
+
+/// Lines of columns as wide as their widest cell: two of text, then numbers.
+fn aligned(lines: &[[String; 6]]) -> Vec<String> {
+    let width = |column: usize| lines.iter().map(|l| l[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; 6] = std::array::from_fn(width);
+    let line = |cells: &[String; 6]| {
+        let cell = |(i, text): (usize, &String)| {
+            let width = widths[i];
+            if i < 2 { format!("{text:<width$}") } else { format!("{text:>width$}") }
+        };
+        cells.iter().enumerate().map(cell).collect::<Vec<_>>().join(" ")
+    };
+    lines.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_is_a_line_or_ten() {
+        let shown = |total: usize, terminal| -> Vec<_> {
+            (0..=total).filter_map(|done| progress(done, total, terminal)).collect()
+        };
+        let lines = shown(619, false);
+        assert_eq!((lines.len(), lines[0].as_str()), (11, "0 of 619 instances\n"));
+        assert_eq!(lines[10], "619 of 619 instances\n");
+        assert_eq!(shown(3, false).len(), 4);
+        assert_eq!(shown(0, false), ["0 of 0 instances\n"]);
+        assert_eq!(shown(2, true), ["\r0 of 2 instances", "\r1 of 2 instances", "\r\x1b[K"]);
+    }
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_cell() {
+        let line =
+            |name: &str, regs: &str| ["rtx4090", name, regs, "0", "49152", "2"].map(str::to_owned);
+        let lines =
+            aligned(&[line("matmul bf16", "regs"), line("matmul bf16 epilogue=bias", "64")]);
+        assert_eq!(lines[0], "rtx4090 matmul bf16               regs 0 49152 2");
+        assert_eq!(lines[1], "rtx4090 matmul bf16 epilogue=bias   64 0 49152 2");
+    }
+}

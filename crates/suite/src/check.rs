@@ -1,0 +1,265 @@
+//! What every check shares: guarded buffers, two launches that must agree to the last bit, and inputs.
+
+use std::ops::Range;
+
+use arch::{Backend, DType, Device};
+use cubecl::bytes::Bytes;
+use cubecl::server::Handle;
+use reference::Comparison;
+use tune::Kernel;
+
+/// Why a check has no verdict.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckError {
+    /// The kernel did not compile, launch or run.
+    #[error("the kernel failed: {0}")]
+    Kernel(String),
+    #[error(transparent)]
+    Reference(#[from] reference::Error),
+}
+
+/// A finished check.
+#[derive(Debug, Clone, Copy)]
+pub struct Verdict {
+    pub comparison: Comparison,
+    /// FNV-1a of the output's bytes: equal digests are equal results, to the last bit.
+    pub digest: u64,
+}
+
+pub(crate) fn kernel_error(e: impl std::fmt::Debug) -> CheckError {
+    CheckError::Kernel(format!("{e:?}"))
+}
+
+pub(crate) const fn reference_dtype(dtype: DType) -> reference::DType {
+    match dtype {
+        DType::F16 => reference::DType::F16,
+        DType::Bf16 => reference::DType::Bf16,
+        _ => reference::DType::F32,
+    }
+}
+
+/// The first `bytes` of a buffer.
+pub(crate) fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, CheckError> {
+    let all = device.client().read_one(handle.clone()).map_err(kernel_error)?;
+    Ok(all[..bytes].to_vec())
+}
+
+/// Bytes at least, on either side of what a kernel may write, that it must leave as they are. Any device binds a buffer
+/// from a multiple of it on, and allocates none that is not one.
+pub(crate) const GUARD: usize = 512;
+
+/// `bytes` on the device, between guards.
+pub(crate) fn guarded(device: &Device, bytes: &[u8]) -> Handle {
+    let bytes = padded(bytes);
+    let mut whole = vec![0xff; guarded_len(bytes.len())];
+    whole[GUARD..][..bytes.len()].copy_from_slice(&bytes);
+    window(&device.client().create_from_slice(&whole), GUARD, bytes.len())
+}
+
+/// A buffer of `bytes`, whole words, all ones (which is NaN) and between guards.
+pub(crate) fn unwritten(device: &Device, bytes: usize) -> Handle {
+    let bytes = bytes.next_multiple_of(4);
+    let whole = device.client().empty(guarded_len(bytes));
+    ones(device, &whole);
+    window(&whole, GUARD, bytes)
+}
+
+pub(crate) const fn guarded_len(bytes: usize) -> usize {
+    (bytes + 2 * GUARD).next_multiple_of(GUARD)
+}
+
+pub(crate) fn ones(device: &Device, buffer: &Handle) {
+    tune::fill(device, buffer, buffer.size_in_used() as usize / 4, u32::MAX);
+}
+
+/// Whether nobody wrote beside a buffer that is guarded.
+pub(crate) fn intact(device: &Device, buffer: &Handle) -> Result<(), CheckError> {
+    let mut whole = buffer.clone();
+    (whole.offset_start, whole.offset_end) = (None, None);
+    let behind = GUARD + buffer.size_in_used() as usize;
+    let rest = whole.size() as usize - behind;
+    for (place, start, len) in [("before", 0, GUARD), ("behind", behind, rest)] {
+        let guard = window(&whole, start, len);
+        let bytes = device.client().read_one(guard).map_err(kernel_error)?;
+        if let Some(at) = bytes.iter().position(|byte| *byte != 0xff) {
+            let what = format!("byte {at} of the {len} {place} a buffer was written");
+            return Err(CheckError::Kernel(what));
+        }
+    }
+    Ok(())
+}
+
+/// Launches twice, as a session does: what the first launch leaves in scratch must not disturb the second, and both
+/// must leave the same bytes in `outputs`, for kernels are deterministic. Before either they are NaN, so that what one
+/// does not write is neither the other's nor that of a config before; so is scratch before the first. What lies beside
+/// outputs and scratch must stay as it is: outputs are [`unwritten`].
+pub(crate) fn launch_twice<K: Kernel>(
+    device: &Device,
+    problem: &K::Problem,
+    config: &K::Config,
+    operands: &K::Operands,
+    outputs: &[&Handle],
+) -> Result<(), CheckError> {
+    let scratch = scratch_of::<K>(device, problem, config);
+    let outputs: Vec<_> = outputs.iter().map(|output| (*output).clone()).collect();
+    twice(device, &outputs, || K::launch(device, problem, config, operands, scratch.as_ref()))?;
+    outputs.iter().chain(&scratch).try_for_each(|buffer| intact(device, buffer))
+}
+
+/// Scratch for launches, between guards and NaN but for what the first must find in it.
+pub(crate) fn scratch_of<K: Kernel>(
+    device: &Device,
+    problem: &K::Problem,
+    config: &K::Config,
+) -> Option<Handle> {
+    let bytes = K::scratch_bytes(problem, config) as usize;
+    (bytes > 0).then(|| {
+        let scratch = unwritten(device, bytes);
+        K::prepare(device, &scratch);
+        scratch
+    })
+}
+
+/// [`launch_twice`] of what has no guards.
+pub(crate) fn twice(
+    device: &Device,
+    outputs: &[Handle],
+    mut launch: impl FnMut(),
+) -> Result<(), CheckError> {
+    let mut run = || {
+        outputs.iter().for_each(|output| ones(device, output));
+        launch();
+        let bytes = outputs.iter().map(|output| device.client().read_one(output.clone()));
+        bytes.collect::<Result<Vec<_>, _>>().map_err(kernel_error)
+    };
+    let (first, second) = (run()?, run()?);
+    for (output, (first, second)) in first.iter().zip(&second).enumerate() {
+        if let Some(at) = first.iter().zip(second.iter()).position(|(a, b)| a != b) {
+            let which = format!("output {output} of two launches differs from byte {at} on");
+            return Err(CheckError::Kernel(which));
+        }
+    }
+    Ok(())
+}
+
+/// Past 2^31 elements, and past 2^32: where what is far away lies.
+pub(crate) const FAR: [u64; 2] = [(1 << 31) + 64, (1 << 32) + 64];
+/// Of several pages, the third of which is past 2^31.
+pub(crate) const FAR_PAGE: u64 = (1 << 30) + 64;
+
+/// `step` without what makes it far.
+pub(crate) fn nearby(step: u64) -> u64 {
+    let apart = [FAR_PAGE, FAR[0], FAR[1]];
+    step - apart.into_iter().rfind(|far| step >= *far).unwrap_or_default()
+}
+
+/// A buffer of `len` bytes that has each piece of `bytes` from the place on that stands beside it, and nothing else.
+pub(crate) fn scattered(
+    device: &Device,
+    len: usize,
+    bytes: &[u8],
+    pieces: impl Iterator<Item = (Range<usize>, usize)>,
+) -> Handle {
+    let buffer = device.client().empty(len.next_multiple_of(4));
+    for (piece, to) in pieces {
+        let bytes = bytes[piece].to_vec();
+        device.client().write(&window(&buffer, to, bytes.len()), Bytes::from_bytes_vec(bytes));
+    }
+    buffer
+}
+
+/// `len` bytes of a whole buffer, from byte `start` on.
+pub(crate) fn window(buffer: &Handle, start: usize, len: usize) -> Handle {
+    let rest = buffer.size_in_used() - (start + len) as u64;
+    buffer.clone().offset_start(start as u64).offset_end(rest)
+}
+
+/// Gives back the memory of far operands: gigabytes of a card, which checks in other processes may need.
+pub(crate) fn give_back(device: &Device) -> Result<(), CheckError> {
+    // A host takes seconds to give them anew.
+    match device.backend() {
+        Backend::Cuda => device.client().memory_cleanup().map_err(kernel_error),
+        _ => Ok(()),
+    }
+}
+
+/// What q is multiplied by for large scores, of [`LARGEST`] and more; less below a soft cap, which bends a score by more
+/// than the tolerance has of what it was rounded by.
+pub(crate) const fn large(softcap: Option<f32>) -> f32 {
+    if softcap.is_some() { 1000.0 } else { 4000.0 }
+}
+
+pub(crate) const LARGEST: f32 = 1e4;
+
+/// Refuses inputs whose scores, as their log-sum-exp tells, are not as large as they are meant to be.
+pub(crate) fn scores_are_large(lse: Option<&[f32]>) -> Result<(), CheckError> {
+    let largest = lse.unwrap_or_default().iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if largest >= LARGEST {
+        return Ok(());
+    }
+    Err(CheckError::Kernel(format!("the largest score is {largest}, not {LARGEST} or more")))
+}
+
+/// Normal values of deviation 1/√k, as a layer's weights over k inputs are: its results are of size 1 then, like
+/// bias, gate and residual, none of which could be left out within the tolerance of larger ones.
+pub(crate) fn weights(seed: u64, len: usize, k: u32) -> Vec<f32> {
+    let scale = 1.0 / (k as f32).sqrt();
+    let normal = reference::fill(seed, len, reference::Distribution::Normal);
+    normal.into_iter().map(|v| v * scale).collect()
+}
+
+/// Makes the first of several blocks of `len` all zeros, which have no scale; one alone would test nothing else.
+pub(crate) fn zero_first(values: &mut [f32], len: usize) {
+    if values.len() > len {
+        values[..len].fill(0.0);
+    }
+}
+
+/// Whether a quantiser, which `launch` runs on values and a flag, raises the flag for a value that is not finite: the
+/// first, one in the middle, the last.
+pub(crate) fn tells_broken(
+    device: &Device,
+    dtype: reference::DType,
+    values: &[f32],
+    mut launch: impl FnMut(Handle, Handle),
+) -> Result<(), CheckError> {
+    let (client, last) = (device.client(), values.len() - 1);
+    for (place, value) in [(0, f32::NAN), (last / 2, f32::INFINITY), (last, f32::NEG_INFINITY)] {
+        let mut broken = values.to_vec();
+        broken[place] = value;
+        let flag = client.create_from_slice(&[0; 4]);
+        launch(client.create_from_slice(&padded(&dtype.encode(&broken))), flag.clone());
+        if read(device, &flag, 4)? == [0; 4] {
+            return Err(CheckError::Kernel(format!("{value} at {place} was not told")));
+        }
+    }
+    Ok(())
+}
+
+/// Rows `[.., width]` as they lie `stride` apart, NaN between them.
+pub(crate) fn apart(rows: &[f32], width: usize, stride: usize) -> Vec<f32> {
+    let mut out = vec![f32::NAN; (rows.len() / width.max(1)).saturating_sub(1) * stride + width];
+    for (out, row) in out.chunks_mut(stride.max(1)).zip(rows.chunks(width.max(1))) {
+        out[..width].copy_from_slice(row);
+    }
+    out
+}
+
+/// The inverse of [`apart`].
+pub(crate) fn together(rows: &[f32], width: usize, stride: usize) -> Vec<f32> {
+    rows.chunks(stride.max(1)).flat_map(|row| &row[..width]).copied().collect()
+}
+
+/// Device buffers are whole words.
+pub(crate) fn padded(bytes: &[u8]) -> Vec<u8> {
+    let mut out = bytes.to_vec();
+    out.resize(bytes.len().next_multiple_of(4), 0);
+    out
+}
+
+/// FNV-1a of bytes.
+pub fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
+}

@@ -1,0 +1,193 @@
+//! The trait that each kernel's file implements, and its object-safe form.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::ir::{DeviceProperties, TargetProperties};
+use kernels::matmul::Precision;
+use serde_json::Value;
+use tune::timing::{Timing, TimingError};
+use tune::{Entry, Kernel, TuneCache};
+
+use crate::bench::{AnyBench, BenchCase, BenchOf, Scale, Suite};
+use crate::check::{CheckError, Verdict};
+use crate::instance::{self, Instance, InstanceCase};
+use crate::verify::{self, Job};
+
+/// Parameters of a case, by name, as records hold them.
+pub type Params = BTreeMap<String, Value>;
+
+/// Times of other implementations, by their names.
+pub type Peers = Vec<(&'static str, Result<Timing, TimingError>)>;
+
+/// Everything that checks and measures one kernel.
+pub trait KernelSuite: Kernel + Sync {
+    /// A problem with the inputs that it is checked on.
+    type Case: Clone + Debug + 'static;
+
+    /// Precisions with cases of their own. `verify` tries a measured config on cases of its precision only.
+    const PRECISIONS: &'static [Precision] = &[Precision::F32, Precision::F16, Precision::Bf16];
+
+    /// Name of the library that [`KernelSuite::torch`] measures.
+    const TORCH: &'static str = "torch";
+
+    /// Precision of the multiplications, whose measured ceiling bounds the kernel.
+    fn precision(problem: &Self::Problem) -> Precision;
+
+    /// Parameters of a problem in records; they make up the name of a case.
+    fn params(problem: &Self::Problem) -> Params;
+
+    /// Cases that the default config and the measured ones must get right.
+    fn edge_cases(precision: Precision, backend: Backend) -> Vec<Self::Case>;
+
+    /// Fewer cases, for configs that are not the default.
+    fn config_cases(precision: Precision) -> Vec<Self::Case>;
+
+    fn problem(case: &Self::Case) -> &Self::Problem;
+
+    /// Parameters of a case: those of its problem, and what tells its inputs from others.
+    fn case_params(case: &Self::Case) -> Params {
+        Self::params(Self::problem(case))
+    }
+
+    /// Runs `case` on fresh host inputs and compares every result with the f64 reference. Results are NaN before the
+    /// launch, so that an element that is never written fails.
+    ///
+    /// # Errors
+    /// The kernel failed to run. A wrong result is a [`Verdict`].
+    fn verify(
+        device: &Device,
+        case: &Self::Case,
+        config: &Self::Config,
+    ) -> Result<Verdict, CheckError>;
+
+    /// Compares the results of a launch in `operands` with the f64 reference, at positions sampled by `seed` where
+    /// there are many.
+    ///
+    /// # Errors
+    /// The launch failed.
+    fn verify_operands(
+        device: &Device,
+        problem: &Self::Problem,
+        operands: &Self::Operands,
+        seed: u64,
+    ) -> Result<Verdict, CheckError>;
+
+    /// Cases of a bench suite, for a GPU or for the cores of a host.
+    fn bench_cases(suite: Suite, scale: Scale) -> Vec<BenchCase<Self::Problem>>;
+
+    /// Problems whose generated code differs, to compile for cards that are absent.
+    fn instances() -> Vec<InstanceCase<Self::Problem>>;
+
+    /// Times of peers that run on our operands.
+    fn peers_on(_device: &Device, _problem: &Self::Problem, _sets: &[Self::Operands]) -> Peers {
+        Peers::new()
+    }
+
+    /// Times of peers that allocate `sets` sets of operands themselves.
+    fn peers(_device: &Device, _problem: &Self::Problem, _sets: usize) -> Peers {
+        Peers::new()
+    }
+
+    /// The problem as a request to `torch.py`; none where torch has no such op.
+    fn torch(_problem: &Self::Problem) -> Option<Value> {
+        None
+    }
+}
+
+/// A [`KernelSuite`] without its types, so that one list holds every kernel.
+pub trait AnyKernel: Sync {
+    /// Name in records, tune caches and on the command line.
+    fn name(&self) -> &'static str;
+
+    /// Version in tune caches.
+    fn version(&self) -> u32;
+
+    /// Cases of a bench suite.
+    fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>>;
+
+    /// Checks for `arch`: every edge case with the default config (the simplest where none is default) and with the one
+    /// measured for it; the fewer config cases with every measured config and, with `configs`, with every candidate.
+    fn checks(&self, arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job>;
+
+    /// Programs to compile for `arch`, each once: those of [`KernelSuite::instances`], and of the shipped results that
+    /// `arch` would take over.
+    fn instances(
+        &self,
+        arch: &ArchProfile,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Instance>;
+
+    /// Reads the problem and the config of a result, and checks that `arch`, if known, can run them.
+    ///
+    /// # Errors
+    /// The reason why this program does not use the result.
+    fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String>;
+}
+
+impl<K: KernelSuite> AnyKernel for K {
+    fn name(&self) -> &'static str {
+        K::NAME
+    }
+
+    fn version(&self) -> u32 {
+        K::VERSION
+    }
+
+    fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>> {
+        let cases = K::bench_cases(suite, scale).into_iter();
+        cases.map(|case| Box::new(BenchOf::<K>(case)) as Box<dyn AnyBench>).collect()
+    }
+
+    fn checks(&self, arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
+        verify::jobs::<K>(arch, cache, configs)
+    }
+
+    fn instances(
+        &self,
+        arch: &ArchProfile,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Instance> {
+        instance::instances::<K>(arch, properties, target)
+    }
+
+    fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String> {
+        if entry.key.version != K::VERSION {
+            return Err(format!(
+                "it is of version {}, and the kernel of {}",
+                entry.key.version,
+                K::VERSION
+            ));
+        }
+        let problem: K::Problem =
+            serde_json::from_value(entry.problem.clone()).map_err(|e| e.to_string())?;
+        let config = tune::config_of::<K>(&entry.config).map_err(|e| e.to_string())?;
+        match arch {
+            Some(arch) => K::check(arch, &problem, &config).map_err(|why| format!("it {why}")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The precision in which values of `dtype` are multiplied: tf32 is chosen by name only.
+pub(crate) const fn precision(dtype: DType) -> Precision {
+    match dtype {
+        DType::F16 => Precision::F16,
+        DType::Bf16 => Precision::Bf16,
+        _ => Precision::F32,
+    }
+}
+
+/// Parameters by name.
+pub(crate) fn params<const N: usize>(of: [(&str, Value); N]) -> Params {
+    of.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// Inserts `name: true` for each rule.
+pub(crate) fn insert_rules(params: &mut Params, rules: impl IntoIterator<Item = &'static str>) {
+    params.extend(rules.into_iter().map(|rule| (rule.to_owned(), true.into())));
+}
