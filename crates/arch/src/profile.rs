@@ -94,6 +94,30 @@ impl CubeMma {
 #[serde(transparent)]
 pub struct ArchId(pub String);
 
+impl ArchId {
+    /// Families of cards whose tuned configs suit this one, its own first. On CUDA a family is a compute capability,
+    /// that of the recorded profile where one restricts the card; a newer one than RTX 40 takes over RTX 40's too.
+    /// Through Vulkan and WebGPU a family is a vendor. A CPU has none: its configs depend on the part.
+    pub fn families(&self) -> Vec<String> {
+        let (id, profile) = self.0.split_once('@').unwrap_or((&self.0, ""));
+        let mut parts = id.split('-');
+        match (parts.next(), parts.next()) {
+            (Some("cuda"), Some(sm)) => {
+                let own = sm.strip_prefix("sm").and_then(|sm| sm.parse().ok());
+                let limit = ArchProfile::recorded(profile).ok().and_then(|p| p.compute_capability);
+                let Some(own) = limit.or(own) else { return Vec::new() };
+                let older = (own > ADA).then_some(ADA);
+                [Some(own), older].into_iter().flatten().map(|sm| format!("sm{sm}")).collect()
+            }
+            (Some(api @ ("vulkan" | "webgpu")), Some(vendor)) => vec![format!("{api}-{vendor}")],
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Compute capability of RTX 40.
+const ADA: u32 = 89;
+
 impl fmt::Display for ArchId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
@@ -234,6 +258,18 @@ mod tests {
         }
         let unknown = ArchProfile::recorded("rtx9090").expect_err("no such card");
         assert!(unknown.to_string().contains("rtx4090"));
+    }
+
+    #[test]
+    fn families_are_capabilities_and_vendors() {
+        let families = |id: &str| ArchId(id.to_owned()).families();
+        assert_eq!(families("cuda-sm89-128"), ["sm89"]);
+        assert_eq!(families("cuda-sm90-132@rtx4080"), ["sm89"]);
+        assert_eq!(families("cuda-sm120-170"), ["sm120", "sm89"]);
+        assert_eq!(families("cuda-sm90-132@rtx5090"), ["sm120", "sm89"]);
+        assert_eq!(families("cuda-sm86-82"), ["sm86"]);
+        assert_eq!(families("vulkan-10de-2335-nvidia.580.159.04"), ["vulkan-10de"]);
+        assert!(families("cpu-authenticamd.25.1-2").is_empty());
     }
 
     #[test]

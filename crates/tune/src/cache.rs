@@ -6,7 +6,7 @@
 //! another process wrote meanwhile, and replaces the file, behind all links, by rename: a crash in the
 //! middle leaves the old file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -24,11 +24,8 @@ use crate::{Kernel, Source};
 const FORMAT: u32 = 1;
 
 /// Results that ship with the program.
-const RECORDED: &[&str] = &[
-    include_str!("../recorded/cuda-sm90-132.jsonl"),
-    include_str!("../recorded/vulkan.jsonl"),
-    include_str!("../recorded/cpu.jsonl"),
-];
+const RECORDED: &[&str] =
+    &[include_str!("../recorded/cuda-sm90-132.jsonl"), include_str!("../recorded/vulkan.jsonl")];
 
 /// The file that holds this user's results: `FLASHOVER_TUNE_CACHE`, unless it is empty, else
 /// `flashover/tune.jsonl` in the cache folder; none on a machine that has neither.
@@ -86,7 +83,8 @@ pub struct Entry {
     pub problem: Value,
     pub config: Value,
     pub median_ns: f64,
-    /// Every candidate, in the order tried.
+    /// Every candidate, in the order tried. Shipped results leave them to `benches/baselines`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timings: Vec<Measured>,
     pub commit: String,
     /// UTC, RFC 3339.
@@ -175,10 +173,29 @@ impl TuneCache {
         &self.warnings
     }
 
-    /// The result for `key`: measured here first, shipped second.
+    /// The result for `key`: one measured by this user, or else a shipped one.
     pub fn get(&self, key: &Key) -> Option<(&Entry, Source)> {
         let measured = self.measured.get(key).map(|e| (e, Source::Tuned));
         measured.or_else(|| self.recorded.get(key).map(|e| (e, Source::Recorded)))
+    }
+
+    /// Results for the problem of `key` on other cards of its families, the nearest first: its own family before older
+    /// ones, whole cards before restricted ones.
+    pub(crate) fn relatives(&self, key: &Key) -> impl Iterator<Item = &Entry> {
+        let keys = self.recorded.keys().chain(self.measured.keys());
+        let others: BTreeSet<_> =
+            keys.map(|other| &other.arch_id).filter(|id| **id != key.arch_id).collect();
+        let families = key.arch_id.families();
+        let place = |id: &ArchId| {
+            let own = id.families().into_iter().next()?;
+            families.iter().position(|family| *family == own)
+        };
+        let mut near: Vec<_> = others.into_iter().filter_map(|id| Some((place(id)?, id))).collect();
+        near.sort_by_key(|(place, id)| (*place, id.0.contains('@')));
+        near.into_iter().filter_map(|(_, id)| {
+            let key = Key { arch_id: id.clone(), ..key.clone() };
+            self.get(&key).map(|(entry, _)| entry)
+        })
     }
 
     /// Notes that the result for `key` is of no use, and why.
@@ -471,6 +488,34 @@ mod tests {
         {
             assert_eq!(merged(undated), (0, 0, 0, 1), "{undated}");
         }
+    }
+
+    #[test]
+    fn relatives_are_the_nearest_cards_first() {
+        let of = |id: &str, bucket: &str, ns| {
+            let mut entry = entry(bucket, "2026-01-01T00:00:00Z", ns);
+            entry.key.arch_id = ArchId(id.into());
+            serde_json::to_string(&entry).expect("plain") + "\n"
+        };
+        let text = [
+            of("cuda-sm90-132@rtx4090", "a", 1.0),
+            of("cuda-sm89-76", "a", 2.0),
+            of("cuda-sm90-132", "a", 3.0),
+            of("cuda-sm90-132@rtx5090", "a", 4.0),
+            of("cuda-sm89-76", "b", 5.0),
+            of("vulkan-10de-2335-nvidia.580.159.04", "a", 6.0),
+        ];
+        let mut cache = TuneCache::default();
+        cache.merge_text(&text.concat(), "f").expect("no file to write");
+        let near = |id: &str| {
+            let key = Key { arch_id: ArchId(id.into()), ..entry("a", "", 0.0).key };
+            cache.relatives(&key).map(|entry| entry.median_ns).collect::<Vec<_>>()
+        };
+        assert_eq!(near("cuda-sm89-128"), [2.0, 1.0]);
+        assert_eq!(near("cuda-sm90-132@rtx4080"), [2.0, 1.0]);
+        assert_eq!(near("cuda-sm120-170"), [4.0, 2.0, 1.0]);
+        assert_eq!(near("vulkan-10de-2330-nvidia.570.1"), [6.0]);
+        assert!(near("vulkan-1002-744c-radv").is_empty() && near("cuda-sm86-82").is_empty());
     }
 
     #[test]

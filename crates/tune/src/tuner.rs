@@ -1,9 +1,10 @@
 //! candidates, check, verify, measure, choose.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::str::FromStr;
 
-use arch::{DType, Device};
+use arch::{ArchId, DType, Device};
 use cubecl::future::block_on;
 use cubecl::prelude::*;
 
@@ -16,7 +17,7 @@ use crate::{CacheError, Entry, Kernel, Key, Measured, Output, TuneCache, config_
 pub enum Policy {
     /// An error: nothing runs that was not measured.
     Frozen,
-    /// The first candidate, unmeasured.
+    /// The config of a card of the same family, or else the first candidate, unmeasured.
     Default,
     /// The fastest candidate, measured now and remembered.
     Measure,
@@ -40,29 +41,32 @@ impl FromStr for Policy {
     }
 }
 
-/// Where a config came from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Origin of a config.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// Measured on this machine.
     Tuned,
-    /// Shipped with the program.
+    /// Shipped with the program for this architecture.
     Recorded,
+    /// Measured on a card of the same family, see [`ArchId::families`].
+    Inherited(ArchId),
     /// First candidate, unmeasured.
     Default,
 }
 
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Tuned => "tuned",
-            Self::Recorded => "recorded",
-            Self::Default => "default",
-        })
+        match self {
+            Self::Tuned => f.write_str("tuned"),
+            Self::Recorded => f.write_str("recorded"),
+            Self::Inherited(from) => write!(f, "inherited from {from}"),
+            Self::Default => f.write_str("default"),
+        }
     }
 }
 
 /// A config and its origin.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice<C> {
     pub config: C,
     pub source: Source,
@@ -77,7 +81,7 @@ pub enum TuneError {
          backend"
     )]
     Unsupported { arch: String, kernel: &'static str, problem: String, why: String },
-    /// Nothing is known, and the policy forbids guessing and measuring.
+    /// Nothing was measured on this architecture, and the policy forbids guessing and measuring.
     #[error(
         "no config {} {key}{}\nhint: run with --policy measure, or default",
         if misfit.is_some() { "fits" } else { "is recorded for" },
@@ -149,7 +153,9 @@ impl Tuner<'_> {
         })?;
         match self.policy {
             Policy::Frozen => Err(TuneError::Frozen { key, misfit }),
-            Policy::Default => Ok(Choice { config: first, source: Source::Default }),
+            Policy::Default => Ok(self
+                .inherited::<K>(problem)
+                .unwrap_or(Choice { config: first, source: Source::Default })),
             Policy::Measure => {
                 let config = self.measure::<K>(problem)?;
                 Ok(Choice { config, source: Source::Tuned })
@@ -157,7 +163,19 @@ impl Tuner<'_> {
         }
     }
 
-    /// Measures every candidate of `problem`, remembers the outcome and returns the winner.
+    /// The config of the nearest relative of this card that can run `problem`.
+    fn inherited<K: Kernel>(&self, problem: &K::Problem) -> Option<Choice<K::Config>> {
+        let arch = self.device.profile();
+        let key = Key::of::<K>(&arch.id, problem);
+        self.cache.relatives(&key).find_map(|entry| {
+            // A result that this version cannot read is named where its own architecture looks it up.
+            let config = config_of::<K>(&entry.config).ok()?;
+            K::check(arch, problem, &config).ok()?;
+            Some(Choice { config, source: Source::Inherited(entry.key.arch_id.clone()) })
+        })
+    }
+
+    /// Measures every candidate of `problem`, an inherited config first, remembers the outcome and returns the winner.
     ///
     /// # Errors
     /// No candidate ran, or the cache cannot be written, which is found out first.
@@ -165,7 +183,12 @@ impl Tuner<'_> {
         self.cache.check_writable()?;
         let arch = self.device.profile();
         let key = Key::of::<K>(&arch.id, problem);
-        let outcomes = self.time::<K>(problem, K::candidates(arch, problem));
+        let mut configs: Vec<_> =
+            self.inherited::<K>(problem).map(|choice| choice.config).into_iter().collect();
+        configs.extend(K::candidates(arch, problem));
+        let mut seen = HashSet::new();
+        configs.retain(|config| seen.insert(*config));
+        let outcomes = self.time::<K>(problem, configs);
         let best = fastest(&outcomes);
         let timings: Vec<_> = outcomes
             .into_iter()
