@@ -119,28 +119,7 @@ enum Command {
         part: Option<verify::Part>,
     },
     /// Compile every config and code path for sm_89, sm_90 and sm_120 without a GPU and report what it uses
-    Targets {
-        /// Folder of a CUDA 13 toolkit: bin/ptxas, include/, and NVRTC for the dynamic linker
-        #[arg(long)]
-        cuda_home: PathBuf,
-        #[arg(long)]
-        json: bool,
-        /// Only instances whose `target case config` contains this
-        #[arg(long)]
-        filter: Option<String>,
-        /// Keep CUDA C++, PTX and machine code in this folder
-        #[arg(long)]
-        dump: Option<PathBuf>,
-        /// Also what the shipped tune cache chose under the profile of an RTX card
-        #[arg(long)]
-        tuned: bool,
-        /// Compile also what is known by its operations
-        #[arg(long)]
-        fresh: bool,
-        /// Write the results of what this run asks for to FILE, to be committed: with --tuned all that are kept
-        #[arg(long, value_name = "FILE", conflicts_with_all = ["filter", "dump"])]
-        record: Option<PathBuf>,
-    },
+    Targets(targets::TargetsArgs),
     /// Show, fill or merge the tune cache
     #[command(subcommand)]
     Tune(tuning::Command),
@@ -163,10 +142,7 @@ fn main() -> ExitCode {
             let (filter, fixtures) = (filter.as_deref(), fixtures.as_deref());
             verify::verify(&target, filter, configs, exhaust, fixtures, part)
         }
-        Command::Targets { cuda_home, json, filter, tuned, dump, fresh, record } => {
-            let (dump, record) = (dump.as_deref(), record.as_deref());
-            targets::run(&cuda_home, json, filter.as_deref(), tuned, dump, fresh, record)
-        }
+        Command::Targets(args) => targets::run(&args),
         Command::Tune(command) => tuning::run(command),
     };
     match outcome {

@@ -3,23 +3,46 @@
 mod sweep;
 
 use std::io::IsTerminal;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use command::OutFile;
 use precompile::{Known, Toolkit};
 
 use self::sweep::{Row, sweep};
 
-/// Prints the sweep; false when an instance failed.
-pub(crate) fn run(
-    cuda_home: &Path,
+/// Compiles every config and code path for sm_89, sm_90 and sm_120 without a GPU and reports registers, spills and
+/// shared memory.
+#[derive(clap::Args)]
+pub(crate) struct TargetsArgs {
+    /// Folder of a CUDA 13 toolkit: bin/ptxas, include/, and NVRTC for the dynamic linker
+    #[arg(long)]
+    cuda_home: PathBuf,
+    #[arg(long)]
     json: bool,
-    filter: Option<&str>,
+    /// Only instances whose `target case config` contains this
+    #[arg(long)]
+    filter: Option<String>,
+    /// Keep CUDA C++, PTX and machine code in this folder
+    #[arg(long)]
+    dump: Option<PathBuf>,
+    /// Also what the shipped tune cache chose under the profile of an RTX card
+    #[arg(long)]
     tuned: bool,
-    dump: Option<&Path>,
+    /// Compile also instances whose result is kept
+    #[arg(long)]
     fresh: bool,
-    record: Option<&Path>,
-) -> anyhow::Result<bool> {
+    /// File of kept results [default: flashover/targets.jsonl in the cache folder]
+    #[arg(long, value_name = "FILE")]
+    cache: Option<PathBuf>,
+    /// Write a table with a line for each target and kernel to FILE
+    #[arg(long, value_name = "FILE", conflicts_with = "filter")]
+    summary: Option<PathBuf>,
+}
+
+/// Prints the sweep; false when an instance failed.
+pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
+    let TargetsArgs { cuda_home, filter, tuned, .. } = args;
+    let (filter, dump, tuned) = (filter.as_deref(), args.dump.as_deref(), *tuned);
     if let Some(dir) = dump {
         std::fs::create_dir_all(dir).map_err(|e| {
             anyhow::anyhow!("cannot make {}: {e}\nhint: --dump names a folder", dir.display())
@@ -31,18 +54,31 @@ pub(crate) fn run(
             eprint!("{text}");
         }
     };
-    let record = record.map(OutFile::new).transpose()?;
-    let known = if fresh { Known::default() } else { Known::shipped() };
+    let summary = args.summary.as_deref().map(OutFile::new).transpose()?;
+    let cache =
+        args.cache.clone().or_else(|| Some(dirs::cache_dir()?.join("flashover/targets.jsonl")));
+    let kept = match &cache {
+        Some(file) if !args.fresh => std::fs::read_to_string(file).unwrap_or_default(),
+        _ => String::new(),
+    };
+    let known = Known::read(&kept);
     let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, tuned, dump, &known, show)?;
     if rows.is_empty() && findings.is_empty() {
         anyhow::bail!(
             "no instance matches\nhint: names look like `rtx4090 matmul bf16 4096x4096x4096 lhs=row rhs=col`"
         );
     }
-    if let Some(file) = record {
-        file.write(known.lines().as_bytes())?;
+    if let (Some(file), None) = (&cache, dump) {
+        // A whole sweep forgets results that it did not use.
+        let lines = known.lines(filter.is_some() || !tuned);
+        if let Err(why) = keep(file, &lines) {
+            eprintln!("warning: results are not kept: {why:#}");
+        }
     }
-    if json {
+    if let Some(file) = summary {
+        file.write(summarised(&rows).as_bytes())?;
+    }
+    if args.json {
         let report = serde_json::json!({ "rows": rows, "findings": findings });
         command::print(&format!("{report}\n"))?;
         return Ok(findings.is_empty());
@@ -75,6 +111,38 @@ pub(crate) fn run(
     }
     command::print(&text)?;
     Ok(findings.is_empty())
+}
+
+/// Writes the kept results.
+fn keep(file: &Path, lines: &str) -> anyhow::Result<()> {
+    if let Some(folder) = file.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    Ok(OutFile::new(file)?.write(lines.as_bytes())?)
+}
+
+/// A Markdown table with a line for each target and kernel.
+fn summarised(rows: &[Row]) -> String {
+    let mut text = "# Kernels compiled for cards that are absent\n\n\
+        `cargo xtask targets --tuned --summary FILE` writes this table: registers of one unit, instances that spill, bytes \
+        of shared memory of one cube, cubes that fit one processor.\n\n\
+        | target | kernel | instances | most registers | spill | most shared | fewest cubes |\n\
+        |---|---|---:|---:|---:|---:|---:|\n"
+        .to_owned();
+    for group in rows.chunk_by(|a, b| (a.target, a.kernel) == (b.target, b.kernel)) {
+        let most = |of: fn(&Row) -> u32| group.iter().map(of).max().unwrap_or(0);
+        text += &format!(
+            "| {} | {} | {} | {} | {} | {} | {} |\n",
+            group[0].target,
+            group[0].kernel,
+            group.len(),
+            most(|row| row.usage.registers),
+            group.iter().filter(|row| row.usage.spilled() > 0).count(),
+            most(|row| row.usage.shared),
+            group.iter().map(|row| row.occupancy).min().unwrap_or(0),
+        );
+    }
+    text
 }
 
 /// What to show on standard error, where it takes minutes: on a terminal one line that is written over and

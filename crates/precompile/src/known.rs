@@ -1,8 +1,7 @@
-//! What instances used when they were last compiled, by the very operations that they were compiled from.
+//! Resource usage of instances that were compiled before, by the operations that they were compiled from.
 //!
-//! Most of a sweep is NVRTC's, most of the rest CubeCL's passes; neither runs for what did not change. What ships was
-//! recorded by `targets --record`; an instance whose operations, architecture, options or tools are others is not in it and
-//! is compiled.
+//! NVRTC takes most of a sweep and CubeCL's passes most of the rest; neither runs for an instance whose operations,
+//! architecture, options and tools are those of a kept result.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,16 +9,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Results by their keys, and which of them were asked for.
+/// Results by their keys.
 #[derive(Debug, Default)]
 pub struct Known {
-    recorded: BTreeMap<String, Compiled>,
-    /// Of this sweep, compiled or known.
+    kept: BTreeMap<String, Compiled>,
+    /// Results of this sweep, compiled or kept.
     used: Mutex<BTreeMap<String, Compiled>>,
     compiled: Mutex<usize>,
 }
 
-/// What `ptxas` reports of an instance.
+/// Report of `ptxas` on an instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Compiled {
     pub(crate) registers: u32,
@@ -38,40 +37,36 @@ struct Line {
 }
 
 impl Known {
-    /// What ships with the program.
-    ///
-    /// # Panics
-    /// When that is damaged, which a test rules out.
-    pub fn shipped() -> Self {
-        let lines = include_str!("../recorded/targets.jsonl").lines();
-        let recorded = lines.map(|line| {
-            let Line { key, compiled } = serde_json::from_str(line).expect("one result a line");
-            (key, compiled)
-        });
-        Self { recorded: recorded.collect(), ..Self::default() }
+    /// The results in the text of a file, one a line. Other lines are passed over: another version wrote them.
+    pub fn read(text: &str) -> Self {
+        let line = |line| serde_json::from_str::<Line>(line).ok();
+        let kept = text.lines().filter_map(line).map(|Line { key, compiled }| (key, compiled));
+        Self { kept: kept.collect(), ..Self::default() }
     }
 
-    /// How many instances had to be compiled.
+    /// Number of instances that had to be compiled.
     pub fn compiled(&self) -> usize {
         *held(&self.compiled)
     }
 
-    /// The results of this sweep, one a line, in the order of their keys.
-    pub fn lines(&self) -> String {
-        let line = |(key, compiled): (&String, &Compiled)| {
-            let line = Line { key: key.clone(), compiled: *compiled };
-            serde_json::to_string(&line).expect("numbers and a text") + "\n"
+    /// The results of this sweep, one a line, in the order of their keys; with `all` also the kept ones.
+    pub fn lines(&self, all: bool) -> String {
+        let used = held(&self.used);
+        let mut results = if all { self.kept.clone() } else { BTreeMap::new() };
+        results.extend(used.iter().map(|(key, compiled)| (key.clone(), *compiled)));
+        let line = |(key, compiled)| {
+            serde_json::to_string(&Line { key, compiled }).expect("numbers and a text") + "\n"
         };
-        held(&self.used).iter().map(line).collect()
+        results.into_iter().map(line).collect()
     }
 
-    /// The result of `key`, by `compile` where it is not known.
+    /// The kept result of `key`, or that of `compile`.
     pub(crate) fn get_or<E>(
         &self,
         key: String,
         compile: impl FnOnce() -> Result<Compiled, E>,
     ) -> Result<Compiled, E> {
-        let compiled = match self.recorded.get(&key) {
+        let compiled = match self.kept.get(&key) {
             Some(compiled) => *compiled,
             None => {
                 let compiled = compile()?;
@@ -84,7 +79,7 @@ impl Known {
     }
 }
 
-/// What a result depends on, in 128 bits: the kernel's operations, and everything that makes machine code of them.
+/// Hash of everything that a result depends on: the kernel's operations, and what makes machine code of them.
 pub(crate) fn key(text: &str, options: &[String], tools: &str) -> String {
     let text = format!("{tools}\0{}\0{text}", options.join("\0"));
     format!("{:032x}", xxh3_128(text.as_bytes()))
@@ -106,22 +101,19 @@ mod tests {
     }
 
     #[test]
-    fn what_ships_is_whole_and_sorted() {
-        let text = include_str!("../recorded/targets.jsonl");
-        let known = Known::shipped();
-        assert_eq!(known.recorded.len(), text.lines().count());
-        for (key, compiled) in &known.recorded {
-            assert_eq!(known.get_or(key.clone(), fails), Ok(*compiled));
+    fn kept_results_are_not_compiled_again() {
+        let first = Known::default();
+        assert_eq!(first.get_or("b".into(), fails), Err("compiled"));
+        for key in ["b", "a"] {
+            assert_eq!(first.get_or(key.into(), || Ok::<_, ()>(ONE)), Ok(ONE));
         }
-        assert_eq!((known.lines(), known.compiled()), (text.to_owned(), 0));
-    }
-
-    #[test]
-    fn the_unknown_is_compiled_and_recorded() {
-        let known = Known::default();
-        assert_eq!(known.get_or("b".into(), fails), Err("compiled"));
-        assert_eq!(known.get_or("b".into(), || Ok::<_, ()>(ONE)), Ok(ONE));
-        assert_eq!((known.compiled(), known.lines().lines().count()), (1, 1));
+        let text = first.lines(false);
+        assert_eq!((first.compiled(), text.lines().count()), (2, 2));
+        let damaged = format!("{{}}\n{text}{}", &text[..20]);
+        let second = Known::read(&damaged);
+        assert_eq!(second.get_or("b".into(), fails), Ok(ONE));
+        assert_eq!((second.compiled(), second.lines(true)), (0, text));
+        assert_eq!(second.lines(false).lines().count(), 1);
     }
 
     #[test]
