@@ -26,7 +26,7 @@ use kernels::attention::{
 };
 use tune::{Infeasible, Kernel};
 
-use crate::call::{Call, Optional, float_of, launch, on_cubecl, size_of};
+use crate::call::{Call, Optional, float_of, launch, like, on_cubecl, size_of};
 use crate::offsets::{checked_offsets, words_on};
 use crate::{Ctx, OpError};
 
@@ -421,12 +421,6 @@ impl AttentionKernels for CubeBackend {
         }
         gradients
     }
-}
-
-/// An empty dense tensor of `tensor`'s shape and dtype.
-pub(crate) fn like(tensor: &CubeTensor) -> CubeTensor {
-    let (client, device) = (tensor.client.clone(), tensor.device.clone());
-    empty_device_contiguous_dtype(client, device, tensor.meta.shape().clone(), tensor.dtype)
 }
 
 /// A forward pass as the kernel takes it.

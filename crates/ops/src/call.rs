@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use arch::DType;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, DispatchDevice, ExtensionType};
-use burn::tensor::{Device, Int, IntDType, Shape, Tensor};
+use burn::backend::{Backend, DispatchDevice, ExtensionType, TensorMetadata};
+use burn::tensor::{Device, FloatDType, Int, IntDType, Shape, Tensor};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
@@ -37,6 +37,24 @@ pub(crate) const fn float_of(dtype: burn::tensor::DType) -> Result<DType, OpErro
         burn::tensor::DType::F16 => Ok(DType::F16),
         burn::tensor::DType::BF16 => Ok(DType::Bf16),
         other => Err(OpError::NotFloat(other)),
+    }
+}
+
+/// The dtype of a float tensor of values of this dtype.
+pub(crate) const fn float_dtype(dtype: DType) -> FloatDType {
+    match dtype {
+        DType::F16 => FloatDType::F16,
+        DType::Bf16 => FloatDType::BF16,
+        _ => FloatDType::F32,
+    }
+}
+
+/// The reverse of [`float_dtype`].
+pub(crate) const fn dtype_of(dtype: FloatDType) -> DType {
+    match dtype {
+        FloatDType::F16 => DType::F16,
+        FloatDType::BF16 => DType::Bf16,
+        _ => DType::F32,
     }
 }
 
@@ -84,8 +102,22 @@ pub(crate) fn empty_like<const D: usize>(
     dtype: DType,
 ) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
-    let dtype = crate::matmul::float_dtype(dtype).into();
+    let dtype = float_dtype(dtype).into();
     empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
+}
+
+/// An empty dense tensor of the shape and dtype of `tensor`, on its device.
+pub(crate) fn like(tensor: &CubeTensor) -> CubeTensor {
+    let (client, device) = (tensor.client.clone(), tensor.device.clone());
+    empty_device_contiguous_dtype(client, device, tensor.meta.shape().clone(), tensor.dtype)
+}
+
+/// The sum over all axes but the last: the gradient of a bias.
+pub(crate) fn summed_over_rows<B: Backend>(dout: FloatTensor<B>) -> FloatTensor<B> {
+    let n = dout.shape()[dout.rank() - 1];
+    let rows = dout.shape().num_elements() / n;
+    let flat = B::float_reshape(dout, Shape::new([rows, n]));
+    B::float_reshape(B::float_sum_dim(flat, 0), Shape::new([n]))
 }
 
 /// Who calls: the context, and where an op that cannot return an error leaves it.
@@ -145,8 +177,8 @@ impl<B: Backend> Parts<B> {
     /// The same on another back end.
     pub(crate) fn map<C: Backend>(self, of: impl Fn(FloatTensor<B>) -> FloatTensor<C>) -> Parts<C> {
         let Self { bias, gate, residual, norm } = self;
-        let part = |part: Optional<B>| Optional::of(part.into_option().map(&of));
-        Parts { bias: part(bias), gate: part(gate), residual: part(residual), norm: part(norm) }
+        let [bias, gate, residual, norm] = [bias, gate, residual, norm].map(|part| part.map(&of));
+        Parts { bias, gate, residual, norm }
     }
 
     pub(crate) fn tensors(&self) -> impl Iterator<Item = &FloatTensor<B>> {
@@ -186,6 +218,14 @@ pub(crate) enum Optional<B: Backend> {
 impl<B: Backend> Optional<B> {
     pub(crate) fn of(tensor: Option<FloatTensor<B>>) -> Self {
         tensor.map_or(Self::Absent, Self::Present)
+    }
+
+    /// The same on another back end.
+    pub(crate) fn map<C: Backend>(
+        self,
+        of: impl Fn(FloatTensor<B>) -> FloatTensor<C>,
+    ) -> Optional<C> {
+        Optional::of(self.into_option().map(of))
     }
 
     pub(crate) const fn is_present(&self) -> bool {

@@ -16,8 +16,8 @@ use kernels::attention::decode::{
 use kernels::attention::{HeadStrides, Implementation};
 use tune::Kernel;
 
-use crate::attention::{along_head_dim, forced, head_strides, like, log_sums_like};
-use crate::call::{Call, float_of, launch, on_cubecl, same_dtype, same_shape, size_of};
+use crate::attention::{along_head_dim, forced, head_strides, log_sums_like};
+use crate::call::{Call, float_of, launch, like, on_cubecl, same_dtype, same_shape, size_of};
 use crate::{Ctx, OpError};
 
 /// Keys and values of all positions so far, those of the step among them.

@@ -14,8 +14,8 @@ use burn::tensor::Tensor;
 use kernels::matmul::Activation;
 use kernels::norm::NormProblem;
 
-use crate::call::{Call, Optional, Parts, float_of, on_cubecl};
-use crate::matmul::{MatmulOps, product_of, summed_over_rows};
+use crate::call::{Call, Optional, Parts, float_of, on_cubecl, summed_over_rows};
+use crate::matmul::{MatmulOps, product_of};
 use crate::{Ctx, Epilogue, OpError};
 
 /// Arguments as matrices: x `[m, k]`, bias `[n]`, gate and residual of the result.

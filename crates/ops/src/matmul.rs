@@ -12,7 +12,6 @@
 //! ordinary differentiable ops, because their gradients need what was between.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use arch::DType;
 use burn::backend::autodiff::NodeId;
@@ -37,113 +36,14 @@ use kernels::norm::{NormKind, NormProblem};
 use tune::Kernel;
 
 use crate::call::{
-    Call, Optional, Parts, cube_of, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
+    Call, Optional, Parts, cube_of, dtype_of, float_dtype, float_of, launch, on_cubecl, same_dtype,
+    same_shape, size_of, summed_over_rows,
 };
+use crate::epilogue::Epilogue;
 use crate::layout::{Matrices, broadcast, fold};
 use crate::norm::{NormOps, normalised};
-use crate::offsets::{checked_offsets, words_on};
+use crate::offsets::{Groups, words_on};
 use crate::{Ctx, OpError};
-
-/// What is done to a product before it is stored, and to the rows of its left operand before it is made, for a result of
-/// rank `D`.
-#[derive(Debug, Clone)]
-pub struct Epilogue<const D: usize> {
-    /// Added to every row. `[n]`, in the operands' dtype.
-    pub bias: Option<Tensor<1>>,
-    /// Applied to the product once the bias is added, before the gate.
-    pub activation: Option<Activation>,
-    /// Multiplied, element by element. The result's shape and dtype.
-    pub gate: Option<Tensor<D>>,
-    /// Added last. The result's shape and dtype.
-    pub residual: Option<Tensor<D>>,
-    /// The result's dtype; the operands' when none.
-    pub out: Option<FloatDType>,
-    /// Lets tensor cores round f32 operands to 10 mantissa bits.
-    pub tf32: bool,
-    /// Lets tensor cores add products of f16 operands in f16: at twice the rate on GeForce cards, and with the range and
-    /// the 10 bits of mantissa of f16. Gradients are added in f32 all the same.
-    pub half_sums: bool,
-    /// What is done to the rows that are multiplied, before: in the same launch where few rows meet a weight that
-    /// lies along k ([`takes_norm`]), else in one of its own.
-    pub norm: Option<RowNorm>,
-}
-
-/// What is done to each row x before it is multiplied: `x / rms · weight`, or with the weight one larger, or with the mean
-/// of the row taken off first, as [`NormKind`] says. The last is always a launch of its own, and has no bias here.
-///
-/// # Shapes
-/// weight `[k]`, in the dtype of the rows.
-#[derive(Debug, Clone)]
-pub struct RowNorm {
-    /// One factor for each column.
-    pub weight: Tensor<1>,
-    /// Whether the mean is taken off, and what the weight means.
-    pub kind: NormKind,
-    /// Added to the mean of the squares, or to the variance.
-    pub eps: f32,
-}
-
-impl<const D: usize> Default for Epilogue<D> {
-    fn default() -> Self {
-        Self {
-            bias: None,
-            activation: None,
-            gate: None,
-            residual: None,
-            out: None,
-            tf32: false,
-            half_sums: false,
-            norm: None,
-        }
-    }
-}
-
-impl<const D: usize> Epilogue<D> {
-    /// The bias has the operands' dtype, the matrices the result's.
-    pub(crate) fn check_dtypes(
-        &self,
-        operands: burn::tensor::DType,
-        out: burn::tensor::DType,
-    ) -> Result<(), OpError> {
-        let typed = [
-            ("bias", self.bias.as_ref().map(Tensor::dtype), operands),
-            ("gate", self.gate.as_ref().map(Tensor::dtype), out),
-            ("residual", self.residual.as_ref().map(Tensor::dtype), out),
-        ];
-        for (what, have, need) in typed {
-            if let Some(have) = have.filter(|have| *have != need) {
-                return Err(OpError::DType { what, have, need });
-            }
-        }
-        Ok(())
-    }
-
-    /// The norm of rows `lhs`, all of them, where there is one. Of no rows, or of rows of nothing, it is checked all
-    /// the same, as of one row of one element.
-    pub(crate) fn norm_of(&self, lhs: &Tensor<D>) -> Result<Option<NormProblem>, OpError> {
-        let Some(RowNorm { weight, kind, eps }) = &self.norm else { return Ok(None) };
-        let (dims, dtype) = (lhs.dims(), lhs.dtype());
-        let k = dims[D - 1];
-        same_shape("norm", &weight.dims(), &[k])?;
-        same_dtype("norm", weight.dtype(), dtype)?;
-        let rows = size_of(dims[..D - 1].iter().product::<usize>().max(1))?;
-        Ok(Some(NormProblem::new(rows, size_of(k.max(1))?, float_of(dtype)?, *kind, *eps)?))
-    }
-
-    /// The bias has `bias` elements, the matrices the result's shape.
-    pub(crate) fn check_shapes(&self, bias: usize, result: [usize; D]) -> Result<(), OpError> {
-        if let Some(have) = self.bias.as_ref().map(Tensor::dims).filter(|have| *have != [bias]) {
-            return Err(OpError::Shape { what: "bias", have: have.to_vec(), need: vec![bias] });
-        }
-        for (what, tensor) in [("gate", &self.gate), ("residual", &self.residual)] {
-            if let Some(have) = tensor.as_ref().map(Tensor::dims).filter(|have| *have != result) {
-                let need = result.to_vec();
-                return Err(OpError::Shape { what, have: have.to_vec(), need });
-            }
-        }
-        Ok(())
-    }
-}
 
 /// `residual + gate · activation(lhs·rhs + bias)`; batches broadcast.
 ///
@@ -162,40 +62,6 @@ pub fn matmul<const D: usize>(
     on_cubecl(&lhs.device())?;
     let (spec, shape) = validate(&lhs, &rhs, &epilogue)?;
     multiplied(ctx, lhs, rhs, epilogue, spec, shape)
-}
-
-/// Where the rows of each group begin: see [`grouped_matmul`].
-///
-/// ```
-/// use ops::Groups;
-///
-/// let groups = Groups::new(&[0, 3, 3, 8])?; // 3 rows, none, and 5
-/// assert_eq!(groups.count(), 3);
-/// assert!(Groups::new(&[0, 3, 2]).is_err());
-/// # Ok::<(), ops::OpError>(())
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Groups(Arc<[u32]>);
-
-impl Groups {
-    /// Of cumulative offsets, one more than there are groups: the first is 0, the last how many rows there are, and none is
-    /// below the one before. A group may be empty.
-    ///
-    /// # Errors
-    /// [`OpError::Offsets`].
-    pub fn new(offsets: &[u32]) -> Result<Self, OpError> {
-        checked_offsets("rows", offsets)?;
-        Ok(Self(offsets.into()))
-    }
-
-    /// How many groups there are.
-    pub fn count(&self) -> usize {
-        self.0.len() - 1
-    }
-
-    fn rows(&self) -> impl Iterator<Item = Range<usize>> {
-        self.0.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
-    }
 }
 
 /// `residual + gate · activation(lhs·rhs[g] + bias[g])` for the rows of each group g, in one launch: adapters of the
@@ -217,7 +83,7 @@ pub fn grouped_matmul(
     let device = lhs.device();
     on_cubecl(&device)?;
     let ([m, k], [count, depth, n]) = (lhs.dims(), rhs.dims());
-    let last = groups.0.last().map_or(0, |last| *last as usize);
+    let last = groups.offsets().last().map_or(0, |last| *last as usize);
     if last != m {
         let why = format!("end at {last}, and there are {m}");
         return Err(OpError::Offsets { what: "rows", why });
@@ -437,7 +303,7 @@ impl MatmulOps for CubeBackend {
             rhs: right,
             batches,
             precision: spec.precision,
-            out: dtype(spec.out),
+            out: dtype_of(spec.out),
             epilogue: kernels::matmul::Epilogue {
                 bias: parts.bias.is_present(),
                 activation: spec.activation,
@@ -466,7 +332,7 @@ impl MatmulOps for CubeBackend {
             out: out.handle.clone(),
             norm: parts.norm_buffers(spec.norm),
             epilogue: parts.buffers(),
-            rows: spec.groups.as_ref().map(|groups| words_on(&lhs.client, &groups.0)),
+            rows: spec.groups.as_ref().map(|groups| words_on(&lhs.client, groups.offsets())),
         };
         let launched = device.and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;
@@ -720,14 +586,6 @@ pub(crate) fn product_of<B: MatmulOps>(
     bare_product::<B>(lhs, rhs, spec, ctx)
 }
 
-/// The sum over all axes but the last: the gradient of a bias.
-pub(crate) fn summed_over_rows<B: Backend>(dout: FloatTensor<B>) -> FloatTensor<B> {
-    let n = dout.shape()[dout.rank() - 1];
-    let rows = dout.shape().num_elements() / n;
-    let flat = B::float_reshape(dout, Shape::new([rows, n]));
-    B::float_reshape(B::float_sum_dim(flat, 0), Shape::new([n]))
-}
-
 /// The rest of an epilogue, by ordinary ops.
 pub(crate) fn finish<B: Backend>(
     sum: FloatTensor<B>,
@@ -807,20 +665,4 @@ fn summed_to<B: Backend>(
     }
     let each = product(&Spec { out: FloatDType::F32, ..spec.clone() });
     B::float_cast(repeated.into_iter().fold(each, B::float_sum_dim), spec.out)
-}
-
-pub(crate) const fn float_dtype(dtype: DType) -> FloatDType {
-    match dtype {
-        DType::F16 => FloatDType::F16,
-        DType::Bf16 => FloatDType::BF16,
-        _ => FloatDType::F32,
-    }
-}
-
-const fn dtype(dtype: FloatDType) -> DType {
-    match dtype {
-        FloatDType::F16 => DType::F16,
-        FloatDType::BF16 => DType::Bf16,
-        _ => DType::F32,
-    }
 }

@@ -20,11 +20,10 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::norm::{Norm, NormKind, NormOperands, NormProblem};
 
-use crate::attention::like;
 use crate::call::{
-    Call, Optional, Parts, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
+    Call, Optional, Parts, float_dtype, float_of, launch, like, on_cubecl, same_dtype, same_shape,
+    size_of, summed_over_rows,
 };
-use crate::matmul::{float_dtype, summed_over_rows};
 use crate::{Ctx, OpError};
 
 /// What rows are multiplied by, and what is added.

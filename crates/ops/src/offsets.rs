@@ -1,9 +1,50 @@
 //! Where what lies one after the other begins: sequences of a packed attention, groups of rows of a product.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use cubecl::client::Client;
 use cubecl::server::Handle;
 
 use crate::OpError;
+
+/// Where the rows of each group begin: see [`grouped_matmul`](crate::grouped_matmul).
+///
+/// ```
+/// use ops::Groups;
+///
+/// let groups = Groups::new(&[0, 3, 3, 8])?; // 3 rows, none, and 5
+/// assert_eq!(groups.count(), 3);
+/// assert!(Groups::new(&[0, 3, 2]).is_err());
+/// # Ok::<(), ops::OpError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Groups(Arc<[u32]>);
+
+impl Groups {
+    /// Of cumulative offsets, one more than there are groups: the first is 0, the last how many rows there are, and none is
+    /// below the one before. A group may be empty.
+    ///
+    /// # Errors
+    /// [`OpError::Offsets`].
+    pub fn new(offsets: &[u32]) -> Result<Self, OpError> {
+        checked_offsets("rows", offsets)?;
+        Ok(Self(offsets.into()))
+    }
+
+    /// How many groups there are.
+    pub fn count(&self) -> usize {
+        self.0.len() - 1
+    }
+
+    pub(crate) fn offsets(&self) -> &[u32] {
+        &self.0
+    }
+
+    pub(crate) fn rows(&self) -> impl Iterator<Item = Range<usize>> {
+        self.0.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
+    }
+}
 
 /// Fails unless `offsets` are of one part at least, begin at 0 and never fall.
 pub(crate) fn checked_offsets(what: &'static str, offsets: &[u32]) -> Result<(), OpError> {

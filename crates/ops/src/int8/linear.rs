@@ -5,8 +5,8 @@ use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
 
-use super::product::Int8Ops;
-use super::{Int8Weight, Spec};
+use super::Int8Weight;
+use super::product::{Int8Ops, Spec};
 use crate::call::Call;
 use crate::frozen::{self, Flat};
 use crate::norm::normalised;

@@ -11,7 +11,6 @@
 mod linear;
 mod product;
 
-use arch::DType;
 use burn::backend::Dispatch;
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
@@ -170,13 +169,4 @@ impl Int8Weight {
 fn target(shape: [usize; 2]) -> Result<Weight, OpError> {
     let [n, k] = shape.map(|size| u32::try_from(size).map_err(|_| OpError::TooLarge(size)));
     Ok(Weight::new(n?, k?)?)
-}
-
-/// What remains of a product without its tensors.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Spec {
-    weight: Weight,
-    activations: Option<Activations>,
-    dtype: DType,
-    activation: Option<kernels::matmul::Activation>,
 }

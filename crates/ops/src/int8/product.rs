@@ -8,13 +8,12 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::int8::{
-    DequantizeOperands, DequantizeProblem, Int8Dequantize, Int8Matmul, Int8MatmulOperands,
-    Int8MatmulProblem, Weight, WeightBuffers, quantize,
+    Activations, DequantizeOperands, DequantizeProblem, Int8Dequantize, Int8Matmul,
+    Int8MatmulOperands, Int8MatmulProblem, Weight, WeightBuffers, quantize,
 };
-use kernels::matmul::Epilogue;
+use kernels::matmul::{Activation, Epilogue};
 use tune::Kernel;
 
-use super::Spec;
 use crate::OpError;
 use crate::call::{Call, Optional, Parts, empty_like, float_of, launch};
 use crate::frozen::{Frozen, tracked};
@@ -26,6 +25,15 @@ use crate::words::words_at;
 pub(crate) struct Words<B: Backend> {
     pub(crate) codes: IntTensor<B>,
     pub(crate) scb: IntTensor<B>,
+}
+
+/// What remains of a product without its tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Spec {
+    pub(super) weight: Weight,
+    pub(super) activations: Option<Activations>,
+    pub(super) dtype: DType,
+    pub(super) activation: Option<Activation>,
 }
 
 #[backend_extension(Cube, Autodiff)]
