@@ -18,8 +18,8 @@ use crate::Implementation;
 pub enum OpError {
     /// Operands whose summed axes differ in length.
     #[error(
-        "lhs is {lhs:?} with k = {lhs_k}, rhs is {rhs:?} with k = {rhs_k}\nhint: \
-         lhs is [.., m, k], rhs [.., k, n]"
+        "k differs: lhs {lhs:?} has {lhs_k}, rhs {rhs:?} has {rhs_k}\nhint: lhs is [.., m, k], rhs [.., k, n]; \
+         swap the last two axes of one that is stored the other way"
     )]
     Depth {
         /// Shape of the left operand.
@@ -32,7 +32,10 @@ pub enum OpError {
         rhs_k: usize,
     },
     /// Batch axes that differ and are not 1.
-    #[error("batches of {lhs:?} and {rhs:?} do not broadcast\nhint: each axis is equal or 1")]
+    #[error(
+        "batches of lhs {lhs:?} and rhs {rhs:?} do not broadcast\nhint: as in NumPy, aligned at the end, each axis is \
+         equal or 1"
+    )]
     Broadcast {
         /// Shape of the left operand.
         lhs: Vec<usize>,
@@ -41,8 +44,7 @@ pub enum OpError {
     },
     /// A tensor of another shape than the others ask for.
     #[error(
-        "{what} has shape {have:?}, the result needs {need:?}\nhint: \
-         it does not broadcast; expand it first"
+        "{what} has shape {have:?}, expected {need:?}\nhint: it is not broadcast; expand it first"
     )]
     Shape {
         /// Which tensor.
@@ -52,8 +54,23 @@ pub enum OpError {
         /// The shape it should have.
         need: Vec<usize>,
     },
+    /// A mask or bias that does not broadcast to the scores of an attention.
+    #[error(
+        "{what} has shape {have:?}, the scores {scores:?}\nhint: {what} is [batch, heads, seq_q, seq_kv], and \
+         each axis may be 1"
+    )]
+    Scores {
+        /// `mask` or `bias`.
+        what: &'static str,
+        /// Its shape.
+        have: Vec<usize>,
+        /// `[batch, heads, seq_q, seq_kv]`
+        scores: Vec<usize>,
+    },
     /// A tensor of another dtype than the others.
-    #[error("{what} is {have:?}, the other operand {need:?}\nhint: cast one of them")]
+    #[error(
+        "{what} is {have:?}, expected {need:?}\nhint: operands share one dtype; cast one of them"
+    )]
     DType {
         /// Which tensor.
         what: &'static str,
@@ -63,7 +80,7 @@ pub enum OpError {
         need: DType,
     },
     /// A dtype that kernels do not compute with.
-    #[error("tensors of {0:?} are not multiplied\nhint: cast to f32, f16 or bf16")]
+    #[error("no kernel computes with tensors of {0:?}\nhint: cast to f32, f16 or bf16")]
     NotFloat(DType),
     /// An axis of this length, of which kernels count up to 2^32 - 1.
     #[error("{0} exceeds 2^32 - 1, the longest axis\nhint: split it")]
@@ -84,8 +101,7 @@ pub enum OpError {
     },
     /// The implementation that was asked for cannot serve the call.
     #[error(
-        "{implementation:?} attention cannot serve this: {why}\nhint: \
-         ask for none, and one that can is taken"
+        "{implementation:?} attention cannot serve this: {why}\nhint: leave `implementation` out"
     )]
     Forced {
         /// The one that was asked for.
@@ -117,6 +133,9 @@ pub enum OpError {
     /// Sums in f16 were asked for with operands that are not f16, or with a frozen weight: the operands' dtype.
     #[error("sums in f16 are not of products of {0:?}\nhint: of dense f16 operands alone")]
     HalfSums(DType),
+    /// tf32 was asked for with operands of another dtype than f32: theirs.
+    #[error("tf32 was asked for operands of {0:?}\nhint: only f32 operands are rounded to tf32")]
+    Tf32(DType),
     /// tf32 was asked for with a frozen weight.
     #[error("weights in 4 bits are not multiplied in tf32\nhint: their f32 products are f32")]
     NoTf32,

@@ -93,8 +93,9 @@ pub(crate) fn fold(batch: &[usize], lhs: &[u64], rhs: &[u64]) -> Option<Batches>
     })
 }
 
-/// NumPy's rule: axes aligned at the end, each equal or 1.
-pub(crate) fn broadcast(lhs: &[usize], rhs: &[usize]) -> Option<Vec<usize>> {
+/// Batch axes of a matmul of operands with these batch axes, none where they do not broadcast. NumPy's rule: axes are
+/// aligned at the end, and each is equal or 1.
+pub fn broadcast(lhs: &[usize], rhs: &[usize]) -> Option<Vec<usize>> {
     let rank = lhs.len().max(rhs.len());
     let at =
         |shape: &[usize], i: usize| (i + shape.len()).checked_sub(rank).map_or(1, |i| shape[i]);

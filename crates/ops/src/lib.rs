@@ -45,7 +45,8 @@ mod upload;
 mod words;
 
 pub use attention::{
-    Packing, attention, attention_packed, attention_packed_with_lse, attention_with_lse,
+    Packing, attention, attention_backward, attention_packed, attention_packed_with_lse,
+    attention_with_lse,
 };
 pub use capture::{AtWork, at_work, capture_alone, captures};
 /// Where [`Nf4Weight`]s come from and go to.
@@ -61,6 +62,7 @@ pub use kernels::matmul::Activation;
 pub use kernels::nf4::CodeBook;
 pub use kernels::norm::NormKind;
 pub use kernels::sample::Choice;
+pub use layout::broadcast;
 pub use matmul::{activate, grouped_matmul, linear, matmul, takes_norm};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
 pub use norm::{NormWeights, norm};

@@ -237,6 +237,9 @@ fn spec_of<const D: usize>(
         burn::tensor::DType::BF16 => Precision::Bf16,
         other => return Err(OpError::NotFloat(other)),
     };
+    if *tf32 && precision != Precision::Tf32 {
+        return Err(OpError::Tf32(need));
+    }
     if *half_sums && precision != Precision::F16Acc16 {
         return Err(OpError::HalfSums(need));
     }

@@ -1,7 +1,7 @@
 use burn::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
 use ops::{
-    AttentionOptions, Ctx, Implementation, OpError, Packing, attention, attention_packed,
-    attention_packed_with_lse, attention_with_lse,
+    AttentionOptions, Ctx, Implementation, OpError, Packing, attention, attention_backward,
+    attention_packed, attention_packed_with_lse, attention_with_lse,
 };
 use reference::{Attention, HeadStrides, Scores, fill};
 
@@ -380,6 +380,48 @@ fn what_is_hidden_is_hidden_whatever_its_bias_is() {
 }
 
 #[test]
+fn explicit_gradients_are_those_of_the_backward_pass() {
+    let ctx = Ctx::default();
+    let options = AttentionOptions { causal: true, ..AttentionOptions::default() };
+    let mask = |device: &Device| {
+        let data = TensorData::new(mask(), [1, 1, SEQS[0], SEQS[1]]);
+        Some(Tensor::<4, Bool>::from_data(data, device))
+    };
+    let bias = |device: &Device| Some(tensor::<4>([1, HEADS[0], 1, SEQS[1]], 4, device));
+    let dout = |device: &Device| tensor::<4>([2, HEADS[0], SEQS[0], DIM], 9, device);
+    for device in [Device::cpu(), Device::cpu().autodiff()] {
+        let [q, k, v] = operands(&device);
+        let (masked, biased) = (mask(&device), bias(&device));
+        let operands = [q.clone(), k.clone(), v.clone()];
+        let forward = attention_with_lse(&ctx, q, k, v, masked.clone(), biased.clone(), options)
+            .expect("valid");
+        let explicit =
+            attention_backward(&ctx, operands, masked, biased, forward, dout(&device), options);
+        let device = Device::cpu().autodiff();
+        let tracked = self::operands(&device).map(Tensor::require_grad);
+        let [q, k, v] = tracked.clone();
+        let out = attention(&ctx, q, k, v, mask(&device), bias(&device), options).expect("valid");
+        let all = (out * dout(&device)).sum().backward();
+        for (explicit, tracked) in explicit.expect("valid").into_iter().zip(tracked) {
+            let gradient = tracked.grad(&all).expect("tracked");
+            assert_eq!(values(explicit), values(gradient));
+        }
+    }
+    // Without queries or keys nothing moves the result.
+    let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &Device::cpu());
+    let (q, k) = (zeros([1, 4, 2, 8]), zeros([1, 2, 0, 8]));
+    let lse = Tensor::<3>::zeros([1, 4, 2], &Device::cpu());
+    let run = |dout| {
+        let (operands, forward) = ([q.clone(), k.clone(), k.clone()], (q.clone(), lse.clone()));
+        attention_backward(&ctx, operands, None, None, forward, dout, options)
+    };
+    let [dq, dk, _] = run(q.clone()).expect("no keys");
+    assert_eq!((values(dq), dk.dims()), (vec![0.0; 64], [1, 2, 0, 8]));
+    let refused = run(zeros([1, 4, 2, 9])).expect_err("another shape");
+    assert!(matches!(refused, OpError::Shape { what: "dout", .. }), "{refused}");
+}
+
+#[test]
 fn a_forced_implementation_serves_or_says_why_not() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let run = |implementation| {
@@ -409,12 +451,17 @@ fn mistakes_are_errors() {
     let bias = Some(t([1, 1, 2, 5]));
     let k = t([1, 2, 2, 8]);
     let bias = attention(&ctx, q(), k.clone(), k.clone(), None, bias, options);
-    assert!(matches!(bias.expect_err("5 keys for 2"), OpError::Shape { what: "bias", .. }));
+    assert!(matches!(bias.expect_err("5 keys for 2"), OpError::Scores { what: "bias", .. }));
     let cap = AttentionOptions { softcap: Some(0.0), ..options };
     for keys in [k, t([1, 2, 0, 8])] {
         let refused = attention(&ctx, q(), keys.clone(), keys, None, None, cap);
         assert!(matches!(refused.expect_err("a cap of 0"), OpError::Attention(_)));
     }
+    let empty = || t([1, 4, 0, 0]);
+    assert!(fails(empty(), empty(), empty()).contains("head_dim is 0"));
+    let headless = || t([1, 0, 2, 8]);
+    let none = attention(&ctx, headless(), headless(), headless(), None, None, options);
+    assert_eq!(none.expect("no heads").dims(), [1, 0, 2, 8]);
     let none = attention(&ctx, q(), t([1, 2, 0, 8]), t([1, 2, 0, 8]), None, None, options);
     assert_eq!(values(none.expect("no keys, no result")), [0.0; 64]);
 }

@@ -262,6 +262,15 @@ fn half_sums_are_asked_for() {
 }
 
 #[test]
+fn tf32_is_for_f32() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let [x, w] = [tensor::<2>([3, 4], 1, &device), tensor::<2>([4, 2], 2, &device)];
+    let tf32 = Epilogue { tf32: true, ..Epilogue::default() };
+    let refused = matmul(&ctx, x.cast(DType::F16), w.cast(DType::F16), tf32).expect_err("16 bits");
+    assert!(matches!(refused, OpError::Tf32(DType::F16)), "{refused}");
+}
+
+#[test]
 fn what_needs_no_gradient_gets_none_and_stays_fused() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
     let (x, w) = (tensor::<2>([3, 4], 1, &device), tensor::<2>([4, 2], 2, &device));

@@ -4,6 +4,8 @@
 //! compute the scores again. Neither stores them: memory grows with the sequence, not with its square.
 //! Only a bias that wants a gradient needs them stored, and goes through ordinary differentiable ops.
 
+mod stored;
+
 use arch::DType;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -12,9 +14,9 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{
-    Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, TensorMetadata, backend_extension,
+    Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, backend_extension,
 };
-use burn::tensor::{Bool, FloatDType, Shape, Tensor, TensorData};
+use burn::tensor::{Bool, FloatDType, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
@@ -26,7 +28,9 @@ use kernels::attention::{
 };
 use tune::{Infeasible, Kernel};
 
-use crate::call::{Call, Optional, float_of, launch, like, on_cubecl, size_of};
+use crate::call::{
+    Call, Optional, float_of, launch, like, on_cubecl, same_dtype, same_shape, size_of,
+};
 use crate::offsets::{checked_offsets, words_on};
 use crate::{Ctx, OpError};
 
@@ -74,6 +78,55 @@ pub fn attention_with_lse(
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let (out, lse) = dense(ctx, [q, k, v], mask, bias, options, true)?;
     Ok((out, lse.expect("asked for")))
+}
+
+/// Gradients of [`attention_with_lse`] by q, k and v: `forward` is its result and log-sum-exp, `dout` the gradient of the
+/// result. The scores are computed again. Unlike a backward pass of Burn's, it returns errors; its results are constants
+/// for further gradients.
+///
+/// # Shapes
+/// q, k, v, mask, bias and the log-sum-exp as [`attention_with_lse`]; result and dout as q; gradients as q, k and v.
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_backward(
+    ctx: &Ctx,
+    [q, k, v]: [Tensor<4>; 3],
+    mask: Option<Tensor<4, Bool>>,
+    bias: Option<Tensor<4>>,
+    forward: (Tensor<4>, Tensor<3>),
+    dout: Tensor<4>,
+    options: AttentionOptions,
+) -> Result<[Tensor<4>; 3], OpError> {
+    on_cubecl(&q.device())?;
+    validate(&q, &k, &v, mask.as_ref(), bias.as_ref())?;
+    let (out, lse) = forward;
+    for (what, tensor) in [("out", &out), ("dout", &dout)] {
+        same_dtype(what, tensor.dtype(), q.dtype())?;
+        same_shape(what, &tensor.dims(), &q.dims())?;
+    }
+    same_dtype("lse", lse.dtype(), burn::tensor::DType::F32)?;
+    same_shape("lse", &lse.dims(), &q.dims()[..3])?;
+    if q.dims().contains(&0) || k.dims().contains(&0) {
+        return Ok([q, k, v].map(|tensor| tensor.zeros_like()));
+    }
+    let call = Call::of(ctx);
+    let saved = Saved {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        v: v.into_dispatch(),
+        mask: Masking::of(mask.map(Tensor::into_dispatch)),
+        bias: Optional::of(bias.map(Tensor::into_dispatch)),
+        out: out.into_dispatch(),
+        lse: lse.into_dispatch(),
+    };
+    let asked = Asked { options, packing: None, lse: true };
+    let dout = dout.into_dispatch();
+    let (dq, dk, dv) = <Dispatch as AttentionOps>::gradients(saved, dout, asked, call.clone());
+    match call.failed() {
+        None => Ok([dq, dk, dv].map(Tensor::from_dispatch)),
+        Some(e) => Err(e),
+    }
 }
 
 fn dense(
@@ -223,7 +276,7 @@ fn attend(
 ) -> Result<(Tensor<4>, Option<Tensor<3>>), OpError> {
     let shape = q.dims();
     if shape.contains(&0) || k.dims().contains(&0) {
-        let one = AttentionProblem::dense(1, [1; 2], [1; 2], 1, DType::F32)?;
+        let one = AttentionProblem::dense(1, [1; 2], [1; 2], size_of(shape[3])?, DType::F32)?;
         asked.options.on(one).checked()?;
         let [batch, heads, seq_q, _] = shape;
         let device = q.device();
@@ -272,14 +325,14 @@ fn validate(
             return Err(OpError::Shape { what, have: have.to_vec(), need: keys.to_vec() });
         }
     }
-    if kv_heads == 0 || heads % kv_heads != 0 {
+    if heads != kv_heads && heads.checked_rem(kv_heads) != Some(0) {
         return Err(OpError::Heads { heads, kv_heads });
     }
     let scores = [batch, heads, seq_q, seq_kv];
     let fits = |have: [usize; 4]| have.iter().zip(scores).all(|(h, s)| *h == s || *h == 1);
     for (what, have) in [("mask", mask.map(Tensor::dims)), ("bias", bias.map(Tensor::dims))] {
         if let Some(have) = have.filter(|have| !fits(*have)) {
-            return Err(OpError::Shape { what, have: have.to_vec(), need: scores.to_vec() });
+            return Err(OpError::Scores { what, have: have.to_vec(), scores: scores.to_vec() });
         }
     }
     let long = q.dims().into_iter().chain(k.dims()).find(|s| u32::try_from(*s).is_err());
@@ -296,6 +349,11 @@ pub(crate) enum Masking<B: Backend> {
 impl<B: Backend> Masking<B> {
     fn of(tensor: Option<BoolTensor<B>>) -> Self {
         tensor.map_or(Self::Absent, Self::Present)
+    }
+
+    /// The same on another back end.
+    fn map<C: Backend>(self, of: impl Fn(BoolTensor<B>) -> BoolTensor<C>) -> Masking<C> {
+        Masking::of(self.into_option().map(of))
     }
 
     fn into_option(self) -> Option<BoolTensor<B>> {
@@ -319,6 +377,28 @@ pub(crate) trait AttentionOps: Backend {
         asked: Asked,
         call: Call,
     ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
+
+    /// The gradients by q, k and v.
+    fn gradients(
+        #[extension_type] saved: Saved<Self>,
+        dout: FloatTensor<Self>,
+        asked: Asked,
+        call: Call,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+}
+
+/// Operands and results of a forward pass, from which gradients start.
+#[derive(Clone, ExtensionType)]
+pub(crate) struct Saved<B: Backend> {
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    #[extension_type]
+    mask: Masking<B>,
+    #[extension_type]
+    bias: Optional<B>,
+    out: FloatTensor<B>,
+    lse: FloatTensor<B>,
 }
 
 impl AttentionOps for CubeBackend {
@@ -331,50 +411,12 @@ impl AttentionOps for CubeBackend {
         asked: Asked,
         call: Call,
     ) -> (CubeTensor, Option<CubeTensor>) {
+        let operands = [q, k, v].map(along_head_dim);
         let scores = [mask.into_option(), bias.into_option()];
-        Self::forward([q, k, v], scores, asked.lse, &asked, &call)
-    }
-}
-
-/// Both directions on a backend that has the kernels. Errors are left with the call.
-pub(crate) trait AttentionKernels: Backend<BoolTensorPrimitive = FloatTensor<Self>> {
-    /// The result, and the log-sum-exp where it is wanted; `scores` are mask and bias.
-    fn forward(
-        operands: [FloatTensor<Self>; 3],
-        scores: [Option<FloatTensor<Self>>; 2],
-        lse: bool,
-        asked: &Asked,
-        call: &Call,
-    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
-
-    /// The gradients by q, k and v.
-    fn backward(saved: Saved<Self>, dout: FloatTensor<Self>) -> [FloatTensor<Self>; 3];
-}
-
-/// What a backward pass starts from.
-#[derive(Clone)]
-pub(crate) struct Saved<B: Backend> {
-    operands: [FloatTensor<B>; 3],
-    scores: [Option<FloatTensor<B>>; 2],
-    out: FloatTensor<B>,
-    lse: FloatTensor<B>,
-    asked: Asked,
-    call: Call,
-}
-
-impl AttentionKernels for CubeBackend {
-    fn forward(
-        operands: [CubeTensor; 3],
-        scores: [Option<CubeTensor>; 2],
-        lse: bool,
-        asked: &Asked,
-        call: &Call,
-    ) -> (CubeTensor, Option<CubeTensor>) {
-        let operands = operands.map(along_head_dim);
         let q = &operands[0];
         let out = like(q);
-        let lse = lse.then(|| log_sums_like(q));
-        let launched = Launch::new(&operands, scores, &out, lse.as_ref(), asked).and_then(|l| {
+        let lse = asked.lse.then(|| log_sums_like(q));
+        let launched = Launch::new(&operands, scores, &out, lse.as_ref(), &asked).and_then(|l| {
             let device = call.ctx.device(&out.device)?;
             let config = match asked.options.implementation {
                 None => call.ctx.config::<Attention>(&device, &l.problem)?,
@@ -391,12 +433,18 @@ impl AttentionKernels for CubeBackend {
         (out, lse)
     }
 
-    fn backward(saved: Saved<Self>, dout: CubeTensor) -> [CubeTensor; 3] {
-        let operands = saved.operands.map(along_head_dim);
-        let dout = along_head_dim(dout);
+    fn gradients(
+        saved: Saved<Self>,
+        dout: CubeTensor,
+        asked: Asked,
+        call: Call,
+    ) -> (CubeTensor, CubeTensor, CubeTensor) {
+        let Saved { q, k, v, mask, bias, out, lse } = saved;
+        let operands = [q, k, v].map(along_head_dim);
+        let [out, dout] = [out, dout].map(along_head_dim);
+        let scores = [mask.into_option(), bias.into_option()];
         let gradients = operands.each_ref().map(like);
-        let (asked, call, lse) = (saved.asked, saved.call, Some(&saved.lse));
-        let forward = Launch::new(&operands, saved.scores, &saved.out, lse, &asked);
+        let forward = Launch::new(&operands, scores, &out, Some(&into_contiguous(lse)), &asked);
         let launched = forward.and_then(|forward| {
             let [dq, dk, dv] = gradients.each_ref().map(head_strides);
             let problem =
@@ -419,7 +467,7 @@ impl AttentionKernels for CubeBackend {
         if let Err(e) = launched {
             call.fail(e);
         }
-        gradients
+        gradients.into()
     }
 }
 
@@ -527,7 +575,8 @@ struct Attend;
 #[derive(Clone)]
 struct State<B: Backend> {
     nodes: [NodeId; 3],
-    scores: [Option<FloatTensor<B>>; 2],
+    mask: Masking<B>,
+    bias: Optional<B>,
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
     asked: Asked,
@@ -540,7 +589,7 @@ impl<B: Backend> std::fmt::Debug for State<B> {
     }
 }
 
-impl<B: AttentionKernels> Backward<B, 3> for Attend {
+impl<B: AttentionOps> Backward<B, 3> for Attend {
     type State = State<B>;
 
     fn backward(
@@ -552,20 +601,15 @@ impl<B: AttentionKernels> Backward<B, 3> for Attend {
         let state = ops.state;
         let dout = gradients.consume::<B>(&ops.node);
         let call = Call::of(&state.ctx);
-        let saved = Saved {
-            operands: state.nodes.map(|node| checkpointer.retrieve_node_output(node)),
-            scores: state.scores,
-            out: state.out,
-            lse: state.lse,
-            asked: state.asked,
-            call: call.clone(),
-        };
-        let all = B::backward(saved, dout);
+        let [q, k, v] = state.nodes.map(|node| checkpointer.retrieve_node_output(node));
+        let State { mask, bias, out, lse, asked, .. } = state;
+        let saved = Saved { q, k, v, mask, bias, out, lse };
+        let (dq, dk, dv) = B::gradients(saved, dout, asked, call.clone());
         // Burn's backward pass has no way to return an error.
         if let Some(e) = call.failed() {
             panic!("the gradient of an attention failed: {e}");
         }
-        for (parent, gradient) in ops.parents.into_iter().zip(all) {
+        for (parent, gradient) in ops.parents.into_iter().zip([dq, dk, dv]) {
             if let Some(node) = parent {
                 gradients.register::<B>(node.id, gradient);
             }
@@ -573,7 +617,7 @@ impl<B: AttentionKernels> Backward<B, 3> for Attend {
     }
 }
 
-impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
+impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
     fn attend(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -583,128 +627,51 @@ impl<B: AttentionOps + AttentionKernels, C: CheckpointStrategy> AttentionOps for
         asked: Asked,
         call: Call,
     ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
-        let (mask, bias) = (mask.into_option(), bias.into_option());
-        if bias.as_ref().is_some_and(|bias| bias.is_tracked()) {
+        if let Optional::Present(bias) = &bias
+            && bias.is_tracked()
+        {
             let options = asked.options;
-            if let Err(why) = checked_for_ops::<Self>(&q, &k, &options) {
+            if let Err(why) = stored::check::<Self>(&q, &k, &options) {
                 call.fail(why);
                 return (q, None);
             }
-            let (out, lse) = by_ops::<Self>([q, k, v], mask, bias, &options);
+            let (mask, bias) = (mask.into_option(), bias.clone());
+            let (out, lse) = stored::attend::<Self>([q, k, v], mask, Some(bias), &options);
             return (out, asked.lse.then(|| Self::from_inner(lse.into_primitive())));
         }
-        let scores = [mask.map(Self::bool_inner), bias.map(Self::inner)];
+        let (mask, bias) = (mask.map(Self::bool_inner), bias.map(Self::inner));
+        let forward = |[q, k, v]: [FloatTensor<Self>; 3], lse: bool, call: Call| {
+            let [q, k, v] = [q, k, v].map(|t| t.into_primitive());
+            B::attend(q, k, v, mask.clone(), bias.clone(), Asked { lse, ..asked.clone() }, call)
+        };
         match Attend.prepare::<C>([q.node(), k.node(), v.node()]).compute_bound().stateful() {
             OpsKind::Tracked(mut prep) => {
                 let nodes = [&q, &k, &v].map(|t| prep.checkpoint(t));
-                let operands = [q, k, v].map(|t| t.into_primitive());
-                let (out, lse) = B::forward(operands, scores.clone(), true, &asked, &call);
+                let ctx = call.ctx.clone();
+                let (out, lse) = forward([q, k, v], true, call);
                 let lse = lse.expect("asked for");
                 let given = asked.lse.then(|| Self::from_inner(lse.clone()));
-                let ctx = call.ctx.clone();
-                (
-                    prep.finish(State { nodes, scores, out: out.clone(), lse, asked, ctx }, out),
-                    given,
-                )
+                let state = State { nodes, mask, bias, out: out.clone(), lse, asked, ctx };
+                (prep.finish(state, out), given)
             }
             OpsKind::UnTracked(prep) => {
-                let operands = [q, k, v].map(|t| t.into_primitive());
-                let (out, lse) = B::forward(operands, scores, asked.lse, &asked, &call);
+                let (out, lse) = forward([q, k, v], asked.lse, call);
                 (prep.finish(out), lse.map(Self::from_inner))
             }
         }
     }
-}
 
-/// Refuses what the kernels would, and an implementation that is asked for: ordinary ops are none.
-fn checked_for_ops<B: Backend>(
-    q: &FloatTensor<B>,
-    k: &FloatTensor<B>,
-    options: &AttentionOptions,
-) -> Result<(), OpError> {
-    let ([batch, heads, seq_q, head_dim], [_, kv_heads, seq_kv, _]) =
-        (q.shape().dims(), k.shape().dims());
-    let [batch, heads, seq_q, head_dim, kv_heads, seq_kv] =
-        [batch, heads, seq_q, head_dim, kv_heads, seq_kv].map(|size| size as u32);
-    let dtype = float_of(q.dtype())?;
-    let dense =
-        AttentionProblem::dense(batch, [heads, kv_heads], [seq_q, seq_kv], head_dim, dtype)?;
-    options.on(dense).checked()?;
-    match options.implementation {
-        None => Ok(()),
-        Some(implementation) => {
-            let why = "it gives a bias no gradient, which takes stored scores".to_owned();
-            Err(OpError::Forced { implementation, why })
-        }
+    fn gradients(
+        saved: Saved<Self>,
+        dout: FloatTensor<Self>,
+        asked: Asked,
+        call: Call,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let Saved { q, k, v, mask, bias, out, lse } = saved;
+        let [q, k, v, out, lse, dout] = [q, k, v, out, lse, dout].map(Self::inner);
+        let (mask, bias) = (mask.map(Self::bool_inner), bias.map(Self::inner));
+        let saved = Saved { q, k, v, mask, bias, out, lse };
+        let (dq, dk, dv) = B::gradients(saved, dout, asked, call);
+        (Self::from_inner(dq), Self::from_inner(dk), Self::from_inner(dv))
     }
-}
-
-/// Result and log-sum-exp by ordinary ops in f32, which store the scores.
-fn by_ops<B: Backend>(
-    operands: [FloatTensor<B>; 3],
-    mask: Option<BoolTensor<B>>,
-    bias: Option<FloatTensor<B>>,
-    options: &AttentionOptions,
-) -> (FloatTensor<B>, FloatTensor<B>) {
-    let given = operands[0].dtype();
-    let [q, k, v] = operands.map(|t| B::float_cast(t, FloatDType::F32));
-    let bias = bias.map(|bias| B::float_cast(bias, FloatDType::F32));
-    let [batch, heads, seq_q, head_dim] = q.shape().dims();
-    let [_, kv_heads, seq_kv, _] = k.shape().dims();
-    let group = heads / kv_heads;
-    // Each head of k and v once for every head that shares it.
-    let spread = |t: FloatTensor<B>| {
-        let apart = B::float_reshape(t, Shape::new([batch, kv_heads, 1, seq_kv, head_dim]));
-        let shape = Shape::new([batch, kv_heads, group, seq_kv, head_dim]);
-        B::float_reshape(
-            B::float_expand(apart, shape),
-            Shape::new([batch, heads, seq_kv, head_dim]),
-        )
-    };
-    let (k, v) = (spread(k), spread(v));
-    let device = q.device();
-    let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
-    let mut scores =
-        B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), f64::from(scale).into());
-    if let Some(cap) = options.softcap.map(f64::from) {
-        let bent = B::float_tanh(B::float_div_scalar(scores, cap.into()));
-        scores = B::float_mul_scalar(bent, cap.into());
-    }
-    if let Some(bias) = bias {
-        scores = B::float_add(scores, bias);
-    }
-    // What is hidden is hidden whatever its score and bias are.
-    if options.causal || options.window.is_some() {
-        let data = TensorData::new(hidden_by_order(seq_q, seq_kv, options), [1, 1, seq_q, seq_kv]);
-        let bools = burn::backend::get_device_settings::<B>(&device).bool_dtype;
-        let hidden = B::float_greater_elem(B::float_from_data(data, &device), 0.5.into(), bools);
-        let hidden = B::bool_expand(hidden, Shape::new([batch, heads, seq_q, seq_kv]));
-        scores = B::float_mask_fill(scores, hidden, f32::NEG_INFINITY.into());
-    }
-    if let Some(mask) = mask {
-        let shape = Shape::new([batch, heads, seq_q, seq_kv]);
-        let mask = B::bool_expand(mask, shape);
-        scores = B::float_mask_fill(scores, mask, f32::NEG_INFINITY.into());
-    }
-    // A row without keys: its maximum is -inf, its sum 0.
-    let least = f64::from(f32::MIN_POSITIVE);
-    let most = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), (-1e30f64).into());
-    let weights = B::float_exp(B::float_sub(scores, most.clone()));
-    let sums = B::float_sum_dim(weights.clone(), 3);
-    let lse = B::float_add(most, B::float_log(sums.clone()));
-    let sums = B::float_clamp_min(sums, least.into());
-    let out = B::float_cast(B::float_matmul(B::float_div(weights, sums), v), given.into());
-    (out, B::float_reshape(lse, Shape::new([batch, heads, seq_q])))
-}
-
-/// Which scores causal order and window hide, `[seq_q, seq_kv]`: 1 where they do.
-fn hidden_by_order(seq_q: usize, seq_kv: usize, options: &AttentionOptions) -> Vec<f32> {
-    let (seq_q, seq_kv) = (seq_q as i64, seq_kv as i64);
-    let hides = |i: i64, j: i64| {
-        let distance = i + seq_kv - seq_q - j;
-        let far = |window: u32| distance.unsigned_abs() >= u64::from(window);
-        let hidden = (options.causal && distance < 0) || options.window.is_some_and(far);
-        f32::from(u8::from(hidden))
-    };
-    (0..seq_q).flat_map(|i| (0..seq_kv).map(move |j| hides(i, j))).collect()
 }
