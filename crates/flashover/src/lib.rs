@@ -24,15 +24,14 @@
 
 #![warn(missing_docs)]
 
-mod attention;
 mod batch_size;
+mod context;
 mod engine;
+mod host;
 mod memory;
-mod op;
 mod plan;
 mod preset;
 mod quantize;
-mod tensor;
 mod train;
 
 #[cfg(feature = "hub")]
@@ -42,12 +41,15 @@ pub use arch::{
     ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile,
     monitor, report,
 };
-pub use attention::{Attended, AttentionGradients, attention, attention_backward};
 pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
 pub use engine::{
     BatchStep, Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions,
     LayerProfile, ModelFolder, Profile, Quant, Request, Sampling, Session, Speed, SpeedTest, Text,
     Token, Tokens,
+};
+pub use host::{
+    Attended, AttentionGradients, HostOpError, HostTensor, MatmulOptions, TensorError, attention,
+    attention_backward, matmul, run_op,
 };
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
@@ -56,15 +58,13 @@ pub use memory::{MemoryUsage, free_bytes};
 pub use models::{
     Adapter, DecoderConfig, Example, GenerationConfig, KvFormat, LoraOptions, Recompute,
 };
-pub use op::{MatmulOptions, OpError, matmul, run_op};
-pub use ops;
+pub use ops::{self, OpError};
 pub use plan::{MemoryBudget, Plan, Workload};
 pub use preset::{BatchPlan, Chosen, Preset, UnknownPreset};
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
     WeightFormat, quantize_model, quantize_model_until,
 };
-pub use tensor::{HostTensor, TensorError};
 pub use trace;
 pub use train::{
     Dataset, DatasetError, Schedule, Taught, TrainOptions, TrainPlan, TrainSpeed, TrainTest,

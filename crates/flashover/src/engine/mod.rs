@@ -28,9 +28,8 @@ use models::{
     LoadOptions, Loading, LoraOptions, Matrices, OnDevice, Steps, Weights,
 };
 use ops::{Ctx, Nf4Options};
-use time::OffsetDateTime;
-use time::format_description::well_known::Rfc3339;
 
+use crate::context::{context, log_warnings, on_burn};
 use crate::memory::{MemoryUsage, free_bytes, there_is};
 use crate::plan::{MemoryBudget, Plan, Planned, Workload, computes_in, shown};
 use crate::train::{TrainPlan, TrainWorkload};
@@ -470,7 +469,7 @@ impl Engine {
         let (profile, own) = (device.profile(), &reader.folder);
         let prepared = Prepared::of_files(profile, own, &weights, adapter, options)?;
         prepared.fits(device, options)?;
-        let (ctx, on) = (context(device, options)?, on_burn(device));
+        let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let progress = |loading: Loading| progress(loading.done, loading.parts);
         let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, &prepared.load, progress)?;
         Self::settled(Inner {
@@ -501,7 +500,7 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let prepared = Prepared::of_shape(device.profile(), shape, options)?;
         prepared.fits(device, options)?;
-        let (ctx, on) = (context(device, options)?, on_burn(device));
+        let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let Prepared { planned, load } = prepared;
         let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
         Self::settled(Inner {
@@ -812,19 +811,11 @@ impl fmt::Debug for Engine {
     }
 }
 
-/// Known configs, of the user's cache and of those that ship.
-fn context(device: &Device, options: &EngineOptions) -> Result<Ctx, EngineError> {
-    let date = OffsetDateTime::now_utc().format(&Rfc3339).expect("a year has four digits");
-    let ctx = Ctx::of_user(options.policy.unwrap_or(tune::Policy::Default), date)?;
-    ctx.warnings().iter().for_each(|warning| log::warn!("{warning}"));
-    Ok(match &device.profile().restricted_to {
-        Some(profile) => ctx.restricted_to(profile),
-        None => ctx,
-    })
-}
-
-fn on_burn(device: &Device) -> burn::tensor::Device {
-    burn::tensor::Device::from(device.raw().clone())
+/// Configs that are known for `device`.
+fn known_configs(device: &Device, options: &EngineOptions) -> Result<Ctx, EngineError> {
+    let ctx = context(device, options.policy.unwrap_or(tune::Policy::Default))?;
+    log_warnings(&ctx);
+    Ok(ctx)
 }
 
 /// How a model with such matrices is held; load options that are made here say what it computes in.

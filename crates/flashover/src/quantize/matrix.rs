@@ -11,8 +11,6 @@ use kernels::int8;
 use kernels::nf4::{self, CodeBook};
 
 use super::{Peaks, QuantizeError, QuantizeOptions};
-use crate::OpError;
-use crate::op::{read, upload};
 
 /// A matrix of a layer, as the model has it and as it is to be.
 pub(super) struct Matrix {
@@ -186,13 +184,12 @@ impl Matrix {
     }
 
     fn bytes(&self, device: &Device, handle: &Handle, len: u64) -> Result<Vec<u8>, QuantizeError> {
-        read(device, handle.clone(), len as usize).map_err(|why| {
-            let why = match why {
-                OpError::Failed(why) => why,
-                other => other.to_string(),
-            };
-            QuantizeError::Failed { tensor: self.name.clone(), why }
-        })
+        let read = device.client().read_one(handle.clone());
+        let read = read.map_err(|why| QuantizeError::Failed {
+            tensor: self.name.clone(),
+            why: format!("{why:?}"),
+        })?;
+        Ok(read[..len as usize].to_vec())
     }
 
     fn floats(
@@ -233,6 +230,16 @@ impl Matrix {
             absmax,
         })
     }
+}
+
+/// A device buffer of `bytes`, whole words.
+fn upload(device: &Device, bytes: &[u8]) -> Handle {
+    if bytes.len() % 4 == 0 {
+        return device.client().create_from_slice(bytes);
+    }
+    let mut words = bytes.to_vec();
+    words.resize(bytes.len().next_multiple_of(4), 0);
+    device.client().create_from_slice(&words)
 }
 
 /// Values of `S` bytes, stored `[in, out]`, as `[out, in]`.

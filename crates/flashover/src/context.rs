@@ -1,0 +1,28 @@
+//! A device of ours as `ops` and Burn take it.
+
+use arch::Device;
+use ops::Ctx;
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use tune::{CacheError, Policy};
+
+/// Configs of the user's cache and of those that ship, for ops on `device`.
+pub(crate) fn context(device: &Device, policy: Policy) -> Result<Ctx, CacheError> {
+    let now = OffsetDateTime::now_utc();
+    let date = now.replace_nanosecond(0).unwrap_or(now).format(&Rfc3339);
+    let ctx = Ctx::of_user(policy, date.expect("a year has four digits"))?;
+    Ok(match &device.profile().restricted_to {
+        Some(profile) => ctx.restricted_to(profile),
+        None => ctx,
+    })
+}
+
+/// Logs what is wrong with the tune cache.
+pub(crate) fn log_warnings(ctx: &Ctx) {
+    ctx.warnings().iter().for_each(|warning| log::warn!("{warning}"));
+}
+
+/// The same device in Burn's terms.
+pub(crate) fn on_burn(device: &Device) -> burn::tensor::Device {
+    burn::tensor::Device::from(device.raw().clone())
+}

@@ -1,0 +1,108 @@
+//! Host tensors to a device and back.
+
+use arch::{Backend, DType, Device};
+use burn::tensor::{DType as BurnDType, Tensor, TensorData};
+use ops::{Ctx, OpError};
+use tune::Policy;
+
+use super::error::HostOpError;
+use super::tensor::HostTensor;
+use crate::context::{context, log_warnings, on_burn};
+
+/// One call of an op, whose operands share a dtype. What is wrong with the tune cache is logged when it ends.
+pub(super) struct Call {
+    pub(super) ctx: Ctx,
+    device: burn::tensor::Device,
+    dtype: DType,
+}
+
+impl Call {
+    /// A call with operands of `dtype`, which takes `needs`: names and bytes.
+    ///
+    /// # Errors
+    /// [`HostOpError::Memory`], before anything is allocated; a tune cache that cannot be read.
+    pub(super) fn new(
+        device: &Device,
+        policy: Policy,
+        dtype: DType,
+        needs: &[(&'static str, u128)],
+    ) -> Result<Self, HostOpError> {
+        check_memory(device, needs)?;
+        Ok(Self { ctx: context(device, policy)?, device: on_burn(device), dtype })
+    }
+
+    /// `bytes` as a dense tensor on the device.
+    pub(super) fn upload<const D: usize>(&self, bytes: Vec<u8>, shape: [usize; D]) -> Tensor<D> {
+        let (len, dtype) = (bytes.len() / self.dtype.size(), on_burn_dtype(self.dtype));
+        // Burn reads a 0 in `reshape` as the axis that was there.
+        if len == 0 {
+            return Tensor::zeros(shape, (&self.device, dtype));
+        }
+        // CUDA pads the rows of a tensor that is made with several axes.
+        let data = TensorData::from_bytes_vec(bytes, [len], dtype);
+        Tensor::<1>::from_data(data, (&self.device, dtype)).reshape(shape)
+    }
+
+    /// The values of a result, in `shape`.
+    pub(super) fn download<const D: usize>(
+        &self,
+        result: Tensor<D>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<HostTensor, HostOpError> {
+        let data = result.try_into_data().map_err(|e| HostOpError::Failed(format!("{e:?}")))?;
+        Ok(HostTensor::new(dtype, shape, data.as_bytes().to_vec())?)
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        log_warnings(&self.ctx);
+    }
+}
+
+/// Fails unless `others` have the dtype of `first`, and that is one of floats.
+pub(super) fn check_dtypes(
+    first: &HostTensor,
+    others: &[(&'static str, Option<&HostTensor>)],
+) -> Result<(), OpError> {
+    let need = on_burn_dtype(first.dtype());
+    for (what, tensor) in others {
+        let have = tensor.map_or(need, |tensor| on_burn_dtype(tensor.dtype()));
+        if have != need {
+            return Err(OpError::DType { what, have, need });
+        }
+    }
+    match need.is_float() {
+        true => Ok(()),
+        false => Err(OpError::NotFloat(need)),
+    }
+}
+
+const fn on_burn_dtype(dtype: DType) -> BurnDType {
+    match dtype {
+        DType::F32 | DType::Tf32 => BurnDType::F32,
+        DType::F16 => BurnDType::F16,
+        DType::Bf16 => BurnDType::BF16,
+        DType::I8 => BurnDType::I8,
+        DType::U8 => BurnDType::U8,
+        DType::I32 => BurnDType::I32,
+    }
+}
+
+/// Refuses what the device cannot hold, before anything is copied here or allocated there.
+fn check_memory(device: &Device, needs: &[(&'static str, u128)]) -> Result<(), HostOpError> {
+    let have = device.client().properties().memory.max_page_size;
+    if let Some(&(what, need)) = needs.iter().find(|(_, need)| *need > have.into()) {
+        return Err(HostOpError::Memory { what, need, have, at_once: true });
+    }
+    // The host's copies, one read and one handed over, come out of a CPU's own memory.
+    let times = if device.backend() == Backend::Cpu { 3 } else { 1 };
+    let need = times * needs.iter().map(|(_, need)| need).sum::<u128>();
+    match device.profile().memory_bytes.filter(|have| need > (*have).into()) {
+        Some(have) => {
+            Err(HostOpError::Memory { what: "all of it together", need, have, at_once: false })
+        }
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,14 @@
+//! Ops on tensors in host memory: uploaded, given to `ops`, downloaded.
+
+mod attention;
+mod call;
+mod error;
+mod matmul;
+mod named;
+mod tensor;
+
+pub use attention::{Attended, AttentionGradients, attention, attention_backward};
+pub use error::HostOpError;
+pub use matmul::{MatmulOptions, matmul};
+pub use named::run_op;
+pub use tensor::{HostTensor, TensorError};

@@ -1,0 +1,131 @@
+//! Ops by name, with settings as text: what the command line runs.
+
+use std::collections::BTreeMap;
+
+use arch::Device;
+use kernels::attention::{AttentionOptions, Implementation};
+use kernels::matmul::Layout;
+use tune::Policy;
+
+use super::attention::{Attended, AttentionGradients, attention, attention_backward};
+use super::error::HostOpError;
+use super::matmul::{MatmulOptions, matmul};
+use super::tensor::HostTensor;
+
+/// Runs the op called `name` on named inputs; settings are `key=value` pairs.
+///
+/// `matmul` takes `lhs`, `rhs` and optionally `bias`, with settings `lhs=row|col`, `rhs=row|col`,
+/// `tf32=true|false`, and gives `out`. `attention` takes `q`, `k`, `v` and optionally `bias`, with settings
+/// `causal=true|false`, `window`, `scale`, `softcap`, `implementation=flash|plain`, and gives `out` and
+/// `lse`; with `dout`, the gradient of the result, `dq`, `dk` and `dv` as well.
+///
+/// # Errors
+/// See [`HostOpError`].
+pub fn run_op(
+    name: &str,
+    device: &Device,
+    inputs: &BTreeMap<String, HostTensor>,
+    settings: &[(String, String)],
+    policy: Policy,
+) -> Result<BTreeMap<String, HostTensor>, HostOpError> {
+    let (known, text): (&[&str], _) = match name {
+        "matmul" => (&["lhs", "rhs", "bias"], "lhs, rhs and optionally bias"),
+        "attention" => (&["q", "k", "v", "bias", "dout"], "q, k, v and optionally bias and dout"),
+        _ => return Err(HostOpError::UnknownOp(name.to_owned())),
+    };
+    if let Some(extra) = inputs.keys().find(|k| !known.contains(&k.as_str())) {
+        return Err(HostOpError::UnusedInput(extra.clone(), text));
+    }
+    for (i, (key, _)) in settings.iter().enumerate() {
+        if settings[..i].iter().any(|(before, _)| before == key) {
+            return Err(HostOpError::SettingTwice(key.clone()));
+        }
+    }
+    let get = |name: &'static str| inputs.get(name).ok_or(HostOpError::MissingInput(name, text));
+    let bias = inputs.get("bias");
+    if name == "matmul" {
+        let options = matmul_options(settings)?;
+        let out = matmul(device, get("lhs")?, get("rhs")?, bias, &options, policy)?;
+        return Ok(BTreeMap::from([("out".to_owned(), out)]));
+    }
+    let options = attention_options(settings)?;
+    let operands = [get("q")?, get("k")?, get("v")?];
+    let named = |all: Vec<(&str, HostTensor)>| {
+        all.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect()
+    };
+    let Some(dout) = inputs.get("dout") else {
+        let Attended { out, lse } = attention(device, operands, bias, &options, policy)?;
+        return Ok(named(vec![("out", out), ("lse", lse)]));
+    };
+    let (Attended { out, lse }, AttentionGradients { dq, dk, dv }) =
+        attention_backward(device, operands, bias, dout, &options, policy)?;
+    Ok(named(vec![("out", out), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)]))
+}
+
+fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, HostOpError> {
+    let mut options = AttentionOptions::default();
+    for (key, value) in settings {
+        let unknown = || HostOpError::UnknownSetting {
+            op: "attention",
+            key: key.clone(),
+            value: value.clone(),
+            known: "causal=true|false, window=KEYS, scale=NUMBER, softcap=NUMBER, \
+                    implementation=flash|plain",
+        };
+        let number = || match value.parse() {
+            Ok(number) if f32::is_finite(number) => Ok(number),
+            _ => Err(bad_value(key, value, "a finite number, such as 0.125")),
+        };
+        match key.as_str() {
+            "causal" => options.causal = truth(key, value)?,
+            "window" => {
+                let keys = value.parse().ok().filter(|keys| *keys > 0);
+                let takes = "a number of keys, whole, from 1 to 4294967295";
+                options.window = Some(keys.ok_or_else(|| bad_value(key, value, takes))?);
+            }
+            "scale" => options.scale = Some(number()?),
+            "softcap" => options.softcap = Some(number()?),
+            "implementation" => {
+                options.implementation = Some(match value.as_str() {
+                    "flash" => Implementation::Flash,
+                    "plain" => Implementation::Plain,
+                    _ => return Err(bad_value(key, value, "flash or plain")),
+                });
+            }
+            _ => return Err(unknown()),
+        }
+    }
+    Ok(options)
+}
+
+fn matmul_options(settings: &[(String, String)]) -> Result<MatmulOptions, HostOpError> {
+    let mut options = MatmulOptions::default();
+    for (key, value) in settings {
+        let unknown = || HostOpError::UnknownSetting {
+            op: "matmul",
+            key: key.clone(),
+            value: value.clone(),
+            known: "lhs=row|col, rhs=row|col, tf32=true|false",
+        };
+        let layout = || match value.as_str() {
+            "row" => Ok(Layout::Row),
+            "col" => Ok(Layout::Col),
+            _ => Err(bad_value(key, value, "row or col")),
+        };
+        match key.as_str() {
+            "lhs" => options.lhs = layout()?,
+            "rhs" => options.rhs = layout()?,
+            "tf32" => options.tf32 = truth(key, value)?,
+            _ => return Err(unknown()),
+        }
+    }
+    Ok(options)
+}
+
+fn truth(key: &str, value: &str) -> Result<bool, HostOpError> {
+    value.parse().map_err(|_| bad_value(key, value, "true or false"))
+}
+
+fn bad_value(key: &str, value: &str, takes: &'static str) -> HostOpError {
+    HostOpError::SettingValue { key: key.to_owned(), value: value.to_owned(), takes }
+}
