@@ -47,7 +47,7 @@ pub mod weights;
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
     Adaptation, CHUNK, Decoder, Example, KvCache, Learned, LoadOptions, Loading, OnDevice, Quant,
-    Recompute, Rows, file_dtype, on_device,
+    Recompute, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use families::Family;

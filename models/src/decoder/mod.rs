@@ -83,13 +83,13 @@ struct Layer {
     ffn_post_norm: Option<NormWeights>,
 }
 
-/// Which rows of a step want logits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rows {
+/// Which rows want logits.
+#[derive(Debug, Clone, Copy)]
+enum Rows {
     /// The last of each sequence.
     Last,
-    /// Every row of each sequence.
-    All,
+    /// Every row, of one sequence.
+    Each,
 }
 
 impl Decoder {
@@ -187,62 +187,80 @@ impl Decoder {
         Ok(KvCache::new(self, batch, capacity))
     }
 
-    /// Lets the next tokens of every sequence of `cache` pass, as many of each.
+    /// Passes the next tokens of every sequence of `cache`, as many of each, and returns the logits after the last.
     ///
     /// # Shapes
-    /// tokens `[batch][seq]`; the result `[batch, vocab]` or, of all rows, `[batch · seq, vocab]`, in f32. After a
-    /// step of one token the next one writes over it: read it before, and on the thread of the step.
+    /// tokens `[batch][seq]`; the result `[batch, vocab]` in f32. After one token a sequence it is as that of
+    /// [`Decoder::decode`].
     ///
     /// # Errors
     /// [`Error::Step`] for tokens that are not as many of each sequence, none, or more than 16 of several
     /// sequences of different lengths; [`Error::Token`] for one that the vocabulary does not have;
     /// [`Error::Full`] for more than the cache holds; [`Error::Stretched`] for several sequences past the
-    /// length at which the model turns all positions anew; [`Error::Op`], [`Error::Failed`]. The cache is then as
-    /// it was, or empty where all its positions were to be turned anew.
-    pub fn forward(
+    /// length at which the model rotates all positions anew; [`Error::Op`], [`Error::Failed`]. The cache is then as
+    /// it was, or empty where all its positions were to be rotated anew.
+    pub fn prefill(
         &self,
         cache: &mut KvCache,
         tokens: &[impl AsRef<[u32]>],
-        rows: Rows,
     ) -> Result<Tensor<2>, Error> {
         let tokens: Vec<&[u32]> = tokens.iter().map(AsRef::as_ref).collect();
-        let _at_work = ops::at_work();
-        let seq = self.check(cache, &tokens)?;
-        if let Some(whole) = self.anew(cache, &tokens, seq)? {
-            let logits = self.chunks(cache, &[&whole], rows)?;
-            let from = if rows == Rows::All { whole.len() - seq } else { 0 };
-            let to = logits.dims()[0];
-            return Ok(logits.slice_dim(0, from..to));
-        }
-        self.chunks(cache, &tokens, rows)
+        let mut last = None;
+        self.pass(cache, &tokens, Rows::Last, &mut |logits| {
+            last = Some(logits);
+            Ok::<_, Error>(())
+        })?;
+        Ok(last.expect("the last chunk has the last rows"))
     }
 
-    /// Lets the next tokens of one sequence pass and gives the logits after each of them, `[rows, vocab]` in f32, to
+    /// Passes the next tokens of one sequence and gives the logits after each of them, `[rows, vocab]` in f32, to
     /// `each`, some rows at a time: those of all are never on the device together, and take what passing took.
     ///
     /// # Errors
-    /// As [`Decoder::forward`], and those of `each`, after which the cache is as after one of ours.
-    pub fn forward_each<E: From<Error>>(
+    /// As [`Decoder::prefill`], and those of `each`, after which the cache is as after one of ours.
+    pub fn prefill_each<E: From<Error>>(
         &self,
         cache: &mut KvCache,
         tokens: &[u32],
         mut each: impl FnMut(Tensor<2>) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.pass(cache, &[tokens], Rows::Each, &mut each)
+    }
+
+    /// Passes one more token of every sequence of `cache` and returns the logits after it, `[batch, vocab]` in f32. The
+    /// next step writes over them: read them before, and on the thread of the step.
+    ///
+    /// # Errors
+    /// As [`Decoder::prefill`].
+    pub fn decode(&self, cache: &mut KvCache, tokens: &[u32]) -> Result<Tensor<2>, Error> {
+        self.prefill(cache, &tokens.chunks(1).collect::<Vec<_>>())
+    }
+
+    /// Passes tokens, and gives `each` the logits of the rows that are wanted.
+    fn pass<E: From<Error>>(
+        &self,
+        cache: &mut KvCache,
+        tokens: &[&[u32]],
+        rows: Rows,
+        each: &mut impl FnMut(Tensor<2>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let _at_work = ops::at_work();
-        let seq = self.check(cache, &[tokens])?;
-        let whole = self.anew(cache, &[tokens], seq)?;
+        let seq = self.check(cache, tokens)?;
+        let whole = self.rotated_anew(cache, tokens, seq)?;
         let before = cache.lengths();
-        let passing = whole.as_deref().unwrap_or(tokens);
-        let passed = self.each_chunk(cache, passing, passing.len() - seq, &mut each);
+        let passed = match &whole {
+            None => self.chunks(cache, tokens, 0, rows, each),
+            Some(whole) => self.chunks(cache, &[whole], whole.len() - seq, rows, each),
+        };
         if passed.is_err() {
             cache.cut(&before);
         }
         passed
     }
 
-    /// All tokens of a sequence, and its cache empty, where its keys were turned by other frequencies than one of `seq`
+    /// All tokens of a sequence, and its cache empty, where its keys were rotated by other frequencies than one of `seq`
     /// tokens more asks for.
-    fn anew(
+    fn rotated_anew(
         &self,
         cache: &mut KvCache,
         tokens: &[&[u32]],
@@ -261,7 +279,7 @@ impl Decoder {
         Ok(Some(whole))
     }
 
-    /// How many tokens there are of each sequence.
+    /// Number of tokens of each sequence.
     fn check(&self, cache: &KvCache, tokens: &[&[u32]]) -> Result<usize, Error> {
         let seq = tokens.first().map_or(0, |first| first.len());
         let batch = cache.batch();
@@ -282,91 +300,48 @@ impl Decoder {
         Ok(seq)
     }
 
-    /// Tokens by the chunk.
-    fn chunks(
+    /// Passes valid tokens: one of each sequence as a step that may be captured, more by the chunk. Of the rows after the
+    /// first `skipped` of each sequence `each` gets the logits.
+    fn chunks<E: From<Error>>(
         &self,
         cache: &mut KvCache,
         tokens: &[&[u32]],
+        skipped: usize,
         rows: Rows,
-    ) -> Result<Tensor<2>, Error> {
-        let before = cache.lengths();
-        let logits = self.all_chunks(cache, tokens, rows);
-        if logits.is_err() {
-            cache.cut(&before);
-        }
-        logits
-    }
-
-    fn all_chunks(
-        &self,
-        cache: &mut KvCache,
-        tokens: &[&[u32]],
-        rows: Rows,
-    ) -> Result<Tensor<2>, Error> {
+        each: &mut impl FnMut(Tensor<2>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (batch, seq) = (tokens.len(), tokens[0].len());
         if seq == 1 {
             let _first = trace::first(|| "step");
             let _step = trace::span(|| "step");
             let logits = cache.single(self, tokens)?;
             cache.push(tokens);
-            return Ok(logits);
+            return each(logits);
         }
-        let mut all = Vec::new();
         let chunk = (CHUNK / batch).max(1);
         for from in (0..seq).step_by(chunk) {
             let to = (from + chunk).min(seq);
             let _first = trace::first(|| "prompt");
             let _prompt = trace::span(|| format!("prompt {}", to - from));
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
-            let (x, step) = self.chunk(cache, &part)?;
-            if rows == Rows::All {
-                let shape = [batch, to - from, self.config.vocab];
-                all.push(self.logits(x)?.reshape(shape));
-            } else if to == seq {
-                return self.logits(self.last(x, &step));
-            }
-        }
-        Ok(joined(all, 1).reshape([batch * seq, self.config.vocab]))
-    }
-
-    /// The logits of the rows after the first `skipped`, some at a time.
-    fn each_chunk<E: From<Error>>(
-        &self,
-        cache: &mut KvCache,
-        tokens: &[u32],
-        skipped: usize,
-        each: &mut impl FnMut(Tensor<2>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        if tokens.len() == 1 {
-            return each(self.all_chunks(cache, &[tokens], Rows::All)?);
-        }
-        for from in (0..tokens.len()).step_by(CHUNK) {
-            let to = (from + CHUNK).min(tokens.len());
-            let _first = trace::first(|| "prompt");
-            let _prompt = trace::span(|| format!("prompt {}", to - from));
-            let (x, _) = self.chunk(cache, &[&tokens[from..to]])?;
-            let (rows, begin) = (to - from, skipped.clamp(from, to) - from);
-            let parts = rows.div_ceil(self.config.rows_with_logits(self.held(), rows));
-            let at_once = rows.div_ceil(parts);
-            for row in (begin..rows).step_by(at_once) {
-                let end = (row + at_once).min(rows);
-                each(self.logits(x.clone().slice_dim(0, row..end))?)?;
+            let step = Step::of(&part, cache, &self.device);
+            let x = self.layers(cache.memory(), &step)?;
+            cache.push(&part);
+            match rows {
+                Rows::Last if to < seq => {}
+                Rows::Last => each(self.logits(self.last(x, &step))?)?,
+                Rows::Each => {
+                    let (rows, begin) = (to - from, skipped.clamp(from, to) - from);
+                    let parts = rows.div_ceil(self.config.rows_with_logits(self.held(), rows));
+                    let at_once = rows.div_ceil(parts);
+                    for row in (begin..rows).step_by(at_once) {
+                        let end = (row + at_once).min(rows);
+                        each(self.logits(x.clone().slice_dim(0, row..end))?)?;
+                    }
+                }
             }
         }
         Ok(())
-    }
-
-    /// What leaves the last layer of tokens that pass together.
-    fn chunk(&self, cache: &mut KvCache, part: &[&[u32]]) -> Result<(Tensor<2>, Step), Error> {
-        let step = Step::of(part, cache, &self.device);
-        let x = self.layers(cache.memory(), &step)?;
-        cache.push(part);
-        Ok((x, step))
-    }
-
-    /// The logits after a step of one token of each sequence.
-    fn single(&self, memory: &Memory, step: &Step) -> Result<Tensor<2>, Error> {
-        self.logits(self.layers(memory, step)?)
     }
 
     /// The last row of each sequence.

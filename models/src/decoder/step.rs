@@ -119,22 +119,22 @@ impl Repeated {
         let seen = trace::timed();
         let launches = match &mut self.by {
             By::Launches(launches) => launches,
-            By::Graph { .. } if seen => return of.single(memory, &self.step),
+            By::Graph { .. } if seen => return of.logits(of.layers(memory, &self.step)?),
             By::Graph { graph, .. } => {
                 // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that all of it
                 // lives as long as the graph: weights, tables, the step and the cache. Weights and tables are
                 // never written. Step and cache belong to one KvCache, which `&mut` lets one thread use at a
                 // time, and this is the thread on whose stream the graph was captured (`Single::run`). The
-                // result is read on it, before the next step, as `Decoder::forward` says.
+                // result is read on it, before the next step, as `Decoder::decode` says.
                 return read(unsafe { graph.replay() });
             }
         };
         if seen || !of.captures || *launches < EAGER {
             *launches += 1;
-            return of.single(memory, &self.step);
+            return of.logits(of.layers(memory, &self.step)?);
         }
         let (own, memory, step) = (of.clone(), memory.clone(), self.step.clone());
-        let run: Run = Box::new(move || own.single(&memory, &step));
+        let run: Run = Box::new(move || own.logits(own.layers(&memory, &step)?));
         let mut graph = ops::capture_alone(&of.device, run);
         if !graph.is_hardware() {
             log::warn!("a step could not be captured; each of its kernels is launched by itself");

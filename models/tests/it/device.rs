@@ -1,9 +1,7 @@
 //! Decoders on the CPU runtime, against transformers and against themselves.
 
 use burn::tensor::{Device, FloatDType, Tensor};
-use models::{
-    Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions, Matrices, Quant, Rows,
-};
+use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions, Matrices, Quant};
 use ops::{Ctx, Nf4Options};
 
 use reference::nf4::{FourBit, dequantize};
@@ -34,6 +32,17 @@ fn values(logits: Tensor<2>) -> Vec<f32> {
     logits.into_data().try_to_vec().expect("f32")
 }
 
+/// Logits after each of `tokens`, of one sequence.
+pub(crate) fn each(decoder: &Decoder, cache: &mut KvCache, tokens: &[u32]) -> Vec<f32> {
+    let mut all = Vec::new();
+    let passed = decoder.prefill_each(cache, tokens, |logits| {
+        all.extend(values(logits));
+        Ok::<_, Error>(())
+    });
+    passed.expect("room");
+    all
+}
+
 /// The largest difference, relative to the largest of `want`.
 pub(crate) fn distance(have: &[f32], want: &[f32]) -> f64 {
     assert_eq!(have.len(), want.len());
@@ -50,12 +59,12 @@ fn best(logits: &[f32]) -> u32 {
 /// Greedy tokens of each sequence after the last of `logits`, `[batch, vocab]`.
 fn greedy(decoder: &Decoder, cache: &mut KvCache, logits: Vec<f32>, count: usize) -> Vec<Vec<u32>> {
     let vocab = decoder.config().vocab;
-    let mut next: Vec<[u32; 1]> = logits.chunks(vocab).map(|own| [best(own)]).collect();
-    let mut tokens: Vec<Vec<u32>> = next.iter().map(|one| one.to_vec()).collect();
+    let mut next: Vec<u32> = logits.chunks(vocab).map(best).collect();
+    let mut tokens: Vec<Vec<u32>> = next.iter().map(|one| vec![*one]).collect();
     for _ in 1..count {
-        let logits = values(decoder.forward(cache, &next, Rows::Last).expect("room"));
-        next = logits.chunks(vocab).map(|own| [best(own)]).collect();
-        tokens.iter_mut().zip(&next).for_each(|(all, one)| all.push(one[0]));
+        let logits = values(decoder.decode(cache, &next).expect("room"));
+        next = logits.chunks(vocab).map(best).collect();
+        tokens.iter_mut().zip(&next).for_each(|(all, one)| all.push(*one));
     }
     tokens
 }
@@ -65,7 +74,7 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     for name in FIXTURES {
         let (decoder, Golden { prompt, logits, greedy: want }) = (in_f32(name), golden(name));
         let mut cache = decoder.cache(1, prompt.len() + want.len()).expect("short");
-        let all = values(decoder.forward(&mut cache, &[&prompt], Rows::All).expect("room"));
+        let all = each(&decoder, &mut cache, &prompt);
         let distance = distance(&all, &logits);
         println!("{name}: {distance:.1e} of the largest logit");
         assert!(distance <= BAR, "{name}: {distance:e}");
@@ -75,7 +84,7 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     }
 }
 
-/// Logits that come some rows at a time are those that come together, of positions that all turn anew, too.
+/// Logits that come some rows at a time are those of a sequence passed at once, of positions that all rotate anew, too.
 #[test]
 fn logits_of_all_rows_come_in_parts() {
     for name in ["llama", "gemma2", "gpt2", "phi3_nf4", "llama_dynamic"] {
@@ -83,23 +92,27 @@ fn logits_of_all_rows_come_in_parts() {
         let (vocab, Golden { prompt, .. }) = (decoder.config().vocab, golden(name));
         // The last part of the one whose rope stretches passes the length at which it does.
         let long: Vec<u32> = prompt.iter().copied().cycle().take(40).collect();
-        let [mut whole, mut parts] = [(); 2].map(|()| decoder.cache(1, long.len()).expect("short"));
-        for own in [&long[..24], &long[24..25], &long[25..]] {
-            let want = values(decoder.forward(&mut whole, &[own], Rows::All).expect("room"));
+        let cache = || decoder.cache(1, long.len()).expect("short");
+        let [mut whole, mut parts] = [cache(), cache()];
+        for passed in [0..24, 24..25, 25..long.len()] {
+            let own = &long[passed.clone()];
             let (mut have, mut most) = (Vec::new(), 0);
-            let passed = decoder.forward_each(&mut parts, own, |logits| {
+            let done = decoder.prefill_each(&mut parts, own, |logits| {
                 most = most.max(logits.dims()[0]);
                 have.extend(values(logits));
                 Ok::<_, Error>(())
             });
-            passed.expect("room");
-            assert_eq!((want.len(), parts.tokens(0)), (own.len() * vocab, whole.tokens(0)));
-            assert!(distance(&have, &want) < 1e-5, "{name}: {} tokens", own.len());
+            done.expect("room");
+            let all = each(&decoder, &mut cache(), &long[..passed.end]);
+            assert_eq!((have.len(), parts.tokens(0)), (own.len() * vocab, &long[..passed.end]));
+            assert!(distance(&have, &all[passed.start * vocab..]) < 1e-5, "{name}: {passed:?}");
             assert!(own.len() < 24 || most < 24, "{name}: {most} rows at once");
+            let last = values(decoder.prefill(&mut whole, &[own]).expect("room"));
+            assert!(distance(&last, &have[have.len() - vocab..]) < 1e-5, "{name}: {passed:?}");
         }
         let mut cache = decoder.cache(1, 8).expect("short");
         let failed =
-            decoder.forward_each(&mut cache, &prompt[..8], |_| Err(Error::Failed("no".into())));
+            decoder.prefill_each(&mut cache, &prompt[..8], |_| Err(Error::Failed("no".into())));
         assert!(matches!(failed, Err(Error::Failed(_))) && cache.lengths() == [0]);
     }
 }
@@ -121,12 +134,12 @@ fn batches_and_parts_of_prompts_change_nothing() {
             let own = &prompt[..length];
             let cache = || decoder.cache(1, prompt.len() + 12).expect("short");
             let mut whole = cache();
-            let logits = decoder.forward(&mut whole, &[own], Rows::Last).expect("room");
+            let logits = decoder.prefill(&mut whole, &[own]).expect("room");
             let logits = values(logits);
             let mut parts = cache();
             let mut stepped = Vec::new();
             for part in own.chunks(length.div_ceil(3)) {
-                let part = decoder.forward(&mut parts, &[part], Rows::Last).expect("room");
+                let part = decoder.prefill(&mut parts, &[part]).expect("room");
                 stepped = values(part);
             }
             assert!(distance(&stepped, &logits) < bar, "{name}: {length} tokens in parts");
@@ -155,7 +168,7 @@ fn sequences_share_the_pages_of_their_prompt() {
         for (length, times) in [(64, 2), (67, 3), (3, 1)] {
             let own = || {
                 let mut cache = decoder.cache(1, 100).expect("short");
-                let logits = decoder.forward(&mut cache, &[&long[..length]], Rows::Last);
+                let logits = decoder.prefill(&mut cache, &[&long[..length]]);
                 (cache, values(logits.expect("room")))
             };
             let (mut cache, logits) = own();
@@ -175,11 +188,11 @@ fn sequences_share_the_pages_of_their_prompt() {
         // Some go on without the others, by more tokens than one, and each writes its own.
         let mut two = batch.keep(&[4, 2]);
         let next = [[7; 20], [9; 20]];
-        let logits = values(decoder.forward(&mut two, &next, Rows::Last).expect("room"));
+        let logits = values(decoder.prefill(&mut two, &next).expect("room"));
         for (tokens, logits) in next.iter().zip(logits.chunks(decoder.config().vocab)) {
             let mut cache = decoder.cache(1, 100).expect("short");
             let whole = [&long[..], &alone[2][..7], tokens].concat();
-            let want = decoder.forward(&mut cache, &[whole], Rows::Last).expect("room");
+            let want = decoder.prefill(&mut cache, &[whole]).expect("room");
             assert!(distance(logits, &values(want)) < 1e-5, "{name}");
         }
     }
@@ -192,7 +205,7 @@ fn sequences_share_a_prompt_that_fills_its_pages() {
     let tokens: Vec<u32> = golden("llama").prompt.iter().copied().cycle().take(64).collect();
     let full = |decoder: &Decoder| {
         let mut cache = decoder.cache(1, 64).expect("short");
-        decoder.forward(&mut cache, &[&tokens], Rows::Last).expect("room");
+        decoder.prefill(&mut cache, &[&tokens]).expect("room");
         cache
     };
     let batch = KvCache::stack(vec![(full(&decoder), 3)]);
@@ -214,14 +227,13 @@ fn keys_and_values_in_8_bits_stand_for_what_they_were() {
         let read = [&float, &bytes].map(|of| of.read_bytes(2, positions));
         assert_eq!(read[1] * 4 * u128::from(head_dim), read[0] * u128::from(head_dim + 4));
         // A prompt, whose keys are taken out of their bytes first, and steps, which read the bytes.
-        let want = values(float.forward(&mut whole, &[&prompt], Rows::All).expect("room"));
-        let have = values(bytes.forward(&mut small, &[&prompt], Rows::All).expect("room"));
+        let want = each(&float, &mut whole, &prompt);
+        let have = each(&bytes, &mut small, &prompt);
         let prompts = distance(&have, &want);
         assert!(prompts > 0.0 && prompts < 0.04, "{name}: {prompts:e}");
         for token in &prompt[..8] {
-            let next = [[*token]];
-            let want = values(float.forward(&mut whole, &next, Rows::Last).expect("room"));
-            let have = values(bytes.forward(&mut small, &next, Rows::Last).expect("room"));
+            let want = values(float.decode(&mut whole, &[*token]).expect("room"));
+            let have = values(bytes.decode(&mut small, &[*token]).expect("room"));
             let steps = distance(&have, &want);
             assert!(steps < 0.04, "{name}: {steps:e}");
         }
@@ -272,7 +284,7 @@ fn weights_quantised_at_load_are_the_references() {
             let want: Vec<f32> =
                 reference.forward(&prompt).expect("whole").into_iter().map(|l| l as f32).collect();
             let mut cache = ours.cache(1, prompt.len()).expect("short");
-            let have = values(ours.forward(&mut cache, &[&prompt], Rows::All).expect("room"));
+            let have = each(&ours, &mut cache, &prompt);
             let distance = distance(&have, &want);
             assert!(distance <= BAR, "{name} {matrices:?}: {distance:e}");
         }
@@ -297,8 +309,7 @@ fn mistakes_are_errors() {
     let error = decoder.cache(1, max_seq + 1).expect_err("longer than the model");
     assert!(matches!(error, Error::Context { .. }), "{error}");
     let mut cache = decoder.cache(2, 4).expect("short");
-    let mut fails =
-        |tokens: &[&[u32]]| decoder.forward(&mut cache, tokens, Rows::Last).expect_err("a mistake");
+    let mut fails = |tokens: &[&[u32]]| decoder.prefill(&mut cache, tokens).expect_err("a mistake");
     for uneven in [&[&[1][..]][..], &[&[1], &[1, 2]], &[&[], &[]]] {
         assert!(matches!(fails(uneven), Error::Step { batch: 2, .. }));
     }

@@ -6,14 +6,14 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use checkpoint::Checkpoint;
 use models::{
     Adaptation, Adapter, Decoder, DecoderConfig, Error, Example, LoadOptions, LoraOptions,
-    OnDevice, Quant, Recompute, Rows, Weights,
+    OnDevice, Quant, Recompute, Weights,
 };
 use ops::{Ctx, Nf4Options};
 use reference::{Distribution, fill};
 use serde_json::{Value, json};
 use suite::decoder::floats;
 
-use crate::device::distance;
+use crate::device::{distance, each};
 use crate::golden::golden;
 use crate::{FIXTURES, fixture, open};
 
@@ -75,8 +75,7 @@ fn loss_of(decoder: &Decoder, batch: &[Example]) -> f64 {
     let mut sum = 0.0;
     for Example { tokens, from } in batch {
         let mut cache = decoder.cache(1, tokens.len()).expect("short");
-        let logits = decoder.forward(&mut cache, &[tokens], Rows::All).expect("room");
-        let logits: Vec<f32> = logits.into_data().try_to_vec().expect("f32");
+        let logits = each(decoder, &mut cache, tokens);
         for at in (*from).max(1)..tokens.len() {
             let row = &logits[(at - 1) * vocab..at * vocab];
             let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -131,8 +130,7 @@ fn adapters_are_those_of_peft() {
         let (tokens, lengths, from) = (ids("tokens"), ids("lengths"), ids("from"));
         let merged = on(Some(&adapter));
         let mut cache = merged.cache(1, 24).expect("short");
-        let logits = merged.forward(&mut cache, &[&tokens[..24]], Rows::All).expect("room");
-        let logits: Vec<f32> = logits.into_data().try_to_vec().expect("f32");
+        let logits = each(&merged, &mut cache, &tokens[..24]);
         let gap = distance(&logits, &numbers("logits"));
         assert!(gap <= 1e-4, "{name}: {gap:e}");
         // Beside the model.
@@ -280,10 +278,10 @@ fn adapters_stay_beside_quantised_matrices() {
             // One token after the other, where fewer rows meet other kernels.
             let tokens = &batch[0].tokens;
             let mut cache = adapted.cache(1, tokens.len()).expect("short");
-            let whole = adapted.forward(&mut cache, &[tokens], Rows::Last).expect("room");
+            let whole = adapted.prefill(&mut cache, &[tokens]).expect("room");
             let mut cache = adapted.cache(1, tokens.len()).expect("short");
             let steps = tokens.iter().map(|token| {
-                let made = adapted.forward(&mut cache, &[&[*token]], Rows::Last).expect("room");
+                let made = adapted.decode(&mut cache, &[*token]).expect("room");
                 made.into_data().try_to_vec::<f32>().expect("f32")
             });
             let last = steps.last().expect("tokens");

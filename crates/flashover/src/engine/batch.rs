@@ -1,7 +1,7 @@
 use std::ops::ControlFlow;
 
 use burn::tensor::Tensor;
-use models::{KvCache, Rows};
+use models::KvCache;
 
 use super::sampling::{Picker, Place, Sampling};
 use super::text::Writing;
@@ -102,7 +102,7 @@ impl Engine {
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
             let _at_work = ops::at_work();
             let mut session = Session::within(self.clone(), room)?;
-            let after = session.pass(tokens)?;
+            let after = session.prefill(tokens)?;
             for completion in 0..completions {
                 growing.push(self.growing(tokens, request, [prompt, completion])?);
             }
@@ -138,7 +138,7 @@ impl Engine {
                 return Ok(own.completion());
             }
             let mut session = self.session(room)?;
-            let logits = session.pass(tokens)?;
+            let logits = session.prefill(tokens)?;
             let mut own = [self.growing(tokens, request, place)?];
             let (cache, _grant) = session.into_parts();
             cancelled = self.grow(&mut own, cache, logits, seen)?;
@@ -206,9 +206,9 @@ impl Engine {
                 rows = open.into_iter().map(|row| rows[row]).collect();
                 own = picker(batch, &rows);
             }
-            let last = |at: &usize| [*batch[*at].seen.last().expect("a prompt has tokens")];
-            let next: Vec<[u32; 1]> = rows.iter().map(last).collect();
-            logits = self.decoder().forward(&mut cache, &next, Rows::Last)?;
+            let last = |at: &usize| *batch[*at].seen.last().expect("a prompt has tokens");
+            let next: Vec<u32> = rows.iter().map(last).collect();
+            logits = self.decoder().decode(&mut cache, &next)?;
         }
     }
 }

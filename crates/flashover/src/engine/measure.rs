@@ -6,7 +6,7 @@ use arch::Backend;
 use burn::tensor::DType;
 use kernels::ceiling;
 use kernels::matmul::Precision;
-use models::{KvCache, Param, Rows, Slot};
+use models::{KvCache, Param, Slot};
 use record::Summary;
 use serde::Serialize;
 use tune::timing::{Stopwatch, Timing, TimingError};
@@ -181,7 +181,7 @@ impl<'a> Run<'a> {
     fn pass(&mut self, seed: usize, count: usize) -> Result<Vec<Token>, EngineError> {
         let batch = self.test.batch;
         let tokens = vec![self.engine.some_tokens(seed, count); batch];
-        let logits = self.engine.decoder().forward(&mut self.cache, &tokens, Rows::Last)?;
+        let logits = self.engine.decoder().prefill(&mut self.cache, &tokens)?;
         let places = vec![Place { position: 0, completion: 0 }; batch];
         self.picker.pick(self.engine, logits, &places)
     }

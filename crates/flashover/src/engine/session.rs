@@ -1,5 +1,5 @@
 use burn::tensor::Tensor;
-use models::{KvCache, Rows};
+use models::KvCache;
 
 use super::sampling::{Picker, Place};
 use super::{Engine, EngineError, Grant, Request, Token};
@@ -93,7 +93,7 @@ impl Session {
         }
         let Self { engine, cache, .. } = self;
         let mut logits = Vec::new();
-        engine.decoder().forward_each(cache, tokens, |made| {
+        engine.decoder().prefill_each(cache, tokens, |made| {
             logits.extend(engine.on_host(made)?);
             Ok::<_, EngineError>(())
         })?;
@@ -110,7 +110,7 @@ impl Session {
         request: &Request,
     ) -> Result<Tokens<'_>, EngineError> {
         request.sampling.check()?;
-        let logits = self.pass(prompt)?;
+        let logits = self.prefill(prompt)?;
         let (request, tokens) = (request.clone(), self.cache.tokens(0));
         let picker = Picker::new(&self.engine, &[(request.sampling, tokens)]);
         let place = Place { position: tokens.len(), completion: 0 };
@@ -128,11 +128,11 @@ impl Session {
     }
 
     /// Logits after the last of the tokens, on the device, to be used before the next step.
-    pub(super) fn pass(&mut self, tokens: &[u32]) -> Result<Tensor<2>, EngineError> {
+    pub(super) fn prefill(&mut self, tokens: &[u32]) -> Result<Tensor<2>, EngineError> {
         if tokens.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        Ok(self.engine.decoder().forward(&mut self.cache, &[tokens], Rows::Last)?)
+        Ok(self.engine.decoder().prefill(&mut self.cache, &[tokens])?)
     }
 }
 
@@ -145,7 +145,8 @@ impl Tokens<'_> {
     /// The token after the last one, which passes.
     fn pick(&mut self) -> Result<Token, EngineError> {
         let last = self.last.take().expect("a token was given out, or one is next");
-        let logits = self.session.pass(&[last])?;
+        let Session { engine, cache, .. } = &mut *self.session;
+        let logits = engine.decoder().decode(cache, &[last])?;
         let place = Place { position: self.session.tokens().len(), completion: 0 };
         let mut picked = self.picker.pick(self.session.engine(), logits, &[place])?;
         Ok(picked.pop().expect("a token a row"))
