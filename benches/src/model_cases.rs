@@ -12,7 +12,8 @@ use std::thread;
 
 use arch::Device;
 use flashover::{
-    Compute, Engine, EngineError, EngineOptions, Quant, Recompute, SpeedTest, TrainTest,
+    Compute, Engine, EngineOptions, GenerateError, LoadError, PlanError, Quant, Recompute,
+    SpeedTest, TrainError, TrainTest,
 };
 use record::{Card, Line, Record, Summary};
 use serde_json::Value;
@@ -249,7 +250,7 @@ fn run_model(
             engine.and_then(|engine| measure(card, loaded.insert(engine), case, &mut record));
         if let Err(why) = measured {
             // What a card is too small for is no failure of its column.
-            if let Some(EngineError::Memory(_) | EngineError::TrainMemory(_)) = why.downcast_ref() {
+            if too_large(&why) {
                 emit(&Line::Skip { case: case.name(), reason: format!("{why:#}") })?;
                 continue;
             }
@@ -259,6 +260,16 @@ fn run_model(
         emit(&Line::Record(record))?;
     }
     Ok(good)
+}
+
+/// Whether a plan said that the card is too small.
+fn too_large(why: &anyhow::Error) -> bool {
+    let plan = match (why.downcast_ref(), why.downcast_ref()) {
+        (Some(LoadError::Plan(why)), _) | (_, Some(GenerateError::Plan(why))) => Some(why),
+        _ => None,
+    };
+    matches!(plan, Some(PlanError::Memory(_)))
+        || matches!(why.downcast_ref(), Some(TrainError::Memory(_)))
 }
 
 fn measure(

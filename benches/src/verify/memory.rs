@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 
 use arch::{Backend, Device};
 use cubecl::server::Handle;
-use flashover::{Engine, EngineError, EngineOptions, MemoryBudget, Policy, Workload};
+use flashover::{
+    DeviceError, Engine, EngineOptions, GenerateError, MemoryBudget, PlanError, Policy, Workload,
+};
 use reference::Comparison;
 use serde_json::json;
 use suite::{CheckError, Job, Verdict};
@@ -54,7 +56,7 @@ fn limited(device: &Device) -> Result<Verdict, CheckError> {
     let held = settled(&engine)?;
     for _ in 0..3 {
         match logits(&engine, LONG) {
-            Err(EngineError::Memory(_)) => {}
+            Err(GenerateError::Plan(PlanError::Memory(_))) => {}
             other => return Err(unlike("a refusal by the plan", other)),
         }
         same(held, settled(&engine)?, "a refusal leaves")?;
@@ -78,7 +80,7 @@ fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
         return Err(CheckError::Kernel(format!("{left} bytes are free where the rest was taken")));
     }
     match logits(&engine, LONG) {
-        Err(EngineError::OutOfMemory { .. }) => {}
+        Err(GenerateError::Device(DeviceError::OutOfMemory { .. })) => {}
         other => return Err(unlike("memory that ran out", other)),
     }
     same(held_and_taken, settled(&engine)?, "what did not fit leaves")?;
@@ -102,7 +104,7 @@ fn take(device: &Device, bytes: u64) -> Vec<Handle> {
 }
 
 /// Logits of a few tokens in a sequence of so many positions.
-fn logits(engine: &Engine, positions: usize) -> Result<Vec<f32>, EngineError> {
+fn logits(engine: &Engine, positions: usize) -> Result<Vec<f32>, GenerateError> {
     let tokens: Vec<u32> = (0..24).map(|at| at * 7919 % engine.config().vocab as u32).collect();
     engine.session(positions)?.logits(&tokens)
 }
@@ -126,7 +128,7 @@ fn same(before: u64, after: u64, what: &str) -> Result<(), CheckError> {
     }
 }
 
-fn unlike<T>(want: &str, have: Result<T, EngineError>) -> CheckError {
+fn unlike<T>(want: &str, have: Result<T, GenerateError>) -> CheckError {
     let have = have.map_or_else(|why| why.to_string(), |_| "an answer".to_owned());
     CheckError::Kernel(format!("{want} was due, and there was: {have}"))
 }
@@ -141,6 +143,6 @@ fn equal(out: &[f32], want: &[f32]) -> Result<Verdict, CheckError> {
     Ok(Verdict { comparison, digest: suite::fnv1a(&bytes) })
 }
 
-fn failed(why: EngineError) -> CheckError {
+fn failed(why: impl ToString) -> CheckError {
     CheckError::Kernel(why.to_string())
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use arch::{ArchProfile, Backend, DType, Device};
-use flashover::{Compute, Engine, EngineError, EngineOptions, Policy};
+use flashover::{Compute, Engine, EngineOptions, Policy};
 use models::{LoadOptions, Matrices, Weights};
 use reference::Comparison;
 use serde_json::{Value, json};
@@ -78,6 +78,10 @@ fn is_dense(folder: &Path) -> Result<Value, String> {
     }
 }
 
+fn failed(why: impl ToString) -> CheckError {
+    CheckError::Kernel(why.to_string())
+}
+
 /// Logits of a prompt as a whole, and of its last tokens one at a time.
 fn check(
     device: &Device,
@@ -85,8 +89,7 @@ fn check(
     compute: Compute,
     dtype: reference::DType,
 ) -> Result<Verdict, CheckError> {
-    let failed = |why: EngineError| CheckError::Kernel(why.to_string());
-    let weights = Weights::open(folder).map_err(|why| CheckError::Kernel(why.to_string()))?;
+    let weights = Weights::open(folder).map_err(failed)?;
     let exact = suite::decoder::decoder(&weights);
     let naive = exact.naive(dtype);
     let options = EngineOptions {
@@ -101,9 +104,9 @@ fn check(
     let mut out = session.logits(&tokens).map_err(failed)?;
     if compute == Compute::Tf32 {
         let f32 = EngineOptions { dtype: Some(Compute::F32), ..options };
-        let own = Engine::load(device, folder, &f32)
-            .and_then(|engine| engine.session(TOKENS)?.logits(&tokens));
-        if own.map_err(failed)? == out {
+        let own = Engine::load(device, folder, &f32).map_err(failed)?;
+        let mut own = own.session(TOKENS).map_err(failed)?;
+        if own.logits(&tokens).map_err(failed)? == out {
             return Err(CheckError::Kernel(
                 "f32 gives the same bits: nothing was in tf32".to_owned(),
             ));

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use anyhow::bail;
 use clap::ValueEnum;
 use flashover::{
-    BatchSize, Ceilings, Engine, EngineError, KvFormat, Speed, SpeedTest, find_batch_size,
+    BatchSize, Ceilings, Engine, GenerateError, KvFormat, Speed, SpeedTest, find_batch_size,
 };
 use serde::Serialize;
 use time::OffsetDateTime;
@@ -206,8 +206,8 @@ fn find_batch(
 }
 
 fn is_memory(why: &anyhow::Error) -> bool {
-    let why = why.downcast_ref::<EngineError>();
-    why.is_some_and(EngineError::is_memory)
+    let why = why.downcast_ref::<GenerateError>();
+    why.is_some_and(GenerateError::is_memory)
 }
 
 /// What was found, and why nothing larger was.

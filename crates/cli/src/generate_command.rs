@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::{anyhow, bail};
-use flashover::{End, Engine, EngineError, Message, Request, Session, Workload};
+use flashover::{End, Engine, LoadError, Message, Request, Session, Workload};
 use tune::timing::Stopwatch;
 
 use crate::model_args::{
@@ -241,7 +241,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     }
     let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context));
     let engine = engine.map_err(|why| {
-        match why.downcast_ref::<EngineError>().and_then(EngineError::context) {
+        match why.downcast_ref::<LoadError>().and_then(LoadError::context) {
             Some(most) => anyhow!(
                 "a context of {context}, where the model has {most} positions\nhint: --context {most}, or less"
             ),

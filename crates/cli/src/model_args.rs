@@ -12,9 +12,9 @@ use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
-    Adapter, ArchProfile, Backend, Compute, Device, Engine, EngineError, EngineOptions, KvFormat,
-    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Quant, Request, SpeedTest,
-    Workload,
+    Adapter, ArchProfile, Backend, BatchPlan, Compute, Device, Engine, EngineOptions, KvFormat,
+    LoadError, MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Quant, Request,
+    SpeedTest, Workload,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -447,7 +447,7 @@ impl Subject<'_> {
         profile: &ArchProfile,
         options: &EngineOptions,
         workload: Workload,
-    ) -> Result<Plan, EngineError> {
+    ) -> Result<Plan, LoadError> {
         match self {
             Self::Folder(folder) => Plan::of_folder(profile, folder, options, workload),
             Self::Shape(shape) => Plan::of_shape(profile, shape, options, workload),
@@ -486,7 +486,7 @@ impl SubjectArgs {
             let workload = Workload::new(batch, positions);
             let plan = subject.plan(device.profile(), &options, workload)?;
             if !plan.fits() {
-                return Err(EngineError::Memory(Box::new(plan)).into());
+                return Err(plan.refused().into());
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use anyhow::bail;
 use clap::ValueEnum;
 use flashover::{
-    ArchProfile, BatchPlan, EngineError, EngineOptions, Plan, Preset, Recompute, TrainPlan,
+    ArchProfile, BatchPlan, EngineOptions, LoadError, Plan, Preset, Recompute, TrainPlan,
     TrainWorkload, Workload,
 };
 use serde::Serialize;
@@ -83,10 +83,18 @@ fn planned<P: BatchPlan>(
     args: &Args,
     options: &EngineOptions,
     usual: usize,
-    plan: impl Fn(&EngineOptions, Workload) -> Result<P, EngineError>,
-) -> Result<P, EngineError> {
-    let of = |context| match (args.preset, args.batch) {
-        (None, batch) => plan(options, Workload::new(batch.unwrap_or(1), context)),
+    plan: impl Fn(&EngineOptions, Workload) -> Result<P, LoadError>,
+) -> Result<P, P::Refused> {
+    let context = match (args.context, args.preset.map_or(usual, Preset::context)) {
+        (Some(context), _) => context,
+        // A model may have fewer.
+        (None, usual) => match plan(options, Workload::new(1, usual)) {
+            Ok(_) => usual,
+            Err(why) => why.context().ok_or(why)?,
+        },
+    };
+    match (args.preset, args.batch) {
+        (None, batch) => Ok(plan(options, Workload::new(batch.unwrap_or(1), context))?),
         (Some(preset), Some(batch)) => {
             let chosen = preset.precision(options, |o| plan(o, Workload::new(batch, context)));
             chosen.map(|chosen| chosen.plan)
@@ -95,12 +103,6 @@ fn planned<P: BatchPlan>(
             let chosen = preset.choose(options, |o, of| plan(o, Workload::new(of.batch, context)));
             chosen.map(|chosen| chosen.plan)
         }
-    };
-    let usual = args.preset.map_or(usual, Preset::context);
-    match of(args.context.unwrap_or(usual)) {
-        // A model may have fewer.
-        Err(why) if args.context.is_none() => of(why.context().ok_or(why)?),
-        planned => planned,
     }
 }
 
@@ -131,7 +133,7 @@ fn train(
     })?;
     match plan.fits() {
         true => Ok(()),
-        false => Err(EngineError::TrainMemory(Box::new(plan)).into()),
+        false => Err(plan.refused().into()),
     }
 }
 

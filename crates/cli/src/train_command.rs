@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::{
-    Adapter, Chosen, Dataset, EngineError, EngineOptions, KvFormat, LoraOptions, Preset, Recompute,
+    Adapter, BatchPlan, Chosen, Dataset, EngineOptions, KvFormat, LoraOptions, Preset, Recompute,
     Schedule, Taught, TrainOptions, TrainWorkload, Trainer, Workload,
 };
 use tune::timing::Stopwatch;
@@ -205,7 +205,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let workload = workload(batch, longest);
     let plan = plan(&load, workload)?;
     if !plan.fits() {
-        return Err(EngineError::TrainMemory(Box::new(plan)).into());
+        return Err(plan.refused().into());
     }
     std::fs::create_dir_all(output).map_err(unwritable)?;
     for file in Adapter::files(output) {

@@ -5,7 +5,7 @@
 use std::error::Error;
 use std::thread;
 
-use flashover::{Backend, Device, Engine, EngineError, EngineOptions, Sampling, Workload};
+use flashover::{Backend, Device, Engine, EngineOptions, GenerateError, Sampling, Workload};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     request.max_new_tokens = Some(12);
 
     // A thread is a stream of its own; the weights are there once.
-    let batch = |prompts: [&str; 2]| -> Result<String, EngineError> {
+    let batch = |prompts: [&str; 2]| -> Result<String, GenerateError> {
         let tokens = prompts.map(|prompt| engine.encode(prompt));
         let tokens = tokens.into_iter().collect::<Result<Vec<_>, _>>()?;
         // Two answers to each, which share what the prompt left in the cache.

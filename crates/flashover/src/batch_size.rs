@@ -52,7 +52,7 @@ const PATIENCE: usize = 2;
 /// quarter more as long as that fits and one of the last two was faster, up to `most`.
 ///
 /// `rate` runs a batch and gives what it does a second, or none where memory does not suffice: of a model
-/// [`Engine::measure`](crate::Engine::measure), where [`EngineError::is_memory`](crate::EngineError::is_memory) tells the
+/// [`Engine::measure`](crate::Engine::measure), where [`GenerateError::is_memory`](crate::GenerateError::is_memory) tells the
 /// latter, as `flashover bench --find-batch` does.
 ///
 /// # Errors

@@ -26,10 +26,15 @@
 
 mod batch_size;
 mod context;
+mod device_error;
 mod engine;
 mod host;
+mod ledger;
+mod load_error;
 mod memory;
+mod options;
 mod plan;
+mod prepare;
 mod preset;
 mod quantize;
 mod train;
@@ -42,10 +47,10 @@ pub use arch::{
     monitor, report,
 };
 pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
+pub use device_error::DeviceError;
 pub use engine::{
-    BatchStep, Ceilings, Completion, Compute, End, Engine, EngineError, EngineOptions,
-    LayerProfile, ModelFolder, Profile, Quant, Request, Sampling, Session, Speed, SpeedTest, Text,
-    Token, Tokens,
+    BatchStep, Ceilings, Completion, End, Engine, GenerateError, LayerProfile, ModelFolder,
+    Profile, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
 };
 pub use host::{
     Attended, AttentionGradients, HostOpError, HostTensor, MatmulOptions, TensorError, attention,
@@ -54,12 +59,14 @@ pub use host::{
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;
+pub use load_error::LoadError;
 pub use memory::{MemoryUsage, free_bytes};
 pub use models::{
     Adapter, DecoderConfig, Example, GenerationConfig, KvFormat, LoraOptions, Recompute,
 };
 pub use ops::{self, OpError};
-pub use plan::{MemoryBudget, Plan, Workload};
+pub use options::{Compute, EngineOptions, Quant};
+pub use plan::{MemoryBudget, Plan, PlanError, Workload};
 pub use preset::{BatchPlan, Chosen, Preset, UnknownPreset};
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
@@ -67,8 +74,8 @@ pub use quantize::{
 };
 pub use trace;
 pub use train::{
-    Dataset, DatasetError, Schedule, Taught, TrainOptions, TrainPlan, TrainSpeed, TrainTest,
-    TrainWorkload, Trainer,
+    Dataset, DatasetError, Schedule, Taught, TrainError, TrainOptions, TrainPlan, TrainSpeed,
+    TrainTest, TrainWorkload, Trainer,
 };
 pub use tune::Policy;
 

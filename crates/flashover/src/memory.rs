@@ -8,8 +8,6 @@ use arch::{Backend, Device, HostMemory};
 use cubecl::MemoryScope;
 use serde::Serialize;
 
-use crate::engine::EngineError;
-
 /// Memory of a device that this process has, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct MemoryUsage {
@@ -45,35 +43,12 @@ impl MemoryUsage {
         }
     }
 
-    /// Of `need` bytes those that pages do not have yet.
-    fn lacks(&self, need: u128) -> u64 {
-        let spare = self.reserved_bytes.saturating_sub(self.used_bytes);
-        u64::try_from(need).unwrap_or(u64::MAX).saturating_sub(spare)
-    }
-
     /// Share of the pages that nothing alive is in.
     pub fn fragmentation(&self) -> f64 {
         match self.reserved_bytes {
             0 => 0.0,
             reserved => 1.0 - self.used_bytes as f64 / reserved as f64,
         }
-    }
-}
-
-/// Refuses what a host has no room for by now. Linux gives more addresses than there is memory, and ends a process that
-/// uses them; a card's driver refuses by itself.
-pub(crate) fn there_is(device: &Device, need: u128) -> Result<(), EngineError> {
-    if device.profile().backend != Backend::Cpu {
-        return Ok(());
-    }
-    refuse_over(free_bytes(device), MemoryUsage::of(device), need)
-}
-
-fn refuse_over(free: Option<u64>, have: MemoryUsage, need: u128) -> Result<(), EngineError> {
-    let need = have.lacks(need);
-    match free.is_some_and(|free| need > free) {
-        true => Err(EngineError::OutOfMemory { need, free, have }),
-        false => Ok(()),
     }
 }
 
@@ -108,29 +83,6 @@ mod tests {
         assert!(after.reserved_bytes < full.reserved_bytes, "{after:?}");
         assert!(after.peak_bytes >= full.peak_bytes, "{after:?}");
         assert!((0.0..=1.0).contains(&after.fragmentation()), "{after:?}");
-    }
-
-    #[test]
-    fn what_is_not_there_is_refused() {
-        let have = MemoryUsage {
-            used_bytes: 10,
-            reserved_bytes: 14,
-            peak_bytes: 14,
-            padding_bytes: 0,
-            allocations: 1,
-        };
-        assert!(refuse_over(Some(6), have, 10).is_ok(), "four bytes lie in pages by now");
-        assert!(refuse_over(None, have, u128::MAX).is_ok(), "nobody knows");
-        let refused = refuse_over(Some(6), have, 11).expect_err("seven of six");
-        let said = refused.to_string();
-        assert!(
-            said.starts_with("the device could not give 7 bytes, of 6 that are free; "),
-            "{said}"
-        );
-        assert!(said.contains("\nhint: fewer sequences"), "{said}");
-        let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
-        let refused = there_is(&device, 1 << 60);
-        assert!(matches!(refused, Err(EngineError::OutOfMemory { .. })), "{refused:?}");
     }
 
     #[test]

@@ -1,13 +1,12 @@
 //! What a model will take of a device's memory, before anything is loaded.
 
 use std::fmt;
-use std::path::Path;
 
 use arch::{ArchProfile, DType};
-use models::{Footprint, Held, KvCache, KvFormat, Matrices, Steps, Weights, Workload as Passing};
+use models::{Footprint, Held, KvCache, KvFormat, Matrices, Steps, Workload as Passing};
 use serde::Serialize;
 
-use crate::engine::{EngineError, EngineOptions, Others, Prepared};
+use crate::ledger::Others;
 
 /// How much of a device's memory may be used.
 ///
@@ -49,10 +48,10 @@ impl MemoryBudget {
     }
 
     /// # Errors
-    /// [`EngineError::Budget`] for what leaves nothing by itself; [`EngineError::BudgetOfUnknown`] for parts of a total that
+    /// [`PlanError::Budget`] for what leaves nothing by itself; [`PlanError::BudgetOfUnknown`] for parts of a total that
     /// nobody knows.
-    pub(crate) fn check(&self, total: Option<u64>) -> Result<(), EngineError> {
-        let refused = |name, value: String, range| Err(EngineError::Budget { name, value, range });
+    pub(crate) fn check(&self, total: Option<u64>) -> Result<(), PlanError> {
+        let refused = |name, value: String, range| Err(PlanError::Budget { name, value, range });
         if self.limit_bytes == Some(0) {
             return refused("limit", "0 bytes".to_owned(), "above 0");
         }
@@ -60,7 +59,64 @@ impl MemoryBudget {
             return refused("fraction", self.fraction.to_string(), "above 0, up to 1");
         }
         let of_all = self.fraction < 1.0 || self.reserve_bytes > 0;
-        if of_all && total.is_none() { Err(EngineError::BudgetOfUnknown) } else { Ok(()) }
+        if of_all && total.is_none() { Err(PlanError::BudgetOfUnknown) } else { Ok(()) }
+    }
+}
+
+/// Why a model is not planned for, or its plan does not fit.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// The model and its sequences take more than the device or the budget has.
+    #[error("{0}\nhint: {advice}", advice = .0.advice())]
+    Memory(Box<Plan>),
+    /// One buffer is larger than any that the device gives.
+    #[error(
+        "it needs a buffer of {}, and the device has none above {}\nhint: a shorter context or fewer sequences, where keys \
+         are the largest; else another model, or --backend vulkan, cuda or cpu", shown(*need), shown(*most)
+    )]
+    Buffer {
+        /// Of a weight, of the keys of a layer, or of what passes, in bytes.
+        need: u64,
+        /// What the device has at most.
+        most: u64,
+    },
+    /// A limit, a fraction, a batch or a context that means nothing.
+    #[error("{name} is {value}\nhint: a number {range}")]
+    Budget {
+        /// Which number.
+        name: &'static str,
+        /// As it was given.
+        value: String,
+        /// What it may be, after "a number".
+        range: &'static str,
+    },
+    /// A fraction or a reserve of a total that the device does not tell.
+    #[error(
+        "the device does not tell how much memory it has, of which a fraction or a reserve would be a part\nhint: a \
+         limit in bytes, as --memory-limit"
+    )]
+    BudgetOfUnknown,
+    /// More positions than the model has, or an adapter that it cannot have.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// Burn's ops element by element are no valid SPIR-V in bf16 (CubeCL 0.11.3): NaN at the first step on an H200, where
+    /// f16 and f32 learn as on CUDA.
+    #[error("gradients in bf16 are not right through Vulkan\nhint: --dtype f16 or f32, or CUDA")]
+    TrainBf16,
+}
+
+impl PlanError {
+    /// Whether less would have fitted: a smaller batch, or a shorter context.
+    pub const fn is_memory(&self) -> bool {
+        matches!(self, Self::Memory(_) | Self::Buffer { .. })
+    }
+
+    /// How many positions the model has, where more were asked for.
+    pub const fn context(&self) -> Option<usize> {
+        match self {
+            Self::Model(models::Error::Context { max_seq, .. }) => Some(*max_seq),
+            _ => None,
+        }
     }
 }
 
@@ -150,34 +206,6 @@ pub(crate) const MOST_SEQUENCES: usize = 65_535;
 pub(crate) const MOST_POSITIONS: usize = 1 << 24;
 
 impl Plan {
-    /// Plans for a Hugging Face folder on a device of this profile. Only the headers of its files are read.
-    ///
-    /// # Errors
-    /// As [`crate::Engine::load`], but for memory: whether the plan [fits](Plan::fits) is in it.
-    pub fn of_folder(
-        profile: &ArchProfile,
-        folder: impl AsRef<Path>,
-        options: &EngineOptions,
-        workload: Workload,
-    ) -> Result<Self, EngineError> {
-        let weights = Weights::open(folder.as_ref()).map_err(EngineError::Folder)?;
-        let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, None, options)?;
-        prepared.planned.checked(profile, options, workload)
-    }
-
-    /// Plans for a published shape, as [`crate::Engine::random`] makes it.
-    ///
-    /// # Errors
-    /// As [`crate::Engine::random`], but for memory.
-    pub fn of_shape(
-        profile: &ArchProfile,
-        shape: &str,
-        options: &EngineOptions,
-        workload: Workload,
-    ) -> Result<Self, EngineError> {
-        Prepared::of_shape(profile, shape, options)?.planned.checked(profile, options, workload)
-    }
-
     /// All parts together.
     pub const fn peak_bytes(&self) -> u64 {
         let rest = self.cache_bytes.saturating_add(self.activations_bytes);
@@ -187,6 +215,15 @@ impl Plan {
     /// Whether they are within the budget, beside what lives; where nobody knows how much there is, they are.
     pub fn fits(&self) -> bool {
         self.budget_bytes.is_none_or(|budget| self.all_bytes() <= budget)
+    }
+
+    /// # Errors
+    /// [`PlanError::Memory`] where it does not fit.
+    pub(crate) fn fitting(self) -> Result<(), PlanError> {
+        match self.fits() {
+            true => Ok(()),
+            false => Err(PlanError::Memory(Box::new(self))),
+        }
     }
 
     const fn all_bytes(&self) -> u64 {
@@ -222,32 +259,32 @@ impl Planned {
     }
 
     /// # Errors
-    /// [`EngineError::Budget`] of numbers that mean nothing, [`EngineError::BudgetOfUnknown`], [`EngineError::Buffer`],
+    /// [`PlanError::Budget`] of numbers that mean nothing, [`PlanError::BudgetOfUnknown`], [`PlanError::Buffer`],
     /// [`models::Error::Context`].
     pub(crate) fn checked(
         &self,
         profile: &ArchProfile,
-        options: &EngineOptions,
+        budget: &MemoryBudget,
         workload: Workload,
-    ) -> Result<Plan, EngineError> {
-        self.check(profile, &options.budget, workload.batch, workload.context)?;
+    ) -> Result<Plan, PlanError> {
+        self.check(profile, budget, workload.batch, workload.context)?;
         self.check_buffers(profile, workload)?;
-        Ok(self.plan(profile, &options.budget, workload, Others::default()))
+        Ok(self.plan(profile, budget, workload, Others::default()))
     }
 
     /// # Errors
-    /// [`EngineError::Buffer`].
+    /// [`PlanError::Buffer`].
     pub(crate) fn check_buffers(
         &self,
         profile: &ArchProfile,
         Workload { batch, context, .. }: Workload,
-    ) -> Result<(), EngineError> {
+    ) -> Result<(), PlanError> {
         let passing = Passing { batch, positions: context, chunk: models::CHUNK };
         let need = self.config.largest_buffer_bytes(self.held, passing, self.steps);
         match profile.max_buffer_bytes {
             Some(most) if need > most.into() => {
                 let need = u64::try_from(need).unwrap_or(u64::MAX);
-                Err(EngineError::Buffer { need, most })
+                Err(PlanError::Buffer { need, most })
             }
             _ => Ok(()),
         }
@@ -261,22 +298,20 @@ impl Planned {
         budget: &MemoryBudget,
         batch: usize,
         context: usize,
-    ) -> Result<(), EngineError> {
+    ) -> Result<(), PlanError> {
         budget.check(profile.memory_bytes)?;
         for (name, value) in [("batch", batch), ("context", context)] {
             if value == 0 {
                 let range = "of 1 at least";
-                return Err(EngineError::Budget { name, value: value.to_string(), range });
+                return Err(PlanError::Budget { name, value: value.to_string(), range });
             }
         }
         if batch > MOST_SEQUENCES {
             let range = "up to 65535, which a launch has room for";
-            return Err(EngineError::Budget { name: "batch", value: batch.to_string(), range });
+            return Err(PlanError::Budget { name: "batch", value: batch.to_string(), range });
         }
         match self.config.context().filter(|most| context > *most) {
-            Some(max_seq) => {
-                Err(EngineError::Model(models::Error::Context { need: context, max_seq }))
-            }
+            Some(max_seq) => Err(models::Error::Context { need: context, max_seq }.into()),
             None => Ok(()),
         }
     }
@@ -477,53 +512,6 @@ pub(crate) fn precision(dtype: &str, matrices: Matrices) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Compute, Quant};
-
-    fn card(name: &str) -> ArchProfile {
-        ArchProfile::recorded(name).expect("recorded")
-    }
-
-    fn plan(name: &str, options: EngineOptions, batch: usize, context: usize) -> Plan {
-        let workload = Workload::new(batch, context);
-        Plan::of_shape(&card(name), "llama-3-8b", &options, workload).expect("valid")
-    }
-
-    #[test]
-    fn eight_billion_fit_a_small_card_in_4_bits_alone() {
-        let dense = plan("rtx4080", EngineOptions::default(), 1, 8192);
-        assert!(!dense.fits() && dense.weights_bytes == 2 * 8_030_261_248, "{dense}");
-        assert_eq!(dense.largest_batch, Some(0));
-        let short = dense.largest_context.expect("a card has memory");
-        assert!((1000..8192).contains(&short), "{short}");
-        let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
-        let four = plan("rtx4080", options, 1, 8192);
-        assert!(four.fits() && four.largest_batch > Some(4), "{four}");
-        // What is largest fits, and one more does not.
-        let batch = four.largest_batch.expect("known");
-        assert!(plan("rtx4080", options, batch, 8192).fits());
-        assert!(!plan("rtx4080", options, batch + 1, 8192).fits());
-        let context = dense.largest_context.expect("known");
-        assert!(plan("rtx4080", EngineOptions::default(), 1, context).fits());
-        assert!(!plan("rtx4080", EngineOptions::default(), 1, context + 1).fits());
-        assert!(dense.advice().contains("positions fit"), "{}", dense.advice());
-        // Half of what keys and values take is enough.
-        assert!(dense.advice().contains("--kv-cache int8"), "{}", dense.advice());
-        let bytes = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
-        let bytes = plan("rtx4080", bytes, 1, 8192);
-        assert!(bytes.fits() && !bytes.advice().contains("--kv-cache"), "{bytes}");
-        let options = EngineOptions { dtype: Some(Compute::F32), ..EngineOptions::default() };
-        let advice = plan("rtx4080", options, 1, 8192).advice();
-        let at = |word: &str| advice.find(word).expect("suggested");
-        assert!(at("bf16") < at("int8") && at("int8") < at("nf4"), "{advice}");
-        assert!(!advice.contains("--kv-cache"), "it counts for nothing: {advice}");
-        // With the very number that a plan for it has.
-        let advice = dense.advice();
-        for (name, quant) in [("int8", Quant::Int8), ("nf4", Quant::Nf4)] {
-            let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
-            let peak = shown(plan("rtx4080", options, 1, 8192).peak_bytes());
-            assert!(advice.contains(&format!("with --quant {name} it takes {peak}")), "{advice}");
-        }
-    }
 
     #[test]
     fn a_budget_is_less_than_the_card() {
@@ -540,50 +528,10 @@ mod tests {
             [MemoryBudget { fraction: 0.5, ..all }, MemoryBudget { reserve_bytes: gib, ..all }]
         {
             let refused = part.check(None).expect_err("a part of nothing");
-            assert!(matches!(refused, EngineError::BudgetOfUnknown), "{refused}");
+            assert!(matches!(refused, PlanError::BudgetOfUnknown), "{refused}");
             part.check(Some(16 * gib)).expect("a part of a card");
         }
         MemoryBudget { limit_bytes: Some(5), ..all }.check(None).expect("a number of bytes");
-        let budget = MemoryBudget { limit_bytes: Some(gib), ..all };
-        let none = plan("h200", EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
-        assert!(!none.fits() && none.largest_context == Some(0), "{none}");
-        assert_eq!(none.advice(), "a larger budget or a smaller model", "in 4 bits neither");
-    }
-
-    #[test]
-    fn what_no_buffer_holds_is_refused() {
-        let browser = ArchProfile { max_buffer_bytes: Some(128 << 20), ..card("rtx4090") };
-        let of = |shape, context| {
-            let options = EngineOptions::default();
-            Plan::of_shape(&browser, shape, &options, Workload::new(1, context))
-        };
-        let refused = of("llama-3-8b", 64).expect_err("its embedding has a GiB");
-        assert!(matches!(refused, EngineError::Buffer { most: 134_217_728, .. }), "{refused}");
-        let said = refused.to_string();
-        assert!(said.starts_with("it needs a buffer of 1002.00 MiB, and"), "{said}");
-        of("gpt2", 64).expect("its embedding has 74 MiB");
-    }
-
-    #[test]
-    fn what_means_nothing_is_refused() {
-        let refused = |options, batch, context| {
-            let workload = Workload::new(batch, context);
-            let plan = Plan::of_shape(&card("rtx4090"), "llama-3-8b", &options, workload);
-            plan.expect_err("refused").to_string()
-        };
-        let options = EngineOptions::default();
-        assert!(refused(options, 0, 64).starts_with("batch is 0\nhint: "));
-        assert!(refused(options, 1, 0).starts_with("context is 0\nhint: "));
-        assert!(refused(options, 1, 8193).contains("8193"));
-        for fraction in [0.0, -1.0, 1.5, f64::NAN] {
-            let budget = MemoryBudget { fraction, ..MemoryBudget::default() };
-            let why = refused(EngineOptions { budget, ..options }, 1, 64);
-            assert!(why.starts_with("fraction is "), "{why}");
-        }
-        let budget = MemoryBudget { limit_bytes: Some(0), ..MemoryBudget::default() };
-        assert!(
-            refused(EngineOptions { budget, ..options }, 1, 64).starts_with("limit is 0 bytes")
-        );
     }
 
     #[test]

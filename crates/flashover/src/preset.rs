@@ -3,9 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::engine::{EngineError, EngineOptions, Quant};
-use crate::plan::{Plan, Workload};
-use crate::train::TrainPlan;
+use crate::load_error::LoadError;
+use crate::options::{EngineOptions, Quant};
+use crate::plan::{Plan, PlanError, Workload};
+use crate::train::{TrainError, TrainPlan};
 
 /// What a model is used for. Each asks for a context, takes the precision that leaves room for the batch that it wants,
 /// and then as many sequences as fit.
@@ -32,6 +33,9 @@ pub struct Chosen<P = Plan> {
 
 /// A plan of so many sequences, of which others may fit: a [`Plan`], or a [`TrainPlan`].
 pub trait BatchPlan {
+    /// What is said of one that does not fit.
+    type Refused: From<LoadError>;
+
     /// Whether they are within the budget.
     fn fits(&self) -> bool;
     /// Sequences of it.
@@ -39,10 +43,12 @@ pub trait BatchPlan {
     /// The most that fit, where that is known.
     fn largest_batch(&self) -> Option<usize>;
     /// What it is where it does not fit.
-    fn refused(self) -> EngineError;
+    fn refused(self) -> Self::Refused;
 }
 
 impl BatchPlan for Plan {
+    type Refused = LoadError;
+
     fn fits(&self) -> bool {
         self.fits()
     }
@@ -55,12 +61,14 @@ impl BatchPlan for Plan {
         self.largest_batch
     }
 
-    fn refused(self) -> EngineError {
-        EngineError::Memory(Box::new(self))
+    fn refused(self) -> LoadError {
+        PlanError::Memory(Box::new(self)).into()
     }
 }
 
 impl BatchPlan for TrainPlan {
+    type Refused = TrainError;
+
     fn fits(&self) -> bool {
         self.fits()
     }
@@ -73,8 +81,8 @@ impl BatchPlan for TrainPlan {
         self.largest_batch
     }
 
-    fn refused(self) -> EngineError {
-        EngineError::TrainMemory(Box::new(self))
+    fn refused(self) -> TrainError {
+        TrainError::Memory(Box::new(self))
     }
 }
 
@@ -129,12 +137,12 @@ impl Preset {
     /// `options` is kept where they have one.
     ///
     /// # Errors
-    /// Those of `plan`; [`EngineError::Memory`] or [`EngineError::TrainMemory`] where it fits in none.
+    /// Those of `plan`; [`PlanError::Memory`] or [`TrainError::Memory`] where it fits in none.
     pub fn precision<P: BatchPlan>(
         self,
         options: &EngineOptions,
-        plan: impl Fn(&EngineOptions) -> Result<P, EngineError>,
-    ) -> Result<Chosen<P>, EngineError> {
+        plan: impl Fn(&EngineOptions) -> Result<P, LoadError>,
+    ) -> Result<Chosen<P>, P::Refused> {
         let mut refused = None;
         for options in self.precisions(options) {
             let plan = plan(&options)?;
@@ -151,13 +159,13 @@ impl Preset {
     /// a shorter context than the preset's keeps its own.
     ///
     /// # Errors
-    /// Those of `plan`; [`EngineError::Memory`] or [`EngineError::TrainMemory`] where not one sequence fits in any
+    /// Those of `plan`; [`PlanError::Memory`] or [`TrainError::Memory`] where not one sequence fits in any
     /// precision.
     pub fn choose<P: BatchPlan>(
         self,
         options: &EngineOptions,
-        plan: impl Fn(&EngineOptions, Workload) -> Result<P, EngineError>,
-    ) -> Result<Chosen<P>, EngineError> {
+        plan: impl Fn(&EngineOptions, Workload) -> Result<P, LoadError>,
+    ) -> Result<Chosen<P>, P::Refused> {
         let (wanted, least, most) = self.wants();
         let context = match plan(options, Workload::new(1, wanted)) {
             Ok(_) => wanted,
@@ -220,14 +228,14 @@ mod tests {
         card: &str,
         shape: &str,
         limit_bytes: Option<u64>,
-    ) -> Result<Chosen, EngineError> {
+    ) -> Result<Chosen, LoadError> {
         let card = ArchProfile::recorded(card).expect("recorded");
         let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
         let options = EngineOptions { budget, ..EngineOptions::default() };
         preset.choose(&options, |options, workload| Plan::of_shape(&card, shape, options, workload))
     }
 
-    fn chosen(preset: Preset, card: &str, shape: &str) -> Result<Chosen, EngineError> {
+    fn chosen(preset: Preset, card: &str, shape: &str) -> Result<Chosen, LoadError> {
         within(preset, card, shape, None)
     }
 
@@ -279,7 +287,7 @@ mod tests {
     fn what_fits_in_no_precision_is_refused() {
         for preset in Preset::ALL {
             let refused = within(preset, "rtx4080", "llama-3-8b", Some(1 << 32));
-            assert!(matches!(refused, Err(EngineError::Memory(_))), "{refused:?}");
+            assert!(matches!(refused, Err(LoadError::Plan(PlanError::Memory(_)))), "{refused:?}");
         }
     }
 

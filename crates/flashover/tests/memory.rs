@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use flashover::trace::{Memory, Recording};
 use flashover::{
-    Adapter, Backend, Device, Engine, EngineError, EngineOptions, Example, LoraOptions,
-    MemoryBudget, MemoryUsage, ModelFolder, Plan, Quant, Recompute, Request, Sampling,
-    TrainOptions, Trainer, Workload,
+    Adapter, Backend, Device, Engine, EngineOptions, Example, GenerateError, LoraOptions,
+    MemoryBudget, MemoryUsage, ModelFolder, Plan, PlanError, Quant, Recompute, Request, Sampling,
+    TrainError, TrainOptions, Trainer, Workload,
 };
 
 fn model(name: &str) -> PathBuf {
@@ -103,7 +103,10 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         let loaded = small.memory().used_bytes;
         for _ in 0..3 {
             let refused = small.session(512);
-            assert!(matches!(refused, Err(EngineError::Memory(_))), "{refused:?}");
+            assert!(
+                matches!(refused, Err(GenerateError::Plan(PlanError::Memory(_)))),
+                "{refused:?}"
+            );
             assert!(small.memory().used_bytes <= loaded);
         }
         let [used, _] = peaks(&small, 256, 64);
@@ -176,7 +179,7 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
         Trainer::new(small.clone(), TrainOptions::default())
             .expect("nothing is on the device")
             .step(&[vec![Example { tokens: vec![1, 2, 3], from: 0 }]])
-            .is_err_and(|why| matches!(why, EngineError::TrainMemory(_)))
+            .is_err_and(|why| matches!(why, TrainError::Memory(_)))
     );
     // What is refused has taken nothing, and what was there answers.
     assert_eq!(live[0].generate(&[1, 2, 3], &request).expect("it answers").count(), 3);
@@ -237,7 +240,7 @@ fn training(device: &Device) {
         let mut small = load(MemoryBudget { limit_bytes, ..MemoryBudget::default() });
         for _ in 0..2 {
             let refused = small.step(&batch(5)).expect_err("it does not fit");
-            assert!(matches!(refused, EngineError::TrainMemory(_)), "{refused}");
+            assert!(matches!(refused, TrainError::Memory(_)), "{refused}");
             assert!(refused.to_string().contains("hint: a batch of 4 fits"), "{refused}");
         }
         assert_eq!(small.done(), 0);

@@ -3,9 +3,13 @@ use std::ops::ControlFlow;
 use burn::tensor::Tensor;
 use models::KvCache;
 
-use super::sampling::{Picker, Place, Sampling};
+use super::Engine;
+use super::error::GenerateError;
+use super::picker::Picker;
+use super::request::{End, Request};
+use super::sampling::{Place, Sampling, Token};
+use super::session::Session;
 use super::text::Writing;
-use super::{End, Engine, EngineError, Request, Session, Token};
 
 /// What one prompt became.
 #[derive(Debug, Clone, PartialEq)]
@@ -52,13 +56,13 @@ impl Engine {
     /// result is `[prompts][completions]`, each drawn with the random numbers that it would have alone.
     ///
     /// # Errors
-    /// As [`super::Session::generate`], and as [`super::Session::write`] where the request has strings that end it.
+    /// As [`Session::generate`], and as [`Session::write`] where the request has strings that end it.
     pub fn generate_batch(
         &self,
         prompts: &[impl AsRef<[u32]>],
         completions: usize,
         request: &Request,
-    ) -> Result<Vec<Vec<Completion>>, EngineError> {
+    ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         let each: Vec<_> = prompts.iter().map(|prompt| (prompt.as_ref(), request)).collect();
         self.generate_each(&each, completions)
     }
@@ -71,7 +75,7 @@ impl Engine {
         &self,
         asked: &[(&[u32], &Request)],
         completions: usize,
-    ) -> Result<Vec<Vec<Completion>>, EngineError> {
+    ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         self.generate_each_with(asked, completions, |_| ControlFlow::Continue(()))
     }
 
@@ -85,7 +89,7 @@ impl Engine {
         asked: &[(&[u32], &Request)],
         completions: usize,
         mut seen: impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
-    ) -> Result<Vec<Vec<Completion>>, EngineError> {
+    ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         for (_, request) in asked {
             request.sampling.check()?;
             if !request.stops.is_empty() {
@@ -129,7 +133,7 @@ impl Engine {
         completions: usize,
         room: usize,
         seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
-    ) -> Result<Vec<Vec<Completion>>, EngineError> {
+    ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         let mut cancelled = false;
         let mut one = |tokens: &[u32], request: &Request, place| {
             if cancelled {
@@ -156,7 +160,7 @@ impl Engine {
         tokens: &[u32],
         request: &'a Request,
         [prompt, completion]: [usize; 2],
-    ) -> Result<Growing<'a>, EngineError> {
+    ) -> Result<Growing<'a>, GenerateError> {
         let writing = match self.0.reader.tokenizer {
             Some(_) => Some(Writing::new(tokens, request)?),
             None => None,
@@ -173,7 +177,7 @@ impl Engine {
         mut cache: KvCache,
         mut logits: Tensor<2>,
         seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
-    ) -> Result<bool, EngineError> {
+    ) -> Result<bool, GenerateError> {
         let mut rows: Vec<usize> = (0..batch.len()).collect();
         let picker = |batch: &[Growing<'_>], rows: &[usize]| {
             let row = |at: &usize| (batch[*at].request.sampling, &batch[*at].seen[..]);
@@ -225,7 +229,7 @@ impl Growing<'_> {
         engine: &Engine,
         token: Token,
         capacity: usize,
-    ) -> Result<BatchStep<'_>, EngineError> {
+    ) -> Result<BatchStep<'_>, GenerateError> {
         let (tokens, written) = (self.tokens.len(), self.text.as_deref().map_or(0, str::len));
         self.take(engine, token, capacity)?;
         let Self { prompt, completion, end, .. } = *self;
@@ -233,7 +237,12 @@ impl Growing<'_> {
         Ok(BatchStep { prompt, completion, token: self.tokens.get(tokens).copied(), piece, end })
     }
 
-    fn take(&mut self, engine: &Engine, token: Token, capacity: usize) -> Result<(), EngineError> {
+    fn take(
+        &mut self,
+        engine: &Engine,
+        token: Token,
+        capacity: usize,
+    ) -> Result<(), GenerateError> {
         let end = |own: &Self| own.request.end(own.tokens.len(), own.seen.len(), capacity);
         self.end = end(self);
         if self.end.is_none() && self.request.eos.contains(&token.id) {
@@ -252,7 +261,7 @@ impl Growing<'_> {
     }
 
     /// What a token adds to the text, which may be its end.
-    fn write(&mut self, engine: &Engine, id: u32) -> Result<(), EngineError> {
+    fn write(&mut self, engine: &Engine, id: u32) -> Result<(), GenerateError> {
         let Some(writing) = &mut self.writing else { return Ok(()) };
         let (piece, stopped) = writing.push(engine.tokenizer()?, id)?;
         self.text.get_or_insert_default().push_str(&piece);
@@ -264,13 +273,13 @@ impl Growing<'_> {
     }
 
     /// Ends it as it is.
-    fn cancel(&mut self, engine: &Engine) -> Result<(), EngineError> {
+    fn cancel(&mut self, engine: &Engine) -> Result<(), GenerateError> {
         self.end = Some(End::Cancelled);
         self.finish(engine)
     }
 
     /// What is left of the text, which may have its end in it.
-    fn finish(&mut self, engine: &Engine) -> Result<(), EngineError> {
+    fn finish(&mut self, engine: &Engine) -> Result<(), GenerateError> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
         let (piece, stopped) = writing.finish(engine.tokenizer()?)?;
         self.text.get_or_insert_default().push_str(&piece);

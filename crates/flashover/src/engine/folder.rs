@@ -2,12 +2,16 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use arch::ArchProfile;
-use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, LoraOptions, Weights};
+use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, Weights};
 use text::{ChatTemplate, Message, Prompt, Tokenizer};
 
-use super::{EngineError, EngineOptions, Others, Prepared, Request, Sampling};
+use super::error::GenerateError;
+use super::request::Request;
+use super::sampling::Sampling;
+use crate::load_error::LoadError;
+use crate::options::EngineOptions;
 use crate::plan::{Plan, Workload};
-use crate::train::{TrainPlan, TrainWorkload};
+use crate::prepare::Prepared;
 
 /// A Hugging Face folder that is opened and on no device: what a text becomes and what a request needs is known before
 /// the weights move.
@@ -37,15 +41,15 @@ impl ModelFolder {
     /// first asked for: plain prompts need none.
     ///
     /// # Errors
-    /// [`EngineError::Folder`] for what is no model of ours, [`EngineError::Text`] for a tokenizer that cannot be read
+    /// [`LoadError::Folder`] for what is no model of ours, [`LoadError::Text`] for a tokenizer that cannot be read
     /// or is another model's.
-    pub fn open(folder: impl AsRef<Path>) -> Result<Self, EngineError> {
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, LoadError> {
         let folder = folder.as_ref();
-        let weights = Weights::open(folder).map_err(EngineError::Folder)?;
+        let weights = Weights::open(folder).map_err(LoadError::Folder)?;
         let config = weights.config().clone();
         let generation = GenerationConfig::open(folder)
             .and_then(|generation| generation.for_vocab(config.vocab));
-        let generation = generation.map_err(EngineError::Folder)?;
+        let generation = generation.map_err(LoadError::Folder)?;
         let tokenizer = Tokenizer::of_model(folder, config.vocab)?;
         let (folder, template) = (folder.to_owned(), OnceLock::new());
         let reader = Reader { folder, config, generation, tokenizer, template };
@@ -56,18 +60,18 @@ impl ModelFolder {
     /// of 4 or 8 bits.
     ///
     /// # Errors
-    /// [`EngineError::Folder`] for what is no adapter of this model.
-    pub fn with_adapter(self, folder: impl AsRef<Path>) -> Result<Self, EngineError> {
+    /// [`LoadError::Folder`] for what is no adapter of this model.
+    pub fn with_adapter(self, folder: impl AsRef<Path>) -> Result<Self, LoadError> {
         let adapter = self.adapter(&folder)?;
         let adapter_folder = Some(folder.as_ref().to_owned());
         Ok(Self { adapter: Some(adapter), adapter_folder, ..self })
     }
 
-    fn prepared(
+    pub(crate) fn prepared(
         &self,
         profile: &ArchProfile,
         options: &EngineOptions,
-    ) -> Result<Prepared, EngineError> {
+    ) -> Result<Prepared, LoadError> {
         let (folder, adapter) = (&self.reader.folder, self.adapter.as_ref());
         Prepared::of_files(profile, folder, &self.weights, adapter, options)
     }
@@ -81,39 +85,17 @@ impl ModelFolder {
         profile: &ArchProfile,
         options: &EngineOptions,
         workload: Workload,
-    ) -> Result<Plan, EngineError> {
-        let prepared = self.prepared(profile, options)?;
-        prepared.planned.checked(profile, options, workload)
-    }
-
-    /// What training an adapter of this model will take.
-    ///
-    /// # Errors
-    /// As [`TrainPlan::of_folder`].
-    pub fn train_plan(
-        &self,
-        profile: &ArchProfile,
-        options: &EngineOptions,
-        lora: &LoraOptions,
-        workload: TrainWorkload,
-    ) -> Result<TrainPlan, EngineError> {
-        let prepared = self.prepared(profile, options)?;
-        TrainPlan::new(
-            &prepared.planned,
-            profile,
-            &options.budget,
-            lora,
-            workload,
-            Others::default(),
-        )
+    ) -> Result<Plan, LoadError> {
+        let planned = self.prepared(profile, options)?.planned;
+        Ok(planned.checked(profile, &options.budget, workload)?)
     }
 
     /// Reads an adapter of this model, and leaves the model as it is.
     ///
     /// # Errors
-    /// [`EngineError::Folder`] for what is no adapter of this model.
-    pub fn adapter(&self, folder: impl AsRef<Path>) -> Result<Adapter, EngineError> {
-        Adapter::open(folder, self.weights.config()).map_err(EngineError::Folder)
+    /// [`LoadError::Folder`] for what is no adapter of this model.
+    pub fn adapter(&self, folder: impl AsRef<Path>) -> Result<Adapter, LoadError> {
+        Adapter::open(folder, self.weights.config()).map_err(LoadError::Folder)
     }
 
     /// What the model computes, as its config.json has it.
@@ -146,36 +128,36 @@ impl ModelFolder {
     /// As [`Engine::encode`](super::Engine::encode).
     ///
     /// # Errors
-    /// [`EngineError::NoTokenizer`], [`EngineError::Text`].
-    pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, EngineError> {
+    /// [`GenerateError::NoTokenizer`], [`GenerateError::Text`].
+    pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, GenerateError> {
         self.reader.encode(prompt)
     }
 
     /// As [`Engine::encode_chat`](super::Engine::encode_chat).
     ///
     /// # Errors
-    /// [`EngineError::NoTemplate`], [`EngineError::NoTokenizer`], [`EngineError::Text`].
-    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, EngineError> {
+    /// [`GenerateError::NoTemplate`], [`GenerateError::NoTokenizer`], [`GenerateError::Text`].
+    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, GenerateError> {
         self.reader.encode_chat(messages)
     }
 
     /// The tokens of a text that goes on, without what the tokenizer puts around one.
-    pub(crate) fn encode_more(&self, text: &str) -> Result<Vec<u32>, EngineError> {
+    pub(crate) fn encode_more(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
         Ok(self.reader.tokenizer()?.encode(text, false)?)
     }
 
     /// What the model's chat template makes of messages.
-    pub(crate) fn render(&self, prompt: &Prompt) -> Result<String, EngineError> {
+    pub(crate) fn render(&self, prompt: &Prompt) -> Result<String, GenerateError> {
         self.reader.render(prompt)
     }
 
     /// Refuses a prompt that the model will refuse.
     ///
     /// # Errors
-    /// [`EngineError::EmptyPrompt`]; [`EngineError::Model`] for a token that the vocabulary does not have.
-    pub fn check(&self, prompt: &[u32]) -> Result<(), EngineError> {
+    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Model`] for a token that the vocabulary does not have.
+    pub fn check(&self, prompt: &[u32]) -> Result<(), GenerateError> {
         if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
+            return Err(GenerateError::EmptyPrompt);
         }
         Ok(self.reader.config.check_tokens(prompt)?)
     }
@@ -229,25 +211,25 @@ impl Reader {
         }
     }
 
-    pub(super) fn tokenizer(&self) -> Result<&Tokenizer, EngineError> {
-        self.tokenizer.as_ref().ok_or_else(|| EngineError::NoTokenizer(self.folder.clone()))
+    pub(super) fn tokenizer(&self) -> Result<&Tokenizer, GenerateError> {
+        self.tokenizer.as_ref().ok_or_else(|| GenerateError::NoTokenizer(self.folder.clone()))
     }
 
-    pub(super) fn encode(&self, prompt: &str) -> Result<Vec<u32>, EngineError> {
+    pub(super) fn encode(&self, prompt: &str) -> Result<Vec<u32>, GenerateError> {
         Ok(self.tokenizer()?.encode(prompt, true)?)
     }
 
-    pub(super) fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, EngineError> {
+    pub(super) fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, GenerateError> {
         let tokenizer = self.tokenizer()?;
         Ok(tokenizer.encode(&self.render(&Prompt::of(messages))?, false)?)
     }
 
-    fn render(&self, prompt: &Prompt) -> Result<String, EngineError> {
+    fn render(&self, prompt: &Prompt) -> Result<String, GenerateError> {
         Ok(self.template()?.render(prompt)?)
     }
 
     /// One that cannot be opened is tried again.
-    fn template(&self) -> Result<&ChatTemplate, EngineError> {
+    fn template(&self) -> Result<&ChatTemplate, GenerateError> {
         let template = match self.template.get() {
             Some(template) => template,
             None => {
@@ -255,7 +237,7 @@ impl Reader {
                 self.template.get_or_init(|| opened)
             }
         };
-        template.as_ref().ok_or_else(|| EngineError::NoTemplate(self.folder.clone()))
+        template.as_ref().ok_or_else(|| GenerateError::NoTemplate(self.folder.clone()))
     }
 
     pub(super) fn room(&self, prompt: usize, request: &Request) -> usize {

@@ -11,8 +11,12 @@ use record::Summary;
 use serde::Serialize;
 use tune::timing::{Stopwatch, Timing, TimingError};
 
-use super::sampling::{Picker, Place};
-use super::{Engine, EngineError, Grant, Sampling, Token};
+use super::Engine;
+use super::error::GenerateError;
+use super::picker::Picker;
+use super::sampling::{Place, Sampling, Token};
+use crate::device_error::DeviceError;
+use crate::ledger::Grant;
 
 /// What is measured: a prompt that passes, or tokens that are generated one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -59,8 +63,8 @@ impl Ceilings {
     /// Measures them for what `engine` computes in.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`], [`EngineError::Failed`].
-    pub fn measure(engine: &Engine) -> Result<Self, EngineError> {
+    /// Those of the device.
+    pub fn measure(engine: &Engine) -> Result<Self, DeviceError> {
         let _at_work = ops::at_work();
         let device = &engine.0.device;
         let failed = |e: TimingError| engine.failed(e.to_string());
@@ -145,7 +149,7 @@ pub(super) struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(engine: &'a Engine, test: SpeedTest) -> Result<Self, EngineError> {
+    pub(super) fn new(engine: &'a Engine, test: SpeedTest) -> Result<Self, GenerateError> {
         let SpeedTest { prompt, generated, depth, batch } = test;
         let positions = depth.saturating_add(prompt).saturating_add(generated);
         let (cache, grant) = engine.cache(batch, positions)?;
@@ -154,7 +158,7 @@ impl<'a> Run<'a> {
     }
 
     /// Lets pass what is there before.
-    pub(super) fn prepare(&mut self) -> Result<(), EngineError> {
+    pub(super) fn prepare(&mut self) -> Result<(), GenerateError> {
         self.cache.clear();
         if self.test.depth > 0 {
             self.pass(1, self.test.depth)?;
@@ -163,7 +167,7 @@ impl<'a> Run<'a> {
     }
 
     /// One repetition: nanoseconds of all of it, and up to the first token.
-    pub(super) fn once(&mut self) -> Result<(f64, f64), EngineError> {
+    pub(super) fn once(&mut self) -> Result<(f64, f64), GenerateError> {
         let begin = Stopwatch::start();
         let mut first = None;
         if self.test.prompt > 0 {
@@ -178,7 +182,7 @@ impl<'a> Run<'a> {
         Ok((all, first.map_or(f64::NAN, |first| first.as_nanos() as f64)))
     }
 
-    fn pass(&mut self, seed: usize, count: usize) -> Result<Vec<Token>, EngineError> {
+    fn pass(&mut self, seed: usize, count: usize) -> Result<Vec<Token>, GenerateError> {
         let batch = self.test.batch;
         let tokens = vec![self.engine.some_tokens(seed, count); batch];
         let logits = self.engine.decoder().prefill(&mut self.cache, &tokens)?;
@@ -192,8 +196,8 @@ impl Engine {
     /// warms up for half a second at least: a card that rested has not its clocks at once.
     ///
     /// # Errors
-    /// [`EngineError::Model`] for more positions than the model has.
-    pub fn measure(&self, test: SpeedTest, repetitions: usize) -> Result<Speed, EngineError> {
+    /// [`GenerateError::Model`] for more positions than the model has.
+    pub fn measure(&self, test: SpeedTest, repetitions: usize) -> Result<Speed, GenerateError> {
         let SpeedTest { generated, depth, batch, .. } = test;
         let mut run = Run::new(self, test)?;
         let profile = self.0.device.profile();

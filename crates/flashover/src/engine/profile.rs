@@ -3,8 +3,9 @@
 use serde::Serialize;
 use trace::{Operator, Recording, Trace};
 
-use super::measure::Run;
-use super::{Engine, EngineError, SpeedTest};
+use super::Engine;
+use super::error::GenerateError;
+use super::measure::{Run, SpeedTest};
 use crate::memory::MemoryUsage;
 
 /// One run of a test, kernel by kernel.
@@ -54,8 +55,8 @@ impl Engine {
     /// Runs a test once to warm up and once more while every launch of this thread is timed.
     ///
     /// # Errors
-    /// [`EngineError::Recording`] while something else records; as [`Engine::measure`].
-    pub fn profile(&self, test: SpeedTest) -> Result<Profile, EngineError> {
+    /// [`GenerateError::Recording`] while something else records; as [`Engine::measure`].
+    pub fn profile(&self, test: SpeedTest) -> Result<Profile, GenerateError> {
         let mut run = Run::new(self, test)?;
         run.prepare()?;
         run.once()?;

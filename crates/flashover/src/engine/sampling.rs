@@ -1,15 +1,12 @@
-//! Which token comes next: what is asked for, on its way to [`ops::sample`].
-//!
-//! Logits stay on the device; words of each row go there with every step, and a token, its probability and a flag
-//! come back. Numbers are drawn here, of seed and place alone: a token does not depend on what runs beside it.
+//! How tokens are chosen, and the random numbers that choose: drawn of seed and place alone, so that a token does not
+//! depend on what runs beside it.
 //!
 //! Source of the numbers: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use models::GenerationConfig;
 use ops::Choice;
 
-use super::{Engine, EngineError};
+use super::error::GenerateError;
 
 /// How tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -79,8 +76,8 @@ impl Sampling {
     }
 
     /// # Errors
-    /// [`EngineError::Sampling`] of a number that is out of its range.
-    pub fn check(&self) -> Result<(), EngineError> {
+    /// [`GenerateError::Sampling`] of a number that is out of its range.
+    pub fn check(&self) -> Result<(), GenerateError> {
         let share = |value: f32| (0.0..=1.0).contains(&value);
         let wrong = [
             (
@@ -99,13 +96,13 @@ impl Sampling {
             ),
         ];
         match wrong.into_iter().find(|(_, _, fits, _)| !fits) {
-            Some((name, value, _, range)) => Err(EngineError::Sampling { name, value, range }),
+            Some((name, value, _, range)) => Err(GenerateError::Sampling { name, value, range }),
             None => Ok(()),
         }
     }
 
     /// As the kernel is told.
-    fn choice(&self, place: Place) -> Choice {
+    pub(super) fn choice(&self, place: Place) -> Choice {
         Choice {
             temperature: self.temperature,
             top_k: u32::try_from(self.top_k).unwrap_or(u32::MAX),
@@ -115,71 +112,6 @@ impl Sampling {
             uniform: uniform(self.seed, place),
         }
     }
-}
-
-/// Picks tokens of rows that grow, and remembers on the device what each has seen.
-#[derive(Debug)]
-pub(super) struct Picker {
-    /// Of each row.
-    sampling: Vec<Sampling>,
-    /// A bit a token, row by row.
-    seen: Tensor<1, Int>,
-}
-
-impl Picker {
-    /// For sequences that are sampled so and have these tokens so far.
-    pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
-        let _at_work = ops::at_work();
-        let words = engine.config().vocab.div_ceil(32);
-        let mut bits = vec![0u32; words * sequences.len()];
-        for (row, (_, ids)) in sequences.iter().enumerate() {
-            for id in *ids {
-                bits[row * words + *id as usize / 32] |= 1 << (id % 32);
-            }
-        }
-        let sampling = sequences.iter().map(|(sampling, _)| *sampling).collect();
-        let device = engine.decoder().device();
-        // As long as what decodes, so outside of the pools of what passes.
-        let seen = device.memory_persistent_allocations(bits, |bits| {
-            let len = bits.len();
-            words_on(device, bits, [len])
-        });
-        Self { sampling, seen }
-    }
-
-    /// The tokens after rows of logits, `[rows, vocab]`, each at its place.
-    pub(super) fn pick(
-        &self,
-        engine: &Engine,
-        logits: Tensor<2>,
-        places: &[Place],
-    ) -> Result<Vec<Token>, EngineError> {
-        let _at_work = ops::at_work();
-        let _first = trace::first(|| "sampling");
-        let _part = trace::span(|| "sampling");
-        let rows = self.sampling.iter().zip(places);
-        let words: Vec<u32> =
-            rows.flat_map(|(sampling, place)| sampling.choice(*place).words()).collect();
-        let shape = [places.len(), words.len() / places.len()];
-        let choices = words_on(engine.decoder().device(), words, shape);
-        let ctx = engine.decoder().ctx();
-        let made =
-            ops::sample(ctx, logits, choices, self.seen.clone()).map_err(models::Error::from)?;
-        let rows = engine.on_host(made)?;
-        engine.note_memory();
-        let rows = rows.as_chunks::<3>().0.iter().zip(places);
-        rows.map(|([id, logprob, none], place)| match *none == 0.0 {
-            true => Ok(Token { id: *id as u32, logprob: *logprob }),
-            false => Err(EngineError::NotFinite { position: place.position }),
-        })
-        .collect()
-    }
-}
-
-/// Words on a device.
-fn words_on<const D: usize>(device: &Device, words: Vec<u32>, shape: [usize; D]) -> Tensor<D, Int> {
-    let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
-    Tensor::from_data(TensorData::new(words, shape), (device, DType::I32))
 }
 
 /// From 0 up to, not including, 1, in steps that f32 holds.
@@ -244,7 +176,7 @@ mod tests {
             Sampling { min_p: -0.1, ..ok },
             Sampling { repetition_penalty: 0.0, ..ok },
         ] {
-            assert!(matches!(wrong.check(), Err(EngineError::Sampling { .. })), "{wrong:?}");
+            assert!(matches!(wrong.check(), Err(GenerateError::Sampling { .. })), "{wrong:?}");
         }
         assert!(ok.check().is_ok());
     }

@@ -1,8 +1,12 @@
 use burn::tensor::Tensor;
 use models::KvCache;
 
-use super::sampling::{Picker, Place};
-use super::{Engine, EngineError, Grant, Request, Token};
+use super::Engine;
+use super::error::GenerateError;
+use super::picker::Picker;
+use super::request::{End, Request};
+use super::sampling::{Place, Token};
+use crate::ledger::Grant;
 
 /// One sequence: the tokens so far, with their keys and values.
 #[derive(Debug)]
@@ -12,21 +16,6 @@ pub struct Session {
     grant: Option<Grant>,
     /// The last to go: the last of a model gives its pages back.
     engine: Engine,
-}
-
-/// Why a generation ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// The model gave a token of [`Request::eos`].
-    Eos,
-    /// A string of [`Request::stops`] came up.
-    Stop,
-    /// As many tokens as were asked for.
-    Length,
-    /// The session has no more room.
-    Context,
-    /// Who was told of the steps of a batch had enough.
-    Cancelled,
 }
 
 /// The tokens of a generation, as they come.
@@ -44,14 +33,24 @@ pub struct Tokens<'a> {
     failed: bool,
 }
 
+impl Engine {
+    /// Room for one sequence of `context` positions.
+    ///
+    /// # Errors
+    /// [`GenerateError::Model`] for more than the model has, [`PlanError::Memory`](crate::PlanError::Memory) for more than the device.
+    pub fn session(&self, context: usize) -> Result<Session, GenerateError> {
+        Session::new(self.clone(), context)
+    }
+}
+
 impl Session {
-    pub(super) fn new(engine: Engine, context: usize) -> Result<Self, EngineError> {
+    pub(super) fn new(engine: Engine, context: usize) -> Result<Self, GenerateError> {
         let (cache, grant) = engine.cache(1, context)?;
         Ok(Self { engine, cache, grant })
     }
 
     /// One of a batch that was found to fit.
-    pub(super) fn within(engine: Engine, context: usize) -> Result<Self, EngineError> {
+    pub(super) fn within(engine: Engine, context: usize) -> Result<Self, GenerateError> {
         let cache = engine.cache_within(1, context)?;
         Ok(Self { engine, cache, grant: None })
     }
@@ -85,17 +84,17 @@ impl Session {
     /// and take no more of it than was planned.
     ///
     /// # Errors
-    /// [`EngineError::EmptyPrompt`]; [`EngineError::Model`] for tokens that the model does not have or that the
+    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Model`] for tokens that the model does not have or that the
     /// session has no room for.
-    pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
+    pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, GenerateError> {
         if tokens.is_empty() {
-            return Err(EngineError::EmptyPrompt);
+            return Err(GenerateError::EmptyPrompt);
         }
         let Self { engine, cache, .. } = self;
         let mut logits = Vec::new();
         engine.decoder().prefill_each(cache, tokens, |made| {
             logits.extend(engine.on_host(made)?);
-            Ok::<_, EngineError>(())
+            Ok::<_, GenerateError>(())
         })?;
         Ok(logits)
     }
@@ -103,12 +102,12 @@ impl Session {
     /// Lets `prompt` pass, after [`Session::tokens`], and generates.
     ///
     /// # Errors
-    /// As [`Session::logits`]; [`EngineError::Sampling`]. Those of later tokens come from the iterator.
+    /// As [`Session::logits`]; [`GenerateError::Sampling`]. Those of later tokens come from the iterator.
     pub fn generate(
         &mut self,
         prompt: &[u32],
         request: &Request,
-    ) -> Result<Tokens<'_>, EngineError> {
+    ) -> Result<Tokens<'_>, GenerateError> {
         request.sampling.check()?;
         let logits = self.prefill(prompt)?;
         let (request, tokens) = (request.clone(), self.cache.tokens(0));
@@ -128,9 +127,9 @@ impl Session {
     }
 
     /// Logits after the last of the tokens, on the device, to be used before the next step.
-    pub(super) fn prefill(&mut self, tokens: &[u32]) -> Result<Tensor<2>, EngineError> {
+    pub(super) fn prefill(&mut self, tokens: &[u32]) -> Result<Tensor<2>, GenerateError> {
         if tokens.is_empty() {
-            return Err(EngineError::EmptyPrompt);
+            return Err(GenerateError::EmptyPrompt);
         }
         Ok(self.engine.decoder().prefill(&mut self.cache, &[tokens])?)
     }
@@ -143,7 +142,7 @@ impl Tokens<'_> {
     }
 
     /// The token after the last one, which passes.
-    fn pick(&mut self) -> Result<Token, EngineError> {
+    fn pick(&mut self) -> Result<Token, GenerateError> {
         let last = self.last.take().expect("a token was given out, or one is next");
         let Session { engine, cache, .. } = &mut *self.session;
         let logits = engine.decoder().decode(cache, &[last])?;
@@ -152,7 +151,7 @@ impl Tokens<'_> {
         Ok(picked.pop().expect("a token a row"))
     }
 
-    fn step(&mut self) -> Result<Option<Token>, EngineError> {
+    fn step(&mut self) -> Result<Option<Token>, GenerateError> {
         let seen = self.session.tokens().len() + usize::from(self.last.is_some());
         self.end = self.request.end(self.given, seen, self.session.context());
         if self.end.is_some() {
@@ -173,7 +172,7 @@ impl Tokens<'_> {
 }
 
 impl Iterator for Tokens<'_> {
-    type Item = Result<Token, EngineError>;
+    type Item = Result<Token, GenerateError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.end.is_some() || self.failed {

@@ -1,6 +1,9 @@
 use text::{Stops, Stream, Tokenizer};
 
-use super::{End, Engine, EngineError, Request, Session, Tokens};
+use super::Engine;
+use super::error::GenerateError;
+use super::request::{End, Request};
+use super::session::{Session, Tokens};
 
 /// The text of a generation, as it becomes certain.
 #[derive(Debug)]
@@ -24,8 +27,8 @@ impl Writing {
     /// After a prompt.
     ///
     /// # Errors
-    /// [`EngineError::Text`] for an empty stop.
-    pub(super) fn new(prompt: &[u32], request: &Request) -> Result<Self, EngineError> {
+    /// [`GenerateError::Text`] for an empty stop.
+    pub(super) fn new(prompt: &[u32], request: &Request) -> Result<Self, GenerateError> {
         let stops = Stops::new(request.stops.clone())?;
         Ok(Self { stream: Stream::new(prompt, false), stops })
     }
@@ -35,13 +38,13 @@ impl Writing {
         &mut self,
         tokenizer: &Tokenizer,
         id: u32,
-    ) -> Result<(String, bool), EngineError> {
+    ) -> Result<(String, bool), GenerateError> {
         let piece = self.stops.push(&self.stream.push(tokenizer, id)?);
         Ok((piece.text, piece.stop.is_some()))
     }
 
     /// The text that is left where no token follows, and whether a stop ends it.
-    pub(super) fn finish(mut self, tokenizer: &Tokenizer) -> Result<(String, bool), EngineError> {
+    pub(super) fn finish(mut self, tokenizer: &Tokenizer) -> Result<(String, bool), GenerateError> {
         let last = self.stops.push(&self.stream.finish(tokenizer)?);
         Ok(match last.stop {
             Some(_) => (last.text, true),
@@ -54,8 +57,8 @@ impl Session {
     /// Lets `prompt` pass and generates text.
     ///
     /// # Errors
-    /// As [`Session::generate`]; [`EngineError::NoTokenizer`]; [`EngineError::Text`] for an empty stop.
-    pub fn write(&mut self, prompt: &[u32], request: &Request) -> Result<Text<'_>, EngineError> {
+    /// As [`Session::generate`]; [`GenerateError::NoTokenizer`]; [`GenerateError::Text`] for an empty stop.
+    pub fn write(&mut self, prompt: &[u32], request: &Request) -> Result<Text<'_>, GenerateError> {
         let engine = self.engine().clone();
         engine.tokenizer()?;
         let left = Some(Writing::new(prompt, request)?);
@@ -68,8 +71,8 @@ impl Engine {
     /// The text that `tokens` add to that of a prompt. By themselves tokenizers may drop a space at their beginning.
     ///
     /// # Errors
-    /// [`EngineError::NoTokenizer`], [`EngineError::Text`].
-    pub fn decode_after(&self, prompt: &[u32], tokens: &[u32]) -> Result<String, EngineError> {
+    /// [`GenerateError::NoTokenizer`], [`GenerateError::Text`].
+    pub fn decode_after(&self, prompt: &[u32], tokens: &[u32]) -> Result<String, GenerateError> {
         let (tokenizer, mut stream) = (self.tokenizer()?, Stream::new(prompt, false));
         let mut text = String::new();
         for id in tokens {
@@ -91,7 +94,7 @@ impl Text<'_> {
     }
 
     /// The next piece; none at the end.
-    fn piece(&mut self) -> Result<Option<String>, EngineError> {
+    fn piece(&mut self) -> Result<Option<String>, GenerateError> {
         let Some(mut writing) = self.left.take() else { return Ok(None) };
         let engine = self.engine.clone();
         let tokenizer = engine.tokenizer()?;
@@ -114,7 +117,7 @@ impl Text<'_> {
 }
 
 impl Iterator for Text<'_> {
-    type Item = Result<String, EngineError>;
+    type Item = Result<String, GenerateError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         self.piece().transpose()

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use text::{Message, Prompt};
 
-use crate::engine::{EngineError, ModelFolder};
+use crate::engine::{GenerateError, ModelFolder};
 
 /// What is learned.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub enum DatasetError {
     },
     /// A text or a chat that does not become tokens.
     #[error(transparent)]
-    Engine(#[from] EngineError),
+    Encode(#[from] GenerateError),
 }
 
 /// A line of a `.jsonl`.
@@ -193,7 +193,7 @@ fn shuffled(len: usize, seed: u64, epoch: usize) -> Vec<usize> {
 
 impl Line {
     /// None for a conversation whose text does not begin with the text of its question.
-    fn example(self, folder: &ModelFolder) -> Result<Option<Example>, EngineError> {
+    fn example(self, folder: &ModelFolder) -> Result<Option<Example>, GenerateError> {
         let ends = |mut tokens: Vec<u32>| {
             tokens.extend(folder.request().eos.first());
             tokens

@@ -4,8 +4,9 @@ use models::{Example, LoraOptions, Param, Recompute, Slot};
 use serde::Serialize;
 use tune::timing::Stopwatch;
 
+use super::error::TrainError;
 use super::{TrainOptions, Trainer};
-use crate::engine::{Engine, EngineError};
+use crate::engine::Engine;
 
 /// Steps that are measured: of sequences of one length, all of whose tokens are learned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +41,7 @@ impl Engine {
         &self,
         test: TrainTest,
         repetitions: usize,
-    ) -> Result<TrainSpeed, EngineError> {
+    ) -> Result<TrainSpeed, TrainError> {
         let TrainTest { batch, context, rank, recompute } = test;
         let lora = LoraOptions { rank, alpha: 2.0 * rank as f64, ..LoraOptions::default() };
         let options = TrainOptions { lora, recompute, ..TrainOptions::default() };

@@ -6,8 +6,10 @@
 //! ```
 
 mod data;
+mod error;
 mod measure;
 mod plan;
+mod room;
 mod schedule;
 
 use std::path::Path;
@@ -17,9 +19,12 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use models::{Adaptation, Adapter, Example, LoraOptions, Recompute};
 use serde::Serialize;
 
-use crate::engine::{Engine, EngineError, Grant};
+use crate::engine::Engine;
+use crate::ledger::Grant;
+use crate::plan::PlanError;
 
 pub use data::{Dataset, DatasetError};
+pub use error::TrainError;
 pub use measure::{TrainSpeed, TrainTest};
 pub use plan::{TrainPlan, TrainWorkload};
 use schedule::LossScale;
@@ -95,9 +100,9 @@ impl Trainer {
     /// Begins with an adapter that changes nothing.
     ///
     /// # Errors
-    /// [`EngineError::Model`] for modules that the model does not have or a rank that they cannot have;
-    /// [`EngineError::Training`] for options that mean nothing.
-    pub fn new(engine: Engine, options: TrainOptions) -> Result<Self, EngineError> {
+    /// [`TrainError::Model`] for modules that the model does not have or a rank that they cannot have;
+    /// [`TrainError::Option`] for options that mean nothing.
+    pub fn new(engine: Engine, options: TrainOptions) -> Result<Self, TrainError> {
         let adapter = Adapter::new(engine.config(), options.lora.clone(), options.seed)?;
         Self::from_adapter(engine, adapter, options)
     }
@@ -105,12 +110,12 @@ impl Trainer {
     /// Goes on from an adapter, whose own options replace those given. AdamW begins anew.
     ///
     /// # Errors
-    /// [`EngineError::Training`] for options that mean nothing.
+    /// [`TrainError::Option`] for options that mean nothing.
     pub fn from_adapter(
         engine: Engine,
         adapter: Adapter,
         options: TrainOptions,
-    ) -> Result<Self, EngineError> {
+    ) -> Result<Self, TrainError> {
         options.check()?;
         let optimizer = AdamWConfig::new()
             .with_epsilon(1e-8)
@@ -137,8 +142,8 @@ impl Trainer {
     /// What a step of such micro-batches takes.
     ///
     /// # Errors
-    /// [`EngineError::Model`] for sequences longer than the model's.
-    pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<TrainPlan, EngineError> {
+    /// [`PlanError::Model`] for sequences longer than the model's.
+    pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<TrainPlan, PlanError> {
         let workload = self.workload(micro_batches);
         self.engine.train_plan_beside(self.grant.as_ref(), self.adapter.options(), workload)
     }
@@ -158,9 +163,9 @@ impl Trainer {
     /// more make it themselves; who knows the largest asks for it first, and spares the moves.
     ///
     /// # Errors
-    /// [`EngineError::TrainMemory`] where the device or the budget has no such room; [`EngineError::Model`] for
+    /// [`TrainError::Memory`] where the device or the budget has no such room; [`TrainError::Plan`] for
     /// sequences longer than the model's.
-    pub fn reserve(&mut self, mut need: TrainWorkload) -> Result<(), EngineError> {
+    pub fn reserve(&mut self, mut need: TrainWorkload) -> Result<(), TrainError> {
         need.recompute = self.options.recompute;
         if let Some(room) = self.room {
             need.batch = need.batch.max(room.batch);
@@ -180,7 +185,7 @@ impl Trainer {
         if made.is_err() {
             self.grant = None;
         }
-        made
+        Ok(made?)
     }
 
     /// Moves what changes with each step.
@@ -210,13 +215,13 @@ impl Trainer {
     /// one batch, the memory that of the largest of them.
     ///
     /// # Errors
-    /// [`EngineError::Model`] for examples that the model cannot learn; [`EngineError::TrainMemory`] before anything is
-    /// computed, for batches that the device or the budget has no room for; [`EngineError::Diverged`] for a loss or a
-    /// gradient that is not finite, after which nothing was changed; [`EngineError::OutOfMemory`].
+    /// [`TrainError::Model`] for examples that the model cannot learn; [`TrainError::Memory`] before anything is
+    /// computed, for batches that the device or the budget has no room for; [`TrainError::Diverged`] for a loss or a
+    /// gradient that is not finite, after which nothing was changed; [`TrainError::Device`].
     ///
     /// # Panics
     /// Where the backward pass of an op fails.
-    pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<Taught, EngineError> {
+    pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<Taught, TrainError> {
         let _first = trace::first(|| "train step");
         let _step = trace::span(|| format!("train step {}", self.done + 1));
         self.engine.note_memory();
@@ -239,7 +244,7 @@ impl Trainer {
             self.engine.note_memory();
         }
         let (Some(loss), Some(gradient)) = (loss, gradient) else {
-            return Err(EngineError::Model(models::Error::Lesson));
+            return Err(models::Error::Lesson.into());
         };
         let gradient = {
             let _at_work = ops::at_work();
@@ -255,7 +260,7 @@ impl Trainer {
             return Ok(taught(true));
         }
         if !loss.is_finite() || !length.is_finite() {
-            return Err(EngineError::Diverged { step });
+            return Err(TrainError::Diverged { step });
         }
         self.take(values, gradient, length, learning_rate);
         self.done = step;
@@ -278,7 +283,7 @@ impl Trainer {
     }
 
     /// The sum of the losses, and the length of the gradient.
-    fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], EngineError> {
+    fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], TrainError> {
         let both = {
             let _at_work = ops::at_work();
             let length = (gradient.clone() * gradient).sum().sqrt();
@@ -292,7 +297,7 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`Trainer::step`].
-    pub fn loss(&mut self, batch: &[Example]) -> Result<(f64, usize), EngineError> {
+    pub fn loss(&mut self, batch: &[Example]) -> Result<(f64, usize), TrainError> {
         self.reserve(self.workload(&[batch.to_vec()]))?;
         let values = self.values();
         let (options, factors) = (self.adapter.options(), self.adapter.factors());
@@ -310,22 +315,22 @@ impl Trainer {
     /// What was learned so far.
     ///
     /// # Errors
-    /// [`EngineError::Diverged`] of values that are not finite; [`EngineError::Failed`], [`EngineError::OutOfMemory`].
-    pub fn adapter(&self) -> Result<Adapter, EngineError> {
+    /// [`TrainError::Diverged`] of values that are not finite; [`TrainError::Device`].
+    pub fn adapter(&self) -> Result<Adapter, TrainError> {
         let Some(values) = self.values.clone() else { return Ok(self.adapter.clone()) };
         let all = self.adapter.values().len();
         let values = self.engine.on_host(values.reshape([1, all]))?;
         match values.iter().all(|value| value.is_finite()) {
             true => Ok(self.adapter.clone().with_values(values)),
-            false => Err(EngineError::Diverged { step: self.done }),
+            false => Err(TrainError::Diverged { step: self.done }),
         }
     }
 
     /// Writes what was learned so far into a folder that is there, as PEFT's files.
     ///
     /// # Errors
-    /// As [`Trainer::adapter`]; [`EngineError::Model`] for a folder that cannot be written.
-    pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), EngineError> {
+    /// As [`Trainer::adapter`]; [`TrainError::Model`] for a folder that cannot be written.
+    pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), TrainError> {
         let model = self.engine.folder().display().to_string();
         Ok(self.adapter()?.write(folder, self.engine.config(), &model)?)
     }
@@ -340,8 +345,8 @@ fn plus(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
 
 impl TrainOptions {
     /// # Errors
-    /// [`EngineError::Training`] of a number that is out of its range.
-    pub fn check(&self) -> Result<(), EngineError> {
+    /// [`TrainError::Option`] of a number that is out of its range.
+    pub fn check(&self) -> Result<(), TrainError> {
         // What is computed with is f32.
         let positive = |value: f64| (value as f32).is_finite() && value > 0.0;
         let rules = [
@@ -353,7 +358,7 @@ impl TrainOptions {
             if !(positive(value) || (!above && value == 0.0)) {
                 let range =
                     if above { "above 0 and within f32" } else { "of 0 or more, within f32" };
-                return Err(EngineError::Training { name, value, range });
+                return Err(TrainError::Option { name, value, range });
             }
         }
         Ok(())

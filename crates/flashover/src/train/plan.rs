@@ -8,11 +8,14 @@ use burn::tensor::FloatDType;
 use models::{Lessons, LoraOptions, Matrices, Recompute, TrainFootprint, Weights};
 use serde::Serialize;
 
-use crate::engine::{EngineError, EngineOptions, Others, Prepared};
+use crate::ledger::Others;
+use crate::load_error::LoadError;
+use crate::options::EngineOptions;
 use crate::plan::{
-    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, Planned, Quantized, advised, computes_in, fewer,
-    largest, of_budget, precision, shown,
+    MOST_POSITIONS, MOST_SEQUENCES, MemoryBudget, PlanError, Planned, Quantized, advised,
+    computes_in, fewer, largest, of_budget, precision, shown,
 };
+use crate::prepare::Prepared;
 
 /// What is learned at most at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -84,10 +87,11 @@ impl TrainPlan {
         options: &EngineOptions,
         lora: &LoraOptions,
         workload: TrainWorkload,
-    ) -> Result<Self, EngineError> {
-        let weights = Weights::open(folder.as_ref()).map_err(EngineError::Folder)?;
+    ) -> Result<Self, LoadError> {
+        let weights = Weights::open(folder.as_ref()).map_err(LoadError::Folder)?;
         let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, None, options)?;
-        Self::new(&prepared.planned, profile, &options.budget, lora, workload, Others::default())
+        let (planned, others) = (&prepared.planned, Others::default());
+        Ok(Self::new(planned, profile, &options.budget, lora, workload, others)?)
     }
 
     /// Plans for a published shape.
@@ -100,9 +104,10 @@ impl TrainPlan {
         options: &EngineOptions,
         lora: &LoraOptions,
         workload: TrainWorkload,
-    ) -> Result<Self, EngineError> {
+    ) -> Result<Self, LoadError> {
         let prepared = Prepared::of_shape(profile, shape, options)?;
-        Self::new(&prepared.planned, profile, &options.budget, lora, workload, Others::default())
+        let (planned, others) = (&prepared.planned, Others::default());
+        Ok(Self::new(planned, profile, &options.budget, lora, workload, others)?)
     }
 
     pub(crate) fn new(
@@ -112,10 +117,10 @@ impl TrainPlan {
         lora: &LoraOptions,
         workload: TrainWorkload,
         others: Others,
-    ) -> Result<Self, EngineError> {
+    ) -> Result<Self, PlanError> {
         planned.check(profile, budget, workload.batch, workload.context)?;
         if profile.backend == Backend::Vulkan && planned.held.dtype == FloatDType::BF16 {
-            return Err(EngineError::TrainDType);
+            return Err(PlanError::TrainBf16);
         }
         let Planned { model, config, held, .. } = planned;
         let of = |planned: &Planned, workload: TrainWorkload| {

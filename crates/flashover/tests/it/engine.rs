@@ -5,8 +5,8 @@ use std::ops::ControlFlow;
 
 use checkpoint::{Checkpoint, Tensor};
 use flashover::{
-    Backend, Completion, Device, End, Engine, EngineError, EngineOptions, KvFormat, MemoryBudget,
-    ModelFolder, Quant, Request, Sampling, SpeedTest, Token, Workload,
+    Backend, Completion, Device, End, Engine, EngineOptions, GenerateError, KvFormat, LoadError,
+    MemoryBudget, ModelFolder, PlanError, Quant, Request, Sampling, SpeedTest, Token, Workload,
 };
 
 use crate::{cpu, demo, fixture};
@@ -119,7 +119,7 @@ fn requests_of_a_batch_are_each_its_own() {
     assert!(each.iter().flatten().all(|answer| answer.text.is_none()), "it has no tokenizer");
     let stops = Request { stops: vec!["x".into()], ..plain(4) };
     let refused = engine.generate_batch(&[[1]], 2, &stops).expect_err("no text");
-    assert!(matches!(refused, EngineError::NoTokenizer(_)), "{refused}");
+    assert!(matches!(refused, GenerateError::NoTokenizer(_)), "{refused}");
 }
 
 /// Stops end the answers of a batch where they end one alone.
@@ -163,7 +163,7 @@ fn stops_end_the_answers_of_a_batch() {
         assert_eq!(vec![told], answers);
     }
     let empty = Request { stops: vec![String::new()], ..plain(4) };
-    assert!(matches!(engine.generate_batch(&prompts, 1, &empty), Err(EngineError::Text(_))));
+    assert!(matches!(engine.generate_batch(&prompts, 1, &empty), Err(GenerateError::Text(_))));
 }
 
 /// A prompt that fills the model's context is shared by its answers, beside a shorter one.
@@ -226,7 +226,7 @@ fn a_budget_holds() {
     let engine = load(all).expect("a fixture");
     let weights = engine.plan(Workload::new(1, 1)).weights_bytes;
     let below = load(MemoryBudget { limit_bytes: Some(weights - 1), ..all });
-    let Err(EngineError::Memory(plan)) = &below else { panic!("{below:?}") };
+    let Err(LoadError::Plan(PlanError::Memory(plan))) = &below else { panic!("{below:?}") };
     assert!(plan.peak_bytes() > weights - 1 && plan.largest_batch == Some(0), "{plan}");
     // As much as one sequence of 64 positions takes: it answers, one of 65 is not begun.
     let peak = engine.plan(Workload::new(1, 64)).peak_bytes();
@@ -237,18 +237,18 @@ fn a_budget_holds() {
     assert_eq!(tokens.collect::<Result<Vec<_>, _>>().expect("it answers").len(), 8);
     // Beside it there is room for none.
     let refused = small.session(1);
-    let Err(EngineError::Memory(plan)) = &refused else { panic!("{refused:?}") };
+    let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
     assert!(plan.beside_bytes > 0 && plan.largest_context == Some(0), "{plan}");
     assert!(refused.expect_err("refused").to_string().contains("hint: fewer of them at once; "));
     drop(session);
     let refused = small.session(65);
-    let Err(EngineError::Memory(plan)) = &refused else { panic!("{refused:?}") };
+    let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
     assert_eq!(plan.largest_context, Some(64));
     let text = refused.expect_err("refused").to_string();
     assert!(text.contains("with 1 sequence of 65 positions takes"), "{text}");
     assert!(text.contains("hint: 64 positions fit"), "{text}");
     let two = small.generate_batch(&[&prompt[..4], &prompt[..5]], 1, &plain(60));
-    assert!(matches!(two, Err(EngineError::Memory(_))), "{two:?}");
+    assert!(matches!(two, Err(GenerateError::Plan(PlanError::Memory(_)))), "{two:?}");
     // Nothing of what was refused is left behind, and the engine lives on.
     let mut session = small.session(64).expect("it fits");
     let again = session.generate(&prompt[..4], &plain(8)).expect("it answers");
@@ -291,7 +291,7 @@ fn a_folder_knows_what_a_request_needs() {
     };
     let context = Engine::of(&cpu(), open(), &options).expect_err("longer than the model goes");
     assert!(context.context().is_some(), "{context}");
-    assert!(matches!(folder.check(&[]), Err(EngineError::EmptyPrompt)));
+    assert!(matches!(folder.check(&[]), Err(GenerateError::EmptyPrompt)));
     let token = folder.check(&[1, 99_999]).expect_err("no such token").to_string();
     assert!(token.starts_with("token 99999 is past"), "{token}");
 }
@@ -397,17 +397,17 @@ fn what_cannot_answer_says_why() {
     let mut fails = |prompt: &[u32], request: &Request| {
         session.generate(prompt, request).map(|_| ()).expect_err("a mistake")
     };
-    assert!(matches!(fails(&[], &plain(1)), EngineError::EmptyPrompt));
+    assert!(matches!(fails(&[], &plain(1)), GenerateError::EmptyPrompt));
     let full = fails(&[1; 9], &plain(1));
     assert!(full.to_string().starts_with("9 positions, but the cache holds 8"), "{full}");
     let hot = Sampling { temperature: -1.0, ..Sampling::default() };
     let hot = fails(&[1], &Request { sampling: hot, ..plain(1) });
     assert!(hot.to_string().starts_with("temperature is -1\nhint: "), "{hot}");
-    assert!(matches!(engine.encode("text"), Err(EngineError::NoTokenizer(_))));
-    assert!(matches!(engine.encode_chat(&[]), Err(EngineError::NoTokenizer(_))));
+    assert!(matches!(engine.encode("text"), Err(GenerateError::NoTokenizer(_))));
+    assert!(matches!(engine.encode_chat(&[]), Err(GenerateError::NoTokenizer(_))));
     let demo = demo();
     let demo = ModelFolder::open(demo).expect("the demo");
-    assert!(matches!(demo.encode_chat(&[]), Err(EngineError::NoTemplate(_))));
+    assert!(matches!(demo.encode_chat(&[]), Err(GenerateError::NoTemplate(_))));
     let long = engine.config().max_seq + 1;
     let long = engine.session(long).expect_err("longer than the model").to_string();
     assert!(long.contains("but the model has"), "{long}");
@@ -454,7 +454,7 @@ fn memory_that_cannot_suffice_is_said_before_loading() {
     }
     let error = Engine::load(&device, folder.path(), &EngineOptions::default());
     assert!(
-        matches!(&error, Err(EngineError::Memory(plan)) if plan.weights_bytes > have),
+        matches!(&error, Err(LoadError::Plan(PlanError::Memory(plan))) if plan.weights_bytes > have),
         "{error:?}"
     );
 }
@@ -485,7 +485,7 @@ fn weights_in_4_bits_do_not_become_8() {
     let options = EngineOptions { quant: Some(Quant::Int8), ..EngineOptions::default() };
     for name in ["llama_nf4", "phi3_nf4", "gpt2_nf4"] {
         let refused = Engine::load(&cpu(), fixture(name), &options);
-        assert!(matches!(refused, Err(EngineError::FourBits(_))), "{name}: {refused:?}");
+        assert!(matches!(refused, Err(LoadError::FourBits(_))), "{name}: {refused:?}");
     }
 }
 

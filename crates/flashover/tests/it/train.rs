@@ -2,8 +2,8 @@
 
 use checkpoint::Checkpoint;
 use flashover::{
-    Adapter, Dataset, DatasetError, Engine, EngineError, EngineOptions, Example, LoraOptions,
-    ModelFolder, Recompute, Schedule, TrainOptions, Trainer,
+    Adapter, Dataset, DatasetError, Engine, EngineOptions, Example, GenerateError, LoraOptions,
+    ModelFolder, Recompute, Schedule, TrainError, TrainOptions, Trainer,
 };
 use models::Weights;
 
@@ -110,14 +110,14 @@ fn options_that_mean_nothing_are_refused() {
     assert!(refused(TrainOptions { clip: Some(0.0), ..options(4, 1e-3) }).contains("clip is 0"));
     assert!(refused(options(0, 1e-3)).contains("rank 0"));
     let mut trainer = Trainer::new(engine.clone(), options(4, 1e-3)).expect("valid");
-    assert!(matches!(trainer.step(&[]), Err(EngineError::Model(_))));
+    assert!(matches!(trainer.step(&[]), Err(TrainError::Model(_))));
     let before = trainer.adapter().expect("numbers");
     // A rate past all bounds shows at the step after.
     let mut wild = Trainer::from_adapter(engine, before, options(4, 1e30)).expect("finite");
     let batch = vec![vec![Example { tokens: vec![5, 6, 7], from: 0 }]];
     wild.step(&batch).expect("the first step has a finite loss");
     let diverged = wild.step(&batch).expect_err("it diverged");
-    assert!(matches!(diverged, EngineError::Diverged { step: 2 }), "{diverged}");
+    assert!(matches!(diverged, TrainError::Diverged { step: 2 }), "{diverged}");
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn examples_come_from_files() {
     }
     let messages = "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}";
     let refused = open("chat.jsonl", messages, 64).expect_err("no template");
-    assert!(matches!(&refused, DatasetError::Engine(EngineError::NoTemplate(_))), "{refused}");
+    assert!(matches!(&refused, DatasetError::Encode(GenerateError::NoTemplate(_))), "{refused}");
     let gone = Dataset::open(target.path().join("gone"), &folder, 64).expect_err("gone");
     assert!(matches!(gone, DatasetError::Read { .. }), "{gone}");
 }

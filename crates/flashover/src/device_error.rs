@@ -1,0 +1,113 @@
+//! Failures of a device. CubeCL tells a lack of memory by its message alone, which is read here and nowhere else.
+
+use arch::{Backend, Device};
+
+use crate::memory::{MemoryUsage, free_bytes};
+
+/// Why a device did not do what it was given.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The device had less than was planned, for others have some of it. CubeCL does not tell the largest block.
+    #[error(
+        "the device could not give {need} bytes{}; this process has {} of it, {} of them in use\nhint: \
+         fewer sequences or a shorter context; Engine::clear_cache gives back what is kept for later; a budget \
+         leaves others their share",
+        free.map_or_else(String::new, |free| format!(", of {free} that are free")), have.reserved_bytes, have.used_bytes
+    )]
+    OutOfMemory {
+        /// Bytes that were asked for.
+        need: u64,
+        /// What nobody has, where that is known.
+        free: Option<u64>,
+        /// What this process has there.
+        have: MemoryUsage,
+    },
+    /// The device failed for another reason than a lack of memory; its own words.
+    #[error("the device failed: {0}")]
+    Failed(String),
+}
+
+impl DeviceError {
+    /// The failure that CubeCL's message `why` is of.
+    pub(crate) fn of(device: &Device, why: String) -> Self {
+        match bytes_lacked(&why) {
+            None => Self::Failed(why),
+            Some(need) => {
+                Self::OutOfMemory { need, free: free_bytes(device), have: MemoryUsage::of(device) }
+            }
+        }
+    }
+}
+
+/// Bytes that a device did not have, where CubeCL's error says that it is that.
+fn bytes_lacked(why: &str) -> Option<u64> {
+    let after = ["out of device memory allocating ", "can't allocate buffer of size: "]
+        .into_iter()
+        .find_map(|words| why.split_once(words))?
+        .1;
+    let end = after.find(|c: char| !c.is_ascii_digit()).unwrap_or(after.len());
+    after[..end].parse().ok()
+}
+
+/// Refuses what a host has no room for by now. Linux gives more addresses than there is memory, and ends a process that
+/// uses them; a card's driver refuses by itself.
+pub(crate) fn there_is(device: &Device, need: u128) -> Result<(), DeviceError> {
+    if device.profile().backend != Backend::Cpu {
+        return Ok(());
+    }
+    refuse_over(free_bytes(device), MemoryUsage::of(device), need)
+}
+
+fn refuse_over(free: Option<u64>, have: MemoryUsage, need: u128) -> Result<(), DeviceError> {
+    let need = lacking(have, need);
+    match free.is_some_and(|free| need > free) {
+        true => Err(DeviceError::OutOfMemory { need, free, have }),
+        false => Ok(()),
+    }
+}
+
+/// Of `need` bytes those that pages do not have yet.
+fn lacking(have: MemoryUsage, need: u128) -> u64 {
+    let spare = have.reserved_bytes.saturating_sub(have.used_bytes);
+    u64::try_from(need).unwrap_or(u64::MAX).saturating_sub(spare)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_there_is_refused() {
+        let have = MemoryUsage {
+            used_bytes: 10,
+            reserved_bytes: 14,
+            peak_bytes: 14,
+            padding_bytes: 0,
+            allocations: 1,
+        };
+        assert!(refuse_over(Some(6), have, 10).is_ok(), "four bytes lie in pages by now");
+        assert!(refuse_over(None, have, u128::MAX).is_ok(), "nobody knows");
+        let refused = refuse_over(Some(6), have, 11).expect_err("seven of six");
+        let said = refused.to_string();
+        assert!(
+            said.starts_with("the device could not give 7 bytes, of 6 that are free; "),
+            "{said}"
+        );
+        assert!(said.contains("\nhint: fewer sequences"), "{said}");
+        let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
+        let refused = there_is(&device, 1 << 60);
+        assert!(matches!(refused, Err(DeviceError::OutOfMemory { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn memory_that_ran_out_is_told_from_other_failures() {
+        let cuda = "Execution { reason: \"out of device memory allocating 1048576 bytes\\n..\" }";
+        assert_eq!(bytes_lacked(cuda), Some(1 << 20));
+        assert_eq!(bytes_lacked("can't allocate buffer of size: 77"), Some(77));
+        // As a kernel that is timed has it.
+        let timed = "An execution error happened\nCaused by:\n  out of device memory allocating 503316480 bytes\nNo";
+        assert_eq!(bytes_lacked(timed), Some(503_316_480));
+        assert_eq!(bytes_lacked("the device was poisoned"), None);
+        assert_eq!(bytes_lacked("out of device memory allocating all bytes"), None);
+    }
+}

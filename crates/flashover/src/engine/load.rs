@@ -1,0 +1,134 @@
+//! From a folder or a published shape to a model on a device.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use arch::Device;
+use models::{Decoder, Loading};
+use ops::Ctx;
+
+use super::folder::{ModelFolder, Reader};
+use super::pages::Pages;
+use super::{Engine, Inner};
+use crate::context::{context, log_warnings, on_burn};
+use crate::load_error::LoadError;
+use crate::options::EngineOptions;
+use crate::prepare::Prepared;
+
+impl Engine {
+    /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json and tokenizer.json where it
+    /// has them. Files are mapped and go to the device one tensor at a time. A chat template is read where a chat is
+    /// first asked for.
+    ///
+    /// # Errors
+    /// [`LoadError::Folder`] for what is no model of ours; [`PlanError::Memory`](crate::PlanError::Memory) before anything is loaded,
+    /// [`DeviceError::OutOfMemory`](crate::DeviceError::OutOfMemory) where the device has less left than it should;
+    /// [`LoadError::Text`] for a tokenizer that cannot be read or is another model's.
+    pub fn load(
+        device: &Device,
+        folder: impl AsRef<Path>,
+        options: &EngineOptions,
+    ) -> Result<Self, LoadError> {
+        Self::load_with(device, folder, options, |_, _| {})
+    }
+
+    /// The same, which tells `progress` how many of how many parts are loaded.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn load_with(
+        device: &Device,
+        folder: impl AsRef<Path>,
+        options: &EngineOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self, LoadError> {
+        Self::of_with(device, ModelFolder::open(folder)?, options, progress)
+    }
+
+    /// Loads a folder that is open.
+    ///
+    /// # Errors
+    /// As [`Engine::load`], but for those of files.
+    pub fn of(
+        device: &Device,
+        folder: ModelFolder,
+        options: &EngineOptions,
+    ) -> Result<Self, LoadError> {
+        Self::of_with(device, folder, options, |_, _| {})
+    }
+
+    /// The same, which tells `progress` how many of how many parts are loaded.
+    ///
+    /// # Errors
+    /// As [`Engine::of`].
+    pub fn of_with(
+        device: &Device,
+        folder: ModelFolder,
+        options: &EngineOptions,
+        mut progress: impl FnMut(usize, usize),
+    ) -> Result<Self, LoadError> {
+        let ModelFolder { weights, reader, adapter, .. } = folder;
+        let adapter = adapter.as_ref();
+        let (profile, own) = (device.profile(), &reader.folder);
+        let prepared = Prepared::of_files(profile, own, &weights, adapter, options)?;
+        prepared.fits(device, options)?;
+        let (ctx, on) = (known_configs(device, options)?, on_burn(device));
+        let progress = |loading: Loading| progress(loading.done, loading.parts);
+        let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, &prepared.load, progress)?;
+        Self::settled(Inner {
+            reader,
+            device: device.clone(),
+            decoder,
+            planned: prepared.planned,
+            budget: options.budget,
+            ledger: Arc::default(),
+            pages: Pages(device.clone()),
+        })
+    }
+
+    /// The published shapes that [`Engine::random`] knows, such as `llama-3-8b`.
+    pub fn shapes() -> impl Iterator<Item = &'static str> {
+        models::shapes::names()
+    }
+
+    /// A model of random weights of a published shape, for measuring: one of [`Engine::shapes`]. It has no
+    /// tokenizer.
+    ///
+    /// # Errors
+    /// [`LoadError::Shape`]; [`LoadError::Model`] for what the device cannot hold or run.
+    pub fn random(
+        device: &Device,
+        shape: &str,
+        options: &EngineOptions,
+    ) -> Result<Self, LoadError> {
+        let prepared = Prepared::of_shape(device.profile(), shape, options)?;
+        prepared.fits(device, options)?;
+        let (ctx, on) = (known_configs(device, options)?, on_burn(device));
+        let Prepared { planned, load } = prepared;
+        let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
+        Self::settled(Inner {
+            reader: Reader::of_shape(shape, planned.config.clone()),
+            device: device.clone(),
+            decoder,
+            planned,
+            budget: options.budget,
+            ledger: Arc::default(),
+            pages: Pages(device.clone()),
+        })
+    }
+
+    /// One whose weights are there, and nothing that loading needed beside them.
+    fn settled(loaded: Inner) -> Result<Self, LoadError> {
+        let engine = Self(Arc::new(loaded));
+        engine.decoder().settle().map_err(|why| engine.unsettled::<LoadError>(why))?;
+        engine.clear_cache()?;
+        Ok(engine)
+    }
+}
+
+/// Configs that are known for `device`.
+fn known_configs(device: &Device, options: &EngineOptions) -> Result<Ctx, LoadError> {
+    let ctx = context(device, options.policy.unwrap_or(tune::Policy::Default))?;
+    log_warnings(&ctx);
+    Ok(ctx)
+}

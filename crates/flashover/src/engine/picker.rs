@@ -1,0 +1,75 @@
+//! The next tokens of rows of logits.
+//!
+//! Logits stay on the device; words of each row go there with every step, and a token, its probability and a flag
+//! come back.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+
+use super::Engine;
+use super::error::GenerateError;
+use super::sampling::{Place, Sampling, Token};
+
+/// Picks tokens of rows that grow, and remembers on the device what each has seen.
+#[derive(Debug)]
+pub(super) struct Picker {
+    /// Of each row.
+    sampling: Vec<Sampling>,
+    /// A bit a token, row by row.
+    seen: Tensor<1, Int>,
+}
+
+impl Picker {
+    /// For sequences that are sampled so and have these tokens so far.
+    pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
+        let _at_work = ops::at_work();
+        let words = engine.config().vocab.div_ceil(32);
+        let mut bits = vec![0u32; words * sequences.len()];
+        for (row, (_, ids)) in sequences.iter().enumerate() {
+            for id in *ids {
+                bits[row * words + *id as usize / 32] |= 1 << (id % 32);
+            }
+        }
+        let sampling = sequences.iter().map(|(sampling, _)| *sampling).collect();
+        let device = engine.decoder().device();
+        // As long as what decodes, so outside of the pools of what passes.
+        let seen = device.memory_persistent_allocations(bits, |bits| {
+            let len = bits.len();
+            words_on(device, bits, [len])
+        });
+        Self { sampling, seen }
+    }
+
+    /// The tokens after rows of logits, `[rows, vocab]`, each at its place.
+    pub(super) fn pick(
+        &self,
+        engine: &Engine,
+        logits: Tensor<2>,
+        places: &[Place],
+    ) -> Result<Vec<Token>, GenerateError> {
+        let _at_work = ops::at_work();
+        let _first = trace::first(|| "sampling");
+        let _part = trace::span(|| "sampling");
+        let rows = self.sampling.iter().zip(places);
+        let words: Vec<u32> =
+            rows.flat_map(|(sampling, place)| sampling.choice(*place).words()).collect();
+        let shape = [places.len(), words.len() / places.len()];
+        let choices = words_on(engine.decoder().device(), words, shape);
+        let ctx = engine.decoder().ctx();
+        let made =
+            ops::sample(ctx, logits, choices, self.seen.clone()).map_err(models::Error::from)?;
+        let rows = engine.on_host(made)?;
+        engine.note_memory();
+        let rows = rows.as_chunks::<3>().0.iter().zip(places);
+        rows.map(|([id, logprob, none], place)| match *none == 0.0 {
+            true => Ok(Token { id: *id as u32, logprob: *logprob }),
+            false => Err(GenerateError::NotFinite { position: place.position }),
+        })
+        .collect()
+    }
+}
+
+/// Words on a device.
+fn words_on<const D: usize>(device: &Device, words: Vec<u32>, shape: [usize; D]) -> Tensor<D, Int> {
+    let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
+    Tensor::from_data(TensorData::new(words, shape), (device, DType::I32))
+}

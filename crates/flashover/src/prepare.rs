@@ -1,0 +1,178 @@
+//! A model before it is loaded: what is computed in, how weights are held, and how much that takes.
+
+#[cfg(test)]
+mod tests;
+
+use std::path::Path;
+
+use arch::{ArchProfile, Backend, DType, Device};
+use burn::tensor::FloatDType;
+use kernels::nf4::Nf4Matmul;
+use models::{Adapter, Held, KvFormat, LoadOptions, Matrices, OnDevice, Steps, Weights};
+use ops::Nf4Options;
+
+use crate::device_error::there_is;
+use crate::load_error::LoadError;
+use crate::options::{Compute, EngineOptions, Quant};
+use crate::plan::{Plan, Planned, Workload};
+
+/// A model that is known, and not yet on a device.
+pub(crate) struct Prepared {
+    pub(crate) planned: Planned,
+    pub(crate) load: LoadOptions,
+}
+
+impl Prepared {
+    pub(crate) fn of_files(
+        profile: &ArchProfile,
+        folder: &Path,
+        weights: &Weights,
+        adapter: Option<&Adapter>,
+        options: &EngineOptions,
+    ) -> Result<Self, LoadError> {
+        let load = load_options(profile, options, models::file_dtype(weights)?)?;
+        let OnDevice { matrices, bytes, beside } = models::on_device(weights, adapter, &load)?;
+        if options.quant == Some(Quant::Int8) && matrices == Matrices::FourBit {
+            return Err(LoadError::FourBits(folder.to_owned()));
+        }
+        let held = Held { beside, ..held(profile, &load, matrices)? };
+        let planned = Planned {
+            model: folder.display().to_string(),
+            config: weights.config().clone(),
+            held,
+            steps: steps(profile, held),
+            weights: bytes,
+        };
+        Ok(Self { planned, load })
+    }
+
+    pub(crate) fn of_shape(
+        profile: &ArchProfile,
+        shape: &str,
+        options: &EngineOptions,
+    ) -> Result<Self, LoadError> {
+        let Some(config) = models::shapes::named(shape) else {
+            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
+            return Err(LoadError::Shape { shape: shape.to_owned(), known });
+        };
+        let load = load_options(profile, options, FloatDType::BF16)?;
+        let matrices = match options.quant {
+            None => Matrices::Dense,
+            Some(Quant::Nf4) => Matrices::FourBit,
+            Some(Quant::Int8) => Matrices::Int8,
+        };
+        let held = held(profile, &load, matrices)?;
+        let weights = config.held_bytes(held);
+        let steps = steps(profile, held);
+        let planned = Planned { model: shape.to_owned(), config, held, steps, weights };
+        Ok(Self { planned, load })
+    }
+
+    /// Refuses what does not fit.
+    pub(crate) fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), LoadError> {
+        let workload = options.workload.unwrap_or(Workload::new(1, 1));
+        self.planned.checked(device.profile(), &options.budget, workload)?.fitting()?;
+        Ok(there_is(device, self.planned.footprint(workload).total())?)
+    }
+}
+
+impl Plan {
+    /// Plans for a Hugging Face folder on a device of this profile. Only the headers of its files are read.
+    ///
+    /// # Errors
+    /// As [`crate::Engine::load`], but for memory: whether the plan [fits](Plan::fits) is in it.
+    pub fn of_folder(
+        profile: &ArchProfile,
+        folder: impl AsRef<Path>,
+        options: &EngineOptions,
+        workload: Workload,
+    ) -> Result<Self, LoadError> {
+        let weights = Weights::open(folder.as_ref()).map_err(LoadError::Folder)?;
+        let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, None, options)?;
+        Ok(prepared.planned.checked(profile, &options.budget, workload)?)
+    }
+
+    /// Plans for a published shape, as [`crate::Engine::random`] makes it.
+    ///
+    /// # Errors
+    /// As [`crate::Engine::random`], but for memory.
+    pub fn of_shape(
+        profile: &ArchProfile,
+        shape: &str,
+        options: &EngineOptions,
+        workload: Workload,
+    ) -> Result<Self, LoadError> {
+        let prepared = Prepared::of_shape(profile, shape, options)?;
+        Ok(prepared.planned.checked(profile, &options.budget, workload)?)
+    }
+}
+
+/// How a model with such matrices is held; load options that are made here say what it computes in.
+fn held(profile: &ArchProfile, load: &LoadOptions, matrices: Matrices) -> Result<Held, LoadError> {
+    let bytes = profile.backend == Backend::Cuda && matrices == Matrices::Int8;
+    if load.int8_activations && !bytes {
+        return Err(LoadError::Int8Activations);
+    }
+    if load.tf32 && matrices != Matrices::Dense {
+        return Err(LoadError::Tf32);
+    }
+    let dtype = load.dtype.unwrap_or(FloatDType::F32);
+    Ok(Held { dtype, tf32: load.tf32, matrices, kv: load.kv, beside: 0 })
+}
+
+/// How a device of this profile goes about steps of such a model.
+fn steps(profile: &ArchProfile, held: Held) -> Steps {
+    // Through Vulkan nobody tells.
+    const USUAL: u32 = 128;
+    let captured = profile.backend != Backend::Cpu;
+    Steps {
+        captured,
+        coded_rows: Nf4Matmul::coded_rows(profile, ours(held.dtype)),
+        processors: if captured { profile.processors.unwrap_or(USUAL) } else { 0 },
+    }
+}
+
+const fn ours(dtype: FloatDType) -> DType {
+    match dtype {
+        FloatDType::BF16 => DType::Bf16,
+        FloatDType::F16 => DType::F16,
+        _ => DType::F32,
+    }
+}
+
+fn load_options(
+    profile: &ArchProfile,
+    options: &EngineOptions,
+    file: FloatDType,
+) -> Result<LoadOptions, LoadError> {
+    let stored = &profile.dtypes;
+    let dtype = match options.dtype {
+        // A CPU computes in f32 whatever is stored; WGSL has no 16 bits here.
+        None => {
+            let wide = profile.backend == Backend::Cpu || !stored.contains(&ours(file));
+            Some(if wide { FloatDType::F32 } else { file })
+        }
+        Some(compute) => {
+            let (need, float) = match compute {
+                Compute::F32 => (DType::F32, FloatDType::F32),
+                Compute::Tf32 => (DType::Tf32, FloatDType::F32),
+                Compute::F16 => (DType::F16, FloatDType::F16),
+                Compute::Bf16 => (DType::Bf16, FloatDType::BF16),
+            };
+            if !stored.contains(&need) {
+                return Err(LoadError::DType { need, backend: profile.backend });
+            }
+            Some(float)
+        }
+    };
+    let quant = options.quant.map(|quant| match quant {
+        Quant::Nf4 => models::Quant::Nf4(Nf4Options::default()),
+        Quant::Int8 => models::Quant::Int8,
+    });
+    if options.kv == KvFormat::Int8 && !stored.contains(&DType::I8) {
+        return Err(LoadError::KvFormat { backend: profile.backend });
+    }
+    let tf32 = options.dtype == Some(Compute::Tf32);
+    let int8_activations = options.int8_activations;
+    Ok(LoadOptions { dtype, tf32, quant, kv: options.kv, int8_activations })
+}
