@@ -20,8 +20,8 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
+use crate::elem::elem;
 use crate::fits::{limits, stores};
-use crate::matmul::elem;
 use crate::round::{by_hand, rounded};
 
 /// The family of embeddings.

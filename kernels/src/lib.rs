@@ -10,6 +10,7 @@ pub mod attention;
 pub mod ceiling;
 mod coded;
 mod cooperative;
+mod elem;
 pub mod embed;
 mod fits;
 pub mod int8;
@@ -45,7 +46,7 @@ pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
     if bytes {
         words_kernel::launch(client, count, dim, address, buffer, seed);
     } else {
-        noise_kernel::launch(client, count, dim, address, buffer, seed, matmul::elem(dtype));
+        noise_kernel::launch(client, count, dim, address, buffer, seed, elem::elem(dtype));
     }
     out
 }

@@ -24,8 +24,8 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
+use crate::elem::elem;
 use crate::fits::stores;
-use crate::matmul::elem;
 use crate::round::{by_hand, rounded};
 pub use crate::rows::NormKind;
 use crate::rows::{

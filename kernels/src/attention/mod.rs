@@ -53,7 +53,7 @@ pub use problem::{
 };
 pub use rows::RowsConfig;
 
-use crate::matmul::elem;
+use crate::elem::elem;
 use flash::FlashPlan;
 use plane::PlanePlan;
 use rows::RowsPlan;

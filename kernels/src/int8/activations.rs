@@ -23,7 +23,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 
-use crate::matmul::elem;
+use crate::elem::elem;
 use crate::round::{LEAST, by_hand, nearest, rounded};
 use crate::rows::{Fold, RowPlan, larger, magnitude, row_fold};
 

@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::{Weight, WeightBuffers, code_of, lifted, scaled};
+use crate::elem::elem;
 use crate::fits::{limits, shape, stores};
-use crate::matmul::elem;
 use crate::round::{by_hand, round_to_bf16};
 
 /// The family of dequantisation kernels.

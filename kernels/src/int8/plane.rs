@@ -23,7 +23,8 @@ use super::product::{Int8MatmulOperands, Int8MatmulProblem, address};
 use super::{code_of, lifted, scaled};
 use crate::coded::{self, Coded, CodedProblem, Dims, PlaneConfig, PlanePlan};
 use crate::cooperative::Word;
-use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, elem, parts};
+use crate::elem::elem;
+use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, parts};
 
 /// The product as that of a weight in codes.
 pub(super) fn coded(p: &Int8MatmulProblem) -> CodedProblem {

@@ -63,12 +63,13 @@ use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, DequantizeConfig, DequantizeProblem, Int8Dequantize};
 use super::{Weight, WeightBuffers, code_of, lifted, plane, scaled};
 use crate::coded::{self, PlaneConfig};
+use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::bytes::{self, BytesOperands, RoundedOperands};
 use crate::matmul::{
     self, Codes, Columns, Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch,
     InvalidMatmul, Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, Operand,
-    Precision, elem,
+    Precision,
 };
 
 /// The family of products with weights of 8 bits.

@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::{Weight, WeightBuffers};
+use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::elem;
 use crate::nf4::QuantizeError;
 use crate::round::LEAST;
 

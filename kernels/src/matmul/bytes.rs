@@ -30,8 +30,9 @@ use super::bulk::Bulk;
 use super::config::Plan;
 use super::epilogue::{EpilogueBuffers, FinishCompilationArg, FinishLaunch};
 use super::mma::{self, Codes, MmaPlan};
+use super::parts;
 use super::{Dims, Epilogue, Finish, MatmulConfig, MatmulProblem, MmaConfig, Path};
-use super::{elem, parts};
+use crate::elem::elem;
 use crate::tile::{CopyPlan, TileShape, offset_in_tile};
 
 /// What sums of codes are worth.

@@ -6,6 +6,7 @@ use cubecl::prelude::{AddressType, CubeCount, CubeDim};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
+use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, turns};
 use crate::rows::NormKind;
 use crate::tile::{CopyPlan, TileShape};
@@ -17,7 +18,7 @@ use super::dots::DotsConfig;
 use super::fma::{FmaConfig, FmaPlan};
 use super::lanes::{LanesConfig, LanesPlan};
 use super::mma::{Codes, MmaConfig, MmaPlan};
-use super::{Epilogue, Layout, MatmulProblem, Path, Precision, bytes, elem};
+use super::{Epilogue, Layout, MatmulProblem, Path, Precision, bytes};
 
 /// One way to run a matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -55,7 +55,7 @@ mod ring;
 use std::sync::Arc;
 
 use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, FloatKind, TargetProperties};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
@@ -513,13 +513,4 @@ pub(crate) fn block_of(rows: u32, cols: u32, id: u32) -> (u32, u32) {
     let in_group = id % per_group;
     let height = min(rows - first, group);
     (first + in_group % height, in_group / height)
-}
-
-pub(crate) const fn elem(dtype: DType) -> ElemType {
-    match dtype {
-        DType::Tf32 => ElemType::Float(FloatKind::TF32),
-        DType::F16 => ElemType::Float(FloatKind::F16),
-        DType::Bf16 => ElemType::Float(FloatKind::BF16),
-        _ => ElemType::Float(FloatKind::F32),
-    }
 }

@@ -14,8 +14,9 @@ use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::MatmulProblem;
 use super::epilogue::{Columns, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch};
-use super::{MatmulProblem, elem};
+use crate::elem::elem;
 
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;

@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers, code_shift};
+use crate::elem::elem;
 use crate::fits::{limits, shape, stores};
-use crate::matmul::elem;
 use crate::round::{by_hand, round_to_bf16};
 
 /// The family of dequantisation kernels.

@@ -28,8 +28,8 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::{NESTED_BLOCK, NF4, NestedBuffers, Order, Weight, WeightBuffers};
+use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::elem;
 use crate::nf4::code_shift;
 
 /// The family of quantisation kernels.

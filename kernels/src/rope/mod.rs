@@ -44,8 +44,8 @@ pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 
 use self::head::{Dims, DimsCompilationArg, DimsLaunch, Head, StepsCompilationArg, StepsLaunch};
 use crate::attention::decode::{CacheLayout, CacheStrides, Scales};
+use crate::elem::elem;
 use crate::fits::stores;
-use crate::matmul::elem;
 use crate::norm::NormKind;
 use crate::round::{LEAST, by_hand, nearest, rounded};
 use crate::rows::{Fold, RowPlan, RowScale, larger, magnitude, norm_weight, row_fold, row_scale};

@@ -40,8 +40,8 @@ use super::{
     AttentionConfig, AttentionOperands, Dims, FlashConfig, HeadStrides, Implementation, RowsConfig,
     Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
 };
+use crate::elem::elem;
 use crate::fits::{limits, rtx, shape, turns};
-use crate::matmul::elem;
 use flash::{FlashPlan, Side};
 use plane::SidePlan;
 use rows::RowsPlan;

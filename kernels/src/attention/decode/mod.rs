@@ -57,7 +57,7 @@ pub use problem::{CacheLayout, CacheStrides, DecodeProblem, InvalidDecode, MAX_Q
 pub use split::SplitConfig;
 
 use super::{RowsConfig, Steps, bound, bytes_of, optional, tolerance};
-use crate::matmul::elem;
+use crate::elem::elem;
 use crate::tile::global_address;
 use lanes::LanesPlan;
 use rows::RowsPlan;

@@ -56,10 +56,11 @@ pub use crate::coded::PlaneConfig;
 use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
 use super::{Codes, CodesCompilationArg, CodesLaunch, Order, Weight, WeightBuffers};
 use crate::coded::{self, PlanePlan};
+use crate::elem::elem;
 use crate::matmul::{
     Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, Gain,
     GainCompilationArg, GainLaunch, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem,
-    NormBuffers, Precision, elem, parts,
+    NormBuffers, Precision, parts,
 };
 use crate::rows::NormKind;
 use fused::FusedPlan;
