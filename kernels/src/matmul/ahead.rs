@@ -7,7 +7,8 @@ use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
 use super::cmma::{PlaneConfig, layout_of};
-use super::{Dims, Finish, own_block};
+use super::dims::{Dims, own_block};
+use super::epilogue::Finish;
 use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
 
 impl PlaneConfig {

@@ -25,8 +25,11 @@ use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::bytes;
+use super::dims::Dims;
+use super::epilogue::Finish;
 use super::mma::{self, MmaPlan, Work};
-use super::{Dims, Finish, Operand, bytes};
+use super::problem::Operand;
 use crate::tile::TileShape;
 
 impl TileShape {

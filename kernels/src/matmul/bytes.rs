@@ -28,10 +28,11 @@ use cubecl::server::Handle;
 
 use super::bulk::Bulk;
 use super::config::Plan;
+use super::dims::Dims;
 use super::epilogue::{EpilogueBuffers, FinishCompilationArg, FinishLaunch};
 use super::mma::{self, Codes, MmaPlan};
 use super::parts;
-use super::{Dims, Epilogue, Finish, MatmulConfig, MatmulProblem, MmaConfig, Path};
+use super::{Epilogue, Finish, MatmulConfig, MatmulProblem, MmaConfig, Path};
 use crate::elem::elem;
 use crate::tile::{CopyPlan, TileShape, offset_in_tile};
 

@@ -14,7 +14,8 @@ use cubecl::cmma::{self, Cube, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Finish, own_block};
+use super::dims::{Dims, own_block};
+use super::epilogue::Finish;
 
 /// Tile of the cube-scope path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -27,7 +27,8 @@
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Finish};
+use super::dims::Dims;
+use super::epilogue::Finish;
 
 /// Block sizes of the CPU path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

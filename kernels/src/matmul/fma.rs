@@ -36,7 +36,9 @@
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Dims, Finish, own_block, ring};
+use super::dims::{Dims, own_block};
+use super::epilogue::Finish;
+use super::ring;
 use crate::tile::{TileShape, offset_in_tile};
 
 /// Tile sizes of the multiply-add path.

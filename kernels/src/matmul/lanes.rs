@@ -32,8 +32,9 @@
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::dims::Dims;
+use super::epilogue::Finish;
 use super::gain::Gain;
-use super::{Dims, Finish};
 use crate::rows::NormKind;
 
 /// How the path for few rows is spread.

@@ -45,7 +45,9 @@ use serde::{Deserialize, Serialize};
 
 use super::bulk::Bulk;
 use super::bytes::{Rounded, Worth, decode, half_chunk_lane, load_half_chunks};
-use super::{Columns, Dims, Finish, Layout, Precision, block_of};
+use super::dims::{Dims, block_of};
+use super::epilogue::{Columns, Finish};
+use super::problem::{Layout, Precision};
 use crate::tile::{
     CopyLane, CopyPlan, LHS_REGISTERS, RHS_REGISTERS, Start, TileShape, commit_copies,
     gather_fragments, gather_lane, lhs_lane, load_fragments, multiply_bytes, multiply_halves,

@@ -42,6 +42,7 @@ pub(crate) mod bytes;
 mod cmma;
 mod config;
 mod cores;
+mod dims;
 mod dots;
 mod epilogue;
 mod fma;
@@ -74,6 +75,8 @@ pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precis
 
 use config::Plan;
 pub(crate) use config::{IN_FLIGHT, MOST_NORMED_ROWS, check_coded, plane_inst, spread};
+use dims::Dims;
+pub(crate) use dims::block_of;
 pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 pub(crate) use gain::{Gain, GainCompilationArg, GainLaunch, weigh_pair};
 use lanes::LanesPlan;
@@ -337,103 +340,6 @@ impl Kernel for Matmul {
     }
 }
 
-/// Sizes and strides of one launch, in elements.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Dims {
-    pub(crate) m: u32,
-    pub(crate) n: u32,
-    pub(crate) k: u32,
-    /// Distance between rows (or columns, where those are contiguous).
-    pub(crate) lhs_stride: usize,
-    pub(crate) rhs_stride: usize,
-    pub(crate) out_stride: usize,
-    /// First elements of this launch's first batch.
-    pub(crate) lhs_start: usize,
-    pub(crate) rhs_start: usize,
-    pub(crate) out_start: usize,
-    /// Distance between batches; 0 repeats an operand.
-    pub(crate) lhs_batch: usize,
-    pub(crate) rhs_batch: usize,
-    pub(crate) out_batch: usize,
-    /// Batches of this launch.
-    pub(crate) batches: u32,
-    /// Parts that k is cut into, and tiles of each but the last.
-    pub(crate) parts: u32,
-    pub(crate) part_tiles: u32,
-    /// Where the rows of each group begin, and the last one's end.
-    offsets: ComptimeOption<Box<[u32]>>,
-    /// Whether there are offsets, again, for the hash: see [`Finish`].
-    #[cube(comptime)]
-    pub(crate) grouped: bool,
-}
-
-impl Dims {
-    /// Dims as a compilation sees them: every field is a run-time scalar.
-    fn compiled(grouped: bool) -> DimsCompilationArg {
-        DimsCompilationArg {
-            m: (),
-            n: (),
-            k: (),
-            lhs_stride: (),
-            rhs_stride: (),
-            out_stride: (),
-            lhs_start: (),
-            rhs_start: (),
-            out_start: (),
-            lhs_batch: (),
-            rhs_batch: (),
-            out_batch: (),
-            batches: (),
-            parts: (),
-            part_tiles: (),
-            offsets: match grouped {
-                true => ComptimeOptionCompilationArg::Some(BufferCompilationArg { inplace: None }),
-                false => ComptimeOptionCompilationArg::None,
-            },
-            grouped,
-        }
-    }
-}
-
-#[cube]
-impl Dims {
-    /// Where the operands and the result of batch `batch` start.
-    pub(crate) fn batch(&self, batch: usize) -> (usize, usize, usize) {
-        (
-            self.lhs_start + batch * self.lhs_batch,
-            self.rhs_start + batch * self.rhs_batch,
-            self.out_start + batch * self.out_batch,
-        )
-    }
-}
-
-#[cube]
-impl Dims {
-    /// The rows of lhs and result that batch `batch` has: the first, and the first that it has not.
-    pub(crate) fn rows(&self, batch: u32) -> (u32, u32) {
-        let mut rows = (0u32.runtime(), self.m);
-        #[comptime]
-        match &self.offsets {
-            ComptimeOption::Some(offsets) => {
-                let first = min(offsets[batch as usize], self.m);
-                rows = (first, min(offsets[batch as usize + 1], self.m));
-            }
-            ComptimeOption::None => {}
-        }
-        rows
-    }
-
-    /// The columns of batch `batch`.
-    pub(crate) fn columns(&self, batch: u32) -> Columns {
-        let first = if comptime!(self.grouped) {
-            batch as usize * self.n as usize
-        } else {
-            0usize.runtime()
-        };
-        Columns { first, count: self.n }
-    }
-}
-
 /// Comptime facts of a launch: which path, with what geometry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Path {
@@ -487,30 +393,4 @@ fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
             lanes::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, &norm, dims, plan)
         }
     }
-}
-
-/// The block of C that is this cube's. A launch with more blocks than one dimension of a grid holds
-/// spreads them over two, and cubes past the last block repeat it.
-#[cube]
-pub(crate) fn own_block(
-    dims: &Dims,
-    #[comptime] tile_m: u32,
-    #[comptime] tile_n: u32,
-) -> (u32, u32) {
-    let last = dims.m.div_ceil(tile_m) * dims.n.div_ceil(tile_n) - 1;
-    let id = min(CUBE_POS_Z * CUBE_COUNT_X + CUBE_POS_X, last);
-    block_of(dims.m.div_ceil(tile_m), dims.n.div_ceil(tile_n), id)
-}
-
-/// Row and column of block `id` of C, which has `rows` by `cols` of them. Blocks run down groups of
-/// eight block rows before they move one
-/// to the right, so that the cubes of a wave share rows of A and columns of B in the L2.
-#[cube]
-pub(crate) fn block_of(rows: u32, cols: u32, id: u32) -> (u32, u32) {
-    let group = comptime!(8u32);
-    let per_group = group * cols;
-    let first = id / per_group * group;
-    let in_group = id % per_group;
-    let height = min(rows - first, group);
-    (first + in_group % height, in_group / height)
 }

@@ -14,8 +14,8 @@ use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::MatmulProblem;
 use super::epilogue::{Columns, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch};
+use super::problem::MatmulProblem;
 use crate::elem::elem;
 
 /// Units of a cube: small, because few results must still reach many processors.

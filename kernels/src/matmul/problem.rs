@@ -1,12 +1,10 @@
 //! What to compute.
 
 use arch::{Backend, DType};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
-use super::{DimsLaunch, Epilogue};
+use super::epilogue::Epilogue;
 use crate::rows::NormKind;
 
 /// How operands are stored and multiplied. Results have the operands' storage type unless [`MatmulProblem::out`] is another.
@@ -390,44 +388,9 @@ impl MatmulProblem {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BatchSlice {
     pub(crate) count: u32,
-    lhs: (u64, u64),
-    rhs: (u64, u64),
-    out: (u64, u64),
-}
-
-impl BatchSlice {
-    /// The arguments of the launch; `rows` are the offsets of a grouped problem.
-    pub(crate) fn dims(
-        &self,
-        p: &MatmulProblem,
-        parts: u32,
-        part_tiles: u32,
-        rows: Option<&Handle>,
-    ) -> DimsLaunch {
-        let offsets = rows.map(|rows| {
-            // SAFETY: there is an offset more than there are groups.
-            unsafe { BufferArg::from_raw_parts(rows.clone(), p.batches.inner as usize + 1) }
-        });
-        DimsLaunch::new(
-            p.m,
-            p.n,
-            p.k,
-            p.lhs.stride as usize,
-            p.rhs.stride as usize,
-            p.n as usize,
-            (p.lhs.start + self.lhs.0) as usize,
-            (p.rhs.start + self.rhs.0) as usize,
-            self.out.0 as usize,
-            self.lhs.1 as usize,
-            self.rhs.1 as usize,
-            self.out.1 as usize,
-            self.count,
-            parts,
-            part_tiles,
-            ComptimeOptionArgs::from(offsets),
-            p.grouped,
-        )
-    }
+    pub(super) lhs: (u64, u64),
+    pub(super) rhs: (u64, u64),
+    pub(super) out: (u64, u64),
 }
 
 /// Small sizes exactly in powers of two, larger ones to half powers (64, 96, 128, 192, ...): configs
