@@ -4,7 +4,7 @@
 //! times the last-level cache. *Multiply*: independent matrix instructions (or multiply-adds) on
 //! registers alone, nothing loaded, nothing stored but what keeps the compiler honest.
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -16,13 +16,10 @@ use crate::tile::multiply_halves;
 /// Copies `bytes` (a multiple of 16) from one buffer to another.
 pub fn copy(device: &Device, from: &Handle, to: &Handle, bytes: usize) {
     let vectors = bytes / 16;
-    let per_cube = if device.backend() == Backend::Cpu {
-        device.profile().processors.unwrap_or(1)
-    } else {
-        256
-    };
+    let cores = device.profile().cores();
+    let per_cube = cores.unwrap_or(256);
     let cubes = vectors.div_ceil(per_cube as usize * 4).min(65_535) as u32;
-    let cubes = if device.backend() == Backend::Cpu { 1 } else { cubes };
+    let cubes = if cores.is_some() { 1 } else { cubes };
     // SAFETY: both buffers hold `vectors` vectors, and the kernel checks its index.
     unsafe {
         copy_kernel::launch_unchecked(
@@ -31,7 +28,7 @@ pub fn copy(device: &Device, from: &Handle, to: &Handle, bytes: usize) {
             CubeDim::new_1d(per_cube),
             BufferArg::from_raw_parts(from.clone(), vectors),
             BufferArg::from_raw_parts(to.clone(), vectors),
-            device.backend() == Backend::Cpu,
+            cores.is_some(),
         );
     }
 }
@@ -69,8 +66,8 @@ fn copy_kernel(
 /// A launch that fails.
 pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
-    // WGSL devices bind 128 MiB at most.
-    let most = if device.backend() == Backend::WebGpu { 64 << 20 } else { 1 << 30 };
+    // Devices that limit a buffer bind 128 MiB at most.
+    let most = if device.profile().max_buffer_bytes.is_some() { 64 << 20 } else { 1 << 30 };
     let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
     // Back to the driver once it is over, and no measure of the pages of a pool.
     let [from, to] = device.client().memory_dedicated_allocation((), |()| {
@@ -122,7 +119,7 @@ impl Multiply {
     /// multiply in (cooperative matrices).
     pub fn of(arch: &ArchProfile, precision: Precision) -> Option<Self> {
         let processors = arch.processors.unwrap_or(64);
-        let cpu = arch.backend == Backend::Cpu;
+        let cpu = arch.cores().is_some();
         let scalar = |vector| Self {
             precision,
             inst_k: 0,
@@ -135,7 +132,7 @@ impl Multiply {
         match precision {
             Precision::F32 if cpu => Some(scalar((arch.load_bytes / 4).clamp(4, 16))),
             Precision::F32 => Some(scalar(1)),
-            _ if arch.backend == Backend::Cuda => {
+            _ if arch.inline_ptx() => {
                 let inst_k = arch.mma_for(precision.instruction(), precision.sums())?.k;
                 let (cubes, units) = (processors, 256);
                 let (steps, vector, chains) = (4096, 1, CHAINS);

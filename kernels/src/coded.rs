@@ -17,7 +17,7 @@
 //!
 //! What a code stands for is its weight's: [`Coded`], with ladders in `nf4/product/plane.rs` and `int8/plane.rs`.
 
-use arch::{ArchProfile, Backend};
+use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -484,7 +484,7 @@ pub(crate) fn check(
     p: &CodedProblem,
     c: &PlaneConfig,
 ) -> Result<(), Infeasible> {
-    if arch.backend != Backend::Vulkan {
+    if !arch.matrices_from_words() {
         return Err(lacks("plane-scope matrices that are loaded from words"));
     }
     if arch.plane_size.0 != arch.plane_size.1 {

@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -196,8 +196,8 @@ impl Kernel for Embed {
     }
 
     fn candidates(arch: &ArchProfile, p: &EmbedProblem) -> Vec<EmbedConfig> {
-        let cpu = [arch.processors.unwrap_or(1)];
-        let all = if arch.backend == Backend::Cpu { &cpu[..] } else { &[128, 64, 256, 512] };
+        let cores = arch.cores().map(|cores| [cores]);
+        let all = cores.as_ref().map_or(&[128, 64, 256, 512][..], |cores| &cores[..]);
         let configs = all.iter().map(|units| EmbedConfig { units: *units });
         configs.filter(|c| Self::check(arch, p, c).is_ok()).collect()
     }
@@ -215,10 +215,7 @@ impl Kernel for Embed {
     }
 
     fn simplest(arch: &ArchProfile, p: &EmbedProblem) -> Result<EmbedConfig, Infeasible> {
-        let units = match arch.backend {
-            Backend::Cpu => arch.processors.unwrap_or(1),
-            _ => 64,
-        };
+        let units = arch.cores().unwrap_or(64);
         let config = EmbedConfig { units };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -291,7 +288,7 @@ impl Kernel for Embed {
     ) {
         let vector = p.vector(device.profile()) as usize;
         let [table, positions, out] = p.extents().map(|len| len / vector);
-        let cubes = crate::cubes(device.backend(), out as u64, c.units);
+        let cubes = crate::cubes(device, out as u64, c.units);
         // What is not there is not read.
         let (learned, start) = match &operands.learned {
             Some(learned) => ((&learned.table, positions), (&learned.start, p.batch as usize)),

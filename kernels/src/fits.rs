@@ -1,6 +1,6 @@
 //! What every family's `check` asks of a device.
 
-use arch::{ArchProfile, Backend, DType};
+use arch::{ArchProfile, DType};
 use tune::Infeasible;
 
 /// The device lacks `what`.
@@ -26,7 +26,7 @@ pub(crate) fn stores(
 
 /// Whether it is, or stands for, an RTX card.
 pub(crate) fn rtx(arch: &ArchProfile) -> bool {
-    arch.backend == Backend::Cuda && arch.max_shared_bytes <= 99 << 10
+    arch.inline_ptx() && arch.max_shared_bytes <= 99 << 10
 }
 
 /// A cube may have so many units, and not none, and so many bytes of shared memory.

@@ -23,7 +23,7 @@ mod rows;
 pub mod sample;
 mod tile;
 
-use arch::{Backend, DType, Device};
+use arch::{DType, Device};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -35,9 +35,9 @@ pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
     let out = client.empty((len * dtype.size()).div_ceil(4) * 4);
     let bytes = matches!(dtype, DType::I8 | DType::U8);
     let len = if bytes { len.div_ceil(4) } else { len };
-    let cpu = device.backend() == Backend::Cpu;
-    let units = if cpu { device.profile().processors.unwrap_or(1) } else { 256 };
-    let cubes = len.div_ceil(units as usize).min(if cpu { 1 } else { 8192 }) as u32;
+    let cores = device.profile().cores();
+    let units = cores.unwrap_or(256);
+    let cubes = len.div_ceil(units as usize).min(if cores.is_some() { 1 } else { 8192 }) as u32;
     let address = if len > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
     let (count, dim) = (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units));
     // SAFETY: the buffer holds `len` elements, or words of four.
@@ -51,12 +51,12 @@ pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
     out
 }
 
-/// Cubes for so many equal parts of work, `each` of them a cube; the kernel goes on from there. A CPU's units walk
-/// it all in one.
-fn cubes(backend: Backend, parts: u64, each: u32) -> u32 {
-    match backend {
-        Backend::Cpu => 1,
-        _ => parts.div_ceil(u64::from(each)).min(65_535) as u32,
+/// Number of cubes for `parts` equal parts of work, `each` of them a cube; the kernel loops over the rest.
+/// Where a unit is a core, one cube does all.
+fn cubes(device: &Device, parts: u64, each: u32) -> u32 {
+    match device.profile().cores() {
+        Some(_) => 1,
+        None => parts.div_ceil(u64::from(each)).min(65_535) as u32,
     }
 }
 

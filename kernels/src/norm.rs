@@ -17,7 +17,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -151,7 +151,7 @@ impl Kernel for Norm {
 
     fn candidates(arch: &ArchProfile, p: &NormProblem) -> Vec<NormConfig> {
         let mut configs = Vec::new();
-        if arch.backend == Backend::Cpu {
+        if arch.cores().is_some() {
             configs.extend(Self::simplest(arch, p));
             return configs;
         }
@@ -184,9 +184,9 @@ impl Kernel for Norm {
     }
 
     fn simplest(arch: &ArchProfile, p: &NormProblem) -> Result<NormConfig, Infeasible> {
-        let config = match arch.backend {
-            Backend::Cpu => NormConfig { units: arch.processors.unwrap_or(1), lanes: 1 },
-            _ => NormConfig { units: 64, lanes: 64 },
+        let config = match arch.cores() {
+            Some(units) => NormConfig { units, lanes: 1 },
+            None => NormConfig { units: 64, lanes: 64 },
         };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -250,7 +250,7 @@ impl Kernel for Norm {
         _scratch: Option<&Handle>,
     ) {
         let plan = plan(device.profile(), p, c);
-        let cubes = crate::cubes(device.backend(), p.rows.into(), plan.rows.rows());
+        let cubes = crate::cubes(device, p.rows.into(), plan.rows.rows());
         let vector = p.vector(device.profile()) as usize;
         let (matrix, row) = (p.elements() / vector, p.width as usize / vector);
         // What is not there is not read.
@@ -301,7 +301,7 @@ struct NormPlan {
 
 fn plan(arch: &ArchProfile, p: &NormProblem, c: &NormConfig) -> NormPlan {
     let share = (p.width / p.vector(arch)).div_ceil(c.lanes);
-    let held = if share <= HELD && arch.backend != Backend::Cpu { share } else { 0 };
+    let held = if share <= HELD && arch.cores().is_none() { share } else { 0 };
     NormPlan {
         rows: RowPlan::of(arch, c.units, c.lanes),
         kind: p.kind,

@@ -1,12 +1,11 @@
 //! The one rounding at the end of f32 arithmetic, to the nearest, ties to even; and to bytes.
 
-use arch::{ArchProfile, Backend, DType};
+use arch::{ArchProfile, DType};
 use cubecl::prelude::*;
 
-/// Whether numbers are rounded before they are stored as `dtype`: through Vulkan a conversion to bf16 cuts
-/// them off.
+/// Returns whether a kernel rounds numbers itself before it stores them as `dtype`.
 pub(crate) fn by_hand(arch: &ArchProfile, dtype: DType) -> bool {
-    dtype == DType::Bf16 && arch.backend == Backend::Vulkan
+    dtype == DType::Bf16 && arch.truncates_bf16()
 }
 
 /// The nearest number that `F` holds; NaN stays NaN.

@@ -12,7 +12,7 @@
 //! Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019); Ba et al., "Layer
 //! Normalization" (2016).
 
-use arch::{ArchProfile, Backend};
+use arch::ArchProfile;
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
@@ -56,7 +56,7 @@ pub(crate) struct RowPlan {
 
 impl RowPlan {
     pub(crate) fn of(arch: &ArchProfile, units: u32, lanes: u32) -> Self {
-        Self { units, lanes, shuffles: arch.backend == Backend::Cuda }
+        Self { units, lanes, shuffles: arch.inline_ptx() }
     }
 
     /// Whether so many units of a cube can share rows so.

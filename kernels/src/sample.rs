@@ -27,7 +27,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -163,9 +163,9 @@ impl Kernel for Sample {
     }
 
     fn candidates(arch: &ArchProfile, p: &SampleProblem) -> Vec<SampleConfig> {
-        let all: &[u32] = match arch.backend {
-            Backend::Cpu => &[1],
-            _ => &[1024, 512, 256, 128],
+        let all: &[u32] = match arch.cores() {
+            Some(_) => &[1],
+            None => &[1024, 512, 256, 128],
         };
         let configs = all.iter().map(|units| SampleConfig { units: *units });
         configs.filter(|c| Self::check(arch, p, c).is_ok()).collect()
@@ -176,9 +176,8 @@ impl Kernel for Sample {
         if !c.units.is_power_of_two() || c.units > COLUMNS {
             return Err(shape("units", c.units, "a power of two, 1024 at most"));
         }
-        // Barriers are what a CPU has not.
-        if arch.backend == Backend::Cpu && c.units > 1 {
-            return Err(shape("units", c.units, "one on a CPU"));
+        if arch.cores().is_some() && c.units > 1 {
+            return Err(shape("units", c.units, "one where barriers are not cheap"));
         }
         limits(arch, c.units, 4 * (PIVOTS * c.units + COLUMNS + 32))
     }
@@ -189,7 +188,7 @@ impl Kernel for Sample {
     }
 
     fn simplest(arch: &ArchProfile, p: &SampleProblem) -> Result<SampleConfig, Infeasible> {
-        let units = if arch.backend == Backend::Cpu { 1 } else { 64 };
+        let units = if arch.cores().is_some() { 1 } else { 64 };
         let config = SampleConfig { units };
         Self::check(arch, p, &config).map(|()| config)
     }

@@ -6,6 +6,7 @@
 
 mod backend;
 mod bf16;
+mod capabilities;
 mod device;
 mod facts;
 mod host;

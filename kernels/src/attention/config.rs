@@ -1,6 +1,6 @@
 //! How to compute it: configs, what they need, which are worth measuring.
 
-use arch::{ArchProfile, Backend, DType, MmaShape};
+use arch::{ArchProfile, DType, MmaShape};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
@@ -22,9 +22,9 @@ pub enum AttentionConfig {
 impl AttentionConfig {
     /// Of the tensor-core path that `arch` may have.
     const fn smallest(arch: &ArchProfile) -> Self {
-        match arch.backend {
-            Backend::Vulkan => Self::Plane(plane(2, 16, 16)),
-            _ => Self::Flash(flash(2, 16, 16, 2)),
+        match arch.matrices_from_words() {
+            true => Self::Plane(plane(2, 16, 16)),
+            false => Self::Flash(flash(2, 16, 16, 2)),
         }
     }
 
@@ -106,9 +106,9 @@ const PLANE: [PlaneConfig; 7] = [
 ];
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
-    let all: Vec<_> = match arch.backend {
-        Backend::Vulkan => PLANE.map(AttentionConfig::Plane).into(),
-        _ => FLASH.map(AttentionConfig::Flash).into(),
+    let all: Vec<_> = match arch.matrices_from_words() {
+        true => PLANE.map(AttentionConfig::Plane).into(),
+        false => FLASH.map(AttentionConfig::Flash).into(),
     };
     let worth =
         |c: &AttentionConfig| check(arch, problem, c).is_ok() && !(rtx(arch) && spills(problem, c));
@@ -242,7 +242,7 @@ pub(super) fn serves(
 
 /// Whether the device has the matrices of the cooperative-matrix path, and they divide the head dimension.
 fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Infeasible> {
-    if arch.backend != Backend::Vulkan {
+    if !arch.matrices_from_words() {
         return Err(lacks("plane-scope matrices that load from words"));
     }
     let (ab, acc) = (problem.dtype, DType::F32);
@@ -272,7 +272,7 @@ pub(super) fn tensor_cores(
         return Err(lacks("f32 matrix instructions"));
     }
     let inst = arch.mma_for(dtype, DType::F32);
-    if arch.backend != Backend::Cuda || inst.is_none_or(|s| s.k != 16) {
+    if !arch.inline_ptx() || inst.is_none_or(|s| s.k != 16) {
         return Err(lacks(format!("{dtype} matrix instructions 16 deep")));
     }
     if !arch.async_copy {

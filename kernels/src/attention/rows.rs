@@ -11,7 +11,7 @@
 //!
 //! Everything is f32. No shared memory, no barrier: what others are compared with.
 
-use arch::{ArchProfile, Backend};
+use arch::ArchProfile;
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -28,18 +28,14 @@ pub struct RowsConfig {
 impl RowsConfig {
     /// Every core of a CPU, two planes of a GPU.
     pub(super) fn of(arch: &ArchProfile) -> Self {
-        let units = match arch.backend {
-            Backend::Cpu => arch.processors.unwrap_or(1),
-            _ => 64,
-        };
-        Self { units }
+        Self { units: arch.cores().unwrap_or(64) }
     }
 
     /// Cubes for `rows` of them; a unit takes several where a grid has no more.
     pub(super) fn cubes(self, arch: &ArchProfile, rows: u64) -> CubeCount {
-        let cubes = match arch.backend {
-            Backend::Cpu => 1,
-            _ => rows.div_ceil(u64::from(self.units)).min(65_535) as u32,
+        let cubes = match arch.cores() {
+            Some(_) => 1,
+            None => rows.div_ceil(u64::from(self.units)).min(65_535) as u32,
         };
         CubeCount::Static(cubes, 1, 1)
     }

@@ -17,7 +17,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -106,9 +106,9 @@ impl Rounding {
     }
 
     fn plan(self, arch: &ArchProfile) -> Plan {
-        let (units, lanes) = match arch.backend {
-            Backend::Cpu => (arch.processors.unwrap_or(1), 1),
-            _ => (UNITS, UNITS),
+        let (units, lanes) = match arch.cores() {
+            Some(cores) => (cores, 1),
+            None => (UNITS, UNITS),
         };
         Plan {
             rows: RowPlan::of(arch, units, lanes),
@@ -120,7 +120,7 @@ impl Rounding {
 
     /// Units of the one cube that lists outliers.
     fn listing(arch: &ArchProfile) -> u32 {
-        if arch.backend == Backend::Cpu { 1 } else { 256 }
+        if arch.cores().is_some() { 1 } else { 256 }
     }
 
     fn address(self) -> AddressType {
@@ -204,9 +204,8 @@ impl Rounding {
         let (chunk, chunks) = (self.chunk(), self.chunks());
         let at = |bytes: u64| scratch.clone().offset_start(bytes);
         let units = plan.rows.units;
-        let cubes = |parts: u64, each: u32| {
-            CubeCount::Static(crate::cubes(device.backend(), parts, each), 1, 1)
-        };
+        let cubes =
+            |parts: u64, each: u32| CubeCount::Static(crate::cubes(device, parts, each), 1, 1);
         let marked = if self.outliers() { (chunks * vectors) as usize } else { 1 };
         // SAFETY: `places` has room for all of it, and the kernels check their indices.
         unsafe {

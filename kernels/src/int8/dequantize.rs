@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -64,8 +64,8 @@ impl Kernel for Int8Dequantize {
 
     fn candidates(arch: &ArchProfile, p: &DequantizeProblem) -> Vec<DequantizeConfig> {
         let gpu = [[256, 2], [256, 4], [128, 4], [512, 2], [256, 1], [256, 8]];
-        let cpu = [[arch.processors.unwrap_or(1), 1]];
-        let all = if arch.backend == Backend::Cpu { &cpu[..] } else { &gpu };
+        let cores = arch.cores().map(|cores| [[cores, 1]]);
+        let all = cores.as_ref().map_or(&gpu[..], |cores| &cores[..]);
         let configs = all
             .iter()
             .map(|[units, vectors]| DequantizeConfig { units: *units, vectors: *vectors });
@@ -90,10 +90,7 @@ impl Kernel for Int8Dequantize {
     }
 
     fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
-        let units = match arch.backend {
-            Backend::Cpu => arch.processors.unwrap_or(1),
-            _ => 64,
-        };
+        let units = arch.cores().unwrap_or(64);
         let config = DequantizeConfig { units, vectors: 1 };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -157,7 +154,7 @@ pub(super) fn launch(
 ) {
     let ([words, width], len) = (widths(p), p.weight.len() as usize);
     let vectors = p.weight.words() as usize / words;
-    let cubes = crate::cubes(device.backend(), vectors as u64, c.units * c.vectors);
+    let cubes = crate::cubes(device, vectors as u64, c.units * c.vectors);
     // SAFETY: the lengths are the weight's, and the kernel checks its indices.
     unsafe {
         dequantize::launch_unchecked(

@@ -52,7 +52,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -233,11 +233,9 @@ impl LanesConfig {
 
     /// The config with the least to go wrong.
     fn simplest(arch: &ArchProfile) -> Self {
-        match arch.backend {
-            Backend::Cpu => {
-                Self { units: arch.processors.unwrap_or(1), lanes: 1, rows: 1, columns: 1 }
-            }
-            _ => Self { units: 64, lanes: 8, rows: 1, columns: 1 },
+        match arch.cores() {
+            Some(units) => Self { units, lanes: 1, rows: 1, columns: 1 },
+            None => Self { units: 64, lanes: 8, rows: 1, columns: 1 },
         }
     }
 }
@@ -303,7 +301,7 @@ impl Kernel for Int8Matmul {
         if !c.lanes.is_power_of_two() || c.units % c.lanes != 0 {
             return Err(shape("lanes", c.lanes, "a power of two that units divide among"));
         }
-        if arch.backend == Backend::Cpu && c.lanes != 1 {
+        if arch.cores().is_some() && c.lanes != 1 {
             return Err(lacks("cheap barriers"));
         }
         for (name, value) in [("rows", c.rows), ("columns", c.columns)] {
@@ -509,8 +507,7 @@ impl Kernel for Int8Matmul {
 
 fn lanes_of(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<LanesConfig> {
     let columns = p.m.next_power_of_two().min(8);
-    if arch.backend == Backend::Cpu {
-        let units = arch.processors.unwrap_or(1);
+    if let Some(units) = arch.cores() {
         let columns = columns.min(4);
         return [8, 4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns }).to_vec();
     }
@@ -860,7 +857,7 @@ mod tests {
         {
             assert!(!rounds(&card, m, k, dtype), "{m} {k} {dtype}");
         }
-        let host = ArchProfile { backend: Backend::Cpu, mma: Default::default(), ..card };
+        let host = ArchProfile { backend: arch::Backend::Cpu, mma: Default::default(), ..card };
         assert!(!rounds(&host, 4096, 4096, DType::Bf16));
     }
 

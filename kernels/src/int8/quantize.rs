@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -68,7 +68,7 @@ impl Kernel for Int8Quantize {
     }
 
     fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
-        if arch.backend == Backend::Cpu {
+        if arch.cores().is_some() {
             return Self::simplest(arch, p).into_iter().collect();
         }
         let all = [[256, 256], [128, 128], [256, 64], [256, 32], [512, 512]];
@@ -85,7 +85,7 @@ impl Kernel for Int8Quantize {
         if !c.lanes.is_power_of_two() || c.units % c.lanes != 0 {
             return Err(shape("lanes", c.lanes, "a power of two that units divide among"));
         }
-        if arch.backend == Backend::Cpu && c.lanes != 1 {
+        if arch.cores().is_some() && c.lanes != 1 {
             return Err(lacks("cheap barriers"));
         }
         limits(arch, c.units, if c.lanes > 1 { c.units * 4 } else { 0 })
@@ -98,9 +98,9 @@ impl Kernel for Int8Quantize {
     }
 
     fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
-        let config = match arch.backend {
-            Backend::Cpu => QuantizeConfig { units: arch.processors.unwrap_or(1), lanes: 1 },
-            _ => QuantizeConfig { units: 64, lanes: 8 },
+        let config = match arch.cores() {
+            Some(units) => QuantizeConfig { units, lanes: 1 },
+            None => QuantizeConfig { units: 64, lanes: 8 },
         };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -176,9 +176,8 @@ impl Kernel for Int8Quantize {
     ) {
         let (client, width, weight) = (device.client(), width(p), p.weight);
         let (len, n) = (weight.len() as usize, weight.n as usize);
-        let cubes = |parts: u64, each: u32| {
-            CubeCount::Static(crate::cubes(device.backend(), parts, each), 1, 1)
-        };
+        let cubes =
+            |parts: u64, each: u32| CubeCount::Static(crate::cubes(device, parts, each), 1, 1);
         let (rows, words) = (u64::from(weight.n), weight.words());
         let WeightBuffers { codes, scb } = &operands.weight;
         // SAFETY: the lengths are the weight's, and the kernels check their indices.

@@ -180,7 +180,7 @@ pub(crate) fn launch(
         1 => FinishLaunch::of(p.epilogue, epilogue, p.bias_len(), out_len / width_out),
         _ => FinishLaunch::nothing(),
     };
-    let slices = p.batch_slices(device.profile().backend);
+    let slices = p.batch_slices(device.profile());
     let [slice] = &slices[..] else { unreachable!("one batch is one launch") };
     // SAFETY: the extents are the problem's, whose elements are two bytes; the kernel checks the edges that
     // `plan.exact` does not rule out.

@@ -492,7 +492,7 @@ pub(super) fn check(
     {
         return Err(lacks("f16 sums but in matrix instructions"));
     }
-    if problem.grouped && problem.batch_slices(arch.backend).len() > 1 {
+    if problem.grouped && problem.batch_slices(arch).len() > 1 {
         return Err(lacks(format!("{} groups in one launch", problem.batch())));
     }
     match (problem.norm, config) {
@@ -593,7 +593,7 @@ fn check_mma(
     if c.planes_m * c.planes_n > 32 {
         return Err(shape("planes_m", c.planes_m, "a cube has 32 planes at most"));
     }
-    if c.parts > 1 && problem.batch_slices(arch.backend).len() > 1 {
+    if c.parts > 1 && problem.batch_slices(arch).len() > 1 {
         return Err(shape("parts", c.parts, "partial sums hold the batches of one launch"));
     }
     if c.parts > 1 && problem.grouped {
@@ -689,7 +689,7 @@ fn check_cube(
         if each % c.unroll != 0 {
             return Err(shape("unroll", c.unroll, "rounds that do not divide a part of k"));
         }
-        if problem.batch_slices(arch.backend).len() > 1 {
+        if problem.batch_slices(arch).len() > 1 {
             return Err(shape("parts", c.parts, "partial sums hold the batches of one launch"));
         }
         if problem.batch() * u64::from(c.parts) > 65_535 {

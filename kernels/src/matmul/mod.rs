@@ -270,7 +270,7 @@ impl Kernel for Matmul {
             _ => (Epilogue::default(), &nothing),
         };
         let (bias, vectors) = (problem.bias_len(), out_len / plan.widths[2]);
-        for slice in problem.batch_slices(device.profile().backend) {
+        for slice in problem.batch_slices(device.profile()) {
             let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
             let dims = slice.dims(problem, parts, plan.part_tiles, operands.rows.as_ref());
             // SAFETY: `plan` was derived from the problem whose extents the handles have; every

@@ -1,6 +1,6 @@
 //! What to compute.
 
-use arch::{Backend, DType};
+use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
@@ -350,10 +350,10 @@ impl MatmulProblem {
         )
     }
 
-    /// The launches that the batches take: one where one batch stride each suffices.
-    pub(crate) fn batch_slices(&self, backend: Backend) -> Vec<BatchSlice> {
+    /// Splits the batches into launches: one where one batch stride each suffices.
+    pub(crate) fn batch_slices(&self, arch: &ArchProfile) -> Vec<BatchSlice> {
         let Batches { outer, inner, lhs, rhs } = self.batches;
-        let limit = if backend == Backend::Cpu { u32::MAX } else { 65_535 };
+        let [_, limit] = arch.max_cubes();
         let foldable = |(o, i): (u64, u64)| inner == 1 || o == i * u64::from(inner);
         let (outer, inner, lhs, rhs) = if outer == 1 {
             (1, inner, lhs, rhs)
@@ -431,29 +431,31 @@ mod tests {
 
     #[test]
     fn batches_that_fold_take_one_launch() {
+        let card = ArchProfile::recorded("rtx4090").expect("recorded");
         let rows = [Layout::Row, Layout::Row];
         let mut p = dense(6, [2, 2, 2], rows);
-        assert_eq!(p.batch_slices(Backend::Cuda).len(), 1);
+        assert_eq!(p.batch_slices(&card).len(), 1);
         p.batches = Batches { outer: 2, inner: 3, lhs: (12, 4), rhs: (12, 4) };
-        assert_eq!(p.batch_slices(Backend::Cuda).len(), 1);
+        assert_eq!(p.batch_slices(&card).len(), 1);
         // lhs repeats over inner, rhs over outer: neither folds.
         p.batches = Batches { outer: 2, inner: 3, lhs: (4, 0), rhs: (0, 4) };
-        let slices = p.batch_slices(Backend::Cuda);
+        let slices = p.batch_slices(&card);
         assert_eq!(slices.len(), 2);
         assert_eq!((slices[1].lhs, slices[1].rhs, slices[1].out), ((4, 0), (0, 4), (12, 4)));
         assert_eq!(p.extents(), [8, 12, 24]);
         assert_eq!(p.cost().bytes, 2 * (8 + 12 + 24));
         let many = dense(70_000, [1, 1, 1], rows);
-        assert_eq!(many.batch_slices(Backend::Cuda).len(), 2);
+        assert_eq!(many.batch_slices(&card).len(), 2);
     }
 
     #[test]
     fn groups_share_the_rows_of_one_matrix() {
+        let card = ArchProfile::recorded("rtx4090").expect("recorded");
         let p = MatmulProblem::grouped(3, [10, 4, 8], Layout::Col, Precision::Bf16).expect("valid");
         assert_eq!(p.extents(), [80, 3 * 32, 40]);
         assert_eq!(p.bias_len(), 12);
         assert_eq!(p.cost().flops, 2 * 10 * 4 * 8);
-        assert_eq!(p.batch_slices(Backend::Cuda).len(), 1);
+        assert_eq!(p.batch_slices(&card).len(), 1);
         let one = dense(3, [10, 4, 8], [Layout::Row, Layout::Col]);
         assert_ne!(p.bucket(), one.bucket());
         assert_eq!(MatmulProblem { grouped: true, ..one }.checked(), Err(InvalidMatmul::Groups));

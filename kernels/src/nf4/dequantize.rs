@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -67,8 +67,8 @@ impl Kernel for Nf4Dequantize {
 
     fn candidates(arch: &ArchProfile, p: &DequantizeProblem) -> Vec<DequantizeConfig> {
         let gpu = [[256, 2], [256, 4], [128, 4], [512, 2], [256, 1], [256, 8]];
-        let cpu = [[arch.processors.unwrap_or(1), 1]];
-        let all = if arch.backend == Backend::Cpu { &cpu[..] } else { &gpu };
+        let cores = arch.cores().map(|cores| [[cores, 1]]);
+        let all = cores.as_ref().map_or(&gpu[..], |cores| &cores[..]);
         let configs =
             all.iter().map(|[units, words]| DequantizeConfig { units: *units, words: *words });
         configs.filter(|c| Self::check(arch, p, c).is_ok()).collect()
@@ -92,10 +92,7 @@ impl Kernel for Nf4Dequantize {
     }
 
     fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
-        let units = match arch.backend {
-            Backend::Cpu => arch.processors.unwrap_or(1),
-            _ => 64,
-        };
+        let units = arch.cores().unwrap_or(64);
         let config = DequantizeConfig { units, words: 1 };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -157,7 +154,7 @@ pub(super) fn launch(
     weight: &WeightBuffers,
     out: &Handle,
 ) {
-    let cubes = crate::cubes(device.backend(), p.weight.words(), c.units * c.words);
+    let cubes = crate::cubes(device, p.weight.words(), c.units * c.words);
     let (len, width) = (p.weight.len() as usize, width(p));
     // SAFETY: the result has the weight's elements, and the kernel checks its index.
     unsafe {
@@ -207,7 +204,7 @@ fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> Dequ
     DequantizePlan {
         units: c.units,
         words: c.words,
-        shared: arch.backend != Backend::Cpu,
+        shared: arch.cores().is_none(),
         rounds: by_hand(arch, p.out),
     }
 }

@@ -20,7 +20,7 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -144,7 +144,7 @@ impl Kernel for Nf4Quantize {
     }
 
     fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
-        if arch.backend == Backend::Cpu {
+        if arch.cores().is_some() {
             return Self::simplest(arch, p).into_iter().collect();
         }
         let words = p.weight.block_size / 8;
@@ -168,7 +168,7 @@ impl Kernel for Nf4Quantize {
             let why = "units of a cube and words of a block divide among them";
             return Err(shape("lanes", c.lanes, why));
         }
-        if arch.backend == Backend::Cpu && c.lanes != 1 {
+        if arch.cores().is_some() && c.lanes != 1 {
             return Err(lacks("cheap barriers"));
         }
         limits(arch, c.units, if c.lanes > 1 { c.units * 4 } else { 0 })
@@ -182,9 +182,9 @@ impl Kernel for Nf4Quantize {
     }
 
     fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
-        let config = match arch.backend {
-            Backend::Cpu => QuantizeConfig { units: arch.processors.unwrap_or(1), lanes: 1 },
-            _ => QuantizeConfig { units: 64, lanes: 4 },
+        let config = match arch.cores() {
+            Some(units) => QuantizeConfig { units, lanes: 1 },
+            None => QuantizeConfig { units: 64, lanes: 4 },
         };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -326,8 +326,8 @@ pub fn nest(
     let codes = client.empty(blocks.next_multiple_of(4));
     let book = client.create_from_slice(f32::as_bytes(&nested_values()));
     let scales = client.empty(groups * 8);
-    let cpu = device.backend() == Backend::Cpu;
-    let (units, lanes) = if cpu { (1, 1) } else { (64, 64) };
+    let alone = device.profile().cores().is_some();
+    let (units, lanes) = if alone { (1, 1) } else { (64, 64) };
     let cubes = CubeCount::Static(groups.min(65_535) as u32, 1, 1);
     // SAFETY: the lengths are the weight's, and the kernel checks its indices.
     unsafe {

@@ -373,8 +373,8 @@ pub fn split(
 
 /// Cubes and their units for `len` words.
 fn spread(device: &Device, len: usize) -> (CubeCount, CubeDim) {
-    let cpu = device.backend() == arch::Backend::Cpu;
-    let (units, most) = if cpu { (1, 1) } else { (128, 65_535) };
+    let alone = device.profile().cores().is_some();
+    let (units, most) = if alone { (1, 1) } else { (128, 65_535) };
     let cubes = len.div_ceil(units as usize).min(most) as u32;
     (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units))
 }

@@ -33,7 +33,7 @@ mod problem;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -107,7 +107,7 @@ impl Kernel for Rope {
 
     fn candidates(arch: &ArchProfile, p: &RopeProblem) -> Vec<RopeConfig> {
         let mut configs = Vec::new();
-        if arch.backend == Backend::Cpu {
+        if arch.cores().is_some() {
             configs.extend(Self::simplest(arch, p));
             return configs;
         }
@@ -141,10 +141,7 @@ impl Kernel for Rope {
     }
 
     fn simplest(arch: &ArchProfile, p: &RopeProblem) -> Result<RopeConfig, Infeasible> {
-        let units = match arch.backend {
-            Backend::Cpu => arch.processors.unwrap_or(1),
-            _ => 64,
-        };
+        let units = arch.cores().unwrap_or(64);
         let config = RopeConfig { units, lanes: 1 };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -266,7 +263,7 @@ impl Kernel for Rope {
     ) {
         let plan = plan(device.profile(), p, c);
         let groups = p.tokens() * p.all_heads();
-        let cubes = crate::cubes(device.backend(), groups.into(), plan.rows.rows());
+        let cubes = crate::cubes(device, groups.into(), plan.rows.rows());
         let vector = p.vector(device.profile()) as usize;
         let [.., scales_len] = p.extents();
         let [all, queries, k, v, _] = p.extents().map(|len| len / vector);

@@ -24,7 +24,7 @@ mod stats;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -373,9 +373,9 @@ impl Implementation {
                     Some(config) => Ok(config),
                     // What the smallest lacks, every one lacks.
                     None => {
-                        let smallest = match arch.backend {
-                            Backend::Vulkan => SideConfig::Plane(blocks(2, 16, 16)),
-                            _ => SideConfig::Flash(tiles(2, 16, 16, 2)),
+                        let smallest = match arch.matrices_from_words() {
+                            true => SideConfig::Plane(blocks(2, 16, 16)),
+                            false => SideConfig::Flash(tiles(2, 16, 16, 2)),
                         };
                         let config = BackwardConfig { queries: smallest, keys: smallest };
                         AttentionBackward::check(arch, problem, &config).map(|()| config)

@@ -20,7 +20,7 @@
 //!
 //! Source: Dao et al., "Flash-Decoding" (2023).
 
-use arch::{ArchProfile, Backend};
+use arch::ArchProfile;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -119,7 +119,7 @@ pub(super) fn check(
 ) -> Result<(), Infeasible> {
     // Where planes are of one size, and read one another's registers.
     let fixed = arch.plane_size.0 == arch.plane_size.1;
-    if !matches!(arch.backend, Backend::Cuda | Backend::Vulkan) || !fixed {
+    if !arch.plane_shuffles() || !fixed {
         return Err(lacks("planes of one size"));
     }
     for (name, value) in [("units", c.units), ("keys", c.keys)] {

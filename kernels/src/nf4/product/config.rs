@@ -1,6 +1,6 @@
 //! Ways to multiply with a 4-bit weight, which of them a device can run, and which are worth a try.
 
-use arch::{ArchProfile, Backend, DType, MmaShape};
+use arch::{ArchProfile, DType, MmaShape};
 use serde::{Deserialize, Serialize};
 use tune::{Infeasible, Kernel};
 
@@ -92,7 +92,7 @@ pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
     let planes = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (dtype, DType::F32, 16, 16);
     match multiplies(arch, dtype) {
         Ok(()) => FEW_BY_TENSOR_CORES,
-        Err(_) if arch.backend == Backend::Vulkan && arch.cmma.iter().any(planes) => FEW_FOR_DENSE,
+        Err(_) if arch.matrices_from_words() && arch.cmma.iter().any(planes) => FEW_FOR_DENSE,
         Err(_) => FEW_BY_LANES,
     }
 }
@@ -100,7 +100,7 @@ pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
 /// Those that normalise, where what multiplies best does, and a launch costs more than doing it again in every cube.
 fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
     let unnormed = Nf4MatmulProblem { norm: None, ..*p };
-    if arch.backend == Backend::Cpu {
+    if arch.cores().is_some() {
         Vec::new()
     } else if on_tensor_cores(arch, p).is_ok() {
         streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect()
@@ -239,20 +239,19 @@ fn planes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<PlaneConfig> {
 
 fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
     let columns = p.m.next_power_of_two().min(4);
-    if arch.backend == Backend::Cpu {
-        let units = arch.processors.unwrap_or(1);
+    if let Some(units) = arch.cores() {
         let configs = [8, 4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
         return configs.to_vec();
     }
     // One row of x leaves registers for many rows of the weight, which share what is read of x; eight of them
     // spill 8 to 44 bytes where NVRTC compiles.
-    let cuda = arch.backend == Backend::Cuda;
+    let ptx = arch.inline_ptx();
     let shapes = match columns {
         // Four rows and a norm spill 24 bytes (sm_89).
-        1 if cuda && p.norm.is_some() => {
+        1 if ptx && p.norm.is_some() => {
             [[256, 32, 2], [128, 64, 2], [128, 32, 2], [128, 128, 2], [128, 64, 4], [64, 32, 2]]
         }
-        1 if cuda => {
+        1 if ptx => {
             [[128, 32, 4], [128, 64, 4], [64, 32, 4], [128, 128, 4], [128, 32, 2], [256, 32, 2]]
         }
         1 => [[128, 128, 8], [128, 64, 8], [128, 64, 4], [128, 32, 8], [128, 32, 4], [256, 32, 2]],
@@ -268,8 +267,8 @@ fn denses(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<DenseConfig> {
     else {
         return Vec::new();
     };
-    // `Ahead`'s best, of 512 rows through Vulkan, comes late.
-    let worth = if arch.backend == Backend::Vulkan { 8 } else { 4 };
+    // The best `Pipelined` config of 512 rows comes late in the list.
+    let worth = if arch.matrices_from_words() { 8 } else { 4 };
     let all = Matmul::candidates(arch, &p.dense()).into_iter();
     all.take(worth).map(|matmul| DenseConfig { dequantize, matmul }).collect()
 }
@@ -411,7 +410,7 @@ fn check_lanes(
         let why = "a power of two that units divide among, and 16 fill the book";
         return Err(shape("lanes", c.lanes, why));
     }
-    if arch.backend == Backend::Cpu && c.lanes != 1 {
+    if arch.cores().is_some() && c.lanes != 1 {
         return Err(lacks("cheap barriers"));
     }
     if !(1..=8).contains(&c.rows) || p.glu && c.rows % 2 != 0 {
@@ -438,7 +437,7 @@ fn check_dense(
             return Err(lacks("a product with two gates"));
         }
         // The second matrix and its bias begin within a buffer.
-        if arch.backend != Backend::Cuda && !p.halves_are_aligned() {
+        if !arch.unaligned_buffers() && !p.halves_are_aligned() {
             return Err(shape("n", p.weight.n, "buffers begin at multiples of 256 bytes"));
         }
         Matmul::check(arch, &p.ungated(), &c.matmul)?;

@@ -30,7 +30,7 @@
 //! With two rows, v2 waits for shared memory and the first-level cache, which are busy for 69% of the time:
 //! what units read of x lies 64 bytes apart. More rows share it.
 
-use arch::{ArchProfile, Backend};
+use arch::ArchProfile;
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -61,11 +61,9 @@ impl LanesConfig {
     /// The config with the least to go wrong, for one matrix or two.
     pub(super) fn simplest(arch: &ArchProfile, glu: bool) -> Self {
         let rows = if glu { 2 } else { 1 };
-        match arch.backend {
-            Backend::Cpu => {
-                Self { units: arch.processors.unwrap_or(1), lanes: 1, rows, columns: 1 }
-            }
-            _ => Self { units: 64, lanes: 8, rows, columns: 1 },
+        match arch.cores() {
+            Some(units) => Self { units, lanes: 1, rows, columns: 1 },
+            None => Self { units: 64, lanes: 8, rows, columns: 1 },
         }
     }
 }

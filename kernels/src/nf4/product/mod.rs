@@ -38,7 +38,7 @@ mod stream;
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -474,7 +474,7 @@ impl Plan {
                 let lanes = lanes_plan(arch, p, &c);
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
                 // On a CPU a unit has its rows to itself, and a table of pairs that is made once.
-                let alone = arch.backend == Backend::Cpu && lanes.whole && p.norm.is_none();
+                let alone = arch.cores().is_some() && lanes.whole && p.norm.is_none();
                 let cubes = if alone { 1 } else { p.weight.n.div_ceil(c.rows_of_cube()) };
                 Self {
                     path: if alone { Path::Pairs(lanes) } else { Path::Lanes(lanes) },

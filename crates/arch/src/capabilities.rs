@@ -1,0 +1,50 @@
+//! Capabilities that follow from the back end's language and from how its units run.
+//!
+//! Kernels ask for a capability, never for a back end, so that a new back end is added here.
+
+use crate::{ArchProfile, Backend};
+
+impl ArchProfile {
+    /// Number of cores where every unit is a core; `None` where units share a processor and barriers are cheap.
+    pub const fn cores(&self) -> Option<u32> {
+        match (self.backend, self.processors) {
+            (Backend::Cpu, Some(cores)) => Some(cores),
+            (Backend::Cpu, None) => Some(1),
+            _ => None,
+        }
+    }
+
+    /// Returns whether kernels may hold inline PTX: `mma.sync`, `cp.async`, shuffles in planes of 32 units.
+    pub const fn inline_ptx(&self) -> bool {
+        matches!(self.backend, Backend::Cuda)
+    }
+
+    /// Returns whether units of a plane read each other's registers.
+    pub const fn plane_shuffles(&self) -> bool {
+        matches!(self.backend, Backend::Cuda | Backend::Vulkan)
+    }
+
+    /// Returns whether plane-scope matrices load from shared memory that is declared as words.
+    pub const fn matrices_from_words(&self) -> bool {
+        matches!(self.backend, Backend::Vulkan)
+    }
+
+    /// Returns whether a conversion from f32 to bf16 truncates instead of rounding to nearest.
+    pub const fn truncates_bf16(&self) -> bool {
+        matches!(self.backend, Backend::Vulkan)
+    }
+
+    /// Returns whether a buffer argument may begin at any element of an allocation.
+    pub const fn unaligned_buffers(&self) -> bool {
+        matches!(self.backend, Backend::Cuda)
+    }
+
+    /// Largest number of cubes along the first and along the other dimensions of a grid.
+    pub const fn max_cubes(&self) -> [u32; 2] {
+        match self.backend {
+            Backend::Cuda => [i32::MAX as u32, 65_535],
+            Backend::Vulkan | Backend::WebGpu => [65_535; 2],
+            Backend::Cpu => [u32::MAX; 2],
+        }
+    }
+}
