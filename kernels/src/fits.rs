@@ -43,8 +43,8 @@ pub(crate) fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), 
     Ok(())
 }
 
-/// A unit may take so many turns of loops, all together, the last of each, which finds it at its end, among them.
-pub(crate) fn turns(arch: &ArchProfile, need: u64) -> Result<(), Infeasible> {
+/// Checks the loop iterations of a unit, all loops together. The check that ends a loop counts as one.
+pub(crate) fn iterations(arch: &ArchProfile, need: u64) -> Result<(), Infeasible> {
     match arch.max_loop_turns {
         Some(have) if need > u64::from(have) => Err(Infeasible::Turns { need, have }),
         _ => Ok(()),

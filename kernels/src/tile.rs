@@ -471,6 +471,37 @@ pub(crate) fn gather_fragments<I: Float>(
     }
 }
 
+/// Returns the offset of a unit's half chunks in a tile: four neighbours along k, of row `row + lane / 4`. Rows a
+/// multiple of eight further on are at constant distances, chunks an even number further on an XOR away.
+#[cube]
+pub(crate) fn half_chunk_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    offset_in_tile(row + lane / 4, lane % 4 * 4, shape)
+}
+
+/// Loads the registers of a 16 x 16 left fragment, in the order of k that packed values have: those of the rows at
+/// `at + far`, `at` being the stage plus [`half_chunk_lane`], and of the ones eight below.
+#[cube]
+pub(crate) fn load_half_chunks(
+    at: u32,
+    into: &mut Array<u32>,
+    #[comptime] far: u32,
+    #[comptime] shape: TileShape,
+) {
+    #[unroll]
+    for half in 0..2usize {
+        let far = comptime!(far + 8 * half as u32 * shape.row_bytes());
+        let words: Vector<u32, Const<2>>;
+        gpu_asm!(
+            "ld.shared.v2.b32 {words}, [{at}+{far}];",
+            words = out(_) words,
+            at = in(_) at,
+            options(explicit_mem, reads_address_space shared)
+        );
+        into[half] = words.extract(0usize);
+        into[comptime!(half + 2)] = words.extract(1usize);
+    }
+}
+
 /// A register as the instruction takes it: f32 rounded to tf32, to nearest even by one instruction
 /// where `rounds_tf32`; halves and bytes as they are.
 #[cube]

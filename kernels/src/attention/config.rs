@@ -8,7 +8,7 @@ use super::AttentionProblem;
 use super::flash::{FlashConfig, FlashPlan};
 use super::plane::PlaneConfig;
 use super::rows::RowsConfig;
-use crate::fits::{lacks, limits, rtx, shape, stores, turns};
+use crate::fits::{iterations, lacks, limits, rtx, shape, stores};
 
 /// One way to run an attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -152,7 +152,7 @@ pub(super) fn check(
     config: &AttentionConfig,
 ) -> Result<(), Infeasible> {
     serves(arch, problem, config)?;
-    turns(arch, u64::from(problem.seq_kv) + 3)?;
+    iterations(arch, u64::from(problem.seq_kv) + 3)?;
     let c = match config {
         AttentionConfig::Flash(c) => c,
         AttentionConfig::Plane(c) => return check_plane(arch, problem, *c),

@@ -21,6 +21,7 @@
 
 mod activations;
 mod dequantize;
+mod mma;
 mod plane;
 mod product;
 mod quantize;

@@ -24,7 +24,7 @@ use super::{code_of, lifted, scaled};
 use crate::coded::{self, Coded, CodedProblem, Dims, PlaneConfig, PlanePlan};
 use crate::cooperative::Word;
 use crate::elem::elem;
-use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, parts};
+use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, split_k};
 
 /// The product as that of a weight in codes.
 pub(super) fn coded(p: &Int8MatmulProblem) -> CodedProblem {
@@ -68,7 +68,7 @@ pub(super) fn programs(
         elem(p.dtype),
     ))];
     if c.parts > 1 {
-        all.push(parts::program(&p.dense(), c.parts, false, properties, target));
+        all.push(split_k::program(&p.dense(), c.parts, false, properties, target));
     }
     all
 }
@@ -125,7 +125,7 @@ pub(super) fn launch(
         );
     }
     if c.parts > 1 {
-        parts::add(device, &dense, sums, c.parts, false, out, epilogue);
+        split_k::add(device, &dense, sums, c.parts, false, out, epilogue);
     }
 }
 

@@ -11,7 +11,7 @@
 //! | `Bytes` | not at all                        | `mma.sync` of bytes   | CUDA, where x is rounded to bytes, too |
 //!
 //! Where a product has [`Activations`], x is rounded first: `Bytes` multiplies the codes, the others what they stand
-//! for. `Fused` and `Bytes` are [`crate::matmul`]'s loop over tiles of codes, in `matmul/bytes.rs`. `Lanes` is here:
+//! for. `Fused` and `Bytes` give codes to the `mma.sync` loop of [`crate::matmul`], in `int8/mma.rs`. `Lanes` is here:
 //!
 //! ```text
 //!   for each `columns` rows of x
@@ -61,13 +61,13 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, DequantizeConfig, DequantizeProblem, Int8Dequantize};
+use super::mma::{self, BytesOperands, Codes, RoundedOperands};
 use super::{Weight, WeightBuffers, code_of, lifted, plane, scaled};
 use crate::coded::{self, PlaneConfig};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::bytes::{self, BytesOperands, RoundedOperands};
 use crate::matmul::{
-    self, Codes, Columns, Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch,
+    self, Columns, Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch,
     InvalidMatmul, Layout, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, Operand,
     Precision,
 };
@@ -210,9 +210,9 @@ impl Int8MatmulProblem {
     fn codes(&self, config: &Int8MatmulConfig) -> Codes {
         match (config, self.rounding(config)) {
             (Int8MatmulConfig::Bytes(_), Some((rounding, _))) => {
-                Codes::Both { outlying: rounding.outliers() }
+                Codes::Bytes { outliers: rounding.outliers() }
             }
-            _ => Codes::Right { bf16: self.dtype == DType::Bf16 },
+            _ => Codes::Halves { bf16: self.dtype == DType::Bf16 },
         }
     }
 
@@ -290,9 +290,9 @@ impl Kernel for Int8Matmul {
             Int8MatmulConfig::Plane(c) => return coded::check(arch, &plane::coded(p), c),
             Int8MatmulConfig::Dense(c) => {
                 Int8Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
-                if c.matmul.parts() > 1 {
+                if c.matmul.splits() > 1 {
                     let why = "the dense weight is all the scratch";
-                    return Err(shape("parts", c.matmul.parts(), why));
+                    return Err(shape("parts", c.matmul.splits(), why));
                 }
                 return Matmul::check(arch, &p.dense(), &c.matmul);
             }
@@ -389,12 +389,12 @@ impl Kernel for Int8Matmul {
             }
             Int8MatmulConfig::Fused(c) => {
                 let codes = p.codes(config);
-                all.extend(bytes::programs(arch, &p.coded(), *c, codes, properties, target));
+                all.extend(mma::programs(arch, &p.coded(), *c, codes, properties, target));
                 return all;
             }
             Int8MatmulConfig::Bytes(c) => {
                 let codes = p.codes(config);
-                all.extend(bytes::programs(arch, &p.pairs(), *c, codes, properties, target));
+                all.extend(mma::programs(arch, &p.pairs(), *c, codes, properties, target));
                 return all;
             }
         };
@@ -474,7 +474,7 @@ impl Kernel for Int8Matmul {
                     epilogue: &operands.epilogue,
                     partials: scratch,
                 };
-                return bytes::launch(device, &dense, *c, p.codes(config), &operands);
+                return mma::launch(device, &dense, *c, p.codes(config), &operands);
             }
         };
         let ([x_len, _, out_len], [width, words]) = (p.dense().extents(), widths(p));
@@ -525,7 +525,7 @@ fn lanes_of(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<LanesConfig> {
 fn denses(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<DenseConfig> {
     let decode = Int8Dequantize::candidates(arch, &p.dequantized());
     let Some(dequantize) = decode.first().copied() else { return Vec::new() };
-    let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.parts() == 1);
+    let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.splits() == 1);
     all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
 }
 
@@ -567,7 +567,7 @@ fn check_fused(arch: &ArchProfile, p: &Int8MatmulProblem, c: &MmaConfig) -> Resu
     if c.tile_k % 64 != 0 {
         return Err(shape("tile_k", c.tile_k, "codes come in steps of 32, by two register sets"));
     }
-    matmul::check_coded(arch, &p.dense(), c)
+    mma::check_halves(arch, &p.dense(), c)
 }
 
 /// The products of bytes that are worth a try.

@@ -38,7 +38,7 @@ pub(crate) struct Dims {
 
 impl Dims {
     /// Compilation arguments: every size is a run-time scalar.
-    pub(super) fn compiled(grouped: bool) -> DimsCompilationArg {
+    pub(crate) fn compiled(grouped: bool) -> DimsCompilationArg {
         DimsCompilationArg {
             m: (),
             n: (),

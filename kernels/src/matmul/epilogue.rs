@@ -54,6 +54,11 @@ pub struct Epilogue {
 }
 
 impl Epilogue {
+    /// Returns the epilogue of the launch that multiplies: nothing where split-k adds its sums afterwards.
+    pub(crate) fn before_split_k(self, splits: u32) -> Self {
+        if splits > 1 { Self::default() } else { self }
+    }
+
     /// `bias silu gate residual`, without what is not there.
     pub fn names(self) -> Vec<&'static str> {
         let flag = |on: bool, name| on.then_some(name);

@@ -15,43 +15,44 @@
 //! its rows or its columns contiguous, with any leading dimension, and either may repeat over batches
 //! (stride 0). Or batches are groups, each with rows of its own of one A, as many as a buffer on the
 //! device says ([`MatmulProblem::grouped`]). Rows of A may be normalised as they are multiplied
-//! ([`MatmulProblem::norm`]): by `Lanes` alone, whose groups of units read whole rows.
+//! ([`MatmulProblem::norm`]): by `Gemv` alone, whose groups of units read whole rows.
 //!
 //! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
 //!
-//! One source, nine ways through it, chosen by [`MatmulConfig`]:
+//! Nine paths, chosen by [`MatmulConfig`]. A path's file holds its config, candidates, limits, plan and loop:
 //!
-//! | path    | multiplies with            | feeds it by                        | where                   |
-//! |---------|----------------------------|------------------------------------|-------------------------|
-//! | `Mma`   | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
-//! | `Tma`   | `mma.sync`                 | the same ring, by the tensor memory accelerator | CUDA from Hopper on |
-//! | `Cube`  | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
-//! | `Plane` | plane-scope matrices       | shared memory                      | CUDA without `mma.sync`, Vulkan's groups |
-//! | `Ahead` | plane-scope matrices       | shared memory, a tile ahead        | Vulkan                  |
-//! | `Fma`   | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
-//! | `Cores` | vector multiply-add        | packed panels on the stack         | CPU                     |
-//! | `Dots`  | vector multiply-add        | nothing: both lie along k          | CPU, few rows           |
-//! | `Lanes` | multiply-add               | nothing: both lie along k          | any GPU, few rows       |
+//! | path        | multiplies with            | feeds it by                        | where                   |
+//! |-------------|----------------------------|------------------------------------|-------------------------|
+//! | `Mma`       | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
+//! | `Tma`       | `mma.sync`                 | the same ring, by the tensor memory accelerator | CUDA from Hopper on |
+//! | `Workgroup` | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
+//! | `Subgroup`  | plane-scope matrices       | shared memory                      | CUDA without `mma.sync`, Vulkan's groups |
+//! | `Pipelined` | plane-scope matrices       | shared memory, double-buffered     | Vulkan                  |
+//! | `Fma`       | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
+//! | `Packed`    | vector multiply-add        | packed panels on the stack         | CPU                     |
+//! | `CpuGemv`   | vector multiply-add        | nothing: both lie along k          | CPU, few rows           |
+//! | `Gemv`      | multiply-add               | nothing: both lie along k          | any GPU, few rows       |
 //!
 //! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for the
 //! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
 
-mod ahead;
-mod bulk;
-pub(crate) mod bytes;
-mod cmma;
 mod config;
-mod cores;
+mod cpu_gemv;
 mod dims;
-mod dots;
 mod epilogue;
 mod fma;
-mod gain;
-mod lanes;
-mod mma;
-pub(crate) mod parts;
+mod gemv;
+mod kernel;
+pub(crate) mod mma;
+mod norm_weight;
+mod packed;
+mod path;
+mod pipelined;
 mod problem;
-mod ring;
+pub(crate) mod split_k;
+mod subgroup;
+mod tma;
+mod workgroup;
 
 use std::sync::Arc;
 
@@ -61,25 +62,30 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
 
-pub use cmma::{CubeConfig, PlaneConfig};
 pub use config::MatmulConfig;
-pub use cores::CoresConfig;
-pub use dots::DotsConfig;
+pub use cpu_gemv::CpuGemvConfig;
 pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
 pub use fma::FmaConfig;
-pub use gain::NormBuffers;
-pub use lanes::LanesConfig;
+pub use gemv::GemvConfig;
 pub use mma::MmaConfig;
-pub(crate) use mma::{Codes, store_quad};
+pub use norm_weight::NormBuffers;
+pub use packed::PackedConfig;
+pub use pipelined::PipelinedConfig;
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
+pub use subgroup::SubgroupConfig;
+pub use tma::TmaConfig;
+pub use workgroup::WorkgroupConfig;
 
-use config::Plan;
-pub(crate) use config::{IN_FLIGHT, MOST_NORMED_ROWS, check_coded, plane_inst, spread};
-use dims::Dims;
-pub(crate) use dims::block_of;
+pub(crate) use config::spread;
+pub(crate) use dims::{Dims, block_of};
 pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
-pub(crate) use gain::{Gain, GainCompilationArg, GainLaunch, weigh_pair};
-use lanes::LanesPlan;
+pub(crate) use gemv::MOST_NORMED_ROWS;
+pub(crate) use norm_weight::{NormWeight, NormWeightCompilationArg, NormWeightLaunch, weight_pair};
+pub(crate) use path::{IN_FLIGHT, Path, plane_inst};
+
+use crate::elem::elem;
+use kernel::Loop;
+use mma::{Maps, MapsCompilationArg};
 
 /// The matmul kernel family.
 pub struct Matmul;
@@ -175,10 +181,7 @@ impl Kernel for Matmul {
     }
 
     fn scratch_bytes(problem: &MatmulProblem, config: &MatmulConfig) -> u64 {
-        match config.parts() {
-            1 => 0,
-            parts => 4 * u64::from(parts) * problem.extents()[2] as u64,
-        }
+        split_k::scratch_bytes(problem, config.splits())
     }
 
     fn programs(
@@ -188,61 +191,41 @@ impl Kernel for Matmul {
         properties: &Arc<DeviceProperties>,
         target: &Arc<TargetProperties>,
     ) -> Vec<Box<dyn CubeKernel>> {
-        let plan = Plan::new(arch, problem, config);
+        let (plan, grid) = (config.plan(arch, problem), config.path().grid(arch, problem));
+        let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
         let settings = KernelSettings::new(
-            plan.cube_dim().into(),
+            grid.cube_dim().into(),
             ExecutionMode::Unchecked,
-            plan.address(problem),
+            grid.address(problem),
         );
         let buffer = || BufferCompilationArg { inplace: None };
-        let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
-        let epilogue = match config.parts() {
-            1 => problem.epilogue,
-            _ => Epilogue::default(),
+        let maps = match plan {
+            Loop::Tma(_) => {
+                ComptimeOptionCompilationArg::Some(MapsCompilationArg { lhs: (), rhs: () })
+            }
+            _ => ComptimeOptionCompilationArg::None,
         };
-        let dims = Dims::compiled(problem.grouped);
-        let matmul: Box<dyn CubeKernel> = match plan.path {
-            Path::Mma(mma) if mma.bulk => Box::new(bulk::matmul_tma::MatmulTma::new(
-                settings,
-                properties.clone(),
-                target.clone(),
-                buffer(),
-                buffer(),
-                buffer(),
-                buffer(),
-                (),
-                (),
-                FinishCompilationArg::of(epilogue),
-                dims,
-                width_lhs,
-                width_rhs,
-                width_out,
-                width_partials,
-                mma,
-                Plan::types(problem),
-            )),
-            path => Box::new(matmul::Matmul::new(
-                settings,
-                properties.clone(),
-                target.clone(),
-                buffer(),
-                buffer(),
-                buffer(),
-                buffer(),
-                FinishCompilationArg::of(epilogue),
-                GainCompilationArg::of(problem.norm),
-                dims,
-                width_lhs,
-                width_rhs,
-                width_out,
-                width_partials,
-                path,
-                Plan::types(problem),
-            )),
-        };
-        let mut programs = vec![matmul];
-        if config.parts() > 1 {
-            programs.push(parts::program(problem, config.parts(), false, properties, target));
+        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(kernel::matmul::Matmul::new(
+            settings,
+            properties.clone(),
+            target.clone(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            maps,
+            FinishCompilationArg::of(problem.epilogue.before_split_k(config.splits())),
+            NormWeightCompilationArg::of(problem.norm),
+            Dims::compiled(problem.grouped),
+            width_lhs,
+            width_rhs,
+            width_out,
+            width_partials,
+            plan,
+            types(problem),
+        ))];
+        if config.splits() > 1 {
+            programs.push(split_k::program(problem, config.splits(), false, properties, target));
         }
         programs
     }
@@ -254,143 +237,64 @@ impl Kernel for Matmul {
         operands: &MatmulOperands,
         scratch: Option<&Handle>,
     ) {
-        let plan = Plan::new(device.profile(), problem, config);
-        let (client, [lhs_len, rhs_len, out_len]) = (device.client(), problem.extents());
-        let address = plan.address(problem);
-        let parts = config.parts();
+        let (client, arch, splits) = (device.client(), device.profile(), config.splits());
+        let (plan, grid) = (config.plan(arch, problem), config.path().grid(arch, problem));
+        let [lhs_len, rhs_len, out_len] = problem.extents();
+        let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
         // A kernel without partial sums still binds a buffer in their place, and never writes it.
         let (partials, partials_len) = match scratch {
-            Some(scratch) => (scratch, out_len * parts as usize),
+            Some(scratch) => (scratch, out_len * splits as usize),
             None => (&operands.out, 2),
         };
-        let nothing = EpilogueBuffers::default();
-        let (epilogue, buffers) = match parts {
-            1 => (problem.epilogue, &operands.epilogue),
-            // The sums of the parts are finished where they are added.
-            _ => (Epilogue::default(), &nothing),
-        };
-        let (bias, vectors) = (problem.bias_len(), out_len / plan.widths[2]);
-        for slice in problem.batch_slices(device.profile()) {
-            let [width_lhs, width_rhs, width_out, width_partials] = plan.widths;
-            let dims = slice.dims(problem, parts, plan.part_tiles, operands.rows.as_ref());
-            // SAFETY: `plan` was derived from the problem whose extents the handles have; every
-            // path checks the edges that `plan.exact` does not rule out.
+        let (bias, vectors) = (problem.bias_len(), out_len / width_out);
+        for slice in problem.batch_slices(arch) {
+            // SAFETY: the plan is the problem's, whose extents the handles have; every path checks the edges that
+            // its tiles do not divide.
             unsafe {
-                let lhs = BufferArg::from_raw_parts(operands.lhs.clone(), lhs_len / width_lhs);
-                let rhs = BufferArg::from_raw_parts(operands.rhs.clone(), rhs_len / width_rhs);
-                let out = BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out);
-                let partials =
-                    BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials);
-                match plan.path {
-                    Path::Mma(mma) if mma.bulk => bulk::matmul_tma::launch_unchecked(
-                        client,
-                        plan.cubes(problem, slice.count, parts),
-                        plan.cube_dim(),
-                        address,
+                let maps = match &plan {
+                    Loop::Tma(plan) => Some(tma::maps(problem, plan, &operands.lhs, &operands.rhs)),
+                    _ => None,
+                };
+                kernel::matmul::launch_unchecked(
+                    client,
+                    grid.cubes(arch, problem, slice.count, splits),
+                    grid.cube_dim(),
+                    grid.address(problem),
+                    width_lhs,
+                    width_rhs,
+                    width_out,
+                    width_partials,
+                    BufferArg::from_raw_parts(operands.lhs.clone(), lhs_len / width_lhs),
+                    BufferArg::from_raw_parts(operands.rhs.clone(), rhs_len / width_rhs),
+                    BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
+                    BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
+                    ComptimeOptionArgs::<Maps>::from(maps),
+                    match splits {
+                        1 => FinishLaunch::of(problem.epilogue, &operands.epilogue, bias, vectors),
+                        // The sums of the parts are finished where they are added.
+                        _ => FinishLaunch::nothing(),
+                    },
+                    NormWeightLaunch::of(
+                        problem.norm,
+                        operands.norm.as_ref(),
+                        problem.k,
                         width_lhs,
-                        width_rhs,
-                        width_out,
-                        width_partials,
-                        lhs,
-                        rhs,
-                        out,
-                        partials,
-                        bulk::map(
-                            &operands.lhs,
-                            problem.lhs,
-                            [problem.m, problem.k],
-                            mma.lhs.shape,
-                        ),
-                        bulk::map(
-                            &operands.rhs,
-                            problem.rhs,
-                            [problem.n, problem.k],
-                            mma.rhs.shape,
-                        ),
-                        FinishLaunch::of(epilogue, buffers, bias, vectors),
-                        dims,
-                        mma,
-                        Plan::types(problem),
                     ),
-                    path => matmul::launch_unchecked(
-                        client,
-                        plan.cubes(problem, slice.count, parts),
-                        plan.cube_dim(),
-                        address,
-                        width_lhs,
-                        width_rhs,
-                        width_out,
-                        width_partials,
-                        lhs,
-                        rhs,
-                        out,
-                        partials,
-                        FinishLaunch::of(epilogue, buffers, bias, vectors),
-                        GainLaunch::of(problem.norm, operands.norm.as_ref(), problem.k, width_lhs),
-                        dims,
-                        path,
-                        Plan::types(problem),
-                    ),
-                }
+                    slice.dims(problem, splits, grid.part_tiles, operands.rows.as_ref()),
+                    plan,
+                    types(problem),
+                );
             }
         }
-        if let (Some(partials), true) = (scratch, parts > 1) {
-            parts::add(device, problem, partials, parts, false, &operands.out, &operands.epilogue);
+        if let (Some(partials), true) = (scratch, splits > 1) {
+            let (out, epilogue) = (&operands.out, &operands.epilogue);
+            split_k::add(device, problem, partials, splits, false, out, epilogue);
         }
     }
 }
 
-/// Comptime facts of a launch: which path, with what geometry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Path {
-    Mma(mma::MmaPlan),
-    Cube(cmma::CubePlan),
-    Plane(cmma::PlanePlan),
-    Ahead(ahead::AheadPlan),
-    Fma(fma::FmaPlan),
-    Cores(cores::CoresPlan),
-    Dots(DotsConfig),
-    Lanes(LanesPlan),
-}
-
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
-    lhs: &[Vector<F, NL>],
-    rhs: &[Vector<F, NR>],
-    out: &mut [Vector<E, NO>],
-    partials: &mut [Vector<f32, NP>],
-    finish: Finish<F, E, NO>,
-    norm: ComptimeOption<Gain<F, NL>>,
-    dims: &Dims,
-    #[comptime] path: Path,
-    #[define(F, I, E)] _dtypes: [ElemType; 3],
-) {
-    match path {
-        Path::Mma(plan) => {
-            let worth = ComptimeOption::<bytes::Worth<F>>::new_None();
-            let bulk = ComptimeOption::<bulk::Bulk>::new_None();
-            mma::multiply::<F, I, E, NL, NR, NO, NP>(
-                lhs, rhs, out, partials, bulk, &finish, &worth, dims, plan,
-            )
-        }
-        Path::Cube(plan) => {
-            cmma::multiply_cube::<F, E, NL, NR, NO, NP>(lhs, rhs, out, partials, dims, plan)
-        }
-        Path::Plane(plan) => {
-            cmma::multiply_planes::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
-        }
-        Path::Ahead(plan) => {
-            ahead::multiply_ahead::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
-        }
-        Path::Fma(plan) => fma::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan),
-        Path::Cores(plan) => {
-            cores::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
-        }
-        Path::Dots(config) => {
-            dots::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, config)
-        }
-        Path::Lanes(plan) => {
-            lanes::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, &norm, dims, plan)
-        }
-    }
+/// Types of operands, instruction and result.
+fn types(problem: &MatmulProblem) -> [ElemType; 3] {
+    let precision = problem.precision;
+    [elem(precision.storage()), elem(precision.instruction()), elem(problem.out)]
 }

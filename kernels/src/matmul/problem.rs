@@ -308,6 +308,23 @@ impl MatmulProblem {
         ]
     }
 
+    /// The widest vectors of lhs, rhs and out, 16 bytes of operands at the most: see [`MatmulProblem::widths`].
+    pub(crate) fn widest(&self) -> [usize; 3] {
+        self.widths(16 / self.precision.storage().size() as u64)
+    }
+
+    /// Number of blocks of C in all batches, and in groups as if they were even.
+    pub(super) fn blocks(&self, (tile_m, tile_n): (u32, u32)) -> u64 {
+        let groups = if self.grouped { self.batch() } else { 1 };
+        let m = u64::from(self.m).div_ceil(groups);
+        m.div_ceil(u64::from(tile_m)) * u64::from(self.n.div_ceil(tile_n)) * self.batch()
+    }
+
+    /// Returns whether whole tiles cover the problem, so that no edge is checked.
+    pub(super) const fn divides(&self, (tile_m, tile_n): (u32, u32), tile_k: u32) -> bool {
+        !self.grouped && self.m % tile_m == 0 && self.n % tile_n == 0 && self.k % tile_k == 0
+    }
+
     /// The least work of the problem.
     pub fn cost(&self) -> Cost {
         let [m, n, k] = [self.m, self.n, self.k].map(u64::from);
@@ -330,7 +347,7 @@ impl MatmulProblem {
     /// The cache key: layouts and types exactly, alignment, sizes rounded to what may share a config.
     /// An epilogue costs every config the same; a norm is not for every one.
     pub(crate) fn bucket(&self) -> String {
-        let [wl, wr, _] = self.widths(16 / self.precision.storage().size() as u64);
+        let [wl, wr, _] = self.widest();
         format!(
             "{}{} {}{} w{wl}.{wr} m{} n{} k{} {}{}{}",
             self.precision.name(),

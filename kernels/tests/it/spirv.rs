@@ -175,11 +175,11 @@ fn products_compile_for_cooperative_matrices() {
         let problem = MatmulProblem::dense(batch, sizes, layouts, precision).expect("valid sizes");
         for config in Matmul::candidates(&card, &problem) {
             let name = match config {
-                MatmulConfig::Cube(_) => "cube",
-                MatmulConfig::Ahead(_) => "ahead",
+                MatmulConfig::Workgroup(_) => "workgroup",
+                MatmulConfig::Pipelined(_) => "pipelined",
                 _ => continue,
             };
-            cubes += usize::from(name == "cube");
+            cubes += usize::from(name == "workgroup");
             let programs = Matmul::programs(&card, &problem, &config, &properties, &target);
             let texts = compiled(&format!("matmul-{precision:?}-{name}-{all}"), programs);
             assert!(texts[0].contains("OpCooperativeMatrixMulAddKHR"), "{config:?}");

@@ -41,7 +41,7 @@ use super::{
     Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
 };
 use crate::elem::elem;
-use crate::fits::{limits, rtx, shape, turns};
+use crate::fits::{iterations, limits, rtx, shape};
 use flash::{FlashPlan, Side};
 use plane::SidePlan;
 use rows::RowsPlan;
@@ -414,7 +414,7 @@ fn check(
     let p = &problem.forward;
     serves(arch, p, &(*config).into())?;
     let queries = u64::from(p.heads / p.kv_heads) * (u64::from(p.seq_q) + 1);
-    turns(arch, if side.keys { queries } else { u64::from(p.seq_kv) } + 3)?;
+    iterations(arch, if side.keys { queries } else { u64::from(p.seq_kv) } + 3)?;
     let c = match config {
         SideConfig::Flash(c) => c,
         SideConfig::Plane(c) => {

@@ -11,7 +11,7 @@ use super::split::{SplitConfig, SplitPlan};
 use crate::attention::Implementation;
 use crate::attention::config::tensor_cores;
 use crate::attention::rows::RowsConfig;
-use crate::fits::{limits, shape, stores, turns};
+use crate::fits::{iterations, limits, shape, stores};
 
 /// One way to run a step of decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -147,7 +147,7 @@ pub(super) fn check(
     config: &DecodeConfig,
 ) -> Result<(), Infeasible> {
     stores(arch, [problem.dtype, problem.cache])?;
-    turns(arch, u64::from(problem.longest) + 3)?;
+    iterations(arch, u64::from(problem.longest) + 3)?;
     let c = match config {
         DecodeConfig::Split(c) => c,
         DecodeConfig::Lanes(c) => return lanes::check(arch, problem, c),

@@ -3,7 +3,8 @@
 use cubecl::prelude::*;
 
 use super::Dims;
-use crate::matmul::{Columns, Finish, store_quad};
+use crate::matmul::mma::store_quad;
+use crate::matmul::{Columns, Finish};
 use crate::nf4::{Codes, CodesPlan};
 use crate::tile::{CopyPlan, copy_vector, global_address, load_shared, pack_pair, store_shared};
 

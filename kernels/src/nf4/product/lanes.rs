@@ -35,7 +35,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use crate::matmul::{Columns, Finish, Gain};
+use crate::matmul::{Columns, Finish, NormWeight};
 use crate::nf4::{Codes, code_shift};
 use crate::rows::NormKind;
 
@@ -115,7 +115,7 @@ pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
     weight: &Codes<NW>,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
-    norm: &ComptimeOption<Gain<F, NX>>,
+    norm: &ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
     #[comptime] plan: LanesPlan,
 ) {
@@ -139,7 +139,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     book: &[f32],
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
-    norm: &ComptimeOption<Gain<F, NX>>,
+    norm: &ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
     #[comptime] plan: LanesPlan,
 ) {
@@ -234,7 +234,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                                     let square = comptime!(products + c as usize);
                                     acc[square] = fma(x, x, acc[square]);
                                 }
-                                let gains = norm.gains(at as usize);
+                                let gains = norm.factors(at as usize);
                                 x *= gains[0];
                             }
                             ComptimeOption::None => {}
@@ -405,7 +405,7 @@ fn load_eights<F: Float, NX: Size>(
 fn weigh<F: Float, NX: Size>(
     eights: &mut Array<f32>,
     acc: &mut Array<f32>,
-    norm: &Gain<F, NX>,
+    norm: &NormWeight<F, NX>,
     at: u32,
     #[comptime] plan: LanesPlan,
 ) {
@@ -413,7 +413,7 @@ fn weigh<F: Float, NX: Size>(
     let first = at as usize * comptime!(8 / width);
     #[unroll]
     for v in 0..comptime!(8 / width) {
-        let gains = norm.gains(first + v);
+        let gains = norm.factors(first + v);
         #[unroll]
         for e in 0..width {
             #[unroll]

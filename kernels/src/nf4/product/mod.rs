@@ -58,9 +58,9 @@ use super::{Codes, CodesCompilationArg, CodesLaunch, Order, Weight, WeightBuffer
 use crate::coded::{self, PlanePlan};
 use crate::elem::elem;
 use crate::matmul::{
-    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, Gain,
-    GainCompilationArg, GainLaunch, InvalidMatmul, Layout, Matmul, MatmulOperands, MatmulProblem,
-    NormBuffers, Precision, parts,
+    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
+    Matmul, MatmulOperands, MatmulProblem, NormBuffers, NormWeight, NormWeightCompilationArg,
+    NormWeightLaunch, Precision, split_k,
 };
 use crate::rows::NormKind;
 use fused::FusedPlan;
@@ -301,7 +301,7 @@ impl Kernel for Nf4Matmul {
             buffer(),
             buffer(),
             FinishCompilationArg::of(epilogue),
-            GainCompilationArg::of(p.norm),
+            NormWeightCompilationArg::of(p.norm),
             DimsCompilationArg { m: (), n: (), k: (), parts: (), part_steps: () },
             plan.width,
             plan.code_width,
@@ -310,7 +310,7 @@ impl Kernel for Nf4Matmul {
             elem(p.dtype),
         ))];
         if plan.parts > 1 {
-            programs.push(parts::program(&p.dense(), plan.parts, p.glu, properties, target));
+            programs.push(split_k::program(&p.dense(), plan.parts, p.glu, properties, target));
         }
         programs
     }
@@ -354,14 +354,14 @@ impl Kernel for Nf4Matmul {
                 BufferArg::from_raw_parts(operands.out.clone(), out_len / plan.out_width),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
                 finish,
-                GainLaunch::of(p.norm, operands.norm.as_ref(), p.weight.k, plan.width),
+                NormWeightLaunch::of(p.norm, operands.norm.as_ref(), p.weight.k, plan.width),
                 DimsLaunch::new(p.m, p.weight.n, p.weight.k, plan.parts, plan.part_steps),
                 plan.path,
                 elem(p.dtype),
             );
         }
         if plan.parts > 1 {
-            parts::add(device, &dense, partials, plan.parts, p.glu, &operands.out, epilogue);
+            split_k::add(device, &dense, partials, plan.parts, p.glu, &operands.out, epilogue);
         }
     }
 }
@@ -556,7 +556,7 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
-    norm: ComptimeOption<Gain<F, NX>>,
+    norm: ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
     #[comptime] path: Path,
     #[define(F)] _dtype: ElemType,

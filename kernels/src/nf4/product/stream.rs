@@ -34,7 +34,7 @@
 //! as it is (11.3 / 12.2), so that [`super::fused`] can have it by `ldmatrix`: x goes through shared memory
 //! once, before the table is there; turned by shuffles instead it costs 1.2 us more.
 //!
-//! A norm of x ([`Gain`]) costs a plane 16 instructions for the squares of eight rows, and one for two elements; rows
+//! A norm of x ([`NormWeight`]) costs a plane 16 instructions for the squares of eight rows, and one for two elements; rows
 //! that are not normalised yet are rounded to bf16 once they are multiplied by its weight.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Dims;
 use super::codes::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
-use crate::matmul::{Columns, Finish, Gain, weigh_pair};
+use crate::matmul::{Columns, Finish, NormWeight, weight_pair};
 use crate::nf4::{Codes, CodesPlan};
 use crate::rows::NormKind;
 use crate::tile::{
@@ -163,7 +163,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
-    norm: &ComptimeOption<Gain<F, NX>>,
+    norm: &ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
     #[comptime] plan: StreamPlan,
 ) {
@@ -712,7 +712,7 @@ impl Stage {
             }
             #[unroll]
             for i in 0..comptime!(8 * SPANS) {
-                fixed[comptime!(own + i)] = weigh_pair(fixed[comptime!(own + i)], gain[i], kind);
+                fixed[comptime!(own + i)] = weight_pair(fixed[comptime!(own + i)], gain[i], kind);
             }
         }
     }

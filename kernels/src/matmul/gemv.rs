@@ -1,4 +1,4 @@
-//! The path of a GPU for few rows, where both operands lie along k, as in a linear layer that decodes: neighbouring
+//! The GEMV of a GPU, for few rows, where both operands lie along k as in a linear layer that decodes: neighbouring
 //! units share columns, each loads every vector of B once, from where it lies.
 //!
 //! ```text
@@ -9,37 +9,42 @@
 //! ```
 //!
 //! Everything is f32 but what is loaded. No tensor core, no copy ahead, nothing between planes but one sum: what
-//! hides the latency is many units with `cols` loads under way each. k is not cut, so that there is no second
-//! launch.
+//! hides the latency is many units with `cols` loads under way each. There is no split-k, so that there is no
+//! second launch.
 //!
-//! Cost: B's bytes, once; two instructions an element, row and column. Where rows are normalised ([`Gain`]) every group
+//! Cost: B's bytes, once; two instructions an element, row and column. Where rows are normalised ([`NormWeight`]) every group
 //! finds their squares again: 31.8 us in place of 31.2 at 14336 x 4096, beside a launch of 1.9 that it saves. Slower
 //! are normalised rows in shared memory (32.4), squares after the loop (32.6) and a weight that is multiplied by in
 //! pairs of bf16 (33.5); without a norm, loads of B a step ahead (35.4).
 //!
 //! us at m = 1 in bf16 (H200 restricted to an RTX 4090's features / through Vulkan; a copy moves 4.1 TB/s), beside
-//! what the tuner chose before: `Mma` with k in parts, cube-scope matrices.
+//! what the tuner chose before: `Mma` with split-k, cube-scope matrices.
 //!
-//! | n x k        | `Lanes`     | before      |
+//! | n x k        | `Gemv`      | before      |
 //! |--------------|-------------|-------------|
 //! | 14336 x 4096 | 32.0 / 31.6 | 32.4 / 87.1 |
 //! | 4096 x 14336 | 30.8        | 32.1        |
 //!
 //! What it saves beside is the launch that adds parts: a 1.24B model generates 1001 tokens a second on CUDA, 916
 //! before. At m = 8 `Mma` stays ahead there (33.7 and 32.1 us in a run where this took 30.1 at m = 1), and through
-//! Vulkan matrices with k in parts (48.8 us; this 63.1).
+//! Vulkan matrices with split-k (48.8 us; this 63.1).
 
+use arch::ArchProfile;
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
+use tune::Infeasible;
 
 use super::dims::Dims;
 use super::epilogue::Finish;
-use super::gain::Gain;
+use super::norm_weight::NormWeight;
+use super::path::{Grid, Path, mma_inst};
+use super::problem::{Layout, MatmulProblem, Precision};
+use crate::fits::{lacks, limits, shape};
 use crate::rows::NormKind;
 
-/// How the path for few rows is spread.
+/// How the GEMV is spread over units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct LanesConfig {
+pub struct GemvConfig {
     /// Units of a cube.
     pub units: u32,
     /// Units that share a block of C.
@@ -49,28 +54,119 @@ pub struct LanesConfig {
     pub cols: u32,
 }
 
-impl LanesConfig {
+impl GemvConfig {
     /// Columns that a cube takes.
-    pub(super) const fn columns_of_cube(self) -> u32 {
+    const fn columns_of_cube(self) -> u32 {
         self.units / self.lanes * self.cols
+    }
+
+    /// Returns the comptime facts of the instance.
+    pub(super) const fn plan(&self, problem: &MatmulProblem) -> GemvPlan {
+        GemvPlan { config: *self, norm: problem.norm }
+    }
+}
+
+/// Units, units that share a block, and columns: for one or two rows, and for more.
+const WIDE: [[u32; 3]; 6] =
+    [[256, 32, 4], [256, 32, 2], [128, 128, 4], [128, 64, 2], [128, 128, 2], [256, 16, 4]];
+const NARROW: [[u32; 3]; 6] =
+    [[256, 32, 2], [128, 32, 4], [128, 128, 4], [128, 64, 2], [128, 128, 2], [256, 32, 1]];
+
+/// Rows of A past which the tiles of tensor cores and of shared memory are not mostly empty.
+const MOST_ROWS: u32 = 8;
+/// Rows of A up to which tensor cores are not as fast: 8 x 14336 x 4096 takes them 33.7 us.
+const MOST_ROWS_BESIDE_MMA: u32 = 2;
+/// Rows of A up to which normalising them here pays: more wait for the multiply-adds, and nobody has measured that a
+/// launch less pays for more of these.
+pub(crate) const MOST_NORMED_ROWS: u32 = 2;
+
+/// Elements of the vectors that units load.
+fn width(arch: &ArchProfile, problem: &MatmulProblem) -> u32 {
+    (arch.load_bytes.min(16) / problem.precision.storage().size() as u32).max(1)
+}
+
+impl Path for GemvConfig {
+    /// Returns configs of as many rows as the problem has, and sums that registers hold.
+    fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        let has_mma = mma_inst(arch, problem.precision).is_some();
+        let most = if has_mma { MOST_ROWS_BESIDE_MMA } else { MOST_ROWS };
+        if arch.cores().is_some() || problem.m > most {
+            return Vec::new();
+        }
+        let rows = problem.m.next_power_of_two();
+        let shapes = match rows {
+            1 | 2 => WIDE,
+            _ => NARROW,
+        };
+        shapes.map(|[units, lanes, cols]| Self { units, lanes, rows, cols }).to_vec()
+    }
+
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        vec![("units", self.units), ("lanes", self.lanes), ("rows", self.rows), ("cols", self.cols)]
+    }
+
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
+        if arch.cores().is_some() {
+            return Err(lacks("cheap barriers"));
+        }
+        if problem.precision == Precision::Tf32 {
+            return Err(lacks("tf32 without matrix instructions"));
+        }
+        if problem.lhs.layout != Layout::Row || problem.rhs.layout != Layout::Col {
+            return Err(shape("lanes", self.lanes, "an operand does not lie along k"));
+        }
+        let widest = width(arch, problem) as usize;
+        let [lhs, rhs, _] = problem.widths(widest as u64);
+        if [lhs, rhs] != [widest; 2] {
+            return Err(shape("lanes", self.lanes, "lines are not whole vectors"));
+        }
+        if !self.lanes.is_power_of_two() || self.units % self.lanes != 0 {
+            return Err(shape("lanes", self.lanes, "sums are added by halves"));
+        }
+        if self.rows > 16 || self.cols > 16 || self.rows * self.cols > 32 {
+            return Err(shape("rows", self.rows, "sums and operands would spill"));
+        }
+        limits(arch, self.units, self.plan(problem).shared_bytes())
+    }
+
+    fn tile(&self) -> (u32, u32) {
+        (self.rows, self.columns_of_cube())
+    }
+
+    fn tile_k(&self) -> u32 {
+        self.lanes
+    }
+
+    /// Units share k: each takes a vector of it at a time.
+    fn iterations(&self, k: u64) -> u64 {
+        k.div_ceil(u64::from(self.lanes)) + 1
+    }
+
+    fn normalizes(&self) -> bool {
+        true
+    }
+
+    fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
+        let width = width(arch, problem) as usize;
+        Grid { widths: [width, width, 1, 1], ..Grid::new(self.tile(), (self.units, 1)) }
     }
 }
 
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct LanesPlan {
-    pub(super) config: LanesConfig,
-    pub(super) norm: Option<NormKind>,
+pub(crate) struct GemvPlan {
+    config: GemvConfig,
+    norm: Option<NormKind>,
 }
 
-impl LanesPlan {
+impl GemvPlan {
     /// Sums of a unit: its block of C, and where rows are normalised the squares of each.
     const fn sums(self) -> u32 {
-        let LanesConfig { rows, cols, .. } = self.config;
+        let GemvConfig { rows, cols, .. } = self.config;
         rows * if self.norm.is_some() { cols + 1 } else { cols }
     }
 
-    pub(super) const fn shared_bytes(self) -> u32 {
+    const fn shared_bytes(self) -> u32 {
         4 * self.config.units * self.sums()
     }
 }
@@ -82,12 +178,12 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
-    norm: &ComptimeOption<Gain<F, NL>>,
+    norm: &ComptimeOption<NormWeight<F, NL>>,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     let config = comptime!(plan.config);
-    let LanesConfig { units, lanes, .. } = comptime!(config);
+    let GemvConfig { units, lanes, .. } = comptime!(config);
     let (rows, cols) = comptime!((config.rows as usize, config.cols as usize));
     let sums = comptime!(plan.sums() as usize);
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
@@ -142,7 +238,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                         for e in 0..NL::value() {
                             acc[square] = fma(wide[e], wide[e], acc[square]);
                         }
-                        add_row(&mut acc, &norm.weigh(left, at), &right, r, cols);
+                        add_row(&mut acc, &norm.weighted(left, at), &right, r, cols);
                     }
                     ComptimeOption::None => add_row(&mut acc, &widen(left), &right, r, cols),
                 }

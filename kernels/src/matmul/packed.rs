@@ -1,4 +1,4 @@
-//! The path of the CPU: one unit a core, vector registers, no shared memory and no barrier.
+//! The packed GEMM of the CPU: one unit a core, vector registers, no shared memory and no barrier.
 //!
 //! A unit owns a block of C, held in f32 on its stack. For each slice of k it packs its panel of B
 //! into `[block_k, block_n]` once, whatever B's layout, and multiplies every row group of A against
@@ -24,15 +24,20 @@
 //! which packs the panel for itself. A panel packed line by line from a column-major B: 27.6 ms where columns one after the
 //! other take 18.2, on another machine, because lines a power of two apart drive each other out of the cache.
 
+use arch::ArchProfile;
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
+use tune::Infeasible;
 
 use super::dims::Dims;
 use super::epilogue::Finish;
+use super::path::{Grid, Path, check_vector};
+use super::problem::{Layout, MatmulProblem};
+use crate::fits::shape;
 
-/// Block sizes of the CPU path.
+/// Block sizes of the packed GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct CoresConfig {
+pub struct PackedConfig {
     /// Block of C that a unit owns.
     pub block_m: u32,
     pub block_n: u32,
@@ -46,17 +51,107 @@ pub struct CoresConfig {
     pub units: u32,
 }
 
-impl CoresConfig {
+impl PackedConfig {
     /// Bytes on a unit's stack.
-    pub(crate) const fn stack_bytes(self) -> u32 {
+    const fn stack_bytes(self) -> u32 {
         (self.block_m + self.block_k) * self.block_n * 4
+    }
+
+    /// Returns the comptime facts of the instance.
+    pub(super) fn plan(&self, problem: &MatmulProblem) -> PackedPlan {
+        PackedPlan {
+            config: *self,
+            lhs_along_k: problem.lhs.layout == Layout::Row,
+            rhs_along_k: problem.rhs.layout == Layout::Col,
+        }
+    }
+}
+
+impl Path for PackedConfig {
+    fn candidates(arch: &ArchProfile, _problem: &MatmulProblem) -> Vec<Self> {
+        let Some(units) = arch.cores() else { return Vec::new() };
+        let vector = (arch.load_bytes / 4).clamp(4, 16);
+        let config = |block_m, vectors, block_k, rows| {
+            let block_n = vectors * vector;
+            Self { block_m, block_n, block_k, rows, vector, units }
+        };
+        // Sums, a line of the panel and a number of A fill registers: 32 of AVX-512, 16 of what is narrower. There 4 rows
+        // of 3 vectors take 2.1 ms for 512 x 512 x 512 on two cores of a Zen 3, 8 rows of 2, which spill, 4.9.
+        let large = match vector {
+            16 => vec![config(64, 2, 256, 8), config(64, 4, 128, 4)],
+            _ => vec![config(128, 3, 128, 4), config(126, 3, 512, 3), config(252, 2, 512, 6)],
+        };
+        let small = [
+            config(64, 2, 256, 4),
+            config(32, 2, 256, 4),
+            config(16, 2, 256, 4),
+            config(8, 2, 512, 8),
+            config(4, 4, 256, 4),
+            config(1, 4, 256, 1),
+        ];
+        large.into_iter().chain(small).collect()
+    }
+
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        vec![
+            ("block_m", self.block_m),
+            ("block_n", self.block_n),
+            ("block_k", self.block_k),
+            ("rows", self.rows),
+            ("vector", self.vector),
+            ("units", self.units),
+        ]
+    }
+
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
+        check_vector(arch, problem, self.vector)?;
+        if self.rows > 16 || self.rows * self.block_n / self.vector > 32 {
+            return Err(shape("rows", self.rows, "more sums than vector registers"));
+        }
+        for (name, size, of) in
+            [("block_m", self.block_m, self.rows), ("block_n", self.block_n, self.vector)]
+        {
+            if size % of != 0 {
+                return Err(shape(name, size, "not a multiple of the register block"));
+            }
+        }
+        if self.block_k % self.vector != 0 {
+            return Err(shape("block_k", self.block_k, "the panel is packed in whole vectors"));
+        }
+        if self.stack_bytes() > 256 << 10 {
+            return Err(shape("block_k", self.block_k, "the panel outgrows a unit's stack"));
+        }
+        Ok(())
+    }
+
+    fn tile(&self) -> (u32, u32) {
+        (self.block_m, self.block_n)
+    }
+
+    fn tile_k(&self) -> u32 {
+        self.block_k
+    }
+
+    /// A packed kernel takes 1.5 s of a CPU to compile, in every process: that many multiplies, over a hundred uses.
+    fn compile_cost(&self, problem: &MatmulProblem) -> f64 {
+        7.5e8 / f64::from(problem.k)
+    }
+
+    fn grid(&self, _arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
+        let [_, rhs, out] = problem.widths(u64::from(self.vector));
+        let all_or_one = |width: usize| if width == self.vector as usize { width } else { 1 };
+        Grid {
+            widths: [1, all_or_one(rhs), all_or_one(out), 1],
+            per_cube: self.units,
+            ..Grid::new(self.tile(), (self.units, 1))
+        }
     }
 }
 
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct CoresPlan {
-    pub(crate) config: CoresConfig,
+pub(crate) struct PackedPlan {
+    pub(crate) config: PackedConfig,
     /// Whether k is the contiguous axis of each operand.
     pub(crate) lhs_along_k: bool,
     pub(crate) rhs_along_k: bool,
@@ -69,7 +164,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
     dims: &Dims,
-    #[comptime] plan: CoresPlan,
+    #[comptime] plan: PackedPlan,
 ) {
     let config = comptime!(plan.config);
     let (block_m, block_n) = comptime!((config.block_m, config.block_n));
@@ -163,7 +258,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 }
 
-/// One vector of a B with contiguous rows, at depth `k` and columns `col..`, zero past `n`.
+/// Loads one vector of a B with contiguous rows, at depth `k` and columns `col..`, zero past `n`.
 #[cube]
 fn pack<F: Float, N: Size, W: Size>(
     rhs: &[Vector<F, N>],
@@ -193,9 +288,10 @@ fn pack<F: Float, N: Size, W: Size>(
     value
 }
 
-/// Vector `j` of every line of the panel, from a B with contiguous columns: one column after the other,
-/// because lines of all of them, a power of two apart, would drive each other out of the cache. Columns
-/// past `n` repeat the last; they are never stored.
+/// Packs vector `j` of every line of the panel, from a B with contiguous columns.
+///
+/// One column after the other, because lines of all of them, a power of two apart, would drive each other out of
+/// the cache. Columns past `n` repeat the last; they are never stored.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one operand, one panel")]
 fn pack_lines<F: Float, N: Size, W: Size>(
@@ -242,7 +338,7 @@ fn row_group<F: Float, N: Size, W: Size>(
     row: u32,
     k0: u32,
     depth: u32,
-    #[comptime] plan: CoresPlan,
+    #[comptime] plan: PackedPlan,
     #[comptime] rows: usize,
     #[comptime] vectors: usize,
 ) {

@@ -37,9 +37,9 @@ impl NormBuffers {
     }
 }
 
-/// A norm with its weight, in vectors of `N`.
+/// Weight and factor of a norm that is applied while rows are multiplied, in vectors of `N`.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Gain<F: Float, N: Size> {
+pub(crate) struct NormWeight<F: Float, N: Size> {
     /// `[k / N]`
     weight: Box<[Vector<F, N>]>,
     eps: f32,
@@ -49,31 +49,31 @@ pub(crate) struct Gain<F: Float, N: Size> {
     kind: NormKind,
 }
 
-impl<F: Float, N: Size> GainLaunch<F, N> {
-    /// The arguments of a norm of rows of `k` elements.
+impl<F: Float, N: Size> NormWeightLaunch<F, N> {
+    /// Launch arguments of a norm of rows of `k` elements.
     pub(crate) fn of(
         norm: Option<NormKind>,
         buffers: Option<&NormBuffers>,
         k: u32,
         width: usize,
-    ) -> ComptimeOptionArgs<Gain<F, N>> {
+    ) -> ComptimeOptionArgs<NormWeight<F, N>> {
         assert_eq!(
             norm.is_some(),
             buffers.is_some(),
             "a problem's norm and its weight go together"
         );
-        let gain = norm.zip(buffers).map(|(kind, NormBuffers { weight, eps })| {
+        let arg = norm.zip(buffers).map(|(kind, NormBuffers { weight, eps })| {
             // SAFETY: a weight is as long as a row of x.
             let weight = unsafe { BufferArg::from_raw_parts(weight.clone(), k as usize / width) };
             Self::new(weight, *eps, 1.0 / k as f32, kind)
         });
-        ComptimeOptionArgs::from(gain)
+        ComptimeOptionArgs::from(arg)
     }
 }
 
-impl<F: Float, N: Size> GainCompilationArg<F, N> {
-    /// The same, as a compilation sees them.
-    pub(crate) fn of(norm: Option<NormKind>) -> ComptimeOptionCompilationArg<Gain<F, N>> {
+impl<F: Float, N: Size> NormWeightCompilationArg<F, N> {
+    /// Compilation arguments of the same.
+    pub(crate) fn of(norm: Option<NormKind>) -> ComptimeOptionCompilationArg<NormWeight<F, N>> {
         match norm {
             Some(kind) => ComptimeOptionCompilationArg::Some(Self {
                 weight: BufferCompilationArg { inplace: None },
@@ -87,42 +87,42 @@ impl<F: Float, N: Size> GainCompilationArg<F, N> {
 }
 
 #[cube]
-impl<F: Float, N: Size> Gain<F, N> {
-    /// Where the weight lies in global memory.
+impl<F: Float, N: Size> NormWeight<F, N> {
+    /// Returns the address of the weight in global memory.
     pub(crate) fn address(&self) -> u64 {
         global_address(&self.weight)
     }
 
-    /// What the elements of vector `at` of a row are multiplied by.
-    pub(crate) fn gains(&self, at: usize) -> Array<f32> {
+    /// Returns the factors of the elements of vector `at` of a row.
+    pub(crate) fn factors(&self, at: usize) -> Array<f32> {
         let vector = self.weight[at];
-        let mut gains = Array::<f32>::new(N::value());
+        let mut factors = Array::<f32>::new(N::value());
         #[unroll]
         for e in 0..N::value() {
-            gains[e] = norm_weight::<F>(vector.extract(e), self.kind);
+            factors[e] = norm_weight::<F>(vector.extract(e), self.kind);
         }
-        gains
+        factors
     }
 
-    /// Vector `at` of a row, multiplied by the weight.
-    pub(crate) fn weigh(&self, vector: Vector<F, N>, at: usize) -> Array<f32> {
-        let mut weighed = self.gains(at);
+    /// Returns vector `at` of a row, multiplied by the weight.
+    pub(crate) fn weighted(&self, vector: Vector<F, N>, at: usize) -> Array<f32> {
+        let mut weighted = self.factors(at);
         #[unroll]
         for e in 0..N::value() {
-            weighed[e] *= f32::cast_from(vector.extract(e));
+            weighted[e] *= f32::cast_from(vector.extract(e));
         }
-        weighed
+        weighted
     }
 
-    /// What the sums of a row are multiplied by whose squares add up to `squares`.
+    /// Returns the factor of a row's sums, whose squares add up to `squares`.
     pub(crate) fn factor(&self, squares: f32) -> f32 {
         fma(squares, self.share, self.eps).inverse_sqrt()
     }
 }
 
-/// Two numbers of a row in bf16, multiplied by the weight of a norm.
+/// Multiplies two numbers of a row, in bf16, by the weight of a norm.
 #[cube]
-pub(crate) fn weigh_pair(pair: u32, weight: u32, #[comptime] kind: NormKind) -> u32 {
+pub(crate) fn weight_pair(pair: u32, weight: u32, #[comptime] kind: NormKind) -> u32 {
     let added = if comptime!(matches!(kind, NormKind::RmsPlusOne)) {
         pair
     } else {

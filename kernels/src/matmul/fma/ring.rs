@@ -10,7 +10,8 @@
 
 use cubecl::prelude::*;
 
-use super::fma::{FmaOperand, FmaPlan, Source, offset_of};
+use super::FmaPlan;
+use super::tile::{FmaOperand, Source, offset_of};
 use crate::tile::{
     CopyLane, CopyPlan, commit_copies, global_address, load_chunk, next_stage, shared_address,
     wait_copies,

@@ -1,9 +1,9 @@
 //! C = round(epilogue(sum over parts of P[part]))    P: `[parts, batch, m, n]` in f32
 //!
-//! The end of a matmul whose k was cut into parts so that more cubes had work. Parts are added in
-//! their order, so the result does not depend on which cube was first.
+//! Split-k: k is cut into parts so that more cubes have work, and this launch adds their sums. Parts are added in
+//! order, so the result does not depend on which cube was first.
 //!
-//! Where two matrices gate one another, P has the columns of both, and a result is made of two sums.
+//! Where two matrices gate one another, P has the columns of both, and a result comes from two sums.
 //!
 //! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
 
@@ -21,18 +21,23 @@ use crate::elem::elem;
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;
 
-/// The widest vector of results, and the width of indices.
+/// Returns the widest vector of results, and the width of indices.
 fn shape(problem: &MatmulProblem, sums: usize) -> (usize, AddressType) {
     let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
     (width, if sums > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 })
 }
 
-/// Partial sums of all results of `problem`.
+/// Number of partial sums of all results of `problem`.
 fn sums(problem: &MatmulProblem, parts: u32, glu: bool) -> usize {
     problem.extents()[2] * parts as usize * if glu { 2 } else { 1 }
 }
 
-/// The program of [`add`].
+/// Number of bytes of the partial sums of `problem` in `splits` parts.
+pub(crate) fn scratch_bytes(problem: &MatmulProblem, splits: u32) -> u64 {
+    if splits > 1 { 4 * sums(problem, splits, false) as u64 } else { 0 }
+}
+
+/// Returns the program of [`add`].
 pub(crate) fn program(
     problem: &MatmulProblem,
     parts: u32,

@@ -1,50 +1,97 @@
-//! The plane-scope path that is a tile ahead: while one tile is multiplied the next is on its way in registers
-//! ([`cooperative`](crate::cooperative)), where [`cmma`](super::cmma) waits for it. Timed once by `tune try`, on an H200
-//! through Vulkan, f16 8192^3: 213 TFLOP/s where that has 115. Two tiles of each operand in shared memory, so that planes
+//! The pipelined (double-buffered) subgroup path of Vulkan: while one tile is multiplied the next is on its way in
+//! registers ([`cooperative`](crate::cooperative)), where [`subgroup`](super::subgroup) waits for it. Timed once by
+//! `tune try`, on an H200 through Vulkan, f16 8192^3: 213 TFLOP/s where that has 115. Two tiles of each operand in shared memory, so that planes
 //! meet once a tile instead of twice, were slower (128 for 195 with the same tiles).
 
+use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
 
-use super::cmma::{PlaneConfig, layout_of};
 use super::dims::{Dims, own_block};
 use super::epilogue::Finish;
+use super::path::{Grid, Path, plane_inst};
+use super::problem::{Layout, MatmulProblem};
+use super::subgroup::{SubgroupConfig, layout_of};
 use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
+use crate::fits::{lacks, limits, shape};
 
-impl PlaneConfig {
-    /// Planes that share the tile.
-    pub(crate) const fn planes(self) -> u32 {
-        self.planes_m * self.planes_n
-    }
+/// Tile sizes of the path, those of [`subgroup`](super::subgroup).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct PipelinedConfig(pub SubgroupConfig);
 
-    /// Operand tiles as they lie, `rows` where the contiguous axis is the operand's second.
-    const fn tiles(self, lhs_rows: bool, rhs_rows: bool, units: u32, exact: bool) -> [Tile; 2] {
-        let Self { tile_m, tile_n, tile_k, .. } = self;
-        let (lhs, lhs_line) = if lhs_rows { (tile_m, tile_k) } else { (tile_k, tile_m) };
-        let (rhs, rhs_line) = if rhs_rows { (tile_k, tile_n) } else { (tile_n, tile_k) };
-        [
-            Tile { lines: lhs, line: lhs_line, units, exact },
-            Tile { lines: rhs, line: rhs_line, units, exact },
-        ]
-    }
+const fn pipelined(tiles: [u32; 3], planes: [u32; 2]) -> PipelinedConfig {
+    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
+    PipelinedConfig(SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n })
+}
 
-    /// Words of the tiles of lhs, where a 16 x 16 result of every plane passes afterwards.
-    const fn words(self, lhs: Tile) -> u32 {
-        let (tiles, results) = (lhs.words(), self.planes() * RESULT);
-        if tiles > results { tiles } else { results }
-    }
+/// Configs in the order of how often they win.
+const CONFIGS: [PipelinedConfig; 7] = [
+    pipelined([128, 128, 64], [2, 4]),
+    pipelined([128, 128, 32], [2, 2]),
+    pipelined([128, 256, 32], [2, 4]),
+    pipelined([256, 128, 32], [4, 2]),
+    pipelined([128, 64, 32], [2, 2]),
+    pipelined([64, 64, 32], [2, 2]),
+    pipelined([16, 64, 32], [1, 2]),
+];
 
-    pub(crate) const fn shared_bytes_ahead(self, lhs_rows: bool, rhs_rows: bool) -> u32 {
-        let [lhs, rhs] = self.tiles(lhs_rows, rhs_rows, 1, true);
-        16 * self.words(lhs) + rhs.bytes()
-    }
-
-    /// Registers of a unit, roughly: sums, fragments of a step, the tiles on their way, addresses.
-    pub(crate) const fn registers(self, plane: u32) -> u32 {
-        let Self { tile_m, tile_n, tile_k, planes_m, planes_n } = self;
+impl PipelinedConfig {
+    /// Estimates the registers of a unit: accumulators, fragments of a step, the tiles on their way, addresses.
+    const fn registers(self, plane: u32) -> u32 {
+        let SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = self.0;
         let (part_m, part_n) = (tile_m / planes_m, tile_n / planes_n);
-        let ahead = (tile_m + tile_n) * tile_k / 2 / (self.planes() * plane);
+        let ahead = (tile_m + tile_n) * tile_k / 2 / (self.0.planes() * plane);
         part_m * part_n / plane + (part_m + 16) * 16 / 2 / plane + ahead + 40
+    }
+
+    /// Returns the comptime facts of the instance.
+    pub(super) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> PipelinedPlan {
+        PipelinedPlan {
+            config: self.0,
+            plane: arch.plane_size.0,
+            inst_k: plane_inst(arch, problem.precision).map_or(0, |s| s.k),
+            lhs_rows: problem.lhs.layout == Layout::Row,
+            rhs_rows: problem.rhs.layout == Layout::Row,
+            exact: problem.divides(self.tile(), self.tile_k()),
+        }
+    }
+}
+
+impl Path for PipelinedConfig {
+    fn candidates(_arch: &ArchProfile, _problem: &MatmulProblem) -> Vec<Self> {
+        CONFIGS.to_vec()
+    }
+
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        self.0.sizes()
+    }
+
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
+        if !arch.matrices_from_words() {
+            return Err(lacks("plane-scope matrices that are loaded from words"));
+        }
+        self.0.check_matrices(arch, problem)?;
+        let plan = self.plan(arch, problem);
+        if self.registers(plan.plane) > 270 {
+            let why = "sums and tiles on their way would spill";
+            return Err(shape("tile_m", self.0.tile_m, why));
+        }
+        limits(arch, plan.units(), plan.shared_bytes())
+    }
+
+    fn tile(&self) -> (u32, u32) {
+        self.0.tile()
+    }
+
+    fn tile_k(&self) -> u32 {
+        self.0.tile_k
+    }
+
+    fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
+        self.0.grid(arch, problem)
     }
 }
 
@@ -53,8 +100,8 @@ const RESULT: u32 = 16 * 16 / 4;
 
 /// Comptime facts of one instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct AheadPlan {
-    pub(crate) config: PlaneConfig,
+pub(crate) struct PipelinedPlan {
+    pub(crate) config: SubgroupConfig,
     /// Units of a plane.
     pub(crate) plane: u32,
     /// Depth of the instruction, 16 x 16 in rows and columns.
@@ -65,28 +112,55 @@ pub(crate) struct AheadPlan {
     pub(crate) exact: bool,
 }
 
+impl PipelinedPlan {
+    const fn units(self) -> u32 {
+        self.config.planes() * self.plane
+    }
+
+    /// Operand tiles as they lie.
+    const fn tiles(self) -> [Tile; 2] {
+        let SubgroupConfig { tile_m, tile_n, tile_k, .. } = self.config;
+        let (lhs, lhs_line) = if self.lhs_rows { (tile_m, tile_k) } else { (tile_k, tile_m) };
+        let (rhs, rhs_line) = if self.rhs_rows { (tile_k, tile_n) } else { (tile_n, tile_k) };
+        let (units, exact) = (self.units(), self.exact);
+        [
+            Tile { lines: lhs, line: lhs_line, units, exact },
+            Tile { lines: rhs, line: rhs_line, units, exact },
+        ]
+    }
+
+    /// Words of the tile of lhs, where a 16 x 16 result of every plane passes afterwards.
+    const fn lhs_words(self) -> u32 {
+        let [lhs, _] = self.tiles();
+        let (tile, results) = (lhs.words(), self.config.planes() * RESULT);
+        if tile > results { tile } else { results }
+    }
+
+    const fn shared_bytes(self) -> u32 {
+        let [_, rhs] = self.tiles();
+        16 * self.lhs_words() + rhs.bytes()
+    }
+}
+
 #[cube]
-pub(crate) fn multiply_ahead<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
+pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
     dims: &Dims,
-    #[comptime] plan: AheadPlan,
+    #[comptime] plan: PipelinedPlan,
 ) {
-    let PlaneConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = comptime!(plan.config);
+    let SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = comptime!(plan.config);
     let (part_m, part_n) = comptime!((tile_m / planes_m, tile_n / planes_n));
     let (frags_m, frags_n) = comptime!((part_m as usize / 16, part_n as usize / 16));
     let depth = comptime!(plan.inst_k as usize);
-    let units = comptime!(plan.config.planes() * plan.plane);
-    let tiles = comptime!(plan.config.tiles(plan.lhs_rows, plan.rhs_rows, units, plan.exact));
+    let tiles = comptime!(plan.tiles());
     let (tile_lhs, tile_rhs) = comptime!((tiles[0], tiles[1]));
     let (layout_lhs, layout_rhs) = comptime!((layout_of(plan.lhs_rows), layout_of(plan.rhs_rows)));
 
-    let mut shared_lhs = Shared::<[Word]>::new_aligned_slice(
-        comptime!(plan.config.words(tile_lhs) as usize),
-        128usize,
-    );
+    let mut shared_lhs =
+        Shared::<[Word]>::new_aligned_slice(comptime!(plan.lhs_words() as usize), 128usize);
     let mut shared_rhs =
         Shared::<[Word]>::new_aligned_slice(comptime!(tile_rhs.words() as usize), 128usize);
 

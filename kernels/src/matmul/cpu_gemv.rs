@@ -1,5 +1,5 @@
-//! The path of the CPU for few rows, where both operands lie along k, as in a linear layer: nothing is
-//! packed, every vector of B is loaded once, from where it lies.
+//! The GEMV of the CPU, for few rows, where both operands lie along k as in a linear layer: nothing is packed, every
+//! vector of B is loaded once, from where it lies.
 //!
 //! ```text
 //!   for each (rows x cols) block of C                 // one unit
@@ -11,15 +11,20 @@
 //! 1x4096x4096 in f32 on cpu-genuineintel.6.167-2 with 2 cores, whose copy reaches 25 GB/s: B is read at 27 GB/s here, by
 //! burn-flex at 12.
 
+use arch::ArchProfile;
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
+use tune::Infeasible;
 
 use super::dims::Dims;
 use super::epilogue::Finish;
+use super::path::{Grid, Path, check_vector};
+use super::problem::{Layout, MatmulProblem};
+use crate::fits::shape;
 
-/// Block sizes of the CPU path along k.
+/// Block sizes of the GEMV of the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct DotsConfig {
+pub struct CpuGemvConfig {
     /// Block of C that a unit sums at once, `rows * cols` vector registers.
     pub rows: u32,
     pub cols: u32,
@@ -27,6 +32,61 @@ pub struct DotsConfig {
     pub vector: u32,
     /// Units, one a core.
     pub units: u32,
+}
+
+impl Path for CpuGemvConfig {
+    fn candidates(arch: &ArchProfile, _problem: &MatmulProblem) -> Vec<Self> {
+        let Some(units) = arch.cores() else { return Vec::new() };
+        let vector = (arch.load_bytes / 4).clamp(4, 16);
+        let config = |[rows, cols]: [u32; 2]| Self { rows, cols, vector, units };
+        [[1, 4], [1, 8], [2, 4], [4, 4], [8, 2]].map(config).to_vec()
+    }
+
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        vec![
+            ("rows", self.rows),
+            ("cols", self.cols),
+            ("vector", self.vector),
+            ("units", self.units),
+        ]
+    }
+
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
+        check_vector(arch, problem, self.vector)?;
+        if problem.lhs.layout != Layout::Row || problem.rhs.layout != Layout::Col {
+            return Err(shape("vector", self.vector, "an operand does not lie along k"));
+        }
+        let [lhs, rhs, _] = problem.widths(u64::from(self.vector));
+        if [lhs, rhs] != [self.vector as usize; 2] {
+            return Err(shape("vector", self.vector, "lines are not whole vectors"));
+        }
+        if self.rows > 16 || self.rows * self.cols > 24 {
+            return Err(shape("rows", self.rows, "more sums than vector registers"));
+        }
+        Ok(())
+    }
+
+    fn tile(&self) -> (u32, u32) {
+        (self.rows, self.cols)
+    }
+
+    fn tile_k(&self) -> u32 {
+        self.vector
+    }
+
+    /// Nothing is packed: a read takes little more than a multiply.
+    fn read_cost(&self) -> f64 {
+        1.5
+    }
+
+    fn grid(&self, _arch: &ArchProfile, _problem: &MatmulProblem) -> Grid {
+        let vector = self.vector as usize;
+        Grid {
+            widths: [vector, vector, 1, 1],
+            per_cube: self.units,
+            ..Grid::new(self.tile(), (self.units, 1))
+        }
+    }
 }
 
 /// `NL` and `NR` are `config.vector`, `NO` is 1.
@@ -37,7 +97,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
     dims: &Dims,
-    #[comptime] config: DotsConfig,
+    #[comptime] config: CpuGemvConfig,
 ) {
     let (rows, cols) = comptime!((config.rows as usize, config.cols as usize));
     let size!(W) = config.vector as usize;

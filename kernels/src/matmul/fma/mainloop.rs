@@ -1,178 +1,11 @@
-//! The path of any GPU: multiply-adds over shared tiles.
-//!
-//! | loop                             | level                                                       |
-//! |----------------------------------|-------------------------------------------------------------|
-//! | `(tile_m, tile_n)` blocks of C   | cubes                                                       |
-//! | `k0` in steps of `tile_k`        | ring of `stages` shared tiles; without asynchronous copies  |
-//! |                                  | one, and the next tile waits in registers                   |
-//! | `(own_m, own_n)` grids of C      | units, 4 x 8 of them in a group, accumulators in registers  |
-//! | `kk` in steps of a vector        | registers                                                   |
-//!
-//! A tile lies as its operand does. Where k is contiguous a unit reads vectors of k for every row (or
-//! column) that it owns, rows four (columns eight) apart; where it is not, vectors of neighbouring rows
-//! for every k. Either way a group of 32 units reads each 16 bytes once and shares them.
-//!
-//! Floor: a step of `own_m · own_n` multiply-adds reads `own_m + own_n` elements, so a 16 x 8 grid
-//! feeds 5.3 multiply-adds a read; f32 multiply-adds in registers reach 62.6 TFLOP/s on an H200.
-//!
-//! Ladder, TFLOP/s at 8192^3 f32 on an H200 (torch 51), B column-major / row-major; Vulkan at 4096^3:
-//!
-//! | version                                                            | col | row | Vulkan |
-//! |--------------------------------------------------------------------|-----|-----|--------|
-//! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 31  |        |
-//! | v2 vectors from swizzled tiles, grids of 16 x 8, the next tile ahead | 38 | 41 | 36     |
-//! | v3 v2 read by [`super::ring`] on CUDA                                | 46 | 50 | 34     |
-//!
-//! (Vulkan keeps v2's loop; what it lost since has not been found.) Instructions that a unit of a 16 x 8 grid spends on a tile 16 deep,
-//! 2048 of them multiply-adds and 96 reads of shared memory:
-//!
-//! | version                                      | sm_89 col | row  | sm_90 col | row  |
-//! |----------------------------------------------|-----------|------|-----------|------|
-//! | v2 a pass is a loop, reads compute addresses | 2559      | 2545 |           |      |
-//! | v3 a tile is unrolled, distances are immediate | 2211    | 2200 | 2207      | 2199 |
-//!
-//! A CUDA C++ prototype of v2's tile with immediate distances reached 45 / 47.
+//! The loops of the multiply-add path.
 
 use cubecl::prelude::*;
-use serde::{Deserialize, Serialize};
 
-use super::dims::{Dims, own_block};
-use super::epilogue::Finish;
-use super::ring;
-use crate::tile::{TileShape, offset_in_tile};
-
-/// Tile sizes of the multiply-add path.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct FmaConfig {
-    /// Results of a unit: rows, columns.
-    pub own_m: u32,
-    pub own_n: u32,
-    /// Grid of groups of 32 units that share the tile.
-    pub groups_m: u32,
-    pub groups_n: u32,
-    pub tile_k: u32,
-    /// Shared tiles in the ring; 1 where there are no asynchronous copies.
-    pub stages: u32,
-}
-
-/// Units of a group: rows, columns.
-const GROUP: (u32, u32) = (4, 8);
-
-impl FmaConfig {
-    pub(crate) const fn units(self) -> u32 {
-        32 * self.groups_m * self.groups_n
-    }
-
-    pub(crate) const fn tile(self) -> (u32, u32) {
-        (self.groups_m * GROUP.0 * self.own_m, self.groups_n * GROUP.1 * self.own_n)
-    }
-
-    pub(crate) const fn shared_bytes(self, elem: usize) -> u32 {
-        let (m, n) = self.tile();
-        self.stages * (m + n) * self.tile_k * elem as u32
-    }
-}
-
-/// Comptime facts of one operand.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct FmaOperand {
-    /// Swizzled where k is contiguous, because then a group reads it across its rows.
-    pub(crate) tile: TileShape,
-    /// Rows (lhs) or columns (rhs) of C that a unit owns, and units of a group along them.
-    pub(crate) own: u32,
-    pub(crate) group: u32,
-}
-
-impl FmaOperand {
-    pub(super) const fn along_k(self) -> bool {
-        !self.tile.transposed
-    }
-
-    /// Vector `i` of those that a unit reads in one pass: of `pass` k for one result, or of results for
-    /// one k. Result and k of its first element.
-    pub(super) const fn vector(self, i: u32, pass: u32, width: u32) -> (u32, u32) {
-        if self.along_k() {
-            let vectors = pass / width;
-            (i / vectors, i % vectors * width)
-        } else {
-            let vectors = self.own / width;
-            (i % vectors * width, i / vectors)
-        }
-    }
-
-    /// Result and k of element `e` of the vector at `(nth, k)`.
-    pub(super) const fn element(self, nth: u32, k: u32, e: u32) -> (u32, u32) {
-        if self.along_k() { (nth, k + e) } else { (nth + e, k) }
-    }
-
-    /// The swizzle repeats after eight rows: how many of a unit's rows it turns differently.
-    const fn turns(self) -> u32 {
-        if self.along_k() { 8 / self.group } else { 1 }
-    }
-
-    /// Vectors from base `turn` to result `nth` at depth `k` of the pass.
-    const fn distance(self, nth: u32, k: u32, turn: u32, width: u32) -> u32 {
-        let cols = self.tile.cols as u32;
-        if self.along_k() {
-            ((nth - turn) * self.group * cols + k) / width
-        } else {
-            (k * cols + self.nth(nth, width)) / width
-        }
-    }
-
-    /// Distance between the first results of neighbouring units: one, or a vector of them.
-    const fn first_step(self, width: u32) -> u32 {
-        if self.along_k() { 1 } else { width }
-    }
-
-    /// Distance of result `i` of a unit from its first, with vectors of `width`.
-    pub(super) const fn nth(self, i: u32, width: u32) -> u32 {
-        if self.along_k() { i * self.group } else { i / width * width * self.group + i % width }
-    }
-}
-
-/// Comptime facts of one instance.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct FmaPlan {
-    pub(crate) config: FmaConfig,
-    pub(crate) lhs: FmaOperand,
-    pub(crate) rhs: FmaOperand,
-    /// Every tile is full: no edge is checked.
-    pub(crate) exact: bool,
-}
-
-impl FmaPlan {
-    pub(crate) fn new(
-        config: FmaConfig,
-        lhs_along_k: bool,
-        rhs_along_k: bool,
-        elem: usize,
-        exact: bool,
-    ) -> Self {
-        let (tile_m, tile_n) = config.tile();
-        let shape = |outer, along_k: bool| TileShape {
-            swizzled: along_k,
-            ..TileShape::new(outer, config.tile_k, !along_k, elem)
-        };
-        Self {
-            config,
-            lhs: FmaOperand { tile: shape(tile_m, lhs_along_k), own: config.own_m, group: GROUP.0 },
-            rhs: FmaOperand { tile: shape(tile_n, rhs_along_k), own: config.own_n, group: GROUP.1 },
-            exact,
-        }
-    }
-}
-
-/// Where a cube's tiles of one operand come from: the operand's start and stride, the cube's first row
-/// (or column) of C, and where the matrix ends.
-#[derive(CubeType)]
-pub(super) struct Source {
-    pub(super) start: usize,
-    pub(super) stride: usize,
-    pub(super) outer: u32,
-    pub(super) outer_end: u32,
-    pub(super) k_end: u32,
-}
+use super::tile::{FmaOperand, GROUP, Source, offset_of};
+use super::{FmaConfig, FmaPlan, Path, ring};
+use crate::matmul::dims::{Dims, own_block};
+use crate::matmul::epilogue::Finish;
 
 #[cube]
 pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
@@ -397,16 +230,6 @@ fn place(outer: u32, k: u32, #[comptime] width: usize, #[comptime] operand: FmaO
     offset_of(outer, k, operand) / bytes
 }
 
-/// Where `(outer, k)` lies in a tile, in bytes.
-#[cube]
-pub(super) fn offset_of(outer: u32, k: u32, #[comptime] operand: FmaOperand) -> u32 {
-    if comptime!(operand.along_k()) {
-        offset_in_tile(outer, k, operand.tile)
-    } else {
-        offset_in_tile(k, outer, operand.tile)
-    }
-}
-
 /// Row or column, and depth, of vector `at` of a tile, as it lies in memory.
 #[cube]
 fn vector_at<N: Size>(at: u32, #[comptime] operand: FmaOperand) -> (u32, u32) {
@@ -415,23 +238,6 @@ fn vector_at<N: Size>(at: u32, #[comptime] operand: FmaOperand) -> (u32, u32) {
     let across = comptime!(operand.tile.cols as u32 / width);
     let (major, minor) = (at / across, at % across * width);
     if comptime!(operand.along_k()) { (major, minor) } else { (minor, major) }
-}
-
-#[cube]
-impl Source {
-    /// Index of row (or column) `outer` of the tile at depth `k` of the matrix.
-    pub(super) fn element(&self, outer: u32, k: u32, #[comptime] operand: FmaOperand) -> usize {
-        let outer = (self.outer + outer) as usize;
-        if comptime!(operand.along_k()) {
-            self.start + outer * self.stride + k as usize
-        } else {
-            self.start + k as usize * self.stride + outer
-        }
-    }
-
-    fn holds(&self, outer: u32, k: u32) -> bool {
-        self.outer + outer < self.outer_end && k < self.k_end
-    }
 }
 
 /// This unit's vectors of one tile; zero past the edges.

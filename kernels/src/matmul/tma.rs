@@ -1,9 +1,9 @@
 //! Copies by the tensor memory accelerator (TMA): one unit asks for a whole tile, which is written as the swizzle of
 //! [`TileShape`] has it and counted by an `mbarrier`; past the edges of an operand there are zeros.
 //!
-//! Of the loop of [`mma`](super::mma) this replaces what each unit copies, and how it waits: a plane for a stage to be
-//! full, the unit that asks for one to be read by every plane, and planes not for each other. Stages are known when it is
-//! compiled: their tiles are at constant addresses, and the tiles of k are whole rounds of them.
+//! The loop is that of [`mma`](super::mma); the copies differ, and what waits: a plane waits for a full stage, the unit
+//! that asks for a tile waits until every plane has read the stage, and planes do not wait for each other. Stages are
+//! fixed at compile time: their tiles are at constant addresses, and the tiles of k are whole rounds of stages.
 //!
 //! TFLOP/s in bf16 on an H200, both operands along k, timed once for 25 ms by `tune try`; the ring of [`mma`](super::mma) in
 //! the same run 495 and 497:
@@ -20,21 +20,108 @@
 //!
 //! Source: PTX ISA, "Tensor Swizzling Modes": 16-byte chunks of lines of 32, 64 or 128 bytes, XORed with the line.
 
+use arch::ArchProfile;
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
 
-use super::bytes;
 use super::dims::Dims;
-use super::epilogue::Finish;
-use super::mma::{self, MmaPlan, Work};
-use super::problem::Operand;
+use super::mma::{Feed, FeedExpand, Maps, MapsLaunch, MmaConfig, MmaPlan, Work};
+use super::path::{Grid, Path};
+use super::problem::{MatmulProblem, Operand};
+use crate::fits::{lacks, limits, shape};
 use crate::tile::TileShape;
 
+/// Tile sizes of the path, those of [`mma`](super::mma).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TmaConfig(pub MmaConfig);
+
+const fn tma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MmaConfig {
+    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
+    MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
+}
+
+/// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
+const CONFIGS: [MmaConfig; 3] = [
+    tma([128, 256, 64], [2, 4], 4),
+    tma([256, 128, 64], [4, 2], 4),
+    tma([128, 256, 64], [2, 4], 2),
+];
+
+impl TmaConfig {
+    /// Returns the comptime facts of the instance.
+    pub(super) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> MmaPlan {
+        MmaPlan { fixed_stages: true, ..self.0.plan(arch, problem) }
+    }
+}
+
+impl Path for TmaConfig {
+    fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        MmaConfig::fitted(&CONFIGS, arch, problem).into_iter().map(Self).collect()
+    }
+
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        self.0.sizes()
+    }
+
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
+        let (Self(c), elem) = (self, problem.precision.storage().size());
+        if !arch.tma {
+            return Err(lacks("bulk tensor copies"));
+        }
+        if problem.grouped || problem.batch() > 1 {
+            return Err(lacks("bulk copies of several products"));
+        }
+        let tiles = c.tiles(problem);
+        c.check_tiles(arch, problem, tiles)?;
+        if tiles.iter().any(|tile| tile.bulk_swizzle().is_none()) {
+            let why = "lines of a tile are 32, 64 or 128 bytes along k";
+            return Err(shape("tile_k", c.tile_k, why));
+        }
+        let [lhs, rhs, _] = problem.widest();
+        if [lhs, rhs] != [16 / elem; 2] {
+            return Err(shape("tile_k", c.tile_k, "lines of an operand are not whole chunks"));
+        }
+        if c.tile_m > 256 || c.tile_n > 256 {
+            return Err(shape("tile_m", c.tile_m, "a bulk copy has 256 lines at most"));
+        }
+        let all = problem.k.div_ceil(c.tile_k);
+        let each = c.part_tiles(problem.k);
+        if [each, all - (c.parts - 1) * each].iter().any(|tiles| tiles % c.stages != 0) {
+            return Err(shape("stages", c.stages, "a part of k is whole rounds of stages"));
+        }
+        // The swizzle repeats after 1024 bytes, where the ring begins; two barriers a stage come first.
+        limits(arch, c.units(), c.shared_bytes(elem) + (16 * c.stages).next_multiple_of(1024))
+    }
+
+    fn tile(&self) -> (u32, u32) {
+        self.0.tile()
+    }
+
+    fn tile_k(&self) -> u32 {
+        self.0.tile_k
+    }
+
+    fn splits(&self) -> u32 {
+        self.0.parts
+    }
+
+    fn accumulates_f16(&self) -> bool {
+        true
+    }
+
+    fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
+        self.0.grid(arch, problem)
+    }
+}
+
 impl TileShape {
-    /// How the accelerator calls its swizzle; none for lines that it does not swizzle so.
-    pub(crate) const fn bulk_swizzle(self) -> Option<TensorMapSwizzle> {
+    /// Returns the name of the accelerator's swizzle, if it has one for lines of this length.
+    const fn bulk_swizzle(self) -> Option<TensorMapSwizzle> {
         match (self.row_bytes(), self.transposed) {
             (32, false) => Some(TensorMapSwizzle::B32),
             (64, false) => Some(TensorMapSwizzle::B64),
@@ -44,14 +131,7 @@ impl TileShape {
     }
 }
 
-/// Both operands, as words.
-#[derive(CubeType, Clone, Copy)]
-pub(crate) struct Maps {
-    lhs: TensorMap<u32, Tiled>,
-    rhs: TensorMap<u32, Tiled>,
-}
-
-/// A place in both operands.
+/// Place in both operands.
 #[derive(CubeType)]
 struct Place {
     row: RuntimeCell<u32>,
@@ -72,13 +152,12 @@ impl Place {
     }
 }
 
-/// The copies; one unit's but for the waiting.
+/// Copies that one unit asks for and every plane waits for.
 #[derive(CubeType)]
-pub(crate) struct Bulk {
-    maps: Maps,
-    /// Of each stage, complete when its tiles are there.
+pub(crate) struct TmaFeed {
+    /// A barrier a stage, complete when its tiles are there.
     full: Sequence<Shared<Barrier>>,
-    /// Of each stage, complete when every plane has read its tiles.
+    /// A barrier a stage, complete when every plane has read its tiles.
     read: Sequence<Shared<Barrier>>,
     /// Parities of the rounds of stages that are waited for: full ones, and those read.
     round: RuntimeCell<u32>,
@@ -89,8 +168,15 @@ pub(crate) struct Bulk {
 }
 
 #[cube]
-impl Bulk {
-    pub(crate) fn new(maps: Maps, unit: u32, #[comptime] plan: MmaPlan) -> Bulk {
+impl Feed for TmaFeed {
+    fn new<F: Float, NL: Size, NR: Size>(
+        _lhs: &[Vector<F, NL>],
+        _rhs: &[Vector<F, NR>],
+        _shared: u32,
+        unit: u32,
+        _dims: &Dims,
+        #[comptime] plan: MmaPlan,
+    ) -> TmaFeed {
         let mut full = Sequence::<Shared<Barrier>>::new();
         let mut read = Sequence::<Shared<Barrier>>::new();
         #[unroll]
@@ -107,8 +193,7 @@ impl Bulk {
             sync_async_proxy_shared();
         }
         sync_cube();
-        Bulk {
-            maps,
+        TmaFeed {
             full,
             read,
             round: RuntimeCell::new(1u32),
@@ -119,8 +204,15 @@ impl Bulk {
         }
     }
 
-    /// Makes item `id` the next one, if there is such an item.
-    pub(crate) fn aim(&self, dims: &Dims, work: &Work, id: u32, #[comptime] plan: MmaPlan) {
+    fn aim<F: Float, NL: Size, NR: Size>(
+        &self,
+        _lhs: &[Vector<F, NL>],
+        _rhs: &[Vector<F, NR>],
+        dims: &Dims,
+        work: &Work,
+        id: u32,
+        #[comptime] plan: MmaPlan,
+    ) {
         if self.elected && id < work.items() {
             let item = work.item(dims, id, plan.config);
             self.next.row.store(item.row);
@@ -130,8 +222,7 @@ impl Bulk {
         }
     }
 
-    /// Goes on to the next item when the one at hand is copied.
-    pub(crate) fn take_next(&self) {
+    fn take_next(&self) {
         if self.at.tiles.read() == 0 {
             self.at.row.store(self.next.row.read());
             self.at.col.store(self.next.col.read());
@@ -141,10 +232,11 @@ impl Bulk {
         }
     }
 
-    /// Asks for the next tiles, if there are such, once those before them in the stage are read; the stage is complete all
-    /// the same.
-    pub(crate) fn tile(
+    /// Asks for the next tiles once those before them in the stage are read. Without a next tile the stage is
+    /// complete all the same.
+    fn tile(
         &self,
+        maps: &ComptimeOption<Maps>,
         ring: &mut [Vector<u32, Const<4>>],
         #[comptime] stage: u32,
         #[comptime] plan: MmaPlan,
@@ -167,8 +259,14 @@ impl Bulk {
                 // In words.
                 let word = k / comptime!(4 / plan.lhs.shape.elem as u32);
                 let (row, col) = (self.at.row.read() as i32, self.at.col.read() as i32);
-                full.tma_load_2d(&self.maps.lhs, &mut ring[start..between], row, word as i32);
-                full.tma_load_2d(&self.maps.rhs, &mut ring[between..end], col, word as i32);
+                #[comptime]
+                match maps {
+                    ComptimeOption::Some(maps) => {
+                        full.tma_load_2d(&maps.lhs, &mut ring[start..between], row, word as i32);
+                        full.tma_load_2d(&maps.rhs, &mut ring[between..end], col, word as i32);
+                    }
+                    ComptimeOption::None => {}
+                }
                 self.at.k.store(k + comptime!(plan.config.tile_k));
                 self.at.tiles.store(tiles - 1);
             } else {
@@ -178,16 +276,15 @@ impl Bulk {
         }
     }
 
-    /// Says that this plane has read the tiles of a stage.
-    pub(crate) fn release(&self, lane: u32, #[comptime] stage: u32) {
+    fn release(&self, lane: u32, #[comptime] stage: u32) {
         sync_plane();
         if lane == 0 {
             self.read.index(comptime!(stage as usize)).arrive();
         }
     }
 
-    /// Waits for the tiles of a stage; stages are waited for in their order, from the first on.
-    pub(crate) fn wait(&self, #[comptime] stage: u32) {
+    /// Waits for the tiles of a stage. Stages are waited for in their order, from the first on.
+    fn wait(&self, #[comptime] stage: u32, #[comptime] _plan: MmaPlan) {
         if comptime!(stage == 0) {
             self.round.store(self.round.read() ^ 1);
         }
@@ -195,11 +292,30 @@ impl Bulk {
     }
 }
 
-/// What the accelerator knows of an operand of `[lines, k]`: words, and tiles of `shape`.
+/// Returns the tensor maps of both operands.
+///
+/// # Safety
+/// The handles have the operands' lines.
+pub(super) unsafe fn maps(
+    problem: &MatmulProblem,
+    plan: &MmaPlan,
+    lhs: &Handle,
+    rhs: &Handle,
+) -> MapsLaunch {
+    // SAFETY: as the caller's.
+    unsafe {
+        MapsLaunch::new(
+            map(lhs, problem.lhs, [problem.m, problem.k], plan.lhs.shape),
+            map(rhs, problem.rhs, [problem.n, problem.k], plan.rhs.shape),
+        )
+    }
+}
+
+/// Returns the tensor map of an operand of `[lines, k]`: words, in tiles of `shape`.
 ///
 /// # Safety
 /// The handle has the operand's lines.
-pub(crate) unsafe fn map(
+unsafe fn map(
     handle: &Handle,
     operand: Operand,
     [lines, k]: [u32; 2],
@@ -215,27 +331,4 @@ pub(crate) unsafe fn map(
     TensorMapArg::new(TiledArgs { tile_size }, tensor, ElemType::UInt(UIntKind::U32))
         .with_swizzle(shape.bulk_swizzle().expect("checked with the config"))
         .with_prefetch(TensorMapPrefetch::B256)
-}
-
-#[cube(launch_unchecked, address_type = "dynamic")]
-#[expect(clippy::too_many_arguments, reason = "operands, each twice, results, what they are")]
-pub(crate) fn matmul_tma<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
-    lhs: &[Vector<F, NL>],
-    rhs: &[Vector<F, NR>],
-    out: &mut [Vector<E, NO>],
-    partials: &mut [Vector<f32, NP>],
-    lhs_map: TensorMap<u32, Tiled>,
-    rhs_map: TensorMap<u32, Tiled>,
-    finish: Finish<F, E, NO>,
-    dims: &Dims,
-    #[comptime] plan: MmaPlan,
-    #[define(F, I, E)] _dtypes: [ElemType; 3],
-) {
-    let worth = ComptimeOption::<bytes::Worth<F>>::new_None();
-    let unit = UNIT_POS_Y * 32 + UNIT_POS_X;
-    let bulk = Bulk::new(Maps { lhs: lhs_map, rhs: rhs_map }, unit, plan);
-    let bulk = ComptimeOption::<Bulk>::new_Some(bulk);
-    mma::multiply::<F, I, E, NL, NR, NO, NP>(
-        lhs, rhs, out, partials, bulk, &finish, &worth, dims, plan,
-    )
 }

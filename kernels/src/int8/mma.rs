@@ -1,0 +1,471 @@
+//! C = epilogue(A·Bᵀ · scb[n] / 127)    A: `[m, k]` in halves   B: `[n, k]` in bytes with signs
+//!
+//! C = epilogue(scale[m] · (A·Bᵀ) · scb[n] / 127 + Σ over outlier columns o of x[m, o] · B[n, o] · scb[n] / 127)
+//! A, too, in bytes; x: `[m, k]`, from which A was rounded
+//!
+//! Int8 as a source of the right operand of the `mma.sync` loop ([`crate::matmul::mma`]), whose copies and tiles count two
+//! bytes as an element.
+//!
+//! *Codes as halves*: `ldmatrix` brings a unit four neighbours of the 16 codes of a row, and of 16 halves two pairs eight
+//! apart. A product does not ask in which order k comes, if only A and B agree, and so units
+//! read four neighbours of A as well, half a chunk at a time. Four codes become two words of halves by eight
+//! instructions in bf16, seven in f16, once for all rows of a plane's part.
+//!
+//! *Both in bytes*: fragments of 16 x 32 bytes lie as those of 16 x 16 halves do, so that only the instruction
+//! differs. Sums are i32, exact up to k = 133 000, and become f32 when an item is done.
+//!
+//! Cost: `2·m·n·k` operations; those of bytes by NVIDIA's figures at twice the rate of halves (four times that of halves
+//! with f32 sums on GeForce): 4096 x 14336 x 4096 takes 680 us of an H200, and 1090 in bf16. An outlier column costs a
+//! multiply-add a result.
+//!
+//! Source: Dettmers et al., "LLM.int8()" (2022).
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use tune::Infeasible;
+
+use crate::elem::elem;
+use crate::matmul::mma::{
+    CopyFeed, F32Accumulators, I32Accumulators, Item, Maps, MmaPlan, RightOperand,
+    RightOperandExpand, check_source, multiply,
+};
+use crate::matmul::{
+    Dims, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, MatmulProblem, MmaConfig,
+    Path, split_k,
+};
+use crate::tile::{CopyPlan, TileShape};
+
+/// Form in which codes reach the instruction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Codes {
+    /// The right operand's codes become halves, in bf16 or f16.
+    Halves { bf16: bool },
+    /// Both operands are bytes. Outlier columns may be left out of them.
+    Bytes { outliers: bool },
+}
+
+/// A weight in 8 bits as the right operand.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Int8Operand<F: Float> {
+    /// `[n]`
+    scb: Box<[f32]>,
+    /// Present where A was rounded.
+    rounded: ComptimeOption<Rounded<F>>,
+    #[cube(comptime)]
+    codes: Codes,
+}
+
+/// A left operand that was rounded to bytes.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Rounded<F: Float> {
+    /// `[m]`
+    scales: Box<[f32]>,
+    /// Number of outlier columns, and their indices.
+    outliers: Box<[u32]>,
+    /// `[m, k]`
+    x: Box<[F]>,
+    /// Words of B.
+    words: Box<[u32]>,
+}
+
+/// Device buffers of one product.
+pub(super) struct BytesOperands<'a> {
+    /// Halves or bytes `[m, k]`.
+    pub(super) lhs: Handle,
+    /// Present where those are bytes.
+    pub(super) rounded: Option<RoundedOperands<'a>>,
+    /// Bytes `[n, k]`.
+    pub(super) codes: &'a Handle,
+    pub(super) scb: &'a Handle,
+    pub(super) out: &'a Handle,
+    pub(super) epilogue: &'a EpilogueBuffers,
+    /// Room for the sums of split-k.
+    pub(super) partials: Option<&'a Handle>,
+}
+
+/// Device buffers of [`Rounded`].
+pub(super) struct RoundedOperands<'a> {
+    pub(super) scales: Handle,
+    pub(super) outliers: Handle,
+    pub(super) x: &'a Handle,
+}
+
+/// Shared tiles of halves and of the codes beside them, two in an element.
+const fn tiles(c: MmaConfig) -> [TileShape; 2] {
+    [
+        TileShape { halved: true, ..TileShape::new(c.tile_m, c.tile_k, false, 2) },
+        TileShape::new(c.tile_n, c.tile_k / 2, false, 2),
+    ]
+}
+
+/// Checks a product whose right operand is codes that become halves.
+pub(super) fn check_halves(
+    arch: &ArchProfile,
+    p: &MatmulProblem,
+    c: &MmaConfig,
+) -> Result<(), Infeasible> {
+    check_source(arch, p, c, tiles(*c))
+}
+
+/// Returns the plan of a product whose right operand, or both, count two bytes as an element.
+fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> MmaPlan {
+    let plan = c.plan(arch, p);
+    let [lhs, rhs] = tiles(c);
+    match codes {
+        Codes::Halves { .. } => MmaPlan {
+            // Copies that look for edges are faster, for a reason not found: 8 rows of 14336 x 4096 take 21.0 us of an H200
+            // with them, 27.4 where those of codes did not; 16 rows 21.3 and 24.9.
+            lhs: CopyPlan { shape: lhs, exact: false, ..plan.lhs },
+            rhs: CopyPlan { shape: rhs, exact: false, ..plan.rhs },
+            packing: 2,
+            ..plan
+        },
+        Codes::Bytes { .. } => plan,
+    }
+}
+
+pub(super) fn programs(
+    arch: &ArchProfile,
+    p: &MatmulProblem,
+    c: MmaConfig,
+    codes: Codes,
+    properties: &Arc<DeviceProperties>,
+    target: &Arc<TargetProperties>,
+) -> Vec<Box<dyn CubeKernel>> {
+    let (plan, grid) = (plan(arch, p, c, codes), c.grid(arch, p));
+    let address = grid.address(p);
+    let settings = KernelSettings::new(grid.cube_dim().into(), ExecutionMode::Unchecked, address);
+    let buffer = || BufferCompilationArg { inplace: None };
+    let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
+    let rounded = match codes {
+        Codes::Bytes { .. } => ComptimeOptionCompilationArg::Some(RoundedCompilationArg {
+            scales: buffer(),
+            outliers: buffer(),
+            x: buffer(),
+            words: buffer(),
+        }),
+        Codes::Halves { .. } => ComptimeOptionCompilationArg::None,
+    };
+    let mut all: Vec<Box<dyn CubeKernel>> = vec![Box::new(multiply_codes::MultiplyCodes::new(
+        settings,
+        properties.clone(),
+        target.clone(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        FinishCompilationArg::of(p.epilogue.before_split_k(c.parts)),
+        Int8OperandCompilationArg { scb: buffer(), rounded, codes },
+        Dims::compiled(false),
+        width_lhs,
+        width_rhs,
+        width_out,
+        width_partials,
+        plan,
+        elem(p.out),
+    ))];
+    if c.parts > 1 {
+        all.push(split_k::program(p, c.parts, false, properties, target));
+    }
+    all
+}
+
+pub(super) fn launch(
+    device: &Device,
+    p: &MatmulProblem,
+    c: MmaConfig,
+    codes: Codes,
+    operands: &BytesOperands<'_>,
+) {
+    let arch = device.profile();
+    let (plan, grid) = (plan(arch, p, c, codes), c.grid(arch, p));
+    let [lhs_len, _, out_len] = p.extents();
+    let (m, n, row) = (p.m as usize, p.n as usize, p.rhs.stride as usize); // a row's pairs of codes
+    let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
+    // A kernel without partial sums still binds a buffer in their place, and never writes it.
+    let (partials, partials_len) = match operands.partials {
+        Some(partials) if c.parts > 1 => (partials, out_len * c.parts as usize),
+        _ => (operands.out, 2),
+    };
+    let epilogue = operands.epilogue;
+    let finish = match c.parts {
+        1 => FinishLaunch::of(p.epilogue, epilogue, p.bias_len(), out_len / width_out),
+        _ => FinishLaunch::nothing(),
+    };
+    let slices = p.batch_slices(arch);
+    let [slice] = &slices[..] else { unreachable!("one batch is one launch") };
+    // SAFETY: the extents are the problem's, whose elements are two bytes; the kernel checks the edges that
+    // `plan.exact` does not rule out.
+    unsafe {
+        let rounded = operands.rounded.as_ref().map(|rounded| {
+            let outliers = if codes == (Codes::Bytes { outliers: true }) { 2 * row + 1 } else { 1 };
+            RoundedLaunch::new(
+                BufferArg::from_raw_parts(rounded.scales.clone(), m),
+                BufferArg::from_raw_parts(rounded.outliers.clone(), outliers),
+                BufferArg::from_raw_parts(rounded.x.clone(), m * 2 * row),
+                BufferArg::from_raw_parts(operands.codes.clone(), n * row / 2),
+            )
+        });
+        multiply_codes::launch_unchecked(
+            device.client(),
+            grid.cubes(arch, p, slice.count, c.parts),
+            grid.cube_dim(),
+            grid.address(p),
+            width_lhs,
+            width_rhs,
+            width_out,
+            width_partials,
+            BufferArg::from_raw_parts(operands.lhs.clone(), lhs_len / width_lhs),
+            BufferArg::from_raw_parts(operands.codes.clone(), n * row / width_rhs),
+            BufferArg::from_raw_parts(operands.out.clone(), out_len / width_out),
+            BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
+            finish,
+            Int8OperandLaunch::new(
+                BufferArg::from_raw_parts(operands.scb.clone(), n),
+                ComptimeOptionArgs::from(rounded),
+                codes,
+            ),
+            slice.dims(p, c.parts, grid.part_tiles, None),
+            plan,
+            elem(p.out),
+        );
+    }
+    if let (Some(partials), true) = (operands.partials, c.parts > 1) {
+        split_k::add(device, p, partials, c.parts, false, operands.out, epilogue);
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
+fn multiply_codes<F: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
+    lhs: &[Vector<F, NL>],
+    rhs: &[Vector<F, NR>],
+    out: &mut [Vector<F, NO>],
+    partials: &mut [Vector<f32, NP>],
+    finish: Finish<F, F, NO>,
+    source: Int8Operand<F>,
+    dims: &Dims,
+    #[comptime] plan: MmaPlan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let maps = ComptimeOption::<Maps>::new_None();
+    if comptime!(matches!(source.codes, Codes::Halves { .. })) {
+        multiply::<F, F, F, F32Accumulators, Int8Operand<F>, CopyFeed, NL, NR, NO, NP>(
+            lhs, rhs, out, partials, &maps, &finish, &source, dims, plan,
+        );
+    } else {
+        multiply::<F, F, F, I32Accumulators, Int8Operand<F>, CopyFeed, NL, NR, NO, NP>(
+            lhs, rhs, out, partials, &maps, &finish, &source, dims, plan,
+        );
+    }
+}
+
+#[cube]
+impl<F: Float> RightOperand<F32Accumulators> for Int8Operand<F> {
+    fn decode(
+        &self,
+        words: &Sequence<Array<u32>>,
+        into: &mut Array<u32>,
+        #[comptime] set: usize,
+        #[comptime] step: usize,
+        #[comptime] plan: MmaPlan,
+    ) {
+        let frags_n = comptime!(plan.config.plane_tile().1 as usize / 16);
+        #[unroll]
+        for j in 0..comptime!(2 * frags_n) {
+            let pair = words.index(comptime!(set * frags_n + j / 2));
+            let word = pair[comptime!(j % 2 * 2 + step % 2)];
+            decode(word, into, comptime!(2 * j), self.codes);
+        }
+    }
+
+    fn scale(
+        &self,
+        acc: &mut F32Accumulators,
+        _item: &Item,
+        _row: u32,
+        col: u32,
+        lane: u32,
+        dims: &Dims,
+        #[comptime] plan: MmaPlan,
+    ) {
+        let (wm, wn) = comptime!(plan.config.plane_tile());
+        let (rows, cols) = comptime!((wm as usize / 8, wn as usize / 4));
+        let (_own_cols, units) = self.columns(col, lane, dims, cols);
+        #[unroll]
+        for i in 0..rows {
+            #[unroll]
+            for j in 0..comptime!(cols / 2) {
+                let mut pair = Vector::<f32, Const<2>>::new(0.0f32);
+                pair.insert(0usize, units[comptime!(2 * j)]);
+                pair.insert(1usize, units[comptime!(2 * j + 1)]);
+                let sums = acc.fragments.index_mut(comptime!(i / 2 * (cols / 2) + j));
+                sums[comptime!(i % 2)] *= pair;
+            }
+        }
+    }
+}
+
+#[cube]
+impl<F: Float> RightOperand<I32Accumulators> for Int8Operand<F> {
+    fn decode(
+        &self,
+        _words: &Sequence<Array<u32>>,
+        _into: &mut Array<u32>,
+        #[comptime] _set: usize,
+        #[comptime] _step: usize,
+        #[comptime] _plan: MmaPlan,
+    ) {
+    }
+
+    /// The first part of split-k adds the outlier columns.
+    fn scale(
+        &self,
+        acc: &mut I32Accumulators,
+        item: &Item,
+        row: u32,
+        col: u32,
+        lane: u32,
+        dims: &Dims,
+        #[comptime] plan: MmaPlan,
+    ) {
+        let first = item.part == 0;
+        let (wm, wn) = comptime!(plan.config.plane_tile());
+        let (rows, cols) = comptime!((wm as usize / 8, wn as usize / 4));
+        let (own_cols, units) = self.columns(col, lane, dims, cols);
+        #[comptime]
+        match &self.rounded {
+            ComptimeOption::Some(rounded) => {
+                let mut own_rows = Array::<u32>::new(rows);
+                let mut scales = Array::<f32>::new(rows);
+                #[unroll]
+                for i in 0..rows {
+                    own_rows[i] = min(row + comptime!(8 * i as u32) + lane / 4, dims.m - 1);
+                    scales[i] = rounded.scales[own_rows[i] as usize];
+                }
+                #[unroll]
+                for i in 0..rows {
+                    #[unroll]
+                    for j in 0..cols {
+                        let sums = acc.fragments.index_mut(comptime!(i / 2 * (cols / 2) + j / 2));
+                        let at = comptime!(i % 2 * 2 + j % 2);
+                        let sum = f32::cast_from(i32::reinterpret(sums[at]));
+                        sums[at] = u32::reinterpret(sum * scales[i] * units[j]);
+                    }
+                }
+                if comptime!(self.codes == Codes::Bytes { outliers: true }) {
+                    add_outliers::<F>(
+                        rounded, acc, &own_rows, &own_cols, &units, first, dims, rows, cols,
+                    );
+                }
+            }
+            ComptimeOption::None => {}
+        }
+    }
+}
+
+#[cube]
+impl<F: Float> Int8Operand<F> {
+    /// Returns the columns of a plane's part that are this unit's, and their scales. Past the edge the last column is
+    /// repeated, and never stored.
+    fn columns(
+        &self,
+        col: u32,
+        lane: u32,
+        dims: &Dims,
+        #[comptime] cols: usize,
+    ) -> (Array<u32>, Array<f32>) {
+        let mut own_cols = Array::<u32>::new(cols);
+        let mut units = Array::<f32>::new(cols);
+        #[unroll]
+        for j in 0..cols {
+            let near = comptime!((8 * (j / 2) + j % 2) as u32);
+            own_cols[j] = min(col + near + lane % 4 * 2, dims.n - 1);
+            units[j] = self.scb[own_cols[j] as usize] * comptime!(1.0f32 / 127.0);
+        }
+        (own_cols, units)
+    }
+}
+
+/// Adds the products of the outlier columns, where this is the `first` part of split-k.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
+fn add_outliers<F: Float>(
+    rounded: &Rounded<F>,
+    acc: &mut I32Accumulators,
+    own_rows: &Array<u32>,
+    own_cols: &Array<u32>,
+    units: &Array<f32>,
+    first: bool,
+    dims: &Dims,
+    #[comptime] rows: usize,
+    #[comptime] cols: usize,
+) {
+    let count = select(first, rounded.outliers[0], 0u32);
+    let k = dims.k as usize * 2;
+    for o in 0..count {
+        let column = rounded.outliers[o as usize + 1] as usize;
+        let mut left = Array::<f32>::new(rows);
+        #[unroll]
+        for i in 0..rows {
+            left[i] = f32::cast_from(rounded.x[own_rows[i] as usize * k + column]);
+        }
+        #[unroll]
+        for j in 0..cols {
+            let at = own_cols[j] as usize * k + column;
+            let byte = rounded.words[at / 4] << ((3 - at % 4) as u32 * 8);
+            let right = f32::cast_from(i32::reinterpret(byte) >> 24) * units[j];
+            #[unroll]
+            for i in 0..rows {
+                let sums = acc.fragments.index_mut(comptime!(i / 2 * (cols / 2) + j / 2));
+                let at = comptime!(i % 2 * 2 + j % 2);
+                sums[at] = u32::reinterpret(fma(left[i], right, f32::reinterpret(sums[at])));
+            }
+        }
+    }
+}
+
+/// Decodes four codes into two words of halves, at `to` and after it.
+#[cube]
+fn decode(word: u32, into: &mut Array<u32>, #[comptime] to: usize, #[comptime] codes: Codes) {
+    #[unroll]
+    for half in 0..2usize {
+        // A byte, and the fifth, which is the same in all: what stands above it.
+        let bytes = comptime!(if half == 0 { "0x4140" } else { "0x4342" });
+        into[comptime!(to + half)] = match codes {
+            Codes::Halves { bf16: true } => bf16_of(word, bytes),
+            _ => f16_of(word ^ 0x8080_8080u32, bytes),
+        };
+    }
+}
+
+/// Decodes two codes to bf16. Of a code `b` its lower seven bits are the mantissa of 128 + (b mod 128), its sign the lowest bit of
+/// the exponent of 128 or 256; the code is their difference.
+#[cube]
+fn bf16_of(word: u32, #[comptime] bytes: &'static str) -> u32 {
+    let pair: u32;
+    gpu_asm!(
+        "{{ .reg .b32 p, low, sign, one; prmt.b32 p, {word}, 0x43434343, {bytes}; and.b32 low, p, 0xff7fff7f; lop3.b32 sign, p, 0xff80ff80, 0x80008000, 0x6a; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 {pair}, low, one, sign; }}",
+        pair = out(_) pair,
+        word = in(_) u32::cast_from(word),
+        options(pure, nomem)
+    );
+    pair
+}
+
+/// Decodes two codes that count from 0 on to f16: mantissas of 1024 + 128 + code.
+#[cube]
+fn f16_of(word: u32, #[comptime] bytes: &'static str) -> u32 {
+    let pair: u32;
+    gpu_asm!(
+        "{{ .reg .b32 p, far; prmt.b32 p, {word}, 0x64646464, {bytes}; mov.b32 far, 0xe480e480; add.f16x2 {pair}, p, far; }}",
+        pair = out(_) pair,
+        word = in(_) u32::cast_from(word),
+        options(pure, nomem)
+    );
+    pair
+}

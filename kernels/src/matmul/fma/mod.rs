@@ -1,0 +1,204 @@
+//! The path of any GPU: multiply-adds over shared tiles.
+//!
+//! | loop                             | level                                                       |
+//! |----------------------------------|-------------------------------------------------------------|
+//! | `(tile_m, tile_n)` blocks of C   | cubes                                                       |
+//! | `k0` in steps of `tile_k`        | ring of `stages` shared tiles; without asynchronous copies  |
+//! |                                  | one, and the next tile waits in registers                   |
+//! | `(own_m, own_n)` grids of C      | units, 4 x 8 of them in a group, accumulators in registers  |
+//! | `kk` in steps of a vector        | registers                                                   |
+//!
+//! A tile lies as its operand does. Where k is contiguous a unit reads vectors of k for every row (or
+//! column) that it owns, rows four (columns eight) apart; where it is not, vectors of neighbouring rows
+//! for every k. Either way a group of 32 units reads each 16 bytes once and shares them.
+//!
+//! Floor: a step of `own_m · own_n` multiply-adds reads `own_m + own_n` elements, so a 16 x 8 grid
+//! feeds 5.3 multiply-adds a read; f32 multiply-adds in registers reach 62.6 TFLOP/s on an H200.
+//!
+//! Ladder, TFLOP/s at 8192^3 f32 on an H200 (torch 51), B column-major / row-major; Vulkan at 4096^3:
+//!
+//! | version                                                            | col | row | Vulkan |
+//! |--------------------------------------------------------------------|-----|-----|--------|
+//! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 31  |        |
+//! | v2 vectors from swizzled tiles, grids of 16 x 8, the next tile ahead | 38 | 41 | 36     |
+//! | v3 v2 read by [`ring`] on CUDA                                       | 46 | 50 | 34     |
+//!
+//! (Vulkan keeps v2's loop; what it lost since has not been found.) Instructions that a unit of a 16 x 8 grid spends on a tile 16 deep,
+//! 2048 of them multiply-adds and 96 reads of shared memory:
+//!
+//! | version                                      | sm_89 col | row  | sm_90 col | row  |
+//! |----------------------------------------------|-----------|------|-----------|------|
+//! | v2 a pass is a loop, reads compute addresses | 2559      | 2545 |           |      |
+//! | v3 a tile is unrolled, distances are immediate | 2211    | 2200 | 2207      | 2199 |
+//!
+//! A CUDA C++ prototype of v2's tile with immediate distances reached 45 / 47.
+
+mod mainloop;
+mod ring;
+mod tile;
+
+use arch::ArchProfile;
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
+
+use super::path::{Grid, Path};
+use super::problem::{Layout, MatmulProblem, Precision};
+use crate::fits::{lacks, limits, shape};
+use crate::tile::TileShape;
+use tile::{FmaOperand, GROUP};
+
+pub(super) use mainloop::multiply;
+
+/// Tile sizes of the multiply-add path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct FmaConfig {
+    /// Results of a unit: rows, columns.
+    pub own_m: u32,
+    pub own_n: u32,
+    /// Grid of groups of 32 units that share the tile.
+    pub groups_m: u32,
+    pub groups_n: u32,
+    pub tile_k: u32,
+    /// Shared tiles in the ring; 1 where there are no asynchronous copies.
+    pub stages: u32,
+}
+
+impl FmaConfig {
+    /// The baseline config of a GPU: nothing asynchronous, no tensor core, small tiles.
+    pub(super) const SIMPLEST: Self = fma([4, 4], [2, 1], 16);
+
+    pub(crate) const fn units(self) -> u32 {
+        32 * self.groups_m * self.groups_n
+    }
+
+    fn shared_bytes(self, elem: usize) -> u32 {
+        let (m, n) = self.tile();
+        self.stages * (m + n) * self.tile_k * elem as u32
+    }
+
+    /// Returns the comptime facts of the instance.
+    pub(super) fn plan(&self, problem: &MatmulProblem) -> FmaPlan {
+        let exact = problem.divides(self.tile(), self.tile_k);
+        let (lhs, rhs) = (problem.lhs.layout, problem.rhs.layout);
+        let elem = problem.precision.storage().size();
+        FmaPlan::new(*self, lhs == Layout::Row, rhs == Layout::Col, elem, exact)
+    }
+}
+
+const fn fma(own: [u32; 2], groups: [u32; 2], tile_k: u32) -> FmaConfig {
+    let ([own_m, own_n], [groups_m, groups_n]) = (own, groups);
+    FmaConfig { own_m, own_n, groups_m, groups_n, tile_k, stages: 1 }
+}
+
+/// Configs in the order of how often they win.
+pub(super) const CONFIGS: [FmaConfig; 9] = [
+    fma([16, 8], [2, 4], 16),
+    fma([8, 16], [4, 2], 16),
+    fma([16, 8], [2, 4], 8),
+    fma([16, 8], [2, 2], 16),
+    fma([16, 8], [2, 2], 8),
+    fma([8, 8], [4, 2], 16),
+    fma([8, 8], [2, 2], 16),
+    FmaConfig::SIMPLEST,
+    fma([4, 4], [1, 2], 32),
+];
+
+impl Path for FmaConfig {
+    fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        let ring = arch.async_copy && problem.precision.storage().size() == 4;
+        let stages = if ring { 3 } else { 1 };
+        CONFIGS.iter().map(|c| Self { stages, ..*c }).collect()
+    }
+
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        vec![
+            ("own_m", self.own_m),
+            ("own_n", self.own_n),
+            ("groups_m", self.groups_m),
+            ("groups_n", self.groups_n),
+            ("tile_k", self.tile_k),
+            ("stages", self.stages),
+        ]
+    }
+
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
+        if problem.precision == Precision::Tf32 {
+            return Err(lacks("tf32 without matrix instructions"));
+        }
+        if arch.cores().is_some() {
+            return Err(lacks("cheap barriers"));
+        }
+        if self.stages == 2 || self.stages > 1 && !arch.async_copy {
+            return Err(lacks("asynchronous copies"));
+        }
+        if self.stages > 1 && problem.precision != Precision::F32 {
+            return Err(shape("stages", self.stages, "the ring is read in chunks of four f32"));
+        }
+        if self.stages > 1 && (self.tile_k % 8 != 0 || !self.tile_k.is_power_of_two()) {
+            let why = "the ring is read in pairs of passes, four deep each";
+            return Err(shape("tile_k", self.tile_k, why));
+        }
+        if self.own_m % 4 != 0 || self.own_n % 4 != 0 {
+            return Err(shape("own_m", self.own_m, "a unit owns whole vectors of four"));
+        }
+        if self.own_m * self.own_n + 4 * self.own_m > 192 {
+            return Err(shape("own_m", self.own_m, "sums and operands would spill"));
+        }
+        let (tile_m, tile_n) = self.tile();
+        if [tile_m, tile_n].iter().any(|t| t * self.tile_k / 4 % self.units() != 0) {
+            return Err(shape("groups_m", self.groups_m, "the copies of a tile do not divide"));
+        }
+        limits(arch, self.units(), self.shared_bytes(problem.precision.storage().size()))
+    }
+
+    fn tile(&self) -> (u32, u32) {
+        (self.groups_m * GROUP.0 * self.own_m, self.groups_n * GROUP.1 * self.own_n)
+    }
+
+    fn tile_k(&self) -> u32 {
+        self.tile_k
+    }
+
+    fn grid(&self, _arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
+        let [lhs, rhs, _] = problem.widest().map(|width| width.min(4));
+        Grid {
+            widths: [lhs, rhs, 1, 1],
+            // The ring indexes results alone, 128 a unit. A 32-bit sum may wrap; without that, constant distances
+            // become part of the instructions.
+            wide_indices: self.stages > 1,
+            ..Grid::new(self.tile(), (self.units(), 1))
+        }
+    }
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct FmaPlan {
+    pub(crate) config: FmaConfig,
+    pub(crate) lhs: FmaOperand,
+    pub(crate) rhs: FmaOperand,
+    /// Every tile is full: no edge is checked.
+    pub(crate) exact: bool,
+}
+
+impl FmaPlan {
+    fn new(
+        config: FmaConfig,
+        lhs_along_k: bool,
+        rhs_along_k: bool,
+        elem: usize,
+        exact: bool,
+    ) -> Self {
+        let (tile_m, tile_n) = config.tile();
+        let shape = |outer, along_k: bool| TileShape {
+            swizzled: along_k,
+            ..TileShape::new(outer, config.tile_k, !along_k, elem)
+        };
+        Self {
+            config,
+            lhs: FmaOperand { tile: shape(tile_m, lhs_along_k), own: config.own_m, group: GROUP.0 },
+            rhs: FmaOperand { tile: shape(tile_n, rhs_along_k), own: config.own_n, group: GROUP.1 },
+            exact,
+        }
+    }
+}

@@ -1,0 +1,389 @@
+//! The tensor-core path of CUDA: `mma.sync` fed by `ldmatrix` from a ring of `cp.async` stages.
+//!
+//! | loop                              | level                                                  |
+//! |-----------------------------------|--------------------------------------------------------|
+//! | items: `(tile_m, tile_n)` blocks, each cut into `parts` along k (split-k) | cubes, one row of them for the whole launch |
+//! | `k0` in steps of `tile_k`         | ring of `stages` shared tiles, `stages - 1` ahead      |
+//! | `(plane_m, plane_n)` parts        | planes, accumulators in registers                      |
+//! | `kk` in steps of the instruction  | fragments in registers, one step ahead                 |
+//!
+//! A cube works through its items as one stream: while it multiplies the last tiles of one block, the
+//! copies of the next are under way. With split-k, partial sums go to a workspace in f32 and
+//! [`super::split_k`] adds them in a fixed order.
+//!
+//! Three types make an instance: [`Accumulators`] by precision, a [`RightOperand`] that says how stored words become
+//! fragments, and a [`Feed`] that fills the ring.
+//!
+//! Ladder, TFLOP/s at 4096^3 bf16, B column-major / row-major, on an H200 restricted to an RTX 4090's
+//! features (620 from registers alone; Burn 0.22.1 in the same run 268 / 214):
+//!
+//! | version                                                            | col | row |
+//! |--------------------------------------------------------------------|-----|-----|
+//! | v1 ring of 3 stages, 128 x 128 x 32, four planes of 64 x 64        | 381 | 376 |
+//! | v2 v1, fragments loaded one step ahead of the multiply (dropped)   | 370 | 336 |
+//! | v3 v1, addresses in vectors, fragments at constant distances       | 369 | 390 |
+//! | v4 fragments one step ahead, 128 x 256 x 32, eight planes, streams | 413 | 411 |
+//! | v5 v4, addresses in bytes: 128 instructions a tile, 64 of them HMMA | 492 | 490 |
+//!
+//! What v2 lacked were cheap addresses: its loads ahead waited behind the arithmetic for them, and so
+//! did v4's (a warp spent one cycle in six waiting for `ldmatrix`, in v5 next to none). In v5 the tensor
+//! pipe is the first stall, then the barrier (0.43 of 6.4 cycles an instruction) and the copies (0.41). The
+//! card is at its power limit: 1.98 GHz when idle, 1.6 to 1.75 under this load. v4 and v5 were timed for
+//! 25 ms; over the 100 ms of the records v5 reaches 470 / 466 on one card and 488 / 481 on another, and at 8192^3 446 / 451
+//! and 450 / 474 where the first 25 ms give 516 / 517: what is left there is energy a multiply, not time.
+//!
+//! Tried and slower at the same tile (CUDA C++ prototypes of v5, 467 at 4096^3 before streaming):
+//! `mbarrier` full/empty pairs for the barrier 418; 256 x 192 x 32 with planes of 64 x 96, which has no
+//! registers left to load ahead, 404; two stages of 64 for four of 32, 375; groups of 4 or 16 block rows
+//! for 8, 454 and 423 (of v5 at 8192^3, bf16 and tf32, groups of 4, 12, 16 and 24 are within 2% of 8); copies through the
+//! first-level cache 393. Without copies the loop reaches 517,
+//! without fragment loads 540. Nor do whole waves pay: 128 x 224 x 32 (planes of 64 x 56) cuts 512 x 14336 x 4096 into
+//! 256 blocks for 132 processors where 128 x 256 makes 224, and takes 145 us for 144, most likely because blocks of a last
+//! wave find a card that is not at its power limit; at 4096^3 it reaches 405 for 491.
+
+mod accumulators;
+mod feed;
+mod fragments;
+mod mainloop;
+mod source;
+mod store;
+mod work;
+
+use arch::{ArchProfile, DType};
+use serde::{Deserialize, Serialize};
+use tune::Infeasible;
+
+use super::path::{Grid, Path, check_sizes, mma_inst};
+use super::problem::{Layout, MatmulProblem, Precision};
+use crate::fits::{lacks, limits, shape};
+use crate::tile::{CopyPlan, TileShape};
+
+pub(crate) use accumulators::{F32Accumulators, I32Accumulators};
+pub(crate) use feed::{CopyFeed, Feed, FeedExpand, Maps, MapsCompilationArg, MapsLaunch};
+pub(crate) use mainloop::{multiply, multiply_dense};
+pub(crate) use source::{RightOperand, RightOperandExpand};
+pub(crate) use store::store_quad;
+pub(crate) use work::{Item, Work};
+
+/// Tile sizes of the tensor-core path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MmaConfig {
+    /// Rows, columns and depth of a cube's tile.
+    pub tile_m: u32,
+    pub tile_n: u32,
+    pub tile_k: u32,
+    /// Grid of planes that share the tile.
+    pub planes_m: u32,
+    pub planes_n: u32,
+    /// Shared tiles in the ring.
+    pub stages: u32,
+    /// Parts of split-k, each the work of another cube.
+    pub parts: u32,
+}
+
+impl MmaConfig {
+    pub(crate) const fn units(self) -> u32 {
+        32 * self.planes_m * self.planes_n
+    }
+
+    /// Rows and columns of one plane's part.
+    pub(crate) const fn plane_tile(self) -> (u32, u32) {
+        (self.tile_m / self.planes_m, self.tile_n / self.planes_n)
+    }
+
+    /// The shared tile of the left operand, elements of `elem` bytes.
+    pub(crate) const fn lhs_tile(self, layout: Layout, elem: usize) -> TileShape {
+        TileShape::new(self.tile_m, self.tile_k, matches!(layout, Layout::Col), elem)
+    }
+
+    /// The shared tile of the right operand.
+    pub(crate) const fn rhs_tile(self, layout: Layout, elem: usize) -> TileShape {
+        TileShape::new(self.tile_n, self.tile_k, matches!(layout, Layout::Row), elem)
+    }
+
+    pub(crate) const fn shared_bytes(self, elem: usize) -> u32 {
+        self.stages * (self.tile_m + self.tile_n) * self.tile_k * elem as u32
+    }
+
+    /// Estimates the registers of a unit: accumulators of `sum` bytes, two steps of fragments, addresses.
+    const fn registers(self, sum: usize) -> u32 {
+        let (m, n) = self.plane_tile();
+        m * n * sum as u32 / 128 + (m + n) / 2 + 56
+    }
+
+    /// Number of cubes that one processor holds at a time.
+    pub(crate) fn resident(self, arch: &ArchProfile, precision: Precision) -> u32 {
+        const REGISTERS: u32 = 65_536;
+        const RESERVED: u32 = 1024; // shared memory that the driver keeps, a cube
+        let by_registers = REGISTERS / (self.registers(precision.sums().size()) * self.units());
+        let shared = self.shared_bytes(precision.storage().size());
+        let by_shared = (arch.max_shared_bytes + RESERVED) / (shared + RESERVED);
+        by_registers.min(by_shared).max(1)
+    }
+
+    /// Returns whether a cube may take one item after another: the copies look one item ahead, no further.
+    pub(crate) const fn streams(self, k: u32) -> bool {
+        let last = k.div_ceil(self.tile_k) - (self.parts - 1) * self.part_tiles(k);
+        last >= self.stages
+    }
+
+    /// Tiles of k in each part but the last.
+    pub(crate) const fn part_tiles(self, k: u32) -> u32 {
+        k.div_ceil(self.tile_k).div_ceil(self.parts)
+    }
+
+    /// Returns the config, and with split-k in as many parts as fill idle processors once, and twice.
+    pub(super) fn with_splits(self, arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        let mut parts = vec![1];
+        if !problem.grouped {
+            let blocks = problem.blocks((self.tile_m, self.tile_n));
+            let room = arch.processors.unwrap_or(1) * self.resident(arch, problem.precision);
+            let tiles = problem.k.div_ceil(self.tile_k);
+            for wish in [u64::from(room) / blocks, 2 * u64::from(room) / blocks] {
+                // Fewer than four tiles a part would not fill the ring of stages.
+                let wish = wish.min(u64::from(tiles / 4)) as u32;
+                if wish > 1 {
+                    // As many as leave no part empty.
+                    parts.push(tiles.div_ceil(Self { parts: wish, ..self }.part_tiles(problem.k)));
+                }
+            }
+        }
+        parts.sort_unstable();
+        parts.dedup();
+        parts.into_iter().map(|parts| Self { parts, ..self }).collect()
+    }
+
+    /// Checks everything but the layout of the operands, whose shared tiles are `tiles`.
+    pub(super) fn check_tiles(
+        &self,
+        arch: &ArchProfile,
+        problem: &MatmulProblem,
+        tiles: [TileShape; 2],
+    ) -> Result<(), Infeasible> {
+        let precision = problem.precision;
+        if precision == Precision::F32 {
+            return Err(lacks("f32 matrix instructions"));
+        }
+        let inst = mma_inst(arch, precision)
+            .ok_or_else(|| lacks(format!("{} matrix instructions", precision.name())))?;
+        if !arch.async_copy || !arch.inline_ptx() {
+            return Err(lacks("asynchronous copies"));
+        }
+        let powers = [("tile_m", self.tile_m), ("tile_n", self.tile_n), ("tile_k", self.tile_k)];
+        if let Some((name, value)) = powers.into_iter().find(|(_, v)| !v.is_power_of_two()) {
+            return Err(shape(name, value, "tiles are powers of two, or the swizzle leaves them"));
+        }
+        let (part_m, part_n) = self.plane_tile();
+        if part_m % 16 != 0 || part_m == 0 {
+            return Err(shape("tile_m", self.tile_m, "a plane needs a multiple of 16 rows"));
+        }
+        if part_n % 16 != 0 || part_n == 0 {
+            return Err(shape("tile_n", self.tile_n, "a plane needs a multiple of 16 columns"));
+        }
+        if self.tile_k % inst.k != 0 {
+            return Err(shape("tile_k", self.tile_k, "not a multiple of the instruction's depth"));
+        }
+        if self.tile_k / inst.k % 2 != 0 {
+            let why = "fragments alternate between two register sets";
+            return Err(shape("tile_k", self.tile_k, why));
+        }
+        if self.planes_m * self.planes_n > 32 {
+            return Err(shape("planes_m", self.planes_m, "a cube has 32 planes at most"));
+        }
+        if self.parts > 1 && problem.batch_slices(arch).len() > 1 {
+            let why = "partial sums hold the batches of one launch";
+            return Err(shape("parts", self.parts, why));
+        }
+        if self.parts > 1 && problem.grouped {
+            return Err(shape("parts", self.parts, "groups fill the device as they are"));
+        }
+        let tiles_k = problem.k.div_ceil(self.tile_k);
+        if (self.parts - 1) * self.part_tiles(problem.k) >= tiles_k {
+            return Err(shape("parts", self.parts, "every part needs a tile of k"));
+        }
+        if self.stages < 2 {
+            return Err(shape("stages", self.stages, "a ring needs two"));
+        }
+        let units = self.units();
+        if tiles.iter().any(|t| t.len() / t.chunk() % units as usize != 0) {
+            return Err(shape("planes_m", self.planes_m, "the copies of a tile do not divide"));
+        }
+        if tiles.iter().any(|t| t.elem == 4 && t.transposed && t.cols < 32) {
+            let why = "a transposed 4-byte tile needs 32 columns";
+            return Err(shape("tile_n", self.tile_n, why));
+        }
+        if self.registers(precision.sums().size()) > 255 {
+            let why = "accumulators and fragments would spill";
+            return Err(shape("planes_n", self.planes_n, why));
+        }
+        let stage: u64 = tiles.iter().map(|tile| u64::from(tile.bytes())).sum();
+        limits(arch, units, u32::try_from(u64::from(self.stages) * stage).unwrap_or(u32::MAX))
+    }
+
+    /// Shared tiles of both operands as they lie.
+    pub(super) const fn tiles(&self, problem: &MatmulProblem) -> [TileShape; 2] {
+        let elem = problem.precision.storage().size();
+        [self.lhs_tile(problem.lhs.layout, elem), self.rhs_tile(problem.rhs.layout, elem)]
+    }
+
+    /// Returns the comptime facts of the instance that multiplies dense operands.
+    pub(crate) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> MmaPlan {
+        let [lhs, rhs] = self.tiles(problem);
+        let [width_lhs, width_rhs, _] = problem.widest();
+        let (units, exact) = (self.units() as usize, problem.divides(self.tile(), self.tile_k));
+        let copies = |shape, width| CopyPlan { shape, width, units, exact };
+        MmaPlan {
+            config: Self { parts: 1, ..*self },
+            lhs: copies(lhs, width_lhs),
+            rhs: copies(rhs, width_rhs),
+            inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
+            fixed_stages: false,
+            exact,
+            partial: self.parts > 1,
+            accumulates_f16: problem.precision.sums() == DType::F16,
+            packing: 1,
+            rounds_tf32: arch.compute_capability >= Some(90),
+        }
+    }
+}
+
+const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MmaConfig {
+    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
+    MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
+}
+
+/// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
+const CONFIGS: [MmaConfig; 11] = [
+    mma([128, 256, 32], [2, 4], 4),
+    mma([256, 128, 32], [4, 2], 4),
+    mma([128, 128, 32], [2, 2], 3),
+    mma([128, 128, 64], [2, 4], 3),
+    mma([128, 64, 64], [2, 2], 3),
+    mma([64, 128, 64], [2, 2], 4),
+    mma([64, 64, 64], [2, 2], 6),
+    mma([64, 64, 128], [2, 2], 2),
+    mma([32, 64, 128], [1, 4], 3),
+    mma([16, 64, 128], [1, 4], 4),
+    MmaConfig::SMALLEST,
+];
+
+impl MmaConfig {
+    /// The smallest tile: what it lacks, every config lacks.
+    pub(super) const SMALLEST: Self = mma([16, 32, 128], [1, 2], 6);
+
+    /// Returns `configs` with the depth of the problem's elements, each with its parts of split-k.
+    pub(super) fn fitted(
+        configs: &[Self],
+        arch: &ArchProfile,
+        problem: &MatmulProblem,
+    ) -> Vec<Self> {
+        let halves = if problem.precision.storage().size() == 4 { 2 } else { 1 };
+        let fitted = |c: &Self| Self { tile_k: c.tile_k / halves, ..*c };
+        configs.iter().map(fitted).flat_map(|c| c.with_splits(arch, problem)).collect()
+    }
+}
+
+impl Path for MmaConfig {
+    fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        Self::fitted(&CONFIGS, arch, problem)
+    }
+
+    fn sizes(&self) -> Vec<(&'static str, u32)> {
+        vec![
+            ("tile_m", self.tile_m),
+            ("tile_n", self.tile_n),
+            ("tile_k", self.tile_k),
+            ("planes_m", self.planes_m),
+            ("planes_n", self.planes_n),
+            ("stages", self.stages),
+            ("parts", self.parts),
+        ]
+    }
+
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
+        self.check_tiles(arch, problem, self.tiles(problem))
+    }
+
+    fn tile(&self) -> (u32, u32) {
+        (self.tile_m, self.tile_n)
+    }
+
+    fn tile_k(&self) -> u32 {
+        self.tile_k
+    }
+
+    fn splits(&self) -> u32 {
+        self.parts
+    }
+
+    fn accumulates_f16(&self) -> bool {
+        true
+    }
+
+    fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
+        let [lhs, rhs, _] = problem.widest();
+        let wide = self.plane_tile().1 % 32 == 0 && problem.out.size() == 2 && problem.n % 8 == 0;
+        let even = if problem.n % 2 == 0 { 2 } else { 1 };
+        let resident = arch.processors.unwrap_or(1) * self.resident(arch, problem.precision);
+        Grid {
+            widths: [lhs, rhs, if wide { 8 } else { even }, even],
+            part_tiles: self.part_tiles(problem.k),
+            streams: Some(if self.streams(problem.k) { resident } else { u32::MAX }),
+            ..Grid::new(self.tile(), (32, self.planes_m * self.planes_n))
+        }
+    }
+}
+
+/// Checks a product whose operands are not those of a dense matmul, with shared tiles `tiles`.
+pub(crate) fn check_source(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    c: &MmaConfig,
+    tiles: [TileShape; 2],
+) -> Result<(), Infeasible> {
+    check_sizes(c)?;
+    c.check_tiles(arch, problem, tiles)
+}
+
+/// Comptime facts of one instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct MmaPlan {
+    /// With one part, so that instances differ by `partial` alone.
+    pub(crate) config: MmaConfig,
+    pub(crate) lhs: CopyPlan,
+    pub(crate) rhs: CopyPlan,
+    /// Depth of the instruction.
+    pub(crate) inst_k: u32,
+    /// The stage of every tile is known at compile time, and k is whole rounds of stages.
+    pub(crate) fixed_stages: bool,
+    /// Every tile is full: no edge is checked.
+    pub(crate) exact: bool,
+    /// Sums go to the workspace.
+    pub(crate) partial: bool,
+    /// Dense products accumulate in f16.
+    pub(crate) accumulates_f16: bool,
+    /// Values of k in an element of the right operand's tile.
+    pub(crate) packing: usize,
+    /// f32 operands are rounded to tf32 by one instruction (compute capability 9.0 and later).
+    pub(crate) rounds_tf32: bool,
+}
+
+impl MmaPlan {
+    /// Number of tiles under way while one is multiplied.
+    ///
+    /// Copies into fixed stages go into one that was read a tile before, where there are stages enough, so that
+    /// no plane waits for the slowest.
+    const fn ahead(self) -> u32 {
+        let stages = self.config.stages;
+        if self.fixed_stages && stages > 3 { stages - 2 } else { stages - 1 }
+    }
+
+    /// Returns whether the addresses of the operands stay in registers.
+    const fn holds(self) -> bool {
+        self.config.tile_m > 16
+    }
+
+    pub(crate) const fn stage_bytes(self) -> u32 {
+        self.lhs.shape.bytes() + self.rhs.shape.bytes()
+    }
+}

@@ -1,0 +1,179 @@
+//! What every path of a matmul says of its config: sizes, limits, and how a launch is cut.
+
+use arch::{ArchProfile, DType, MmaShape};
+use cubecl::prelude::{AddressType, CubeCount, CubeDim};
+use tune::Infeasible;
+
+use super::problem::{MatmulProblem, Precision};
+use crate::fits::{lacks, shape};
+
+/// A config of one path.
+pub(crate) trait Path {
+    /// Returns the configs worth a try, those that win most often first. They are not checked.
+    fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self>
+    where
+        Self: Sized;
+
+    /// Returns every size in the config, by name.
+    fn sizes(&self) -> Vec<(&'static str, u32)>;
+
+    /// Checks the config on the device and the problem.
+    ///
+    /// # Errors
+    /// What the device lacks, or which size does not fit.
+    fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible>;
+
+    /// Rows and columns of a block of C.
+    fn tile(&self) -> (u32, u32);
+
+    /// Depth of a tile.
+    fn tile_k(&self) -> u32;
+
+    /// Number of loop iterations of a unit over k, at the most: tiles and each of their k. The check that ends a
+    /// loop counts as one.
+    fn iterations(&self, k: u64) -> u64 {
+        let tile_k = u64::from(self.tile_k());
+        k.div_ceil(tile_k) * (tile_k + 2) + 1
+    }
+
+    /// Parts of split-k.
+    fn splits(&self) -> u32 {
+        1
+    }
+
+    /// Cost of reading an element, in multiplies.
+    fn read_cost(&self) -> f64 {
+        16.0
+    }
+
+    /// Cost of compiling the instance, as [`waste`](super::config) counts.
+    fn compile_cost(&self, _problem: &MatmulProblem) -> f64 {
+        0.0
+    }
+
+    /// Returns whether the path can accumulate in f16.
+    fn accumulates_f16(&self) -> bool {
+        false
+    }
+
+    /// Returns whether the path normalises rows of lhs as it multiplies them.
+    fn normalizes(&self) -> bool {
+        false
+    }
+
+    /// Returns how a launch is cut.
+    fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid;
+}
+
+/// Checks that every size is in range. A cache is a file that people edit: no other rule may divide by zero or
+/// overflow.
+pub(super) fn check_sizes(config: &dyn Path) -> Result<(), Infeasible> {
+    let out = config.sizes().into_iter().find(|(_, value)| !(1..=1 << 14).contains(value));
+    out.map_or(Ok(()), |(name, value)| Err(shape(name, value, "sizes are 1 to 16384")))
+}
+
+/// Checks what both paths of the CPU need.
+pub(super) fn check_vector(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    vector: u32,
+) -> Result<(), Infeasible> {
+    if arch.cores().is_none() {
+        return Err(lacks("a core per unit"));
+    }
+    if problem.precision == Precision::Tf32 {
+        return Err(lacks("tf32 matrix instructions"));
+    }
+    if !vector.is_power_of_two() || vector > 16 {
+        return Err(shape("vector", vector, "a vector register holds a power of two, 16 at most"));
+    }
+    Ok(())
+}
+
+/// How a launch is cut: vectors, units, blocks and cubes.
+pub(crate) struct Grid {
+    /// Elements of a vector of lhs, rhs, out and partial sums.
+    pub(crate) widths: [usize; 4],
+    /// Tiles of k in each part of split-k but the last.
+    pub(crate) part_tiles: u32,
+    /// Rows and columns of a block of C.
+    pub(super) tile: (u32, u32),
+    pub(super) units: (u32, u32),
+    /// Blocks of one cube.
+    pub(super) per_cube: u32,
+    /// Cubes of a launch that streams its work items through them.
+    pub(super) streams: Option<u32>,
+    /// Indices are 64 bits wide however few elements a buffer has.
+    pub(super) wide_indices: bool,
+}
+
+impl Grid {
+    /// A cube of `units` for every block of C, and no vectors.
+    pub(super) const fn new(tile: (u32, u32), units: (u32, u32)) -> Self {
+        Self {
+            widths: [1; 4],
+            part_tiles: 0,
+            tile,
+            units,
+            per_cube: 1,
+            streams: None,
+            wide_indices: false,
+        }
+    }
+
+    /// Width of indices: offsets past 2^32 elements need 64 bits, which cost registers.
+    pub(crate) fn address(&self, problem: &MatmulProblem) -> AddressType {
+        let longest = problem.extents().into_iter().max().unwrap_or(0);
+        let wide = self.wide_indices || longest > u32::MAX as usize;
+        if wide { AddressType::U64 } else { AddressType::U32 }
+    }
+
+    pub(crate) fn cube_dim(&self) -> CubeDim {
+        CubeDim::new_2d(self.units.0, self.units.1)
+    }
+
+    /// Cubes of a launch of `batch` batches and `splits` parts of k.
+    pub(crate) fn cubes(
+        &self,
+        arch: &ArchProfile,
+        problem: &MatmulProblem,
+        batch: u32,
+        splits: u32,
+    ) -> CubeCount {
+        let (rows, cols) = (problem.m.div_ceil(self.tile.0), problem.n.div_ceil(self.tile.1));
+        let tiles = rows * cols;
+        match self.streams {
+            Some(streams) => {
+                let items = match problem.grouped {
+                    // Each group may have one block that is not full; the kernel counts them.
+                    true => u64::from(rows + batch) * u64::from(cols),
+                    false => u64::from(tiles) * u64::from(splits) * u64::from(batch),
+                };
+                CubeCount::Static(items.min(u64::from(streams)) as u32, 1, 1)
+            }
+            None => {
+                let [most, _] = arch.max_cubes();
+                let cubes = tiles.div_ceil(self.per_cube);
+                let lines = cubes.div_ceil(most);
+                CubeCount::Static(cubes.div_ceil(lines), batch * splits, lines)
+            }
+        }
+    }
+}
+
+/// Returns the deepest `mma.sync` instruction of a precision.
+pub(super) fn mma_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
+    arch.mma_for(precision.instruction(), precision.sums())
+}
+
+/// Returns the deepest 16 x 16 plane-scope matrices of a precision.
+pub(crate) fn plane_inst(arch: &ArchProfile, precision: Precision) -> Option<MmaShape> {
+    let ab = precision.instruction();
+    let fits = |s: &&MmaShape| s.ab == ab && s.acc == DType::F32 && s.m == 16 && s.n == 16;
+    arch.cmma.iter().filter(fits).max_by_key(|s| s.k).copied()
+}
+
+/// Rows from which cube-scope matrices are as fast as groups of units, and up to which they use split-k.
+pub(super) const FEW_ROWS: std::ops::RangeInclusive<u32> = 4..=128;
+/// Cubes in flight on a card whose number of processors is not known, for few rows.
+pub(crate) const IN_FLIGHT: u64 = 512;
