@@ -1,0 +1,228 @@
+//! Asynchronous copies into shared tiles.
+
+use cubecl::prelude::*;
+
+use super::memory::global_address;
+use super::{TileShape, offset_in_tile};
+
+/// A place in a global buffer that a loop needs now and then: its address stays in registers, or is asked for at each use,
+/// which is an addition more and takes no register from the products. ptxas aims at a number of cubes a processor, and where
+/// a cube's own tile is narrow it spills a few bytes to get there, though there are registers, unless addresses are asked for.
+/// With wide tiles asking costs 2 to 14%.
+#[derive(CubeType)]
+pub(crate) struct Start {
+    /// From the start of the buffer unless it is held.
+    at: u64,
+    #[cube(comptime)]
+    held: bool,
+}
+
+#[cube]
+impl Start {
+    /// `bytes` past the start of `buffer`.
+    pub(crate) fn new<T: CubePrimitive>(buffer: &[T], bytes: u64, #[comptime] held: bool) -> Start {
+        let at = if comptime!(held) { global_address(buffer) + bytes } else { bytes };
+        Start { at, held }
+    }
+
+    /// The address of that place in `buffer`, which is the one that it was made of.
+    pub(crate) fn address<T: CubePrimitive>(&self, buffer: &[T]) -> u64 {
+        if comptime!(self.held) { self.at } else { global_address(buffer) + self.at }
+    }
+}
+
+/// The stage after the one at `at`, of a ring that lies from `start` to `end`.
+#[cube]
+pub(crate) fn next_stage(at: u32, start: u32, end: u32, #[comptime] bytes: u32) -> u32 {
+    let next = at + bytes;
+    select(next == end, start, next)
+}
+
+/// Closes the group of asynchronous copies issued since the last one.
+#[cube]
+pub(crate) fn commit_copies() {
+    gpu_asm!("cp.async.commit_group;", options(nomem));
+}
+
+/// Waits until at most `pending` groups of copies are under way.
+#[cube]
+pub(crate) fn wait_copies(#[comptime] pending: u32) {
+    gpu_asm!(
+        "cp.async.wait_group {pending};",
+        options(explicit_mem, reads_address_space shared, writes_address_space shared)
+    );
+}
+
+/// A unit's share of the copies into a tile, the same for every tile. Where the copies of one unit lie
+/// below each other (`even`), they differ by constants.
+#[derive(CubeType)]
+pub(crate) struct CopyLane {
+    unit: u32,
+    row: u32,
+    col: u32,
+    /// Where its first vector goes, from the tile's start.
+    to: u32,
+}
+
+/// How a tile is copied: vectors of `width` elements by `units` units.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct CopyPlan {
+    pub(crate) shape: TileShape,
+    pub(crate) width: usize,
+    pub(crate) units: usize,
+    /// Nothing is past the edge.
+    pub(crate) exact: bool,
+}
+
+impl CopyPlan {
+    /// A vector of `words` words of each unit of a plane, nowhere past the edge.
+    pub(crate) const fn words(words: usize) -> Self {
+        let shape = TileShape { swizzled: false, ..TileShape::new(1, words as u32, false, 4) };
+        Self { shape, width: words, units: 32, exact: true }
+    }
+
+    const fn per_row(self) -> usize {
+        self.shape.cols / self.width
+    }
+
+    /// Rows between the copies of one unit.
+    const fn pass(self) -> usize {
+        self.units / self.per_row()
+    }
+
+    /// Whether copies of one unit differ by constants: whole periods of the swizzle apart, or, in a
+    /// single plane, parts of one, whose place the swizzle turns by a constant.
+    const fn even(self) -> bool {
+        let whole = self.pass() % 8 == 0 || !self.shape.swizzled;
+        let part = self.units == 32 && self.pass().is_power_of_two();
+        self.units % self.per_row() == 0 && (whole || part)
+    }
+
+    /// What the swizzle turns in the place `down` rows below a unit's first: an XOR of bytes.
+    const fn turn(self, down: u32) -> u32 {
+        let (shift, mask, up) = self.shape.swizzle();
+        (((down >> shift) & mask) << up) * 16
+    }
+
+    /// Whether every unit has the same number of copies.
+    pub(crate) const fn divides(self) -> bool {
+        self.shape.len() / self.width % self.units == 0
+    }
+
+    const fn copies(self) -> usize {
+        self.shape.len() / self.width / self.units
+    }
+
+    const fn vector_bytes(self) -> usize {
+        self.width * self.shape.elem
+    }
+}
+
+#[cube]
+impl CopyLane {
+    pub(crate) fn new(unit: u32, #[comptime] plan: CopyPlan) -> CopyLane {
+        let per_row = comptime!(plan.per_row() as u32);
+        let (row, col) = (unit / per_row, unit % per_row * comptime!(plan.width as u32));
+        CopyLane { unit, row, col, to: offset_in_tile(row, col, plan.shape) }
+    }
+
+    /// How far from a tile's corner this unit starts in a matrix whose lines are `line` bytes apart.
+    pub(crate) fn start(&self, line: u64, #[comptime] plan: CopyPlan) -> u64 {
+        if comptime!(plan.even()) {
+            u64::cast_from(self.row) * line
+                + u64::cast_from(self.col * comptime!(plan.shape.elem as u32))
+        } else {
+            0u64.runtime()
+        }
+    }
+
+    /// Fills the tile at shared address `to` from the matrix at `from`, which is the tile's corner plus
+    /// [`CopyLane::start`] and whose lines are `line` bytes apart. Rows past `rows_left` and columns
+    /// past `cols_left` become zero.
+    pub(crate) fn copy(
+        &self,
+        from: u64,
+        line: u64,
+        to: u32,
+        rows_left: u32,
+        cols_left: u32,
+        #[comptime] plan: CopyPlan,
+    ) {
+        #[unroll]
+        for i in 0..comptime!(plan.copies()) {
+            if comptime!(plan.even()) {
+                let down = comptime!((i * plan.pass()) as u32);
+                let inside = self.row + down < rows_left && self.col < cols_left;
+                let far = comptime!(down * plan.shape.row_bytes());
+                // The turn stays within the 128 bytes that tiles are aligned to.
+                let turn = comptime!(plan.turn(down));
+                let to = if comptime!(turn == 0) { to + self.to } else { (to + self.to) ^ turn };
+                copy_vector(from + comptime!(down as u64) * line, to, far, inside, plan);
+            } else {
+                let per_row = comptime!(plan.per_row() as u32);
+                let at = self.unit + comptime!((i * plan.units) as u32);
+                let (row, col) = (at / per_row, at % per_row * comptime!(plan.width as u32));
+                let inside = row < rows_left && col < cols_left;
+                let bytes = u64::cast_from(col * comptime!(plan.shape.elem as u32));
+                let from = from + u64::cast_from(row) * line + bytes;
+                copy_vector(from, to + offset_in_tile(row, col, plan.shape), 0u32, inside, plan);
+            }
+        }
+    }
+}
+
+/// Copies one vector to `to + far`, or writes zero when `inside` is false.
+#[cube]
+pub(crate) fn copy_vector(
+    from: u64,
+    to: u32,
+    #[comptime] far: u32,
+    inside: bool,
+    #[comptime] plan: CopyPlan,
+) {
+    let bytes = comptime!(plan.vector_bytes());
+    // 16 bytes pass the first-level cache by; smaller copies must go through it.
+    let level = comptime!(if bytes == 16 { "cg" } else { "ca" });
+    if comptime!(bytes < 4) {
+        // cp.async moves 4, 8 or 16 bytes: single half-precision elements go through a register.
+        let mut value = 0u32;
+        if inside {
+            value = load_half(from);
+        }
+        gpu_asm!(
+            "{{ .reg .b16 h; cvt.u16.u32 h, {v}; st.shared.b16 [{to}+{far}], h; }}",
+            v = in(_) u32::cast_from(value),
+            to = in(_) to,
+            options(explicit_mem, writes_address_space shared)
+        );
+    } else if comptime!(plan.exact) {
+        gpu_asm!(
+            "cp.async.{level}.shared.global [{to}+{far}], [{from}], {bytes};",
+            to = in(_) to,
+            from = in(_) from,
+            options(explicit_mem, reads_address_space global, writes_address_space shared)
+        );
+    } else {
+        let valid = select(inside, comptime!(bytes as u32).runtime(), 0u32);
+        gpu_asm!(
+            "cp.async.{level}.shared.global [{to}+{far}], [{from}], {bytes}, {valid};",
+            to = in(_) to,
+            from = in(_) from,
+            valid = in(_) valid,
+            options(explicit_mem, reads_address_space global, writes_address_space shared)
+        );
+    }
+}
+
+/// The two bytes at `from`.
+#[cube]
+fn load_half(from: u64) -> u32 {
+    let value: u32;
+    gpu_asm!(
+        "{{ .reg .b16 h; ld.global.b16 h, [{from}]; cvt.u32.u16 {v}, h; }}",
+        v = out(_) value,
+        from = in(_) from,
+        options(explicit_mem, reads_address_space global)
+    );
+    value
+}

@@ -1,0 +1,191 @@
+//! Fragments of matrix instructions: where they lie in a shared tile, and how units exchange them.
+
+use cubecl::prelude::*;
+
+use super::{TileShape, offset_in_tile};
+
+/// Where a unit's `ldmatrix` row of the left operand starts, from the tile's start: the fragment at row
+/// `row` and k = 0 of a `[m, k]` tile, or of a `[k, m]` tile when it is transposed. Fragments a multiple
+/// of eight rows of the tile further on are at a constant distance; along the tile's columns, the
+/// swizzle makes the distance an XOR with the bytes between.
+#[cube]
+pub(crate) fn lhs_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    let chunk = comptime!(shape.chunk() as u32);
+    let (r, j) = (lane % 8, lane / 8);
+    if comptime!(shape.transposed) {
+        offset_in_tile(r + (j / 2) * 8, row + (j % 2) * chunk, shape)
+    } else {
+        offset_in_tile(row + r + (j % 2) * 8, (j / 2) * chunk, shape)
+    }
+}
+
+/// As [`lhs_lane`] for two neighbouring 8-column fragments of the right operand at column `col` of a
+/// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
+#[cube]
+pub(crate) fn rhs_lane(col: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    let chunk = comptime!(shape.chunk() as u32);
+    let (r, j) = (lane % 8, lane / 8);
+    if comptime!(shape.transposed) {
+        offset_in_tile(r + (j % 2) * 8, col + (j / 2) * 8, shape)
+    } else {
+        offset_in_tile(col + r + (j / 2) * 8, (j % 2) * chunk, shape)
+    }
+}
+
+/// Where a unit's elements of a transposed 4-byte tile lie, which `ldmatrix` cannot turn: those of
+/// `(lane % 4, outer + lane / 4)`. Rows a multiple of four and columns a multiple of 32 further on are
+/// at constant distances.
+#[cube]
+pub(crate) fn gather_lane(outer: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    offset_in_tile(lane % 4, outer + lane / 4, shape)
+}
+
+/// The four registers that `ldmatrix` brings from the rows at `at + far`, `at` being the stage plus
+/// [`lhs_lane`] or [`rhs_lane`]: one 16-row fragment of the left operand, or two neighbouring 8-column
+/// fragments of the right one.
+#[cube]
+pub(crate) fn load_fragments<I: Float>(
+    at: u32,
+    into: &mut Array<u32>,
+    #[comptime] far: u32,
+    #[comptime] shape: TileShape,
+    #[comptime] rounds_tf32: bool,
+) {
+    let turned = comptime!(if shape.transposed { ".trans" } else { "" });
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {words}, [{at}+{far}];",
+        words = out(_) words,
+        at = in(_) at,
+        options(explicit_mem, reads_address_space shared)
+    );
+    #[unroll]
+    for i in 0..4usize {
+        into[i] = to_instruction::<I>(words.extract(i), shape, rounds_tf32);
+    }
+}
+
+/// [`load_fragments`] for transposed 4-byte tiles, element by element: the fragment at `(k, outer)` of
+/// the tile at `tile`, whose register `r` is `registers[r]` = (outer, k) further on. `lanes` are the
+/// [`gather_lane`]s of the first columns, eight apart.
+#[cube]
+pub(crate) fn gather_fragments<I: Float>(
+    tile: u32,
+    lanes: &Sequence<u32>,
+    into: &mut Array<u32>,
+    #[comptime] at: (u32, u32),
+    #[comptime] shape: TileShape,
+    #[comptime] registers: [(u32, u32); 4],
+    #[comptime] rounds_tf32: bool,
+) {
+    #[unroll]
+    for r in 0..4usize {
+        let (outer, k) = comptime!((at.0 + registers[r].0, at.1 + registers[r].1));
+        let far = comptime!(k * shape.row_bytes() + outer / 32 * 128);
+        let lane = *lanes.index(comptime!((outer / 8 % 4) as usize));
+        let word: u32;
+        gpu_asm!(
+            "ld.shared.b32 {word}, [{at}+{far}];",
+            word = out(_) word,
+            at = in(_) tile + lane,
+            options(explicit_mem, reads_address_space shared)
+        );
+        into[r] = to_instruction::<I>(word, shape, rounds_tf32);
+    }
+}
+
+/// Returns the offset of a unit's half chunks in a tile: four neighbours along k, of row `row + lane / 4`. Rows a
+/// multiple of eight further on are at constant distances, chunks an even number further on an XOR away.
+#[cube]
+pub(crate) fn half_chunk_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
+    offset_in_tile(row + lane / 4, lane % 4 * 4, shape)
+}
+
+/// Loads the registers of a 16 x 16 left fragment, in the order of k that packed values have: those of the rows at
+/// `at + far`, `at` being the stage plus [`half_chunk_lane`], and of the ones eight below.
+#[cube]
+pub(crate) fn load_half_chunks(
+    at: u32,
+    into: &mut Array<u32>,
+    #[comptime] far: u32,
+    #[comptime] shape: TileShape,
+) {
+    #[unroll]
+    for half in 0..2usize {
+        let far = comptime!(far + 8 * half as u32 * shape.row_bytes());
+        let words: Vector<u32, Const<2>>;
+        gpu_asm!(
+            "ld.shared.v2.b32 {words}, [{at}+{far}];",
+            words = out(_) words,
+            at = in(_) at,
+            options(explicit_mem, reads_address_space shared)
+        );
+        into[half] = words.extract(0usize);
+        into[comptime!(half + 2)] = words.extract(1usize);
+    }
+}
+
+/// A register as the instruction takes it: f32 rounded to tf32, to nearest even by one instruction
+/// where `rounds_tf32`; halves and bytes as they are.
+#[cube]
+fn to_instruction<I: Float>(
+    word: u32,
+    #[comptime] shape: TileShape,
+    #[comptime] rounds_tf32: bool,
+) -> u32 {
+    if comptime!(shape.elem < 4) {
+        word
+    } else if comptime!(rounds_tf32) {
+        let rounded: u32;
+        gpu_asm!(
+            "{{ .reg .f32 f; mov.b32 f, {x}; cvt.rn.tf32.f32 {y}, f; }}",
+            y = out(_) rounded,
+            x = in(_) u32::cast_from(word),
+            options(pure, nomem)
+        );
+        rounded
+    } else {
+        u32::reinterpret(I::cast_from(f32::reinterpret(word)))
+    }
+}
+
+/// Where the registers of a 16 x 8 left fragment lie: (row, k).
+pub(crate) const LHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (8, 0), (0, 4), (8, 4)];
+/// Where the registers of two 8 x 8 right fragments lie: (column, k).
+pub(crate) const RHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (0, 4), (8, 0), (8, 4)];
+
+/// Transposes the 4 x 4 words of four neighbouring units: unit `q` of a quad gives word `j` to unit
+/// `j` and has theirs in order of unit. Its own inverse.
+#[cube]
+pub(crate) fn quad_transpose(words: &mut Array<u32>, lane: u32) {
+    let odd = lane % 2 == 1;
+    #[unroll]
+    for j in [0usize, 2] {
+        let (even_word, odd_word) = (words[j], words[comptime!(j + 1)]);
+        let got = plane_shuffle_xor(select(odd, even_word, odd_word), 1);
+        words[j] = select(odd, got, even_word);
+        words[comptime!(j + 1)] = select(odd, odd_word, got);
+    }
+    let high = lane % 4 >= 2;
+    #[unroll]
+    for j in 0..2usize {
+        let (low_word, high_word) = (words[j], words[comptime!(j + 2)]);
+        let got = plane_shuffle_xor(select(high, low_word, high_word), 2);
+        words[j] = select(high, got, low_word);
+        words[comptime!(j + 2)] = select(high, high_word, got);
+    }
+}
+
+/// Swaps rows and columns of the 8 x 8 halves that a plane holds, unit `4·row + column / 2` the pair at
+/// an even column.
+#[cube]
+pub(crate) fn transpose_halves(pair: u32) -> u32 {
+    let turned: u32;
+    gpu_asm!(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {turned}, {pair};",
+        turned = out(_) turned,
+        pair = in(_) u32::cast_from(pair),
+        options(nomem)
+    );
+    turned
+}
