@@ -7,7 +7,7 @@ use tune::Infeasible;
 use super::DecodeProblem;
 use super::lanes::{self, LanesConfig};
 use super::merge::COUNTERS;
-use super::split::{SplitConfig, SplitPlan};
+use super::plan::{SplitConfig, SplitPlan};
 use crate::attention::Implementation;
 use crate::attention::config::tensor_cores;
 use crate::attention::rows::RowsConfig;

@@ -8,8 +8,8 @@
 
 use cubecl::prelude::*;
 
+use super::plan::SplitPlan;
 use super::scores::Scores;
-use super::split::SplitPlan;
 use crate::attention::tiles::along;
 use crate::tile::{TileShape, load_fragments, load_shared};
 

@@ -26,9 +26,10 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
+use super::DecodeProblem;
+use super::cache::{Cache, CachePlan, Dims};
 use super::merge::COUNTERS;
 use super::scores::Scores;
-use super::{Cache, CachePlan, DecodeProblem, Dims};
 use crate::fits::{lacks, limits, shape};
 
 /// How a step without tensor cores is spread.

@@ -19,9 +19,9 @@
 
 use cubecl::prelude::*;
 
-use super::Dims;
+use super::cache::Dims;
+use super::plan::SplitPlan;
 use super::scores::Scores;
-use super::split::SplitPlan;
 use crate::tile::{
     exp2, global_address_mut, load_chunk, load_pair, load_shared, store_pair, store_shared,
 };

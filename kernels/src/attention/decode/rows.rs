@@ -13,8 +13,8 @@
 
 use cubecl::prelude::*;
 
+use super::cache::{Cache, CachePlan, Dims};
 use super::scores::Scores;
-use super::{Cache, CachePlan, Dims};
 use crate::attention::rows::{dot, load_row, store_row, zero_row};
 
 /// Comptime facts of one instance.

@@ -50,193 +50,21 @@
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
-use serde::{Deserialize, Serialize};
 
+use super::cache::{Cache, Dims, bytes};
 use super::fragments::{finish, keys_of, load_batch, multiply_rows, top, values_of};
 use super::merge::{Share, leave, meet};
+use super::plan::SplitPlan;
 use super::scores::Scores;
 use super::stream::{Stream, first_turns, turns_of};
-use super::{Cache, CachePlan, DecodeProblem, Dims, bytes};
 use crate::attention::tiles::{registers, zeros};
 use crate::tile::{
-    CopyLane, CopyPlan, TileShape, exp2, global_address, lhs_lane, load_shared, load_word,
-    next_stage, pack_pair, shared_address, transpose_halves, typed, wait_copies,
+    CopyLane, exp2, global_address, lhs_lane, load_shared, load_word, next_stage, pack_pair,
+    shared_address, transpose_halves, typed, wait_copies,
 };
-
-/// How the tensor-core path is cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct SplitConfig {
-    /// Planes of a cube.
-    pub planes: u32,
-    /// Keys of a tile.
-    pub tile_kv: u32,
-    /// Tiles of K and V in a plane's ring.
-    pub stages: u32,
-    /// Cubes that share the keys of a sequence's head.
-    pub splits: u32,
-}
-
-impl SplitConfig {
-    pub(crate) const MAX_SPLITS: u32 = 256;
-
-    pub(crate) const fn units(self) -> u32 {
-        32 * self.planes
-    }
-}
-
-/// Queries of a fragment: the instruction's columns.
-const COLUMNS: u32 = 8;
 
 /// Weights stay below 2 to this power.
 const HEADROOM: f32 = 8.0;
-
-/// Comptime facts of one instance.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct SplitPlan {
-    pub(crate) planes: u32,
-    pub(crate) stages: u32,
-    pub(crate) head_dim: u32,
-    pub(crate) seq_q: u32,
-    pub(crate) bf16: bool,
-    /// Cubes that share the queries of a head of the cache.
-    pub(crate) chunks: u32,
-    /// Fragments of eight queries that a cube has.
-    pub(crate) fragments: u32,
-    pub(crate) cache: CachePlan,
-    /// Of K, and of V, which lies the same way.
-    pub(crate) tile: CopyPlan,
-    /// Whether other cubes have other keys of the same sequence.
-    pub(crate) cut: bool,
-    /// Whether the length that the host knows is the one that the device will find, most likely.
-    pub(crate) foreseen: bool,
-    shared_bytes: u32,
-}
-
-impl SplitPlan {
-    pub(crate) fn new(config: SplitConfig, problem: &DecodeProblem) -> Self {
-        let elem = problem.cache.size() as u32;
-        let cols = pitch(problem.head_dim * elem) / elem;
-        let shape = TileShape::new(config.tile_kv, cols, false, elem as usize);
-        let tile = CopyPlan { shape, width: 16 / elem as usize, units: 32, exact: false };
-        let mut plan = Self {
-            planes: config.planes,
-            stages: config.stages,
-            head_dim: problem.head_dim,
-            seq_q: problem.seq_q,
-            chunks: problem.shared_rows().div_ceil(Self::rows_of(problem)),
-            bf16: problem.dtype == arch::DType::Bf16,
-            fragments: Self::rows_of(problem) / COLUMNS,
-            cache: CachePlan::of(problem),
-            tile,
-            cut: config.splits > 1,
-            foreseen: problem.batch == 1,
-            shared_bytes: 0,
-        };
-        plan.shared_bytes = (plan.planes * plan.ring_bytes()).max(plan.meeting_bytes());
-        plan
-    }
-
-    /// Queries of a cube: all that share a head of the cache, as far as their sums fit registers.
-    pub(crate) fn rows_of(problem: &DecodeProblem) -> u32 {
-        let wanted = problem.shared_rows().div_ceil(COLUMNS);
-        // Two fragments of 192 come to 230 by this count, and spill 16 bytes (sm_89).
-        let fits = |fragments: u32| registers_of(problem.head_dim, 16, fragments) <= 224;
-        let most = [4, 2].into_iter().find(|f| fits(*f)).unwrap_or(1);
-        COLUMNS * wanted.next_power_of_two().min(most)
-    }
-
-    /// Queries of a cube.
-    pub(crate) const fn rows(self) -> u32 {
-        COLUMNS * self.fragments
-    }
-
-    pub(crate) const fn tile_kv(self) -> u32 {
-        self.tile.shape.rows as u32
-    }
-
-    /// V as the left operand of vᵀ · pᵀ: its rows are the summed axis.
-    const fn values(self) -> TileShape {
-        TileShape { transposed: true, ..self.tile.shape }
-    }
-
-    /// Scales of K, or of V, of one tile.
-    pub(crate) const fn scale_bytes(self) -> u32 {
-        if self.cache.quantized { 4 * self.tile_kv() } else { 0 }
-    }
-
-    /// K, V, scales of K, scales of V.
-    const fn stage_bytes(self) -> u32 {
-        2 * (self.tile.shape.bytes() + self.scale_bytes())
-    }
-
-    const fn ring_bytes(self) -> u32 {
-        self.stages * self.stage_bytes()
-    }
-
-    /// Floats between rows of sums where planes meet: no two rows of a store in the same bank.
-    pub(crate) const fn sums_pitch(self) -> u32 {
-        self.head_dim + 4
-    }
-
-    /// Where planes meet: m and l of every row of every plane, then the sums.
-    const fn meeting_bytes(self) -> u32 {
-        self.planes * self.rows() * (8 + 4 * self.sums_pitch())
-    }
-
-    pub(crate) const fn shared_bytes(self) -> u32 {
-        self.shared_bytes
-    }
-
-    pub(crate) const fn registers(self) -> u32 {
-        registers_of(self.head_dim, self.tile_kv(), self.fragments)
-    }
-
-    /// Fragments that one load of 32 bytes of a row brings.
-    pub(crate) const fn per_load(self) -> usize {
-        2 / self.tile.shape.elem
-    }
-
-    /// Steps of 16 elements along the head dimension.
-    const fn steps(self) -> usize {
-        self.head_dim as usize / 16
-    }
-
-    /// Loads along the head dimension; the last may bring more than there is.
-    pub(crate) const fn loads(self) -> usize {
-        self.steps().div_ceil(self.per_load())
-    }
-
-    /// Loads that are under way before the first is multiplied.
-    pub(crate) const fn at_once(self) -> usize {
-        loads_at_once(self.fragments) as usize
-    }
-
-    /// Which 16 keys, and which step along the head dimension, part `at` of a batch of loads holds.
-    const fn place(self, batch: usize, at: usize) -> (usize, usize) {
-        let load = batch * self.at_once() + at / self.per_load();
-        let step = load % self.loads() * self.per_load() + at % self.per_load();
-        (load / self.loads(), step)
-    }
-}
-
-/// Bytes of a row of a shared tile: whole swizzle periods.
-const fn pitch(bytes: u32) -> u32 {
-    match bytes {
-        0..=32 => 32,
-        33..=64 => 64,
-        _ => bytes.next_multiple_of(128),
-    }
-}
-
-/// More where there is little to multiply meanwhile.
-const fn loads_at_once(fragments: u32) -> u32 {
-    if fragments == 1 { 8 } else { 4 }
-}
-
-/// Registers of a unit, roughly: sums and queries, scores, what is loaded at once, addresses.
-const fn registers_of(head_dim: u32, tile_kv: u32, fragments: u32) -> u32 {
-    fragments * (head_dim / 16 * 6 + tile_kv / 16 * 4 + 4) + 4 * loads_at_once(fragments) + 54
-}
 
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]

@@ -2,9 +2,9 @@
 
 use cubecl::prelude::*;
 
+use super::cache::{Cache, Dims, PageSteps, bytes};
+use super::plan::SplitPlan;
 use super::scores::Scores;
-use super::split::SplitPlan;
-use super::{Cache, Dims, PageSteps, bytes};
 use crate::tile::{CopyLane, CopyPlan, TileShape, commit_copies, copy_vector};
 
 /// A plane's first tile and how many turns it has, of the sequence that is foreseen, or else of one of
