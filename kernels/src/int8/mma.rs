@@ -22,20 +22,22 @@
 
 use std::sync::Arc;
 
-use arch::{ArchProfile, Device};
+use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use tune::Infeasible;
+use tune::{Infeasible, Kernel};
 
+use super::problem::Int8MatmulProblem;
 use crate::elem::elem;
+use crate::fits::{lacks, shape, stores};
 use crate::matmul::mma::{
     CopyFeed, F32Accumulators, I32Accumulators, Item, Maps, MmaPlan, RightOperand,
     RightOperandExpand, check_source, multiply,
 };
 use crate::matmul::{
-    Dims, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, MatmulProblem, MmaConfig,
-    Path, split_k,
+    Dims, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, Matmul, MatmulConfig,
+    MatmulProblem, MmaConfig, Path, split_k, spread,
 };
 use crate::tile::{CopyPlan, TileShape};
 
@@ -102,14 +104,91 @@ const fn tiles(c: MmaConfig) -> [TileShape; 2] {
     ]
 }
 
-/// Checks a product whose right operand is codes that become halves.
+/// Returns the configs worth a try of products with codes as halves.
+pub(super) fn candidates_of_halves(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<MmaConfig> {
+    if p.weight.k % CHUNK != 0 || p.dtype.size() != 2 {
+        return Vec::new();
+    }
+    spread(arch, &p.dense(), &HALVES, |c| check_halves(arch, p, c).is_ok())
+}
+
+const fn halves(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MmaConfig {
+    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
+    MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
+}
+
+/// Configs of products with codes as halves: tiles of codes take half of what halves do.
+const HALVES: [MmaConfig; 10] = [
+    halves([128, 256, 64], [2, 4], 3),
+    halves([256, 128, 64], [4, 2], 2),
+    halves([128, 128, 64], [2, 4], 4),
+    halves([128, 128, 64], [2, 2], 4),
+    halves([64, 128, 64], [2, 2], 4),
+    halves([64, 128, 128], [2, 4], 3),
+    halves([32, 128, 128], [1, 4], 4),
+    halves([32, 64, 128], [1, 4], 5),
+    halves([16, 128, 128], [1, 4], 4),
+    halves([16, 64, 256], [1, 4], 4),
+];
+
+/// Checks a product with codes as halves.
 pub(super) fn check_halves(
     arch: &ArchProfile,
-    p: &MatmulProblem,
+    p: &Int8MatmulProblem,
     c: &MmaConfig,
 ) -> Result<(), Infeasible> {
-    check_source(arch, p, c, tiles(*c))
+    stores(arch, [DType::I8])?;
+    if p.dtype.size() != 2 {
+        return Err(lacks("fragments of halves beside x in f32"));
+    }
+    if p.weight.k % CHUNK != 0 {
+        return Err(shape("k", p.weight.k, "rows of codes are whole chunks of 16 bytes"));
+    }
+    if c.tile_k % 64 != 0 {
+        return Err(shape("tile_k", c.tile_k, "codes come in steps of 32, by two register sets"));
+    }
+    check_source(arch, &p.dense(), c, tiles(*c))
 }
+
+/// Returns the configs worth a try of products of bytes.
+pub(super) fn candidates_of_bytes(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<MmaConfig> {
+    if p.activations.is_none() || p.weight.k % CHUNK != 0 {
+        return Vec::new();
+    }
+    let mma = |config| match config {
+        // Spills 16 bytes with split-k (sm_120).
+        MatmulConfig::Mma(c) if (c.tile_m, c.tile_n) != (16, 32) => Some(c),
+        _ => None,
+    };
+    Matmul::candidates(arch, &p.pairs()).into_iter().filter_map(mma).collect()
+}
+
+/// Checks a product of bytes.
+pub(super) fn check_bytes(
+    arch: &ArchProfile,
+    p: &Int8MatmulProblem,
+    c: &MmaConfig,
+) -> Result<(), Infeasible> {
+    if p.activations.is_none() {
+        return Err(lacks("bytes to multiply with: the product does not round x"));
+    }
+    stores(arch, [DType::I8])?;
+    if p.dtype.size() != 2 {
+        return Err(lacks("fragments of bytes beside results in f32"));
+    }
+    if p.weight.k % CHUNK != 0 {
+        return Err(shape("k", p.weight.k, "rows of codes are whole chunks of 16 bytes"));
+    }
+    if p.weight.k > MOST_DEPTH {
+        return Err(shape("k", p.weight.k, "sums of more products do not fit 31 bits"));
+    }
+    Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
+}
+
+/// Bytes of a copy.
+const CHUNK: u32 = 16;
+/// Number of products of two codes whose sum stays below 2^31.
+const MOST_DEPTH: u32 = (1 << 31) / (127 * 127);
 
 /// Returns the plan of a product whose right operand, or both, count two bytes as an element.
 fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> MmaPlan {

@@ -21,16 +21,18 @@
 
 mod activations;
 mod dequantize;
+mod gemv;
 mod mma;
 mod plane;
+mod problem;
 mod product;
 mod quantize;
 
 pub use activations::Activations;
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Int8Dequantize};
-pub use product::{
-    DenseConfig, Int8Matmul, Int8MatmulConfig, Int8MatmulOperands, Int8MatmulProblem, LanesConfig,
-};
+pub use gemv::GemvConfig;
+pub use problem::{Int8MatmulOperands, Int8MatmulProblem};
+pub use product::{DenseConfig, Int8Matmul, Int8MatmulConfig};
 pub use quantize::{Int8Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, quantize};
 
 use arch::{DType, Device};

@@ -4,11 +4,11 @@
 //! Cost: 3 instructions a code in bf16, which is the upper half of the code in f32.
 //!
 //! us of 14336 x 4096 in bf16 (H200 through Vulkan), beside what served these rows before, a dense weight made for them or
-//! `Lanes`:
+//! `Gemv`:
 //!
 //! | m  | `Plane` | before       |
 //! |----|---------|--------------|
-//! | 8  | 46.2    | 55.1 `Lanes` |
+//! | 8  | 46.2    | 55.1 `Gemv`  |
 //! | 16 | 46.5    | 98.1 `Dense` |
 //! | 64 | 65.7    | 178 `Dense`  |
 
@@ -19,7 +19,7 @@ use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::product::{Int8MatmulOperands, Int8MatmulProblem, address};
+use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
 use super::{code_of, lifted, scaled};
 use crate::coded::{self, Coded, CodedProblem, Dims, PlaneConfig, PlanePlan};
 use crate::cooperative::Word;
@@ -45,7 +45,7 @@ pub(super) fn programs(
 ) -> Vec<Box<dyn CubeKernel>> {
     let plan = plan(arch, p, c);
     let (_, dim) = coded(p).grid(&plan, c);
-    let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, address(p));
+    let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, p.address());
     let buffer = || BufferCompilationArg { inplace: None };
     let epilogue = if c.parts > 1 { Epilogue::default() } else { p.epilogue };
     let mut all: Vec<Box<dyn CubeKernel>> = vec![Box::new(multiply::Multiply::new(
@@ -101,7 +101,7 @@ pub(super) fn launch(
             device.client(),
             cubes,
             dim,
-            address(p),
+            p.address(),
             4,
             4,
             1,

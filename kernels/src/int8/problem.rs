@@ -1,0 +1,96 @@
+//! What to compute: a product with a weight of 8 bits, and its buffers.
+
+use arch::DType;
+use cubecl::prelude::AddressType;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+
+use super::activations::Activations;
+use super::dequantize::DequantizeProblem;
+use super::{Weight, WeightBuffers};
+use crate::matmul::{
+    Epilogue, EpilogueBuffers, InvalidMatmul, Layout, MatmulProblem, Operand, Precision,
+};
+
+/// One product. Build it with [`Int8MatmulProblem::new`], which checks it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Int8MatmulProblem {
+    pub m: u32,
+    pub weight: Weight,
+    /// Type of x, bias and y: f32, f16 or bf16.
+    pub dtype: DType,
+    /// A bias has `[n]` elements, the other matrices those of y.
+    pub epilogue: Epilogue,
+    /// Rounds x to 8 bits, a scale a row.
+    #[serde(default)]
+    pub activations: Option<Activations>,
+}
+
+/// Device buffers of one product.
+#[derive(Debug, Clone)]
+pub struct Int8MatmulOperands {
+    pub x: Handle,
+    pub weight: WeightBuffers,
+    pub out: Handle,
+    pub epilogue: EpilogueBuffers,
+}
+
+impl Int8MatmulProblem {
+    /// x `[m, k]` by the weight.
+    ///
+    /// # Errors
+    /// A size of 0.
+    pub fn new(m: u32, weight: Weight, dtype: DType) -> Result<Self, InvalidMatmul> {
+        if m == 0 {
+            return Err(InvalidMatmul::Empty { axis: "m" });
+        }
+        Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), activations: None })
+    }
+
+    /// Returns the product with the dense weight.
+    pub fn dense(&self) -> MatmulProblem {
+        let precision = match self.dtype {
+            DType::F16 => Precision::F16,
+            DType::Bf16 => Precision::Bf16,
+            _ => Precision::F32,
+        };
+        let sizes = [self.m, self.weight.n, self.weight.k];
+        let dense = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)
+            .expect("sizes were checked");
+        MatmulProblem { epilogue: self.epilogue, ..dense }
+    }
+
+    /// Returns the product whose weight has two bytes in an element.
+    pub(super) fn coded(&self) -> MatmulProblem {
+        let dense = self.dense();
+        let rhs = Operand { stride: u64::from(self.weight.k / 2), ..dense.rhs };
+        MatmulProblem { rhs, ..dense }
+    }
+
+    /// Returns the product with two bytes as an element.
+    pub(super) fn pairs(&self) -> MatmulProblem {
+        let dense = self.dense();
+        let sizes = [self.m, self.weight.n, self.weight.k / 2];
+        let pairs = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], dense.precision);
+        MatmulProblem { epilogue: self.epilogue, ..pairs.expect("k is whole chunks") }
+    }
+
+    pub(super) const fn dequantized(&self) -> DequantizeProblem {
+        DequantizeProblem { weight: self.weight, out: self.dtype }
+    }
+
+    /// Elements of a vector of x, words of one of codes: 16 bytes where they lie in one row.
+    pub(super) fn widths(&self) -> [usize; 2] {
+        match self.weight.together(4) {
+            Some(words) => [(16 / self.dtype.size()).min(4 * words as usize), words as usize],
+            None => [1, 1],
+        }
+    }
+
+    /// Width of indices.
+    pub(super) fn address(&self) -> AddressType {
+        let [x, _, out] = self.dense().extents();
+        let longest = x.max(out).max(self.weight.len() as usize);
+        if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    }
+}
