@@ -4,9 +4,9 @@ use arch::{ArchProfile, DType, MmaShape};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::AttentionProblem;
 use super::flash::{FlashConfig, FlashPlan};
 use super::plane::PlaneConfig;
+use super::problem::{AttentionProblem, Implementation};
 use super::rows::RowsConfig;
 use crate::fits::{iterations, lacks, limits, rtx, shape, stores};
 
@@ -38,20 +38,11 @@ impl AttentionConfig {
     }
 }
 
-/// Which kernel computes an attention, where a caller forces one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Implementation {
-    /// Tensor cores; the scores stay on the processor.
-    Flash,
-    /// One key after the other, in f32: what others are checked against.
-    Plain,
-}
-
 impl Implementation {
-    /// The config of it that runs unmeasured.
+    /// Returns the config that runs unmeasured.
     ///
     /// # Errors
-    /// Why it cannot serve the problem on the device.
+    /// The reason why it cannot serve the problem on the device.
     pub fn config(
         self,
         arch: &ArchProfile,

@@ -45,11 +45,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output};
 
-pub use config::{AttentionConfig, Implementation};
+pub use config::AttentionConfig;
 pub use flash::FlashConfig;
 pub use plane::PlaneConfig;
 pub use problem::{
-    AttentionOptions, AttentionProblem, HeadStrides, InvalidAttention, ScoreStrides,
+    AttentionOptions, AttentionProblem, HeadStrides, Implementation, InvalidAttention, ScoreStrides,
 };
 pub use rows::RowsConfig;
 

@@ -4,7 +4,14 @@ use arch::DType;
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
-use super::Implementation;
+/// Kernel of an attention that a caller forces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Implementation {
+    /// Tensor cores; the scores stay on the processor.
+    Flash,
+    /// One key after the other, in f32: the reference of the others.
+    Plain,
+}
 
 /// How one tensor lies in its buffer, in elements; the head dimension is contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
