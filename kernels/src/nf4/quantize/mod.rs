@@ -18,6 +18,9 @@
 //!
 //! On a CPU a unit has a block to itself, and eight values at a time are a vector.
 
+mod nested;
+mod thresholds;
+
 use std::sync::Arc;
 
 use arch::{ArchProfile, DType, Device};
@@ -27,10 +30,13 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
-use super::{NESTED_BLOCK, NF4, NestedBuffers, Order, Weight, WeightBuffers};
+use super::{NF4, Order, Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
 use crate::nf4::code_shift;
+use thresholds::{encode, encode_vector};
+
+pub use nested::{nest, nested_values};
 
 /// The family of quantisation kernels.
 pub struct Nf4Quantize;
@@ -64,28 +70,6 @@ impl CodeBook {
             }
         }
     }
-}
-
-/// The book of nested absmax: bitsandbytes' signed dynamic map of 8 bits, whose decades from 1e-6 to 1 are
-/// each cut twice as fine as the one below (`create_dynamic_map`).
-pub fn nested_values() -> [f32; 256] {
-    let mut values = vec![0.0f32, 1.0];
-    for decade in 0..7i32 {
-        let parts = 1 << decade;
-        // torch.linspace(0.1, 1, parts + 1), which counts from the nearer end and by FMA.
-        let step = 0.9f32 / parts as f32;
-        let edge = |i: i32| match i < (parts + 1) / 2 {
-            true => step.mul_add(i as f32, 0.1),
-            false => (-step).mul_add((parts - i) as f32, 1.0),
-        };
-        let scale = 10f64.powi(decade - 6) as f32;
-        for i in 0..parts {
-            let value = scale * ((edge(i) + edge(i + 1)) / 2.0);
-            values.extend([value, -value]);
-        }
-    }
-    values.sort_by(f32::total_cmp);
-    values.try_into().expect("2 and twice 127")
 }
 
 /// Values to quantise, `[n, k]` row by row; codes and absmax in [`Order::Rows`], absmax in f32.
@@ -314,38 +298,6 @@ pub fn quantize(
     Ok(super::reorder(device, rows, &quantized, weight.order))
 }
 
-/// Bytes and their scales for the absmax of a weight, relative to `offset`.
-pub fn nest(
-    device: &Device,
-    absmax: &Handle,
-    weight: Weight,
-    offset: f32,
-) -> (Handle, NestedBuffers) {
-    let client = device.client();
-    let (blocks, groups) = (weight.blocks() as usize, weight.groups() as usize);
-    let codes = client.empty(blocks.next_multiple_of(4));
-    let book = client.create_from_slice(f32::as_bytes(&nested_values()));
-    let scales = client.empty(groups * 8);
-    let alone = device.profile().cores().is_some();
-    let (units, lanes) = if alone { (1, 1) } else { (64, 64) };
-    let cubes = CubeCount::Static(groups.min(65_535) as u32, 1, 1);
-    // SAFETY: the lengths are the weight's, and the kernel checks its indices.
-    unsafe {
-        nest_absmax::launch_unchecked(
-            client,
-            cubes,
-            CubeDim::new_1d(units),
-            BufferArg::from_raw_parts(absmax.clone(), blocks),
-            BufferArg::from_raw_parts(book.clone(), 256),
-            BufferArg::from_raw_parts(codes.clone(), blocks.div_ceil(4)),
-            BufferArg::from_raw_parts(scales.clone(), groups * 2),
-            offset,
-            lanes,
-        );
-    }
-    (codes, NestedBuffers { book, scales })
-}
-
 /// Elements of a vector of values.
 fn width(arch: &ArchProfile, p: &QuantizeProblem) -> usize {
     let widest = (arch.load_bytes as usize / p.dtype.size()).clamp(1, 8);
@@ -503,183 +455,9 @@ fn largest<F: Float, NI: Size>(
     one
 }
 
-/// [`encode`] of each value.
-#[cube]
-fn encode_vector<N: Size>(x: Vector<f32, N>, #[comptime] book: CodeBook) -> Vector<u32, N> {
-    let mut code = Vector::<u32, N>::new(0u32);
-    match comptime!(book) {
-        CodeBook::Nf4 =>
-        {
-            #[unroll]
-            for i in 0..15usize {
-                let above = x.greater_than(&Vector::new(comptime!(nf4_above(i)).runtime()));
-                code += select_many(above, Vector::new(1u32), Vector::new(0u32));
-            }
-        }
-        CodeBook::Fp4 => {
-            let size = x.abs();
-            #[unroll]
-            for i in 0..7usize {
-                let (above, this) = comptime!(fp4_above(i));
-                let over = size.greater_than(&Vector::new(above.runtime()));
-                code = select_many(over, Vector::new(this.runtime()), code);
-            }
-            let below = x.less_than(&Vector::new(0.0f32));
-            code += select_many(below, Vector::new(8u32), Vector::new(0u32));
-        }
-    }
-    code
-}
-
-/// The code of a value in -1 to 1: how many thresholds it is above, or what the last of them stands for.
-#[cube]
-fn encode(x: f32, #[comptime] book: CodeBook) -> u32 {
-    let mut code = 0u32.runtime();
-    match comptime!(book) {
-        CodeBook::Nf4 =>
-        {
-            #[unroll]
-            for i in 0..15usize {
-                code += select(x > comptime!(nf4_above(i)), 1u32, 0u32);
-            }
-        }
-        CodeBook::Fp4 => {
-            let size = f32::abs(x);
-            #[unroll]
-            for i in 0..7usize {
-                let (above, this) = comptime!(fp4_above(i));
-                code = select(size > above, this.runtime(), code);
-            }
-            code += select(x < 0.0, 8u32, 0u32);
-        }
-    }
-    code
-}
-
-const fn nf4_above(i: usize) -> f32 {
-    NF4_ABOVE[i]
-}
-
-const fn fp4_above(i: usize) -> (f32, u32) {
-    FP4_ABOVE[i]
-}
-
-/// Midpoints of [`NF4`] (bitsandbytes, `dQuantizeNF4`).
-const NF4_ABOVE: [f32; 15] = [
-    -0.848_096_4,
-    -0.610_632_9,
-    -0.459_995_27,
-    -0.339_679_42,
-    -0.234_607_4,
-    -0.137_911_74,
-    -0.045_525_018,
-    0.039_790_15,
-    0.120_255_25,
-    0.203_521_25,
-    0.292_013_76,
-    0.389_312_54,
-    0.501_663_45,
-    0.642_786_9,
-    0.861_478_45,
-];
-
-/// Midpoints of FP4's magnitudes, ascending, and the code above each (bitsandbytes, `dQuantizeFP4`).
-const FP4_ABOVE: [(f32, u32); 7] = [
-    (0.002_604_17, 1),
-    (0.085_937_5, 6),
-    (0.208_333_33, 7),
-    (0.291_666_67, 4),
-    (0.416_666_7, 5),
-    (0.583_333, 2),
-    (0.833_333_3, 3),
-];
-
-#[cube(launch_unchecked)]
-fn nest_absmax(
-    absmax: &[f32],
-    book: &[f32],
-    codes: &mut [u32],
-    scales: &mut [f32],
-    offset: f32,
-    #[comptime] lanes: u32,
-) {
-    let words = comptime!(NESTED_BLOCK / 4);
-    let mut shared = Shared::<[f32]>::new_slice(comptime!(lanes as usize));
-    let groups = (scales.len() / 2) as u32;
-    let mut group = u32::cast_from(CUBE_POS_X);
-    while group < groups {
-        let mut most = 0.0f32.runtime();
-        let mut word = group * words + UNIT_POS;
-        while word < (group + 1) * words {
-            #[unroll]
-            for e in 0..4u32 {
-                let at = (word * 4 + e) as usize;
-                if at < absmax.len() {
-                    let size = f32::abs(absmax[at] - offset);
-                    most = select(size > most, size, most);
-                }
-            }
-            word += lanes;
-        }
-        if comptime!(lanes > 1) {
-            shared[UNIT_POS as usize] = most;
-            sync_cube();
-            for l in 0..lanes {
-                let other = shared[l as usize];
-                most = select(other > most, other, most);
-            }
-            sync_cube();
-        }
-        let inverse = 1.0 / most;
-        if UNIT_POS == 0 {
-            scales[(2 * group) as usize] = most;
-            scales[(2 * group + 1) as usize] = offset;
-        }
-        let mut word = group * words + UNIT_POS;
-        while word < (group + 1) * words {
-            let mut made = 0u32;
-            #[unroll]
-            for e in 0..4u32 {
-                let at = (word * 4 + e) as usize;
-                if at < absmax.len() && most > 0.0 {
-                    let code = encode_nested((absmax[at] - offset) * inverse, book);
-                    made |= code << comptime!(8 * e);
-                }
-            }
-            if word < codes.len() as u32 {
-                codes[word as usize] = made;
-            }
-            word += lanes;
-        }
-        group += CUBE_COUNT_X;
-    }
-}
-
-/// The nearest of an ascending book of 256, found by halving as bitsandbytes does (`dQuantize`): half way
-/// between two it takes the one that it met last.
-#[cube]
-fn encode_nested(x: f32, book: &[f32]) -> u32 {
-    let mut pivot = 127u32.runtime();
-    let mut lower = 0u32.runtime();
-    let mut upper = 255u32.runtime();
-    #[unroll]
-    for i in 0..7u32 {
-        let step = comptime!(64u32 >> i);
-        let above = x > book[pivot as usize];
-        lower = select(above, pivot, lower);
-        upper = select(above, upper, pivot);
-        pivot = select(above, pivot + step, pivot - step);
-    }
-    let here = book[pivot as usize];
-    let next = (book[upper as usize] + here) * 0.5f32;
-    let last = (book[lower as usize] + here) * 0.5f32;
-    let above = select(x > next, upper, pivot);
-    let below = select(x < last, lower, pivot);
-    select(x > here, above, below)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::thresholds::{FP4_ABOVE, NF4_ABOVE};
     use super::*;
 
     #[test]

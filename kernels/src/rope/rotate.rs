@@ -1,0 +1,290 @@
+//! The kernel: heads are normalised, rotated and written to where they go.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+
+use super::RopePlan;
+use super::head::{Dims, Head};
+use crate::norm::NormKind;
+use crate::round::{LEAST, nearest, rounded};
+use crate::rows::{Fold, RowScale, larger, magnitude, norm_weight, row_fold, row_scale};
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
+pub(super) fn turn_heads<F: Float, C: Numeric, N: Size>(
+    qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]
+    start: &[u32],             // [batch]
+    pages: &[u32],             // [batch, max_blocks], where there are pages
+    table: &[Vector<f32, N>],  // [positions, 2, half], rows apart
+    q_weight: &[Vector<F, N>], // [head]
+    k_weight: &[Vector<F, N>], // [head]
+    q: &mut [Vector<F, N>],    // [tokens, heads, head]
+    k: &mut [Vector<C, N>],    // [batch, kv_heads, capacity, head] or in pages, positions apart
+    v: &mut [Vector<C, N>],    // as k
+    k_scales: &mut [f32],      // [batch, kv_heads, capacity] or in pages, of a cache in i8
+    v_scales: &mut [f32],      // as k_scales
+    dims: Dims,
+    #[comptime] plan: RopePlan,
+    #[define(F, C)] _dtypes: [ElemType; 2],
+) {
+    let lanes = comptime!(plan.rows.lanes);
+    let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(plan.rows.shared_len()));
+    let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
+    while first < dims.groups {
+        // A group past the end repeats the last head, and stores nothing: all units meet at barriers.
+        let inside = first + group < dims.groups;
+        let head = Head::of(min(first + group, dims.groups - 1), start, pages, &dims, plan);
+        let scale = if comptime!(plan.norm.is_some()) {
+            let kind = comptime!(plan.norm.unwrap_or(NormKind::Rms));
+            row_scale(
+                qkv,
+                head.from,
+                comptime!(plan.head).runtime(),
+                dims.eps,
+                &mut shared,
+                kind,
+                plan.rows,
+            )
+        } else {
+            RowScale { mean: 0.0f32.runtime(), factor: 1.0f32.runtime() }
+        };
+        let mut inverse = 0.0f32.runtime();
+        if comptime!(plan.items() <= lanes) {
+            let item = min(lane, comptime!(plan.items() - 1));
+            let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+            if comptime!(plan.bytes) {
+                let largest = row_fold(pair.largest::<N>(), &mut shared, Fold::Largest, plan.rows);
+                inverse = scale_cells(largest, k_scales, v_scales, &head, inside && lane == 0);
+            }
+            if inside && lane < comptime!(plan.items()) && (head.within || head.query) {
+                pair.store(q, k, v, &head, inverse, plan);
+            }
+        } else {
+            if comptime!(plan.bytes) {
+                let mut largest = 0.0f32.runtime();
+                for item in range_stepped(lane, comptime!(plan.items()), lanes) {
+                    let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+                    largest = larger(largest, pair.largest::<N>());
+                }
+                let largest = row_fold(largest, &mut shared, Fold::Largest, plan.rows);
+                inverse = scale_cells(largest, k_scales, v_scales, &head, inside && lane == 0);
+            }
+            if inside && (head.within || head.query) {
+                for item in range_stepped(lane, comptime!(plan.items()), lanes) {
+                    let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+                    pair.store(q, k, v, &head, inverse, plan);
+                }
+            }
+        }
+        first += CUBE_COUNT_X * comptime!(plan.rows.rows());
+    }
+}
+
+/// The inverse of the scale of a head whose largest magnitude is `largest`; one unit `writes` the scale.
+#[cube]
+fn scale_cells(
+    largest: f32,
+    k_scales: &mut [f32],
+    v_scales: &mut [f32],
+    head: &Head,
+    writes: bool,
+) -> f32 {
+    // The inverse of a smaller one is no number.
+    let none = largest < LEAST;
+    if writes && head.within && !head.query {
+        let scale = select(none, 0.0f32.runtime(), largest / 127.0);
+        if head.key {
+            k_scales[head.scale] = scale;
+        } else {
+            v_scales[head.scale] = scale;
+        }
+    }
+    select(none, 0.0f32.runtime(), 127.0 / largest)
+}
+
+/// A pair of vectors of a head, turned where they turn, or one vector of what does not.
+#[derive(CubeType)]
+struct Pair {
+    /// Vector `at` of the head.
+    x: Array<f32>,
+    /// Half of what turns further on, where it `turns`.
+    y: Array<f32>,
+    at: usize,
+    turns: bool,
+}
+
+#[cube]
+impl Pair {
+    /// Item `item` of a head, of [`RopePlan::items`].
+    #[expect(clippy::too_many_arguments, reason = "operands, and which of them")]
+    fn of<F: Float, N: Size>(
+        qkv: &[Vector<F, N>],
+        q_weight: &[Vector<F, N>],
+        k_weight: &[Vector<F, N>],
+        table: &[Vector<f32, N>],
+        item: u32,
+        head: &Head,
+        scale: &RowScale,
+        #[comptime] plan: RopePlan,
+    ) -> Pair {
+        let half = comptime!(plan.half as usize);
+        // Where a pair begins, or what lies behind all pairs.
+        let turns = item < comptime!(plan.half);
+        let at = select(turns, item, item + comptime!(plan.half)) as usize;
+        let mut x = load(qkv, q_weight, k_weight, at, head, scale, plan);
+        let mut y = Array::<f32>::new(N::value());
+        if turns {
+            y = load(qkv, q_weight, k_weight, at + half, head, scale, plan);
+            if head.within && (head.query || head.key) {
+                turn(&mut x, &mut y, table, at, head, plan);
+            }
+        }
+        Pair { x, y, at, turns }
+    }
+
+    /// The largest magnitude.
+    fn largest<N: Size>(&self) -> f32 {
+        let mut most = largest::<N>(&self.x);
+        if self.turns {
+            most = larger(most, largest::<N>(&self.y));
+        }
+        most
+    }
+
+    /// Stores it where its head goes.
+    fn store<F: Float, C: Numeric, N: Size>(
+        &self,
+        q: &mut [Vector<F, N>],
+        k: &mut [Vector<C, N>],
+        v: &mut [Vector<C, N>],
+        head: &Head,
+        inverse: f32,
+        #[comptime] plan: RopePlan,
+    ) {
+        if self.turns {
+            let half = comptime!(plan.half as usize);
+            store(q, k, v, &self.y, self.at + half, head, inverse, plan);
+        }
+        store(q, k, v, &self.x, self.at, head, inverse, plan);
+    }
+}
+
+/// The largest magnitude of a vector's numbers.
+#[cube]
+fn largest<N: Size>(values: &Array<f32>) -> f32 {
+    let mut most = 0.0f32.runtime();
+    #[unroll]
+    for e in 0..N::value() {
+        most = larger(most, magnitude(values[e]));
+    }
+    most
+}
+
+/// Vector `at` of a head, normalised where heads are.
+#[cube]
+fn load<F: Float, N: Size>(
+    qkv: &[Vector<F, N>],
+    q_weight: &[Vector<F, N>],
+    k_weight: &[Vector<F, N>],
+    at: usize,
+    head: &Head,
+    scale: &RowScale,
+    #[comptime] plan: RopePlan,
+) -> Array<f32> {
+    let width = N::value();
+    let vector = qkv[head.from + at];
+    let mut values = Array::<f32>::new(width);
+    #[unroll]
+    for e in 0..width {
+        values[e] = f32::cast_from(vector.extract(e));
+    }
+    if comptime!(plan.norm.is_some()) {
+        let kind = comptime!(plan.norm.unwrap_or(NormKind::Rms));
+        if head.query || head.key {
+            let mut weight = q_weight[at];
+            if head.key {
+                weight = k_weight[at];
+            }
+            #[unroll]
+            for e in 0..width {
+                let weight = norm_weight::<F>(weight.extract(e), kind);
+                values[e] = (values[e] - scale.mean) * scale.factor * weight;
+            }
+        }
+    }
+    values
+}
+
+/// Turns the pairs that begin with vector `at` of a head.
+#[cube]
+fn turn<N: Size>(
+    x: &mut Array<f32>,
+    y: &mut Array<f32>,
+    table: &[Vector<f32, N>],
+    at: usize,
+    head: &Head,
+    #[comptime] plan: RopePlan,
+) {
+    let half = comptime!(plan.half as usize);
+    let row = head.turns + at;
+    let (cos, sin) = (table[row], table[row + half]);
+    #[unroll]
+    for e in 0..N::value() {
+        let (cos, sin) = (cos.extract(e), sin.extract(e));
+        let (a, b) = (x[e], y[e]);
+        x[e] = a * cos - b * sin;
+        y[e] = b * cos + a * sin;
+    }
+}
+
+/// Stores vector `at` of a head where it goes; a query that has no position is NaN.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "results, and what goes there")]
+fn store<F: Float, C: Numeric, N: Size>(
+    q: &mut [Vector<F, N>],
+    k: &mut [Vector<C, N>],
+    v: &mut [Vector<C, N>],
+    values: &Array<f32>,
+    at: usize,
+    head: &Head,
+    inverse: f32,
+    #[comptime] plan: RopePlan,
+) {
+    // Of a number that no compiler knows: WGSL refuses a constant NaN.
+    let nan = f32::reinterpret(head.position | 0x7fc0_0000u32);
+    let mut vector = Vector::<F, N>::new(F::from_int(0));
+    #[unroll]
+    for e in 0..N::value() {
+        let value = select(head.within, values[e], nan);
+        vector.insert(e, rounded::<F>(value, plan.rounds));
+    }
+    let to = head.to + at;
+    if head.query {
+        q[to] = vector;
+    } else if head.key {
+        k[to] = cells::<F, C, N>(vector, values, inverse, plan);
+    } else {
+        v[to] = cells::<F, C, N>(vector, values, inverse, plan);
+    }
+}
+
+/// Numbers as the cache has them: as they are rounded, or the bytes that they are nearest to.
+#[cube]
+fn cells<F: Float, C: Numeric, N: Size>(
+    rounded: Vector<F, N>,
+    values: &Array<f32>,
+    inverse: f32,
+    #[comptime] plan: RopePlan,
+) -> Vector<C, N> {
+    let mut cells = Vector::<C, N>::new(C::from_int(0));
+    if comptime!(plan.bytes) {
+        #[unroll]
+        for e in 0..N::value() {
+            cells.insert(e, C::cast_from(nearest(values[e] * inverse)));
+        }
+    } else {
+        cells = Vector::cast_from(rounded);
+    }
+    cells
+}
