@@ -1,5 +1,5 @@
-//! y = x · wᵀ for some rows of x and a weight in codes, through Vulkan: codes decoded into a tile in shared memory, which
-//! matrices of a plane are loaded from ([`cooperative`](crate::cooperative)).
+//! y = x · wᵀ for some rows of x and a quantised weight, through Vulkan: codes decoded into a tile in shared memory, from
+//! which matrices of a plane are loaded ([`cooperative`](crate::cooperative)).
 //!
 //! | loop                                              | level                                        |
 //! |---------------------------------------------------|----------------------------------------------|
@@ -57,8 +57,8 @@ pub(crate) trait Coded: CubeType {
         #[comptime] bf16: bool,
     );
 
-    /// What a sum of products is worth in row `row` of the weight.
-    fn worth(this: &Self, sum: f32, row: u32, k: u32) -> f32;
+    /// Dequantises a sum of products with row `row` of the weight.
+    fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32;
 }
 
 /// Tile sizes.
@@ -298,12 +298,12 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
                             let other = f32::reinterpret(shared_w[far as usize].extract(e));
                             let half = dims.n / 2;
                             let sums = (
-                                W::worth(weight, sum, min(col, half - 1), dims.k),
-                                W::worth(weight, other, min(half + col, dims.n - 1), dims.k),
+                                W::dequantize(weight, sum, min(col, half - 1), dims.k),
+                                W::dequantize(weight, other, min(half + col, dims.n - 1), dims.k),
                             );
                             store_both(out, partials, finish, sums, row, col, dims, plan);
                         } else {
-                            let sum = W::worth(weight, sum, min(col, dims.n - 1), dims.k);
+                            let sum = W::dequantize(weight, sum, min(col, dims.n - 1), dims.k);
                             store_one(out, partials, finish, sum, row, col, dims, plan);
                         }
                     }

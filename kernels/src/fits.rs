@@ -1,4 +1,4 @@
-//! What every family's `check` asks of a device.
+//! Limits of a device that every family's `check` asks for.
 
 use arch::{ArchProfile, DType};
 use tune::Infeasible;
@@ -24,12 +24,12 @@ pub(crate) fn stores(
     }
 }
 
-/// Whether it is, or stands for, an RTX card.
+/// Returns whether the device is an RTX card, or restricted to one.
 pub(crate) fn rtx(arch: &ArchProfile) -> bool {
     arch.inline_ptx() && arch.max_shared_bytes <= 99 << 10
 }
 
-/// A cube may have so many units, and not none, and so many bytes of shared memory.
+/// Checks the units and the shared memory of a cube.
 pub(crate) fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible> {
     if units == 0 {
         return Err(shape("units", units, "a cube has one at least"));

@@ -31,7 +31,7 @@ use crate::elem::elem;
 use crate::fits::{lacks, limits, shape};
 use crate::matmul::{Columns, Finish, FinishCompilationArg, FinishLaunch};
 
-/// How the GEMV is spread over units.
+/// Spread of the GEMV over units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GemvConfig {
     /// Units of a cube.

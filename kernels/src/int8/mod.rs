@@ -125,7 +125,7 @@ fn code_of(lifted: u32, #[comptime] e: u32) -> f32 {
     f32::reinterpret(byte | 0x4b00_0000u32) - 8_388_736.0f32
 }
 
-/// What a code, or a sum of them, is worth in a row of this absmax: two products, rounded one after the other as
+/// Dequantises a code, or a sum of codes, of a row with this absmax: two products, rounded one after the other as
 /// bitsandbytes does. A bit that is 0 in every k, which no compiler knows, keeps them in this order.
 #[cube]
 fn scaled(code: f32, scb: f32, k: u32) -> f32 {

@@ -206,7 +206,7 @@ impl<NW: Size> Coded for Codes<NW> {
         }
     }
 
-    fn worth(this: &Self, sum: f32, row: u32, k: u32) -> f32 {
+    fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32 {
         scaled(sum, this.scb[row as usize], k)
     }
 }

@@ -274,6 +274,29 @@ mod tests {
     }
 
     #[test]
+    fn names_in_tune_caches_stay() {
+        let mma = r#""tile_m":1,"tile_n":2,"tile_k":3,"planes_m":4,"planes_n":5"#;
+        let workgroup = r#""tile_m":1,"tile_n":2,"tile_k":3,"units":4,"unroll":5,"parts":6"#;
+        let fma = r#""own_m":1,"own_n":2,"groups_m":3,"groups_n":4,"tile_k":5,"stages":6"#;
+        let packed = r#""block_m":1,"block_n":2,"block_k":3,"rows":4,"vector":5,"units":6"#;
+        for (path, fields) in [
+            ("mma", format!(r#"{mma},"stages":6,"parts":7"#)),
+            ("tma", format!(r#"{mma},"stages":6,"parts":7"#)),
+            ("cube", workgroup.to_owned()),
+            ("plane", mma.to_owned()),
+            ("ahead", mma.to_owned()),
+            ("fma", fma.to_owned()),
+            ("cores", packed.to_owned()),
+            ("dots", r#""rows":1,"cols":2,"vector":3,"units":4"#.to_owned()),
+            ("lanes", r#""units":1,"lanes":2,"rows":3,"cols":4"#.to_owned()),
+        ] {
+            let text = format!(r#"{{"path":"{path}",{fields}}}"#);
+            let config: MatmulConfig = serde_json::from_str(&text).expect(path);
+            assert_eq!(serde_json::to_string(&config).expect("plain data"), text);
+        }
+    }
+
+    #[test]
     fn sizes_that_an_edited_cache_may_hold_are_refused() {
         let (gpu, cpu) = (ArchProfile::recorded("rtx4090").expect("recorded"), cpu());
         let p = problem([64, 64, 64], [Layout::Row, Layout::Col], Precision::F16);

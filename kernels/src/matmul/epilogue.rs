@@ -39,7 +39,7 @@ impl Activation {
     }
 }
 
-/// Which parts of the formula a problem has.
+/// Parts of the formula that a problem has.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
@@ -108,7 +108,7 @@ pub(crate) struct Finish<F: Float, E: Float, N: Size> {
     bias: ComptimeOption<Box<[F]>>,
     gate: ComptimeOption<Box<[Vector<E, N>]>>,
     residual: ComptimeOption<Box<[Vector<E, N>]>>,
-    /// What is there, again: CubeCL 0.11 keeps compiled kernels under a hash that does not tell an
+    /// Repeats what is there: CubeCL 0.11 keeps compiled kernels under a hash that does not tell an
     /// option's `Some` from its `None`.
     #[cube(comptime)]
     epilogue: Epilogue,

@@ -42,7 +42,7 @@ use super::problem::{Layout, MatmulProblem, Precision};
 use crate::fits::{lacks, limits, shape};
 use crate::rows::NormKind;
 
-/// How the GEMV is spread over units.
+/// Spread of the GEMV over units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GemvConfig {
     /// Units of a cube.

@@ -91,7 +91,8 @@ use mma::{Maps, MapsCompilationArg};
 pub struct Matmul;
 
 impl Matmul {
-    /// Whether the problem has a norm, and this device a path that is worth it: without one it is a launch of its own.
+    /// Returns whether the problem has a norm and the device a path that applies it; otherwise the norm is a launch of
+    /// its own.
     pub fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
         config::takes_norm(arch, problem)
     }
@@ -107,7 +108,7 @@ pub struct MatmulOperands {
     pub epilogue: EpilogueBuffers,
     /// Offsets of a grouped problem, `[groups + 1]` of u32.
     pub rows: Option<Handle>,
-    /// Of the problem's norm.
+    /// Those of the problem's norm.
     pub norm: Option<NormBuffers>,
 }
 

@@ -152,7 +152,7 @@ impl Path for PackedConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PackedPlan {
     pub(crate) config: PackedConfig,
-    /// Whether k is the contiguous axis of each operand.
+    /// k is the contiguous axis of the operand.
     pub(crate) lhs_along_k: bool,
     pub(crate) rhs_along_k: bool,
 }

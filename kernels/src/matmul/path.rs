@@ -20,7 +20,7 @@ pub(crate) trait Path {
     /// Checks the config on the device and the problem.
     ///
     /// # Errors
-    /// What the device lacks, or which size does not fit.
+    /// A feature that the device lacks, or a size that does not fit.
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible>;
 
     /// Rows and columns of a block of C.
@@ -61,7 +61,7 @@ pub(crate) trait Path {
         false
     }
 
-    /// Returns how a launch is cut.
+    /// Returns the geometry of a launch.
     fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid;
 }
 
@@ -90,7 +90,7 @@ pub(super) fn check_vector(
     Ok(())
 }
 
-/// How a launch is cut: vectors, units, blocks and cubes.
+/// Geometry of a launch: vectors, units, blocks and cubes.
 pub(crate) struct Grid {
     /// Elements of a vector of lhs, rhs, out and partial sums.
     pub(crate) widths: [usize; 4],

@@ -291,7 +291,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 }
 
-/// Where a tile of an operand lies; `k_last` says that k is the contiguous axis.
+/// Returns the place of a tile of an operand; `k_last` says that k is the contiguous axis.
 #[cube]
 fn corner(
     start: usize,

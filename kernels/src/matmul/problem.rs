@@ -7,7 +7,7 @@ use tune::Cost;
 use super::epilogue::Epilogue;
 use crate::rows::NormKind;
 
-/// How operands are stored and multiplied. Results have the operands' storage type unless [`MatmulProblem::out`] is another.
+/// Types in which operands are stored and multiplied. Results have the operands' storage type unless [`MatmulProblem::out`] is another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -60,7 +60,7 @@ impl Precision {
     }
 }
 
-/// Which axis of an operand is contiguous.
+/// Contiguous axis of an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Layout {
@@ -80,7 +80,7 @@ impl Layout {
     }
 }
 
-/// How one operand lies in its buffer, in elements.
+/// Layout of an operand in its buffer, in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Operand {
     pub layout: Layout,
@@ -90,7 +90,7 @@ pub struct Operand {
     pub start: u64,
 }
 
-/// How batches map to matrices: `outer · inner` products; the strides (elements) of one step of
+/// Map of batches to matrices: `outer · inner` products; the strides (elements) of one step of
 /// each, 0 where an operand repeats. Results are dense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Batches {
@@ -116,7 +116,7 @@ pub struct MatmulProblem {
     /// Each batch multiplies rows of its own, of one `[m, k]`: see [`MatmulProblem::grouped`].
     #[serde(default)]
     pub grouped: bool,
-    /// What is done to rows of lhs before they are multiplied, with a weight `[k]`: see [`super::Gain`].
+    /// Norm of the rows of lhs before they are multiplied, with a weight `[k]`: see [`super::NormWeight`].
     #[serde(default)]
     pub norm: Option<NormKind>,
 }

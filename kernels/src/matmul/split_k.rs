@@ -138,7 +138,7 @@ fn add_parts<F: Float, E: Float, N: Size>(
     }
 }
 
-/// What lies at `at` of every part, `len` vectors apart.
+/// Adds the vectors at `at` of all parts, `len` vectors apart.
 #[cube]
 fn sum_of<N: Size>(
     partials: &[Vector<f32, N>],

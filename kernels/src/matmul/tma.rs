@@ -94,7 +94,7 @@ impl Path for TmaConfig {
         if [each, all - (c.parts - 1) * each].iter().any(|tiles| tiles % c.stages != 0) {
             return Err(shape("stages", c.stages, "a part of k is whole rounds of stages"));
         }
-        // The swizzle repeats after 1024 bytes, where the ring begins; two barriers a stage come first.
+        // The ring begins at a multiple of 1024 bytes, after which the swizzle repeats; two barriers a stage lie beside it.
         limits(arch, c.units(), c.shared_bytes(elem) + (16 * c.stages).next_multiple_of(1024))
     }
 

@@ -230,7 +230,7 @@ pub(crate) struct WorkgroupPlan {
     pub(crate) partial: bool,
     /// Elements that each operand's starts and stride are multiples of, for the driver to see.
     pub(crate) multiples: [usize; 2],
-    /// Whether the contiguous axis is the operand's second.
+    /// The contiguous axis is the operand's second.
     pub(crate) lhs_rows: bool,
     pub(crate) rhs_rows: bool,
 }

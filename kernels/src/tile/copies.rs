@@ -60,11 +60,11 @@ pub(crate) struct CopyLane {
     unit: u32,
     row: u32,
     col: u32,
-    /// Where its first vector goes, from the tile's start.
+    /// Offset of its first vector from the tile's start.
     to: u32,
 }
 
-/// How a tile is copied: vectors of `width` elements by `units` units.
+/// Plan of the copies of a tile: vectors of `width` elements by `units` units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CopyPlan {
     pub(crate) shape: TileShape,
@@ -90,7 +90,7 @@ impl CopyPlan {
         self.units / self.per_row()
     }
 
-    /// Whether copies of one unit differ by constants: whole periods of the swizzle apart, or, in a
+    /// Returns whether copies of one unit differ by constants: whole periods of the swizzle apart, or, in a
     /// single plane, parts of one, whose place the swizzle turns by a constant.
     const fn even(self) -> bool {
         let whole = self.pass() % 8 == 0 || !self.shape.swizzled;
@@ -98,13 +98,13 @@ impl CopyPlan {
         self.units % self.per_row() == 0 && (whole || part)
     }
 
-    /// What the swizzle turns in the place `down` rows below a unit's first: an XOR of bytes.
+    /// Returns the XOR of bytes by which the swizzle moves the place `down` rows below a unit's first.
     const fn turn(self, down: u32) -> u32 {
         let (shift, mask, up) = self.shape.swizzle();
         (((down >> shift) & mask) << up) * 16
     }
 
-    /// Whether every unit has the same number of copies.
+    /// Returns whether every unit has the same number of copies.
     pub(crate) const fn divides(self) -> bool {
         self.shape.len() / self.width % self.units == 0
     }
@@ -126,7 +126,7 @@ impl CopyLane {
         CopyLane { unit, row, col, to: offset_in_tile(row, col, plan.shape) }
     }
 
-    /// How far from a tile's corner this unit starts in a matrix whose lines are `line` bytes apart.
+    /// Returns the distance of this unit's start from a tile's corner, in a matrix whose lines are `line` bytes apart.
     pub(crate) fn start(&self, line: u64, #[comptime] plan: CopyPlan) -> u64 {
         if comptime!(plan.even()) {
             u64::cast_from(self.row) * line

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{TileShape, offset_in_tile};
 
-/// Where a unit's `ldmatrix` row of the left operand starts, from the tile's start: the fragment at row
+/// Returns the offset of a unit's `ldmatrix` row of the left operand in a tile: the fragment at row
 /// `row` and k = 0 of a `[m, k]` tile, or of a `[k, m]` tile when it is transposed. Fragments a multiple
 /// of eight rows of the tile further on are at a constant distance; along the tile's columns, the
 /// swizzle makes the distance an XOR with the bytes between.
@@ -19,7 +19,7 @@ pub(crate) fn lhs_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32
     }
 }
 
-/// As [`lhs_lane`] for two neighbouring 8-column fragments of the right operand at column `col` of a
+/// Returns the same as [`lhs_lane`] for two neighbouring 8-column fragments of the right operand at column `col` of a
 /// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
 #[cube]
 pub(crate) fn rhs_lane(col: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
@@ -32,7 +32,7 @@ pub(crate) fn rhs_lane(col: u32, lane: u32, #[comptime] shape: TileShape) -> u32
     }
 }
 
-/// Where a unit's elements of a transposed 4-byte tile lie, which `ldmatrix` cannot turn: those of
+/// Returns the offset of a unit's elements of a transposed 4-byte tile, which `ldmatrix` cannot transpose: those of
 /// `(lane % 4, outer + lane / 4)`. Rows a multiple of four and columns a multiple of 32 further on are
 /// at constant distances.
 #[cube]
@@ -149,9 +149,9 @@ fn to_instruction<I: Float>(
     }
 }
 
-/// Where the registers of a 16 x 8 left fragment lie: (row, k).
+/// Places of the registers of a 16 x 8 left fragment: (row, k).
 pub(crate) const LHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (8, 0), (0, 4), (8, 4)];
-/// Where the registers of two 8 x 8 right fragments lie: (column, k).
+/// Places of the registers of two 8 x 8 right fragments: (column, k).
 pub(crate) const RHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (0, 4), (8, 0), (8, 4)];
 
 /// Transposes the 4 x 4 words of four neighbouring units: unit `q` of a quad gives word `j` to unit

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// Where a shared buffer starts.
+/// Returns the address of a shared buffer.
 #[cube]
 pub(crate) fn shared_address(buffer: &mut [Vector<u32, Const<4>>]) -> u32 {
     let address: u32;
@@ -15,7 +15,7 @@ pub(crate) fn shared_address(buffer: &mut [Vector<u32, Const<4>>]) -> u32 {
     address
 }
 
-/// Where a global buffer starts.
+/// Returns the address of a global buffer.
 #[cube]
 pub(crate) fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     let address: u64;
@@ -28,7 +28,7 @@ pub(crate) fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     address
 }
 
-/// Where a global buffer that is written starts.
+/// Returns the address of a global buffer that is written.
 #[cube]
 pub(crate) fn global_address_mut<E: Numeric, N: Size>(buffer: &mut [Vector<E, N>]) -> u64 {
     let address: u64;

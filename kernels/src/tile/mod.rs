@@ -33,11 +33,11 @@ pub(crate) struct TileShape {
     pub(crate) cols: usize,
     /// Bytes of an element.
     pub(crate) elem: usize,
-    /// Whether fragments read it across its rows (`ldmatrix.trans`, or scalar loads for 4 bytes).
+    /// Fragments read it across its rows (`ldmatrix.trans`, or scalar loads for 4 bytes).
     pub(crate) transposed: bool,
-    /// Whether its chunks are XORed with their rows; not so where a row is read at a time.
+    /// Its chunks are XORed with their rows, unless a row is read at a time.
     pub(crate) swizzled: bool,
-    /// Whether units read half chunks, two neighbouring chunks of four rows at once.
+    /// Units read half chunks, two neighbouring chunks of four rows at once.
     pub(crate) halved: bool,
 }
 
@@ -54,7 +54,7 @@ impl TileShape {
         16 / self.elem
     }
 
-    /// Whether its fragments are read element by element.
+    /// Returns whether its fragments are read element by element.
     pub(crate) const fn gathered(self) -> bool {
         self.elem == 4 && self.transposed
     }
@@ -72,7 +72,7 @@ impl TileShape {
         (self.cols * self.elem) as u32
     }
 
-    /// How the chunk index depends on the row: `chunk ^ (((row >> shift) & mask) << up)`.
+    /// Returns the swizzle of the chunk index by the row: `chunk ^ (((row >> shift) & mask) << up)`.
     const fn swizzle(self) -> (u32, u32, u32) {
         let chunks = self.cols / self.chunk();
         if !self.swizzled {

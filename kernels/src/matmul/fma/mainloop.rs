@@ -193,7 +193,7 @@ fn multiply_tile<F: Float, NL: Size, NR: Size>(
     }
 }
 
-/// Where this unit's first results lie at depth `k`, in vectors: one place for each way that the
+/// Returns the places of this unit's first results at depth `k`, in vectors: one for each way that the
 /// swizzle turns the rows it owns.
 #[cube]
 fn bases<N: Size>(outer: u32, k: u32, #[comptime] operand: FmaOperand) -> Sequence<usize> {
@@ -223,7 +223,7 @@ fn read<F: Float, N: Size>(
     Vector::cast_from(window[comptime!(far as usize)])
 }
 
-/// Where `(outer, k)` lies in a tile, in vectors.
+/// Returns the place of `(outer, k)` in a tile, in vectors.
 #[cube]
 fn place(outer: u32, k: u32, #[comptime] width: usize, #[comptime] operand: FmaOperand) -> u32 {
     let bytes = comptime!((operand.tile.elem * width) as u32);

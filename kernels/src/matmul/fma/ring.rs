@@ -63,7 +63,7 @@ impl Role {
         }
     }
 
-    /// Where result `nth` at depth `k` of a pass lies among chunks in registers from chunk `first` on.
+    /// Returns the index of result `nth` at depth `k` of a pass among chunks in registers from chunk `first` on.
     const fn element(self, first: u32, nth: u32, k: u32) -> u32 {
         let (chunk, e) = if self.operand.along_k() {
             (nth, k)
@@ -245,7 +245,7 @@ pub(super) fn accumulate<F: Float, NL: Size, NR: Size>(
     }
 }
 
-/// Where a unit's first chunk of an operand lies, from a stage's start.
+/// Returns the offset of a unit's first chunk of an operand from a stage's start.
 #[cube]
 fn lane(unit_m: u32, unit_n: u32, #[comptime] role: Role) -> u32 {
     let outer = if comptime!(role.lhs) { unit_m } else { unit_n };

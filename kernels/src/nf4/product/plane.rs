@@ -78,7 +78,7 @@ impl<NW: Size> Coded for Codes<NW> {
         }
     }
 
-    fn worth(_this: &Self, sum: f32, _row: u32, _k: u32) -> f32 {
+    fn dequantize(_this: &Self, sum: f32, _row: u32, _k: u32) -> f32 {
         sum
     }
 }
