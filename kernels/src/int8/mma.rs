@@ -112,23 +112,18 @@ pub(super) fn candidates_of_halves(arch: &ArchProfile, p: &Int8MatmulProblem) ->
     spread(arch, &p.dense(), &HALVES, |c| check_halves(arch, p, c).is_ok())
 }
 
-const fn halves(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MmaConfig {
-    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
-    MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
-}
-
 /// Configs of products with codes as halves: tiles of codes take half of what halves do.
 const HALVES: [MmaConfig; 10] = [
-    halves([128, 256, 64], [2, 4], 3),
-    halves([256, 128, 64], [4, 2], 2),
-    halves([128, 128, 64], [2, 4], 4),
-    halves([128, 128, 64], [2, 2], 4),
-    halves([64, 128, 64], [2, 2], 4),
-    halves([64, 128, 128], [2, 4], 3),
-    halves([32, 128, 128], [1, 4], 4),
-    halves([32, 64, 128], [1, 4], 5),
-    halves([16, 128, 128], [1, 4], 4),
-    halves([16, 64, 256], [1, 4], 4),
+    MmaConfig::new([128, 256, 64], [2, 4], 3),
+    MmaConfig::new([256, 128, 64], [4, 2], 2),
+    MmaConfig::new([128, 128, 64], [2, 4], 4),
+    MmaConfig::new([128, 128, 64], [2, 2], 4),
+    MmaConfig::new([64, 128, 64], [2, 2], 4),
+    MmaConfig::new([64, 128, 128], [2, 4], 3),
+    MmaConfig::new([32, 128, 128], [1, 4], 4),
+    MmaConfig::new([32, 64, 128], [1, 4], 5),
+    MmaConfig::new([16, 128, 128], [1, 4], 4),
+    MmaConfig::new([16, 64, 256], [1, 4], 4),
 ];
 
 /// Checks a product with codes as halves.

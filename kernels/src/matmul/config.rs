@@ -436,9 +436,7 @@ mod tests {
     fn rtx_cards_never_get_more_shared_memory_than_they_have() {
         let arch = ArchProfile::recorded("rtx4090").expect("recorded");
         let p = problem([4096; 3], [Layout::Row, Layout::Row], Precision::Bf16);
-        let [tile_m, tile_n, tile_k] = [256, 256, 64];
-        let greedy =
-            MmaConfig { tile_m, tile_n, tile_k, planes_m: 4, planes_n: 4, stages: 4, parts: 1 };
+        let greedy = MmaConfig::new([256, 256, 64], [4, 4], 4);
         let need = 4 * (256 + 256) * 64 * 2;
         let have = 99 << 10;
         assert_eq!(

@@ -22,20 +22,15 @@ use crate::fits::{lacks, limits, shape};
 #[serde(transparent)]
 pub struct PipelinedConfig(pub SubgroupConfig);
 
-const fn pipelined(tiles: [u32; 3], planes: [u32; 2]) -> PipelinedConfig {
-    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
-    PipelinedConfig(SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n })
-}
-
 /// Configs in the order of how often they win.
-const CONFIGS: [PipelinedConfig; 7] = [
-    pipelined([128, 128, 64], [2, 4]),
-    pipelined([128, 128, 32], [2, 2]),
-    pipelined([128, 256, 32], [2, 4]),
-    pipelined([256, 128, 32], [4, 2]),
-    pipelined([128, 64, 32], [2, 2]),
-    pipelined([64, 64, 32], [2, 2]),
-    pipelined([16, 64, 32], [1, 2]),
+const CONFIGS: [SubgroupConfig; 7] = [
+    SubgroupConfig::new([128, 128, 64], [2, 4]),
+    SubgroupConfig::new([128, 128, 32], [2, 2]),
+    SubgroupConfig::new([128, 256, 32], [2, 4]),
+    SubgroupConfig::new([256, 128, 32], [4, 2]),
+    SubgroupConfig::new([128, 64, 32], [2, 2]),
+    SubgroupConfig::new([64, 64, 32], [2, 2]),
+    SubgroupConfig::new([16, 64, 32], [1, 2]),
 ];
 
 impl PipelinedConfig {
@@ -62,7 +57,7 @@ impl PipelinedConfig {
 
 impl Path for PipelinedConfig {
     fn candidates(_arch: &ArchProfile, _problem: &MatmulProblem) -> Vec<Self> {
-        CONFIGS.to_vec()
+        CONFIGS.map(Self).to_vec()
     }
 
     fn sizes(&self) -> Vec<(&'static str, u32)> {

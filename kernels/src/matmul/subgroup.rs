@@ -26,6 +26,12 @@ pub struct SubgroupConfig {
 }
 
 impl SubgroupConfig {
+    /// A config of tiles `[tile_m, tile_n, tile_k]` and planes `[planes_m, planes_n]`.
+    pub(super) const fn new(tiles: [u32; 3], planes: [u32; 2]) -> Self {
+        let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
+        Self { tile_m, tile_n, tile_k, planes_m, planes_n }
+    }
+
     /// Shared lines are padded by 16 bytes, against bank conflicts.
     pub(crate) const fn pad(elem: usize) -> u32 {
         16 / elem as u32
@@ -83,17 +89,12 @@ impl SubgroupConfig {
     }
 }
 
-const fn subgroup(tiles: [u32; 3], planes: [u32; 2]) -> SubgroupConfig {
-    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
-    SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n }
-}
-
 /// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
 const CONFIGS: [SubgroupConfig; 4] = [
-    subgroup([128, 128, 32], [2, 2]),
-    subgroup([64, 64, 32], [2, 2]),
-    subgroup([128, 64, 32], [2, 2]),
-    subgroup([16, 64, 32], [1, 2]),
+    SubgroupConfig::new([128, 128, 32], [2, 2]),
+    SubgroupConfig::new([64, 64, 32], [2, 2]),
+    SubgroupConfig::new([128, 64, 32], [2, 2]),
+    SubgroupConfig::new([16, 64, 32], [1, 2]),
 ];
 
 impl Path for SubgroupConfig {

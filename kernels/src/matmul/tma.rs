@@ -40,16 +40,11 @@ use crate::tile::TileShape;
 #[serde(transparent)]
 pub struct TmaConfig(pub MmaConfig);
 
-const fn tma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MmaConfig {
-    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
-    MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
-}
-
 /// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
 const CONFIGS: [MmaConfig; 3] = [
-    tma([128, 256, 64], [2, 4], 4),
-    tma([256, 128, 64], [4, 2], 4),
-    tma([128, 256, 64], [2, 4], 2),
+    MmaConfig::new([128, 256, 64], [2, 4], 4),
+    MmaConfig::new([256, 128, 64], [4, 2], 4),
+    MmaConfig::new([128, 256, 64], [2, 4], 2),
 ];
 
 impl TmaConfig {

@@ -11,8 +11,8 @@
 //! copies of the next are under way. With split-k, partial sums go to a workspace in f32 and
 //! [`super::split_k`] adds them in a fixed order.
 //!
-//! Three types make an instance: [`Accumulators`] by precision, a [`RightOperand`] that says how stored words become
-//! fragments, and a [`Feed`] that fills the ring.
+//! Three types make an instance: [`accumulators`] by precision, a [`source`] of the right operand that says how stored
+//! words become fragments, and a [`feed`] that fills the ring.
 //!
 //! Ladder, TFLOP/s at 4096^3 bf16, B column-major / row-major, on an H200 restricted to an RTX 4090's
 //! features (620 from registers alone; Burn 0.22.1 in the same run 268 / 214):
@@ -82,6 +82,12 @@ pub struct MmaConfig {
 }
 
 impl MmaConfig {
+    /// A config of tiles `[tile_m, tile_n, tile_k]` and planes `[planes_m, planes_n]`, without split-k.
+    pub(crate) const fn new(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> Self {
+        let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
+        Self { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
+    }
+
     pub(crate) const fn units(self) -> u32 {
         32 * self.planes_m * self.planes_n
     }
@@ -247,29 +253,24 @@ impl MmaConfig {
     }
 }
 
-const fn mma(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> MmaConfig {
-    let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
-    MmaConfig { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
-}
-
 /// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
 const CONFIGS: [MmaConfig; 11] = [
-    mma([128, 256, 32], [2, 4], 4),
-    mma([256, 128, 32], [4, 2], 4),
-    mma([128, 128, 32], [2, 2], 3),
-    mma([128, 128, 64], [2, 4], 3),
-    mma([128, 64, 64], [2, 2], 3),
-    mma([64, 128, 64], [2, 2], 4),
-    mma([64, 64, 64], [2, 2], 6),
-    mma([64, 64, 128], [2, 2], 2),
-    mma([32, 64, 128], [1, 4], 3),
-    mma([16, 64, 128], [1, 4], 4),
+    MmaConfig::new([128, 256, 32], [2, 4], 4),
+    MmaConfig::new([256, 128, 32], [4, 2], 4),
+    MmaConfig::new([128, 128, 32], [2, 2], 3),
+    MmaConfig::new([128, 128, 64], [2, 4], 3),
+    MmaConfig::new([128, 64, 64], [2, 2], 3),
+    MmaConfig::new([64, 128, 64], [2, 2], 4),
+    MmaConfig::new([64, 64, 64], [2, 2], 6),
+    MmaConfig::new([64, 64, 128], [2, 2], 2),
+    MmaConfig::new([32, 64, 128], [1, 4], 3),
+    MmaConfig::new([16, 64, 128], [1, 4], 4),
     MmaConfig::SMALLEST,
 ];
 
 impl MmaConfig {
     /// The smallest tile: what it lacks, every config lacks.
-    pub(super) const SMALLEST: Self = mma([16, 32, 128], [1, 2], 6);
+    pub(super) const SMALLEST: Self = Self::new([16, 32, 128], [1, 2], 6);
 
     /// Returns `configs` with the depth of the problem's elements, each with its parts of split-k.
     pub(super) fn fitted(
