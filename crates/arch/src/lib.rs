@@ -4,7 +4,6 @@
 //! facts that a kernel's feasibility depends on, [`ArchId`] is the name under which tuned results are
 //! kept. `--profile rtx4090` is [`Device::restrict`]: a real card limited to what another one has.
 
-mod backend;
 mod bf16;
 mod capabilities;
 mod device;
@@ -14,8 +13,8 @@ pub mod monitor;
 mod profile;
 pub mod report;
 
-pub use backend::{Backend, UnknownBackend};
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;
 pub use host::HostMemory;
 pub use profile::{ArchId, ArchProfile, CubeMma, DType, MmaShape, UnknownProfile, recorded};
+pub use record::{Backend, UnknownChoice as UnknownBackend};

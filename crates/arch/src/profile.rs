@@ -246,6 +246,9 @@ mod tests {
 
     #[test]
     fn recorded_profiles_parse_and_match_the_cards() {
+        let mut names: Vec<_> = recorded().collect();
+        names.sort_unstable();
+        assert_eq!(names, record::PROFILES);
         for (name, processors, shared) in [
             ("rtx4080", 76, 99 << 10),
             ("rtx4090", 128, 99 << 10),

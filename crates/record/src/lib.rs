@@ -1,5 +1,5 @@
-//! What a bench run says: one JSON line per fact, the only interface between the program that
-//! measures (`benches`) and the programs that report (`xtask`, anyone's script).
+//! The lines of a bench run: one JSON line per fact, the only interface between the process that measures and
+//! those that read it (`report`, anyone's script). Beside them the options that several programs take.
 //!
 //! A run is a stream of [`Line`]s on standard output: one [`Line::Card`], one [`Line::Plan`], then a
 //! [`Line::Record`] or [`Line::Skip`] per case. A saved baseline keeps the records alone, one per
@@ -11,7 +11,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+mod choice;
 mod stats;
+pub use choice::{Backend, PROFILES, Policy, Suite, UnknownChoice};
 pub use stats::Summary;
 
 /// Bumped when a field changes meaning; a reader refuses other versions.

@@ -1,42 +1,15 @@
 //! Bench cases of one kernel: checked first, then timed.
 
 use std::fmt;
-use std::str::FromStr;
 
 use arch::{Backend, Device};
+pub use record::Suite;
 use record::{Card, Line, Record};
 use serde_json::Value;
 use tune::timing::{self, Effort, Timing, TimingError};
 use tune::{Cost, Kernel, TuneError, Tuner};
 
 use crate::kernel::{KernelSuite, Params};
-
-/// How much to measure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Suite {
-    /// Two minutes at most: one case of each kind.
-    Quick,
-    /// Every kernel in every precision and layout.
-    Kernels,
-    /// Also the matmuls of whole models.
-    All,
-    /// Cases of the documents that the project began with: matmuls in every precision, and requests to models.
-    Documents,
-}
-
-impl FromStr for Suite {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "quick" => Ok(Self::Quick),
-            "kernels" => Ok(Self::Kernels),
-            "all" => Ok(Self::All),
-            "documents" => Ok(Self::Documents),
-            _ => Err(format!("unknown suite `{s}`\nhint: one of quick, kernels, all, documents")),
-        }
-    }
-}
 
 /// Size of the cases: for a GPU, or for the cores of a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,4 +14,5 @@ mod tuner;
 pub use cache::{CacheError, Entry, Key, Measured, Merged, TuneCache, Warning, default_cache_path};
 pub use fill::fill;
 pub use kernel::{Cost, Infeasible, InvalidConfig, Kernel, Output, config_of};
-pub use tuner::{Choice, Policy, Source, TuneError, Tuner, UnknownPolicy, operand_sets, poison};
+pub use record::{Policy, UnknownChoice as UnknownPolicy};
+pub use tuner::{Choice, Source, TuneError, Tuner, operand_sets, poison};

@@ -2,44 +2,15 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::str::FromStr;
 
 use arch::{ArchId, DType, Device};
 use cubecl::future::block_on;
 use cubecl::prelude::*;
+use record::Policy;
 
 use crate::fill::fill;
 use crate::timing::{self, Effort};
 use crate::{CacheError, Entry, Kernel, Key, Measured, Output, TuneCache, config_of};
-
-/// What a problem without a known config gets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Policy {
-    /// An error: nothing runs that was not measured.
-    Frozen,
-    /// The config of a card of the same family, or else the first candidate, unmeasured.
-    Default,
-    /// The fastest candidate, measured now and remembered.
-    Measure,
-}
-
-/// A policy name that is none of the three.
-#[derive(Debug, Clone, thiserror::Error)]
-#[error("unknown policy `{0}`\nhint: one of frozen, default, measure")]
-pub struct UnknownPolicy(pub String);
-
-impl FromStr for Policy {
-    type Err = UnknownPolicy;
-
-    fn from_str(s: &str) -> Result<Self, UnknownPolicy> {
-        match s {
-            "frozen" => Ok(Self::Frozen),
-            "default" => Ok(Self::Default),
-            "measure" => Ok(Self::Measure),
-            _ => Err(UnknownPolicy(s.to_owned())),
-        }
-    }
-}
 
 /// Origin of a config.
 #[derive(Debug, Clone, PartialEq, Eq)]

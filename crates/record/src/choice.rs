@@ -1,0 +1,137 @@
+//! Options that are one of a few words, declared here for every program that takes them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// GPUs whose profile `arch` has recorded: a device can be restricted to what one of them has.
+pub const PROFILES: [&str; 4] = ["h200", "rtx4080", "rtx4090", "rtx5090"];
+
+/// A word that is none of an option's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnknownChoice {
+    /// The kind of word, such as `backend`.
+    pub kind: &'static str,
+    pub word: String,
+    /// All words of the option.
+    pub known: String,
+}
+
+impl fmt::Display for UnknownChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unknown {} `{}`\nhint: one of {}", self.kind, self.word, self.known)
+    }
+}
+
+impl std::error::Error for UnknownChoice {}
+
+/// Declares an option: its values, the word of each, and its help, which is the doc comment.
+macro_rules! choice {
+    (
+        $(#[$attribute:meta])* $name:ident is a $kind:literal
+        $(#[doc = $help:literal] $value:ident = $word:literal,)+
+    ) => {
+        $(#[$attribute])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum $name {
+            $(#[doc = $help] $value,)+
+        }
+
+        impl $name {
+            /// Every value.
+            pub const ALL: [Self; [$($word),+].len()] = [$(Self::$value),+];
+
+            /// The word used in flags, records and caches.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$value => $word,)+
+                }
+            }
+
+            /// What the value means, for a help text.
+            pub const fn help(self) -> &'static str {
+                match self {
+                    $(Self::$value => $help.trim_ascii(),)+
+                }
+            }
+
+            /// All words, with commas between.
+            pub fn words() -> String {
+                Self::ALL.map(Self::name).join(", ")
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.name())
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = UnknownChoice;
+
+            fn from_str(word: &str) -> Result<Self, UnknownChoice> {
+                Self::ALL.into_iter().find(|value| value.name() == word).ok_or_else(|| {
+                    UnknownChoice { kind: $kind, word: word.to_owned(), known: Self::words() }
+                })
+            }
+        }
+    };
+}
+
+choice! {
+    /// A runtime and the code it is fed, fastest first: the order in which `auto` chooses.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    Backend is a "backend"
+    /// CUDA C++ through NVRTC.
+    Cuda = "cuda",
+    /// SPIR-V through wgpu.
+    Vulkan = "vulkan",
+    /// WGSL through wgpu, on a native device: what a browser's WebGPU would be given.
+    WebGpu = "webgpu",
+    /// LLVM JIT on the host's cores.
+    Cpu = "cpu",
+}
+
+choice! {
+    /// How much `bench` measures.
+    Suite is a "suite"
+    /// A few cases of each kernel, in under two minutes
+    Quick = "quick",
+    /// Every kernel in every precision and layout
+    Kernels = "kernels",
+    /// Also whole models, and the matmuls in them
+    All = "all",
+    /// Matmuls in every precision, and requests to models in each, with latency and memory
+    Documents = "documents",
+}
+
+choice! {
+    /// What a problem without a tuned config gets.
+    Policy is a "policy"
+    /// An error: nothing runs that was not measured
+    Frozen = "frozen",
+    /// The config of a card of the same family, or else the first candidate, unmeasured
+    Default = "default",
+    /// The fastest candidate, measured now and remembered
+    Measure = "measure",
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_read_by_its_word_alone() {
+        for backend in Backend::ALL {
+            assert_eq!(backend.name().parse(), Ok(backend));
+            let json = format!("\"{backend}\"");
+            assert_eq!(serde_json::to_string(&backend).expect("a word"), json);
+        }
+        let error = "all".parse::<Policy>().expect_err("of a suite").to_string();
+        assert_eq!(error, "unknown policy `all`\nhint: one of frozen, default, measure");
+        assert_eq!(Policy::Frozen.help(), "An error: nothing runs that was not measured");
+    }
+}
