@@ -1,5 +1,6 @@
 //! The cases of a suite, by name.
 
+use std::cmp::Reverse;
 use std::path::Path;
 
 use anyhow::bail;
@@ -29,13 +30,27 @@ fn all(suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>> {
 }
 
 /// Refuses a filter that matches no case of the suite, for a GPU or for a CPU, and no ceiling.
-fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
+pub(crate) fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
     let names = names(suite);
     if names.iter().any(|name| name.contains(filter)) {
         return Ok(());
     }
-    let known = names.first().map(String::as_str).unwrap_or_default();
-    bail!("no case of this suite matches `{filter}`\nhint: names look like `{known}`")
+    let near: Vec<_> = nearest(&names, filter).iter().map(|name| format!("`{name}`")).collect();
+    bail!(
+        "no case of suite {suite} has `{filter}` in its name\nhint: its cases are such as {}",
+        near.join(", ")
+    )
+}
+
+/// The three names that contain most words of the filter; of equals the first.
+fn nearest(names: &[String], filter: &str) -> Vec<String> {
+    let filter = filter.to_lowercase();
+    let words =
+        |name: &String| filter.split_whitespace().filter(|word| name.contains(word)).count();
+    let mut near = names.to_vec();
+    near.sort_by_key(|name| Reverse(words(name)));
+    near.truncate(3);
+    near
 }
 
 /// The names of a suite's cases for a GPU and for a CPU, and of the ceilings, sorted.
@@ -72,6 +87,16 @@ mod tests {
         assert!(matches!(select(Scale::Host, "14336x4096"), Ok(0)));
         assert!(matches!(select(Scale::Host, "copy"), Ok(0)), "a ceiling");
         let error = select(Scale::Host, "conv").expect_err("there is none").to_string();
-        assert!(error.contains("\nhint: names look like `"), "{error}");
+        assert!(error.contains("\nhint: its cases are such as `"), "{error}");
+    }
+
+    #[test]
+    fn names_near_a_filter_share_its_words() {
+        let names = ["copy mib=480", "matmul f32 8x8x8", "matmul bf16 8x8x8", "nf4 bf16 1x8x8"]
+            .map(str::to_owned);
+        let near = |filter: &str| nearest(&names, filter);
+        let [copy, f32, bf16, nf4] = names.clone();
+        assert_eq!(near("Matmul BF16 9x9x9"), [bf16.clone(), f32.clone(), nf4]);
+        assert_eq!(near("alien"), [copy, f32, bf16], "in their order");
     }
 }

@@ -1,5 +1,5 @@
-//! The program that measures. It prints JSON lines ([`record::Line`]); `cargo xtask` turns them into
-//! tables. One process measures one backend.
+//! The program that measures. `bench` and `verify` start one process of it per back end, `run` or `check`, which prints
+//! JSON lines ([`record::Line`]), and turn the lines into tables.
 
 mod cases;
 mod emit;
@@ -17,12 +17,13 @@ use std::process::ExitCode;
 use arch::{ArchProfile, Backend, Device};
 use clap::{Parser, Subcommand};
 use record::Line;
+use report::{BenchArgs, VerifyArgs};
 use suite::Suite;
 use tune::Policy;
 
 use crate::emit::emit;
 
-/// Measures and verifies kernels on one device, as JSON lines.
+/// Measures, verifies and tunes kernels.
 #[derive(Parser)]
 #[command(name = "flashover-bench", version, about)]
 struct Cli {
@@ -70,17 +71,34 @@ impl Target {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Check, then time, the cases of a suite
+    /// Measure every kernel on the devices of this machine, with one process of `run` per back end, and print the table
+    #[command(args_override_self = true)]
+    Bench {
+        #[command(flatten)]
+        args: BenchArgs,
+        /// Folder of the demo model, to measure it too
+        #[arg(long, value_name = "DIR")]
+        demo: Option<PathBuf>,
+    },
+    /// Check every kernel over its edge shapes against the reference, with one process of `check` per back end
+    Verify {
+        #[command(flatten)]
+        args: VerifyArgs,
+        /// Folder of small models, to verify them too
+        #[arg(long, value_name = "DIR")]
+        fixtures: Option<PathBuf>,
+    },
+    /// Check, then time, the cases of a suite on one device, as JSON lines
     Run {
         #[command(flatten)]
         target: Target,
-        #[arg(long, default_value = "quick")]
+        #[arg(long, value_parser = report::suite(), default_value_t = Suite::Quick)]
         suite: Suite,
         /// Only cases whose name contains this
         #[arg(long)]
         filter: Option<String>,
-        /// What a case without a known config gets: frozen, default or measure
-        #[arg(long, default_value = "measure")]
+        /// What a case without a known config gets
+        #[arg(long, value_parser = report::policy(), default_value_t = Policy::Measure)]
         policy: Policy,
         /// Leave out cubek's ops and Burn's, whose first call of a shape tunes for up to 40 s on a GPU
         #[arg(long)]
@@ -94,13 +112,13 @@ enum Command {
     },
     /// Print the names of a suite's cases
     List {
-        #[arg(long, default_value = "quick")]
+        #[arg(long, value_parser = report::suite(), default_value_t = Suite::Quick)]
         suite: Suite,
         #[arg(long)]
         filter: Option<String>,
     },
-    /// Run every kernel over its edge shapes and compare with the reference
-    Verify {
+    /// Check every kernel over its edge shapes on one device, as JSON lines
+    Check {
         #[command(flatten)]
         target: Target,
         #[arg(long)]
@@ -108,13 +126,13 @@ enum Command {
         /// Also check every candidate config, not only the default and the measured ones
         #[arg(long)]
         configs: bool,
-        /// Also take all memory of the card for a moment, to see that a model lives on
+        /// Also take all memory of the card for a moment, to check that a model survives it
         #[arg(long)]
         exhaust: bool,
         /// Folder of small models, to verify them too
         #[arg(long, value_name = "DIR")]
         fixtures: Option<PathBuf>,
-        /// Only each Nth check, from the Ith on, such as 2/8: several processes share what compiling for Vulkan takes
+        /// Only every Nth check, from the Ith on, such as 2/8: several processes share the checks
         #[arg(long, value_name = "I/N")]
         part: Option<verify::Part>,
     },
@@ -132,13 +150,20 @@ fn main() -> ExitCode {
     env_logger::Builder::new().filter_level(log_level()).init();
     let cli = command::parse::<Cli>();
     let outcome = match cli.command {
+        Command::Bench { args, demo } => {
+            let check_filter = |filter: &str| cases::check_filter(args.suite, filter);
+            report::bench(&args, demo.as_deref(), check_filter).map(|()| true)
+        }
+        Command::Verify { args, fixtures } => {
+            report::verify(&args, fixtures.as_deref()).map(|()| true)
+        }
         Command::Run { target, suite, filter, policy, no_peers, torch, demo } => {
             let peers = run::Peers { rust: !no_peers, torch };
             let demo = demo.as_deref();
             run::run(&target, suite, filter.as_deref(), policy, &peers, demo)
         }
         Command::List { suite, filter } => cases::list(suite, filter.as_deref()),
-        Command::Verify { target, filter, configs, exhaust, fixtures, part } => {
+        Command::Check { target, filter, configs, exhaust, fixtures, part } => {
             let (filter, fixtures) = (filter.as_deref(), fixtures.as_deref());
             verify::verify(&target, filter, configs, exhaust, fixtures, part)
         }
@@ -148,10 +173,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
-        Err(e) => {
-            eprintln!("error: {e:#}");
-            ExitCode::from(2)
-        }
+        Err(e) => ExitCode::from(report::fail::report(&e)),
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) enum Command {
     Run {
         #[command(flatten)]
         target: Target,
-        #[arg(long, default_value = "quick")]
+        #[arg(long, value_parser = report::suite(), default_value_t = Suite::Quick)]
         suite: Suite,
         #[arg(long)]
         filter: Option<String>,
@@ -32,7 +32,7 @@ pub(crate) enum Command {
     Try {
         #[command(flatten)]
         target: Target,
-        #[arg(long, default_value = "quick")]
+        #[arg(long, value_parser = report::suite(), default_value_t = Suite::Quick)]
         suite: Suite,
         #[arg(long)]
         filter: Option<String>,

@@ -9,10 +9,10 @@ use anyhow::{Context, Result};
 use command::OutFile;
 
 use crate::cli::BundleArgs;
-use crate::fail::{check, usage};
 use crate::place::{self, Place};
 use crate::programs::Programs;
 use crate::setup::{self, Cuda, Wants};
+use report::fail::{check, usage};
 
 /// Archive and script together, in bytes.
 const LIMIT: u64 = 40_000_000;
@@ -252,7 +252,7 @@ mod tests {
         let work = Work::begin(out.path()).unwrap();
         assert!(work.folder.is_dir() && !left.exists());
         let second = Work::begin(out.path()).map(drop).unwrap_err();
-        assert_eq!(crate::fail::report(&second), 2);
+        assert_eq!(report::fail::report(&second), 2);
         drop(work);
         assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
     }
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn a_folder_that_cannot_be_made_is_the_callers_error() {
         let error = make_folder(Path::new("/proc/x")).unwrap_err();
-        assert_eq!(crate::fail::report(&error), 2);
+        assert_eq!(report::fail::report(&error), 2);
         assert!(error.to_string().contains("\nhint: "), "{error}");
         let out = tempfile::tempdir().unwrap();
         make_folder(&out.path().join("a/b")).unwrap();

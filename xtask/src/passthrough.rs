@@ -1,11 +1,63 @@
-//! Commands that set up, build, and hand the rest to a program.
+//! Commands that set up, build, and pass their arguments on to a program.
+
+use std::env;
+use std::ffi::OsString;
 
 use anyhow::Result;
+use record::Backend;
+use report::fail::usage;
+use report::{BenchArgs, CompareArgs, Selection, VerifyArgs};
 
-use crate::fail::usage;
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::setup::{self, Cuda, Wants};
+
+/// `flashover-bench bench`, told where the demo model is.
+pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
+    let place = Place::find()?;
+    report::check_bench(args)?;
+    let demo = place.workspace().ok().map(|root| root.join("models/demo").into());
+    pass_on(&place, &args.backend, "flashover-bench", "bench", demo.map(|dir| ("--demo", dir)))
+}
+
+/// `flashover-bench verify`, told where the small models are.
+pub(crate) fn verify(args: &VerifyArgs) -> Result<()> {
+    let place = Place::find()?;
+    report::check_verify(args)?;
+    let fixtures = place.fixtures().map(|dir| ("--fixtures", dir.into()));
+    pass_on(&place, &args.backend, "flashover-bench", "verify", fixtures)
+}
+
+/// `flashover compare`.
+pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
+    let place = Place::find()?;
+    args.check_files()?;
+    pass_on(&place, &args.backend, "flashover", "compare", None)
+}
+
+/// Sets up, builds, and runs `command` of the program with the arguments that this process was given. A mistake in them
+/// has been refused before.
+fn pass_on(
+    place: &Place,
+    selection: &Selection,
+    program: &str,
+    command: &str,
+    option: Option<(&str, OsString)>,
+) -> Result<()> {
+    setup::check_drivers(selection)?;
+    let (programs, _) = Programs::ready(place, wants(selection))?;
+    let mut all = vec![command.into()];
+    all.extend(option.into_iter().flat_map(|(name, value)| [name.into(), value]));
+    all.extend(env::args_os().skip(2));
+    programs.pass_through(program, &all)
+}
+
+/// What backends of this selection need on the machine.
+fn wants(selection: &Selection) -> Wants {
+    let cuda =
+        if selection.may_include(Backend::Cuda) { Cuda::WithDriver } else { Cuda::Installed };
+    Wants { cuda, gl: selection.may_include(Backend::WebGpu) }
+}
 
 /// `flashover doctor`.
 pub(crate) fn doctor(args: &[String]) -> Result<()> {
@@ -51,4 +103,17 @@ pub(crate) fn setup() -> Result<()> {
 
 fn with_first(first: &str, args: &[String]) -> Vec<String> {
     [first.to_owned()].into_iter().chain(args.iter().cloned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_selection_says_what_it_needs() {
+        let wants = |text: &str| wants(&text.parse().unwrap());
+        assert!(wants("all").gl && !wants("auto").gl && wants("webgpu").gl);
+        assert_eq!(wants("auto").cuda, Cuda::WithDriver);
+        assert_eq!(wants("cpu").cuda, Cuda::Installed);
+    }
 }

@@ -1,4 +1,4 @@
-//! Where things are: the repository, the built programs, tools, and what the environment says.
+//! Where things are: the repository, the built programs, libraries, and what the environment says.
 //!
 //! This is the only file of xtask that reads environment variables.
 
@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
-
-use crate::fail::usage;
+use report::fail::usage;
+pub(crate) use report::{cuda_roots, tool};
 
 /// The programs that xtask drives.
 pub(crate) const PROGRAMS: [&str; 2] = ["flashover", "flashover-bench"];
@@ -63,6 +63,11 @@ impl Place {
             )),
         }
     }
+
+    /// The folder of small models that are verified, in a checkout.
+    pub(crate) fn fixtures(&self) -> Option<PathBuf> {
+        Some(self.workspace().ok()?.join("models/fixtures"))
+    }
 }
 
 fn has_programs(dir: &Path) -> bool {
@@ -105,26 +110,11 @@ pub(crate) fn cargo_in(root: &Path) -> Command {
     command
 }
 
-/// Path of a program on the search path, or in the folders that a plain user often lacks there.
-pub(crate) fn tool(name: &str) -> Option<PathBuf> {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path)
-        .chain(["/usr/sbin", "/sbin"].map(PathBuf::from))
-        .map(|dir| dir.join(name))
-        .find(|file| file.is_file())
-}
-
 /// The C and C++ compilers that build scripts will use.
 pub(crate) fn compilers() -> [(OsString, &'static str); 2] {
     [("CC", "cc"), ("CXX", "c++")].map(|(var, name)| {
         (env::var_os(var).filter(|v| !v.is_empty()).unwrap_or_else(|| name.into()), name)
     })
-}
-
-/// Roots under which a CUDA toolkit may be installed, best first.
-pub(crate) fn cuda_roots() -> Vec<PathBuf> {
-    let set = env::var_os("CUDA_PATH").filter(|v| !v.is_empty()).map(PathBuf::from);
-    set.into_iter().chain(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from)).collect()
 }
 
 /// `LD_LIBRARY_PATH` with `first` in front of what it holds now.

@@ -10,13 +10,10 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use command::OutFile;
 use record::Record;
+use report::fail::{check, usage};
 
 use crate::cli::ReadmeArgs;
-use crate::fail::{check, usage};
 use crate::place::Place;
-use crate::report::{
-    Align, Style, Table, is_request, millis, peers, percent, precisions, rate, requests,
-};
 
 const OPEN: &str = "<!-- bench:";
 const CLOSE: &str = "<!-- /bench -->";
@@ -82,29 +79,18 @@ fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<Stri
     Ok(out)
 }
 
-/// What a block shows: its tables, with a blank line between them.
+/// Renders the tables of a block, with a blank line between them.
 fn tables_of(root: &Path, block: &str) -> Result<String> {
     let (files, by_precision) = match block.strip_suffix(BY_PRECISION) {
         Some(files) => (files, true),
         None => (block, false),
     };
-    let records = records_of(root, files)?;
-    let tables = match by_precision {
-        true => vec![precisions(&records)],
-        false => vec![cases(&records), requests(&records)],
-    };
-    let shown: Vec<_> = tables
-        .iter()
-        .filter(|table| !table.rows().is_empty())
-        .map(|table| table.render(Style::Markdown))
-        .collect();
-    if shown.is_empty() {
-        return Err(usage(
+    report::readme(&records_of(root, files)?, by_precision).ok_or_else(|| {
+        usage(
             format!("README.md: `bench:{block}` has nothing to show"),
             "name files that hold it, or remove the block",
-        ));
-    }
-    Ok(shown.join("\n"))
+        )
+    })
 }
 
 /// The records of committed files of one device, `ARCH_ID/NAME,NAME`.
@@ -133,28 +119,6 @@ fn records_of(root: &Path, files: &str) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// One row per case that is no request.
-fn cases(records: &[Record]) -> Table {
-    let mut table = Table::new([
-        ("case", Align::Left),
-        ("median ms", Align::Right),
-        ("rate", Align::Right),
-        ("of measured ceiling", Align::Right),
-        ("speed vs peers", Align::Left),
-    ]);
-    for record in records.iter().filter(|record| !is_request(record)) {
-        let Some(median) = record.median_ns else { continue };
-        table.row([
-            record.case(),
-            millis(median),
-            rate(record),
-            record.share_of_ceiling.map(percent).unwrap_or_default(),
-            peers(record),
-        ]);
-    }
-    table.without_empty_columns()
-}
-
 /// The lines that only one of the texts has, in order of the longer common run.
 fn difference(old: &str, new: &str) -> String {
     let (old, new): (Vec<_>, Vec<_>) = (old.lines().collect(), new.lines().collect());
@@ -169,7 +133,6 @@ fn difference(old: &str, new: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::sample;
 
     fn with_block(inside: &str) -> String {
         format!("# Title\n\n<!-- bench:cuda-x/quick -->\n{inside}<!-- /bench -->\n\nEnd.\n")
@@ -212,12 +175,12 @@ mod tests {
 
     #[test]
     fn the_check_shows_what_differs() {
-        let dir = committed(&[("quick", sample::run()[0].records.clone())]);
+        let dir = committed();
         let readme = dir.path().join("README.md");
         fs::write(&readme, with_block("")).unwrap();
 
         let error = check_file(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("+ | matmul bf16 4096x4096x4096"), "{error}");
+        assert!(error.contains("+ | matmul bf16 8x8x8"), "{error}");
         let (_, new) = both(dir.path()).unwrap();
         fs::write(&readme, new).unwrap();
         check_file(dir.path()).unwrap();
@@ -226,41 +189,32 @@ mod tests {
         fs::write(&readme, typed).unwrap();
         let error = check_file(dir.path()).unwrap_err();
         assert!(error.to_string().contains("- | matmul"), "{error}");
-        assert_eq!(crate::fail::report(&error), 1);
+        assert_eq!(report::fail::report(&error), 1);
     }
 
-    /// A folder with these committed records of the device `cuda-x`.
-    fn committed(files: &[(&str, Vec<Record>)]) -> tempfile::TempDir {
+    /// A folder with committed records of the device `cuda-x`: matmuls `a` in two precisions, `b` in a third, and both.
+    fn committed() -> tempfile::TempDir {
+        let line = |dtype: &str| {
+            let params = serde_json::json!({ "m": 8, "n": 8, "k": 8, "dtype": dtype });
+            serde_json::json!({ "schema": record::SCHEMA, "op": "matmul", "params": params, "backend": "cuda",
+                "arch_id": "cuda-x", "median_ns": 2e6, "p10_ns": 1e6, "p90_ns": 3e6, "samples": 5, "clock": "device",
+                "flops": 1024, "bytes": 384, "tflops": 1.0, "peers": { "burn": 3.24e6 }, "commit": "c",
+                "dirty": false, "date": "d" })
+            .to_string()
+        };
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("benches/baselines/cuda-x");
         fs::create_dir_all(&folder).unwrap();
-        for (name, records) in files {
-            let lines: Vec<_> = records.iter().map(|r| serde_json::to_string(r).unwrap()).collect();
-            fs::write(folder.join(format!("{name}.jsonl")), lines.join("\n")).unwrap();
+        let (a, b) = (format!("{}\n{}\n", line("bf16"), line("f32")), line("tf32"));
+        for (name, text) in [("quick", &format!("{a}{b}")), ("a", &a), ("b", &b)] {
+            fs::write(folder.join(format!("{name}.jsonl")), text).unwrap();
         }
         dir
     }
 
     #[test]
-    fn requests_stand_in_a_table_of_their_own() {
-        let run = sample::run()[0].records.clone();
-        let dir = committed(&[("quick", run), ("documents", sample::requests())]);
-        let tables = |block: &str| tables_of(dir.path(), block).unwrap();
-        let (quick, documents) = (tables("cuda-x/quick"), tables("cuda-x/documents"));
-        assert!(quick.starts_with("| case |") && !quick.contains("p95"), "{quick}");
-        let names = "| model | precision | prompt | generated | batch | tokens/s | requests/s | p50 ms | p95 ms |";
-        assert!(documents.starts_with(names), "{documents}");
-        assert_eq!(tables("cuda-x/documents,quick"), format!("{quick}\n{documents}"));
-    }
-
-    #[test]
-    fn files_together_show_products_by_precision() {
-        let of = |dtype: &str| {
-            let mut record = sample::run()[0].records[1].clone();
-            record.params.insert("dtype".into(), dtype.into());
-            record
-        };
-        let dir = committed(&[("a", vec![of("bf16"), of("f32")]), ("b", vec![of("tf32")])]);
+    fn files_stand_together_in_one_block() {
+        let dir = committed();
         let table = tables_of(dir.path(), "cuda-x/a,b by precision").unwrap();
         assert!(table.starts_with("| product | f32 ms | tf32 ms | bf16 ms |"), "{table}");
         let error = tables_of(dir.path(), "cuda-x/a by precision").unwrap_err();
@@ -279,10 +233,5 @@ mod tests {
             records.iter().filter(|r| r.op == "matmul" && !r.params.contains_key("norm"));
         let alone: Vec<_> = products.clone().filter(|r| !r.peers.contains_key("torch")).collect();
         assert!(products.count() > 50 && alone.is_empty(), "without torch: {alone:#?}");
-    }
-
-    #[test]
-    fn the_table_of_the_sample_records() {
-        insta::assert_snapshot!(cases(&sample::run()[0].records).render(Style::Markdown));
     }
 }

@@ -1,21 +1,25 @@
 //! `cargo xtask test`: everything that CI runs, in order, ending at the first failure.
 
+use std::ffi::OsString;
 use std::fmt;
 use std::io::{BufRead, BufReader};
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
+use record::Backend;
+use report::Doctor;
+use report::fail::check;
+
 use crate::cli::TestArgs;
-use crate::devices::{Backend, Doctor};
-use crate::fail::check;
 use crate::place::{self, Place};
 use crate::programs::{Programs, finish, release_dir, run_cargo};
-use crate::report::Style;
 use crate::setup::{self, Cuda, Ready, Wants};
-use crate::{readme, tidy, verify};
+use crate::{readme, tidy};
 
 pub(crate) fn run(args: &TestArgs) -> Result<()> {
     let place = Place::find()?;
@@ -66,7 +70,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         Ok(Outcome::Passed)
     })?;
     steps.step("targets", |_| targets(&programs, &ready))?;
-    for backend in [Backend::Cpu, Backend::Webgpu] {
+    for backend in [Backend::Cpu, Backend::WebGpu] {
         steps
             .step(&format!("verify {backend}"), |_| verified(place, &programs, &ready, backend))?;
     }
@@ -117,18 +121,19 @@ fn verified(
     ready: &Ready,
     backend: Backend,
 ) -> Result<Outcome> {
-    if Doctor::ask(programs)?.device(backend).is_none() {
+    if Doctor::ask(programs.command("flashover"))?.device(backend).is_none() {
         let reason = match (&ready.gl, backend) {
-            (Err(reason), Backend::Webgpu) => reason.clone(),
+            (Err(reason), Backend::WebGpu) => reason.clone(),
             _ => format!("needs a {backend} device"),
         };
         return Ok(Outcome::Skipped(reason));
     }
-    let fixtures = verify::fixtures(place);
-    let options: Vec<&str> = fixtures.iter().flat_map(|folder| ["--fixtures", folder]).collect();
-    let run = verify::columns(programs, &[backend], &options, verify::How::every_core())?;
-    command::print(&(verify::document(&run, Style::of_stdout()) + "\n"))?;
-    verify::verdict(&run)?;
+    // A process a core: most checks are one thread of a compiler or a reference.
+    let jobs = thread::available_parallelism().map_or(1, NonZeroUsize::get).to_string();
+    let mut args: Vec<OsString> =
+        ["verify", "--backend", backend.name(), "--jobs", &jobs].map(Into::into).into();
+    args.extend(place.fixtures().into_iter().flat_map(|dir| ["--fixtures".into(), dir.into()]));
+    programs.pass_through("flashover-bench", &args)?;
     Ok(Outcome::Passed)
 }
 

@@ -2,6 +2,7 @@
 //! back ends once.
 
 mod bench_command;
+mod compare_command;
 mod generate_command;
 mod guard;
 mod interrupt;
@@ -24,6 +25,7 @@ use clap::{Parser, Subcommand};
 use command::OutFile;
 use flashover::report::Report;
 use flashover::{Backend, DType, Device, HostTensor, Policy, QuantizeError, run_op};
+use report::CompareArgs;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 /// With the commit that it was built of, so that what a script measured says of what.
@@ -92,6 +94,11 @@ enum Command {
     ///
     /// Example: flashover bench --shape llama-3-8b --quant nf4 -p 512 -n 128 --batch 1,16
     Bench(bench_command::Args),
+    /// Run one model on several back ends, in several precisions: tokens, logits, perplexity and speed side by side
+    ///
+    /// Example: flashover compare --model models/demo --backend cuda,vulkan,cpu --quant none,nf4
+    #[command(args_override_self = true)]
+    Compare(CompareArgs),
     /// Say what a model takes of a device's memory, and the largest batch and context, without loading it
     ///
     /// Example: flashover plan --shape llama-3-8b --quant nf4 --batch 4 --context 4096 --profile rtx4080
@@ -127,8 +134,8 @@ fn pair(text: &str) -> Result<(String, String), String> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// Parses the command line of this process and runs what it asks for: 0 when that went well, 2 after one
-/// line of error and a hint, and what shells have of a signal after one that ended the work.
+/// Parses the command line of this process and runs it. The exit code is 0 when that went well, 2 after an error with a
+/// hint, 1 when `compare` found a back end that fails, and that of a shell after a signal that ended the work.
 pub fn main() -> ExitCode {
     // Runtimes warn of much that is theirs alone; ours are for the caller.
     env_logger::Builder::new()
@@ -147,6 +154,7 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate_command::generate(&args),
         Command::Chat(args) => generate_command::chat(&args),
         Command::Bench(args) => bench_command::run(&args),
+        Command::Compare(args) => compare_command::run(&args),
         Command::Plan(args) => plan_command::run(&args),
         Command::Profile(args) => profile_command::run(&args),
         Command::Train(args) => train_command::run(&args),
@@ -162,10 +170,7 @@ pub fn main() -> ExitCode {
             command::note!("{e}");
             ExitCode::from(interrupt::status())
         }
-        Err(e) => {
-            command::note!("error: {e:#}");
-            ExitCode::from(2)
-        }
+        Err(e) => ExitCode::from(report::fail::report(&e)),
     }
 }
 

@@ -584,6 +584,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_words_of_compare_are_known_here() {
+        assert!(report::DTYPES.into_iter().all(|word| dtype(word).is_ok()));
+        let known = ["none"].into_iter().chain(Quant::ALL.map(Quant::name));
+        assert_eq!(known.collect::<Vec<_>>(), report::QUANTS);
+        assert_eq!(KvFormat::ALL.map(KvFormat::name), report::KV_CACHES);
+    }
+
+    #[test]
     fn a_text_that_does_not_end_is_refused() {
         let refused = |why: io::Result<String>| why.expect_err("no text").to_string();
         assert_eq!(refused(text_of(io::repeat(b'x'))), "it has more than 64 MiB");

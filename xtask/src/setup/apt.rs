@@ -5,8 +5,8 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use super::announce;
-use crate::fail::check;
 use crate::place;
+use report::fail::check;
 
 /// How commands that change the system can be run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

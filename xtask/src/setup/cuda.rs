@@ -10,8 +10,8 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use super::{Missing, announce, apt, cannot_write};
-use crate::fail::check;
 use crate::place;
+use report::fail::check;
 
 /// Folder in the user's cache; a change of the pins below gets a new one.
 const CACHE: &str = "flashover/cuda-13.0";

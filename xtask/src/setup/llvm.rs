@@ -14,8 +14,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::{announce, apt, cannot_write};
-use crate::fail::usage;
 use crate::place;
+use report::fail::usage;
 
 /// Release that the pinned CubeCL asks for.
 const RELEASE: &str = "23.1.0-4";
@@ -195,7 +195,7 @@ esac
     #[test]
     fn a_folder_that_cannot_be_written_has_a_hint() {
         let error = write_folder(Path::new("/proc/x"), Path::new("llvm-config")).unwrap_err();
-        assert_eq!(crate::fail::report(&error), 2);
+        assert_eq!(report::fail::report(&error), 2);
         assert!(error.to_string().contains("\nhint: "), "{error}");
     }
 

@@ -13,11 +13,12 @@ use std::io;
 use std::path::Path;
 
 use anyhow::Result;
+use record::Backend;
+use report::Selection;
+use report::fail::usage;
 
 pub(crate) use cuda::CudaHome;
 
-use crate::devices::{Backend, Selection};
-use crate::fail::usage;
 use crate::place::{self, Place};
 
 /// A reason why an optional part is absent: `needs ptxas (no network)`.

@@ -10,9 +10,9 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use crate::fail::check;
 use crate::place::Place;
 use crate::programs::metadata;
+use report::fail::check;
 
 pub(crate) fn run() -> Result<()> {
     let place = Place::find()?;

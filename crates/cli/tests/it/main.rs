@@ -176,6 +176,22 @@ fn an_output_that_takes_nothing_is_no_panic() {
 }
 
 #[test]
+fn compare_starts_itself_for_every_precision() {
+    let demo = demo();
+    let model = demo.to_str().expect("UTF-8");
+    let args = ["compare", "--model", model, "--backend", "cpu", "--max-new-tokens", "2"];
+    let compare = |more: &[&str]| flashover(&[&args[..], more].concat());
+    let done = compare(&["--quant", "none,int8", "--format", "json"]);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let report: serde_json::Value = serde_json::from_slice(&done.stdout).expect("JSON");
+    assert_eq!([&report["reference"], &report["rows"][1]["name"]], ["cpu", "cpu int8"]);
+    let refused = compare(&["--tokens", "9999999"]);
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{text}");
+    assert!(text.contains("\nhint: "), "{text}");
+}
+
+#[test]
 fn doctor_speaks_json() {
     let done = flashover(&["doctor", "--json"]);
     assert!(done.status.success());

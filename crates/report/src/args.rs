@@ -1,0 +1,181 @@
+//! The command lines of `bench` and `verify`.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
+use record::{PROFILES, Policy, Suite};
+
+use crate::devices::Selection;
+use crate::sanitize::Sanitizer;
+
+/// What `bench` runs, and where the result goes.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// Which cases run
+    #[arg(long, value_parser = suite(), default_value_t = Suite::Quick)]
+    pub suite: Suite,
+    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
+    #[arg(long, default_value = "auto", value_name = "LIST")]
+    pub backend: Selection,
+    /// Restrict the device to what this GPU has
+    #[arg(long, value_parser = PROFILES)]
+    pub profile: Option<String>,
+    /// Run the cases whose name contains this text
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Option<String>,
+    /// What a shape without a tuned config gets
+    #[arg(long, value_parser = policy())]
+    pub policy: Option<Policy>,
+    /// Refuse to run without a GPU
+    #[arg(long)]
+    pub require_gpu: bool,
+    /// Also measure torch on CUDA, with this Python, which needs torch, triton and CUDA
+    #[arg(long, value_name = "PYTHON")]
+    pub torch: Option<String>,
+    /// Write the records to this file, one JSON line each
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
+    /// Compare with a baseline that `--save` wrote; exit 1 when a case got slower beyond noise
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Slowdown in percent that `--compare` accepts
+    #[arg(long, value_name = "PCT", default_value_t = 5.0, value_parser = percent)]
+    #[arg(allow_negative_numbers = true, requires = "compare")]
+    pub threshold: f64,
+    /// How the result is printed on standard output
+    #[arg(long, value_enum, default_value_t = Format::Md)]
+    pub format: Format,
+    /// Also write one self-contained page with charts to this file
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    /// Check the arguments and the devices, and measure nothing
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// What `verify` checks, and how.
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
+    #[arg(long, default_value = "auto", value_name = "LIST")]
+    pub backend: Selection,
+    /// Check the cases whose name contains this text
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Option<String>,
+    /// Restrict the device to what this GPU has
+    #[arg(long, value_parser = PROFILES)]
+    pub profile: Option<String>,
+    /// Also check every candidate config, not only the default and the measured ones
+    #[arg(long)]
+    pub configs: bool,
+    /// Also take all memory of the card for a moment, to check that a model survives it
+    #[arg(long)]
+    pub exhaust: bool,
+    /// Run under compute-sanitizer, which needs CUDA and takes many times as long
+    #[arg(long, value_name = "TOOL")]
+    pub sanitizer: Option<Sanitizer>,
+    /// Processes per backend, which share its checks: compilers and references take most of the time and use few cores
+    #[arg(long, default_value_t = NonZeroUsize::MIN, value_name = "N")]
+    pub jobs: NonZeroUsize,
+    /// Write one JSON line for each kernel and backend to this file
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
+}
+
+/// How a bench is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// Tables: drawn on a terminal, Markdown elsewhere
+    Md,
+    /// One object with the cards and the records
+    Json,
+    /// One line per record
+    Csv,
+}
+
+/// Parses a suite's name; `--help` explains each.
+pub fn suite() -> impl TypedValueParser<Value = Suite> {
+    choice(Suite::ALL.map(|suite| (suite.name(), suite.help())))
+}
+
+/// Parses a policy's name; `--help` explains each.
+pub fn policy() -> impl TypedValueParser<Value = Policy> {
+    choice(Policy::ALL.map(|policy| (policy.name(), policy.help())))
+}
+
+fn choice<T, const N: usize>(
+    words: [(&'static str, &'static str); N],
+) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err: std::error::Error + Send + Sync> + Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(words.map(|(word, help)| PossibleValue::new(word).help(help)))
+        .try_map(|word| word.parse())
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    match text.trim_end_matches('%').parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        Ok(value) if value < 0.0 => Err("it is below 0\nhint: such as 5, or 2.5".into()),
+        _ => Err("it is no percentage\nhint: such as 5, or 2.5".into()),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    /// A program whose arguments are these.
+    #[derive(Debug, Parser)]
+    #[command(args_override_self = true)]
+    pub(crate) struct Only<T: Args> {
+        #[command(flatten)]
+        pub(crate) args: T,
+    }
+
+    fn bench(args: &[&str]) -> Result<BenchArgs, clap::Error> {
+        Only::try_parse_from(["bench"].iter().chain(args)).map(|only| only.args)
+    }
+
+    #[test]
+    fn bench_has_honest_defaults() {
+        let args = bench(&[]).unwrap();
+        assert_eq!((args.suite, args.format, args.threshold), (Suite::Quick, Format::Md, 5.0));
+        assert_eq!((args.backend, args.policy), (Selection::Auto, None));
+    }
+
+    #[test]
+    fn a_later_option_replaces_an_earlier_one() {
+        let args = bench(&["--suite", "kernels", "--suite", "documents"]).unwrap();
+        assert_eq!(args.suite, Suite::Documents);
+    }
+
+    #[test]
+    fn bad_input_exits_with_2() {
+        for bad in [
+            &["--suite", "fast"][..],
+            &["--policy", "never"],
+            &["--backend", "metal"],
+            &["--backend", "auto,cuda"],
+            &["--compare", "x", "--threshold", "-1"],
+            &["--compare", "x", "--threshold", "NaN"],
+            &["--threshold", "3"],
+            &["--format", "xml"],
+            &["--profile", "rtx9090"],
+        ] {
+            let error = bench(bad).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_threshold_below_zero_is_named_as_such() {
+        let text = bench(&["--compare", "x", "--threshold", "-1"]).unwrap_err().to_string();
+        assert!(text.contains("'-1' for '--threshold <PCT>': it is below 0"), "{text}");
+    }
+}

@@ -1,0 +1,24 @@
+//! Runs the processes that measure, check and compare, one per back end, and shows what they print.
+//!
+//! This crate knows neither Burn nor CubeCL. It holds the command lines of `bench`, `verify` and `compare`, so that
+//! `cargo xtask` refuses a mistake in seconds, before the programs are built.
+
+mod args;
+mod baseline;
+mod bench;
+mod compare_args;
+mod devices;
+pub mod fail;
+mod process;
+mod render;
+mod sanitize;
+mod stream;
+mod verify;
+
+pub use args::{BenchArgs, Format, VerifyArgs, policy, suite};
+pub use bench::{bench, check_bench};
+pub use compare_args::{CompareArgs, CompareFormat, DTYPES, KV_CACHES, List, PROMPT, QUANTS};
+pub use devices::{Chosen, Device, Doctor, Selection};
+pub use process::{cuda_roots, describe, end_of, output, own, tool};
+pub use render::{Align, Style, Table, digits, error, readme};
+pub use verify::{check_verify, verify};

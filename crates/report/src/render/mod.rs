@@ -1,0 +1,22 @@
+//! Tables, data formats and the HTML page of a run.
+
+mod chart;
+mod data;
+mod format;
+mod html;
+mod precisions;
+mod readme;
+mod requests;
+mod roofline;
+#[cfg(test)]
+pub(crate) mod sample;
+mod table;
+mod text;
+
+pub(crate) use data::{csv, json};
+pub use format::{digits, error};
+pub(crate) use format::{millis, ratio};
+pub(crate) use html::page;
+pub use readme::readme;
+pub use table::{Align, Style, Table};
+pub(crate) use text::{document, notes};
