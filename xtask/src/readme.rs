@@ -173,58 +173,48 @@ mod tests {
         assert!(error.to_string().contains("cannot be read"), "{error}");
     }
 
+    fn repository() -> &'static Path {
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+    }
+
     #[test]
     fn the_check_shows_what_differs() {
-        let dir = committed();
-        let readme = dir.path().join("README.md");
+        let dir = tempfile::tempdir().unwrap();
+        let [readme, folder] =
+            ["README.md", "benches/baselines/cuda-x"].map(|p| dir.path().join(p));
+        fs::create_dir_all(&folder).unwrap();
+        let quick = "benches/baselines/cpu-genuineintel.6.167-2/quick.jsonl";
+        fs::copy(repository().join(quick), folder.join("quick.jsonl")).unwrap();
         fs::write(&readme, with_block("")).unwrap();
 
         let error = check_file(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("+ | matmul bf16 8x8x8"), "{error}");
+        assert!(error.contains("+ | matmul f32 512x512x512"), "{error}");
         let (_, new) = both(dir.path()).unwrap();
         fs::write(&readme, new).unwrap();
         check_file(dir.path()).unwrap();
 
-        let typed = fs::read_to_string(&readme).unwrap().replace("1.62x", "2.62x");
+        let typed = fs::read_to_string(&readme).unwrap().replace("512x512x512", "512x512x513");
         fs::write(&readme, typed).unwrap();
         let error = check_file(dir.path()).unwrap_err();
         assert!(error.to_string().contains("- | matmul"), "{error}");
         assert_eq!(report::fail::report(&error), 1);
     }
 
-    /// A folder with committed records of the device `cuda-x`: matmuls `a` in two precisions, `b` in a third, and both.
-    fn committed() -> tempfile::TempDir {
-        let line = |dtype: &str| {
-            let params = serde_json::json!({ "m": 8, "n": 8, "k": 8, "dtype": dtype });
-            serde_json::json!({ "schema": record::SCHEMA, "op": "matmul", "params": params, "backend": "cuda",
-                "arch_id": "cuda-x", "median_ns": 2e6, "p10_ns": 1e6, "p90_ns": 3e6, "samples": 5, "clock": "device",
-                "flops": 1024, "bytes": 384, "tflops": 1.0, "peers": { "burn": 3.24e6 }, "commit": "c",
-                "dirty": false, "date": "d" })
-            .to_string()
-        };
-        let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("benches/baselines/cuda-x");
-        fs::create_dir_all(&folder).unwrap();
-        let (a, b) = (format!("{}\n{}\n", line("bf16"), line("f32")), line("tf32"));
-        for (name, text) in [("quick", &format!("{a}{b}")), ("a", &a), ("b", &b)] {
-            fs::write(folder.join(format!("{name}.jsonl")), text).unwrap();
-        }
-        dir
-    }
-
     #[test]
     fn files_stand_together_in_one_block() {
-        let dir = committed();
-        let table = tables_of(dir.path(), "cuda-x/a,b by precision").unwrap();
-        assert!(table.starts_with("| product | f32 ms | tf32 ms | bf16 ms |"), "{table}");
-        let error = tables_of(dir.path(), "cuda-x/a by precision").unwrap_err();
+        let tables = |names: &str| {
+            let block = format!("cuda-sm90-132@rtx4090/{names} by precision");
+            tables_of(repository(), &block)
+        };
+        let table = tables("kernels,int8,nf4").unwrap();
+        assert!(table.starts_with("| product | f32 ms | tf32 ms |"), "{table}");
+        let error = tables("rope").unwrap_err();
         assert!(error.to_string().contains("nothing to show"), "{error}");
     }
 
     #[test]
     fn products_on_cuda_are_recorded_beside_torch() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        let file = root.join("benches/baselines/cuda-sm90-132@rtx4090/kernels.jsonl");
+        let file = repository().join("benches/baselines/cuda-sm90-132@rtx4090/kernels.jsonl");
         let lines = fs::read_to_string(&file).unwrap();
         let records: Vec<Record> =
             lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -209,14 +209,18 @@ impl Steps {
             Ok(outcome) => (Some(outcome), Ok(())),
             Err(error) => (None, Err(error)),
         };
-        let word = match &outcome {
-            Some(Outcome::Passed) => "passed".to_owned(),
-            Some(Outcome::Skipped(reason)) => format!("skipped: {reason}"),
-            None => "FAILED".to_owned(),
-        };
+        let word = word(outcome.as_ref());
         command::print(&format!("== {name}: {word} ({:.1} s)\n", time.as_secs_f64()))?;
         self.done.push((name.to_owned(), time, outcome));
         end
+    }
+}
+
+fn word(outcome: Option<&Outcome>) -> String {
+    match outcome {
+        Some(Outcome::Passed) => "passed".to_owned(),
+        Some(Outcome::Skipped(reason)) => format!("skipped: {reason}"),
+        None => "FAILED".to_owned(),
     }
 }
 
@@ -224,11 +228,7 @@ impl fmt::Display for Steps {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let total: Duration = self.done.iter().map(|(_, time, _)| *time).sum();
         for (name, time, outcome) in &self.done {
-            let word = match outcome {
-                Some(Outcome::Passed) => "passed".to_owned(),
-                Some(Outcome::Skipped(reason)) => format!("skipped: {reason}"),
-                None => "FAILED".to_owned(),
-            };
+            let word = word(outcome.as_ref());
             writeln!(f, "{name:<14} {:>8.1} s  {word}", time.as_secs_f64())?;
         }
         let skipped =

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 pub const PROFILES: [&str; 4] = ["h200", "rtx4080", "rtx4090", "rtx5090"];
 
 /// A word that is none of an option's.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown {kind} `{word}`\nhint: one of {known}")]
 pub struct UnknownChoice {
     /// The kind of word, such as `backend`.
     pub kind: &'static str,
@@ -17,14 +18,6 @@ pub struct UnknownChoice {
     /// All words of the option.
     pub known: String,
 }
-
-impl fmt::Display for UnknownChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "unknown {} `{}`\nhint: one of {}", self.kind, self.word, self.known)
-    }
-}
-
-impl std::error::Error for UnknownChoice {}
 
 /// Declares an option: its values, the word of each, and its help, which is the doc comment.
 macro_rules! choice {

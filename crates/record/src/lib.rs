@@ -6,7 +6,6 @@
 //! line.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -312,29 +311,18 @@ pub fn case_name(op: &str, params: &BTreeMap<String, Value>) -> String {
 }
 
 /// Why a baseline could not be used.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     /// Line number and reason.
+    #[error("line {0} is not a bench record: {1}")]
     Malformed(usize, String),
     /// Line number and the schema found there.
+    #[error("line {0} has schema {1}, this program reads schema {SCHEMA}")]
     Foreign(usize, u64),
     /// The file has no record at all.
+    #[error("the file holds no bench record")]
     Empty,
 }
-
-impl fmt::Display for ReadError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Malformed(line, why) => write!(f, "line {line} is not a bench record: {why}"),
-            Self::Foreign(line, found) => {
-                write!(f, "line {line} has schema {found}, this program reads schema {SCHEMA}")
-            }
-            Self::Empty => write!(f, "the file holds no bench record"),
-        }
-    }
-}
-
-impl std::error::Error for ReadError {}
 
 /// Reads a baseline: one record per line, blank lines allowed.
 ///

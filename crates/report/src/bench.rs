@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::args::{BenchArgs, Format};
 use crate::baseline::{Baseline, Comparison};
 use crate::devices::{Chosen, Doctor};
-use crate::fail::{Fail, check, usage};
+use crate::fail::{check, usage};
 use crate::process;
 use crate::render::{self, Style};
 use crate::stream::{self, Column};
@@ -69,7 +69,7 @@ fn is_pipe(file: &Path) -> bool {
 
 /// The files of the result. The page must not replace the records.
 fn targets(save: Option<&Path>, html: Option<&Path>) -> Result<[Option<OutFile>; 2]> {
-    let target = |file: Option<&Path>| file.map(out_file).transpose();
+    let target = |file: Option<&Path>| file.map(OutFile::new).transpose();
     match (target(save)?, target(html)?) {
         (Some(save), Some(html)) if save.is_same(&html) => {
             Err(usage("--save and --html name one file", "name two"))
@@ -216,11 +216,6 @@ pub(crate) fn problems(run: &[Column]) -> Vec<String> {
     wrong
 }
 
-/// Opens a file for the result; one that cannot be written is the caller's mistake.
-pub(crate) fn out_file(path: &Path) -> Result<OutFile> {
-    OutFile::new(path).map_err(|error| Fail::Refused(error.to_string()).into())
-}
-
 #[cfg(test)]
 mod tests {
     use std::ffi::OsString;
@@ -234,19 +229,10 @@ mod tests {
     use crate::render::sample;
 
     #[test]
-    fn an_impossible_target_is_refused_with_a_hint() {
-        let dir = tempfile::tempdir().unwrap();
-        let code = |file: &Path| crate::fail::report(&out_file(file).unwrap_err());
-        assert_eq!(code(dir.path()), 2);
-        assert_eq!(code(&dir.path().join("absent/x.jsonl")), 2);
-        assert!(out_file(&dir.path().join("x.jsonl")).is_ok());
-    }
-
-    #[test]
     fn a_run_without_a_record_leaves_the_file_as_it_is() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keep.jsonl");
-        let kept = |records: &[Record]| keep(out_file(&path).unwrap(), &path, records).unwrap();
+        let kept = |records: &[Record]| keep(OutFile::new(&path).unwrap(), &path, records).unwrap();
         assert_eq!(kept(&[]), format!("no record to save: {} is left as it is", path.display()));
         assert!(!path.exists(), "nor is it made");
         assert!(kept(&sample::run()[0].records).starts_with("saved "));
@@ -260,8 +246,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         let check = |save: &Path, html: &Path| targets(Some(save), Some(html)).map(drop);
-        let error = check(&path("x"), &path("./x")).unwrap_err();
-        assert_eq!(crate::fail::report(&error), 2);
+        for second in ["./x", "absent/x", "."] {
+            let error = check(&path("x"), &path(second)).unwrap_err();
+            assert!(error.to_string().contains("\nhint: "), "{error}");
+            assert_eq!(crate::fail::report(&error), 2);
+        }
         assert!(check(&path("x"), &path("y")).is_ok());
         let null = Path::new("/dev/null");
         assert!(check(null, null).is_ok(), "keeps neither");
@@ -293,7 +282,7 @@ mod tests {
         let paths = [path("save"), "--html".into(), path("html")];
         let line = words.iter().map(OsString::from).chain(paths.map(PathBuf::into_os_string));
         let args = Only::<BenchArgs>::try_parse_from(line).unwrap().args;
-        let file = |name| Some(out_file(&path(name)).unwrap());
+        let file = |name| Some(OutFile::new(&path(name)).unwrap());
         let run = &sample::run()[..1];
         let error = deliver(run, Some(&baseline), &args, file("save"), file("html")).unwrap_err();
         assert!(error.to_string().contains("no case in common"), "{error}");

@@ -1,7 +1,7 @@
 //! The devices of the machine, as `flashover doctor` lists them, and which of them a command uses.
 
 use std::fmt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::str::FromStr;
 
 use anyhow::{Context, Result};
@@ -9,7 +9,7 @@ use record::Backend;
 use serde::Deserialize;
 
 use crate::fail::usage;
-use crate::process;
+use crate::process::end_of;
 
 /// What `--backend` asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -96,9 +96,6 @@ pub struct Chosen {
 
 impl Chosen {
     /// Refuses a profile where no device can be restricted to it: all profiles describe CUDA cards.
-    ///
-    /// # Errors
-    /// The caller's mistake.
     pub fn check_profile(&self, profile: Option<&str>) -> Result<()> {
         let Some(profile) = profile else { return Ok(()) };
         if self.devices.iter().any(|device| device.backend == Backend::Cuda) {
@@ -116,9 +113,11 @@ impl Doctor {
     /// # Errors
     /// It does not answer.
     pub fn ask(mut flashover: Command) -> Result<Self> {
-        flashover.args(["doctor", "--json"]);
-        let text = process::output(flashover)?;
-        serde_json::from_str(&text).context("`flashover doctor --json` printed something else")
+        let doctor = flashover.args(["doctor", "--json"]).stderr(Stdio::inherit()).output();
+        let output = doctor.context("cannot start flashover")?;
+        end_of("flashover", output.status)?;
+        serde_json::from_slice(&output.stdout)
+            .context("`flashover doctor --json` printed something else")
     }
 
     /// The first device of a backend, which is the one that programs open.

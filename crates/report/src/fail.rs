@@ -1,48 +1,23 @@
 //! How a command fails, and with which exit code.
-//!
-//! Any other [`anyhow::Error`], such as a file that cannot be written, exits with 2. Exit code 1 is a check that did
-//! not hold.
 
-use std::fmt;
+use std::fmt::Display;
 
-/// A failure that is no defect of the program.
-#[derive(Debug)]
+use anyhow::anyhow;
+
+/// A failure with an exit code of its own. Any other error, such as a caller's mistake, exits with 2.
+#[derive(Debug, thiserror::Error)]
 pub enum Fail {
-    /// The caller asked for something that cannot be done: exit code 2.
-    Usage { message: String, hint: String },
-    /// As `Usage`, with the hint in the message.
-    Refused(String),
     /// A check did not hold, or a program that it needs failed: exit code 1.
+    #[error("{0}")]
     Check(String),
     /// A program that shares our terminal failed and has already said why; its own exit code.
+    #[error("the program ended with exit code {0}")]
     Child(u8),
 }
 
-impl Fail {
-    fn code(&self) -> u8 {
-        match self {
-            Self::Usage { .. } | Self::Refused(_) => 2,
-            Self::Check(_) => 1,
-            Self::Child(code) => *code,
-        }
-    }
-}
-
-impl fmt::Display for Fail {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Usage { message, hint } => write!(f, "{message}\nhint: {hint}"),
-            Self::Refused(message) | Self::Check(message) => write!(f, "{message}"),
-            Self::Child(code) => write!(f, "the program ended with exit code {code}"),
-        }
-    }
-}
-
-impl std::error::Error for Fail {}
-
 /// A caller's mistake, with what to do about it.
-pub fn usage(message: impl Into<String>, hint: impl Into<String>) -> anyhow::Error {
-    Fail::Usage { message: message.into(), hint: hint.into() }.into()
+pub fn usage(message: impl Display, hint: impl Display) -> anyhow::Error {
+    anyhow!("{message}\nhint: {hint}")
 }
 
 /// A check that did not hold.
@@ -52,17 +27,12 @@ pub fn check(message: impl Into<String>) -> anyhow::Error {
 
 /// Prints the error and returns the exit code it stands for.
 pub fn report(error: &anyhow::Error) -> u8 {
-    match error.downcast_ref::<Fail>() {
-        Some(Fail::Child(code)) => *code,
-        Some(fail) => {
-            command::note!("error: {fail}");
-            fail.code()
-        }
-        None => {
-            command::note!("error: {error:#}");
-            2
-        }
+    let fail = error.downcast_ref();
+    if let Some(Fail::Child(code)) = fail {
+        return *code;
     }
+    command::note!("error: {error:#}");
+    if fail.is_some() { 1 } else { 2 }
 }
 
 #[cfg(test)]

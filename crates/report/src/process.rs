@@ -3,7 +3,7 @@
 use std::env;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus};
 
 use anyhow::{Context, Result};
 
@@ -18,20 +18,6 @@ pub fn own(name: &str) -> Result<Command> {
         Command::new(env::current_exe().context("the path of this program cannot be read")?);
     command.arg0(name);
     Ok(command)
-}
-
-/// Standard output of a program that is expected to succeed; its standard error is ours.
-///
-/// # Errors
-/// How it ended, where that was not well.
-pub fn output(mut command: Command) -> Result<String> {
-    let name = command.get_program().display().to_string();
-    let output = command
-        .stderr(Stdio::inherit())
-        .output()
-        .with_context(|| format!("cannot start {name}"))?;
-    end_of(&name, output.status)?;
-    String::from_utf8(output.stdout).with_context(|| format!("{name} printed no UTF-8"))
 }
 
 /// Turns the end of a program into ours.

@@ -26,13 +26,8 @@ pub enum Sanitizer {
 }
 
 impl Sanitizer {
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Memcheck => "memcheck",
-            Self::Racecheck => "racecheck",
-            Self::Initcheck => "initcheck",
-            Self::Synccheck => "synccheck",
-        }
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value().expect("no value is hidden").get_name().to_owned()
     }
 
     /// Wraps `command` in the tool, which writes what it finds to `log`.
@@ -42,7 +37,7 @@ impl Sanitizer {
 
     fn below(self, tool: &Path, command: &Command, log: &Path) -> Command {
         let mut wrapped = Command::new(tool);
-        wrapped.args(["--tool", self.name(), "--log-file"]).arg(log);
+        wrapped.args(["--tool", &self.name(), "--log-file"]).arg(log);
         wrapped.arg(command.get_program()).args(command.get_args());
         wrapped
     }

@@ -6,14 +6,16 @@ use std::path::Path;
 use std::thread;
 
 use anyhow::Result;
+use command::OutFile;
 use record::{Backend, Check, Verified};
 
 use crate::args::VerifyArgs;
-use crate::bench::{keep, out_file, problems};
+use crate::bench::{keep, problems};
 use crate::devices::{Device, Doctor, Selection};
 use crate::fail::{check, usage};
 use crate::process;
 use crate::render::{self, Align, Style, Table};
+use crate::sanitize::Sanitizer;
 use crate::stream::{self, Column};
 
 /// Refuses mistakes that are known without a device, for a caller who has yet to build the programs.
@@ -30,7 +32,8 @@ pub fn check_verify(args: &VerifyArgs) -> Result<()> {
             "leave out --jobs",
         ));
     }
-    args.save.as_deref().map(out_file).transpose().map(drop)
+    args.save.as_deref().map(OutFile::new).transpose()?;
+    Ok(())
 }
 
 /// Runs `verify`, also over the small models in the folder `fixtures`.
@@ -39,7 +42,7 @@ pub fn check_verify(args: &VerifyArgs) -> Result<()> {
 /// A mistake is refused before anything is checked. A check that failed is one at the end.
 pub fn verify(args: &VerifyArgs, fixtures: Option<&Path>) -> Result<()> {
     check_verify(args)?;
-    let save = args.save.as_deref().map(out_file).transpose()?;
+    let save = args.save.as_deref().map(OutFile::new).transpose()?;
     let chosen = Doctor::ask(process::own("flashover")?)?.choose(&args.backend, false)?;
     eprintln!("{chosen}");
     chosen.check_profile(args.profile.as_deref())?;
@@ -111,7 +114,7 @@ fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
             worst_case,
             configs: args.configs,
             filter: args.filter.clone(),
-            sanitizer: args.sanitizer.map(|tool| tool.name().to_owned()),
+            sanitizer: args.sanitizer.map(Sanitizer::name),
             broken: column.broken.clone(),
             commit: card.commit.clone(),
             dirty: card.dirty,

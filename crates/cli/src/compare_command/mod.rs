@@ -15,9 +15,9 @@ mod program;
 mod subject;
 mod table;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use flashover::{Backend, Tokenizer};
-use report::fail::{Fail, check, usage};
+use report::fail::{check, usage};
 use report::{Chosen, CompareArgs, CompareFormat, Device, Doctor, PROMPT, Style};
 use serde::Serialize;
 
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     command::note!("{chosen}");
     let mut report = task.compare(&chosen);
     if let Some(refusal) = report.refusal() {
-        return Err(Fail::Refused(refusal.to_owned()).into());
+        bail!("{refusal}");
     }
     if let Some(tokenizer) = &tokenizer {
         report.name_tokens(tokenizer);
