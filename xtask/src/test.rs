@@ -114,7 +114,8 @@ fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Every kernel over its edge shapes, and small models, on one backend, where there is a device for it.
+/// Every kernel over its edge shapes, and small models, on one back end, where there is a device for it. On a CPU only
+/// models: the tests of `kernels` checked the kernels there.
 fn verified(
     place: &Place,
     programs: &Programs,
@@ -132,6 +133,9 @@ fn verified(
     let jobs = thread::available_parallelism().map_or(1, NonZeroUsize::get).to_string();
     let mut args: Vec<OsString> =
         ["verify", "--backend", backend.name(), "--jobs", &jobs].map(Into::into).into();
+    if backend == Backend::Cpu {
+        args.extend(["--filter".into(), "model ".into()]);
+    }
     args.extend(place.fixtures().into_iter().flat_map(|dir| ["--fixtures".into(), dir.into()]));
     programs.pass_through("flashover-bench", &args)?;
     Ok(Outcome::Passed)

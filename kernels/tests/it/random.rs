@@ -1,9 +1,7 @@
 //! Kernels on problems that nobody chose, on the CPU runtime and by the paths that it has: drawn from a fixed seed, so that
 //! every run has the same.
 
-use std::fmt::Debug;
-
-use arch::{Backend, DType, Device};
+use arch::{Backend, DType};
 use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionOptions, AttentionProblem, ScoreStrides};
 use kernels::int8::{Activations, Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
