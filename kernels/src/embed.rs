@@ -334,7 +334,7 @@ fn address(p: &EmbedProblem) -> AddressType {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct EmbedPlan {
     learned: bool,
-    /// Whether results are rounded before they are stored.
+    /// True if results are rounded before they are stored.
     rounds: bool,
 }
 

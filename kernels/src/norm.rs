@@ -45,9 +45,9 @@ pub struct NormProblem {
     pub kind: NormKind,
     /// Added to the mean of the squares.
     pub eps: f32,
-    /// Whether a vector `[width]` is added.
+    /// True if a vector `[width]` is added.
     pub bias: bool,
-    /// Whether a matrix of x's shape is added.
+    /// True if a matrix of x's shape is added.
     pub residual: bool,
 }
 
@@ -295,7 +295,7 @@ struct NormPlan {
     residual: bool,
     /// Vectors of a row that a unit keeps in registers; 0 where it reads them again.
     held: u32,
-    /// Whether results are rounded before they are stored.
+    /// True if results are rounded before they are stored.
     rounds: bool,
 }
 

@@ -50,7 +50,7 @@ pub(crate) struct RowPlan {
     pub(crate) units: u32,
     /// Units that share a row.
     pub(crate) lanes: u32,
-    /// Whether planes are of 32 units that read one another's registers.
+    /// True if planes are of 32 units that read one another's registers.
     shuffles: bool,
 }
 
@@ -59,7 +59,7 @@ impl RowPlan {
         Self { units, lanes, shuffles: arch.inline_ptx() }
     }
 
-    /// Whether so many units of a cube can share rows so.
+    /// Checks whether so many units of a cube can share rows so.
     pub(crate) fn check(self, arch: &ArchProfile) -> Result<(), Infeasible> {
         if !self.lanes.is_power_of_two() || !self.units.is_multiple_of(self.lanes) {
             return Err(shape(

@@ -17,7 +17,7 @@ use tune::Kernel;
 
 use crate::{Ctx, OpError};
 
-/// Whether `device` runs our kernels.
+/// Checks whether `device` runs our kernels.
 pub(crate) fn on_cubecl(device: &Device) -> Result<(), OpError> {
     cube_of(device).map(drop)
 }

@@ -40,7 +40,7 @@ pub struct Epilogue<const D: usize> {
 pub struct RowNorm {
     /// One factor for each column.
     pub weight: Tensor<1>,
-    /// Whether the mean is taken off, and what the weight means.
+    /// Kind of norm: with or without the mean, and the meaning of the weight.
     pub kind: NormKind,
     /// Added to the mean of the squares, or to the variance.
     pub eps: f32,

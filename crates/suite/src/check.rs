@@ -72,7 +72,7 @@ pub(crate) fn ones(device: &Device, buffer: &Handle) {
     tune::fill(device, buffer, buffer.size_in_used() as usize / 4, u32::MAX);
 }
 
-/// Whether nobody wrote beside a buffer that is guarded.
+/// Checks whether nobody wrote beside a buffer that is guarded.
 pub(crate) fn intact(device: &Device, buffer: &Handle) -> Result<(), CheckError> {
     let mut whole = buffer.clone();
     (whole.offset_start, whole.offset_end) = (None, None);

@@ -19,7 +19,7 @@ use crate::kernel::{KernelSuite, Params, params, precision};
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: EmbedProblem,
-    /// Whether tokens and positions past the tables are among them.
+    /// True if tokens and positions past the tables are among them.
     pub past: bool,
     pub seed: u64,
 }

@@ -21,7 +21,7 @@ pub struct EdgeCase {
     pub problem: SampleProblem,
     /// Of every row, but for its uniform number: each row has its own, of a third of them one end of [0, 1).
     pub choice: Choice,
-    /// Whether some rows have NaN, infinities or nothing that is possible.
+    /// True if some rows have NaN, infinities or nothing that is possible.
     pub odd: bool,
     pub seed: u64,
 }

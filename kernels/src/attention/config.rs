@@ -174,7 +174,7 @@ fn check_plane(
     matrices(arch, c, c.shared_bytes(problem.head_dim))
 }
 
-/// Whether blocks of plane-scope matrices fit, which take so many bytes of shared memory.
+/// Checks whether blocks of plane-scope matrices fit, which take so many bytes of shared memory.
 pub(super) fn matrices(
     arch: &ArchProfile,
     c: PlaneConfig,
@@ -197,7 +197,7 @@ pub(super) const fn addresses(problem: &AttentionProblem) -> u32 {
     if problem.bias.is_some() || problem.mask.is_some() { 32 } else { 0 }
 }
 
-/// Whether the device has what `config` is made of, for passes in both directions.
+/// Checks whether the device has what `config` is made of, for passes in both directions.
 pub(super) fn serves(
     arch: &ArchProfile,
     problem: &AttentionProblem,
@@ -231,7 +231,7 @@ pub(super) fn serves(
     limits(arch, c.units(), 0)
 }
 
-/// Whether the device has the matrices of the cooperative-matrix path, and they divide the head dimension.
+/// Checks whether the device has the matrices of the cooperative-matrix path, and they divide the head dimension.
 fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Infeasible> {
     if !arch.matrices_from_words() {
         return Err(lacks("plane-scope matrices that load from words"));
@@ -253,7 +253,7 @@ fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Inf
     Ok(())
 }
 
-/// Whether the device has the instructions of the `mma.sync` paths, and they divide the head dimension.
+/// Checks whether the device has the instructions of the `mma.sync` paths, and they divide the head dimension.
 pub(super) fn tensor_cores(
     arch: &ArchProfile,
     dtype: DType,

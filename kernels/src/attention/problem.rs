@@ -71,10 +71,10 @@ pub struct AttentionProblem {
     pub mask: Option<ScoreStrides>,
     /// U8 or I32.
     pub mask_dtype: DType,
-    /// Whether the log-sum-exp of every query is stored, f32 `[batch, heads, seq_q]`; of sequences that
+    /// True if the log-sum-exp of every query is stored, f32 `[batch, heads, seq_q]`; of sequences that
     /// vary in length `[heads, all queries]`.
     pub lse: bool,
-    /// Whether sequences vary in length: they lie one after the other in q, k, v and out, and two
+    /// True if sequences vary in length: they lie one after the other in q, k, v and out, and two
     /// buffers of batch + 1 offsets say where each starts.
     pub varlen: bool,
 }

@@ -196,7 +196,7 @@ fn address(p: &DequantizeProblem) -> AddressType {
 struct DequantizePlan {
     units: u32,
     vectors: u32,
-    /// Whether numbers are rounded to bf16 before they are stored as such.
+    /// True if numbers are rounded to bf16 before they are stored as such.
     rounds: bool,
 }
 

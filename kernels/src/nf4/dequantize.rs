@@ -194,9 +194,9 @@ fn address(p: &DequantizeProblem) -> AddressType {
 struct DequantizePlan {
     units: u32,
     words: u32,
-    /// Whether the book is worth a copy that all units of a cube share.
+    /// True if the book is worth a copy that all units of a cube share.
     shared: bool,
-    /// Whether numbers are rounded to bf16 before they are stored as such.
+    /// True if numbers are rounded to bf16 before they are stored as such.
     rounds: bool,
 }
 

@@ -39,7 +39,7 @@ pub struct Weight {
     pub k: u32,
     /// Elements that share an absmax.
     pub block_size: u32,
-    /// Whether each absmax is a byte, an index into a book of 256 values, times the scale of its 256
+    /// True if each absmax is a byte, an index into a book of 256 values, times the scale of its 256
     /// neighbours plus an offset.
     pub nested: bool,
     pub order: Order,
@@ -176,7 +176,7 @@ impl Weight {
         [self.words() as usize, self.absmax_bytes() as usize / 4, scales]
     }
 
-    /// Whether another weight's first element would begin a block and a nested group of its own.
+    /// Returns whether another weight's first element would begin a block and a nested group of its own.
     fn ends_whole(&self) -> bool {
         let together = if self.nested { NESTED_BLOCK } else { 1 } * self.block_size;
         self.len() % u64::from(together) == 0

@@ -367,9 +367,9 @@ struct RopePlan {
     norm: Option<NormKind>,
     /// Positions of a page; 0 where a sequence is one page.
     block_size: u32,
-    /// Whether results are rounded before they are stored.
+    /// True if results are rounded before they are stored.
     rounds: bool,
-    /// Whether the cache is i8 with scales.
+    /// True if the cache is i8 with scales.
     bytes: bool,
 }
 

@@ -57,7 +57,7 @@ pub struct Decoder {
     dtype: FloatDType,
     tf32: bool,
     kv: KvFormat,
-    /// Whether the device captures graphs.
+    /// True if the device captures graphs.
     captures: bool,
     /// `[vocab, hidden]`
     embedding: Tensor<2>,

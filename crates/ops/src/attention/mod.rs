@@ -263,7 +263,7 @@ fn longest(offsets: &[u32]) -> u32 {
 pub(crate) struct Asked {
     options: AttentionOptions,
     packing: Option<Packing>,
-    /// Whether the log-sum-exp is given back.
+    /// True if the log-sum-exp is given back.
     lse: bool,
 }
 

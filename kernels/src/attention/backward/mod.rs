@@ -457,7 +457,7 @@ fn registers(
     }
 }
 
-/// Whether a side takes about all registers that there are.
+/// Returns whether a side takes about all registers that there are.
 fn full(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, side: Side) -> bool {
     registers(arch, problem, config, side) > 248
 }

@@ -51,7 +51,7 @@ const ROWS: u32 = 4;
 pub(crate) struct LanesPlan {
     units: u32,
     keys: u32,
-    /// Whether parts are left to be merged.
+    /// True if parts are left to be merged.
     cut: bool,
     /// Units that share a position, and vectors of a row that each has.
     lanes: u32,

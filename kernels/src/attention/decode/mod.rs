@@ -296,7 +296,7 @@ impl Kernel for Decode {
     }
 }
 
-/// Whether the parts of a sequence are merged by a launch of their own.
+/// Returns whether the parts of a sequence are merged by a launch of their own.
 fn merges(config: &DecodeConfig) -> bool {
     matches!(config, DecodeConfig::Lanes(c) if c.splits > 1)
 }

@@ -45,9 +45,9 @@ pub(crate) struct SplitPlan {
     pub(crate) cache: CachePlan,
     /// Of K, and of V, which lies the same way.
     pub(crate) tile: CopyPlan,
-    /// Whether other cubes have other keys of the same sequence.
+    /// True if other cubes have other keys of the same sequence.
     pub(crate) cut: bool,
-    /// Whether the length that the host knows is the one that the device will find, most likely.
+    /// True if the length that the host knows is the one that the device will find, most likely.
     pub(crate) foreseen: bool,
     pub(super) shared_bytes: u32,
 }

@@ -112,7 +112,7 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
     }
 }
 
-/// Whether a path normalises the rows that it multiplies, and a launch less is worth it.
+/// Returns whether a path normalises the rows that it multiplies, and a launch less is worth it.
 pub(super) fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
     let most = if on_tensor_cores(arch, p).is_ok() { 16 } else { MOST_NORMED_ROWS };
     p.norm.is_some() && p.m <= most && !candidates(arch, p).is_empty()
@@ -371,7 +371,7 @@ fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infea
     multiplies(arch, p.dtype)
 }
 
-/// Whether the device has the instructions of the paths on tensor cores.
+/// Checks whether the device has the instructions of the paths on tensor cores.
 fn multiplies(arch: &ArchProfile, dtype: DType) -> Result<(), Infeasible> {
     let half = matches!(dtype, DType::F16 | DType::Bf16);
     let inst = arch.mma_for(dtype, DType::F32).filter(|_| half);

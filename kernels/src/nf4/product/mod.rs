@@ -92,7 +92,7 @@ pub struct Nf4MatmulProblem {
     pub dtype: DType,
     /// A bias has `[n]` elements, the other matrices those of y.
     pub epilogue: Epilogue,
-    /// Whether the first half of the weight's rows gates the second; where nothing is said, not.
+    /// True if the first half of the weight's rows gates the second; where nothing is said, not.
     #[serde(default)]
     pub glu: bool,
     /// What is done to rows of x before they are multiplied, with a weight `[k]`: see [`matmul`](crate::matmul).
@@ -122,7 +122,7 @@ impl Nf4MatmulProblem {
         if gated.has_halves() { Ok(gated) } else { Err(InvalidMatmul::Halves { n }) }
     }
 
-    /// Whether the weight is two matrices where it has to be.
+    /// Returns whether the weight is two matrices where it has to be.
     const fn has_halves(&self) -> bool {
         let rows = match self.weight.order {
             Order::Tiles => 32,
@@ -177,7 +177,7 @@ impl Nf4MatmulProblem {
         [columns * u64::from(self.weight.k) * size, columns * size]
     }
 
-    /// Whether halves, and what lies behind a dense weight, begin where any device can bind them.
+    /// Returns whether halves, and what lies behind a dense weight, begin where any device can bind them.
     fn halves_are_aligned(&self) -> bool {
         let [weight, bias] = self.halves();
         weight % 256 == 0 && (!self.epilogue.bias || bias % 256 == 0)
