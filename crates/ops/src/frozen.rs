@@ -10,13 +10,14 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch};
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 use kernels::matmul::Activation;
 use kernels::norm::NormProblem;
 
 use crate::call::{Call, Optional, Parts, float_of, on_cubecl, summed_over_rows};
-use crate::matmul::{MatmulOps, product_of};
-use crate::{Ctx, Epilogue, OpError};
+use crate::matmul::{MatmulOps, linear_memory, product_of};
+use crate::memory::bytes_of;
+use crate::{Ctx, Epilogue, MemoryProfile, OpError, OpMemory};
 
 /// Arguments as matrices: x `[m, k]`, bias `[n]`, gate and residual of the result.
 pub(crate) struct Flat {
@@ -86,6 +87,40 @@ pub(crate) fn product<const D: usize>(
     };
     let made = multiply(flat)?;
     Ok(Tensor::<2>::from_dispatch(made).reshape(shape))
+}
+
+/// Bytes of a linear layer with a frozen weight of `shape` `[n, k]`, whose codes serve `coded_rows`: more rows make a dense
+/// copy, as a backward pass does. Gradients read no operand.
+pub fn quantized_linear_memory(
+    profile: MemoryProfile,
+    coded_rows: u32,
+    rows: u128,
+    [n, k]: [u128; 2],
+    dtype: FloatDType,
+) -> OpMemory {
+    let dense_weight = if rows > coded_rows.into() { bytes_of(n * k, dtype) } else { 0 };
+    OpMemory { dense_weight, saved: 0, ..linear_memory(profile, rows, [n, k], dtype) }
+}
+
+/// Bytes of a gated feed-forward's first half, [`nf4_glu`](crate::nf4_glu), with a weight of `shape` `[2n, k]`: next to a
+/// dense copy the product that is gated lies by itself.
+pub fn nf4_glu_memory(
+    profile: MemoryProfile,
+    rows: u128,
+    [both, k]: [u128; 2],
+    dtype: FloatDType,
+) -> OpMemory {
+    let joint = quantized_linear_memory(profile, profile.nf4_rows, rows, [both, k], dtype);
+    let half = joint.result / 2;
+    match joint.dense_weight {
+        0 => OpMemory { result: half, ..joint },
+        dense_weight => OpMemory {
+            temporary: half,
+            dense_weight,
+            saved: 0,
+            ..linear_memory(profile, rows, [both / 2, k], dtype)
+        },
+    }
 }
 
 /// A weight on a backend, of which a backward pass makes the dense one.

@@ -22,6 +22,7 @@
 
 #![warn(missing_docs)]
 
+mod activate;
 mod attention;
 mod call;
 mod capture;
@@ -34,6 +35,7 @@ mod frozen;
 mod int8;
 mod layout;
 mod matmul;
+mod memory;
 mod nf4;
 mod norm;
 mod offsets;
@@ -44,9 +46,10 @@ mod there;
 mod upload;
 mod words;
 
+pub use activate::{activate, activate_memory};
 pub use attention::{
-    Packing, attention, attention_backward, attention_packed, attention_packed_with_lse,
-    attention_with_lse,
+    Packing, attention, attention_backward, attention_memory, attention_packed,
+    attention_packed_with_lse, attention_with_lse,
 };
 pub use capture::{AtWork, at_work, capture_alone, captures};
 /// Where [`Nf4Weight`]s come from and go to.
@@ -56,6 +59,7 @@ pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_wi
 pub use embed::embed;
 pub use epilogue::{Epilogue, RowNorm};
 pub use error::OpError;
+pub use frozen::{nf4_glu_memory, quantized_linear_memory};
 pub use int8::{Int8Linear, Int8Weight, int8_linear};
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
@@ -63,12 +67,13 @@ pub use kernels::nf4::CodeBook;
 pub use kernels::norm::NormKind;
 pub use kernels::sample::Choice;
 pub use layout::broadcast;
-pub use matmul::{activate, grouped_matmul, linear, matmul, takes_norm};
+pub use matmul::{grouped_matmul, linear, linear_memory, matmul, takes_norm};
+pub use memory::{GRAPH_OVERHEAD, Liveness, MemoryProfile, OpMemory, pool_overhead};
 pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
-pub use norm::{NormWeights, norm};
+pub use norm::{NormWeights, norm, norm_memory};
 pub use offsets::Groups;
 pub use refresh::refresh;
-pub use rope::{KvSlots, QkNorm, RopeOptions, rope};
-pub use sample::sample;
+pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
+pub use sample::{sample, sample_memory, seen_bytes};
 pub use there::there;
 pub use upload::upload;

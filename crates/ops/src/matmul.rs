@@ -24,7 +24,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{
     Autodiff, AutodiffBackend, Backend, Dispatch, TensorMetadata, backend_extension,
 };
-use burn::tensor::{FloatDType, Scalar, Shape, Tensor};
+use burn::tensor::{FloatDType, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
@@ -41,9 +41,12 @@ use crate::call::{
 };
 use crate::epilogue::Epilogue;
 use crate::layout::{Matrices, broadcast, fold};
+use crate::memory::bytes_of;
 use crate::norm::{NormOps, normalised};
 use crate::offsets::{Groups, words_on};
-use crate::{Ctx, OpError};
+use crate::{Ctx, MemoryProfile, OpError, OpMemory};
+
+pub(crate) use crate::activate::finish;
 
 /// `residual + gate · activation(lhs·rhs + bias)`; batches broadcast.
 ///
@@ -161,6 +164,25 @@ pub fn linear<const D: usize>(
     let (gate, residual) = (gate.map(flat), residual.map(flat));
     let epilogue = Epilogue { bias, activation, gate, residual, out, tf32, half_sums, norm };
     Ok(matmul(ctx, x.reshape([rows, k]), weight, epilogue)?.reshape(shape))
+}
+
+/// Bytes of a [`linear`] of x `[rows, k]` and a weight of `shape` `[n, k]`. Products of fewer tiles than there are
+/// processors split k: of the widest tiles, 128 by 256, into splits of 128 at least.
+pub fn linear_memory(
+    profile: MemoryProfile,
+    rows: u128,
+    [n, k]: [u128; 2],
+    dtype: FloatDType,
+) -> OpMemory {
+    let tiles = (rows.div_ceil(128) * n.div_ceil(256)).max(1);
+    let splits = (u128::from(profile.processors) / tiles).min(k / 128);
+    OpMemory {
+        result: bytes_of(rows * n, dtype),
+        partial_sums: if splits > 1 { 4 * rows * n } else { 0 },
+        splits,
+        saved: bytes_of(rows * k, dtype),
+        ..OpMemory::default()
+    }
 }
 
 /// Whether [`linear`] normalises rows `x` in the launch that multiplies them with a weight `[k, n]` that is dense, of
@@ -587,61 +609,6 @@ pub(crate) fn product_of<B: MatmulOps>(
     let spec =
         Spec { precision, activation: None, out: float_dtype(dtype), norm: None, groups: None };
     bare_product::<B>(lhs, rhs, spec, ctx)
-}
-
-/// The rest of an epilogue, by ordinary ops.
-pub(crate) fn finish<B: Backend>(
-    sum: FloatTensor<B>,
-    activation: Option<Activation>,
-    gate: Option<FloatTensor<B>>,
-    residual: Option<FloatTensor<B>>,
-) -> FloatTensor<B> {
-    let scaled = |t, by: f64| B::float_mul_scalar(t, Scalar::from(by));
-    let halves = |x, curve| scaled(B::float_mul(x, B::float_add_scalar(curve, 1.0.into())), 0.5);
-    let mut out = match activation {
-        None => sum,
-        Some(Activation::Silu) => B::float_mul(sum.clone(), B::sigmoid(sum)),
-        // Not `B::gelu`: Burn 0.22 gives it the gradient of the tanh formula, 1e-3 off.
-        Some(Activation::Gelu) => {
-            let erf = B::float_erf(scaled(sum.clone(), std::f64::consts::FRAC_1_SQRT_2));
-            halves(sum, erf)
-        }
-        Some(Activation::GeluTanh) => {
-            let square = B::float_mul(sum.clone(), sum.clone());
-            let cubic = scaled(B::float_mul(square, sum.clone()), 0.044_715);
-            let root = (2.0 / std::f64::consts::PI).sqrt();
-            let tanh = B::float_tanh(scaled(B::float_add(sum.clone(), cubic), root));
-            halves(sum, tanh)
-        }
-    };
-    if let Some(gate) = gate {
-        out = B::float_mul(out, gate);
-    }
-    if let Some(residual) = residual {
-        out = B::float_add(out, residual);
-    }
-    out
-}
-
-/// `activation(x) · gate`, element by element: what epilogues do to a product, by ordinary ops that have gradients.
-///
-/// # Shapes
-/// gate as x.
-///
-/// # Errors
-/// A gate of another shape or dtype than x.
-pub fn activate<const D: usize>(
-    x: Tensor<D>,
-    activation: Activation,
-    gate: Option<Tensor<D>>,
-) -> Result<Tensor<D>, OpError> {
-    if let Some(gate) = &gate {
-        same_shape("gate", &gate.dims(), &x.dims())?;
-        same_dtype("gate", gate.dtype(), x.dtype())?;
-    }
-    let gate = gate.map(Tensor::into_dispatch);
-    let out = finish::<Dispatch>(x.into_dispatch(), Some(activation), gate, None);
-    Ok(Tensor::from_dispatch(out))
 }
 
 /// `tensor` with axes of one in front, up to `rank`.

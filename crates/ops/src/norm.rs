@@ -24,7 +24,8 @@ use crate::call::{
     Call, Optional, Parts, float_dtype, float_of, launch, like, on_cubecl, same_dtype, same_shape,
     size_of, summed_over_rows,
 };
-use crate::{Ctx, OpError};
+use crate::memory::bytes_of;
+use crate::{Ctx, OpError, OpMemory};
 
 /// What rows are multiplied by, and what is added.
 ///
@@ -88,6 +89,12 @@ pub fn norm(
         None => Ok(Tensor::from_dispatch(out)),
         Some(e) => Err(e),
     }
+}
+
+/// Bytes of a [`norm()`] of x `[rows, width]`.
+pub fn norm_memory(rows: u128, width: u128, dtype: FloatDType) -> OpMemory {
+    let x = bytes_of(rows * width, dtype);
+    OpMemory { result: x, saved: x, ..OpMemory::default() }
 }
 
 /// Rows that a product does not normalise itself, normalised, and what else it is given.

@@ -6,7 +6,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{
     Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, backend_extension,
 };
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
@@ -20,7 +20,8 @@ use crate::call::{
 };
 use crate::decode::{Blocks, Stored, axes, cache_strides, inner, scale_strides};
 use crate::layout::rows_of;
-use crate::{Cached, Ctx, OpError};
+use crate::memory::bytes_of;
+use crate::{Cached, Ctx, OpError, OpMemory};
 
 /// The cache of a layer, and how far each sequence is.
 ///
@@ -120,6 +121,11 @@ pub fn rope(
         None => Ok(Tensor::<4>::from_dispatch(q).swap_dims(1, 2)),
         Some(e) => Err(e),
     }
+}
+
+/// Bytes of a [`rope`] of `rows` tokens whose queries are `q` wide: keys and values go into the cache.
+pub fn rope_memory(rows: u128, q: u128, dtype: FloatDType) -> OpMemory {
+    OpMemory { result: bytes_of(rows * q, dtype), ..OpMemory::default() }
 }
 
 fn problem(

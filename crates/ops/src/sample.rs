@@ -11,7 +11,7 @@ use kernels::sample::{RESULT, Sample, SampleOperands, SampleProblem};
 use tune::Kernel;
 
 use crate::call::{Call, empty_like, float_of, launch, on_cubecl, same_shape, size_of, words_of};
-use crate::{Ctx, OpError};
+use crate::{Ctx, OpError, OpMemory};
 
 /// A token of each row of `logits`, chosen as [`kernels::sample`] says by the row's words of `choices`
 /// ([`kernels::sample::Choice::words`]). What was picked is seen from then on: `seen` is written **in place**, a bit a
@@ -54,6 +54,16 @@ pub fn sample(
         None => Ok(Tensor::from_dispatch(out)),
         Some(e) => Err(e),
     }
+}
+
+/// Bytes of a [`sample`] of logits `[rows, vocab]`: a weight of each in f32, and its `seen` next to the one before.
+pub fn sample_memory(rows: u128, vocab: u128) -> OpMemory {
+    OpMemory { temporary: rows * (4 * vocab + seen_bytes(vocab)), ..OpMemory::default() }
+}
+
+/// Bytes of the `seen` of one row: a bit a token.
+pub const fn seen_bytes(vocab: u128) -> u128 {
+    4 * vocab.div_ceil(32)
 }
 
 #[backend_extension(Cube, Autodiff)]

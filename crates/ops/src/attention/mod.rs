@@ -4,6 +4,7 @@
 //! compute the scores again. Neither stores them: memory grows with the sequence, not with its square.
 //! Only a bias that wants a gradient needs them stored, and goes through ordinary differentiable ops.
 
+mod memory;
 mod stored;
 
 use arch::DType;
@@ -33,6 +34,8 @@ use crate::call::{
 };
 use crate::offsets::{checked_offsets, words_on};
 use crate::{Ctx, OpError};
+
+pub use memory::attention_memory;
 
 /// Scaled dot product attention with `heads / kv_heads` neighbouring heads to one of k and v.
 ///

@@ -1,0 +1,186 @@
+//! Device memory that calls of ops hold, in bytes. Each op says its own in a function next to it, such as
+//! [`linear_memory`](crate::linear_memory), and a model adds them up in the order of its calls.
+//!
+//! All of it is arithmetic on shapes and on a [`MemoryProfile`], so that it serves cards that are not there. Sums have 128
+//! bits, because a configuration may be absurd.
+
+use arch::{ArchProfile, Backend};
+use burn::tensor::{DType, FloatDType};
+use kernels::nf4::Nf4Matmul;
+
+/// Facts of a device that decide how much memory ops hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryProfile {
+    /// True if decode steps are captured as graphs.
+    pub captures: bool,
+    /// Number of processors, which split-k fills; 0 if k is never split.
+    pub processors: u32,
+    /// Most rows that are multiplied with 4-bit codes; more may take a dense copy of the weight.
+    pub nf4_rows: u32,
+    /// Most rows that are multiplied with 8-bit codes.
+    pub int8_rows: u32,
+}
+
+impl MemoryProfile {
+    /// The device on which logits of the same rows take the largest share: no split-k, and no dense copy of up to 128 rows.
+    pub const LEAST: Self = Self { captures: false, processors: 0, nf4_rows: 128, int8_rows: 64 };
+
+    /// Returns the facts of a device that computes in `dtype`.
+    pub fn new(profile: &ArchProfile, dtype: FloatDType) -> Self {
+        // Vulkan does not report processors.
+        const USUAL_PROCESSORS: u32 = 128;
+        // Tensor cores multiply 8-bit codes faster than a dense copy up to 64 rows (`kernels::int8`, H200 and Vulkan).
+        const INT8_ROWS: u32 = 64;
+        let dtype = match dtype {
+            FloatDType::BF16 => arch::DType::Bf16,
+            FloatDType::F16 => arch::DType::F16,
+            _ => arch::DType::F32,
+        };
+        let captures = profile.backend != Backend::Cpu;
+        let nf4_rows = Nf4Matmul::coded_rows(profile, dtype);
+        Self {
+            captures,
+            processors: if captures { profile.processors.unwrap_or(USUAL_PROCESSORS) } else { 0 },
+            nf4_rows,
+            int8_rows: nf4_rows.min(INT8_ROWS),
+        }
+    }
+}
+
+/// Bytes that one call of an op holds besides its operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OpMemory {
+    /// Result.
+    pub result: u128,
+    /// Tensors that are freed before the call returns.
+    pub temporary: u128,
+    /// f32 sums of one split of k; 0 if k is not split.
+    pub partial_sums: u128,
+    /// Most splits of k.
+    pub splits: u128,
+    /// Dense copy of a quantised weight, of the forward pass and of the backward pass.
+    pub dense_weight: u128,
+    /// Operands and intermediates that its gradients read.
+    pub saved: u128,
+}
+
+impl OpMemory {
+    /// Returns the most bytes at once during the call, without a dense weight.
+    pub const fn peak(&self) -> u128 {
+        self.result + self.temporary + self.splits * self.partial_sums
+    }
+
+    /// Returns the bytes that the nodes of a captured graph keep: of split-k two splits, because steps have few rows.
+    pub const fn in_graph(&self) -> u128 {
+        self.result + self.temporary + 2 * self.partial_sums + self.dense_weight
+    }
+}
+
+/// Bytes alive while ops are called one after another.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Liveness {
+    live: u128,
+    /// Most bytes at once so far, without dense weights.
+    pub peak: u128,
+    /// Largest dense weight so far: the next one takes its place.
+    pub dense_weight: u128,
+    /// Bytes that a graph keeps of all calls so far.
+    pub in_graph: u128,
+}
+
+impl Liveness {
+    /// Adds a tensor that no op of ours makes, and returns its bytes.
+    pub fn add(&mut self, bytes: u128) -> u128 {
+        self.live += bytes;
+        self.peak = self.peak.max(self.live);
+        bytes
+    }
+
+    /// Adds a call, and returns the bytes of its result, which stays alive.
+    pub fn call(&mut self, op: OpMemory) -> u128 {
+        self.peak = self.peak.max(self.live + op.peak());
+        self.dense_weight = self.dense_weight.max(op.dense_weight);
+        self.in_graph += op.in_graph();
+        self.live += op.result;
+        op.result
+    }
+
+    /// Takes off tensors that are freed.
+    pub fn free(&mut self, bytes: u128) {
+        self.live -= bytes;
+    }
+}
+
+/// Page of a CubeCL pool for buffers of at most [`SMALL`] bytes (`AdaptiveMemory`, 0.11.3).
+const SMALL_PAGE: u128 = 8 << 20;
+const SMALL: u128 = 64 << 10;
+/// Boundary at which buffers begin on every device.
+const ALIGNED: u128 = 512;
+
+/// Bytes that pools hold beyond `transient` bytes in one page and beyond `buffers` in allocations of their own.
+pub const fn pool_overhead(transient: u128, buffers: u128) -> u128 {
+    SMALL_PAGE + page_slack(transient) + ALIGNED * buffers
+}
+
+/// Bytes of a captured graph besides its nodes' tensors: a page of small buffers, and 45 to 91 KB that wgpu stages.
+pub const GRAPH_OVERHEAD: u128 = SMALL_PAGE + (128 << 10);
+
+/// Bytes of a page beyond those that it is made for: a MiB, rounded up to whole MiB, and at least two in all.
+const fn page_slack(bytes: u128) -> u128 {
+    const MIB: u128 = 1 << 20;
+    if bytes <= SMALL {
+        return 0;
+    }
+    let page = (bytes + MIB).next_multiple_of(MIB);
+    let page = if page < 2 * MIB { 2 * MIB } else { page };
+    page - bytes
+}
+
+/// Bytes of `values` of a dtype.
+pub(crate) fn bytes_of(values: u128, dtype: FloatDType) -> u128 {
+    values * DType::from(dtype).size() as u128
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_whole() {
+        let mib = 1 << 20;
+        // Small buffers lie in the page for them.
+        assert_eq!((page_slack(0), page_slack(SMALL)), (0, 0));
+        assert_eq!(page_slack(SMALL + 1), 2 * mib - SMALL - 1);
+        let slack = (page_slack(mib), page_slack(mib + 1), page_slack(5 * mib));
+        assert_eq!(slack, (mib, 2 * mib - 1, mib));
+    }
+
+    #[test]
+    fn what_is_freed_makes_place_and_a_graph_frees_nothing() {
+        let op =
+            OpMemory { result: 8, temporary: 2, partial_sums: 3, splits: 4, ..OpMemory::default() };
+        let mut live = Liveness::default();
+        let x = live.add(5);
+        let first = live.call(op);
+        assert_eq!((first, live.peak), (8, 5 + 8 + 2 + 4 * 3));
+        live.free(first);
+        live.call(OpMemory { dense_weight: 7, ..op });
+        assert_eq!((live.peak, live.dense_weight), (27, 7));
+        live.free(x);
+        assert_eq!(live.in_graph, 2 * (8 + 2 + 2 * 3) + 7);
+    }
+
+    #[test]
+    fn facts_follow_the_profile() {
+        let card = ArchProfile::recorded("rtx4090").expect("recorded");
+        let of = |dtype| MemoryProfile::new(&card, dtype);
+        let half = of(FloatDType::BF16);
+        assert!(half.captures && half.processors == card.processors.expect("CUDA reports it"));
+        assert_eq!((half.nf4_rows, half.int8_rows), (128, 64));
+        // f32 has no path on tensor cores.
+        assert_eq!((of(FloatDType::F32).nf4_rows, of(FloatDType::F32).int8_rows), (8, 8));
+        let host = ArchProfile { backend: Backend::Cpu, ..card };
+        let host = MemoryProfile::new(&host, FloatDType::F32);
+        assert!(!host.captures && host.processors == 0);
+    }
+}
