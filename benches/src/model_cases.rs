@@ -262,14 +262,15 @@ fn run_model(
     Ok(good)
 }
 
-/// Whether a plan said that the card is too small.
+/// Returns true if a plan said that the card is too small.
 fn too_large(why: &anyhow::Error) -> bool {
-    let plan = match (why.downcast_ref(), why.downcast_ref()) {
-        (Some(LoadError::Plan(why)), _) | (_, Some(GenerateError::Plan(why))) => Some(why),
+    let plan = match (why.downcast_ref(), why.downcast_ref(), why.downcast_ref()) {
+        (Some(LoadError::Plan(why)), _, _)
+        | (_, Some(GenerateError::Plan(why)), _)
+        | (_, _, Some(TrainError::Plan(why))) => Some(why),
         _ => None,
     };
     matches!(plan, Some(PlanError::Memory(_)))
-        || matches!(why.downcast_ref(), Some(TrainError::Memory(_)))
 }
 
 fn measure(

@@ -11,7 +11,7 @@
 //! | [`decoder`] | [`Decoder`]: the weights on a device, and what it computes with them |
 //! | [`lora`] | [`Adapter`]: what training adds to the matrices of a decoder, and PEFT's files of it |
 //! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
-//! | [`footprint`] | what all of it takes on a device |
+//! | [`footprint`] | [`Footprint`]: the memory of a [`Workload`] on a device, part by part |
 //! | [`shapes`] | the configurations of a few public models |
 //!
 //! This crate never sees CubeCL. The bench takes its matmul cases from here, so that they are those of real
@@ -43,20 +43,20 @@ pub mod names;
 pub mod rope;
 pub mod shapes;
 pub mod weights;
+mod workload;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    Adaptation, CHUNK, Decoder, Example, KvCache, Learned, LoadOptions, Loading, OnDevice, Quant,
+    Adaptation, Decoder, Example, KvCache, Learned, LoadOptions, Loading, OnDevice, Quant,
     Recompute, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use families::Family;
-pub use footprint::{
-    Footprint, Held, KvFormat, Lessons, Matrices, Steps, TrainFootprint, Workload,
-};
+pub use footprint::{Footprint, KvFormat, Matrices, ModelPrecision};
 pub use generation::GenerationConfig;
 pub use lora::{Adapter, Factor, LoraOptions};
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
 pub use rope::{Rope, Scaling};
 pub use weights::{Stored, Weights};
+pub use workload::{Training, Workload};

@@ -45,11 +45,12 @@ pub(super) fn jobs(device: &Device, exhaust: bool) -> Vec<Job> {
 fn limited(device: &Device) -> Result<Verdict, CheckError> {
     let policy = Some(Policy::Default);
     let options = EngineOptions { policy, ..EngineOptions::default() };
-    let plan =
-        Engine::random(device, SHAPE, &options).map(|engine| engine.plan(Workload::new(1, SHORT)));
-    let limit_bytes = Some(plan.map_err(failed)?.peak_bytes());
+    let engine = Engine::random(device, SHAPE, &options).map_err(failed)?;
+    let plan = engine.plan(Workload::new(1, SHORT)).map_err(failed)?;
+    drop(engine);
+    let limit_bytes = Some(plan.peak_bytes());
     let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
-    let before = flashover::MemoryUsage::of(device).used_bytes;
+    let before = flashover::MemoryUsage::read(device).used_bytes;
     let engine =
         Engine::random(device, SHAPE, &EngineOptions { budget, ..options }).map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
@@ -63,7 +64,7 @@ fn limited(device: &Device) -> Result<Verdict, CheckError> {
     }
     let verdict = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
     drop(engine);
-    same(before, flashover::MemoryUsage::of(device).used_bytes, "a model leaves")?;
+    same(before, flashover::MemoryUsage::read(device).used_bytes, "a model leaves")?;
     Ok(verdict)
 }
 

@@ -12,9 +12,9 @@ use command::OutFile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
-    Adapter, ArchProfile, Backend, BatchPlan, Compute, Device, Engine, EngineOptions, KvFormat,
-    LoadError, MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Quant, Request,
-    SpeedTest, Workload,
+    Adapter, ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, LoadError,
+    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Quant, Request, SpeedTest,
+    Workload,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -381,7 +381,7 @@ impl ModelArgs {
     ) -> anyhow::Result<Engine> {
         let device = self.device()?;
         let options = match preset {
-            Some(preset) => self.of_preset(preset, device.profile(), &folder, workload)?,
+            Some(preset) => self.of_preset(preset, device.profile(), &folder, &workload)?,
             None => self.options(),
         };
         loaded(&device, folder, &EngineOptions { workload: Some(workload), ..options })
@@ -393,14 +393,15 @@ impl ModelArgs {
         preset: Preset,
         profile: &ArchProfile,
         folder: &ModelFolder,
-        workload: Workload,
+        workload: &Workload,
     ) -> anyhow::Result<EngineOptions> {
         if preset == Preset::Training {
             bail!(
                 "preset {preset} is for training\nhint: --preset code-generation, inference or latency"
             );
         }
-        let chosen = preset.precision(&self.options(), |o| folder.plan(profile, o, workload))?;
+        let chosen =
+            preset.precision(&self.options(), |o| folder.plan(profile, o, workload.clone()))?;
         command::note!("preset {preset}: {}", chosen.plan.precision());
         Ok(chosen.options)
     }
@@ -485,9 +486,7 @@ impl SubjectArgs {
         for (batch, positions) in longest {
             let workload = Workload::new(batch, positions);
             let plan = subject.plan(device.profile(), &options, workload)?;
-            if !plan.fits() {
-                return Err(plan.refused().into());
-            }
+            plan.fitting()?;
         }
         Ok(())
     }

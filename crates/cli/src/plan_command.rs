@@ -2,13 +2,9 @@
 
 use anyhow::bail;
 use clap::ValueEnum;
-use flashover::{
-    ArchProfile, BatchPlan, EngineOptions, LoadError, Plan, Preset, Recompute, TrainPlan,
-    TrainWorkload, Workload,
-};
-use serde::Serialize;
+use flashover::{EngineOptions, LoadError, Plan, PlanError, Preset, Recompute, Training, Workload};
 
-use crate::model_args::{Subject, SubjectArgs};
+use crate::model_args::SubjectArgs;
 use crate::train_command::LoraArgs;
 
 #[derive(clap::Args)]
@@ -62,29 +58,39 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let options = args.of.load.options();
     let subject = args.of.subject()?;
-    if args.train.is_some() || args.preset == Some(Preset::Training) {
-        return train(args, &profile, &options, &subject);
+    let trains = args.train.is_some() || args.preset == Some(Preset::Training);
+    if let Some(other) = args.preset.filter(|preset| trains && *preset != Preset::Training) {
+        bail!("preset {other} is not for training\nhint: --preset training, or leave --train out");
     }
-    let plan = planned(args, &options, USUAL, |options, workload| {
+    let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
+    let training = trains.then(|| Training {
+        lora: args.lora.options(),
+        accumulates: args.accumulate,
+        recompute,
+    });
+    let usual = if trains { USUAL_TO_TRAIN } else { USUAL };
+    let plan = planned(args, &options, usual, |options, workload| {
+        let workload = Workload { training: training.clone(), ..workload };
         subject.plan(&profile, options, workload)
     })?;
     command::print(&match args.json {
-        true => as_json(&plan, plan.peak_bytes(), plan.fits())?,
+        true => serde_json::to_string_pretty(&plan)? + "\n",
         false => table(&plan),
     })?;
-    if !plan.fits() {
-        bail!("it does not fit: {plan}\nhint: {}", plan.advice());
+    match plan.fits() {
+        true => Ok(()),
+        false if trains => Err(PlanError::Memory(Box::new(plan)).into()),
+        false => bail!("it does not fit: {plan}\nhint: {}", plan.advice()),
     }
-    Ok(())
 }
 
-/// Of the workload that is asked for; what nobody asks for is the preset's, or usual.
-fn planned<P: BatchPlan>(
+/// Plans the workload that is asked for; what nobody asks for is the preset's, or usual.
+fn planned(
     args: &Args,
     options: &EngineOptions,
     usual: usize,
-    plan: impl Fn(&EngineOptions, Workload) -> Result<P, LoadError>,
-) -> Result<P, P::Refused> {
+    plan: impl Fn(&EngineOptions, Workload) -> Result<Plan, LoadError>,
+) -> Result<Plan, LoadError> {
     let context = match (args.context, args.preset.map_or(usual, Preset::context)) {
         (Some(context), _) => context,
         // A model may have fewer.
@@ -94,7 +100,7 @@ fn planned<P: BatchPlan>(
         },
     };
     match (args.preset, args.batch) {
-        (None, batch) => Ok(plan(options, Workload::new(batch.unwrap_or(1), context))?),
+        (None, batch) => plan(options, Workload::new(batch.unwrap_or(1), context)),
         (Some(preset), Some(batch)) => {
             let chosen = preset.precision(options, |o| plan(o, Workload::new(batch, context)));
             chosen.map(|chosen| chosen.plan)
@@ -106,104 +112,24 @@ fn planned<P: BatchPlan>(
     }
 }
 
-fn train(
-    args: &Args,
-    profile: &ArchProfile,
-    options: &EngineOptions,
-    subject: &Subject<'_>,
-) -> anyhow::Result<()> {
-    let lora = args.lora.options();
-    let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
-    let plan = |options: &EngineOptions, Workload { batch, context, .. }| {
-        let workload = TrainWorkload { batch, context, accumulates: args.accumulate, recompute };
-        match subject {
-            Subject::Folder(folder) => {
-                TrainPlan::of_folder(profile, folder, options, &lora, workload)
-            }
-            Subject::Shape(shape) => TrainPlan::of_shape(profile, shape, options, &lora, workload),
-        }
-    };
-    if let Some(other) = args.preset.filter(|preset| *preset != Preset::Training) {
-        bail!("preset {other} is not for training\nhint: --preset training, or leave --train out");
-    }
-    let plan = planned(args, options, USUAL_TO_TRAIN, plan)?;
-    command::print(&match args.json {
-        true => as_json(&plan, plan.peak_bytes(), plan.fits())?,
-        false => train_table(&plan),
-    })?;
-    match plan.fits() {
-        true => Ok(()),
-        false => Err(plan.refused().into()),
-    }
-}
-
-fn train_table(plan: &TrainPlan) -> String {
-    let mut lines = vec![
-        ("model", format!("{}, {}", plan.model, plan.precision())),
-        ("device", plan.device.clone()),
-        ("batch", plan.workload.batch.to_string()),
-        ("context", plan.workload.context.to_string()),
-        ("rank", plan.rank.to_string()),
-        ("weights", bytes(plan.weights_bytes)),
-        ("adapter", bytes(plan.adapter_bytes)),
-        ("optimizer", bytes(plan.optimizer_bytes)),
-        ("activations", bytes(plan.passing_bytes)),
-        ("together", bytes(plan.peak_bytes())),
-    ];
-    of_device(&mut lines, plan.total_bytes, plan.reserve_bytes, plan.budget_bytes);
-    lines.push(("largest batch", most(plan.largest_batch)));
-    lines.push(("largest context", most(plan.largest_context)));
-    of_lines(lines)
-}
-
-/// What there is, as far as anybody knows.
-fn of_device(
-    lines: &mut Vec<(&str, String)>,
-    total: Option<u64>,
-    reserve: u64,
-    budget: Option<u64>,
-) {
-    lines.extend(total.map(|total| ("of the device", bytes(total))));
-    lines.push(("reserve", bytes(reserve)));
-    lines.extend(budget.map(|budget| ("may be used", bytes(budget))));
-}
-
-fn most(most: Option<usize>) -> String {
-    most.map_or_else(|| "unknown".to_owned(), |most| most.to_string())
-}
-
-fn of_lines(lines: Vec<(&str, String)>) -> String {
-    lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect()
-}
-
-/// The plan's own fields, their sum, and whether it fits.
-fn as_json(plan: &impl Serialize, peak_bytes: u64, fits: bool) -> anyhow::Result<String> {
-    #[derive(Serialize)]
-    struct Whole<'a, P> {
-        #[serde(flatten)]
-        plan: &'a P,
-        peak_bytes: u64,
-        fits: bool,
-    }
-    Ok(serde_json::to_string_pretty(&Whole { plan, peak_bytes, fits })? + "\n")
-}
-
 fn table(plan: &Plan) -> String {
+    let most = |most: Option<usize>| most.map_or("unknown".to_owned(), |most| most.to_string());
+    let workload = &plan.workload;
     let mut lines = vec![
         ("model", format!("{}, {}", plan.model, plan.precision())),
         ("device", plan.device.clone()),
-        ("batch", plan.workload.batch.to_string()),
-        ("context", plan.workload.context.to_string()),
-        ("weights", bytes(plan.weights_bytes)),
-        ("keys and values", bytes(plan.cache_bytes)),
-        ("activations", bytes(plan.activations_bytes)),
-        ("workspace", bytes(plan.workspace_bytes)),
-        ("together", bytes(plan.peak_bytes())),
+        ("batch", workload.batch.to_string()),
+        ("context", workload.context.to_string()),
     ];
-    of_device(&mut lines, plan.total_bytes, plan.reserve_bytes, plan.budget_bytes);
+    lines.extend(workload.training.as_ref().map(|own| ("rank", own.lora.rank.to_string())));
+    lines.extend(plan.parts().map(|(name, part)| (name, bytes(part))));
+    lines.push(("together", bytes(plan.peak_bytes())));
+    lines.extend(plan.total_bytes.map(|total| ("of the device", bytes(total))));
+    lines.push(("reserve", bytes(plan.reserve_bytes)));
+    lines.extend(plan.budget_bytes.map(|budget| ("may be used", bytes(budget))));
     lines.push(("largest batch", most(plan.largest_batch)));
     lines.push(("largest context", most(plan.largest_context)));
-    of_lines(lines)
+    lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect()
 }
 
 fn bytes(bytes: u64) -> String {

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::{
-    Adapter, BatchPlan, Chosen, Dataset, EngineOptions, KvFormat, LoraOptions, Preset, Recompute,
-    Schedule, Taught, TrainOptions, TrainWorkload, Trainer, Workload,
+    Adapter, Chosen, Dataset, EngineOptions, KvFormat, LoraOptions, Preset, Recompute, Schedule,
+    Taught, TrainOptions, Trainer, Training, Workload,
 };
 use tune::timing::Stopwatch;
 
@@ -140,15 +140,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let accumulate = args.accumulate as usize;
     let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
-    let workload =
-        |batch, context| TrainWorkload { batch, context, accumulates: accumulate > 1, recompute };
     let lora = match &adapter {
         Some(adapter) => adapter.options().clone(),
         None => args.lora.options(),
     };
     let device = args.model.device()?;
-    let plan =
-        |load: &EngineOptions, workload| folder.train_plan(device.profile(), load, &lora, workload);
+    let training = Some(Training { lora: lora.clone(), accumulates: accumulate > 1, recompute });
+    let workload =
+        |batch, context| Workload { training: training.clone(), ..Workload::new(batch, context) };
+    let plan = |load: &EngineOptions, workload| folder.plan(device.profile(), load, workload);
     let asked = args.batch.map(|batch| batch as usize);
     if let Some(other) = args.preset.filter(|preset| *preset != Preset::Training) {
         bail!("preset {other} is not for training\nhint: --preset training, or leave it out");
@@ -203,10 +203,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         command::note!("note: the adapter that is in {} will be replaced", output.display());
     }
     let workload = workload(batch, longest);
-    let plan = plan(&load, workload)?;
-    if !plan.fits() {
-        return Err(plan.refused().into());
-    }
+    plan(&load, workload.clone())?.fitting()?;
     std::fs::create_dir_all(output).map_err(unwritable)?;
     for file in Adapter::files(output) {
         all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;

@@ -15,7 +15,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let engine = Engine::load(&device, folder, &EngineOptions::default())?;
 
     // What four sequences of 128 positions take, before they take it.
-    let plan = engine.plan(Workload::new(4, 128));
+    let plan = engine.plan(Workload::new(4, 128))?;
     println!("{plan}");
 
     let mut request = engine.request();

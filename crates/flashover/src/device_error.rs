@@ -32,9 +32,11 @@ impl DeviceError {
     pub(crate) fn of(device: &Device, why: String) -> Self {
         match bytes_lacked(&why) {
             None => Self::Failed(why),
-            Some(need) => {
-                Self::OutOfMemory { need, free: free_bytes(device), have: MemoryUsage::of(device) }
-            }
+            Some(need) => Self::OutOfMemory {
+                need,
+                free: free_bytes(device),
+                have: MemoryUsage::read(device),
+            },
         }
     }
 }
@@ -49,13 +51,13 @@ fn bytes_lacked(why: &str) -> Option<u64> {
     after[..end].parse().ok()
 }
 
-/// Refuses what a host has no room for by now. Linux gives more addresses than there is memory, and ends a process that
+/// Refuses more than is free on a host by now. Linux gives more addresses than there is memory, and ends a process that
 /// uses them; a card's driver refuses by itself.
-pub(crate) fn there_is(device: &Device, need: u128) -> Result<(), DeviceError> {
+pub(crate) fn check_free(device: &Device, need: u128) -> Result<(), DeviceError> {
     if device.profile().backend != Backend::Cpu {
         return Ok(());
     }
-    refuse_over(free_bytes(device), MemoryUsage::of(device), need)
+    refuse_over(free_bytes(device), MemoryUsage::read(device), need)
 }
 
 fn refuse_over(free: Option<u64>, have: MemoryUsage, need: u128) -> Result<(), DeviceError> {
@@ -95,7 +97,7 @@ mod tests {
         );
         assert!(said.contains("\nhint: fewer sequences"), "{said}");
         let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
-        let refused = there_is(&device, 1 << 60);
+        let refused = check_free(&device, 1 << 60);
         assert!(matches!(refused, Err(DeviceError::OutOfMemory { .. })), "{refused:?}");
     }
 

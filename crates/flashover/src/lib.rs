@@ -29,11 +29,9 @@ mod context;
 mod device_error;
 mod engine;
 mod host;
-mod ledger;
 mod load_error;
 mod memory;
 mod options;
-mod plan;
 mod prepare;
 mod preset;
 mod quantize;
@@ -60,22 +58,22 @@ pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
 pub use kernels::nf4::CodeBook;
 pub use load_error::LoadError;
-pub use memory::{MemoryUsage, free_bytes};
+pub use memory::{MemoryBudget, MemoryUsage, Plan, PlanError, free_bytes};
 pub use models::{
-    Adapter, DecoderConfig, Example, GenerationConfig, KvFormat, LoraOptions, Recompute,
+    Adapter, DecoderConfig, Example, GenerationConfig, KvFormat, LoraOptions, Recompute, Training,
+    Workload,
 };
 pub use ops::{self, OpError};
 pub use options::{Compute, EngineOptions, Quant};
-pub use plan::{MemoryBudget, Plan, PlanError, Workload};
-pub use preset::{BatchPlan, Chosen, Preset, UnknownPreset};
+pub use preset::{Chosen, Preset, UnknownPreset};
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
     WeightFormat, quantize_model, quantize_model_until,
 };
 pub use trace;
 pub use train::{
-    Dataset, DatasetError, Schedule, Taught, TrainError, TrainOptions, TrainPlan, TrainSpeed,
-    TrainTest, TrainWorkload, Trainer,
+    Dataset, DatasetError, Schedule, Taught, TrainError, TrainOptions, TrainSpeed, TrainTest,
+    Trainer,
 };
 pub use tune::Policy;
 

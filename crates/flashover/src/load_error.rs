@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use arch::{Backend, DType};
 
 use crate::device_error::DeviceError;
-use crate::plan::PlanError;
+use crate::memory::PlanError;
 
 /// Why a model is not loaded.
 #[derive(Debug, thiserror::Error)]

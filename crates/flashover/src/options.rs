@@ -1,11 +1,11 @@
 //! How a model is put on a device.
 
-use models::KvFormat;
+use models::{KvFormat, Workload};
 
-use crate::plan::{MemoryBudget, Workload};
+use crate::memory::MemoryBudget;
 
 /// How [`Engine::load`](crate::Engine::load) puts a model on a device.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct EngineOptions {
     /// What is computed in. When none, f32 on a CPU and where the device lacks the files' dtype, and that
     /// elsewhere.
@@ -24,7 +24,7 @@ pub struct EngineOptions {
     pub policy: Option<tune::Policy>,
     /// How much of the device's memory the model and its sequences may take.
     pub budget: MemoryBudget,
-    /// What must fit into it for the model to be loaded at all; one position of one sequence when none.
+    /// Workload that must fit for the model to be loaded; one position of one sequence when none.
     pub workload: Option<Workload>,
 }
 

@@ -7,18 +7,19 @@ use std::path::Path;
 
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
-use kernels::nf4::Nf4Matmul;
-use models::{Adapter, Held, KvFormat, LoadOptions, Matrices, OnDevice, Steps, Weights};
-use ops::Nf4Options;
+use models::{
+    Adapter, KvFormat, LoadOptions, Matrices, ModelPrecision, OnDevice, Weights, Workload,
+};
+use ops::{MemoryProfile, Nf4Options};
 
-use crate::device_error::there_is;
+use crate::device_error::check_free;
 use crate::load_error::LoadError;
+use crate::memory::{Plan, PlannedModel};
 use crate::options::{Compute, EngineOptions, Quant};
-use crate::plan::{Plan, Planned, Workload};
 
 /// A model that is known, and not yet on a device.
 pub(crate) struct Prepared {
-    pub(crate) planned: Planned,
+    pub(crate) planned: PlannedModel,
     pub(crate) load: LoadOptions,
 }
 
@@ -31,17 +32,18 @@ impl Prepared {
         options: &EngineOptions,
     ) -> Result<Self, LoadError> {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
-        let OnDevice { matrices, bytes, beside } = models::on_device(weights, adapter, &load)?;
+        let OnDevice { matrices, bytes, lora_columns } =
+            models::on_device(weights, adapter, &load)?;
         if options.quant == Some(Quant::Int8) && matrices == Matrices::FourBit {
             return Err(LoadError::FourBits(folder.to_owned()));
         }
-        let held = Held { beside, ..held(profile, &load, matrices)? };
-        let planned = Planned {
+        let precision = ModelPrecision { lora_columns, ..precision(profile, &load, matrices)? };
+        let planned = PlannedModel {
             model: folder.display().to_string(),
             config: weights.config().clone(),
-            held,
-            steps: steps(profile, held),
+            precision,
             weights: bytes,
+            profile: MemoryProfile::new(profile, precision.dtype),
         };
         Ok(Self { planned, load })
     }
@@ -61,18 +63,22 @@ impl Prepared {
             Some(Quant::Nf4) => Matrices::FourBit,
             Some(Quant::Int8) => Matrices::Int8,
         };
-        let held = held(profile, &load, matrices)?;
-        let weights = config.held_bytes(held);
-        let steps = steps(profile, held);
-        let planned = Planned { model: shape.to_owned(), config, held, steps, weights };
+        let precision = precision(profile, &load, matrices)?;
+        let planned = PlannedModel {
+            model: shape.to_owned(),
+            weights: config.loaded_bytes(precision),
+            config,
+            precision,
+            profile: MemoryProfile::new(profile, precision.dtype),
+        };
         Ok(Self { planned, load })
     }
 
     /// Refuses what does not fit.
     pub(crate) fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), LoadError> {
-        let workload = options.workload.unwrap_or(Workload::new(1, 1));
-        self.planned.checked(device.profile(), &options.budget, workload)?.fitting()?;
-        Ok(there_is(device, self.planned.footprint(workload).total())?)
+        let workload = options.workload.clone().unwrap_or(Workload::new(1, 1));
+        let plan = self.planned.checked(device.profile(), &options.budget, workload)?.fitting()?;
+        Ok(check_free(device, plan.peak_bytes().into())?)
     }
 }
 
@@ -80,7 +86,8 @@ impl Plan {
     /// Plans for a Hugging Face folder on a device of this profile. Only the headers of its files are read.
     ///
     /// # Errors
-    /// As [`crate::Engine::load`], but for memory: whether the plan [fits](Plan::fits) is in it.
+    /// As [`crate::Engine::load`], except that a plan which does not [fit](Plan::fits) is returned; [`LoadError::Plan`] for
+    /// an adapter that the model cannot have.
     pub fn of_folder(
         profile: &ArchProfile,
         folder: impl AsRef<Path>,
@@ -95,7 +102,7 @@ impl Plan {
     /// Plans for a published shape, as [`crate::Engine::random`] makes it.
     ///
     /// # Errors
-    /// As [`crate::Engine::random`], but for memory.
+    /// As [`crate::Engine::random`] and [`Plan::of_folder`].
     pub fn of_shape(
         profile: &ArchProfile,
         shape: &str,
@@ -107,8 +114,12 @@ impl Plan {
     }
 }
 
-/// How a model with such matrices is held; load options that are made here say what it computes in.
-fn held(profile: &ArchProfile, load: &LoadOptions, matrices: Matrices) -> Result<Held, LoadError> {
+/// Returns the number formats of a model; load options that are made here have a dtype.
+fn precision(
+    profile: &ArchProfile,
+    load: &LoadOptions,
+    matrices: Matrices,
+) -> Result<ModelPrecision, LoadError> {
     let bytes = profile.backend == Backend::Cuda && matrices == Matrices::Int8;
     if load.int8_activations && !bytes {
         return Err(LoadError::Int8Activations);
@@ -117,22 +128,10 @@ fn held(profile: &ArchProfile, load: &LoadOptions, matrices: Matrices) -> Result
         return Err(LoadError::Tf32);
     }
     let dtype = load.dtype.unwrap_or(FloatDType::F32);
-    Ok(Held { dtype, tf32: load.tf32, matrices, kv: load.kv, beside: 0 })
+    Ok(ModelPrecision { dtype, tf32: load.tf32, matrices, kv: load.kv, lora_columns: 0 })
 }
 
-/// How a device of this profile goes about steps of such a model.
-fn steps(profile: &ArchProfile, held: Held) -> Steps {
-    // Through Vulkan nobody tells.
-    const USUAL: u32 = 128;
-    let captured = profile.backend != Backend::Cpu;
-    Steps {
-        captured,
-        coded_rows: Nf4Matmul::coded_rows(profile, ours(held.dtype)),
-        processors: if captured { profile.processors.unwrap_or(USUAL) } else { 0 },
-    }
-}
-
-const fn ours(dtype: FloatDType) -> DType {
+const fn storage(dtype: FloatDType) -> DType {
     match dtype {
         FloatDType::BF16 => DType::Bf16,
         FloatDType::F16 => DType::F16,
@@ -149,7 +148,7 @@ fn load_options(
     let dtype = match options.dtype {
         // A CPU computes in f32 whatever is stored; WGSL has no 16 bits here.
         None => {
-            let wide = profile.backend == Backend::Cpu || !stored.contains(&ours(file));
+            let wide = profile.backend == Backend::Cpu || !stored.contains(&storage(file));
             Some(if wide { FloatDType::F32 } else { file })
         }
         Some(compute) => {

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use models::Workload;
+
 use crate::load_error::LoadError;
+use crate::memory::Plan;
 use crate::options::{EngineOptions, Quant};
-use crate::plan::{Plan, PlanError, Workload};
-use crate::train::{TrainError, TrainPlan};
 
 /// What a model is used for. Each asks for a context, takes the precision that leaves room for the batch that it wants,
 /// and then as many sequences as fit.
@@ -22,68 +23,13 @@ pub enum Preset {
     Training,
 }
 
-/// What a preset came to.
+/// The options and the plan that a preset chose.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Chosen<P = Plan> {
-    /// What to load the model with.
+pub struct Chosen {
+    /// Options to load the model with.
     pub options: EngineOptions,
-    /// Of the largest workload within the preset.
-    pub plan: P,
-}
-
-/// A plan of so many sequences, of which others may fit: a [`Plan`], or a [`TrainPlan`].
-pub trait BatchPlan {
-    /// What is said of one that does not fit.
-    type Refused: From<LoadError>;
-
-    /// Whether they are within the budget.
-    fn fits(&self) -> bool;
-    /// Sequences of it.
-    fn batch(&self) -> usize;
-    /// The most that fit, where that is known.
-    fn largest_batch(&self) -> Option<usize>;
-    /// What it is where it does not fit.
-    fn refused(self) -> Self::Refused;
-}
-
-impl BatchPlan for Plan {
-    type Refused = LoadError;
-
-    fn fits(&self) -> bool {
-        self.fits()
-    }
-
-    fn batch(&self) -> usize {
-        self.workload.batch
-    }
-
-    fn largest_batch(&self) -> Option<usize> {
-        self.largest_batch
-    }
-
-    fn refused(self) -> LoadError {
-        PlanError::Memory(Box::new(self)).into()
-    }
-}
-
-impl BatchPlan for TrainPlan {
-    type Refused = TrainError;
-
-    fn fits(&self) -> bool {
-        self.fits()
-    }
-
-    fn batch(&self) -> usize {
-        self.workload.batch
-    }
-
-    fn largest_batch(&self) -> Option<usize> {
-        self.largest_batch
-    }
-
-    fn refused(self) -> TrainError {
-        TrainError::Memory(Box::new(self))
-    }
+    /// Plan of the largest workload within the preset.
+    pub plan: Plan,
 }
 
 impl Preset {
@@ -115,7 +61,7 @@ impl Preset {
             Some(_) => &[options.quant],
             None => self.quants(),
         };
-        quants.iter().map(|quant| EngineOptions { quant: *quant, ..*options }).collect()
+        quants.iter().map(|quant| EngineOptions { quant: *quant, ..options.clone() }).collect()
     }
 
     /// Positions of a sequence, sequences that are wanted at least, and at most.
@@ -133,16 +79,16 @@ impl Preset {
         self.wants().0
     }
 
-    /// The precision for a workload that is known: the most wanted in which `plan` fits, and the plan. The precision of
-    /// `options` is kept where they have one.
+    /// Chooses the precision for a known workload: the most wanted in which `plan` fits. The precision of `options` is kept
+    /// where they have one.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`] or [`TrainError::Memory`] where it fits in none.
-    pub fn precision<P: BatchPlan>(
+    /// Those of `plan`; [`PlanError::Memory`](crate::PlanError::Memory) where it fits in none.
+    pub fn precision(
         self,
         options: &EngineOptions,
-        plan: impl Fn(&EngineOptions) -> Result<P, LoadError>,
-    ) -> Result<Chosen<P>, P::Refused> {
+        plan: impl Fn(&EngineOptions) -> Result<Plan, LoadError>,
+    ) -> Result<Chosen, LoadError> {
         let mut refused = None;
         for options in self.precisions(options) {
             let plan = plan(&options)?;
@@ -151,34 +97,34 @@ impl Preset {
             }
             refused = Some(plan);
         }
-        Err(refused.expect("there is a precision").refused())
+        let plan = refused.expect("there is a precision").fitting()?;
+        Ok(Chosen { options: options.clone(), plan })
     }
 
-    /// Works it out by plans, such as [`Plan::of_folder`] or [`TrainPlan::of_shape`] make, the latter for
+    /// Chooses precision and batch by plans, such as [`Plan::of_folder`] makes, of workloads that `plan` trains on for
     /// [`Preset::Training`]. Of options the precision is the preset's where none is asked for, the rest is kept. A model of
     /// a shorter context than the preset's keeps its own.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`] or [`TrainError::Memory`] where not one sequence fits in any
-    /// precision.
-    pub fn choose<P: BatchPlan>(
+    /// Those of `plan`; [`PlanError::Memory`](crate::PlanError::Memory) where not one sequence fits in any precision.
+    pub fn choose(
         self,
         options: &EngineOptions,
-        plan: impl Fn(&EngineOptions, Workload) -> Result<P, LoadError>,
-    ) -> Result<Chosen<P>, P::Refused> {
+        plan: impl Fn(&EngineOptions, Workload) -> Result<Plan, LoadError>,
+    ) -> Result<Chosen, LoadError> {
         let (wanted, least, most) = self.wants();
         let context = match plan(options, Workload::new(1, wanted)) {
             Ok(_) => wanted,
             Err(why) => why.context().ok_or(why)?,
         };
-        let mut best: Option<Chosen<P>> = None;
+        let mut best: Option<Chosen> = None;
         for options in self.precisions(options) {
             let one = plan(&options, Workload::new(1, context))?;
-            let batch = one.largest_batch().unwrap_or(most).min(most);
+            let batch = one.largest_batch.unwrap_or(most).min(most);
             let plan = plan(&options, Workload::new(batch.max(1), context))?;
-            let more = best
-                .as_ref()
-                .is_none_or(|best| !best.plan.fits() || (plan.fits() && batch > best.plan.batch()));
+            let more = best.as_ref().is_none_or(|best| {
+                !best.plan.fits() || (plan.fits() && batch > best.plan.workload.batch)
+            });
             if more {
                 best = Some(Chosen { options, plan });
             }
@@ -186,11 +132,8 @@ impl Preset {
                 break;
             }
         }
-        let chosen = best.expect("there is a precision");
-        match chosen.plan.fits() {
-            true => Ok(chosen),
-            false => Err(chosen.plan.refused()),
-        }
+        let Chosen { options, plan } = best.expect("there is a precision");
+        Ok(Chosen { options, plan: plan.fitting()? })
     }
 }
 
@@ -217,11 +160,10 @@ impl FromStr for Preset {
 #[cfg(test)]
 mod tests {
     use arch::ArchProfile;
-    use models::{LoraOptions, Recompute};
+    use models::Training;
 
     use super::*;
-    use crate::plan::MemoryBudget;
-    use crate::train::TrainWorkload;
+    use crate::memory::{MemoryBudget, PlanError};
 
     fn within(
         preset: Preset,
@@ -261,22 +203,10 @@ mod tests {
         for (card, quant) in [("h200", None), ("rtx4080", Some(Quant::Nf4))] {
             let card = ArchProfile::recorded(card).expect("recorded");
             let options = EngineOptions::default();
-            let chosen =
-                Preset::Training.choose(&options, |options, Workload { batch, context, .. }| {
-                    let workload = TrainWorkload {
-                        batch,
-                        context,
-                        accumulates: false,
-                        recompute: Recompute::Layers,
-                    };
-                    TrainPlan::of_shape(
-                        &card,
-                        "llama-3-8b",
-                        options,
-                        &LoraOptions::default(),
-                        workload,
-                    )
-                });
+            let chosen = Preset::Training.choose(&options, |options, workload| {
+                let training = Some(Training::default());
+                Plan::of_shape(&card, "llama-3-8b", options, Workload { training, ..workload })
+            });
             let Chosen { options, plan } = chosen.expect("it fits");
             assert_eq!((options.quant, plan.workload.context), (quant, 512), "{plan}");
             assert!(plan.fits() && plan.workload.batch >= 4, "{plan}");

@@ -53,7 +53,7 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         let engine = Engine::load(&device, &folder, &options).expect("the demo");
         engine.clear_cache().expect("nothing is captured");
         let loaded = engine.memory();
-        let plan = engine.plan(Workload::new(1, 320));
+        let plan = engine.plan(Workload::new(1, 320)).expect("valid");
         let weights = gap(loaded.used_bytes, plan.weights_bytes);
         println!("{quant:?}: weights {weights:+.4} of the plan, {loaded:?}");
         assert!(weights.abs() < 0.05, "{weights}: {loaded:?} {plan}");
@@ -86,7 +86,7 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
             eos: Vec::new(),
             stops: Vec::new(),
         };
-        let answers = engine.plan(engine.workload(&[&prompt], 60, &request));
+        let answers = engine.plan(engine.workload(&[&prompt], 60, &request)).expect("valid");
         let used = peak_of_answers(&engine, &prompt, 60, &request);
         // Between steps nothing passes.
         let over = gap(used, answers.weights_bytes + answers.cache_bytes);
@@ -97,7 +97,7 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         let before = engine.memory().used_bytes;
         let limit_bytes = Some(plan.peak_bytes());
         let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
-        let small = Engine::load(&device, &folder, &EngineOptions { budget, ..options });
+        let small = Engine::load(&device, &folder, &EngineOptions { budget, ..options.clone() });
         let small = small.expect("it fits");
         small.clear_cache().expect("nothing is captured");
         let loaded = small.memory().used_bytes;
@@ -132,13 +132,13 @@ fn adapted(device: &Device) {
     let adapter = Adapter::new(base.config(), lora, 1).expect("a rank that fits");
     adapter.write(folder.path(), base.config(), "demo").expect("it is empty");
     let workload = Workload::new(1, 320);
-    let without = base.plan(device.profile(), &options, workload).expect("valid");
+    let without = base.plan(device.profile(), &options, workload.clone()).expect("valid");
     let adapted = base.with_adapter(folder.path()).expect("of this model");
-    let planned = adapted.plan(device.profile(), &options, workload).expect("valid");
-    let before = MemoryUsage::of(device).used_bytes;
+    let planned = adapted.plan(device.profile(), &options, workload.clone()).expect("valid");
+    let before = MemoryUsage::read(device).used_bytes;
     let engine = Engine::of(device, adapted, &options).expect("it fits");
     engine.clear_cache().expect("nothing is captured");
-    let plan = engine.plan(workload);
+    let plan = engine.plan(workload).expect("valid");
     assert_eq!(plan, planned);
     // Two numbers of 64 columns at least for each row and column of a matrix.
     assert!(plan.weights_bytes > without.weights_bytes * 3 / 2, "{plan} {without}");
@@ -158,14 +158,14 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
         eos: Vec::new(),
         stops: Vec::new(),
     };
-    let alone = small.plan(Workload::new(1, 150));
+    let alone = small.plan(Workload::new(1, 150)).expect("valid");
     let room = plan.peak_bytes() - (alone.peak_bytes() - alone.cache_bytes);
     let mut live: Vec<_> = (0..room / alone.cache_bytes)
         .map(|_| small.session(150).expect("as many as there is room for"))
         .collect();
     assert!((2..6).contains(&live.len()), "{}", live.len());
-    let beside = small.plan(Workload::new(1, 150));
-    assert_eq!(beside.beside_bytes, live.len() as u64 * alone.cache_bytes);
+    let beside = small.plan(Workload::new(1, 150)).expect("valid");
+    assert_eq!(beside.other_bytes, live.len() as u64 * alone.cache_bytes);
     assert!(!beside.fits(), "{beside}");
     for refused in [
         small.session(150).err(),
@@ -179,26 +179,26 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
         Trainer::new(small.clone(), TrainOptions::default())
             .expect("nothing is on the device")
             .step(&[vec![Example { tokens: vec![1, 2, 3], from: 0 }]])
-            .is_err_and(|why| matches!(why, TrainError::Memory(_)))
+            .is_err_and(|why| matches!(why, TrainError::Plan(PlanError::Memory(_))))
     );
     // What is refused has taken nothing, and what was there answers.
     assert_eq!(live[0].generate(&[1, 2, 3], &request).expect("it answers").count(), 3);
     let own = small.memory().used_bytes - before;
     assert!(own <= plan.peak_bytes(), "{own} {plan}");
     drop(live);
-    let whole = small.plan(Workload::new(1, 320));
-    assert!(whole.fits() && whole.beside_bytes == 0, "{whole}");
+    let whole = small.plan(Workload::new(1, 320)).expect("valid");
+    assert!(whole.fits() && whole.other_bytes == 0, "{whole}");
     drop(small.session(320).expect("alone again"));
 }
 
 /// A model that goes gives its pages back.
 fn going(device: &Device) {
-    let before = MemoryUsage::of(device).reserved_bytes;
+    let before = MemoryUsage::read(device).reserved_bytes;
     let engine = Engine::load(device, model("demo"), &EngineOptions::default()).expect("the demo");
     let [_, held] = peaks(&engine, 64, 8);
     assert!(held > before + engine.weight_bytes() / 2, "{held} {before}");
     drop(engine);
-    let after = MemoryUsage::of(device);
+    let after = MemoryUsage::read(device);
     assert!(after.reserved_bytes <= before, "{after:?} {before}");
     assert!(after.peak_bytes >= held, "{after:?} {held}");
 }
@@ -240,7 +240,7 @@ fn training(device: &Device) {
         let mut small = load(MemoryBudget { limit_bytes, ..MemoryBudget::default() });
         for _ in 0..2 {
             let refused = small.step(&batch(5)).expect_err("it does not fit");
-            assert!(matches!(refused, TrainError::Memory(_)), "{refused}");
+            assert!(matches!(refused, TrainError::Plan(PlanError::Memory(_))), "{refused}");
             assert!(refused.to_string().contains("hint: a batch of 4 fits"), "{refused}");
         }
         assert_eq!(small.done(), 0);

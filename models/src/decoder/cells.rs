@@ -51,8 +51,14 @@ pub(super) fn zeros(
     }
 }
 
-/// What a cache stands for.
-pub(super) fn in_floats(cached: Cached, dtype: FloatDType) -> Tensor<4> {
+/// Returns the bytes of keys and values of one sequence, each `kv` wide, while [`dequantized`] makes them: of the values two
+/// in f32 besides the keys.
+pub(crate) fn dequantized_bytes(kv: u128, positions: u128, dtype: FloatDType) -> u128 {
+    kv * positions * (DType::from(dtype).size() as u128 + 8)
+}
+
+/// Returns the values of a cache in `dtype`.
+pub(super) fn dequantized(cached: Cached, dtype: FloatDType) -> Tensor<4> {
     match cached {
         Cached::Float(values) => values,
         Cached::Bytes { values, scales } => {

@@ -14,7 +14,7 @@ use super::projection::{Ffn, Matrix, Projection};
 use super::surprises::surprises;
 use super::{Decoder, Layer};
 use crate::config::THRESHOLD;
-use crate::footprint::{Held, KvFormat, Matrices};
+use crate::footprint::{KvFormat, Matrices, ModelPrecision};
 use crate::lora::Delta;
 use crate::{
     Adapter, DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights,
@@ -64,8 +64,8 @@ pub struct OnDevice {
     pub matrices: Matrices,
     /// Bytes of all weights, absmax of 4 bits counted as nested, and of what an adapter adds beside them.
     pub bytes: u128,
-    /// See [`Held::beside`].
-    pub beside: usize,
+    /// See [`ModelPrecision::lora_columns`].
+    pub lora_columns: usize,
 }
 
 /// How a model with an adapter will be on a device.
@@ -78,7 +78,7 @@ pub fn on_device(
     options: &LoadOptions,
 ) -> Result<OnDevice, Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let (mut most, mut bytes, mut beside) = (Matrices::Dense, 0u128, 0);
+    let (mut most, mut bytes, mut lora_columns) = (Matrices::Dense, 0u128, 0);
     for param in weights.config().params() {
         let stored = match param.side {
             Side::Weight => Some(weights.weight(param.slot)?),
@@ -88,8 +88,9 @@ pub fn on_device(
         let layers = param.slot.is_matrix() && param.slot != Slot::Head;
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
         let matrices = Quant::held(quant, &stored.weight);
-        let held = Held { dtype, tf32: options.tf32, matrices, kv: options.kv, beside: 0 };
-        bytes += held.matrix_bytes(&stored.shape);
+        let (tf32, kv) = (options.tf32, options.kv);
+        let precision = ModelPrecision { dtype, tf32, matrices, kv, lora_columns: 0 };
+        bytes += precision.matrix_bytes(&stored.shape);
         most = most.max(matrices);
         if param.side == Side::Weight
             && matrices != Matrices::Dense
@@ -97,12 +98,12 @@ pub fn on_device(
         {
             let (config, slot) = (weights.config(), param.slot);
             let (n, k, columns) = (param.shape[0], param.shape[1], adapter.columns(config, slot));
-            beside = beside.max(columns);
+            lora_columns = lora_columns.max(columns);
             let a = adapter.of(config, slot).map_or(0, |own| own.rank * k);
             bytes += ((a + n * columns) * DType::from(dtype).size()) as u128;
         }
     }
-    Ok(OnDevice { matrices: most, bytes, beside })
+    Ok(OnDevice { matrices: most, bytes, lora_columns })
 }
 
 /// How far loading is.

@@ -34,10 +34,11 @@ use ops::{
     QkNorm, RopeOptions, RowNorm, Table,
 };
 
-use crate::{DecoderConfig, Error, Held, KvFormat, Matrices};
+use crate::{DecoderConfig, Error, KvFormat, Matrices, ModelPrecision};
 pub use cache::KvCache;
 use cache::Memory;
-use cells::{SoFar, in_floats, rearranged};
+pub(crate) use cells::dequantized_bytes;
+use cells::{SoFar, dequantized, rearranged};
 pub use load::{LoadOptions, Loading, OnDevice, Quant, file_dtype, on_device};
 use projection::{Ffn, Projection, read_last};
 use step::Step;
@@ -46,7 +47,7 @@ pub use train::{Adaptation, Example, Learned, Recompute};
 /// The longest step that attention's decoding kernel takes.
 const SHORT: usize = 16;
 /// Tokens of prompts that pass the layers together: what bounds the memory of activations.
-pub const CHUNK: usize = 2048;
+pub(crate) const CHUNK: usize = 2048;
 
 /// A decoder with its weights on a device. It does not change; clones share its memory.
 #[derive(Debug, Clone)]
@@ -143,14 +144,14 @@ impl Decoder {
         self.head.settle()
     }
 
-    /// How it is held; its matrices, of several ways the one that takes most work.
-    pub fn held(&self) -> Held {
+    /// Returns its number formats; of several weight formats the one that takes most work.
+    pub fn precision(&self) -> ModelPrecision {
         let of = |layer: &Layer| layer.qkv.held().max(layer.out.held()).max(layer.ffn.held());
         let matrices = self.layers.iter().map(of).max().unwrap_or(Matrices::Dense);
         let columns =
             |layer: &Layer| layer.qkv.columns().max(layer.out.columns()).max(layer.ffn.columns());
-        let beside = self.layers.iter().map(columns).max().unwrap_or(0);
-        Held { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv, beside }
+        let lora_columns = self.layers.iter().map(columns).max().unwrap_or(0);
+        ModelPrecision { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv, lora_columns }
     }
 
     /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window
@@ -159,7 +160,7 @@ impl Decoder {
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &self.config;
         let seen = |window: Option<usize>| window.unwrap_or(positions).min(positions) as u128;
         let all: u128 = layers.iter().map(|layer| seen(layer.window)).sum();
-        all * 2 * (batch * kv_heads) as u128 * self.held().kv_bytes(*head_dim)
+        all * 2 * (batch * kv_heads) as u128 * self.precision().kv_bytes(*head_dim)
     }
 
     /// Bytes of the weights of a layer; norms and biases are not counted.
@@ -332,7 +333,7 @@ impl Decoder {
                 Rows::Last => each(self.logits(self.last(x, &step))?)?,
                 Rows::Each => {
                     let (rows, begin) = (to - from, skipped.clamp(from, to) - from);
-                    let parts = rows.div_ceil(self.config.rows_with_logits(self.held(), rows));
+                    let parts = rows.div_ceil(self.config.rows_with_logits(self.precision(), rows));
                     let at_once = rows.div_ceil(parts);
                     for row in (begin..rows).step_by(at_once) {
                         let end = (row + at_once).min(rows);
@@ -411,8 +412,9 @@ impl Decoder {
                 AttentionOptions { scale, softcap, causal: true, window, implementation: None };
             let of = |q: Tensor<4>, sequences: Range<usize>| {
                 let so_far = SoFar { sequences, longest: step.longest, pages: pages.as_ref() };
-                let so_far =
-                    |cached: &Cached| in_floats(rearranged([cached.clone()], &so_far), self.dtype);
+                let so_far = |cached: &Cached| {
+                    dequantized(rearranged([cached.clone()], &so_far), self.dtype)
+                };
                 ops::attention(&self.ctx, q, so_far(&k), so_far(&v), None, None, rules)
             };
             match self.kv {

@@ -218,7 +218,7 @@ fn sequences_share_a_prompt_that_fills_its_pages() {
 fn keys_and_values_in_8_bits_stand_for_what_they_were() {
     for name in ["llama", "mistral", "gemma2", "gemma3", "gpt2", "qwen2", "qwen3", "phi3_nf4"] {
         let (float, bytes, Golden { prompt, .. }) = (in_f32(name), with_bytes(name), golden(name));
-        assert_eq!(bytes.held().kv, KvFormat::Int8);
+        assert_eq!(bytes.precision().kv, KvFormat::Int8);
         let [mut whole, mut small] =
             [&float, &bytes].map(|of| of.cache(1, prompt.len() + 8).expect("short"));
         let head_dim = float.config().head_dim as u64;
@@ -271,7 +271,7 @@ fn weights_quantised_at_load_are_the_references() {
                 ..Default::default()
             };
             let (ours, prompt) = (load(name, options), golden(name).prompt);
-            assert_eq!(ours.held().matrices, matrices);
+            assert_eq!(ours.precision().matrices, matrices);
             let mut reference = decoder(&open(name));
             for block in &mut reference.blocks {
                 let Block { query, key, value, out, gate, up, down, .. } = block;
@@ -295,7 +295,7 @@ fn weights_quantised_at_load_are_the_references() {
 fn weights_of_8_bits_stay_so() {
     let load = |quant| {
         let options = LoadOptions { dtype: Some(FloatDType::F32), quant, ..Default::default() };
-        load("llama_int8", options).held().matrices
+        load("llama_int8", options).precision().matrices
     };
     assert_eq!(load(None), Matrices::Int8);
     assert_eq!(load(Some(Quant::Int8)), Matrices::Int8);

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::device_error::DeviceError;
-use crate::plan::PlanError;
+use crate::memory::PlanError;
 
 /// Why a model does not answer.
 #[derive(Debug, thiserror::Error)]

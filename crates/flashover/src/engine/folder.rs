@@ -2,15 +2,15 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use arch::ArchProfile;
-use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, Weights};
+use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, Weights, Workload};
 use text::{ChatTemplate, Message, Prompt, Tokenizer};
 
 use super::error::GenerateError;
 use super::request::Request;
 use super::sampling::Sampling;
 use crate::load_error::LoadError;
+use crate::memory::Plan;
 use crate::options::EngineOptions;
-use crate::plan::{Plan, Workload};
 use crate::prepare::Prepared;
 
 /// A Hugging Face folder that is opened and on no device: what a text becomes and what a request needs is known before
@@ -76,7 +76,7 @@ impl ModelFolder {
         Prepared::of_files(profile, folder, &self.weights, adapter, options)
     }
 
-    /// What the model will take.
+    /// Plans the memory of the model for a workload.
     ///
     /// # Errors
     /// As [`Plan::of_folder`].
@@ -260,7 +260,7 @@ impl Reader {
         }
         let once: usize = asked.iter().map(|(prompt, _)| KvCache::shareable(prompt.len())).sum();
         let shared = once.saturating_mul(completions.saturating_sub(1));
-        Workload { batch: asked.len().saturating_mul(completions), context, shared }
+        Workload { shared, ..Workload::new(asked.len().saturating_mul(completions), context) }
     }
 
     /// Whether sequences of so many positions decode together: where a longer one turns all its positions anew, each goes

@@ -16,7 +16,7 @@ use super::error::GenerateError;
 use super::picker::Picker;
 use super::sampling::{Place, Sampling, Token};
 use crate::device_error::DeviceError;
-use crate::ledger::Grant;
+use crate::memory::Grant;
 
 /// What is measured: a prompt that passes, or tokens that are generated one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

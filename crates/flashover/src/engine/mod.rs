@@ -11,11 +11,11 @@ mod error;
 mod folder;
 mod load;
 mod measure;
+mod memory;
 mod pages;
 mod picker;
 mod profile;
 mod request;
-mod room;
 mod sampling;
 mod session;
 mod text;
@@ -26,10 +26,9 @@ use std::sync::Arc;
 
 use ::text::{Message, Tokenizer};
 use arch::Device;
-use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Matrices};
+use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Matrices, Workload};
 
-use crate::ledger::Ledger;
-use crate::plan::{MemoryBudget, Planned, Workload, computes_in};
+use crate::memory::{Ledger, MemoryBudget, PlannedModel, compute_name};
 use folder::Reader;
 use pages::Pages;
 
@@ -54,7 +53,7 @@ struct Inner {
     reader: Reader,
     device: Device,
     decoder: Decoder,
-    planned: Planned,
+    planned: PlannedModel,
     budget: MemoryBudget,
     ledger: Arc<Ledger>,
     /// The last to go.
@@ -74,18 +73,18 @@ impl Engine {
 
     /// What it computes in, and what weights of 4 or 8 bits are called where there are such.
     pub fn precision(&self) -> (String, Option<String>) {
-        let held = self.0.decoder.held();
-        let quant = match held.matrices {
+        let precision = self.0.decoder.precision();
+        let quant = match precision.matrices {
             Matrices::Dense => None,
             Matrices::Int8 => Some("int8".to_owned()),
             Matrices::FourBit => Some("4-bit".to_owned()),
         };
-        (computes_in(held), quant)
+        (compute_name(precision), quant)
     }
 
     /// How keys and values are held.
     pub fn kv_format(&self) -> KvFormat {
-        self.0.decoder.held().kv
+        self.0.decoder.precision().kv
     }
 
     /// Bytes of the weights on the device.
@@ -150,20 +149,6 @@ impl Engine {
 
     pub(crate) fn decoder(&self) -> &Decoder {
         &self.0.decoder
-    }
-
-    /// The model as it is planned for.
-    pub(crate) fn planned(&self) -> &Planned {
-        &self.0.planned
-    }
-
-    pub(crate) fn budget(&self) -> &MemoryBudget {
-        &self.0.budget
-    }
-
-    /// What lives beside its weights.
-    pub(crate) fn ledger(&self) -> &Arc<Ledger> {
-        &self.0.ledger
     }
 }
 

@@ -15,7 +15,7 @@ impl Pages {
         // What still runs holds what it reads.
         on_burn(&self.0).sync().map_err(|why| format!("{why:?}"))?;
         // Looks, for the sake of the peak.
-        MemoryUsage::of(&self.0);
+        MemoryUsage::read(&self.0);
         self.0.client().memory_cleanup().map_err(|why| format!("{why:?}"))
     }
 }

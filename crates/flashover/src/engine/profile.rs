@@ -68,7 +68,7 @@ impl Engine {
         let memory = self.memory();
         let positions = test.depth + test.prompt + test.generated;
         let config = self.config();
-        let all = config.cache_bytes(self.decoder().held(), test.batch, positions);
+        let all = config.cache_bytes(self.decoder().precision(), test.batch, positions);
         let each = u64::try_from(all / config.layers.len().max(1) as u128).unwrap_or(u64::MAX);
         let bytes = |name: &str| match name.strip_prefix("layer ").map(str::parse::<usize>) {
             Some(Ok(index)) => [self.decoder().layer_bytes(index), each],

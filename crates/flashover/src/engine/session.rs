@@ -6,7 +6,7 @@ use super::error::GenerateError;
 use super::picker::Picker;
 use super::request::{End, Request};
 use super::sampling::{Place, Token};
-use crate::ledger::Grant;
+use crate::memory::Grant;
 
 /// One sequence: the tokens so far, with their keys and values.
 #[derive(Debug)]

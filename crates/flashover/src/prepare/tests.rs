@@ -1,40 +1,42 @@
 use super::*;
-use crate::plan::{MemoryBudget, PlanError, computes_in, shown};
+use models::{Recompute, Training};
+
+use crate::memory::{MemoryBudget, PlanError, compute_name};
 
 fn card(name: &str) -> ArchProfile {
     ArchProfile::recorded(name).expect("recorded")
 }
 
-fn plan(name: &str, options: EngineOptions, batch: usize, context: usize) -> Plan {
+fn plan(name: &str, options: &EngineOptions, batch: usize, context: usize) -> Plan {
     let workload = Workload::new(batch, context);
-    Plan::of_shape(&card(name), "llama-3-8b", &options, workload).expect("valid")
+    Plan::of_shape(&card(name), "llama-3-8b", options, workload).expect("valid")
 }
 
 #[test]
 fn eight_billion_fit_a_small_card_in_4_bits_alone() {
-    let dense = plan("rtx4080", EngineOptions::default(), 1, 8192);
+    let dense = plan("rtx4080", &EngineOptions::default(), 1, 8192);
     assert!(!dense.fits() && dense.weights_bytes == 2 * 8_030_261_248, "{dense}");
     assert_eq!(dense.largest_batch, Some(0));
     let short = dense.largest_context.expect("a card has memory");
     assert!((1000..8192).contains(&short), "{short}");
     let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
-    let four = plan("rtx4080", options, 1, 8192);
+    let four = plan("rtx4080", &options, 1, 8192);
     assert!(four.fits() && four.largest_batch > Some(4), "{four}");
     // What is largest fits, and one more does not.
     let batch = four.largest_batch.expect("known");
-    assert!(plan("rtx4080", options, batch, 8192).fits());
-    assert!(!plan("rtx4080", options, batch + 1, 8192).fits());
+    assert!(plan("rtx4080", &options, batch, 8192).fits());
+    assert!(!plan("rtx4080", &options, batch + 1, 8192).fits());
     let context = dense.largest_context.expect("known");
-    assert!(plan("rtx4080", EngineOptions::default(), 1, context).fits());
-    assert!(!plan("rtx4080", EngineOptions::default(), 1, context + 1).fits());
+    assert!(plan("rtx4080", &EngineOptions::default(), 1, context).fits());
+    assert!(!plan("rtx4080", &EngineOptions::default(), 1, context + 1).fits());
     assert!(dense.advice().contains("positions fit"), "{}", dense.advice());
     // Half of what keys and values take is enough.
     assert!(dense.advice().contains("--kv-cache int8"), "{}", dense.advice());
     let bytes = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
-    let bytes = plan("rtx4080", bytes, 1, 8192);
+    let bytes = plan("rtx4080", &bytes, 1, 8192);
     assert!(bytes.fits() && !bytes.advice().contains("--kv-cache"), "{bytes}");
     let options = EngineOptions { dtype: Some(Compute::F32), ..EngineOptions::default() };
-    let advice = plan("rtx4080", options, 1, 8192).advice();
+    let advice = plan("rtx4080", &options, 1, 8192).advice();
     let at = |word: &str| advice.find(word).expect("suggested");
     assert!(at("bf16") < at("int8") && at("int8") < at("nf4"), "{advice}");
     assert!(!advice.contains("--kv-cache"), "it counts for nothing: {advice}");
@@ -42,8 +44,11 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     let advice = dense.advice();
     for (name, quant) in [("int8", Quant::Int8), ("nf4", Quant::Nf4)] {
         let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
-        let peak = shown(plan("rtx4080", options, 1, 8192).peak_bytes());
-        assert!(advice.contains(&format!("with --quant {name} it takes {peak}")), "{advice}");
+        let peak = plan("rtx4080", &options, 1, 8192).peak_bytes() as f64 / f64::from(1 << 30);
+        assert!(
+            advice.contains(&format!("with --quant {name} it takes {peak:.2} GiB")),
+            "{advice}"
+        );
     }
 }
 
@@ -51,7 +56,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
 fn a_small_budget_fits_nothing() {
     let limit_bytes = Some(1 << 30);
     let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
-    let none = plan("h200", EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
+    let none = plan("h200", &EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
     assert!(!none.fits() && none.largest_context == Some(0), "{none}");
     assert_eq!(none.advice(), "a larger budget or a smaller model", "in 4 bits neither");
 }
@@ -80,17 +85,17 @@ fn what_means_nothing_is_refused() {
         let plan = Plan::of_shape(&card("rtx4090"), "llama-3-8b", &options, workload);
         plan.expect_err("refused").to_string()
     };
-    let options = EngineOptions::default();
-    assert!(refused(options, 0, 64).starts_with("batch is 0\nhint: "));
-    assert!(refused(options, 1, 0).starts_with("context is 0\nhint: "));
-    assert!(refused(options, 1, 8193).contains("8193"));
+    let options = EngineOptions::default;
+    assert!(refused(options(), 0, 64).starts_with("batch is 0\nhint: "));
+    assert!(refused(options(), 1, 0).starts_with("context is 0\nhint: "));
+    assert!(refused(options(), 1, 8193).contains("8193"));
     for fraction in [0.0, -1.0, 1.5, f64::NAN] {
         let budget = MemoryBudget { fraction, ..MemoryBudget::default() };
-        let why = refused(EngineOptions { budget, ..options }, 1, 64);
+        let why = refused(EngineOptions { budget, ..options() }, 1, 64);
         assert!(why.starts_with("fraction is "), "{why}");
     }
     let budget = MemoryBudget { limit_bytes: Some(0), ..MemoryBudget::default() };
-    assert!(refused(EngineOptions { budget, ..options }, 1, 64).starts_with("limit is 0 bytes"));
+    assert!(refused(EngineOptions { budget, ..options() }, 1, 64).starts_with("limit is 0 bytes"));
 }
 
 #[test]
@@ -130,7 +135,10 @@ fn tf32_is_for_dense_matrices_of_devices_that_have_it() {
         Prepared::of_shape(profile, "llama-3-8b", &options).map(|own| own.planned)
     };
     let planned = of(&profile, None).expect("a card that has it");
-    assert_eq!((computes_in(planned.held).as_str(), planned.weights), ("tf32", 32_121_044_992));
+    assert_eq!(
+        (compute_name(planned.precision).as_str(), planned.weights),
+        ("tf32", 32_121_044_992)
+    );
     for quant in Quant::ALL {
         assert!(matches!(of(&profile, Some(quant)), Err(LoadError::Tf32)));
     }
@@ -149,4 +157,27 @@ fn shapes_are_known_by_their_names() {
     );
     let refused = of_shape("llama-9").err().expect("no such shape").to_string();
     assert!(models::shapes::names().all(|name| refused.contains(name)), "{refused}");
+}
+
+#[test]
+fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
+    let plan = |quant, batch, context, recompute| {
+        let options = EngineOptions { quant, ..EngineOptions::default() };
+        let training = Some(Training { recompute, ..Training::default() });
+        let workload = Workload { training, ..Workload::new(batch, context) };
+        Plan::of_shape(&card("rtx4080"), "llama-3-8b", &options, workload).expect("valid")
+    };
+    let dense = plan(None, 4, 512, Recompute::Layers);
+    assert!(!dense.fits() && dense.largest_batch == Some(0), "{dense}");
+    assert!(dense.advice().contains("--quant nf4"), "{}", dense.advice());
+    let nf4 = |batch, context| plan(Some(Quant::Nf4), batch, context, Recompute::Layers);
+    let four = nf4(4, 512);
+    assert!(four.fits(), "{four}");
+    let (batch, context) =
+        (four.largest_batch.expect("known"), four.largest_context.expect("known"));
+    assert!(nf4(batch, 512).fits() && nf4(4, context).fits());
+    let more = nf4(batch + 1, 512);
+    assert!(!more.fits() && more.advice().starts_with(&format!("a batch of {batch} fits")));
+    let kept = plan(Some(Quant::Nf4), 4, 512, Recompute::Nothing);
+    assert!(!kept.fits() && kept.advice().contains("computed again"), "{kept}");
 }

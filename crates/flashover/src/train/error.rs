@@ -1,9 +1,8 @@
 //! What can be wrong with training.
 
-use super::plan::TrainPlan;
 use crate::device_error::DeviceError;
 use crate::load_error::LoadError;
-use crate::plan::PlanError;
+use crate::memory::PlanError;
 
 /// Why an adapter is not trained.
 #[derive(Debug, thiserror::Error)]
@@ -11,15 +10,12 @@ pub enum TrainError {
     /// A model that is not loaded, or not planned for.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// A workload that is not planned for.
+    /// A workload that does not fit, or is not planned for.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// Examples that the model cannot learn, an adapter that it cannot have, or files that cannot be written.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// Training takes more than the device or the budget has.
-    #[error("{0}\nhint: {advice}", advice = .0.advice())]
-    Memory(Box<TrainPlan>),
     /// The device failed, or had less memory than was planned.
     #[error(transparent)]
     Device(#[from] DeviceError),

@@ -8,25 +8,22 @@
 mod data;
 mod error;
 mod measure;
-mod plan;
-mod room;
 mod schedule;
 
 use std::path::Path;
 
 use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use models::{Adaptation, Adapter, Example, LoraOptions, Recompute};
+use models::{Adaptation, Adapter, Example, LoraOptions, Recompute, Training, Workload};
 use serde::Serialize;
 
+use crate::device_error::{DeviceError, check_free};
 use crate::engine::Engine;
-use crate::ledger::Grant;
-use crate::plan::PlanError;
+use crate::memory::{Grant, Plan, PlanError};
 
 pub use data::{Dataset, DatasetError};
 pub use error::TrainError;
 pub use measure::{TrainSpeed, TrainTest};
-pub use plan::{TrainPlan, TrainWorkload};
 use schedule::LossScale;
 pub use schedule::Schedule;
 
@@ -89,8 +86,8 @@ pub struct Trainer {
     state: Option<AdamWState<1>>,
     scale: LossScale,
     done: usize,
-    /// What there is room for.
-    room: Option<TrainWorkload>,
+    /// Workload that memory is reserved for.
+    reserved: Option<Workload>,
     grant: Option<Grant>,
     /// The last to go: the last of a model gives its pages back.
     engine: Engine,
@@ -134,62 +131,77 @@ impl Trainer {
             state: None,
             scale,
             done: 0,
-            room: None,
+            reserved: None,
             grant: None,
         })
     }
 
-    /// What a step of such micro-batches takes.
+    /// Plans the memory of a step of these micro-batches.
     ///
     /// # Errors
     /// [`PlanError::Model`] for sequences longer than the model's.
-    pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<TrainPlan, PlanError> {
-        let workload = self.workload(micro_batches);
-        self.engine.train_plan_beside(self.grant.as_ref(), self.adapter.options(), workload)
+    pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<Plan, PlanError> {
+        self.engine.plan_beside(self.grant.as_ref(), self.workload(micro_batches))
     }
 
-    fn workload(&self, micro_batches: &[Vec<Example>]) -> TrainWorkload {
+    fn workload(&self, micro_batches: &[Vec<Example>]) -> Workload {
         let longest = |of: fn(&Vec<Example>) -> usize| micro_batches.iter().map(of).max();
         let tokens = |batch: &Vec<Example>| batch.iter().map(|own| own.tokens.len()).max();
-        TrainWorkload {
-            batch: longest(Vec::len).unwrap_or(0).max(1),
-            context: micro_batches.iter().filter_map(tokens).max().unwrap_or(0).max(1),
-            accumulates: micro_batches.len() > 1,
-            recompute: self.options.recompute,
+        Workload {
+            training: Some(self.training(micro_batches.len() > 1)),
+            ..Workload::new(
+                longest(Vec::len).unwrap_or(0).max(1),
+                micro_batches.iter().filter_map(tokens).max().unwrap_or(0).max(1),
+            )
         }
     }
 
-    /// Keeps room on the device for steps of such batches, and of those that it has room for by now. Steps that need
-    /// more make it themselves; who knows the largest asks for it first, and spares the moves.
+    fn training(&self, accumulates: bool) -> Training {
+        let (lora, recompute) = (self.adapter.options().clone(), self.options.recompute);
+        Training { lora, accumulates, recompute }
+    }
+
+    /// Reserves memory for steps of these batches, and for those of earlier calls. A step that needs more reserves it
+    /// itself; to reserve the largest first spares moves of the adapter.
     ///
     /// # Errors
-    /// [`TrainError::Memory`] where the device or the budget has no such room; [`TrainError::Plan`] for
-    /// sequences longer than the model's.
-    pub fn reserve(&mut self, mut need: TrainWorkload) -> Result<(), TrainError> {
-        need.recompute = self.options.recompute;
-        if let Some(room) = self.room {
-            need.batch = need.batch.max(room.batch);
-            need.context = need.context.max(room.context);
-            need.accumulates |= room.accumulates;
-            if need == room {
-                return Ok(());
-            }
+    /// [`TrainError::Plan`] where the device or the budget does not hold it, or for sequences longer than the model's.
+    pub fn reserve(&mut self, mut need: Workload) -> Result<(), TrainError> {
+        let accumulates = |workload: &Workload| {
+            workload.training.as_ref().is_some_and(|training| training.accumulates)
+        };
+        let mut training = self.training(accumulates(&need));
+        if let Some(reserved) = &self.reserved {
+            need.batch = need.batch.max(reserved.batch);
+            need.context = need.context.max(reserved.context);
+            training.accumulates |= accumulates(reserved);
         }
-        let plan = self.engine.admit_trainer(&mut self.grant, self.adapter.options(), need)?;
-        // A page is kept for the sake of the least that lies in it.
-        self.put_on(&Device::flex());
-        let made = self.engine.room_to_train(&plan);
-        self.put_on(self.engine.clone().decoder().device());
-        // Without room there is nothing to keep.
-        self.room = made.is_ok().then_some(need);
+        need.training = Some(training);
+        if self.reserved.as_ref() == Some(&need) {
+            return Ok(());
+        }
+        self.engine.check(&need)?;
+        let parts = self.engine.admit_as(&mut self.grant, &need)?;
+        // One buffer that lives keeps its whole page.
+        self.move_to(&Device::flex());
+        let made = self.reserve_page(parts.kept() + parts.transient());
+        self.move_to(self.engine.clone().decoder().device());
+        self.reserved = made.is_ok().then_some(need);
         if made.is_err() {
             self.grant = None;
         }
         Ok(made?)
     }
 
-    /// Moves what changes with each step.
-    fn put_on(&mut self, device: &Device) {
+    /// Allocates a page for a step. It holds the adapter and its moments too, which each step writes anew.
+    fn reserve_page(&self, bytes: u128) -> Result<(), DeviceError> {
+        self.engine.clear_cache()?;
+        check_free(self.engine.device(), bytes)?;
+        self.engine.reserve_page(bytes)
+    }
+
+    /// Moves the tensors that change with each step.
+    fn move_to(&mut self, device: &Device) {
         let _at_work = ops::at_work();
         self.values = self.values.take().map(|values| values.to_device(device));
         self.state = self.state.take().map(|state| AdamW::to_device(state, device));
@@ -215,7 +227,7 @@ impl Trainer {
     /// one batch, the memory that of the largest of them.
     ///
     /// # Errors
-    /// [`TrainError::Model`] for examples that the model cannot learn; [`TrainError::Memory`] before anything is
+    /// [`TrainError::Model`] for examples that the model cannot learn; [`TrainError::Plan`] before anything is
     /// computed, for batches that the device or the budget has no room for; [`TrainError::Diverged`] for a loss or a
     /// gradient that is not finite, after which nothing was changed; [`TrainError::Device`].
     ///

@@ -224,12 +224,12 @@ fn a_budget_holds() {
     };
     let all = MemoryBudget::default();
     let engine = load(all).expect("a fixture");
-    let weights = engine.plan(Workload::new(1, 1)).weights_bytes;
+    let weights = engine.plan(Workload::new(1, 1)).expect("valid").weights_bytes;
     let below = load(MemoryBudget { limit_bytes: Some(weights - 1), ..all });
     let Err(LoadError::Plan(PlanError::Memory(plan))) = &below else { panic!("{below:?}") };
     assert!(plan.peak_bytes() > weights - 1 && plan.largest_batch == Some(0), "{plan}");
     // As much as one sequence of 64 positions takes: it answers, one of 65 is not begun.
-    let peak = engine.plan(Workload::new(1, 64)).peak_bytes();
+    let peak = engine.plan(Workload::new(1, 64)).expect("valid").peak_bytes();
     let small = load(MemoryBudget { limit_bytes: Some(peak), ..all }).expect("it fits");
     let [prompt, _] = golden("llama");
     let mut session = small.session(64).expect("it fits");
@@ -238,7 +238,7 @@ fn a_budget_holds() {
     // Beside it there is room for none.
     let refused = small.session(1);
     let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
-    assert!(plan.beside_bytes > 0 && plan.largest_context == Some(0), "{plan}");
+    assert!(plan.other_bytes > 0 && plan.largest_context == Some(0), "{plan}");
     assert!(refused.expect_err("refused").to_string().contains("hint: fewer of them at once; "));
     drop(session);
     let refused = small.session(65);
@@ -263,22 +263,22 @@ fn a_folder_knows_what_a_request_needs() {
     let long: Vec<u32> = prompt.iter().copied().cycle().take(66).collect();
     let workload = folder.workload(&[&long], 3, &request);
     // The page that a prompt of 66 fills is there once.
-    assert_eq!(workload, Workload { batch: 3, context: 74, shared: 2 * 64 });
+    assert_eq!(workload, Workload { shared: 2 * 64, ..Workload::new(3, 74) });
     let engine = Engine::load(&cpu(), fixture("llama"), &EngineOptions::default());
     let engine = engine.expect("a fixture");
     assert_eq!(engine.workload(&[&long], 3, &request), workload);
-    let peak = engine.plan(workload).peak_bytes();
-    let plan = engine.plan(workload);
+    let plan = engine.plan(workload.clone()).expect("valid");
+    let peak = plan.peak_bytes();
     assert_eq!((plan.largest_batch, plan.largest_context), (None, None));
     // Two pages a sequence, but for what is there once.
-    let apart = engine.plan(Workload::new(3, 128)).cache_bytes;
-    let angles = engine.plan(Workload::new(1, 128)).cache_bytes * 3 - apart;
+    let apart = engine.plan(Workload::new(3, 128)).expect("valid").cache_bytes;
+    let angles = engine.plan(Workload::new(1, 128)).expect("valid").cache_bytes * 3 - apart;
     let page = (apart - angles / 2) / 6;
     assert!(plan.cache_bytes.abs_diff(4 * page) < page / 2, "{plan}");
     let load = |limit| {
         let budget = MemoryBudget { limit_bytes: Some(limit), ..MemoryBudget::default() };
         let options =
-            EngineOptions { budget, workload: Some(workload), ..EngineOptions::default() };
+            EngineOptions { budget, workload: Some(workload.clone()), ..EngineOptions::default() };
         Engine::of(&cpu(), open(), &options)
     };
     let enough = load(peak).expect("it fits");
@@ -503,7 +503,7 @@ fn keys_and_values_in_8_bits_answer() {
         let batch = engine.generate_batch(&[&long], 2, &plain(9)).expect("fits");
         assert!(batch[0].iter().all(|answer| ids(&answer.tokens) == ids(&one.tokens)));
         let workload = Workload::new(1, prompt.len());
-        (logits, engine.plan(workload).cache_bytes)
+        (logits, engine.plan(workload).expect("valid").cache_bytes)
     });
     let largest = float.0.iter().fold(0f32, |top, logit| top.max(logit.abs()));
     let gap = float.0.iter().zip(&bytes.0).map(|(a, b)| (a - b).abs());

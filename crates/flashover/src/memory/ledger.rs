@@ -1,38 +1,46 @@
-//! What lives on a device beside a model's weights, so that a budget holds for all of it together.
+//! Sessions, batches and trainers that live on the weights of a model, so that a budget holds for all of them together.
 //!
-//! What passes through a model lies in pages of its thread, which serve whatever passes there next: of a thread it counts
-//! once, as much as the most that anything living there needs.
+//! Activations lie in pages of their thread, which the next session of that thread uses too: of each thread the largest
+//! counts, once.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// Bytes that a session, a batch or a trainer takes.
+use models::Footprint;
+
+/// Bytes of a session, a batch or a trainer.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Need {
-    /// As long as it lives.
-    pub(crate) kept: u128,
-    /// While something passes.
-    pub(crate) passing: u128,
+    /// Bytes as long as it lives.
+    kept: u128,
+    /// Bytes while tokens pass.
+    transient: u128,
 }
 
-/// What lives beside something of this thread, in bytes.
+impl From<&Footprint> for Need {
+    fn from(parts: &Footprint) -> Self {
+        Self { kept: parts.kept(), transient: parts.transient() }
+    }
+}
+
+/// Bytes of all others, as a session of this thread sees them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Others {
     kept: u128,
-    /// The most that passes in this thread, and all of it in others.
+    /// Largest transient bytes of this thread, and those of other threads together.
     here: u128,
     elsewhere: u128,
 }
 
 impl Others {
-    /// Bytes of them beside something through which so much passes.
-    pub(crate) const fn beside(self, passing: u128) -> u128 {
-        self.kept + self.elsewhere + self.here.saturating_sub(passing)
+    /// Returns their bytes next to a session with so many transient bytes.
+    pub(crate) const fn beside(self, transient: u128) -> u128 {
+        self.kept + self.elsewhere + self.here.saturating_sub(transient)
     }
 }
 
-/// Of one model, whatever clones of it there are.
+/// All that lives on the weights of one model, of whatever clone of it.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger(Mutex<Entries>);
 
@@ -55,12 +63,12 @@ impl Ledger {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All but `own`.
+    /// Returns all except `own`.
     pub(crate) fn others(&self, own: Option<&Grant>) -> Others {
         self.entries().others(own.map(|grant| grant.entry))
     }
 
-    /// Enters `need`, in place of what `own` was, unless `refuse` does.
+    /// Enters `need` in place of `own`, unless `refuse` returns an error.
     pub(crate) fn admit<E>(
         self: &Arc<Self>,
         own: &mut Option<Grant>,
@@ -87,7 +95,7 @@ impl Entries {
         for (_, (thread, need)) in self.live.iter().filter(|(entry, _)| Some(**entry) != own) {
             kept += need.kept;
             let most = most.entry(*thread).or_default();
-            *most = need.passing.max(*most);
+            *most = need.transient.max(*most);
         }
         let here = most.remove(&thread::current().id()).unwrap_or_default();
         Others { kept, here, elsewhere: most.into_values().sum() }
@@ -104,13 +112,18 @@ impl Drop for Grant {
 mod tests {
     use super::*;
 
-    fn admitted(ledger: &Arc<Ledger>, own: &mut Option<Grant>, kept: u128, passing: u128) -> u128 {
+    fn admitted(
+        ledger: &Arc<Ledger>,
+        own: &mut Option<Grant>,
+        kept: u128,
+        transient: u128,
+    ) -> u128 {
         let mut beside = 0;
         let seen = |others: Others| {
-            beside = others.beside(passing);
+            beside = others.beside(transient);
             Ok::<_, ()>(())
         };
-        ledger.admit(own, Need { kept, passing }, seen).expect("not refused");
+        ledger.admit(own, Need { kept, transient }, seen).expect("not refused");
         beside
     }
 
@@ -138,7 +151,7 @@ mod tests {
     fn what_is_refused_is_not_entered() {
         let ledger = Arc::new(Ledger::default());
         let mut own = None;
-        let need = Need { kept: 8, passing: 0 };
+        let need = Need { kept: 8, transient: 0 };
         let refused = ledger.admit(&mut own, need, |_| Err("full"));
         assert_eq!((refused, own.is_some()), (Err("full"), false));
         assert_eq!(ledger.others(None), Others::default());

@@ -1,4 +1,4 @@
-//! What the pools of a device hold.
+//! Bytes that the pools of a device hold, and those that are free.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -11,25 +11,24 @@ use serde::Serialize;
 /// Memory of a device that this process has, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct MemoryUsage {
-    /// Of what is alive.
+    /// Bytes of buffers that are alive.
     pub used_bytes: u64,
-    /// Of pages, with what is kept for later.
+    /// Bytes of pages, with those that are kept for later.
     pub reserved_bytes: u64,
-    /// The most that pages were when somebody looked. They grow until they are given back, and giving them back looks
-    /// first.
+    /// Most bytes of pages that were read. Pages grow until they are given back, and giving them back reads first.
     pub peak_bytes: u64,
-    /// Between the end of what is alive and the end of what it was given.
+    /// Bytes between the end of a buffer and the end of its allocation.
     pub padding_bytes: u64,
-    /// Buffers that are alive.
+    /// Number of buffers that are alive.
     pub allocations: u64,
 }
 
-/// The most that was reserved, of devices by their ids.
+/// Most bytes that were reserved, by the id of the device.
 static PEAKS: Mutex<BTreeMap<String, u64>> = Mutex::new(BTreeMap::new());
 
 impl MemoryUsage {
-    /// What the pools of `device` hold now.
-    pub fn of(device: &Device) -> Self {
+    /// Reads what the pools of `device` hold now.
+    pub fn read(device: &Device) -> Self {
         let usage = device.client().memory_report(MemoryScope::Device).usage();
         let mut peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
         let peak = peaks.entry(device.profile().id.to_string()).or_default();
@@ -43,7 +42,7 @@ impl MemoryUsage {
         }
     }
 
-    /// Share of the pages that nothing alive is in.
+    /// Returns the share of the pages in which no buffer is alive.
     pub fn fragmentation(&self) -> f64 {
         match self.reserved_bytes {
             0 => 0.0,
@@ -52,7 +51,7 @@ impl MemoryUsage {
     }
 }
 
-/// Bytes of a device that nobody has, as its driver tells them: of a card, as far as it is the only one of its name.
+/// Returns the free bytes of a device, as its driver reports them: of a card if it is the only one of its name.
 pub fn free_bytes(device: &Device) -> Option<u64> {
     let profile = device.profile();
     if profile.backend == Backend::Cpu {
@@ -72,14 +71,14 @@ mod tests {
     #[test]
     fn a_peak_stays_when_pages_go() {
         let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
-        let before = MemoryUsage::of(&device);
+        let before = MemoryUsage::read(&device);
         let held = device.client().empty(64 << 20);
-        let full = MemoryUsage::of(&device);
+        let full = MemoryUsage::read(&device);
         assert!(full.reserved_bytes >= before.reserved_bytes + (64 << 20), "{full:?}");
         assert!(full.peak_bytes >= full.reserved_bytes, "{full:?}");
         drop(held);
         device.client().memory_cleanup().expect("nothing is captured");
-        let after = MemoryUsage::of(&device);
+        let after = MemoryUsage::read(&device);
         assert!(after.reserved_bytes < full.reserved_bytes, "{after:?}");
         assert!(after.peak_bytes >= full.peak_bytes, "{after:?}");
         assert!((0.0..=1.0).contains(&after.fragmentation()), "{after:?}");

@@ -1,0 +1,156 @@
+//! Memory next to a model's weights: what is planned, which sessions are admitted, and what goes back to the device.
+
+use burn::tensor::Tensor;
+use models::{Footprint, KvCache, Workload};
+
+use super::Engine;
+use super::error::GenerateError;
+use crate::device_error::{DeviceError, check_free};
+use crate::memory::{Grant, MemoryUsage, Plan, PlanError};
+
+impl Engine {
+    /// Reads what the pools of the device hold, for all of this process.
+    pub fn memory(&self) -> MemoryUsage {
+        MemoryUsage::read(&self.0.device)
+    }
+
+    /// Gives the pages that are kept for later back to the device.
+    ///
+    /// # Errors
+    /// [`DeviceError`] of kernels that still ran.
+    pub fn clear_cache(&self) -> Result<(), DeviceError> {
+        self.0.pages.give_back().map_err(|why| self.failed(why))
+    }
+
+    /// Plans the memory of this model for a workload, next to all that lives on its weights.
+    ///
+    /// # Errors
+    /// [`PlanError::Budget`] for numbers out of range; [`PlanError::Model`] for more positions than the model has, or an
+    /// adapter that it cannot have.
+    pub fn plan(&self, workload: Workload) -> Result<Plan, PlanError> {
+        self.plan_beside(None, workload)
+    }
+
+    /// Plans next to all that lives except `own`.
+    pub(crate) fn plan_beside(
+        &self,
+        own: Option<&Grant>,
+        workload: Workload,
+    ) -> Result<Plan, PlanError> {
+        self.check(&workload)?;
+        let (profile, others) = (self.0.device.profile(), self.0.ledger.others(own));
+        self.0.planned.plan(profile, &self.0.budget, workload, others)
+    }
+
+    /// Refuses numbers out of range, and what the model or the backend cannot do.
+    pub(crate) fn check(&self, workload: &Workload) -> Result<(), PlanError> {
+        self.0.planned.check(self.0.device.profile(), &self.0.budget, workload)
+    }
+
+    /// Enters a workload among all that lives, in place of `own`.
+    pub(crate) fn admit_as(
+        &self,
+        own: &mut Option<Grant>,
+        workload: &Workload,
+    ) -> Result<Footprint, PlanError> {
+        let (profile, planned) = (self.0.device.profile(), &self.0.planned);
+        planned.check_buffers(profile, workload)?;
+        let parts = planned.footprint(workload)?;
+        self.0.ledger.admit(own, (&parts).into(), |others| {
+            planned.plan(profile, &self.0.budget, workload.clone(), others)?.fitting().map(drop)
+        })?;
+        Ok(parts)
+    }
+
+    /// Enters a workload for as long as the grant lives.
+    pub(super) fn admit(&self, workload: Workload) -> Result<Option<Grant>, GenerateError> {
+        let mut grant = None;
+        let parts = self.admit_as(&mut grant, &workload)?;
+        check_free(&self.0.device, parts.kept() + parts.transient())?;
+        Ok(grant)
+    }
+
+    /// Allocates a cache that fits among all that lives, for as long as the grant lives.
+    pub(super) fn cache(
+        &self,
+        batch: usize,
+        context: usize,
+    ) -> Result<(KvCache, Option<Grant>), GenerateError> {
+        // One that is too long for the model is left to the error that says so.
+        let grant = match self.config().context() {
+            Some(most) if context > most => None,
+            _ => self.admit(Workload::new(batch, context))?,
+        };
+        Ok((self.cache_within(batch, context)?, grant))
+    }
+
+    /// Allocates a cache of a workload that was admitted.
+    pub(super) fn cache_within(
+        &self,
+        batch: usize,
+        context: usize,
+    ) -> Result<KvCache, GenerateError> {
+        if self.config().context().is_none_or(|most| context <= most) {
+            let parts = self.0.planned.footprint(&Workload::new(batch, context))?;
+            self.give_back_more_than(parts.kept() + parts.transient())?;
+            self.reserve_page(parts.activations + parts.workspace)?;
+        }
+        let cache = self.decoder().cache(batch, context)?;
+        self.settled_cache(cache)
+    }
+
+    /// Returns a cache whose allocation is checked: ops that use it could not report that it failed.
+    pub(super) fn settled_cache(&self, cache: KvCache) -> Result<KvCache, GenerateError> {
+        cache.settle().map_err(|why| self.unsettled::<GenerateError>(why))?;
+        Ok(cache)
+    }
+
+    /// Gives back the pages of earlier sessions if they are more than a session of `bytes` leaves, or if both together are
+    /// more than the budget: the memory of a cache serves no cache of another length.
+    fn give_back_more_than(&self, bytes: u128) -> Result<(), DeviceError> {
+        /// Size to which pools round pages up.
+        const PAGES: u128 = 8 << 20;
+        let MemoryUsage { used_bytes, reserved_bytes, .. } = self.memory();
+        let left = u128::from(reserved_bytes.saturating_sub(used_bytes));
+        let most = self.0.budget.usable_bytes(self.0.device.profile().memory_bytes);
+        let over = most.is_some_and(|most| u128::from(reserved_bytes) + bytes > most.into());
+        match left > bytes + PAGES || (left > 0 && over) {
+            true => self.clear_cache(),
+            false => Ok(()),
+        }
+    }
+
+    /// Allocates a page of so many bytes in the pool of this thread: pages that grow with their use leave smaller ones
+    /// behind.
+    pub(crate) fn reserve_page(&self, bytes: u128) -> Result<(), DeviceError> {
+        let _at_work = ops::at_work();
+        let client = self.0.device.client();
+        let most = client.properties().memory.max_page_size;
+        let Ok(bytes) = usize::try_from(bytes.min(most.into())) else { return Ok(()) };
+        let page = client.empty(bytes);
+        client.check([&page]).map_err(|why| self.failed(format!("{why:?}")))
+    }
+
+    /// Downloads a tensor.
+    pub(crate) fn on_host(&self, made: Tensor<2>) -> Result<Vec<f32>, DeviceError> {
+        let _at_work = ops::at_work();
+        let data = made.try_into_data().map_err(|why| self.failed(format!("{why:?}")))?;
+        data.try_to_vec::<f32>().map_err(|why| self.failed(format!("{why:?}")))
+    }
+
+    /// Returns the error of an allocation that failed.
+    pub(super) fn unsettled<E: From<DeviceError> + From<models::Error>>(
+        &self,
+        why: models::Error,
+    ) -> E {
+        match why {
+            models::Error::Failed(why) => self.failed(why).into(),
+            other => other.into(),
+        }
+    }
+
+    /// Returns the failure behind a message of the device.
+    pub(super) fn failed(&self, why: String) -> DeviceError {
+        DeviceError::of(&self.0.device, why)
+    }
+}

@@ -1,0 +1,84 @@
+//! How much of a device's memory may be used.
+
+use serde::Serialize;
+
+use super::error::PlanError;
+
+/// How much of a device's memory may be used.
+///
+/// ```
+/// use flashover::MemoryBudget;
+///
+/// let gib = 1 << 30;
+/// let budget = MemoryBudget { reserve_bytes: 2 * gib, ..MemoryBudget::default() };
+/// assert_eq!(budget.usable_bytes(Some(16 * gib)), Some(14 * gib));
+/// assert_eq!(MemoryBudget::default().usable_bytes(None), None, "unknown: nothing is refused");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct MemoryBudget {
+    /// Most bytes of the weights and of all sessions, batches and trainers of the model that live at once. Another model
+    /// of the process has a budget of its own.
+    pub limit_bytes: Option<u64>,
+    /// Bytes that stay free for others.
+    pub reserve_bytes: u64,
+    /// Largest share of the device's memory, from which the reserve is taken.
+    pub fraction: f64,
+}
+
+impl Default for MemoryBudget {
+    /// All of it.
+    fn default() -> Self {
+        Self { limit_bytes: None, reserve_bytes: 0, fraction: 1.0 }
+    }
+}
+
+impl MemoryBudget {
+    /// Returns the bytes that may be used of a device with `total` bytes.
+    pub fn usable_bytes(&self, total: Option<u64>) -> Option<u64> {
+        let share = |total: u64| (total as f64 * self.fraction) as u64;
+        let rest = total.map(|total| share(total).saturating_sub(self.reserve_bytes));
+        match (rest, self.limit_bytes) {
+            (Some(rest), Some(limit)) => Some(rest.min(limit)),
+            (rest, limit) => rest.or(limit),
+        }
+    }
+
+    /// Refuses a budget that leaves nothing, or a part of an unknown total.
+    pub(super) fn check(&self, total: Option<u64>) -> Result<(), PlanError> {
+        let refused = |name, value: String, range| Err(PlanError::Budget { name, value, range });
+        if self.limit_bytes == Some(0) {
+            return refused("limit", "0 bytes".to_owned(), "above 0");
+        }
+        if self.fraction.is_nan() || self.fraction <= 0.0 || self.fraction > 1.0 {
+            return refused("fraction", self.fraction.to_string(), "above 0, up to 1");
+        }
+        let of_all = self.fraction < 1.0 || self.reserve_bytes > 0;
+        if of_all && total.is_none() { Err(PlanError::BudgetOfUnknown) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_less_than_the_card() {
+        let gib = 1u64 << 30;
+        let of = |budget: MemoryBudget| budget.usable_bytes(Some(16 * gib));
+        let all = MemoryBudget::default();
+        assert_eq!(of(MemoryBudget { fraction: 0.5, reserve_bytes: gib, ..all }), Some(7 * gib));
+        assert_eq!(of(MemoryBudget { limit_bytes: Some(3 * gib), ..all }), Some(3 * gib));
+        assert_eq!(of(MemoryBudget { limit_bytes: Some(99 * gib), ..all }), Some(16 * gib));
+        assert_eq!(of(MemoryBudget { reserve_bytes: 99 * gib, ..all }), Some(0));
+        assert_eq!(MemoryBudget { limit_bytes: Some(5), ..all }.usable_bytes(None), Some(5));
+        // Of an unknown total there are no parts.
+        for part in
+            [MemoryBudget { fraction: 0.5, ..all }, MemoryBudget { reserve_bytes: gib, ..all }]
+        {
+            let refused = part.check(None).expect_err("a part of nothing");
+            assert!(matches!(refused, PlanError::BudgetOfUnknown), "{refused}");
+            part.check(Some(16 * gib)).expect("a part of a card");
+        }
+        MemoryBudget { limit_bytes: Some(5), ..all }.check(None).expect("a number of bytes");
+    }
+}

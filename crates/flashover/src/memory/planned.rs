@@ -1,0 +1,195 @@
+//! From a model to its plan on a device.
+
+use arch::{ArchProfile, Backend, DType};
+use burn::tensor::FloatDType;
+use models::{DecoderConfig, Footprint, Matrices, ModelPrecision, Workload};
+use ops::MemoryProfile;
+
+use super::budget::MemoryBudget;
+use super::error::PlanError;
+use super::ledger::Others;
+use super::plan::{Plan, compute_name};
+
+/// A model whose weights are known, so that the rest can be computed.
+#[derive(Debug, Clone)]
+pub(crate) struct PlannedModel {
+    pub(crate) model: String,
+    pub(crate) config: DecoderConfig,
+    pub(crate) precision: ModelPrecision,
+    /// Bytes of the weights on the device.
+    pub(crate) weights: u128,
+    /// Facts of the device.
+    pub(crate) profile: MemoryProfile,
+}
+
+/// Bounds of the searches for what fits.
+const MAX_SEQUENCES: usize = 65_535;
+const MAX_POSITIONS: usize = 1 << 24;
+
+impl PlannedModel {
+    /// Returns this model with weights that are quantised further, each with the name of the format.
+    fn quantized(&self) -> impl Iterator<Item = (&'static str, Self)> {
+        let all = [("int8", Matrices::Int8), ("nf4", Matrices::FourBit)];
+        let begun = match self.precision.matrices {
+            Matrices::Dense => 0,
+            Matrices::Int8 => 1,
+            Matrices::FourBit => all.len(),
+        };
+        all.into_iter().skip(begun).map(|(name, matrices)| {
+            let precision = ModelPrecision { matrices, ..self.precision };
+            (name, Self { precision, weights: self.config.loaded_bytes(precision), ..self.clone() })
+        })
+    }
+
+    /// # Errors
+    /// [`PlanError::Model`] of an adapter that the model cannot have.
+    pub(crate) fn footprint(&self, workload: &Workload) -> Result<Footprint, PlanError> {
+        Ok(self.config.footprint(self.precision, self.weights, workload, self.profile)?)
+    }
+
+    /// Plans for a device on which nothing lives.
+    ///
+    /// # Errors
+    /// As [`PlannedModel::check`], [`PlannedModel::check_buffers`] and [`PlannedModel::footprint`].
+    pub(crate) fn checked(
+        &self,
+        profile: &ArchProfile,
+        budget: &MemoryBudget,
+        workload: Workload,
+    ) -> Result<Plan, PlanError> {
+        self.check(profile, budget, &workload)?;
+        self.check_buffers(profile, &workload)?;
+        self.plan(profile, budget, workload, Others::default())
+    }
+
+    /// # Errors
+    /// [`PlanError::Buffer`].
+    pub(crate) fn check_buffers(
+        &self,
+        profile: &ArchProfile,
+        workload: &Workload,
+    ) -> Result<(), PlanError> {
+        // Training has no cache, and weights are checked where they are loaded.
+        let Some(most) = profile.max_buffer_bytes.filter(|_| workload.training.is_none()) else {
+            return Ok(());
+        };
+        let need = self.config.largest_buffer_bytes(self.precision, workload, self.profile);
+        match need > most.into() {
+            true => Err(PlanError::Buffer { need: narrowed(need), most }),
+            false => Ok(()),
+        }
+    }
+
+    /// # Errors
+    /// [`PlanError::Budget`], [`PlanError::BudgetOfUnknown`], [`PlanError::TrainBf16`], and [`models::Error::Context`].
+    pub(crate) fn check(
+        &self,
+        profile: &ArchProfile,
+        budget: &MemoryBudget,
+        workload: &Workload,
+    ) -> Result<(), PlanError> {
+        budget.check(profile.memory_bytes)?;
+        let Workload { batch, context, .. } = *workload;
+        for (name, value) in [("batch", batch), ("context", context)] {
+            if value == 0 {
+                let range = "of 1 at least";
+                return Err(PlanError::Budget { name, value: value.to_string(), range });
+            }
+        }
+        if batch > MAX_SEQUENCES {
+            let range = "up to 65535, which a launch has room for";
+            return Err(PlanError::Budget { name: "batch", value: batch.to_string(), range });
+        }
+        if let Some(max_seq) = self.config.context().filter(|most| context > *most) {
+            return Err(models::Error::Context { need: context, max_seq }.into());
+        }
+        let bf16 = self.precision.dtype == FloatDType::BF16;
+        if workload.training.is_some() && profile.backend == Backend::Vulkan && bf16 {
+            return Err(PlanError::TrainBf16);
+        }
+        Ok(())
+    }
+
+    /// Plans for a device next to all that lives there, whether it fits or not.
+    ///
+    /// # Errors
+    /// As [`PlannedModel::footprint`].
+    pub(crate) fn plan(
+        &self,
+        profile: &ArchProfile,
+        budget: &MemoryBudget,
+        workload: Workload,
+        others: Others,
+    ) -> Result<Plan, PlanError> {
+        let total_bytes = profile.memory_bytes;
+        let budget_bytes = budget.usable_bytes(total_bytes);
+        let parts = self.footprint(&workload)?;
+        let fitting_bytes = |planner: &Self, workload: &Workload| {
+            planner.check_buffers(profile, workload).ok()?;
+            let parts = planner.footprint(workload).ok()?;
+            let all = parts.total() + others.beside(parts.transient());
+            budget_bytes.filter(|budget| all <= (*budget).into()).map(|_| narrowed(parts.total()))
+        };
+        let fits = |workload| fitting_bytes(self, &workload).is_some();
+        // With another batch or context sequences share other positions.
+        let known = |most: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| most);
+        let context = self.config.context().unwrap_or(MAX_POSITIONS).min(MAX_POSITIONS);
+        let with_batch = |batch| Workload { batch, ..workload.clone() };
+        let with_context = |context| Workload { context, ..workload.clone() };
+        Ok(Plan {
+            model: self.model.clone(),
+            device: profile.name.clone(),
+            total_bytes,
+            reserve_bytes: budget.reserve_bytes,
+            budget_bytes,
+            dtype: compute_name(self.precision),
+            matrices: self.precision.matrices,
+            kv: self.precision.kv,
+            weights_bytes: narrowed(parts.weights),
+            cache_bytes: narrowed(parts.kv_cache),
+            adapter_bytes: narrowed(parts.adapter),
+            optimizer_bytes: narrowed(parts.optimizer),
+            activations_bytes: narrowed(parts.activations),
+            workspace_bytes: narrowed(parts.workspace + parts.graph + parts.pool_overhead),
+            other_bytes: narrowed(others.beside(parts.transient())),
+            largest_batch: known(largest(MAX_SEQUENCES, |batch| fits(with_batch(batch)))),
+            largest_context: known(largest(context, |context| fits(with_context(context)))),
+            stores_int8: profile.dtypes.contains(&DType::I8),
+            quantized: self
+                .quantized()
+                .filter_map(|(name, planner)| Some((name, fitting_bytes(&planner, &workload)?)))
+                .collect(),
+            workload,
+        })
+    }
+}
+
+fn narrowed(bytes: u128) -> u64 {
+    u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
+/// Returns the largest number up to `most` that fits, if all that are smaller do; 0 if none fits.
+fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
+    let (mut fitting, mut not) = (0, most + 1);
+    while not - fitting > 1 {
+        let middle = fitting + (not - fitting) / 2;
+        match fits(middle) {
+            true => fitting = middle,
+            false => not = middle,
+        }
+    }
+    fitting
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_is_found_where_there_is_one() {
+        assert_eq!(largest(100, |n| n <= 37), 37);
+        assert_eq!(largest(100, |_| true), 100);
+        assert_eq!(largest(100, |_| false), 0);
+        assert_eq!(largest(0, |_| true), 0);
+    }
+}

@@ -1,0 +1,209 @@
+use super::*;
+use crate::{LoraOptions, Recompute, Training, shapes};
+
+const BF16: ModelPrecision = ModelPrecision {
+    dtype: FloatDType::BF16,
+    tf32: false,
+    matrices: Matrices::Dense,
+    kv: KvFormat::Float,
+    lora_columns: 0,
+};
+const NF4: ModelPrecision = ModelPrecision { matrices: Matrices::FourBit, ..BF16 };
+const INT8: ModelPrecision = ModelPrecision { matrices: Matrices::Int8, ..BF16 };
+/// Of CUDA, of a device without a path on tensor cores, and of a CPU.
+const CUDA: MemoryProfile =
+    MemoryProfile { captures: true, processors: 132, nf4_rows: 128, int8_rows: 64 };
+const DENSE: MemoryProfile = MemoryProfile { nf4_rows: 8, int8_rows: 8, ..CUDA };
+const CPU: MemoryProfile = MemoryProfile { captures: false, processors: 0, ..DENSE };
+
+const MIB: u128 = 1 << 20;
+const SMALL_PAGE: u128 = 8 * MIB;
+
+fn of(
+    name: &str,
+    precision: ModelPrecision,
+    workload: &Workload,
+    profile: MemoryProfile,
+) -> Footprint {
+    let config = shapes::named(name).expect("published");
+    let weights = config.loaded_bytes(precision);
+    config.footprint(precision, weights, workload, profile).expect("a rank that fits")
+}
+
+#[test]
+fn llama_3_8b_takes_what_it_is_known_to() {
+    let llama = |precision, workload: &Workload| of("llama-3-8b", precision, workload, CUDA);
+    let one = Workload::new(1, 8192);
+    let dense = llama(BF16, &one);
+    assert_eq!(dense.weights, 2 * 8_030_261_248);
+    // 128 KiB a position, and 64 angles of two numbers.
+    let seen = 4 * 4008;
+    assert_eq!(dense.kv_cache, 8192 * (131_072 + 4 * 128) + seen);
+    // x and its hole, norm(x), gate and up.
+    assert_eq!(dense.activations, 2048 * 2 * (4096 + 4096 + 4096 + 2 * 14_336));
+    // 144 MiB and one.
+    let overhead = SMALL_PAGE + MIB + 512 * 40 * 33;
+    assert_eq!((dense.workspace, dense.pool_overhead), (0, overhead));
+    let four = llama(NF4, &one);
+    // Embedding, head and norms stay.
+    let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
+    assert_eq!(four.weights, four_bit_bytes(8_030_261_248 - rest / 2) + rest);
+    assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
+    assert_eq!(four.activations, dense.activations);
+    let few = llama(NF4, &Workload::new(16, 1));
+    assert_eq!((few.workspace, few.kv_cache), (0, 16 * (131_072 + seen) + 512));
+    assert_eq!(few.activations, 16 * (2 * 4 * 128_256 + 4 * 4008 + 2 * 2 * 4096));
+    let eight = llama(INT8, &one);
+    // Of a layer rows of q, k, v, of what leaves attention, of gate, up and down.
+    let rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);
+    assert_eq!(eight.weights, 8_030_261_248 - rest / 2 + 4 * rows + rest);
+    assert_eq!(eight.workspace, 2 * 14_336 * 4096);
+    let bytes = llama(ModelPrecision { kv: KvFormat::Int8, ..BF16 }, &one);
+    assert_eq!(bytes.kv_cache, 8192 * (32 * 2 * 8 * (128 + 4) + 4 * 128) + seen);
+    let attention = 2048 * 2 * (2 * 4096 + 3 * 4096) + 8192 * 1024 * (2 + 8);
+    assert_eq!(bytes.activations, attention.max(dense.activations));
+    let parts = four.weights + four.kv_cache + four.activations + four.workspace;
+    assert_eq!(four.total(), parts + four.graph + four.pool_overhead);
+    // Sequences that share a prompt of 128 positions lie in pages of 64.
+    let shared = Workload { shared: 2 * 128, ..Workload::new(3, 150) };
+    let apart = llama(BF16, &Workload::new(3, 192)).kv_cache - llama(BF16, &shared).kv_cache;
+    assert_eq!(apart, 2 * 128 * 131_072 + 512 * (192 - 150));
+}
+
+#[test]
+fn a_graph_keeps_the_tensors_of_a_step() {
+    let steps = |precision, batch, profile| {
+        of("llama-3-8b", precision, &Workload::new(batch, 8192), profile).graph
+    };
+    // Two norms and the last, qkv, queries, attention, out, gate and up, down; logits; two
+    // splits of qkv, out, down, and of gate and up.
+    let (qkv, inner) = (4096 + 2 * 1024, 14_336);
+    let row = 2 * (3 * 4096 + qkv + 2 * 4096 + 4096 + 2 * inner + 4096)
+        + 4 * 128_256
+        + 8 * (qkv + 4096 + 4096 + 2 * inner);
+    assert_eq!(steps(BF16, 1, CUDA), row + GRAPH_OVERHEAD);
+    // Gate and up as one are 112 tiles, which fill 132 processors.
+    let joint = row - 2 * inner - 8 * 2 * inner;
+    assert_eq!(steps(NF4, 1, CUDA), joint + GRAPH_OVERHEAD);
+    assert_eq!(steps(NF4, 16, CUDA), 16 * joint + GRAPH_OVERHEAD);
+    // Where no path decodes in registers, a step of 16 has dense copies of a layer's weights, and gate and up by themselves.
+    let dense = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096);
+    let apart = 16 * (2 * inner + 8 * inner);
+    assert_eq!(steps(NF4, 16, DENSE), steps(NF4, 16, CUDA) + dense + apart);
+    assert_eq!(steps(NF4, 16, CPU), 0);
+}
+
+#[test]
+fn splits_of_k_fill_the_processors() {
+    // Four splits of 512 x 2048 are as many tiles as there are processors, except for four.
+    let prompt = Workload::new(1, 512);
+    let activations = |profile| of("llama-3.2-1b", BF16, &prompt, profile).activations;
+    let x = 512 * 2048 * 2;
+    assert_eq!(activations(CUDA), 2 * x + 512 * 2 * (2048 + 8192) + 4 * 4 * 512 * 2048);
+    assert_eq!(activations(CPU), 2 * x + 512 * 2 * (2048 + 2 * 8192));
+}
+
+#[test]
+fn the_largest_buffer_is_known() {
+    let llama = shapes::named("llama-3-8b").expect("published");
+    let of = |precision, batch, positions| {
+        llama.largest_buffer_bytes(precision, &Workload::new(batch, positions), CPU)
+    };
+    // Embedding and head, which stay dense, and then keys of a layer.
+    assert_eq!(of(BF16, 1, 64), 2 * 128_256 * 4096);
+    assert_eq!(of(NF4, 1, 8192), 2 * 128_256 * 4096);
+    assert_eq!(of(BF16, 128, 8192), 128 * 8192 * 8 * 128 * 2);
+}
+
+#[test]
+fn logits_of_all_rows_take_no_more_than_was_planned() {
+    for name in shapes::names() {
+        let config = shapes::named(name).expect("published");
+        for precision in [BF16, NF4, INT8] {
+            for (rows, profile) in
+                [1, 16, 100, 2048].into_iter().flat_map(|n| [(n, CPU), (n, CUDA)])
+            {
+                let at_once = config.rows_with_logits(precision, rows);
+                assert!((1..=rows).contains(&at_once), "{name}: {at_once} of {rows}");
+                let x = (config.hidden * rows) as u128 * precision.size();
+                let row = Rows::new(&config, precision, profile, 1).logits_bytes();
+                let logits = at_once as u128 * row;
+                let planned = of(name, precision, &Workload::new(1, rows), profile).activations;
+                assert!(at_once == 1 || x + logits <= planned, "{name}: {logits} {planned}");
+            }
+        }
+    }
+    let llama = shapes::named("llama-3-8b").expect("published");
+    // norm(x), gate and up of 2048 rows, over logits in f32 of one and the rows that they are computed from.
+    let fitting = 2048 * 2 * (4096 + 2 * 14_336) / (4 * 128_256 + 2 * 2 * 4096);
+    assert_eq!(llama.rows_with_logits(BF16, 2048), fitting);
+}
+
+#[test]
+fn unmerged_lora_adds_its_matmuls() {
+    let adapted = |name, matrices| {
+        let precision = ModelPrecision { matrices, lora_columns: 32, ..BF16 };
+        of(name, precision, &Workload::new(1, 2048), CPU).activations
+    };
+    let x = 2048 * 2 * 4096;
+    let inner = 2048 * 2 * 14_336;
+    // norm(x), gate and up as one, its halves, and what activates them; or up, gate, and what activates these.
+    assert_eq!(adapted("llama-3-8b", Matrices::FourBit), 3 * x + 7 * inner);
+    assert_eq!(adapted("llama-3-8b", Matrices::Int8), 3 * x + 5 * inner);
+    let (x, inner) = (2048 * 2 * 768, 2048 * 2 * 3072);
+    // gpt2 has no gate.
+    assert_eq!(adapted("gpt2", Matrices::Int8), 3 * x + 3 * inner);
+}
+
+#[test]
+fn more_takes_more() {
+    for name in shapes::names() {
+        let total = |batch, context| of(name, NF4, &Workload::new(batch, context), CUDA).total();
+        assert!(total(1, 64) < total(1, 1000) && total(1, 1000) < total(3, 1000), "{name}");
+    }
+}
+
+fn training(batch: usize, context: usize, training: Training) -> Workload {
+    Workload { training: Some(training), ..Workload::new(batch, context) }
+}
+
+#[test]
+fn training_llama_3_8b_takes_what_it_is_known_to() {
+    let of = |precision, recompute| {
+        let options = Training { recompute, ..Training::default() };
+        of("llama-3-8b", precision, &training(4, 512, options), CUDA)
+    };
+    let made = of(NF4, Recompute::Layers);
+    // 41,943,040 values, as PEFT counts them.
+    assert_eq!((made.adapter, made.optimizer), (4 * 41_943_040, 8 * 41_943_040));
+    let (x, inner) = (2 * 2048 * 4096, 2 * 2048 * 14_336);
+    let heads = 2 * 2048 * (6144 + 5120 + 2 * 4096) + 4 * 2048 * 32;
+    let graph = 4 * x + heads + 5 * inner;
+    let dense = 2 * 14_336 * 4096;
+    assert!(dense == 2 * inner, "2048 rows");
+    assert_eq!(made.activations, 31 * x + graph + 4 * x + 5 * inner);
+    let kept = of(NF4, Recompute::Nothing);
+    assert_eq!(kept.activations, 32 * graph + 4 * x + 5 * inner);
+    let whole = of(BF16, Recompute::Layers);
+    assert_eq!(whole.activations, made.activations - 2 * inner);
+    assert_eq!(of(INT8, Recompute::Layers).activations, whole.activations + dense);
+    assert_eq!(made.kept() + made.transient() + made.weights, made.total());
+}
+
+#[test]
+fn more_training_takes_more() {
+    for name in shapes::names() {
+        let total = |batch, context, options| {
+            of(name, NF4, &training(batch, context, options), CUDA).total()
+        };
+        let rank = |rank| LoraOptions { rank, ..LoraOptions::default() };
+        let options = Training { lora: rank(8), ..Training::default() };
+        let all = total(4, 512, options.clone());
+        assert!(total(5, 512, options.clone()) > all, "{name}");
+        assert!(total(4, 600, options.clone()) > all, "{name}");
+        assert!(total(4, 512, Training { accumulates: true, ..options.clone() }) > all, "{name}");
+        let recompute = Recompute::Nothing;
+        assert!(total(4, 512, Training { recompute, ..options.clone() }) > all, "{name}");
+        assert!(total(4, 512, Training { lora: rank(32), ..options }) > all, "{name}");
+    }
+}
