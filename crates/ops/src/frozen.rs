@@ -89,28 +89,27 @@ pub(crate) fn product<const D: usize>(
     Ok(Tensor::<2>::from_dispatch(made).reshape(shape))
 }
 
-/// Bytes of a linear layer with a frozen weight of `shape` `[n, k]`, whose codes serve `coded_rows`: more rows make a dense
-/// copy, as a backward pass does. Gradients read no operand.
+/// Bytes of a linear layer with a quantised weight `[n, k]`: more rows than its codes serve make a dense copy, as any
+/// backward pass does. Gradients read no operand.
 pub fn quantized_linear_memory(
     profile: MemoryProfile,
-    coded_rows: u32,
     rows: u128,
     [n, k]: [u128; 2],
     dtype: FloatDType,
 ) -> OpMemory {
-    let dense_weight = if rows > coded_rows.into() { bytes_of(n * k, dtype) } else { 0 };
+    let dense_weight = if rows > profile.coded_rows.into() { bytes_of(n * k, dtype) } else { 0 };
     OpMemory { dense_weight, saved: 0, ..linear_memory(profile, rows, [n, k], dtype) }
 }
 
-/// Bytes of a gated feed-forward's first half, [`nf4_glu`](crate::nf4_glu), with a weight of `shape` `[2n, k]`: next to a
-/// dense copy the product that is gated lies by itself.
+/// Bytes of a gated feed-forward's first half, [`nf4_glu`](crate::nf4_glu), with a weight `[2n, k]`: next to a dense copy
+/// the matmul that gates has a result of its own.
 pub fn nf4_glu_memory(
     profile: MemoryProfile,
     rows: u128,
     [both, k]: [u128; 2],
     dtype: FloatDType,
 ) -> OpMemory {
-    let joint = quantized_linear_memory(profile, profile.nf4_rows, rows, [both, k], dtype);
+    let joint = quantized_linear_memory(profile, rows, [both, k], dtype);
     let half = joint.result / 2;
     match joint.dense_weight {
         0 => OpMemory { result: half, ..joint },

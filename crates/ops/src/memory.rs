@@ -15,34 +15,29 @@ pub struct MemoryProfile {
     pub captures: bool,
     /// Number of processors, which split-k fills; 0 if k is never split.
     pub processors: u32,
-    /// Most rows that are multiplied with 4-bit codes; more may take a dense copy of the weight.
-    pub nf4_rows: u32,
-    /// Most rows that are multiplied with 8-bit codes.
-    pub int8_rows: u32,
+    /// Most rows that are multiplied with the codes of a quantised weight; more may take a dense copy of it.
+    pub coded_rows: u32,
 }
 
 impl MemoryProfile {
     /// The device on which logits of the same rows take the largest share: no split-k, and no dense copy of up to 128 rows.
-    pub const LEAST: Self = Self { captures: false, processors: 0, nf4_rows: 128, int8_rows: 64 };
+    pub const LEAST: Self = Self { captures: false, processors: 0, coded_rows: 128 };
 
     /// Returns the facts of a device that computes in `dtype`.
     pub fn new(profile: &ArchProfile, dtype: FloatDType) -> Self {
         // Vulkan does not report processors.
         const USUAL_PROCESSORS: u32 = 128;
-        // Tensor cores multiply 8-bit codes faster than a dense copy up to 64 rows (`kernels::int8`, H200 and Vulkan).
-        const INT8_ROWS: u32 = 64;
         let dtype = match dtype {
             FloatDType::BF16 => arch::DType::Bf16,
             FloatDType::F16 => arch::DType::F16,
             _ => arch::DType::F32,
         };
         let captures = profile.backend != Backend::Cpu;
-        let nf4_rows = Nf4Matmul::coded_rows(profile, dtype);
         Self {
             captures,
             processors: if captures { profile.processors.unwrap_or(USUAL_PROCESSORS) } else { 0 },
-            nf4_rows,
-            int8_rows: nf4_rows.min(INT8_ROWS),
+            // Of 8 bits the tune cache has no dense copy for fewer rows either.
+            coded_rows: Nf4Matmul::coded_rows(profile, dtype),
         }
     }
 }
@@ -176,9 +171,8 @@ mod tests {
         let of = |dtype| MemoryProfile::new(&card, dtype);
         let half = of(FloatDType::BF16);
         assert!(half.captures && half.processors == card.processors.expect("CUDA reports it"));
-        assert_eq!((half.nf4_rows, half.int8_rows), (128, 64));
         // f32 has no path on tensor cores.
-        assert_eq!((of(FloatDType::F32).nf4_rows, of(FloatDType::F32).int8_rows), (8, 8));
+        assert_eq!((half.coded_rows, of(FloatDType::F32).coded_rows), (128, 8));
         let host = ArchProfile { backend: Backend::Cpu, ..card };
         let host = MemoryProfile::new(&host, FloatDType::F32);
         assert!(!host.captures && host.processors == 0);

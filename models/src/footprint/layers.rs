@@ -185,11 +185,8 @@ impl<'a> Rows<'a> {
         let Self { profile, rows, precision: ModelPrecision { dtype, matrices, .. }, .. } = self;
         match matrices {
             Matrices::Dense => linear_memory(profile, rows, shape, dtype),
-            Matrices::Int8 => {
-                quantized_linear_memory(profile, profile.int8_rows, rows, shape, dtype)
-            }
-            Matrices::FourBit => {
-                quantized_linear_memory(profile, profile.nf4_rows, rows, shape, dtype)
+            Matrices::Int8 | Matrices::FourBit => {
+                quantized_linear_memory(profile, rows, shape, dtype)
             }
         }
     }

@@ -11,9 +11,8 @@ const BF16: ModelPrecision = ModelPrecision {
 const NF4: ModelPrecision = ModelPrecision { matrices: Matrices::FourBit, ..BF16 };
 const INT8: ModelPrecision = ModelPrecision { matrices: Matrices::Int8, ..BF16 };
 /// Of CUDA, of a device without a path on tensor cores, and of a CPU.
-const CUDA: MemoryProfile =
-    MemoryProfile { captures: true, processors: 132, nf4_rows: 128, int8_rows: 64 };
-const DENSE: MemoryProfile = MemoryProfile { nf4_rows: 8, int8_rows: 8, ..CUDA };
+const CUDA: MemoryProfile = MemoryProfile { captures: true, processors: 132, coded_rows: 128 };
+const DENSE: MemoryProfile = MemoryProfile { coded_rows: 8, ..CUDA };
 const CPU: MemoryProfile = MemoryProfile { captures: false, processors: 0, ..DENSE };
 
 const MIB: u128 = 1 << 20;

@@ -35,8 +35,7 @@ impl Rows<'_> {
         };
         let loss = kept + x + self.loss_bytes() + accumulated;
         // The gradient of any number of rows makes the weight dense.
-        let dense =
-            Self { profile: MemoryProfile { nf4_rows: 0, int8_rows: 0, ..self.profile }, ..self };
+        let dense = Self { profile: MemoryProfile { coded_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
         // Each half of a joint gate and up has gradients of the whole width, zeros except in its half, and then their sum.
         let joint = match (self.precision.matrices, self.config.ffn) {
