@@ -6,14 +6,6 @@ use serde::{Serialize, Serializer};
 use crate::{LoraOptions, Recompute};
 
 /// The most that a model is asked for at once.
-///
-/// ```
-/// use models::{Training, Workload};
-///
-/// let answers = Workload::new(8, 2048);
-/// let adapter = Workload { training: Some(Training::default()), ..Workload::new(4, 512) };
-/// assert!(answers.training.is_none() && adapter.training.is_some());
-/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Workload {
     /// Number of sequences that decode or train together.

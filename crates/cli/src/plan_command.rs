@@ -122,7 +122,8 @@ fn table(plan: &Plan) -> String {
         ("context", workload.context.to_string()),
     ];
     lines.extend(workload.training.as_ref().map(|own| ("rank", own.lora.rank.to_string())));
-    lines.extend(plan.parts().map(|(name, part)| (name, bytes(part))));
+    let short = |name: &'static str| name.trim_end_matches(" and gradients");
+    lines.extend(plan.parts().map(|(name, part)| (short(name), bytes(part))));
     lines.push(("together", bytes(plan.peak_bytes())));
     lines.extend(plan.total_bytes.map(|total| ("of the device", bytes(total))));
     lines.push(("reserve", bytes(plan.reserve_bytes)));

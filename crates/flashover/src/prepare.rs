@@ -10,7 +10,7 @@ use burn::tensor::FloatDType;
 use models::{
     Adapter, KvFormat, LoadOptions, Matrices, ModelPrecision, OnDevice, Weights, Workload,
 };
-use ops::{MemoryProfile, Nf4Options};
+use ops::Nf4Options;
 
 use crate::device_error::check_free;
 use crate::load_error::LoadError;
@@ -43,7 +43,8 @@ impl Prepared {
             config: weights.config().clone(),
             precision,
             weights: bytes,
-            profile: MemoryProfile::new(profile, precision.dtype),
+            device: profile.clone(),
+            budget: options.budget,
         };
         Ok(Self { planned, load })
     }
@@ -69,7 +70,8 @@ impl Prepared {
             weights: config.loaded_bytes(precision),
             config,
             precision,
-            profile: MemoryProfile::new(profile, precision.dtype),
+            device: profile.clone(),
+            budget: options.budget,
         };
         Ok(Self { planned, load })
     }
@@ -77,7 +79,7 @@ impl Prepared {
     /// Refuses what does not fit.
     pub(crate) fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), LoadError> {
         let workload = options.workload.clone().unwrap_or(Workload::new(1, 1));
-        let plan = self.planned.checked(device.profile(), &options.budget, workload)?.fitting()?;
+        let plan = self.planned.checked(workload)?.fitting()?;
         Ok(check_free(device, plan.peak_bytes().into())?)
     }
 }
@@ -96,7 +98,7 @@ impl Plan {
     ) -> Result<Self, LoadError> {
         let weights = Weights::open(folder.as_ref()).map_err(LoadError::Folder)?;
         let prepared = Prepared::of_files(profile, folder.as_ref(), &weights, None, options)?;
-        Ok(prepared.planned.checked(profile, &options.budget, workload)?)
+        Ok(prepared.planned.checked(workload)?)
     }
 
     /// Plans for a published shape, as [`crate::Engine::random`] makes it.
@@ -110,7 +112,7 @@ impl Plan {
         workload: Workload,
     ) -> Result<Self, LoadError> {
         let prepared = Prepared::of_shape(profile, shape, options)?;
-        Ok(prepared.planned.checked(profile, &options.budget, workload)?)
+        Ok(prepared.planned.checked(workload)?)
     }
 }
 

@@ -110,16 +110,9 @@ pub fn nf4_glu_memory(
     dtype: FloatDType,
 ) -> OpMemory {
     let joint = quantized_linear_memory(profile, rows, [both, k], dtype);
-    let half = joint.result / 2;
-    match joint.dense_weight {
-        0 => OpMemory { result: half, ..joint },
-        dense_weight => OpMemory {
-            temporary: half,
-            dense_weight,
-            saved: 0,
-            ..linear_memory(profile, rows, [both / 2, k], dtype)
-        },
-    }
+    let result = joint.result / 2;
+    let temporary = if joint.dense_weight > 0 { result } else { 0 };
+    OpMemory { result, temporary, ..joint }
 }
 
 /// A weight on a backend, of which a backward pass makes the dense one.

@@ -8,6 +8,8 @@ use arch::{ArchProfile, Backend};
 use burn::tensor::{DType, FloatDType};
 use kernels::nf4::Nf4Matmul;
 
+use crate::call::float_of;
+
 /// Facts of a device that decide how much memory ops hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryProfile {
@@ -27,11 +29,7 @@ impl MemoryProfile {
     pub fn new(profile: &ArchProfile, dtype: FloatDType) -> Self {
         // Vulkan does not report processors.
         const USUAL_PROCESSORS: u32 = 128;
-        let dtype = match dtype {
-            FloatDType::BF16 => arch::DType::Bf16,
-            FloatDType::F16 => arch::DType::F16,
-            _ => arch::DType::F32,
-        };
+        let dtype = float_of(dtype.into()).unwrap_or(arch::DType::F32);
         let captures = profile.backend != Backend::Cpu;
         Self {
             captures,
@@ -146,8 +144,7 @@ mod tests {
         // Small buffers lie in the page for them.
         assert_eq!((page_slack(0), page_slack(SMALL)), (0, 0));
         assert_eq!(page_slack(SMALL + 1), 2 * mib - SMALL - 1);
-        let slack = (page_slack(mib), page_slack(mib + 1), page_slack(5 * mib));
-        assert_eq!(slack, (mib, 2 * mib - 1, mib));
+        assert_eq!([mib, mib + 1, 5 * mib].map(page_slack), [mib, 2 * mib - 1, mib]);
     }
 
     #[test]
@@ -174,7 +171,6 @@ mod tests {
         // f32 has no path on tensor cores.
         assert_eq!((half.coded_rows, of(FloatDType::F32).coded_rows), (128, 8));
         let host = ArchProfile { backend: Backend::Cpu, ..card };
-        let host = MemoryProfile::new(&host, FloatDType::F32);
-        assert!(!host.captures && host.processors == 0);
+        assert_eq!(MemoryProfile::new(&host, FloatDType::F32).processors, 0);
     }
 }

@@ -124,41 +124,30 @@ impl<'a> Rows<'a> {
     /// `Ffn::inner`
     fn inner(self, live: &mut Liveness) -> u128 {
         let Self { rows, hidden, inner, .. } = self;
-        let dtype = self.precision.dtype;
-        let unmerged = self.precision.lora_columns > 0;
-        let activated = |gated| activate_memory(rows, inner, self.config.activation, gated, dtype);
-        match (self.config.ffn, self.precision.matrices) {
-            (Ffn::Gated, Matrices::FourBit) if unmerged => {
+        let ModelPrecision { dtype, matrices, lora_columns, .. } = self.precision;
+        let gated = self.config.ffn == Ffn::Gated;
+        let one = [inner, hidden];
+        let activated = match (gated, matrices) {
+            (true, Matrices::FourBit) if lora_columns == 0 => {
+                return live.call(nf4_glu_memory(self.profile, rows, [2 * inner, hidden], dtype));
+            }
+            // Gate and up as one, and its halves.
+            (true, Matrices::FourBit) => {
                 let both = self.projection(live, [2 * inner, hidden]);
-                let halves = live.add(both);
-                let gated = live.call(activated(true));
-                live.free(both + halves);
-                gated
+                both + live.add(both)
             }
-            (Ffn::Gated, Matrices::FourBit) => {
-                live.call(nf4_glu_memory(self.profile, rows, [2 * inner, hidden], dtype))
-            }
-            (Ffn::Gated, Matrices::Dense | Matrices::Int8) => {
-                let up = self.projection(live, [inner, hidden]);
-                let mut gated = self.projection(live, [inner, hidden]);
-                if unmerged {
-                    let gate = gated;
-                    gated = live.call(activated(true));
-                    live.free(gate);
-                }
-                live.free(up);
-                gated
-            }
-            (Ffn::Plain, _) => {
-                let up = self.projection(live, [inner, hidden]);
-                if !unmerged {
-                    return up;
-                }
-                let activated = live.call(activated(false));
-                live.free(up);
-                activated
-            }
+            (true, _) => self.projection(live, one) + self.projection(live, one),
+            (false, _) => self.projection(live, one),
+        };
+        // The activation is the epilogue of the last matmul, unless a LoRA adds to it.
+        if lora_columns == 0 {
+            live.free(activated - self.wide(inner));
+            return self.wide(inner);
         }
+        let activation = self.config.activation;
+        let result = live.call(activate_memory(rows, inner, activation, gated, dtype));
+        live.free(activated);
+        result
     }
 
     /// `Projection::of`, with the matmuls of an unmerged LoRA.

@@ -154,14 +154,6 @@ fn unmerged_lora_adds_its_matmuls() {
     assert_eq!(adapted("gpt2", Matrices::Int8), 3 * x + 3 * inner);
 }
 
-#[test]
-fn more_takes_more() {
-    for name in shapes::names() {
-        let total = |batch, context| of(name, NF4, &Workload::new(batch, context), CUDA).total();
-        assert!(total(1, 64) < total(1, 1000) && total(1, 1000) < total(3, 1000), "{name}");
-    }
-}
-
 fn training(batch: usize, context: usize, training: Training) -> Workload {
     Workload { training: Some(training), ..Workload::new(batch, context) }
 }
@@ -190,19 +182,22 @@ fn training_llama_3_8b_takes_what_it_is_known_to() {
 }
 
 #[test]
-fn more_training_takes_more() {
+fn more_takes_more() {
     for name in shapes::names() {
-        let total = |batch, context, options| {
-            of(name, NF4, &training(batch, context, options), CUDA).total()
-        };
-        let rank = |rank| LoraOptions { rank, ..LoraOptions::default() };
-        let options = Training { lora: rank(8), ..Training::default() };
-        let all = total(4, 512, options.clone());
-        assert!(total(5, 512, options.clone()) > all, "{name}");
-        assert!(total(4, 600, options.clone()) > all, "{name}");
-        assert!(total(4, 512, Training { accumulates: true, ..options.clone() }) > all, "{name}");
-        let recompute = Recompute::Nothing;
-        assert!(total(4, 512, Training { recompute, ..options.clone() }) > all, "{name}");
-        assert!(total(4, 512, Training { lora: rank(32), ..options }) > all, "{name}");
+        let total = |workload: Workload| of(name, NF4, &workload, CUDA).total();
+        let one = |batch, context| total(Workload::new(batch, context));
+        assert!(one(1, 64) < one(1, 1000) && one(1, 1000) < one(3, 1000), "{name}");
+        let lora = |rank| LoraOptions { rank, ..LoraOptions::default() };
+        let options = || Training { lora: lora(8), ..Training::default() };
+        let all = total(training(4, 512, options()));
+        for more in [
+            training(5, 512, options()),
+            training(4, 600, options()),
+            training(4, 512, Training { accumulates: true, ..options() }),
+            training(4, 512, Training { recompute: Recompute::Nothing, ..options() }),
+            training(4, 512, Training { lora: lora(32), ..options() }),
+        ] {
+            assert!(total(more) > all, "{name}");
+        }
     }
 }

@@ -290,18 +290,11 @@ fn adapters_stay_beside_quantised_matrices() {
             assert!(gap <= 1e-4, "{name}: {gap:e}");
             // It is counted where it will be, and where it is.
             let planned = on_device_of(&weights, Some(&adapter), &options);
-            let held = adapted.precision();
-            assert_eq!(
-                (planned.matrices, base.precision().lora_columns),
-                (held.matrices, 0),
-                "{name}"
-            );
+            let (held, plain) = (adapted.precision(), base.precision());
+            assert_eq!((planned.matrices, plain.lora_columns), (held.matrices, 0), "{name}");
             // Gate and up are one product, or two of fewer columns.
-            assert!(
-                (1..=planned.lora_columns).contains(&held.lora_columns),
-                "{name}: {}",
-                held.lora_columns
-            );
+            let columns = held.lora_columns;
+            assert!((1..=planned.lora_columns).contains(&columns), "{name}: {columns}");
             let more = (adapted.weight_bytes() - base.weight_bytes()) as u128;
             let counted = planned.bytes - on_device_of(&weights, None, &options).bytes;
             assert!(more > 0 && more <= counted, "{name}: {more} of {counted}");

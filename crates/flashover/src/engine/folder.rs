@@ -87,7 +87,7 @@ impl ModelFolder {
         workload: Workload,
     ) -> Result<Plan, LoadError> {
         let planned = self.prepared(profile, options)?.planned;
-        Ok(planned.checked(profile, &options.budget, workload)?)
+        Ok(planned.checked(workload)?)
     }
 
     /// Reads an adapter of this model, and leaves the model as it is.

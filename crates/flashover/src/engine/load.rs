@@ -8,7 +8,7 @@ use models::{Decoder, Loading};
 use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
-use super::pages::Pages;
+use super::memory::Pages;
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
 use crate::load_error::LoadError;
@@ -80,7 +80,6 @@ impl Engine {
             device: device.clone(),
             decoder,
             planned: prepared.planned,
-            budget: options.budget,
             ledger: Arc::default(),
             pages: Pages(device.clone()),
         })
@@ -111,7 +110,6 @@ impl Engine {
             device: device.clone(),
             decoder,
             planned,
-            budget: options.budget,
             ledger: Arc::default(),
             pages: Pages(device.clone()),
         })

@@ -1,10 +1,12 @@
 //! Memory next to a model's weights: what is planned, which sessions are admitted, and what goes back to the device.
 
+use arch::Device;
 use burn::tensor::Tensor;
 use models::{Footprint, KvCache, Workload};
 
 use super::Engine;
 use super::error::GenerateError;
+use crate::context::on_burn;
 use crate::device_error::{DeviceError, check_free};
 use crate::memory::{Grant, MemoryUsage, Plan, PlanError};
 
@@ -38,13 +40,12 @@ impl Engine {
         workload: Workload,
     ) -> Result<Plan, PlanError> {
         self.check(&workload)?;
-        let (profile, others) = (self.0.device.profile(), self.0.ledger.others(own));
-        self.0.planned.plan(profile, &self.0.budget, workload, others)
+        self.0.planned.plan(workload, self.0.ledger.others(own))
     }
 
     /// Refuses numbers out of range, and what the model or the backend cannot do.
     pub(crate) fn check(&self, workload: &Workload) -> Result<(), PlanError> {
-        self.0.planned.check(self.0.device.profile(), &self.0.budget, workload)
+        self.0.planned.check(workload)
     }
 
     /// Enters a workload among all that lives, in place of `own`.
@@ -53,11 +54,11 @@ impl Engine {
         own: &mut Option<Grant>,
         workload: &Workload,
     ) -> Result<Footprint, PlanError> {
-        let (profile, planned) = (self.0.device.profile(), &self.0.planned);
-        planned.check_buffers(profile, workload)?;
+        let planned = &self.0.planned;
+        planned.check_buffers(workload)?;
         let parts = planned.footprint(workload)?;
         self.0.ledger.admit(own, (&parts).into(), |others| {
-            planned.plan(profile, &self.0.budget, workload.clone(), others)?.fitting().map(drop)
+            planned.plan(workload.clone(), others)?.fitting().map(drop)
         })?;
         Ok(parts)
     }
@@ -112,7 +113,7 @@ impl Engine {
         const PAGES: u128 = 8 << 20;
         let MemoryUsage { used_bytes, reserved_bytes, .. } = self.memory();
         let left = u128::from(reserved_bytes.saturating_sub(used_bytes));
-        let most = self.0.budget.usable_bytes(self.0.device.profile().memory_bytes);
+        let most = self.0.planned.usable_bytes();
         let over = most.is_some_and(|most| u128::from(reserved_bytes) + bytes > most.into());
         match left > bytes + PAGES || (left > 0 && over) {
             true => self.clear_cache(),
@@ -152,5 +153,29 @@ impl Engine {
     /// Returns the failure behind a message of the device.
     pub(super) fn failed(&self, why: String) -> DeviceError {
         DeviceError::of(&self.0.device, why)
+    }
+}
+
+/// Pages of a model's device. They go back to the device after the model.
+pub(super) struct Pages(pub(super) Device);
+
+impl Pages {
+    /// Gives back the pages in which no buffer is alive.
+    pub(super) fn give_back(&self) -> Result<(), String> {
+        let _at_work = ops::at_work();
+        // Kernels that still run hold their operands.
+        on_burn(&self.0).sync().map_err(|why| format!("{why:?}"))?;
+        // Updates the peak.
+        MemoryUsage::read(&self.0);
+        self.0.client().memory_cleanup().map_err(|why| format!("{why:?}"))
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // A device that failed gets no further requests.
+        if !std::thread::panicking() {
+            let _failed = self.give_back();
+        }
     }
 }

@@ -12,7 +12,6 @@ mod folder;
 mod load;
 mod measure;
 mod memory;
-mod pages;
 mod picker;
 mod profile;
 mod request;
@@ -28,9 +27,9 @@ use ::text::{Message, Tokenizer};
 use arch::Device;
 use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Matrices, Workload};
 
-use crate::memory::{Ledger, MemoryBudget, PlannedModel, compute_name};
+use crate::memory::{Ledger, PlannedModel, compute_name};
 use folder::Reader;
-use pages::Pages;
+use memory::Pages;
 
 pub use batch::{BatchStep, Completion};
 pub use error::GenerateError;
@@ -54,7 +53,6 @@ struct Inner {
     device: Device,
     decoder: Decoder,
     planned: PlannedModel,
-    budget: MemoryBudget,
     ledger: Arc<Ledger>,
     /// The last to go.
     pages: Pages,

@@ -65,9 +65,6 @@ impl Plan {
     /// # Errors
     /// [`PlanError::Memory`].
     pub fn fitting(self) -> Result<Self, PlanError> {
-        match self.fits() {
-            true => Ok(self),
-            false => Err(PlanError::Memory(Box::new(self))),
-        }
+        if self.fits() { Ok(self) } else { Err(PlanError::Memory(Box::new(self))) }
     }
 }

@@ -78,7 +78,7 @@ impl Plan {
         self.peak_bytes().saturating_add(self.other_bytes)
     }
 
-    /// Returns the parts under the names that tables give them.
+    /// Returns the parts with their names.
     pub fn parts(&self) -> [(&'static str, u64); 4] {
         let weights = ("weights", self.weights_bytes);
         match self.workload.training {
@@ -92,14 +92,12 @@ impl Plan {
                 weights,
                 ("adapter", self.adapter_bytes),
                 ("optimizer", self.optimizer_bytes),
-                ("activations", self.transient_bytes()),
+                (
+                    "activations and gradients",
+                    self.activations_bytes.saturating_add(self.workspace_bytes),
+                ),
             ],
         }
-    }
-
-    /// Returns the bytes that come and go with each step of training.
-    const fn transient_bytes(&self) -> u64 {
-        self.activations_bytes.saturating_add(self.workspace_bytes)
     }
 
     /// Returns the dtype and the weight format.
@@ -169,11 +167,8 @@ impl Plan {
         let over = self.all_bytes().saturating_sub(self.budget_bytes.unwrap_or(u64::MAX));
         let counts = self.cache_bytes / 2 >= over || self.cache_bytes > self.peak_bytes() / 8;
         let float = self.workload.training.is_none() && self.kv == KvFormat::Float;
-        if float && self.stores_int8 && counts {
-            "; --kv-cache int8 halves keys and values"
-        } else {
-            ""
-        }
+        let advice = "; --kv-cache int8 halves keys and values";
+        if float && self.stores_int8 && counts { advice } else { "" }
     }
 }
 
@@ -206,12 +201,8 @@ impl fmt::Display for Plan {
                 write!(f, ", and other sessions, batches or trainers of it hold {others}")?;
             }
         }
-        let gradients = if training.is_some() { " and gradients" } else { "" };
-        for (separator, (name, bytes)) in [": ", ", ", ", ", ", "].into_iter().zip(self.parts()) {
-            let more = if name == "activations" { gradients } else { "" };
-            write!(f, "{separator}{name}{more} {}", formatted(bytes))?;
-        }
-        Ok(())
+        let part = |(name, bytes)| format!("{name} {}", formatted(bytes));
+        write!(f, ": {}", self.parts().map(part).join(", "))
     }
 }
 

@@ -10,7 +10,7 @@ use super::error::PlanError;
 use super::ledger::Others;
 use super::plan::{Plan, compute_name};
 
-/// A model whose weights are known, so that the rest can be computed.
+/// A model and a device, which need not be there, with a budget.
 #[derive(Debug, Clone)]
 pub(crate) struct PlannedModel {
     pub(crate) model: String,
@@ -18,8 +18,8 @@ pub(crate) struct PlannedModel {
     pub(crate) precision: ModelPrecision,
     /// Bytes of the weights on the device.
     pub(crate) weights: u128,
-    /// Facts of the device.
-    pub(crate) profile: MemoryProfile,
+    pub(crate) device: ArchProfile,
+    pub(crate) budget: MemoryBudget,
 }
 
 /// Bounds of the searches for what fits.
@@ -44,51 +44,46 @@ impl PlannedModel {
     /// # Errors
     /// [`PlanError::Model`] of an adapter that the model cannot have.
     pub(crate) fn footprint(&self, workload: &Workload) -> Result<Footprint, PlanError> {
-        Ok(self.config.footprint(self.precision, self.weights, workload, self.profile)?)
+        Ok(self.config.footprint(self.precision, self.weights, workload, self.memory_profile())?)
+    }
+
+    fn memory_profile(&self) -> MemoryProfile {
+        MemoryProfile::new(&self.device, self.precision.dtype)
+    }
+
+    /// Returns the bytes that may be used.
+    pub(crate) fn usable_bytes(&self) -> Option<u64> {
+        self.budget.usable_bytes(self.device.memory_bytes)
     }
 
     /// Plans for a device on which nothing lives.
     ///
     /// # Errors
     /// As [`PlannedModel::check`], [`PlannedModel::check_buffers`] and [`PlannedModel::footprint`].
-    pub(crate) fn checked(
-        &self,
-        profile: &ArchProfile,
-        budget: &MemoryBudget,
-        workload: Workload,
-    ) -> Result<Plan, PlanError> {
-        self.check(profile, budget, &workload)?;
-        self.check_buffers(profile, &workload)?;
-        self.plan(profile, budget, workload, Others::default())
+    pub(crate) fn checked(&self, workload: Workload) -> Result<Plan, PlanError> {
+        self.check(&workload)?;
+        self.check_buffers(&workload)?;
+        self.plan(workload, Others::default())
     }
 
     /// # Errors
     /// [`PlanError::Buffer`].
-    pub(crate) fn check_buffers(
-        &self,
-        profile: &ArchProfile,
-        workload: &Workload,
-    ) -> Result<(), PlanError> {
+    pub(crate) fn check_buffers(&self, workload: &Workload) -> Result<(), PlanError> {
         // Training has no cache, and weights are checked where they are loaded.
-        let Some(most) = profile.max_buffer_bytes.filter(|_| workload.training.is_none()) else {
+        let Some(most) = self.device.max_buffer_bytes.filter(|_| workload.training.is_none())
+        else {
             return Ok(());
         };
-        let need = self.config.largest_buffer_bytes(self.precision, workload, self.profile);
-        match need > most.into() {
-            true => Err(PlanError::Buffer { need: narrowed(need), most }),
-            false => Ok(()),
-        }
+        let (config, profile) = (&self.config, self.memory_profile());
+        let need = config.largest_buffer_bytes(self.precision, workload, profile);
+        let refused = PlanError::Buffer { need: narrowed(need), most };
+        if need > most.into() { Err(refused) } else { Ok(()) }
     }
 
     /// # Errors
     /// [`PlanError::Budget`], [`PlanError::BudgetOfUnknown`], [`PlanError::TrainBf16`], and [`models::Error::Context`].
-    pub(crate) fn check(
-        &self,
-        profile: &ArchProfile,
-        budget: &MemoryBudget,
-        workload: &Workload,
-    ) -> Result<(), PlanError> {
-        budget.check(profile.memory_bytes)?;
+    pub(crate) fn check(&self, workload: &Workload) -> Result<(), PlanError> {
+        self.budget.check(self.device.memory_bytes)?;
         let Workload { batch, context, .. } = *workload;
         for (name, value) in [("batch", batch), ("context", context)] {
             if value == 0 {
@@ -104,7 +99,7 @@ impl PlannedModel {
             return Err(models::Error::Context { need: context, max_seq }.into());
         }
         let bf16 = self.precision.dtype == FloatDType::BF16;
-        if workload.training.is_some() && profile.backend == Backend::Vulkan && bf16 {
+        if workload.training.is_some() && self.device.backend == Backend::Vulkan && bf16 {
             return Err(PlanError::TrainBf16);
         }
         Ok(())
@@ -114,19 +109,12 @@ impl PlannedModel {
     ///
     /// # Errors
     /// As [`PlannedModel::footprint`].
-    pub(crate) fn plan(
-        &self,
-        profile: &ArchProfile,
-        budget: &MemoryBudget,
-        workload: Workload,
-        others: Others,
-    ) -> Result<Plan, PlanError> {
-        let total_bytes = profile.memory_bytes;
-        let budget_bytes = budget.usable_bytes(total_bytes);
+    pub(crate) fn plan(&self, workload: Workload, others: Others) -> Result<Plan, PlanError> {
+        let budget_bytes = self.usable_bytes();
         let parts = self.footprint(&workload)?;
-        let fitting_bytes = |planner: &Self, workload: &Workload| {
-            planner.check_buffers(profile, workload).ok()?;
-            let parts = planner.footprint(workload).ok()?;
+        let fitting_bytes = |planned: &Self, workload: &Workload| {
+            planned.check_buffers(workload).ok()?;
+            let parts = planned.footprint(workload).ok()?;
             let all = parts.total() + others.beside(parts.transient());
             budget_bytes.filter(|budget| all <= (*budget).into()).map(|_| narrowed(parts.total()))
         };
@@ -138,9 +126,9 @@ impl PlannedModel {
         let with_context = |context| Workload { context, ..workload.clone() };
         Ok(Plan {
             model: self.model.clone(),
-            device: profile.name.clone(),
-            total_bytes,
-            reserve_bytes: budget.reserve_bytes,
+            device: self.device.name.clone(),
+            total_bytes: self.device.memory_bytes,
+            reserve_bytes: self.budget.reserve_bytes,
             budget_bytes,
             dtype: compute_name(self.precision),
             matrices: self.precision.matrices,
@@ -154,10 +142,10 @@ impl PlannedModel {
             other_bytes: narrowed(others.beside(parts.transient())),
             largest_batch: known(largest(MAX_SEQUENCES, |batch| fits(with_batch(batch)))),
             largest_context: known(largest(context, |context| fits(with_context(context)))),
-            stores_int8: profile.dtypes.contains(&DType::I8),
+            stores_int8: self.device.dtypes.contains(&DType::I8),
             quantized: self
                 .quantized()
-                .filter_map(|(name, planner)| Some((name, fitting_bytes(&planner, &workload)?)))
+                .filter_map(|(name, planned)| Some((name, fitting_bytes(&planned, &workload)?)))
                 .collect(),
             workload,
         })

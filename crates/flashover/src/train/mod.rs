@@ -147,18 +147,15 @@ impl Trainer {
     fn workload(&self, micro_batches: &[Vec<Example>]) -> Workload {
         let longest = |of: fn(&Vec<Example>) -> usize| micro_batches.iter().map(of).max();
         let tokens = |batch: &Vec<Example>| batch.iter().map(|own| own.tokens.len()).max();
-        Workload {
-            training: Some(self.training(micro_batches.len() > 1)),
-            ..Workload::new(
-                longest(Vec::len).unwrap_or(0).max(1),
-                micro_batches.iter().filter_map(tokens).max().unwrap_or(0).max(1),
-            )
-        }
+        let batch = longest(Vec::len).unwrap_or(0).max(1);
+        let context = micro_batches.iter().filter_map(tokens).max().unwrap_or(0).max(1);
+        self.trained(batch, context, micro_batches.len() > 1)
     }
 
-    fn training(&self, accumulates: bool) -> Training {
+    fn trained(&self, batch: usize, context: usize, accumulates: bool) -> Workload {
         let (lora, recompute) = (self.adapter.options().clone(), self.options.recompute);
-        Training { lora, accumulates, recompute }
+        let training = Some(Training { lora, accumulates, recompute });
+        Workload { training, ..Workload::new(batch, context) }
     }
 
     /// Reserves memory for steps of these batches, and for those of earlier calls. A step that needs more reserves it
@@ -166,18 +163,13 @@ impl Trainer {
     ///
     /// # Errors
     /// [`TrainError::Plan`] where the device or the budget does not hold it, or for sequences longer than the model's.
-    pub fn reserve(&mut self, mut need: Workload) -> Result<(), TrainError> {
-        let accumulates = |workload: &Workload| {
-            workload.training.as_ref().is_some_and(|training| training.accumulates)
-        };
-        let mut training = self.training(accumulates(&need));
-        if let Some(reserved) = &self.reserved {
-            need.batch = need.batch.max(reserved.batch);
-            need.context = need.context.max(reserved.context);
-            training.accumulates |= accumulates(reserved);
-        }
-        need.training = Some(training);
-        if self.reserved.as_ref() == Some(&need) {
+    pub fn reserve(&mut self, need: Workload) -> Result<(), TrainError> {
+        let accumulates = |own: &Workload| own.training.as_ref().is_some_and(|t| t.accumulates);
+        let reserved = self.reserved.as_ref();
+        let all = || reserved.into_iter().chain([&need]);
+        let most = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
+        let need = self.trained(most(|w| w.batch), most(|w| w.context), all().any(accumulates));
+        if reserved == Some(&need) {
             return Ok(());
         }
         self.engine.check(&need)?;
