@@ -23,6 +23,7 @@
 #![warn(missing_docs)]
 
 mod activate;
+mod allocation;
 mod attention;
 mod call;
 mod capture;
@@ -42,11 +43,11 @@ mod offsets;
 mod refresh;
 mod rope;
 mod sample;
-mod there;
 mod upload;
 mod words;
 
 pub use activate::{activate, activate_memory};
+pub use allocation::check_allocation;
 pub use attention::{
     Packing, attention, attention_backward, attention_memory, attention_packed,
     attention_packed_with_lse, attention_with_lse,
@@ -75,5 +76,4 @@ pub use offsets::Groups;
 pub use refresh::refresh;
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
 pub use sample::{sample, sample_memory, seen_bytes};
-pub use there::there;
 pub use upload::upload;

@@ -247,10 +247,10 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Failed`] where it had not.
-    pub fn settle(&self) -> Result<(), Error> {
+    pub fn check_allocation(&self) -> Result<(), Error> {
         for (keys, values) in &self.memory.layers {
             for cached in [keys, values] {
-                ops::there(cached).map_err(Error::Failed)?;
+                ops::check_allocation(cached).map_err(Error::Failed)?;
             }
         }
         Ok(())

@@ -127,12 +127,12 @@ impl Decoder {
         self.matrix_bytes() + embedding + positions
     }
 
-    /// Waits until the weights are there. A device enqueues allocations, too: one that it has no memory for is known to
-    /// whom reads what should be in it, and to nobody before. Norms and biases are small, and not looked at.
+    /// Waits until the weights are on the device, and checks that they were allocated. A device enqueues allocations too, and
+    /// reports one that failed to its first reader. Norms and biases are small, and are not read.
     ///
     /// # Errors
     /// [`Error::Failed`].
-    pub fn settle(&self) -> Result<(), Error> {
+    pub fn check_allocation(&self) -> Result<(), Error> {
         let _at_work = ops::at_work();
         read_last(&self.embedding)?;
         self.positions.as_ref().map_or(Ok(()), read_last)?;

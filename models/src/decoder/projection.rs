@@ -75,7 +75,7 @@ impl Matrix {
         }
     }
 
-    /// See [`Decoder::settle`](super::Decoder::settle).
+    /// See [`Decoder::check_allocation`](super::Decoder::check_allocation).
     fn settle(&self) -> Result<(), Error> {
         match self {
             Self::Dense(weight) => read_last(weight),

@@ -117,7 +117,7 @@ impl Engine {
             let at_work = ops::at_work();
             let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
             drop(at_work);
-            let cache = self.settled_cache(cache)?;
+            let cache = self.checked_cache(cache)?;
             self.grow(&mut growing, cache, logits, &mut seen)?;
         }
         let mut answers: Vec<Vec<Completion>> = asked.iter().map(|_| Vec::new()).collect();
@@ -206,7 +206,7 @@ impl Engine {
             // Those that ended go along with a token of theirs, whose logits nobody looks at, as long as
             // there is room for it.
             if cache.lengths().iter().any(|length| *length == cache.capacity()) {
-                cache = self.settled_cache(cache.keep(&open))?;
+                cache = self.checked_cache(cache.keep(&open))?;
                 rows = open.into_iter().map(|row| rows[row]).collect();
                 own = picker(batch, &rows);
             }

@@ -118,7 +118,10 @@ impl Engine {
     /// One whose weights are there, and nothing that loading needed beside them.
     fn settled(loaded: Inner) -> Result<Self, LoadError> {
         let engine = Self(Arc::new(loaded));
-        engine.decoder().settle().map_err(|why| engine.unsettled::<LoadError>(why))?;
+        engine
+            .decoder()
+            .check_allocation()
+            .map_err(|why| engine.allocation_error::<LoadError>(why))?;
         engine.clear_cache()?;
         Ok(engine)
     }

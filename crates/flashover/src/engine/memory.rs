@@ -97,12 +97,12 @@ impl Engine {
             self.reserve_page(parts.activations + parts.workspace)?;
         }
         let cache = self.decoder().cache(batch, context)?;
-        self.settled_cache(cache)
+        self.checked_cache(cache)
     }
 
     /// Returns a cache whose allocation is checked: ops that use it could not report that it failed.
-    pub(super) fn settled_cache(&self, cache: KvCache) -> Result<KvCache, GenerateError> {
-        cache.settle().map_err(|why| self.unsettled::<GenerateError>(why))?;
+    pub(super) fn checked_cache(&self, cache: KvCache) -> Result<KvCache, GenerateError> {
+        cache.check_allocation().map_err(|why| self.allocation_error::<GenerateError>(why))?;
         Ok(cache)
     }
 
@@ -140,7 +140,7 @@ impl Engine {
     }
 
     /// Returns the error of an allocation that failed.
-    pub(super) fn unsettled<E: From<DeviceError> + From<models::Error>>(
+    pub(super) fn allocation_error<E: From<DeviceError> + From<models::Error>>(
         &self,
         why: models::Error,
     ) -> E {

@@ -1,7 +1,7 @@
-//! Whether a device had the memory that it was asked for.
+//! Check of an allocation.
 //!
-//! CubeCL enqueues allocations with everything else: one that fails is told to whom reads the buffer, or what was made of
-//! it, and by then the reason may be lost among those of the launches between (CubeCL 0.11.3 keeps the last 16).
+//! CubeCL enqueues allocations with everything else. A failure is reported to the first reader of the buffer, or of results
+//! from it. By then its reason may be lost among those of later launches (CubeCL 0.11.3 keeps the last 16).
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,11 +15,11 @@ use burn_cubecl::tensor::CubeTensor;
 use crate::Cached;
 use crate::call::on_cubecl;
 
-/// Asks whether there is memory behind a cache, and what was written there before was: waits for no kernel.
+/// Checks that a cache is allocated, and that earlier writes to it were enqueued. It waits for no kernel.
 ///
 /// # Errors
-/// The device's own words, where there is not; a device without our kernels.
-pub fn there(cached: &Cached) -> Result<(), String> {
+/// The message of the device; a device without our kernels.
+pub fn check_allocation(cached: &Cached) -> Result<(), String> {
     let seen = Seen::default();
     let look =
         |floats: FloatTensor<Dispatch>| drop(<Dispatch as Look>::float(floats, seen.clone()));
