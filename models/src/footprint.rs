@@ -209,12 +209,9 @@ impl DecoderConfig {
         let params = self.params();
         let params = params.iter().map(|param| param_bytes(precision, param));
         let qkv = precision.matrix_bytes(&[q + 2 * kv, self.hidden]);
-        let both = match (precision.matrices, self.ffn) {
-            (Matrices::FourBit, Ffn::Gated) => {
-                precision.matrix_bytes(&[2 * self.ffn_hidden, self.hidden])
-            }
-            _ => 0,
-        };
+        let joint = precision.matrices == Matrices::FourBit && self.ffn == Ffn::Gated;
+        let both = if joint { 2 * self.ffn_hidden } else { self.ffn_hidden };
+        let both = precision.matrix_bytes(&[both, self.hidden]);
         let keys = self.kv_heads as u128 * precision.kv_bytes(self.head_dim);
         let keys = keys * workload.batch as u128 * workload.context as u128;
         let rows = Rows::of_prompts(self, precision, profile, workload);

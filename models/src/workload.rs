@@ -25,7 +25,7 @@ pub struct Training {
     pub lora: LoraOptions,
     /// True if gradients of several batches make up a step.
     pub accumulates: bool,
-    /// What the backward pass computes again.
+    /// Activations that the backward pass computes again.
     pub recompute: Recompute,
 }
 

@@ -34,7 +34,7 @@ impl MemoryProfile {
         Self {
             captures,
             processors: if captures { profile.processors.unwrap_or(USUAL_PROCESSORS) } else { 0 },
-            // Of 8 bits the tune cache has no dense copy for fewer rows either.
+            // The tune cache has no dense copies for fewer rows in 8 bits either.
             coded_rows: Nf4Matmul::coded_rows(profile, dtype),
         }
     }

@@ -10,7 +10,7 @@ const BF16: ModelPrecision = ModelPrecision {
 };
 const NF4: ModelPrecision = ModelPrecision { matrices: Matrices::FourBit, ..BF16 };
 const INT8: ModelPrecision = ModelPrecision { matrices: Matrices::Int8, ..BF16 };
-/// Of CUDA, of a device without a path on tensor cores, and of a CPU.
+/// CUDA, a GPU without a path on tensor cores, and a CPU.
 const CUDA: MemoryProfile = MemoryProfile { captures: true, processors: 132, coded_rows: 128 };
 const DENSE: MemoryProfile = MemoryProfile { coded_rows: 8, ..CUDA };
 const CPU: MemoryProfile = MemoryProfile { captures: false, processors: 0, ..DENSE };
@@ -53,7 +53,7 @@ fn llama_3_8b_takes_what_it_is_known_to() {
     assert_eq!((few.workspace, few.kv_cache), (0, 16 * (131_072 + seen) + 512));
     assert_eq!(few.activations, 16 * (2 * 4 * 128_256 + 4 * 4008 + 2 * 2 * 4096));
     let eight = llama(INT8, &one);
-    // Of a layer rows of q, k, v, of what leaves attention, of gate, up and down.
+    // Rows of q, k, v, out, gate, up and down of each layer.
     let rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);
     assert_eq!(eight.weights, 8_030_261_248 - rest / 2 + 4 * rows + rest);
     assert_eq!(eight.workspace, 2 * 14_336 * 4096);
@@ -85,10 +85,10 @@ fn a_graph_keeps_the_tensors_of_a_step() {
     let joint = row - 2 * inner - 8 * 2 * inner;
     assert_eq!(steps(NF4, 1, CUDA), joint + GRAPH_OVERHEAD);
     assert_eq!(steps(NF4, 16, CUDA), 16 * joint + GRAPH_OVERHEAD);
-    // Where no path decodes in registers, a step of 16 has dense copies of a layer's weights, and gate and up by themselves.
+    // Without a path in registers a step of 16 has dense copies of a layer's weights, and gate by itself.
     let dense = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096);
-    let apart = 16 * (2 * inner + 8 * inner);
-    assert_eq!(steps(NF4, 16, DENSE), steps(NF4, 16, CUDA) + dense + apart);
+    let gate = 16 * 2 * inner;
+    assert_eq!(steps(NF4, 16, DENSE), steps(NF4, 16, CUDA) + dense + gate);
     assert_eq!(steps(NF4, 16, CPU), 0);
 }
 

@@ -38,10 +38,8 @@ impl Rows<'_> {
         let dense = Self { profile: MemoryProfile { coded_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
         // Each half of a joint gate and up has gradients of the whole width, zeros except in its half, and then their sum.
-        let joint = match (self.precision.matrices, self.config.ffn) {
-            (Matrices::FourBit, Ffn::Gated) => 5 * inner,
-            _ => 0,
-        };
+        let halves = self.precision.matrices == Matrices::FourBit && self.config.ffn == Ffn::Gated;
+        let joint = if halves { 5 * inner } else { 0 };
         // The result of the graph, the gradient that it is given, their product, and ones.
         let given = 4 * x;
         let backward = kept + graph + given + (3 * inner + dense).max(joint) + accumulated;

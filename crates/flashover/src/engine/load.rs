@@ -8,7 +8,7 @@ use models::{Decoder, Loading};
 use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
-use super::memory::Pages;
+use super::pages::Pages;
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
 use crate::load_error::LoadError;
@@ -118,10 +118,8 @@ impl Engine {
     /// One whose weights are there, and nothing that loading needed beside them.
     fn settled(loaded: Inner) -> Result<Self, LoadError> {
         let engine = Self(Arc::new(loaded));
-        engine
-            .decoder()
-            .check_allocation()
-            .map_err(|why| engine.allocation_error::<LoadError>(why))?;
+        let allocated = engine.decoder().check_allocation();
+        allocated.map_err(|why| engine.allocation_error::<LoadError>(why))?;
         engine.clear_cache()?;
         Ok(engine)
     }

@@ -1,12 +1,10 @@
 //! Memory next to a model's weights: what is planned, which sessions are admitted, and what goes back to the device.
 
-use arch::Device;
 use burn::tensor::Tensor;
 use models::{Footprint, KvCache, Workload};
 
 use super::Engine;
 use super::error::GenerateError;
-use crate::context::on_burn;
 use crate::device_error::{DeviceError, check_free};
 use crate::memory::{Grant, MemoryUsage, Plan, PlanError};
 
@@ -30,11 +28,11 @@ impl Engine {
     /// [`PlanError::Budget`] for numbers out of range; [`PlanError::Model`] for more positions than the model has, or an
     /// adapter that it cannot have.
     pub fn plan(&self, workload: Workload) -> Result<Plan, PlanError> {
-        self.plan_beside(None, workload)
+        self.plan_without(None, workload)
     }
 
     /// Plans next to all that lives except `own`.
-    pub(crate) fn plan_beside(
+    pub(crate) fn plan_without(
         &self,
         own: Option<&Grant>,
         workload: Workload,
@@ -153,29 +151,5 @@ impl Engine {
     /// Returns the failure behind a message of the device.
     pub(super) fn failed(&self, why: String) -> DeviceError {
         DeviceError::of(&self.0.device, why)
-    }
-}
-
-/// Pages of a model's device. They go back to the device after the model.
-pub(super) struct Pages(pub(super) Device);
-
-impl Pages {
-    /// Gives back the pages in which no buffer is alive.
-    pub(super) fn give_back(&self) -> Result<(), String> {
-        let _at_work = ops::at_work();
-        // Kernels that still run hold their operands.
-        on_burn(&self.0).sync().map_err(|why| format!("{why:?}"))?;
-        // Updates the peak.
-        MemoryUsage::read(&self.0);
-        self.0.client().memory_cleanup().map_err(|why| format!("{why:?}"))
-    }
-}
-
-impl Drop for Pages {
-    fn drop(&mut self) {
-        // A device that failed gets no further requests.
-        if !std::thread::panicking() {
-            let _failed = self.give_back();
-        }
     }
 }

@@ -12,6 +12,7 @@ mod folder;
 mod load;
 mod measure;
 mod memory;
+mod pages;
 mod picker;
 mod profile;
 mod request;
@@ -29,7 +30,7 @@ use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Matrices, Workl
 
 use crate::memory::{Ledger, PlannedModel, compute_name};
 use folder::Reader;
-use memory::Pages;
+use pages::Pages;
 
 pub use batch::{BatchStep, Completion};
 pub use error::GenerateError;

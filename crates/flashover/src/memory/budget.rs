@@ -1,10 +1,10 @@
-//! How much of a device's memory may be used.
+//! Limits on the use of a device's memory.
 
 use serde::Serialize;
 
 use super::error::PlanError;
 
-/// How much of a device's memory may be used.
+/// Limits on the use of a device's memory.
 ///
 /// ```
 /// use flashover::MemoryBudget;

@@ -35,7 +35,7 @@ pub(crate) struct Others {
 
 impl Others {
     /// Returns their bytes next to a session with so many transient bytes.
-    pub(crate) const fn beside(self, transient: u128) -> u128 {
+    pub(crate) const fn next_to(self, transient: u128) -> u128 {
         self.kept + self.elsewhere + self.here.saturating_sub(transient)
     }
 }
@@ -120,7 +120,7 @@ mod tests {
     ) -> u128 {
         let mut beside = 0;
         let seen = |others: Others| {
-            beside = others.beside(transient);
+            beside = others.next_to(transient);
             Ok::<_, ()>(())
         };
         ledger.admit(own, Need { kept, transient }, seen).expect("not refused");
@@ -134,15 +134,15 @@ mod tests {
         assert_eq!(admitted(&ledger, &mut a, 10, 3), 0);
         assert_eq!(admitted(&ledger, &mut b, 5, 1), 10 + 2);
         let others = ledger.others(None);
-        assert_eq!((others.beside(0), others.beside(2), others.beside(3)), (15 + 3, 15 + 1, 15));
+        assert_eq!((others.next_to(0), others.next_to(2), others.next_to(3)), (15 + 3, 15 + 1, 15));
         // One that grows does not stand in its own way.
         assert_eq!(admitted(&ledger, &mut a, 20, 4), 5);
-        assert_eq!(ledger.others(a.as_ref()).beside(0), 5 + 1);
+        assert_eq!(ledger.others(a.as_ref()).next_to(0), 5 + 1);
         let other = ledger.clone();
-        let there = thread::spawn(move || other.others(None).beside(9)).join().expect("no panic");
+        let there = thread::spawn(move || other.others(None).next_to(9)).join().expect("no panic");
         assert_eq!(there, 25 + 4, "another thread's pages serve nobody here");
         drop(a);
-        assert_eq!(ledger.others(None).beside(1), 5);
+        assert_eq!(ledger.others(None).next_to(1), 5);
         drop(b);
         assert_eq!(ledger.others(None), Others::default());
     }
@@ -157,6 +157,6 @@ mod tests {
         assert_eq!(ledger.others(None), Others::default());
         admitted(&ledger, &mut own, 3, 0);
         let refused = ledger.admit(&mut own, need, |_| Err("full"));
-        assert_eq!((refused, ledger.others(None).beside(0)), (Err("full"), 3), "as it was");
+        assert_eq!((refused, ledger.others(None).next_to(0)), (Err("full"), 3), "as it was");
     }
 }

@@ -115,7 +115,7 @@ impl PlannedModel {
         let fitting_bytes = |planned: &Self, workload: &Workload| {
             planned.check_buffers(workload).ok()?;
             let parts = planned.footprint(workload).ok()?;
-            let all = parts.total() + others.beside(parts.transient());
+            let all = parts.total() + others.next_to(parts.transient());
             budget_bytes.filter(|budget| all <= (*budget).into()).map(|_| narrowed(parts.total()))
         };
         let fits = |workload| fitting_bytes(self, &workload).is_some();
@@ -139,7 +139,7 @@ impl PlannedModel {
             optimizer_bytes: narrowed(parts.optimizer),
             activations_bytes: narrowed(parts.activations),
             workspace_bytes: narrowed(parts.workspace + parts.graph + parts.pool_overhead),
-            other_bytes: narrowed(others.beside(parts.transient())),
+            other_bytes: narrowed(others.next_to(parts.transient())),
             largest_batch: known(largest(MAX_SEQUENCES, |batch| fits(with_batch(batch)))),
             largest_context: known(largest(context, |context| fits(with_context(context)))),
             stores_int8: self.device.dtypes.contains(&DType::I8),

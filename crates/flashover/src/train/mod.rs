@@ -141,7 +141,7 @@ impl Trainer {
     /// # Errors
     /// [`PlanError::Model`] for sequences longer than the model's.
     pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<Plan, PlanError> {
-        self.engine.plan_beside(self.grant.as_ref(), self.workload(micro_batches))
+        self.engine.plan_without(self.grant.as_ref(), self.workload(micro_batches))
     }
 
     fn workload(&self, micro_batches: &[Vec<Example>]) -> Workload {
