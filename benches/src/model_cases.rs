@@ -12,8 +12,8 @@ use std::thread;
 
 use arch::Device;
 use flashover::{
-    Compute, Engine, EngineOptions, GenerateError, LoadError, PlanError, Quant, Recompute,
-    SpeedTest, TrainError, TrainTest,
+    Compute, Engine, EngineOptions, GenerateError, LoadError, PlanError, Recompute, SpeedTest,
+    TrainError, TrainTest, WeightFormat,
 };
 use record::{Card, Line, Record, Summary};
 use serde_json::Value;
@@ -38,9 +38,9 @@ enum Test {
 #[derive(Debug, Clone, PartialEq)]
 enum Model {
     /// The folder of the repository's own.
-    Demo(PathBuf, Option<Quant>),
+    Demo(PathBuf, Option<WeightFormat>),
     /// Random weights of a published shape.
-    Shape(&'static str, Compute, Option<Quant>),
+    Shape(&'static str, Compute, Option<WeightFormat>),
 }
 
 /// How far steps may be from a prompt, relative to the largest logit: in f32 what a family may be from transformers;
@@ -154,23 +154,20 @@ pub(crate) fn select(
         cases.extend([of(&demo, 256, 0, 1), of(&demo, 0, 64, 1)]);
     }
     if let (Suite::All, Scale::Gpu) = (suite, scale) {
-        let shapes = [
-            ("llama-3.2-1b", None),
-            ("llama-3-8b", None),
-            ("llama-3-8b", Some(Quant::Nf4)),
-            ("llama-3-8b", Some(Quant::Int8)),
-        ];
-        for (shape, quant) in shapes {
+        let (small, large) = ("llama-3.2-1b", "llama-3-8b");
+        let formats = WeightFormat::at_load().map(|format| (large, Some(format)));
+        for (shape, quant) in [(small, None), (large, None)].into_iter().chain(formats) {
             let model = Model::Shape(shape, Compute::Bf16, quant);
             // Tokens that follow a prompt of as many as pass in the first case.
             let steps = |batch| after(&model, 512, [0, 128], batch);
             cases.extend([of(&model, 512, 0, 1), steps(1), steps(16)]);
         }
-        for (shape, quant) in [shapes[0], shapes[1], shapes[2]] {
+        let nf4 = Some(WeightFormat::Nf4);
+        for (shape, quant) in [(small, None), (large, None), (large, nf4)] {
             cases.push(train(shape, quant, 4, 512, Recompute::Layers));
         }
-        cases.push(train("llama-3.2-1b", None, 4, 512, Recompute::Nothing));
-        cases.push(train("llama-3-8b", Some(Quant::Nf4), 2, 2048, Recompute::Layers));
+        cases.push(train(small, None, 4, 512, Recompute::Nothing));
+        cases.push(train(large, nf4, 2, 2048, Recompute::Layers));
     }
     if suite == Suite::Documents {
         cases.extend(requests(scale, demo).into_iter().flat_map(|(model, batches)| {
@@ -185,7 +182,7 @@ pub(crate) fn select(
 /// The documents' tables: models of every size in every precision, and how many at once.
 fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])> {
     use Compute::{Bf16, F32, Tf32};
-    let (four, eight) = (Some(Quant::Nf4), Some(Quant::Int8));
+    let (four, eight) = (Some(WeightFormat::Nf4), Some(WeightFormat::Int8));
     match (scale, demo) {
         (Scale::Gpu, _) => {
             let shape = |name, compute, quant| Model::Shape(name, compute, quant);

@@ -17,6 +17,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod quantized;
 pub mod rope;
 mod round;
 mod rows;

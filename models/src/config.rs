@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::families::{self, Family};
 use crate::fields::{Fields, read};
-use crate::{Error, Matrices, Rope, Scaling};
+use crate::{Error, Rope, Scaling};
 
 /// What a decoder computes. Everything that changes an answer is here.
 #[derive(Debug, Clone, PartialEq)]
@@ -139,16 +139,13 @@ fn int8_threshold(fields: &Fields<'_>) -> Result<Option<f64>, Error> {
 /// What bitsandbytes takes where nothing is said.
 pub(crate) const THRESHOLD: f64 = 6.0;
 
-/// What `quantization_config` says that matrices are in.
-pub(crate) fn claimed(text: &str) -> Option<Matrices> {
+/// Bits that `quantization_config` says matrices have.
+pub(crate) fn claimed_bits(text: &str) -> Option<u32> {
     let value: Value = serde_json::from_str(text).ok()?;
     let quantization = value.get("quantization_config")?;
-    let says = |field: &str| quantization.get(field) == Some(&Value::Bool(true));
-    match (says("load_in_4bit"), says("load_in_8bit")) {
-        (true, _) => Some(Matrices::FourBit),
-        (_, true) => Some(Matrices::Int8),
-        _ => None,
-    }
+    let says =
+        |bits: &u32| quantization.get(format!("load_in_{bits}bit")) == Some(&Value::Bool(true));
+    [4, 8].into_iter().find(says)
 }
 
 impl DecoderConfig {

@@ -23,6 +23,7 @@ mod train;
 
 use burn::tensor::{DType, FloatDType};
 use ops::{GRAPH_OVERHEAD, MemoryProfile, pool_overhead, seen_bytes};
+use quant::WeightFormat;
 use serde::Serialize;
 
 use crate::decoder::KvCache;
@@ -59,7 +60,7 @@ pub struct ModelPrecision {
     /// See [`LoadOptions::tf32`](crate::LoadOptions::tf32).
     pub tf32: bool,
     /// Weight format of the layers.
-    pub matrices: Matrices,
+    pub matrices: Option<WeightFormat>,
     /// Format of the KV cache.
     pub kv: KvFormat,
     /// Most columns of an unmerged LoRA of one projection: the ranks of its modules together; 0 without one.
@@ -88,18 +89,6 @@ impl KvFormat {
             Self::Int8 => "int8",
         }
     }
-}
-
-/// Weight format of the matrices of the layers, the least work first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Matrices {
-    /// In the dtype that is computed in.
-    Dense,
-    /// A byte a value, an absmax a row.
-    Int8,
-    /// Half a byte a value, an absmax a block.
-    FourBit,
 }
 
 impl Footprint {
@@ -134,12 +123,15 @@ impl ModelPrecision {
 
     /// Returns the bytes of a matrix `[n, k]` of a layer.
     pub(crate) fn matrix_bytes(self, shape: &[usize]) -> u128 {
-        let values = values_of(shape);
-        match self.matrices {
-            Matrices::FourBit => four_bit_bytes(values),
-            Matrices::Int8 => values + 4 * shape[0] as u128,
-            Matrices::Dense => values * self.size(),
+        match (self.matrices, shape) {
+            (Some(format), &[n, k]) => format.scheme().bytes([n, k]),
+            _ => values_of(shape) * self.size(),
         }
+    }
+
+    /// True if gate and up of a feed-forward block are one matrix.
+    fn joins_gate(self, ffn: Ffn) -> bool {
+        ffn == Ffn::Gated && self.matrices.is_some_and(|format| format.info().gated)
     }
 }
 
@@ -154,11 +146,6 @@ fn param_bytes(precision: ModelPrecision, param: &Param) -> u128 {
 
 fn values_of(shape: &[usize]) -> u128 {
     shape.iter().map(|size| *size as u128).product()
-}
-
-/// Returns half a byte a value, and a byte a block of 64.
-const fn four_bit_bytes(values: u128) -> u128 {
-    values / 2 + values.div_ceil(64)
 }
 
 impl DecoderConfig {
@@ -209,8 +196,8 @@ impl DecoderConfig {
         let params = self.params();
         let params = params.iter().map(|param| param_bytes(precision, param));
         let qkv = precision.matrix_bytes(&[q + 2 * kv, self.hidden]);
-        let joint = precision.matrices == Matrices::FourBit && self.ffn == Ffn::Gated;
-        let both = if joint { 2 * self.ffn_hidden } else { self.ffn_hidden };
+        let both =
+            if precision.joins_gate(self.ffn) { 2 * self.ffn_hidden } else { self.ffn_hidden };
         let both = precision.matrix_bytes(&[both, self.hidden]);
         let keys = self.kv_heads as u128 * precision.kv_bytes(self.head_dim);
         let keys = keys * workload.batch as u128 * workload.context as u128;

@@ -47,12 +47,12 @@ mod workload;
 
 pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    Adaptation, Decoder, Example, KvCache, Learned, LoadOptions, Loading, OnDevice, Quant,
-    Recompute, file_dtype, on_device,
+    Adaptation, Decoder, Example, KvCache, Learned, LoadOptions, Loading, OnDevice, Recompute,
+    file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use families::Family;
-pub use footprint::{Footprint, KvFormat, Matrices, ModelPrecision};
+pub use footprint::{Footprint, KvFormat, ModelPrecision};
 pub use generation::GenerationConfig;
 pub use lora::{Adapter, Factor, LoraOptions};
 pub use matrices::{Fusion, Linear};

@@ -15,7 +15,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use checkpoint::{Checkpoint, Dtype, Plan, Reason, Tensor, Writer};
+use checkpoint::{Checkpoint, DType, Plan, Reason, Tensor, Writer};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde_json::{Value, json};
@@ -267,9 +267,9 @@ impl Adapter {
                 let bytes = self.values[from..from + len].iter().flat_map(|v| v.to_le_bytes());
                 bytes.collect::<Vec<_>>()
             };
-            tensors.push((name_a, Tensor::new(Dtype::F32, &[rank, factor.k], own(factor.at, a))));
+            tensors.push((name_a, Tensor::new(DType::F32, &[rank, factor.k], own(factor.at, a))));
             let b = own(factor.at + a, b);
-            tensors.push((name_b, Tensor::new(Dtype::F32, &[factor.n, rank], b)));
+            tensors.push((name_b, Tensor::new(DType::F32, &[factor.n, rank], b)));
         }
         let plans = tensors.iter().map(|(name, own)| Plan::new(name, own.dtype, &own.shape));
         let [path, weights] = Self::files(folder);

@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
-use checkpoint::{Checkpoint, Dtype, Reason, Tensor, Weight};
+use checkpoint::{Checkpoint, DType, Reason, Tensor, Weight};
 
 use crate::names::{Param, Side, Slot};
-use crate::{DecoderConfig, Error, Matrices, config, fields};
+use crate::{DecoderConfig, Error, config, fields};
 
 /// A checkpoint that holds exactly the parameters of a configuration. Files stay mapped: what is asked for
 /// is read, one tensor at a time.
@@ -18,7 +18,7 @@ pub struct Weights {
     checkpoint: Checkpoint,
     prefix: &'static str,
     params: BTreeMap<(Slot, Side), Param>,
-    claimed: Option<Matrices>,
+    claimed_bits: Option<u32>,
 }
 
 /// A parameter as a checkpoint holds it: `rows` of a tensor, or columns of one stored `[in, out]`.
@@ -42,7 +42,7 @@ impl Weights {
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
         let text = fields::read(&folder.as_ref().join("config.json"))?;
         let weights = Self::new(DecoderConfig::from_json(&text)?, Checkpoint::open(folder)?)?;
-        Ok(Self { claimed: config::claimed(&text), ..weights })
+        Ok(Self { claimed_bits: config::claimed_bits(&text), ..weights })
     }
 
     /// Takes a checkpoint's tensors for the parameters of `config`. Whether a matrix is quantised is told by
@@ -64,7 +64,7 @@ impl Weights {
         survey.ignore(&config, prefix);
         survey.finish()?;
         let params = params.into_iter().map(|param| ((param.slot, param.side), param)).collect();
-        Ok(Self { config, checkpoint, prefix, params, claimed: None })
+        Ok(Self { config, checkpoint, prefix, params, claimed_bits: None })
     }
 
     /// What the parameters are of. The head is not tied where the checkpoint has it with other values.
@@ -72,9 +72,9 @@ impl Weights {
         &self.config
     }
 
-    /// What config.json says that matrices of layers are in, where they are quantised. Tensors decide.
-    pub(crate) const fn claimed(&self) -> Option<Matrices> {
-        self.claimed
+    /// Bits that config.json says matrices of layers have, where they are quantised. Tensors decide.
+    pub(crate) const fn claimed_bits(&self) -> Option<u32> {
+        self.claimed_bits
     }
 
     /// The tensors themselves, by the names that the files have.
@@ -132,7 +132,7 @@ impl<'a> Stored<'a> {
     pub fn dense(self) -> Option<Tensor<'a>> {
         let Self { shape, weight, transposed, rows } = self;
         let Weight::Dense(Tensor { dtype, shape: stored, bytes }) = weight else { return None };
-        let size = dtype.bitsize() / 8;
+        let size = dtype.size();
         let bytes = if transposed {
             let [k, of] = [stored[0], stored[1]];
             let value = |row, column| (column * of + row) * size;
@@ -190,12 +190,11 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// What bitsandbytes stores beside a matrix.
+    /// Takes the tensors next to a quantised matrix.
     fn take_beside(&mut self, name: &str) {
-        let below = format!("{name}.");
-        let module = name.strip_suffix("weight").unwrap_or(name);
-        let int8 = ["SCB", "weight_format"].map(|part| format!("{module}{part}"));
-        self.left.retain(|left| !left.starts_with(&below) && !int8.iter().any(|name| name == left));
+        for part in self.checkpoint.beside(name) {
+            self.left.remove(part);
+        }
     }
 
     /// What files may hold though nothing reads it.
@@ -232,7 +231,7 @@ fn load<'a>(
         checkpoint.weight(name)?
     } else {
         let tensor = checkpoint.tensor(name)?;
-        let need = vec![Dtype::F16, Dtype::BF16, Dtype::F32];
+        let need = DType::FLOATS.to_vec();
         if !need.contains(&tensor.dtype) {
             return Err(wrong(Reason::DType { have: tensor.dtype, need }));
         }

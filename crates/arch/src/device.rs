@@ -160,14 +160,14 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
         _ => None,
     };
     let processors = hw.num_streaming_multiprocessors.or(hw.num_cpu_cores);
-    let dtypes = [DType::F32, DType::F16, DType::Bf16, DType::I8, DType::U8, DType::I32];
     let tf32 = features.matmul.mma.iter().any(|c| dtype_of(c.a_type) == Some(DType::Tf32));
-    let mut stored: std::collections::BTreeSet<_> = dtypes
+    let mut stored: std::collections::BTreeSet<_> = ELEMENTS
         .into_iter()
-        .filter(|d| {
-            let usage = properties.type_usage(elem_of(*d));
-            usage.contains(cubecl::features::TypeUsage::Buffer)
+        .filter(|(dtype, elem)| {
+            let usage = properties.type_usage(*elem);
+            *dtype != DType::Tf32 && usage.contains(cubecl::features::TypeUsage::Buffer)
         })
+        .map(|(dtype, _)| dtype)
         .filter(|d| (backend, *d) != (Backend::Cpu, DType::Bf16) || crate::bf16::rounds())
         .collect();
     if tf32 {
@@ -255,20 +255,17 @@ fn arch_id(
     })
 }
 
-const fn elem_of(dtype: DType) -> ElemType {
-    match dtype {
-        DType::F32 => ElemType::Float(FloatKind::F32),
-        DType::Tf32 => ElemType::Float(FloatKind::TF32),
-        DType::F16 => ElemType::Float(FloatKind::F16),
-        DType::Bf16 => ElemType::Float(FloatKind::BF16),
-        DType::I8 => ElemType::Int(IntKind::I8),
-        DType::U8 => ElemType::UInt(UIntKind::U8),
-        DType::I32 => ElemType::Int(IntKind::I32),
-    }
-}
+/// Element types that kernels compute in or store.
+const ELEMENTS: [(DType, ElemType); 7] = [
+    (DType::F32, ElemType::Float(FloatKind::F32)),
+    (DType::Tf32, ElemType::Float(FloatKind::TF32)),
+    (DType::F16, ElemType::Float(FloatKind::F16)),
+    (DType::Bf16, ElemType::Float(FloatKind::BF16)),
+    (DType::I8, ElemType::Int(IntKind::I8)),
+    (DType::U8, ElemType::UInt(UIntKind::U8)),
+    (DType::I32, ElemType::Int(IntKind::I32)),
+];
 
 fn dtype_of(elem: ElemType) -> Option<DType> {
-    [DType::F32, DType::Tf32, DType::F16, DType::Bf16, DType::I8, DType::U8, DType::I32]
-        .into_iter()
-        .find(|d| elem_of(*d) == elem)
+    ELEMENTS.into_iter().find(|(_, own)| *own == elem).map(|(dtype, _)| dtype)
 }

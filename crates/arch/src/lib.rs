@@ -16,5 +16,6 @@ pub mod report;
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;
 pub use host::HostMemory;
-pub use profile::{ArchId, ArchProfile, CubeMma, DType, MmaShape, UnknownProfile, recorded};
+pub use profile::{ArchId, ArchProfile, CubeMma, MmaShape, UnknownProfile, recorded};
+pub use quant::DType;
 pub use record::{Backend, UnknownChoice as UnknownBackend};

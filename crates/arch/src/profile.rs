@@ -3,53 +3,10 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
+use quant::DType;
 use serde::{Deserialize, Serialize};
 
 use crate::Backend;
-
-/// An element type as kernels and matrix instructions see it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DType {
-    F32,
-    /// f32 storage, rounded to 10 mantissa bits when a tensor core reads it.
-    Tf32,
-    F16,
-    Bf16,
-    I8,
-    U8,
-    I32,
-}
-
-impl DType {
-    /// Bytes of one stored element.
-    pub const fn size(self) -> usize {
-        match self {
-            Self::F32 | Self::Tf32 | Self::I32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-            Self::I8 | Self::U8 => 1,
-        }
-    }
-
-    /// The name used in flags, records and caches.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Tf32 => "tf32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::I8 => "i8",
-            Self::U8 => "u8",
-            Self::I32 => "i32",
-        }
-    }
-}
-
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// One matrix instruction: `acc[m, n] += a[m, k] · b[k, n]`, a and b of type `ab`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -1,9 +1,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use safetensors::Dtype;
+use quant::{DType, WeightFormat};
 
-use crate::QuantType;
+use crate::dtype::to_file;
 
 /// Why a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -93,8 +93,8 @@ pub enum Reason {
     Unexpected(&'static str),
     #[error("is there twice, or is written twice")]
     Twice,
-    #[error("is {have:?} where {} was expected", names(.need))]
-    DType { have: Dtype, need: Vec<Dtype> },
+    #[error("is {} where {} was expected", file_name(*.have), names(.need))]
+    DType { have: DType, need: Vec<DType> },
     #[error("has shape {have:?} where {need:?} was expected")]
     Shape { have: Vec<usize>, need: Vec<usize> },
     #[error("has shape {have:?} where {need} axes were expected")]
@@ -114,10 +114,10 @@ pub enum Reason {
     QuantType(String),
     /// Of a quantization state, whose name tells it too.
     #[error("says that the type is {state}, and is named as one of type {name}")]
-    QuantTypes { state: QuantType, name: QuantType },
+    QuantTypes { state: WeightFormat, name: WeightFormat },
     /// NF4's 16 values ascend, FP4's do not.
     #[error("is not that of {0}, which is the type that the quantization state says")]
-    QuantMap(QuantType),
+    QuantMap(WeightFormat),
     /// A scale is the largest magnitude of a block.
     #[error("has {0} as its largest magnitude where 1 was expected")]
     QuantMapEnd(f32),
@@ -131,8 +131,8 @@ pub enum Reason {
     #[error("has shape {have:?}; the weight in blocks of {block_size} values has {need:?}")]
     Blocks { have: Vec<usize>, need: Vec<usize>, block_size: usize },
     /// Two values a byte, `[bytes/size, 1]` of the storage's dtype.
-    #[error("has shape {have:?}, which does not hold {len} values of 4 bits stored as {storage:?}")]
-    Packing { have: Vec<usize>, len: usize, storage: Dtype },
+    #[error("has shape {have:?}, which does not hold {len} values of 4 bits stored as {}", file_name(*.storage))]
+    Packing { have: Vec<usize>, len: usize, storage: DType },
     #[error("value {index} is infinite or not a number")]
     NotFinite { index: usize },
     #[error("value {index} is negative, and the largest magnitude of several")]
@@ -165,7 +165,12 @@ fn twice(index: &Path, tensors: &[(String, [PathBuf; 2])]) -> String {
     text + "\nhint: take all shards from one download; which of the two is meant cannot be told"
 }
 
-fn names(dtypes: &[Dtype]) -> String {
-    let names: Vec<_> = dtypes.iter().map(|dtype| format!("{dtype:?}")).collect();
+fn names(dtypes: &[DType]) -> String {
+    let names: Vec<_> = dtypes.iter().copied().map(file_name).collect();
     names.join(" or ")
+}
+
+/// The name of an element type in headers of files.
+fn file_name(dtype: DType) -> String {
+    format!("{:?}", to_file(dtype))
 }

@@ -11,10 +11,11 @@ use half::{bf16, f16};
 use memmap2::Mmap;
 #[cfg(unix)]
 use memmap2::UncheckedAdvice;
-use safetensors::Dtype;
+use quant::DType;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
+use crate::dtype::from_file;
 use crate::{Error, Found, Reason};
 
 /// The longest header that is read, as in the format's own crate: its JSON is held in memory.
@@ -37,7 +38,7 @@ struct Shard {
 #[derive(Debug)]
 struct Place {
     shard: usize,
-    dtype: Dtype,
+    dtype: DType,
     shape: Vec<usize>,
     bytes: Range<usize>,
 }
@@ -58,7 +59,7 @@ impl AsRef<[u8]> for Mapped {
 /// A dense row-major tensor, its bytes little-endian.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor<'a> {
-    pub dtype: Dtype,
+    pub dtype: DType,
     pub shape: Vec<usize>,
     pub bytes: Cow<'a, [u8]>,
 }
@@ -237,7 +238,7 @@ impl Checkpoint {
 
 impl<'a> Tensor<'a> {
     /// Whether the bytes are as many as the shape takes is found out where the tensor is used.
-    pub fn new(dtype: Dtype, shape: &[usize], bytes: impl Into<Cow<'a, [u8]>>) -> Self {
+    pub fn new(dtype: DType, shape: &[usize], bytes: impl Into<Cow<'a, [u8]>>) -> Self {
         Self { dtype, shape: shape.to_vec(), bytes: bytes.into() }
     }
 
@@ -246,8 +247,8 @@ impl<'a> Tensor<'a> {
     /// # Errors
     /// [`Reason::DType`], [`Reason::Bytes`].
     pub fn f32s(self) -> Result<Cow<'a, [f32]>, Reason> {
-        if self.dtype != Dtype::F32 {
-            return Err(Reason::DType { have: self.dtype, need: vec![Dtype::F32] });
+        if self.dtype != DType::F32 {
+            return Err(Reason::DType { have: self.dtype, need: vec![DType::F32] });
         }
         let (have, need) = (self.bytes.len(), bytes_of(self.dtype, &self.shape)?);
         if have != need {
@@ -272,11 +273,11 @@ impl<'a> Tensor<'a> {
         let (have, need) = (self.bytes.len(), bytes_of(self.dtype, &self.shape)?);
         let halves = self.bytes.as_chunks::<2>().0.iter();
         match self.dtype {
-            Dtype::F32 => self.f32s(),
+            DType::F32 => self.f32s(),
             _ if have != need => Err(Reason::Bytes { have, need }),
-            Dtype::F16 => Ok(halves.map(|two| f16::from_le_bytes(*two).to_f32()).collect()),
-            Dtype::BF16 => Ok(halves.map(|two| bf16::from_le_bytes(*two).to_f32()).collect()),
-            have => Err(Reason::DType { have, need: vec![Dtype::F16, Dtype::BF16, Dtype::F32] }),
+            DType::F16 => Ok(halves.map(|two| f16::from_le_bytes(*two).to_f32()).collect()),
+            DType::Bf16 => Ok(halves.map(|two| bf16::from_le_bytes(*two).to_f32()).collect()),
+            have => Err(Reason::DType { have, need: DType::FLOATS.to_vec() }),
         }
     }
 
@@ -287,14 +288,15 @@ impl<'a> Tensor<'a> {
         } else {
             Cow::Owned(values.iter().flat_map(|v| v.to_le_bytes()).collect())
         };
-        Self { dtype: Dtype::F32, shape: vec![values.len()], bytes }
+        Self { dtype: DType::F32, shape: vec![values.len()], bytes }
     }
 }
 
 /// Bytes of a tensor.
-pub(crate) fn bytes_of(dtype: Dtype, shape: &[usize]) -> Result<usize, Reason> {
-    let bits = shape.iter().try_fold(dtype.bitsize(), |n, axis| n.checked_mul(*axis));
-    bits.map(|bits| bits.div_ceil(8)).ok_or_else(|| Reason::Overflow(shape.to_vec()))
+pub(crate) fn bytes_of(dtype: DType, shape: &[usize]) -> Result<usize, Reason> {
+    // In bits, as the format's own crate counts them.
+    let bits = shape.iter().try_fold(8 * dtype.size(), |n, axis| n.checked_mul(*axis));
+    bits.map(|bits| bits / 8).ok_or_else(|| Reason::Overflow(shape.to_vec()))
 }
 
 fn values(bytes: &[u8]) -> Vec<f32> {
@@ -318,9 +320,11 @@ fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> 
     let place = |(name, info): (String, &TensorInfo)| {
         let (start, end) = info.data_offsets;
         let bytes = 8 + len + start..8 + len + end;
-        (name, Place { shard, dtype: info.dtype, shape: info.shape.clone(), bytes })
+        let unread = || format!("tensor {name} is {:?}, which is not read", info.dtype);
+        let dtype = from_file(info.dtype).ok_or_else(unread)?;
+        Ok((name, Place { shard, dtype, shape: info.shape.clone(), bytes }))
     };
-    Ok(metadata.tensors().into_iter().map(place).collect())
+    metadata.tensors().into_iter().map(place).collect()
 }
 
 /// Refuses what may never end, as a pipe: reading it would wait for ever.

@@ -1,7 +1,6 @@
 use std::borrow::Cow;
-use std::fmt;
 
-use safetensors::Dtype;
+use quant::{DType, WeightFormat};
 
 use crate::state::State;
 use crate::{Checkpoint, Error, Plan, Reason, Tensor};
@@ -12,30 +11,21 @@ const NESTED_BLOCK_SIZE: usize = 256;
 /// Values that a byte may stand for.
 const NESTED_MAP: usize = 256;
 
-/// What weights were before they were quantized.
-const FLOATS: [Dtype; 3] = [Dtype::F16, Dtype::BF16, Dtype::F32];
-
-/// Which code the halves of a byte are of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum QuantType {
-    Nf4,
-    Fp4,
-}
-
 /// Everything of a weight of 4 bits but its numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
-    pub quant_type: QuantType,
+    /// NF4 or FP4.
+    pub quant_type: WeightFormat,
     /// 32, 64 .. 4096 elements; blocks run over the flat index and may straddle rows.
     pub block_size: usize,
     /// Whether the absmax are bytes themselves.
     pub nested: bool,
     /// Format before quantization: F16, BF16 or F32.
-    pub dtype: Dtype,
+    pub dtype: DType,
     /// Of the weight; a linear layer's is `[n, k]`.
     pub shape: Vec<usize>,
     /// What the bytes of the codes are said to be: U8, F16, BF16 or F32.
-    pub storage: Dtype,
+    pub storage: DType,
 }
 
 /// A weight of 4 bits.
@@ -69,20 +59,10 @@ pub struct Nested<'a> {
     pub offset: f32,
 }
 
-impl QuantType {
-    fn named(name: &str) -> Result<Self, Reason> {
-        let known = [Self::Nf4, Self::Fp4].into_iter().find(|known| known.to_string() == name);
-        known.ok_or_else(|| Reason::QuantType(name.into()))
-    }
-}
-
-impl fmt::Display for QuantType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Nf4 => "nf4",
-            Self::Fp4 => "fp4",
-        })
-    }
+/// The 4-bit format of this name, as states of quantization have it.
+fn named(name: &str) -> Result<WeightFormat, Reason> {
+    let known = WeightFormat::all().find(|format| format.bits() == 4 && format.name() == name);
+    known.ok_or_else(|| Reason::QuantType(name.into()))
 }
 
 impl Layout {
@@ -103,9 +83,9 @@ impl Layout {
     pub fn plan(&self, name: &str) -> Result<Vec<Plan>, Error> {
         let elements = self.check().map_err(|reason| reason.of(name))?;
         let below = |part: &str| format!("{name}.{part}");
-        let f32s = |part: &str, len| Plan::new(below(part), Dtype::F32, &[len]);
+        let f32s = |part: &str, len| Plan::new(below(part), DType::F32, &[len]);
         let blocks = elements.div_ceil(self.block_size);
-        let codes = elements.div_ceil(2) / bytes(self.storage);
+        let codes = elements.div_ceil(2) / self.storage.size();
         let mut plan = vec![
             Plan::new(name, self.storage, &[codes, 1]),
             f32s("quant_map", 16),
@@ -113,7 +93,7 @@ impl Layout {
         ];
         if self.nested {
             plan.extend([
-                Plan::new(below("absmax"), Dtype::U8, &[blocks]),
+                Plan::new(below("absmax"), DType::U8, &[blocks]),
                 f32s("nested_absmax", blocks.div_ceil(NESTED_BLOCK_SIZE)),
                 f32s("nested_quant_map", NESTED_MAP),
             ]);
@@ -133,36 +113,36 @@ impl Layout {
         if !self.block_size.is_power_of_two() || !(32..=4096).contains(&self.block_size) {
             return Err(Reason::BlockSize(self.block_size));
         }
-        if !FLOATS.contains(&dtype) {
-            return Err(Reason::DType { have: dtype, need: FLOATS.to_vec() });
+        if !DType::FLOATS.contains(&dtype) {
+            return Err(Reason::DType { have: dtype, need: DType::FLOATS.to_vec() });
         }
         stores(storage)?;
         let len = self.elements()?;
-        if len.div_ceil(2) % bytes(storage) != 0 {
+        if len.div_ceil(2) % storage.size() != 0 {
             return Err(Reason::Packing { have: self.shape.clone(), len, storage });
         }
         Ok(len)
     }
 
     /// What the state of this name says; the offset if it is nested.
-    fn read(name: &str, state: &Tensor<'_>, storage: Dtype) -> Result<(Self, Option<f32>), Reason> {
+    fn read(name: &str, state: &Tensor<'_>, storage: DType) -> Result<(Self, Option<f32>), Reason> {
         let (_, suffix) = name.rsplit_once('.').unwrap_or(("", name));
         let Some(quant_type) = suffix.strip_prefix("bitsandbytes__") else {
             return Err(Reason::QuantType(suffix.into()));
         };
-        let quant_type = QuantType::named(quant_type)?;
-        if state.dtype != Dtype::U8 {
-            return Err(Reason::DType { have: state.dtype, need: vec![Dtype::U8] });
+        let quant_type = named(quant_type)?;
+        if state.dtype != DType::U8 {
+            return Err(Reason::DType { have: state.dtype, need: vec![DType::U8] });
         }
         let state = State::parse(&state.bytes)?;
-        let of_state = QuantType::named(&state.quant_type)?;
+        let of_state = named(&state.quant_type)?;
         if of_state != quant_type {
             return Err(Reason::QuantTypes { state: of_state, name: quant_type });
         }
         let dtype = match state.dtype.as_str() {
-            "float16" => Dtype::F16,
-            "bfloat16" => Dtype::BF16,
-            "float32" => Dtype::F32,
+            "float16" => DType::F16,
+            "bfloat16" => DType::Bf16,
+            "float32" => DType::F32,
             other => return Err(Reason::State(format!("dtype {other:?}"))),
         };
         if let Some(other) = state.nested_dtype.filter(|dtype| dtype != "float32") {
@@ -187,8 +167,8 @@ impl Layout {
 
     fn state(&self, offset: Option<f32>) -> State {
         let dtype = match self.dtype {
-            Dtype::F16 => "float16",
-            Dtype::BF16 => "bfloat16",
+            DType::F16 => "float16",
+            DType::Bf16 => "bfloat16",
             _ => "float32",
         };
         State {
@@ -274,7 +254,7 @@ impl<'a> FourBit<'a> {
         let plan = layout.plan(name)?;
         self.check(name)?;
         let below = |part: &str| format!("{name}.{part}");
-        let codes = [self.codes.len() / bytes(layout.storage), 1];
+        let codes = [self.codes.len() / layout.storage.size(), 1];
         let offset = match &self.absmax {
             Absmax::Plain(_) => None,
             Absmax::Nested(nested) => Some(nested.offset),
@@ -283,12 +263,12 @@ impl<'a> FourBit<'a> {
         let mut tensors = vec![
             (name.to_owned(), Tensor::new(layout.storage, &codes, &*self.codes)),
             (below("quant_map"), Tensor::of_f32s(&self.quant_map)),
-            (layout.state_name(name), Tensor::new(Dtype::U8, &[state.len()], state)),
+            (layout.state_name(name), Tensor::new(DType::U8, &[state.len()], state)),
         ];
         match &self.absmax {
             Absmax::Plain(absmax) => tensors.push((below("absmax"), Tensor::of_f32s(absmax))),
             Absmax::Nested(Nested { codes, absmax, quant_map, .. }) => tensors.extend([
-                (below("absmax"), Tensor::new(Dtype::U8, &[codes.len()], &**codes)),
+                (below("absmax"), Tensor::new(DType::U8, &[codes.len()], &**codes)),
                 (below("nested_absmax"), Tensor::of_f32s(absmax)),
                 (below("nested_quant_map"), Tensor::of_f32s(quant_map)),
             ]),
@@ -308,7 +288,7 @@ impl<'a> FourBit<'a> {
         check("quant_map", &self.quant_map)?;
         // Else bitsandbytes would decode by the type, and we by the map.
         let quant_type = self.layout.quant_type;
-        if self.quant_map.is_sorted() != (quant_type == QuantType::Nf4) {
+        if self.quant_map.is_sorted() != (quant_type == WeightFormat::Nf4) {
             return Err(Reason::QuantMap(quant_type).of(format!("{name}.quant_map")));
         }
         let most = self.quant_map.iter().fold(0.0f32, |most, v| most.max(v.abs()));
@@ -366,17 +346,12 @@ impl Nested<'_> {
 }
 
 /// Whether the format stores codes as such.
-fn stores(storage: Dtype) -> Result<(), Reason> {
-    let need = [&[Dtype::U8], &FLOATS[..]].concat();
+fn stores(storage: DType) -> Result<(), Reason> {
+    let need = [&[DType::U8], &DType::FLOATS[..]].concat();
     match need.contains(&storage) {
         true => Ok(()),
         false => Err(Reason::DType { have: storage, need }),
     }
-}
-
-/// Bytes of one value.
-fn bytes(dtype: Dtype) -> usize {
-    dtype.bitsize() / 8
 }
 
 /// Largest magnitudes are finite and not negative.

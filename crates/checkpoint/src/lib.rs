@@ -3,6 +3,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | `file` | [`Checkpoint`]: a file or a folder of shards, mapped, not read |
+//! | `encoded` | [`Encoded`]: a quantised weight as buffers, whatever its format |
 //! | `four_bit` | [`FourBit`]: NF4 and FP4, with plain and nested absmax |
 //! | `weight` | [`Weight`], [`Linear`], [`Int8`]: what lies under a name |
 //! | `write` | [`Writer`]: tensors one at a time, so that no whole checkpoint is ever in memory |
@@ -12,12 +13,12 @@
 //! bytes that it was read from.
 //!
 //! ```
-//! use checkpoint::{Checkpoint, Dtype, Error, Plan, Tensor, Weight, Writer};
+//! use checkpoint::{Checkpoint, DType, Error, Plan, Tensor, Weight, Writer};
 //!
 //! let path = std::env::temp_dir().join(format!("checkpoint-{}.safetensors", std::process::id()));
-//! let plan = [Plan::new("mlp.up_proj.weight", Dtype::F32, &[1, 2])];
+//! let plan = [Plan::new("mlp.up_proj.weight", DType::F32, &[1, 2])];
 //! let mut writer = Writer::create(&path, plan)?;
-//! writer.write("mlp.up_proj.weight", &Tensor::new(Dtype::F32, &[1, 2], vec![0; 8]))?;
+//! writer.write("mlp.up_proj.weight", &Tensor::new(DType::F32, &[1, 2], vec![0; 8]))?;
 //! writer.finish()?;
 //!
 //! let checkpoint = Checkpoint::open(&path)?;
@@ -30,6 +31,8 @@
 //! Source: the safetensors format, <https://github.com/huggingface/safetensors>; bitsandbytes 95f9af3,
 //! `functional.py::QuantState`, `utils.py::pack_dict_to_tensor`, `nn/modules.py`.
 
+mod dtype;
+mod encoded;
 mod error;
 mod file;
 mod four_bit;
@@ -37,9 +40,10 @@ mod state;
 mod weight;
 mod write;
 
+pub use encoded::{Encoded, NotStored};
 pub use error::{Error, Found, Reason};
 pub use file::{Checkpoint, Mapped, Tensor, ends};
-pub use four_bit::{Absmax, FourBit, Layout, Nested, QuantType};
-pub use safetensors::Dtype;
+pub use four_bit::{Absmax, FourBit, Layout, Nested};
+pub use quant::{DType, WeightFormat};
 pub use weight::{Int8, Linear, Weight};
 pub use write::{Plan, Writer};

@@ -1,6 +1,6 @@
 use std::borrow::Cow;
 
-use safetensors::Dtype;
+use quant::DType;
 
 use crate::four_bit::magnitudes;
 use crate::{Checkpoint, Error, FourBit, Plan, Reason, Tensor};
@@ -110,9 +110,9 @@ impl<'a> Int8<'a> {
     pub fn plan(name: &str, shape: [usize; 2]) -> Result<Vec<Plan>, Error> {
         let [scb, format] = beside(name).ok_or_else(|| Reason::Name.of(name))?;
         Ok(vec![
-            Plan::new(name, Dtype::I8, &shape),
-            Plan::new(scb, Dtype::F32, &shape[..1]),
-            Plan::new(format, Dtype::U8, &[]),
+            Plan::new(name, DType::I8, &shape),
+            Plan::new(scb, DType::F32, &shape[..1]),
+            Plan::new(format, DType::U8, &[]),
         ])
     }
 
@@ -149,9 +149,9 @@ impl<'a> Int8<'a> {
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
         let plan = Self::plan(name, self.shape)?;
         let tensors = [
-            Tensor::new(Dtype::I8, &self.shape, &*self.codes),
+            Tensor::new(DType::I8, &self.shape, &*self.codes),
             Tensor::of_f32s(&self.scb),
-            Tensor::new(Dtype::U8, &[], vec![0]),
+            Tensor::new(DType::U8, &[], vec![0]),
         ];
         let check = |plan: &Plan, tensor: &Tensor<'_>| {
             plan.check(tensor).map_err(|reason| reason.of(&plan.name))
@@ -162,6 +162,18 @@ impl<'a> Int8<'a> {
     }
 }
 
+impl Checkpoint {
+    /// Tensors that belong to the quantised weight of this name.
+    pub fn beside(&self, name: &str) -> impl Iterator<Item = &str> {
+        let below = format!("{name}.");
+        let parts = beside(name);
+        self.names().filter(move |own| {
+            own.starts_with(&below)
+                || parts.as_ref().is_some_and(|parts| parts.iter().any(|part| part == own))
+        })
+    }
+}
+
 /// The names of a weight's scales and of their format.
 fn beside(name: &str) -> Option<[String; 2]> {
     let module = name.strip_suffix("weight").filter(|m| m.is_empty() || m.ends_with('.'))?;
@@ -169,7 +181,7 @@ fn beside(name: &str) -> Option<[String; 2]> {
 }
 
 fn float(tensor: &Tensor<'_>) -> Result<(), Reason> {
-    let need = vec![Dtype::F16, Dtype::BF16, Dtype::F32];
+    let need = DType::FLOATS.to_vec();
     if need.contains(&tensor.dtype) {
         Ok(())
     } else {

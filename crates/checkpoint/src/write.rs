@@ -3,10 +3,11 @@ use std::fs;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use safetensors::Dtype;
+use quant::DType;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tempfile::NamedTempFile;
 
+use crate::dtype::to_file;
 use crate::file::bytes_of;
 use crate::state::MOST_BYTES;
 use crate::{Error, Reason, Tensor};
@@ -15,7 +16,7 @@ use crate::{Error, Reason, Tensor};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     pub name: String,
-    pub dtype: Dtype,
+    pub dtype: DType,
     /// None for a text of 4096 bytes at most, whose length is known when it is written.
     pub shape: Option<Vec<usize>>,
 }
@@ -48,13 +49,13 @@ struct Slot {
 
 impl Plan {
     /// A tensor whose shape is known.
-    pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[usize]) -> Self {
+    pub fn new(name: impl Into<String>, dtype: DType, shape: &[usize]) -> Self {
         Self { name: name.into(), dtype, shape: Some(shape.to_vec()) }
     }
 
     /// A text, which is a tensor of U8.
     pub fn text(name: impl Into<String>) -> Self {
-        Self { name: name.into(), dtype: Dtype::U8, shape: None }
+        Self { name: name.into(), dtype: DType::U8, shape: None }
     }
 
     /// Whether a tensor is the one that was planned.
@@ -90,7 +91,7 @@ impl Writer {
         let mut plan: Vec<Plan> = plan.into_iter().collect();
         plan.sort_by(|a, b| {
             let texts = a.shape.is_none().cmp(&b.shape.is_none());
-            texts.then(b.dtype.cmp(&a.dtype)).then_with(|| a.name.cmp(&b.name))
+            texts.then(to_file(b.dtype).cmp(&to_file(a.dtype))).then_with(|| a.name.cmp(&b.name))
         });
         let (mut slots, mut names, mut end) = (Vec::new(), BTreeMap::new(), 0usize);
         for plan in plan {
@@ -185,7 +186,8 @@ fn header(slots: &[Slot], text: impl Fn(&Slot) -> usize) -> io::Result<Vec<u8>> 
         let start = end;
         let shape = slot.plan.shape.clone().unwrap_or_else(|| vec![text(slot)]);
         end += bytes_of(slot.plan.dtype, &shape).map_err(io::Error::other)?;
-        let info = TensorInfo { dtype: slot.plan.dtype, shape, data_offsets: (start, end) };
+        let info =
+            TensorInfo { dtype: to_file(slot.plan.dtype), shape, data_offsets: (start, end) };
         tensors.push((slot.plan.name.clone(), info));
     }
     // As transformers has it, which refuses a file without.

@@ -280,6 +280,7 @@ fn encoded(tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<Vec<u8>> {
                 DType::I8 => Dtype::I8,
                 DType::U8 => Dtype::U8,
                 DType::I32 => Dtype::I32,
+                other => bail!("output `{name}` is {other}, which no op computes"),
             };
             Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
         })

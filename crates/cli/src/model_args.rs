@@ -13,7 +13,7 @@ use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::trace::{AlreadyRecording, Recording};
 use flashover::{
     Adapter, ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, LoadError,
-    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Quant, Request, SpeedTest,
+    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Request, SpeedTest, WeightFormat,
     Workload,
 };
 use indicatif::{ProgressBar, ProgressStyle};
@@ -85,9 +85,8 @@ pub(crate) struct LoadArgs {
     /// f32, tf32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
     #[arg(long, value_parser = dtype)]
     dtype: Option<Compute>,
-    /// Quantise the matrices of the layers at load: nf4 or int8
-    #[arg(long, value_parser = quant)]
-    quant: Option<Quant>,
+    #[arg(long, value_parser = quant, help = quant_help())]
+    quant: Option<WeightFormat>,
     /// Keys and values as they are computed (float), or in 8 bits: float or int8
     #[arg(long, default_value = "float", value_parser = kv_format)]
     kv_cache: KvFormat,
@@ -270,9 +269,15 @@ fn dtype(text: &str) -> Result<Compute, String> {
     }
 }
 
-fn quant(text: &str) -> Result<Quant, String> {
-    let bad = || format!("unknown quantisation `{text}`\nhint: nf4 or int8");
-    Quant::ALL.into_iter().find(|quant| quant.name() == text).ok_or_else(bad)
+fn quant(text: &str) -> Result<WeightFormat, String> {
+    let known = || WeightFormat::alternatives(WeightFormat::at_load());
+    let bad = || format!("unknown quantisation `{text}`\nhint: {}", known());
+    WeightFormat::at_load().find(|quant| quant.name() == text).ok_or_else(bad)
+}
+
+fn quant_help() -> String {
+    let known = WeightFormat::alternatives(WeightFormat::at_load());
+    format!("Quantise the matrices of the layers at load: {known}")
 }
 
 fn kv_format(text: &str) -> Result<KvFormat, String> {
@@ -585,8 +590,6 @@ mod tests {
     #[test]
     fn the_words_of_compare_are_known_here() {
         assert!(report::DTYPES.into_iter().all(|word| dtype(word).is_ok()));
-        let known = ["none"].into_iter().chain(Quant::ALL.map(Quant::name));
-        assert_eq!(known.collect::<Vec<_>>(), report::QUANTS);
         assert_eq!(KvFormat::ALL.map(KvFormat::name), report::KV_CACHES);
     }
 

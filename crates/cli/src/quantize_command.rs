@@ -21,8 +21,7 @@ pub(crate) struct Args {
     /// Folder to be made; it must not be there, or be empty
     #[arg(long)]
     output: PathBuf,
-    /// nf4, fp4 or int8
-    #[arg(long, default_value = "nf4", value_parser = format)]
+    #[arg(long, default_value = "nf4", value_parser = format, help = WeightFormat::alternatives(WeightFormat::in_files()))]
     quant: WeightFormat,
     /// Values that share an absmax in 4 bits, a power of two from 32 to 4096; 64 without it
     #[arg(long)]
@@ -41,16 +40,18 @@ pub(crate) struct Args {
 }
 
 fn format(text: &str) -> Result<WeightFormat, String> {
-    WeightFormat::ALL
-        .into_iter()
-        .find(|format| format.name() == text)
-        .ok_or_else(|| format!("unknown quantisation `{text}`\nhint: one of nf4, fp4, int8"))
+    WeightFormat::in_files().find(|format| format.name() == text).ok_or_else(|| {
+        let known: Vec<_> = WeightFormat::in_files().map(WeightFormat::name).collect();
+        format!("unknown quantisation `{text}`\nhint: one of {}", known.join(", "))
+    })
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let file = args.report.iter().flatten().map(|path| OutFile::new(path)).next().transpose()?;
-    if args.quant == WeightFormat::Int8 && (args.block_size.is_some() || args.plain_absmax) {
-        bail!("8 bits have no blocks\nhint: leave out --block-size and --plain-absmax");
+    let options_given = args.block_size.is_some() || args.plain_absmax;
+    if options_given && !args.quant.info().has_options {
+        let bits = args.quant.bits();
+        bail!("{bits} bits have no blocks\nhint: leave out --block-size and --plain-absmax");
     }
     let options = QuantizeOptions {
         format: args.quant,

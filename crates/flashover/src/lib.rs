@@ -56,7 +56,6 @@ pub use host::{
 };
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};
-pub use kernels::nf4::CodeBook;
 pub use load_error::LoadError;
 pub use memory::{MemoryBudget, MemoryUsage, Plan, PlanError, free_bytes};
 pub use models::{
@@ -64,11 +63,12 @@ pub use models::{
     Workload,
 };
 pub use ops::{self, OpError};
-pub use options::{Compute, EngineOptions, Quant};
+pub use options::{Compute, EngineOptions};
 pub use preset::{Chosen, Preset, UnknownPreset};
+pub use quant::WeightFormat;
 pub use quantize::{
     Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
-    WeightFormat, quantize_model, quantize_model_until,
+    quantize_model, quantize_model_until,
 };
 pub use trace;
 pub use train::{

@@ -50,7 +50,7 @@ pub enum LoadError {
         /// Names that there are, separated by commas.
         known: String,
     },
-    /// [`Quant::Int8`](crate::Quant::Int8) was asked for, and matrices of this folder are in 4 bits.
+    /// More bits were asked for than matrices of this folder have: those are in 4 bits.
     #[error(
         "{} has matrices in 4 bits, which do not become 8\nhint: load it as it is, or what it was made of",
         .0.display()

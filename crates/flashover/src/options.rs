@@ -1,6 +1,7 @@
 //! How a model is put on a device.
 
 use models::{KvFormat, Workload};
+use quant::WeightFormat;
 
 use crate::memory::MemoryBudget;
 
@@ -10,9 +11,9 @@ pub struct EngineOptions {
     /// What is computed in. When none, f32 on a CPU and where the device lacks the files' dtype, and that
     /// elsewhere.
     pub dtype: Option<Compute>,
-    /// Quantises the matrices of the layers that are dense in the files; 4 bits also those of 8, and 8 bits none of 4:
-    /// [`LoadError::FourBits`](crate::LoadError::FourBits).
-    pub quant: Option<Quant>,
+    /// Quantises the matrices of the layers that are dense in the files, and those with more bits; files with fewer bits
+    /// are an error: [`LoadError::FourBits`](crate::LoadError::FourBits).
+    pub quant: Option<WeightFormat>,
     /// How keys and values are held.
     pub kv: KvFormat,
     /// Whether prompts multiply bytes by bytes where matrices are in 8 bits, on CUDA, from 128 rows on: what a product
@@ -40,26 +41,4 @@ pub enum Compute {
     F16,
     /// 16 bits: the exponents of f32 and 7 bits of mantissa.
     Bf16,
-}
-
-/// How weights are quantised at load.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Quant {
-    /// NF4 in nested blocks of 64, as bitsandbytes' double quantization: 4.13 bits a weight.
-    Nf4,
-    /// 8 bits and an absmax a row.
-    Int8,
-}
-
-impl Quant {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::Nf4, Self::Int8];
-
-    /// As the command line has it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Nf4 => "nf4",
-            Self::Int8 => "int8",
-        }
-    }
 }

@@ -7,15 +7,14 @@ use std::path::Path;
 
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
-use models::{
-    Adapter, KvFormat, LoadOptions, Matrices, ModelPrecision, OnDevice, Weights, Workload,
-};
-use ops::Nf4Options;
+use kernels::quantized;
+use models::{Adapter, KvFormat, LoadOptions, ModelPrecision, OnDevice, Weights, Workload};
+use quant::WeightFormat;
 
 use crate::device_error::check_free;
 use crate::load_error::LoadError;
 use crate::memory::{Plan, PlannedModel};
-use crate::options::{Compute, EngineOptions, Quant};
+use crate::options::{Compute, EngineOptions};
 
 /// A model that is known, and not yet on a device.
 pub(crate) struct Prepared {
@@ -34,7 +33,8 @@ impl Prepared {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
         let OnDevice { matrices, bytes, lora_columns } =
             models::on_device(weights, adapter, &load)?;
-        if options.quant == Some(Quant::Int8) && matrices == Matrices::FourBit {
+        let more = |quant: WeightFormat| matrices.is_some_and(|own| own.bits() < quant.bits());
+        if options.quant.is_some_and(more) {
             return Err(LoadError::FourBits(folder.to_owned()));
         }
         let precision = ModelPrecision { lora_columns, ..precision(profile, &load, matrices)? };
@@ -59,12 +59,7 @@ impl Prepared {
             return Err(LoadError::Shape { shape: shape.to_owned(), known });
         };
         let load = load_options(profile, options, FloatDType::BF16)?;
-        let matrices = match options.quant {
-            None => Matrices::Dense,
-            Some(Quant::Nf4) => Matrices::FourBit,
-            Some(Quant::Int8) => Matrices::Int8,
-        };
-        let precision = precision(profile, &load, matrices)?;
+        let precision = precision(profile, &load, options.quant)?;
         let planned = PlannedModel {
             model: shape.to_owned(),
             weights: config.loaded_bytes(precision),
@@ -120,13 +115,13 @@ impl Plan {
 fn precision(
     profile: &ArchProfile,
     load: &LoadOptions,
-    matrices: Matrices,
+    matrices: Option<WeightFormat>,
 ) -> Result<ModelPrecision, LoadError> {
-    let bytes = profile.backend == Backend::Cuda && matrices == Matrices::Int8;
-    if load.int8_activations && !bytes {
+    let rounds = |format| quantized::rounds_activations(profile, format);
+    if load.int8_activations && !matrices.is_some_and(rounds) {
         return Err(LoadError::Int8Activations);
     }
-    if load.tf32 && matrices != Matrices::Dense {
+    if load.tf32 && matrices.is_some() {
         return Err(LoadError::Tf32);
     }
     let dtype = load.dtype.unwrap_or(FloatDType::F32);
@@ -166,10 +161,7 @@ fn load_options(
             Some(float)
         }
     };
-    let quant = options.quant.map(|quant| match quant {
-        Quant::Nf4 => models::Quant::Nf4(Nf4Options::default()),
-        Quant::Int8 => models::Quant::Int8,
-    });
+    let quant = options.quant.map(WeightFormat::scheme);
     if options.kv == KvFormat::Int8 && !stored.contains(&DType::I8) {
         return Err(LoadError::KvFormat { backend: profile.backend });
     }

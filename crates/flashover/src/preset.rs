@@ -4,10 +4,11 @@ use std::fmt;
 use std::str::FromStr;
 
 use models::Workload;
+use quant::WeightFormat;
 
 use crate::load_error::LoadError;
 use crate::memory::Plan;
-use crate::options::{EngineOptions, Quant};
+use crate::options::EngineOptions;
 
 /// What a model is used for. Each asks for a context, takes the precision that leaves room for the batch that it wants,
 /// and then as many sequences as fit.
@@ -48,10 +49,10 @@ impl Preset {
     }
 
     /// The precisions to try, the most wanted first.
-    const fn quants(self) -> &'static [Option<Quant>] {
+    const fn quants(self) -> &'static [Option<WeightFormat>] {
         match self {
-            Self::CodeGeneration | Self::Training => &[None, Some(Quant::Nf4)],
-            Self::Inference | Self::Latency => &[Some(Quant::Nf4)],
+            Self::CodeGeneration | Self::Training => &[None, Some(WeightFormat::Nf4)],
+            Self::Inference | Self::Latency => &[Some(WeightFormat::Nf4)],
         }
     }
 
@@ -184,7 +185,7 @@ mod tests {
     #[test]
     fn the_numbers_are_the_plans() {
         // Eight sequences in bf16 fit a large card, and only in 4 bits a small one.
-        for (card, quant) in [("h200", None), ("rtx4080", Some(Quant::Nf4))] {
+        for (card, quant) in [("h200", None), ("rtx4080", Some(WeightFormat::Nf4))] {
             let Chosen { options, plan } =
                 chosen(Preset::CodeGeneration, card, "llama-3-8b").expect("fits");
             assert_eq!((options.quant, plan.workload.batch), (quant, 8), "{plan}");
@@ -195,12 +196,15 @@ mod tests {
         assert!(batch == 32 || plan.largest_batch == Some(batch), "{plan}");
         let Chosen { plan, options } =
             chosen(Preset::Latency, "rtx4090", "llama-3-8b").expect("fits");
-        assert_eq!((options.quant, plan.workload), (Some(Quant::Nf4), Workload::new(1, 1024)));
+        assert_eq!(
+            (options.quant, plan.workload),
+            (Some(WeightFormat::Nf4), Workload::new(1, 1024))
+        );
     }
 
     #[test]
     fn adapters_are_learned_in_the_precision_that_fits() {
-        for (card, quant) in [("h200", None), ("rtx4080", Some(Quant::Nf4))] {
+        for (card, quant) in [("h200", None), ("rtx4080", Some(WeightFormat::Nf4))] {
             let card = ArchProfile::recorded(card).expect("recorded");
             let options = EngineOptions::default();
             let chosen = Preset::Training.choose(&options, |options, workload| {

@@ -23,9 +23,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use arch::Device;
-use checkpoint::{Checkpoint, Plan, Tensor, Writer};
-use kernels::nf4::{CodeBook, InvalidWeight, Weight};
+use checkpoint::{Checkpoint, NotStored, Plan, Tensor, Writer};
+use kernels::nf4::InvalidWeight;
+use kernels::quantized::Weight;
 use models::Weights;
+use quant::{Block, Scales, Scheme, WeightFormat};
 use serde::Serialize;
 use text::Tokenizer;
 use tune::Infeasible;
@@ -51,37 +53,17 @@ pub struct QuantizeOptions {
     pub measure: bool,
 }
 
-/// What weights become.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum WeightFormat {
-    /// 4 bits that stand for quantiles of the normal distribution, and an absmax a block.
-    Nf4,
-    /// 4 bits: a sign, two of exponent, one of mantissa; and an absmax a block.
-    Fp4,
-    /// 8 bits and an absmax a row.
-    Int8,
-}
-
-impl WeightFormat {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Nf4, Self::Fp4, Self::Int8];
-
-    /// As the command line has it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Nf4 => "nf4",
-            Self::Fp4 => "fp4",
-            Self::Int8 => "int8",
-        }
-    }
-
-    /// What codes of 4 bits mean.
-    const fn book(self) -> Option<CodeBook> {
-        match self {
-            Self::Nf4 => Some(CodeBook::Nf4),
-            Self::Fp4 => Some(CodeBook::Fp4),
-            Self::Int8 => None,
+impl QuantizeOptions {
+    /// The format with the block and the scales that these options say, where it has such options.
+    pub(super) fn scheme(&self) -> Scheme {
+        let scheme = self.format.scheme();
+        match self.format.info().has_options {
+            true => Scheme {
+                block: Block::Elements(self.block_size),
+                scales: if self.nested { Scales::Nested } else { Scales::F32 },
+                ..scheme
+            },
+            false => scheme,
         }
     }
 }
@@ -225,6 +207,9 @@ pub enum QuantizeError {
         /// What the device says.
         why: String,
     },
+    /// A format that no file has.
+    #[error(transparent)]
+    NotStored(NotStored),
     /// Tensors that cannot be read or written.
     #[error("{0}\nhint: is there room for the result?")]
     Checkpoint(checkpoint::Error),
@@ -284,7 +269,10 @@ pub fn quantize_model_until(
     stop: &dyn Fn() -> bool,
 ) -> Result<QuantizedModel, QuantizeError> {
     let go_on = || if stop() { Err(QuantizeError::Stopped) } else { Ok(()) };
-    Weight::new(1, 1, options.block_size, options.nested).map_err(QuantizeError::Block)?;
+    if !options.format.info().in_files {
+        return Err(QuantizeError::NotStored(NotStored::Format(options.format)));
+    }
+    Weight::new([1, 1], options.scheme()).map_err(QuantizeError::Block)?;
     let target = Target::new(model, output)?;
     let weights = Weights::open(model)?;
     Tokenizer::of_model(model, weights.config().vocab)?;
@@ -319,10 +307,11 @@ pub fn quantize_model_until(
     let all = |of: fn(&Figures) -> u64| weights.iter().map(|w| of(&w.figures)).sum();
     let total =
         Figures::new(all(|f| f.values), all(|f| f.bytes), options.measure.then(|| sums.errors()));
+    let has_options = options.format.info().has_options;
     Ok(QuantizedModel {
         quant: options.format,
-        block_size: options.format.book().map(|_| options.block_size),
-        nested: options.format.book().map(|_| options.nested),
+        block_size: has_options.then_some(options.block_size),
+        nested: has_options.then_some(options.nested),
         total,
         kept: job.checkpoint.names().count() - weights.len(),
         weights,

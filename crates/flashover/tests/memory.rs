@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use flashover::trace::{Memory, Recording};
 use flashover::{
     Adapter, Backend, Device, Engine, EngineOptions, Example, GenerateError, LoraOptions,
-    MemoryBudget, MemoryUsage, ModelFolder, Plan, PlanError, Quant, Recompute, Request, Sampling,
-    TrainError, TrainOptions, Trainer, Workload,
+    MemoryBudget, MemoryUsage, ModelFolder, Plan, PlanError, Recompute, Request, Sampling,
+    TrainError, TrainOptions, Trainer, WeightFormat, Workload,
 };
 
 fn model(name: &str) -> PathBuf {
@@ -48,7 +48,7 @@ fn peak_of_answers(engine: &Engine, prompt: &[u32], answers: usize, request: &Re
 fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
     let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
     let folder = model("demo");
-    for quant in [None, Some(Quant::Nf4)] {
+    for quant in [None, Some(WeightFormat::Nf4)] {
         let options = EngineOptions { quant, ..EngineOptions::default() };
         let engine = Engine::load(&device, &folder, &options).expect("the demo");
         engine.clear_cache().expect("nothing is captured");
@@ -125,7 +125,7 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
 
 /// An adapter beside matrices in 4 bits is in the plan, before and after it is loaded.
 fn adapted(device: &Device) {
-    let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
+    let options = EngineOptions { quant: Some(WeightFormat::Nf4), ..EngineOptions::default() };
     let folder = tempfile::tempdir().expect("a folder");
     let lora = LoraOptions { rank: 64, ..LoraOptions::default() };
     let base = ModelFolder::open(model("demo")).expect("the demo");
@@ -212,7 +212,7 @@ fn training(device: &Device) {
     let batch = |sequences| vec![(0..sequences).map(|seed| example(seed, 256)).collect::<Vec<_>>()];
     // What is small in a large model's page stays in it when the model goes: the smallest first.
     for (quant, recompute) in [
-        (Some(Quant::Nf4), Recompute::Layers),
+        (Some(WeightFormat::Nf4), Recompute::Layers),
         (None, Recompute::Layers),
         (None, Recompute::Nothing),
     ] {

@@ -119,11 +119,6 @@ pub enum OpError {
         "this op has no gradient\nhint: detach what it is given; for decode there is attention instead"
     )]
     NoGradient,
-    /// A weight joined of several, whose offsets differ, was to be read back.
-    #[error(
-        "nested absmax of several offsets are no weight of a file\nhint: save the weights that were joined"
-    )]
-    Joined,
     /// No weights were given to join.
     #[error("nothing was given to join\nhint: give one weight at least")]
     Empty,

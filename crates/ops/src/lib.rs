@@ -32,14 +32,12 @@ mod decode;
 mod embed;
 mod epilogue;
 mod error;
-mod frozen;
-mod int8;
 mod layout;
 mod matmul;
 mod memory;
-mod nf4;
 mod norm;
 mod offsets;
+mod quantized;
 mod refresh;
 mod rope;
 mod sample;
@@ -53,26 +51,27 @@ pub use attention::{
     attention_packed_with_lse, attention_with_lse,
 };
 pub use capture::{AtWork, at_work, capture_alone, captures};
-/// Where [`Nf4Weight`]s come from and go to.
+/// Where [`QuantizedWeight`]s come from and go to.
 pub use checkpoint;
 pub use ctx::Ctx;
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_with_lse};
 pub use embed::embed;
 pub use epilogue::{Epilogue, RowNorm};
 pub use error::OpError;
-pub use frozen::{nf4_glu_memory, quantized_linear_memory};
-pub use int8::{Int8Linear, Int8Weight, int8_linear};
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
-pub use kernels::nf4::CodeBook;
 pub use kernels::norm::NormKind;
 pub use kernels::sample::Choice;
 pub use layout::broadcast;
 pub use matmul::{grouped_matmul, linear, linear_memory, matmul, takes_norm};
 pub use memory::{GRAPH_OVERHEAD, Liveness, MemoryProfile, OpMemory, pool_overhead};
-pub use nf4::{Nf4Linear, Nf4Options, Nf4Weight, nf4_glu, nf4_linear};
 pub use norm::{NormWeights, norm, norm_memory};
 pub use offsets::Groups;
+pub use quant::{Block, Scales, Scheme, WeightFormat};
+pub use quantized::{
+    QuantizedLinear, QuantizedWeight, quantized_glu, quantized_glu_memory, quantized_linear,
+    quantized_linear_memory,
+};
 pub use refresh::refresh;
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
 pub use sample::{sample, sample_memory, seen_bytes};

@@ -6,7 +6,7 @@
 
 use arch::{ArchProfile, Backend};
 use burn::tensor::{DType, FloatDType};
-use kernels::nf4::Nf4Matmul;
+use kernels::quantized;
 
 use crate::call::float_of;
 
@@ -34,8 +34,7 @@ impl MemoryProfile {
         Self {
             captures,
             processors: if captures { profile.processors.unwrap_or(USUAL_PROCESSORS) } else { 0 },
-            // The tune cache has no dense copies for fewer rows in 8 bits either.
-            coded_rows: Nf4Matmul::coded_rows(profile, dtype),
+            coded_rows: quantized::coded_rows(profile, dtype),
         }
     }
 }

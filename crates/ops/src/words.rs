@@ -31,12 +31,6 @@ pub(crate) fn download(param: &Param<Tensor<1, Int>>) -> Result<Vec<u8>, OpError
     Ok(words_of(param.val())?.into_iter().flat_map(i32::to_le_bytes).collect())
 }
 
-/// A parameter's words as what they are the bits of.
-pub(crate) fn floats(param: &Param<Tensor<1, Int>>) -> Result<Vec<f32>, OpError> {
-    let bits = words_of(param.val())?;
-    Ok(bits.into_iter().map(|word| f32::from_bits(word.cast_unsigned())).collect())
-}
-
 /// So many words as a tensor on the device of `like`.
 pub(crate) fn words_at(handle: Handle, words: u64, like: &CubeTensor) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());

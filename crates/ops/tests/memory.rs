@@ -4,8 +4,8 @@ use std::sync::Mutex;
 
 use burn::tensor::{Device, Distribution, Tensor};
 use ops::{
-    AttentionOptions, Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, OpError, attention,
-    int8_linear, nf4_linear,
+    AttentionOptions, Ctx, Epilogue, OpError, QuantizedWeight, WeightFormat, attention,
+    quantized_linear,
 };
 
 type Layer<'a> = &'a dyn Fn(usize, Tensor<2>) -> Result<Tensor<2>, OpError>;
@@ -47,11 +47,9 @@ fn frozen_weights_are_dense_one_after_the_other() {
     let (plain, ctx) = (Device::cpu(), Ctx::default());
     let device = plain.clone().autodiff();
     let make = || Tensor::<2>::random([SIZE; 2], Distribution::Default, &plain);
-    let four: Vec<_> = (0..16)
-        .map(|_| Nf4Weight::quantize(&ctx, make(), Nf4Options::default()).expect("finite"))
-        .collect();
-    let eight: Vec<_> =
-        (0..16).map(|_| Int8Weight::quantize(&ctx, make()).expect("finite")).collect();
+    let quantize = |format| QuantizedWeight::quantize(&ctx, make(), format).expect("finite");
+    let weights: Vec<Vec<_>> =
+        WeightFormat::all().map(|format| (0..16).map(|_| quantize(format)).collect()).collect();
     let step = |depth: usize, layer: Layer<'_>| {
         let x = Tensor::<2>::random([8, SIZE], Distribution::Default, &device).require_grad();
         let out = (0..depth).fold(x.clone(), |x, at| layer(at, x).expect("valid") / SIZE as f32);
@@ -59,10 +57,10 @@ fn frozen_weights_are_dense_one_after_the_other() {
         assert_eq!(gradient.num_elements(), 8 * SIZE);
         reserved(&device)
     };
-    let of_four = |at: usize, x| nf4_linear(&ctx, x, &four[at], Epilogue::default());
-    let of_eight = |at: usize, x| int8_linear(&ctx, x, &eight[at], Epilogue::default());
     let before = reserved(&device);
-    for layer in [&of_four as Layer<'_>, &of_eight] {
+    for weights in &weights {
+        let layer: Layer<'_> =
+            &|at, x| quantized_linear(&ctx, x, &weights[at], Epilogue::default());
         let few = step(4, layer);
         let all = step(16, layer);
         assert!(few <= before + 4 * DENSE, "{before} bytes grew to {few}");

@@ -5,16 +5,16 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+use quant::WeightFormat;
 use record::PROFILES;
 use serde_json::Value;
 
 use crate::devices::Selection;
 use crate::fail::usage;
 
-/// Words of `--dtype`, `--quant` and `--kv-cache`. They are passed on to processes of `flashover`, which declares what
-/// each stands for.
+/// Words of `--dtype` and `--kv-cache`. They are passed on to processes of `flashover`, which declares what each stands
+/// for; those of `--quant` are `none` and the formats of `quant`.
 pub const DTYPES: [&str; 3] = ["f32", "f16", "bf16"];
-pub const QUANTS: [&str; 3] = ["none", "nf4", "int8"];
 pub const KV_CACHES: [&str; 2] = ["float", "int8"];
 
 /// The prompt of a comparison that is given none.
@@ -39,8 +39,7 @@ pub struct CompareArgs {
     /// Dtype of the computation [default: f32 on a CPU, elsewhere that of the files]
     #[arg(long, value_parser = DTYPES)]
     pub dtype: Option<String>,
-    /// How the matrices of the layers are quantised at load: a list out of none, nf4, int8
-    #[arg(long, default_value = "none", value_name = "LIST", value_parser = quants)]
+    #[arg(long, default_value = "none", value_name = "LIST", value_parser = quants, help = quant_help())]
     pub quant: List,
     /// How keys and values are stored, in the dtype of the computation or in 8 bits: a list out of float, int8
     #[arg(long, default_value = "float", value_name = "LIST", value_parser = kv_caches)]
@@ -76,14 +75,23 @@ pub enum CompareFormat {
 pub struct List(pub Vec<&'static str>);
 
 fn quants(text: &str) -> Result<List, String> {
-    list(text, &QUANTS)
+    list(text, &known_quants())
+}
+
+fn known_quants() -> Vec<&'static str> {
+    ["none"].into_iter().chain(WeightFormat::at_load().map(WeightFormat::name)).collect()
+}
+
+fn quant_help() -> String {
+    let known = known_quants().join(", ");
+    format!("How the matrices of the layers are quantised at load: a list out of {known}")
 }
 
 fn kv_caches(text: &str) -> Result<List, String> {
     list(text, &KV_CACHES)
 }
 
-fn list(text: &str, known: &'static [&'static str]) -> Result<List, String> {
+fn list(text: &str, known: &[&'static str]) -> Result<List, String> {
     let mut list = Vec::new();
     for name in text.split(',').map(str::trim) {
         let refused = |why| {

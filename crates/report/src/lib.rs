@@ -17,7 +17,7 @@ mod verify;
 
 pub use args::{BenchArgs, Format, VerifyArgs, policy, suite};
 pub use bench::{bench, check_bench};
-pub use compare_args::{CompareArgs, CompareFormat, DTYPES, KV_CACHES, List, PROMPT, QUANTS};
+pub use compare_args::{CompareArgs, CompareFormat, DTYPES, KV_CACHES, List, PROMPT};
 pub use devices::{Chosen, Device, Doctor, Selection};
 pub use process::{cuda_roots, describe, end_of, own, tool};
 pub use render::{Align, Style, Table, digits, error, readme};

@@ -3,7 +3,7 @@
 //! # Panics
 //! All of it, for files that a loader refuses.
 
-use checkpoint::{Absmax, Dtype, FourBit, Int8, Tensor, Weight};
+use checkpoint::{Absmax, DType, FourBit, Int8, Tensor, Weight};
 use half::{bf16, f16};
 use models::{Activation, DecoderConfig, NormKind, Part, Rope, Scaling, Slot, Stored, Weights};
 use reference::{Block, Decoder, Linear, NormRule, Rotary, Stretch};
@@ -122,9 +122,9 @@ pub fn values(stored: Stored<'_>) -> Vec<f32> {
 pub fn floats(tensor: &Tensor<'_>) -> Vec<f32> {
     let pairs = tensor.bytes.as_chunks::<2>().0.iter();
     match tensor.dtype {
-        Dtype::F32 => tensor.clone().f32s().expect("of this dtype").into_owned(),
-        Dtype::BF16 => pairs.map(|pair| bf16::from_le_bytes(*pair).to_f32()).collect(),
-        Dtype::F16 => pairs.map(|pair| f16::from_le_bytes(*pair).to_f32()).collect(),
+        DType::F32 => tensor.clone().f32s().expect("of this dtype").into_owned(),
+        DType::Bf16 => pairs.map(|pair| bf16::from_le_bytes(*pair).to_f32()).collect(),
+        DType::F16 => pairs.map(|pair| f16::from_le_bytes(*pair).to_f32()).collect(),
         other => panic!("no weight is {other:?}"),
     }
 }

@@ -335,17 +335,13 @@ fn decode(dtype: DType, bytes: &[u8], into: &mut Vec<f32>) {
         DType::I8 => into.extend(bytes.iter().map(|v| f32::from(v.cast_signed()))),
         DType::U8 => into.extend(bytes.iter().map(|v| f32::from(*v))),
         DType::I32 => into.extend(i32::from_bytes(bytes).iter().map(|v| *v as f32)),
+        other => unreachable!("no kernel writes {other}"),
     }
 }
 
 /// Overwrites an output with NaN (integers: with -1), so that an element nobody wrote is seen.
 pub fn poison(device: &Device, output: &Output) {
-    let nan: Vec<u8> = match output.dtype {
-        DType::F32 | DType::Tf32 | DType::I32 => vec![0xff; 4],
-        DType::F16 | DType::Bf16 => vec![0xff; 2],
-        DType::I8 | DType::U8 => vec![0xff],
-    };
-    let words = (output.len * nan.len()).div_ceil(4);
+    let words = (output.len * output.dtype.size()).div_ceil(4);
     fill(device, &output.handle, words, u32::MAX);
 }
 

@@ -40,7 +40,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 
-use crate::nf4::InvalidWeight;
+use crate::nf4::{InvalidWeight, copy_words};
 
 /// A weight `[n, k]` in 8 bits an element. Build it with [`Weight::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +75,25 @@ impl Weight {
         Ok(weight)
     }
 
+    /// Weights of one k as one, their rows one after the other.
+    ///
+    /// # Errors
+    /// [`InvalidWeight::Join`] where k differs, or where a word would hold elements of two.
+    pub fn joined(parts: &[Self]) -> Result<Self, InvalidWeight> {
+        let refused = |why| Err(InvalidWeight::Join { why });
+        let k = parts.first().map_or(0, |part| part.k);
+        if parts.iter().any(|part| part.k != k) {
+            return refused("their k differ");
+        }
+        if parts.iter().any(|part| part.len() % 4 != 0) {
+            return refused("a word would hold elements of two");
+        }
+        match parts.iter().try_fold(0u32, |n, part| n.checked_add(part.n)) {
+            Some(n) => Self::new(n, k),
+            None => refused("more rows than are counted"),
+        }
+    }
+
     /// Elements.
     pub const fn len(&self) -> u64 {
         self.n as u64 * self.k as u64
@@ -99,6 +118,44 @@ impl Weight {
     fn together(&self, widest: u32) -> Option<u32> {
         [4, 2, 1].into_iter().find(|words| *words <= widest && self.k % (4 * words) == 0)
     }
+}
+
+impl WeightBuffers {
+    /// The buffers in the order of [`quantized`](crate::quantized).
+    pub(crate) fn from_handles(handles: &[Handle]) -> Self {
+        let [codes, scb] = handles else { unreachable!("an 8-bit weight has codes and scales") };
+        Self { codes: codes.clone(), scb: scb.clone() }
+    }
+}
+
+/// Weights of one k as one, their rows one after the other.
+///
+/// Cost: every byte read and written once.
+///
+/// # Errors
+/// As [`Weight::joined`].
+pub fn join(
+    device: &Device,
+    parts: &[(Weight, &WeightBuffers)],
+) -> Result<WeightBuffers, InvalidWeight> {
+    let weights: Vec<Weight> = parts.iter().map(|(weight, _)| *weight).collect();
+    let joined = Weight::joined(&weights)?;
+    let Weight { n, k } = joined;
+    let empty = |words: u64| device.client().empty(words as usize * 4);
+    let made = WeightBuffers { codes: empty(joined.words()), scb: empty(n.into()) };
+    let mut row = 0;
+    for (weight, buffers) in parts {
+        let before = Weight { n: row, k };
+        for (from, to, start, len) in [
+            (&buffers.codes, (&made.codes, joined.words()), before.words(), weight.words()),
+            (&buffers.scb, (&made.scb, n.into()), row.into(), weight.n.into()),
+        ] {
+            let [all, start, len] = [to.1, start, len].map(|words| words as usize);
+            copy_words(device, (from, len), 0, (to.0, all), start, len);
+        }
+        row += weight.n;
+    }
+    Ok(made)
 }
 
 /// Random codes with scales of 1 to 3 by √k, so that results are of size 1: for measuring.

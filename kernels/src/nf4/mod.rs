@@ -40,28 +40,10 @@ pub use weight::{
     reorder_absmax, reorder_codes, split,
 };
 
+pub(crate) use weight::copy_words;
+
 use arch::{DType, Device};
 use cubecl::prelude::*;
-
-/// The code book of NF4, of which index 7 is zero (bitsandbytes, `get_4bit_type`).
-pub const NF4: [f32; 16] = [
-    -1.0,
-    -0.696_192_8,
-    -0.525_073_05,
-    -0.394_917_5,
-    -0.284_441_38,
-    -0.184_773_43,
-    -0.091_050_036,
-    0.0,
-    0.079_580_3,
-    0.160_930_2,
-    0.246_112_3,
-    0.337_915_24,
-    0.440_709_83,
-    0.562_617,
-    0.722_956_84,
-    1.0,
-];
 
 /// Random codes with plausible scales, for measuring.
 pub(crate) fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers {
@@ -79,7 +61,7 @@ pub(crate) fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers
         let values: Vec<f32> = (0..weight.absmax_len()).map(values).collect();
         (floats(&values), None)
     };
-    WeightBuffers { codes, absmax, book: floats(&NF4), nested }
+    WeightBuffers { codes, absmax, book: floats(&CodeBook::Nf4.values()), nested }
 }
 
 /// A weight's buffers as a kernel sees them, codes in vectors of `N` words.

@@ -3,6 +3,7 @@
 use arch::Device;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
 
 /// Blocks whose absmax share one scale where they are nested.
@@ -56,6 +57,8 @@ pub enum InvalidWeight {
     Tiles { n: u32, k: u32, block_size: u32, why: &'static str },
     #[error("cannot be one weight: {why}\nhint: multiply with each by itself")]
     Join { why: &'static str },
+    #[error("{0} does not have such blocks or scales")]
+    Scheme(WeightFormat),
     #[error("the device failed: {0}")]
     Device(String),
     #[error("{0} elements\nhint: up to 2^34 are addressed, below 2^31 of them in a row")]
@@ -203,6 +206,24 @@ pub struct WeightBuffers {
 }
 
 impl WeightBuffers {
+    /// The buffers in the order of [`quantized`](crate::quantized).
+    pub(crate) fn from_handles(handles: &[Handle]) -> Self {
+        let [codes, absmax, book, nested @ ..] = handles else {
+            unreachable!("a 4-bit weight has codes, absmax and a codebook")
+        };
+        let nested = match nested {
+            [book, scales] => Some(NestedBuffers { book: book.clone(), scales: scales.clone() }),
+            _ => None,
+        };
+        Self { codes: codes.clone(), absmax: absmax.clone(), book: book.clone(), nested }
+    }
+
+    /// The reverse of [`WeightBuffers::from_handles`].
+    pub(crate) fn into_handles(self) -> Vec<Handle> {
+        let nested = self.nested.into_iter().flat_map(|nested| [nested.book, nested.scales]);
+        [self.codes, self.absmax, self.book].into_iter().chain(nested).collect()
+    }
+
     /// Buffers for another weight with the same books, not filled.
     fn empty_like(&self, device: &Device, weight: &Weight) -> Self {
         let client = device.client();
@@ -381,7 +402,7 @@ fn spread(device: &Device, len: usize) -> (CubeCount, CubeDim) {
 
 /// Copies `len` words from one buffer's word `first` on to another's word `to_first` on; each a handle and
 /// its words.
-fn copy_words(
+pub(crate) fn copy_words(
     device: &Device,
     (from, from_len): (&Handle, usize),
     first: usize,

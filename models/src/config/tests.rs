@@ -489,11 +489,12 @@ fn what_is_no_config_is_refused() {
 
 #[test]
 fn what_a_config_claims_of_its_weights_is_read() {
-    let claimed =
-        |quantization: Value| claimed(&json!({ "quantization_config": quantization }).to_string());
-    assert_eq!(claimed(json!({ "load_in_4bit": true })), Some(Matrices::FourBit));
+    let claimed = |quantization: Value| {
+        claimed_bits(&json!({ "quantization_config": quantization }).to_string())
+    };
+    assert_eq!(claimed(json!({ "load_in_4bit": true })), Some(4));
     let eight = json!({ "load_in_4bit": false, "load_in_8bit": true });
-    assert_eq!(claimed(eight), Some(Matrices::Int8));
+    assert_eq!(claimed(eight), Some(8));
     assert_eq!(claimed(json!({ "load_in_4bit": "yes" })), None);
     assert_eq!(claimed(Value::Null), None);
 }

@@ -1,20 +1,20 @@
 //! Weights of a checkpoint onto a device, one tensor at a time.
 
 use std::borrow::Cow;
-use std::ops::Range;
 
-use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData};
-use checkpoint::{Dtype, Int8, Weight};
+use burn::tensor::{Device, Distribution, FloatDType, Tensor, TensorData};
+use checkpoint::Weight;
 use half::{bf16, f16};
-use ops::{Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, NormWeights, OpError, linear};
+use ops::{Ctx, Epilogue, NormWeights, OpError, QuantizedWeight, linear};
+use quant::{Block, DType, Scheme, WeightFormat};
 use rayon::prelude::*;
 
 use super::beside::Beside;
 use super::projection::{Ffn, Matrix, Projection};
-use super::surprises::surprises;
+use super::warnings::warnings;
 use super::{Decoder, Layer};
 use crate::config::THRESHOLD;
-use crate::footprint::{KvFormat, Matrices, ModelPrecision};
+use crate::footprint::{KvFormat, ModelPrecision};
 use crate::lora::Delta;
 use crate::{
     Adapter, DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights,
@@ -28,8 +28,8 @@ pub struct LoadOptions {
     /// Whether products of f32 with dense matrices round what they multiply to tf32 where more rows than 8 meet; fewer
     /// take as long either way.
     pub tf32: bool,
-    /// Quantises the matrices of the layers that are dense in the file; 4 bits also those of 8.
-    pub quant: Option<Quant>,
+    /// Quantises the matrices of the layers that are dense in the file, and those with more bits.
+    pub quant: Option<Scheme>,
     /// How keys and values are held.
     pub kv: KvFormat,
     /// Whether products with matrices in 8 bits round what they read, from the threshold on that
@@ -37,31 +37,19 @@ pub struct LoadOptions {
     pub int8_activations: bool,
 }
 
-/// What matrices are quantised to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Quant {
-    /// 4 bits a value, an absmax a block; the options say which codes and blocks.
-    Nf4(Nf4Options),
-    /// A byte a value, an absmax a row.
-    Int8,
-}
-
-impl Quant {
-    /// How a matrix of a layer is held that the file has so.
-    fn held(quant: Option<Self>, stored: &Weight<'_>) -> Matrices {
-        match (stored, quant) {
-            (Weight::FourBit(_), _) | (_, Some(Self::Nf4(_))) => Matrices::FourBit,
-            (Weight::Int8(_), _) | (_, Some(Self::Int8)) => Matrices::Int8,
-            (Weight::Dense(_), None) => Matrices::Dense,
-        }
+/// The format on the device of a matrix of a layer: the smaller one of the file's and of `quant`.
+fn held(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
+    match (stored.format(), quant.map(|quant| quant.format)) {
+        (Some(own), Some(made)) if made.bits() < own.bits() => Some(made),
+        (own, made) => own.or(made),
     }
 }
 
 /// How a model is on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OnDevice {
-    /// How its layers have their matrices: of several ways the one that takes most work.
-    pub matrices: Matrices,
+    /// The format of the matrices of its layers: of several the one that takes most work.
+    pub matrices: Option<WeightFormat>,
     /// Bytes of all weights, absmax of 4 bits counted as nested, and of what an adapter adds beside them.
     pub bytes: u128,
     /// See [`ModelPrecision::lora_columns`].
@@ -78,7 +66,7 @@ pub fn on_device(
     options: &LoadOptions,
 ) -> Result<OnDevice, Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let (mut most, mut bytes, mut lora_columns) = (Matrices::Dense, 0u128, 0);
+    let (mut most, mut bytes, mut lora_columns) = (None, 0u128, 0);
     for param in weights.config().params() {
         let stored = match param.side {
             Side::Weight => Some(weights.weight(param.slot)?),
@@ -87,20 +75,20 @@ pub fn on_device(
         let Some(stored) = stored else { continue };
         let layers = param.slot.is_matrix() && param.slot != Slot::Head;
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
-        let matrices = Quant::held(quant, &stored.weight);
+        let matrices = held(quant, &stored.weight);
         let (tf32, kv) = (options.tf32, options.kv);
         let precision = ModelPrecision { dtype, tf32, matrices, kv, lora_columns: 0 };
         bytes += precision.matrix_bytes(&stored.shape);
         most = most.max(matrices);
         if param.side == Side::Weight
-            && matrices != Matrices::Dense
+            && matrices.is_some()
             && let Some(adapter) = adapter
         {
             let (config, slot) = (weights.config(), param.slot);
             let (n, k, columns) = (param.shape[0], param.shape[1], adapter.columns(config, slot));
             lora_columns = lora_columns.max(columns);
             let a = adapter.of(config, slot).map_or(0, |own| own.rank * k);
-            bytes += ((a + n * columns) * DType::from(dtype).size()) as u128;
+            bytes += ((a + n * columns) * burn::tensor::DType::from(dtype).size()) as u128;
         }
     }
     Ok(OnDevice { matrices: most, bytes, lora_columns })
@@ -145,7 +133,8 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-        surprises(weights, options.quant)?.iter().for_each(|line| log::warn!("{line}"));
+        let quant = options.quant.map(|quant| quant.format);
+        warnings(weights, quant)?.iter().for_each(|line| log::warn!("{line}"));
         Loader { source: Source::Files(weights), adapter, device, ctx: &ctx, dtype, options }
             .decoder(progress)
     }
@@ -273,14 +262,16 @@ impl Loader<'_> {
         })
     }
 
-    /// Gate and up in one where both are in 4 bits and their blocks do not mix.
+    /// Gate and up in one where their format has a gated matmul and their blocks do not mix.
     fn gated(&self, gate: Slot, up: Slot, down: Projection) -> Result<Ffn, Error> {
         let biases = [self.bias(&[gate])?, self.bias(&[up])?];
         let mut matrices = self.apart(&[gate, up])?;
+        let gated = |matrix: &Matrix| matrix.format().is_some_and(|own| own.info().gated);
         let both = match &matrices[..] {
             // A file has them in one.
-            [Matrix::FourBit(both)] => Some(both.clone()),
-            apart => self.joined_in_4_bits(apart)?,
+            [Matrix::Quantized(both)] => Some(both.clone()),
+            apart if apart.iter().all(gated) => self.joined(apart)?,
+            _ => None,
         };
         if let Some(both) = both {
             let (bias, beside) = (self.bias(&[gate, up])?, self.beside(&[gate, up])?);
@@ -329,8 +320,8 @@ impl Loader<'_> {
         let (mut a, mut n, mut columns) = (Vec::new(), 0, 0);
         for slot in slots {
             let stored = weights.weight(*slot)?;
-            let held = Quant::held(self.options.quant, &stored.weight);
-            let own = adapter.of(self.config(), *slot).filter(|_| held != Matrices::Dense);
+            let held = held(self.options.quant, &stored.weight);
+            let own = adapter.of(self.config(), *slot).filter(|_| held.is_some());
             if let Some(own) = own {
                 // What a file has in one tensor has one A.
                 let same = all.last().filter(|(_, _, last)| std::ptr::eq(last.a, own.a));
@@ -356,14 +347,14 @@ impl Loader<'_> {
         Ok(Some(Beside { a: self.factor(&a, [columns, k]), b: self.factor(&b, [n, columns]) }))
     }
 
-    /// Those of 4 bits, or of 8, as one where they can be.
+    /// Quantised matrices as one where they can be.
     fn matrices(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
         let matrices = self.apart(slots)?;
         let joined = self.joined(&matrices)?;
-        Ok(joined.map_or(matrices, |joined| vec![joined]))
+        Ok(joined.map_or(matrices, |joined| vec![Matrix::Quantized(joined)]))
     }
 
-    /// One of each slot, or of the first alone where a file has all in one tensor of 4 bits.
+    /// One of each slot, or of the first alone where a file has all in one tensor whose blocks straddle rows.
     fn apart(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
         let mut matrices = Vec::with_capacity(slots.len());
         for slot in slots {
@@ -399,40 +390,36 @@ impl Loader<'_> {
         })
     }
 
-    /// A matrix; none where it came with the one before, because a file has both in one tensor of 4 bits.
+    /// A matrix; none where it came with the one before, because a file has both in one tensor whose blocks straddle rows.
     fn matrix(&self, slot: Slot) -> Result<Option<Matrix>, Error> {
         let dense = match self.source {
             Source::Noise(_) => self.noise(slot, Side::Weight),
             Source::Files(weights) => {
                 let stored = weights.weight(slot)?;
-                match &stored.weight {
-                    Weight::FourBit(_) if stored.rows.start > 0 => return Ok(None),
-                    Weight::FourBit(weight) => {
-                        let weight = Nf4Weight::from_host(self.ctx, weight, self.device)?;
-                        return Ok(Some(Matrix::FourBit(weight)));
+                if let Some(own) = stored.weight.format() {
+                    let rows = stored.rows.clone();
+                    if own.scheme().block != Block::Row && rows.start > 0 {
+                        return Ok(None);
                     }
-                    Weight::Int8(weight) => {
-                        let weight =
-                            Int8Weight::from_host(&rows_of(weight, &stored.rows), self.device)?;
-                        if !matches!(self.options.quant, Some(Quant::Nf4(_))) {
-                            return Ok(Some(Matrix::Int8(self.rounding(weight))));
-                        }
-                        weight.dequantize(self.ctx, self.dtype)?
+                    let keeps = held(self.options.quant, &stored.weight) == Some(own);
+                    let weight = stored.weight.rows(rows);
+                    let encoded = weight.encoded().expect("it has a format");
+                    let weight = QuantizedWeight::from_host(self.ctx, &encoded, self.device)?;
+                    if keeps {
+                        return Ok(Some(Matrix::Quantized(self.rounding(weight))));
                     }
-                    Weight::Dense(_) if self.options.quant.is_some() => self.tensor(stored)?,
-                    Weight::Dense(_) => self.merged(slot, self.tensor(stored)?)?,
+                    weight.dequantize(self.ctx, self.dtype)?
+                } else if self.options.quant.is_some() {
+                    self.tensor(stored)?
+                } else {
+                    self.merged(slot, self.tensor(stored)?)?
                 }
             }
         };
-        let made = match self.options.quant {
-            None => Ok(Matrix::Dense(dense)),
-            Some(Quant::Nf4(options)) => {
-                Nf4Weight::quantize(self.ctx, dense, options).map(Matrix::FourBit)
-            }
-            Some(Quant::Int8) => Int8Weight::quantize(self.ctx, dense)
-                .map(|weight| Matrix::Int8(self.rounding(weight))),
-        };
-        Ok(Some(made.map_err(|why| self.not_quantized(slot, why))?))
+        let Some(scheme) = self.options.quant else { return Ok(Some(Matrix::Dense(dense))) };
+        let made = QuantizedWeight::quantize(self.ctx, dense, scheme);
+        let weight = made.map_err(|why| self.not_quantized(slot, why))?;
+        Ok(Some(Matrix::Quantized(self.rounding(weight))))
     }
 
     /// W + s·B·A, rounded once.
@@ -452,8 +439,8 @@ impl Loader<'_> {
         self.upload(rounded(values, self.dtype), &shape)
     }
 
-    /// A weight whose products round what they read where that is asked for.
-    fn rounding(&self, weight: Int8Weight) -> Int8Weight {
+    /// A weight whose matmuls round what they read, where that is asked for and its format does.
+    fn rounding(&self, weight: QuantizedWeight) -> QuantizedWeight {
         let says = self.config().int8_threshold;
         match self.options.int8_activations {
             true => weight.rounding(says.unwrap_or(THRESHOLD) as f32),
@@ -489,26 +476,11 @@ impl Loader<'_> {
         made.cast(self.dtype)
     }
 
-    /// Several weights as one; none where they are not of one kind, or where a block, a nested group or a word would
-    /// hold elements of two.
-    fn joined(&self, parts: &[Matrix]) -> Result<Option<Matrix>, Error> {
-        if parts.len() < 2 {
-            return Ok(None);
-        }
-        if let Some(all) = parts.iter().map(Matrix::int8).collect::<Option<Vec<_>>>() {
-            return Ok(Int8Weight::join(&all)?.map(Matrix::Int8));
-        }
-        Ok(self.joined_in_4_bits(parts)?.map(Matrix::FourBit))
-    }
-
-    fn joined_in_4_bits(&self, parts: &[Matrix]) -> Result<Option<Nf4Weight>, Error> {
-        let Some(all) = parts.iter().map(Matrix::four_bit).collect::<Option<Vec<_>>>() else {
-            return Ok(None);
-        };
-        match Nf4Weight::join(self.ctx, &all) {
-            Ok(joined) => Ok(Some(joined)),
-            Err(OpError::Weight(_)) => Ok(None),
-            Err(other) => Err(other.into()),
+    /// Several weights as one; none where one is dense, or where they cannot be one.
+    fn joined(&self, parts: &[Matrix]) -> Result<Option<QuantizedWeight>, Error> {
+        match parts.iter().map(Matrix::quantized).collect::<Option<Vec<_>>>() {
+            Some(all) if all.len() > 1 => Ok(QuantizedWeight::join(self.ctx, &all)?),
+            _ => Ok(None),
         }
     }
 
@@ -528,19 +500,9 @@ impl Loader<'_> {
     }
 
     fn upload<const D: usize>(&self, bytes: Vec<u8>, shape: &[usize]) -> Tensor<D> {
-        let dtype = DType::from(self.dtype);
+        let dtype = burn::tensor::DType::from(self.dtype);
         let data = TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype);
         Tensor::from_data(data, (self.device, dtype))
-    }
-}
-
-/// Some rows of a weight of 8 bits.
-fn rows_of<'a>(weight: &'a Int8<'_>, rows: &Range<usize>) -> Int8<'a> {
-    let k = weight.shape[1];
-    Int8 {
-        shape: [rows.len(), k],
-        codes: weight.codes[rows.start * k..rows.end * k].into(),
-        scb: weight.scb[rows.clone()].into(),
     }
 }
 
@@ -548,21 +510,14 @@ impl Matrix {
     fn dense(&self) -> Option<Tensor<2>> {
         match self {
             Self::Dense(weight) => Some(weight.clone()),
-            Self::FourBit(_) | Self::Int8(_) => None,
+            Self::Quantized(_) => None,
         }
     }
 
-    const fn four_bit(&self) -> Option<&Nf4Weight> {
+    const fn quantized(&self) -> Option<&QuantizedWeight> {
         match self {
-            Self::FourBit(weight) => Some(weight),
-            Self::Dense(_) | Self::Int8(_) => None,
-        }
-    }
-
-    const fn int8(&self) -> Option<&Int8Weight> {
-        match self {
-            Self::Int8(weight) => Some(weight),
-            Self::Dense(_) | Self::FourBit(_) => None,
+            Self::Quantized(weight) => Some(weight),
+            Self::Dense(_) => None,
         }
     }
 }
@@ -573,19 +528,19 @@ impl Matrix {
 /// [`Error::Checkpoint`].
 pub fn file_dtype(weights: &Weights) -> Result<FloatDType, Error> {
     Ok(match &weights.weight(Slot::Embedding)?.weight {
-        Weight::Dense(tensor) if tensor.dtype == Dtype::F32 => FloatDType::F32,
-        Weight::Dense(tensor) if tensor.dtype == Dtype::F16 => FloatDType::F16,
+        Weight::Dense(tensor) if tensor.dtype == DType::F32 => FloatDType::F32,
+        Weight::Dense(tensor) if tensor.dtype == DType::F16 => FloatDType::F16,
         _ => FloatDType::BF16,
     })
 }
 
 /// Whether a file's values are of this dtype.
-const fn is(file: Dtype, dtype: FloatDType) -> bool {
+const fn is(file: DType, dtype: FloatDType) -> bool {
     matches!(
         (file, dtype),
-        (Dtype::F32, FloatDType::F32)
-            | (Dtype::F16, FloatDType::F16)
-            | (Dtype::BF16, FloatDType::BF16)
+        (DType::F32, FloatDType::F32)
+            | (DType::F16, FloatDType::F16)
+            | (DType::Bf16, FloatDType::BF16)
     )
 }
 

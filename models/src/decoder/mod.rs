@@ -23,8 +23,8 @@ mod cells;
 mod load;
 mod projection;
 mod step;
-mod surprises;
 mod train;
+mod warnings;
 
 use std::ops::Range;
 
@@ -34,12 +34,12 @@ use ops::{
     QkNorm, RopeOptions, RowNorm, Table,
 };
 
-use crate::{DecoderConfig, Error, KvFormat, Matrices, ModelPrecision};
+use crate::{DecoderConfig, Error, KvFormat, ModelPrecision};
 pub use cache::KvCache;
 use cache::Memory;
 pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};
-pub use load::{LoadOptions, Loading, OnDevice, Quant, file_dtype, on_device};
+pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
 use projection::{Ffn, Projection, read_last};
 use step::Step;
 pub use train::{Adaptation, Example, Learned, Recompute};
@@ -146,8 +146,8 @@ impl Decoder {
 
     /// Returns its number formats; of several weight formats the one that takes most work.
     pub fn precision(&self) -> ModelPrecision {
-        let of = |layer: &Layer| layer.qkv.held().max(layer.out.held()).max(layer.ffn.held());
-        let matrices = self.layers.iter().map(of).max().unwrap_or(Matrices::Dense);
+        let of = |layer: &Layer| layer.qkv.format().max(layer.out.format()).max(layer.ffn.format());
+        let matrices = self.layers.iter().map(of).max().flatten();
         let columns =
             |layer: &Layer| layer.qkv.columns().max(layer.out.columns()).max(layer.ffn.columns());
         let lora_columns = self.layers.iter().map(columns).max().unwrap_or(0);

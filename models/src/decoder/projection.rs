@@ -5,12 +5,13 @@ use std::ops::Range;
 use burn::tensor::kind::Basic;
 use burn::tensor::{FloatDType, Tensor};
 use ops::{
-    Activation, Ctx, Epilogue, Int8Weight, Nf4Weight, NormKind, OpError, RowNorm, activate,
-    int8_linear, linear, nf4_glu, nf4_linear, takes_norm,
+    Activation, Ctx, Epilogue, NormKind, OpError, QuantizedWeight, RowNorm, activate, linear,
+    quantized_glu, quantized_linear, takes_norm,
 };
+use quant::WeightFormat;
 
 use super::beside::Beside;
-use crate::{Error, Matrices};
+use crate::Error;
 
 /// Rows of f32 that take no longer than rows of tf32: reading the weight does.
 const MOST_EXACT_ROWS: usize = 8;
@@ -20,8 +21,7 @@ const MOST_EXACT_ROWS: usize = 8;
 #[expect(clippy::large_enum_variant, reason = "a layer has a handful")]
 pub(super) enum Matrix {
     Dense(Tensor<2>),
-    Int8(Int8Weight),
-    FourBit(Nf4Weight),
+    Quantized(QuantizedWeight),
 }
 
 /// `x · wᵀ + bias`, of matrices whose rows follow one another: several where they cannot be one.
@@ -45,9 +45,9 @@ pub(super) enum Ffn {
         up: Projection,
         down: Projection,
     },
-    /// Gate and up as one weight in 4 bits.
+    /// Gate and up as one quantised weight.
     Joint {
-        both: Nf4Weight,
+        both: QuantizedWeight,
         bias: Option<Tensor<1>>,
         /// What an adapter adds to both.
         beside: Option<Beside>,
@@ -67,11 +67,18 @@ pub(super) fn read_last<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Resu
 }
 
 impl Matrix {
+    /// Its format; none where it is dense.
+    pub(super) fn format(&self) -> Option<WeightFormat> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Quantized(weight) => Some(weight.scheme().format),
+        }
+    }
+
     fn bytes(&self) -> u64 {
         match self {
             Self::Dense(weight) => (weight.shape().num_elements() * weight.dtype().size()) as u64,
-            Self::Int8(weight) => weight.bytes(),
-            Self::FourBit(weight) => weight.bytes(),
+            Self::Quantized(weight) => weight.bytes(),
         }
     }
 
@@ -79,44 +86,35 @@ impl Matrix {
     fn settle(&self) -> Result<(), Error> {
         match self {
             Self::Dense(weight) => read_last(weight),
-            Self::Int8(weight) => read_last(&weight.codes()),
-            Self::FourBit(weight) => read_last(&weight.codes()),
+            Self::Quantized(weight) => read_last(&weight.codes()),
         }
     }
 
     fn rows(&self) -> usize {
         match self {
             Self::Dense(weight) => weight.dims()[0],
-            Self::Int8(weight) => weight.shape()[0],
-            Self::FourBit(weight) => weight.shape()[0],
+            Self::Quantized(weight) => weight.shape()[0],
         }
     }
 
     fn takes_norm(&self, ctx: &Ctx, x: &Tensor<2>, kind: NormKind) -> Result<bool, OpError> {
         match self {
             Self::Dense(weight) => takes_norm(ctx, x, &weight.clone().transpose(), kind),
-            Self::Int8(_) => Ok(false),
-            Self::FourBit(weight) => weight.takes_norm(ctx, x, kind, false),
+            Self::Quantized(weight) => weight.takes_norm(ctx, x, kind, false),
         }
     }
 
     fn of(&self, ctx: &Ctx, x: Tensor<2>, epilogue: Epilogue<2>) -> Result<Tensor<2>, OpError> {
         match self {
             Self::Dense(weight) => linear(ctx, x, weight.clone().transpose(), epilogue),
-            Self::Int8(weight) => int8_linear(ctx, x, weight, epilogue),
-            Self::FourBit(weight) => nf4_linear(ctx, x, weight, epilogue),
+            Self::Quantized(weight) => quantized_linear(ctx, x, weight, epilogue),
         }
     }
 }
 
 impl Projection {
-    pub(super) fn held(&self) -> Matrices {
-        let held = |matrix: &Matrix| match matrix {
-            Matrix::FourBit(_) => Matrices::FourBit,
-            Matrix::Int8(_) => Matrices::Int8,
-            Matrix::Dense(_) => Matrices::Dense,
-        };
-        self.matrices.iter().map(held).max().unwrap_or(Matrices::Dense)
+    pub(super) fn format(&self) -> Option<WeightFormat> {
+        self.matrices.iter().map(Matrix::format).max().flatten()
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -227,18 +225,18 @@ impl Projection {
         if self.matrices.iter().all(|matrix| matches!(matrix, Matrix::Dense(_))) {
             return self.of(ctx, x, Epilogue { out: wide, norm, ..Epilogue::default() });
         }
-        // Products with 4 and 8 bits have the dtype of x.
+        // Matmuls with quantised weights have the dtype of x.
         let epilogue = Epilogue { norm, ..Epilogue::default() };
         Ok(self.of(ctx, x, epilogue)?.cast(FloatDType::F32))
     }
 }
 
 impl Ffn {
-    pub(super) fn held(&self) -> Matrices {
+    pub(super) fn format(&self) -> Option<WeightFormat> {
         match self {
-            Self::Gated { gate, up, down } => gate.held().max(up.held()).max(down.held()),
-            Self::Joint { .. } => Matrices::FourBit,
-            Self::Plain { up, down } => up.held().max(down.held()),
+            Self::Gated { gate, up, down } => gate.format().max(up.format()).max(down.format()),
+            Self::Joint { both, down, .. } => Some(both.scheme().format).max(down.format()),
+            Self::Plain { up, down } => up.format().max(down.format()),
         }
     }
 
@@ -312,7 +310,7 @@ impl Ffn {
             Self::Joint { both, bias, down, .. } => {
                 let bias = bias.clone();
                 let epilogue = Epilogue { bias, activation, norm, ..Epilogue::default() };
-                (nf4_glu(ctx, y, both, epilogue)?, down)
+                (quantized_glu(ctx, y, both, epilogue)?, down)
             }
             Self::Plain { up, down } => {
                 (up.of(ctx, y, Epilogue { activation, norm, ..Epilogue::default() })?, down)
@@ -345,7 +343,7 @@ impl Ffn {
                     residual = Some(beside.of(ctx, y.clone(), residual)?);
                 }
                 let epilogue = Epilogue { bias: bias.clone(), residual, ..Epilogue::default() };
-                let both = nf4_linear(ctx, y, both, epilogue)?;
+                let both = quantized_linear(ctx, y, both, epilogue)?;
                 let half = |from: usize| both.clone().slice_dim(1, from..from + rows / 2);
                 (activate(half(0), activation, Some(half(rows / 2)))?, down)
             }

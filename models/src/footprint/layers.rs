@@ -6,10 +6,10 @@
 use burn::tensor::FloatDType;
 use ops::{
     Liveness, MemoryProfile, OpMemory, activate_memory, attention_memory, linear_memory,
-    nf4_glu_memory, norm_memory, quantized_linear_memory, rope_memory, sample_memory,
+    norm_memory, quantized_glu_memory, quantized_linear_memory, rope_memory, sample_memory,
 };
 
-use super::{KvFormat, Matrices, ModelPrecision};
+use super::{KvFormat, ModelPrecision};
 use crate::decoder::{CHUNK, dequantized_bytes};
 use crate::{DecoderConfig, Ffn, Workload};
 
@@ -124,19 +124,20 @@ impl<'a> Rows<'a> {
     /// `Ffn::inner`
     fn inner(self, live: &mut Liveness) -> u128 {
         let Self { rows, hidden, inner, .. } = self;
-        let ModelPrecision { dtype, matrices, lora_columns, .. } = self.precision;
+        let ModelPrecision { dtype, lora_columns, .. } = self.precision;
         let gated = self.config.ffn == Ffn::Gated;
         let one = [inner, hidden];
-        let activated = match (gated, matrices) {
-            (true, Matrices::FourBit) if lora_columns == 0 => {
-                return live.call(nf4_glu_memory(self.profile, rows, [2 * inner, hidden], dtype));
+        let activated = match (gated, self.precision.joins_gate(self.config.ffn)) {
+            (true, true) if lora_columns == 0 => {
+                let shape = [2 * inner, hidden];
+                return live.call(quantized_glu_memory(self.profile, rows, shape, dtype));
             }
             // Gate and up as one, and its halves.
-            (true, Matrices::FourBit) => {
+            (true, true) => {
                 let both = self.projection(live, [2 * inner, hidden]);
                 both + live.add(both)
             }
-            (true, _) => self.projection(live, one) + self.projection(live, one),
+            (true, false) => self.projection(live, one) + self.projection(live, one),
             (false, _) => self.projection(live, one),
         };
         // The activation is the epilogue of the last matmul, unless a LoRA adds to it.
@@ -173,10 +174,8 @@ impl<'a> Rows<'a> {
     pub(super) fn matmul(self, shape: [u128; 2]) -> OpMemory {
         let Self { profile, rows, precision: ModelPrecision { dtype, matrices, .. }, .. } = self;
         match matrices {
-            Matrices::Dense => linear_memory(profile, rows, shape, dtype),
-            Matrices::Int8 | Matrices::FourBit => {
-                quantized_linear_memory(profile, rows, shape, dtype)
-            }
+            None => linear_memory(profile, rows, shape, dtype),
+            Some(_) => quantized_linear_memory(profile, rows, shape, dtype),
         }
     }
 

@@ -14,8 +14,8 @@ use ops::{
     MemoryProfile, activate_memory, attention_memory, linear_memory, norm_memory, pool_overhead,
 };
 
+use super::Footprint;
 use super::layers::Rows;
-use super::{Footprint, Matrices};
 use crate::{Error, Ffn, Recompute, Training};
 
 impl Rows<'_> {
@@ -38,8 +38,7 @@ impl Rows<'_> {
         let dense = Self { profile: MemoryProfile { coded_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
         // Each half of a joint gate and up has gradients of the whole width, zeros except in its half, and then their sum.
-        let halves = self.precision.matrices == Matrices::FourBit && self.config.ffn == Ffn::Gated;
-        let joint = if halves { 5 * inner } else { 0 };
+        let joint = if self.precision.joins_gate(self.config.ffn) { 5 * inner } else { 0 };
         // The result of the graph, the gradient that it is given, their product, and ones.
         let given = 4 * x;
         let backward = kept + graph + given + (3 * inner + dense).max(joint) + accumulated;

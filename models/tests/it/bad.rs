@@ -4,9 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use burn::tensor::{Device, FloatDType};
-use checkpoint::{Checkpoint, Dtype, Int8, Plan, Tensor, Weight, Writer};
-use models::{Decoder, DecoderConfig, Error, LoadOptions, Part, Quant, Slot, Weights};
-use ops::{Ctx, Nf4Options};
+use checkpoint::{Checkpoint, DType, Int8, Plan, Tensor, Weight, Writer};
+use models::{Decoder, DecoderConfig, Error, LoadOptions, Part, Slot, Weights};
+use ops::{Ctx, WeightFormat};
 
 use crate::{fixture, open};
 
@@ -48,12 +48,12 @@ fn everything_that_is_wrong_is_said_at_once() {
     let query = position(&tensors, "model.layers.0.self_attn.q_proj.weight");
     tensors[query].1.shape = vec![64, 16];
     let head = position(&tensors, "lm_head.weight");
-    tensors[head].1 = Tensor::new(Dtype::I64, &[1], vec![0; 8]);
+    tensors[head].1 = Tensor::new(DType::I64, &[1], vec![0; 8]);
     tensors.push((
         "model.layers.2.mlp.up_proj.weight".into(),
-        Tensor::new(Dtype::F32, &[1], vec![0; 4]),
+        Tensor::new(DType::F32, &[1], vec![0; 4]),
     ));
-    tensors.push(("adapter".into(), Tensor::new(Dtype::F32, &[1], vec![0; 4])));
+    tensors.push(("adapter".into(), Tensor::new(DType::F32, &[1], vec![0; 4])));
     let error = with("llama", &tensors).expect_err("spoiled");
     assert_eq!(
         error.to_string(),
@@ -73,7 +73,7 @@ fn what_cannot_be_quantised_is_named() {
     let up = position(&tensors, name);
     tensors[up].1.bytes.to_mut().fill(0xff); // NaN.
     let weights = with("llama", &tensors).expect("all are there");
-    for quant in [Quant::Nf4(Nf4Options::default()), Quant::Int8] {
+    for quant in WeightFormat::at_load().map(WeightFormat::scheme) {
         let options =
             LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant), ..Default::default() };
         let loaded = Decoder::load(&weights, &Device::cpu(), Ctx::default(), &options, |_| {});
@@ -103,7 +103,7 @@ fn a_fused_tensor_is_missing_once() {
 /// Masks and frequencies of old are no parameters.
 #[test]
 fn what_old_files_hold_beside_is_known() {
-    let stray = |name: &str| (name.to_owned(), Tensor::new(Dtype::F32, &[4], vec![0; 16]));
+    let stray = |name: &str| (name.to_owned(), Tensor::new(DType::F32, &[4], vec![0; 16]));
     for (name, ignored, unused) in [
         (
             "llama",
@@ -140,7 +140,7 @@ fn a_head_is_tied_where_it_is_a_copy() {
         assert!(!own.config().tie_embeddings, "{name}");
         let stored = own.weight(Slot::Head).expect("there").dense().expect("dense");
         assert_eq!(stored, head, "{name}");
-        tensors.push(("lm_head.bias".into(), Tensor::new(Dtype::F32, &[4], vec![0; 16])));
+        tensors.push(("lm_head.bias".into(), Tensor::new(DType::F32, &[4], vec![0; 16])));
         let Err(Error::Tensors { unused, .. }) = with(name, &tensors) else {
             panic!("{name}: a bias went unseen");
         };
@@ -180,7 +180,7 @@ fn int8_is_taken_where_tensors_say_so() -> Result<(), Error> {
     assert!(matches!(&stored.weight, Weight::Int8(have) if *have == int8));
     // A norm is never quantised.
     let at = position(&tensors, "model.norm.weight");
-    tensors[at].1 = Tensor::new(Dtype::I8, &[32], vec![0; 32]);
+    tensors[at].1 = Tensor::new(DType::I8, &[32], vec![0; 32]);
     let error = with("llama", &tensors).expect_err("a norm in bytes");
     assert!(error.to_string().contains("wrong: tensor model.norm.weight: is I8"), "{error}");
     Ok(())

@@ -1,8 +1,8 @@
 //! Decoders on the CPU runtime, against transformers and against themselves.
 
 use burn::tensor::{Device, FloatDType, Tensor};
-use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions, Matrices, Quant};
-use ops::{Ctx, Nf4Options};
+use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions};
+use ops::{Ctx, Scales, Scheme, WeightFormat};
 
 use reference::nf4::{FourBit, dequantize};
 use reference::{Block, Linear, int8};
@@ -260,18 +260,18 @@ fn in_8_bits(linear: &mut Linear, k: usize) {
 
 #[test]
 fn weights_quantised_at_load_are_the_references() {
-    let four = Quant::Nf4(Nf4Options { nested: false, ..Nf4Options::default() });
-    let kinds: [(Quant, Matrices, Quantize); 2] =
-        [(four, Matrices::FourBit, in_4_bits), (Quant::Int8, Matrices::Int8, in_8_bits)];
+    let four = Scheme { scales: Scales::F32, ..WeightFormat::Nf4.scheme() };
+    let kinds: [(Scheme, Quantize); 2] =
+        [(four, in_4_bits), (WeightFormat::Int8.scheme(), in_8_bits)];
     for name in ["llama", "phi3", "gpt2", "qwen2"] {
-        for (quant, matrices, quantize) in kinds {
+        for (quant, quantize) in kinds {
             let options = LoadOptions {
                 dtype: Some(FloatDType::F32),
                 quant: Some(quant),
                 ..Default::default()
             };
             let (ours, prompt) = (load(name, options), golden(name).prompt);
-            assert_eq!(ours.precision().matrices, matrices);
+            assert_eq!(ours.precision().matrices, Some(quant.format));
             let mut reference = decoder(&open(name));
             for block in &mut reference.blocks {
                 let Block { query, key, value, out, gate, up, down, .. } = block;
@@ -286,20 +286,22 @@ fn weights_quantised_at_load_are_the_references() {
             let mut cache = ours.cache(1, prompt.len()).expect("short");
             let have = each(&ours, &mut cache, &prompt);
             let distance = distance(&have, &want);
-            assert!(distance <= BAR, "{name} {matrices:?}: {distance:e}");
+            assert!(distance <= BAR, "{name} {}: {distance:e}", quant.format);
         }
     }
 }
 
 #[test]
 fn weights_of_8_bits_stay_so() {
-    let load = |quant| {
+    let load = |quant: Option<WeightFormat>| {
+        let quant = quant.map(WeightFormat::scheme);
         let options = LoadOptions { dtype: Some(FloatDType::F32), quant, ..Default::default() };
         load("llama_int8", options).precision().matrices
     };
-    assert_eq!(load(None), Matrices::Int8);
-    assert_eq!(load(Some(Quant::Int8)), Matrices::Int8);
-    assert_eq!(load(Some(Quant::Nf4(Nf4Options::default()))), Matrices::FourBit);
+    let (int8, nf4) = (Some(WeightFormat::Int8), Some(WeightFormat::Nf4));
+    assert_eq!(load(None), int8);
+    assert_eq!(load(int8), int8);
+    assert_eq!(load(nf4), nf4);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The reference decoder, fed by each family's configuration and names, against transformers.
 
-use checkpoint::{Checkpoint, Dtype};
+use checkpoint::{Checkpoint, DType};
 use models::{DecoderConfig, GenerationConfig, Weights};
 use reference::Decoder;
 
@@ -23,7 +23,7 @@ pub(crate) fn golden(name: &str) -> Golden {
     let file = Checkpoint::open(fixture(name).join("golden.safetensors")).expect("a fixture");
     let ids = |name: &str| {
         let tensor = file.tensor(name).expect("make.py writes it");
-        assert_eq!(tensor.dtype, Dtype::I64);
+        assert_eq!(tensor.dtype, DType::I64);
         let ids = tensor.bytes.as_chunks::<8>().0.iter();
         ids.map(|id| u32::try_from(i64::from_le_bytes(*id)).expect("an id")).collect()
     };

@@ -6,9 +6,9 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use checkpoint::Checkpoint;
 use models::{
     Adaptation, Adapter, Decoder, DecoderConfig, Error, Example, LoadOptions, LoraOptions,
-    OnDevice, Quant, Recompute, Weights,
+    OnDevice, Recompute, Weights,
 };
-use ops::{Ctx, Nf4Options};
+use ops::{Block, Ctx, Scheme, WeightFormat};
 use reference::{Distribution, fill};
 use serde_json::{Value, json};
 use suite::decoder::floats;
@@ -20,7 +20,7 @@ use crate::{FIXTURES, fixture, open};
 /// Those of which `fixtures/lora.py` made adapters.
 const PEFT: [&str; 8] = ["gemma2", "gemma3", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3"];
 
-fn load(name: &str, quant: Option<Quant>) -> Decoder {
+fn load(name: &str, quant: Option<Scheme>) -> Decoder {
     let options = LoadOptions { dtype: Some(FloatDType::F32), quant, ..LoadOptions::default() };
     Decoder::load(&open(name), &Device::cpu(), Ctx::default(), &options, |_| {}).expect("a fixture")
 }
@@ -242,10 +242,10 @@ fn adapters_that_are_not_of_a_model_are_refused() {
 /// Beside matrices of 4 and 8 bits an adapter is what was trained: the loss of what generates is the one of what learns.
 #[test]
 fn adapters_stay_beside_quantised_matrices() {
-    let nf4 = Some(Quant::Nf4(Nf4Options { block_size: 32, ..Nf4Options::default() }));
+    let nf4 = Some(Scheme { block: Block::Elements(32), ..WeightFormat::Nf4.scheme() });
     for (name, quant) in [
         ("llama", nf4),
-        ("llama", Some(Quant::Int8)),
+        ("llama", Some(WeightFormat::Int8.scheme())),
         ("gpt2", nf4),
         ("llama_nf4", None),
         ("llama_int8", None),
@@ -305,7 +305,7 @@ fn adapters_stay_beside_quantised_matrices() {
 /// Along random directions, by differences; and the same whether layers are computed again or kept.
 #[test]
 fn gradients_are_those_of_the_loss() {
-    let nf4 = Some(Quant::Nf4(Nf4Options { block_size: 32, ..Nf4Options::default() }));
+    let nf4 = Some(Scheme { block: Block::Elements(32), ..WeightFormat::Nf4.scheme() });
     for (name, quant) in
         [("llama", nf4), ("llama_int8", None), ("llama_linear_bias", None), ("phi3_nf4", None)]
     {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use checkpoint::{Checkpoint, Dtype, Error, Reason, Tensor, Weight};
+use checkpoint::{Checkpoint, DType, Error, Reason, Tensor, Weight};
 use proptest::prelude::*;
 
 use crate::{FIXTURES, Named, fixture, save, tensors, weight_of};
@@ -51,9 +51,9 @@ fn tensor<'t>(tensors: &'t mut [Named], name: &str) -> &'t mut Tensor<'static> {
     &mut named.unwrap_or_else(|| panic!("no {name}")).1
 }
 
-fn put(name: &'static str, dtype: Dtype, shape: &'static [usize]) -> Change {
+fn put(name: &'static str, dtype: DType, shape: &'static [usize]) -> Change {
     Box::new(move |tensors| {
-        let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        let bytes = shape.iter().product::<usize>() * dtype.size();
         tensors.retain(|(have, _)| have != name);
         tensors.push((name.into(), Tensor::new(dtype, shape, vec![0; bytes])));
     })
@@ -70,7 +70,7 @@ fn state(from: &'static str, to: &'static str) -> Change {
         let text = String::from_utf8(state.bytes.to_vec()).expect("JSON");
         assert!(text.contains(from), "{text}");
         let text = text.replace(from, to).into_bytes();
-        *state = Tensor::new(Dtype::U8, &[text.len()], text);
+        *state = Tensor::new(DType::U8, &[text.len()], text);
     })
 }
 
@@ -106,7 +106,7 @@ fn offset(to: &'static str) -> Change {
         let text = String::from_utf8(state.bytes.to_vec()).expect("JSON");
         let (before, _) = text.split_once("\"nested_offset\"").expect("nested");
         let text = format!("{before}\"nested_offset\": {to}}}").into_bytes();
-        *state = Tensor::new(Dtype::U8, &[text.len()], text);
+        *state = Tensor::new(DType::U8, &[text.len()], text);
     })
 }
 
@@ -145,23 +145,23 @@ fn states_that_are_broken() {
         (state("[136, 128]", "[17408]"), "where 2 axes were expected"),
         (state("[136, 128]", "[128, 136]"), "tensor linear.bias: has shape [136]"),
         (state("\"nested_offset\": ", "\"nested_offset\": 1e300"), "out of range"),
-        (put(STATE, Dtype::U8, &[5000]), "5000 bytes are too many"),
-        (put(STATE, Dtype::I8, &[4]), "is I8 where U8 was expected"),
-        (put(fp4, Dtype::U8, &[4]), "more than one quantization state: linear.weight"),
+        (put(STATE, DType::U8, &[5000]), "5000 bytes are too many"),
+        (put(STATE, DType::I8, &[4]), "is I8 where U8 was expected"),
+        (put(fp4, DType::U8, &[4]), "more than one quantization state: linear.weight"),
         (rename(STATE, "linear.weight.quant_state.nf4"), "type \"nf4\""),
         (rename(STATE, fp4), "__fp4: says that the type is nf4, and is named as one of type fp4"),
-        (put("linear.weight.zeros", Dtype::U8, &[1]), "zeros: does not belong to the"),
-        (put("linear.weight", Dtype::U8, &[8703, 1]), "has shape [8703, 1], which"),
-        (put("linear.weight", Dtype::U8, &[1, 8704]), "has shape [1, 8704], which"),
-        (put("linear.weight", Dtype::BF16, &[8704, 1]), "has shape [8704, 1], which"),
-        (put("linear.weight", Dtype::I8, &[8704, 1]), "linear.weight: is I8 where U8 or F16"),
-        (put("linear.weight", Dtype::F64, &[1088, 1]), "linear.weight: is F64 where U8 or F16"),
-        (put("linear.weight.absmax", Dtype::F32, &[272]), "is F32 where U8"),
-        (put("linear.weight.absmax", Dtype::U8, &[271]), "has shape [271]; the weight"),
-        (put("linear.weight.quant_map", Dtype::F32, &[15]), "has shape [15] where [16]"),
-        (put("linear.weight.quant_map", Dtype::F16, &[16]), "is F16 where F32"),
-        (put("linear.weight.nested_absmax", Dtype::F32, &[1]), "[1] where [2]"),
-        (put("linear.weight.nested_quant_map", Dtype::F32, &[16]), "[16] where [256]"),
+        (put("linear.weight.zeros", DType::U8, &[1]), "zeros: does not belong to the"),
+        (put("linear.weight", DType::U8, &[8703, 1]), "has shape [8703, 1], which"),
+        (put("linear.weight", DType::U8, &[1, 8704]), "has shape [1, 8704], which"),
+        (put("linear.weight", DType::Bf16, &[8704, 1]), "has shape [8704, 1], which"),
+        (put("linear.weight", DType::I8, &[8704, 1]), "linear.weight: is I8 where U8 or F16"),
+        (put("linear.weight", DType::F64, &[1088, 1]), "linear.weight: is F64 where U8 or F16"),
+        (put("linear.weight.absmax", DType::F32, &[272]), "is F32 where U8"),
+        (put("linear.weight.absmax", DType::U8, &[271]), "has shape [271]; the weight"),
+        (put("linear.weight.quant_map", DType::F32, &[15]), "has shape [15] where [16]"),
+        (put("linear.weight.quant_map", DType::F16, &[16]), "is F16 where F32"),
+        (put("linear.weight.nested_absmax", DType::F32, &[1]), "[1] where [2]"),
+        (put("linear.weight.nested_quant_map", DType::F32, &[16]), "[16] where [256]"),
         (nan("linear.weight.nested_absmax"), "nested_absmax: value 1 is infinite"),
         (nan("linear.weight.quant_map"), "quant_map: value 1 is infinite or not"),
         (nan("linear.weight.nested_quant_map"), "nested_quant_map: value 1 is"),
@@ -170,12 +170,12 @@ fn states_that_are_broken() {
         (number("linear.weight.nested_quant_map", 7, 1.0), "nested_quant_map: does not rise"),
         (number("linear.weight.nested_absmax", 1, 3e38), "linear.weight.absmax: value 2"),
         (reversed("linear.weight.nested_quant_map"), "nested_quant_map: does not rise"),
-        (put("linear.weight.nested_quant_map", Dtype::F32, &[256]), "map: does not rise"),
+        (put("linear.weight.nested_quant_map", DType::F32, &[256]), "map: does not rise"),
         (offset("0.01"), "linear.weight.absmax: value"),
         (offset("-3e38"), "linear.weight.absmax: value 0 is negative"),
         (offset("1e300"), "bitsandbytes__nf4: value 0 is infinite"),
         (number("linear.weight.quant_map", 15, 1.5), "quant_map: has 1.5 as its largest"),
-        (put("linear.bias", Dtype::I8, &[136]), "tensor linear.bias: is I8 where"),
+        (put("linear.bias", DType::I8, &[136]), "tensor linear.bias: is I8 where"),
     ];
     for (change, word) in cases {
         let text = refused("nf4_nested", change);
@@ -184,13 +184,13 @@ fn states_that_are_broken() {
             "{text:?}, not {word:?}"
         );
     }
-    let plain = refused("nf4_plain", put("linear.weight.nested_absmax", Dtype::F32, &[1]));
+    let plain = refused("nf4_plain", put("linear.weight.nested_absmax", DType::F32, &[1]));
     assert!(plain.contains("nested_absmax: does not belong"), "{plain}");
     let plain = refused("nf4_plain", nan("linear.weight.absmax"));
     assert!(plain.contains("linear.weight.absmax: value 1 is infinite"), "{plain}");
     let plain = refused("nf4_plain", number("linear.weight.absmax", 2, -1e-3));
     assert!(plain.contains("linear.weight.absmax: value 2 is negative"), "{plain}");
-    let odd = refused("nf4_odd", put("linear.weight", Dtype::U8, &[129, 1]));
+    let odd = refused("nf4_odd", put("linear.weight", DType::U8, &[129, 1]));
     assert!(odd.contains("has shape [129, 1], which does not hold 259 values"), "{odd}");
     let odd = refused("nf4_storage_f32", state("[8, 64]", "[8, 63]"));
     assert!(
@@ -221,12 +221,12 @@ fn int8_that_is_broken() {
         (drop("linear.SCB"), "tensor linear.SCB: is not there"),
         (drop("linear.weight"), "tensor linear.weight: is not there"),
         (number("linear.SCB", 5, -1.0), "linear.SCB: value 5 is negative"),
-        (put("linear.SCB", Dtype::F32, &[23]), "linear.SCB: has shape [23] where [24]"),
-        (put("linear.SCB", Dtype::F16, &[24]), "linear.SCB: is F16 where F32"),
+        (put("linear.SCB", DType::F32, &[23]), "linear.SCB: has shape [23] where [24]"),
+        (put("linear.SCB", DType::F16, &[24]), "linear.SCB: is F16 where F32"),
         (nan("linear.SCB"), "linear.SCB: value 1 is infinite"),
-        (put("linear.weight", Dtype::U8, &[24, 40]), "is U8 where I8"),
-        (put("linear.weight", Dtype::I8, &[960]), "has shape [960] where 2 axes"),
-        (put("linear.weight_format", Dtype::U8, &[2]), "weight_format: has shape [2]"),
+        (put("linear.weight", DType::U8, &[24, 40]), "is U8 where I8"),
+        (put("linear.weight", DType::I8, &[960]), "has shape [960] where 2 axes"),
+        (put("linear.weight_format", DType::U8, &[2]), "weight_format: has shape [2]"),
         (Box::new(|t| tensor(t, "linear.weight_format").bytes.to_mut()[0] = 3), "weight format 3"),
     ];
     for (change, word) in cases {
@@ -390,7 +390,7 @@ proptest! {
         if cuts == 0 {
             text.truncate(cut.index(text.len()));
         }
-        *state = Tensor::new(Dtype::U8, &[text.len()], text);
+        *state = Tensor::new(DType::U8, &[text.len()], text);
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("x.safetensors");
         save(&path, &tensors).expect("written");
@@ -409,9 +409,9 @@ fn floats_alone_are_widened() {
     let half = bytes([0x00, 0x3e], [0x00, 0xb4]);
     let brain = bytes([0xc0, 0x3f], [0x80, 0xbe]);
     let whole: Vec<u8> = want.iter().flat_map(|value| value.to_le_bytes()).collect();
-    for (dtype, bytes) in [(Dtype::F16, &half), (Dtype::BF16, &brain), (Dtype::F32, &whole)] {
+    for (dtype, bytes) in [(DType::F16, &half), (DType::Bf16, &brain), (DType::F32, &whole)] {
         assert_eq!(of(dtype, bytes).expect("floats")[..], want);
         assert!(matches!(of(dtype, &bytes[1..]), Err(Reason::Bytes { .. })), "{dtype:?}");
     }
-    assert!(matches!(of(Dtype::I16, &half), Err(Reason::DType { have: Dtype::I16, .. })));
+    assert!(matches!(of(DType::I16, &half), Err(Reason::DType { have: DType::I16, .. })));
 }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use checkpoint::{Absmax, FourBit, Nested, QuantType, Tensor, Weight};
+use checkpoint::{Absmax, FourBit, Nested, Tensor, Weight, WeightFormat};
 use reference::int8;
 use reference::nf4::{NESTED_BLOCK_SIZE, dequantize, dynamic_map, mean, nest, unnest};
 
@@ -10,8 +10,8 @@ use crate::{FIXTURES, fixture, open, reference_dtype, save, tensors, values, wei
 
 fn format(weight: &FourBit<'_>) -> reference::FourBit {
     match weight.layout.quant_type {
-        QuantType::Nf4 => reference::FourBit::Nf4,
-        QuantType::Fp4 => reference::FourBit::Fp4,
+        WeightFormat::Nf4 => reference::FourBit::Nf4,
+        _ => reference::FourBit::Fp4,
     }
 }
 
@@ -97,7 +97,7 @@ fn quantizing_again_gives_the_same_bytes() {
         let blocks = format(weight).quantize(original, weight.layout.block_size).expect("finite");
         match weight.layout.quant_type {
             // On the CPU the two zeros have the other sign; nothing else differs.
-            QuantType::Fp4 if !on_cuda(name) => assert_eq!(
+            WeightFormat::Fp4 if !on_cuda(name) => assert_eq!(
                 bits(&decode(weight, &blocks.codes)),
                 bits(&decode(weight, &weight.codes)),
                 "{name}"

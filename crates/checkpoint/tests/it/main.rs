@@ -7,7 +7,7 @@ mod writer;
 
 use std::path::{Path, PathBuf};
 
-use checkpoint::{Checkpoint, Dtype, Error, Plan, Tensor, Writer};
+use checkpoint::{Checkpoint, DType, Error, Plan, Tensor, Writer};
 
 /// Every fixture but the text of floats.
 const FIXTURES: [&str; 18] = [
@@ -74,10 +74,10 @@ fn values(tensor: &Tensor<'_>) -> Vec<f32> {
     reference_dtype(tensor.dtype).decode(&tensor.bytes).expect("whole values")
 }
 
-fn reference_dtype(dtype: Dtype) -> reference::DType {
+fn reference_dtype(dtype: DType) -> reference::DType {
     match dtype {
-        Dtype::F16 => reference::DType::F16,
-        Dtype::BF16 => reference::DType::Bf16,
+        DType::F16 => reference::DType::F16,
+        DType::Bf16 => reference::DType::Bf16,
         _ => reference::DType::F32,
     }
 }

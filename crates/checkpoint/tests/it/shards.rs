@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use checkpoint::{Checkpoint, Dtype, Error, Tensor, Weight};
+use checkpoint::{Checkpoint, DType, Error, Tensor, Weight};
 
 use crate::{save, tensors};
 
@@ -136,7 +136,7 @@ fn released_tensors_leave_memory_and_read_again() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("released.safetensors");
     let bytes: Vec<u8> = (0..4 << 20).map(|i: u32| (i % 251) as u8).collect();
-    let tensor = Tensor::new(Dtype::U8, &[bytes.len()], bytes.clone());
+    let tensor = Tensor::new(DType::U8, &[bytes.len()], bytes.clone());
     save(&path, &[("x".into(), tensor)]).expect("written");
     let file = Checkpoint::open(&path).expect("whole");
     let read = || file.tensor("x").expect("there").bytes == bytes;

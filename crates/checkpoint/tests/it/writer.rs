@@ -3,8 +3,8 @@
 use std::fs;
 
 use checkpoint::{
-    Absmax, Checkpoint, Dtype, Error, FourBit, Int8, Layout, Nested, Plan, QuantType, Reason,
-    Tensor, Weight, Writer,
+    Absmax, Checkpoint, DType, Error, FourBit, Int8, Layout, Nested, Plan, Reason, Tensor, Weight,
+    WeightFormat, Writer,
 };
 use proptest::prelude::*;
 use reference::nf4::{dynamic_map, mean, nest};
@@ -20,8 +20,8 @@ fn reason(error: Error) -> Reason {
 /// Quantizes values as a streaming caller would.
 fn four_bit(layout: Layout, values: &[f32]) -> FourBit<'static> {
     let format = match layout.quant_type {
-        QuantType::Nf4 => reference::FourBit::Nf4,
-        QuantType::Fp4 => reference::FourBit::Fp4,
+        WeightFormat::Nf4 => reference::FourBit::Nf4,
+        _ => reference::FourBit::Fp4,
     };
     let blocks = format.quantize(values, layout.block_size).expect("finite");
     let absmax = if layout.nested {
@@ -42,12 +42,12 @@ fn four_bit(layout: Layout, values: &[f32]) -> FourBit<'static> {
 
 fn layout(shape: &[usize], nested: bool) -> Layout {
     Layout {
-        quant_type: QuantType::Nf4,
+        quant_type: WeightFormat::Nf4,
         block_size: 64,
         nested,
-        dtype: Dtype::BF16,
+        dtype: DType::Bf16,
         shape: shape.to_vec(),
-        storage: Dtype::U8,
+        storage: DType::U8,
     }
 }
 
@@ -57,7 +57,7 @@ fn weights_stream_into_a_file_in_any_order() {
     let path = folder.path().join("model.safetensors");
     fs::write(&path, "what was there before").expect("written");
     let mut plan = Int8::plan("b.weight", [3, 5]).expect("a weight");
-    plan.push(Plan::new("b.bias", Dtype::F16, &[3]));
+    plan.push(Plan::new("b.bias", DType::F16, &[3]));
     for i in 0..9 {
         let layout = layout(&[7, 11 + i], i % 2 == 0);
         plan.extend(layout.plan(&format!("a.{i}.weight")).expect("legal"));
@@ -76,7 +76,7 @@ fn weights_stream_into_a_file_in_any_order() {
     let codes: Vec<u8> = rows.codes.iter().map(|c| *c as u8).collect();
     let int8 = Int8 { shape: [3, 5], codes: codes.into(), scb: rows.scb.into() };
     writer.write_all(&int8.tensors("b.weight").expect("consistent")).expect("as planned");
-    writer.write("b.bias", &Tensor::new(Dtype::F16, &[3], vec![7; 6])).expect("as planned");
+    writer.write("b.bias", &Tensor::new(DType::F16, &[3], vec![7; 6])).expect("as planned");
     writer.finish().expect("all is written");
     weights.push(("b.weight".into(), Weight::Int8(int8)));
 
@@ -98,21 +98,21 @@ fn weights_stream_into_a_file_in_any_order() {
 fn what_was_not_planned_is_refused() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("x.safetensors");
-    let plan = || vec![Plan::new("a", Dtype::F32, &[2]), Plan::text("t")];
+    let plan = || vec![Plan::new("a", DType::F32, &[2]), Plan::text("t")];
     let mut writer = Writer::create(&path, plan()).expect("can be written");
     let mut refused = |name: &str, dtype, shape: &[usize], bytes: usize| {
         reason(writer.write(name, &Tensor::new(dtype, shape, vec![0; bytes])).expect_err("refused"))
     };
-    assert_eq!(refused("b", Dtype::F32, &[2], 8), Reason::Unexpected("what was planned"));
-    let need = vec![Dtype::F32];
-    assert_eq!(refused("a", Dtype::I32, &[2], 8), Reason::DType { have: Dtype::I32, need });
+    assert_eq!(refused("b", DType::F32, &[2], 8), Reason::Unexpected("what was planned"));
+    let need = vec![DType::F32];
+    assert_eq!(refused("a", DType::I32, &[2], 8), Reason::DType { have: DType::I32, need });
     assert_eq!(
-        refused("a", Dtype::F32, &[1, 2], 8),
+        refused("a", DType::F32, &[1, 2], 8),
         Reason::Shape { have: vec![1, 2], need: vec![2] }
     );
-    assert_eq!(refused("a", Dtype::F32, &[2], 7), Reason::Bytes { have: 7, need: 8 });
-    assert!(matches!(refused("t", Dtype::U8, &[4097], 4097), Reason::Shape { .. }));
-    let a = Tensor::new(Dtype::F32, &[2], vec![0; 8]);
+    assert_eq!(refused("a", DType::F32, &[2], 7), Reason::Bytes { have: 7, need: 8 });
+    assert!(matches!(refused("t", DType::U8, &[4097], 4097), Reason::Shape { .. }));
+    let a = Tensor::new(DType::F32, &[2], vec![0; 8]);
     writer.write("a", &a).expect("as planned");
     assert_eq!(reason(writer.write("a", &a).expect_err("again")), Reason::Twice);
     let error = writer.finish().expect_err("no text");
@@ -121,8 +121,8 @@ fn what_was_not_planned_is_refused() {
 
     let twice = Writer::create(&path, [plan(), plan()].concat()).expect_err("twice");
     assert_eq!(reason(twice), Reason::Twice);
-    let huge = [1, 2].map(|i| Plan::new(i.to_string(), Dtype::U8, &[usize::MAX / 8]));
-    let vast = Plan::new("v", Dtype::U8, &[usize::MAX, usize::MAX]);
+    let huge = [1, 2].map(|i| Plan::new(i.to_string(), DType::U8, &[usize::MAX / 8]));
+    let vast = Plan::new("v", DType::U8, &[usize::MAX, usize::MAX]);
     assert!(Writer::create(&path, huge).is_ok(), "disks grow");
     assert!(matches!(
         reason(Writer::create(&path, [vast]).expect_err("overflows")),
@@ -150,10 +150,10 @@ fn weights_that_contradict_themselves_are_refused() {
         (refused(&|w| w.layout.block_size = 48), "tensor w: blocks of 48 values"),
         (refused(&|w| w.layout.block_size = 32), "tensor w.absmax: has shape [2]"),
         (refused(&|w| w.layout.nested = false), "tensor w.absmax: does not belong"),
-        (refused(&|w| w.layout.dtype = Dtype::F64), "tensor w: is F64 where F16 or BF16 or F32"),
-        (refused(&|w| w.layout.storage = Dtype::I8), "tensor w: is I8 where U8 or"),
-        (refused(&|w| w.layout.storage = Dtype::F4), "tensor w: is F4 where U8 or"),
-        (refused(&|w| w.layout.storage = Dtype::F16), "tensor w: has shape [7, 11], which"),
+        (refused(&|w| w.layout.dtype = DType::F64), "tensor w: is F64 where F16 or BF16 or F32"),
+        (refused(&|w| w.layout.storage = DType::I8), "tensor w: is I8 where U8 or"),
+        (refused(&|w| w.layout.storage = DType::F8E8m0), "tensor w: is F8_E8M0 where U8 or"),
+        (refused(&|w| w.layout.storage = DType::F16), "tensor w: has shape [7, 11], which"),
         (refused(&|w| w.layout.shape = vec![7, 13]), "tensor w: has shape [39, 1], which"),
         (refused(&|w| w.layout.shape = vec![1 << 33, 1 << 33]), "too large"),
         (refused(&|w| w.codes.to_mut().push(0)), "tensor w: has shape [40, 1], which"),
@@ -190,9 +190,9 @@ proptest! {
         shape in prop::collection::vec(0..20usize, 1..4),
         log in 5..=12u32,
         nested: bool,
-        quant_type in prop::sample::select(vec![QuantType::Nf4, QuantType::Fp4]),
-        dtype in prop::sample::select(vec![Dtype::F16, Dtype::BF16, Dtype::F32]),
-        storage in prop::sample::select(vec![Dtype::U8, Dtype::F16, Dtype::BF16, Dtype::F32]),
+        quant_type in prop::sample::select(vec![WeightFormat::Nf4, WeightFormat::Fp4]),
+        dtype in prop::sample::select(vec![DType::F16, DType::Bf16, DType::F32]),
+        storage in prop::sample::select(vec![DType::U8, DType::F16, DType::Bf16, DType::F32]),
         seed in 0..99u64,
     ) {
         let len = shape.iter().product();
@@ -201,7 +201,7 @@ proptest! {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("x.safetensors");
         let Ok(plan) = layout.plan("x") else {
-            prop_assert!(len.div_ceil(2) % (storage.bitsize() / 8) != 0);
+            prop_assert!(len.div_ceil(2) % (storage.size()) != 0);
             prop_assert!(weight.tensors("x").is_err());
             return Ok(());
         };

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Plan, Tensor, Weight, Writer};
+use checkpoint::{Absmax, Checkpoint, DType, FourBit, Plan, Tensor, Weight, Writer};
 use flashover::{
     QuantizeError, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model,
     quantize_model_until,
@@ -68,7 +68,7 @@ fn f32s(tensor: &Tensor<'_>) -> Vec<f32> {
 fn widen(tensors: &mut Tensors) {
     for tensor in tensors.values_mut() {
         let bytes: Vec<u8> = f32s(tensor).iter().flat_map(|v| v.to_le_bytes()).collect();
-        *tensor = Tensor::new(Dtype::F32, &tensor.shape, bytes);
+        *tensor = Tensor::new(DType::F32, &tensor.shape, bytes);
     }
 }
 
@@ -148,7 +148,7 @@ fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &s
     let book = match of.format {
         WeightFormat::Nf4 => reference::FourBit::Nf4,
         WeightFormat::Fp4 => reference::FourBit::Fp4,
-        WeightFormat::Int8 => panic!("{name}: 8 bits have no book"),
+        other => panic!("{name}: {other} has no book"),
     };
     let block_size = of.block_size as usize;
     let want = book.quantize(values, block_size).expect("finite");
@@ -204,7 +204,7 @@ fn codes_and_reported_errors_are_those_of_the_reference() {
             let Ok(Weight::FourBit(codes)) = out.weight(&weight.name) else {
                 panic!("{}: no codes", weight.name);
             };
-            assert_eq!(codes.layout.dtype, Dtype::BF16);
+            assert_eq!(codes.layout.dtype, DType::Bf16);
             assert_eq!(codes.layout.shape, weight.shape);
             let decoded = expected(&values, &options, &codes, &weight.name);
             let pairs = values.iter().zip(&decoded).map(|(a, b)| (f64::from(*a), f64::from(*b)));

@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use ::text::{Message, Tokenizer};
 use arch::Device;
-use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Matrices, Workload};
+use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Workload};
 
 use crate::memory::{Ledger, PlannedModel, compute_name};
 use folder::Reader;
@@ -73,11 +73,7 @@ impl Engine {
     /// What it computes in, and what weights of 4 or 8 bits are called where there are such.
     pub fn precision(&self) -> (String, Option<String>) {
         let precision = self.0.decoder.precision();
-        let quant = match precision.matrices {
-            Matrices::Dense => None,
-            Matrices::Int8 => Some("int8".to_owned()),
-            Matrices::FourBit => Some("4-bit".to_owned()),
-        };
+        let quant = precision.matrices.map(|format| format.info().held_as.to_owned());
         (compute_name(precision), quant)
     }
 

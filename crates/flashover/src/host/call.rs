@@ -87,6 +87,14 @@ const fn on_burn_dtype(dtype: DType) -> BurnDType {
         DType::I8 => BurnDType::I8,
         DType::U8 => BurnDType::U8,
         DType::I32 => BurnDType::I32,
+        DType::F64 => BurnDType::F64,
+        DType::I64 => BurnDType::I64,
+        DType::U64 => BurnDType::U64,
+        DType::U32 => BurnDType::U32,
+        DType::I16 => BurnDType::I16,
+        DType::U16 => BurnDType::U16,
+        // Burn has no such types; their bytes are no floats to it.
+        DType::Bool | DType::F8E4m3 | DType::F8E5m2 | DType::F8E8m0 => BurnDType::U8,
     }
 }
 

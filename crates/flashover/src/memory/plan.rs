@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use models::{KvFormat, Matrices, ModelPrecision, Recompute, Training, Workload};
+use models::{KvFormat, ModelPrecision, Recompute, Training, Workload};
+use quant::WeightFormat;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -27,8 +28,8 @@ pub struct Plan {
     pub workload: Workload,
     /// Dtype that is computed in.
     pub dtype: String,
-    /// Weight format of the layers.
-    pub matrices: Matrices,
+    /// Weight format of the layers; none where they are dense.
+    pub matrices: Option<WeightFormat>,
     /// Format of the KV cache.
     pub kv: KvFormat,
     /// Weights.
@@ -103,9 +104,8 @@ impl Plan {
     /// Returns the dtype and the weight format.
     pub fn precision(&self) -> String {
         match self.matrices {
-            Matrices::Dense => self.dtype.clone(),
-            Matrices::Int8 => format!("{} over 8 bits", self.dtype),
-            Matrices::FourBit => format!("{} over 4 bits", self.dtype),
+            None => self.dtype.clone(),
+            Some(format) => format!("{} over {} bits", self.dtype, format.bits()),
         }
     }
 
@@ -136,7 +136,7 @@ impl Plan {
             _ => "a larger budget or a smaller model".to_owned(),
         };
         match (self.matrices, &*self.dtype) {
-            (Matrices::Dense, "f32" | "tf32") => {
+            (None, "f32" | "tf32") => {
                 format!("{fitting}; bf16, where the device has it, takes half of what f32 does")
             }
             _ => fitting,
@@ -206,6 +206,15 @@ impl fmt::Display for Plan {
     }
 }
 
+/// Name of a weight format in a plan's JSON: 4-bit formats share one.
+fn matrices_name(format: Option<WeightFormat>) -> &'static str {
+    match format {
+        None => "dense",
+        Some(format) if format.bits() == 4 => "four_bit",
+        Some(format) => format.name(),
+    }
+}
+
 impl Serialize for Plan {
     /// Writes the parts that the workload has, their sum, and whether it fits.
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
@@ -221,7 +230,7 @@ impl Serialize for Plan {
             map.serialize_entry("rank", &training.lora.rank)?;
         }
         map.serialize_entry("dtype", &self.dtype)?;
-        map.serialize_entry("matrices", &self.matrices)?;
+        map.serialize_entry("matrices", &matrices_name(self.matrices))?;
         if training.is_none() {
             map.serialize_entry("kv", &self.kv)?;
         }

@@ -2,8 +2,9 @@
 
 use arch::{ArchProfile, Backend, DType};
 use burn::tensor::FloatDType;
-use models::{DecoderConfig, Footprint, Matrices, ModelPrecision, Workload};
+use models::{DecoderConfig, Footprint, ModelPrecision, Workload};
 use ops::MemoryProfile;
+use quant::WeightFormat;
 
 use super::budget::MemoryBudget;
 use super::error::PlanError;
@@ -29,15 +30,11 @@ const MAX_POSITIONS: usize = 1 << 24;
 impl PlannedModel {
     /// Returns this model with weights that are quantised further, each with the name of the format.
     fn quantized(&self) -> impl Iterator<Item = (&'static str, Self)> {
-        let all = [("int8", Matrices::Int8), ("nf4", Matrices::FourBit)];
-        let begun = match self.precision.matrices {
-            Matrices::Dense => 0,
-            Matrices::Int8 => 1,
-            Matrices::FourBit => all.len(),
-        };
-        all.into_iter().skip(begun).map(|(name, matrices)| {
-            let precision = ModelPrecision { matrices, ..self.precision };
-            (name, Self { precision, weights: self.config.loaded_bytes(precision), ..self.clone() })
+        let bits = self.precision.matrices.map_or(16, WeightFormat::bits);
+        WeightFormat::smaller_than(bits).map(|format| {
+            let precision = ModelPrecision { matrices: Some(format), ..self.precision };
+            let weights = self.config.loaded_bytes(precision);
+            (format.name(), Self { precision, weights, ..self.clone() })
         })
     }
 

@@ -19,7 +19,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     assert_eq!(dense.largest_batch, Some(0));
     let short = dense.largest_context.expect("a card has memory");
     assert!((1000..8192).contains(&short), "{short}");
-    let options = EngineOptions { quant: Some(Quant::Nf4), ..EngineOptions::default() };
+    let options = EngineOptions { quant: Some(WeightFormat::Nf4), ..EngineOptions::default() };
     let four = plan("rtx4080", &options, 1, 8192);
     assert!(four.fits() && four.largest_batch > Some(4), "{four}");
     // What is largest fits, and one more does not.
@@ -42,7 +42,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     assert!(!advice.contains("--kv-cache"), "it counts for nothing: {advice}");
     // With the very number that a plan for it has.
     let advice = dense.advice();
-    for (name, quant) in [("int8", Quant::Int8), ("nf4", Quant::Nf4)] {
+    for (name, quant) in [("int8", WeightFormat::Int8), ("nf4", WeightFormat::Nf4)] {
         let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
         let peak = plan("rtx4080", &options, 1, 8192).peak_bytes() as f64 / f64::from(1 << 30);
         assert!(
@@ -117,12 +117,12 @@ fn activations_in_8_bits_are_for_cuda_and_matrices_in_8_bits() {
         let options = EngineOptions { quant, int8_activations, ..EngineOptions::default() };
         Prepared::of_shape(profile, "llama-3-8b", &options).map(drop)
     };
-    of(&profile, Some(Quant::Int8)).expect("a card that has them");
-    for quant in [None, Some(Quant::Nf4)] {
+    of(&profile, Some(WeightFormat::Int8)).expect("a card that has them");
+    for quant in [None, Some(WeightFormat::Nf4)] {
         assert!(matches!(of(&profile, quant), Err(LoadError::Int8Activations)));
     }
     profile.backend = Backend::Vulkan;
-    let refused = of(&profile, Some(Quant::Int8));
+    let refused = of(&profile, Some(WeightFormat::Int8));
     assert!(matches!(refused, Err(LoadError::Int8Activations)));
 }
 
@@ -139,7 +139,7 @@ fn tf32_is_for_dense_matrices_of_devices_that_have_it() {
         (compute_name(planned.precision).as_str(), planned.weights),
         ("tf32", 32_121_044_992)
     );
-    for quant in Quant::ALL {
+    for quant in WeightFormat::at_load() {
         assert!(matches!(of(&profile, Some(quant)), Err(LoadError::Tf32)));
     }
     profile.dtypes.retain(|dtype| *dtype != DType::Tf32);
@@ -170,7 +170,7 @@ fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
     let dense = plan(None, 4, 512, Recompute::Layers);
     assert!(!dense.fits() && dense.largest_batch == Some(0), "{dense}");
     assert!(dense.advice().contains("--quant nf4"), "{}", dense.advice());
-    let nf4 = |batch, context| plan(Some(Quant::Nf4), batch, context, Recompute::Layers);
+    let nf4 = |batch, context| plan(Some(WeightFormat::Nf4), batch, context, Recompute::Layers);
     let four = nf4(4, 512);
     assert!(four.fits(), "{four}");
     let (batch, context) =
@@ -178,6 +178,6 @@ fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
     assert!(nf4(batch, 512).fits() && nf4(4, context).fits());
     let more = nf4(batch + 1, 512);
     assert!(!more.fits() && more.advice().starts_with(&format!("a batch of {batch} fits")));
-    let kept = plan(Some(Quant::Nf4), 4, 512, Recompute::Nothing);
+    let kept = plan(Some(WeightFormat::Nf4), 4, 512, Recompute::Nothing);
     assert!(!kept.fits() && kept.advice().contains("computed again"), "{kept}");
 }

@@ -1,8 +1,6 @@
 //! What a file's codes stand for, beside what they were made of.
 
-use std::borrow::Cow;
-
-use checkpoint::{Absmax, Dtype, FourBit, Int8, Weight};
+use checkpoint::{DType, Weight};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -36,26 +34,13 @@ impl Sums {
 
 /// Compares values of `dtype` with a weight made of them; none where it is dense. The weight is decoded as bitsandbytes
 /// decodes it, in f32, and not rounded to the dtype; all else is f64.
-pub(super) fn compare(values: &[u8], dtype: Dtype, weight: &Weight<'_>) -> Option<Sums> {
-    match weight {
-        Weight::Dense(_) => None,
-        Weight::FourBit(weight) => {
-            let (absmax, block_size) = (absmax(weight), weight.layout.block_size);
-            Some(sums(values, dtype, |at| {
-                let byte = weight.codes[at / 2];
-                let code = if at % 2 == 0 { byte >> 4 } else { byte & 15 };
-                weight.quant_map[usize::from(code)] * absmax[at / block_size]
-            }))
-        }
-        Weight::Int8(Int8 { shape: [_, k], codes, scb }) => Some(sums(values, dtype, |at| {
-            f32::from(codes[at].cast_signed()) * scb[at / k] * (1.0 / 127.0)
-        })),
-    }
+pub(super) fn compare(values: &[u8], dtype: DType, weight: &Weight<'_>) -> Option<Sums> {
+    weight.decoder().map(|decoded| sums(values, dtype, decoded))
 }
 
 /// What `decoded` tells of each value.
-fn sums(values: &[u8], dtype: Dtype, decoded: impl Fn(usize) -> f32 + Sync) -> Sums {
-    let size = dtype.bitsize() / 8;
+fn sums(values: &[u8], dtype: DType, decoded: impl Fn(usize) -> f32 + Sync) -> Sums {
+    let size = dtype.size();
     let chunk = |(chunk, values): (usize, &[u8])| {
         let mut sums = Sums::default();
         for (i, value) in values.chunks_exact(size).enumerate() {
@@ -74,23 +59,10 @@ fn sums(values: &[u8], dtype: Dtype, decoded: impl Fn(usize) -> f32 + Sync) -> S
     })
 }
 
-/// One number a block.
-fn absmax<'a>(weight: &'a FourBit<'_>) -> Cow<'a, [f32]> {
-    match &weight.absmax {
-        Absmax::Plain(absmax) => Cow::Borrowed(absmax),
-        Absmax::Nested(nested) => {
-            let value = |(block, code): (usize, &u8)| {
-                nested.quant_map[usize::from(*code)] * nested.absmax[block / 256] + nested.offset
-            };
-            nested.codes.iter().enumerate().map(value).collect()
-        }
-    }
-}
-
-fn number(bytes: &[u8], dtype: Dtype) -> f64 {
+fn number(bytes: &[u8], dtype: DType) -> f64 {
     match (dtype, bytes) {
-        (Dtype::F16, &[a, b]) => f16::from_le_bytes([a, b]).into(),
-        (Dtype::BF16, &[a, b]) => bf16::from_le_bytes([a, b]).into(),
+        (DType::F16, &[a, b]) => f16::from_le_bytes([a, b]).into(),
+        (DType::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).into(),
         (_, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]).into(),
         _ => f64::NAN,
     }
@@ -98,18 +70,18 @@ fn number(bytes: &[u8], dtype: Dtype) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use checkpoint::{Layout, Nested, QuantType};
+    use checkpoint::{Absmax, FourBit, Int8, Layout, Nested, WeightFormat};
 
     use super::*;
 
     fn weight(len: usize, codes: Vec<u8>, absmax: Absmax<'static>) -> Weight<'static> {
         let layout = Layout {
-            quant_type: QuantType::Nf4,
+            quant_type: WeightFormat::Nf4,
             block_size: 32,
             nested: matches!(absmax, Absmax::Nested(_)),
-            dtype: Dtype::F32,
+            dtype: DType::F32,
             shape: vec![1, len],
-            storage: Dtype::U8,
+            storage: DType::U8,
         };
         let quant_map: Vec<f32> = (0..16).map(|i| i as f32 / 8.0 - 1.0).collect();
         let (codes, quant_map) = (codes.into(), quant_map.into());
@@ -129,7 +101,7 @@ mod tests {
             offset: 0.0,
         };
         for absmax in [Absmax::Plain(vec![2.0, 6.0].into()), Absmax::Nested(nested)] {
-            let sums = compare(&bytes, Dtype::F32, &weight(33, codes(), absmax)).expect("codes");
+            let sums = compare(&bytes, DType::F32, &weight(33, codes(), absmax)).expect("codes");
             let WeightErrors { relative_error, largest_error } = sums.errors();
             assert_eq!(largest_error, 1.0);
             assert_eq!(relative_error, (9.0f64 / (32.0 * 2.25 + 4.0)).sqrt());
@@ -142,7 +114,7 @@ mod tests {
         let bytes: Vec<u8> = [1.5f32, -4.0].iter().flat_map(|v| v.to_le_bytes()).collect();
         let (codes, scb) = (vec![127, 255].into(), vec![2.0, 254.0].into());
         let weight = Weight::Int8(Int8 { shape: [2, 1], codes, scb });
-        let errors = compare(&bytes, Dtype::F32, &weight).expect("codes").errors();
+        let errors = compare(&bytes, DType::F32, &weight).expect("codes").errors();
         assert!((errors.largest_error - 2.0).abs() < 1e-6, "{errors:?}");
         let relative = (4.25f64 / 18.25).sqrt();
         assert!((errors.relative_error - relative).abs() < 1e-6, "{errors:?}");
@@ -151,7 +123,7 @@ mod tests {
     #[test]
     fn no_error_of_nothing_is_no_nan() {
         let absmax = Absmax::Plain(vec![0.0].into());
-        let sums = compare(&[0; 8], Dtype::F16, &weight(4, vec![0x77; 2], absmax)).expect("codes");
+        let sums = compare(&[0; 8], DType::F16, &weight(4, vec![0x77; 2], absmax)).expect("codes");
         assert_eq!(sums.errors(), WeightErrors { relative_error: 0.0, largest_error: 0.0 });
     }
 }

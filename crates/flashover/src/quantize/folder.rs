@@ -8,7 +8,7 @@ use checkpoint::Checkpoint;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use kernels::nf4::CodeBook;
+use quant::WeightFormat;
 
 use super::{QuantizeError, QuantizeOptions};
 
@@ -86,21 +86,22 @@ pub(super) fn config(
         return Err(QuantizeError::Quantized { what: format!("the model ({FILE}: `{field}`)") });
     }
     // Of 8 bits it writes what it would have of 4.
-    let four = options.format.book();
+    let four = options.format.bits() == 4;
+    let quant_type = if four { options.format } else { WeightFormat::Fp4 };
     let quantization = json!({
-        "_load_in_4bit": four.is_some(),
-        "_load_in_8bit": four.is_none(),
-        "bnb_4bit_compute_dtype": four.map_or("float32", |_| compute_dtype),
+        "_load_in_4bit": four,
+        "_load_in_8bit": !four,
+        "bnb_4bit_compute_dtype": if four { compute_dtype } else { "float32" },
         "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": four.unwrap_or(CodeBook::Fp4),
-        "bnb_4bit_use_double_quant": four.is_some() && options.nested,
+        "bnb_4bit_quant_type": quant_type,
+        "bnb_4bit_use_double_quant": four && options.nested,
         "llm_int8_enable_fp32_cpu_offload": false,
         "llm_int8_has_fp16_weight": false,
         // Besides the output projection, which it always skips.
         "llm_int8_skip_modules": null,
         "llm_int8_threshold": 6.0,
-        "load_in_4bit": four.is_some(),
-        "load_in_8bit": four.is_none(),
+        "load_in_4bit": four,
+        "load_in_8bit": !four,
         "quant_method": "bitsandbytes",
     });
     Ok(with_field(&text, field, &quantization))

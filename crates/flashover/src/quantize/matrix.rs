@@ -2,13 +2,11 @@
 
 use std::borrow::Cow;
 
-use arch::{DType, Device};
-use checkpoint::{
-    Absmax, Checkpoint, Dtype, FourBit, Int8, Layout, Nested, Plan, QuantType, Weight,
-};
+use arch::Device;
+use checkpoint::{Checkpoint, Encoded, Plan, Weight};
 use cubecl::server::Handle;
-use kernels::int8;
-use kernels::nf4::{self, CodeBook};
+use kernels::{nf4, quantized};
+use quant::DType;
 
 use super::{Peaks, QuantizeError, QuantizeOptions};
 
@@ -17,16 +15,10 @@ pub(super) struct Matrix {
     pub(super) name: String,
     /// `[out, in]`
     pub(super) shape: [usize; 2],
-    pub(super) dtype: Dtype,
-    target: Target,
+    pub(super) dtype: DType,
+    target: quantized::Weight,
     /// It is stored `[in, out]`.
     transposed: bool,
-}
-
-/// What it becomes.
-enum Target {
-    FourBit { weight: nf4::Weight, layout: Layout, book: CodeBook },
-    Int8(int8::Weight),
 }
 
 impl Matrix {
@@ -51,34 +43,13 @@ impl Matrix {
         // What does not fit is above what a weight may have.
         let [n, k] = shape.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
         let refused = |why| QuantizeError::Weight { tensor: name.into(), why };
-        let target = match options.format.book() {
-            None => Target::Int8(int8::Weight::new(n, k).map_err(refused)?),
-            Some(book) => Target::FourBit {
-                weight: nf4::Weight::new(n, k, options.block_size, options.nested)
-                    .map_err(refused)?,
-                layout: Layout {
-                    quant_type: match book {
-                        CodeBook::Nf4 => QuantType::Nf4,
-                        CodeBook::Fp4 => QuantType::Fp4,
-                    },
-                    block_size: options.block_size as usize,
-                    nested: options.nested,
-                    dtype: tensor.dtype,
-                    shape: shape.to_vec(),
-                    storage: Dtype::U8,
-                },
-                book,
-            },
-        };
+        let target = quantized::Weight::new([n, k], options.scheme()).map_err(refused)?;
         Ok(Self { name: name.into(), shape, dtype: tensor.dtype, target, transposed })
     }
 
     /// The tensors that it becomes.
     pub(super) fn plan(&self) -> Result<Vec<Plan>, QuantizeError> {
-        Ok(match &self.target {
-            Target::FourBit { layout, .. } => layout.plan(&self.name)?,
-            Target::Int8(_) => Int8::plan(&self.name, self.shape)?,
-        })
+        Ok(Weight::plan(&self.name, self.shape, self.target.scheme(), self.dtype)?)
     }
 
     /// Values.
@@ -89,8 +60,8 @@ impl Matrix {
     /// As torch calls it.
     pub(super) fn dtype_name(&self) -> &'static str {
         match self.dtype {
-            Dtype::F16 => "float16",
-            Dtype::BF16 => "bfloat16",
+            DType::F16 => "float16",
+            DType::Bf16 => "bfloat16",
             _ => "float32",
         }
     }
@@ -105,7 +76,7 @@ impl Matrix {
             return Ok(bytes);
         }
         let turned = match self.dtype {
-            Dtype::F32 => turned::<4>(&bytes, self.shape),
+            DType::F32 => turned::<4>(&bytes, self.shape),
             _ => turned::<2>(&bytes, self.shape),
         };
         Ok(turned.into())
@@ -133,25 +104,16 @@ impl Matrix {
             }
             nf4::QuantizeError::Device(why) => QuantizeError::Failed { tensor: tensor(), why },
         };
-        let weight = match &self.target {
-            Target::FourBit { weight, layout, book } => {
-                let made = nf4::quantize(device, &on_device, *weight, dtype, *book);
-                let made = made.map_err(refused)?;
-                peaks.see(device);
-                drop(on_device);
-                Weight::FourBit(self.in_4_bits(device, &made, *weight, layout, *book)?)
-            }
-            Target::Int8(weight) => {
-                let made = int8::quantize(device, &on_device, *weight, dtype).map_err(refused)?;
-                peaks.see(device);
-                drop(on_device);
-                Weight::Int8(Int8 {
-                    shape: self.shape,
-                    codes: self.bytes(device, &made.codes, weight.len())?.into(),
-                    scb: self.floats(device, &made.scb, weight.n.into())?.into(),
-                })
-            }
-        };
+        let made = self.target.quantize(device, &on_device, dtype).map_err(refused)?;
+        peaks.see(device);
+        drop(on_device);
+        let lengths = self.target.buffer_bytes();
+        let read = |(handle, len): (&Handle, u64)| Ok(self.bytes(device, handle, len)?.into());
+        let buffers = made.iter().zip(lengths).map(read).collect::<Result<_, QuantizeError>>()?;
+        drop(made);
+        let (scheme, shape) = (self.target.scheme(), self.shape.to_vec());
+        let encoded = Encoded { scheme, dtype: self.dtype, shape, buffers };
+        let weight = Weight::try_from(encoded).map_err(QuantizeError::NotStored)?;
         // Pools would keep what the last tensor took beside what the next takes.
         device
             .client()
@@ -163,8 +125,8 @@ impl Matrix {
     /// The values in a type that the device stores: those of 16 bits are f32 as well.
     fn taken<'v>(&self, device: &Device, values: Cow<'v, [u8]>) -> (Cow<'v, [u8]>, DType) {
         let dtype = match self.dtype {
-            Dtype::F16 => DType::F16,
-            Dtype::BF16 => DType::Bf16,
+            DType::F16 => DType::F16,
+            DType::Bf16 => DType::Bf16,
             _ => return (values, DType::F32),
         };
         if device.profile().dtypes.contains(&dtype) {
@@ -190,45 +152,6 @@ impl Matrix {
             why: format!("{why:?}"),
         })?;
         Ok(read[..len as usize].to_vec())
-    }
-
-    fn floats(
-        &self,
-        device: &Device,
-        handle: &Handle,
-        len: u64,
-    ) -> Result<Vec<f32>, QuantizeError> {
-        let bytes = self.bytes(device, handle, 4 * len)?;
-        Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
-    }
-
-    /// What the device made, as files have it.
-    fn in_4_bits(
-        &self,
-        device: &Device,
-        made: &nf4::WeightBuffers,
-        weight: nf4::Weight,
-        layout: &Layout,
-        book: CodeBook,
-    ) -> Result<FourBit<'static>, QuantizeError> {
-        let absmax = match &made.nested {
-            None => Absmax::Plain(self.floats(device, &made.absmax, weight.blocks())?.into()),
-            Some(nested) => {
-                let scales = self.floats(device, &nested.scales, 2 * weight.groups())?; // [groups, 2]
-                Absmax::Nested(Nested {
-                    codes: self.bytes(device, &made.absmax, weight.blocks())?.into(),
-                    absmax: scales.iter().step_by(2).copied().collect(),
-                    quant_map: self.floats(device, &nested.book, 256)?.into(),
-                    offset: scales[1],
-                })
-            }
-        };
-        Ok(FourBit {
-            layout: layout.clone(),
-            codes: self.bytes(device, &made.codes, weight.len().div_ceil(2))?.into(),
-            quant_map: book.values().to_vec().into(),
-            absmax,
-        })
     }
 }
 

@@ -43,7 +43,7 @@ pub(super) fn split(tensors: Vec<(String, Vec<Plan>)>, most: u64) -> Vec<Shard> 
 /// Without the texts, which have some hundred bytes.
 fn bytes(plan: &Plan) -> u64 {
     let values = plan.shape.iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>();
-    values as u64 * plan.dtype.bitsize() as u64 / 8
+    (values * plan.dtype.size()) as u64
 }
 
 /// Writes which file holds which tensor, where there are several.
@@ -69,14 +69,14 @@ pub(super) fn write_index(
 
 #[cfg(test)]
 mod tests {
-    use checkpoint::Dtype;
+    use checkpoint::DType;
 
     use super::*;
 
     #[test]
     fn files_hold_what_fits_and_at_least_one_tensor() {
         let tensor = |name: &str, len| {
-            (name.to_owned(), vec![Plan::new(name, Dtype::F16, &[len]), Plan::text("state")])
+            (name.to_owned(), vec![Plan::new(name, DType::F16, &[len]), Plan::text("state")])
         };
         let cut = |most| {
             let tensors = vec![tensor("a", 4), tensor("b", 4), tensor("c", 40), tensor("d", 1)];

@@ -6,7 +6,8 @@ use std::ops::ControlFlow;
 use checkpoint::{Checkpoint, Tensor};
 use flashover::{
     Backend, Completion, Device, End, Engine, EngineOptions, GenerateError, KvFormat, LoadError,
-    MemoryBudget, ModelFolder, PlanError, Quant, Request, Sampling, SpeedTest, Token, Workload,
+    MemoryBudget, ModelFolder, PlanError, Request, Sampling, SpeedTest, Token, WeightFormat,
+    Workload,
 };
 
 use crate::{cpu, demo, fixture};
@@ -467,7 +468,7 @@ fn weights_in_4_and_8_bits_answer() {
     };
     let dense = logits(&engine("llama"));
     let mut distances = Vec::new();
-    for (quant, name) in [(Quant::Int8, "int8"), (Quant::Nf4, "4-bit")] {
+    for (quant, name) in [(WeightFormat::Int8, "int8"), (WeightFormat::Nf4, "4-bit")] {
         let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
         let small = Engine::load(&cpu(), fixture("llama"), &options).expect("a fixture");
         assert_eq!(small.precision().1.as_deref(), Some(name));
@@ -482,7 +483,7 @@ fn weights_in_4_and_8_bits_answer() {
 
 #[test]
 fn weights_in_4_bits_do_not_become_8() {
-    let options = EngineOptions { quant: Some(Quant::Int8), ..EngineOptions::default() };
+    let options = EngineOptions { quant: Some(WeightFormat::Int8), ..EngineOptions::default() };
     for name in ["llama_nf4", "phi3_nf4", "gpt2_nf4"] {
         let refused = Engine::load(&cpu(), fixture(name), &options);
         assert!(matches!(refused, Err(LoadError::FourBits(_))), "{name}: {refused:?}");

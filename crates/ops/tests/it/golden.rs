@@ -8,9 +8,9 @@ use arch::Backend;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use cubecl::prelude::CubeElement;
 use kernels::nf4::{Weight as Sizes, nest};
-use ops::checkpoint::{Absmax, Checkpoint, Dtype, FourBit, Layout, Nested, QuantType, Weight};
+use ops::checkpoint::{Absmax, Checkpoint, DType, FourBit, Layout, Nested, Weight};
 use ops::{
-    CodeBook, Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, OpError, int8_linear, nf4_linear,
+    Block, Ctx, Epilogue, OpError, QuantizedWeight, Scales, Scheme, WeightFormat, quantized_linear,
 };
 use reference::{Distribution, Matmul, fill, nf4};
 
@@ -58,10 +58,10 @@ fn same(what: &str, ours: &[f32], theirs: &[f32]) {
     }
 }
 
-const fn float(dtype: Dtype) -> (FloatDType, reference::DType) {
+const fn float(dtype: DType) -> (FloatDType, reference::DType) {
     match dtype {
-        Dtype::F16 => (FloatDType::F16, reference::DType::F16),
-        Dtype::BF16 => (FloatDType::BF16, reference::DType::Bf16),
+        DType::F16 => (FloatDType::F16, reference::DType::F16),
+        DType::Bf16 => (FloatDType::BF16, reference::DType::Bf16),
         _ => (FloatDType::F32, reference::DType::F32),
     }
 }
@@ -76,7 +76,7 @@ fn dense(values: &[f32], shape: [usize; 2], dtype: FloatDType) -> Tensor<2> {
 fn multiplied(
     name: &str,
     [n, k]: [usize; 2],
-    dtype: Dtype,
+    dtype: DType,
     theirs: &[f32],
     run: impl Fn(Tensor<2>) -> Result<Tensor<2>, OpError>,
 ) {
@@ -98,14 +98,16 @@ fn multiplied(
 fn four_bits_are_decoded_and_multiplied_as_bitsandbytes_does() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     each_four_bit(|name, host, [_, theirs]| {
-        let weight = Nf4Weight::from_host(&ctx, &host, &device).expect("a matrix");
         let dtype = host.layout.dtype;
+        let weight = Weight::FourBit(host);
+        let encoded = weight.encoded().expect("4 bits");
+        let weight = QuantizedWeight::from_host(&ctx, &encoded, &device).expect("a matrix");
         let ours = weight.dequantize(&ctx, float(dtype).0).expect("a float");
         // Some of bitsandbytes' code decodes FP4's 8 to -0.
         let plus_zero = |values: &[f32]| values.iter().map(|v| v + 0.0).collect::<Vec<_>>();
         same(name, &plus_zero(&values(ours)), &plus_zero(theirs));
         multiplied(name, weight.shape(), dtype, theirs, |x| {
-            nf4_linear(&ctx, x, &weight, Epilogue::default())
+            quantized_linear(&ctx, x, &weight, Epilogue::default())
         });
     });
 }
@@ -116,21 +118,20 @@ fn four_bits_are_quantised_as_bitsandbytes_does() {
     each_four_bit(|name, theirs, [original, _]| {
         let layout = &theirs.layout;
         let [n, k] = layout.shape[..] else { panic!("a matrix") };
-        let book = match layout.quant_type {
-            QuantType::Nf4 => CodeBook::Nf4,
-            QuantType::Fp4 => CodeBook::Fp4,
-        };
         let make = |nested| {
-            let block_size = layout.block_size as u32;
-            let options = Nf4Options { block_size, nested, book };
-            let made =
-                Nf4Weight::quantize(&ctx, dense(original, [n, k], float(layout.dtype).0), options);
-            made.and_then(|made| made.to_host(&ctx)).expect("finite")
+            let block = Block::Elements(layout.block_size as u32);
+            let scales = if nested { Scales::Nested } else { Scales::F32 };
+            let scheme = Scheme { format: layout.quant_type, block, scales };
+            let dense = dense(original, [n, k], float(layout.dtype).0);
+            let made = QuantizedWeight::quantize(&ctx, dense, scheme).expect("finite");
+            let made = Weight::try_from(made.to_host(&ctx).expect("on the device"));
+            let Ok(Weight::FourBit(made)) = made else { panic!("one weight") };
+            made
         };
         let ours = make(false);
         same(name, &ours.quant_map, &theirs.quant_map);
         // The CPU gives FP4's two zeros, 0 and 8, the other sign.
-        let unsigned = book == CodeBook::Fp4 && !on_cuda(name);
+        let unsigned = layout.quant_type == WeightFormat::Fp4 && !on_cuda(name);
         let codes = |codes: &[u8]| -> Vec<u8> {
             let halves = codes.iter().flat_map(|byte| [byte >> 4, byte & 15]);
             halves.map(|code| if unsigned && code == 8 { 0 } else { code }).collect()
@@ -196,15 +197,19 @@ fn eight_bits_are_those_of_bitsandbytes() {
     each(|name, weight, [original, dequantized]| {
         let Weight::Int8(theirs) = weight else { return };
         // Their own quantiser rounds to f16 first.
-        let ours = Int8Weight::quantize(&ctx, dense(original, theirs.shape, FloatDType::F16));
-        let ours = ours.and_then(|ours| ours.to_host()).expect("finite");
+        let dense = dense(original, theirs.shape, FloatDType::F16);
+        let ours = QuantizedWeight::quantize(&ctx, dense, WeightFormat::Int8).expect("finite");
+        let ours = Weight::try_from(ours.to_host(&ctx).expect("on the device"));
+        let Ok(Weight::Int8(ours)) = ours else { panic!("int8 is of files") };
         assert!(ours.codes == theirs.codes, "{name}");
         same(name, &ours.scb, &theirs.scb);
-        let weight = Int8Weight::from_host(&theirs, &device).expect("a matrix");
+        let weight = Weight::Int8(theirs.clone());
+        let encoded = weight.encoded().expect("int8");
+        let weight = QuantizedWeight::from_host(&ctx, &encoded, &device).expect("a matrix");
         let decoded = weight.dequantize(&ctx, FloatDType::F32).expect("a float");
         same(name, &values(decoded), dequantized);
-        multiplied(name, theirs.shape, Dtype::F32, dequantized, |x| {
-            int8_linear(&ctx, x, &weight, Epilogue::default())
+        multiplied(name, theirs.shape, DType::F32, dequantized, |x| {
+            quantized_linear(&ctx, x, &weight, Epilogue::default())
         });
         count += 1;
     });

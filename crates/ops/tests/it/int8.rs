@@ -1,14 +1,33 @@
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::LinearConfig;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use ops::checkpoint::Int8;
-use ops::{Activation, Ctx, Epilogue, Int8Linear, Int8Weight, OpError, int8_linear, linear};
+use ops::checkpoint::{Int8, Weight};
+use ops::{
+    Activation, Ctx, Epilogue, OpError, QuantizedLinear, QuantizedWeight, WeightFormat, linear,
+    quantized_linear,
+};
 use reference::{Distribution, fill, int8};
 
 use crate::{close, tensor, values};
 
-fn quantized(ctx: &Ctx, weight: Tensor<2>) -> (Int8Weight, Vec<f32>) {
-    let made = Int8Weight::quantize(ctx, weight).expect("finite");
+/// A weight as files have it.
+fn stored(ctx: &Ctx, weight: &QuantizedWeight) -> Int8<'static> {
+    let host = weight.to_host(ctx).expect("on the device");
+    let Ok(Weight::Int8(stored)) = Weight::try_from(host) else { panic!("int8 is of files") };
+    stored
+}
+
+fn uploaded(ctx: &Ctx, stored: &Int8<'_>, device: &Device) -> Result<QuantizedWeight, OpError> {
+    let weight = Weight::Int8(stored.clone());
+    QuantizedWeight::from_host(ctx, &weight.encoded().expect("int8"), device)
+}
+
+fn quantize(ctx: &Ctx, weight: Tensor<2>) -> Result<QuantizedWeight, OpError> {
+    QuantizedWeight::quantize(ctx, weight, WeightFormat::Int8)
+}
+
+fn quantized(ctx: &Ctx, weight: Tensor<2>) -> (QuantizedWeight, Vec<f32>) {
+    let made = quantize(ctx, weight).expect("finite");
     let dense = made.dequantize(ctx, FloatDType::F32).expect("f32");
     assert_eq!(dense.dims(), made.shape());
     (made, values(dense))
@@ -21,21 +40,21 @@ fn a_weight_comes_back_as_files_have_it() {
         let [n, k] = shape;
         let input = fill(3, n * k, Distribution::Normal);
         let dense = Tensor::<2>::from_data(TensorData::new(input.clone(), shape), &device);
-        let made = Int8Weight::quantize(&ctx, dense).expect("finite");
-        let host = made.to_host().expect("it is there");
+        let made = quantize(&ctx, dense).expect("finite");
+        let host = stored(&ctx, &made);
         let codes: Vec<i8> = host.codes.iter().map(|code| code.cast_signed()).collect();
         assert_eq!((host.shape, codes.len()), (shape, n * k));
         assert_eq!(host.scb[..], int8::quantize(&input, n, k).expect("finite").scb);
         assert_eq!(int8::disagreement(&input, n, k, &codes, 2), Ok(None));
-        let again = Int8Weight::from_host(&host, &device).expect("as it was");
+        let again = uploaded(&ctx, &host, &device).expect("as it was");
         let dense = values(again.dequantize(&ctx, FloatDType::F32).expect("f32"));
         assert_eq!(dense, int8::dequantize(&codes, &host.scb, k).expect("as many"));
-        assert!(again.to_host().expect("it is there") == host);
+        assert!(stored(&ctx, &again) == host);
         assert_eq!(again.bytes(), (n * k).next_multiple_of(4) as u64 + 4 * n as u64);
         // A record holds it too.
-        let empty = Int8Weight::quantize(&ctx, Tensor::zeros(shape, &device)).expect("finite");
+        let empty = quantize(&ctx, Tensor::zeros(shape, &device)).expect("finite");
         let loaded = empty.load_record(made.into_record());
-        assert!(loaded.to_host().expect("it is there") == host);
+        assert!(stored(&ctx, &loaded) == host);
     }
 }
 
@@ -58,7 +77,7 @@ fn products_and_gradients_are_those_of_the_dense_weight() {
                 let epilogue =
                     Epilogue { bias: Some(b.clone()), activation, gate, ..Epilogue::default() };
                 let y = match quantized {
-                    true => int8_linear(&ctx, x.clone(), &weight, epilogue),
+                    true => quantized_linear(&ctx, x.clone(), &weight, epilogue),
                     false => linear(&ctx, x.clone(), dense.clone().transpose(), epilogue),
                 };
                 let y = y.expect("valid");
@@ -91,17 +110,22 @@ fn weights_are_joined_where_words_hold_one_of_them() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let (first, one) = quantized(&ctx, tensor([3, 8], 1, &device));
     let (second, two) = quantized(&ctx, tensor([5, 8], 2, &device));
-    let both = Int8Weight::join(&[&first, &second]).expect("of one k").expect("whole words");
+    let both =
+        QuantizedWeight::join(&ctx, &[&first, &second]).expect("of one k").expect("whole words");
     assert_eq!(both.shape(), [8, 8]);
     assert_eq!(values(both.dequantize(&ctx, FloatDType::F32).expect("f32")), [one, two].concat());
     let (odd, _) = quantized(&ctx, tensor([3, 5], 1, &device));
-    assert!(Int8Weight::join(&[&odd, &odd]).expect("of one k").is_none());
+    assert!(QuantizedWeight::join(&ctx, &[&odd, &odd]).expect("of one k").is_none());
     let rounds = |threshold| first.clone().rounding(threshold);
-    assert!(Int8Weight::join(&[&rounds(6.0), &rounds(6.0)]).expect("of one k").is_some());
-    assert!(Int8Weight::join(&[&rounds(6.0), &rounds(0.0)]).expect("of one k").is_none());
-    let error = Int8Weight::join(&[&first, &odd]).expect_err("of two k");
+    assert!(
+        QuantizedWeight::join(&ctx, &[&rounds(6.0), &rounds(6.0)]).expect("of one k").is_some()
+    );
+    assert!(
+        QuantizedWeight::join(&ctx, &[&rounds(6.0), &rounds(0.0)]).expect("of one k").is_none()
+    );
+    let error = QuantizedWeight::join(&ctx, &[&first, &odd]).expect_err("of two k");
     assert!(matches!(error, OpError::Shape { .. }), "{error}");
-    assert!(matches!(Int8Weight::join(&[]), Err(OpError::Empty)));
+    assert!(matches!(QuantizedWeight::join(&ctx, &[]), Err(OpError::Empty)));
 }
 
 #[test]
@@ -109,8 +133,8 @@ fn what_multiplies_no_bytes_rounds_no_x() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let (weight, _) = quantized(&ctx, tensor([8, 16], 1, &device));
     let x = tensor::<2>([130, 16], 2, &device);
-    let run = |weight: &Int8Weight| {
-        values(int8_linear(&ctx, x.clone(), weight, Epilogue::default()).expect("valid"))
+    let run = |weight: &QuantizedWeight| {
+        values(quantized_linear(&ctx, x.clone(), weight, Epilogue::default()).expect("valid"))
     };
     assert_eq!(run(&weight), run(&weight.clone().rounding(0.0)));
 }
@@ -127,7 +151,7 @@ fn a_layer_of_burns_becomes_one_in_8_bits() {
     let dense = LinearConfig::new(24, 16).init(&device);
     let x = tensor::<3>([2, 3, 24], 1, &device);
     let want = values(dense.forward(x.clone()));
-    let layer = Int8Linear::of(&ctx, dense).expect("finite");
+    let layer = QuantizedLinear::quantize(&ctx, dense, WeightFormat::Int8).expect("finite");
     let have = layer.forward(x).expect("valid");
     assert_eq!(have.dims(), [2, 3, 16]);
     for (have, want) in values(have).iter().zip(&want) {
@@ -143,7 +167,7 @@ fn a_layer_of_burns_becomes_one_in_8_bits() {
 fn mistakes_are_errors() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let (weight, _) = quantized(&ctx, tensor([8, 16], 1, &device));
-    let run = |x: Tensor<2>, epilogue| int8_linear(&ctx, x, &weight, epilogue);
+    let run = |x: Tensor<2>, epilogue| quantized_linear(&ctx, x, &weight, epilogue);
     let x = || tensor::<2>([3, 16], 2, &device);
     let wrong = run(tensor([3, 15], 2, &device), Epilogue::default()).expect_err("another k");
     assert!(matches!(wrong, OpError::Depth { lhs_k: 15, rhs_k: 16, .. }), "{wrong}");
@@ -156,12 +180,12 @@ fn mistakes_are_errors() {
     let mut bad = tensor::<2>([8, 16], 1, &device).into_data().try_to_vec::<f32>().expect("f32");
     bad[77] = f32::NAN;
     let bad = Tensor::<2>::from_data(TensorData::new(bad, [8, 16]), &device);
-    let error = Int8Weight::quantize(&ctx, bad).expect_err("NaN");
+    let error = quantize(&ctx, bad).expect_err("NaN");
     assert!(matches!(error, OpError::Quantize(_)), "{error}");
     let short = Int8 { shape: [2, 3], codes: vec![0; 5].into(), scb: vec![1.0; 2].into() };
-    let error = Int8Weight::from_host(&short, &device).expect_err("5 of 6");
+    let error = uploaded(&ctx, &short, &device).expect_err("5 of 6");
     assert!(matches!(error, OpError::Shape { what: "codes", .. }), "{error}");
     let short = Int8 { shape: [2, 3], codes: vec![0; 6].into(), scb: vec![1.0; 1].into() };
-    let error = Int8Weight::from_host(&short, &device).expect_err("1 of 2");
-    assert!(matches!(error, OpError::Shape { what: "SCB", .. }), "{error}");
+    let error = uploaded(&ctx, &short, &device).expect_err("1 of 2");
+    assert!(matches!(error, OpError::Shape { what: "absmax", .. }), "{error}");
 }

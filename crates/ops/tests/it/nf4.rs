@@ -1,10 +1,10 @@
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::LinearConfig;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use ops::checkpoint::{Absmax, FourBit, Layout, QuantType};
+use ops::checkpoint::{Absmax, FourBit, Layout, NotStored, Weight};
 use ops::{
-    Activation, CodeBook, Ctx, Epilogue, Nf4Linear, Nf4Options, Nf4Weight, OpError, linear,
-    nf4_glu, nf4_linear,
+    Activation, Block, Ctx, Epilogue, OpError, QuantizedLinear, QuantizedWeight, Scales, Scheme,
+    WeightFormat, linear, quantized_glu, quantized_linear,
 };
 use reference::{Distribution, Matmul, fill, nf4};
 
@@ -20,8 +20,20 @@ fn product(m: usize, n: usize, k: usize) -> Matmul {
     )
 }
 
-fn quantized(ctx: &Ctx, weight: Tensor<2>) -> (Nf4Weight, Vec<f32>) {
-    let made = Nf4Weight::quantize(ctx, weight, Nf4Options::default()).expect("finite");
+/// A weight as files have it.
+fn stored(ctx: &Ctx, weight: &QuantizedWeight) -> FourBit<'static> {
+    let host = weight.to_host(ctx).expect("on the device");
+    let Ok(Weight::FourBit(stored)) = Weight::try_from(host) else { panic!("one weight") };
+    stored
+}
+
+fn uploaded(ctx: &Ctx, stored: &FourBit<'_>, device: &Device) -> Result<QuantizedWeight, OpError> {
+    let weight = Weight::FourBit(stored.clone());
+    QuantizedWeight::from_host(ctx, &weight.encoded().expect("4 bits"), device)
+}
+
+fn quantized(ctx: &Ctx, weight: Tensor<2>) -> (QuantizedWeight, Vec<f32>) {
+    let made = QuantizedWeight::quantize(ctx, weight, WeightFormat::Nf4).expect("finite");
     let dense = made.dequantize(ctx, FloatDType::F32).expect("f32");
     assert_eq!(dense.dims(), made.shape());
     (made, values(dense))
@@ -30,24 +42,25 @@ fn quantized(ctx: &Ctx, weight: Tensor<2>) -> (Nf4Weight, Vec<f32>) {
 #[test]
 fn a_weight_comes_back_as_files_have_it() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
-    for (shape, block_size, nested, book) in [
-        ([24, 40], 64, false, CodeBook::Nf4),
-        ([320, 64], 64, true, CodeBook::Nf4),
-        ([7, 13], 32, true, CodeBook::Fp4),
-        ([48, 512], 128, true, CodeBook::Nf4),
+    for (shape, block_size, nested, format) in [
+        ([24, 40], 64, false, WeightFormat::Nf4),
+        ([320, 64], 64, true, WeightFormat::Nf4),
+        ([7, 13], 32, true, WeightFormat::Fp4),
+        ([48, 512], 128, true, WeightFormat::Nf4),
     ] {
         let input = fill(3, shape.iter().product(), Distribution::Normal);
         let dense = Tensor::<2>::from_data(TensorData::new(input.clone(), shape), &device);
-        let options = Nf4Options { block_size, nested, book };
-        let made = Nf4Weight::quantize(&ctx, dense, options).expect("finite");
-        let host = made.to_host(&ctx).expect("one weight");
-        let (book, quant_type) = match book {
-            CodeBook::Nf4 => (reference::FourBit::Nf4, QuantType::Nf4),
-            CodeBook::Fp4 => (reference::FourBit::Fp4, QuantType::Fp4),
+        let scales = if nested { Scales::Nested } else { Scales::F32 };
+        let scheme = Scheme { format, block: Block::Elements(block_size), scales };
+        let made = QuantizedWeight::quantize(&ctx, dense, scheme).expect("finite");
+        let host = stored(&ctx, &made);
+        let book = match format {
+            WeightFormat::Nf4 => reference::FourBit::Nf4,
+            _ => reference::FourBit::Fp4,
         };
         let want = book.quantize(&input, block_size as usize).expect("finite");
         let Layout { shape: have, quant_type: of, .. } = &host.layout;
-        assert_eq!((&have[..], *of), (&shape[..], quant_type));
+        assert_eq!((&have[..], *of), (&shape[..], format));
         assert_eq!(host.quant_map[..], book.code_book());
         let wrong = book.disagreement(&input, block_size as usize, &host.codes, 2);
         assert_eq!(wrong.expect("as many codes"), None);
@@ -66,15 +79,15 @@ fn a_weight_comes_back_as_files_have_it() {
         let len = input.len();
         let meant =
             nf4::dequantize(&book.code_book(), &host.codes, &absmax, block_size as usize, len);
-        let again = Nf4Weight::from_host(&ctx, &host, &device).expect("as it was");
+        let again = uploaded(&ctx, &host, &device).expect("as it was");
         let dense = again.dequantize(&ctx, FloatDType::F32).expect("f32");
         assert_eq!(values(dense), meant.expect("as many"));
-        assert!(again.to_host(&ctx).expect("one weight") == host);
+        assert!(stored(&ctx, &again) == host);
         assert_eq!(again.bytes(), made.bytes());
         // A record holds it in this order too.
-        let empty = Nf4Weight::quantize(&ctx, Tensor::zeros(shape, &device), options);
+        let empty = QuantizedWeight::quantize(&ctx, Tensor::zeros(shape, &device), scheme);
         let loaded = empty.expect("finite").load_record(made.into_record());
-        assert!(loaded.to_host(&ctx).expect("one weight") == host);
+        assert!(stored(&ctx, &loaded) == host);
     }
 }
 
@@ -88,7 +101,7 @@ fn products_are_those_of_the_dense_weight() {
     let r = tensor::<3>([2, 3, n], 5, &device);
     let (xs, bs) = (values(x.clone()), values(b.clone()));
     let (gs, rs) = (values(g.clone()), values(r.clone()));
-    let out = nf4_linear(&ctx, x.clone(), &weight, Epilogue::default()).expect("valid");
+    let out = quantized_linear(&ctx, x.clone(), &weight, Epilogue::default()).expect("valid");
     assert_eq!(out.dims(), [2, 3, n]);
     let want = product(6, n, k).run(&xs, &dense, reference::Epilogue::NONE).expect("sizes");
     close(&values(out), &want, "bare");
@@ -99,7 +112,7 @@ fn products_are_those_of_the_dense_weight() {
         residual: Some(r),
         ..Epilogue::default()
     };
-    let out = nf4_linear(&ctx, x.clone(), &weight, epilogue.clone()).expect("valid");
+    let out = quantized_linear(&ctx, x.clone(), &weight, epilogue.clone()).expect("valid");
     let theirs = reference::Epilogue {
         norm: None,
         bias: Some(&bs),
@@ -112,7 +125,11 @@ fn products_are_those_of_the_dense_weight() {
     close(&values(out), &want, "all");
     // A view with other strides.
     let turned = Tensor::<3>::from_data(x.swap_dims(0, 2).into_data(), &device).swap_dims(0, 2);
-    close(&values(nf4_linear(&ctx, turned, &weight, epilogue).expect("valid")), &want, "strides");
+    close(
+        &values(quantized_linear(&ctx, turned, &weight, epilogue).expect("valid")),
+        &want,
+        "strides",
+    );
 }
 
 #[test]
@@ -122,7 +139,7 @@ fn weights_are_joined_and_gate_one_another() {
     let (n, k) = (64, 256);
     let (gate, gates) = quantized(&ctx, tensor([n, k], 1, &device));
     let (up, ups) = quantized(&ctx, tensor([n, k], 2, &device));
-    let both = Nf4Weight::join(&ctx, &[&gate, &up]).expect("whole groups");
+    let both = QuantizedWeight::join(&ctx, &[&gate, &up]).expect("of one k").expect("whole groups");
     assert_eq!(both.shape(), [2 * n, k]);
     let x = tensor::<2>([3, k], 3, &device);
     let (b, r) = (tensor::<1>([2 * n], 4, &device), tensor::<2>([3, n], 5, &device));
@@ -142,7 +159,7 @@ fn weights_are_joined_and_gate_one_another() {
         residual: Some(&rs),
     };
     let want = product(3, n, k).run(&xs, &gates, theirs).expect("sizes");
-    let out = nf4_glu(&ctx, x.clone(), &both, epilogue.clone()).expect("valid");
+    let out = quantized_glu(&ctx, x.clone(), &both, epilogue.clone()).expect("valid");
     close(&values(out), &want, "fused");
     // By ordinary ops, where a gradient is asked for.
     let tracked = Tensor::<2>::from_data(x.into_data(), &device.clone().autodiff()).require_grad();
@@ -152,7 +169,7 @@ fn weights_are_joined_and_gate_one_another() {
         residual: epilogue.residual.map(lifted),
         ..epilogue
     };
-    let out = nf4_glu(&ctx, tracked.clone(), &both, epilogue).expect("valid");
+    let out = quantized_glu(&ctx, tracked.clone(), &both, epilogue).expect("valid");
     close(&values(out.clone()), &want, "by ops");
     let gradient = values(tracked.grad(&out.sum().backward()).expect("x is tracked"));
     let sum = |at: usize, step: f32| {
@@ -168,16 +185,14 @@ fn weights_are_joined_and_gate_one_another() {
         assert!(off < 2e-3 * f64::from(largest), "{at}: {slope}, {} of {largest}", gradient[at]);
     }
 
-    let offsets = both.to_host(&ctx).expect_err("two offsets");
-    assert!(matches!(offsets, OpError::Joined));
+    let joined = both.to_host(&ctx).expect("on the device");
+    assert_eq!(Weight::try_from(joined), Err(NotStored::Offsets));
     let (small, _) = quantized(&ctx, tensor([n / 2, k], 1, &device));
-    let half = Nf4Weight::join(&ctx, &[&small, &gate]).expect_err("half a group");
-    assert!(matches!(half, OpError::Weight(_)), "{half}");
-    let options = Nf4Options { book: CodeBook::Fp4, ..Nf4Options::default() };
-    let other = Nf4Weight::quantize(&ctx, tensor([n, k], 1, &device), options).expect("finite");
-    let books = Nf4Weight::join(&ctx, &[&gate, &other]).expect_err("two books");
-    assert!(books.to_string().contains("books differ"), "{books}");
-    assert!(matches!(Nf4Weight::join(&ctx, &[]), Err(OpError::Empty)));
+    let join = |parts: &[&QuantizedWeight]| QuantizedWeight::join(&ctx, parts);
+    assert!(join(&[&small, &gate]).expect("of one k").is_none(), "half a group");
+    let other = QuantizedWeight::quantize(&ctx, tensor([n, k], 1, &device), WeightFormat::Fp4);
+    assert!(join(&[&gate, &other.expect("finite")]).expect("of one k").is_none(), "two books");
+    assert!(matches!(join(&[]), Err(OpError::Empty)));
 }
 
 #[test]
@@ -198,7 +213,7 @@ fn gradients_are_those_of_a_dense_layer() {
             let epilogue =
                 Epilogue { bias: Some(b.clone()), activation, gate, ..Epilogue::default() };
             let y = match quantized {
-                true => nf4_linear(&ctx, x.clone(), &weight, epilogue),
+                true => quantized_linear(&ctx, x.clone(), &weight, epilogue),
                 false => linear(&ctx, x.clone(), dense.clone().transpose(), epilogue),
             };
             let all = (y.expect("valid") * weights.clone()).sum().backward();
@@ -229,7 +244,7 @@ fn a_layer_of_burns_becomes_one_in_4_bits() {
     dense.bias = Some(Param::from_tensor(tensor([24], 3, &device)));
     let x = tensor::<2>([4, 72], 1, &device);
     let exact = values(dense.forward(x.clone()));
-    let layer = Nf4Linear::of(&ctx, dense, Nf4Options::default()).expect("finite");
+    let layer = QuantizedLinear::quantize(&ctx, dense, WeightFormat::Nf4).expect("finite");
     let weight = layer.weight.dequantize(&ctx, FloatDType::F32).expect("f32");
     let bias = values(layer.bias.as_ref().map(Param::val).expect("Burn's has one"));
     let epilogue = reference::Epilogue::bias(&bias);
@@ -256,8 +271,9 @@ fn what_is_no_weight_is_refused() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let quantize = |values: Vec<f32>, shape: [usize; 2], block_size| {
         let dense = Tensor::<2>::from_data(TensorData::new(values, shape), &device);
-        let options = Nf4Options { block_size, ..Nf4Options::default() };
-        Nf4Weight::quantize(&ctx, dense, options)
+        let block = Block::Elements(block_size);
+        let scheme = Scheme { block, ..WeightFormat::Nf4.scheme() };
+        QuantizedWeight::quantize(&ctx, dense, scheme)
     };
     for special in [f32::NAN, f32::INFINITY] {
         let error = quantize(vec![1.0, special], [1, 2], 64).expect_err("not finite");
@@ -265,14 +281,14 @@ fn what_is_no_weight_is_refused() {
     }
     assert!(matches!(quantize(vec![1.0; 96], [2, 48], 48), Err(OpError::Weight(_))));
     let weight = quantize(vec![1.0; 96], [2, 48], 64).expect("finite");
-    let host = weight.to_host(&ctx).expect("one weight");
+    let host = stored(&ctx, &weight);
     let short = FourBit { codes: host.codes[1..].to_vec().into(), ..host.clone() };
-    let error = Nf4Weight::from_host(&ctx, &short, &device).expect_err("47 bytes");
+    let error = uploaded(&ctx, &short, &device).expect_err("47 bytes");
     assert!(error.to_string().starts_with("codes has shape [47]"), "{error}");
     let absmax = Absmax::Plain(vec![1.0].into());
-    let error = Nf4Weight::from_host(&ctx, &FourBit { absmax, ..host }, &device);
+    let error = uploaded(&ctx, &FourBit { absmax, ..host }, &device);
     assert!(error.expect_err("one of two blocks").to_string().starts_with("absmax"));
-    let run = |x: Tensor<2>, epilogue| nf4_linear(&ctx, x, &weight, epilogue);
+    let run = |x: Tensor<2>, epilogue| quantized_linear(&ctx, x, &weight, epilogue);
     let x = || tensor::<2>([3, 48], 1, &device);
     assert!(matches!(
         run(tensor([3, 47], 1, &device), Epilogue::default()),
@@ -290,7 +306,7 @@ fn what_is_no_weight_is_refused() {
         let odd = quantize(vec![1.0; rows * 48], [rows, 48], 64).expect("finite");
         let tracked = Tensor::<2>::from_data(x().into_data(), &device.clone().autodiff());
         for x in [x(), tracked.require_grad()] {
-            let error = nf4_glu(&ctx, x, &odd, Epilogue::default()).expect_err("no halves");
+            let error = quantized_glu(&ctx, x, &odd, Epilogue::default()).expect_err("no halves");
             assert!(matches!(error, OpError::Matmul(_)), "{error}");
         }
     }

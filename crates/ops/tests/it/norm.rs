@@ -1,7 +1,7 @@
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use ops::{
-    Activation, Ctx, Epilogue, Int8Weight, Nf4Options, Nf4Weight, NormKind, NormWeights, OpError,
-    RowNorm, int8_linear, linear, matmul, nf4_glu, nf4_linear, norm, takes_norm,
+    Activation, Ctx, Epilogue, NormKind, NormWeights, OpError, QuantizedWeight, RowNorm,
+    WeightFormat, linear, matmul, norm, quantized_glu, quantized_linear, takes_norm,
 };
 use reference::{Distribution, Norm, NormOperands, NormRule, fill};
 
@@ -75,8 +75,9 @@ fn products_normalise_their_rows() {
     let (m, n, k) = (3, 64, 256);
     let x = tensor::<2>([m, k], 1, &device);
     let dense = tensor::<2>([n, k], 2, &device);
-    let four = Nf4Weight::quantize(&ctx, dense.clone(), Nf4Options::default()).expect("finite");
-    let eight = Int8Weight::quantize(&ctx, dense.clone()).expect("finite");
+    let quantize = |format| QuantizedWeight::quantize(&ctx, dense.clone(), format);
+    let all = WeightFormat::all().map(|format| (format, quantize(format).expect("finite")));
+    let all: Vec<_> = all.collect();
     for kind in KINDS.map(|(kind, _)| kind) {
         let weight = tensor::<1>([k], 3, &device);
         let with = NormWeights { weight: weight.clone(), bias: None };
@@ -96,13 +97,18 @@ fn products_normalise_their_rows() {
         check("a layer", &|x, e| linear(&ctx, x, dense.clone().transpose(), e).expect("valid"));
         let turned = Tensor::<2>::from_data(dense.clone().transpose().into_data(), &device);
         check("a weight in rows", &|x, e| matmul(&ctx, x, turned.clone(), e).expect("valid"));
-        check("4 bits", &|x, e| nf4_linear(&ctx, x, &four, e).expect("valid"));
-        check("4 bits, gated", &|x, e| nf4_glu(&ctx, x, &four, e).expect("valid"));
-        check("8 bits", &|x, e| int8_linear(&ctx, x, &eight, e).expect("valid"));
+        for (format, quantized) in &all {
+            let linear = |x, e| quantized_linear(&ctx, x, quantized, e).expect("valid");
+            check(format.name(), &linear);
+            if format.info().gated {
+                let glu = |x, e| quantized_glu(&ctx, x, quantized, e).expect("valid");
+                check(&format!("{format}, gated"), &glu);
+            }
+            assert!(!quantized.takes_norm(&ctx, &x, kind, false).expect("floats"));
+        }
 
         let taken = takes_norm(&ctx, &x, &dense.clone().transpose(), kind).expect("floats");
         assert!(!taken, "a CPU saves no launch");
-        assert!(!four.takes_norm(&ctx, &x, kind, false).expect("floats"));
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use quant::WeightFormat;
 use record::{Card, Record};
 use serde_json::Value;
 
@@ -124,7 +125,7 @@ pub(crate) fn dtype(params: &BTreeMap<String, Value>) -> String {
 pub(crate) fn precision(record: &Record) -> String {
     let dtype = dtype(&record.params);
     let weights = match record.op.as_str() {
-        "int8" | "nf4" => Some(record.op.as_str()),
+        op if op.parse::<WeightFormat>().is_ok() => Some(op),
         _ => record.params.get("quant").and_then(Value::as_str),
     };
     match weights {

@@ -1,7 +1,9 @@
 //! One product in several precisions, side by side.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
+use quant::WeightFormat;
 use record::Record;
 
 use super::format::{millis, precision};
@@ -9,8 +11,8 @@ use super::table::{Align, Table};
 
 /// A product has a row when it was measured in so many.
 const FEWEST: usize = 3;
-/// From the widest to the narrowest; those that begin alike stand together.
-const LADDER: [&str; 6] = ["f32", "tf32", "f16", "bf16", "int8", "nf4"];
+/// Dtypes from the widest to the narrowest; quantised weights follow, those with more bits first.
+const DTYPES: [&str; 4] = ["f32", "tf32", "f16", "bf16"];
 
 /// One row per product, one column per precision, medians. Where a product was measured twice in one precision, the
 /// first counts.
@@ -28,7 +30,7 @@ pub(crate) fn precisions(records: &[Record]) -> Table {
     let found: BTreeSet<&String> =
         order.iter().flat_map(|product| medians[product].keys()).collect();
     let mut columns: Vec<&String> = found.into_iter().collect();
-    columns.sort_by_key(|name| LADDER.iter().position(|step| name.starts_with(step)));
+    columns.sort_by_key(|name| place(name));
     let named = columns.iter().map(|name| (format!("{name} ms"), Align::Right));
     let mut table = Table::new([("product".to_owned(), Align::Left)].into_iter().chain(named));
     for product in &order {
@@ -39,13 +41,20 @@ pub(crate) fn precisions(records: &[Record]) -> Table {
     table
 }
 
+/// The place of a precision among columns; those that begin alike stand together.
+fn place(precision: &str) -> (usize, Option<Reverse<u32>>) {
+    let dtype = DTYPES.iter().position(|dtype| precision.starts_with(dtype));
+    let format = precision.split(' ').next().and_then(|name| name.parse::<WeightFormat>().ok());
+    (dtype.unwrap_or(DTYPES.len()), format.map(|format| Reverse(format.bits())))
+}
+
 /// What a product computes, whatever its precision: `4096x4096x4096 lhs=row rhs=col`.
 fn product(record: &Record) -> Option<String> {
     let mut params = record.params.clone();
     match record.op.as_str() {
         "matmul" => {}
         // The weight is `[n, k]`, as that of a linear layer.
-        "int8" | "nf4" => {
+        op if op.parse::<WeightFormat>().is_ok() => {
             params.retain(|name, _| !matches!(name.as_str(), "block_size" | "nested" | "order"));
             params.extend([("lhs", "row"), ("rhs", "col")].map(|(k, v)| (k.to_owned(), v.into())));
         }

@@ -27,10 +27,11 @@ use arch::{ArchProfile, DType, Device};
 use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
-use super::{NF4, Order, Weight, WeightBuffers};
+use super::{Order, Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
 use crate::nf4::code_shift;
@@ -52,23 +53,29 @@ pub enum CodeBook {
 }
 
 impl CodeBook {
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Nf4 => "nf4",
-            Self::Fp4 => "fp4",
+    /// The codebook of a 4-bit format.
+    pub const fn of(format: WeightFormat) -> Option<Self> {
+        match format {
+            WeightFormat::Nf4 => Some(Self::Nf4),
+            WeightFormat::Fp4 => Some(Self::Fp4),
+            _ => None,
         }
+    }
+
+    pub const fn format(self) -> WeightFormat {
+        match self {
+            Self::Nf4 => WeightFormat::Nf4,
+            Self::Fp4 => WeightFormat::Fp4,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        self.format().name()
     }
 
     /// What each code means.
     pub fn values(self) -> [f32; 16] {
-        match self {
-            Self::Nf4 => NF4,
-            Self::Fp4 => {
-                let magnitudes =
-                    [0.0, 0.0625 / 12.0, 8.0 / 12.0, 1.0, 4.0 / 12.0, 0.5, 2.0 / 12.0, 0.25];
-                std::array::from_fn(|i| if i < 8 { magnitudes[i] } else { 0.0 - magnitudes[i - 8] })
-            }
-        }
+        self.format().info().codebook.expect("4-bit formats have one")
     }
 }
 
@@ -465,9 +472,10 @@ mod tests {
         let nested = nested_values();
         assert!(nested.windows(2).all(|w| w[0] < w[1]));
         assert_eq!((nested[127], nested[255]), (0.0, 1.0));
-        assert!(NF4.windows(2).all(|w| w[0] < w[1]));
+        let nf4 = CodeBook::Nf4.values();
+        assert!(nf4.windows(2).all(|w| w[0] < w[1]));
         for (i, above) in NF4_ABOVE.into_iter().enumerate() {
-            assert!(NF4[i] < above && above < NF4[i + 1], "{i}");
+            assert!(nf4[i] < above && above < nf4[i + 1], "{i}");
         }
         let fp4 = CodeBook::Fp4.values();
         let mut below = 0.0;

@@ -68,7 +68,7 @@ const fn fp4_above(i: usize) -> (f32, u32) {
     FP4_ABOVE[i]
 }
 
-/// Midpoints of [`NF4`](crate::nf4::NF4) (bitsandbytes, `dQuantizeNF4`).
+/// Midpoints of NF4 (bitsandbytes, `dQuantizeNF4`).
 pub(super) const NF4_ABOVE: [f32; 15] = [
     -0.848_096_4,
     -0.610_632_9,

@@ -1,0 +1,347 @@
+//! The kernels of quantised weights behind Burn's dispatch. Formats are told apart in `kernels::quantized`.
+
+use arch::{DType, Device};
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{
+    Autodiff, AutodiffBackend, Backend, ExtensionType, TensorMetadata, backend_extension,
+};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::server::Handle;
+use kernels::matmul::{Activation, Epilogue};
+use kernels::norm::NormProblem;
+use kernels::quantized::{Launcher, Product, ProductOperands, Weight};
+use tune::Kernel;
+
+use super::backward::tracked;
+use crate::call::{Call, Optional, Parts, empty_like, float_of, launch, size_of};
+use crate::matmul::{MatmulOps, finish};
+use crate::norm::{NormOps, normalised};
+use crate::words::words_at;
+use crate::{Ctx, OpError};
+
+/// The buffers of a weight as integer tensors; in place of buffers that its format lacks, the codes again.
+#[derive(Clone, ExtensionType)]
+pub(crate) struct Words<B: Backend> {
+    codes: IntTensor<B>,
+    absmax: IntTensor<B>,
+    book: IntTensor<B>,
+    nested_book: IntTensor<B>,
+    scales: IntTensor<B>,
+}
+
+/// A product without its tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Spec {
+    pub(super) weight: Weight,
+    pub(super) dtype: DType,
+    pub(super) activation: Option<Activation>,
+    pub(super) glu: bool,
+    pub(super) norm: Option<NormProblem>,
+}
+
+/// A buffer that may lie in several orders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Buffer {
+    Codes,
+    Scales,
+}
+
+#[backend_extension(Cube, Autodiff)]
+pub(crate) trait QuantizedOps: NormOps {
+    /// x is `[m, k]`, and everything else that of a validated call.
+    fn multiply_quantized(
+        x: FloatTensor<Self>,
+        #[extension_type] words: Words<Self>,
+        #[extension_type] parts: Parts<Self>,
+        spec: Spec,
+        call: Call,
+    ) -> FloatTensor<Self>;
+
+    /// The dense weight `[n, k]`.
+    fn dequantize_weight(
+        #[extension_type] words: Words<Self>,
+        weight: Weight,
+        dtype: DType,
+        call: Call,
+    ) -> FloatTensor<Self>;
+
+    /// `values` as `weight`, which lies in rows.
+    fn quantize_weight(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self>;
+
+    /// Two weights as one, the rows of the second last.
+    fn join_weights(
+        #[extension_type] first: Words<Self>,
+        #[extension_type] second: Words<Self>,
+        weights: [Weight; 2],
+        call: Call,
+    ) -> Words<Self>;
+
+    /// A buffer of the first weight as that of the second, the same weight in another order.
+    fn reorder_weight(
+        tensor: IntTensor<Self>,
+        buffer: Buffer,
+        weights: [Weight; 2],
+        call: Call,
+    ) -> IntTensor<Self>;
+}
+
+impl<B: Backend> Words<B> {
+    /// Takes the buffers of a weight in order.
+    pub(super) fn new(buffers: Vec<IntTensor<B>>) -> Self {
+        let mut buffers = buffers.into_iter();
+        let codes = buffers.next().expect("every weight has codes");
+        let mut next = || buffers.next().unwrap_or_else(|| codes.clone());
+        let [absmax, book, nested_book, scales] = [next(), next(), next(), next()];
+        Self { codes, absmax, book, nested_book, scales }
+    }
+
+    /// The buffers that `weight` has, in order.
+    pub(super) fn buffers(self, weight: &Weight) -> Vec<IntTensor<B>> {
+        let Self { codes, absmax, book, nested_book, scales } = self;
+        let all = [codes, absmax, book, nested_book, scales];
+        all.into_iter().take(weight.buffer_bytes().len()).collect()
+    }
+}
+
+impl Words<CubeBackend> {
+    fn handles(self, weight: &Weight) -> Vec<Handle> {
+        self.buffers(weight).into_iter().map(|tensor| into_contiguous(tensor).handle).collect()
+    }
+
+    /// The buffers of `weight`, on the device of `like`.
+    fn from_handles(handles: Vec<Handle>, weight: &Weight, like: &CubeTensor) -> Self {
+        let tensor = |(handle, bytes): (_, u64)| words_at(handle, bytes.div_ceil(4), like);
+        Self::new(handles.into_iter().zip(weight.buffer_bytes()).map(tensor).collect())
+    }
+}
+
+impl Launcher for Ctx {
+    type Error = OpError;
+
+    fn launch<K: Kernel>(
+        &self,
+        device: &Device,
+        problem: &K::Problem,
+        operands: &K::Operands,
+    ) -> Result<(), OpError> {
+        let config = self.config::<K>(device, problem)?;
+        let scratch = K::scratch(device, problem, &config);
+        launch::<K>(device, problem, &config, operands, scratch.as_ref());
+        Ok(())
+    }
+}
+
+impl QuantizedOps for CubeBackend {
+    fn multiply_quantized(
+        x: CubeTensor,
+        words: Words<Self>,
+        parts: Parts<Self>,
+        spec: Spec,
+        call: Call,
+    ) -> CubeTensor {
+        let x = into_contiguous(x);
+        let m = x.meta.shape()[0];
+        let n = spec.weight.shape()[0] as usize / if spec.glu { 2 } else { 1 };
+        let out = empty_like(&x, [m, n], spec.dtype);
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let epilogue = Epilogue {
+                bias: parts.bias.is_present(),
+                activation: spec.activation,
+                gate: parts.gate.is_present(),
+                residual: parts.residual.is_present(),
+            };
+            let norm = spec.norm.map(|norm| norm.kind);
+            let (m, dtype, glu) = (size_of(m)?, spec.dtype, spec.glu);
+            let mut product = Product { m, dtype, epilogue, glu, norm };
+            let takes = norm.is_none() || spec.weight.takes_norm(device.profile(), &product)?;
+            let (x, parts, norm) = if takes {
+                let norm = parts.norm_buffers(spec.norm);
+                (x, parts, norm)
+            } else {
+                product.norm = None;
+                let (x, parts) = normalised(x, parts, spec.norm, &call);
+                (x, parts, None)
+            };
+            let operands = ProductOperands {
+                x: x.handle.clone(),
+                weight: words.handles(&spec.weight),
+                out: out.handle.clone(),
+                epilogue: parts.buffers(),
+                norm,
+            };
+            spec.weight.multiply(&call.ctx, &device, &product, operands)
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+
+    fn dequantize_weight(
+        words: Words<Self>,
+        weight: Weight,
+        dtype: DType,
+        call: Call,
+    ) -> CubeTensor {
+        let shape = weight.shape().map(|size| size as usize);
+        let out = empty_like(&words.codes, shape, dtype);
+        let launched = call.ctx.device(&out.device).and_then(|device| {
+            let buffers = words.handles(&weight);
+            weight.dequantize(&call.ctx, &device, &buffers, &out.handle, dtype)
+        });
+        if let Err(e) = launched {
+            call.fail(e);
+        }
+        out
+    }
+
+    fn quantize_weight(values: CubeTensor, weight: Weight, call: Call) -> Words<Self> {
+        let values = into_contiguous(values);
+        let dtype = float_of(values.dtype).expect("validated");
+        let made = call
+            .ctx
+            .device(&values.device)
+            .and_then(|device| Ok(weight.quantize(&device, &values.handle, dtype)?));
+        match made {
+            Ok(handles) => Words::from_handles(handles, &weight, &values),
+            Err(e) => {
+                call.fail(e);
+                // Never seen: the caller asks for the failure first.
+                Words::new(vec![empty_like(&values, [0], DType::F32)])
+            }
+        }
+    }
+
+    fn join_weights(
+        first: Words<Self>,
+        second: Words<Self>,
+        weights: [Weight; 2],
+        call: Call,
+    ) -> Words<Self> {
+        let [one, two] = &weights;
+        let made = call.ctx.device(&first.codes.device).and_then(|device| {
+            let buffers = (first.clone().handles(one), second.handles(two));
+            let joined = Weight::joined([one, two])?;
+            Ok((joined, Weight::join(&device, [(one, &buffers.0), (two, &buffers.1)])?))
+        });
+        match made {
+            Ok((weight, handles)) => Words::from_handles(handles, &weight, &first.codes),
+            Err(e) => {
+                call.fail(e);
+                first
+            }
+        }
+    }
+
+    fn reorder_weight(
+        tensor: CubeTensor,
+        buffer: Buffer,
+        [from, to]: [Weight; 2],
+        call: Call,
+    ) -> CubeTensor {
+        let tensor = into_contiguous(tensor);
+        match call.ctx.device(&tensor.device) {
+            Ok(device) => {
+                let index = buffer as usize;
+                let made = from.reorder(&device, &to, index, &tensor.handle);
+                words_at(made, to.buffer_bytes()[index].div_ceil(4), &tensor)
+            }
+            Err(e) => {
+                call.fail(e);
+                tensor
+            }
+        }
+    }
+}
+
+impl<B: QuantizedOps + MatmulOps, C: CheckpointStrategy> QuantizedOps for Autodiff<B, C> {
+    fn multiply_quantized(
+        x: FloatTensor<Self>,
+        words: Words<Self>,
+        parts: Parts<Self>,
+        spec: Spec,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        if ![&x].into_iter().chain(parts.tensors()).any(|t| t.is_tracked()) {
+            let (x, words, parts) = (Self::inner(x), inner_words(words), parts.map(Self::inner));
+            return Self::from_inner(B::multiply_quantized(x, words, parts, spec, call));
+        }
+        let (x, parts) = normalised(x, parts, spec.norm, &call);
+        let spec = Spec { norm: None, ..spec };
+        let Parts { bias, gate, residual, .. } = parts;
+        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
+        if spec.glu || spec.activation.is_some() || gate.is_some() || residual.is_some() {
+            let bare = Spec { activation: None, glu: false, ..spec };
+            let sum = Self::multiply_quantized(x, words, Parts::bias(bias), bare, call);
+            return finish_gated::<Self>(sum, gate, residual, &spec);
+        }
+        tracked::<B, C>(x, bias, inner_words(words), spec, call)
+    }
+
+    fn dequantize_weight(
+        words: Words<Self>,
+        weight: Weight,
+        dtype: DType,
+        call: Call,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::dequantize_weight(inner_words(words), weight, dtype, call))
+    }
+
+    fn quantize_weight(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self> {
+        outer_words(B::quantize_weight(Self::inner(values), weight, call))
+    }
+
+    fn join_weights(
+        first: Words<Self>,
+        second: Words<Self>,
+        weights: [Weight; 2],
+        call: Call,
+    ) -> Words<Self> {
+        outer_words(B::join_weights(inner_words(first), inner_words(second), weights, call))
+    }
+
+    fn reorder_weight(
+        tensor: IntTensor<Self>,
+        buffer: Buffer,
+        weights: [Weight; 2],
+        call: Call,
+    ) -> IntTensor<Self> {
+        B::reorder_weight(tensor, buffer, weights, call)
+    }
+}
+
+fn inner_words<B: Backend, C: CheckpointStrategy>(words: Words<Autodiff<B, C>>) -> Words<B> {
+    let Words { codes, absmax, book, nested_book, scales } = words;
+    Words { codes, absmax, book, nested_book, scales }
+}
+
+fn outer_words<B: Backend, C: CheckpointStrategy>(words: Words<B>) -> Words<Autodiff<B, C>> {
+    let Words { codes, absmax, book, nested_book, scales } = words;
+    Words { codes, absmax, book, nested_book, scales }
+}
+
+/// The rest of an epilogue, by ordinary ops; `sum` has the columns of both matrices of two.
+fn finish_gated<B: Backend>(
+    sum: FloatTensor<B>,
+    gate: Option<FloatTensor<B>>,
+    residual: Option<FloatTensor<B>>,
+    spec: &Spec,
+) -> FloatTensor<B> {
+    if !spec.glu {
+        return finish::<B>(sum, spec.activation, gate, residual);
+    }
+    let [m, both] = [sum.shape()[0], sum.shape()[1]];
+    let half = |from: usize| {
+        let slices = [(0..m).into(), (from..from + both / 2).into()];
+        B::float_slice(sum.clone(), &slices)
+    };
+    let first = finish::<B>(half(0), spec.activation, gate, None);
+    let out = B::float_mul(first, half(both / 2));
+    match residual {
+        Some(residual) => B::float_add(out, residual),
+        None => out,
+    }
+}

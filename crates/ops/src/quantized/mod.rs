@@ -1,0 +1,352 @@
+//! Frozen weights in a quantised format, multiplied with as they are.
+//!
+//! ```text
+//!   y = residual + gate · activation(x · wᵀ + bias)          dx = (dout) · w      w has no gradient
+//! ```
+//!
+//! A backward pass makes one dense weight at a time and keeps none: what is saved for it are the codes. On a device the
+//! codes lie in the order that it multiplies fastest; [`QuantizedWeight::to_host`] returns them in the order of files.
+
+mod backward;
+mod dispatch;
+mod linear;
+
+use arch::DType;
+use burn::backend::Dispatch;
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
+use checkpoint::Encoded;
+use kernels::nf4::InvalidWeight;
+use kernels::norm::NormKind;
+use kernels::quantized::{Product, Weight};
+use quant::Scheme;
+
+pub use linear::{
+    QuantizedLinear, quantized_glu, quantized_glu_memory, quantized_linear, quantized_linear_memory,
+};
+
+use self::dispatch::{Buffer, QuantizedOps, Words};
+use crate::call::{Call, cube_of, float_of, on_cubecl, size_of};
+use crate::words::{download, upload};
+use crate::{Ctx, OpError};
+
+/// A quantised weight `[n, k]` on a device. It has no gradient; clones share its memory.
+///
+/// As a Burn module it has integer parameters alone, which optimisers pass by.
+#[derive(Module, Debug)]
+pub struct QuantizedWeight {
+    /// Words of codes.
+    codes: Param<Tensor<1, Int>>,
+    /// Words of scales, one a block or row.
+    absmax: Param<Tensor<1, Int>>,
+    /// Words of f32: what the codes mean, where the format has a codebook.
+    book: Option<Param<Tensor<1, Int>>>,
+    /// Words of 256 f32, and of pairs of scale and offset, where absmax is nested.
+    nested_book: Option<Param<Tensor<1, Int>>>,
+    scales: Option<Param<Tensor<1, Int>>>,
+    #[module(skip)]
+    weight: Weight,
+    /// Type of the values before they were quantised.
+    #[module(skip)]
+    dtype: DType,
+}
+
+impl QuantizedWeight {
+    /// Quantises `weight` on its device.
+    ///
+    /// # Shapes
+    /// weight `[n, k]`: transposed from Burn's `Linear`, as checkpoints have it.
+    ///
+    /// # Errors
+    /// A block that the format does not have, infinities or NaN, a device without our kernels.
+    pub fn quantize(
+        ctx: &Ctx,
+        weight: Tensor<2>,
+        scheme: impl Into<Scheme>,
+    ) -> Result<Self, OpError> {
+        let device = weight.device();
+        on_cubecl(&device)?;
+        let dtype = float_of(weight.dtype())?;
+        let target = target(&weight.dims(), scheme.into())?;
+        let call = Call::of(ctx);
+        let words = <Dispatch as QuantizedOps>::quantize_weight(
+            weight.into_dispatch(),
+            target,
+            call.clone(),
+        );
+        match call.failed() {
+            None => Self::from_words(ctx, words, target, dtype).in_best_order(ctx, &device),
+            Some(e) => Err(e),
+        }
+    }
+
+    /// Uploads a weight of a checkpoint.
+    ///
+    /// # Errors
+    /// A weight that is not a matrix, lengths that do not fit its shape, a device without our kernels.
+    pub fn from_host(ctx: &Ctx, host: &Encoded<'_>, device: &Device) -> Result<Self, OpError> {
+        on_cubecl(device)?;
+        let weight = target(&host.shape, host.scheme)?;
+        let lengths = weight.buffer_bytes();
+        if host.buffers.len() != lengths.len() {
+            let (have, need) = (vec![host.buffers.len()], vec![lengths.len()]);
+            return Err(OpError::Shape { what: "buffers", have, need });
+        }
+        for ((what, buffer), need) in NAMES.into_iter().zip(&host.buffers).zip(lengths) {
+            if buffer.len() as u64 != need {
+                let (have, need) = (vec![buffer.len()], vec![need as usize]);
+                return Err(OpError::Shape { what, have, need });
+            }
+        }
+        let buffers = host.buffers.iter().map(|buffer| upload(buffer, device)).collect();
+        Self::from_tensors(ctx, buffers, weight, host.dtype).in_best_order(ctx, device)
+    }
+
+    /// The weight as files have it, whatever its order on the device.
+    ///
+    /// # Errors
+    /// [`OpError::Device`].
+    pub fn to_host(&self, ctx: &Ctx) -> Result<Encoded<'static>, OpError> {
+        let rows = self.reordered(ctx, self.weight.in_rows())?;
+        let mut buffers = Vec::new();
+        for (param, bytes) in rows.params().into_iter().zip(rows.weight.buffer_bytes()) {
+            let mut buffer = download(param)?;
+            buffer.truncate(bytes as usize);
+            buffers.push(buffer.into());
+        }
+        let (scheme, shape) = (self.weight.scheme(), self.shape().to_vec());
+        Ok(Encoded { scheme, dtype: self.dtype, shape, buffers })
+    }
+
+    /// The dense weight `[n, k]`.
+    ///
+    /// # Errors
+    /// A dtype that no weight is made of.
+    pub fn dequantize(&self, ctx: &Ctx, dtype: FloatDType) -> Result<Tensor<2>, OpError> {
+        let (call, out) = (Call::of(ctx), float_of(dtype.into())?);
+        let dense = <Dispatch as QuantizedOps>::dequantize_weight(
+            self.words(),
+            self.weight,
+            out,
+            call.clone(),
+        );
+        call.failed().map_or_else(|| Ok(Tensor::from_dispatch(dense)), Err)
+    }
+
+    /// Weights of one k as one, their rows one after the other: a launch for the projections of queries, keys and values,
+    /// or for [`quantized_glu`]. None where they cannot be one: where formats, blocks or roundings of x differ, or where a
+    /// word, a block or a nested group would hold elements of two.
+    ///
+    /// # Errors
+    /// [`OpError::Empty`] of nothing; k that differ; a device that fails.
+    pub fn join(ctx: &Ctx, parts: &[&Self]) -> Result<Option<Self>, OpError> {
+        let Some((first, rest)) = parts.split_first() else { return Err(OpError::Empty) };
+        let mut joined = (*first).clone();
+        for part in rest {
+            let [have, need] = [part.shape(), first.shape()];
+            if have[1] != need[1] {
+                let (have, need) = (have.to_vec(), need.to_vec());
+                return Err(OpError::Shape { what: "a weight to be joined", have, need });
+            }
+            let Ok(weight) = Weight::joined([&joined.weight, &part.weight]) else {
+                return Ok(None);
+            };
+            let weights = [joined.weight, part.weight];
+            let call = Call::of(ctx);
+            let (one, two) = (joined.words(), part.words());
+            let both = <Dispatch as QuantizedOps>::join_weights(one, two, weights, call.clone());
+            match call.failed() {
+                None => joined = Self::from_words(ctx, both, weight, first.dtype),
+                Some(OpError::Weight(InvalidWeight::Join { .. })) => return Ok(None),
+                Some(e) => return Err(e),
+            }
+        }
+        Ok(Some(joined))
+    }
+
+    /// The weight whose products round x to a byte an element and a scale a row, except columns with a value of `threshold`
+    /// and above, none of them if it is 0, wherever bytes multiply faster: int8 on CUDA, k a multiple of 16, 128 rows and
+    /// more. Other products and formats multiply x as it is.
+    #[must_use]
+    pub fn rounding(self, threshold: f32) -> Self {
+        Self { weight: self.weight.rounding(threshold), ..self }
+    }
+
+    /// `[n, k]`.
+    pub const fn shape(&self) -> [usize; 2] {
+        let [n, k] = self.weight.shape();
+        [n as usize, k as usize]
+    }
+
+    /// Its format, with its block and its scales.
+    pub fn scheme(&self) -> Scheme {
+        self.weight.scheme()
+    }
+
+    /// True if [`quantized_glu`] takes it as two matrices of one height.
+    pub fn is_gated(&self) -> bool {
+        self.weight.check_gated(true).is_ok()
+    }
+
+    /// Whether [`quantized_linear`], or with `glu` [`quantized_glu`], normalises rows `x` in the launch that multiplies
+    /// them. Where it does not, several products of the same rows share one [`norm`](crate::norm()).
+    ///
+    /// # Errors
+    /// Dtypes that are not multiplied, a device without our kernels.
+    pub fn takes_norm(
+        &self,
+        ctx: &Ctx,
+        x: &Tensor<2>,
+        kind: NormKind,
+        glu: bool,
+    ) -> Result<bool, OpError> {
+        let device = ctx.device(&cube_of(&x.device())?)?;
+        let (m, dtype) = (size_of(x.dims()[0])?, float_of(x.dtype())?);
+        let product = Product { m, dtype, epilogue: Default::default(), glu, norm: Some(kind) };
+        Ok(self.weight.takes_norm(device.profile(), &product)?)
+    }
+
+    /// Bytes on the device.
+    pub const fn bytes(&self) -> u64 {
+        self.weight.bytes()
+    }
+
+    /// Its codes, in words, as they lie on the device.
+    pub fn codes(&self) -> Tensor<1, Int> {
+        self.codes.val()
+    }
+
+    /// A weight of its buffers. In a record codes and scales lie as files have them, so that a module whose weights lie
+    /// otherwise can load it.
+    fn from_tensors(ctx: &Ctx, buffers: Vec<Tensor<1, Int>>, weight: Weight, dtype: DType) -> Self {
+        let frozen = |tensor: Tensor<1, Int>| Param::initialized(ParamId::new(), tensor);
+        let ordered = |tensor, buffer: Buffer| {
+            let (save, load) = (ctx.clone(), ctx.clone());
+            let turned = |made: Result<_, OpError>| {
+                made.unwrap_or_else(|e| panic!("a record has no place for an error: {e}"))
+            };
+            let rows = weight.in_rows();
+            frozen(tensor)
+                .save_mapper(move |t| {
+                    let rows = turned(reorder(&save, t, buffer, weight, rows));
+                    if buffer == Buffer::Scales { padded(rows, &weight) } else { rows }
+                })
+                .load_mapper(move |t| turned(reorder(&load, t, buffer, rows, weight)))
+        };
+        let mut buffers = buffers.into_iter();
+        let mut next = || buffers.next();
+        let first = "every weight has codes and scales";
+        Self {
+            codes: ordered(next().expect(first), Buffer::Codes),
+            absmax: ordered(padded(next().expect(first), &weight), Buffer::Scales),
+            book: next().map(frozen),
+            nested_book: next().map(frozen),
+            scales: next().map(frozen),
+            weight,
+            dtype,
+        }
+    }
+
+    fn from_words(ctx: &Ctx, words: Words<Dispatch>, weight: Weight, dtype: DType) -> Self {
+        let tensors = words.buffers(&weight).into_iter().map(Tensor::from_dispatch);
+        Self::from_tensors(ctx, tensors.collect(), weight, dtype)
+    }
+
+    /// Its buffers, in order.
+    fn params(&self) -> Vec<&Param<Tensor<1, Int>>> {
+        let rest = [&self.book, &self.nested_book, &self.scales];
+        let rest = rest.into_iter().flat_map(Option::as_ref);
+        [&self.codes, &self.absmax].into_iter().chain(rest).collect()
+    }
+
+    fn words(&self) -> Words<Dispatch> {
+        let tensors = self.params().into_iter().map(|param| param.val().into_dispatch());
+        Words::new(tensors.collect())
+    }
+
+    fn in_best_order(self, ctx: &Ctx, device: &Device) -> Result<Self, OpError> {
+        let device = ctx.device(&cube_of(device)?)?;
+        self.reordered(ctx, self.weight.in_best_order(device.profile()))
+    }
+
+    fn reordered(&self, ctx: &Ctx, to: Weight) -> Result<Self, OpError> {
+        if self.weight == to {
+            return Ok(self.clone());
+        }
+        let mut buffers: Vec<_> = self.params().into_iter().map(Param::val).collect();
+        for (buffer, tensor) in [Buffer::Codes, Buffer::Scales].into_iter().zip(&mut buffers) {
+            *tensor = reorder(ctx, tensor.clone(), buffer, self.weight, to)?;
+        }
+        Ok(Self::from_tensors(ctx, buffers, to, self.dtype))
+    }
+}
+
+/// Buffers in the order of [`Encoded`], as errors name them.
+const NAMES: [&str; 5] = ["codes", "absmax", "quant_map", "nested_quant_map", "nested_absmax"];
+
+/// Scales with as many words as the weight has of them in any order, so that a record fits a module of each.
+fn padded(scales: Tensor<1, Int>, weight: &Weight) -> Tensor<1, Int> {
+    let missing = weight.scale_words() as usize - scales.dims()[0];
+    if missing == 0 {
+        return scales;
+    }
+    let zeros = Tensor::zeros([missing], (&scales.device(), burn::tensor::DType::I32));
+    Tensor::cat(vec![scales, zeros], 0)
+}
+
+/// Codes or scales of a weight in another order.
+fn reorder(
+    ctx: &Ctx,
+    tensor: Tensor<1, Int>,
+    buffer: Buffer,
+    from: Weight,
+    to: Weight,
+) -> Result<Tensor<1, Int>, OpError> {
+    if from == to {
+        return Ok(tensor);
+    }
+    let (call, tensor) = (Call::of(ctx), tensor.into_dispatch());
+    let made = <Dispatch as QuantizedOps>::reorder_weight(tensor, buffer, [from, to], call.clone());
+    call.failed().map_or_else(|| Ok(Tensor::from_dispatch(made)), Err)
+}
+
+/// The weight of a shape, its codes row by row.
+fn target(shape: &[usize], scheme: Scheme) -> Result<Weight, OpError> {
+    let &[n, k] = shape else { return Err(OpError::NoMatrix(shape.to_vec())) };
+    Ok(Weight::new([size_of(n)?, size_of(k)?], scheme)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Distribution;
+    use quant::{Block, WeightFormat};
+
+    use super::*;
+    use crate::words::words_of;
+
+    #[test]
+    fn a_record_does_not_depend_on_the_order_of_its_weight() {
+        let (device, ctx) = (Device::cpu(), Ctx::default());
+        let scheme = Scheme { block: Block::Elements(128), ..WeightFormat::Nf4.scheme() };
+        let make = || {
+            let dense = Tensor::<2>::random([32, 512], Distribution::Default, &device);
+            QuantizedWeight::quantize(&ctx, dense, scheme).expect("finite")
+        };
+        let card = arch::ArchProfile::recorded("rtx4090").expect("recorded");
+        let ordered = |weight: QuantizedWeight| {
+            weight.reordered(&ctx, weight.weight.in_best_order(&card)).expect("whole tiles")
+        };
+        let rows = make();
+        assert_eq!(rows.weight, rows.weight.in_rows());
+        let host = rows.to_host(&ctx).expect("on the device");
+        let tiles = ordered(rows.clone());
+        assert!(words_of(tiles.codes.val()).ok() != words_of(rows.codes.val()).ok());
+        assert!(tiles.to_host(&ctx).expect("on the device") == host);
+        let loaded = make().load_record(tiles.clone().into_record());
+        assert!(loaded.to_host(&ctx).expect("on the device") == host);
+        let loaded = ordered(make()).load_record(rows.into_record());
+        assert!(loaded.to_host(&ctx).expect("on the device") == host);
+        let loaded = ordered(make()).load_record(tiles.into_record());
+        assert!(loaded.to_host(&ctx).expect("on the device") == host);
+    }
+}

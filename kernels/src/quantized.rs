@@ -1,0 +1,372 @@
+//! Weights of any format, for callers that do not read their bits: the one place that tells formats apart.
+//!
+//! A weight is a [`Weight`], its shape and scheme, and its buffers in the order of `checkpoint::Encoded`: codes, scales,
+//! the codebook if the format has one, and of nested scales their codebook and `[groups, 2]` f32.
+
+use arch::{ArchProfile, DType, Device};
+use cubecl::server::Handle;
+use quant::{Block, Scales, Scheme, WeightFormat};
+use tune::Kernel;
+
+use crate::int8::{self, Activations, Int8Dequantize, Int8Matmul};
+use crate::matmul::{Epilogue, EpilogueBuffers, InvalidMatmul, NormBuffers};
+use crate::nf4::{self, CodeBook, InvalidWeight, Nf4Dequantize, Nf4Matmul, Order, QuantizeError};
+use crate::norm::NormKind;
+
+/// Launches kernels by configs of its own choice.
+pub trait Launcher {
+    type Error: From<InvalidMatmul>;
+
+    /// Launches `problem` by the config that the caller has for it.
+    ///
+    /// # Errors
+    /// No config for the problem.
+    fn launch<K: Kernel>(
+        &self,
+        device: &Device,
+        problem: &K::Problem,
+        operands: &K::Operands,
+    ) -> Result<(), Self::Error>;
+}
+
+/// A quantised weight `[n, k]` without its buffers. Build it with [`Weight::new`], which checks it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Weight(Kind);
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    FourBit { weight: nf4::Weight, book: CodeBook },
+    Int8 { weight: int8::Weight, activations: Option<Activations> },
+}
+
+/// A matmul with a quantised weight: `y = epilogue(x · wᵀ)`, x `[m, k]`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Product {
+    pub m: u32,
+    /// Type of x, bias and y: f32, f16 or bf16.
+    pub dtype: DType,
+    pub epilogue: Epilogue,
+    /// True if the first half of the weight's rows gates the second.
+    pub glu: bool,
+    /// A norm of the rows of x, where [`Weight::takes_norm`].
+    pub norm: Option<NormKind>,
+}
+
+/// Device buffers of one product.
+#[derive(Debug, Clone)]
+pub struct ProductOperands {
+    pub x: Handle,
+    pub weight: Vec<Handle>,
+    pub out: Handle,
+    pub epilogue: EpilogueBuffers,
+    /// That of the product's norm.
+    pub norm: Option<NormBuffers>,
+}
+
+impl Weight {
+    /// A weight whose codes lie row after row, as in files.
+    ///
+    /// # Errors
+    /// A size of 0, a block that the format does not have, more elements than are addressed.
+    pub fn new([n, k]: [u32; 2], scheme: Scheme) -> Result<Self, InvalidWeight> {
+        let Scheme { format, block, scales } = scheme;
+        if !format.info().has_options && scheme != format.scheme() {
+            return Err(InvalidWeight::Scheme(format));
+        }
+        Ok(Self(match (CodeBook::of(format), block) {
+            (Some(book), Block::Elements(block_size)) => {
+                let nested = scales == Scales::Nested;
+                Kind::FourBit { weight: nf4::Weight::new(n, k, block_size, nested)?, book }
+            }
+            (Some(_), Block::Row) => return Err(InvalidWeight::Scheme(format)),
+            (None, _) => Kind::Int8 { weight: int8::Weight::new(n, k)?, activations: None },
+        }))
+    }
+
+    /// `[n, k]`.
+    pub const fn shape(&self) -> [u32; 2] {
+        match self.0 {
+            Kind::FourBit { weight, .. } => [weight.n, weight.k],
+            Kind::Int8 { weight, .. } => [weight.n, weight.k],
+        }
+    }
+
+    pub fn scheme(&self) -> Scheme {
+        match self.0 {
+            Kind::FourBit { weight, book } => Scheme {
+                format: book.format(),
+                block: Block::Elements(weight.block_size),
+                scales: if weight.nested { Scales::Nested } else { Scales::F32 },
+            },
+            Kind::Int8 { .. } => WeightFormat::Int8.scheme(),
+        }
+    }
+
+    /// Bytes of all buffers.
+    pub const fn bytes(&self) -> u64 {
+        match self.0 {
+            Kind::FourBit { weight, .. } => weight.bytes(),
+            Kind::Int8 { weight, .. } => weight.bytes(),
+        }
+    }
+
+    /// Bytes that each buffer uses; buffers are whole words.
+    pub fn buffer_bytes(&self) -> Vec<u64> {
+        match self.0 {
+            Kind::FourBit { weight, .. } => {
+                let absmax = weight.absmax_len() * if weight.nested { 1 } else { 4 };
+                let nested = [256 * 4, weight.groups() * 8].into_iter().filter(|_| weight.nested);
+                [weight.len().div_ceil(2), absmax, 16 * 4].into_iter().chain(nested).collect()
+            }
+            Kind::Int8 { weight, .. } => vec![weight.len(), u64::from(weight.n) * 4],
+        }
+    }
+
+    /// The weight in the order that the device multiplies fastest.
+    #[must_use]
+    pub fn in_best_order(self, arch: &ArchProfile) -> Self {
+        match self.0 {
+            Kind::FourBit { weight, book } if arch.inline_ptx() => {
+                let weight = weight.ordered(Order::Tiles).unwrap_or(weight);
+                Self(Kind::FourBit { weight, book })
+            }
+            _ => self,
+        }
+    }
+
+    /// The weight in the order of files.
+    #[must_use]
+    pub const fn in_rows(self) -> Self {
+        match self.0 {
+            Kind::FourBit { weight, book } => {
+                let weight = nf4::Weight { order: Order::Rows, ..weight };
+                Self(Kind::FourBit { weight, book })
+            }
+            Kind::Int8 { .. } => self,
+        }
+    }
+
+    /// Words of the scales that both orders fit in: a record of one order is loaded in the other.
+    pub fn scale_words(&self) -> u64 {
+        let words = |weight: nf4::Weight| weight.absmax_bytes() / 4;
+        match self.0 {
+            Kind::FourBit { weight, .. } => {
+                words(weight).max(words(weight.ordered(Order::Tiles).unwrap_or(weight)))
+            }
+            Kind::Int8 { weight, .. } => weight.n.into(),
+        }
+    }
+
+    /// Makes buffer `index`, codes or scales, of this weight lie as that of `to`, the same weight in another order.
+    pub fn reorder(&self, device: &Device, to: &Self, index: usize, from: &Handle) -> Handle {
+        match (self.0, to.0) {
+            (Kind::FourBit { weight, .. }, Kind::FourBit { weight: to, .. }) => match index {
+                0 => nf4::reorder_codes(device, weight, from, to.order),
+                1 => nf4::reorder_absmax(device, weight, from, to.order),
+                _ => from.clone(),
+            },
+            _ => from.clone(),
+        }
+    }
+
+    /// Quantises `values`, `[n, k]` of `dtype`.
+    ///
+    /// # Errors
+    /// Infinities and NaN; a device that cannot.
+    pub fn quantize(
+        &self,
+        device: &Device,
+        values: &Handle,
+        dtype: DType,
+    ) -> Result<Vec<Handle>, QuantizeError> {
+        Ok(match self.0 {
+            Kind::FourBit { weight, book } => {
+                nf4::quantize(device, values, weight, dtype, book)?.into_handles()
+            }
+            Kind::Int8 { weight, .. } => {
+                let int8::WeightBuffers { codes, scb } =
+                    int8::quantize(device, values, weight, dtype)?;
+                vec![codes, scb]
+            }
+        })
+    }
+
+    /// Writes the dense weight to `out`, `[n, k]` of `dtype`.
+    ///
+    /// # Errors
+    /// As [`Launcher::launch`].
+    pub fn dequantize<L: Launcher>(
+        &self,
+        launcher: &L,
+        device: &Device,
+        buffers: &[Handle],
+        out: &Handle,
+        dtype: DType,
+    ) -> Result<(), L::Error> {
+        let out_handle = out.clone();
+        match self.0 {
+            Kind::FourBit { weight, .. } => launcher.launch::<Nf4Dequantize>(
+                device,
+                &nf4::DequantizeProblem { weight, out: dtype },
+                &nf4::DequantizeOperands {
+                    weight: nf4::WeightBuffers::from_handles(buffers),
+                    out: out_handle,
+                },
+            ),
+            Kind::Int8 { weight, .. } => launcher.launch::<Int8Dequantize>(
+                device,
+                &int8::DequantizeProblem { weight, out: dtype },
+                &int8::DequantizeOperands {
+                    weight: int8::WeightBuffers::from_handles(buffers),
+                    out: out_handle,
+                },
+            ),
+        }
+    }
+
+    /// Multiplies.
+    ///
+    /// # Errors
+    /// As [`Launcher::launch`]; a gated product of a weight without halves.
+    pub fn multiply<L: Launcher>(
+        &self,
+        launcher: &L,
+        device: &Device,
+        product: &Product,
+        operands: ProductOperands,
+    ) -> Result<(), L::Error> {
+        let ProductOperands { x, weight: buffers, out, epilogue, norm } = operands;
+        match self.0 {
+            Kind::FourBit { weight, .. } => launcher.launch::<Nf4Matmul>(
+                device,
+                &four_bit_problem(weight, product)?,
+                &nf4::Nf4MatmulOperands {
+                    x,
+                    weight: nf4::WeightBuffers::from_handles(&buffers),
+                    out,
+                    epilogue,
+                    norm,
+                },
+            ),
+            Kind::Int8 { weight, activations } => {
+                self.check_gated(product.glu)?;
+                let plain = int8::Int8MatmulProblem::new(product.m, weight, product.dtype)?;
+                let plain = int8::Int8MatmulProblem { epilogue: product.epilogue, ..plain };
+                let problem = match activations {
+                    Some(activations) => plain.rounded_where_faster(device.profile(), activations),
+                    None => plain,
+                };
+                let weight = int8::WeightBuffers::from_handles(&buffers);
+                let operands = int8::Int8MatmulOperands { x, weight, out, epilogue };
+                launcher.launch::<Int8Matmul>(device, &problem, &operands)
+            }
+        }
+    }
+
+    /// Fails unless the weight can be two matrices of one height, where `glu` asks for them.
+    ///
+    /// # Errors
+    /// [`InvalidMatmul::Halves`].
+    pub fn check_gated(&self, glu: bool) -> Result<(), InvalidMatmul> {
+        match self.0 {
+            _ if !glu => Ok(()),
+            Kind::FourBit { weight, .. } => {
+                nf4::Nf4MatmulProblem::new(1, weight, DType::F32)?.gated_by_half().map(drop)
+            }
+            Kind::Int8 { weight, .. } => Err(InvalidMatmul::Halves { n: weight.n }),
+        }
+    }
+
+    /// Returns whether the kernel of this product applies its norm.
+    ///
+    /// # Errors
+    /// A size of 0, a gated product of a weight without halves.
+    pub fn takes_norm(&self, arch: &ArchProfile, product: &Product) -> Result<bool, InvalidMatmul> {
+        Ok(match self.0 {
+            Kind::FourBit { weight, .. } => {
+                Nf4Matmul::takes_norm(arch, &four_bit_problem(weight, product)?)
+            }
+            Kind::Int8 { .. } => false,
+        })
+    }
+
+    /// The weight whose products round x to a byte an element and a scale a row where bytes multiply faster, except
+    /// columns with a value of `threshold` and above; none of them if it is 0. Formats without such products stay.
+    #[must_use]
+    pub const fn rounding(self, threshold: f32) -> Self {
+        match self.0 {
+            Kind::Int8 { weight, .. } => {
+                Self(Kind::Int8 { weight, activations: Some(Activations { threshold }) })
+            }
+            Kind::FourBit { .. } => self,
+        }
+    }
+
+    /// Weights of one k as one, their rows one after the other.
+    ///
+    /// # Errors
+    /// [`InvalidWeight::Join`] where formats, k, blocks or orders differ, or where a word, a block or a nested group would
+    /// hold elements of two.
+    pub fn joined(parts: [&Self; 2]) -> Result<Self, InvalidWeight> {
+        let [first, second] = parts;
+        Ok(Self(match (first.0, second.0) {
+            (Kind::FourBit { weight, book }, Kind::FourBit { weight: other, book: own })
+                if own == book =>
+            {
+                Kind::FourBit { weight: nf4::Weight::joined(&[weight, other])?, book }
+            }
+            (
+                Kind::Int8 { weight, activations },
+                Kind::Int8 { weight: other, activations: own },
+            ) if own == activations => {
+                Kind::Int8 { weight: int8::Weight::joined(&[weight, other])?, activations }
+            }
+            _ => return Err(InvalidWeight::Join { why: "their formats differ" }),
+        }))
+    }
+
+    /// The buffers of two weights that can be [joined](Self::joined).
+    ///
+    /// # Errors
+    /// [`InvalidWeight::Join`] where codebooks differ; [`InvalidWeight::Device`] where they cannot be read.
+    pub fn join(
+        device: &Device,
+        parts: [(&Self, &[Handle]); 2],
+    ) -> Result<Vec<Handle>, InvalidWeight> {
+        let [(first, first_buffers), (second, second_buffers)] = parts;
+        let buffers = [first_buffers, second_buffers];
+        match (first.0, second.0) {
+            (Kind::FourBit { weight, .. }, Kind::FourBit { weight: other, .. }) => {
+                let [one, two] = buffers.map(nf4::WeightBuffers::from_handles);
+                let (_, made) = nf4::join(device, &[(weight, &one), (other, &two)])?;
+                Ok(made.into_handles())
+            }
+            (Kind::Int8 { weight, .. }, Kind::Int8 { weight: other, .. }) => {
+                let [one, two] = buffers.map(int8::WeightBuffers::from_handles);
+                let made = int8::join(device, &[(weight, &one), (other, &two)])?;
+                Ok(vec![made.codes, made.scb])
+            }
+            _ => Err(InvalidWeight::Join { why: "their formats differ" }),
+        }
+    }
+}
+
+/// Rows of x, of `dtype`, up to which 4-bit codes are multiplied as they are; for more the weight may be made dense.
+pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
+    Nf4Matmul::coded_rows(arch, dtype)
+}
+
+/// Returns whether matmuls of a format round x to bytes where that is asked for: [`Weight::rounding`].
+pub fn rounds_activations(arch: &ArchProfile, format: WeightFormat) -> bool {
+    format == WeightFormat::Int8 && arch.inline_ptx()
+}
+
+fn four_bit_problem(
+    weight: nf4::Weight,
+    product: &Product,
+) -> Result<nf4::Nf4MatmulProblem, InvalidMatmul> {
+    let Product { m, dtype, epilogue, glu, norm } = *product;
+    let plain = nf4::Nf4MatmulProblem::new(m, weight, dtype)?;
+    let problem = if glu { plain.gated_by_half()? } else { plain };
+    Ok(nf4::Nf4MatmulProblem { epilogue, norm, ..problem })
+}
