@@ -142,7 +142,7 @@ impl Weight {
                 let weight = nf4::Weight { order: Order::Rows, ..weight };
                 Self(Kind::FourBit { weight, book })
             }
-            Kind::Int8 { .. } => self,
+            _ => self,
         }
     }
 
@@ -153,7 +153,7 @@ impl Weight {
             Kind::FourBit { weight, .. } => {
                 words(weight).max(words(weight.ordered(Order::Tiles).unwrap_or(weight)))
             }
-            Kind::Int8 { weight, .. } => weight.n.into(),
+            _ => self.buffer_words()[1] as u64,
         }
     }
 
@@ -273,7 +273,7 @@ impl Weight {
             Kind::FourBit { weight, .. } => {
                 nf4::Nf4MatmulProblem::new(1, weight, DType::F32)?.gated_by_half().map(drop)
             }
-            Kind::Int8 { weight, .. } => Err(InvalidMatmul::Halves { n: weight.n }),
+            _ => Err(InvalidMatmul::Halves { n: self.shape()[0] }),
         }
     }
 
@@ -286,7 +286,7 @@ impl Weight {
             Kind::FourBit { weight, .. } => {
                 Nf4Matmul::takes_norm(arch, &four_bit_problem(weight, product)?)
             }
-            Kind::Int8 { .. } => false,
+            _ => false,
         })
     }
 
@@ -298,7 +298,7 @@ impl Weight {
             Kind::Int8 { weight, .. } => {
                 Self(Kind::Int8 { weight, activations: Some(Activations { threshold }) })
             }
-            Kind::FourBit { .. } => self,
+            _ => self,
         }
     }
 
@@ -325,7 +325,7 @@ impl Weight {
         }))
     }
 
-    /// The buffers of two weights that can be [joined](Self::joined).
+    /// The buffers of two weights that can be [joined](Self::joined): every byte is read and written once.
     ///
     /// # Errors
     /// [`InvalidWeight::Join`] where codebooks differ; [`InvalidWeight::Device`] where they cannot be read.
@@ -341,13 +341,15 @@ impl Weight {
                 let (_, made) = nf4::join(device, &[(weight, &one), (other, &two)])?;
                 Ok(made.into_handles())
             }
-            (Kind::Int8 { weight, .. }, Kind::Int8 { weight: other, .. }) => {
-                let [one, two] = buffers.map(int8::WeightBuffers::from_handles);
-                let made = int8::join(device, &[(weight, &one), (other, &two)])?;
-                Ok(vec![made.codes, made.scb])
+            _ => {
+                let words = [first, second].map(Self::buffer_words);
+                Ok(concatenated(device, buffers, words))
             }
-            _ => Err(InvalidWeight::Join { why: "their formats differ" }),
         }
+    }
+
+    fn buffer_words(&self) -> Vec<usize> {
+        self.buffer_bytes().into_iter().map(|bytes| bytes.div_ceil(4) as usize).collect()
     }
 }
 
@@ -359,6 +361,23 @@ pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
 /// Returns whether matmuls of a format round x to bytes where that is asked for: [`Weight::rounding`].
 pub fn rounds_activations(arch: &ArchProfile, format: WeightFormat) -> bool {
     format == WeightFormat::Int8 && arch.inline_ptx()
+}
+
+/// Buffers of two weights, those of the second behind those of the first, of so many words.
+fn concatenated(
+    device: &Device,
+    buffers: [&[Handle]; 2],
+    [first, second]: [Vec<usize>; 2],
+) -> Vec<Handle> {
+    let mut all = Vec::new();
+    for (i, (one, two)) in first.into_iter().zip(second).enumerate() {
+        let made = device.client().empty((one + two) * 4);
+        let to = (&made, one + two);
+        nf4::copy_words(device, (&buffers[0][i], one), 0, to, 0, one);
+        nf4::copy_words(device, (&buffers[1][i], two), 0, to, one, two);
+        all.push(made);
+    }
+    all
 }
 
 fn four_bit_problem(

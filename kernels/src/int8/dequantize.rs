@@ -1,13 +1,4 @@
-//! out = round(code · scb / 127)    out: `[n, k]` in f16, bf16 or f32
-//!
-//! ```text
-//!   for each vector of words                            // one unit, several vectors on their way
-//!     s = scb of its row
-//!     out[4 · word ..] = round(code · s · (1 / 127))    // one vector store
-//! ```
-//!
-//! Cost: a byte read and an element written: 3 bytes an element of bf16. Where k is no multiple of 4 a word straddles
-//! rows, and elements are decoded one by one.
+//! out = round(code · scb / 127): the launches of [`coded::dequantize`](crate::coded::dequantize) with a weight in 8 bits.
 
 use std::sync::Arc;
 
@@ -18,10 +9,10 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
-use super::{Weight, WeightBuffers, code_of, lifted, scaled};
+use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers};
+use crate::coded::DequantizeConfig;
+use crate::coded::dequantize::{DequantizePlan, decode, widths};
 use crate::elem::elem;
-use crate::fits::{limits, shape, stores};
-use crate::round::{by_hand, round_to_bf16};
 
 /// The family of dequantisation kernels.
 pub struct Int8Dequantize;
@@ -32,15 +23,6 @@ pub struct DequantizeProblem {
     pub weight: Weight,
     /// Type of the result.
     pub out: DType,
-}
-
-/// How dequantisation is spread.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct DequantizeConfig {
-    /// Units of a cube.
-    pub units: u32,
-    /// Vectors that a unit decodes before it looks for more.
-    pub vectors: u32,
 }
 
 /// Device buffers of one dequantisation.
@@ -59,17 +41,17 @@ impl Kernel for Int8Dequantize {
     const VERSION: u32 = 1;
 
     fn bucket(p: &DequantizeProblem) -> String {
-        format!("{} w{} {}", p.out, widths(p)[1], p.weight.len().next_power_of_two())
+        format!(
+            "{} w{} {}",
+            p.out,
+            widths(p.weight.k, p.out)[1],
+            p.weight.len().next_power_of_two()
+        )
     }
 
     fn candidates(arch: &ArchProfile, p: &DequantizeProblem) -> Vec<DequantizeConfig> {
-        let gpu = [[256, 2], [256, 4], [128, 4], [512, 2], [256, 1], [256, 8]];
-        let cores = arch.cores().map(|cores| [[cores, 1]]);
-        let all = cores.as_ref().map_or(&gpu[..], |cores| &cores[..]);
-        let configs = all
-            .iter()
-            .map(|[units, vectors]| DequantizeConfig { units: *units, vectors: *vectors });
-        configs.filter(|c| Self::check(arch, p, c).is_ok()).collect()
+        let all = DequantizeConfig::candidates(arch).into_iter();
+        all.filter(|c| Self::check(arch, p, c).is_ok()).collect()
     }
 
     fn check(
@@ -77,11 +59,7 @@ impl Kernel for Int8Dequantize {
         p: &DequantizeProblem,
         c: &DequantizeConfig,
     ) -> Result<(), Infeasible> {
-        stores(arch, [p.out])?;
-        if !(1..=16).contains(&c.vectors) {
-            return Err(shape("vectors", c.vectors, "a unit decodes 1 to 16 vectors at a time"));
-        }
-        limits(arch, c.units, 0)
+        c.check(arch, p.out)
     }
 
     fn cost(p: &DequantizeProblem) -> Cost {
@@ -90,8 +68,7 @@ impl Kernel for Int8Dequantize {
     }
 
     fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
-        let units = arch.cores().unwrap_or(64);
-        let config = DequantizeConfig { units, vectors: 1 };
+        let config = DequantizeConfig::simplest(arch);
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -117,18 +94,17 @@ impl Kernel for Int8Dequantize {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
         let buffer = || BufferCompilationArg { inplace: None };
-        let [words, width] = widths(p);
+        let [words, width] = widths(p.weight.k, p.out);
         vec![Box::new(dequantize::Dequantize::new(
             settings,
             properties.clone(),
             target.clone(),
-            buffer(),
-            buffer(),
+            CodesCompilationArg { codes: buffer(), scb: buffer() },
             buffer(),
             (),
             words,
             width,
-            plan(arch, p, c),
+            c.plan(arch, p.out),
             elem(p.out),
         ))]
     }
@@ -152,23 +128,21 @@ pub(super) fn launch(
     weight: &WeightBuffers,
     out: &Handle,
 ) {
-    let ([words, width], len) = (widths(p), p.weight.len() as usize);
+    let ([words, width], len) = (widths(p.weight.k, p.out), p.weight.len() as usize);
     let vectors = p.weight.words() as usize / words;
-    let cubes = crate::cubes(device, vectors as u64, c.units * c.vectors);
     // SAFETY: the lengths are the weight's, and the kernel checks its indices.
     unsafe {
         dequantize::launch_unchecked(
             device.client(),
-            CubeCount::Static(cubes, 1, 1),
+            c.cubes(device, vectors),
             CubeDim::new_1d(c.units),
             address(p),
             words,
             width,
-            BufferArg::from_raw_parts(weight.codes.clone(), vectors),
-            BufferArg::from_raw_parts(weight.scb.clone(), p.weight.n as usize),
+            CodesLaunch::of(&p.weight, weight, words),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
-            plan(device.profile(), p, c),
+            c.plan(device.profile(), p.out),
             elem(p.out),
         );
     }
@@ -179,79 +153,19 @@ pub(super) fn out_bytes(p: &DequantizeProblem) -> usize {
     (p.weight.len() as usize * p.out.size()).next_multiple_of(4)
 }
 
-/// Words of a vector of codes, elements of one of the result: 16 bytes of it where they lie in one row.
-fn widths(p: &DequantizeProblem) -> [usize; 2] {
-    match p.weight.together(4 / p.out.size() as u32) {
-        Some(words) => [words as usize, 4 * words as usize],
-        None => [1, 1],
-    }
-}
-
 fn address(p: &DequantizeProblem) -> AddressType {
     if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
 }
 
-/// Comptime facts of one instance.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct DequantizePlan {
-    units: u32,
-    vectors: u32,
-    /// True if numbers are rounded to bf16 before they are stored as such.
-    rounds: bool,
-}
-
-fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> DequantizePlan {
-    DequantizePlan { units: c.units, vectors: c.vectors, rounds: by_hand(arch, p.out) }
-}
-
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
-    codes: &[Vector<u32, NW>],
-    scb: &[f32],
+    weight: &Codes<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
     #[define(E)] _dtype: ElemType,
 ) {
-    let (words, width) = (NW::value(), NO::value());
-    let vectors = codes.len() as u32;
-    let mut first = CUBE_POS_X * comptime!(plan.units * plan.vectors) + UNIT_POS;
-    while first < vectors {
-        #[unroll]
-        for i in 0..plan.vectors {
-            let at = first + comptime!(i * plan.units);
-            if at < vectors {
-                let vector = lifted(codes[at as usize]);
-                if comptime!(width > 1) {
-                    let scb = scb[(at / (k / comptime!(4 * words as u32))) as usize];
-                    let mut values = Vector::<E, NO>::new(E::from_int(0));
-                    #[unroll]
-                    for e in 0..width {
-                        let word = vector.extract(comptime!(e / 4));
-                        let value = scaled(code_of(word, comptime!(e as u32 % 4)), scb, k);
-                        values.insert(e, E::cast_from(rounded(value, plan)));
-                    }
-                    out[at as usize] = values;
-                } else {
-                    #[unroll]
-                    for e in 0..4u32 {
-                        let i = at as usize * 4 + comptime!(e as usize);
-                        if i < out.len() {
-                            let scb = scb[i / k as usize];
-                            let value = scaled(code_of(vector.extract(0usize), e), scb, k);
-                            out[i] = Vector::new(E::cast_from(rounded(value, plan)));
-                        }
-                    }
-                }
-            }
-        }
-        first += CUBE_COUNT_X * comptime!(plan.units * plan.vectors);
-    }
-}
-
-#[cube]
-fn rounded(value: f32, #[comptime] plan: DequantizePlan) -> f32 {
-    if comptime!(plan.rounds) { round_to_bf16(value) } else { value }
+    decode::<Codes<NW>, E, NW, NO>(weight, out, k, plan);
 }
 
 #[cfg(test)]
@@ -270,14 +184,5 @@ mod tests {
                 Int8Dequantize::check(&arch, &p, &simplest).expect("it is feasible");
             }
         }
-    }
-
-    #[test]
-    fn vectors_lie_in_one_row() {
-        let widths = |k, out| widths(&DequantizeProblem { weight: Weight { n: 8, k }, out });
-        assert_eq!(widths(4096, DType::Bf16), [2, 8]);
-        assert_eq!(widths(4096, DType::F32), [1, 4]);
-        assert_eq!(widths(12, DType::F16), [1, 4]);
-        assert_eq!(widths(41, DType::F16), [1, 1]);
     }
 }

@@ -29,8 +29,7 @@ mod product;
 mod quantize;
 
 pub use activations::Activations;
-pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Int8Dequantize};
-pub use gemv::GemvConfig;
+pub use dequantize::{DequantizeOperands, DequantizeProblem, Int8Dequantize};
 pub use problem::{Int8MatmulOperands, Int8MatmulProblem};
 pub use product::{DenseConfig, Int8Matmul, Int8MatmulConfig};
 pub use quantize::{Int8Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, quantize};
@@ -40,7 +39,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 
-use crate::nf4::{InvalidWeight, copy_words};
+use crate::coded::{ByteCoded, Coded, code_of, lifted};
+pub use crate::coded::{DequantizeConfig, GemvConfig};
+use crate::cooperative::Word;
+use crate::nf4::InvalidWeight;
 
 /// A weight `[n, k]` in 8 bits an element. Build it with [`Weight::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,11 +115,6 @@ impl Weight {
     pub const fn bytes(&self) -> u64 {
         self.words() * 4 + self.n as u64 * 4
     }
-
-    /// Words of a vector that lies in one row, at most `widest` of them.
-    fn together(&self, widest: u32) -> Option<u32> {
-        [4, 2, 1].into_iter().find(|words| *words <= widest && self.k % (4 * words) == 0)
-    }
 }
 
 impl WeightBuffers {
@@ -126,36 +123,6 @@ impl WeightBuffers {
         let [codes, scb] = handles else { unreachable!("an 8-bit weight has codes and scales") };
         Self { codes: codes.clone(), scb: scb.clone() }
     }
-}
-
-/// Weights of one k as one, their rows one after the other.
-///
-/// Cost: every byte read and written once.
-///
-/// # Errors
-/// As [`Weight::joined`].
-pub fn join(
-    device: &Device,
-    parts: &[(Weight, &WeightBuffers)],
-) -> Result<WeightBuffers, InvalidWeight> {
-    let weights: Vec<Weight> = parts.iter().map(|(weight, _)| *weight).collect();
-    let joined = Weight::joined(&weights)?;
-    let Weight { n, k } = joined;
-    let empty = |words: u64| device.client().empty(words as usize * 4);
-    let made = WeightBuffers { codes: empty(joined.words()), scb: empty(n.into()) };
-    let mut row = 0;
-    for (weight, buffers) in parts {
-        let before = Weight { n: row, k };
-        for (from, to, start, len) in [
-            (&buffers.codes, (&made.codes, joined.words()), before.words(), weight.words()),
-            (&buffers.scb, (&made.scb, n.into()), row.into(), weight.n.into()),
-        ] {
-            let [all, start, len] = [to.1, start, len].map(|words| words as usize);
-            copy_words(device, (from, len), 0, (to.0, all), start, len);
-        }
-        row += weight.n;
-    }
-    Ok(made)
 }
 
 /// Random codes with scales of 1 to 3 by √k, so that results are of size 1: for measuring.
@@ -169,22 +136,112 @@ fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers {
     }
 }
 
-/// A word whose codes count from 0 on, as [`code_of`] takes it.
-#[cube]
-fn lifted<N: Size>(word: Vector<u32, N>) -> Vector<u32, N> {
-    word ^ Vector::new(0x8080_8080u32)
-}
-
-/// Code `e` of a lifted word's four: the mantissa of 2^23 + 128 + code. A conversion would take a fourth of the rate.
-#[cube]
-fn code_of(lifted: u32, #[comptime] e: u32) -> f32 {
-    let byte = (lifted >> comptime!(8 * e)) & 255u32;
-    f32::reinterpret(byte | 0x4b00_0000u32) - 8_388_736.0f32
-}
-
 /// Dequantises a code, or a sum of codes, of a row with this absmax: two products, rounded one after the other as
 /// bitsandbytes does. A bit that is 0 in every k, which no compiler knows, keeps them in this order.
 #[cube]
 fn scaled(code: f32, scb: f32, k: u32) -> f32 {
     f32::reinterpret(u32::reinterpret(code * scb) ^ (k >> 31)) * comptime!(1.0f32 / 127.0)
+}
+
+/// A weight's buffers.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Codes<NW: Size> {
+    codes: Box<[Vector<u32, NW>]>,
+    scb: Box<[f32]>,
+}
+
+#[cube]
+impl<NW: Size> Coded for Codes<NW> {
+    fn fill(_this: &Self, _book: &mut [f32], _unit: u32) {}
+
+    fn read(
+        this: &Self,
+        words: &mut Array<u32>,
+        _shared: &mut Array<f32>,
+        row: u32,
+        vector: u32,
+        k: u32,
+        #[comptime] i: usize,
+    ) {
+        let four = lifted(this.codes[row as usize * (k / 16) as usize + vector as usize]);
+        #[unroll]
+        for w in 0..4usize {
+            words[comptime!(4 * i + w)] = four.extract(w);
+        }
+    }
+
+    fn decode<F: Float>(
+        into: &mut [Word],
+        to: u32,
+        words: &Array<u32>,
+        _shared: &Array<f32>,
+        _book: &[f32],
+        #[comptime] i: usize,
+        #[comptime] bf16: bool,
+    ) {
+        #[unroll]
+        for half in 0..2usize {
+            let mut word = Word::new(0u32);
+            #[unroll]
+            for part in 0..4usize {
+                let four = words[comptime!(4 * i + 2 * half + part / 2)];
+                let first = comptime!(2 * (part as u32 % 2));
+                let (low, high) = (code_of(four, first), code_of(four, comptime!(first + 1)));
+                if comptime!(bf16) {
+                    // Of integers below 256 the lower half is zeros.
+                    let high = u32::reinterpret(high);
+                    word.insert(part, (u32::reinterpret(low) >> 16) | high);
+                } else {
+                    let mut pair = Vector::<F, Const<2>>::new(F::cast_from(low));
+                    pair.insert(1usize, F::cast_from(high));
+                    word.insert(part, u32::reinterpret(pair));
+                }
+            }
+            into[(to + comptime!(half as u32)) as usize] = word;
+        }
+    }
+
+    fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32 {
+        scaled(sum, this.scb[row as usize], k)
+    }
+}
+
+#[cube]
+impl<NW: Size> ByteCoded<NW> for Codes<NW> {
+    fn vectors(this: &Self) -> u32 {
+        this.codes.len() as u32
+    }
+
+    fn codes(this: &Self, at: usize) -> Vector<u32, NW> {
+        lifted(this.codes[at])
+    }
+
+    fn block(_this: &Self, _at: usize) -> f32 {
+        1.0f32
+    }
+
+    fn row(this: &Self, row: usize) -> f32 {
+        this.scb[row]
+    }
+
+    fn weigh(code: f32, _block: f32) -> f32 {
+        code
+    }
+
+    fn scaled(sum: f32, row: f32, k: u32) -> f32 {
+        scaled(sum, row, k)
+    }
+}
+
+impl<N: Size> CodesLaunch<N> {
+    fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
+        let WeightBuffers { codes, scb } = buffers;
+        // SAFETY: the lengths are the weight's.
+        unsafe {
+            Self::new(
+                BufferArg::from_raw_parts(codes.clone(), weight.words() as usize / words),
+                BufferArg::from_raw_parts(scb.clone(), weight.n as usize),
+            )
+        }
+    }
 }

@@ -20,9 +20,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
-use super::{code_of, lifted, scaled};
-use crate::coded::{self, Coded, CodedProblem, Dims, PlaneConfig, PlanePlan};
-use crate::cooperative::Word;
+use super::{Codes, CodesCompilationArg, CodesLaunch};
+use crate::coded::{self, CodedProblem, Dims, PlaneConfig, PlanePlan};
 use crate::elem::elem;
 use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, split_k};
 
@@ -106,13 +105,7 @@ pub(super) fn launch(
             4,
             1,
             BufferArg::from_raw_parts(x, x_len / 4),
-            CodesLaunch::new(
-                BufferArg::from_raw_parts(
-                    operands.weight.codes.clone(),
-                    weight.words() as usize / 4,
-                ),
-                BufferArg::from_raw_parts(operands.weight.scb.clone(), weight.n as usize),
-            ),
+            CodesLaunch::of(&weight, &operands.weight, 4),
             BufferArg::from_raw_parts(out.clone(), out_len),
             BufferArg::from_raw_parts(sums.clone(), sums_len),
             finish,
@@ -146,67 +139,4 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
 ) {
     let dims = Dims { m, n, k, part_steps };
     coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
-}
-
-/// A weight's buffers.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<NW: Size> {
-    codes: Box<[Vector<u32, NW>]>,
-    scb: Box<[f32]>,
-}
-
-#[cube]
-impl<NW: Size> Coded for Codes<NW> {
-    fn fill(_this: &Self, _book: &mut [f32], _unit: u32) {}
-
-    fn read(
-        this: &Self,
-        words: &mut Array<u32>,
-        _shared: &mut Array<f32>,
-        row: u32,
-        vector: u32,
-        k: u32,
-        #[comptime] i: usize,
-    ) {
-        let four = lifted(this.codes[row as usize * (k / 16) as usize + vector as usize]);
-        #[unroll]
-        for w in 0..4usize {
-            words[comptime!(4 * i + w)] = four.extract(w);
-        }
-    }
-
-    fn decode<F: Float>(
-        into: &mut [Word],
-        to: u32,
-        words: &Array<u32>,
-        _shared: &Array<f32>,
-        _book: &[f32],
-        #[comptime] i: usize,
-        #[comptime] bf16: bool,
-    ) {
-        #[unroll]
-        for half in 0..2usize {
-            let mut word = Word::new(0u32);
-            #[unroll]
-            for part in 0..4usize {
-                let four = words[comptime!(4 * i + 2 * half + part / 2)];
-                let first = comptime!(2 * (part as u32 % 2));
-                let (low, high) = (code_of(four, first), code_of(four, comptime!(first + 1)));
-                if comptime!(bf16) {
-                    // Of integers below 256 the lower half is zeros.
-                    let high = u32::reinterpret(high);
-                    word.insert(part, (u32::reinterpret(low) >> 16) | high);
-                } else {
-                    let mut pair = Vector::<F, Const<2>>::new(F::cast_from(low));
-                    pair.insert(1usize, F::cast_from(high));
-                    word.insert(part, u32::reinterpret(pair));
-                }
-            }
-            into[(to + comptime!(half as u32)) as usize] = word;
-        }
-    }
-
-    fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32 {
-        scaled(sum, this.scb[row as usize], k)
-    }
 }

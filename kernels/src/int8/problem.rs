@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::activations::Activations;
 use super::dequantize::DequantizeProblem;
 use super::{Weight, WeightBuffers};
+use crate::coded::together;
 use crate::matmul::{
     Epilogue, EpilogueBuffers, InvalidMatmul, Layout, MatmulProblem, Operand, Precision,
 };
@@ -81,7 +82,7 @@ impl Int8MatmulProblem {
 
     /// Elements of a vector of x, words of one of codes: 16 bytes where they lie in one row.
     pub(super) fn widths(&self) -> [usize; 2] {
-        match self.weight.together(4) {
+        match together(self.weight.k, 4) {
             Some(words) => [(16 / self.dtype.size()).min(4 * words as usize), words as usize],
             None => [1, 1],
         }

@@ -47,12 +47,12 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use super::activations::{Activations, Places, Rounding};
-use super::dequantize::{self, DequantizeConfig, Int8Dequantize};
-use super::gemv::GemvConfig;
+use super::dequantize::{self, Int8Dequantize};
+use super::gemv;
 use super::mma::{self, BytesOperands, Codes, RoundedOperands};
 use super::plane;
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
-use crate::coded::{self, PlaneConfig};
+use crate::coded::{self, DequantizeConfig, GemvConfig, PlaneConfig};
 use crate::fits::{shape, stores};
 use crate::matmul::{
     EpilogueBuffers, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, split_k,
@@ -144,7 +144,7 @@ impl Kernel for Int8Matmul {
 
     fn candidates(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<Int8MatmulConfig> {
         let feasible = |c: &Int8MatmulConfig| Self::check(arch, p, c).is_ok();
-        let gemv = GemvConfig::candidates(arch, p).into_iter().map(Int8MatmulConfig::Gemv);
+        let gemv = GemvConfig::candidates(arch, p.m).into_iter().map(Int8MatmulConfig::Gemv);
         let dense = denses(arch, p).into_iter().map(Int8MatmulConfig::Dense);
         let fused = mma::candidates_of_halves(arch, p).into_iter().map(Int8MatmulConfig::Fused);
         let bytes = mma::candidates_of_bytes(arch, p).into_iter().map(Int8MatmulConfig::Bytes);
@@ -169,7 +169,7 @@ impl Kernel for Int8Matmul {
     ) -> Result<(), Infeasible> {
         stores(arch, [p.dtype])?;
         match config {
-            Int8MatmulConfig::Gemv(c) => c.check(arch, p),
+            Int8MatmulConfig::Gemv(c) => c.check(arch, p.weight.n),
             Int8MatmulConfig::Fused(c) => mma::check_halves(arch, p, c),
             Int8MatmulConfig::Bytes(c) => mma::check_bytes(arch, p, c),
             Int8MatmulConfig::Plane(c) => coded::check(arch, &plane::coded(p), c),
@@ -236,7 +236,7 @@ impl Kernel for Int8Matmul {
         let rounding = p.rounding(config).map(|(rounding, _)| rounding);
         let mut all = rounding.map_or_else(Vec::new, |r| r.programs(arch, properties, target));
         match config {
-            Int8MatmulConfig::Gemv(c) => all.push(c.program(p, properties, target)),
+            Int8MatmulConfig::Gemv(c) => all.push(gemv::program(p, c, properties, target)),
             Int8MatmulConfig::Dense(c) => {
                 let (weight, dense) = (p.dequantized(), p.dense());
                 let decode = &c.dequantize;
@@ -269,7 +269,7 @@ impl Kernel for Int8Matmul {
             x = scratch.clone().offset_start(places.values);
         }
         match config {
-            Int8MatmulConfig::Gemv(c) => c.launch(device, p, x, operands),
+            Int8MatmulConfig::Gemv(c) => gemv::launch(device, p, c, x, operands),
             Int8MatmulConfig::Dense(c) => {
                 let rhs = scratch.expect("a dense weight has its scratch").clone();
                 let weight = p.dequantized();

@@ -57,6 +57,10 @@ pub enum InvalidWeight {
     Tiles { n: u32, k: u32, block_size: u32, why: &'static str },
     #[error("cannot be one weight: {why}\nhint: multiply with each by itself")]
     Join { why: &'static str },
+    #[error(
+        "rows of {k} elements are no whole blocks of {block} in {format}\nhint: another format, whose blocks straddle rows"
+    )]
+    Rows { format: WeightFormat, k: u32, block: u32 },
     #[error("{0} does not have such blocks or scales")]
     Scheme(WeightFormat),
     #[error("the device failed: {0}")]

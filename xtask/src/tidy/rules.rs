@@ -28,7 +28,8 @@ const SIZE: u64 = 2 << 20;
 const CARRIED: (&str, u64) = ("models/demo/model.safetensors", 12 << 20);
 
 /// Package, and what it must not depend on: the absences that keep the crate graph acyclic.
-const FORBIDDEN_DEPENDENCIES: [(&str, &[&str]); 8] = [
+const FORBIDDEN_DEPENDENCIES: [(&str, &[&str]); 9] = [
+    ("quant", &["checkpoint", "record", "arch", "cubecl", "burn"]),
     ("reference", &["kernels", "tune", "arch", "cubecl", "burn"]),
     ("checkpoint", &["kernels", "tune", "arch", "cubecl", "burn"]),
     ("hub", &["checkpoint", "text", "models", "kernels", "tune", "arch", "cubecl", "burn"]),

@@ -15,7 +15,7 @@
 //!
 //! Cost: the weight's codes once for every `tile_m` rows of x, what decoding takes, and products.
 //!
-//! What a code stands for is its weight's: [`Coded`], with ladders in `nf4/product/plane.rs` and `int8/plane.rs`.
+//! The value of a code is its weight's: [`Coded`], with ladders in `nf4/product/plane.rs` and `int8/plane.rs`.
 
 use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
@@ -23,43 +23,11 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
+use super::Coded;
 use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 use crate::matmul::{Columns, Finish, IN_FLIGHT, Precision, plane_inst};
 use crate::round::rounded;
-
-/// A weight in codes, `[n, k]`, row after row.
-#[cube]
-pub(crate) trait Coded: CubeType {
-    /// Fills what codes are looked up in, 16 numbers, by the first units of a cube.
-    fn fill(this: &Self, book: &mut [f32], unit: u32);
-
-    /// Reads 16 bytes of codes, the vector `vector` of row `row`, into words `4·i` and on, and what they share into
-    /// `shared[i]`.
-    fn read(
-        this: &Self,
-        words: &mut Array<u32>,
-        shared: &mut Array<f32>,
-        row: u32,
-        vector: u32,
-        k: u32,
-        #[comptime] i: usize,
-    );
-
-    /// Puts what a vector's codes stand for into words `to` and on of a tile, rounded to bf16 by hand or to F.
-    fn decode<F: Float>(
-        into: &mut [Word],
-        to: u32,
-        words: &Array<u32>,
-        shared: &Array<f32>,
-        book: &[f32],
-        #[comptime] i: usize,
-        #[comptime] bf16: bool,
-    );
-
-    /// Dequantises a sum of products with row `row` of the weight.
-    fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32;
-}
 
 /// Tile sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
