@@ -1,8 +1,8 @@
 //! Decoders on the CPU runtime, against transformers and against themselves.
 
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions};
-use ops::{Ctx, Scales, Scheme, WeightFormat};
+use ops::{Ctx, QuantizedWeight, Scales, Scheme, WeightFormat};
 
 use reference::nf4::{FourBit, dequantize};
 use reference::{Block, Linear, int8};
@@ -240,9 +240,6 @@ fn keys_and_values_in_8_bits_stand_for_what_they_were() {
     }
 }
 
-/// Makes a matrix `[n, k]` of so much k what its codes mean.
-type Quantize = fn(&mut Linear, usize);
-
 /// A matrix as the reference's 4 bits have it.
 fn in_4_bits(linear: &mut Linear, _: usize) {
     let book = FourBit::Nf4;
@@ -258,36 +255,55 @@ fn in_8_bits(linear: &mut Linear, k: usize) {
     linear.weight = int8::dequantize(&rows.codes, &rows.scb, k).expect("of these rows");
 }
 
+/// A matrix `[n, k]` as our kernels quantise it, which the suite compares with the reference.
+fn by_kernels(format: WeightFormat) -> impl Fn(&mut Linear, usize) {
+    move |linear, k| {
+        let (device, ctx) = (Device::cpu(), Ctx::default());
+        let shape = [linear.weight.len() / k, k];
+        let dense = TensorData::new(linear.weight.clone(), shape);
+        let made = QuantizedWeight::quantize(&ctx, Tensor::from_data(dense, &device), format);
+        let dense = made.and_then(|made| made.dequantize(&ctx, FloatDType::F32)).expect("finite");
+        linear.weight = dense.into_data().try_to_vec().expect("f32");
+    }
+}
+
+/// Compares a model whose layers are quantised at load with the reference, whose matrices `quantize` rounds.
+fn check_quantised(name: &str, quant: Scheme, quantize: impl Fn(&mut Linear, usize)) {
+    let options =
+        LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant), ..Default::default() };
+    let (ours, prompt) = (load(name, options), golden(name).prompt);
+    assert_eq!(ours.precision().matrices, Some(quant.format));
+    let mut reference = decoder(&open(name));
+    for block in &mut reference.blocks {
+        let Block { query, key, value, out, gate, up, down, .. } = block;
+        let DecoderConfig { hidden, heads, head_dim, ffn_hidden, .. } = *ours.config();
+        let wide = [query, key, value, up].into_iter().chain(gate);
+        wide.for_each(|linear| quantize(linear, hidden));
+        quantize(out, heads * head_dim);
+        quantize(down, ffn_hidden);
+    }
+    let want: Vec<f32> =
+        reference.forward(&prompt).expect("whole").into_iter().map(|l| l as f32).collect();
+    let mut cache = ours.cache(1, prompt.len()).expect("short");
+    let have = each(&ours, &mut cache, &prompt);
+    let distance = distance(&have, &want);
+    assert!(distance <= BAR, "{name} {}: {distance:e}", quant.format);
+}
+
 #[test]
 fn weights_quantised_at_load_are_the_references() {
     let four = Scheme { scales: Scales::F32, ..WeightFormat::Nf4.scheme() };
-    let kinds: [(Scheme, Quantize); 2] =
-        [(four, in_4_bits), (WeightFormat::Int8.scheme(), in_8_bits)];
     for name in ["llama", "phi3", "gpt2", "qwen2"] {
-        for (quant, quantize) in kinds {
-            let options = LoadOptions {
-                dtype: Some(FloatDType::F32),
-                quant: Some(quant),
-                ..Default::default()
-            };
-            let (ours, prompt) = (load(name, options), golden(name).prompt);
-            assert_eq!(ours.precision().matrices, Some(quant.format));
-            let mut reference = decoder(&open(name));
-            for block in &mut reference.blocks {
-                let Block { query, key, value, out, gate, up, down, .. } = block;
-                let DecoderConfig { hidden, heads, head_dim, ffn_hidden, .. } = *ours.config();
-                let wide = [query, key, value, up].into_iter().chain(gate);
-                wide.for_each(|linear| quantize(linear, hidden));
-                quantize(out, heads * head_dim);
-                quantize(down, ffn_hidden);
-            }
-            let want: Vec<f32> =
-                reference.forward(&prompt).expect("whole").into_iter().map(|l| l as f32).collect();
-            let mut cache = ours.cache(1, prompt.len()).expect("short");
-            let have = each(&ours, &mut cache, &prompt);
-            let distance = distance(&have, &want);
-            assert!(distance <= BAR, "{name} {}: {distance:e}", quant.format);
-        }
+        check_quantised(name, four, in_4_bits);
+        check_quantised(name, WeightFormat::Int8.scheme(), in_8_bits);
+    }
+}
+
+#[test]
+fn every_format_is_loaded() {
+    // Its rows are whole blocks in every format.
+    for format in WeightFormat::at_load() {
+        check_quantised("gpt2", format.scheme(), by_kernels(format));
     }
 }
 

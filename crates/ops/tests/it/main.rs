@@ -9,6 +9,7 @@ mod int8;
 mod matmul;
 mod nf4;
 mod norm;
+mod quantized;
 mod refresh;
 mod rope;
 
