@@ -17,6 +17,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod q8_0;
 pub mod quantized;
 pub mod rope;
 mod round;

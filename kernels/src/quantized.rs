@@ -12,6 +12,7 @@ use crate::int8::{self, Activations, Int8Dequantize, Int8Matmul};
 use crate::matmul::{Epilogue, EpilogueBuffers, InvalidMatmul, NormBuffers};
 use crate::nf4::{self, CodeBook, InvalidWeight, Nf4Dequantize, Nf4Matmul, Order, QuantizeError};
 use crate::norm::NormKind;
+use crate::q8_0::{self, Q8_0Dequantize, Q8_0Matmul};
 
 /// Launches kernels by configs of its own choice.
 pub trait Launcher {
@@ -37,6 +38,7 @@ pub struct Weight(Kind);
 enum Kind {
     FourBit { weight: nf4::Weight, book: CodeBook },
     Int8 { weight: int8::Weight, activations: Option<Activations> },
+    Q8_0(q8_0::Weight),
 }
 
 /// A matmul with a quantised weight: `y = epilogue(x · wᵀ)`, x `[m, k]`.
@@ -79,6 +81,7 @@ impl Weight {
                 Kind::FourBit { weight: nf4::Weight::new(n, k, block_size, nested)?, book }
             }
             (Some(_), Block::Row) => return Err(InvalidWeight::Scheme(format)),
+            (None, _) if format == WeightFormat::Q8_0 => Kind::Q8_0(q8_0::Weight::new(n, k)?),
             (None, _) => Kind::Int8 { weight: int8::Weight::new(n, k)?, activations: None },
         }))
     }
@@ -88,6 +91,7 @@ impl Weight {
         match self.0 {
             Kind::FourBit { weight, .. } => [weight.n, weight.k],
             Kind::Int8 { weight, .. } => [weight.n, weight.k],
+            Kind::Q8_0(weight) => [weight.n, weight.k],
         }
     }
 
@@ -99,6 +103,7 @@ impl Weight {
                 scales: if weight.nested { Scales::Nested } else { Scales::F32 },
             },
             Kind::Int8 { .. } => WeightFormat::Int8.scheme(),
+            Kind::Q8_0(_) => WeightFormat::Q8_0.scheme(),
         }
     }
 
@@ -107,6 +112,7 @@ impl Weight {
         match self.0 {
             Kind::FourBit { weight, .. } => weight.bytes(),
             Kind::Int8 { weight, .. } => weight.bytes(),
+            Kind::Q8_0(weight) => weight.bytes(),
         }
     }
 
@@ -119,6 +125,7 @@ impl Weight {
                 [weight.len().div_ceil(2), absmax, 16 * 4].into_iter().chain(nested).collect()
             }
             Kind::Int8 { weight, .. } => vec![weight.len(), u64::from(weight.n) * 4],
+            Kind::Q8_0(weight) => vec![weight.len(), weight.blocks() * 2],
         }
     }
 
@@ -188,6 +195,11 @@ impl Weight {
                     int8::quantize(device, values, weight, dtype)?;
                 vec![codes, scb]
             }
+            Kind::Q8_0(weight) => {
+                let q8_0::WeightBuffers { codes, scales } =
+                    q8_0::quantize(device, values, weight, dtype)?;
+                vec![codes, scales]
+            }
         })
     }
 
@@ -218,6 +230,14 @@ impl Weight {
                 &int8::DequantizeProblem { weight, out: dtype },
                 &int8::DequantizeOperands {
                     weight: int8::WeightBuffers::from_handles(buffers),
+                    out: out_handle,
+                },
+            ),
+            Kind::Q8_0(weight) => launcher.launch::<Q8_0Dequantize>(
+                device,
+                &q8_0::DequantizeProblem { weight, out: dtype },
+                &q8_0::DequantizeOperands {
+                    weight: q8_0::WeightBuffers::from_handles(buffers),
                     out: out_handle,
                 },
             ),
@@ -259,6 +279,14 @@ impl Weight {
                 let weight = int8::WeightBuffers::from_handles(&buffers);
                 let operands = int8::Int8MatmulOperands { x, weight, out, epilogue };
                 launcher.launch::<Int8Matmul>(device, &problem, &operands)
+            }
+            Kind::Q8_0(weight) => {
+                self.check_gated(product.glu)?;
+                let plain = q8_0::Q8_0MatmulProblem::new(product.m, weight, product.dtype)?;
+                let problem = q8_0::Q8_0MatmulProblem { epilogue: product.epilogue, ..plain };
+                let weight = q8_0::WeightBuffers::from_handles(&buffers);
+                let operands = q8_0::Q8_0MatmulOperands { x, weight, out, epilogue };
+                launcher.launch::<Q8_0Matmul>(device, &problem, &operands)
             }
         }
     }
@@ -320,6 +348,9 @@ impl Weight {
                 Kind::Int8 { weight: other, activations: own },
             ) if own == activations => {
                 Kind::Int8 { weight: int8::Weight::joined(&[weight, other])?, activations }
+            }
+            (Kind::Q8_0(weight), Kind::Q8_0(other)) => {
+                Kind::Q8_0(q8_0::Weight::joined(&[weight, other])?)
             }
             _ => return Err(InvalidWeight::Join { why: "their formats differ" }),
         }))

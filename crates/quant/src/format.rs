@@ -14,6 +14,8 @@ use serde::{Serialize, Serializer};
 pub enum WeightFormat {
     /// 8 bits and an absmax a row, as bitsandbytes' LLM.int8().
     Int8,
+    /// 8 bits and an f16 scale for 32 neighbours of a row, as GGUF's Q8_0.
+    Q8_0,
     /// 4 bits that stand for quantiles of the normal distribution, and an absmax a block (QLoRA).
     Nf4,
     /// 4 bits: a sign, two of exponent, one of mantissa; and an absmax a block.
@@ -33,6 +35,7 @@ pub enum Block {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scales {
     F32,
+    F16,
     /// A byte, an index into a book of 256 values, times an f32 of 256 blocks, plus an offset. bitsandbytes calls it
     /// double quantization.
     Nested,
@@ -154,6 +157,22 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
             stays_coded: true,
         },
     ),
+    (
+        WeightFormat::Q8_0,
+        FormatInfo {
+            name: "q8_0",
+            held_as: "q8_0",
+            bits: 8,
+            block: Block::Elements(32),
+            scales: Scales::F16,
+            codebook: None,
+            at_load: true,
+            in_files: false,
+            has_options: false,
+            gated: false,
+            stays_coded: false,
+        },
+    ),
 ];
 
 impl WeightFormat {
@@ -239,6 +258,7 @@ impl Scheme {
         };
         let scale = match self.scales {
             Scales::F32 => 4,
+            Scales::F16 => 2,
             Scales::Nested => 1,
         };
         (n * k * u128::from(self.format.bits())).div_ceil(8) + blocks * scale
@@ -300,6 +320,7 @@ mod tests {
         let values = 14_336 * 4096;
         assert_eq!(of(WeightFormat::Nf4), values / 2 + values / 64);
         assert_eq!(of(WeightFormat::Int8), values + 4 * 14_336);
+        assert_eq!(of(WeightFormat::Q8_0), values + values / 16);
         let plain = Scheme { scales: Scales::F32, ..WeightFormat::Nf4.scheme() };
         assert_eq!(plain.bytes([1, 65]), 33 + 2 * 4);
     }

@@ -15,6 +15,7 @@
 //! | [`norm`] | norms of rows |
 //! | [`sample`] | a token of a row of logits |
 //! | [`int8`] | weights of 8 bits, one absmax a row |
+//! | [`q8_0`] | weights of 8 bits, one f16 scale for 32 |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
 //! This crate shares neither code nor constants with the kernels, and knows no GPU. A check runs in
@@ -48,6 +49,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod q8_0;
 pub mod rope;
 pub mod rotary;
 pub mod sample;

@@ -23,6 +23,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod q8_0;
 pub mod rope;
 pub mod sample;
 
@@ -44,6 +45,9 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::int8::Int8Dequantize,
     &kernels::int8::Int8Matmul,
     &kernels::int8::Int8Quantize,
+    &kernels::q8_0::Q8_0Dequantize,
+    &kernels::q8_0::Q8_0Matmul,
+    &kernels::q8_0::Q8_0Quantize,
     &kernels::norm::Norm,
     &kernels::embed::Embed,
     &kernels::sample::Sample,

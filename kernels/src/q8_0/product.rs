@@ -1,0 +1,421 @@
+//! Matmuls with a weight in Q8_0.
+//!
+//! | path    | multiplies with              | rows of x                             |
+//! |---------|------------------------------|---------------------------------------|
+//! | `Gemv`  | multiply-adds, codes decoded in registers: [`coded::gemv`] | few, on any device |
+//! | `Plane` | matrices of a plane, codes decoded into shared memory: [`coded`] | 3 to 256, through Vulkan |
+//! | `Dense` | the matmul of the dense weight | many                                |
+
+use std::sync::Arc;
+
+use arch::{ArchProfile, DType, Device};
+use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde::{Deserialize, Serialize};
+use tune::{Cost, Infeasible, Kernel, Output};
+
+use super::{
+    Codes, CodesCompilationArg, CodesLaunch, DequantizeOperands, DequantizeProblem, Q8_0Dequantize,
+    Weight, WeightBuffers, out_bytes,
+};
+use crate::coded::gemv::{self, DimsCompilationArg, DimsLaunch};
+use crate::coded::{
+    self, CodedProblem, DequantizeConfig, Dims, GemvConfig, PlaneConfig, PlanePlan,
+};
+use crate::elem::elem;
+use crate::fits::{shape, stores};
+use crate::matmul::{
+    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
+    Matmul, MatmulConfig, MatmulOperands, MatmulProblem, Precision, split_k,
+};
+
+/// The kernel family of matmuls with weights in Q8_0.
+pub struct Q8_0Matmul;
+
+/// One matmul. Build it with [`Q8_0MatmulProblem::new`], which checks it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Q8_0MatmulProblem {
+    pub m: u32,
+    pub weight: Weight,
+    /// Type of x, bias and y: f32, f16 or bf16.
+    pub dtype: DType,
+    /// A bias has `[n]` elements, the other matrices those of y.
+    pub epilogue: Epilogue,
+}
+
+/// One way to multiply with a weight in Q8_0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(tag = "path", rename_all = "lowercase")]
+pub enum Q8_0MatmulConfig {
+    Gemv(GemvConfig),
+    Plane(PlaneConfig),
+    Dense(DenseConfig),
+}
+
+/// A weight made dense, and how it is multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DenseConfig {
+    pub dequantize: DequantizeConfig,
+    pub matmul: MatmulConfig,
+}
+
+/// Device buffers of one matmul.
+#[derive(Debug, Clone)]
+pub struct Q8_0MatmulOperands {
+    pub x: Handle,
+    pub weight: WeightBuffers,
+    pub out: Handle,
+    pub epilogue: EpilogueBuffers,
+}
+
+impl Q8_0MatmulProblem {
+    /// x `[m, k]` by the weight.
+    ///
+    /// # Errors
+    /// A size of 0.
+    pub fn new(m: u32, weight: Weight, dtype: DType) -> Result<Self, InvalidMatmul> {
+        if m == 0 {
+            return Err(InvalidMatmul::Empty { axis: "m" });
+        }
+        Ok(Self { m, weight, dtype, epilogue: Epilogue::default() })
+    }
+
+    /// Returns the matmul with the dense weight.
+    pub fn dense(&self) -> MatmulProblem {
+        let precision = match self.dtype {
+            DType::F16 => Precision::F16,
+            DType::Bf16 => Precision::Bf16,
+            _ => Precision::F32,
+        };
+        let sizes = [self.m, self.weight.n, self.weight.k];
+        let dense = MatmulProblem::dense(1, sizes, [Layout::Row, Layout::Col], precision)
+            .expect("sizes were checked");
+        MatmulProblem { epilogue: self.epilogue, ..dense }
+    }
+
+    const fn dequantized(&self) -> DequantizeProblem {
+        DequantizeProblem { weight: self.weight, out: self.dtype }
+    }
+
+    fn coded(&self) -> CodedProblem {
+        let (Weight { n, k }, precision) = (self.weight, self.dense().precision);
+        CodedProblem { m: self.m, n, k, precision, bits: 8, glu: false }
+    }
+
+    /// Elements of a vector of x: 16 bytes.
+    const fn width(&self) -> usize {
+        16 / self.dtype.size()
+    }
+
+    fn address(&self) -> AddressType {
+        let [x, _, out] = self.dense().extents();
+        let longest = x.max(out).max(self.weight.len() as usize);
+        if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    }
+}
+
+/// Words of a vector of codes: a block is two.
+const WORDS: usize = 4;
+
+impl Kernel for Q8_0Matmul {
+    type Problem = Q8_0MatmulProblem;
+    type Config = Q8_0MatmulConfig;
+    type Operands = Q8_0MatmulOperands;
+
+    const NAME: &'static str = "q8_0";
+    const VERSION: u32 = 1;
+
+    fn bucket(p: &Q8_0MatmulProblem) -> String {
+        p.dense().bucket()
+    }
+
+    fn candidates(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Vec<Q8_0MatmulConfig> {
+        let feasible = |c: &Q8_0MatmulConfig| Self::check(arch, p, c).is_ok();
+        let gemv = GemvConfig::candidates(arch, p.m).into_iter().map(Q8_0MatmulConfig::Gemv);
+        let planes = coded::candidates(arch, &p.coded()).into_iter().map(Q8_0MatmulConfig::Plane);
+        let dense = denses(arch, p).into_iter().map(Q8_0MatmulConfig::Dense);
+        // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
+        let all: Vec<_> = match p.m {
+            0..=2 => gemv.chain(planes).collect(),
+            3..=32 => planes.chain(gemv).chain(dense).collect(),
+            _ => planes.chain(dense).chain(gemv.take(2)).collect(),
+        };
+        all.into_iter().filter(feasible).collect()
+    }
+
+    fn check(
+        arch: &ArchProfile,
+        p: &Q8_0MatmulProblem,
+        config: &Q8_0MatmulConfig,
+    ) -> Result<(), Infeasible> {
+        stores(arch, [p.dtype])?;
+        match config {
+            Q8_0MatmulConfig::Gemv(c) => c.check(arch, p.weight.n),
+            Q8_0MatmulConfig::Plane(c) => coded::check(arch, &p.coded(), c),
+            Q8_0MatmulConfig::Dense(c) => {
+                Q8_0Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
+                if c.matmul.splits() > 1 {
+                    let why = "the dense weight is all the scratch";
+                    return Err(shape("parts", c.matmul.splits(), why));
+                }
+                Matmul::check(arch, &p.dense(), &c.matmul)
+            }
+        }
+    }
+
+    fn cost(p: &Q8_0MatmulProblem) -> Cost {
+        let dense = p.dense().cost();
+        let weight = p.weight.len() * p.dtype.size() as u64;
+        Cost { flops: dense.flops, bytes: dense.bytes - weight + p.weight.bytes() }
+    }
+
+    fn simplest(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Result<Q8_0MatmulConfig, Infeasible> {
+        let config = Q8_0MatmulConfig::Gemv(GemvConfig::simplest(arch));
+        Self::check(arch, p, &config).map(|()| config)
+    }
+
+    fn operands(device: &Device, p: &Q8_0MatmulProblem, seed: u64) -> Q8_0MatmulOperands {
+        let [x, _, out] = p.dense().extents();
+        let (bias, matrix) = ((p.weight.n as usize, p.dtype), (out, p.dtype));
+        Q8_0MatmulOperands {
+            x: crate::noise(device, x, p.dtype, 7 * seed),
+            weight: WeightBuffers::noise(device, &p.weight, 7 * seed + 1),
+            out: device.client().empty((out * p.dtype.size()).next_multiple_of(4)),
+            epilogue: EpilogueBuffers::noise(device, p.epilogue, bias, matrix, 7 * seed + 3),
+        }
+    }
+
+    fn outputs(p: &Q8_0MatmulProblem, operands: &Q8_0MatmulOperands) -> Vec<Output> {
+        // Paths differ in whether they round the weight.
+        let rounding = match p.dtype {
+            DType::F16 => 2f64.powi(-10),
+            DType::Bf16 => 2f64.powi(-7),
+            _ => 0.0,
+        };
+        let tolerance = rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22);
+        let len = p.dense().extents()[2];
+        vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
+    }
+
+    /// The dense weight or partial sums.
+    fn scratch_bytes(p: &Q8_0MatmulProblem, config: &Q8_0MatmulConfig) -> u64 {
+        match config {
+            Q8_0MatmulConfig::Gemv(_) => 0,
+            Q8_0MatmulConfig::Plane(c) => split_k::scratch_bytes(&p.dense(), c.parts),
+            Q8_0MatmulConfig::Dense(_) => out_bytes(&p.dequantized()) as u64,
+        }
+    }
+
+    fn programs(
+        arch: &ArchProfile,
+        p: &Q8_0MatmulProblem,
+        config: &Q8_0MatmulConfig,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let settings =
+            |dim: CubeDim| KernelSettings::new(dim.into(), ExecutionMode::Unchecked, p.address());
+        let buffer = || BufferCompilationArg { inplace: None };
+        match config {
+            Q8_0MatmulConfig::Gemv(c) => vec![Box::new(multiply_few::MultiplyFew::new(
+                settings(CubeDim::new_1d(c.units)),
+                properties.clone(),
+                target.clone(),
+                buffer(),
+                CodesCompilationArg::new(),
+                buffer(),
+                FinishCompilationArg::of(p.epilogue),
+                DimsCompilationArg { m: (), n: (), k: () },
+                p.width(),
+                WORDS,
+                1,
+                *c,
+                elem(p.dtype),
+            ))],
+            Q8_0MatmulConfig::Plane(c) => {
+                let plan = coded::plan(arch, &p.coded(), c).expect("it was checked");
+                let (_, dim) = p.coded().grid(&plan, c);
+                let epilogue = p.epilogue.before_split_k(c.parts);
+                let mut all: Vec<Box<dyn CubeKernel>> =
+                    vec![Box::new(multiply_planes::MultiplyPlanes::new(
+                        settings(dim),
+                        properties.clone(),
+                        target.clone(),
+                        buffer(),
+                        CodesCompilationArg::new(),
+                        buffer(),
+                        buffer(),
+                        FinishCompilationArg::of(epilogue),
+                        (),
+                        (),
+                        (),
+                        (),
+                        4,
+                        WORDS,
+                        1,
+                        plan,
+                        elem(p.dtype),
+                    ))];
+                if c.parts > 1 {
+                    all.push(split_k::program(&p.dense(), c.parts, false, properties, target));
+                }
+                all
+            }
+            Q8_0MatmulConfig::Dense(c) => {
+                let (weight, dense) = (p.dequantized(), p.dense());
+                let decode = &c.dequantize;
+                let mut all = Q8_0Dequantize::programs(arch, &weight, decode, properties, target);
+                all.extend(Matmul::programs(arch, &dense, &c.matmul, properties, target));
+                all
+            }
+        }
+    }
+
+    fn launch(
+        device: &Device,
+        p: &Q8_0MatmulProblem,
+        config: &Q8_0MatmulConfig,
+        operands: &Q8_0MatmulOperands,
+        scratch: Option<&Handle>,
+    ) {
+        let Q8_0MatmulOperands { x, weight, out, epilogue } = operands;
+        let (dense, Weight { n, k }) = (p.dense(), p.weight);
+        let [x_len, _, out_len] = dense.extents();
+        match config {
+            // SAFETY: the extents are the problem's, and the kernel checks its edges.
+            Q8_0MatmulConfig::Gemv(c) => unsafe {
+                multiply_few::launch_unchecked(
+                    device.client(),
+                    CubeCount::Static(n.div_ceil(c.rows_of_cube()), 1, 1),
+                    CubeDim::new_1d(c.units),
+                    p.address(),
+                    p.width(),
+                    WORDS,
+                    1,
+                    BufferArg::from_raw_parts(x.clone(), x_len / p.width()),
+                    CodesLaunch::of(&p.weight, weight, WORDS),
+                    BufferArg::from_raw_parts(out.clone(), out_len),
+                    FinishLaunch::of(p.epilogue, epilogue, n as usize, out_len),
+                    DimsLaunch::new(p.m, n, k),
+                    *c,
+                    elem(p.dtype),
+                );
+            },
+            Q8_0MatmulConfig::Plane(c) => {
+                let plan = coded::plan(device.profile(), &p.coded(), c).expect("it was checked");
+                let (cubes, dim) = p.coded().grid(&plan, c);
+                // A kernel without partial sums still binds a buffer in their place, and never writes it.
+                let (sums, sums_len, finish) = match scratch {
+                    Some(sums) if c.parts > 1 => {
+                        (sums, out_len * c.parts as usize, FinishLaunch::nothing())
+                    }
+                    _ => {
+                        let own = FinishLaunch::of(p.epilogue, epilogue, n as usize, out_len);
+                        (out, 1, own)
+                    }
+                };
+                // SAFETY: the extents are the problem's, and the kernel checks its edges.
+                unsafe {
+                    multiply_planes::launch_unchecked(
+                        device.client(),
+                        cubes,
+                        dim,
+                        p.address(),
+                        4,
+                        WORDS,
+                        1,
+                        BufferArg::from_raw_parts(x.clone(), x_len / 4),
+                        CodesLaunch::of(&p.weight, weight, WORDS),
+                        BufferArg::from_raw_parts(out.clone(), out_len),
+                        BufferArg::from_raw_parts(sums.clone(), sums_len),
+                        finish,
+                        p.m,
+                        n,
+                        k,
+                        c.part_steps(k),
+                        plan,
+                        elem(p.dtype),
+                    );
+                }
+                if c.parts > 1 {
+                    split_k::add(device, &dense, sums, c.parts, false, out, epilogue);
+                }
+            }
+            Q8_0MatmulConfig::Dense(c) => {
+                let rhs = scratch.expect("a dense weight has its scratch").clone();
+                let decoded = DequantizeOperands { weight: weight.clone(), out: rhs.clone() };
+                Q8_0Dequantize::launch(device, &p.dequantized(), &c.dequantize, &decoded, None);
+                let (lhs, out) = (x.clone(), out.clone());
+                let epilogue = epilogue.clone();
+                let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None };
+                Matmul::launch(device, &dense, &c.matmul, &operands, None);
+            }
+        }
+    }
+}
+
+/// Returns the matmuls of the dense weight that are worth a try.
+fn denses(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Vec<DenseConfig> {
+    let decode = Q8_0Dequantize::candidates(arch, &p.dequantized());
+    let Some(dequantize) = decode.first().copied() else { return Vec::new() };
+    let all = Matmul::candidates(arch, &p.dense()).into_iter().filter(|c| c.splits() == 1);
+    all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn multiply_few<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    out: &mut [Vector<F, NO>],
+    finish: Finish<F, F, NO>,
+    dims: &gemv::Dims,
+    #[comptime] config: GemvConfig,
+    #[define(F)] _dtype: ElemType,
+) {
+    gemv::multiply::<Codes<NW>, F, NX, NW, NO>(x, weight, out, &finish, dims, config);
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "operands, results, sizes")]
+fn multiply_planes<F: Float, NX: Size, NW: Size, NO: Size>(
+    x: &[Vector<F, NX>],
+    weight: &Codes<NW>,
+    out: &mut [Vector<F, NO>],
+    partials: &mut [f32],
+    finish: Finish<F, F, NO>,
+    m: u32,
+    n: u32,
+    k: u32,
+    part_steps: u32,
+    #[comptime] plan: PlanePlan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let dims = Dims { m, n, k, part_steps };
+    coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_profile_has_a_candidate_and_every_candidate_passes_its_check() {
+        let weight = Weight::new(4096, 4096).expect("whole blocks");
+        Weight::new(8, 48).expect_err("half a block");
+        for name in arch::recorded() {
+            let arch = ArchProfile::recorded(name).expect("recorded");
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                for m in [1, 2, 8, 9, 33, 4096] {
+                    let p = Q8_0MatmulProblem::new(m, weight, dtype).expect("rows");
+                    let found = Q8_0Matmul::candidates(&arch, &p);
+                    assert!(!found.is_empty(), "{name} {p:?}");
+                    for c in found {
+                        Q8_0Matmul::check(&arch, &p, &c).expect("candidates are checked");
+                    }
+                    Q8_0Matmul::simplest(&arch, &p).expect("there is one");
+                }
+            }
+        }
+    }
+}
