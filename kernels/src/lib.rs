@@ -24,6 +24,7 @@ mod round;
 mod rows;
 pub mod sample;
 mod tile;
+mod weight;
 
 use arch::{DType, Device};
 use cubecl::prelude::*;

@@ -10,9 +10,11 @@ use tune::Kernel;
 
 use crate::int8::{self, Activations, Int8Dequantize, Int8Matmul};
 use crate::matmul::{Epilogue, EpilogueBuffers, InvalidMatmul, NormBuffers};
-use crate::nf4::{self, CodeBook, InvalidWeight, Nf4Dequantize, Nf4Matmul, Order, QuantizeError};
+use crate::nf4::{self, CodeBook, Nf4Dequantize, Nf4Matmul, Order};
 use crate::norm::NormKind;
 use crate::q8_0::{self, Q8_0Dequantize, Q8_0Matmul};
+use crate::weight::copy_words;
+pub use crate::weight::{InvalidWeight, QuantizeError};
 
 /// Launches kernels by configs of its own choice.
 pub trait Launcher {
@@ -404,8 +406,8 @@ fn concatenated(
     for (i, (one, two)) in first.into_iter().zip(second).enumerate() {
         let made = device.client().empty((one + two) * 4);
         let to = (&made, one + two);
-        nf4::copy_words(device, (&buffers[0][i], one), 0, to, 0, one);
-        nf4::copy_words(device, (&buffers[1][i], two), 0, to, one, two);
+        copy_words(device, (&buffers[0][i], one), 0, to, 0, one);
+        copy_words(device, (&buffers[1][i], two), 0, to, one, two);
         all.push(made);
     }
     all

@@ -24,8 +24,7 @@ use std::path::{Path, PathBuf};
 
 use arch::Device;
 use checkpoint::{Checkpoint, NotStored, Plan, Tensor, Writer};
-use kernels::nf4::InvalidWeight;
-use kernels::quantized::Weight;
+use kernels::quantized::{InvalidWeight, Weight};
 use models::Weights;
 use quant::{Block, Scales, Scheme, WeightFormat};
 use serde::Serialize;

@@ -240,14 +240,6 @@ impl Scheme {
         self.scales == Scales::Nested
     }
 
-    /// Elements of a block of a weight with rows of `k`.
-    pub const fn block_size(self, k: u128) -> u128 {
-        match self.block {
-            Block::Row => k,
-            Block::Elements(elements) => elements as u128,
-        }
-    }
-
     /// Bytes of a weight `[n, k]`: codes, and a scale a block. Codebooks, and the second level of nested scales, 4 bytes
     /// in 16384 elements, are left out.
     pub fn bytes(self, [n, k]: [usize; 2]) -> u128 {

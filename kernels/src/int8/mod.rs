@@ -42,7 +42,7 @@ use serde::{Deserialize, Serialize};
 use crate::coded::{ByteCoded, Coded, code_of, lifted};
 pub use crate::coded::{DequantizeConfig, GemvConfig};
 use crate::cooperative::Word;
-use crate::nf4::InvalidWeight;
+use crate::weight::InvalidWeight;
 
 /// A weight `[n, k]` in 8 bits an element. Build it with [`Weight::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -22,8 +22,8 @@ use tune::{Cost, Infeasible, Kernel, Output};
 use super::{Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
-use crate::nf4::QuantizeError;
 use crate::round::LEAST;
+use crate::weight::QuantizeError;
 
 /// The family of quantisation kernels.
 pub struct Int8Quantize;

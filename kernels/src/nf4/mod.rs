@@ -32,15 +32,13 @@ pub use product::{
     Nf4MatmulProblem, PlaneConfig, SharedConfig, StreamConfig,
 };
 pub use quantize::{
-    CodeBook, Nf4Quantize, QuantizeConfig, QuantizeError, QuantizeOperands, QuantizeProblem, nest,
-    nested_values, quantize,
+    CodeBook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,
+    quantize,
 };
 pub use weight::{
-    InvalidWeight, NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, join, reorder,
-    reorder_absmax, reorder_codes, split,
+    NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, join, reorder, reorder_absmax,
+    reorder_codes, split,
 };
-
-pub(crate) use weight::copy_words;
 
 use arch::{DType, Device};
 use cubecl::prelude::*;

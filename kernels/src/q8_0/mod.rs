@@ -44,8 +44,8 @@ use crate::coded::{ByteCoded, Coded, code_of, lifted};
 use crate::cooperative::Word;
 use crate::elem::elem;
 use crate::fits::{limits, stores};
-use crate::nf4::{InvalidWeight, QuantizeError};
 use crate::round::pack_bf16;
+use crate::weight::{InvalidWeight, QuantizeError};
 
 /// Elements of a block.
 pub const BLOCK: u32 = 32;

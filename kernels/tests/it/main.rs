@@ -12,8 +12,9 @@ use kernels::attention::backward::AttentionBackward;
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
-use kernels::nf4::{CodeBook, Nf4Matmul, Nf4MatmulProblem, Order, QuantizeError, Weight, quantize};
+use kernels::nf4::{CodeBook, Nf4Matmul, Nf4MatmulProblem, Order, Weight, quantize};
 use kernels::norm::{Norm, NormKind};
+use kernels::quantized::QuantizeError;
 use suite::KernelSuite;
 use suite::matmul::{EdgeCase, Inputs};
 use tune::{Kernel, TuneCache};

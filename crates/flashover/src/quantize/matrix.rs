@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use arch::Device;
 use checkpoint::{Checkpoint, Encoded, Plan, Weight};
 use cubecl::server::Handle;
-use kernels::{nf4, quantized};
+use kernels::quantized;
 use quant::DType;
 
 use super::{Peaks, QuantizeError, QuantizeOptions};
@@ -98,11 +98,13 @@ impl Matrix {
         drop(values);
         let tensor = || self.name.clone();
         let refused = |why| match why {
-            nf4::QuantizeError::NotFinite => QuantizeError::NotFinite { tensor: tensor() },
-            nf4::QuantizeError::Unsupported(why) => {
+            quantized::QuantizeError::NotFinite => QuantizeError::NotFinite { tensor: tensor() },
+            quantized::QuantizeError::Unsupported(why) => {
                 QuantizeError::Unsupported { tensor: tensor(), why }
             }
-            nf4::QuantizeError::Device(why) => QuantizeError::Failed { tensor: tensor(), why },
+            quantized::QuantizeError::Device(why) => {
+                QuantizeError::Failed { tensor: tensor(), why }
+            }
         };
         let made = self.target.quantize(device, &on_device, dtype).map_err(refused)?;
         peaks.see(device);

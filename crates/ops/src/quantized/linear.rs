@@ -38,7 +38,7 @@ pub fn quantized_linear<const D: usize>(
 /// x `[.., k]`, weight `[2n, k]`, bias `[2n]`, result `[.., n]`.
 ///
 /// # Errors
-/// As [`quantized_linear`]; a weight that [is not gated](QuantizedWeight::is_gated).
+/// As [`quantized_linear`]; a weight that is not two matrices of one height, or a format without a gated matmul.
 pub fn quantized_glu<const D: usize>(
     ctx: &Ctx,
     x: Tensor<D>,

@@ -16,9 +16,8 @@ use burn::backend::Dispatch;
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use checkpoint::Encoded;
-use kernels::nf4::InvalidWeight;
 use kernels::norm::NormKind;
-use kernels::quantized::{Product, Weight};
+use kernels::quantized::{InvalidWeight, Product, Weight};
 use quant::Scheme;
 
 pub use linear::{
@@ -181,11 +180,6 @@ impl QuantizedWeight {
     /// Its format, with its block and its scales.
     pub fn scheme(&self) -> Scheme {
         self.weight.scheme()
-    }
-
-    /// True if [`quantized_glu`] takes it as two matrices of one height.
-    pub fn is_gated(&self) -> bool {
-        self.weight.check_gated(true).is_ok()
     }
 
     /// Whether [`quantized_linear`], or with `glu` [`quantized_glu`], normalises rows `x` in the launch that multiplies

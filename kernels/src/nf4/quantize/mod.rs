@@ -35,6 +35,7 @@ use super::{Order, Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
 use crate::nf4::code_shift;
+use crate::weight::QuantizeError;
 use thresholds::{encode, encode_vector};
 
 pub use nested::{nest, nested_values};
@@ -106,19 +107,6 @@ pub struct QuantizeOperands {
     pub absmax: Handle,
     /// A word, not 0 afterwards where a value is infinite or NaN.
     pub flag: Handle,
-}
-
-/// Why a weight was not quantised.
-#[derive(Debug, thiserror::Error)]
-pub enum QuantizeError {
-    #[error(
-        "the weight holds infinities or NaN\nhint: codes of 4 or 8 bits stand for finite numbers only"
-    )]
-    NotFinite,
-    #[error("cannot quantise here: {0}")]
-    Unsupported(#[from] Infeasible),
-    #[error("the device failed: {0}")]
-    Device(String),
 }
 
 impl Kernel for Nf4Quantize {
