@@ -64,8 +64,6 @@ pub struct FormatInfo {
     pub has_options: bool,
     /// True if the gated half of a feed-forward block is one matmul.
     pub gated: bool,
-    /// True if steps of decoding never make it dense, however many sequences they have.
-    pub stays_coded: bool,
 }
 
 /// A format with its block and its scales: all that says how the codes are read.
@@ -122,7 +120,6 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
             in_files: true,
             has_options: true,
             gated: true,
-            stays_coded: false,
         },
     ),
     (
@@ -138,7 +135,6 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
             in_files: true,
             has_options: true,
             gated: true,
-            stays_coded: false,
         },
     ),
     (
@@ -154,7 +150,6 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
             in_files: true,
             has_options: false,
             gated: false,
-            stays_coded: true,
         },
     ),
     (
@@ -170,7 +165,6 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
             in_files: false,
             has_options: false,
             gated: false,
-            stays_coded: false,
         },
     ),
 ];
