@@ -386,9 +386,15 @@ impl Weight {
     }
 }
 
-/// Rows of x, of `dtype`, up to which 4-bit codes are multiplied as they are; for more the weight may be made dense.
-pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
-    Nf4Matmul::coded_rows(arch, dtype)
+/// Rows of x, of `dtype`, up to which codes of a format are multiplied as they are; for more the weight may be made dense.
+pub fn coded_rows(arch: &ArchProfile, format: WeightFormat, dtype: DType) -> u32 {
+    match format {
+        // int8 may be made dense from 3 rows on, and no config that ships does so for as few rows as this.
+        WeightFormat::Nf4 | WeightFormat::Fp4 | WeightFormat::Int8 => {
+            Nf4Matmul::coded_rows(arch, dtype)
+        }
+        WeightFormat::Q8_0 => q8_0::CODED_ROWS,
+    }
 }
 
 /// Returns whether matmuls of a format round x to bytes where that is asked for: [`Weight::rounding`].

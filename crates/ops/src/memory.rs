@@ -7,6 +7,7 @@
 use arch::{ArchProfile, Backend};
 use burn::tensor::{DType, FloatDType};
 use kernels::quantized;
+use quant::WeightFormat;
 
 use crate::call::float_of;
 
@@ -25,8 +26,8 @@ impl MemoryProfile {
     /// The device on which logits of the same rows take the largest share: no split-k, and no dense copy of up to 128 rows.
     pub const LEAST: Self = Self { captures: false, processors: 0, coded_rows: 128 };
 
-    /// Returns the facts of a device that computes in `dtype`.
-    pub fn new(profile: &ArchProfile, dtype: FloatDType) -> Self {
+    /// Returns the facts of a device that computes in `dtype` with weights of `format`, or dense ones.
+    pub fn new(profile: &ArchProfile, dtype: FloatDType, format: Option<WeightFormat>) -> Self {
         // Vulkan does not report processors.
         const USUAL_PROCESSORS: u32 = 128;
         let dtype = float_of(dtype.into()).unwrap_or(arch::DType::F32);
@@ -34,7 +35,7 @@ impl MemoryProfile {
         Self {
             captures,
             processors: if captures { profile.processors.unwrap_or(USUAL_PROCESSORS) } else { 0 },
-            coded_rows: quantized::coded_rows(profile, dtype),
+            coded_rows: format.map_or(0, |format| quantized::coded_rows(profile, format, dtype)),
         }
     }
 }
@@ -164,12 +165,12 @@ mod tests {
     #[test]
     fn facts_follow_the_profile() {
         let card = ArchProfile::recorded("rtx4090").expect("recorded");
-        let of = |dtype| MemoryProfile::new(&card, dtype);
+        let of = |dtype| MemoryProfile::new(&card, dtype, Some(WeightFormat::Nf4));
         let half = of(FloatDType::BF16);
         assert!(half.captures && half.processors == card.processors.expect("CUDA reports it"));
         // f32 has no path on tensor cores.
         assert_eq!((half.coded_rows, of(FloatDType::F32).coded_rows), (128, 8));
         let host = ArchProfile { backend: Backend::Cpu, ..card };
-        assert_eq!(MemoryProfile::new(&host, FloatDType::F32).processors, 0);
+        assert_eq!(MemoryProfile::new(&host, FloatDType::F32, None).processors, 0);
     }
 }

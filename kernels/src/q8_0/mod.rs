@@ -34,6 +34,7 @@ use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
+pub(crate) use product::CODED_ROWS;
 pub use product::{
     DenseConfig, Q8_0Matmul, Q8_0MatmulConfig, Q8_0MatmulOperands, Q8_0MatmulProblem,
 };

@@ -118,6 +118,9 @@ impl Q8_0MatmulProblem {
 /// Words of a vector of codes: a block is two.
 const WORDS: usize = 4;
 
+/// Rows of x up to which codes are multiplied as they are; for more the weight may be made dense.
+pub(crate) const CODED_ROWS: u32 = 32;
+
 impl Kernel for Q8_0Matmul {
     type Problem = Q8_0MatmulProblem;
     type Config = Q8_0MatmulConfig;
@@ -138,7 +141,7 @@ impl Kernel for Q8_0Matmul {
         // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
         let all: Vec<_> = match p.m {
             0..=2 => gemv.chain(planes).collect(),
-            3..=32 => planes.chain(gemv).chain(dense).collect(),
+            3..=CODED_ROWS => planes.chain(gemv).collect(),
             _ => planes.chain(dense).chain(gemv.take(2)).collect(),
         };
         all.into_iter().filter(feasible).collect()

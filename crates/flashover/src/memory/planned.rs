@@ -45,7 +45,7 @@ impl PlannedModel {
     }
 
     fn memory_profile(&self) -> MemoryProfile {
-        MemoryProfile::new(&self.device, self.precision.dtype)
+        MemoryProfile::new(&self.device, self.precision.dtype, self.precision.matrices)
     }
 
     /// Returns the bytes that may be used.
