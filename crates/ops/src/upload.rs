@@ -1,9 +1,9 @@
 //! Tensors of files onto a device, without a copy of the file in memory.
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
-use burn::tensor::{AllocationProperty, Bytes, DType, Device, Tensor};
+use burn::tensor::{AllocationProperty, Bytes, DType, Device, Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 
@@ -40,6 +40,16 @@ pub fn upload<const D: usize>(
     Ok(Tensor::from_dispatch(<Dispatch as UploadOps>::upload(out, shared)))
 }
 
+/// The bytes of a mapped file as words on the device, as [`upload`] sends them: a multiple of four.
+pub(crate) fn upload_words(
+    file: impl AsRef<[u8]> + Send + 'static,
+    device: &Device,
+) -> Tensor<1, Int> {
+    let bytes = bytes::Bytes::from_owner(file);
+    let words = Tensor::<1, Int>::empty([bytes.len() / 4], (device, DType::I32)).into_dispatch();
+    Tensor::from_dispatch(<Dispatch as UploadOps>::upload_words(words, Shared(bytes)))
+}
+
 /// What of a file is sent.
 #[derive(Clone)]
 pub(crate) struct Shared(bytes::Bytes);
@@ -48,6 +58,9 @@ pub(crate) struct Shared(bytes::Bytes);
 pub(crate) trait UploadOps: Backend {
     /// `file` has the bytes of a tensor of this shape.
     fn upload(tensor: FloatTensor<Self>, file: Shared) -> FloatTensor<Self>;
+
+    /// The same for integers.
+    fn upload_words(tensor: IntTensor<Self>, file: Shared) -> IntTensor<Self>;
 }
 
 impl UploadOps for CubeBackend {
@@ -68,10 +81,18 @@ impl UploadOps for CubeBackend {
         }
         tensor
     }
+
+    fn upload_words(tensor: CubeTensor, file: Shared) -> CubeTensor {
+        Self::upload(tensor, file)
+    }
 }
 
 impl<B: UploadOps, C: CheckpointStrategy> UploadOps for Autodiff<B, C> {
     fn upload(tensor: FloatTensor<Self>, file: Shared) -> FloatTensor<Self> {
         Self::from_inner(B::upload(Self::inner(tensor), file))
+    }
+
+    fn upload_words(tensor: IntTensor<Self>, file: Shared) -> IntTensor<Self> {
+        B::upload_words(tensor, file)
     }
 }

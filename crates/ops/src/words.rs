@@ -7,17 +7,12 @@ use cubecl::server::Handle;
 
 use crate::OpError;
 
-/// Bytes as whole words on the device.
+/// Bytes as whole words on the device, the last one filled with zeros.
 pub(crate) fn upload(bytes: &[u8], device: &Device) -> Tensor<1, Int> {
-    let word = |chunk: &[u8]| {
-        let mut word = [0; 4];
-        word[..chunk.len()].copy_from_slice(chunk);
-        i32::from_le_bytes(word)
-    };
-    let words: Vec<i32> = bytes.chunks(4).map(word).collect();
-    let len = words.len();
-    let data = TensorData::new(words, [len]);
-    Tensor::from_data(data, (device, burn::tensor::DType::I32))
+    let mut words = bytes.to_vec();
+    words.resize(bytes.len().next_multiple_of(4), 0);
+    let (len, word) = (words.len() / 4, burn::tensor::DType::I32);
+    Tensor::from_data(TensorData::from_bytes_vec(words, [len], word), (device, word))
 }
 
 /// The words of a tensor.

@@ -404,7 +404,9 @@ impl Loader<'_> {
                     let keeps = held(self.options.quant, &stored.weight) == Some(own);
                     let weight = stored.weight.rows(rows);
                     let encoded = weight.encoded().expect("it has a format");
-                    let weight = QuantizedWeight::from_host(self.ctx, &encoded, self.device)?;
+                    let mapped = |bytes: &[u8]| weights.checkpoint().mapped(bytes);
+                    let weight =
+                        QuantizedWeight::from_files(self.ctx, &encoded, self.device, mapped)?;
                     if keeps {
                         return Ok(Some(Matrix::Quantized(self.rounding(weight))));
                     }

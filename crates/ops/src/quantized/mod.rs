@@ -11,6 +11,8 @@ mod backward;
 mod dispatch;
 mod linear;
 
+use std::borrow::Cow;
+
 use arch::DType;
 use burn::backend::Dispatch;
 use burn::module::{Module, Param, ParamId};
@@ -26,6 +28,7 @@ pub use linear::{
 
 use self::dispatch::{Buffer, QuantizedOps, Words};
 use crate::call::{Call, cube_of, float_of, on_cubecl, size_of};
+use crate::upload::upload_words;
 use crate::words::{download, upload};
 use crate::{Ctx, OpError};
 
@@ -84,6 +87,19 @@ impl QuantizedWeight {
     /// # Errors
     /// A weight that is not a matrix, lengths that do not fit its shape, a device without our kernels.
     pub fn from_host(ctx: &Ctx, host: &Encoded<'_>, device: &Device) -> Result<Self, OpError> {
+        Self::from_files(ctx, host, device, |_| None::<Vec<u8>>)
+    }
+
+    /// The same; buffers that `mapped` finds in a mapped file are read as they are sent, as [`upload`](crate::upload()) does.
+    ///
+    /// # Errors
+    /// As [`QuantizedWeight::from_host`].
+    pub fn from_files<M: AsRef<[u8]> + Send + 'static>(
+        ctx: &Ctx,
+        host: &Encoded<'_>,
+        device: &Device,
+        mapped: impl Fn(&[u8]) -> Option<M>,
+    ) -> Result<Self, OpError> {
         on_cubecl(device)?;
         let weight = target(&host.shape, host.scheme)?;
         let lengths = weight.buffer_bytes();
@@ -97,7 +113,11 @@ impl QuantizedWeight {
                 return Err(OpError::Shape { what, have, need });
             }
         }
-        let buffers = host.buffers.iter().map(|buffer| upload(buffer, device)).collect();
+        let words = |buffer: &Cow<'_, [u8]>| match mapped(buffer) {
+            Some(file) if buffer.len().is_multiple_of(4) => upload_words(file, device),
+            _ => upload(buffer, device),
+        };
+        let buffers = host.buffers.iter().map(words).collect();
         Self::from_tensors(ctx, buffers, weight, host.dtype).in_best_order(ctx, device)
     }
 
