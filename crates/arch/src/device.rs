@@ -1,5 +1,7 @@
 //! Opening a device.
 
+use std::path::PathBuf;
+
 use cubecl::client::Client;
 use cubecl::config::cache::CacheConfig;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
@@ -36,14 +38,18 @@ pub enum OpenError {
     ForeignProfile { profile: String, of: Backend, backend: Backend },
 }
 
-/// Lets CubeCL keep compiled kernels between runs, beside the tuned configs, where there is a cache
-/// folder. Its key is this program's build and the kernel's arguments, so nothing stale is found.
+/// The folder in which compiled kernels are kept between runs, where there is a cache folder.
+pub(crate) fn kernel_cache() -> Option<PathBuf> {
+    Some(dirs::cache_dir()?.join("flashover/kernels"))
+}
+
+/// Lets CubeCL keep compiled kernels between runs, beside the tuned configs. Its key is this program's build and the kernel's arguments, so nothing stale is found.
 /// A `cubecl.toml` of the user's still counts for everything else. The first call counts.
 fn keep_compiled_kernels() {
-    let Some(cache) = dirs::cache_dir() else { return };
+    let Some(cache) = kernel_cache() else { return };
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
     config.compilation.cache = true;
-    config.environment.path = CacheConfig::Directory(cache.join("flashover/kernels"));
+    config.environment.path = CacheConfig::Directory(cache);
     // False when the program that uses us, or an earlier device, set one: theirs holds.
     CubeClRuntimeConfig::try_set(config);
 }

@@ -1,10 +1,11 @@
 //! What this machine has: every device, which one would be chosen and why, what is missing.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{ArchProfile, Backend, Device, OpenError, facts};
+use crate::{ArchProfile, Backend, Device, OpenError, device, facts};
 
 /// One device that opened.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -43,6 +44,16 @@ pub struct Report {
     pub devices: Vec<DeviceReport>,
     pub chosen: Option<Choice>,
     pub missing: Vec<MissingReport>,
+    /// None where the system has no folder for caches.
+    pub kernel_cache: Option<KernelCache>,
+}
+
+/// Where compiled kernels are kept between runs. What another build of the program compiled is never used.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct KernelCache {
+    pub folder: PathBuf,
+    /// Bytes of its files.
+    pub bytes: u64,
 }
 
 impl Report {
@@ -58,7 +69,8 @@ fn is_gpu(d: &DeviceReport) -> bool {
 
 /// Opens every backend once and reports what it found.
 pub fn survey() -> Report {
-    let mut report = Report { devices: Vec::new(), chosen: None, missing: Vec::new() };
+    let (devices, missing, kernel_cache) = (Vec::new(), Vec::new(), kernel_cache());
+    let mut report = Report { devices, chosen: None, missing, kernel_cache };
     for backend in Backend::ALL {
         match open_or_say_why(backend) {
             Ok(device) => report.devices.push(describe(&device)),
@@ -78,6 +90,13 @@ pub fn survey() -> Report {
     }
     report.chosen = choose(&report);
     report
+}
+
+fn kernel_cache() -> Option<KernelCache> {
+    let folder = device::kernel_cache()?;
+    let files = std::fs::read_dir(&folder).into_iter().flatten().flatten();
+    let bytes = files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum();
+    Some(KernelCache { folder, bytes })
 }
 
 /// The first GPU in the order of [`Backend::ALL`], else the CPU.
@@ -166,7 +185,7 @@ mod tests {
     #[test]
     fn a_software_rasteriser_is_no_gpu() {
         let devices = vec![device(Backend::WebGpu, true), device(Backend::Cpu, false)];
-        let report = Report { devices, chosen: None, missing: Vec::new() };
+        let report = Report { devices, chosen: None, missing: Vec::new(), kernel_cache: None };
         assert!(!report.has_gpu());
         assert_eq!(choose(&report).expect("the CPU is there").backend, Backend::Cpu);
     }
@@ -174,7 +193,7 @@ mod tests {
     #[test]
     fn cuda_comes_before_vulkan() {
         let devices = vec![device(Backend::Vulkan, false), device(Backend::Cpu, false)];
-        let mut report = Report { devices, chosen: None, missing: Vec::new() };
+        let mut report = Report { devices, chosen: None, missing: Vec::new(), kernel_cache: None };
         assert_eq!(choose(&report).expect("a GPU is there").backend, Backend::Vulkan);
         report.devices.insert(0, device(Backend::Cuda, false));
         assert_eq!(choose(&report).expect("a GPU is there").backend, Backend::Cuda);

@@ -23,7 +23,7 @@ use std::process::ExitCode;
 use anyhow::{anyhow, bail};
 use clap::{Parser, Subcommand};
 use command::OutFile;
-use flashover::report::Report;
+use flashover::report::{KernelCache, Report};
 use flashover::{Backend, DType, Device, HostTensor, Policy, QuantizeError, run_op};
 use report::CompareArgs;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -210,6 +210,10 @@ fn shown(report: &Report) -> String {
     }
     for m in &report.missing {
         out += &format!("  {:<7} {}\n          hint: {}\n", m.needed_for, m.what, m.how);
+    }
+    if let Some(KernelCache { folder, bytes }) = &report.kernel_cache {
+        let mib = *bytes as f64 / 1048576.0;
+        out += &format!("compiled kernels\n  {}, {mib:.1} MiB\n", folder.display());
     }
     out
 }

@@ -200,4 +200,5 @@ fn doctor_speaks_json() {
     let devices = report["devices"].as_array().expect("a list");
     assert!(devices.iter().any(|d| d["backend"] == "cpu"));
     assert!(report["chosen"]["why"].is_string());
+    assert!(report["kernel_cache"]["bytes"].is_u64(), "{report}");
 }
