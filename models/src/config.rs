@@ -172,6 +172,13 @@ impl DecoderConfig {
         Ok(Self { int8_threshold, ..families::of(&fields)?.read(&fields)? })
     }
 
+    /// Number of layers of which the first ones have one of each kind.
+    pub(crate) fn layers_of_each_kind(&self) -> usize {
+        let kind = |at: usize| (self.layers[at].window, self.layers[at].rope);
+        let new = |at: &usize| !(0..*at).any(|earlier| kind(earlier) == kind(*at));
+        (0..self.layers.len()).rfind(new).map_or(0, |at| at + 1)
+    }
+
     /// Positions that a sequence may have; none where the ropes stretch to any length.
     pub fn context(&self) -> Option<usize> {
         let stretches = |rope: &Rope| matches!(rope.scaling, Scaling::Dynamic { .. });

@@ -86,7 +86,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     }
     let workload = folder.workload(&[&prompt], args.completions.into(), &request);
     let begin = Stopwatch::start();
-    let engine = args.model.load(folder, args.preset.preset, workload)?;
+    let engine = args.model.load(folder, args.preset.preset, workload, Some(prompt.len()))?;
     let load = begin.elapsed().as_secs_f64();
     let tracing = Tracing::start(file, &engine)?;
     let _listening = interrupt::listen()?;
@@ -239,7 +239,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             "an empty message takes {least} positions, of {context}\nhint: a shorter --system, or a larger --context"
         );
     }
-    let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context));
+    let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context), None);
     let engine = engine.map_err(|why| {
         match why.downcast_ref::<LoadError>().and_then(LoadError::context) {
             Some(most) => anyhow!(

@@ -39,7 +39,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     folder.check(&tokens)?;
     let window = args.window.map_or(tokens.len(), |window| window as usize);
     let (first, rest) = tokens.split_at(window.min(tokens.len()));
-    let engine = args.model.load(folder, None, Workload::new(1, first.len()))?;
+    let engine = args.model.load(folder, None, Workload::new(1, first.len()), Some(first.len()))?;
     let mut session = engine.session(first.len())?;
     let mut logits = session.logits(first)?;
     for part in rest.chunks(window) {

@@ -377,19 +377,20 @@ impl ModelArgs {
         Ok((folder, adapter))
     }
 
-    /// Loads it, with a bar on a terminal, where the device has room for such a workload.
+    /// Loads it, with a bar on a terminal, where the device has room for such a workload. `prompt` as in [`EngineOptions`].
     pub(crate) fn load(
         &self,
         folder: ModelFolder,
         preset: Option<Preset>,
         workload: Workload,
+        prompt: Option<usize>,
     ) -> anyhow::Result<Engine> {
         let device = self.device()?;
         let options = match preset {
             Some(preset) => self.of_preset(preset, device.profile(), &folder, &workload)?,
             None => self.options(),
         };
-        loaded(&device, folder, &EngineOptions { workload: Some(workload), ..options })
+        loaded(&device, folder, &EngineOptions { workload: Some(workload), prompt, ..options })
     }
 
     /// Options with the precision that the preset wants of those in which the workload fits.
@@ -437,10 +438,13 @@ pub(crate) fn loaded(
     folder: ModelFolder,
     options: &EngineOptions,
 ) -> anyhow::Result<Engine> {
-    let bar = bar("loading {wide_bar} {percent}%")?;
-    let engine = Engine::of_with(device, folder, options, |done, parts| {
-        bar.set_length(parts as u64);
-        bar.set_position(done as u64);
+    let bar = bar("loading {wide_bar} {percent}%{msg}")?;
+    let engine = Engine::of_with(device, folder, options, |progress| {
+        bar.set_length(progress.parts as u64);
+        bar.set_position(progress.done as u64);
+        if progress.kernels > 0 {
+            bar.set_message(format!(", compiling {}", command::count(progress.kernels, "kernel")));
+        }
     });
     bar.finish_and_clear();
     Ok(engine?)
@@ -532,6 +536,7 @@ impl LoadArgs {
                 fraction: memory_fraction,
             },
             workload: None,
+            prompt: None,
         }
     }
 

@@ -47,8 +47,8 @@ pub use arch::{
 pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
 pub use device_error::DeviceError;
 pub use engine::{
-    BatchStep, Ceilings, Completion, End, Engine, GenerateError, LayerProfile, ModelFolder,
-    Profile, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
+    BatchStep, Ceilings, Completion, End, Engine, GenerateError, LayerProfile, LoadProgress,
+    ModelFolder, Profile, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
 };
 pub use host::{
     Attended, AttentionGradients, HostOpError, HostTensor, MatmulOptions, TensorError, attention,

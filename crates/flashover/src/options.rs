@@ -27,6 +27,9 @@ pub struct EngineOptions {
     pub budget: MemoryBudget,
     /// Workload that must fit for the model to be loaded; one position of one sequence when none.
     pub workload: Option<Workload>,
+    /// Number of tokens of the first prompt, if it is known: on CUDA, kernels for it and for the decode step of the workload
+    /// are compiled while weights load. Kernels of other shapes are compiled before their first launch.
+    pub prompt: Option<usize>,
 }
 
 /// What a model computes in; logits are f32.

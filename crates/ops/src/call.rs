@@ -10,10 +10,8 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use cubecl::server::Handle;
 use kernels::matmul::{EpilogueBuffers, NormBuffers};
 use kernels::norm::NormProblem;
-use tune::Kernel;
 
 use crate::{Ctx, OpError};
 
@@ -139,19 +137,6 @@ impl Call {
     pub(crate) fn failed(&self) -> Option<OpError> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
-}
-
-/// Launches a kernel, as an operator of whoever records.
-pub(crate) fn launch<K: Kernel>(
-    device: &arch::Device,
-    problem: &K::Problem,
-    config: &K::Config,
-    operands: &K::Operands,
-    scratch: Option<&Handle>,
-) {
-    let name = || format!("{} {}", K::NAME, K::bucket(problem));
-    let _operator = trace::operator(name, || K::cost(problem));
-    K::launch(device, problem, config, operands, scratch);
 }
 
 /// What a product is given beside its operands, each there or not.

@@ -9,14 +9,52 @@ use std::thread::{self, ThreadId};
 
 use arch::Device;
 use burn_cubecl::CubeDevice;
+use cubecl::prelude::CubeKernel;
 use cubecl::server::Handle;
+use precompile::Missing;
 use tune::{CacheError, Kernel, Key, Policy, TuneCache, Tuner};
 
 use crate::OpError;
+use crate::call::cube_of;
 
 /// Known configs, and the policy for shapes without one. Cheap to clone; clones share what they learn.
 #[derive(Clone)]
-pub struct Ctx(Arc<Mutex<Inner>>);
+pub struct Ctx {
+    inner: Arc<Mutex<Inner>>,
+    /// Kernels that a rehearsal collects instead of launching them.
+    rehearsal: Option<Arc<Mutex<Rehearsed>>>,
+}
+
+/// Kernels that a rehearsal collected.
+#[derive(Default)]
+pub struct Rehearsed {
+    device: Option<Device>,
+    /// The name of each launch in a recording, and its kernels.
+    launches: Vec<(String, Box<Programs>)>,
+    missing: Missing,
+}
+
+type Programs = dyn Fn(&Device) -> Vec<Box<dyn CubeKernel>> + Send + Sync;
+
+impl Rehearsed {
+    /// The launches as a recording names them: kernel and bucket.
+    pub fn launches(&self) -> impl Iterator<Item = &str> {
+        self.launches.iter().map(|(name, _)| name.as_str())
+    }
+
+    /// Number of kernels that the kernel cache lacks; 0 on back ends other than CUDA.
+    pub const fn count(&self) -> usize {
+        self.missing.count()
+    }
+
+    /// Compiles the kernels that the kernel cache lacks, on many cores, and puts them into it. Any thread may do so while
+    /// the device works.
+    pub fn compile(self) {
+        if let Some(device) = &self.device {
+            self.missing.compile(device, |i| (self.launches[i].1)(device));
+        }
+    }
+}
 
 struct Inner {
     cache: TuneCache,
@@ -54,7 +92,7 @@ impl Default for Ctx {
 impl Ctx {
     /// Looks configs up in `cache`; `date` (UTC, RFC 3339) is written beside what is measured.
     pub fn new(cache: TuneCache, policy: Policy, date: String) -> Self {
-        Self(Arc::new(Mutex::new(Inner {
+        let inner = Inner {
             cache,
             policy,
             profile: None,
@@ -62,7 +100,8 @@ impl Ctx {
             scratch: Vec::new(),
             known: BTreeMap::new(),
             date,
-        })))
+        };
+        Self { inner: Arc::new(Mutex::new(inner)), rehearsal: None }
     }
 
     /// The user's own cache over what ships, as `flashover` uses it.
@@ -93,9 +132,62 @@ impl Ctx {
         self.lock().cache.warnings().iter().map(ToString::to_string).collect()
     }
 
+    /// A context whose ops choose configs and collect kernels without launching them: results stay unwritten.
+    /// [`Ctx::rehearsed`] returns the kernels.
+    #[must_use]
+    pub fn rehearsal(&self) -> Self {
+        Self { inner: self.inner.clone(), rehearsal: Some(Arc::default()) }
+    }
+
+    /// True for a [rehearsal](Ctx::rehearsal).
+    pub const fn rehearses(&self) -> bool {
+        self.rehearsal.is_some()
+    }
+
+    /// True if [`Rehearsed::compile`] compiles kernels for `device`: CUDA.
+    pub fn precompiles(device: &burn::tensor::Device) -> bool {
+        cube_of(device).is_ok_and(|raw| raw.client().name() == "cuda")
+    }
+
+    /// Takes the kernels that a [rehearsal](Ctx::rehearsal) collected so far.
+    pub fn rehearsed(&self) -> Rehearsed {
+        let Some(rehearsal) = &self.rehearsal else { return Rehearsed::default() };
+        let rehearsed = mem::take(&mut *rehearsal.lock().unwrap_or_else(PoisonError::into_inner));
+        let Some(device) = &rehearsed.device else { return rehearsed };
+        let kernels = |i: usize| (rehearsed.launches[i].1)(device);
+        Rehearsed { missing: Missing::of(device, rehearsed.launches.len(), kernels), ..rehearsed }
+    }
+
+    /// Launches a kernel, as an operator of the recording if there is one; a rehearsal collects it.
+    pub(crate) fn launch<K: Kernel>(
+        &self,
+        device: &Device,
+        problem: &K::Problem,
+        config: &K::Config,
+        operands: &K::Operands,
+        scratch: Option<&Handle>,
+    ) {
+        let name = || format!("{} {}", K::NAME, K::bucket(problem));
+        if let Some(rehearsal) = &self.rehearsal {
+            let (name, problem, config) = (name(), problem.clone(), *config);
+            let mut rehearsed = rehearsal.lock().unwrap_or_else(PoisonError::into_inner);
+            rehearsed.device.get_or_insert_with(|| device.clone());
+            let programs = move |device: &Device| {
+                let client = device.client();
+                let (properties, target) =
+                    (client.properties_shared(), client.target_properties_shared());
+                K::programs(device.profile(), &problem, &config, &properties, &target)
+            };
+            rehearsed.launches.push((name, Box::new(programs)));
+            return;
+        }
+        let _operator = trace::operator(name, || K::cost(problem));
+        K::launch(device, problem, config, operands, scratch);
+    }
+
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // A panic elsewhere leaves caches that are whole.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Our handle to a device of Burn's.

@@ -17,7 +17,7 @@ use kernels::attention::{HeadStrides, Implementation};
 use tune::Kernel;
 
 use crate::attention::{along_head_dim, forced, head_strides, log_sums_like};
-use crate::call::{Call, float_of, launch, like, on_cubecl, same_dtype, same_shape, size_of};
+use crate::call::{Call, float_of, like, on_cubecl, same_dtype, same_shape, size_of};
 use crate::{Ctx, OpError};
 
 /// Keys and values of all positions so far, those of the step among them.
@@ -462,7 +462,7 @@ fn run(
         device.client().memory_persistent_allocation((), of)
     };
     let scratch = call.ctx.scratch(&out.device, bytes, make);
-    launch::<Decode>(&device, &problem, &config, &operands, scratch.as_ref());
+    call.ctx.launch::<Decode>(&device, &problem, &config, &operands, scratch.as_ref());
     Ok(())
 }
 

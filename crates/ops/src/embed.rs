@@ -10,8 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::embed::{Embed, EmbedOperands, EmbedProblem, Learned};
 
 use crate::call::{
-    Call, Optional, empty_like, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
-    words_of,
+    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
 };
 use crate::layout::rows_of;
 use crate::{Ctx, OpError};
@@ -115,7 +114,7 @@ impl EmbedOps for CubeBackend {
             }
             .checked()?;
             let config = call.ctx.config::<Embed>(&device, &problem)?;
-            launch::<Embed>(&device, &problem, &config, &operands, None);
+            call.ctx.launch::<Embed>(&device, &problem, &config, &operands, None);
             Ok(())
         });
         if let Err(e) = launched {

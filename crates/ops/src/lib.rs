@@ -53,7 +53,7 @@ pub use attention::{
 pub use capture::{AtWork, at_work, capture_alone, captures};
 /// Where [`QuantizedWeight`]s come from and go to.
 pub use checkpoint;
-pub use ctx::Ctx;
+pub use ctx::{Ctx, Rehearsed};
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_with_lse};
 pub use embed::embed;
 pub use epilogue::{Epilogue, RowNorm};

@@ -36,7 +36,7 @@ use kernels::norm::{NormKind, NormProblem};
 use tune::Kernel;
 
 use crate::call::{
-    Call, Optional, Parts, cube_of, dtype_of, float_dtype, float_of, launch, on_cubecl, same_dtype,
+    Call, Optional, Parts, cube_of, dtype_of, float_dtype, float_of, on_cubecl, same_dtype,
     same_shape, size_of, summed_over_rows,
 };
 use crate::epilogue::Epilogue;
@@ -362,7 +362,7 @@ impl MatmulOps for CubeBackend {
         let launched = device.and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;
             let scratch = Matmul::scratch(&device, &problem, &config);
-            launch::<Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
+            call.ctx.launch::<Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
             Ok(())
         });
         if let Err(e) = launched {

@@ -21,8 +21,8 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::norm::{Norm, NormKind, NormOperands, NormProblem};
 
 use crate::call::{
-    Call, Optional, Parts, float_dtype, float_of, launch, like, on_cubecl, same_dtype, same_shape,
-    size_of, summed_over_rows,
+    Call, Optional, Parts, float_dtype, float_of, like, on_cubecl, same_dtype, same_shape, size_of,
+    summed_over_rows,
 };
 use crate::memory::bytes_of;
 use crate::{Ctx, OpError, OpMemory};
@@ -149,7 +149,7 @@ impl NormOps for CubeBackend {
         };
         let launched = call.ctx.device(&out.device).and_then(|device| {
             let config = call.ctx.config::<Norm>(&device, &problem)?;
-            launch::<Norm>(&device, &problem, &config, &operands, None);
+            call.ctx.launch::<Norm>(&device, &problem, &config, &operands, None);
             Ok(())
         });
         if let Err(e) = launched {

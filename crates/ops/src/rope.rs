@@ -15,8 +15,7 @@ use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeOperands, RopeProblem};
 
 use crate::call::{
-    Call, Optional, empty_like, float_of, launch, on_cubecl, same_dtype, same_shape, size_of,
-    words_of,
+    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
 };
 use crate::decode::{Blocks, Stored, axes, cache_strides, inner, scale_strides};
 use crate::layout::rows_of;
@@ -283,7 +282,7 @@ impl RopeOps for CubeBackend {
                 v: v.handle,
                 scales,
             };
-            launch::<Rope>(&device, &problem, &config, &operands, None);
+            call.ctx.launch::<Rope>(&device, &problem, &config, &operands, None);
             Ok(())
         });
         if let Err(e) = launched {

@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::sample::{RESULT, Sample, SampleOperands, SampleProblem};
 use tune::Kernel;
 
-use crate::call::{Call, empty_like, float_of, launch, on_cubecl, same_shape, size_of, words_of};
+use crate::call::{Call, empty_like, float_of, on_cubecl, same_shape, size_of, words_of};
 use crate::{Ctx, OpError, OpMemory};
 
 /// A token of each row of `logits`, chosen as [`kernels::sample`] says by the row's words of `choices`
@@ -97,7 +97,7 @@ impl SampleOps for CubeBackend {
         let launched = call.ctx.device(&out.device).and_then(|device| {
             let config = call.ctx.config::<Sample>(&device, &problem)?;
             let scratch = Sample::scratch(&device, &problem, &config);
-            launch::<Sample>(&device, &problem, &config, &operands, scratch.as_ref());
+            call.ctx.launch::<Sample>(&device, &problem, &config, &operands, scratch.as_ref());
             Ok(())
         });
         if let Err(e) = launched {

@@ -6,7 +6,7 @@ use ops::Cached;
 
 use super::Decoder;
 use super::cells::{self, Rearrange, rearranged};
-use super::step::Single;
+use super::step::{Single, decode_longest};
 use crate::{DecoderConfig, Error, Rope};
 
 /// Keys and values of a batch of sequences, for every layer, and the tokens that they are of.
@@ -148,8 +148,9 @@ impl KvCache {
         let _at_work = ops::at_work();
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &of.config;
         let shape = [batch, *kv_heads, capacity, *head_dim];
-        let zeros = || cells::zeros(of.kv, of.dtype, shape, &of.device);
-        let make = |()| layers.iter().map(|_| (zeros(), zeros())).collect();
+        let zeros = !of.ctx.rehearses();
+        let empty = || cells::empty(of.kv, of.dtype, shape, &of.device, zeros);
+        let make = |()| layers.iter().map(|_| (empty(), empty())).collect();
         let layers = of.device.memory_persistent_allocations((), make);
         let mut cache = Self {
             memory: Memory { layers, pages: None, tables: Vec::new() },
@@ -291,6 +292,11 @@ impl KvCache {
 
     pub(super) fn longest(&self) -> usize {
         self.tokens.iter().map(Vec::len).max().unwrap_or(0)
+    }
+
+    /// Positions that a step of one token after `before` ones is launched for.
+    pub(super) fn decode_longest(&self, before: usize) -> usize {
+        decode_longest(before, self.capacity)
     }
 
     pub(super) const fn memory(&self) -> &Memory {

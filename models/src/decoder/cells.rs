@@ -34,19 +34,27 @@ pub(super) fn rearranged(parts: impl IntoIterator<Item = Cached>, how: &impl Rea
     }
 }
 
-/// An empty cache.
-pub(super) fn zeros(
+/// An empty cache: of zeros, or without values, for a rehearsal.
+pub(super) fn empty(
     format: KvFormat,
     dtype: FloatDType,
     shape: [usize; 4],
     device: &Device,
+    zeros: bool,
 ) -> Cached {
+    fn made<const D: usize, K: Basic>(
+        shape: [usize; D],
+        of: (&Device, DType),
+        zeros: bool,
+    ) -> Tensor<D, K> {
+        if zeros { Tensor::zeros(shape, of) } else { Tensor::empty(shape, of) }
+    }
     let [first, second, third, _] = shape;
     match format {
-        KvFormat::Float => Cached::Float(Tensor::zeros(shape, (device, DType::from(dtype)))),
+        KvFormat::Float => Cached::Float(made(shape, (device, DType::from(dtype)), zeros)),
         KvFormat::Int8 => Cached::Bytes {
-            values: Tensor::zeros(shape, (device, DType::I8)),
-            scales: Tensor::zeros([first, second, third], (device, DType::F32)),
+            values: made(shape, (device, DType::I8), zeros),
+            scales: made([first, second, third], (device, DType::F32), zeros),
         },
     }
 }

@@ -132,11 +132,25 @@ impl Decoder {
         options: &LoadOptions,
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
-        let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
         let quant = options.quant.map(|quant| quant.format);
         warnings(weights, quant)?.iter().for_each(|line| log::warn!("{line}"));
-        Loader { source: Source::Files(weights), adapter, device, ctx: &ctx, dtype, options }
-            .decoder(progress)
+        Loader::of_files(weights, adapter, device, &ctx, options)?.decoder(progress)
+    }
+
+    /// A decoder of the first layers, one of each kind, whose weights have shapes and formats and no values: what it
+    /// launches, the loaded one does.
+    ///
+    /// # Errors
+    /// As [`Decoder::load`].
+    pub fn outline(
+        weights: &Weights,
+        adapter: Option<&Adapter>,
+        device: &Device,
+        ctx: &Ctx,
+        options: &LoadOptions,
+    ) -> Result<Self, Error> {
+        let loader = Loader::of_files(weights, adapter, device, ctx, options)?;
+        Loader { outline: true, ..loader }.decoder(|_| {})
     }
 
     /// A decoder of random weights, for measuring: bf16 when no dtype is said.
@@ -151,8 +165,9 @@ impl Decoder {
         progress: impl FnMut(Loading),
     ) -> Result<Self, Error> {
         let dtype = options.dtype.unwrap_or(FloatDType::BF16);
-        let source = Source::Noise(config);
-        Loader { source, adapter: None, device, ctx: &ctx, dtype, options }.decoder(progress)
+        let (source, ctx) = (Source::Noise(config), &ctx);
+        let loader = Loader { source, adapter: None, device, ctx, dtype, options, outline: false };
+        loader.decoder(progress)
     }
 }
 
@@ -171,11 +186,28 @@ struct Loader<'a> {
     ctx: &'a Ctx,
     dtype: FloatDType,
     options: &'a LoadOptions,
+    /// True for weights without values, and the first layers alone.
+    outline: bool,
 }
 
-impl Loader<'_> {
+impl<'a> Loader<'a> {
+    fn of_files(
+        weights: &'a Weights,
+        adapter: Option<&'a Adapter>,
+        device: &'a Device,
+        ctx: &'a Ctx,
+        options: &'a LoadOptions,
+    ) -> Result<Self, Error> {
+        let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
+        let source = Source::Files(weights);
+        Ok(Self { source, adapter, device, ctx, dtype, options, outline: false })
+    }
+
     fn decoder(self, mut progress: impl FnMut(Loading)) -> Result<Decoder, Error> {
-        let config = self.config().clone();
+        let mut config = self.config().clone();
+        if self.outline {
+            config.layers.truncate(config.layers_of_each_kind());
+        }
         let parts = config.layers.len() + 2;
         let mut done = 0;
         let mut step = || {
@@ -405,8 +437,12 @@ impl Loader<'_> {
                     let weight = stored.weight.rows(rows);
                     let encoded = weight.encoded().expect("it has a format");
                     let mapped = |bytes: &[u8]| weights.checkpoint().mapped(bytes);
-                    let weight =
-                        QuantizedWeight::from_files(self.ctx, &encoded, self.device, mapped)?;
+                    let weight = match self.outline {
+                        true => self.without_values(&encoded.shape, encoded.scheme)?,
+                        false => {
+                            QuantizedWeight::from_files(self.ctx, &encoded, self.device, mapped)?
+                        }
+                    };
                     if keeps {
                         return Ok(Some(Matrix::Quantized(self.rounding(weight))));
                     }
@@ -419,9 +455,16 @@ impl Loader<'_> {
             }
         };
         let Some(scheme) = self.options.quant else { return Ok(Some(Matrix::Dense(dense))) };
-        let made = QuantizedWeight::quantize(self.ctx, dense, scheme);
+        let made = match self.outline {
+            true => self.without_values(&dense.dims(), scheme),
+            false => QuantizedWeight::quantize(self.ctx, dense, scheme),
+        };
         let weight = made.map_err(|why| self.not_quantized(slot, why))?;
         Ok(Some(Matrix::Quantized(self.rounding(weight))))
+    }
+
+    fn without_values(&self, shape: &[usize], scheme: Scheme) -> Result<QuantizedWeight, OpError> {
+        QuantizedWeight::outline(self.ctx, shape, scheme, self.dtype, self.device)
     }
 
     /// W + s·B·A, rounded once.
@@ -490,6 +533,9 @@ impl Loader<'_> {
     fn tensor<const D: usize>(&self, stored: Stored<'_>) -> Result<Tensor<D>, Error> {
         let tensor = stored.dense().expect("what is no matrix of a layer is dense");
         let shape = tensor.shape.clone();
+        if self.outline {
+            return Ok(Tensor::empty(shape, (self.device, self.dtype.into())));
+        }
         // What lies in a file as it is wanted goes from there.
         if is(tensor.dtype, self.dtype)
             && let (Source::Files(weights), Cow::Borrowed(bytes)) = (self.source, &tensor.bytes)

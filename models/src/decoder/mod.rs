@@ -21,6 +21,7 @@ mod beside;
 mod cache;
 mod cells;
 mod load;
+mod precompile;
 mod projection;
 mod step;
 mod train;
@@ -28,7 +29,7 @@ mod warnings;
 
 use std::ops::Range;
 
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use ops::{
     AttentionOptions, Cache, Cached, Ctx, DecodeOptions, Epilogue, KvSlots, Lengths, NormWeights,
     QkNorm, RopeOptions, RowNorm, Table,
@@ -354,6 +355,19 @@ impl Decoder {
 
     /// What leaves the last layer, `[batch · seq, hidden]`.
     fn layers(&self, memory: &Memory, step: &Step) -> Result<Tensor<2>, Error> {
+        let lengths = step.start.clone() + step.tokens.dims()[1] as i32;
+        self.walk(memory, step, lengths, 0..self.layers.len())
+    }
+
+    /// What leaves the last of the layers that `indices` names, `[batch · seq, hidden]`; `lengths` are the positions that each
+    /// sequence has after the step.
+    fn walk(
+        &self,
+        memory: &Memory,
+        step: &Step,
+        lengths: Tensor<1, Int>,
+        indices: impl IntoIterator<Item = usize>,
+    ) -> Result<Tensor<2>, Error> {
         let scale = self.config.embedding_scale.map_or(1.0, |scale| rounded(scale, self.dtype));
         let (tokens, start) = (step.tokens.clone(), step.start.clone());
         let (table, positions) = (self.embedding.clone(), self.positions.clone());
@@ -361,9 +375,8 @@ impl Decoder {
             let _part = trace::span(|| "embedding");
             ops::embed(&self.ctx, tokens, table, start, positions, scale)?
         };
-        let lengths = step.start.clone() + step.tokens.dims()[1] as i32;
         let lengths = Lengths::Device { lengths, longest: step.longest as u32 };
-        for index in 0..self.layers.len() {
+        for index in indices {
             let _layer = trace::span(|| format!("layer {index}"));
             x = self.attend(index, x, memory, step, &lengths)?;
             x = self.feed(index, x)?;

@@ -41,6 +41,11 @@ const SHORTEST: usize = 256;
 /// Steps before one is captured, which takes as long as some.
 const EAGER: usize = 2;
 
+/// Positions that a step of one token after `before` ones is launched for.
+pub(super) fn decode_longest(before: usize, capacity: usize) -> usize {
+    (before + 1).next_power_of_two().max(SHORTEST).min(capacity)
+}
+
 type Run = Box<dyn FnMut() -> Result<Tensor<2>, Error> + Send>;
 
 /// Steps of one token, captured when they repeat.
@@ -90,8 +95,7 @@ impl Single {
             By::Graph { thread, .. } => *thread == thread::current().id(),
             By::Launches(_) => true,
         };
-        let need = lengths.iter().copied().max().unwrap_or(0) + 1;
-        let longest = need.next_power_of_two().max(SHORTEST).min(capacity);
+        let longest = decode_longest(lengths.iter().copied().max().unwrap_or(0), capacity);
         let fits = |repeated: &Repeated| repeated.step.longest == longest && here(repeated);
         let repeated = match self.0.take().filter(fits) {
             Some(repeated) => self.0.insert(repeated),

@@ -5,6 +5,7 @@ mod device;
 mod golden;
 mod lora;
 mod names;
+mod rehearsal;
 mod rope;
 
 use std::path::{Path, PathBuf};

@@ -106,7 +106,7 @@ impl Engine {
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
             let _at_work = ops::at_work();
             let mut session = Session::within(self.clone(), room)?;
-            let after = session.prefill(tokens)?;
+            let after = session.prefill(tokens, false)?;
             for completion in 0..completions {
                 growing.push(self.growing(tokens, request, [prompt, completion])?);
             }
@@ -118,6 +118,7 @@ impl Engine {
             let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
             drop(at_work);
             let cache = self.checked_cache(cache)?;
+            self.precompile(&cache, 0, true)?;
             self.grow(&mut growing, cache, logits, &mut seen)?;
         }
         let mut answers: Vec<Vec<Completion>> = asked.iter().map(|_| Vec::new()).collect();
@@ -142,7 +143,7 @@ impl Engine {
                 return Ok(own.completion());
             }
             let mut session = self.session(room)?;
-            let logits = session.prefill(tokens)?;
+            let logits = session.prefill(tokens, true)?;
             let mut own = [self.growing(tokens, request, place)?];
             let (cache, _grant) = session.into_parts();
             cancelled = self.grow(&mut own, cache, logits, seen)?;

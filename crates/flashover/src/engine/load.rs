@@ -9,11 +9,23 @@ use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
 use super::pages::Pages;
+use super::precompile::{Ahead, Precompiled};
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
 use crate::load_error::LoadError;
 use crate::options::EngineOptions;
 use crate::prepare::Prepared;
+
+/// How far loading is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Parts of the model that are on the device: the embedding, the head, each layer.
+    pub done: usize,
+    /// Parts in all.
+    pub parts: usize,
+    /// Number of kernels that are compiled meanwhile.
+    pub kernels: usize,
+}
 
 impl Engine {
     /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json and tokenizer.json where it
@@ -29,10 +41,10 @@ impl Engine {
         folder: impl AsRef<Path>,
         options: &EngineOptions,
     ) -> Result<Self, LoadError> {
-        Self::load_with(device, folder, options, |_, _| {})
+        Self::load_with(device, folder, options, |_| {})
     }
 
-    /// The same, which tells `progress` how many of how many parts are loaded.
+    /// The same, which tells `progress` how far it is.
     ///
     /// # Errors
     /// As [`Engine::load`].
@@ -40,7 +52,7 @@ impl Engine {
         device: &Device,
         folder: impl AsRef<Path>,
         options: &EngineOptions,
-        progress: impl FnMut(usize, usize),
+        progress: impl FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
         Self::of_with(device, ModelFolder::open(folder)?, options, progress)
     }
@@ -54,10 +66,10 @@ impl Engine {
         folder: ModelFolder,
         options: &EngineOptions,
     ) -> Result<Self, LoadError> {
-        Self::of_with(device, folder, options, |_, _| {})
+        Self::of_with(device, folder, options, |_| {})
     }
 
-    /// The same, which tells `progress` how many of how many parts are loaded.
+    /// The same, which tells `progress` how far it is.
     ///
     /// # Errors
     /// As [`Engine::of`].
@@ -65,7 +77,7 @@ impl Engine {
         device: &Device,
         folder: ModelFolder,
         options: &EngineOptions,
-        mut progress: impl FnMut(usize, usize),
+        mut progress: impl FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
         let ModelFolder { weights, reader, adapter, .. } = folder;
         let adapter = adapter.as_ref();
@@ -73,14 +85,21 @@ impl Engine {
         let prepared = Prepared::of_files(profile, own, &weights, adapter, options)?;
         prepared.fits(device, options)?;
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
-        let progress = |loading: Loading| progress(loading.done, loading.parts);
-        let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, &prepared.load, progress)?;
+        let load = &prepared.load;
+        let outline = |ctx: &Ctx| Decoder::outline(&weights, adapter, &on, ctx, load);
+        let ahead = Ahead::start(outline, &ctx, &on, options)?;
+        let progress = |Loading { done, parts }: Loading| {
+            progress(LoadProgress { done, parts, kernels: ahead.kernels });
+        };
+        let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, load, progress)?;
+        ahead.finish();
         Self::settled(Inner {
             reader,
             device: device.clone(),
             decoder,
             planned: prepared.planned,
             ledger: Arc::default(),
+            precompiled: Precompiled::default(),
             pages: Pages(device.clone()),
         })
     }
@@ -111,6 +130,7 @@ impl Engine {
             decoder,
             planned,
             ledger: Arc::default(),
+            precompiled: Precompiled::default(),
             pages: Pages(device.clone()),
         })
     }

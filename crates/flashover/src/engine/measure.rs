@@ -200,6 +200,7 @@ impl Engine {
     pub fn measure(&self, test: SpeedTest, repetitions: usize) -> Result<Speed, GenerateError> {
         let SpeedTest { generated, depth, batch, .. } = test;
         let mut run = Run::new(self, test)?;
+        self.precompile(&run.cache, test.prompt, generated > 0)?;
         let profile = self.0.device.profile();
         let energy = || arch::energy_millijoules(&profile.name);
         let rests = profile.backend != Backend::Cpu;

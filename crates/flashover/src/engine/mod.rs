@@ -14,6 +14,7 @@ mod measure;
 mod memory;
 mod pages;
 mod picker;
+mod precompile;
 mod profile;
 mod request;
 mod sampling;
@@ -31,10 +32,12 @@ use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Workload};
 use crate::memory::{Ledger, PlannedModel, compute_name};
 use folder::Reader;
 use pages::Pages;
+use precompile::Precompiled;
 
 pub use batch::{BatchStep, Completion};
 pub use error::GenerateError;
 pub use folder::ModelFolder;
+pub use load::LoadProgress;
 pub use measure::{Ceilings, Speed, SpeedTest};
 pub use profile::{LayerProfile, Profile};
 pub use request::{End, Request};
@@ -55,6 +58,8 @@ struct Inner {
     decoder: Decoder,
     planned: PlannedModel,
     ledger: Arc<Ledger>,
+    /// Shapes whose kernels are compiled.
+    precompiled: Precompiled,
     /// The last to go.
     pages: Pages,
 }

@@ -4,6 +4,7 @@
 //! come back.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use ops::{Ctx, OpError};
 
 use super::Engine;
 use super::error::GenerateError;
@@ -66,6 +67,15 @@ impl Picker {
         })
         .collect()
     }
+}
+
+/// Launches what [`Picker::pick`] launches with these logits.
+pub(super) fn rehearse(ctx: &Ctx, logits: Tensor<2>) -> Result<(), OpError> {
+    let ([rows, vocab], device) = (logits.dims(), logits.device());
+    let choice = Sampling::default().choice(Place { position: 0, completion: 0 }).words();
+    let choices = words_on(&device, choice.repeat(rows), [rows, choice.len()]);
+    let seen = words_on(&device, vec![0; rows * vocab.div_ceil(32)], [rows * vocab.div_ceil(32)]);
+    ops::sample(ctx, logits, choices, seen).map(drop)
 }
 
 /// Words on a device.

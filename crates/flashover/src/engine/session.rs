@@ -109,7 +109,7 @@ impl Session {
         request: &Request,
     ) -> Result<Tokens<'_>, GenerateError> {
         request.sampling.check()?;
-        let logits = self.prefill(prompt)?;
+        let logits = self.prefill(prompt, true)?;
         let (request, tokens) = (request.clone(), self.cache.tokens(0));
         let picker = Picker::new(&self.engine, &[(request.sampling, tokens)]);
         let place = Place { position: tokens.len(), completion: 0 };
@@ -126,11 +126,17 @@ impl Session {
         })
     }
 
-    /// Logits after the last of the tokens, on the device, to be used before the next step.
-    pub(super) fn prefill(&mut self, tokens: &[u32]) -> Result<Tensor<2>, GenerateError> {
+    /// Logits after the last of the tokens, on the device, to be used before the next step. With `decodes` the session
+    /// goes on with steps of its own.
+    pub(super) fn prefill(
+        &mut self,
+        tokens: &[u32],
+        decodes: bool,
+    ) -> Result<Tensor<2>, GenerateError> {
         if tokens.is_empty() {
             return Err(GenerateError::EmptyPrompt);
         }
+        self.engine.precompile(&self.cache, tokens.len(), decodes)?;
         Ok(self.engine.decoder().prefill(&mut self.cache, &[tokens])?)
     }
 }

@@ -29,9 +29,7 @@ use kernels::attention::{
 };
 use tune::{Infeasible, Kernel};
 
-use crate::call::{
-    Call, Optional, float_of, launch, like, on_cubecl, same_dtype, same_shape, size_of,
-};
+use crate::call::{Call, Optional, float_of, like, on_cubecl, same_dtype, same_shape, size_of};
 use crate::offsets::{checked_offsets, words_on};
 use crate::{Ctx, OpError};
 
@@ -427,7 +425,7 @@ impl AttentionOps for CubeBackend {
                     .config(device.profile(), &l.problem)
                     .map_err(|why| forced(wanted, &why))?,
             };
-            launch::<Attention>(&device, &l.problem, &config, &l.operands, None);
+            call.ctx.launch::<Attention>(&device, &l.problem, &config, &l.operands, None);
             Ok(())
         });
         if let Err(e) = launched {
@@ -464,7 +462,13 @@ impl AttentionOps for CubeBackend {
             let operands =
                 BackwardOperands { forward: forward.operands, dout: dout.handle, dq, dk, dv };
             let scratch = AttentionBackward::scratch(&device, &problem, &config);
-            launch::<AttentionBackward>(&device, &problem, &config, &operands, scratch.as_ref());
+            call.ctx.launch::<AttentionBackward>(
+                &device,
+                &problem,
+                &config,
+                &operands,
+                scratch.as_ref(),
+            );
             Ok(())
         });
         if let Err(e) = launched {

@@ -16,7 +16,7 @@ use kernels::quantized::{Launcher, Product, ProductOperands, Weight};
 use tune::Kernel;
 
 use super::backward::tracked;
-use crate::call::{Call, Optional, Parts, empty_like, float_of, launch, size_of};
+use crate::call::{Call, Optional, Parts, empty_like, float_of, size_of};
 use crate::matmul::{MatmulOps, finish};
 use crate::norm::{NormOps, normalised};
 use crate::words::words_at;
@@ -129,7 +129,7 @@ impl Launcher for Ctx {
     ) -> Result<(), OpError> {
         let config = self.config::<K>(device, problem)?;
         let scratch = K::scratch(device, problem, &config);
-        launch::<K>(device, problem, &config, operands, scratch.as_ref());
+        Ctx::launch::<K>(self, device, problem, &config, operands, scratch.as_ref());
         Ok(())
     }
 }

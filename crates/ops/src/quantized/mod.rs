@@ -121,6 +121,29 @@ impl QuantizedWeight {
         Self::from_tensors(ctx, buffers, weight, host.dtype).in_best_order(ctx, device)
     }
 
+    /// A weight without values: products with it launch what those with any weight of this shape and scheme do. `dtype` is
+    /// that of the values before they were quantised.
+    ///
+    /// # Shapes
+    /// `[n, k]`.
+    ///
+    /// # Errors
+    /// A shape that is no matrix, a block that the format does not have, a device without our kernels.
+    pub fn outline(
+        ctx: &Ctx,
+        shape: &[usize],
+        scheme: Scheme,
+        dtype: FloatDType,
+        device: &Device,
+    ) -> Result<Self, OpError> {
+        on_cubecl(device)?;
+        let (weight, word) = (target(shape, scheme)?, burn::tensor::DType::I32);
+        let empty = |bytes: u64| Tensor::empty([bytes.div_ceil(4) as usize], (device, word));
+        let buffers = weight.buffer_bytes().into_iter().map(empty).collect();
+        let dtype = float_of(dtype.into())?;
+        Self::from_tensors(ctx, buffers, weight, dtype).in_best_order(ctx, device)
+    }
+
     /// The weight as files have it, whatever its order on the device.
     ///
     /// # Errors

@@ -1,0 +1,80 @@
+//! The kernels of a generation, compiled on many cores before the first launch: while weights load, or before a prefill of
+//! another shape.
+
+use std::collections::BTreeSet;
+use std::panic;
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use burn::tensor::Device;
+use models::{Decoder, KvCache};
+use ops::Ctx;
+
+use super::Engine;
+use super::error::GenerateError;
+use super::picker;
+use crate::options::EngineOptions;
+
+/// Shapes whose kernels are compiled: batch, tokens of a prefill (0 for none), positions, and 1 with the decode step.
+pub(super) type Precompiled = Mutex<BTreeSet<[usize; 4]>>;
+
+impl Engine {
+    /// Compiles the kernels of a prefill of `seq` tokens a sequence, and with `decode` those of the step after it and of
+    /// sampling, once for each shape. Other back ends than CUDA compile a kernel at its first launch.
+    pub(super) fn precompile(
+        &self,
+        cache: &KvCache,
+        seq: usize,
+        decode: bool,
+    ) -> Result<(), GenerateError> {
+        if !Ctx::precompiles(self.decoder().device()) {
+            return Ok(());
+        }
+        let longest = cache.lengths().into_iter().max().unwrap_or(0) + seq;
+        let shape = [cache.batch(), seq, longest.next_power_of_two(), usize::from(decode)];
+        let mut done = self.0.precompiled.lock().unwrap_or_else(PoisonError::into_inner);
+        if done.insert(shape) {
+            drop(done);
+            self.decoder().rehearse(cache, seq, decode, picker::rehearse)?.compile();
+        }
+        Ok(())
+    }
+}
+
+/// A thread that compiles the kernels of the first generation while weights load.
+#[derive(Default)]
+pub(super) struct Ahead {
+    compiling: Option<JoinHandle<()>>,
+    /// Number of its kernels.
+    pub(super) kernels: usize,
+}
+
+impl Ahead {
+    /// Starts it where `workload` generates: for a prefill of one sequence, and the decode step if one sequence decodes
+    /// alone. `outline` makes the model without its weights.
+    pub(super) fn start(
+        outline: impl FnOnce(&Ctx) -> Result<Decoder, models::Error>,
+        ctx: &Ctx,
+        device: &Device,
+        options: &EngineOptions,
+    ) -> Result<Self, models::Error> {
+        let workload = options.workload.as_ref().filter(|own| own.training.is_none());
+        let Some(workload) = workload.filter(|_| Ctx::precompiles(device)) else {
+            return Ok(Self::default());
+        };
+        let first = outline(&ctx.rehearsal())?;
+        let context = workload.context.min(first.config().context().unwrap_or(usize::MAX));
+        let prompt = options.prompt.unwrap_or(0).min(context.saturating_sub(1));
+        let cache = first.cache(1, context)?;
+        let rehearsed = first.rehearse(&cache, prompt, workload.batch == 1, picker::rehearse)?;
+        let kernels = rehearsed.count();
+        Ok(Self { compiling: Some(thread::spawn(|| rehearsed.compile())), kernels })
+    }
+
+    /// Waits until it is done.
+    pub(super) fn finish(self) {
+        if let Some(compiling) = self.compiling {
+            compiling.join().unwrap_or_else(|why| panic::resume_unwind(why));
+        }
+    }
+}
