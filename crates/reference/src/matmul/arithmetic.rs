@@ -1,0 +1,182 @@
+//! Sums of products in f64 and as kernels would round them.
+
+use std::ops::{Add, AddAssign, Div, Mul, Neg};
+
+use rayon::prelude::*;
+
+use crate::norm::Norm;
+
+/// A function of one number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// x·σ(x).
+    Silu,
+    /// x·Φ(x), Φ the normal distribution's cumulative function.
+    Gelu,
+    /// GELU by the tanh formula of Hendrycks and Gimpel (2016).
+    GeluTanh,
+}
+
+/// Arithmetic that a product is summed in.
+pub(super) trait Number:
+    Copy
+    + Default
+    + Send
+    + Sync
+    + AddAssign
+    + Add<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + From<f32>
+{
+    fn exp(self) -> Self;
+    fn erf(self) -> Self;
+    fn tanh(self) -> Self;
+    /// Normalises a row, and rounds it by `round` where the arithmetic is not exact.
+    fn normalise(line: &mut [Self], norm: Norm, weight: &[f32], round: &impl Fn(f32) -> Self);
+    /// A constant, as near as the arithmetic has it.
+    fn near(value: f64) -> Self;
+}
+
+impl Number for f32 {
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn erf(self) -> Self {
+        libm::erff(self)
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+    fn near(value: f64) -> Self {
+        value as Self
+    }
+    fn normalise(line: &mut [Self], norm: Norm, weight: &[f32], round: &impl Fn(f32) -> Self) {
+        norm.apply_naively(line, weight, None);
+        line.iter_mut().for_each(|x| *x = round(*x));
+    }
+}
+
+impl Number for f64 {
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn erf(self) -> Self {
+        libm::erf(self)
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+    fn near(value: f64) -> Self {
+        value
+    }
+    fn normalise(line: &mut [Self], norm: Norm, weight: &[f32], _round: &impl Fn(f32) -> Self) {
+        norm.apply(line, weight, None);
+    }
+}
+
+impl Activation {
+    pub(super) fn of<T: Number>(self, x: T) -> T {
+        let one = T::from(1.0);
+        match self {
+            Self::Silu => x / (one + (-x).exp()),
+            Self::Gelu => x * T::near(0.5) * (one + (x * T::near(0.5_f64.sqrt())).erf()),
+            Self::GeluTanh => {
+                let root = T::near((2.0 / std::f64::consts::PI).sqrt());
+                x * T::near(0.5) * (one + (root * (x + T::near(0.044_715) * x * x * x)).tanh())
+            }
+        }
+    }
+
+    /// Of one value, in f64.
+    pub(crate) fn exact(self, x: f64) -> f64 {
+        self.of(x)
+    }
+}
+
+/// data[outer + inner], as a contiguous matrix [outer, inner].
+pub(super) fn gather<T: Number>(
+    data: &[f32],
+    outer: &[usize],
+    inner: &[usize],
+    read: impl Fn(f32) -> T + Sync,
+) -> Vec<T> {
+    let mut out = vec![T::default(); outer.len() * inner.len()];
+    out.par_chunks_mut(inner.len().max(1)).zip(outer).for_each(|(out, &base)| {
+        for (out, &offset) in out.iter_mut().zip(inner) {
+            *out = read(data[base + offset]);
+        }
+    });
+    out
+}
+
+/// [rows, k] times [k, cols], contiguous. Each sum runs over k in order; the blocks only decide
+/// which sums run beside each other. `keep` is what becomes of a sum after each product.
+pub(super) fn multiply<T: Number>(
+    lhs: &[T],
+    rhs: &[T],
+    [rows, k, cols]: [usize; 3],
+    keep: impl Fn(T) -> T + Sync,
+) -> Vec<T> {
+    const ROWS: usize = 16;
+    const COLS: usize = 128;
+    let mut out = vec![T::default(); rows * cols];
+    if out.is_empty() {
+        return out;
+    }
+    out.par_chunks_mut(ROWS * cols).enumerate().for_each(|(i, out)| {
+        for first in (0..cols).step_by(COLS) {
+            let width = COLS.min(cols - first);
+            let mut sums = [[T::default(); COLS]; ROWS];
+            for p in 0..k {
+                let rhs = &rhs[p * cols + first..][..width];
+                for (row, sums) in sums.iter_mut().enumerate().take(out.len() / cols) {
+                    let lhs = lhs[(i * ROWS + row) * k + p];
+                    for (sum, &rhs) in sums.iter_mut().zip(rhs) {
+                        *sum = keep(*sum + lhs * rhs);
+                    }
+                }
+            }
+            for (out, sums) in out.chunks_mut(cols).zip(&sums) {
+                out[first..][..width].copy_from_slice(&sums[..width]);
+            }
+        }
+    });
+    out
+}
+
+/// As [`multiply`], sixteen products at once: their exact sum is added and the total truncated to f32.
+pub(super) fn multiply_in_blocks(
+    lhs: &[f32],
+    rhs: &[f32],
+    [rows, k, cols]: [usize; 3],
+) -> Vec<f32> {
+    let mut out = vec![0.0; rows * cols];
+    out.par_chunks_mut(cols.max(1)).enumerate().for_each(|(row, out)| {
+        let mut block = vec![0f64; cols];
+        for first in (0..k).step_by(16) {
+            block.fill(0.0);
+            for p in first..k.min(first + 16) {
+                let lhs = f64::from(lhs[row * k + p]);
+                for (sum, rhs) in block.iter_mut().zip(&rhs[p * cols..][..cols]) {
+                    *sum += lhs * f64::from(*rhs);
+                }
+            }
+            for (out, block) in out.iter_mut().zip(&block) {
+                *out = truncate(f64::from(*out) + block);
+            }
+        }
+    });
+    out
+}
+
+/// The f32 next to `x` on the way to 0.
+fn truncate(x: f64) -> f32 {
+    let near = x as f32;
+    if f64::from(near).abs() > x.abs() && near.is_finite() {
+        f32::from_bits(near.to_bits() - 1)
+    } else {
+        near
+    }
+}
