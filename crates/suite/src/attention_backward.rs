@@ -13,9 +13,8 @@ use tune::Kernel;
 use crate::attention::{
     EdgeCase, HEAD_DIMS, Host, Inputs, Part, digest, extents, parts, read, values,
 };
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict, launch_twice, padded, reference_dtype, unwritten};
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params};
 
 /// One problem to verify, and the inputs of its forward pass.

@@ -2,44 +2,14 @@
 
 use std::fmt;
 
-use arch::{Backend, Device};
-pub use record::Suite;
+use arch::Device;
 use record::{Card, Line, Record};
 use serde_json::Value;
 use tune::timing::{self, Effort, Timing, TimingError};
 use tune::{Cost, Kernel, TuneError, Tuner};
 
+use crate::case::BenchCase;
 use crate::kernel::{KernelSuite, Params};
-
-/// Size of the cases: for a GPU, or for the cores of a host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scale {
-    Gpu,
-    Host,
-}
-
-impl Scale {
-    /// The scale for `device`; a software rasteriser is a host.
-    pub fn of_device(device: &Device) -> Self {
-        let host = device.backend() == Backend::Cpu || arch::report::describe(device).software;
-        if host { Self::Host } else { Self::Gpu }
-    }
-}
-
-/// A problem that the bench measures.
-#[derive(Debug, Clone, Copy)]
-pub struct BenchCase<P> {
-    pub problem: P,
-    /// True to measure Burn's op and cubek's too. Burn's first call on a GPU tunes for up to 40 s.
-    pub peers: bool,
-}
-
-impl<P> BenchCase<P> {
-    /// A case without peers.
-    pub const fn alone(problem: P) -> Self {
-        Self { problem, peers: false }
-    }
-}
 
 /// A bench case of any kernel.
 pub trait AnyBench {
@@ -211,8 +181,8 @@ fn plain<K: Kernel>(config: &K::Config) -> Value {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::*;
     use crate::KERNELS;
+    use crate::case::{Scale, Suite};
 
     #[test]
     fn every_suite_has_cases_of_different_names() {

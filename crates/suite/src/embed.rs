@@ -7,12 +7,11 @@ use kernels::matmul::Precision;
 use reference::{Distribution, fill};
 use tune::Kernel;
 
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, apart, fnv1a, launch_twice, padded, read, reference_dtype, together,
     unwritten,
 };
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, params, precision};
 
 /// One embedding to verify.

@@ -9,20 +9,11 @@ use cubecl::prelude::CubeKernel;
 use serde_json::Value;
 use tune::TuneCache;
 
+use crate::case::InstanceCase;
 use crate::kernel::KernelSuite;
 
 /// Bytes of shared memory that an RTX card gives one cube.
 pub const RTX_SHARED_BYTES: u32 = 99 << 10;
-
-/// A problem whose code differs from others.
-#[derive(Debug, Clone)]
-pub struct InstanceCase<P> {
-    pub problem: P,
-    /// Number of its candidates that are compiled.
-    pub most: usize,
-    /// Number of those that must not spill on an RTX card.
-    pub clean: usize,
-}
 
 /// One program to compile.
 pub struct Instance {

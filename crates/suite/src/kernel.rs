@@ -1,20 +1,16 @@
-//! The trait that each kernel's file implements, and its object-safe form.
+//! The trait that each kernel's file implements.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::Arc;
 
-use arch::{ArchProfile, Backend, DType, Device};
-use cubecl::ir::{DeviceProperties, TargetProperties};
+use arch::{Backend, DType, Device};
 use kernels::matmul::Precision;
 use serde_json::Value;
+use tune::Kernel;
 use tune::timing::{Timing, TimingError};
-use tune::{Entry, Kernel, TuneCache};
 
-use crate::bench::{AnyBench, BenchCase, BenchOf, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict};
-use crate::instance::{self, Instance, InstanceCase};
-use crate::verify::{self, Job};
 
 /// Parameters of a case, by name, as records hold them.
 pub type Params = BTreeMap<String, Value>;
@@ -94,82 +90,6 @@ pub trait KernelSuite: Kernel + Sync {
     /// The problem as a request to `torch.py`; none where torch has no such op.
     fn torch(_problem: &Self::Problem) -> Option<Value> {
         None
-    }
-}
-
-/// A [`KernelSuite`] without its types, so that one list holds every kernel.
-pub trait AnyKernel: Sync {
-    /// Name in records, tune caches and on the command line.
-    fn name(&self) -> &'static str;
-
-    /// Version in tune caches.
-    fn version(&self) -> u32;
-
-    /// Cases of a bench suite.
-    fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>>;
-
-    /// Checks for `arch`: every edge case with the default config (the simplest where none is default) and with the one
-    /// measured for it; the fewer config cases with every measured config and, with `configs`, with every candidate.
-    fn checks(&self, arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job>;
-
-    /// Programs to compile for `arch`, each once: those of [`KernelSuite::instances`], and of the shipped results that
-    /// `arch` would take over.
-    fn instances(
-        &self,
-        arch: &ArchProfile,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Instance>;
-
-    /// Reads the problem and the config of a result, and checks that `arch`, if known, can run them.
-    ///
-    /// # Errors
-    /// The reason why this program does not use the result.
-    fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String>;
-}
-
-impl<K: KernelSuite> AnyKernel for K {
-    fn name(&self) -> &'static str {
-        K::NAME
-    }
-
-    fn version(&self) -> u32 {
-        K::VERSION
-    }
-
-    fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>> {
-        let cases = K::bench_cases(suite, scale).into_iter();
-        cases.map(|case| Box::new(BenchOf::<K>(case)) as Box<dyn AnyBench>).collect()
-    }
-
-    fn checks(&self, arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
-        verify::jobs::<K>(arch, cache, configs)
-    }
-
-    fn instances(
-        &self,
-        arch: &ArchProfile,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Instance> {
-        instance::instances::<K>(arch, properties, target)
-    }
-
-    fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String> {
-        if entry.key.version != K::VERSION {
-            return Err(format!(
-                "it is of version {}, and the kernel of {}",
-                entry.key.version,
-                K::VERSION
-            ));
-        }
-        let problem: K::Problem =
-            serde_json::from_value(entry.problem.clone()).map_err(|e| e.to_string())?;
-        let config = tune::config_of::<K>(&entry.config).map_err(|e| e.to_string())?;
-        match arch {
-            Some(arch) => K::check(arch, &problem, &config).map_err(|why| format!("it {why}")),
-            None => Ok(()),
-        }
     }
 }
 

@@ -6,7 +6,9 @@
 //!
 //! To add a kernel, implement [`KernelSuite`] in a new file and append a line to [`KERNELS`].
 
+mod any;
 mod bench;
+mod case;
 mod check;
 mod instance;
 mod kernel;
@@ -27,10 +29,12 @@ pub mod q8_0;
 pub mod rope;
 pub mod sample;
 
-pub use bench::{AnyBench, BenchCase, Measured, Scale, Suite, TimedConfig};
+pub use any::AnyKernel;
+pub use bench::{AnyBench, Measured, TimedConfig};
+pub use case::{BenchCase, InstanceCase, Scale, Suite};
 pub use check::{CheckError, Verdict, fnv1a};
-pub use instance::{Instance, InstanceCase, RTX_SHARED_BYTES};
-pub use kernel::{AnyKernel, KernelSuite, Params, Peers};
+pub use instance::{Instance, RTX_SHARED_BYTES};
+pub use kernel::{KernelSuite, Params, Peers};
 pub use verify::Job;
 
 /// Every kernel of the project, in the order of tables.

@@ -6,11 +6,10 @@ use kernels::matmul::Precision;
 use kernels::norm::{Norm, NormConfig, NormKind, NormOperands, NormProblem};
 use reference::{Distribution, Special, fill, plant};
 
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, unwritten,
 };
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, insert_rules, params, precision};
 
 /// What x is made of.

@@ -13,12 +13,11 @@ use reference::q8_0::{self, Blocks};
 use reference::{Comparison, Distribution, fill};
 use tune::Kernel;
 
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, tells_broken,
     unwritten, weights, zero_first,
 };
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, params, precision};
 use crate::matmul::{reference_activation, reference_of, result_dtype};
 

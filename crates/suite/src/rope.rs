@@ -9,12 +9,11 @@ use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeConfig, RopeOpera
 use reference::{Distribution, Rotary, Stretch, fill};
 use tune::Kernel;
 
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, apart, fnv1a, guarded, intact, kernel_error, padded, read,
     reference_dtype, together, unwritten,
 };
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, params, precision};
 use crate::norm::reference_rule;
 

@@ -8,11 +8,10 @@ use reference::{Distribution, fill};
 use serde_json::Value;
 use tune::Kernel;
 
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, fnv1a, guarded, intact, kernel_error, read, scratch_of, twice, unwritten,
 };
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, params};
 
 /// Rows to verify, each with a choice of its own.

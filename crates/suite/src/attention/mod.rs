@@ -12,9 +12,8 @@ use tune::Kernel;
 
 pub use self::check::{EdgeCase, Inputs};
 pub(crate) use self::check::{Host, Part, dense, digest, extents, parts, read, strides, values};
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, FAR, Verdict};
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, Peers, insert_rules, params, precision};
 use crate::pairs::pairwise;
 use crate::peers;

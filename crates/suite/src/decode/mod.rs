@@ -13,9 +13,8 @@ use tune::Kernel;
 
 pub use self::check::{EdgeCase, Inputs};
 use crate::attention::{HEAD_DIMS, place_of};
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, FAR, FAR_PAGE, Verdict};
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, insert_rules, params, precision};
 use crate::pairs::pairwise;
 

@@ -11,9 +11,8 @@ use super::{
     Case, SHAPES, instance_weights, layer, request, seeded, upload, values_of, weight,
     weight_params,
 };
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict, fnv1a, launch_twice, read, reference_dtype, unwritten};
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, precision};
 
 impl KernelSuite for Int8Dequantize {

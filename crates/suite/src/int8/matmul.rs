@@ -14,11 +14,10 @@ use super::{
     Case, SHAPES, instance_weights, layer, request, seeded, upload, values_of, weight,
     weight_params,
 };
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, unwritten,
 };
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, precision};
 use crate::matmul::{reference_activation, reference_of, result_dtype};
 

@@ -11,7 +11,7 @@ use kernels::int8::{Weight, WeightBuffers};
 use reference::int8;
 use serde_json::{Value, json};
 
-use crate::bench::Scale;
+use crate::case::Scale;
 use crate::check::{CheckError, padded, read, weights, zero_first};
 use crate::kernel::{Params, params};
 

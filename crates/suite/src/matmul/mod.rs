@@ -14,9 +14,8 @@ use tune::Kernel;
 
 pub(crate) use self::check::{EPS, reference_activation, reference_of, result_dtype, row_norm};
 pub use self::check::{EdgeCase, Inputs, Shares};
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, FAR, Verdict};
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, Peers, params};
 use crate::peers;
 

@@ -8,9 +8,8 @@ use serde_json::Value;
 use tune::Kernel;
 
 use super::{Quantized, code_name, instance_weights, request, values_of, weight, weight_params};
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict, fnv1a, launch_twice, read, reference_dtype, unwritten};
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, precision};
 
 /// A dequantisation to verify.

@@ -11,12 +11,11 @@ use serde_json::Value;
 use tune::Kernel;
 
 use super::{request, weight, weight_params};
-use crate::bench::{BenchCase, Scale, Suite};
+use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, tells_broken,
     unwritten, zero_first,
 };
-use crate::instance::InstanceCase;
 use crate::kernel::{KernelSuite, Params, precision};
 
 /// A quantisation to verify; where the weight is nested, of its absmax too.

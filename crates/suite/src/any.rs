@@ -1,0 +1,89 @@
+//! The object-safe form of [`KernelSuite`]: one list holds every kernel.
+
+use std::sync::Arc;
+
+use arch::ArchProfile;
+use cubecl::ir::{DeviceProperties, TargetProperties};
+use tune::{Entry, TuneCache};
+
+use crate::bench::{AnyBench, BenchOf};
+use crate::case::{Scale, Suite};
+use crate::instance::{self, Instance};
+use crate::kernel::KernelSuite;
+use crate::verify::{self, Job};
+
+/// A [`KernelSuite`] without its types, so that one list holds every kernel.
+pub trait AnyKernel: Sync {
+    /// Name in records, tune caches and on the command line.
+    fn name(&self) -> &'static str;
+
+    /// Version in tune caches.
+    fn version(&self) -> u32;
+
+    /// Cases of a bench suite.
+    fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>>;
+
+    /// Checks for `arch`: every edge case with the default config (the simplest where none is default) and with the one
+    /// measured for it; the fewer config cases with every measured config and, with `configs`, with every candidate.
+    fn checks(&self, arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job>;
+
+    /// Programs to compile for `arch`, each once: those of [`KernelSuite::instances`], and of the shipped results that
+    /// `arch` would take over.
+    fn instances(
+        &self,
+        arch: &ArchProfile,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Instance>;
+
+    /// Reads the problem and the config of a result, and checks that `arch`, if known, can run them.
+    ///
+    /// # Errors
+    /// The reason why this program does not use the result.
+    fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String>;
+}
+
+impl<K: KernelSuite> AnyKernel for K {
+    fn name(&self) -> &'static str {
+        K::NAME
+    }
+
+    fn version(&self) -> u32 {
+        K::VERSION
+    }
+
+    fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>> {
+        let cases = K::bench_cases(suite, scale).into_iter();
+        cases.map(|case| Box::new(BenchOf::<K>(case)) as Box<dyn AnyBench>).collect()
+    }
+
+    fn checks(&self, arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job> {
+        verify::jobs::<K>(arch, cache, configs)
+    }
+
+    fn instances(
+        &self,
+        arch: &ArchProfile,
+        properties: &Arc<DeviceProperties>,
+        target: &Arc<TargetProperties>,
+    ) -> Vec<Instance> {
+        instance::instances::<K>(arch, properties, target)
+    }
+
+    fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String> {
+        if entry.key.version != K::VERSION {
+            return Err(format!(
+                "it is of version {}, and the kernel of {}",
+                entry.key.version,
+                K::VERSION
+            ));
+        }
+        let problem: K::Problem =
+            serde_json::from_value(entry.problem.clone()).map_err(|e| e.to_string())?;
+        let config = tune::config_of::<K>(&entry.config).map_err(|e| e.to_string())?;
+        match arch {
+            Some(arch) => K::check(arch, &problem, &config).map_err(|why| format!("it {why}")),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! Cases of one kernel, as its file lists them.
+
+use arch::{Backend, Device};
+pub use record::Suite;
+
+/// Size of the cases: for a GPU, or for the cores of a host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scale {
+    Gpu,
+    Host,
+}
+
+impl Scale {
+    /// The scale for `device`; a software rasteriser is a host.
+    pub fn of_device(device: &Device) -> Self {
+        let host = device.backend() == Backend::Cpu || arch::report::describe(device).software;
+        if host { Self::Host } else { Self::Gpu }
+    }
+}
+
+/// A problem that the bench measures.
+#[derive(Debug, Clone, Copy)]
+pub struct BenchCase<P> {
+    pub problem: P,
+    /// True to measure Burn's op and cubek's too. Burn's first call on a GPU tunes for up to 40 s.
+    pub peers: bool,
+}
+
+impl<P> BenchCase<P> {
+    /// A case without peers.
+    pub const fn alone(problem: P) -> Self {
+        Self { problem, peers: false }
+    }
+}
+
+/// A problem whose code differs from others.
+#[derive(Debug, Clone)]
+pub struct InstanceCase<P> {
+    pub problem: P,
+    /// Number of its candidates that are compiled.
+    pub most: usize,
+    /// Number of those that must not spill on an RTX card.
+    pub clean: usize,
+}
