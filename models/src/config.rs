@@ -8,13 +8,10 @@
 //! logits = softcap(head(norm(x)))
 //! ```
 
-use std::path::Path;
-
 pub use ops::{Activation, NormKind};
 use serde_json::Value;
 
-use crate::families::{self, Family};
-use crate::fields::{Fields, read};
+use crate::fields::Fields;
 use crate::{Error, Rope, Scaling};
 
 /// What a decoder computes. Everything that changes an answer is here.
@@ -71,6 +68,17 @@ pub struct DecoderConfig {
     pub int8_threshold: Option<f64>,
 }
 
+/// A family of decoders, by the `model_type` of its `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Family(pub(crate) &'static str);
+
+impl Family {
+    /// Its name in `config.json`.
+    pub const fn model_type(self) -> &'static str {
+        self.0
+    }
+}
+
 /// What layers differ in.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Layer {
@@ -123,19 +131,6 @@ pub(crate) fn activation(fields: &Fields<'_>, field: &str) -> Result<Option<Acti
     })
 }
 
-/// See [`DecoderConfig::int8_threshold`].
-fn int8_threshold(fields: &Fields<'_>) -> Result<Option<f64>, Error> {
-    let Some(quantization) = fields.section("quantization_config")? else { return Ok(None) };
-    if quantization.flag("load_in_8bit")? != Some(true) {
-        return Ok(None);
-    }
-    let field = "llm_int8_threshold";
-    let threshold = quantization.optional(field, "a number of 0 or above", |value| {
-        value.as_f64().filter(|number| number.is_finite() && *number >= 0.0)
-    })?;
-    Ok(Some(threshold.unwrap_or(THRESHOLD)))
-}
-
 /// What bitsandbytes takes where nothing is said.
 pub(crate) const THRESHOLD: f64 = 6.0;
 
@@ -149,29 +144,6 @@ pub(crate) fn claimed_bits(text: &str) -> Option<u32> {
 }
 
 impl DecoderConfig {
-    /// Reads a Hugging Face `config.json`, as transformers 4 and 5 write it.
-    ///
-    /// A field that is absent takes the value that the family's class in transformers gives it, where
-    /// published files leave it out, or else is missing. Fields that the family's code there does not read are
-    /// not read here either.
-    ///
-    /// # Errors
-    /// Text that is not a JSON object; an unknown `model_type`; a field that is missing, of the wrong type,
-    /// zero or out of range; fields that contradict each other; a value that asks for something which is not
-    /// computed here; weights quantised by anything but bitsandbytes.
-    ///
-    /// Source: the configuration classes of Hugging Face transformers.
-    pub fn from_json(text: &str) -> Result<Self, Error> {
-        let file = "config.json";
-        let value: Value = serde_json::from_str(text).map_err(|why| Error::Json { file, why })?;
-        let fields = Fields::new(file, &value)?;
-        if let Some(quantization) = fields.section("quantization_config")? {
-            quantization.only("quant_method", &["bitsandbytes".into()])?;
-        }
-        let int8_threshold = int8_threshold(&fields)?;
-        Ok(Self { int8_threshold, ..families::of(&fields)?.read(&fields)? })
-    }
-
     /// Number of layers of which the first ones have one of each kind.
     pub(crate) fn layers_of_each_kind(&self) -> usize {
         let kind = |at: usize| (self.layers[at].window, self.layers[at].rope);
@@ -193,14 +165,6 @@ impl DecoderConfig {
             Some(id) => Err(Error::Token { id: *id, vocab }),
             None => Ok(()),
         }
-    }
-
-    /// Reads the `config.json` of a folder.
-    ///
-    /// # Errors
-    /// [`Error::Read`], and as [`DecoderConfig::from_json`].
-    pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
-        Self::from_json(&read(&folder.as_ref().join("config.json"))?)
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::{families, generation};
+use crate::generation;
 
 /// Why a folder is none of our models.
 #[derive(Debug, thiserror::Error)]
@@ -42,12 +42,14 @@ pub enum Error {
         fault: Box<Fault>,
     },
     /// A family that this crate does not have.
-    #[error("{file}: `model_type` is \"{value}\", which is none of {}", families::known())]
+    #[error("{file}: `model_type` is \"{value}\", which is none of {known}")]
     UnknownModelType {
         /// Name of the file that says it.
         file: &'static str,
         /// The `model_type` there.
         value: String,
+        /// Every `model_type` of this crate.
+        known: String,
     },
     /// Files of weights that cannot be read or written, or a tensor that is not as it should be.
     #[error(transparent)]

@@ -1,18 +1,18 @@
 //! The families of decoders: how each one's `config.json` reads, and what its tensors are called.
 //!
-//! A new family is a file here, which is one [`Definition`], and one line in [`Family::ALL`].
+//! A new family is a file here, which is one [`Definition`], and one line in [`DEFINITIONS`].
 
-use std::fmt;
+use std::path::Path;
 
 use serde_json::Value;
 
-use crate::config::{
-    Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement as NormPlacement,
-};
-use crate::fields::Fields;
+use self::common::Definition;
+use crate::Error;
+use crate::config::{DecoderConfig, Family, THRESHOLD};
+use crate::fields::{Fields, read};
 use crate::names::{Place, Slot};
-use crate::{Error, Rope, rope};
 
+mod common;
 mod gemma2;
 mod gemma3;
 mod gpt2;
@@ -22,267 +22,97 @@ mod phi3;
 mod qwen2;
 mod qwen3;
 
-/// A family of decoders, by the `model_type` of its `config.json`.
-#[derive(Clone, Copy)]
-pub struct Family(&'static Definition);
-
-/// What a family is.
-struct Definition {
-    model_type: &'static str,
-    read: fn(Family, &Fields<'_>) -> Result<DecoderConfig, Error>,
-    /// Where a tensor of it lies, within the prefix.
-    place: fn(&DecoderConfig, Slot) -> Place,
-    /// What may stand before every name but that of the output projection.
-    prefixes: &'static [&'static str],
-    /// Tensors that older files hold beside the parameters; `{}` is any layer.
-    ignored: &'static [&'static str],
-}
+const DEFINITIONS: [&Definition; 8] = [
+    &llama::LLAMA,
+    &mistral::MISTRAL,
+    &qwen2::QWEN2,
+    &qwen3::QWEN3,
+    &gemma2::GEMMA2,
+    &gemma3::GEMMA3,
+    &phi3::PHI3,
+    &gpt2::GPT2,
+];
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 8] = [
-        Self(&llama::LLAMA),
-        Self(&mistral::MISTRAL),
-        Self(&qwen2::QWEN2),
-        Self(&qwen3::QWEN3),
-        Self(&gemma2::GEMMA2),
-        Self(&gemma3::GEMMA3),
-        Self(&phi3::PHI3),
-        Self(&gpt2::GPT2),
-    ];
-
-    /// Its name in `config.json`.
-    pub fn model_type(self) -> &'static str {
-        self.0.model_type
+    pub fn all() -> [Self; DEFINITIONS.len()] {
+        DEFINITIONS.map(|definition| Self(definition.model_type))
     }
 
-    /// The family of that `model_type`, if it is one of [`Family::ALL`].
+    /// The family of that `model_type`, if it is one of [`Family::all`].
     pub fn named(model_type: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|family| family.model_type() == model_type)
+        Self::all().into_iter().find(|family| family.model_type() == model_type)
     }
 
-    pub(crate) fn read(self, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
-        (self.0.read)(self, fields)
+    fn definition(self) -> &'static Definition {
+        let own = |definition: &&Definition| definition.model_type == self.model_type();
+        DEFINITIONS.into_iter().find(own).expect("a family is made of its definition")
     }
 
     pub(crate) fn place(self, config: &DecoderConfig, slot: Slot) -> Place {
-        (self.0.place)(config, slot)
+        (self.definition().place)(config, slot)
     }
 
     pub(crate) fn prefixes(self) -> &'static [&'static str] {
-        self.0.prefixes
+        self.definition().prefixes
     }
 
     pub(crate) fn ignored(self) -> &'static [&'static str] {
-        self.0.ignored
+        self.definition().ignored
     }
 }
 
-impl PartialEq for Family {
-    fn eq(&self, other: &Self) -> bool {
-        self.model_type() == other.model_type()
+impl DecoderConfig {
+    /// Reads a Hugging Face `config.json`, as transformers 4 and 5 write it.
+    ///
+    /// A field that is absent takes the value that the family's class in transformers gives it, where
+    /// published files leave it out, or else is missing. Fields that the family's code there does not read are
+    /// not read here either.
+    ///
+    /// # Errors
+    /// Text that is not a JSON object; an unknown `model_type`; a field that is missing, of the wrong type,
+    /// zero or out of range; fields that contradict each other; a value that asks for something which is not
+    /// computed here; weights quantised by anything but bitsandbytes.
+    ///
+    /// Source: the configuration classes of Hugging Face transformers.
+    pub fn from_json(text: &str) -> Result<Self, Error> {
+        let file = "config.json";
+        let value: Value = serde_json::from_str(text).map_err(|why| Error::Json { file, why })?;
+        let fields = Fields::new(file, &value)?;
+        if let Some(quantization) = fields.section("quantization_config")? {
+            quantization.only("quant_method", &["bitsandbytes".into()])?;
+        }
+        let int8_threshold = int8_threshold(&fields)?;
+        Ok(Self { int8_threshold, ..of_family(&fields)? })
+    }
+
+    /// Reads the `config.json` of a folder.
+    ///
+    /// # Errors
+    /// [`Error::Read`], and as [`DecoderConfig::from_json`].
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
+        Self::from_json(&read(&folder.as_ref().join("config.json"))?)
     }
 }
 
-impl Eq for Family {}
-
-impl fmt::Debug for Family {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.model_type())
-    }
-}
-
-/// Every `model_type`.
-pub(crate) fn known() -> String {
-    Family::ALL.map(Family::model_type).join(", ")
-}
-
-/// The family that a `config.json` names.
-pub(crate) fn of(fields: &Fields<'_>) -> Result<Family, Error> {
+/// The configuration as the family that `config.json` names reads it.
+fn of_family(fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let field = "model_type";
     let name = fields.text(field)?.ok_or_else(|| fields.missing(field))?;
-    Family::named(name).ok_or_else(|| fields.unknown_model_type(name))
+    let known = || Family::all().map(Family::model_type).join(", ");
+    let family = Family::named(name).ok_or_else(|| fields.unknown_model_type(name, known()))?;
+    (family.definition().read)(family, fields)
 }
 
-/// What families that name their fields alike leave out of `config.json`.
-struct Defaults {
-    /// As many key heads as query heads.
-    kv_heads_are_heads: bool,
-    head_dim: Option<usize>,
-    /// Of the one rope; none where the family reads its own.
-    rope_theta: Option<f64>,
-    tie_embeddings: bool,
-}
-
-const DEFAULTS: Defaults = Defaults {
-    kv_heads_are_heads: false,
-    head_dim: None,
-    rope_theta: Some(10_000.0),
-    tie_embeddings: false,
-};
-
-/// A decoder with norms before each block, a gated feed-forward block and one rope in every layer, which
-/// most families are but for a few fields that they set or read afterwards.
-fn common(family: Family, fields: &Fields<'_>, defaults: Defaults) -> Result<DecoderConfig, Error> {
-    let sizes = sizes(fields, &defaults)?;
-    let Sizes { hidden, heads, kv_heads, head_dim } = sizes;
-    let max_seq = fields.size("max_position_embeddings")?;
-    let model = |theta| rope::Model { head_dim, max_seq, theta };
-    let rope = defaults.rope_theta.map(|theta| Rope::of_model(fields, model(theta))).transpose()?;
-    let layer = Layer { window: None, rope: Some(0), scale: 1.0 / (head_dim as f64).sqrt() };
-    Ok(DecoderConfig {
-        family,
-        hidden,
-        ffn_hidden: fields.size("intermediate_size")?,
-        heads,
-        kv_heads,
-        head_dim,
-        vocab: fields.size("vocab_size")?,
-        max_seq,
-        layers: vec![layer; fields.layers("num_hidden_layers")?],
-        ropes: rope.into_iter().collect(),
-        norm: Norm { kind: NormKind::Rms, eps: fields.eps("rms_norm_eps")? },
-        placement: NormPlacement::Before,
-        qk_norm: false,
-        softcap: None,
-        qkv_bias: false,
-        out_bias: false,
-        ffn: Ffn::Gated,
-        activation: crate::config::activation(fields, "hidden_act")?.unwrap_or(Activation::Silu),
-        ffn_bias: false,
-        embedding_scale: None,
-        learned_positions: false,
-        logit_softcap: None,
-        tie_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(defaults.tie_embeddings),
-        int8_threshold: None,
-    })
-}
-
-struct Sizes {
-    hidden: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-}
-
-fn sizes(fields: &Fields<'_>, defaults: &Defaults) -> Result<Sizes, Error> {
-    let hidden = fields.size("hidden_size")?;
-    let heads = fields.size("num_attention_heads")?;
-    let kv_heads = match fields.optional_size("num_key_value_heads")? {
-        Some(kv_heads) => kv_heads,
-        None if defaults.kv_heads_are_heads => heads,
-        None => return Err(fields.missing("num_key_value_heads")),
-    };
-    fields.divides(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
-    let head_dim = match fields.optional_size("head_dim")?.or(defaults.head_dim) {
-        Some(head_dim) => head_dim,
-        None => {
-            fields.divides(("hidden_size", hidden), ("num_attention_heads", heads))?;
-            hidden / heads
-        }
-    };
-    Ok(Sizes { hidden, heads, kv_heads, head_dim })
-}
-
-const SLIDING: &str = "sliding_attention";
-
-/// Which layers slide: as `layer_types` says, or else by the family's rule.
-fn sliding(
-    fields: &Fields<'_>,
-    layers: usize,
-    rule: impl Fn(usize) -> bool,
-) -> Result<Vec<bool>, Error> {
-    let Some(list) = fields.list("layer_types")? else {
-        return Ok((0..layers).map(rule).collect());
-    };
-    if list.len() != layers {
-        return Err(fields.contradiction("layer_types", "num_hidden_layers", layers));
+/// See [`DecoderConfig::int8_threshold`].
+fn int8_threshold(fields: &Fields<'_>) -> Result<Option<f64>, Error> {
+    let Some(quantization) = fields.section("quantization_config")? else { return Ok(None) };
+    if quantization.flag("load_in_8bit")? != Some(true) {
+        return Ok(None);
     }
-    let slides = |kind: &Value| match kind.as_str() {
-        Some(SLIDING) => Ok(true),
-        Some("full_attention") => Ok(false),
-        _ => Err(fields.unsupported("layer_types", "full_attention, sliding_attention")),
-    };
-    list.iter().map(slides).collect()
-}
-
-/// Gives `sliding_window` to the layers that slide.
-fn set_windows(
-    config: &mut DecoderConfig,
-    fields: &Fields<'_>,
-    sliding: &[bool],
-) -> Result<(), Error> {
-    if !sliding.contains(&true) {
-        return Ok(());
-    }
-    let window = fields.size("sliding_window")?;
-    for (layer, _) in config.layers.iter_mut().zip(sliding).filter(|(_, slides)| **slides) {
-        layer.window = Some(window);
-    }
-    Ok(())
-}
-
-/// Gives `sliding_window`, where there is one, to all layers; `layer_types` must not say otherwise.
-/// `usual` is that of a file without the field, where null is none.
-fn set_window_of_all(
-    config: &mut DecoderConfig,
-    fields: &Fields<'_>,
-    usual: Option<usize>,
-) -> Result<(), Error> {
-    let absent = fields.absent("sliding_window");
-    let window = if absent { usual } else { fields.optional_size("sliding_window")? };
-    for slides in sliding(fields, config.layers.len(), |_| window.is_some())? {
-        if slides != window.is_some() {
-            let value = fields.value("sliding_window").cloned().unwrap_or_default();
-            return Err(fields.contradiction("layer_types", "sliding_window", value));
-        }
-    }
-    config.layers.iter_mut().for_each(|layer| layer.window = window);
-    Ok(())
-}
-
-/// Gives `sliding_window`, where `use_sliding_window` says so, to the layers from `max_window_layers` on.
-fn set_windows_from(config: &mut DecoderConfig, fields: &Fields<'_>) -> Result<(), Error> {
-    let layers = config.layers.len();
-    let used = fields.flag("use_sliding_window")?.unwrap_or(false);
-    let used = used && fields.value("sliding_window").is_some();
-    let from = fields.optional("max_window_layers", "an integer of 0 or more", Value::as_u64)?;
-    let sliding = match (fields.list("layer_types")?, from) {
-        (None, None) if used => return Err(fields.missing("max_window_layers")),
-        (_, from) => {
-            let from = from.and_then(|from| usize::try_from(from).ok()).unwrap_or(layers);
-            sliding(fields, layers, |layer| used && layer >= from)?
-        }
-    };
-    if sliding.contains(&true) && !used {
-        let value = fields.value("use_sliding_window").cloned().unwrap_or_default();
-        return Err(fields.contradiction("layer_types", "use_sliding_window", value));
-    }
-    set_windows(config, fields, &sliding)
-}
-
-/// What Gemma 2 and 3 have in common.
-fn gemma(family: Family, fields: &Fields<'_>, defaults: Defaults) -> Result<DecoderConfig, Error> {
-    let mut config = common(family, fields, defaults)?;
-    let bent =
-        crate::config::activation(fields, "hidden_activation")?.unwrap_or(Activation::GeluTanh);
-    if crate::config::activation(fields, "hidden_act")?.is_some_and(|other| other != bent) {
-        let value = fields.value("hidden_activation").cloned().unwrap_or_default();
-        return Err(fields.contradiction("hidden_act", "hidden_activation", value));
-    }
-    fields.only("use_bidirectional_attention", &[Value::Bool(false)])?;
-    let bias = fields.flag("attention_bias")?.unwrap_or(false);
-    let scalar = fields.positive("query_pre_attn_scalar")?;
-    for layer in &mut config.layers {
-        layer.scale = 1.0 / scalar.sqrt();
-    }
-    Ok(DecoderConfig {
-        norm: Norm { kind: NormKind::RmsPlusOne, ..config.norm },
-        placement: NormPlacement::BeforeAndAfter,
-        qkv_bias: bias,
-        out_bias: bias,
-        activation: bent,
-        embedding_scale: Some((config.hidden as f64).sqrt()),
-        ..config
-    })
+    let field = "llm_int8_threshold";
+    let threshold = quantization.optional(field, "a number of 0 or above", |value| {
+        value.as_f64().filter(|number| number.is_finite() && *number >= 0.0)
+    })?;
+    Ok(Some(threshold.unwrap_or(THRESHOLD)))
 }

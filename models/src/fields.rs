@@ -159,8 +159,8 @@ impl<'a> Fields<'a> {
         Err(self.fault(field, Fault::NotMultiple { value, divisor_field, divisor }))
     }
 
-    pub(crate) fn unknown_model_type(&self, value: &str) -> Error {
-        Error::UnknownModelType { file: self.file, value: value.into() }
+    pub(crate) fn unknown_model_type(&self, value: &str, known: String) -> Error {
+        Error::UnknownModelType { file: self.file, value: value.into(), known }
     }
 
     fn fault(&self, field: &str, fault: Fault) -> Error {

@@ -45,13 +45,12 @@ pub mod shapes;
 pub mod weights;
 mod workload;
 
-pub use config::{Activation, DecoderConfig, Ffn, Layer, Norm, NormKind, Placement};
+pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
     Adaptation, Decoder, Example, KvCache, Learned, LoadOptions, Loading, OnDevice, Recompute,
     file_dtype, on_device,
 };
 pub use error::{Error, Fault};
-pub use families::Family;
 pub use footprint::{Footprint, KvFormat, ModelPrecision};
 pub use generation::GenerationConfig;
 pub use lora::{Adapter, Factor, LoraOptions};

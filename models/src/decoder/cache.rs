@@ -1,11 +1,11 @@
 //! Keys and values of the positions so far.
 
 use burn::tensor::kind::Basic;
-use burn::tensor::{Device, Int, Tensor, TensorData};
-use ops::Cached;
+use burn::tensor::{Device, Tensor};
 
 use super::Decoder;
 use super::cells::{self, Rearrange, rearranged};
+use super::memory::{Memory, Pages, tables};
 use super::step::{Single, decode_longest};
 use crate::{DecoderConfig, Error, Rope};
 
@@ -26,17 +26,6 @@ pub struct KvCache {
 /// Positions of a page. What a prompt leaves on its last, each of the sequences that share the others has for itself.
 const PAGE: usize = 64;
 
-/// What lies on the device. Keys and values are written where they lie: all clones see it.
-#[derive(Debug, Clone)]
-pub(super) struct Memory {
-    /// Of keys and of values `[batch, kv_heads, capacity, head_dim]`, or in pages `[pages, PAGE, kv_heads, head_dim]`.
-    pub(super) layers: Vec<(Cached, Cached)>,
-    /// Where sequences share some.
-    pub(super) pages: Option<Pages>,
-    /// Of each rope `[capacity, dim]`: half cosines, half sines.
-    pub(super) tables: Vec<Tensor<2>>,
-}
-
 /// How the sequences of one prompt lie in pages: those that are full once, then each sequence's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Shared {
@@ -48,38 +37,6 @@ struct Shared {
     rest: usize,
     /// Pages of each sequence alone.
     own: usize,
-}
-
-/// The pages of each sequence, in order.
-#[derive(Debug, Clone)]
-pub(super) struct Pages {
-    rows: Vec<Vec<i32>>,
-    /// The same on the device, `[batch, pages of a sequence]`.
-    pub(super) table: Tensor<2, Int>,
-}
-
-impl Pages {
-    fn new(rows: Vec<Vec<i32>>, device: &Device) -> Self {
-        let (batch, words) = (rows.len(), rows.concat());
-        let len = words.len();
-        // In one run: Burn pads the rows of a tensor that has some.
-        let words = TensorData::new(words, [len]);
-        let words = Tensor::<1, Int>::from_data(words, (device, burn::tensor::DType::I32));
-        Self { rows, table: words.reshape([batch, len / batch]) }
-    }
-
-    fn of(plans: &[Shared], device: &Device) -> Self {
-        let (mut rows, mut first) = (Vec::new(), 0);
-        for plan in plans {
-            for sequence in 0..plan.times {
-                let own = first + plan.whole + sequence * plan.own;
-                let pages = (first..first + plan.whole).chain(own..own + plan.own);
-                rows.push(pages.map(|page| page as i32).collect());
-            }
-            first += plan.pages();
-        }
-        Self::new(rows, device)
-    }
 }
 
 impl Shared {
@@ -120,6 +77,20 @@ impl Shared {
             })
             .collect()
     }
+}
+
+/// The pages of each sequence of `plans`.
+fn pages_of(plans: &[Shared], device: &Device) -> Pages {
+    let (mut rows, mut first) = (Vec::new(), 0);
+    for plan in plans {
+        for sequence in 0..plan.times {
+            let own = first + plan.whole + sequence * plan.own;
+            let pages = (first..first + plan.whole).chain(own..own + plan.own);
+            rows.push(pages.map(|page| page as i32).collect());
+        }
+        first += plan.pages();
+    }
+    Pages::new(rows, device)
 }
 
 /// Keys, or values, of a layer: `[1, kv_heads, capacity, width]` of each part, as often as it stands there, or in
@@ -210,7 +181,7 @@ impl KvCache {
             let both = |(k, v): (Vec<_>, Vec<_>)| (rearranged(k, &join), rearranged(v, &join));
             layers.push(device.memory_persistent_allocations((k, v), both));
         }
-        let pages = shares.then(|| Pages::of(&plans, &device));
+        let pages = shares.then(|| pages_of(&plans, &device));
         let memory = Memory { layers, pages, tables };
         Self { memory, device, tokens, capacity, frequencies, single: Single::default() }
     }
@@ -356,26 +327,4 @@ impl KvCache {
         self.memory.tables = device.memory_persistent_allocations((), make);
         self.single = Single::default();
     }
-}
-
-/// Of each rope `[positions, dim]`: for each position half cosines, half sines, as a sequence of `length` has them.
-pub(super) fn tables(
-    config: &DecoderConfig,
-    length: usize,
-    positions: usize,
-    device: &Device,
-) -> Vec<Tensor<2>> {
-    let table = |rope: &Rope| {
-        let frequencies = rope.frequencies(length);
-        let angles = |position: usize| {
-            let turn = move |f: &f64| (position as f64 * f).sin_cos();
-            let (sines, cosines): (Vec<_>, Vec<_>) = frequencies.iter().map(turn).unzip();
-            let factor = rope.attention_factor;
-            cosines.into_iter().chain(sines).map(move |value| (value * factor) as f32)
-        };
-        let table: Vec<f32> = (0..positions).flat_map(angles).collect();
-        let data = TensorData::new(table, [positions, rope.dim]);
-        Tensor::from_data(data, (device, burn::tensor::DType::F32))
-    };
-    config.ropes.iter().map(table).collect()
 }

@@ -21,6 +21,7 @@ mod beside;
 mod cache;
 mod cells;
 mod load;
+mod memory;
 mod precompile;
 mod projection;
 mod step;
@@ -37,10 +38,10 @@ use ops::{
 
 use crate::{DecoderConfig, Error, KvFormat, ModelPrecision};
 pub use cache::KvCache;
-use cache::Memory;
 pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};
 pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
+use memory::Memory;
 use projection::{Ffn, Projection, read_last};
 use step::Step;
 pub use train::{Adaptation, Example, Learned, Recompute};
@@ -326,7 +327,7 @@ impl Decoder {
             let _first = trace::first(|| "prompt");
             let _prompt = trace::span(|| format!("prompt {}", to - from));
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
-            let step = Step::of(&part, cache, &self.device);
+            let step = Step::of(&part, &cache.lengths(), &self.device);
             let x = self.layers(cache.memory(), &step)?;
             cache.push(&part);
             match rows {

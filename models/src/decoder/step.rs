@@ -5,8 +5,8 @@ use std::thread::{self, ThreadId};
 
 use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData};
 
-use super::cache::Memory;
-use super::{Decoder, KvCache};
+use super::Decoder;
+use super::memory::Memory;
 use crate::Error;
 
 /// What a step reads beside weights and cache, on the device.
@@ -21,17 +21,17 @@ pub(super) struct Step {
 }
 
 impl Step {
-    /// As many tokens of each sequence.
-    pub(super) fn of(tokens: &[&[u32]], cache: &KvCache, device: &Device) -> Self {
+    /// As many tokens of each sequence, which has so many positions before.
+    pub(super) fn of(tokens: &[&[u32]], lengths: &[usize], device: &Device) -> Self {
         let [batch, seq] = [tokens.len(), tokens[0].len()];
-        let word = |word: usize| (word as u32).cast_signed();
+        let word = |word: &usize| (*word as u32).cast_signed();
         let ids: Vec<i32> = tokens.concat().into_iter().map(u32::cast_signed).collect();
-        let start: Vec<i32> = cache.lengths().into_iter().map(word).collect();
+        let start: Vec<i32> = lengths.iter().map(word).collect();
         let options = (device, DType::I32);
         Self {
             tokens: Tensor::from_data(TensorData::new(ids, [batch, seq]), options),
             start: Tensor::from_data(TensorData::new(start, [batch]), options),
-            longest: cache.longest() + seq,
+            longest: lengths.iter().copied().max().unwrap_or(0) + seq,
         }
     }
 }

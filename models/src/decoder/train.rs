@@ -21,7 +21,7 @@ use std::ops::Range;
 use burn::tensor::{DType, FloatDType, Gradients, IndexingUpdateOp, Int, Tensor, TensorData};
 use ops::{AttentionOptions, Epilogue, linear};
 
-use super::cache::tables;
+use super::memory::tables;
 use super::projection::{Ffn, Projection};
 use super::{Decoder, joined, rounded};
 use crate::lora::{Block, Factor, LoraOptions};

@@ -1,9 +1,9 @@
 //! Gemma 2: four norms a layer, soft caps, a window in every other layer.
 
-use super::{DEFAULTS, Defaults, Definition, Family, gemma, set_windows, sliding};
+use super::common::{DEFAULTS, Defaults, Definition, gemma, set_windows, sliding};
 use crate::fields::Fields;
 use crate::names::standard;
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Family};
 
 pub(super) const GEMMA2: Definition =
     Definition { model_type: "gemma2", read, place: standard, prefixes: &["model."], ignored: &[] };

@@ -1,11 +1,11 @@
 //! Gemma 3, its text model: norms of queries and keys in place of soft caps, five windows to each full layer,
 //! and a rope of its own for those with a window.
 
-use super::{DEFAULTS, Defaults, Definition, Family, SLIDING, gemma, set_windows, sliding};
+use super::common::{DEFAULTS, Defaults, Definition, SLIDING, gemma, set_windows, sliding};
 use crate::fields::Fields;
 use crate::names::standard;
 use crate::rope::Model;
-use crate::{DecoderConfig, Error, Rope};
+use crate::{DecoderConfig, Error, Family, Rope};
 
 pub(super) const GEMMA3: Definition = Definition {
     model_type: "gemma3_text",

@@ -2,11 +2,11 @@
 
 use serde_json::Value;
 
-use super::{Definition, Family};
+use super::common::Definition;
 use crate::config::{Activation, Ffn, Layer, Norm, NormKind, Placement};
 use crate::fields::Fields;
 use crate::names::{Part, Place, Slot, standard};
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Family};
 
 pub(super) const GPT2: Definition = Definition {
     model_type: "gpt2",

@@ -1,9 +1,9 @@
 //! Llama 2 and 3.x, and all that share their code.
 
-use super::{DEFAULTS, Defaults, Definition, Family, common};
+use super::common::{DEFAULTS, Defaults, Definition, common};
 use crate::fields::Fields;
 use crate::names::standard;
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Family};
 
 pub(super) const LLAMA: Definition = Definition {
     model_type: "llama",

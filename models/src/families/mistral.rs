@@ -1,9 +1,9 @@
 //! Mistral: Llama with a window in every layer, or in none.
 
-use super::{DEFAULTS, Definition, Family, common, set_window_of_all};
+use super::common::{DEFAULTS, Definition, common, set_window_of_all};
 use crate::fields::Fields;
 use crate::names::standard;
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Family};
 
 pub(super) const MISTRAL: Definition = Definition {
     model_type: "mistral",

@@ -1,9 +1,9 @@
 //! Phi-3 and Phi-4-mini: Llama with queries, keys and values in one tensor, gate and up in another.
 
-use super::{DEFAULTS, Defaults, Definition, Family, common, set_window_of_all};
+use super::common::{DEFAULTS, Defaults, Definition, common, set_window_of_all};
 use crate::fields::Fields;
 use crate::names::{Part, Place, Slot, standard};
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Family};
 
 pub(super) const PHI3: Definition = Definition {
     model_type: "phi3",

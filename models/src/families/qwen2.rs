@@ -1,9 +1,9 @@
 //! Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and windows in the upper layers.
 
-use super::{DEFAULTS, Definition, Family, common, set_windows_from};
+use super::common::{DEFAULTS, Definition, common, set_windows_from};
 use crate::fields::Fields;
 use crate::names::standard;
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Family};
 
 pub(super) const QWEN2: Definition = Definition {
     model_type: "qwen2",

@@ -1,9 +1,9 @@
 //! Qwen3: Qwen2 with norms of queries and keys, and no biases unless asked for.
 
-use super::{DEFAULTS, Defaults, Definition, Family, common, set_windows_from};
+use super::common::{DEFAULTS, Defaults, Definition, common, set_windows_from};
 use crate::fields::Fields;
 use crate::names::standard;
-use crate::{DecoderConfig, Error};
+use crate::{DecoderConfig, Error, Family};
 
 pub(super) const QWEN3: Definition =
     Definition { model_type: "qwen3", read, place: standard, prefixes: &["model."], ignored: &[] };
