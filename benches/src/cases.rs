@@ -8,6 +8,10 @@ use suite::{AnyBench, KERNELS, Scale, Suite};
 
 use crate::model_cases::ModelCase;
 
+/// Names of the ceilings, as a filter sees them.
+pub(crate) const CEILINGS: [&str; 6] =
+    ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16", "mma f16acc16"];
+
 /// The kernels' cases of `suite` whose name contains `filter`; none if it names cases of the other scale only.
 ///
 /// # Errors
@@ -57,7 +61,7 @@ fn nearest(names: &[String], filter: &str) -> Vec<String> {
 fn names(suite: Suite) -> Vec<String> {
     let kernels = [Scale::Gpu, Scale::Host].into_iter().flat_map(|scale| all(suite, scale));
     let mut names: Vec<_> = kernels.map(|case| case.name()).collect();
-    names.extend(crate::run::CEILINGS.map(str::to_owned));
+    names.extend(CEILINGS.map(str::to_owned));
     // The name does not depend on the folder of the demo model.
     let models = crate::model_cases::select(suite, Scale::Gpu, None, Some(Path::new("demo")));
     names.extend(models.iter().map(ModelCase::name));

@@ -16,10 +16,6 @@ use crate::model_cases::{self, ModelCase};
 use crate::torch::Torch;
 use crate::{Target, cases, provenance, tuning};
 
-/// Names of the ceilings, as a filter sees them.
-pub(crate) const CEILINGS: [&str; 6] =
-    ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16", "mma f16acc16"];
-
 /// Whom to measure beside us.
 pub(crate) struct Peers {
     /// Burn, and cubek where it is a contender.
@@ -41,7 +37,7 @@ pub(crate) fn run(
     let mut card = provenance::card(&device)?;
     let scale = Scale::of_device(&device);
     let ceilings = |name: &str| filter.is_none_or(|f| name.contains(f));
-    let ceiling = filter.is_some_and(|f| CEILINGS.iter().any(|name| name.contains(f)));
+    let ceiling = filter.is_some_and(|f| cases::CEILINGS.iter().any(|name| name.contains(f)));
     let kernels = cases::select(suite, scale, filter)?;
     let models = model_cases::select(suite, scale, filter, demo);
     let none = kernels.is_empty() && models.is_empty();

@@ -5,7 +5,7 @@ use clap::ValueEnum;
 use flashover::{EngineOptions, LoadError, Plan, PlanError, Preset, Recompute, Training, Workload};
 
 use crate::model_args::SubjectArgs;
-use crate::train_command::LoraArgs;
+use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -44,8 +44,6 @@ enum Train {
 
 /// Positions where nobody says.
 const USUAL: usize = 2048;
-/// The same of training.
-pub(crate) const USUAL_TO_TRAIN: usize = 512;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.train.is_none() && args.lora.are_given() {

@@ -13,7 +13,6 @@ use tune::timing::Stopwatch;
 use crate::guard;
 use crate::interrupt::{self, Stopped};
 use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, loaded};
-use crate::plan_command::USUAL_TO_TRAIN;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -67,6 +66,9 @@ pub(crate) struct Args {
     #[command(flatten)]
     trace: TraceArgs,
 }
+
+/// Positions of an example where nobody says.
+pub(crate) const USUAL_TO_TRAIN: usize = 512;
 
 /// What an adapter is.
 #[derive(clap::Args)]

@@ -1,11 +1,8 @@
 //! The kernels of quantised weights behind Burn's dispatch. Formats are told apart in `kernels::quantized`.
 
 use arch::{DType, Device};
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{
-    Autodiff, AutodiffBackend, Backend, ExtensionType, TensorMetadata, backend_extension,
-};
+use burn::backend::{Backend, ExtensionType, backend_extension};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
@@ -15,9 +12,7 @@ use kernels::norm::NormProblem;
 use kernels::quantized::{Launcher, Product, ProductOperands, Weight};
 use tune::Kernel;
 
-use super::backward::tracked;
-use crate::call::{Call, Optional, Parts, empty_like, float_of, size_of};
-use crate::matmul::{MatmulOps, finish};
+use crate::call::{Call, Parts, empty_like, float_of, size_of};
 use crate::norm::{NormOps, normalised};
 use crate::words::words_at;
 use crate::{Ctx, OpError};
@@ -25,11 +20,11 @@ use crate::{Ctx, OpError};
 /// The buffers of a weight as integer tensors; in place of buffers that its format lacks, the codes again.
 #[derive(Clone, ExtensionType)]
 pub(crate) struct Words<B: Backend> {
-    codes: IntTensor<B>,
-    absmax: IntTensor<B>,
-    book: IntTensor<B>,
-    nested_book: IntTensor<B>,
-    scales: IntTensor<B>,
+    pub(super) codes: IntTensor<B>,
+    pub(super) absmax: IntTensor<B>,
+    pub(super) book: IntTensor<B>,
+    pub(super) nested_book: IntTensor<B>,
+    pub(super) scales: IntTensor<B>,
 }
 
 /// A product without its tensors.
@@ -254,94 +249,5 @@ impl QuantizedOps for CubeBackend {
                 tensor
             }
         }
-    }
-}
-
-impl<B: QuantizedOps + MatmulOps, C: CheckpointStrategy> QuantizedOps for Autodiff<B, C> {
-    fn multiply_quantized(
-        x: FloatTensor<Self>,
-        words: Words<Self>,
-        parts: Parts<Self>,
-        spec: Spec,
-        call: Call,
-    ) -> FloatTensor<Self> {
-        if ![&x].into_iter().chain(parts.tensors()).any(|t| t.is_tracked()) {
-            let (x, words, parts) = (Self::inner(x), inner_words(words), parts.map(Self::inner));
-            return Self::from_inner(B::multiply_quantized(x, words, parts, spec, call));
-        }
-        let (x, parts) = normalised(x, parts, spec.norm, &call);
-        let spec = Spec { norm: None, ..spec };
-        let Parts { bias, gate, residual, .. } = parts;
-        let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
-        if spec.glu || spec.activation.is_some() || gate.is_some() || residual.is_some() {
-            let bare = Spec { activation: None, glu: false, ..spec };
-            let sum = Self::multiply_quantized(x, words, Parts::bias(bias), bare, call);
-            return finish_gated::<Self>(sum, gate, residual, &spec);
-        }
-        tracked::<B, C>(x, bias, inner_words(words), spec, call)
-    }
-
-    fn dequantize_weight(
-        words: Words<Self>,
-        weight: Weight,
-        dtype: DType,
-        call: Call,
-    ) -> FloatTensor<Self> {
-        Self::from_inner(B::dequantize_weight(inner_words(words), weight, dtype, call))
-    }
-
-    fn quantize_weight(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self> {
-        outer_words(B::quantize_weight(Self::inner(values), weight, call))
-    }
-
-    fn join_weights(
-        first: Words<Self>,
-        second: Words<Self>,
-        weights: [Weight; 2],
-        call: Call,
-    ) -> Words<Self> {
-        outer_words(B::join_weights(inner_words(first), inner_words(second), weights, call))
-    }
-
-    fn reorder_weight(
-        tensor: IntTensor<Self>,
-        buffer: Buffer,
-        weights: [Weight; 2],
-        call: Call,
-    ) -> IntTensor<Self> {
-        B::reorder_weight(tensor, buffer, weights, call)
-    }
-}
-
-fn inner_words<B: Backend, C: CheckpointStrategy>(words: Words<Autodiff<B, C>>) -> Words<B> {
-    let Words { codes, absmax, book, nested_book, scales } = words;
-    Words { codes, absmax, book, nested_book, scales }
-}
-
-fn outer_words<B: Backend, C: CheckpointStrategy>(words: Words<B>) -> Words<Autodiff<B, C>> {
-    let Words { codes, absmax, book, nested_book, scales } = words;
-    Words { codes, absmax, book, nested_book, scales }
-}
-
-/// The rest of an epilogue, by ordinary ops; `sum` has the columns of both matrices of two.
-fn finish_gated<B: Backend>(
-    sum: FloatTensor<B>,
-    gate: Option<FloatTensor<B>>,
-    residual: Option<FloatTensor<B>>,
-    spec: &Spec,
-) -> FloatTensor<B> {
-    if !spec.glu {
-        return finish::<B>(sum, spec.activation, gate, residual);
-    }
-    let [m, both] = [sum.shape()[0], sum.shape()[1]];
-    let half = |from: usize| {
-        let slices = [(0..m).into(), (from..from + both / 2).into()];
-        B::float_slice(sum.clone(), &slices)
-    };
-    let first = finish::<B>(half(0), spec.activation, gate, None);
-    let out = B::float_mul(first, half(both / 2));
-    match residual {
-        Some(residual) => B::float_add(out, residual),
-        None => out,
     }
 }
