@@ -23,6 +23,7 @@ pub mod rope;
 mod round;
 mod rows;
 pub mod sample;
+mod softcap;
 mod tile;
 mod weight;
 

@@ -4,6 +4,7 @@
 use cubecl::prelude::*;
 
 use super::{Dims, Span};
+use crate::softcap::{capped, capped_slope};
 
 /// Which rules there are: comptime, and part of the kernel's hash, in which CubeCL 0.11 does not tell an
 /// optional buffer's presence.
@@ -261,28 +262,11 @@ impl<F: Float, M: Int> Scores<F, M> {
     /// The slope of the soft cap at product `dot`, 1 without one.
     pub(crate) fn slope_at(&self, dot: f32) -> f32 {
         if comptime!(self.rules.softcap) {
-            // 1 - tanh² without the difference, which loses what is small.
-            let bent = dot * self.scale / self.softcap;
-            let tail = (-2.0f32 * f32::abs(bent)).exp();
-            4.0f32 * tail / ((1.0f32 + tail) * (1.0f32 + tail))
+            capped_slope(dot * self.scale, self.softcap)
         } else {
             1.0f32.runtime()
         }
     }
-}
-
-/// softcap · tanh(score / softcap), to 4e-7 of it: of a small argument by the series, else by one exponential, whose
-/// difference to 1 loses little. By a driver's own tanh a step of decoding with scores past the cap was twice as far off
-/// (llvmpipe, 2.8e-6 for 1.4e-6).
-#[cube]
-pub(crate) fn capped(score: f32, softcap: f32) -> f32 {
-    let bent = score / softcap;
-    let square = bent * bent;
-    let series = 1.0f32
-        + square * (-1.0f32 / 3.0f32 + square * (2.0f32 / 15.0f32 - square * (17.0f32 / 315.0f32)));
-    let tail = (-2.0f32 * f32::abs(bent)).exp();
-    let size = softcap - softcap * (2.0f32 * tail / (1.0f32 + tail));
-    select(square < 0.04f32, score * series, select(bent < 0.0f32, -size, size))
 }
 
 /// Comptime facts of a plane's scores, fragments of 16 rows by 8 columns.

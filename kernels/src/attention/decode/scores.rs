@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::attention::scores::capped;
+use crate::softcap::capped;
 
 /// Which rules there are: comptime.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
