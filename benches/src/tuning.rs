@@ -42,7 +42,7 @@ pub(crate) enum Command {
     },
     /// Take over the results of other cache files; the newer of two wins
     Merge { files: Vec<PathBuf> },
-    /// Print the results of cache files as the program ships them: without the times of other candidates
+    /// Print the results of cache files as the program ships them: without times
     Ship {
         #[arg(required = true)]
         files: Vec<PathBuf>,
@@ -118,11 +118,12 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
         .collect();
     others.sort_by(|a, b| a.0.total_cmp(&b.0));
     let failed = entry.timings.iter().filter(|t| t.error.is_some()).count();
-    let mut text = format!("{key}\n  {source} {}: {}", us(entry.median_ns), entry.config);
-    if let Some((ns, config)) = others.first() {
-        let margin = 100.0 * (ns / entry.median_ns - 1.0);
+    let time = entry.median_ns.map(|ns| format!(" {}", us(ns))).unwrap_or_default();
+    let mut text = format!("{key}\n  {source}{time}: {}", entry.config);
+    if let (Some((ns, config)), Some(own)) = (others.first(), entry.median_ns) {
+        let margin = 100.0 * (ns / own - 1.0);
         // A simpler config, earlier in the list, stays when another is faster by this little.
-        let why = if *ns < entry.median_ns { ", too little to prefer it" } else { "" };
+        let why = if *ns < own { ", too little to prefer it" } else { "" };
         text += &format!("\n  next {} ({margin:+.1}%{why}): {config}", us(*ns));
     }
     for t in entry.timings.iter().filter(|t| t.error.is_some()) {
@@ -231,8 +232,7 @@ fn ship(files: &[PathBuf]) -> anyhow::Result<bool> {
     let mut cache = TuneCache::default();
     merge(&mut cache, files, |_| Ok(()))?;
     for (entry, _) in cache.entries() {
-        let entry = Entry { timings: Vec::new(), ..entry.clone() };
-        command::print(&(serde_json::to_string(&entry)? + "\n"))?;
+        command::print(&(serde_json::to_string(&entry.clone().shipped())? + "\n"))?;
     }
     Ok(true)
 }
@@ -309,8 +309,7 @@ mod tests {
             file.exists().then_some(file)
         });
         merge(&mut cache, &files.flatten().collect::<Vec<_>>(), |_| Ok(())).expect("cache files");
-        let timed =
-            cache.entries().map(|(entry, _)| Entry { timings: Vec::new(), ..entry.clone() });
+        let timed = cache.entries().map(|(entry, _)| entry.clone().shipped());
         let shipped = TuneCache::shipped();
         assert!(timed.eq(shipped.entries().map(|(entry, _)| entry.clone())));
     }
@@ -342,7 +341,7 @@ mod tests {
         let entry = |ns: f64| Entry {
             timings: vec![Measured { config: 1.into(), median_ns: Some(ns), error: None }],
             config: 0.into(),
-            median_ns: 1000.0,
+            median_ns: Some(1000.0),
             ..TuneCache::shipped().entries().next().expect("one is shipped").0.clone()
         };
         let shown = |ns| describe("key", &entry(ns), Source::Tuned);

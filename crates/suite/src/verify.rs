@@ -44,7 +44,8 @@ pub(crate) fn jobs<K: KernelSuite>(
             let first = K::candidates(arch, problem).into_iter().take(1);
             let key = Key::of::<K>(&arch.id, problem);
             let known = tuned.iter().filter(|(of, ..)| **of == key).map(|(.., config)| *config);
-            let mut few = feasible::<K>(arch, problem, first.chain(known));
+            let inherited = cache.inherited::<K>(arch, problem).map(|(config, _)| config);
+            let mut few = feasible::<K>(arch, problem, first.chain(known).chain(inherited));
             if few.is_empty() {
                 match K::simplest(arch, problem) {
                     Ok(config) => few.push(config),

@@ -12,13 +12,13 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use arch::ArchId;
+use arch::{ArchId, ArchProfile};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-use crate::{Kernel, Source};
+use crate::{Kernel, config_of};
 
 /// Bumped when a field of [`Entry`] changes meaning.
 const FORMAT: u32 = 1;
@@ -82,8 +82,10 @@ pub struct Entry {
     /// The problem that was measured; others of its bucket share the result.
     pub problem: Value,
     pub config: Value,
-    pub median_ns: f64,
-    /// Every candidate, in the order tried. Shipped results leave them to `benches/baselines`.
+    /// Time of the config. Shipped results leave times to `benches/baselines`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub median_ns: Option<f64>,
+    /// Every candidate, in the order tried.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timings: Vec<Measured>,
     pub commit: String,
@@ -93,6 +95,36 @@ pub struct Entry {
 
 impl Entry {
     pub(crate) const FORMAT: u32 = FORMAT;
+
+    /// The result as it ships: without times.
+    #[must_use]
+    pub fn shipped(self) -> Self {
+        Self { median_ns: None, timings: Vec::new(), ..self }
+    }
+}
+
+/// Origin of a config.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Measured on this machine.
+    Tuned,
+    /// Shipped with the program for this architecture.
+    Recorded,
+    /// Measured on a card of the same family, see [`ArchId::families`].
+    Inherited(ArchId),
+    /// First candidate, unmeasured.
+    Default,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tuned => f.write_str("tuned"),
+            Self::Recorded => f.write_str("recorded"),
+            Self::Inherited(from) => write!(f, "inherited from {from}"),
+            Self::Default => f.write_str("default"),
+        }
+    }
 }
 
 /// A line that was ignored.
@@ -181,7 +213,7 @@ impl TuneCache {
 
     /// Results for the problem of `key` on other cards of its families, the nearest first: its own family before older
     /// ones, whole cards before restricted ones.
-    pub(crate) fn relatives(&self, key: &Key) -> impl Iterator<Item = &Entry> {
+    fn relatives(&self, key: &Key) -> impl Iterator<Item = &Entry> {
         let keys = self.recorded.keys().chain(self.measured.keys());
         let others: BTreeSet<_> =
             keys.map(|other| &other.arch_id).filter(|id| **id != key.arch_id).collect();
@@ -195,6 +227,20 @@ impl TuneCache {
         near.into_iter().filter_map(|(_, id)| {
             let key = Key { arch_id: id.clone(), ..key.clone() };
             self.get(&key).map(|(entry, _)| entry)
+        })
+    }
+
+    /// The config of the nearest relative of `arch` that can run `problem`, and that relative.
+    pub fn inherited<K: Kernel>(
+        &self,
+        arch: &ArchProfile,
+        problem: &K::Problem,
+    ) -> Option<(K::Config, &ArchId)> {
+        self.relatives(&Key::of::<K>(&arch.id, problem)).find_map(|entry| {
+            // A result that this version cannot read is named where its own architecture looks it up.
+            let config = config_of::<K>(&entry.config).ok()?;
+            K::check(arch, problem, &config).ok()?;
+            Some((config, &entry.key.arch_id))
         })
     }
 
@@ -382,8 +428,8 @@ fn parse(bytes: &[u8], origin: &str) -> Parsed {
             Ok(entry) if entry.format != FORMAT => {
                 ignore(format!("format {}, this program reads format {FORMAT}", entry.format));
             }
-            Ok(entry) if entry.median_ns.is_nan() || entry.median_ns <= 0.0 => {
-                ignore(format!("time {} is not positive", entry.median_ns));
+            Ok(Entry { median_ns: Some(ns), .. }) if ns.is_nan() || ns <= 0.0 => {
+                ignore(format!("time {ns} is not positive"));
             }
             Ok(entry) if !is_utc(&entry.date) => {
                 ignore(format!("date {:?} is none of RFC 3339 in UTC", entry.date));
@@ -431,7 +477,7 @@ mod tests {
             },
             problem: Value::Null,
             config: serde_json::json!({ "tile_m": 128 }),
-            median_ns: ns,
+            median_ns: Some(ns),
             timings: Vec::new(),
             commit: "abc".into(),
             date: date.into(),
@@ -465,7 +511,7 @@ mod tests {
                 cache.merge_text(&text, "f").expect("no file to write");
             }
             let (found, source) = cache.get(&old.key).expect("merged");
-            assert_eq!((found.median_ns, source), (5.0, Source::Tuned));
+            assert_eq!((found.median_ns, source), (Some(5.0), Source::Tuned));
         }
     }
 
@@ -511,10 +557,10 @@ mod tests {
             let key = Key { arch_id: ArchId(id.into()), ..entry("a", "", 0.0).key };
             cache.relatives(&key).map(|entry| entry.median_ns).collect::<Vec<_>>()
         };
-        assert_eq!(near("cuda-sm89-128"), [2.0, 1.0]);
-        assert_eq!(near("cuda-sm90-132@rtx4080"), [2.0, 1.0]);
-        assert_eq!(near("cuda-sm120-170"), [4.0, 2.0, 1.0]);
-        assert_eq!(near("vulkan-10de-2330-nvidia.570.1"), [6.0]);
+        assert_eq!(near("cuda-sm89-128"), [Some(2.0), Some(1.0)]);
+        assert_eq!(near("cuda-sm90-132@rtx4080"), [Some(2.0), Some(1.0)]);
+        assert_eq!(near("cuda-sm120-170"), [Some(4.0), Some(2.0), Some(1.0)]);
+        assert_eq!(near("vulkan-10de-2330-nvidia.570.1"), [Some(6.0)]);
         assert!(near("vulkan-1002-744c-radv").is_empty() && near("cuda-sm86-82").is_empty());
     }
 
@@ -525,7 +571,7 @@ mod tests {
             let text = serde_json::to_string(&entry("a", "2026-01-01T00:00:00Z", ns));
             cache.merge_text(&text.expect("plain"), "f").expect("no file to write");
         }
-        assert_eq!(cache.measured.values().map(|e| e.median_ns).collect::<Vec<_>>(), [7.0]);
+        assert_eq!(cache.measured.values().map(|e| e.median_ns).collect::<Vec<_>>(), [Some(7.0)]);
     }
 
     #[test]

@@ -11,8 +11,10 @@ mod kernel;
 pub mod timing;
 mod tuner;
 
-pub use cache::{CacheError, Entry, Key, Measured, Merged, TuneCache, Warning, default_cache_path};
+pub use cache::{
+    CacheError, Entry, Key, Measured, Merged, Source, TuneCache, Warning, default_cache_path,
+};
 pub use fill::fill;
 pub use kernel::{Cost, Infeasible, InvalidConfig, Kernel, Output, config_of};
 pub use record::{Policy, UnknownChoice as UnknownPolicy};
-pub use tuner::{Choice, Source, TuneError, Tuner, operand_sets, poison};
+pub use tuner::{Choice, TuneError, Tuner, operand_sets, poison};

@@ -1,40 +1,15 @@
 //! candidates, check, verify, measure, choose.
 
 use std::collections::HashSet;
-use std::fmt;
 
-use arch::{ArchId, DType, Device};
+use arch::{DType, Device};
 use cubecl::future::block_on;
 use cubecl::prelude::*;
 use record::Policy;
 
 use crate::fill::fill;
 use crate::timing::{self, Effort};
-use crate::{CacheError, Entry, Kernel, Key, Measured, Output, TuneCache, config_of};
-
-/// Origin of a config.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
-    /// Measured on this machine.
-    Tuned,
-    /// Shipped with the program for this architecture.
-    Recorded,
-    /// Measured on a card of the same family, see [`ArchId::families`].
-    Inherited(ArchId),
-    /// First candidate, unmeasured.
-    Default,
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tuned => f.write_str("tuned"),
-            Self::Recorded => f.write_str("recorded"),
-            Self::Inherited(from) => write!(f, "inherited from {from}"),
-            Self::Default => f.write_str("default"),
-        }
-    }
-}
+use crate::{CacheError, Entry, Kernel, Key, Measured, Output, Source, TuneCache, config_of};
 
 /// A config and its origin.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,16 +109,9 @@ impl Tuner<'_> {
         }
     }
 
-    /// The config of the nearest relative of this card that can run `problem`.
     fn inherited<K: Kernel>(&self, problem: &K::Problem) -> Option<Choice<K::Config>> {
-        let arch = self.device.profile();
-        let key = Key::of::<K>(&arch.id, problem);
-        self.cache.relatives(&key).find_map(|entry| {
-            // A result that this version cannot read is named where its own architecture looks it up.
-            let config = config_of::<K>(&entry.config).ok()?;
-            K::check(arch, problem, &config).ok()?;
-            Some(Choice { config, source: Source::Inherited(entry.key.arch_id.clone()) })
-        })
+        let (config, from) = self.cache.inherited::<K>(self.device.profile(), problem)?;
+        Some(Choice { config, source: Source::Inherited(from.clone()) })
     }
 
     /// Measures every candidate of `problem`, an inherited config first, remembers the outcome and returns the winner.
@@ -179,7 +147,7 @@ impl Tuner<'_> {
             key,
             problem: serde_json::to_value(problem).expect("a problem is plain data"),
             config: serde_json::to_value(config).expect("a config is plain data"),
-            median_ns,
+            median_ns: Some(median_ns),
             timings,
             commit: self.commit.clone(),
             date: self.date.clone(),
