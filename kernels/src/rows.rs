@@ -95,11 +95,18 @@ pub(crate) enum Fold {
     Sum,
     /// The larger one, of numbers without a sign.
     Largest,
+    /// The larger one, with a sign; of NaN and a number either.
+    Max,
 }
 
 #[cube]
 fn folded(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
-    if comptime!(matches!(fold, Fold::Sum)) { a + b } else { larger(a, b) }
+    comptime!(fold);
+    match fold {
+        Fold::Sum => a + b,
+        Fold::Largest => larger(a, b),
+        Fold::Max => max(a, b),
+    }
 }
 
 /// The larger of two numbers without a sign, and NaN before any: as words they have this order, whatever a device

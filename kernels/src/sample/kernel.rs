@@ -2,7 +2,8 @@
 
 use cubecl::prelude::*;
 
-use super::{CHOICE, RESULT, SampleConfig};
+use super::{CHOICE, RESULT};
+use crate::rows::{Fold, RowPlan, row_fold};
 
 /// Groups of four between neighbours of a column.
 pub(super) const COLUMNS: u32 = 1024;
@@ -20,9 +21,9 @@ pub(super) fn sample_rows<N: Size>(
     out: &mut [f32],                       // [rows, RESULT]
     vocab: u32,
     hidden: f32,
-    #[comptime] config: SampleConfig,
+    #[comptime] plan: RowPlan,
 ) {
-    let units = comptime!(config.units);
+    let units = comptime!(plan.units);
     let row = CUBE_POS_X;
     let groups = vocab.div_ceil(4);
     let choice = row as usize * comptime!(CHOICE);
@@ -56,16 +57,26 @@ pub(super) fn sample_rows<N: Size>(
         }
         g += units;
     }
-    let nan = most(nan, &mut shared, config);
-    let top_logit = most(top_logit, &mut shared, config);
+    let nan = row_fold(nan, &mut shared, Fold::Max, plan);
+    let top_logit = row_fold(top_logit, &mut shared, Fold::Max, plan);
     let own_top = top;
-    let top = most(own_top, &mut shared, config);
+    let top = row_fold(own_top, &mut shared, Fold::Max, plan);
     // Ids of the largest, negative so that the most is the first; below 2^24 they are exact, as are the two halves
     // of a larger one.
     let there = own_top == top;
-    let high = most(select(there, -f32::cast_from(likeliest >> 16), hidden), &mut shared, config);
+    let high = row_fold(
+        select(there, -f32::cast_from(likeliest >> 16), hidden),
+        &mut shared,
+        Fold::Max,
+        plan,
+    );
     let there = there && -f32::cast_from(likeliest >> 16) == high;
-    let low = most(select(there, -f32::cast_from(likeliest & 0xffff), hidden), &mut shared, config);
+    let low = row_fold(
+        select(there, -f32::cast_from(likeliest & 0xffff), hidden),
+        &mut shared,
+        Fold::Max,
+        plan,
+    );
     let mut token = 0u32.runtime();
 
     // NaN, or infinite where something must be finite.
@@ -75,7 +86,7 @@ pub(super) fn sample_rows<N: Size>(
         token = u32::cast_from(-high) * 65536 + u32::cast_from(-low);
         let mut sum = 0.0f32.runtime();
         let mut g = UNIT_POS;
-        if comptime!(config.units == 1) {
+        if comptime!(plan.units == 1) {
             // A unit that adds up a whole vocabulary gives to each addition what the one before rounded off (Kahan,
             // "Further remarks on reducing truncation errors", 1965).
             let mut lost = 0.0f32.runtime();
@@ -101,7 +112,7 @@ pub(super) fn sample_rows<N: Size>(
         }
         let mut sums = Array::<f32>::new(1usize);
         sums[0] = sum;
-        add_units(&mut sums, &mut shared, 1u32, config);
+        add_units(&mut sums, &mut shared, 1u32, plan);
         total_exp = sums[0];
         if temperature > 0.0 {
             let mut g = UNIT_POS;
@@ -125,22 +136,22 @@ pub(super) fn sample_rows<N: Size>(
             if top_k > 0 && top_k < vocab {
                 let need = f32::cast_from(top_k);
                 least =
-                    search(&*weights, row_weights, groups, least, need, false, &mut shared, config);
+                    search(&*weights, row_weights, groups, least, need, false, &mut shared, plan);
             }
             let top_p = f32::reinterpret(choices[choice + 2]);
             if top_p < 1.0 {
                 let mut sum = Array::<f32>::new(1usize);
-                sum[0] = own_sum(&*weights, row_weights, groups, least, config);
-                add_units(&mut sum, &mut shared, 1u32, config);
+                sum[0] = own_sum(&*weights, row_weights, groups, least, plan);
+                add_units(&mut sum, &mut shared, 1u32, plan);
                 let need = top_p * sum[0];
                 let found =
-                    search(&*weights, row_weights, groups, least, need, true, &mut shared, config);
+                    search(&*weights, row_weights, groups, least, need, true, &mut shared, plan);
                 least = max(least, found);
             }
             // The bits of min_p are its order among weights; the likeliest is always kept.
             least = min(max(least, choices[choice + 3]), ONE);
             let uniform = f32::reinterpret(choices[choice + 5]);
-            token = draw(&*weights, row_weights, groups, least, uniform, config);
+            token = draw(&*weights, row_weights, groups, least, uniform, plan);
         }
     }
     if UNIT_POS == 0 {
@@ -211,39 +222,15 @@ fn punished(logit: f32, seen: u32, penalty: f32) -> f32 {
     score
 }
 
-/// The largest of what units have; each of them gets it.
-#[cube]
-fn most(value: f32, shared: &mut [f32], #[comptime] config: SampleConfig) -> f32 {
-    let units = comptime!(config.units);
-    let mut found = value;
-    if comptime!(units > 1) {
-        sync_cube();
-        shared[UNIT_POS as usize] = value;
-        #[unroll]
-        for level in 0..comptime!(units.ilog2()) {
-            sync_cube();
-            let apart = comptime!(units >> (level + 1));
-            if UNIT_POS < apart {
-                let other = shared[(UNIT_POS + apart) as usize];
-                let own = shared[UNIT_POS as usize];
-                shared[UNIT_POS as usize] = max(own, other);
-            }
-        }
-        sync_cube();
-        found = shared[0];
-    }
-    found
-}
-
 /// The sums of what units have, `count` of them; each unit gets them.
 #[cube]
 fn add_units(
     values: &mut Array<f32>,
     shared: &mut [f32],
     #[comptime] count: u32,
-    #[comptime] config: SampleConfig,
+    #[comptime] plan: RowPlan,
 ) {
-    let units = comptime!(config.units);
+    let units = comptime!(plan.units);
     if comptime!(units > 1) {
         sync_cube();
         #[unroll]
@@ -277,7 +264,7 @@ fn own_sum(
     first: usize,
     groups: u32,
     least: u32,
-    #[comptime] config: SampleConfig,
+    #[comptime] plan: RowPlan,
 ) -> f32 {
     let mut sum = 0.0f32.runtime();
     let mut g = UNIT_POS;
@@ -288,7 +275,7 @@ fn own_sum(
             let weight = four.extract(e);
             sum += select(u32::reinterpret(weight) >= least, weight, 0.0);
         }
-        g += comptime!(config.units);
+        g += comptime!(plan.units);
     }
     sum
 }
@@ -308,7 +295,7 @@ fn search(
     need: f32,
     #[comptime] mass: bool,
     shared: &mut [f32],
-    #[comptime] config: SampleConfig,
+    #[comptime] plan: RowPlan,
 ) -> u32 {
     let mut found = 0u32.runtime();
     let mut shift = 28u32.runtime();
@@ -333,9 +320,9 @@ fn search(
                     sums[comptime!(i as usize)] += select(bits >= pivot, counts, 0.0);
                 }
             }
-            g += comptime!(config.units);
+            g += comptime!(plan.units);
         }
-        add_units(&mut sums, shared, PIVOTS, config);
+        add_units(&mut sums, shared, PIVOTS, plan);
         // Sums fall as pivots grow.
         let mut steps = 0u32.runtime();
         #[unroll]
@@ -357,9 +344,9 @@ fn draw(
     groups: u32,
     least: u32,
     uniform: f32,
-    #[comptime] config: SampleConfig,
+    #[comptime] plan: RowPlan,
 ) -> u32 {
-    let units = comptime!(config.units);
+    let units = comptime!(plan.units);
     let mut columns = Shared::<[f32]>::new_slice(comptime!(COLUMNS as usize));
     let mut blocks = Shared::<[f32]>::new_slice(32usize);
     let mut found = Shared::<[u32]>::new_slice(2usize);

@@ -37,6 +37,7 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use crate::fits::{limits, shape, stores};
+use crate::rows::RowPlan;
 use kernel::{COLUMNS, PIVOTS, sample_rows};
 
 /// The family of samplers.
@@ -159,7 +160,7 @@ impl Kernel for Sample {
     type Operands = SampleOperands;
 
     const NAME: &'static str = "sample";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
 
     fn bucket(p: &SampleProblem) -> String {
         format!("w{} vocab {}", p.vector(), p.vocab.next_power_of_two())
@@ -176,8 +177,9 @@ impl Kernel for Sample {
 
     fn check(arch: &ArchProfile, _: &SampleProblem, c: &SampleConfig) -> Result<(), Infeasible> {
         stores(arch, [DType::F32])?;
-        if !c.units.is_power_of_two() || c.units > COLUMNS {
-            return Err(shape("units", c.units, "a power of two, 1024 at most"));
+        RowPlan::of(arch, c.units, c.units).check(arch)?;
+        if c.units > COLUMNS {
+            return Err(shape("units", c.units, "1024 at most"));
         }
         if arch.cores().is_some() && c.units > 1 {
             return Err(shape("units", c.units, "one where barriers are not cheap"));
@@ -232,7 +234,7 @@ impl Kernel for Sample {
     }
 
     fn programs(
-        _: &ArchProfile,
+        arch: &ArchProfile,
         p: &SampleProblem,
         c: &SampleConfig,
         properties: &Arc<DeviceProperties>,
@@ -253,7 +255,7 @@ impl Kernel for Sample {
             (),
             (),
             p.vector(),
-            *c,
+            RowPlan::of(arch, c.units, c.units),
         ))]
     }
 
@@ -281,7 +283,7 @@ impl Kernel for Sample {
                 BufferArg::from_raw_parts(operands.out.clone(), RESULT * rows),
                 p.vocab,
                 f32::NEG_INFINITY,
-                *c,
+                RowPlan::of(device.profile(), c.units, c.units),
             );
         }
     }
