@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::generation;
+/// The file of a model that says how it is sampled.
+pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Why a folder is none of our models.
 #[derive(Debug, thiserror::Error)]
@@ -215,7 +216,7 @@ impl Error {
             }
             Self::Field { file, fault, .. } => match **fault {
                 // The model is one of ours, and how it is sampled is for the caller to say.
-                Fault::Unsupported { .. } if *file == generation::FILE => {
+                Fault::Unsupported { .. } if *file == GENERATION_CONFIG => {
                     "\nhint: take the field out of the file; answers are then not as the model's makers would have them"
                 }
                 Fault::Unsupported { .. } => "\nhint: a model that has what is known",

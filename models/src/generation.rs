@@ -5,10 +5,9 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::error::GENERATION_CONFIG as FILE;
 use crate::fields::{Fields, read};
 use crate::{Error, Fault};
-
-pub(crate) const FILE: &str = "generation_config.json";
 
 /// What a request falls back to. None is what the file leaves open.
 #[derive(Debug, Clone, Default, PartialEq)]

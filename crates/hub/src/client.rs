@@ -15,6 +15,7 @@ use ureq::http::{Method, Request, Response, Uri};
 use ureq::{Agent, Body, Error, Timeout};
 
 use crate::Patience;
+use crate::failure::Failure;
 use crate::origin::{Origin, redirected};
 
 /// How often one request is sent on.
@@ -44,37 +45,6 @@ impl Token {
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Token(..)")
-    }
-}
-
-/// Why there is no answer, or none to use.
-#[derive(Debug)]
-pub(crate) enum Failure {
-    Status {
-        status: u16,
-        /// The host that says so, where the Hub sent on to it.
-        elsewhere: Option<String>,
-        /// What `Retry-After` asks for.
-        wait: Option<Duration>,
-    },
-    Unreached {
-        why: String,
-        /// Whether it may be over by the next time.
-        passes: bool,
-    },
-    /// An answer that broke off.
-    Broke(String),
-    /// An answer that says nothing of a file.
-    Unusable(String),
-    /// An answer that is not the file: what there is of it cannot be gone on with.
-    Wrong(String),
-    Disk(io::Error),
-}
-
-impl From<io::Error> for Failure {
-    /// Of files: what reads from the network has [`Client::broke`].
-    fn from(why: io::Error) -> Self {
-        Self::Disk(why)
     }
 }
 

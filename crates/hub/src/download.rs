@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use ureq::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE};
 
 use crate::cache::{BlobName, Folder, NotLocked};
-use crate::client::{Client, Facts, Failure, header};
+use crate::client::{Client, Facts, header};
+use crate::failure::Failure;
 use crate::files::Listing;
 use crate::origin::encoded;
 use crate::part::Part;

@@ -1,6 +1,6 @@
 use std::path::PathBuf;
 
-use crate::client::Failure;
+use crate::failure::Failure;
 use crate::{Hub, ModelName};
 
 /// Why a model does not come.

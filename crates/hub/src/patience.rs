@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use crate::client::Failure;
+use crate::failure::Failure;
 
 /// The longest wait that a server's `Retry-After` is given.
 const MOST_ASKED: Duration = Duration::from_secs(60);

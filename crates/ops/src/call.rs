@@ -4,28 +4,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use arch::DType;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, DispatchDevice, ExtensionType, TensorMetadata};
+use burn::backend::{Backend, ExtensionType, TensorMetadata};
 use burn::tensor::{Device, FloatDType, Int, IntDType, Shape, Tensor};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_cubecl::CubeBackend;
 use kernels::matmul::{EpilogueBuffers, NormBuffers};
 use kernels::norm::NormProblem;
 
+pub(crate) use crate::ctx::cube_of;
 use crate::{Ctx, OpError};
 
 /// Checks whether `device` runs our kernels.
 pub(crate) fn on_cubecl(device: &Device) -> Result<(), OpError> {
     cube_of(device).map(drop)
-}
-
-/// `device` as CubeCL has it.
-pub(crate) fn cube_of(device: &Device) -> Result<CubeDevice, OpError> {
-    match device.clone().inner().as_dispatch() {
-        DispatchDevice::Cube(device) => Ok(device.clone()),
-        other => Err(OpError::Device(format!("{other:?}"))),
-    }
 }
 
 /// The dtype of a tensor that is multiplied.

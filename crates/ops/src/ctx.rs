@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 use arch::Device;
+use burn::backend::DispatchDevice;
 use burn_cubecl::CubeDevice;
 use cubecl::prelude::CubeKernel;
 use cubecl::server::Handle;
@@ -15,7 +16,14 @@ use precompile::Missing;
 use tune::{CacheError, Kernel, Key, Policy, TuneCache, Tuner};
 
 use crate::OpError;
-use crate::call::cube_of;
+
+/// `device` as CubeCL has it.
+pub(crate) fn cube_of(device: &burn::tensor::Device) -> Result<CubeDevice, OpError> {
+    match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(device) => Ok(device.clone()),
+        other => Err(OpError::Device(format!("{other:?}"))),
+    }
+}
 
 /// Known configs, and the policy for shapes without one. Cheap to clone; clones share what they learn.
 #[derive(Clone)]

@@ -27,6 +27,15 @@ struct Format {
 }
 
 impl DType {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Tf32 => "tf32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+
     /// Every format, widest first.
     pub const ALL: [Self; 4] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16];
 
@@ -101,7 +110,7 @@ impl DType {
             Self::F16 => unpack(bytes, |c| f16::from_le_bytes(c).to_f32()),
             Self::Bf16 => unpack(bytes, |c| bf16::from_le_bytes(c).to_f32()),
         }
-        .ok_or(Error::Bytes { dtype: self, bytes: bytes.len() })
+        .ok_or(Error::Bytes { dtype: self.name(), bytes: bytes.len() })
     }
 
     fn format(self) -> Format {
@@ -117,12 +126,7 @@ impl DType {
 
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::F32 => "f32",
-            Self::Tf32 => "tf32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-        })
+        f.pad(self.name())
     }
 }
 
@@ -227,7 +231,7 @@ mod tests {
 
     #[test]
     fn torn_bytes_are_refused() {
-        assert_eq!(DType::F16.decode(&[0; 3]), Err(Error::Bytes { dtype: DType::F16, bytes: 3 }));
+        assert_eq!(DType::F16.decode(&[0; 3]), Err(Error::Bytes { dtype: "f16", bytes: 3 }));
         assert_eq!(DType::Tf32.decode(&1.5f32.to_le_bytes()), Ok(vec![1.5]));
     }
 

@@ -1,5 +1,3 @@
-use crate::DType;
-
 /// What a caller got wrong; the reference itself cannot fail.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
@@ -17,7 +15,7 @@ pub enum Error {
     OutOfRange { what: &'static str, index: usize, len: usize },
     /// Bytes that do not divide into values.
     #[error("{bytes} bytes are not a whole number of {dtype} values")]
-    Bytes { dtype: DType, bytes: usize },
+    Bytes { dtype: &'static str, bytes: usize },
     /// Infinity or NaN where there is no place for it.
     #[error("{what} {index} is infinite or not a number")]
     NotFinite { what: &'static str, index: usize },
