@@ -22,6 +22,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 
 use crate::elem::elem;
 use crate::fits::{limits, stores};
+use crate::launch::{buffer, index_width, vector};
 use crate::round::{by_hand, rounded};
 
 /// The family of embeddings.
@@ -146,10 +147,8 @@ impl EmbedProblem {
 
     /// Elements of a vector: the longest that a load takes and rows and their strides divide into.
     fn vector(&self, arch: &ArchProfile) -> u32 {
-        let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
         let sizes = [self.hidden, self.table_stride, self.positions_stride];
-        let whole = |v: u32| v <= widest && sizes.iter().all(|size| size % v == 0);
-        [8, 4, 2].into_iter().find(|v| whole(*v)).unwrap_or(1)
+        vector(arch, self.dtype, |v| sizes.iter().all(|size| size % v == 0))
     }
 }
 
@@ -253,7 +252,6 @@ impl Kernel for Embed {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let buffer = || BufferCompilationArg { inplace: None };
         vec![Box::new(look_up::LookUp::new(
             settings,
             properties.clone(),
@@ -327,7 +325,7 @@ impl Kernel for Embed {
 
 fn address(p: &EmbedProblem) -> AddressType {
     let longest = p.extents().into_iter().max().unwrap_or(0);
-    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    index_width(longest as u64)
 }
 
 /// Comptime facts of one instance.

@@ -14,6 +14,7 @@ mod elem;
 pub mod embed;
 mod fits;
 pub mod int8;
+mod launch;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
@@ -42,7 +43,7 @@ pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
     let cores = device.profile().cores();
     let units = cores.unwrap_or(256);
     let cubes = len.div_ceil(units as usize).min(if cores.is_some() { 1 } else { 8192 }) as u32;
-    let address = if len > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 };
+    let address = launch::index_width(len as u64);
     let (count, dim) = (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units));
     // SAFETY: the buffer holds `len` elements, or words of four.
     let buffer = unsafe { BufferArg::from_raw_parts(out.clone(), len) };

@@ -24,8 +24,9 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
-use crate::elem::elem;
+use crate::elem::{elem, rounding};
 use crate::fits::stores;
+use crate::launch::{buffer, index_width, vector};
 use crate::round::{by_hand, rounded};
 pub use crate::rows::NormKind;
 use crate::rows::{
@@ -112,8 +113,7 @@ impl NormProblem {
 
     /// Elements of a vector: the longest that a load takes and a row divides into.
     fn vector(&self, arch: &ArchProfile) -> u32 {
-        let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
-        [8, 4, 2].into_iter().find(|v| *v <= widest && self.width % v == 0).unwrap_or(1)
+        vector(arch, self.dtype, |v| self.width % v == 0)
     }
 }
 
@@ -205,11 +205,7 @@ impl Kernel for Norm {
 
     fn outputs(p: &NormProblem, operands: &NormOperands) -> Vec<Output> {
         // Sums in another order, and then another rounding.
-        let tolerance = match p.dtype {
-            DType::F16 => 2f64.powi(-10),
-            DType::Bf16 => 2f64.powi(-7),
-            _ => 1e-5,
-        };
+        let tolerance = rounding(p.dtype).max(1e-5);
         let handle = operands.out.clone();
         vec![Output { handle, dtype: p.dtype, len: p.elements(), tolerance }]
     }
@@ -223,7 +219,6 @@ impl Kernel for Norm {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let buffer = || BufferCompilationArg { inplace: None };
         vec![Box::new(normalise::Normalise::new(
             settings,
             properties.clone(),
@@ -280,7 +275,7 @@ impl Kernel for Norm {
 }
 
 fn address(p: &NormProblem) -> AddressType {
-    if p.elements() > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    index_width(p.elements() as u64)
 }
 
 /// The most vectors of a row that a unit keeps: with bias and residual 64 registers.

@@ -6,10 +6,10 @@ use arch::DType;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType, TensorMetadata};
 use burn::tensor::{Device, FloatDType, Int, IntDType, Shape, Tensor};
+use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::CubeBackend;
 use kernels::matmul::{EpilogueBuffers, NormBuffers};
 use kernels::norm::NormProblem;
 

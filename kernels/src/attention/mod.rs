@@ -54,6 +54,7 @@ pub use problem::{
 pub use rows::RowsConfig;
 
 use crate::elem::elem;
+use crate::launch::{buffer, index_width};
 use flash::FlashPlan;
 use plane::PlanePlan;
 use rows::RowsPlan;
@@ -168,7 +169,6 @@ impl Kernel for Attention {
         let plan = Plan::new(arch, problem, config);
         let settings =
             KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
-        let buffer = || BufferCompilationArg { inplace: None };
         let [width_in, width_out] = plan.widths;
         vec![Box::new(attention::Attention::new(
             settings,
@@ -311,7 +311,7 @@ fn address(problem: &AttentionProblem) -> AddressType {
     let scores = [problem.bias, problem.mask].into_iter().flatten();
     let scores = scores.map(|s| problem.score_extent(s));
     let longest = problem.extents().into_iter().chain(scores).max().unwrap_or(0);
-    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    index_width(longest as u64)
 }
 
 /// Comptime facts of a launch: which path, with what geometry.

@@ -24,6 +24,7 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 
 use crate::elem::elem;
+use crate::launch::{buffer, index_width};
 use crate::round::{LEAST, by_hand, nearest, rounded};
 use crate::rows::{Fold, RowPlan, larger, magnitude, row_fold};
 
@@ -125,7 +126,7 @@ impl Rounding {
 
     fn address(self) -> AddressType {
         let len = u64::from(self.m) * u64::from(self.k);
-        if len > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+        index_width(len)
     }
 
     fn types(self) -> [ElemType; 2] {
@@ -144,7 +145,6 @@ impl Rounding {
             let dim = CubeDim::new_1d(units).into();
             KernelSettings::new(dim, ExecutionMode::Unchecked, self.address())
         };
-        let buffer = || BufferCompilationArg { inplace: None };
         let of = |units| (settings(units), properties.clone(), target.clone());
         let width = self.width() as usize;
         let mut all: Vec<Box<dyn CubeKernel>> = Vec::new();

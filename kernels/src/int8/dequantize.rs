@@ -13,6 +13,7 @@ use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers};
 use crate::coded::DequantizeConfig;
 use crate::coded::dequantize::{DequantizePlan, decode, widths};
 use crate::elem::elem;
+use crate::launch::{buffer, index_width};
 
 /// The family of dequantisation kernels.
 pub struct Int8Dequantize;
@@ -93,7 +94,6 @@ impl Kernel for Int8Dequantize {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let buffer = || BufferCompilationArg { inplace: None };
         let [words, width] = widths(p.weight.k, p.out);
         vec![Box::new(dequantize::Dequantize::new(
             settings,
@@ -154,7 +154,7 @@ pub(super) fn out_bytes(p: &DequantizeProblem) -> usize {
 }
 
 fn address(p: &DequantizeProblem) -> AddressType {
-    if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+    index_width(p.weight.len())
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]

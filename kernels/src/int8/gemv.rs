@@ -12,6 +12,7 @@ use super::{Codes, CodesCompilationArg, CodesLaunch, Weight};
 use crate::coded::GemvConfig;
 use crate::coded::gemv::{Dims, DimsCompilationArg, DimsLaunch, multiply};
 use crate::elem::elem;
+use crate::launch::buffer;
 use crate::matmul::{Finish, FinishCompilationArg, FinishLaunch};
 
 pub(super) fn program(
@@ -22,7 +23,6 @@ pub(super) fn program(
 ) -> Box<dyn CubeKernel> {
     let dim = CubeDim::new_1d(c.units).into();
     let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, p.address());
-    let buffer = || BufferCompilationArg { inplace: None };
     let [width, words] = p.widths();
     Box::new(gemv::Gemv::new(
         settings,

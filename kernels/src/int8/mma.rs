@@ -31,6 +31,7 @@ use tune::{Infeasible, Kernel};
 use super::problem::Int8MatmulProblem;
 use crate::elem::elem;
 use crate::fits::{lacks, shape, stores};
+use crate::launch::buffer;
 use crate::matmul::mma::{
     CopyFeed, F32Accumulators, I32Accumulators, Item, Maps, MmaPlan, RightOperand,
     RightOperandExpand, check_source, multiply,
@@ -213,7 +214,6 @@ pub(super) fn programs(
     let (plan, grid) = (plan(arch, p, c, codes), c.grid(arch, p));
     let address = grid.address(p);
     let settings = KernelSettings::new(grid.cube_dim().into(), ExecutionMode::Unchecked, address);
-    let buffer = || BufferCompilationArg { inplace: None };
     let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
     let rounded = match codes {
         Codes::Bytes { .. } => ComptimeOptionCompilationArg::Some(RoundedCompilationArg {

@@ -23,6 +23,7 @@ use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
 use super::{Codes, CodesCompilationArg, CodesLaunch};
 use crate::coded::{self, CodedProblem, Dims, PlaneConfig, PlanePlan};
 use crate::elem::elem;
+use crate::launch::buffer;
 use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, split_k};
 
 /// The product as that of a weight in codes.
@@ -45,7 +46,6 @@ pub(super) fn programs(
     let plan = plan(arch, p, c);
     let (_, dim) = coded(p).grid(&plan, c);
     let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, p.address());
-    let buffer = || BufferCompilationArg { inplace: None };
     let epilogue = if c.parts > 1 { Epilogue::default() } else { p.epilogue };
     let mut all: Vec<Box<dyn CubeKernel>> = vec![Box::new(multiply::Multiply::new(
         settings,

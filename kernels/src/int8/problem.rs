@@ -9,6 +9,7 @@ use super::activations::Activations;
 use super::dequantize::DequantizeProblem;
 use super::{Weight, WeightBuffers};
 use crate::coded::together;
+use crate::launch::index_width;
 use crate::matmul::{
     Epilogue, EpilogueBuffers, InvalidMatmul, Layout, MatmulProblem, Operand, Precision,
 };
@@ -92,6 +93,6 @@ impl Int8MatmulProblem {
     pub(super) fn address(&self) -> AddressType {
         let [x, _, out] = self.dense().extents();
         let longest = x.max(out).max(self.weight.len() as usize);
-        if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+        index_width(longest as u64)
     }
 }

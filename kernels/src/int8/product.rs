@@ -53,6 +53,7 @@ use super::mma::{self, BytesOperands, Codes, RoundedOperands};
 use super::plane;
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
 use crate::coded::{self, DequantizeConfig, GemvConfig, PlaneConfig};
+use crate::elem::rounding;
 use crate::fits::{shape, stores};
 use crate::matmul::{
     EpilogueBuffers, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, split_k,
@@ -208,11 +209,7 @@ impl Kernel for Int8Matmul {
 
     fn outputs(p: &Int8MatmulProblem, operands: &Int8MatmulOperands) -> Vec<Output> {
         // Paths differ in whether they round the weight.
-        let rounding = match p.dtype {
-            DType::F16 => 2f64.powi(-10),
-            DType::Bf16 => 2f64.powi(-7),
-            _ => 0.0,
-        };
+        let rounding = rounding(p.dtype);
         let tolerance = rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22);
         let len = p.dense().extents()[2];
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]

@@ -22,6 +22,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 use super::{Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
+use crate::launch::{buffer, index_width};
 use crate::round::LEAST;
 use crate::weight::QuantizeError;
 
@@ -139,7 +140,6 @@ impl Kernel for Int8Quantize {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let buffer = || BufferCompilationArg { inplace: None };
         vec![
             Box::new(scales_of_rows::ScalesOfRows::new(
                 settings.clone(),
@@ -249,7 +249,7 @@ const fn width(p: &QuantizeProblem) -> usize {
 }
 
 fn address(p: &QuantizeProblem) -> AddressType {
-    if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+    index_width(p.weight.len())
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]

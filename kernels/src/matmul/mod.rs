@@ -84,6 +84,7 @@ pub(crate) use norm_weight::{NormWeight, NormWeightCompilationArg, NormWeightLau
 pub(crate) use path::{IN_FLIGHT, Path, plane_inst};
 
 use crate::elem::elem;
+use crate::launch::buffer;
 use kernel::Loop;
 use mma::{Maps, MapsCompilationArg};
 
@@ -199,7 +200,6 @@ impl Kernel for Matmul {
             ExecutionMode::Unchecked,
             grid.address(problem),
         );
-        let buffer = || BufferCompilationArg { inplace: None };
         let maps = match plan {
             Loop::Tma(_) => {
                 ComptimeOptionCompilationArg::Some(MapsCompilationArg { lhs: (), rhs: () })

@@ -17,6 +17,7 @@ use cubecl::server::Handle;
 use super::epilogue::{Columns, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch};
 use super::problem::MatmulProblem;
 use crate::elem::elem;
+use crate::launch::{buffer, index_width};
 
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;
@@ -24,7 +25,7 @@ const UNITS: u32 = 64;
 /// Returns the widest vector of results, and the width of indices.
 fn shape(problem: &MatmulProblem, sums: usize) -> (usize, AddressType) {
     let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
-    (width, if sums > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 })
+    (width, index_width(sums as u64))
 }
 
 /// Number of partial sums of all results of `problem`.
@@ -48,7 +49,6 @@ pub(crate) fn program(
     let (width, address) = shape(problem, sums(problem, parts, glu));
     let dim = CubeDim::new_1d(UNITS);
     let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, address);
-    let buffer = || BufferCompilationArg { inplace: None };
     Box::new(add_parts::AddParts::new(
         settings,
         properties.clone(),

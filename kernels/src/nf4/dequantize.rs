@@ -22,6 +22,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers, code_shift};
 use crate::elem::elem;
 use crate::fits::{limits, shape, stores};
+use crate::launch::index_width;
 use crate::round::{by_hand, round_to_bf16};
 
 /// The family of dequantisation kernels.
@@ -186,7 +187,7 @@ fn width(p: &DequantizeProblem) -> usize {
 }
 
 fn address(p: &DequantizeProblem) -> AddressType {
-    if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+    index_width(p.weight.len())
 }
 
 /// Comptime facts of one instance.

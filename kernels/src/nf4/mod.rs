@@ -40,6 +40,7 @@ pub use weight::{
     reorder_codes, split,
 };
 
+use crate::launch::buffer;
 use arch::{DType, Device};
 use cubecl::prelude::*;
 
@@ -120,7 +121,6 @@ impl<N: Size> CodesLaunch<N> {
 
 impl<N: Size> CodesCompilationArg<N> {
     fn of(weight: &Weight) -> Self {
-        let buffer = || BufferCompilationArg { inplace: None };
         Self {
             codes: buffer(),
             absmax: buffer(),

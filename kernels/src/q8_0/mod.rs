@@ -45,6 +45,7 @@ use crate::coded::{ByteCoded, Coded, code_of, lifted};
 use crate::cooperative::Word;
 use crate::elem::elem;
 use crate::fits::{limits, stores};
+use crate::launch::{buffer, index_width};
 use crate::round::pack_bf16;
 use crate::weight::{InvalidWeight, QuantizeError};
 
@@ -137,7 +138,7 @@ impl Weight {
     }
 
     const fn address(&self) -> AddressType {
-        if self.len() > u32::MAX as u64 { AddressType::U64 } else { AddressType::U32 }
+        index_width(self.len())
     }
 }
 
@@ -191,7 +192,6 @@ impl<NW: Size> CodesLaunch<NW> {
 
 impl<NW: Size> CodesCompilationArg<NW> {
     fn new() -> Self {
-        let buffer = || BufferCompilationArg { inplace: None };
         Self { codes: buffer(), scales: buffer() }
     }
 }
@@ -403,7 +403,6 @@ impl Kernel for Q8_0Quantize {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, p.weight.address());
-        let buffer = || BufferCompilationArg { inplace: None };
         vec![Box::new(quantize_blocks::QuantizeBlocks::new(
             settings,
             properties.clone(),

@@ -23,8 +23,9 @@ use crate::coded::gemv::{self, DimsCompilationArg, DimsLaunch};
 use crate::coded::{
     self, CodedProblem, DequantizeConfig, Dims, GemvConfig, PlaneConfig, PlanePlan,
 };
-use crate::elem::elem;
+use crate::elem::{elem, rounding};
 use crate::fits::{shape, stores};
+use crate::launch::{buffer, index_width};
 use crate::matmul::{
     Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
     Matmul, MatmulConfig, MatmulOperands, MatmulProblem, Precision, split_k,
@@ -111,7 +112,7 @@ impl Q8_0MatmulProblem {
     fn address(&self) -> AddressType {
         let [x, _, out] = self.dense().extents();
         let longest = x.max(out).max(self.weight.len() as usize);
-        if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+        index_width(longest as u64)
     }
 }
 
@@ -191,11 +192,7 @@ impl Kernel for Q8_0Matmul {
 
     fn outputs(p: &Q8_0MatmulProblem, operands: &Q8_0MatmulOperands) -> Vec<Output> {
         // Paths differ in whether they round the weight.
-        let rounding = match p.dtype {
-            DType::F16 => 2f64.powi(-10),
-            DType::Bf16 => 2f64.powi(-7),
-            _ => 0.0,
-        };
+        let rounding = rounding(p.dtype);
         let tolerance = rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22);
         let len = p.dense().extents()[2];
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
@@ -219,7 +216,6 @@ impl Kernel for Q8_0Matmul {
     ) -> Vec<Box<dyn CubeKernel>> {
         let settings =
             |dim: CubeDim| KernelSettings::new(dim.into(), ExecutionMode::Unchecked, p.address());
-        let buffer = || BufferCompilationArg { inplace: None };
         match config {
             Q8_0MatmulConfig::Gemv(c) => vec![Box::new(multiply_few::MultiplyFew::new(
                 settings(CubeDim::new_1d(c.units)),

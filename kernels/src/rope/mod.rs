@@ -46,8 +46,9 @@ pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 use self::head::{DimsCompilationArg, DimsLaunch, StepsCompilationArg, StepsLaunch};
 use self::rotate::turn_heads;
 use crate::attention::decode::{CacheLayout, CacheStrides, Scales};
-use crate::elem::elem;
+use crate::elem::{elem, rounding};
 use crate::fits::stores;
+use crate::launch::{buffer, index_width};
 use crate::norm::NormKind;
 use crate::round::by_hand;
 use crate::rows::RowPlan;
@@ -178,11 +179,7 @@ impl Kernel for Rope {
     /// first sequence.
     fn outputs(p: &RopeProblem, operands: &RopeOperands) -> Vec<Output> {
         // Sums in another order, and then another rounding.
-        let tolerance = match p.dtype {
-            DType::F16 => 2f64.powi(-10),
-            DType::Bf16 => 2f64.powi(-7),
-            _ => 1e-5,
-        };
+        let tolerance = rounding(p.dtype).max(1e-5);
         // Nothing is written between positions that lie apart.
         let slots = |strides: CacheStrides| match strides.seq == u64::from(p.head_dim) {
             true => (p.seq * p.head_dim) as usize,
@@ -219,7 +216,6 @@ impl Kernel for Rope {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let buffer = || BufferCompilationArg { inplace: None };
         let steps = || StepsCompilationArg { page: (), head: (), seq: () };
         vec![Box::new(turn_heads::TurnHeads::new(
             settings,
@@ -353,7 +349,7 @@ fn types(p: &RopeProblem) -> [ElemType; 2] {
 
 fn address(p: &RopeProblem) -> AddressType {
     let longest = p.extents().into_iter().chain([p.table_len()]).max().unwrap_or(0);
-    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    index_width(longest as u64)
 }
 
 /// Comptime facts of one instance.

@@ -4,6 +4,7 @@ use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
 
 use crate::attention::decode::{CacheLayout, CacheStrides};
+use crate::launch::vector;
 use crate::norm::NormKind;
 
 /// How the caches of keys and of values lie in their buffers.
@@ -273,7 +274,6 @@ impl RopeProblem {
     /// Elements of a vector: the longest that a load takes, and that a head, the halves of what turns and
     /// the strides divide into.
     pub(super) fn vector(&self, arch: &ArchProfile) -> u32 {
-        let widest = (arch.load_bytes.min(16) / self.dtype.size() as u32).max(1);
         let KvLayout { k, v, .. } = self.cache;
         let table = if self.dim > 0 { self.table_stride } else { 0 };
         let sizes = [self.head_dim, self.dim / 2, table].map(u64::from);
@@ -281,6 +281,6 @@ impl RopeProblem {
             let strides = [k.page, k.head, k.seq, v.page, v.head, v.seq];
             sizes.into_iter().chain(strides).all(|size| size % u64::from(width) == 0)
         };
-        [8, 4, 2].into_iter().find(|v| *v <= widest && whole(*v)).unwrap_or(1)
+        vector(arch, self.dtype, whole)
     }
 }

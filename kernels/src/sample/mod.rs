@@ -37,6 +37,7 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use crate::fits::{limits, shape, stores};
+use crate::launch::buffer;
 use crate::rows::RowPlan;
 use kernel::{COLUMNS, PIVOTS, sample_rows};
 
@@ -242,7 +243,6 @@ impl Kernel for Sample {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, AddressType::U32);
-        let buffer = || BufferCompilationArg { inplace: None };
         vec![Box::new(sample_rows::SampleRows::new(
             settings,
             properties.clone(),

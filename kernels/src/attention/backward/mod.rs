@@ -42,6 +42,7 @@ use super::{
 };
 use crate::elem::elem;
 use crate::fits::{iterations, limits, rtx, shape};
+use crate::launch::buffer;
 use flash::{FlashPlan, Side};
 use plane::SidePlan;
 use rows::RowsPlan;
@@ -220,7 +221,6 @@ impl Kernel for AttentionBackward {
         target: &Arc<TargetProperties>,
     ) -> Vec<Box<dyn CubeKernel>> {
         let p = &problem.forward;
-        let buffer = || BufferCompilationArg { inplace: None };
         let settings = |cube_dim: CubeDim| {
             KernelSettings::new(cube_dim.into(), ExecutionMode::Unchecked, address(p))
         };

@@ -60,6 +60,7 @@ pub use problem::{CacheLayout, CacheStrides, DecodeProblem, InvalidDecode, MAX_Q
 
 use super::{RowsConfig, bytes_of, tolerance};
 use crate::elem::elem;
+use crate::launch::{buffer, index_width};
 use cache::{Cache, CacheCompilationArg, CacheLaunch, CachePlan, Dims};
 use lanes::LanesPlan;
 use plan::SplitPlan;
@@ -195,7 +196,6 @@ impl Kernel for Decode {
         let plan = Plan::new(arch, problem, config);
         let settings =
             KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
-        let buffer = || BufferCompilationArg { inplace: None };
         let [width_in, width_out] = plan.widths;
         let step = decode::Decode::new(
             settings.clone(),
@@ -369,7 +369,7 @@ fn types(problem: &DecodeProblem) -> [ElemType; 2] {
 /// Offsets past 2^32 elements need 64-bit indices.
 fn address(problem: &DecodeProblem) -> AddressType {
     let longest = problem.extents().into_iter().max().unwrap_or(0);
-    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    index_width(longest as u64)
 }
 
 /// Comptime facts of a launch: which path, with what geometry.

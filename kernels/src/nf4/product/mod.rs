@@ -56,7 +56,8 @@ pub use crate::coded::PlaneConfig;
 use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
 use super::{Codes, CodesCompilationArg, CodesLaunch, Order, Weight, WeightBuffers};
 use crate::coded::{self, PlanePlan};
-use crate::elem::elem;
+use crate::elem::{elem, rounding};
+use crate::launch::{buffer, index_width};
 use crate::matmul::{
     Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
     Matmul, MatmulOperands, MatmulProblem, NormBuffers, NormWeight, NormWeightCompilationArg,
@@ -248,11 +249,7 @@ impl Kernel for Nf4Matmul {
 
     fn outputs(p: &Nf4MatmulProblem, operands: &Nf4MatmulOperands) -> Vec<Output> {
         // Paths differ in where they round the weight: as its book value, as itself or not at all.
-        let rounding = match p.dtype {
-            DType::F16 => 2f64.powi(-10),
-            DType::Bf16 => 2f64.powi(-7),
-            _ => 0.0,
-        };
+        let rounding = rounding(p.dtype);
         // Two sums that gate one another both differ, and one of them is rounded by itself where the weight is dense.
         let results = if p.glu { 2.0 } else { 1.0 };
         let tolerance = results * (rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22));
@@ -290,7 +287,6 @@ impl Kernel for Nf4Matmul {
         let plan = Plan::new(arch, p, config);
         let settings =
             KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(p));
-        let buffer = || BufferCompilationArg { inplace: None };
         let epilogue = if plan.parts > 1 { Epilogue::default() } else { p.epilogue };
         let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(product::Product::new(
             settings,
@@ -524,7 +520,7 @@ fn lanes_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &LanesConfig) -> Lane
 fn address(p: &Nf4MatmulProblem) -> AddressType {
     let [x, _, out] = p.dense().extents();
     let longest = x.max(out).max(p.weight.len() as usize);
-    if longest > u32::MAX as usize { AddressType::U64 } else { AddressType::U32 }
+    index_width(longest as u64)
 }
 
 /// Sizes of one launch.

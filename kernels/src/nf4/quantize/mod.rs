@@ -34,6 +34,7 @@ use tune::{Cost, Infeasible, Kernel, Output};
 use super::{Order, Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
+use crate::launch::{buffer, index_width};
 use crate::nf4::code_shift;
 use crate::weight::QuantizeError;
 use thresholds::{encode, encode_vector};
@@ -200,7 +201,6 @@ impl Kernel for Nf4Quantize {
     ) -> Vec<Box<dyn CubeKernel>> {
         let dim = CubeDim::new_1d(c.units).into();
         let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let buffer = || BufferCompilationArg { inplace: None };
         let width = width(arch, p);
         vec![Box::new(quantize_blocks::QuantizeBlocks::new(
             settings,
@@ -300,7 +300,7 @@ fn width(arch: &ArchProfile, p: &QuantizeProblem) -> usize {
 }
 
 fn address(p: &QuantizeProblem) -> AddressType {
-    if p.weight.len() > u64::from(u32::MAX) { AddressType::U64 } else { AddressType::U32 }
+    index_width(p.weight.len())
 }
 
 /// Comptime facts of one instance.

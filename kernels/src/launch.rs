@@ -1,0 +1,20 @@
+//! Arguments that launches of several kernels share.
+
+use arch::{ArchProfile, DType};
+use cubecl::prelude::*;
+
+/// Width of indices into buffers of at most `longest` elements. Past 2^32 they need 64 bits, which cost registers.
+pub(crate) const fn index_width(longest: u64) -> AddressType {
+    if longest > u32::MAX as u64 { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// A buffer of its own, for the compiler.
+pub(crate) const fn buffer() -> BufferCompilationArg {
+    BufferCompilationArg { inplace: None }
+}
+
+/// Elements of a vector: the most that one load takes and that sizes and strides divide into, as `whole` says.
+pub(crate) fn vector(arch: &ArchProfile, dtype: DType, whole: impl Fn(u32) -> bool) -> u32 {
+    let widest = (arch.load_bytes.min(16) / dtype.size() as u32).max(1);
+    [8, 4, 2].into_iter().find(|v| *v <= widest && whole(*v)).unwrap_or(1)
+}
