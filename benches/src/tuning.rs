@@ -42,11 +42,6 @@ pub(crate) enum Command {
     },
     /// Take over the results of other cache files; the newer of two wins
     Merge { files: Vec<PathBuf> },
-    /// Print the results of cache files as the program ships them: without times
-    Ship {
-        #[arg(required = true)]
-        files: Vec<PathBuf>,
-    },
     /// Print the path of the cache file
     Path,
 }
@@ -74,7 +69,6 @@ pub(crate) fn run(command: Command) -> anyhow::Result<bool> {
         Command::Merge { files } => {
             merge(&mut open_cache()?, &files, |line| Ok(command::print(line)?))
         }
-        Command::Ship { files } => ship(&files),
         Command::Path => {
             command::print(&format!("{}\n", cache_path()?.display()))?;
             Ok(true)
@@ -228,15 +222,6 @@ fn try_configs(
     Ok(good)
 }
 
-fn ship(files: &[PathBuf]) -> anyhow::Result<bool> {
-    let mut cache = TuneCache::default();
-    merge(&mut cache, files, |_| Ok(()))?;
-    for (entry, _) in cache.entries() {
-        command::print(&(serde_json::to_string(&entry.clone().shipped())? + "\n"))?;
-    }
-    Ok(true)
-}
-
 /// Takes over the results of `files`, and tells `said` of each file in a line.
 fn merge(
     cache: &mut TuneCache,
@@ -298,20 +283,6 @@ mod tests {
         let (entry, _) = shipped.entries().next().expect("one is shipped");
         let line = serde_json::to_string(entry).expect("plain data");
         assert_eq!(merged(Some(&format!("not JSON\n{line}\n"))), Ok(true));
-    }
-
-    #[test]
-    fn shipped_results_are_those_of_the_baselines() {
-        let mut cache = TuneCache::default();
-        let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines"));
-        let files = std::fs::read_dir(root).expect("a folder").map(|entry| {
-            let file = entry.expect("readable").path().join("tune.jsonl");
-            file.exists().then_some(file)
-        });
-        merge(&mut cache, &files.flatten().collect::<Vec<_>>(), |_| Ok(())).expect("cache files");
-        let timed = cache.entries().map(|(entry, _)| entry.clone().shipped());
-        let shipped = TuneCache::shipped();
-        assert!(timed.eq(shipped.entries().map(|(entry, _)| entry.clone())));
     }
 
     #[test]

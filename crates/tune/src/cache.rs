@@ -23,9 +23,8 @@ use crate::{Kernel, config_of};
 /// Bumped when a field of [`Entry`] changes meaning.
 const FORMAT: u32 = 1;
 
-/// Results that ship with the program.
-const RECORDED: &[&str] =
-    &[include_str!("../recorded/cuda-sm90-132.jsonl"), include_str!("../recorded/vulkan.jsonl")];
+/// Results that ship with the program: those of `benches/baselines`, without times.
+const RECORDED: &str = include_str!(concat!(env!("OUT_DIR"), "/recorded.jsonl"));
 
 /// The file that holds this user's results: `FLASHOVER_TUNE_CACHE`, unless it is empty, else
 /// `flashover/tune.jsonl` in the cache folder; none on a machine that has neither.
@@ -95,12 +94,6 @@ pub struct Entry {
 
 impl Entry {
     pub(crate) const FORMAT: u32 = FORMAT;
-
-    /// The result as it ships: without times.
-    #[must_use]
-    pub fn shipped(self) -> Self {
-        Self { median_ns: None, timings: Vec::new(), ..self }
-    }
 }
 
 /// Origin of a config.
@@ -179,11 +172,7 @@ impl TuneCache {
     /// The results that ship with the program, and nothing kept on disk.
     pub fn shipped() -> Self {
         let mut cache = Self::default();
-        for text in RECORDED {
-            let (entries, warnings) = parse(text.as_bytes(), "recorded");
-            merge(&mut cache.recorded, entries);
-            cache.warnings.extend(warnings);
-        }
+        (cache.recorded, cache.warnings) = parse(RECORDED.as_bytes(), "recorded");
         cache
     }
 
