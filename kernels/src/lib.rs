@@ -10,6 +10,7 @@ pub mod attention;
 pub mod ceiling;
 mod coded;
 mod cooperative;
+pub mod cross_entropy;
 mod elem;
 pub mod embed;
 mod fits;

@@ -14,6 +14,7 @@
 //! | [`embed`] | rows of tables for tokens and positions |
 //! | [`norm`] | norms of rows |
 //! | [`sample`] | a token of a row of logits |
+//! | [`cross_entropy`] | the loss of rows of logits, and its gradient |
 //! | [`int8`] | weights of 8 bits, one absmax a row |
 //! | [`q8_0`] | weights of 8 bits, one f16 scale for 32 |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
@@ -39,6 +40,7 @@
 
 pub mod attention;
 pub mod compare;
+pub mod cross_entropy;
 pub mod decode;
 pub mod decoder;
 pub mod dtype;
@@ -56,6 +58,7 @@ pub mod sample;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, Lines, compare};
+pub use cross_entropy::CrossEntropy;
 pub use decode::{Cache, CacheStrides, Decode, Table};
 pub use decoder::{Block, Decoder, Linear};
 pub use dtype::DType;

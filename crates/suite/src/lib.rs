@@ -18,6 +18,7 @@ mod verify;
 
 pub mod attention;
 pub mod attention_backward;
+pub mod cross_entropy;
 pub mod decode;
 pub mod decoder;
 pub mod embed;
@@ -55,6 +56,7 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::norm::Norm,
     &kernels::embed::Embed,
     &kernels::sample::Sample,
+    &kernels::cross_entropy::CrossEntropy,
     &kernels::rope::Rope,
 ];
 

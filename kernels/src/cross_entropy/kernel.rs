@@ -1,0 +1,321 @@
+//! The kernel: sums of a row in one pass, its gradient in the next.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+
+use super::{Gradient, IGNORED, Plan};
+use crate::round::rounded;
+use crate::rows::{Fold, row_fold, row_sum};
+use crate::softcap::{capped, capped_slope};
+use crate::tile::exp2;
+
+/// Sizes of the logits.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct Sizes {
+    pub(super) rows: u32,
+    /// Elements of a row without padding.
+    pub(super) vocab: u32,
+    /// Vectors from a row to the next.
+    pub(super) stride: u32,
+}
+
+/// Numbers of all rows. WGSL has no literals for the last two.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct Scalars {
+    pub(super) softcap: f32,
+    pub(super) inverse_temperature: f32,
+    pub(super) minus_infinity: f32,
+    pub(super) nan: f32,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn cross_entropy<F: Float, N: Size>(
+    logits: &[Vector<F, N>],       // [rows, stride]
+    targets: &[u32],               // [rows]
+    weights: &[f32],               // [rows]
+    gradient: &mut [Vector<F, N>], // [rows, stride]
+    stats: &mut [f32],             // [STATS, rows]
+    sizes: Sizes,
+    scalars: Scalars,
+    #[comptime] plan: Plan,
+    #[define(F)] _dtype: ElemType,
+) {
+    let (lanes, width) = (comptime!(plan.rows.lanes), N::value());
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(plan.rows.shared_len()));
+    let staged = comptime!((plan.rows.units * plan.staged) as usize);
+    let mut stage =
+        Shared::<[Vector<F, N>]>::new_slice(comptime!(if staged > 0 { staged } else { 1 }));
+    let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
+    let vectors = sizes.vocab.div_ceil(comptime!(width as u32));
+    let unit = scalars.inverse_temperature * std::f32::consts::LOG2_E;
+    let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
+    while first < sizes.rows {
+        // A group past the end repeats the last row, and stores nothing: all units meet at barriers.
+        let row = min(first + group, sizes.rows - 1);
+        let inside = first + group < sizes.rows;
+        let from = row as usize * sizes.stride as usize;
+        let target = targets[row as usize];
+        let ignored = target == IGNORED;
+        // The vector with the target, and the unit that reads and overwrites it; the first one's where there is none.
+        let wanted = select(target < sizes.vocab, target, 0) / comptime!(width as u32);
+        let owner = wanted % lanes == lane;
+
+        let mut held = Array::<Vector<F, N>>::new(comptime!(plan.held as usize));
+        #[unroll]
+        for h in 0..comptime!(plan.held as usize) {
+            let at = min(lane + comptime!(h as u32 * lanes), vectors - 1);
+            held[h] = load(logits, &*gradient, from + at as usize, plan);
+        }
+        let mut sums =
+            Sums { most: f32::MIN.runtime(), weight: 0.0f32.runtime(), moment: 0.0f32.runtime() };
+        #[unroll]
+        for h in 0..comptime!(plan.held as usize) {
+            let at = lane + comptime!(h as u32 * lanes);
+            if at < vectors {
+                let z = bent(held[h], at, vectors, &sizes, &scalars, plan);
+                absorb(&mut sums, &z, unit, width, plan.ptx);
+            }
+        }
+        let mut at = lane + comptime!(plan.held * lanes);
+        let mut slot = UNIT_POS as usize;
+        while at < vectors {
+            let vector = load(logits, &*gradient, from + at as usize, plan);
+            if comptime!(staged > 0) {
+                let own = slot < staged;
+                if own {
+                    stage[slot] = vector;
+                }
+            }
+            let z = bent(vector, at, vectors, &sizes, &scalars, plan);
+            absorb(&mut sums, &z, unit, width, plan.ptx);
+            at += lanes;
+            slot += comptime!(plan.rows.units as usize);
+        }
+
+        // The units of a row merge their sums.
+        let most = row_fold(sums.most, &mut shared, Fold::Max, plan.rows);
+        let lower = lowered(sums.most, most, unit);
+        let factor = power(lower, plan.ptx);
+        let moment = factor * (sums.moment + sums.weight * lower);
+        let weight = row_sum(factor * sums.weight, &mut shared, plan.rows);
+        let moment = row_sum(moment, &mut shared, plan.rows);
+
+        let scale = select(target < sizes.vocab, weights[row as usize], scalars.nan);
+        if owner && inside {
+            let vector = load(logits, &*gradient, from + wanted as usize, plan);
+            let z = bent(vector, wanted, vectors, &sizes, &scalars, plan);
+            let mut of_target = z[0];
+            #[unroll]
+            for e in 1..width {
+                of_target = select(target % comptime!(width as u32) == e as u32, z[e], of_target);
+            }
+            let log = log_of(weight);
+            let log_probability = (of_target - most) * scalars.inverse_temperature - log;
+            let (at, rows) = (row as usize, sizes.rows as usize);
+            stats[at] = select(ignored, 0.0, -scale * log_probability);
+            let log_probability = select(target < sizes.vocab, log_probability, scalars.nan);
+            stats[at + rows] = select(ignored, 0.0, log_probability);
+            stats[at + 2 * rows] = log - moment / weight * std::f32::consts::LN_2;
+            stats[at + 3 * rows] = most * scalars.inverse_temperature + log;
+        }
+
+        if comptime!(!matches!(plan.gradient, Gradient::None)) {
+            let slope = scale * scalars.inverse_temperature;
+            let softmax = Softmax { most, unit, weight, inverse: slope / weight, target, ignored };
+            #[unroll]
+            for h in 0..comptime!(plan.held as usize) {
+                let at = lane + comptime!(h as u32 * lanes);
+                if at < vectors && inside {
+                    let z = bent(held[h], at, vectors, &sizes, &scalars, plan);
+                    let slopes = slopes(&z, held[h], at, &softmax, &sizes, &scalars, plan);
+                    gradient[from + at as usize] = slopes;
+                }
+            }
+            let mut at = lane + comptime!(plan.held * lanes);
+            let mut slot = UNIT_POS as usize;
+            while at < vectors {
+                let vector = if slot < staged {
+                    stage[slot]
+                } else {
+                    load(logits, &*gradient, from + at as usize, plan)
+                };
+                let z = bent(vector, at, vectors, &sizes, &scalars, plan);
+                if inside {
+                    let slopes = slopes(&z, vector, at, &softmax, &sizes, &scalars, plan);
+                    gradient[from + at as usize] = slopes;
+                }
+                at += lanes;
+                slot += comptime!(plan.rows.units as usize);
+            }
+            let mut at = vectors + lane;
+            while at < sizes.stride {
+                if inside {
+                    gradient[from + at as usize] = Vector::new(F::from_int(0));
+                }
+                at += lanes;
+            }
+        }
+        first += CUBE_COUNT_X * comptime!(plan.rows.rows());
+    }
+}
+
+/// Running sums of a unit's part of a row, in units of log₂.
+#[derive(CubeType)]
+struct Sums {
+    /// The largest z.
+    most: f32,
+    /// Σ 2^((z - most) · unit)
+    weight: f32,
+    /// Σ 2^((z - most) · unit) · (z - most) · unit
+    moment: f32,
+}
+
+/// What the gradient of a row needs.
+#[derive(CubeType)]
+struct Softmax {
+    most: f32,
+    unit: f32,
+    /// Σ 2^((z - most) · unit)
+    weight: f32,
+    /// The row's weight over the temperature and that sum.
+    inverse: f32,
+    target: u32,
+    ignored: bool,
+}
+
+#[cube]
+fn load<F: Float, N: Size>(
+    logits: &[Vector<F, N>],
+    gradient: &[Vector<F, N>],
+    at: usize,
+    #[comptime] plan: Plan,
+) -> Vector<F, N> {
+    if comptime!(matches!(plan.gradient, Gradient::InPlace)) { gradient[at] } else { logits[at] }
+}
+
+/// Logits of vector `at` of a row after the soft cap; -inf where the row has ended.
+#[cube]
+fn bent<F: Float, N: Size>(
+    vector: Vector<F, N>,
+    at: u32,
+    vectors: u32,
+    sizes: &Sizes,
+    scalars: &Scalars,
+    #[comptime] plan: Plan,
+) -> Array<f32> {
+    let width = N::value();
+    let mut z = Array::<f32>::new(width);
+    #[unroll]
+    for e in 0..width {
+        z[e] = f32::cast_from(vector.extract(e));
+        if comptime!(plan.softcap) {
+            z[e] = capped(z[e], scalars.softcap);
+        }
+    }
+    if comptime!(plan.ragged) {
+        let last = at + 1 == vectors;
+        if last {
+            #[unroll]
+            for e in 1..width {
+                let there = at * comptime!(width as u32) + comptime!(e as u32) < sizes.vocab;
+                z[e] = select(there, z[e], scalars.minus_infinity);
+            }
+        }
+    }
+    z
+}
+
+/// Adds a vector to running sums.
+#[cube]
+fn absorb(
+    sums: &mut Sums,
+    z: &Array<f32>,
+    unit: f32,
+    #[comptime] width: usize,
+    #[comptime] ptx: bool,
+) {
+    let mut most = sums.most;
+    #[unroll]
+    for e in 0..width {
+        most = max(most, z[e]);
+    }
+    let lower = lowered(sums.most, most, unit);
+    let factor = power(lower, ptx);
+    let mut moment = factor * (sums.moment + sums.weight * lower);
+    let mut weight = factor * sums.weight;
+    #[unroll]
+    for e in 0..width {
+        let exponent = (z[e] - most) * unit;
+        let own = power(exponent, ptx);
+        weight += own;
+        // 0 · -inf would be NaN.
+        moment = fma(own, max(exponent, -1e4f32), moment);
+    }
+    sums.most = most;
+    sums.weight = weight;
+    sums.moment = moment;
+}
+
+/// The exponent by which sums fall when the largest z rises; its power of 2 is 0 where they are still empty.
+#[cube]
+fn lowered(from: f32, to: f32, unit: f32) -> f32 {
+    max((from - to) * unit, -1e4f32)
+}
+
+/// ln x. From 1 to 2, where SPIR-V lets a driver's own logarithm be off by 2^-21 and likely tokens have their loss, by the
+/// series of 2 · atanh((x - 1) / (x + 1)).
+#[cube]
+fn log_of(x: f32) -> f32 {
+    let y = (x - 1.0) / (x + 1.0);
+    let z = y * y;
+    let tail = 1.0f32 / 7.0 + z * (1.0f32 / 9.0 + z * (1.0f32 / 11.0 + z / 13.0));
+    let series = 2.0 * y * (1.0 + z * (1.0f32 / 3.0 + z * (1.0f32 / 5.0 + z * tail)));
+    select(x < 1.0, x.ln(), select(x < 2.0, series, x.ln()))
+}
+
+/// 2 to the power x.
+#[cube]
+fn power(x: f32, #[comptime] ptx: bool) -> f32 {
+    if comptime!(ptx) { exp2(x) } else { (x * std::f32::consts::LN_2).exp() }
+}
+
+/// The gradient of vector `at` of a row.
+#[cube]
+fn slopes<F: Float, N: Size>(
+    z: &Array<f32>,
+    vector: Vector<F, N>,
+    at: u32,
+    softmax: &Softmax,
+    sizes: &Sizes,
+    scalars: &Scalars,
+    #[comptime] plan: Plan,
+) -> Vector<F, N> {
+    let width = N::value();
+    let mut slopes = Array::<f32>::new(width);
+    #[unroll]
+    for e in 0..width {
+        slopes[e] = power((z[e] - softmax.most) * softmax.unit, plan.ptx);
+    }
+    let column = at * comptime!(width as u32);
+    if softmax.target >= column && softmax.target < column + comptime!(width as u32) {
+        #[unroll]
+        for e in 0..width {
+            let hit = softmax.target == column + comptime!(e as u32);
+            slopes[e] -= select(hit, softmax.weight, 0.0);
+        }
+    }
+    let mut out = Vector::<F, N>::new(F::from_int(0));
+    #[unroll]
+    for e in 0..width {
+        let mut slope = slopes[e] * softmax.inverse;
+        if comptime!(plan.softcap) {
+            slope *= capped_slope(f32::cast_from(vector.extract(e)), scalars.softcap);
+        }
+        let mut none = softmax.ignored;
+        if comptime!(plan.ragged) {
+            none = none || column + comptime!(e as u32) >= sizes.vocab;
+        }
+        out.insert(e, rounded::<F>(select(none, 0.0, slope), plan.rounds));
+    }
+    out
+}
