@@ -265,7 +265,34 @@ def int8_quantize(case, dtype):
     return run
 
 
+def cross_entropy(case, dtype):
+    """The loss of rows of logits, and their gradient where asked, as torch.compile fuses them."""
+
+    def tokens():
+        return torch.randint(case["vocab"], (case["rows"],), device="cuda")
+
+    def rows():
+        shape = (case["rows"], case["vocab"])
+        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=case["gradient"])
+
+    sets = [(rows(), tokens()) for _ in range(case["sets"])]
+    turns = itertools.cycle(sets)
+
+    @torch.compile
+    def loss(logits, targets):
+        return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
+
+    def run():
+        logits, targets = next(turns)
+        out = loss(logits, targets)
+        if case["gradient"]:
+            torch.autograd.grad(out, logits)
+
+    return run
+
+
 OPS = {
+    "cross_entropy": cross_entropy,
     "matmul": matmul,
     "attention": attention,
     "attention_backward": attention_backward,
