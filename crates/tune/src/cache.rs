@@ -574,7 +574,7 @@ mod tests {
         cache.insert(entry("a", "2026-01-01T00:00:00Z", 5.0)).expect("writable");
         let kept = TuneCache::open(&path).expect("readable");
         let times: Vec<_> = kept.measured.values().map(|e| e.median_ns).collect();
-        assert_eq!(times, [5.0, 9.0]);
+        assert_eq!(times, [Some(5.0), Some(9.0)]);
     }
 
     #[test]
