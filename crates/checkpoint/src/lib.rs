@@ -5,6 +5,7 @@
 //! | `file` | [`Checkpoint`]: a file or a folder of shards, mapped, not read |
 //! | `encoded` | [`Encoded`]: a quantised weight as buffers, whatever its format |
 //! | `four_bit` | [`FourBit`]: NF4 and FP4, with plain and nested absmax |
+//! | `staged` | [`Staged`]: a folder that is written next to the one that it replaces |
 //! | `weight` | [`Weight`], [`Linear`], [`Int8`]: what lies under a name |
 //! | `write` | [`Writer`]: tensors one at a time, so that no whole checkpoint is ever in memory |
 //!
@@ -36,6 +37,7 @@ mod encoded;
 mod error;
 mod file;
 mod four_bit;
+mod staged;
 mod state;
 mod weight;
 mod write;
@@ -45,5 +47,6 @@ pub use error::{Error, Found, Reason};
 pub use file::{Checkpoint, Mapped, Tensor, ends};
 pub use four_bit::{Absmax, FourBit, Layout, Nested};
 pub use quant::{DType, WeightFormat};
+pub use staged::Staged;
 pub use weight::{Int8, Linear, Weight};
 pub use write::{Plan, Writer};

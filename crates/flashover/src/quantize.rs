@@ -301,7 +301,7 @@ pub fn quantize_model_until(
     folder::copy(model, staging.path(), &others, &go_on)?;
     folder::write(&staging.path().join("config.json"), config.as_bytes())?;
     go_on()?;
-    target.finish(staging)?;
+    staging.finish()?;
     peaks.finish();
     let all = |of: fn(&Figures) -> u64| weights.iter().map(|w| of(&w.figures)).sum();
     let total =

@@ -4,19 +4,15 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, Staged};
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use quant::WeightFormat;
 
 use super::{QuantizeError, QuantizeOptions};
 
-/// A folder that does not exist until all of it is written.
-pub(super) struct Target {
-    output: PathBuf,
-    parent: PathBuf,
-}
+/// A folder that may be made of a model: absent or empty, and outside of the model's own.
+pub(super) struct Target(PathBuf);
 
 impl Target {
     /// Finds out whether `output` may be made of `model`.
@@ -37,8 +33,8 @@ impl Target {
             Err(_) => output.to_owned(),
         };
         let parent = match output.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-            _ => PathBuf::from("."),
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
         };
         let Ok(real) = parent.canonicalize() else {
             return refused("has no folder to lie in");
@@ -46,27 +42,12 @@ impl Target {
         if model.canonicalize().is_ok_and(|model| real.starts_with(model)) {
             return refused("lies in the folder of the model");
         }
-        Ok(Self { output, parent })
+        Ok(Self(output))
     }
 
-    /// A folder beside it, which goes away unless it is finished.
-    pub(super) fn begin(&self) -> Result<TempDir, QuantizeError> {
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".flashover-");
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            builder.permissions(fs::Permissions::from_mode(0o777));
-        }
-        builder.tempdir_in(&self.parent).map_err(write_error(&self.output))
-    }
-
-    /// Gives the folder its name.
-    pub(super) fn finish(self, staging: TempDir) -> Result<(), QuantizeError> {
-        fs::rename(staging.path(), &self.output).map_err(write_error(&self.output))?;
-        // It is no more where it was made, so nothing is to be removed.
-        drop(staging.keep());
-        Ok(())
+    /// Begins the folder, which goes away unless it is finished.
+    pub(super) fn begin(self) -> Result<Staged, QuantizeError> {
+        Ok(Staged::begin(self.0)?)
     }
 }
 

@@ -1,0 +1,216 @@
+//! Folders that change whole.
+//!
+//! Files are written into a hidden folder next to the target, synchronised with the disk, and take the target's place in one
+//! step. A kill at any moment leaves the old folder or the new one. The name of the hidden folder follows from the target's, so
+//! that the next process that writes the target removes what a killed one left. Its owner holds a lock on it.
+
+use std::fs::{self, File, TryLockError};
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+
+use crate::Error;
+
+/// A folder that is being written, next to the one that it will replace.
+#[derive(Debug)]
+pub struct Staged {
+    target: PathBuf,
+    staging: PathBuf,
+    /// The lock of the staging folder.
+    lock: File,
+}
+
+impl Staged {
+    /// Begins to write `target`, which need not exist.
+    ///
+    /// # Errors
+    /// [`Error::Write`] where the folder of the target cannot be written, or while another process writes the target.
+    pub fn begin(target: impl AsRef<Path>) -> Result<Self, Error> {
+        let target = target.as_ref();
+        // Behind links, which stay.
+        let target = target.canonicalize().unwrap_or_else(|_| target.to_owned());
+        let refused = |why| Error::Write { path: target.clone(), why };
+        let name = target.file_name().ok_or_else(|| refused(ErrorKind::InvalidFilename.into()))?;
+        let hidden = |what: &str| {
+            let name = format!(".{}.flashover-{what}", name.to_string_lossy());
+            target.with_file_name(name)
+        };
+        let (staging, old) = (hidden("new"), hidden("old"));
+        match fs::create_dir(&staging) {
+            Err(why) if why.kind() != ErrorKind::AlreadyExists => return Err(refused(why)),
+            Ok(()) | Err(_) => {}
+        }
+        let lock = File::open(&staging).map_err(refused)?;
+        lock.try_lock().map_err(|why| match why {
+            TryLockError::WouldBlock => {
+                refused(io::Error::new(ErrorKind::ResourceBusy, "another process is writing it"))
+            }
+            TryLockError::Error(why) => refused(why),
+        })?;
+        // What a killed process left.
+        if old.exists() && !target.exists() {
+            fs::rename(&old, &target).map_err(refused)?;
+        } else if old.exists() {
+            fs::remove_dir_all(&old).map_err(refused)?;
+        }
+        for entry in fs::read_dir(&staging).map_err(refused)? {
+            let entry = entry.map_err(refused)?;
+            match entry.file_type().map_err(refused)?.is_dir() {
+                true => fs::remove_dir_all(entry.path()).map_err(refused)?,
+                false => fs::remove_file(entry.path()).map_err(refused)?,
+            }
+        }
+        Ok(Self { target, staging, lock })
+    }
+
+    /// The folder to write into.
+    pub fn path(&self) -> &Path {
+        &self.staging
+    }
+
+    /// Puts the folder in the place of the target. Files of the target that were not written anew stay.
+    ///
+    /// # Errors
+    /// [`Error::Write`]; the target is then as before.
+    pub fn finish(self) -> Result<(), Error> {
+        self.exchange().map_err(|why| Error::Write { path: self.target.clone(), why })
+    }
+
+    fn exchange(&self) -> io::Result<()> {
+        let Self { target, staging, .. } = self;
+        let replaces = target.exists();
+        if replaces {
+            carry_over(target, staging)?;
+            fs::set_permissions(staging, fs::metadata(target)?.permissions())?;
+        }
+        synchronise(staging)?;
+        if !replaces {
+            fs::rename(staging, target)?;
+        } else if let Err(why) = renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE) {
+            // File systems that cannot exchange: `begin` undoes the first step if the second never came.
+            let unable = [rustix::io::Errno::INVAL, rustix::io::Errno::NOSYS];
+            if !unable.contains(&why) {
+                return Err(why.into());
+            }
+            let old = staging.with_extension("flashover-old");
+            fs::rename(target, &old)?;
+            fs::rename(staging, target)?;
+            fs::remove_dir_all(&old)?;
+        }
+        let parent = target.parent().filter(|parent| *parent != Path::new(""));
+        File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+    }
+}
+
+impl Drop for Staged {
+    /// Removes what was not finished, or what the new folder replaced.
+    fn drop(&mut self) {
+        // What cannot be removed the next process that writes the target removes.
+        let _ = fs::remove_dir_all(&self.staging);
+        let _ = self.lock.unlock();
+    }
+}
+
+/// Links files of one folder into another that lacks them.
+fn carry_over(from: &Path, to: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let (own, target) = (entry.path(), to.join(entry.file_name()));
+        if entry.file_type()?.is_dir() {
+            fs::create_dir_all(&target)?;
+            carry_over(&own, &target)?;
+        } else if target.symlink_metadata().is_err() && fs::hard_link(&own, &target).is_err() {
+            fs::copy(&own, &target)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes a folder to the disk, with all that is in it.
+fn synchronise(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        match entry.file_type()? {
+            kind if kind.is_dir() => synchronise(&entry.path())?,
+            kind if kind.is_file() => File::open(entry.path())?.sync_all()?,
+            _ => {}
+        }
+    }
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder)
+            .expect("a folder")
+            .map(|entry| entry.expect("readable").file_name().into_string().expect("UTF-8"));
+        let mut names: Vec<_> = entries.collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_folder_is_made_or_replaced_whole() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        let write = |text: &str| {
+            let staged = Staged::begin(&target)?;
+            fs::write(staged.path().join("a"), text).expect("writable");
+            assert!(!target.join("a").exists() || text != "first", "it is not there yet");
+            staged.finish()
+        };
+        write("first")?;
+        fs::create_dir(target.join("more")).expect("writable");
+        fs::write(target.join("more/b"), "kept").expect("writable");
+        write("second")?;
+        let read = |file: &str| fs::read_to_string(target.join(file)).expect("written");
+        assert_eq!((read("a"), read("more/b")), ("second".to_owned(), "kept".to_owned()));
+        assert_eq!(names(parent.path()), ["out"]);
+        // One that is given up leaves nothing.
+        let staged = Staged::begin(&target)?;
+        fs::write(staged.path().join("a"), "third").expect("writable");
+        drop(staged);
+        assert_eq!(
+            (read("a"), names(parent.path())),
+            ("second".to_owned(), vec!["out".to_owned()])
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn two_writers_are_one_too_many() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        let first = Staged::begin(&target)?;
+        let second = Staged::begin(&target).expect_err("busy").to_string();
+        assert!(second.contains("another process is writing it"), "{second}");
+        first.finish()?;
+        Staged::begin(&target)?.finish()
+    }
+
+    #[test]
+    fn what_a_kill_leaves_is_cleared() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        let left = parent.path().join(".out.flashover-new");
+        fs::create_dir_all(left.join("deep")).expect("writable");
+        fs::write(left.join("deep/half"), "half").expect("writable");
+        // Between the two renames of a file system that cannot exchange.
+        let old = parent.path().join(".out.flashover-old");
+        fs::create_dir(&old).expect("writable");
+        fs::write(old.join("a"), "old").expect("writable");
+        let staged = Staged::begin(&target)?;
+        assert!(names(staged.path()).is_empty());
+        assert_eq!(fs::read_to_string(target.join("a")).expect("it is back"), "old");
+        staged.finish()?;
+        assert_eq!(
+            (names(parent.path()), names(&target)),
+            (vec!["out".to_owned()], vec!["a".to_owned()])
+        );
+        Ok(())
+    }
+}
