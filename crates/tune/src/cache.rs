@@ -15,13 +15,16 @@ use std::path::{Path, PathBuf};
 use arch::{ArchId, ArchProfile};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
+use time::{Duration, OffsetDateTime};
 
 use crate::{Kernel, config_of};
 
 /// Bumped when a field of [`Entry`] changes meaning.
 const FORMAT: u32 = 1;
+
+/// Largest cache file that is read; all results of one card take about a megabyte.
+const MOST_BYTES: u64 = 64 << 20;
 
 /// Results that ship with the program: those of `benches/baselines`, without times.
 const RECORDED: &str = include_str!(concat!(env!("OUT_DIR"), "/recorded.jsonl"));
@@ -380,6 +383,11 @@ fn foreign_lines(bytes: &[u8]) -> Vec<u8> {
 fn bytes_of(path: &Path) -> Result<Vec<u8>, CacheError> {
     let refused = |why| CacheError { path: path.to_owned(), why };
     regular(path).map_err(refused)?;
+    let len = fs::metadata(path).map_or(0, |meta| meta.len());
+    if len > MOST_BYTES {
+        let why = format!("expected at most {} MiB, got {} MiB", MOST_BYTES >> 20, len >> 20);
+        return Err(refused(io::Error::new(io::ErrorKind::FileTooLarge, why)));
+    }
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -409,6 +417,8 @@ fn format_of(line: &str) -> Option<u64> {
 
 fn parse(bytes: &[u8], origin: &str) -> Parsed {
     let (mut entries, mut warnings) = Parsed::default();
+    // A result of the future would win over every later one. Clocks differ by less than a day.
+    let tomorrow = rfc3339(OffsetDateTime::now_utc() + Duration::DAY);
     for (number, line) in lines_of(bytes) {
         let mut ignore = |why: String| {
             warnings.push(Warning { origin: origin.to_owned(), line: number, why });
@@ -423,11 +433,18 @@ fn parse(bytes: &[u8], origin: &str) -> Parsed {
             Ok(entry) if !is_utc(&entry.date) => {
                 ignore(format!("date {:?} is none of RFC 3339 in UTC", entry.date));
             }
+            Ok(entry) if entry.date.as_str() > tomorrow.as_str() => {
+                ignore(format!("date {} lies in the future", entry.date));
+            }
             Ok(entry) => merge(&mut entries, BTreeMap::from([(entry.key.clone(), entry)])),
             Err(e) => ignore(format!("not a result: {e}")),
         }
     }
     (entries, warnings)
+}
+
+fn rfc3339(time: OffsetDateTime) -> String {
+    time.format(&Rfc3339).expect("a year of four digits")
 }
 
 /// Whether it is a date of RFC 3339 in UTC, which order as text.
@@ -515,9 +532,9 @@ mod tests {
             (merged.results, merged.taken, cache.measured.len(), cache.warnings().len())
         };
         assert_eq!(merged("2020-01-01T00:00:00Z"), (1, 0, 0, 0));
-        for newer in ["2999-01-01T00:00:00Z", "2999-01-01T00:00:00.519930682Z"] {
-            assert_eq!(merged(newer), (1, 1, 1, 0), "{newer}");
-        }
+        let now = rfc3339(OffsetDateTime::now_utc());
+        assert_eq!(merged(&now), (1, 1, 1, 0), "{now}");
+        assert_eq!(merged("2999-01-01T00:00:00Z"), (0, 0, 0, 1), "it would win forever");
         for undated in
             ["", "garbage", "2999-01-01", "2999-01-01T00:00:00+01:00", "2999-13-01T00:00:00Z"]
         {
@@ -568,8 +585,9 @@ mod tests {
         let dir = tempfile::tempdir().expect("temporary folder");
         let path = dir.path().join("tune.jsonl");
         let mut cache = TuneCache::open(&path).expect("absent file");
-        cache.insert(entry("a", "2999-01-01T00:00:00Z", 9.0)).expect("writable");
-        cache.insert(entry("b", "2999-01-01T00:00:00Z", 9.0)).expect("writable");
+        let soon = rfc3339(OffsetDateTime::now_utc() + Duration::HOUR);
+        cache.insert(entry("a", &soon, 9.0)).expect("writable");
+        cache.insert(entry("b", &soon, 9.0)).expect("writable");
         let mut cache = TuneCache::open(&path).expect("readable");
         cache.insert(entry("a", "2026-01-01T00:00:00Z", 5.0)).expect("writable");
         let kept = TuneCache::open(&path).expect("readable");
