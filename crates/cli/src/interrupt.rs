@@ -56,6 +56,37 @@ pub(crate) fn status() -> u8 {
     u8::try_from(128 + CAME.load(Ordering::Relaxed)).unwrap_or(u8::MAX)
 }
 
+/// Names the reason of two signals that end a program without a word: a mapped file that was shortened, and a file that
+/// passes the limit of `ulimit -f`, whose write then fails as on a full disk.
+///
+/// # Errors
+/// Handlers cannot be set.
+#[cfg(unix)]
+pub(crate) fn name_faults() -> anyhow::Result<()> {
+    const TEXT: &str = "error: a file changed while it was read\nhint: leave the files of a model alone while it loads\n";
+    extern "C" fn shortened(signal: i32) {
+        // SAFETY: handlers may call both; nothing of this process is used after.
+        unsafe {
+            nix::libc::write(2, TEXT.as_ptr().cast(), TEXT.len());
+            nix::libc::_exit(128 + signal);
+        }
+    }
+
+    let faults =
+        [(Signal::SIGBUS, SigHandler::Handler(shortened)), (Signal::SIGXFSZ, SigHandler::SigIgn)];
+    for (signal, handler) in faults {
+        let action = SigAction::new(handler, SaFlags::empty(), SigSet::empty());
+        // SAFETY: `shortened` calls what handlers may, and the other signal has no handler.
+        unsafe { sigaction(signal, &action) }.context("cannot set a signal handler")?;
+    }
+    Ok(())
+}
+
+#[cfg(not(unix))]
+pub(crate) fn name_faults() -> anyhow::Result<()> {
+    Ok(())
+}
+
 /// Waits for Ctrl-C, for SIGTERM, and for SIGHUP unless nohup has it ignored.
 #[cfg(unix)]
 pub(crate) fn listen() -> anyhow::Result<Listening> {

@@ -144,7 +144,8 @@ pub fn main() -> ExitCode {
         .filter_module("models", log::LevelFilter::Warn)
         .init();
     panics::watch();
-    let outcome = match command::parse::<Cli>().command {
+    let command = command::parse::<Cli>().command;
+    let outcome = interrupt::name_faults().and_then(|()| match command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
         Command::Monitor(args) => monitor_command::run(&args),
         Command::Op { name, input, output, backend, profile, settings, policy } => {
@@ -160,7 +161,7 @@ pub fn main() -> ExitCode {
         Command::Train(args) => train_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
-    };
+    });
     match outcome.and_then(|()| panics::check()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e)

@@ -52,6 +52,20 @@ fn ctrl_c_ends_an_answer_and_its_trace_is_written() {
     traced(folder.path());
 }
 
+/// What the kernel sends to who reads a mapped file past its new end.
+#[test]
+fn a_file_that_is_shortened_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut child = writing(folder.path());
+    let mut begun = [0; 8];
+    child.stdout.as_mut().expect("piped").read_exact(&mut begun).expect("some text");
+    send(Signal::SIGBUS, &child);
+    let out = child.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(135), "{said}");
+    assert!(said.contains("error: a file changed while it was read\nhint: "), "{said}");
+}
+
 #[test]
 fn a_reader_that_goes_away_leaves_a_trace() {
     let folder = tempfile::tempdir().expect("a folder");
