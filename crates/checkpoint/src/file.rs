@@ -71,8 +71,9 @@ struct Index {
 }
 
 impl Checkpoint {
-    /// Opens a safetensors file, an index of shards, or a folder that has `model.safetensors.index.json`
-    /// or `model.safetensors`. No one may shorten the files while they are open.
+    /// Opens a safetensors file, an index of shards, or a folder that has `model.safetensors` or, without it,
+    /// `model.safetensors.index.json`, as transformers does: an index next to a whole file is left from an older save. No one
+    /// may shorten the files while they are open.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Header`], [`Error::Index`]; [`Error::MissingShard`] for a shard that is not
@@ -81,18 +82,19 @@ impl Checkpoint {
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         if path.is_dir() {
-            let index = path.join("model.safetensors.index.json");
-            // A link to nothing is an index that cannot be read.
-            return if index.symlink_metadata().is_ok() {
-                Self::open_index(&index)
-            } else {
-                let whole = path.join("model.safetensors");
-                let there = whole.symlink_metadata();
-                if there.is_err_and(|why| why.kind() == io::ErrorKind::NotFound) {
+            // A link to nothing is a file that cannot be read.
+            let absent = |file: &Path| {
+                file.symlink_metadata().is_err_and(|why| why.kind() == io::ErrorKind::NotFound)
+            };
+            let (whole, index) =
+                (path.join("model.safetensors"), path.join("model.safetensors.index.json"));
+            return match (absent(&whole), absent(&index)) {
+                (false, _) => Self::open_file(&whole),
+                (true, false) => Self::open_index(&index),
+                (true, true) => {
                     let (folder, found) = (path.to_owned(), Found::in_folder(path));
-                    return Err(Error::NoWeights { folder, found });
+                    Err(Error::NoWeights { folder, found })
                 }
-                Self::open_file(&whole)
             };
         }
         match path.extension() {

@@ -37,6 +37,22 @@ fn a_weight_is_found_in_several_shards() {
     }
 }
 
+/// A model that was saved again, whole, keeps the index and the shards of before.
+#[test]
+fn a_whole_file_comes_before_an_older_index() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    sharded(folder.path());
+    let [whole, shard] =
+        ["model.safetensors", "model-2-of-2.safetensors"].map(|file| folder.path().join(file));
+    fs::copy(&shard, &whole).expect("written");
+    let names = |path: &Path| -> Vec<String> {
+        Checkpoint::open(path).expect("a file").names().map(str::to_owned).collect()
+    };
+    assert_eq!(names(folder.path()), names(&whole));
+    fs::remove_file(shard).expect("there");
+    assert_eq!(names(folder.path()), names(&whole), "the index names a shard that is gone");
+}
+
 #[test]
 fn a_shard_that_is_missing_is_named() {
     let folder = tempfile::tempdir().expect("temporary folder");
