@@ -31,7 +31,7 @@ pub struct DecoderConfig {
     pub head_dim: usize,
     /// Rows of the embedding.
     pub vocab: usize,
-    /// Positions the model was made for.
+    /// Positions the model was made for, with the stretch of its rope, or that [`DecoderConfig::with_context`] set.
     pub max_seq: usize,
     /// In the order that a token passes them.
     pub layers: Vec<Layer>,
@@ -155,6 +155,19 @@ impl DecoderConfig {
     pub fn context(&self) -> Option<usize> {
         let stretches = |rope: &Rope| matches!(rope.scaling, Scaling::Dynamic { .. });
         (!self.ropes.iter().any(stretches)).then_some(self.max_seq)
+    }
+
+    /// Sets how many positions a sequence may have. Rope turns any; training may not have seen those past `max_seq`.
+    ///
+    /// # Errors
+    /// [`Error::LearnedPositions`] for more than the model has learned vectors for.
+    pub fn with_context(self, positions: usize) -> Result<Self, Error> {
+        match self.learned_positions && positions > self.max_seq {
+            true => Err(Error::LearnedPositions { need: positions, max_seq: self.max_seq }),
+            // The vectors that are learned stay.
+            false if self.learned_positions => Ok(self),
+            false => Ok(Self { max_seq: positions, ..self }),
+        }
     }
 
     /// # Errors

@@ -114,9 +114,19 @@ pub enum Error {
     },
     /// More positions than the model has.
     #[error(
-        "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, or fewer tokens to come"
+        "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, fewer tokens to come, or --max-context"
     )]
     Context {
+        /// Positions that were asked for.
+        need: usize,
+        /// Positions of the model.
+        max_seq: usize,
+    },
+    /// A context past the positions that a model has learned vectors for.
+    #[error(
+        "expected a context of at most {max_seq} positions, got {need}\nhint: the model learned a vector for each position"
+    )]
+    LearnedPositions {
         /// Positions that were asked for.
         need: usize,
         /// Positions of the model.
@@ -272,14 +282,6 @@ pub enum Fault {
         divisor_field: &'static str,
         /// What that one says.
         divisor: usize,
-    },
-    /// A token that the model does not have.
-    #[error("is {id}, past the vocabulary, which has {vocab}")]
-    PastVocabulary {
-        /// The token.
-        id: u32,
-        /// Tokens that there are.
-        vocab: usize,
     },
 }
 

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::Error;
 use crate::error::GENERATION_CONFIG as FILE;
 use crate::fields::{Fields, read};
-use crate::{Error, Fault};
 
 /// What a request falls back to. None is what the file leaves open.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -101,30 +101,21 @@ impl GenerationConfig {
             serde_json::from_str(text).map_err(|why| Error::Json { file: MODEL, why })?;
         let fields = Fields::new(MODEL, &value)?;
         let [bos, pad] = [id(&fields, "bos_token_id")?, id(&fields, "pad_token_id")?];
-        let own = Self { eos: eos(&fields)?, bos, pad, ..Self::default() };
-        match fields.optional_size("vocab_size")? {
-            Some(vocab) => own.within(MODEL, vocab),
-            None => Ok(own),
-        }
+        Ok(Self { eos: eos(&fields)?, bos, pad, ..Self::default() })
     }
 
-    /// Binds it to a model of `vocab` tokens.
-    ///
-    /// # Errors
-    /// [`Fault::PastVocabulary`] for a token that would end a text and that the model does not have.
-    pub fn for_vocab(self, vocab: usize) -> Result<Self, Error> {
-        self.within(FILE, vocab)
-    }
-
-    fn within(self, file: &'static str, vocab: usize) -> Result<Self, Error> {
-        let past = self.eos.iter().copied().find(|id| *id as usize >= vocab);
-        match past {
-            None => Ok(self),
-            Some(id) => {
-                let fault = Box::new(Fault::PastVocabulary { id, vocab });
-                Err(Error::Field { file, field: EOS.to_owned(), fault })
+    /// Binds it to a model of `vocab` tokens: drops ids that would end a text and that the model cannot sample, and logs a
+    /// warning for each.
+    #[must_use]
+    pub fn for_vocab(mut self, vocab: usize) -> Self {
+        self.eos.retain(|id| {
+            let known = (*id as usize) < vocab;
+            if !known {
+                log::warn!("{EOS} {id} is past the vocabulary, which has {vocab}; it ends no text");
             }
-        }
+            known
+        });
+        self
     }
 }
 
@@ -215,9 +206,8 @@ mod tests {
         let want =
             GenerationConfig { eos: vec![0, 3], bos: Some(1), ..GenerationConfig::default() };
         assert_eq!(own, want);
-        let past = GenerationConfig::of_model(r#"{"eos_token_id": 8, "vocab_size": 8}"#);
-        let past = past.expect_err("past the vocabulary").to_string();
-        assert!(past.starts_with("config.json: `eos_token_id` is 8, past"), "{past}");
+        let past = GenerationConfig::of_model(r#"{"eos_token_id": 8, "vocab_size": 8}"#)?;
+        assert_eq!(past.for_vocab(8), GenerationConfig::default());
         Ok(())
     }
 
@@ -267,12 +257,8 @@ mod tests {
     fn what_ends_a_text_is_in_the_vocabulary() -> Result<(), Error> {
         let text = r#"{"eos_token_id": [2, 160], "pad_token_id": 200}"#;
         let several = GenerationConfig::from_json(text)?;
-        assert_eq!(several.clone().for_vocab(161)?, several);
-        let error = several.for_vocab(160).expect_err("past it");
-        assert_eq!(
-            error.to_string(),
-            format!("{FILE}: `eos_token_id` is 160, past the vocabulary, which has 160")
-        );
+        assert_eq!(several.clone().for_vocab(161), several);
+        assert_eq!(several.for_vocab(160).eos, [2]);
         Ok(())
     }
 

@@ -10,18 +10,20 @@
 //! Sources: Hu et al., LoRA, 2021 (arXiv:2106.09685); Kalajdzievski, rsLoRA, 2023 (arXiv:2312.03732); PEFT's
 //! checkpoint format.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use checkpoint::{Checkpoint, DType, Plan, Reason, Tensor, Writer};
+use checkpoint::{Checkpoint, DType, Plan, Reason, Staged, Tensor, Writer};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
 use crate::fields::{Fields, read};
 use crate::names::{Part, Side, Slot};
+use crate::weights::{HEAD, Stored, Weights};
 use crate::{DecoderConfig, Error, Ffn};
 
 /// What an adapter is, beside its numbers.
@@ -114,6 +116,8 @@ pub struct Adapter {
     values: Vec<f32>,
 }
 
+/// PEFT has no bound, and a rank past those of the matrices is of use where they are small.
+const MAX_RANK: usize = 1 << 16;
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// What PEFT puts before the names of a model.
@@ -123,8 +127,8 @@ impl Adapter {
     /// One that changes nothing yet: A is drawn from ±1/√k evenly, by `seed`, as PEFT draws it; B is 0.
     ///
     /// # Errors
-    /// [`Error::Target`] for a name that no module of the model has, [`Error::Rank`] for a rank of 0 or past what a
-    /// matrix has, or an alpha that is not finite.
+    /// [`Error::Target`] for a name that no module of the model has, [`Error::Rank`] for a rank of 0 or past 65536, or an
+    /// alpha that is not finite.
     pub fn new(config: &DecoderConfig, options: LoraOptions, seed: u64) -> Result<Self, Error> {
         let factors = config.factors(&options)?;
         let mut random = ChaCha8Rng::seed_from_u64(seed);
@@ -194,26 +198,31 @@ impl Adapter {
         self.options.rank * self.factors.iter().filter(together).count()
     }
 
-    /// Reads a folder of PEFT's: `adapter_config.json` and `adapter_model.safetensors`. Which modules have factors is
-    /// told by the tensors.
+    /// Reads a folder of PEFT's: `adapter_config.json` and `adapter_model.safetensors`. Modules that a list of
+    /// `target_modules` names must have their tensors. Unchanged copies of the model's embedding and head are ignored.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Json`], [`Error::Field`] for a configuration that asks for more than A and B, such as
     /// DoRA or ranks of single modules; [`Error::Checkpoint`]; [`Error::AdapterTensors`] with all that does not fit.
-    pub fn open(folder: impl AsRef<Path>, config: &DecoderConfig) -> Result<Self, Error> {
-        let folder = folder.as_ref();
+    pub fn open(folder: impl AsRef<Path>, weights: &Weights) -> Result<Self, Error> {
+        let (folder, config) = (folder.as_ref(), weights.config());
         let text = read(&folder.join(CONFIG))?;
         let value: Value =
             serde_json::from_str(&text).map_err(|why| Error::Json { file: CONFIG, why })?;
-        let options = options(&Fields::new(CONFIG, &value)?)?;
+        let fields = Fields::new(CONFIG, &value)?;
+        let (options, targets) = (options(&fields)?, Targets::read(&fields)?);
         let files = Checkpoint::open(folder.join(WEIGHTS))?;
         let all = config.factors(&LoraOptions { targets: Vec::new(), ..options.clone() })?;
         let mut left: BTreeSet<&str> = files.names().collect();
         let (mut missing, mut wrong) = (Vec::new(), Vec::new());
         let (mut factors, mut values) = (Vec::new(), Vec::new());
         for factor in all {
-            let names = there(config, &factor.module, &files);
-            let Some(names) = names else { continue };
+            let Some(names) = there(config, &factor.module, &files) else {
+                if targets.names(config, &factor) {
+                    missing.extend(names(usual_prefix(config), &factor.module));
+                }
+                continue;
+            };
             let shapes = [[options.rank, factor.k], [factor.n, options.rank]];
             let at = values.len();
             for (name, shape) in names.iter().zip(shapes) {
@@ -228,6 +237,7 @@ impl Adapter {
             }
             factors.push(Factor { at, ..factor });
         }
+        left.retain(|name| !is_copy(weights, &files, name));
         if !(left.is_empty() && missing.is_empty() && wrong.is_empty()) {
             let unused = left.into_iter().map(str::to_owned).collect();
             return Err(Error::AdapterTensors { missing, unused, wrong });
@@ -247,7 +257,7 @@ impl Adapter {
         [CONFIG, WEIGHTS].map(|name| folder.as_ref().join(name))
     }
 
-    /// Writes the files of a folder, which there must be, both or none. `model` is what it was trained from.
+    /// Writes the files of a folder, both at once. `model` is what it was trained from.
     ///
     /// # Errors
     /// [`Error::Write`], [`Error::Checkpoint`].
@@ -272,23 +282,17 @@ impl Adapter {
             tensors.push((name_b, Tensor::new(DType::F32, &[factor.n, rank], b)));
         }
         let plans = tensors.iter().map(|(name, own)| Plan::new(name, own.dtype, &own.shape));
-        let [path, weights] = Self::files(folder);
-        let failed = |why| Error::Write { path: path.clone(), why };
-        if path.is_dir() {
-            return Err(failed(ErrorKind::IsADirectory.into()));
+        if let Some(path) = Self::files(folder).into_iter().find(|file| file.is_dir()) {
+            return Err(Error::Write { path, why: ErrorKind::IsADirectory.into() });
         }
+        let staged = Staged::begin(folder)?;
+        let [path, weights] = Self::files(staged.path());
         let text = format!("{:#}\n", self.config_json(config, model));
-        let part = folder.join(format!("{CONFIG}.part"));
-        let done = fs::write(&part, text).map_err(failed).and_then(|()| {
-            let mut writer = Writer::create(weights, plans.collect::<Vec<_>>())?;
-            writer.write_all(&tensors)?;
-            writer.finish()?;
-            fs::rename(&part, &path).map_err(failed)
-        });
-        if done.is_err() && part.exists() {
-            fs::remove_file(&part).map_err(failed)?;
-        }
-        done
+        fs::write(&path, text).map_err(|why| Error::Write { path, why })?;
+        let mut writer = Writer::create(weights, plans.collect::<Vec<_>>())?;
+        writer.write_all(&tensors)?;
+        writer.finish()?;
+        Ok(staged.finish()?)
     }
 
     /// The last names of modules, or where others have these, too, their full names.
@@ -361,6 +365,69 @@ fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
     Ok(LoraOptions { rank, alpha, rank_stabilised, targets: Vec::new() })
 }
 
+/// Modules that a configuration names.
+struct Targets {
+    /// Last names or full ones; none where a pattern says which.
+    modules: Option<Vec<String>>,
+    /// Names that have no factors all the same.
+    excluded: Vec<String>,
+    /// None where all have factors.
+    layers: Option<Vec<usize>>,
+}
+
+impl Targets {
+    fn read(fields: &Fields<'_>) -> Result<Self, Error> {
+        let texts = |field: &str| -> Result<Option<Vec<String>>, Error> {
+            match fields.value(field) {
+                Some(Value::Array(_)) => fields.optional(field, "a list of names", |list| {
+                    let names = list.as_array()?.iter();
+                    names.map(|name| name.as_str().map(str::to_owned)).collect()
+                }),
+                _ => Ok(None),
+            }
+        };
+        let number = |value: &Value| usize::try_from(value.as_u64()?).ok();
+        let layers = fields.optional(
+            "layers_to_transform",
+            "a layer or a list of them",
+            |value| match value.as_array() {
+                Some(list) => list.iter().map(number).collect(),
+                None => Some(vec![number(value)?]),
+            },
+        )?;
+        let excluded = texts("exclude_modules")?.unwrap_or_default();
+        Ok(Self { modules: texts("target_modules")?, excluded, layers })
+    }
+
+    /// Returns whether a module must have factors.
+    fn names(&self, config: &DecoderConfig, factor: &Factor) -> bool {
+        let full = format!("{}{}", usual_prefix(config), factor.module);
+        let named = |name: &String| full == *name || full.ends_with(&format!(".{name}"));
+        self.modules.as_ref().is_some_and(|all| all.iter().any(named))
+            && !self.excluded.iter().any(named)
+            && self.layers.as_ref().is_none_or(|layers| layers.contains(&factor.layer))
+    }
+}
+
+/// Returns whether a tensor of an adapter is the model's embedding or head as it is: PEFT saves both where a vocabulary
+/// might have grown.
+fn is_copy(weights: &Weights, files: &Checkpoint, name: &str) -> bool {
+    let config = weights.config();
+    let params = config.params();
+    let embedding = params.iter().find(|param| param.slot == Slot::Embedding);
+    let slot = match name.strip_prefix(PREFIX) {
+        Some(HEAD) => Slot::Head,
+        Some(own) if own.strip_prefix(usual_prefix(config)) == embedding.map(|of| &*of.name) => {
+            Slot::Embedding
+        }
+        _ => return false,
+    };
+    let model = weights.weight(slot).ok().and_then(Stored::dense);
+    let (Some(model), Ok(copy)) = (model, files.tensor(name)) else { return false };
+    let same = |(model, copy): (Cow<'_, [f32]>, Cow<'_, [f32]>)| model == copy;
+    model.shape == copy.shape && model.widened().ok().zip(copy.widened().ok()).is_some_and(same)
+}
+
 fn last_name(module: &str) -> &str {
     module.rsplit('.').next().unwrap_or(module)
 }
@@ -408,7 +475,7 @@ impl DecoderConfig {
     pub fn factors(&self, options: &LoraOptions) -> Result<Vec<Factor>, Error> {
         let LoraOptions { rank, alpha, targets, .. } = options;
         if !((*alpha as f32).is_finite() && *alpha > 0.0) {
-            return Err(Error::Rank { rank: *rank, alpha: *alpha, most: self.hidden });
+            return Err(Error::Rank { rank: *rank, alpha: *alpha, most: MAX_RANK });
         }
         let mut all: Vec<Factor> = Vec::new();
         for param in self.params() {
@@ -425,9 +492,8 @@ impl DecoderConfig {
             let module = param.name.strip_suffix(".weight").unwrap_or(&param.name).to_owned();
             all.push(Factor { layer, block, row, module, n, k, at: 0 });
         }
-        let most = all.iter().map(|own| own.n.min(own.k)).min().unwrap_or(0);
-        if !(1..=most).contains(rank) {
-            return Err(Error::Rank { rank: *rank, alpha: *alpha, most });
+        if !(1..=MAX_RANK).contains(rank) {
+            return Err(Error::Rank { rank: *rank, alpha: *alpha, most: MAX_RANK });
         }
         let known: BTreeSet<&str> = all.iter().map(Factor::name).collect();
         if let Some(target) = targets.iter().find(|target| !known.contains(target.as_str())) {

@@ -30,6 +30,8 @@ pub struct Rope {
     pub scaling: Scaling,
     /// What sine and cosine are multiplied by.
     pub attention_factor: f64,
+    /// Positions that linear scaling and yarn stretch to.
+    pub context: Option<usize>,
 }
 
 /// How frequencies are stretched beyond the positions that a model was first trained for.
@@ -193,7 +195,8 @@ impl Rope {
             return Err(odd(fields, section, model.head_dim));
         }
         let theta = base.unwrap_or(model.theta);
-        let rope = Self { theta, dim, scaling: Scaling::None, attention_factor: 1.0 };
+        let (scaling, context) = (Scaling::None, None);
+        let rope = Self { theta, dim, scaling, attention_factor: 1.0, context };
         match section {
             Some(section) => rope.scaled(fields, section, model),
             None => Ok(rope),
@@ -215,9 +218,18 @@ impl Rope {
         // The ratio is what the factor is where a file leaves it out.
         let ratio = original_max_seq.map(|original| model.max_seq as f64 / original as f64);
         let given = |need: Option<f64>| need.ok_or_else(|| section.missing("factor"));
+        let mut context = None;
+        let mut stretched = |factor: f64| {
+            let original = original_max_seq.unwrap_or(model.max_seq);
+            context = Some((original as f64 * factor) as usize);
+            factor
+        };
         let (scaling, attention_factor, known): (_, _, &[&str]) = match kind {
             "default" => (Scaling::None, 1.0, &[original]),
-            "linear" => (Scaling::Linear { factor: given(factor)? }, 1.0, &["factor", original]),
+            "linear" => {
+                let factor = stretched(given(factor)?);
+                (Scaling::Linear { factor }, 1.0, &["factor", original])
+            }
             "dynamic" => {
                 let scaling = Scaling::Dynamic { factor: given(factor)?, max_seq: model.max_seq };
                 (scaling, 1.0, &["factor", original])
@@ -227,7 +239,7 @@ impl Rope {
                 (llama3(section, given(factor)?, original_max_seq)?, 1.0, LLAMA3)
             }
             "yarn" => {
-                let factor = given(factor.or(ratio))?;
+                let factor = stretched(given(factor.or(ratio))?);
                 let original_max_seq = original_max_seq.unwrap_or(model.max_seq);
                 let scaling = yarn(section, factor, original_max_seq)?;
                 (scaling, yarn_attention_factor(section, factor)?, YARN)
@@ -243,7 +255,7 @@ impl Rope {
         let common = ["rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"];
         match section.names().find(|name| !known.contains(name) && !common.contains(name)) {
             Some(stray) => Err(section.unsupported(stray, &known.join(", "))),
-            None => Ok(Self { scaling, attention_factor, ..self }),
+            None => Ok(Self { scaling, attention_factor, context, ..self }),
         }
     }
 }

@@ -67,6 +67,14 @@ impl Weights {
         Ok(Self { config, checkpoint, prefix, params, claimed_bits: None })
     }
 
+    /// The same weights for sequences of up to `positions`.
+    ///
+    /// # Errors
+    /// As [`DecoderConfig::with_context`].
+    pub fn with_context(self, positions: usize) -> Result<Self, Error> {
+        Ok(Self { config: self.config.with_context(positions)?, ..self })
+    }
+
     /// What the parameters are of. The head is not tied where the checkpoint has it with other values.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
@@ -261,7 +269,7 @@ fn prefix(config: &DecoderConfig, params: &[Param], checkpoint: &Checkpoint) -> 
 }
 
 /// The output projection, which files of tied models hold as well, as a copy.
-const HEAD: &str = "lm_head.weight";
+pub(crate) const HEAD: &str = "lm_head.weight";
 
 /// Whether a checkpoint has an output projection that is no copy of the embedding.
 fn has_own_head(config: &DecoderConfig, prefix: &str, checkpoint: &Checkpoint) -> bool {

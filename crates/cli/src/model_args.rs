@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -94,6 +95,9 @@ pub(crate) struct LoadArgs {
     /// where those are few, and less exact
     #[arg(long)]
     int8_activations: bool,
+    /// Most positions of a sequence, also past those that config.json says; without it those, as rope scaling stretches them
+    #[arg(long, value_name = "POSITIONS")]
+    max_context: Option<NonZeroUsize>,
     /// What an unknown shape gets: frozen, default or measure
     #[arg(long, default_value = "default")]
     policy: Policy,
@@ -350,7 +354,7 @@ impl HubArgs {
 impl ModelArgs {
     /// Opens the model's folder, downloaded where the model is a name, and its adapter.
     pub(crate) fn open(&self) -> anyhow::Result<ModelFolder> {
-        let folder = ModelFolder::open(self.hub.model(&self.model)?)?;
+        let folder = self.load.folder(&self.hub.model(&self.model)?)?;
         Ok(match &self.adapter {
             Some(adapter) => folder.with_adapter(adapter)?,
             None => folder,
@@ -372,7 +376,7 @@ impl ModelArgs {
 
     /// The model's folder, and the adapter beside it.
     pub(crate) fn open_apart(&self) -> anyhow::Result<(ModelFolder, Option<Adapter>)> {
-        let folder = ModelFolder::open(self.hub.model(&self.model)?)?;
+        let folder = self.load.folder(&self.hub.model(&self.model)?)?;
         let adapter = self.adapter.as_ref().map(|adapter| folder.adapter(adapter)).transpose()?;
         Ok((folder, adapter))
     }
@@ -508,7 +512,7 @@ impl SubjectArgs {
     ) -> anyhow::Result<Engine> {
         Ok(match self.subject()? {
             Subject::Folder(folder) => {
-                let folder = ModelFolder::open(folder)?;
+                let folder = self.load.folder(&folder)?;
                 target.map_or(Ok(()), |target| spared(&folder, target))?;
                 loaded(device, folder, &self.load.options())?
             }
@@ -520,6 +524,20 @@ impl SubjectArgs {
 impl LoadArgs {
     pub(crate) fn open(&self) -> anyhow::Result<Device> {
         self.device.open()
+    }
+
+    /// Opens a model's folder for sequences of `--max-context`.
+    pub(crate) fn folder(&self, folder: &Path) -> anyhow::Result<ModelFolder> {
+        let folder = ModelFolder::open(folder)?;
+        let Some(positions) = self.max_context else { return Ok(folder) };
+        let made_for = folder.config().context();
+        let folder = folder.with_max_context(positions.get())?;
+        if let Some(made_for) = made_for.filter(|most| positions.get() > *most) {
+            eprintln!(
+                "warning: the model was made for {made_for} positions; answers past them may be poor"
+            );
+        }
+        Ok(folder)
     }
 
     pub(crate) fn options(&self) -> EngineOptions {
@@ -535,6 +553,7 @@ impl LoadArgs {
                 reserve_bytes: memory_reserve,
                 fraction: memory_fraction,
             },
+            max_context: self.max_context.map(NonZeroUsize::get),
             workload: None,
             prompt: None,
         }

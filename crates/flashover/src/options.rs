@@ -25,6 +25,8 @@ pub struct EngineOptions {
     pub policy: Option<tune::Policy>,
     /// How much of the device's memory the model and its sequences may take.
     pub budget: MemoryBudget,
+    /// Most positions of a sequence, also past those that config.json says; when none those, as rope scaling stretches them.
+    pub max_context: Option<usize>,
     /// Workload that must fit for the model to be loaded; one position of one sequence when none.
     pub workload: Option<Workload>,
     /// Number of tokens of the first prompt, if it is known: on CUDA, kernels for it and for the decode step of the workload

@@ -8,7 +8,9 @@ use std::path::Path;
 use arch::{ArchProfile, Backend, DType, Device};
 use burn::tensor::FloatDType;
 use kernels::quantized;
-use models::{Adapter, KvFormat, LoadOptions, ModelPrecision, OnDevice, Weights, Workload};
+use models::{
+    Adapter, DecoderConfig, KvFormat, LoadOptions, ModelPrecision, OnDevice, Weights, Workload,
+};
 use quant::WeightFormat;
 
 use crate::device_error::check_free;
@@ -40,7 +42,7 @@ impl Prepared {
         let precision = ModelPrecision { lora_columns, ..precision(profile, &load, matrices)? };
         let planned = PlannedModel {
             model: folder.display().to_string(),
-            config: weights.config().clone(),
+            config: in_context(weights.config().clone(), options)?,
             precision,
             weights: bytes,
             device: profile.clone(),
@@ -58,6 +60,7 @@ impl Prepared {
             let known = models::shapes::names().collect::<Vec<_>>().join(", ");
             return Err(LoadError::Shape { shape: shape.to_owned(), known });
         };
+        let config = in_context(config, options)?;
         let load = load_options(profile, options, FloatDType::BF16)?;
         let precision = precision(profile, &load, options.quant)?;
         let planned = PlannedModel {
@@ -109,6 +112,12 @@ impl Plan {
         let prepared = Prepared::of_shape(profile, shape, options)?;
         Ok(prepared.planned.checked(workload)?)
     }
+}
+
+/// Returns the model with the context that the options ask for.
+fn in_context(config: DecoderConfig, options: &EngineOptions) -> Result<DecoderConfig, LoadError> {
+    let Some(positions) = options.max_context else { return Ok(config) };
+    config.with_context(positions).map_err(LoadError::Model)
 }
 
 /// Returns the number formats of a model; load options that are made here have a dtype.

@@ -457,6 +457,7 @@ fn yarn_takes_what_its_files_say() {
     };
     let plain = yarn(json!({}));
     assert_eq!(plain.attention_factor, 0.1 * 4f64.ln() + 1.0);
+    assert_eq!(plain.context, Some(32));
     let scaling = |beta_fast, beta_slow, truncate| Scaling::Yarn {
         factor: 4.0,
         beta_fast,

@@ -51,6 +51,8 @@ pub(super) fn common(
     let max_seq = fields.size("max_position_embeddings")?;
     let model = |theta| rope::Model { head_dim, max_seq, theta };
     let rope = defaults.rope_theta.map(|theta| Rope::of_model(fields, model(theta))).transpose()?;
+    let stretched = rope.as_ref().and_then(|rope| rope.context);
+    let max_seq = stretched.map_or(max_seq, |context| context.max(max_seq));
     let layer = Layer { window: None, rope: Some(0), scale: 1.0 / (head_dim as f64).sqrt() };
     Ok(DecoderConfig {
         family,

@@ -5,8 +5,13 @@ use crate::fields::Fields;
 use crate::names::standard;
 use crate::{DecoderConfig, Error, Family};
 
-pub(super) const GEMMA2: Definition =
-    Definition { model_type: "gemma2", read, place: standard, prefixes: &["model."], ignored: &[] };
+pub(super) const GEMMA2: Definition = Definition {
+    model_type: "gemma2",
+    read,
+    place: standard,
+    prefixes: &["model.", ""],
+    ignored: &[],
+};
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let defaults = Defaults { head_dim: Some(256), tie_embeddings: true, ..DEFAULTS };

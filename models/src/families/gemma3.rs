@@ -11,7 +11,7 @@ pub(super) const GEMMA3: Definition = Definition {
     model_type: "gemma3_text",
     read,
     place: standard,
-    prefixes: &["model."],
+    prefixes: &["model.", ""],
     ignored: &[],
 };
 

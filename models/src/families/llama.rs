@@ -9,7 +9,7 @@ pub(super) const LLAMA: Definition = Definition {
     model_type: "llama",
     read,
     place: standard,
-    prefixes: &["model."],
+    prefixes: &["model.", ""],
     ignored: &["layers.{}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"],
 };
 

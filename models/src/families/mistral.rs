@@ -9,7 +9,7 @@ pub(super) const MISTRAL: Definition = Definition {
     model_type: "mistral",
     read,
     place: standard,
-    prefixes: &["model."],
+    prefixes: &["model.", ""],
     ignored: &["layers.{}.self_attn.rotary_emb.inv_freq"],
 };
 

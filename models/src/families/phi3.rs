@@ -9,7 +9,7 @@ pub(super) const PHI3: Definition = Definition {
     model_type: "phi3",
     read,
     place,
-    prefixes: &["model."],
+    prefixes: &["model.", ""],
     ignored: &["layers.{}.self_attn.rotary_emb.inv_freq"],
 };
 

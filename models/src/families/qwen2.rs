@@ -9,7 +9,7 @@ pub(super) const QWEN2: Definition = Definition {
     model_type: "qwen2",
     read,
     place: standard,
-    prefixes: &["model."],
+    prefixes: &["model.", ""],
     ignored: &["layers.{}.self_attn.rotary_emb.inv_freq"],
 };
 

@@ -5,8 +5,13 @@ use crate::fields::Fields;
 use crate::names::standard;
 use crate::{DecoderConfig, Error, Family};
 
-pub(super) const QWEN3: Definition =
-    Definition { model_type: "qwen3", read, place: standard, prefixes: &["model."], ignored: &[] };
+pub(super) const QWEN3: Definition = Definition {
+    model_type: "qwen3",
+    read,
+    place: standard,
+    prefixes: &["model.", ""],
+    ignored: &[],
+};
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let mut config = common(family, fields, Defaults { head_dim: Some(128), ..DEFAULTS })?;

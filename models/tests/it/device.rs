@@ -1,14 +1,14 @@
 //! Decoders on the CPU runtime, against transformers and against themselves.
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions};
+use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions, Weights};
 use ops::{Ctx, QuantizedWeight, Scales, Scheme, WeightFormat};
 
 use reference::nf4::{FourBit, dequantize};
 use reference::{Block, Linear, int8};
 
 use crate::golden::{Golden, golden};
-use crate::{FIXTURES, open};
+use crate::{FIXTURES, fixture, open};
 use suite::decoder::decoder;
 
 /// Of the largest logit.
@@ -82,6 +82,55 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
         let tokens = greedy(&decoder, &mut cache, last, want.len());
         assert_eq!(tokens[0], want, "{name}");
     }
+}
+
+/// A fixture whose config.json says that it has `positions`; its golden sequence is longer.
+fn shortened(name: &str, positions: usize) -> Weights {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let text = std::fs::read_to_string(fixture(name).join("config.json")).expect("readable");
+    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    config["max_position_embeddings"] = positions.into();
+    std::fs::write(folder.path().join("config.json"), config.to_string()).expect("writable");
+    let file = "model.safetensors";
+    std::fs::copy(fixture(name).join(file), folder.path().join(file)).expect("writable");
+    Weights::open(folder.path()).expect("a model")
+}
+
+/// Rope scaling stretches the context by itself, and a caller may ask for more, as transformers has no limit at all.
+#[test]
+fn contexts_past_the_files_count_are_those_of_transformers() {
+    for (name, asked) in [
+        ("qwen2_yarn", None),
+        ("llama_linear_bias", None),
+        ("llama", Some(128)),
+        ("qwen2_yarn", Some(200)),
+        ("gemma2", Some(128)),
+    ] {
+        let weights = shortened(name, 32);
+        let stretched = if asked.is_none() { 128 } else { weights.config().max_seq };
+        assert_eq!(weights.config().context(), Some(stretched), "{name}");
+        let weights = match asked {
+            Some(positions) => weights.with_context(positions).expect("rope turns any"),
+            None => weights,
+        };
+        let Golden { prompt, logits, greedy: want } = golden(name);
+        let need = prompt.len() + want.len();
+        assert!(need > 32, "{need} positions are no more than config.json says");
+        let options = LoadOptions { dtype: Some(FloatDType::F32), ..LoadOptions::default() };
+        let on = Device::cpu();
+        let decoder = Decoder::load(&weights, &on, Ctx::default(), &options, |_| {}).expect("fits");
+        let mut cache = decoder.cache(1, need).expect("in the context");
+        let all = each(&decoder, &mut cache, &prompt);
+        assert!(distance(&all, &logits) <= BAR, "{name}");
+        let last = all[all.len() - decoder.config().vocab..].to_vec();
+        assert_eq!(greedy(&decoder, &mut cache, last, want.len())[0], want, "{name}");
+        let most = asked.unwrap_or(stretched);
+        assert!(decoder.cache(1, most + 1).is_err(), "{name}: past {most}");
+    }
+    let learned = open("gpt2");
+    let most = learned.config().max_seq;
+    let refused = learned.with_context(most + 1).expect_err("no vector").to_string();
+    assert!(refused.contains(&format!("at most {most} positions")), "{refused}");
 }
 
 /// Logits that come some rows at a time are those of a sequence passed at once, of positions that all rotate anew, too.

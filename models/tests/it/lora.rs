@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, Plan, Writer};
 use models::{
     Adaptation, Adapter, Decoder, DecoderConfig, Error, Example, LoadOptions, LoraOptions,
     OnDevice, Recompute, Weights,
@@ -120,7 +120,7 @@ fn adapters_are_those_of_peft() {
                 .map(|id| i64::from_le_bytes(*id) as u32)
                 .collect()
         };
-        let adapter = Adapter::open(&folder, weights.config()).expect("PEFT wrote it");
+        let adapter = Adapter::open(&folder, &weights).expect("PEFT wrote it");
         let options = LoadOptions { dtype: Some(FloatDType::F32), ..LoadOptions::default() };
         let on = |adapter: Option<&Adapter>| {
             let (device, ctx) = (Device::cpu(), Ctx::default());
@@ -168,10 +168,14 @@ fn files_come_back() {
     for name in PEFT {
         let (weights, folder) = (open(name), fixture(name).join("lora"));
         let config = weights.config();
-        let adapter = Adapter::open(&folder, config).expect("PEFT wrote it");
+        let adapter = Adapter::open(&folder, &weights).expect("PEFT wrote it");
         let target = tempfile::tempdir().expect("a folder");
         adapter.write(target.path(), config, name).expect("it is empty");
-        assert_eq!(Adapter::open(target.path(), config).expect("just written"), adapter, "{name}");
+        assert_eq!(
+            Adapter::open(target.path(), &weights).expect("just written"),
+            adapter,
+            "{name}"
+        );
         let [own, theirs] = [target.path(), &folder].map(|folder| {
             let file = Checkpoint::open(folder.join("adapter_model.safetensors")).expect("there");
             file.names()
@@ -190,17 +194,78 @@ fn files_come_back() {
     }
 }
 
+/// Writes a safetensors file again: the tensors that `keep` takes, and more.
+fn rewritten(
+    path: &Path,
+    keep: impl Fn(&str) -> bool,
+    more: &[(String, checkpoint::Tensor<'static>)],
+) {
+    let file = Checkpoint::open(path).expect("a fixture");
+    let owned = |name: &str| {
+        let tensor = file.tensor(name).expect("it has the name");
+        let bytes = tensor.bytes.to_vec();
+        (name.to_owned(), checkpoint::Tensor::new(tensor.dtype, &tensor.shape, bytes))
+    };
+    let mut all: Vec<_> = file.names().filter(|name| keep(name)).map(owned).collect();
+    all.extend(more.iter().cloned());
+    drop(file);
+    let plans = all.iter().map(|(name, own)| Plan::new(name, own.dtype, &own.shape));
+    let mut writer = Writer::create(path, plans.collect::<Vec<_>>()).expect("writable");
+    writer.write_all(&all).expect("writable");
+    writer.finish().expect("writable");
+}
+
+/// PEFT saves the embedding and the head with an adapter where a vocabulary might have grown.
+#[test]
+fn copies_of_the_embedding_in_an_adapter_are_ignored() {
+    let (weights, source) = (open("llama"), fixture("llama").join("lora"));
+    let adapter = Adapter::open(&source, &weights).expect("PEFT wrote it");
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        std::fs::copy(source.join(file), folder.path().join(file)).expect("a fixture");
+    }
+    let copy = |name: &str| {
+        let tensor = weights.checkpoint().tensor(name).expect("the model has it");
+        let bytes = tensor.bytes.to_vec();
+        let own = checkpoint::Tensor::new(tensor.dtype, &tensor.shape, bytes);
+        (format!("base_model.model.{name}"), own)
+    };
+    let mut copies = vec![copy("model.embed_tokens.weight"), copy("lm_head.weight")];
+    let path = folder.path().join("adapter_model.safetensors");
+    rewritten(&path, |_| true, &copies);
+    assert_eq!(Adapter::open(folder.path(), &weights).expect("copies"), adapter);
+    // Another embedding would be another model.
+    let bytes = copies[0].1.bytes.to_mut();
+    bytes[0] ^= 1;
+    rewritten(&path, |name| !name.contains("embed_tokens"), &copies[..1]);
+    let refused = Adapter::open(folder.path(), &weights).expect_err("changed").to_string();
+    assert!(refused.contains("unused: base_model.model.model.embed_tokens.weight"), "{refused}");
+}
+
+/// PEFT has no bound: a rank past those of the matrices changes as much as one of theirs.
+#[test]
+fn a_rank_may_be_past_those_of_the_matrices() {
+    let weights = open("llama");
+    let options = LoraOptions { rank: 96, ..small() };
+    let adapter = adapter(weights.config(), options);
+    assert!(adapter.factors().iter().all(|own| own.n.min(own.k) < 96));
+    let decoder = load("llama", None);
+    let (loss, gradient) =
+        learned(&decoder, &adapter, adapter.values(), &batch("llama"), 1.0, Recompute::Layers);
+    assert!(loss.is_finite() && gradient.iter().any(|slope| *slope != 0.0));
+}
+
 #[test]
 fn adapters_that_are_not_of_a_model_are_refused() {
-    let config = open("llama").config().clone();
-    let opened = |edit: &dyn Fn(&Path), config: &DecoderConfig| {
+    let weights = open("llama");
+    let opened = |edit: &dyn Fn(&Path), weights: &Weights| {
         let folder = tempfile::tempdir().expect("a folder");
         for file in ["adapter_config.json", "adapter_model.safetensors"] {
             let from = fixture("llama").join("lora").join(file);
             std::fs::copy(from, folder.path().join(file)).expect("a fixture");
         }
         edit(folder.path());
-        Adapter::open(folder.path(), config).expect_err("refused").to_string()
+        Adapter::open(folder.path(), weights).expect_err("refused").to_string()
     };
     let field = |field: &str, value: Value| {
         let edit = move |folder: &Path| {
@@ -210,7 +275,7 @@ fn adapters_that_are_not_of_a_model_are_refused() {
             json[field] = value.clone();
             std::fs::write(&path, json.to_string()).expect("it is ours");
         };
-        opened(&edit, &config)
+        opened(&edit, &weights)
     };
     assert!(field("peft_type", json!("IA3")).contains("`peft_type` is \"IA3\""));
     assert!(field("use_dora", json!(true)).contains("`use_dora` is true"));
@@ -221,7 +286,7 @@ fn adapters_that_are_not_of_a_model_are_refused() {
     let gone = |file: &'static str| {
         opened(
             &move |folder: &Path| std::fs::remove_file(folder.join(file)).expect("there"),
-            &config,
+            &weights,
         )
     };
     assert!(gone("adapter_config.json").starts_with("cannot read"));
@@ -231,9 +296,15 @@ fn adapters_that_are_not_of_a_model_are_refused() {
         let bytes = std::fs::read(&path).expect("a fixture");
         std::fs::write(&path, &bytes[..bytes.len() - 1]).expect("it is ours");
     };
-    assert!(opened(&cut, &config).contains("is not a safetensors file"));
+    assert!(opened(&cut, &weights).contains("is not a safetensors file"));
+    // Of the layers that its configuration names, one has no factors.
+    let fewer = |folder: &Path| {
+        let only = |name: &str| !name.contains(".layers.1.");
+        rewritten(&folder.join("adapter_model.safetensors"), only, &[]);
+    };
+    assert!(opened(&fewer, &weights).contains("14 missing, 0 unused, 0 wrong"));
     // Of another model: as wide, and of other names.
-    let other = open("phi3").config().clone();
+    let other = open("phi3");
     assert!(
         opened(&|_| {}, &other).contains("unused: base_model.model.model.layers.0.mlp.gate_proj")
     );
@@ -390,9 +461,9 @@ fn a_batch_that_teaches_nothing_is_refused() {
     }
     assert!(refused(&[one(&[3, 9999], 0)]).contains("token 9999"));
     assert!(refused(&[one(&[3; 129], 0)]).contains("129 positions"));
-    for (rank, alpha) in [(0, 8.0), (33, 8.0), (4, f64::NAN)] {
+    for (rank, alpha) in [(0, 8.0), ((1 << 16) + 1, 8.0), (4, f64::NAN)] {
         let options = LoraOptions { rank, alpha, ..LoraOptions::default() };
         let refused = Adapter::new(decoder.config(), options, 0).expect_err("no adapter");
-        assert!(matches!(refused, Error::Rank { most: 32, .. }), "{refused}");
+        assert!(matches!(refused, Error::Rank { most: 65_536, .. }), "{refused}");
     }
 }

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use checkpoint::{Checkpoint, Weight};
-use models::{Family, Part, Side, Slot};
+use checkpoint::{Checkpoint, Plan, Weight, Writer};
+use models::{Family, Part, Side, Slot, Weights};
 
 use crate::{FIXTURES, fixture, open};
 use suite::decoder::values;
@@ -32,6 +32,35 @@ fn fused_tensors_are_cut_without_gaps() {
         }
         let unique: BTreeSet<_> = params.iter().map(|param| (param.slot, param.side)).collect();
         assert_eq!(unique.len(), params.len());
+    }
+}
+
+/// AutoModel saves a decoder without a head, and without what stands before its names.
+#[test]
+fn names_may_lack_the_prefix() {
+    let whole = open("qwen3");
+    assert!(whole.config().tie_embeddings, "a head would be missing");
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::copy(fixture("qwen3").join("config.json"), folder.path().join("config.json"))
+        .expect("a fixture");
+    let file = whole.checkpoint();
+    let short = |name: &str| name.strip_prefix("model.").map(str::to_owned);
+    let all: Vec<_> = file
+        .names()
+        .filter_map(|name| Some((short(name)?, file.tensor(name).expect("it has the name"))))
+        .collect();
+    let plans = all.iter().map(|(name, own)| Plan::new(name, own.dtype, &own.shape));
+    let path = folder.path().join("model.safetensors");
+    let mut writer = Writer::create(&path, plans.collect::<Vec<_>>()).expect("writable");
+    writer.write_all(&all).expect("writable");
+    writer.finish().expect("writable");
+    let bare = Weights::open(folder.path()).expect("the same model");
+    for param in whole.config().params().iter().filter(|param| param.side == Side::Weight) {
+        let of = |weights: &Weights| {
+            let weight = weights.weight(param.slot).expect("there");
+            weight.dense().expect("no codes").bytes.to_vec()
+        };
+        assert!(of(&whole) == of(&bare), "{}", param.name);
     }
 }
 

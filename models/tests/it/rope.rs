@@ -77,7 +77,7 @@ proptest! {
         attention_factor in 0.5..2.0f64,
         seq in 1usize..6000,
     ) {
-        let rope = Rope { theta, dim: 16, scaling, attention_factor };
+        let rope = Rope { theta, dim: 16, scaling, attention_factor, context: None };
         let position = seq - 1;
         for (pair, frequency) in rope.frequencies(seq).into_iter().enumerate() {
             let [x, y] = turned_frequency(&rope, pair, position, seq);

@@ -331,6 +331,7 @@ fn the_command_refuses_what_is_wrong() {
     let shards = copy("shards", &|to| {
         let index = "model.safetensors.index.json";
         fs::copy(fixture("llama_sharded").join(index), to.join(index)).expect("copied");
+        fs::remove_file(to.join("model.safetensors")).expect("there");
     });
     let bare = copy("bare", &|to| fs::remove_file(to.join("model.safetensors")).expect("there"));
     let (none, good) = (folder.path().join("none"), fixture("llama"));
@@ -350,7 +351,16 @@ fn the_command_refuses_what_is_wrong() {
     refused(&family, &one, "\nhint: a model of one of these families");
     refused(&cut, &one, "\nhint: the file is cut or damaged");
     refused(&tokenizer, &one, "the model a vocabulary of");
-    refused(&eos, &one, "`eos_token_id` is 160, past the vocabulary, which has 160");
+    // A token that cannot be sampled ends nothing, and is no reason to refuse a model.
+    let path = eos.to_str().expect("UTF-8");
+    let out = flashover(&["plan", "--model", path, "--backend", "cpu"]);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let more = ["--max-new-tokens", "2"];
+    let args = [&["generate", "--model", path, "--backend", "cpu"], &one[..], &more].concat();
+    let out = flashover(&args);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{said}");
+    assert!(said.contains("eos_token_id 160 is past the vocabulary, which has 160"), "{said}");
     refused(&beams, &one, "`num_beams` is 4, which is not supported; known: 1\nhint: ");
     refused(&good, &["--tokens", "1,x"], "`x` is no token id\nhint: numbers with commas");
     refused(
@@ -369,6 +379,15 @@ fn the_command_refuses_what_is_wrong() {
     refused(&good, &["--prompt-file", "/dev/zero"], "/dev/zero: it has more than 64 MiB\nhint: ");
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
+    refused(&fixture("gpt2"), &["--tokens", "1", "--max-context", "9999"], "a vector for each");
+    // Rope turns any position; the caller is told that training saw fewer.
+    let long = ["1"; 600].join(",");
+    let path = good.to_str().expect("UTF-8");
+    let args = ["generate", "--model", path, "--backend", "cpu", "--tokens", &long];
+    let out = flashover(&[&args[..], &["--max-new-tokens", "1", "--max-context", "700"]].concat());
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{said}");
+    assert!(said.contains("warning: the model was made for 128 positions"), "{said}");
     refused(
         &good,
         &["--tokens", "1", "--completions", "9", "--memory-limit", "1MiB"],

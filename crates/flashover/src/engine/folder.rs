@@ -47,13 +47,22 @@ impl ModelFolder {
         let folder = folder.as_ref();
         let weights = Weights::open(folder).map_err(LoadError::Folder)?;
         let config = weights.config().clone();
-        let generation = GenerationConfig::open(folder)
-            .and_then(|generation| generation.for_vocab(config.vocab));
-        let generation = generation.map_err(LoadError::Folder)?;
+        let generation = GenerationConfig::open(folder).map_err(LoadError::Folder)?;
+        let generation = generation.for_vocab(config.vocab);
         let tokenizer = Tokenizer::of_model(folder, config.vocab)?;
         let (folder, template) = (folder.to_owned(), OnceLock::new());
         let reader = Reader { folder, config, generation, tokenizer, template };
         Ok(Self { weights, reader, adapter: None, adapter_folder: None })
+    }
+
+    /// The same for sequences of up to `positions`, also past those that config.json says.
+    ///
+    /// # Errors
+    /// [`LoadError::Folder`] where the model has learned a vector for each position, and fewer.
+    pub fn with_max_context(mut self, positions: usize) -> Result<Self, LoadError> {
+        self.weights = self.weights.with_context(positions).map_err(LoadError::Folder)?;
+        self.reader.config = self.weights.config().clone();
+        Ok(self)
     }
 
     /// The same with an adapter of PEFT's, which becomes part of dense matrices when they are loaded, and stays beside those
@@ -95,7 +104,7 @@ impl ModelFolder {
     /// # Errors
     /// [`LoadError::Folder`] for what is no adapter of this model.
     pub fn adapter(&self, folder: impl AsRef<Path>) -> Result<Adapter, LoadError> {
-        Adapter::open(folder, self.weights.config()).map_err(LoadError::Folder)
+        Adapter::open(folder, &self.weights).map_err(LoadError::Folder)
     }
 
     /// What the model computes, as its config.json has it.

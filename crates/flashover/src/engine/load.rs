@@ -79,6 +79,10 @@ impl Engine {
         options: &EngineOptions,
         mut progress: impl FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
+        let folder = match options.max_context {
+            Some(positions) => folder.with_max_context(positions)?,
+            None => folder,
+        };
         let ModelFolder { weights, reader, adapter, .. } = folder;
         let adapter = adapter.as_ref();
         let (profile, own) = (device.profile(), &reader.folder);

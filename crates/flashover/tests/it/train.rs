@@ -46,7 +46,7 @@ fn losses_are_those_of_peft() {
             from: from[row] as usize,
         };
         let weights = Weights::open(fixture(name)).expect("a fixture");
-        let adapter = Adapter::open(&folder, weights.config()).expect("PEFT wrote it");
+        let adapter = Adapter::open(&folder, &weights).expect("PEFT wrote it");
         let options = TrainOptions { weight_decay: 0.01, ..options(4, 1e-2) };
         // Two batches are as one, and so is what is kept as what is computed again.
         for (batches, recompute) in [
