@@ -18,7 +18,7 @@ use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, loaded};
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// A text, or a .jsonl with {"text"}, {"prompt", "completion"} or {"messages"} on each line
+    /// A text, or a .jsonl or .ndjson with {"text"}, {"prompt", "completion"} or {"messages"} on each line
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
     /// The same, which is not learned: its loss is told before and after

@@ -94,6 +94,12 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     refused(&["--data", &path("cut.jsonl")], "line 1 is no JSON: EOF");
     fs::write(path("list.json"), "[]").expect("written");
     refused(&["--data", &path("list.json")], "is no .jsonl\nhint: ");
+    for name in ["table.csv", "table.TSV", "table.parquet"] {
+        fs::write(path(name), "text\nOne day a dog ran.\n").expect("written");
+        refused(&["--data", &path(name)], "is no .jsonl\nhint: ");
+    }
+    fs::write(path("bad.ndjson"), "{\"question\": 1}\n").expect("written");
+    refused(&["--data", &path("bad.ndjson")], "line 1 has fields (question) or values");
     refused(&["--data", "/dev/zero"], "it is no file\nhint: ");
     let with = |more: &[&str], why: &str| refused(&[&["--data", &data], more].concat(), why);
     with(&["--learning-rate", "-1"], "learning rate is -1\nhint: ");

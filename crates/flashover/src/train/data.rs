@@ -35,9 +35,13 @@ pub enum DatasetError {
         /// As the system says.
         why: io::Error,
     },
-    /// A `.json`, where one example a line was expected.
-    #[error("{} is no .jsonl\nhint: one example a line, in a file whose name ends in .jsonl", .0.display())]
-    Json(PathBuf),
+    /// A table or a JSON document, where a text or one example a line was expected.
+    #[error(
+        "{} is no .jsonl\nhint: one example a line, as JSON, in a file whose name ends in .jsonl or .ndjson; \
+         a text has another ending, such as .txt",
+        .0.display()
+    )]
+    Format(PathBuf),
     /// A line that is no example.
     #[error(
         "{}: line {line} {why}\nhint: {{\"text\": ..}}, {{\"prompt\": .., \"completion\": ..}} or {{\"messages\": [..]}}",
@@ -95,10 +99,15 @@ impl Line {
     }
 }
 
+/// Extensions of files with one example a line.
+const LINES: [&str; 2] = ["jsonl", "ndjson"];
+/// Extensions of files with examples that are not read, and would make no sense as a text.
+const REFUSED: [&str; 5] = ["json", "csv", "tsv", "parquet", "arrow"];
+
 impl Dataset {
-    /// Reads a file: a `.jsonl` has one example a line, of which a prompt, or all messages but the last, are read and
-    /// not learned; any other file is one text, learned in pieces of `context` tokens. Where the model has a token that
-    /// ends a text, an example ends with it, as far as it is not cut.
+    /// Reads a file: a `.jsonl` or `.ndjson` has one example a line, of which a prompt, or all messages but the last, are
+    /// read and not learned; a text has any other ending and is learned in pieces of `context` tokens.
+    /// Where the model has a token that ends a text, an example ends with it, as far as it is not cut.
     ///
     /// # Errors
     /// [`DatasetError`].
@@ -113,14 +122,17 @@ impl Dataset {
         if fs::metadata(path).is_ok_and(|meta| !meta.is_file()) {
             return Err(read(io::Error::other("it is no file")));
         }
+        let is = |names: &[&str]| {
+            let own = path.extension().unwrap_or_default();
+            names.iter().any(|name| own.eq_ignore_ascii_case(name))
+        };
+        if is(&REFUSED) && path.exists() {
+            return Err(DatasetError::Format(path.to_owned()));
+        }
         let text = fs::read_to_string(path).map_err(read)?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0 };
-        let is = |name: &str| path.extension().is_some_and(|own| own.eq_ignore_ascii_case(name));
-        if is("json") {
-            return Err(DatasetError::Json(path.to_owned()));
-        }
-        if is("jsonl") {
+        if is(&LINES) {
             for (index, line) in
                 text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
             {
