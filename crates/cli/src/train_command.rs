@@ -233,9 +233,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
         let step = Stopwatch::start();
         let batches = data.micro_batches(trainer.done(), batch, accumulate, args.seed);
-        ended = trainer.step(&batches).map(|taught| {
-            learned += taught.tokens;
-            told(&taught, steps, step.elapsed().as_secs_f64());
+        ended = trainer.step_while(batches, || !interrupt::came()).map(|taught| {
+            if let Some(taught) = taught {
+                learned += taught.tokens;
+                told(&taught, steps, step.elapsed().as_secs_f64());
+            }
         });
     }
     let seconds = begin.elapsed().as_secs_f64();
@@ -252,12 +254,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let traced = tracing.finish(trainer.engine());
     ended?;
     traced?;
+    let after = loss(&mut trainer, held_out.as_ref(), batch)?;
     if interrupt::came() {
         let (done, output) = (trainer.done(), output.display());
         let steps = command::count(done, "step");
         return Err(Stopped(format!("stopped after {steps}; the adapter is in {output}")).into());
     }
-    if let (Some(before), Some(after)) = (before, loss(&mut trainer, held_out.as_ref(), batch)?) {
+    if let (Some(before), Some(after)) = (before, after) {
         command::note!("held out: loss {before:.4} before, {after:.4} after");
     }
     command::note!(
@@ -279,11 +282,14 @@ fn told(taught: &Taught, steps: usize, seconds: f64) {
     );
 }
 
-/// The mean over all tokens of examples that are not learned.
+/// Returns the mean over all tokens of examples that are not learned; none where a signal came.
 fn loss(trainer: &mut Trainer, of: Option<&Dataset>, batch: usize) -> anyhow::Result<Option<f64>> {
     let Some(of) = of else { return Ok(None) };
     let (mut sum, mut all) = (0.0, 0);
     for part in of.examples.chunks(batch) {
+        if interrupt::came() {
+            return Ok(None);
+        }
         let (loss, tokens) = trainer.loss(part)?;
         sum += loss * tokens as f64;
         all += tokens;

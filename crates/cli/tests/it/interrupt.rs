@@ -66,6 +66,38 @@ fn a_file_that_is_shortened_is_named() {
     assert!(said.contains("error: a file changed while it was read\nhint: "), "{said}");
 }
 
+/// A step may have billions of micro-batches.
+#[test]
+fn ctrl_c_ends_a_step_between_its_micro_batches() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().join("data.txt");
+    std::fs::write(&data, "One day a dog ran. ".repeat(20)).expect("written");
+    for accumulate in ["1000000", "4294967295"] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
+            .args(["train", "--backend", "cpu", "-c", "8", "-b", "1", "--accumulate", accumulate])
+            .arg("--model")
+            .arg(demo())
+            .arg("--data")
+            .arg(&data)
+            .arg("--output")
+            .arg(folder.path().join("adapter"))
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let mut said =
+            BufReader::new(child.stderr.take().expect("piped")).lines().map_while(Result::ok);
+        let begun = said.find(|line| line.contains(&format!("; 1 step of 1 times {accumulate} ")));
+        assert!(begun.is_some(), "{accumulate}");
+        // It listens from here on, and is within the step.
+        thread::sleep(Duration::from_secs(2));
+        send(Signal::SIGINT, &child);
+        let said: Vec<String> = said.collect();
+        assert_eq!(child.wait().expect("it ends").code(), Some(130), "{said:?}");
+        let stopped = "stopped after 0 steps; the adapter is in ";
+        assert!(said.iter().any(|line| line.contains(stopped)), "{said:?}");
+    }
+}
+
 #[test]
 fn a_reader_that_goes_away_leaves_a_trace() {
     let folder = tempfile::tempdir().expect("a folder");

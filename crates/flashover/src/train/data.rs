@@ -170,31 +170,35 @@ impl Dataset {
         self.examples.push(example);
     }
 
-    /// The examples of a step, as micro-batches: each epoch has all of them once, in an order of its own.
+    /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once, in an order of its own.
     pub fn micro_batches(
         &self,
         step: usize,
         batch: usize,
         accumulate: usize,
         seed: u64,
-    ) -> Vec<Vec<Example>> {
-        let (all, each) = (self.examples.len(), batch * accumulate);
-        let mut order: (Option<usize>, Vec<usize>) = (None, Vec::new());
-        let mut picked = (step * each..(step + 1) * each).map(|at| {
-            let epoch = at / all;
-            if order.0 != Some(epoch) {
-                order = (Some(epoch), shuffled(all, seed, epoch));
+    ) -> impl Iterator<Item = Vec<&Example>> + Clone {
+        let all = self.examples.len();
+        // Three numbers of 32 bits are past 64.
+        let begin = step as u128 * batch as u128 * accumulate as u128;
+        let (mut epoch, mut at) = ((begin / all as u128) as u64, (begin % all as u128) as usize);
+        let mut order = shuffled(all, seed, epoch);
+        let mut next = move || {
+            if at == all {
+                (epoch, at) = (epoch + 1, 0);
+                order = shuffled(all, seed, epoch);
             }
-            self.examples[order.1[at % all]].clone()
-        });
-        (0..accumulate).map(|_| picked.by_ref().take(batch).collect()).collect()
+            at += 1;
+            &self.examples[order[at - 1]]
+        };
+        (0..accumulate).map(move |_| (0..batch).map(|_| next()).collect())
     }
 }
 
 /// 0 to `len`, by Fisher and Yates.
-fn shuffled(len: usize, seed: u64, epoch: usize) -> Vec<usize> {
+fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
-    random.set_stream(epoch as u64);
+    random.set_stream(epoch);
     let mut order: Vec<usize> = (0..len).collect();
     for last in (1..len).rev() {
         // As even as 64 bits over the count are.
@@ -244,7 +248,7 @@ mod tests {
             (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
         let data = Dataset { examples, cut: 0, left_out: 0 };
         let ids = |step| -> Vec<u32> {
-            let batches = data.micro_batches(step, 2, 3, 7);
+            let batches: Vec<_> = data.micro_batches(step, 2, 3, 7).collect();
             assert!(batches.len() == 3 && batches.iter().all(|batch| batch.len() == 2));
             batches.iter().flatten().map(|example| example.tokens[0]).collect()
         };
@@ -256,5 +260,15 @@ mod tests {
         }
         assert!(all[..10] != all[10..20], "{all:?}");
         assert_eq!(ids(1), ids(1));
+    }
+
+    #[test]
+    fn a_step_of_many_micro_batches_is_made_as_it_goes() {
+        let examples = (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
+        let data = Dataset { examples, cut: 0, left_out: 0 };
+        let most = u32::MAX as usize;
+        let mut batches = data.micro_batches(most, 4, most, 7);
+        assert!(batches.next().is_some_and(|batch| batch.len() == 4));
+        assert_eq!(batches.size_hint().0, most - 1);
     }
 }

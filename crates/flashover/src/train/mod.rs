@@ -141,15 +141,13 @@ impl Trainer {
     /// # Errors
     /// [`PlanError::Model`] for sequences longer than the model's.
     pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<Plan, PlanError> {
-        self.engine.plan_without(self.grant.as_ref(), self.workload(micro_batches))
+        let mut size = StepSize::default();
+        micro_batches.iter().for_each(|batch| size.add(batch));
+        self.engine.plan_without(self.grant.as_ref(), self.workload(&size))
     }
 
-    fn workload(&self, micro_batches: &[Vec<Example>]) -> Workload {
-        let longest = |of: fn(&Vec<Example>) -> usize| micro_batches.iter().map(of).max();
-        let tokens = |batch: &Vec<Example>| batch.iter().map(|own| own.tokens.len()).max();
-        let batch = longest(Vec::len).unwrap_or(0).max(1);
-        let context = micro_batches.iter().filter_map(tokens).max().unwrap_or(0).max(1);
-        self.trained(batch, context, micro_batches.len() > 1)
+    fn workload(&self, size: &StepSize) -> Workload {
+        self.trained(size.batch.max(1), size.context.max(1), size.micro_batches > 1)
     }
 
     fn trained(&self, batch: usize, context: usize, accumulates: bool) -> Workload {
@@ -226,21 +224,50 @@ impl Trainer {
     /// # Panics
     /// Where the backward pass of an op fails.
     pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<Taught, TrainError> {
+        let all = micro_batches.iter().map(|batch| batch.iter().collect());
+        Ok(self.step_while(all, || true)?.expect("nothing stops it"))
+    }
+
+    /// Takes a step as [`Trainer::step`] does, with micro-batches that are made one at a time: memory does not depend on
+    /// their number. Calls `goes_on` before each; if it returns false, the step is given up: nothing changes, and
+    /// the result is None.
+    ///
+    /// # Errors
+    /// As [`Trainer::step`].
+    ///
+    /// # Panics
+    /// As [`Trainer::step`].
+    pub fn step_while<'a>(
+        &mut self,
+        micro_batches: impl Iterator<Item = Vec<&'a Example>> + Clone,
+        goes_on: impl Fn() -> bool,
+    ) -> Result<Option<Taught>, TrainError> {
         let _first = trace::first(|| "train step");
         let _step = trace::span(|| format!("train step {}", self.done + 1));
         self.engine.note_memory();
-        self.reserve(self.workload(micro_batches))?;
+        let mut size = StepSize::default();
+        for batch in micro_batches.clone() {
+            if !goes_on() {
+                return Ok(None);
+            }
+            size.add(batch);
+        }
+        self.reserve(self.workload(&size))?;
         let values = self.values();
-        let tokens: usize = micro_batches.iter().flatten().map(Example::learned).sum();
+        let tokens = size.tokens;
         let scale = self.scale.now();
         let weight = scale / tokens.max(1) as f64;
         let (mut loss, mut gradient) = (None, None);
         for batch in micro_batches {
+            if !goes_on() {
+                return Ok(None);
+            }
+            let batch: Vec<Example> = batch.into_iter().cloned().collect();
             let learned = {
                 let (options, factors) = (self.adapter.options(), self.adapter.factors());
                 let adaptation = Adaptation { options, factors, values: &values };
                 let decoder = self.engine.decoder();
-                decoder.learn(adaptation, batch, weight, self.options.recompute)?
+                decoder.learn(adaptation, &batch, weight, self.options.recompute)?
             };
             let _at_work = ops::at_work();
             loss = Some(plus(loss, learned.loss));
@@ -261,7 +288,7 @@ impl Trainer {
         let taught =
             |skipped| Taught { step, loss, tokens, gradient: length, learning_rate, skipped };
         if !self.scale.took(length.is_finite()) {
-            return Ok(taught(true));
+            return Ok(Some(taught(true)));
         }
         if !loss.is_finite() || !length.is_finite() {
             return Err(TrainError::Diverged { step });
@@ -269,7 +296,7 @@ impl Trainer {
         self.take(values, gradient, length, learning_rate);
         self.done = step;
         self.engine.note_memory();
-        Ok(taught(false))
+        Ok(Some(taught(false)))
     }
 
     /// AdamW on a gradient of this length.
@@ -302,7 +329,9 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::step`].
     pub fn loss(&mut self, batch: &[Example]) -> Result<(f64, usize), TrainError> {
-        self.reserve(self.workload(&[batch.to_vec()]))?;
+        let mut size = StepSize::default();
+        size.add(batch);
+        self.reserve(self.workload(&size))?;
         let values = self.values();
         let (options, factors) = (self.adapter.options(), self.adapter.factors());
         let adaptation = Adaptation { options, factors, values: &values };
@@ -337,6 +366,31 @@ impl Trainer {
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), TrainError> {
         let model = self.engine.folder().display().to_string();
         Ok(self.adapter()?.write(folder, self.engine.config(), &model)?)
+    }
+}
+
+/// Size of a step.
+#[derive(Default)]
+struct StepSize {
+    micro_batches: usize,
+    /// Examples of the largest micro-batch.
+    batch: usize,
+    /// Tokens of the longest example.
+    context: usize,
+    /// Tokens that are learned.
+    tokens: usize,
+}
+
+impl StepSize {
+    fn add<'a>(&mut self, batch: impl IntoIterator<Item = &'a Example>) {
+        self.micro_batches += 1;
+        let mut examples = 0;
+        for example in batch {
+            examples += 1;
+            self.context = self.context.max(example.tokens.len());
+            self.tokens += example.learned();
+        }
+        self.batch = self.batch.max(examples);
     }
 }
 
