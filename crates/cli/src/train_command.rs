@@ -225,6 +225,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         command::count(steps, "step"),
         if accumulate > 1 { format!(" times {accumulate}") } else { String::new() },
     );
+    if data.diverged > 0 {
+        command::note!(
+            "note: in {} the prompt's last tokens are others with the completion behind them; those are learned",
+            command::count(data.diverged, "example")
+        );
+    }
     let before = loss(&mut trainer, held_out.as_ref(), batch)?;
     let tracing = Tracing::start(file, trainer.engine())?;
     let (begin, mut learned) = (Stopwatch::start(), 0);

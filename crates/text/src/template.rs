@@ -121,13 +121,8 @@ impl ChatTemplate {
                 json::<Config>(&folder.join("chat_template.json"))?.and_then(|c| c.chat_template)
             }
         };
-        let special = SpecialTokens {
-            bos: config.bos_token.map(Token::text),
-            eos: config.eos_token.map(Token::text),
-            pad: config.pad_token.map(Token::text),
-            unk: config.unk_token.map(Token::text),
-        };
-        match of_file.or(config.chat_template) {
+        let (own, special) = config.parts();
+        match of_file.or(own) {
             Some(templates) => Self::named(templates.named(), special).map(Some),
             None => Ok(None),
         }
@@ -198,6 +193,30 @@ impl ChatTemplate {
     fn choice<'a>(&self, prompt: &'a Prompt) -> &'a str {
         let tools = prompt.tools.is_some() && self.names.iter().any(|name| name == TOOL_USE);
         prompt.template.as_deref().unwrap_or(if tools { TOOL_USE } else { DEFAULT })
+    }
+}
+
+impl SpecialTokens {
+    /// Reads the tokens that `tokenizer_config.json` names; none where a folder has no such file.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::Config`].
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
+        let config: Option<Config> = json(&folder.as_ref().join("tokenizer_config.json"))?;
+        Ok(config.unwrap_or_default().parts().1)
+    }
+}
+
+impl Config {
+    fn parts(self) -> (Option<Templates>, SpecialTokens) {
+        let text = |token: Option<Token>| token.map(Token::text);
+        let special = SpecialTokens {
+            bos: text(self.bos_token),
+            eos: text(self.eos_token),
+            pad: text(self.pad_token),
+            unk: text(self.unk_token),
+        };
+        (self.chat_template, special)
     }
 }
 

@@ -3,7 +3,7 @@ use std::sync::OnceLock;
 
 use arch::ArchProfile;
 use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, Weights, Workload};
-use text::{ChatTemplate, Message, Prompt, Tokenizer};
+use text::{ChatTemplate, Message, Prompt, SpecialTokens, Tokenizer};
 
 use super::error::GenerateError;
 use super::request::Request;
@@ -153,6 +153,15 @@ impl ModelFolder {
     /// The tokens of a text that goes on, without what the tokenizer puts around one.
     pub(crate) fn encode_more(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
         Ok(self.reader.tokenizer()?.encode(text, false)?)
+    }
+
+    /// Returns the token that ends a text to learn: the tokenizer's EOS, or generation_config's first if it names none.
+    pub(crate) fn eos(&self) -> Result<Option<u32>, GenerateError> {
+        let tokenizer = self.reader.tokenizer()?;
+        let named =
+            SpecialTokens::open(&self.reader.folder)?.eos.and_then(|eos| tokenizer.id(&eos));
+        let named = named.filter(|id| (*id as usize) < self.reader.config.vocab);
+        Ok(named.or_else(|| self.reader.generation.eos.first().copied()))
     }
 
     /// What the model's chat template makes of messages.

@@ -10,6 +10,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::Deserialize;
 use serde_json::Value;
 use text::{Message, Prompt};
+use time::OffsetDateTime;
 
 use crate::engine::{GenerateError, ModelFolder};
 
@@ -22,6 +23,8 @@ pub struct Dataset {
     pub cut: usize,
     /// So many had nothing to learn within the context, and are left out.
     pub left_out: usize,
+    /// Number of examples whose prompt by itself ends in other tokens than in front of its completion.
+    pub diverged: usize,
 }
 
 /// Why a file has no examples.
@@ -107,7 +110,10 @@ const REFUSED: [&str; 5] = ["json", "csv", "tsv", "parquet", "arrow"];
 impl Dataset {
     /// Reads a file: a `.jsonl` or `.ndjson` has one example a line, of which a prompt, or all messages but the last, are
     /// read and not learned; a text has any other ending and is learned in pieces of `context` tokens.
-    /// Where the model has a token that ends a text, an example ends with it, as far as it is not cut.
+    ///
+    /// A line is encoded as a whole, and learned from its first token that differs from those of its prompt alone, as
+    /// trl does. A text or a completion ends with the tokenizer's EOS, or generation_config's if it names none. BOS and
+    /// EOS that the line already has are not repeated.
     ///
     /// # Errors
     /// [`DatasetError`].
@@ -131,7 +137,8 @@ impl Dataset {
         }
         let text = fs::read_to_string(path).map_err(read)?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0 };
+        let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0, diverged: 0 };
+        let encoder = Encoder::new(folder)?;
         if is(&LINES) {
             for (index, line) in
                 text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
@@ -142,15 +149,15 @@ impl Dataset {
                     why,
                 };
                 let line = Line::read(line).map_err(bad)?;
-                let example = line.example(folder)?.ok_or_else(|| {
+                let (example, diverged) = line.example(&encoder)?.ok_or_else(|| {
                     bad("has messages whose template does not put the answer last".to_owned())
                 })?;
-                all.add(example, context);
+                all.add(example, diverged, context);
             }
         } else {
-            let tokens = folder.encode(text)?;
+            let tokens = encoder.whole(text)?;
             for piece in tokens.chunks(context.max(1)) {
-                all.add(Example { tokens: piece.to_vec(), from: 0 }, context);
+                all.add(Example { tokens: piece.to_vec(), from: 0 }, false, context);
             }
         }
         match all.examples.is_empty() {
@@ -159,7 +166,7 @@ impl Dataset {
         }
     }
 
-    fn add(&mut self, mut example: Example, context: usize) {
+    fn add(&mut self, mut example: Example, diverged: bool, context: usize) {
         let long = example.tokens.len() > context;
         example.tokens.truncate(context);
         if example.learned() == 0 {
@@ -167,6 +174,7 @@ impl Dataset {
             return;
         }
         self.cut += usize::from(long);
+        self.diverged += usize::from(diverged);
         self.examples.push(example);
     }
 
@@ -208,33 +216,102 @@ fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
 }
 
 impl Line {
-    /// None for a conversation whose text does not begin with the text of its question.
-    fn example(self, folder: &ModelFolder) -> Result<Option<Example>, GenerateError> {
-        let ends = |mut tokens: Vec<u32>| {
-            tokens.extend(folder.request().eos.first());
-            tokens
-        };
+    /// Returns an example, and whether its prompt diverges. None for messages that do not end with an answer.
+    fn example(self, encoder: &Encoder) -> Result<Option<(Example, bool)>, GenerateError> {
         Ok(Some(match self {
-            Self::Text { text } => Example { tokens: ends(folder.encode(&text)?), from: 0 },
+            Self::Text { text } => (Example { tokens: encoder.ended(&text)?, from: 0 }, false),
             Self::Pair { prompt, completion } => {
-                let mut tokens = folder.encode(&prompt)?;
-                let from = tokens.len();
-                tokens.extend(folder.encode_more(&completion)?);
-                Example { tokens: ends(tokens), from }
+                let whole = encoder.ended(&format!("{prompt}{completion}"))?;
+                after(&encoder.begun(&prompt)?, whole)
             }
             Self::Chat { messages } => {
                 let messages: Vec<Message> =
                     messages.iter().map(|own| Message::new(&own.role, &own.content)).collect();
-                let Some((_, asked)) = messages.split_last() else { return Ok(None) };
-                let whole = Prompt { add_generation_prompt: false, ..Prompt::of(&messages) };
-                let (asked, whole) = (folder.render(&Prompt::of(asked))?, folder.render(&whole)?);
-                let Some(answer) = whole.strip_prefix(&asked) else { return Ok(None) };
-                let mut tokens = folder.encode_more(&asked)?;
-                let from = tokens.len();
-                tokens.extend(folder.encode_more(answer)?);
-                Example { tokens, from }
+                let Some((answer, asked)) = messages.split_last() else { return Ok(None) };
+                let folder = encoder.folder;
+                // One time for both, which may show it.
+                let now = Some(OffsetDateTime::now_utc());
+                let asked = folder.render(&Prompt { now, ..Prompt::of(asked) })?;
+                let whole = Prompt { add_generation_prompt: false, now, ..Prompt::of(&messages) };
+                let whole = folder.render(&whole)?;
+                let answers = answer.role == "assistant" || whole.starts_with(&asked);
+                let (asked, whole) = (folder.encode_more(&asked)?, folder.encode_more(&whole)?);
+                let (example, diverged) = after(&asked, whole);
+                if !answers || (diverged && example.from == example.tokens.len()) {
+                    return Ok(None);
+                }
+                (example, diverged)
             }
         }))
+    }
+}
+
+/// Returns what follows a prompt as an example, and whether the whole has other tokens at the end of the prompt.
+fn after(prompt: &[u32], tokens: Vec<u32>) -> (Example, bool) {
+    let from = prompt.iter().zip(&tokens).take_while(|(own, other)| own == other).count();
+    (Example { tokens, from }, from < prompt.len())
+}
+
+/// Encoder of training texts.
+struct Encoder<'a> {
+    folder: &'a ModelFolder,
+    /// Tokens that the tokenizer puts in front of a text.
+    prefix: Vec<u32>,
+    /// Tokens that it puts after one.
+    suffix: Vec<u32>,
+    /// Last token of a text or a completion.
+    eos: Option<u32>,
+}
+
+impl<'a> Encoder<'a> {
+    fn new(folder: &'a ModelFolder) -> Result<Self, GenerateError> {
+        const PROBE: &str = "Hello";
+        // A tokenizer may lack these letters; what it puts around nothing then counts as the prefix.
+        let plain = folder.encode_more(PROBE).unwrap_or_default();
+        let mut prefix = folder.encode(if plain.is_empty() { "" } else { PROBE })?;
+        let begin = prefix.windows(plain.len().max(1)).position(|own| own == plain);
+        let suffix = match begin {
+            Some(begin) => {
+                let suffix = prefix.split_off(begin + plain.len());
+                prefix.truncate(begin);
+                suffix
+            }
+            None => Vec::new(),
+        };
+        Ok(Self { folder, prefix, suffix, eos: folder.eos()? })
+    }
+
+    /// Encodes a text that goes on, with the prefix unless the text begins with it.
+    fn begun(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
+        let mut tokens = self.folder.encode(text)?;
+        tokens.truncate(tokens.len().saturating_sub(self.suffix.len()));
+        let prefix = self.prefix.len();
+        if tokens.len() > 2 * prefix && tokens[prefix..].starts_with(&self.prefix) {
+            tokens.drain(..prefix);
+        }
+        Ok(tokens)
+    }
+
+    /// Encodes a text with prefix and suffix, unless it has them.
+    fn whole(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
+        Ok(self.closed(self.begun(text)?))
+    }
+
+    fn closed(&self, mut tokens: Vec<u32>) -> Vec<u32> {
+        if !tokens.ends_with(&self.suffix) {
+            tokens.extend(&self.suffix);
+        }
+        tokens
+    }
+
+    /// Encodes a text that ends with EOS, unless the text has it.
+    fn ended(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
+        let mut tokens = self.begun(text)?;
+        let own = tokens.get(self.prefix.len()..).unwrap_or_default();
+        if own.last() != self.eos.as_ref() {
+            tokens.extend(self.eos);
+        }
+        Ok(self.closed(tokens))
     }
 }
 
@@ -246,7 +323,7 @@ mod tests {
     fn an_epoch_has_every_example_once() {
         let examples: Vec<Example> =
             (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
-        let data = Dataset { examples, cut: 0, left_out: 0 };
+        let data = Dataset { examples, cut: 0, left_out: 0, diverged: 0 };
         let ids = |step| -> Vec<u32> {
             let batches: Vec<_> = data.micro_batches(step, 2, 3, 7).collect();
             assert!(batches.len() == 3 && batches.iter().all(|batch| batch.len() == 2));
@@ -265,7 +342,7 @@ mod tests {
     #[test]
     fn a_step_of_many_micro_batches_is_made_as_it_goes() {
         let examples = (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
-        let data = Dataset { examples, cut: 0, left_out: 0 };
+        let data = Dataset { examples, cut: 0, left_out: 0, diverged: 0 };
         let most = u32::MAX as usize;
         let mut batches = data.micro_batches(most, 4, most, 7);
         assert!(batches.next().is_some_and(|batch| batch.len() == 4));

@@ -1,5 +1,6 @@
 //! The public crate, on the CPU.
 
+mod dataset;
 mod engine;
 mod examples;
 mod train;

@@ -1,0 +1,172 @@
+//! Training data, against what trl's SFTTrainer makes of the same lines.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use flashover::{Dataset, Engine, EngineOptions, ModelFolder, TrainOptions, Trainer};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::cpu;
+
+/// `golden.json`.
+#[derive(Deserialize)]
+struct Golden {
+    templates: BTreeMap<String, String>,
+    tokenizers: BTreeMap<String, Cases>,
+}
+
+#[derive(Deserialize)]
+struct Cases {
+    bos_token: Option<String>,
+    eos_token: String,
+    lines: Vec<Case>,
+    /// Conversations by the name of their template.
+    chats: BTreeMap<String, Vec<Case>>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    line: Value,
+    tokens: Vec<u32>,
+    from: usize,
+    loss: f64,
+}
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+}
+
+fn golden() -> Golden {
+    let text = fs::read_to_string(fixtures().join("golden.json")).expect("a fixture");
+    serde_json::from_str(&text).expect("make.py writes it")
+}
+
+/// The tiny model with a tokenizer, and what its `tokenizer_config.json` says.
+fn model(tokenizer: &str, config: &Value) -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = |from: PathBuf, name: &str| fs::copy(from, folder.path().join(name)).expect("ours");
+    for name in ["config.json", "generation_config.json", "model.safetensors"] {
+        copy(fixtures().join("model").join(name), name);
+    }
+    copy(fixtures().join("tokenizers").join(format!("{tokenizer}.json")), "tokenizer.json");
+    let config = config.to_string();
+    fs::write(folder.path().join("tokenizer_config.json"), config).expect("ours");
+    folder
+}
+
+fn read(folder: &ModelFolder, name: &str, lines: &[&Value]) -> Dataset {
+    let target = tempfile::tempdir().expect("a folder");
+    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+    fs::write(target.path().join(name), text).expect("ours");
+    Dataset::open(target.path().join(name), folder, 256).expect("examples")
+}
+
+fn check(name: &str, folder: &ModelFolder, cases: &[Case]) -> Dataset {
+    let lines: Vec<&Value> = cases.iter().map(|case| &case.line).collect();
+    let data = read(folder, "data.jsonl", &lines);
+    assert_eq!((data.examples.len(), data.cut, data.left_out), (cases.len(), 0, 0), "{name}");
+    for (own, Case { line, tokens, from, .. }) in data.examples.iter().zip(cases) {
+        assert_eq!((&own.tokens, own.from), (tokens, *from), "{name}: {line}");
+    }
+    data
+}
+
+/// Whatever joins or differs at the boundary, and whatever of BOS and EOS a line holds already.
+#[test]
+fn tokens_and_boundaries_are_those_of_trl() {
+    let Golden { templates, tokenizers } = golden();
+    assert_eq!(tokenizers.len(), 8);
+    for (name, cases) in &tokenizers {
+        let Cases { bos_token, eos_token, .. } = cases;
+        let config = json!({"bos_token": bos_token, "eos_token": eos_token});
+        let folder = model(name, &config);
+        let open = || ModelFolder::open(folder.path()).expect("a model");
+        check(name, &open(), &cases.lines);
+        for (template, chats) in &cases.chats {
+            let source = &templates[template];
+            fs::write(folder.path().join("chat_template.jinja"), source).expect("ours");
+            let data = check(&format!("{name}, {template}"), &open(), chats);
+            // The prompt of these ends with what no finished turn has.
+            let diverges = ["thinks", "thought"].contains(&template.as_str());
+            assert!(!diverges || data.diverged == chats.len(), "{name}, {template}: {data:?}");
+        }
+    }
+}
+
+#[test]
+fn losses_are_those_of_trl() {
+    let Golden { tokenizers, .. } = golden();
+    let cases = &tokenizers["prepended"];
+    let folder = model("prepended", &json!({"bos_token": "<s>", "eos_token": cases.eos_token}));
+    let data =
+        check("prepended", &ModelFolder::open(folder.path()).expect("a model"), &cases.lines);
+    let engine = Engine::load(&cpu(), folder.path(), &EngineOptions::default()).expect("a model");
+    let mut trainer = Trainer::new(engine, TrainOptions::default()).expect("usual options");
+    for (example, Case { line, loss: want, .. }) in data.examples.iter().zip(&cases.lines) {
+        let (loss, tokens) = trainer.loss(std::slice::from_ref(example)).expect("a batch");
+        assert!((loss - want).abs() < 1e-4 * want, "{line}: {loss} for {want}");
+        assert_eq!(tokens, example.learned());
+    }
+}
+
+/// The tokenizer's, if it names one that it has; otherwise the first of generation_config.json.
+#[test]
+fn examples_end_with_the_eos_of_the_tokenizer() {
+    let last = |config: Value, eos: Value| {
+        let folder = model("bytes", &config);
+        let generation = json!({ "eos_token_id": eos }).to_string();
+        fs::write(folder.path().join("generation_config.json"), generation).expect("ours");
+        let folder = ModelFolder::open(folder.path()).expect("a model");
+        let data = read(&folder, "data.NDJSON", &[&json!({"text": "It is"})]);
+        data.examples[0].tokens.last().copied()
+    };
+    assert_eq!(last(json!({"eos_token": "<|end|>"}), json!([0, 1])), Some(2));
+    assert_eq!(last(json!({"eos_token": {"content": "<|begin|>"}}), json!(0)), Some(1));
+    assert_eq!(last(json!({"eos_token": "</s>"}), json!([1, 0])), Some(1));
+    assert_eq!(last(json!({}), json!([1, 0])), Some(1));
+}
+
+/// A tokenizer that puts EOS after each text, and one that puts two tokens in front.
+#[test]
+fn what_a_tokenizer_adds_is_there_once() {
+    let folder = model("bytes", &json!({"eos_token": "<|end|>"}));
+    let path = folder.path().join("tokenizer.json");
+    let mut tokenizer: Value =
+        serde_json::from_slice(&fs::read(&path).expect("ours")).expect("JSON");
+    let special = |name: &str| json!({"SpecialToken": {"id": name, "type_id": 0}});
+    let text = json!({"Sequence": {"id": "A", "type_id": 0}});
+    let ids = |name: &str, id: u32| json!({"id": name, "ids": [id], "tokens": [name]});
+    let single =
+        json!([special("<|endoftext|>"), special("<|begin|>"), text.clone(), special("<|end|>")]);
+    tokenizer["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [text.clone(), {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": ids("<|endoftext|>", 0),
+            "<|begin|>": ids("<|begin|>", 1),
+            "<|end|>": ids("<|end|>", 2),
+        },
+    });
+    fs::write(&path, tokenizer.to_string()).expect("ours");
+    let folder = ModelFolder::open(folder.path()).expect("a model");
+    let around = "<|endoftext|><|begin|>";
+    let lines = [
+        json!({"text": "It is"}),
+        json!({"text": format!("{around}It is")}),
+        json!({"text": format!("{around}It is<|end|>")}),
+        json!({"prompt": "It", "completion": " is"}),
+        json!({"prompt": format!("{around}It"), "completion": " is<|end|>"}),
+    ];
+    let data = read(&folder, "data.jsonl", &lines.iter().collect::<Vec<_>>());
+    let whole = folder.encode("It is").expect("text");
+    assert!(whole.starts_with(&[0, 1]) && whole.ends_with(&[2]), "{whole:?}");
+    let from = folder.encode("It").expect("text").len() - 1;
+    for (own, from) in data.examples.iter().zip([0, 0, 0, from, from]) {
+        assert_eq!((&own.tokens, own.from), (&whole, from));
+    }
+    assert_eq!((data.examples.len(), data.diverged), (5, 0));
+}
