@@ -6,6 +6,7 @@
 //! | `stream` | [`Stream`]: text of ids that come one at a time |
 //! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
 //! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
+//! | `guard` | bounds of what a template may nest |
 //! | `python` | what templates expect of Python |
 //! | `panics` | panics of the `tokenizers` crate as errors |
 //!
@@ -20,6 +21,7 @@
 //! ```
 
 mod error;
+mod guard;
 mod panics;
 mod python;
 mod stop;

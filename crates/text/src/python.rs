@@ -1,29 +1,140 @@
-//! What chat templates expect of Python: `tojson` and `strftime_now`.
+//! What chat templates expect of Python: `tojson`, `strftime_now`, and what none and undefined are to tests and filters.
 
 use std::io;
 
-use minijinja::value::{Kwargs, Value};
-use minijinja::{Error, ErrorKind};
+use minijinja::value::{Kwargs, Rest, StringInput, Value, ValueKind, from_args};
+use minijinja::{Environment, Error, ErrorKind, State, filters};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use time::OffsetDateTime;
 use time::format_description::parse_strftime_borrowed;
 
+/// Registers what differs from minijinja's own: Python iterates over no none, and jinja2 over what is undefined.
+pub(crate) fn register(templates: &mut Environment) {
+    templates.add_filter("tojson", tojson);
+    templates.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    templates.add_test("sequence", |value: &Value| {
+        let kinds = [ValueKind::Seq, ValueKind::Iterable, ValueKind::Map, ValueKind::String];
+        value.is_undefined() || kinds.contains(&value.kind())
+    });
+    templates.add_test("callable", |value: &Value| {
+        value.is_undefined() || value.kind() == ValueKind::Plain
+    });
+    for name in ["length", "count"] {
+        templates.add_filter(name, |value: &Value| filters::length(&emptied(value)));
+    }
+    templates.add_filter("first", |value: &Value| filters::first(&emptied(value)));
+    templates.add_filter("last", |value: &Value| filters::last(listed(value)));
+    templates.add_filter("reverse", |value: &Value| filters::reverse(&loopable(&listed(value))?));
+    templates
+        .add_filter("list", |state: &State, value: &Value| filters::list(state, loopable(value)?));
+    templates.add_filter("join", join);
+    templates.add_filter("loopable", loopable);
+    templates.add_filter("items", |value: &Value| match value.is_undefined() {
+        true => Ok(emptied(value)),
+        false => filters::items(value),
+    });
+    templates.add_filter("int", |state: &State, value: &Value, args: Rest<Value>| {
+        number(value, &args, Value::from(0), |(default, base, more)| {
+            filters::int(state, value, default, base, more)
+        })
+    });
+    templates.add_filter("float", |state: &State, value: &Value, args: Rest<Value>| {
+        number(value, &args, Value::from(0.0), |(default, _, more)| {
+            filters::float(state, value, default, more)
+        })
+    });
+}
+
+/// What may be looped over, which none may not.
+fn loopable(value: &Value) -> Result<Value, Error> {
+    match value.is_none() {
+        true => Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable")),
+        false => Ok(value.clone()),
+    }
+}
+
+/// An empty list in place of what is undefined.
+fn emptied(value: &Value) -> Value {
+    match value.is_undefined() {
+        true => Value::from(Vec::<Value>::new()),
+        false => value.clone(),
+    }
+}
+
+/// As [`emptied`], with the keys of a map in place of it.
+fn listed(value: &Value) -> Value {
+    match (value.kind(), value.try_iter()) {
+        (ValueKind::Map, Ok(keys)) => keys.collect(),
+        _ => emptied(value),
+    }
+}
+
+/// The builtin filter, which would take none for an empty list.
+fn join(
+    state: &mut State,
+    value: &Value,
+    between: Option<StringInput>,
+    attribute: Option<&str>,
+    more: Kwargs,
+) -> Result<Value, Error> {
+    filters::join(state, &loopable(value)?, between, attribute, more)
+}
+
+/// A number, or the default of a filter where the value is none.
+fn number(
+    value: &Value,
+    args: &[Value],
+    usual: Value,
+    filter: impl FnOnce((Option<Value>, Option<u32>, Kwargs)) -> Result<Value, Error>,
+) -> Result<Value, Error> {
+    if value.is_undefined() {
+        return Err(Error::from(ErrorKind::UndefinedError));
+    }
+    let args: (Option<Value>, Option<u32>, Kwargs) = from_args(args)?;
+    let named: Option<Value> = args.2.get("default")?;
+    let default = args.0.clone().or(named).unwrap_or(usual);
+    Ok(filter(args).unwrap_or(default))
+}
+
 /// `json.dumps` without `ensure_ascii`, which is what transformers gives templates as `tojson`.
-pub(crate) fn tojson(value: Value, options: Kwargs) -> Result<String, Error> {
+fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     if options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false) {
         return Err(refused("tojson with ensure_ascii"));
     }
     let sorted: bool = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     options.assert_all_used()?;
-    let mut value = serde_json::to_value(&value).map_err(|why| refused(&why.to_string()))?;
+    let mut value = json(value)?;
     if sorted {
         value.sort_all_objects();
     }
     match indent {
         Some(indent) => dumped(&value, PrettyFormatter::with_indent(" ".repeat(indent).as_bytes())),
         None => dumped(&value, OneLine),
+    }
+}
+
+/// A value as JSON, which has no word for what is undefined.
+fn json(value: &Value) -> Result<serde_json::Value, Error> {
+    match value.kind() {
+        ValueKind::Undefined => Err(Error::from(ErrorKind::UndefinedError)),
+        ValueKind::Seq | ValueKind::Iterable => {
+            value.try_iter()?.checked().map(|item| json(&item?)).collect()
+        }
+        ValueKind::Map => {
+            let pair = |key: Result<Value, Error>| {
+                let key = key?;
+                let name = match json(&key)? {
+                    serde_json::Value::String(name) => name,
+                    name => name.to_string(),
+                };
+                Ok((name, json(&value.get_item(&key)?)?))
+            };
+            let pairs: Result<_, Error> = value.try_iter()?.checked().map(pair).collect();
+            Ok(serde_json::Value::Object(pairs?))
+        }
+        _ => serde_json::to_value(value).map_err(|why| refused(&why.to_string())),
     }
 }
 

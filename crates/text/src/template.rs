@@ -1,4 +1,3 @@
-use std::borrow::Cow;
 use std::error::Error as _;
 use std::fmt;
 use std::fs;
@@ -13,7 +12,8 @@ use serde_json::{Map, Value};
 use time::OffsetDateTime;
 
 use crate::Error;
-use crate::python::{strftime, tojson};
+use crate::guard::{self, guarded, on_stack};
+use crate::python::{self, strftime};
 
 /// The template of a model that has one only, and the first choice of one that has several.
 const DEFAULT: &str = "default";
@@ -22,6 +22,9 @@ const TOOL_USE: &str = "tool_use";
 
 /// Steps of a rendering after which a template counts as endless; a long conversation takes a thousandth.
 const FUEL: u64 = 50_000_000;
+
+/// Bytes of a prompt.
+const LONGEST: usize = 64 << 20;
 
 /// The tokens that `tokenizer_config.json` names.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -41,6 +44,8 @@ pub struct SpecialTokens {
 pub struct ChatTemplate {
     templates: Environment<'static>,
     names: Vec<String>,
+    /// Bytes of the longest source.
+    longest: usize,
     special: SpecialTokens,
 }
 
@@ -102,6 +107,10 @@ struct Config {
     unk_token: Option<Token>,
 }
 
+/// A prompt, refused where it is longer than any.
+#[derive(Default)]
+struct Written(Vec<u8>);
+
 /// What a template raised itself.
 #[derive(Debug)]
 struct Raised;
@@ -139,14 +148,19 @@ impl ChatTemplate {
     fn named(named: Vec<Named>, special: SpecialTokens) -> Result<Self, Error> {
         let mut templates = environment();
         let mut names = Vec::new();
+        let mut longest = 0;
         for Named { name, template } in named {
-            let source = without_generation(&template).into_owned();
-            templates
-                .add_template_owned(name.clone(), source)
-                .map_err(|why| Error::Template { name: name.clone(), why: told(&why) })?;
+            // Jinja ends all lines alike.
+            let source = template.replace("\r\n", "\n").replace('\r', "\n");
+            longest = longest.max(source.len());
+            let added = on_stack(source.len(), || {
+                templates.add_template_owned(name.clone(), guarded(&source, &syntax())?)
+            });
+            let added = added.and_then(|added| added.map_err(|why| told(&why)));
+            added.map_err(|why| Error::Template { name: name.clone(), why })?;
             names.push(name);
         }
-        Ok(Self { templates, names, special })
+        Ok(Self { templates, names, longest, special })
     }
 
     /// The tokens that `tokenizer_config.json` names.
@@ -171,23 +185,31 @@ impl ChatTemplate {
             .get_template(name)
             .map_err(|_| Error::NoTemplate { name: name.to_owned(), known: self.names.clone() })?;
         let now = prompt.now.unwrap_or_else(OffsetDateTime::now_utc);
-        let asked = context! {
-            messages => Serde(&prompt.messages),
-            tools => Serde(&prompt.tools),
-            documents => Serde(&prompt.documents),
-            add_generation_prompt => prompt.add_generation_prompt,
-            strftime_now => JinjaValue::from_function(move |format: String| strftime(now, &format)),
-        };
-        let [special, more] =
-            [JinjaValue::from(Serde(&self.special)), JinjaValue::from(Serde(&prompt.more))];
-        let variables = merge_maps([special, more, asked]);
-        template.render(variables).map_err(|why| {
-            let name = name.to_owned();
+        let rendered = on_stack(self.longest, || {
+            let asked = context! {
+                messages => Serde(&prompt.messages),
+                tools => Serde(&prompt.tools),
+                documents => Serde(&prompt.documents),
+                add_generation_prompt => prompt.add_generation_prompt,
+                strftime_now => JinjaValue::from_function(move |format: String| strftime(now, &format)),
+            };
+            let [special, more] =
+                [JinjaValue::from(Serde(&self.special)), JinjaValue::from(Serde(&prompt.more))];
+            let mut written = Written::default();
+            template.render_captured_to(merge_maps([special, more, asked]), &mut written)?;
+            Ok(written.0)
+        });
+        let failed = |why| Error::Render { name: name.to_owned(), why };
+        let bytes = rendered.map_err(failed)?.map_err(|why: minijinja::Error| {
             match why.source().is_some_and(|source| source.is::<Raised>()) {
-                true => Error::Refused { name, why: why.detail().unwrap_or_default().to_owned() },
-                false => Error::Render { name, why: told(&why) },
+                true => {
+                    let why = why.detail().unwrap_or_default().to_owned();
+                    Error::Refused { name: name.to_owned(), why }
+                }
+                false => failed(told(&why)),
             }
-        })
+        })?;
+        String::from_utf8(bytes).map_err(|why| failed(why.to_string()))
     }
 
     fn choice<'a>(&self, prompt: &'a Prompt) -> &'a str {
@@ -252,6 +274,20 @@ impl Token {
     }
 }
 
+impl io::Write for Written {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        if self.0.len() + text.len() > LONGEST {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(text);
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 impl fmt::Display for Raised {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("raised by the template")
@@ -263,43 +299,25 @@ impl std::error::Error for Raised {}
 /// Jinja as transformers sets it up.
 fn environment() -> Environment<'static> {
     let mut templates = Environment::new();
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    templates.set_syntax(syntax.expect("usual delimiters do not clash"));
+    templates.set_syntax(syntax());
     templates.set_auto_escape_callback(|_| AutoEscape::None);
     templates.set_fuel(Some(FUEL));
     templates.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    templates.add_filter("tojson", tojson);
-    templates.add_function("raise_exception", |why: String| -> Result<String, minijinja::Error> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, why).with_source(Raised))
-    });
+    python::register(&mut templates);
+    guard::register(&mut templates);
+    templates.add_function(
+        "raise_exception",
+        |why: JinjaValue| -> Result<String, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, why.to_string())
+                .with_source(Raised))
+        },
+    );
     templates
 }
 
-/// Marks of what an assistant said are for training; here they are blocks that are always taken.
-fn without_generation(template: &str) -> Cow<'_, str> {
-    if !template.contains("generation") {
-        return template.into();
-    }
-    let mut out = String::with_capacity(template.len());
-    let mut rest = template;
-    while let Some(at) = rest.find("{%") {
-        let (before, tag) = rest.split_at(at + 2);
-        out.push_str(before);
-        let inner = tag.trim_start_matches(['-', '+']);
-        out.push_str(&tag[..tag.len() - inner.len()]);
-        let word = inner.trim_start();
-        rest = inner;
-        for (mark, block) in [("generation", " if true "), ("endgeneration", " endif ")] {
-            let Some(after) = word.strip_prefix(mark) else { continue };
-            let after = after.trim_start();
-            if after.starts_with("%}") || after.starts_with("-%}") || after.starts_with("+%}") {
-                out.push_str(block);
-                rest = after;
-            }
-        }
-    }
-    out.push_str(rest);
-    out.into()
+fn syntax() -> SyntaxConfig {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    syntax.expect("usual delimiters do not clash")
 }
 
 /// Refuses what may never end, as a pipe: reading it would wait for ever.
@@ -329,28 +347,10 @@ fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {
 
 /// What went wrong, and in which line.
 fn told(why: &minijinja::Error) -> String {
+    if why.kind() == ErrorKind::WriteFailure {
+        return format!("the prompt has over {LONGEST} bytes");
+    }
     let line = why.line().map(|line| format!(", in line {line}")).unwrap_or_default();
     let detail = why.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
     format!("{}{detail}{line}", why.kind())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn marks_of_generation_are_blocks() {
-        for (template, plain) in [
-            ("a{% generation %}b{% endgeneration %}c", "a{% if true %}b{% endif %}c"),
-            ("{%- generation -%}b{%-endgeneration-%}", "{%- if true -%}b{%- endif -%}"),
-            (
-                "{% set generation = 1 %}{{ add_generation_prompt }}",
-                "{% set generation = 1 %}{{ add_generation_prompt }}",
-            ),
-            ("{% generations %}", "{% generations %}"),
-            ("{%", "{%"),
-        ] {
-            assert_eq!(without_generation(template), plain);
-        }
-    }
 }

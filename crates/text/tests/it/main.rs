@@ -1,6 +1,8 @@
 //! Text through tiny tokenizers and templates, against what Python made of it.
 
 mod bad;
+mod deep;
+mod jinja;
 mod stream;
 mod template;
 mod tokenizer;
