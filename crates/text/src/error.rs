@@ -7,12 +7,12 @@ pub enum Error {
     #[error("cannot read {}: {why}\nhint: {}", .path.display(), readable(.why))]
     Read { path: PathBuf, why: io::Error },
     #[error(
-        "{} is no tokenizer: {why}\nhint: a tokenizer.json as the tokenizers library writes it", .path.display()
+        "{} is no tokenizer: {}\nhint: a tokenizer.json as the tokenizers library writes it", .path.display(), line(.why)
     )]
     Tokenizer { path: PathBuf, why: String },
     /// A `tokenizer_config.json` or a file of templates that is not what it should be.
     #[error(
-        "{} is malformed: {why}\nhint: take the file from where the model is from, as it is there", .path.display()
+        "{} is malformed: {}\nhint: take the file from where the model is from, as it is there", .path.display(), line(.why)
     )]
     Config { path: PathBuf, why: String },
     #[error(
@@ -22,35 +22,65 @@ pub enum Error {
     Vocab { tokens: usize, largest: u32, vocab: usize },
     /// A token that was added to a tokenizer and not to the model.
     #[error(
-        "the text has token {id}, {token:?}, which is outside of the model's vocabulary of {vocab}\n\
-         hint: a text without it, or tokenizer.json from the folder that the weights are from"
+        "the text has token {id}, \"{}\", which is outside of the model's vocabulary of {vocab}\n\
+         hint: a text without it, or tokenizer.json from the folder that the weights are from",
+        line(.token)
     )]
     OutsideVocab { token: String, id: u32, vocab: usize },
     #[error(
-        "the text cannot be encoded: {0}\nhint: the model's own tokenizer has tokens for any text"
+        "the text cannot be encoded: {}\nhint: the model's own tokenizer has tokens for any text", line(.0)
     )]
     Encode(String),
-    #[error("tokens {ids:?} cannot be decoded: {why}\nhint: tokens of this tokenizer")]
+    #[error("tokens {ids:?} cannot be decoded: {}\nhint: tokens of this tokenizer", line(.why))]
     Decode { ids: Vec<u32>, why: String },
     /// A chat template that is not one.
     #[error(
-        "chat template `{name}` is broken: {why}\nhint: take its file from where the model is from, as it is there"
+        "chat template `{}` is broken: {}\nhint: take its file from where the model is from, as it is there",
+        line(.name), line(.why)
     )]
     Template { name: String, why: String },
-    #[error("there is no chat template `{name}`\nhint: one of {}", .known.join(", "))]
+    #[error("there is no chat template `{}`\nhint: one of {}", line(.name), line(&.known.join(", ")))]
     NoTemplate { name: String, known: Vec<String> },
     /// A template that meets what it cannot work with.
     #[error(
-        "chat template `{name}` fails on these messages: {why}\nhint: other messages, or a plain prompt"
+        "chat template `{}` fails on these messages: {}\nhint: other messages, or a plain prompt",
+        line(.name), line(.why)
     )]
     Render { name: String, why: String },
     /// What a template says itself, such as that roles must take turns.
     #[error(
-        "chat template `{name}` refuses these messages: {why}\nhint: messages as it says, or a plain prompt"
+        "chat template `{}` refuses these messages: {}\nhint: messages as it says, or a plain prompt",
+        line(.name), line(.why)
     )]
     Refused { name: String, why: String },
     #[error("an empty string stops every text before its beginning\nhint: leave it out")]
     EmptyStop,
+}
+
+/// Characters of a model's own words that a message quotes.
+const QUOTED: usize = 500;
+
+/// One line of what a model's file says: cut, and with control characters and marks of direction escaped, so that
+/// it cannot pass for a line of ours.
+fn line(text: &str) -> String {
+    let hidden = |c: char| {
+        let marks = ['\u{2028}', '\u{2029}', '\u{200e}', '\u{200f}', '\u{61c}'];
+        let turns =
+            ('\u{202a}'..='\u{202e}').contains(&c) || ('\u{2066}'..='\u{2069}').contains(&c);
+        c.is_control() || turns || marks.contains(&c)
+    };
+    let mut out = String::new();
+    for c in text.chars().take(QUOTED) {
+        match hidden(c) {
+            true => out.extend(c.escape_default()),
+            false => out.push(c),
+        }
+    }
+    let left = text.chars().skip(QUOTED).count();
+    match left {
+        0 => out,
+        _ => format!("{out}... ({left} characters more)"),
+    }
 }
 
 /// What to do about a file that cannot be read.

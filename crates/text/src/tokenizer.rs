@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -12,11 +12,6 @@ use crate::template::ends;
 /// What a tokenizer must encode and decode before it is taken for one: cases, digits, spaces, a letter that
 /// normalizers take apart, one of three bytes and one of four.
 const PROBE: &str = "Hello, world! 123\n  \u{e9} \u{65e5} \u{1f980}";
-
-/// A tokenizer may lack one in so many of a model's ids. Of families that were looked at DeepSeek LLM lacks most, one
-/// in 43 (100015 tokens for 102400 ids), then Phi-2 one in 57 (50295 for 51200), Qwen2 one in 524 (151646 for 151936),
-/// Phi-3 one in 605 (32011 for 32064); Llama 3 and Gemma 2 lack none.
-const PADDING: usize = 8;
 
 /// What stands for an id of no token: the replacement character.
 const NO_TOKEN: &str = "\u{FFFD}";
@@ -71,19 +66,14 @@ impl Tokenizer {
 
     /// Binds it to a model of `vocab` tokens.
     ///
-    /// A model may have some more, because vocabularies are padded. Tokens that were added to the tokenizer beyond the
-    /// model's are refused where a text has them.
+    /// A model may have more, because vocabularies are padded: [`Tokenizer::missing`] counts them. Tokens that were
+    /// added to the tokenizer beyond the model's are refused where a text has them.
     ///
     /// # Errors
-    /// [`Error::Vocab`] for a tokenizer of another model: it has tokens past the model's, or lacks over an eighth of
-    /// them.
+    /// [`Error::Vocab`] for a tokenizer of another model, which has tokens past the model's.
     pub fn for_vocab(self, vocab: usize) -> Result<Self, Error> {
         let largest = self.inner.get_vocab(false).into_values().max().unwrap_or_default();
-        let mut ids: Vec<u32> = self.inner.get_vocab(true).into_values().collect();
-        ids.retain(|id| (*id as usize) < vocab);
-        ids.sort_unstable();
-        ids.dedup();
-        if largest as usize >= vocab || ids.len() < vocab - vocab / PADDING {
+        if largest as usize >= vocab {
             return Err(Error::Vocab { tokens: self.tokens(), largest, vocab });
         }
         Ok(Self { vocab, ..self })
@@ -103,6 +93,26 @@ impl Tokenizer {
     /// How many tokens there are, those added included.
     pub fn tokens(&self) -> usize {
         self.inner.get_vocab_size(true)
+    }
+
+    /// Number of ids up to the largest of a token that the model has. A model may sample ids past these, and others
+    /// of no token: [`Tokenizer::has`] tells them apart.
+    pub fn ids(&self) -> usize {
+        self.known().last().map_or(0, |id| *id as usize + 1)
+    }
+
+    /// Number of the model's ids that are no token, none before [`Tokenizer::for_vocab`].
+    pub fn missing(&self) -> usize {
+        match self.vocab {
+            usize::MAX => 0,
+            vocab => vocab - self.known().len(),
+        }
+    }
+
+    /// Ids of tokens that the model has, in order.
+    fn known(&self) -> BTreeSet<u32> {
+        let ids = self.inner.get_vocab(true).into_values();
+        ids.filter(|id| (*id as usize) < self.vocab).collect()
     }
 
     /// The ids of a text. `special` adds what the tokenizer puts around one, such as a first token; a prompt

@@ -119,3 +119,47 @@ fn what_is_refused_is_told_apart() {
         assert!(error.ends_with("\nhint: other messages, or a plain prompt"), "{source}: {error}");
     }
 }
+
+/// A template's own words are one line, and not all of them.
+#[test]
+fn messages_of_a_template_are_cut_and_escaped() {
+    let refuse = |message: &str| {
+        let source = format!("{{{{ raise_exception({message}) }}}}");
+        let template = ChatTemplate::new(&source, SpecialTokens::default()).expect("it parses");
+        template.render(&Prompt::of(&[])).expect_err("raised").to_string()
+    };
+    let forged = refuse(r#""no\nhint: run this\r\u001b[31m\u202e""#);
+    assert_eq!(
+        forged,
+        "chat template `default` refuses these messages: no\\nhint: run this\\r\\u{1b}[31m\\u{202e}\n\
+         hint: messages as it says, or a plain prompt"
+    );
+    let long = refuse("'größer ' * 1000000");
+    assert!(
+        long.chars().count() < 700 && long.contains("... (6999500 characters more)\n"),
+        "{long}"
+    );
+    assert!(refuse("none").contains("refuses these messages: None\n"));
+    for name in [
+        "{% set a = 'b\\nhint: c' %}{{ a.strip(1) }}",
+        "{{ messages | tojson(**{'x\\nhint: y': 1}) }}",
+    ] {
+        let template = ChatTemplate::new(name, SpecialTokens::default());
+        let why = template.and_then(|t| t.render(&Prompt::of(&[]))).expect_err("fails").to_string();
+        assert_eq!(why.matches("\nhint: ").count(), 1, "{why}");
+    }
+}
+
+/// Jinja ends all lines alike, and trims the one behind a block.
+#[test]
+fn line_ends_are_alike() -> Result<(), Error> {
+    let unix = "{% if true %}\n  a\n{% endif %}\n{{ 'b\nc' }}\n{#- d -#}\n\n";
+    let render = |source: &str| {
+        ChatTemplate::new(source, SpecialTokens::default())?.render(&Prompt::of(&[]))
+    };
+    let text = render(unix)?;
+    assert_eq!(text, "  a\nb\nc");
+    assert_eq!(render(&unix.replace('\n', "\r\n"))?, text);
+    assert_eq!(render(&unix.replace('\n', "\r"))?, text);
+    Ok(())
+}

@@ -60,10 +60,13 @@ fn ids_of_no_token_are_replacement_characters() -> Result<(), Error> {
 fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     let fits = |vocab| tokenizer("split").for_vocab(vocab);
     assert_eq!(tokenizer("split").tokens(), 424); // 420, and 4 that were added.
-    for vocab in [424, 420, 484] {
-        fits(vocab)?;
+    for (vocab, ids, missing) in [(424, 424, 0), (420, 420, 0), (512, 424, 88), (4096, 424, 3672)] {
+        let tokenizer = fits(vocab)?;
+        assert_eq!((tokenizer.ids(), tokenizer.missing()), (ids, missing), "{vocab}");
+        assert!(tokenizer.has(ids as u32 - 1) && !tokenizer.has(424));
     }
-    for vocab in [0, 419, 485, 512, 849, usize::MAX] {
+    assert_eq!(tokenizer("split").missing(), 0);
+    for vocab in [0, 419] {
         let error = fits(vocab).expect_err("of another model").to_string();
         let message = format!(
             "the tokenizer has 424 tokens, the last of them 419, the model a vocabulary of {vocab}\n\
