@@ -6,8 +6,10 @@
 //! | `stream` | [`Stream`]: text of ids that come one at a time |
 //! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
 //! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
+//! | `growth` | bounds of how a `tokenizer.json` may multiply a text |
 //! | `guard` | bounds of what a template may nest |
 //! | `python` | what templates expect of Python |
+//! | `special` | tokens that a folder names next to its `tokenizer.json` |
 //! | `panics` | panics of the `tokenizers` crate as errors |
 //!
 //! ```
@@ -21,9 +23,11 @@
 //! ```
 
 mod error;
+mod growth;
 mod guard;
 mod panics;
 mod python;
+mod special;
 mod stop;
 mod stream;
 mod template;

@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::fmt;
 use std::fs;
@@ -14,6 +15,7 @@ use time::OffsetDateTime;
 use crate::Error;
 use crate::guard::{self, guarded, on_stack};
 use crate::python::{self, strftime};
+use crate::special::FolderTokens;
 
 /// The template of a model that has one only, and the first choice of one that has several.
 const DEFAULT: &str = "default";
@@ -26,7 +28,7 @@ const FUEL: u64 = 50_000_000;
 /// Bytes of a prompt.
 const LONGEST: usize = 64 << 20;
 
-/// The tokens that `tokenizer_config.json` names.
+/// The tokens that a folder names.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct SpecialTokens {
     #[serde(rename = "bos_token", skip_serializing_if = "Option::is_none")]
@@ -37,6 +39,9 @@ pub struct SpecialTokens {
     pub pad: Option<String>,
     #[serde(rename = "unk_token", skip_serializing_if = "Option::is_none")]
     pub unk: Option<String>,
+    /// Others by their names, such as `image_token`.
+    #[serde(flatten)]
+    pub more: BTreeMap<String, String>,
 }
 
 /// The chat templates of a model, and the tokens that they name.
@@ -90,21 +95,9 @@ struct Named {
     template: String,
 }
 
-/// A token's text, or all that a tokenizer knows about it.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Token {
-    Text(String),
-    Object { content: String },
-}
-
 #[derive(Deserialize, Default)]
 struct Config {
     chat_template: Option<Templates>,
-    bos_token: Option<Token>,
-    eos_token: Option<Token>,
-    pad_token: Option<Token>,
-    unk_token: Option<Token>,
 }
 
 /// A prompt, refused where it is longer than any.
@@ -130,8 +123,8 @@ impl ChatTemplate {
                 json::<Config>(&folder.join("chat_template.json"))?.and_then(|c| c.chat_template)
             }
         };
-        let (own, special) = config.parts();
-        match of_file.or(own) {
+        let special = SpecialTokens::open(folder)?;
+        match of_file.or(config.chat_template) {
             Some(templates) => Self::named(templates.named(), special).map(Some),
             None => Ok(None),
         }
@@ -163,7 +156,7 @@ impl ChatTemplate {
         Ok(Self { templates, names, longest, special })
     }
 
-    /// The tokens that `tokenizer_config.json` names.
+    /// The tokens that the folder names.
     pub fn special(&self) -> &SpecialTokens {
         &self.special
     }
@@ -219,26 +212,17 @@ impl ChatTemplate {
 }
 
 impl SpecialTokens {
-    /// Reads the tokens that `tokenizer_config.json` names; none where a folder has no such file.
+    /// Reads the tokens that a folder's files name; none where it has no such file.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Config`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
-        let config: Option<Config> = json(&folder.as_ref().join("tokenizer_config.json"))?;
-        Ok(config.unwrap_or_default().parts().1)
-    }
-}
-
-impl Config {
-    fn parts(self) -> (Option<Templates>, SpecialTokens) {
-        let text = |token: Option<Token>| token.map(Token::text);
-        let special = SpecialTokens {
-            bos: text(self.bos_token),
-            eos: text(self.eos_token),
-            pad: text(self.pad_token),
-            unk: text(self.unk_token),
-        };
-        (self.chat_template, special)
+        let named = FolderTokens::open(folder.as_ref())?.named;
+        let mut more: BTreeMap<_, _> =
+            named.into_iter().map(|(name, token)| (name, token.content)).collect();
+        let [bos, eos, pad, unk] =
+            ["bos_token", "eos_token", "pad_token", "unk_token"].map(|name| more.remove(name));
+        Ok(Self { bos, eos, pad, unk, more })
     }
 }
 
@@ -262,14 +246,6 @@ impl Templates {
         match self {
             Self::One(template) => vec![Named { name: DEFAULT.to_owned(), template }],
             Self::Named(named) => named,
-        }
-    }
-}
-
-impl Token {
-    fn text(self) -> String {
-        match self {
-            Self::Text(text) | Self::Object { content: text } => text,
         }
     }
 }
@@ -338,7 +314,7 @@ fn read(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {
+pub(crate) fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {
     let Some(text) = read(path)? else { return Ok(None) };
     let why =
         |why: serde_json::Error| Error::Config { path: path.to_owned(), why: why.to_string() };

@@ -1,12 +1,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use serde::Deserialize;
-use serde_json::Value;
 use tokenizers::Decoder;
 
 use crate::Error;
+use crate::growth::Parts;
 use crate::panics::caught;
+use crate::special::FolderTokens;
 use crate::template::ends;
 
 /// What a tokenizer must encode and decode before it is taken for one: cases, digits, spaces, a letter that
@@ -24,33 +24,34 @@ pub struct Tokenizer {
     vocab: usize,
 }
 
-/// The part of a `tokenizer.json` that the `tokenizers` crate takes for granted, and panics without.
-#[derive(Deserialize)]
-struct Parts {
-    #[serde(rename = "decoder")]
-    _decoder: Option<Value>,
-}
-
 impl Tokenizer {
-    /// Opens the `tokenizer.json` of a folder, or a file. A short text is encoded and decoded, so that a file which
+    /// Opens the `tokenizer.json` of a folder, with the tokens that other files of it add, or a file. A short text is encoded and decoded, so that a file which
     /// can do neither is refused here.
     ///
     /// What such a file says about cutting and padding is of its training and not applied.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Tokenizer`].
+    /// [`Error::Read`], [`Error::Tokenizer`]; [`Error::Config`] for a file that adds tokens.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
+        let folder = path.is_dir().then_some(path);
         let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
         let read = ends(&path).and_then(|()| std::fs::read(&path));
         let bytes = read.map_err(|why| Error::Read { path: path.clone(), why })?;
         let bad = |why: String| Error::Tokenizer { path: path.clone(), why };
         // What is no JSON, or nested too deep, is told by its line.
-        serde_json::from_slice::<Parts>(&bytes).map_err(|why| bad(why.to_string()))?;
+        let parts: Parts = serde_json::from_slice(&bytes).map_err(|why| bad(why.to_string()))?;
+        parts.check(PROBE).map_err(bad)?;
         let mut inner = caught(|| tokenizers::Tokenizer::from_bytes(bytes))
             .map_err(bad)?
             .map_err(|why| bad(why.to_string()))?;
         inner.with_padding(None).with_truncation(None).map_err(|why| bad(why.to_string()))?;
+        if let Some(folder) = folder {
+            let added = inner.get_added_tokens_decoder();
+            let known = |text: &str| added.values().any(|token| token.content == text);
+            let missing = FolderTokens::open(folder)?.missing(known);
+            caught(|| inner.add_tokens(&missing)).map_err(bad)?;
+        }
         // Only what panics is refused: a tokenizer may have no token for a letter, and say so.
         for special in [false, true] {
             caught(|| {

@@ -84,6 +84,53 @@ fn a_damaged_tokenizer_is_refused() {
     }
 }
 
+/// Stages that make many letters of one, of letters that opening tries and of others.
+#[test]
+fn a_tokenizer_that_multiplies_a_text_is_refused() {
+    let replace = |from: &str, to: &str| json!({ "type": "Replace", "pattern": { "String": from }, "content": to });
+    let chain = |list: &str, stage: Value, stages: usize| json!({ "type": "Sequence", list: vec![stage; stages] });
+    let prepend = |len: usize| json!({ "type": "Prepend", "prepend": "x".repeat(len) });
+    let regex = |regex: &str| json!({ "type": "Replace", "pattern": { "Regex": regex }, "content": "zzzzzzzzzz" });
+    for (part, value, why) in [
+        ("normalizer", chain("normalizers", replace("l", "llllllllll"), 14), "times as many"),
+        (
+            "normalizer",
+            chain("normalizers", replace("日", "日日日日日日日日日日"), 14),
+            "times as many",
+        ),
+        (
+            "normalizer",
+            chain("normalizers", chain("normalizers", replace("z", "zz"), 40), 2),
+            "times as many",
+        ),
+        ("normalizer", chain("normalizers", regex("[a-z]"), 14), "times as many"),
+        ("normalizer", chain("normalizers", json!({ "type": "ByteLevel" }), 100), "times as many"),
+        ("normalizer", prepend(50_000_000), "a string of 50000000 bytes, expected at most 256"),
+        ("normalizer", chain("normalizers", prepend(200), 1000), "times as many"),
+        ("normalizer", chain("normalizers", prepend(1), 5000), "over 4096 values"),
+        ("decoder", chain("decoders", replace("l", "llllllllll"), 14), "times as many"),
+        ("decoder", replace("l", &"l".repeat(1_000_000)), "a string of 1000000 bytes"),
+        (
+            "post_processor",
+            json!({
+                "type": "TemplateProcessing",
+                "single": vec![json!({ "Sequence": { "id": "A", "type_id": 0 } }); 100_000],
+                "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
+                "special_tokens": {},
+            }),
+            "over 4096 values",
+        ),
+    ] {
+        let error = with(part, &value).expect_err(part);
+        assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
+        assert!(hinted(&error).contains(&format!("is no tokenizer: its {part} ")), "{error}");
+        assert!(error.to_string().contains(why), "{error}");
+    }
+    for value in [replace(" ", "▁"), chain("normalizers", replace("``", "\""), 30), prepend(8)] {
+        with("normalizer", &value).expect("as published ones");
+    }
+}
+
 /// What the text that opening tries does not meet.
 #[test]
 fn a_panic_at_a_later_text_is_an_error() {

@@ -58,6 +58,7 @@ fn published_templates_render_as_in_transformers() {
         eos: token("eos_token"),
         pad: token("pad_token"),
         unk: token("unk_token"),
+        ..SpecialTokens::default()
     };
     let date = Date::from_calendar_date(2026, Month::March, 7).expect("a date");
     let mut differ = Vec::new();

@@ -37,7 +37,7 @@ fn files_have_an_order() -> Result<(), Error> {
     let special = |bos: &str, eos: &str, pad: Option<&str>, unk: Option<&str>| {
         let [bos, eos, pad, unk] =
             [Some(bos), Some(eos), pad, unk].map(|token| token.map(str::to_owned));
-        SpecialTokens { bos, eos, pad, unk }
+        SpecialTokens { bos, eos, pad, unk, ..SpecialTokens::default() }
     };
     assert_eq!(*template("pieces").special(), special("<s>", "</s>", None, Some("<unk>")));
     let chatml = special("<|endoftext|>", "<|im_end|>", Some("<|endoftext|>"), None);

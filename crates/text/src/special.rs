@@ -1,0 +1,154 @@
+//! Tokens that a folder names next to its `tokenizer.json`, merged as transformers merges them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokenizers::AddedToken;
+
+use crate::Error;
+use crate::template::json;
+
+/// The names that every tokenizer may have; others ending in `_token` are a model's own.
+const NAMES: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// Tokens of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`.
+#[derive(Default)]
+pub(crate) struct FolderTokens {
+    /// By the name that a template calls it by, such as `bos_token`.
+    pub(crate) named: BTreeMap<String, AddedToken>,
+    /// Tokens of the tokenizer, some of which `tokenizer.json` may lack, in the order of their ids.
+    pub(crate) added: Vec<AddedToken>,
+    /// Special tokens without a name.
+    pub(crate) extra: Vec<AddedToken>,
+}
+
+/// A token's text, or all that a tokenizer knows about it.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Token {
+    Text(String),
+    Object(Fields),
+}
+
+#[derive(Deserialize)]
+struct Fields {
+    content: String,
+    #[serde(default)]
+    single_word: bool,
+    #[serde(default)]
+    lstrip: bool,
+    #[serde(default)]
+    rstrip: bool,
+    normalized: Option<bool>,
+    #[serde(default)]
+    special: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Extra {
+    Named(BTreeMap<String, Token>),
+    Unnamed(Vec<Token>),
+}
+
+impl FolderTokens {
+    /// Reads the files of a folder; those that are not there say nothing.
+    pub(crate) fn open(folder: &Path) -> Result<Self, Error> {
+        let path = folder.join("tokenizer_config.json");
+        let config: Map<String, Value> = json(&path)?.unwrap_or_default();
+        let mut tokens = Self::default();
+        let bad =
+            |why: serde_json::Error| Error::Config { path: path.clone(), why: why.to_string() };
+        tokens.name(&config).map_err(bad)?;
+        let mut added: BTreeMap<u32, AddedToken> = BTreeMap::new();
+        match config.get("added_tokens_decoder").filter(|added| !added.is_null()) {
+            Some(decoder) => {
+                let decoder: BTreeMap<u32, Fields> =
+                    Deserialize::deserialize(decoder).map_err(bad)?;
+                added.extend(decoder.into_iter().map(|(id, fields)| (id, fields.token(false))));
+            }
+            // Files of before 2023, which newer ones only repeat.
+            None => {
+                let path = folder.join("special_tokens_map.json");
+                let map: Map<String, Value> = json(&path)?.unwrap_or_default();
+                let bad = |why: serde_json::Error| Error::Config {
+                    path: path.clone(),
+                    why: why.to_string(),
+                };
+                tokens.name(&map).map_err(bad)?;
+                let texts: BTreeMap<String, u32> =
+                    json(&folder.join("added_tokens.json"))?.unwrap_or_default();
+                let special = |text: &str| {
+                    tokens.named.values().chain(&tokens.extra).any(|token| token.content == text)
+                };
+                added.extend(texts.into_iter().map(|(text, id)| {
+                    let special = special(&text);
+                    (id, AddedToken::from(text, special))
+                }));
+            }
+        }
+        tokens.added = added.into_values().collect();
+        for token in tokens.named.values_mut() {
+            if let Some(known) = tokens.added.iter().find(|added| added.content == token.content) {
+                *token = known.clone();
+            }
+            token.special = true;
+        }
+        Ok(tokens)
+    }
+
+    /// Takes the tokens that a file names; what it says later holds.
+    fn name(&mut self, file: &Map<String, Value>) -> Result<(), serde_json::Error> {
+        for (key, value) in file.iter().filter(|(_, value)| !value.is_null()) {
+            let own = key.ends_with("_token") && (value.is_string() || value.is_object());
+            if NAMES.contains(&key.as_str()) || own {
+                self.named.insert(key.clone(), Token::deserialize(value)?.token());
+            } else if ["extra_special_tokens", "additional_special_tokens"].contains(&key.as_str())
+            {
+                match Extra::deserialize(value)? {
+                    Extra::Named(named) => {
+                        self.named
+                            .extend(named.into_iter().map(|(name, token)| (name, token.token())));
+                    }
+                    Extra::Unnamed(unnamed) => {
+                        self.extra.extend(unnamed.into_iter().map(Token::token));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Tokens for a tokenizer to add, in order: those with an id first, then those that it lacks so far.
+    pub(crate) fn missing(self, known: impl Fn(&str) -> bool) -> Vec<AddedToken> {
+        let mut missing = self.added;
+        for token in self.named.into_values().chain(self.extra) {
+            if !known(&token.content) && missing.iter().all(|other| other.content != token.content)
+            {
+                missing.push(token);
+            }
+        }
+        missing
+    }
+}
+
+impl Token {
+    fn token(self) -> AddedToken {
+        match self {
+            Self::Text(text) => AddedToken::from(text, true),
+            Self::Object(fields) => fields.token(true),
+        }
+    }
+}
+
+impl Fields {
+    fn token(self, special: bool) -> AddedToken {
+        let Self { content, single_word, lstrip, rstrip, normalized, .. } = self;
+        let special = special || self.special;
+        let normalized = normalized.unwrap_or(!special);
+        AddedToken { content, single_word, lstrip, rstrip, normalized, special }
+    }
+}
