@@ -73,7 +73,9 @@ impl FolderTokens {
             // Files of before 2023, which newer ones only repeat.
             None => {
                 let path = folder.join("special_tokens_map.json");
-                let map: Map<String, Value> = json(&path)?.unwrap_or_default();
+                let mut map: Map<String, Value> = json(&path)?.unwrap_or_default();
+                // transformers looks at these after added_tokens.json, whose tokens they do not make special.
+                let late = map.remove_entry("additional_special_tokens").into_iter().collect();
                 let bad = |why: serde_json::Error| Error::Config {
                     path: path.clone(),
                     why: why.to_string(),
@@ -88,14 +90,12 @@ impl FolderTokens {
                     let special = special(&text);
                     (id, AddedToken::from(text, special))
                 }));
+                tokens.name(&late).map_err(bad)?;
             }
         }
         tokens.added = added.into_values().collect();
-        for token in tokens.named.values_mut() {
-            if let Some(known) = tokens.added.iter().find(|added| added.content == token.content) {
-                *token = known.clone();
-            }
-            token.special = true;
+        for token in &mut tokens.added {
+            token.special |= tokens.named.values().any(|named| named.content == token.content);
         }
         Ok(tokens)
     }

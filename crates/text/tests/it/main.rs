@@ -2,6 +2,7 @@
 
 mod bad;
 mod deep;
+mod fuzz;
 mod jinja;
 mod stream;
 mod template;

@@ -1,4 +1,8 @@
-use text::{Error, Tokenizer};
+use std::fs;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use text::{ChatTemplate, Error, Prompt, Tokenizer};
 
 use crate::{FIXTURES, fixture, golden, tokenizer};
 
@@ -82,5 +86,38 @@ fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
         "the text has token 423, \"<think>\", which is outside of the model's vocabulary of 422\n\
          hint: a text without it, or tokenizer.json from the folder that the weights are from"
     );
+    Ok(())
+}
+
+/// One of `folders.json`.
+#[derive(Deserialize)]
+struct Named {
+    files: Map<String, Value>,
+    template: String,
+    text: String,
+    named: String,
+    ids: Vec<u32>,
+    shown: String,
+}
+
+/// Tokens of special_tokens_map.json, of added_tokens.json, and of tokenizer_config.json by any of its keys.
+#[test]
+fn tokens_of_other_files_are_those_of_transformers() -> Result<(), Error> {
+    let text = fs::read_to_string(fixture("templates/folders.json")).expect("a fixture");
+    let cases: Vec<Named> = serde_json::from_str(&text).expect("make_templates.py writes it");
+    for (at, case) in cases.into_iter().enumerate() {
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        let to = |name: &str| folder.path().join(name);
+        fs::copy(fixture("split/tokenizer.json"), to("tokenizer.json")).expect("copied");
+        fs::write(to("chat_template.jinja"), &case.template).expect("written");
+        for (name, file) in &case.files {
+            fs::write(to(name), file.to_string()).expect("written");
+        }
+        let template = ChatTemplate::open(folder.path())?.expect("written");
+        assert_eq!(template.render(&Prompt::of(&[]))?, case.named, "case {at}");
+        let tokenizer = Tokenizer::open(folder.path())?;
+        assert_eq!(tokenizer.encode(&case.text, false)?, case.ids, "case {at}");
+        assert_eq!(tokenizer.decode(&case.ids, false)?, case.shown, "case {at}");
+    }
     Ok(())
 }
