@@ -9,11 +9,13 @@ use serde::Deserialize;
 use crate::cache::is_sha256;
 
 /// What else a folder may have, in the order in which it is downloaded.
-const SMALL: [&str; 6] = [
+const SMALL: [&str; 8] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
 ];

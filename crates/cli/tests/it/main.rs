@@ -39,10 +39,10 @@ fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
-/// A tokenizer of two words.
+/// A tokenizer of two words, the second past the vocabulary of any fixture.
 const TWO_WORDS: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
     "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
-    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 99999}, "unk_token": "a"}}"#;
 
 fn flashover(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_flashover")).args(args).output().expect("the program starts")

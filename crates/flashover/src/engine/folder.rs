@@ -50,6 +50,14 @@ impl ModelFolder {
         let generation = GenerationConfig::open(folder).map_err(LoadError::Folder)?;
         let generation = generation.for_vocab(config.vocab);
         let tokenizer = Tokenizer::of_model(folder, config.vocab)?;
+        // Vocabularies are padded by less.
+        let missing = tokenizer.as_ref().map_or(0, Tokenizer::missing);
+        if missing > config.vocab / 8 {
+            let vocab = config.vocab;
+            log::warn!(
+                "the tokenizer lacks {missing} of the model's {vocab} tokens; it may be another model's"
+            );
+        }
         let (folder, template) = (folder.to_owned(), OnceLock::new());
         let reader = Reader { folder, config, generation, tokenizer, template };
         Ok(Self { weights, reader, adapter: None, adapter_folder: None })
@@ -114,11 +122,13 @@ impl ModelFolder {
 
     /// The files that it is read from.
     pub fn files(&self) -> Vec<PathBuf> {
-        const BESIDE: [&str; 7] = [
+        const BESIDE: [&str; 9] = [
             "config.json",
             "generation_config.json",
             "tokenizer.json",
             "tokenizer_config.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
             "chat_template.jinja",
             "chat_template.json",
             "model.safetensors.index.json",
