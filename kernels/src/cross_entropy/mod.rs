@@ -49,7 +49,7 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output};
 
 use crate::elem::{elem, rounding};
-use crate::fits::{iterations, limits, shape, stores};
+use crate::fits::{iterations, limits, rtx, shape, stores};
 use crate::launch::{buffer, index_width, vector};
 use crate::round::by_hand;
 use crate::rows::RowPlan;
@@ -196,6 +196,13 @@ pub struct CrossEntropyOperands {
     pub stats: Handle,
 }
 
+/// Whether ptxas 13.0 spills 32 to 488 bytes of a gradient: a soft cap takes half of the registers for vectors, sm_120 as many.
+fn spills(arch: &ArchProfile, p: &CrossEntropyProblem, c: &CrossEntropyConfig) -> bool {
+    let sm_120 = arch.compute_capability.is_some_and(|sm| sm >= 120);
+    let halved = u32::from(sm_120) + u32::from(p.softcap.is_some());
+    p.gradient != Gradient::None && c.held * c.units > HELD >> halved
+}
+
 /// Vectors that all units of a cube keep: 32 of the 64 registers that each of 1024 units has.
 const HELD: u32 = 8 * 1024;
 
@@ -233,7 +240,8 @@ impl Kernel for CrossEntropy {
                 let useful = (32..=1024).contains(&lanes)
                     && held + staged < 2 * share
                     && (staged == 0 || p.gradient != Gradient::None);
-                if useful && Self::check(arch, p, &config).is_ok() {
+                let fits = Self::check(arch, p, &config).is_ok();
+                if useful && fits && !(rtx(arch) && spills(arch, p, &config)) {
                     configs.push(config);
                 }
             }
