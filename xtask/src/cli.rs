@@ -63,7 +63,7 @@ pub(crate) enum Command {
     Setup,
     /// Pack the programs and a script that verifies and measures on a machine without Rust
     Bundle(BundleArgs),
-    /// Regenerate the tables in README.md from the committed records
+    /// Regenerate the tables in benches/README.md from the committed records
     Readme(ReadmeArgs),
     /// Check the rules of the project that no compiler checks
     #[command(after_help = "Example:\n  cargo xtask tidy")]

@@ -1,4 +1,4 @@
-//! `cargo xtask readme`: the tables of README.md come from committed records, never from a keyboard.
+//! `cargo xtask readme`: the tables of benches/README.md come from committed records, never from a keyboard.
 //!
 //! A block is `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on a line of its own; it shows
 //! `benches/baselines/ARCH_ID/NAME.jsonl`: requests to models in a table of their own, after all else. Several files
@@ -15,6 +15,8 @@ use report::fail::{check, usage};
 use crate::cli::ReadmeArgs;
 use crate::place::Place;
 
+/// The file with the tables.
+const FILE: &str = "benches/README.md";
 const OPEN: &str = "<!-- bench:";
 const CLOSE: &str = "<!-- /bench -->";
 const BY_PRECISION: &str = " by precision";
@@ -27,8 +29,8 @@ pub(crate) fn run(args: &ReadmeArgs) -> Result<()> {
     }
     let (old, new) = both(root)?;
     if old != new {
-        OutFile::new(&root.join("README.md"))?.write(new.as_bytes())?;
-        eprintln!("README.md: tables regenerated");
+        OutFile::new(&root.join(FILE))?.write(new.as_bytes())?;
+        eprintln!("{FILE}: tables regenerated");
     }
     Ok(())
 }
@@ -40,14 +42,14 @@ pub(crate) fn check_file(root: &Path) -> Result<()> {
         return Ok(());
     }
     Err(check(format!(
-        "README.md does not show the committed records:\n{}\nrun `cargo xtask readme`",
+        "{FILE} does not show the committed records:\n{}\nrun `cargo xtask readme`",
         difference(&old, &new)
     )))
 }
 
-/// README.md as it is and as it should be.
+/// The file as it is and as it should be.
 fn both(root: &Path) -> Result<(String, String)> {
-    let old = fs::read_to_string(root.join("README.md")).context("cannot read README.md")?;
+    let old = fs::read_to_string(root.join(FILE)).with_context(|| format!("cannot read {FILE}"))?;
     let new = regenerate(&old, |block| tables_of(root, block))?;
     Ok((old, new))
 }
@@ -61,7 +63,7 @@ fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<Stri
         out.push('\n');
         let Some(rest) = line.trim().strip_prefix(OPEN) else { continue };
         let name = rest.strip_suffix("-->").map(str::trim).with_context(|| {
-            format!("README.md line {}: the opening of a bench block has no end", i + 1)
+            format!("{FILE} line {}: the opening of a bench block has no end", i + 1)
         })?;
         let close = lines
             .by_ref()
@@ -70,7 +72,7 @@ fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<Stri
             .find(|line| line.trim() == CLOSE);
         if close.is_none() {
             return Err(usage(
-                format!("README.md line {}: the block bench:{name} is not closed", i + 1),
+                format!("{FILE} line {}: the block bench:{name} is not closed", i + 1),
                 format!("put `{CLOSE}` on a line of its own after the table"),
             ));
         }
@@ -87,7 +89,7 @@ fn tables_of(root: &Path, block: &str) -> Result<String> {
     };
     report::readme(&records_of(root, files)?, by_precision).ok_or_else(|| {
         usage(
-            format!("README.md: `bench:{block}` has nothing to show"),
+            format!("{FILE}: `bench:{block}` has nothing to show"),
             "name files that hold it, or remove the block",
         )
     })
@@ -101,7 +103,7 @@ fn records_of(root: &Path, files: &str) -> Result<Vec<Record>> {
     });
     let Some((device, names)) = parts else {
         return Err(usage(
-            format!("README.md: `{files}` names no committed records"),
+            format!("{FILE}: `{files}` names no committed records"),
             "write `bench:ARCH_ID/NAME` for benches/baselines/ARCH_ID/NAME.jsonl",
         ));
     };
@@ -110,7 +112,7 @@ fn records_of(root: &Path, files: &str) -> Result<Vec<Record>> {
         let file = format!("benches/baselines/{device}/{name}.jsonl");
         let text = fs::read_to_string(root.join(&file)).map_err(|why| {
             usage(
-                format!("README.md asks for {file}, which cannot be read: {why}"),
+                format!("{FILE} asks for {file}, which cannot be read: {why}"),
                 format!("save it with `cargo xtask bench --save {file}`, or remove the block"),
             )
         })?;
@@ -180,8 +182,7 @@ mod tests {
     #[test]
     fn the_check_shows_what_differs() {
         let dir = tempfile::tempdir().unwrap();
-        let [readme, folder] =
-            ["README.md", "benches/baselines/cuda-x"].map(|p| dir.path().join(p));
+        let [readme, folder] = [FILE, "benches/baselines/cuda-x"].map(|p| dir.path().join(p));
         fs::create_dir_all(&folder).unwrap();
         let quick = "benches/baselines/cpu-genuineintel.6.167-2/quick.jsonl";
         fs::copy(repository().join(quick), folder.join("quick.jsonl")).unwrap();

@@ -1,4 +1,4 @@
-//! The tables of README.md.
+//! The tables of benches/README.md.
 
 use record::Record;
 
