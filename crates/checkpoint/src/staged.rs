@@ -6,6 +6,7 @@
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -17,8 +18,9 @@ use crate::Error;
 pub struct Staged {
     target: PathBuf,
     staging: PathBuf,
-    /// The lock of the staging folder.
+    /// The staging folder, locked. After [`Staged::finish`] it is the target.
     lock: File,
+    finished: bool,
 }
 
 impl Staged {
@@ -41,13 +43,7 @@ impl Staged {
             Err(why) if why.kind() != ErrorKind::AlreadyExists => return Err(refused(why)),
             Ok(()) | Err(_) => {}
         }
-        let lock = File::open(&staging).map_err(refused)?;
-        lock.try_lock().map_err(|why| match why {
-            TryLockError::WouldBlock => {
-                refused(io::Error::new(ErrorKind::ResourceBusy, "another process is writing it"))
-            }
-            TryLockError::Error(why) => refused(why),
-        })?;
+        let lock = locked(&staging).map_err(refused)?;
         // What a killed process left.
         if old.exists() && !target.exists() {
             fs::rename(&old, &target).map_err(refused)?;
@@ -61,7 +57,7 @@ impl Staged {
                 false => fs::remove_file(entry.path()).map_err(refused)?,
             }
         }
-        Ok(Self { target, staging, lock })
+        Ok(Self { target, staging, lock, finished: false })
     }
 
     /// The folder to write into.
@@ -73,42 +69,72 @@ impl Staged {
     ///
     /// # Errors
     /// [`Error::Write`]; the target is then as before.
-    pub fn finish(self) -> Result<(), Error> {
+    pub fn finish(mut self) -> Result<(), Error> {
         self.exchange().map_err(|why| Error::Write { path: self.target.clone(), why })
     }
 
-    fn exchange(&self) -> io::Result<()> {
-        let Self { target, staging, .. } = self;
-        let replaces = target.exists();
-        if replaces {
-            carry_over(target, staging)?;
-            fs::set_permissions(staging, fs::metadata(target)?.permissions())?;
+    fn exchange(&mut self) -> io::Result<()> {
+        let Self { target, staging, .. } = &*self;
+        if !target.exists() {
+            synchronise(staging)?;
+            fs::rename(staging, target)?;
+            self.finished = true;
+            return self.synchronise_parent();
         }
+        // The name of the staging folder becomes the old folder's, which nobody may take for a leftover until it is gone.
+        let replaced = locked(target)?;
+        carry_over(target, staging)?;
+        fs::set_permissions(staging, fs::metadata(target)?.permissions())?;
         synchronise(staging)?;
-        if !replaces {
-            fs::rename(staging, target)?;
-        } else if let Err(why) = renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE) {
-            // File systems that cannot exchange: `begin` undoes the first step if the second never came.
-            let unable = [rustix::io::Errno::INVAL, rustix::io::Errno::NOSYS];
-            if !unable.contains(&why) {
-                return Err(why.into());
+        match renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE) {
+            Ok(()) => {
+                self.finished = true;
+                fs::remove_dir_all(&self.staging)?;
             }
-            let old = staging.with_extension("flashover-old");
-            fs::rename(target, &old)?;
-            fs::rename(staging, target)?;
-            fs::remove_dir_all(&old)?;
+            // File systems that cannot exchange: `begin` undoes the first step if the second never came.
+            Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
+                let old = staging.with_extension("flashover-old");
+                fs::rename(target, &old)?;
+                fs::rename(staging, target)?;
+                self.finished = true;
+                fs::remove_dir_all(&old)?;
+            }
+            Err(why) => return Err(why.into()),
         }
-        let parent = target.parent().filter(|parent| *parent != Path::new(""));
+        drop(replaced);
+        self.synchronise_parent()
+    }
+
+    fn synchronise_parent(&self) -> io::Result<()> {
+        let parent = self.target.parent();
+        let parent = parent.filter(|parent| *parent != Path::new(""));
         File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
     }
 }
 
 impl Drop for Staged {
-    /// Removes what was not finished, or what the new folder replaced.
+    /// Removes what was not finished, while the lock is still held.
     fn drop(&mut self) {
-        // What cannot be removed the next process that writes the target removes.
-        let _ = fs::remove_dir_all(&self.staging);
+        if !self.finished {
+            // What cannot be removed the next process that writes the target removes.
+            let _ = fs::remove_dir_all(&self.staging);
+        }
         let _ = self.lock.unlock();
+    }
+}
+
+/// Opens and locks a folder. Fails if another process has it, or put another one in its place meanwhile.
+fn locked(folder: &Path) -> io::Result<File> {
+    let busy = || io::Error::new(ErrorKind::ResourceBusy, "another process is writing it");
+    let lock = File::open(folder)?;
+    lock.try_lock().map_err(|why| match why {
+        TryLockError::WouldBlock => busy(),
+        TryLockError::Error(why) => why,
+    })?;
+    let identity = |meta: fs::Metadata| (meta.dev(), meta.ino());
+    match fs::metadata(folder).map(identity) {
+        Ok(there) if there == identity(lock.metadata()?) => Ok(lock),
+        _ => Err(busy()),
     }
 }
 
@@ -189,7 +215,13 @@ mod tests {
         let second = Staged::begin(&target).expect_err("busy").to_string();
         assert!(second.contains("another process is writing it"), "{second}");
         first.finish()?;
-        Staged::begin(&target)?.finish()
+        Staged::begin(&target)?.finish()?;
+        // Targets next to each other do not disturb one another.
+        let (first, other) = (Staged::begin(&target)?, parent.path().join("other"));
+        Staged::begin(&other)?.finish()?;
+        first.finish()?;
+        assert_eq!(names(parent.path()), ["other", "out"]);
+        Ok(())
     }
 
     #[test]
