@@ -533,7 +533,7 @@ impl LoadArgs {
         let made_for = folder.config().context();
         let folder = folder.with_max_context(positions.get())?;
         if let Some(made_for) = made_for.filter(|most| positions.get() > *most) {
-            eprintln!(
+            command::note!(
                 "warning: the model was made for {made_for} positions; answers past them may be poor"
             );
         }

@@ -10,12 +10,12 @@ pub(crate) enum Failure {
         status: u16,
         /// The host that says so, where the Hub sent on to it.
         elsewhere: Option<String>,
-        /// What `Retry-After` asks for.
+        /// Time that `Retry-After` asks for.
         wait: Option<Duration>,
     },
     Unreached {
         why: String,
-        /// Whether it may be over by the next time.
+        /// True if the next request may succeed.
         passes: bool,
     },
     /// An answer that broke off.
@@ -28,7 +28,7 @@ pub(crate) enum Failure {
 }
 
 impl From<io::Error> for Failure {
-    /// Of files: what reads from the network has `Client::broke`.
+    /// Failure of a file; readers of the network use `Client::broke`.
     fn from(why: io::Error) -> Self {
         Self::Disk(why)
     }

@@ -220,7 +220,7 @@ fn bounded(state: &mut State, value: Value, flat: bool) -> Result<Value, Error> 
     Ok(settled(&value, MAX_DEPTH, flat, visits)?.unwrap_or(value))
 }
 
-/// What takes the place of a value; none where it may stay.
+/// Replacement of a value; none if it may stay.
 fn settled(
     value: &Value,
     levels: usize,

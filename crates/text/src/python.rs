@@ -1,4 +1,4 @@
-//! What chat templates expect of Python: `tojson`, `strftime_now`, and what none and undefined are to tests and filters.
+//! Python that chat templates expect: `tojson`, `strftime_now`, and tests and filters of none and undefined.
 
 use std::io;
 
@@ -46,7 +46,7 @@ pub(crate) fn register(templates: &mut Environment) {
     });
 }
 
-/// What may be looped over, which none may not.
+/// Returns a value that a loop may take; none is refused.
 fn loopable(value: &Value) -> Result<Value, Error> {
     match value.is_none() {
         true => Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable")),

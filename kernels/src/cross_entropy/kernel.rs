@@ -170,7 +170,7 @@ struct Sums {
     moment: f32,
 }
 
-/// What the gradient of a row needs.
+/// Numbers of a row that its gradient needs.
 #[derive(CubeType)]
 struct Softmax {
     most: f32,

@@ -34,6 +34,8 @@
 //! | 5 more in shared memory | 790 | 91% |
 //! | `torch.compile` of torch's loss, same call | 2004 | 36% |
 //!
+//! Records: `benches/baselines/cuda-sm90-132@rtx4090/{cross_entropy,tune}.jsonl`.
+//!
 //! Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Hsu et al., "Liger Kernel: Efficient
 //! Triton Kernels for LLM Training" (2024) for the gradient in place of the logits.
 
@@ -66,7 +68,7 @@ pub const IGNORED: u32 = u32::MAX;
 /// Numbers of a row in the result: loss, log-probability of the target, entropy, log-sum-exp.
 pub const STATS: usize = 4;
 
-/// Where the gradient of the logits goes.
+/// Destination of the gradient of the logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gradient {
@@ -168,7 +170,7 @@ impl CrossEntropyProblem {
     }
 }
 
-/// How rows are spread.
+/// Units of a row, and the vectors that each keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct CrossEntropyConfig {
     /// Units of a cube.
@@ -196,7 +198,8 @@ pub struct CrossEntropyOperands {
     pub stats: Handle,
 }
 
-/// Whether ptxas 13.0 spills 32 to 488 bytes of a gradient: a soft cap takes half of the registers for vectors, sm_120 as many.
+/// Returns whether ptxas 13.0 spills 32 to 488 bytes of a gradient: sm_120 and a soft cap each take half of the registers for
+/// vectors.
 fn spills(arch: &ArchProfile, p: &CrossEntropyProblem, c: &CrossEntropyConfig) -> bool {
     let sm_120 = arch.compute_capability.is_some_and(|sm| sm >= 120);
     let halved = u32::from(sm_120) + u32::from(p.softcap.is_some());

@@ -52,7 +52,7 @@ fn ctrl_c_ends_an_answer_and_its_trace_is_written() {
     traced(folder.path());
 }
 
-/// What the kernel sends to who reads a mapped file past its new end.
+/// The system sends SIGBUS to a reader of a mapped file past its new end.
 #[test]
 fn a_file_that_is_shortened_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
