@@ -8,6 +8,7 @@ use arch::{ArchProfile, DType, Device};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use tune::Queue;
 use tune::timing::{self, Effort, Timing, TimingError};
 
 use crate::matmul::Precision;
@@ -71,7 +72,10 @@ pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
     // Back to the driver once it is over, and no measure of the pages of a pool.
     let [from, to] = device.client().memory_dedicated_allocation((), |()| {
-        [crate::noise(device, bytes / 4, DType::F32, 1), device.client().empty(bytes)]
+        [
+            crate::noise(&Queue::Device(device), bytes / 4, DType::F32, 1),
+            device.client().empty(bytes),
+        ]
     });
     let effort = Effort::report(device.backend());
     let timing = timing::measure(device, effort, |_| copy(device, &from, &to, bytes))?;

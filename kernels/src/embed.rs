@@ -11,18 +11,16 @@
 //!
 //! Cost: a row of the table read and one written a token; nothing is computed to speak of.
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use crate::elem::elem;
 use crate::fits::{limits, stores};
-use crate::launch::{buffer, index_width, vector};
+use crate::launch::{index_width, launch, vector};
 use crate::round::{by_hand, rounded};
 
 /// The family of embeddings.
@@ -219,11 +217,10 @@ impl Kernel for Embed {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &EmbedProblem, seed: u64) -> EmbedOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, p: &EmbedProblem, seed: u64) -> EmbedOperands {
         let [table, learned, out] = p.extents();
-        let words = |words: Vec<u32>| client.create_from_slice(u32::as_bytes(&words));
-        let noise = |len, salt| crate::noise(device, len, p.dtype, 8 * seed + salt);
+        let words = |words: Vec<u32>| queue.upload(u32::as_bytes(&words));
+        let noise = |len, salt| crate::noise(queue, len, p.dtype, 8 * seed + salt);
         // Rows far apart, none of which is the next one's neighbour.
         let token = |i: u32| i.wrapping_add(seed as u32).wrapping_mul(0x9e37_79b1) % p.vocab;
         EmbedOperands {
@@ -234,7 +231,7 @@ impl Kernel for Embed {
                 let start = (0..p.batch).map(|b| b.wrapping_mul(977) % free).collect();
                 Learned { table: noise(learned, 1), start: words(start) }
             }),
-            out: client.empty((out * p.dtype.size()).next_multiple_of(4)),
+            out: queue.empty((out * p.dtype.size()).next_multiple_of(4)),
         }
     }
 
@@ -243,50 +240,16 @@ impl Kernel for Embed {
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance: 0.0 }]
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &EmbedProblem,
-        c: &EmbedConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        vec![Box::new(look_up::LookUp::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            DimsCompilationArg {
-                tokens: (),
-                seq: (),
-                vectors: (),
-                vocab: (),
-                table: (),
-                positions: (),
-                learned: (),
-                scale: (),
-            },
-            p.vector(arch) as usize,
-            plan(arch, p),
-            elem(p.dtype),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &EmbedProblem,
         c: &EmbedConfig,
         operands: &EmbedOperands,
         _scratch: Option<&Handle>,
     ) {
-        let vector = p.vector(device.profile()) as usize;
+        let vector = p.vector(queue.profile()) as usize;
         let [table, positions, out] = p.extents().map(|len| len / vector);
-        let cubes = crate::cubes(device, out as u64, c.units);
+        let cubes = crate::cubes(queue.profile(), out as u64, c.units);
         // What is not there is not read.
         let (learned, start) = match &operands.learned {
             Some(learned) => ((&learned.table, positions), (&learned.start, p.batch as usize)),
@@ -295,8 +258,9 @@ impl Kernel for Embed {
         // SAFETY: the lengths are the problem's; the kernel compares tokens and positions with the tables
         // before it goes there.
         unsafe {
-            look_up::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                look_up,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 address(p),
@@ -316,7 +280,7 @@ impl Kernel for Embed {
                     p.positions_stride / vector as u32,
                     p.scale,
                 ),
-                plan(device.profile(), p),
+                plan(queue.profile(), p),
                 elem(p.dtype),
             );
         }
@@ -356,7 +320,7 @@ struct Dims {
     scale: f32,
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn look_up<F: Float, N: Size>(
     tokens: &[u32],
     table: &[Vector<F, N>],   // [vocab, vectors], rows apart

@@ -8,13 +8,24 @@ pub(crate) const fn index_width(longest: u64) -> AddressType {
     if longest > u32::MAX as u64 { AddressType::U64 } else { AddressType::U32 }
 }
 
-/// A buffer of its own, for the compiler.
-pub(crate) const fn buffer() -> BufferCompilationArg {
-    BufferCompilationArg { inplace: None }
-}
-
 /// Elements of a vector: the most that one load takes and that sizes and strides divide into, as `whole` says.
 pub(crate) fn vector(arch: &ArchProfile, dtype: DType, whole: impl Fn(u32) -> bool) -> u32 {
     let widest = (arch.load_bytes.min(16) / dtype.size() as u32).max(1);
     [8, 4, 2].into_iter().find(|v| *v <= widest && whole(*v)).unwrap_or(1)
 }
+
+/// Enqueues a kernel: `launch!(queue, kernel, cubes, cube size, arguments)`. Like the `launch_unchecked` that a device
+/// takes, it is unsafe: the buffers hold what the kernel reads and writes.
+macro_rules! launch {
+    ($queue:expr, $($kernel:ident)::+, $cubes:expr, $dim:expr, $($argument:expr),+ $(,)?) => {
+        match $queue {
+            tune::Queue::Device(device) => $($kernel)::+::launch_unchecked(
+                device.client(), $cubes, $dim, $($argument),+
+            ),
+            tune::Queue::Compiler(compiler) => compiler.keep($($kernel)::+::create_dummy_kernel(
+                compiler.properties.clone(), compiler.target.clone(), $cubes, $dim, $($argument),+
+            )),
+        }
+    };
+}
+pub(crate) use launch;

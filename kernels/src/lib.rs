@@ -29,16 +29,18 @@ mod softcap;
 mod tile;
 mod weight;
 
-use arch::{DType, Device};
+use arch::{ArchProfile, DType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use tune::Queue;
 
 /// A device buffer of `len` elements, roughly normal with unit variance (bytes: even over their range),
 /// the same for one seed on every backend. Made on the device: operands of gigabytes never cross the
 /// bus.
-pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
+pub fn noise(queue: &Queue, len: usize, dtype: DType, seed: u64) -> Handle {
+    let out = queue.empty((len * dtype.size()).div_ceil(4) * 4);
+    let Queue::Device(device) = queue else { return out };
     let client = device.client();
-    let out = client.empty((len * dtype.size()).div_ceil(4) * 4);
     let bytes = matches!(dtype, DType::I8 | DType::U8);
     let len = if bytes { len.div_ceil(4) } else { len };
     let cores = device.profile().cores();
@@ -59,8 +61,8 @@ pub fn noise(device: &Device, len: usize, dtype: DType, seed: u64) -> Handle {
 
 /// Number of cubes for `parts` equal parts of work, `each` of them a cube; the kernel loops over the rest.
 /// Where a unit is a core, one cube does all.
-fn cubes(device: &Device, parts: u64, each: u32) -> u32 {
-    match device.profile().cores() {
+fn cubes(arch: &ArchProfile, parts: u64, each: u32) -> u32 {
+    match arch.cores() {
         Some(_) => 1,
         None => parts.div_ceil(u64::from(each)).min(65_535) as u32,
     }

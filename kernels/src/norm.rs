@@ -15,18 +15,16 @@
 //! sum, and keeps them in registers as they came: a row costs one trip to memory, not three. Longer shares
 //! are read again, from the first-level cache. On a CPU a unit has rows to itself.
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use crate::elem::{elem, rounding};
 use crate::fits::stores;
-use crate::launch::{buffer, index_width, vector};
+use crate::launch::{index_width, launch, vector};
 use crate::round::{by_hand, rounded};
 pub use crate::rows::NormKind;
 use crate::rows::{
@@ -191,15 +189,15 @@ impl Kernel for Norm {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &NormProblem, seed: u64) -> NormOperands {
-        let noise = |len: usize, salt| crate::noise(device, len, p.dtype, 8 * seed + salt);
+    fn operands(queue: &Queue, p: &NormProblem, seed: u64) -> NormOperands {
+        let noise = |len: usize, salt| crate::noise(queue, len, p.dtype, 8 * seed + salt);
         let (width, all) = (p.width as usize, p.elements());
         NormOperands {
             x: noise(all, 0),
             weight: noise(width, 1),
             bias: p.bias.then(|| noise(width, 2)),
             residual: p.residual.then(|| noise(all, 3)),
-            out: device.client().empty((all * p.dtype.size()).next_multiple_of(4)),
+            out: queue.empty((all * p.dtype.size()).next_multiple_of(4)),
         }
     }
 
@@ -210,51 +208,25 @@ impl Kernel for Norm {
         vec![Output { handle, dtype: p.dtype, len: p.elements(), tolerance }]
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &NormProblem,
-        c: &NormConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        vec![Box::new(normalise::Normalise::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            (),
-            (),
-            (),
-            p.vector(arch) as usize,
-            plan(arch, p, c),
-            elem(p.dtype),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &NormProblem,
         c: &NormConfig,
         operands: &NormOperands,
         _scratch: Option<&Handle>,
     ) {
-        let plan = plan(device.profile(), p, c);
-        let cubes = crate::cubes(device, p.rows.into(), plan.rows.rows());
-        let vector = p.vector(device.profile()) as usize;
+        let plan = plan(queue.profile(), p, c);
+        let cubes = crate::cubes(queue.profile(), p.rows.into(), plan.rows.rows());
+        let vector = p.vector(queue.profile()) as usize;
         let (matrix, row) = (p.elements() / vector, p.width as usize / vector);
         // What is not there is not read.
         let bias = operands.bias.as_ref().unwrap_or(&operands.weight);
         let residual = operands.residual.as_ref().unwrap_or(&operands.x);
         // SAFETY: the lengths are the problem's, and the kernel reads and writes whole rows below `rows`.
         unsafe {
-            normalise::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                normalise,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 address(p),
@@ -307,7 +279,7 @@ fn plan(arch: &ArchProfile, p: &NormProblem, c: &NormConfig) -> NormPlan {
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn normalise<F: Float, N: Size>(
     x: &[Vector<F, N>],        // [rows, vectors]
     weight: &[Vector<F, N>],   // [vectors]

@@ -13,7 +13,7 @@ use burn_cubecl::CubeDevice;
 use cubecl::prelude::CubeKernel;
 use cubecl::server::Handle;
 use precompile::Missing;
-use tune::{CacheError, Kernel, Key, Policy, TuneCache, Tuner};
+use tune::{CacheError, Kernel, Key, Policy, Queue, TuneCache, Tuner};
 
 use crate::OpError;
 
@@ -190,7 +190,7 @@ impl Ctx {
             return;
         }
         let _operator = trace::operator(name, || K::cost(problem));
-        K::launch(device, problem, config, operands, scratch);
+        K::launch(&Queue::Device(device), problem, config, operands, scratch);
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -8,7 +8,7 @@ use kernels::attention::{Attention, AttentionProblem, ScoreStrides};
 use kernels::matmul::Precision;
 use reference::{Comparison, Lines, Saved, Scores};
 use serde_json::Value;
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::attention::{
     EdgeCase, HEAD_DIMS, Host, Inputs, Part, digest, extents, parts, read, values,
@@ -81,7 +81,7 @@ impl KernelSuite for AttentionBackward {
         let host = Host::new(device, &case.forward)?;
         let forward = Attention::simplest(device.profile(), p)
             .map_err(|why| CheckError::Kernel(format!("no forward pass: {why}")))?;
-        Attention::launch(device, p, &forward, &host.operands, None);
+        Attention::launch(&Queue::Device(device), p, &forward, &host.operands, None);
         let (out, lse) = host.results(device)?;
         let lse = lse.expect("a checked problem stores its log-sum-exp");
 

@@ -6,7 +6,7 @@ use arch::Device;
 use record::{Card, Line, Record};
 use serde_json::Value;
 use tune::timing::{self, Effort, Timing, TimingError};
-use tune::{Cost, Kernel, TuneError, Tuner};
+use tune::{Cost, Kernel, Queue, TuneError, Tuner};
 
 use crate::case::BenchCase;
 use crate::kernel::{KernelSuite, Params};
@@ -146,7 +146,7 @@ fn fill<K: KernelSuite>(
 ) -> Result<(), String> {
     let scratch = K::scratch(device, problem, config);
     let launch = |i: usize| {
-        K::launch(device, problem, config, &sets[i % sets.len()], scratch.as_ref());
+        K::launch(&Queue::Device(device), problem, config, &sets[i % sets.len()], scratch.as_ref());
     };
     K::outputs(problem, &sets[0]).iter().for_each(|output| tune::poison(device, output));
     launch(0);

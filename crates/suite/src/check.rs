@@ -6,7 +6,7 @@ use arch::{Backend, DType, Device};
 use cubecl::bytes::Bytes;
 use cubecl::server::Handle;
 use reference::Comparison;
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 /// Why a check has no verdict.
 #[derive(Debug, thiserror::Error)]
@@ -102,7 +102,9 @@ pub(crate) fn launch_twice<K: Kernel>(
 ) -> Result<(), CheckError> {
     let scratch = scratch_of::<K>(device, problem, config);
     let outputs: Vec<_> = outputs.iter().map(|output| (*output).clone()).collect();
-    twice(device, &outputs, || K::launch(device, problem, config, operands, scratch.as_ref()))?;
+    twice(device, &outputs, || {
+        K::launch(&Queue::Device(device), problem, config, operands, scratch.as_ref())
+    })?;
     outputs.iter().chain(&scratch).try_for_each(|buffer| intact(device, buffer))
 }
 

@@ -10,7 +10,7 @@ use kernels::cross_entropy::{
 use kernels::matmul::Precision;
 use reference::{Distribution, Special, fill, plant};
 use serde_json::{Value, json};
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
@@ -179,7 +179,7 @@ impl KernelSuite for CrossEntropy {
         if p.gradient == Gradient::InPlace {
             twice(device, &[operands.stats.clone(), operands.logits.clone()], || {
                 client.write(&operands.logits, Bytes::from_bytes_vec(bytes.clone()));
-                Self::launch(device, p, config, &operands, None);
+                Self::launch(&Queue::Device(device), p, config, &operands, None);
             })?;
         } else {
             let outputs: Vec<_> = operands.gradient.iter().chain([&operands.stats]).collect();

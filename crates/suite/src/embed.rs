@@ -5,7 +5,7 @@ use cubecl::server::Handle;
 use kernels::embed::{Embed, EmbedConfig, EmbedOperands, EmbedProblem, Learned};
 use kernels::matmul::Precision;
 use reference::{Distribution, fill};
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
@@ -144,7 +144,7 @@ impl KernelSuite for Embed {
         };
         launch_twice::<Embed>(device, p, config, &operands, &[&operands.out])?;
         tune::fill(device, &operands.out, operands.out.size_in_used() as usize / 4, 0);
-        Embed::launch(device, p, config, &operands, None);
+        Embed::launch(&Queue::Device(device), p, config, &operands, None);
         verdict(device, p, &operands, &host)
     }
 

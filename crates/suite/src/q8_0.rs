@@ -11,7 +11,7 @@ use kernels::q8_0::{
 };
 use reference::q8_0::{self, Blocks};
 use reference::{Comparison, Distribution, fill};
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
@@ -144,7 +144,7 @@ impl KernelSuite for Q8_0Quantize {
         let verdict = Self::verify_operands(device, p, &operands, case.seed)?;
         tells_broken(device, reference_dtype(p.dtype), &values, |values, flag| {
             let operands = QuantizeOperands { values, flag, ..operands.clone() };
-            Self::launch(device, p, config, &operands, None);
+            Self::launch(&Queue::Device(device), p, config, &operands, None);
         })?;
         Ok(verdict)
     }

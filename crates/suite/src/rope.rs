@@ -7,7 +7,7 @@ use kernels::matmul::Precision;
 use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeConfig, RopeOperands, RopeProblem};
 use reference::{Distribution, Rotary, Stretch, fill};
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
@@ -278,7 +278,7 @@ impl KernelSuite for Rope {
                 Scales { k, v }
             }),
         };
-        Rope::launch(device, p, config, &operands, None);
+        Rope::launch(&Queue::Device(device), p, config, &operands, None);
         let scales = operands.scales.iter().flat_map(|scales| [&scales.k, &scales.v]);
         let written = [&operands.q, &operands.k, &operands.v].into_iter().chain(scales);
         written.into_iter().try_for_each(|buffer| intact(device, buffer))?;

@@ -6,7 +6,7 @@ use kernels::matmul::Precision;
 use kernels::sample::{Choice, RESULT, Sample, SampleConfig, SampleOperands, SampleProblem};
 use reference::{Distribution, fill};
 use serde_json::Value;
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
@@ -156,7 +156,7 @@ impl KernelSuite for Sample {
         let scratch = scratch_of::<Sample>(device, p, config);
         twice(device, std::slice::from_ref(&operands.out), || {
             client.write(&operands.seen, Bytes::from_bytes_vec(bytes(&bits)));
-            Sample::launch(device, p, config, &operands, scratch.as_ref());
+            Sample::launch(&Queue::Device(device), p, config, &operands, scratch.as_ref());
         })?;
         let written = [&operands.out, &operands.seen].into_iter().chain(&scratch);
         written.into_iter().try_for_each(|buffer| intact(device, buffer))?;

@@ -12,6 +12,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use crate::queue::Queue;
+
 /// A kernel family: one computation, many ways to run it.
 ///
 /// `candidates`, `check` and `cost` are pure: they see the facts of a device, never the device, so
@@ -55,7 +57,7 @@ pub trait Kernel: 'static {
     fn simplest(arch: &ArchProfile, problem: &Self::Problem) -> Result<Self::Config, Infeasible>;
 
     /// Seeded random operands for measuring.
-    fn operands(device: &Device, problem: &Self::Problem, seed: u64) -> Self::Operands;
+    fn operands(queue: &Queue, problem: &Self::Problem, seed: u64) -> Self::Operands;
 
     /// The buffers that a launch writes.
     fn outputs(problem: &Self::Problem, operands: &Self::Operands) -> Vec<Output>;
@@ -78,25 +80,33 @@ pub trait Kernel: 'static {
     /// Writes what the first launch must find in scratch; all else there may be anything.
     fn prepare(_device: &Device, _scratch: &Handle) {}
 
-    /// The programs that [`Kernel::launch`] would run for `config` on a device with these properties, in
-    /// order: for compiling them without launching them.
+    /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or
+    /// launch surface when an output is read or checked.
+    fn launch(
+        queue: &Queue,
+        problem: &Self::Problem,
+        config: &Self::Config,
+        operands: &Self::Operands,
+        scratch: Option<&Handle>,
+    );
+
+    /// The programs of a launch of `config` on a device with these properties, in the order they run in: for
+    /// compiling them without launching them.
     fn programs(
         arch: &ArchProfile,
         problem: &Self::Problem,
         config: &Self::Config,
         properties: &Arc<DeviceProperties>,
         target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>>;
-
-    /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or
-    /// launch surface when an output is read or checked.
-    fn launch(
-        device: &Device,
-        problem: &Self::Problem,
-        config: &Self::Config,
-        operands: &Self::Operands,
-        scratch: Option<&Handle>,
-    );
+    ) -> Vec<Box<dyn CubeKernel>> {
+        let queue = || Queue::compiler(arch, properties, target);
+        // Making operands may launch kernels too.
+        let (operands, launches) = (Self::operands(&queue(), problem, 0), queue());
+        let scratch = Self::scratch_bytes(problem, config);
+        let scratch = (scratch > 0).then(|| launches.empty(scratch as usize));
+        Self::launch(&launches, problem, config, &operands, scratch.as_ref());
+        launches.into_programs()
+    }
 }
 
 /// Text that is no config of a kernel.

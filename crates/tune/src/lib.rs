@@ -8,6 +8,7 @@
 mod cache;
 mod fill;
 mod kernel;
+mod queue;
 pub mod timing;
 mod tuner;
 
@@ -16,5 +17,6 @@ pub use cache::{
 };
 pub use fill::fill;
 pub use kernel::{Cost, Infeasible, InvalidConfig, Kernel, Output, config_of};
+pub use queue::{Compiler, Queue};
 pub use record::{Policy, UnknownChoice as UnknownPolicy};
 pub use tuner::{Choice, TuneError, Tuner, operand_sets, poison};

@@ -37,13 +37,11 @@ mod rows;
 mod scores;
 mod tiles;
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties, UIntKind};
+use arch::{ArchProfile, DType};
+use cubecl::ir::{ElemType, IntKind, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::AttentionConfig;
 pub use flash::FlashConfig;
@@ -54,11 +52,11 @@ pub use problem::{
 pub use rows::RowsConfig;
 
 use crate::elem::elem;
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use flash::FlashPlan;
 use plane::PlanePlan;
 use rows::RowsPlan;
-use scores::{Rules, Scores, ScoresCompilationArg, ScoresLaunch};
+use scores::{Rules, Scores, ScoresLaunch};
 
 /// The attention kernel family, forward.
 pub struct Attention;
@@ -123,24 +121,24 @@ impl Kernel for Attention {
         config::simplest(arch, problem)
     }
 
-    fn operands(device: &Device, problem: &AttentionProblem, seed: u64) -> AttentionOperands {
-        let client = device.client();
-        let make = |len, salt| crate::noise(device, len, problem.dtype, 5 * seed + salt);
+    fn operands(queue: &Queue, problem: &AttentionProblem, seed: u64) -> AttentionOperands {
+        let make = |len, salt| crate::noise(queue, len, problem.dtype, 5 * seed + salt);
         let [q, k, v, out] = problem.extents();
         let words = |offsets: Vec<u32>| {
             let bytes: Vec<u8> = offsets.into_iter().flat_map(u32::to_le_bytes).collect();
-            client.create_from_slice(&bytes)
+            queue.upload(&bytes)
         };
         AttentionOperands {
             q: make(q, 0),
             k: make(k, 1),
             v: make(v, 2),
-            out: client.empty(bytes_of(out, problem.dtype)),
-            lse: problem.lse.then(|| client.empty(problem.rows() as usize * 4)),
+            out: queue.empty(bytes_of(out, problem.dtype)),
+            lse: problem.lse.then(|| queue.empty(problem.rows() as usize * 4)),
             bias: problem.bias.map(|s| make(problem.score_extent(s), 3)),
             mask: problem.mask.map(|s| {
                 let bytes = problem.score_extent(s) * problem.mask_dtype.size();
-                client.create_from_slice(&vec![0; bytes.next_multiple_of(4)])
+                let bytes = bytes.next_multiple_of(4);
+                queue.made(bytes, std::iter::repeat_n(0, bytes))
             }),
             offsets: problem.varlen.then(|| Offsets {
                 q: words((0..=problem.batch).map(|b| b * problem.seq_q).collect()),
@@ -159,44 +157,14 @@ impl Kernel for Attention {
         }]
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        problem: &AttentionProblem,
-        config: &AttentionConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let plan = Plan::new(arch, problem, config);
-        let settings =
-            KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
-        let [width_in, width_out] = plan.widths;
-        vec![Box::new(attention::Attention::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            ScoresCompilationArg::of(problem),
-            SequencesCompilationArg::of(problem),
-            Dims::compiled(),
-            width_in,
-            width_out,
-            plan.path,
-            types(problem),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         problem: &AttentionProblem,
         config: &AttentionConfig,
         operands: &AttentionOperands,
         _scratch: Option<&Handle>,
     ) {
-        let plan = Plan::new(device.profile(), problem, config);
+        let plan = Plan::new(queue.profile(), problem, config);
         let [width_in, width_out] = plan.widths;
         let [q, k, v, out] = problem.extents();
         let rows = problem.rows() as usize;
@@ -208,8 +176,9 @@ impl Kernel for Attention {
         // SAFETY: the extents are the problem's, whose strides every path stays within; rows and keys
         // past the ends are neither read nor written.
         unsafe {
-            attention::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                attention,
                 plan.cubes,
                 plan.cube_dim,
                 address(problem),
@@ -431,7 +400,7 @@ impl Sequences {
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn attention<F: Float, M: Int, NI: Size, NO: Size>(
     q: &[Vector<F, NI>],
     k: &[Vector<F, NI>],
@@ -462,10 +431,6 @@ impl Steps {
         let batch = if varlen { 0 } else { s.batch };
         StepsLaunch::new(batch as usize, s.head as usize, s.seq as usize)
     }
-
-    const fn compiled() -> StepsCompilationArg {
-        StepsCompilationArg { batch: (), head: (), seq: () }
-    }
 }
 
 impl Dims {
@@ -495,27 +460,6 @@ impl Dims {
             lse_batch,
         )
     }
-
-    /// Dims as a compilation sees them: every field is a run-time scalar.
-    fn compiled() -> DimsCompilationArg {
-        let steps = Steps::compiled;
-        let scores = || ScoreStepsCompilationArg { batch: (), head: (), row: (), col: () };
-        DimsCompilationArg {
-            batch: (),
-            heads: (),
-            group: (),
-            seq_q: (),
-            seq_kv: (),
-            q: steps(),
-            k: steps(),
-            v: steps(),
-            out: steps(),
-            bias: scores(),
-            mask: scores(),
-            lse_head: (),
-            lse_batch: (),
-        }
-    }
 }
 
 impl Rules {
@@ -529,16 +473,6 @@ impl Rules {
             lse: p.lse,
             varlen: p.varlen,
         }
-    }
-}
-
-/// A buffer that may be absent, as a compilation sees it.
-fn optional<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
-    there: bool,
-) -> ComptimeOptionCompilationArg<T> {
-    match there {
-        true => ComptimeOptionCompilationArg::Some(BufferCompilationArg { inplace: None }),
-        false => ComptimeOptionCompilationArg::None,
     }
 }
 
@@ -571,30 +505,10 @@ impl<F: Float, M: Int> ScoresLaunch<F, M> {
     }
 }
 
-impl<F: Float, M: Int> ScoresCompilationArg<F, M> {
-    fn of(p: &AttentionProblem) -> Self {
-        Self {
-            bias: optional(p.bias.is_some()),
-            mask: optional(p.mask.is_some()),
-            scale: (),
-            softcap: (),
-            window: (),
-            hidden: (),
-            rules: Rules::of(p),
-        }
-    }
-}
-
 impl SequencesLaunch {
     fn of(p: &AttentionProblem, operands: &AttentionOperands) -> Self {
         let len = p.batch as usize + 1;
         let offsets = operands.offsets.as_ref();
         Self::new(bound(offsets.map(|o| (&o.q, len))), bound(offsets.map(|o| (&o.kv, len))))
-    }
-}
-
-impl SequencesCompilationArg {
-    fn of(p: &AttentionProblem) -> Self {
-        Self { q: optional(p.varlen), kv: optional(p.varlen) }
     }
 }

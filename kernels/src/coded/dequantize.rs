@@ -9,7 +9,7 @@
 //! Cost: a byte read and an element written: 3 bytes an element of bf16. Where k is no multiple of 4 a word straddles
 //! rows, and elements are decoded one by one.
 
-use arch::{ArchProfile, DType, Device};
+use arch::{ArchProfile, DType};
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
@@ -50,8 +50,8 @@ impl DequantizeConfig {
     }
 
     /// Cubes for so many vectors of codes.
-    pub(crate) fn cubes(&self, device: &Device, vectors: usize) -> CubeCount {
-        let cubes = crate::cubes(device, vectors as u64, self.units * self.vectors);
+    pub(crate) fn cubes(&self, arch: &ArchProfile, vectors: usize) -> CubeCount {
+        let cubes = crate::cubes(arch, vectors as u64, self.units * self.vectors);
         CubeCount::Static(cubes, 1, 1)
     }
 

@@ -28,7 +28,7 @@ pub(super) struct Scalars {
     pub(super) nan: f32,
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(super) fn cross_entropy<F: Float, N: Size>(
     logits: &[Vector<F, N>],       // [rows, stride]
     targets: &[u32],               // [rows]

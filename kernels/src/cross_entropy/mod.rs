@@ -41,23 +41,18 @@
 
 mod kernel;
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, TargetProperties};
+use arch::{ArchProfile, DType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use crate::elem::{elem, rounding};
 use crate::fits::{iterations, limits, rtx, shape, stores};
-use crate::launch::{buffer, index_width, vector};
+use crate::launch::{index_width, launch, vector};
 use crate::round::by_hand;
 use crate::rows::RowPlan;
-use kernel::{
-    ScalarsCompilationArg, ScalarsLaunch, SizesCompilationArg, SizesLaunch, cross_entropy,
-};
+use kernel::{ScalarsLaunch, SizesLaunch, cross_entropy};
 
 /// The family of losses.
 pub struct CrossEntropy;
@@ -287,8 +282,7 @@ impl Kernel for CrossEntropy {
     }
 
     /// One row of eight is ignored.
-    fn operands(device: &Device, p: &CrossEntropyProblem, seed: u64) -> CrossEntropyOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, p: &CrossEntropyProblem, seed: u64) -> CrossEntropyOperands {
         let target = |row: u32| match row % 8 {
             7 => IGNORED,
             _ => row.wrapping_add(seed as u32).wrapping_mul(0x9e37_79b1) % p.vocab,
@@ -296,11 +290,11 @@ impl Kernel for CrossEntropy {
         let targets: Vec<u32> = (0..p.rows).map(target).collect();
         let bytes = (p.elements() * p.dtype.size()).next_multiple_of(4);
         CrossEntropyOperands {
-            logits: crate::noise(device, p.elements(), p.dtype, 2 * seed),
-            targets: client.create_from_slice(u32::as_bytes(&targets)),
-            weights: crate::noise(device, p.rows as usize, DType::F32, 2 * seed + 1),
-            gradient: (p.gradient == Gradient::Separate).then(|| client.empty(bytes)),
-            stats: client.empty(4 * STATS * p.rows as usize),
+            logits: crate::noise(queue, p.elements(), p.dtype, 2 * seed),
+            targets: queue.upload(u32::as_bytes(&targets)),
+            weights: crate::noise(queue, p.rows as usize, DType::F32, 2 * seed + 1),
+            gradient: (p.gradient == Gradient::Separate).then(|| queue.empty(bytes)),
+            stats: queue.empty(4 * STATS * p.rows as usize),
         }
     }
 
@@ -317,47 +311,16 @@ impl Kernel for CrossEntropy {
         [stats].into_iter().chain(gradient).collect()
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &CrossEntropyProblem,
-        c: &CrossEntropyConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, p.address());
-        vec![Box::new(cross_entropy::CrossEntropy::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            SizesCompilationArg { rows: (), vocab: (), stride: () },
-            ScalarsCompilationArg {
-                softcap: (),
-                inverse_temperature: (),
-                minus_infinity: (),
-                nan: (),
-            },
-            p.vector(arch) as usize,
-            Plan::of(arch, p, c),
-            elem(p.dtype),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &CrossEntropyProblem,
         c: &CrossEntropyConfig,
         operands: &CrossEntropyOperands,
         _scratch: Option<&Handle>,
     ) {
-        let arch = device.profile();
+        let arch = queue.profile();
         let plan = Plan::of(arch, p, c);
-        let cubes = crate::cubes(device, p.rows.into(), plan.rows.rows());
+        let cubes = crate::cubes(queue.profile(), p.rows.into(), plan.rows.rows());
         let (vector, rows) = (p.vector(arch) as usize, p.rows as usize);
         let matrix = p.elements() / vector;
         // A buffer that the plan does not use is bound to any other.
@@ -370,8 +333,9 @@ impl Kernel for CrossEntropy {
         };
         // SAFETY: the lengths are the problem's, and the kernel reads and writes whole rows below `rows`.
         unsafe {
-            cross_entropy::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                cross_entropy,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 p.address(),

@@ -15,16 +15,15 @@
 //!
 //! Source: Dettmers et al., "LLM.int8()" (2022), where the threshold is 6.
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::{ElemType, IntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
+use tune::Queue;
 
 use crate::elem::elem;
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use crate::round::{LEAST, by_hand, nearest, rounded};
 use crate::rows::{Fold, RowPlan, larger, magnitude, row_fold};
 
@@ -134,70 +133,9 @@ impl Rounding {
         [elem(self.dtype), out]
     }
 
-    pub(super) fn programs(
-        self,
-        arch: &ArchProfile,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let plan = self.plan(arch);
-        let settings = |units: u32| {
-            let dim = CubeDim::new_1d(units).into();
-            KernelSettings::new(dim, ExecutionMode::Unchecked, self.address())
-        };
-        let of = |units| (settings(units), properties.clone(), target.clone());
-        let width = self.width() as usize;
-        let mut all: Vec<Box<dyn CubeKernel>> = Vec::new();
-        if self.outliers() {
-            let (settings, properties, target) = of(plan.rows.units);
-            all.push(Box::new(mark_columns::MarkColumns::new(
-                settings,
-                properties,
-                target,
-                buffer(),
-                buffer(),
-                (),
-                (),
-                (),
-                (),
-                width,
-                elem(self.dtype),
-            )));
-            let units = Self::listing(arch);
-            let (settings, properties, target) = of(units);
-            all.push(Box::new(list_columns::ListColumns::new(
-                settings,
-                properties,
-                target,
-                buffer(),
-                buffer(),
-                (),
-                (),
-                (),
-                units,
-            )));
-        }
-        let (settings, properties, target) = of(plan.rows.units);
-        all.push(Box::new(round_rows::RoundRows::new(
-            settings,
-            properties,
-            target,
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            (),
-            (),
-            width,
-            plan,
-            self.types(),
-        )));
-        all
-    }
-
     /// Rounds `x` into `scratch`, to `places`.
-    pub(super) fn launch(self, device: &Device, x: &Handle, scratch: &Handle, places: &Places) {
-        let (arch, client) = (device.profile(), device.client());
+    pub(super) fn launch(self, queue: &Queue, x: &Handle, scratch: &Handle, places: &Places) {
+        let arch = queue.profile();
         let plan = self.plan(arch);
         let (width, vectors) = (self.width() as usize, self.vectors());
         let len = self.m as usize * vectors as usize;
@@ -205,13 +143,14 @@ impl Rounding {
         let at = |bytes: u64| scratch.clone().offset_start(bytes);
         let units = plan.rows.units;
         let cubes =
-            |parts: u64, each: u32| CubeCount::Static(crate::cubes(device, parts, each), 1, 1);
+            |parts: u64, each: u32| CubeCount::Static(crate::cubes(arch, parts, each), 1, 1);
         let marked = if self.outliers() { (chunks * vectors) as usize } else { 1 };
         // SAFETY: `places` has room for all of it, and the kernels check their indices.
         unsafe {
             if self.outliers() {
-                mark_columns::launch_unchecked(
-                    client,
+                launch!(
+                    queue,
+                    mark_columns,
                     cubes(marked as u64, units),
                     CubeDim::new_1d(units),
                     self.address(),
@@ -225,8 +164,9 @@ impl Rounding {
                     elem(self.dtype),
                 );
                 let units = Self::listing(arch);
-                list_columns::launch_unchecked(
-                    client,
+                launch!(
+                    queue,
+                    list_columns,
                     CubeCount::Static(1, 1, 1),
                     CubeDim::new_1d(units),
                     self.address(),
@@ -238,8 +178,9 @@ impl Rounding {
                     units,
                 );
             }
-            round_rows::launch_unchecked(
-                client,
+            launch!(
+                queue,
+                round_rows,
                 cubes(u64::from(self.m), plan.rows.rows()),
                 CubeDim::new_1d(units),
                 self.address(),
@@ -267,7 +208,7 @@ struct Plan {
 }
 
 /// Marks the columns that outlie in each chunk of rows.
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn mark_columns<F: Float, N: Size>(
     x: &[Vector<F, N>],
     marks: &mut [u32],
@@ -298,7 +239,7 @@ fn mark_columns<F: Float, N: Size>(
 }
 
 /// Joins the marks of all chunks in those of the first, and lists the columns: each unit those of a run of vectors.
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn list_columns(
     marks: &mut [u32],
     outliers: &mut [u32],
@@ -357,7 +298,7 @@ fn list_columns(
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn round_rows<F: Float, C: Numeric, N: Size>(
     x: &[Vector<F, N>],
     marks: &[u32],

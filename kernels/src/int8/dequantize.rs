@@ -1,19 +1,17 @@
 //! out = round(code · scb / 127): the launches of [`coded::dequantize`](crate::coded::dequantize) with a weight in 8 bits.
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers};
+use super::{Codes, CodesLaunch, Weight, WeightBuffers};
 use crate::coded::DequantizeConfig;
 use crate::coded::dequantize::{DequantizePlan, decode, widths};
 use crate::elem::elem;
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 
 /// The family of dequantisation kernels.
 pub struct Int8Dequantize;
@@ -73,10 +71,10 @@ impl Kernel for Int8Dequantize {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &DequantizeProblem, seed: u64) -> DequantizeOperands {
+    fn operands(queue: &Queue, p: &DequantizeProblem, seed: u64) -> DequantizeOperands {
         DequantizeOperands {
-            weight: super::noise(device, p.weight, 3 * seed),
-            out: device.client().empty(out_bytes(p)),
+            weight: super::noise(queue, p.weight, 3 * seed),
+            out: queue.empty(out_bytes(p)),
         }
     }
 
@@ -85,44 +83,20 @@ impl Kernel for Int8Dequantize {
         vec![Output { handle: operands.out.clone(), dtype: p.out, len, tolerance: 0.0 }]
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &DequantizeProblem,
-        c: &DequantizeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let [words, width] = widths(p.weight.k, p.out);
-        vec![Box::new(dequantize::Dequantize::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            CodesCompilationArg { codes: buffer(), scb: buffer() },
-            buffer(),
-            (),
-            words,
-            width,
-            c.plan(arch, p.out),
-            elem(p.out),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &DequantizeProblem,
         c: &DequantizeConfig,
         operands: &DequantizeOperands,
         _scratch: Option<&Handle>,
     ) {
-        launch(device, p, c, &operands.weight, &operands.out);
+        launch(queue, p, c, &operands.weight, &operands.out);
     }
 }
 
 /// Enqueues the kernel with the result at the start of `out`.
 pub(super) fn launch(
-    device: &Device,
+    queue: &Queue,
     p: &DequantizeProblem,
     c: &DequantizeConfig,
     weight: &WeightBuffers,
@@ -132,9 +106,10 @@ pub(super) fn launch(
     let vectors = p.weight.words() as usize / words;
     // SAFETY: the lengths are the weight's, and the kernel checks its indices.
     unsafe {
-        dequantize::launch_unchecked(
-            device.client(),
-            c.cubes(device, vectors),
+        launch!(
+            queue,
+            dequantize,
+            c.cubes(queue.profile(), vectors),
             CubeDim::new_1d(c.units),
             address(p),
             words,
@@ -142,7 +117,7 @@ pub(super) fn launch(
             CodesLaunch::of(&p.weight, weight, words),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
-            c.plan(device.profile(), p.out),
+            c.plan(queue.profile(), p.out),
             elem(p.out),
         );
     }
@@ -157,7 +132,7 @@ fn address(p: &DequantizeProblem) -> AddressType {
     index_width(p.weight.len())
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
     weight: &Codes<NW>,
     out: &mut [Vector<E, NO>],

@@ -1,48 +1,20 @@
 //! The launches of [`coded::gemv`](crate::coded::gemv) with a weight in 8 bits.
 
-use std::sync::Arc;
-
-use arch::Device;
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use tune::Queue;
 
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
-use super::{Codes, CodesCompilationArg, CodesLaunch, Weight};
+use super::{Codes, CodesLaunch, Weight};
 use crate::coded::GemvConfig;
-use crate::coded::gemv::{Dims, DimsCompilationArg, DimsLaunch, multiply};
+use crate::coded::gemv::{Dims, DimsLaunch, multiply};
 use crate::elem::elem;
-use crate::launch::buffer;
-use crate::matmul::{Finish, FinishCompilationArg, FinishLaunch};
-
-pub(super) fn program(
-    p: &Int8MatmulProblem,
-    c: &GemvConfig,
-    properties: &Arc<DeviceProperties>,
-    target: &Arc<TargetProperties>,
-) -> Box<dyn CubeKernel> {
-    let dim = CubeDim::new_1d(c.units).into();
-    let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, p.address());
-    let [width, words] = p.widths();
-    Box::new(gemv::Gemv::new(
-        settings,
-        properties.clone(),
-        target.clone(),
-        buffer(),
-        CodesCompilationArg { codes: buffer(), scb: buffer() },
-        buffer(),
-        FinishCompilationArg::of(p.epilogue),
-        DimsCompilationArg { m: (), n: (), k: () },
-        width,
-        words,
-        1,
-        *c,
-        elem(p.dtype),
-    ))
-}
+use crate::launch::launch;
+use crate::matmul::{Finish, FinishLaunch};
 
 pub(super) fn launch(
-    device: &Device,
+    queue: &Queue,
     p: &Int8MatmulProblem,
     c: &GemvConfig,
     x: Handle,
@@ -52,8 +24,9 @@ pub(super) fn launch(
     let Weight { n, k } = p.weight;
     // SAFETY: the extents are the problem's, and the kernel checks its edges.
     unsafe {
-        gemv::launch_unchecked(
-            device.client(),
+        launch!(
+            queue,
+            gemv,
             CubeCount::Static(n.div_ceil(c.rows_of_cube()), 1, 1),
             CubeDim::new_1d(c.units),
             p.address(),
@@ -71,7 +44,7 @@ pub(super) fn launch(
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &Codes<NW>,

@@ -20,25 +20,23 @@
 //!
 //! Source: Dettmers et al., "LLM.int8()" (2022).
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use tune::{Infeasible, Kernel};
+use tune::{Infeasible, Kernel, Queue};
 
 use super::problem::Int8MatmulProblem;
 use crate::elem::elem;
 use crate::fits::{lacks, shape, stores};
-use crate::launch::buffer;
+use crate::launch::launch;
 use crate::matmul::mma::{
     CopyFeed, F32Accumulators, I32Accumulators, Item, Maps, MmaPlan, RightOperand,
     RightOperandExpand, check_source, multiply,
 };
 use crate::matmul::{
-    Dims, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, Matmul, MatmulConfig,
-    MatmulProblem, MmaConfig, Path, split_k, spread,
+    Dims, EpilogueBuffers, Finish, FinishLaunch, Matmul, MatmulConfig, MatmulProblem, MmaConfig,
+    Path, split_k, spread,
 };
 use crate::tile::{CopyPlan, TileShape};
 
@@ -203,59 +201,14 @@ fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> Mm
     }
 }
 
-pub(super) fn programs(
-    arch: &ArchProfile,
-    p: &MatmulProblem,
-    c: MmaConfig,
-    codes: Codes,
-    properties: &Arc<DeviceProperties>,
-    target: &Arc<TargetProperties>,
-) -> Vec<Box<dyn CubeKernel>> {
-    let (plan, grid) = (plan(arch, p, c, codes), c.grid(arch, p));
-    let address = grid.address(p);
-    let settings = KernelSettings::new(grid.cube_dim().into(), ExecutionMode::Unchecked, address);
-    let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
-    let rounded = match codes {
-        Codes::Bytes { .. } => ComptimeOptionCompilationArg::Some(RoundedCompilationArg {
-            scales: buffer(),
-            outliers: buffer(),
-            x: buffer(),
-            words: buffer(),
-        }),
-        Codes::Halves { .. } => ComptimeOptionCompilationArg::None,
-    };
-    let mut all: Vec<Box<dyn CubeKernel>> = vec![Box::new(multiply_codes::MultiplyCodes::new(
-        settings,
-        properties.clone(),
-        target.clone(),
-        buffer(),
-        buffer(),
-        buffer(),
-        buffer(),
-        FinishCompilationArg::of(p.epilogue.before_split_k(c.parts)),
-        Int8OperandCompilationArg { scb: buffer(), rounded, codes },
-        Dims::compiled(false),
-        width_lhs,
-        width_rhs,
-        width_out,
-        width_partials,
-        plan,
-        elem(p.out),
-    ))];
-    if c.parts > 1 {
-        all.push(split_k::program(p, c.parts, false, properties, target));
-    }
-    all
-}
-
 pub(super) fn launch(
-    device: &Device,
+    queue: &Queue,
     p: &MatmulProblem,
     c: MmaConfig,
     codes: Codes,
     operands: &BytesOperands<'_>,
 ) {
-    let arch = device.profile();
+    let arch = queue.profile();
     let (plan, grid) = (plan(arch, p, c, codes), c.grid(arch, p));
     let [lhs_len, _, out_len] = p.extents();
     let (m, n, row) = (p.m as usize, p.n as usize, p.rhs.stride as usize); // a row's pairs of codes
@@ -284,8 +237,9 @@ pub(super) fn launch(
                 BufferArg::from_raw_parts(operands.codes.clone(), n * row / 2),
             )
         });
-        multiply_codes::launch_unchecked(
-            device.client(),
+        launch!(
+            queue,
+            multiply_codes,
             grid.cubes(arch, p, slice.count, c.parts),
             grid.cube_dim(),
             grid.address(p),
@@ -309,11 +263,11 @@ pub(super) fn launch(
         );
     }
     if let (Some(partials), true) = (operands.partials, c.parts > 1) {
-        split_k::add(device, p, partials, c.parts, false, operands.out, epilogue);
+        split_k::add(queue, p, partials, c.parts, false, operands.out, epilogue);
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 fn multiply_codes<F: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],

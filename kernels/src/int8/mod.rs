@@ -34,10 +34,11 @@ pub use problem::{Int8MatmulOperands, Int8MatmulProblem};
 pub use product::{DenseConfig, Int8Matmul, Int8MatmulConfig};
 pub use quantize::{Int8Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, quantize};
 
-use arch::{DType, Device};
+use arch::DType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
+use tune::Queue;
 
 use crate::coded::{ByteCoded, Coded, code_of, lifted};
 pub use crate::coded::{DequantizeConfig, GemvConfig};
@@ -126,13 +127,13 @@ impl WeightBuffers {
 }
 
 /// Random codes with scales of 1 to 3 by √k, so that results are of size 1: for measuring.
-fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers {
+fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
     let scale = 1.0 / (weight.k as f32).sqrt();
     let scb = (0..u64::from(weight.n)).map(|i| (1.0 + 0.5 * ((i + seed) % 5) as f32) * scale);
     let scb: Vec<f32> = scb.collect();
     WeightBuffers {
-        codes: crate::noise(device, weight.words() as usize * 4, DType::U8, seed),
-        scb: device.client().create_from_slice(f32::as_bytes(&scb)),
+        codes: crate::noise(queue, weight.words() as usize * 4, DType::U8, seed),
+        scb: queue.upload(f32::as_bytes(&scb)),
     }
 }
 

@@ -12,19 +12,18 @@
 //! | 16 | 46.5    | 98.1 `Dense` |
 //! | 64 | 65.7    | 178 `Dense`  |
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::ArchProfile;
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use tune::Queue;
 
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
-use super::{Codes, CodesCompilationArg, CodesLaunch};
+use super::{Codes, CodesLaunch};
 use crate::coded::{self, CodedProblem, Dims, PlaneConfig, PlanePlan};
 use crate::elem::elem;
-use crate::launch::buffer;
-use crate::matmul::{Epilogue, Finish, FinishCompilationArg, FinishLaunch, split_k};
+use crate::launch::launch;
+use crate::matmul::{Finish, FinishLaunch, split_k};
 
 /// The product as that of a weight in codes.
 pub(super) fn coded(p: &Int8MatmulProblem) -> CodedProblem {
@@ -36,52 +35,16 @@ fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &PlaneConfig) -> PlanePlan
     coded::plan(arch, &coded(p), c).expect("it was checked")
 }
 
-pub(super) fn programs(
-    arch: &ArchProfile,
-    p: &Int8MatmulProblem,
-    c: &PlaneConfig,
-    properties: &Arc<DeviceProperties>,
-    target: &Arc<TargetProperties>,
-) -> Vec<Box<dyn CubeKernel>> {
-    let plan = plan(arch, p, c);
-    let (_, dim) = coded(p).grid(&plan, c);
-    let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, p.address());
-    let epilogue = if c.parts > 1 { Epilogue::default() } else { p.epilogue };
-    let mut all: Vec<Box<dyn CubeKernel>> = vec![Box::new(multiply::Multiply::new(
-        settings,
-        properties.clone(),
-        target.clone(),
-        buffer(),
-        CodesCompilationArg { codes: buffer(), scb: buffer() },
-        buffer(),
-        buffer(),
-        FinishCompilationArg::of(epilogue),
-        (),
-        (),
-        (),
-        (),
-        4,
-        4,
-        1,
-        plan,
-        elem(p.dtype),
-    ))];
-    if c.parts > 1 {
-        all.push(split_k::program(&p.dense(), c.parts, false, properties, target));
-    }
-    all
-}
-
 /// Multiplies `x`, halves `[m, k]`; `partials` is room for the sums of several parts.
 pub(super) fn launch(
-    device: &Device,
+    queue: &Queue,
     p: &Int8MatmulProblem,
     c: &PlaneConfig,
     x: Handle,
     operands: &Int8MatmulOperands,
     partials: Option<&Handle>,
 ) {
-    let (dense, weight, plan) = (p.dense(), p.weight, plan(device.profile(), p, c));
+    let (dense, weight, plan) = (p.dense(), p.weight, plan(queue.profile(), p, c));
     let (cubes, dim) = coded(p).grid(&plan, c);
     let [x_len, _, out_len] = dense.extents();
     let (epilogue, out) = (&operands.epilogue, &operands.out);
@@ -96,8 +59,9 @@ pub(super) fn launch(
     };
     // SAFETY: the extents are the problem's, and the kernel checks its edges.
     unsafe {
-        multiply::launch_unchecked(
-            device.client(),
+        launch!(
+            queue,
+            multiply,
             cubes,
             dim,
             p.address(),
@@ -118,11 +82,11 @@ pub(super) fn launch(
         );
     }
     if c.parts > 1 {
-        split_k::add(device, &dense, sums, c.parts, false, out, epilogue);
+        split_k::add(queue, &dense, sums, c.parts, false, out, epilogue);
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, sizes")]
 fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],

@@ -37,14 +37,10 @@
 //! [`Int8Dequantize`]: super::Int8Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, TargetProperties};
-use cubecl::prelude::*;
+use arch::{ArchProfile, DType};
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, Int8Dequantize};
@@ -196,14 +192,14 @@ impl Kernel for Int8Matmul {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &Int8MatmulProblem, seed: u64) -> Int8MatmulOperands {
+    fn operands(queue: &Queue, p: &Int8MatmulProblem, seed: u64) -> Int8MatmulOperands {
         let [x, _, out] = p.dense().extents();
         let (bias, matrix) = ((p.weight.n as usize, p.dtype), (out, p.dtype));
         Int8MatmulOperands {
-            x: crate::noise(device, x, p.dtype, 7 * seed),
-            weight: super::noise(device, p.weight, 7 * seed + 1),
-            out: device.client().empty((out * p.dtype.size()).next_multiple_of(4)),
-            epilogue: EpilogueBuffers::noise(device, p.epilogue, bias, matrix, 7 * seed + 3),
+            x: crate::noise(queue, x, p.dtype, 7 * seed),
+            weight: super::noise(queue, p.weight, 7 * seed + 1),
+            out: queue.empty((out * p.dtype.size()).next_multiple_of(4)),
+            epilogue: EpilogueBuffers::noise(queue, p.epilogue, bias, matrix, 7 * seed + 3),
         }
     }
 
@@ -223,36 +219,8 @@ impl Kernel for Int8Matmul {
         }
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &Int8MatmulProblem,
-        config: &Int8MatmulConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let rounding = p.rounding(config).map(|(rounding, _)| rounding);
-        let mut all = rounding.map_or_else(Vec::new, |r| r.programs(arch, properties, target));
-        match config {
-            Int8MatmulConfig::Gemv(c) => all.push(gemv::program(p, c, properties, target)),
-            Int8MatmulConfig::Dense(c) => {
-                let (weight, dense) = (p.dequantized(), p.dense());
-                let decode = &c.dequantize;
-                all.extend(Int8Dequantize::programs(arch, &weight, decode, properties, target));
-                all.extend(Matmul::programs(arch, &dense, &c.matmul, properties, target));
-            }
-            Int8MatmulConfig::Plane(c) => {
-                all.extend(plane::programs(arch, p, c, properties, target));
-            }
-            Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) => {
-                let (codes, matmul) = p.codes(config);
-                all.extend(mma::programs(arch, &matmul, *c, codes, properties, target));
-            }
-        }
-        all
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &Int8MatmulProblem,
         config: &Int8MatmulConfig,
         operands: &Int8MatmulOperands,
@@ -262,15 +230,15 @@ impl Kernel for Int8Matmul {
         let rounded = p.rounding(config);
         if let Some((rounding, places)) = &rounded {
             let scratch = scratch.expect("a rounded x has its scratch");
-            rounding.launch(device, &operands.x, scratch, places);
+            rounding.launch(queue, &operands.x, scratch, places);
             x = scratch.clone().offset_start(places.values);
         }
         match config {
-            Int8MatmulConfig::Gemv(c) => gemv::launch(device, p, c, x, operands),
+            Int8MatmulConfig::Gemv(c) => gemv::launch(queue, p, c, x, operands),
             Int8MatmulConfig::Dense(c) => {
                 let rhs = scratch.expect("a dense weight has its scratch").clone();
                 let weight = p.dequantized();
-                dequantize::launch(device, &weight, &c.dequantize, &operands.weight, &rhs);
+                dequantize::launch(queue, &weight, &c.dequantize, &operands.weight, &rhs);
                 let operands = MatmulOperands {
                     lhs: x,
                     rhs,
@@ -279,9 +247,9 @@ impl Kernel for Int8Matmul {
                     rows: None,
                     norm: None,
                 };
-                Matmul::launch(device, &p.dense(), &c.matmul, &operands, None);
+                Matmul::launch(queue, &p.dense(), &c.matmul, &operands, None);
             }
-            Int8MatmulConfig::Plane(c) => plane::launch(device, p, c, x, operands, scratch),
+            Int8MatmulConfig::Plane(c) => plane::launch(queue, p, c, x, operands, scratch),
             Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) => {
                 let (codes, matmul) = p.codes(config);
                 let bytes = matches!(codes, Codes::Bytes { .. });
@@ -302,7 +270,7 @@ impl Kernel for Int8Matmul {
                     epilogue: &operands.epilogue,
                     partials: scratch,
                 };
-                mma::launch(device, &matmul, *c, codes, &operands);
+                mma::launch(queue, &matmul, *c, codes, &operands);
             }
         }
     }

@@ -10,19 +10,17 @@
 //! Cost: the dense weight is read twice, a byte an element written. Subnormals count as zero, ties go to even: of
 //! bitsandbytes' codes these differ where its approximate division falls on the other side of a tie.
 
-use std::sync::Arc;
-
 use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use super::{Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use crate::round::LEAST;
 use crate::weight::QuantizeError;
 
@@ -106,15 +104,14 @@ impl Kernel for Int8Quantize {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
         QuantizeOperands {
-            values: crate::noise(device, p.weight.len() as usize, p.dtype, seed),
+            values: crate::noise(queue, p.weight.len() as usize, p.dtype, seed),
             weight: WeightBuffers {
-                codes: client.empty(p.weight.words() as usize * 4),
-                scb: client.empty(p.weight.n as usize * 4),
+                codes: queue.empty(p.weight.words() as usize * 4),
+                scb: queue.empty(p.weight.n as usize * 4),
             },
-            flag: client.create_from_slice(&[0; 4]),
+            flag: queue.upload(&[0; 4]),
         }
     }
 
@@ -131,59 +128,25 @@ impl Kernel for Int8Quantize {
         ]
     }
 
-    fn programs(
-        _arch: &ArchProfile,
-        p: &QuantizeProblem,
-        c: &QuantizeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        vec![
-            Box::new(scales_of_rows::ScalesOfRows::new(
-                settings.clone(),
-                properties.clone(),
-                target.clone(),
-                buffer(),
-                buffer(),
-                buffer(),
-                (),
-                width(p),
-                *c,
-                elem(p.dtype),
-            )),
-            Box::new(encode_words::EncodeWords::new(
-                settings,
-                properties.clone(),
-                target.clone(),
-                buffer(),
-                buffer(),
-                buffer(),
-                (),
-                width(p),
-                elem(p.dtype),
-            )),
-        ]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &QuantizeProblem,
         c: &QuantizeConfig,
         operands: &QuantizeOperands,
         _scratch: Option<&Handle>,
     ) {
-        let (client, width, weight) = (device.client(), width(p), p.weight);
+        let (width, weight) = (width(p), p.weight);
         let (len, n) = (weight.len() as usize, weight.n as usize);
-        let cubes =
-            |parts: u64, each: u32| CubeCount::Static(crate::cubes(device, parts, each), 1, 1);
+        let cubes = |parts: u64, each: u32| {
+            CubeCount::Static(crate::cubes(queue.profile(), parts, each), 1, 1)
+        };
         let (rows, words) = (u64::from(weight.n), weight.words());
         let WeightBuffers { codes, scb } = &operands.weight;
         // SAFETY: the lengths are the weight's, and the kernels check their indices.
         unsafe {
-            scales_of_rows::launch_unchecked(
-                client,
+            launch!(
+                queue,
+                scales_of_rows,
                 cubes(rows, c.units / c.lanes),
                 CubeDim::new_1d(c.units),
                 address(p),
@@ -195,8 +158,9 @@ impl Kernel for Int8Quantize {
                 *c,
                 elem(p.dtype),
             );
-            encode_words::launch_unchecked(
-                client,
+            launch!(
+                queue,
+                encode_words,
                 cubes(words, c.units),
                 CubeDim::new_1d(c.units),
                 address(p),
@@ -234,7 +198,7 @@ pub fn quantize(
     };
     let flag = client.create_from_slice(&[0; 4]);
     let operands = QuantizeOperands { values: values.clone(), weight: buffers, flag };
-    Int8Quantize::launch(device, &problem, &config, &operands, None);
+    Int8Quantize::launch(&Queue::Device(device), &problem, &config, &operands, None);
     let found = client.read_one(operands.flag);
     let found = found.map_err(|why| QuantizeError::Device(format!("{why:?}")))?;
     match found[..4] == [0; 4] {
@@ -252,7 +216,7 @@ fn address(p: &QuantizeProblem) -> AddressType {
     index_width(p.weight.len())
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn scales_of_rows<F: Float, NI: Size>(
     values: &[Vector<F, NI>],
     scb: &mut [f32],
@@ -312,7 +276,7 @@ fn scales_of_rows<F: Float, NI: Size>(
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn encode_words<F: Float, NI: Size>(
     values: &[Vector<F, NI>],
     scb: &[f32],

@@ -36,34 +36,6 @@ pub(crate) struct Dims {
     pub(crate) grouped: bool,
 }
 
-impl Dims {
-    /// Compilation arguments: every size is a run-time scalar.
-    pub(crate) fn compiled(grouped: bool) -> DimsCompilationArg {
-        DimsCompilationArg {
-            m: (),
-            n: (),
-            k: (),
-            lhs_stride: (),
-            rhs_stride: (),
-            out_stride: (),
-            lhs_start: (),
-            rhs_start: (),
-            out_start: (),
-            lhs_batch: (),
-            rhs_batch: (),
-            out_batch: (),
-            batches: (),
-            parts: (),
-            part_tiles: (),
-            offsets: match grouped {
-                true => ComptimeOptionCompilationArg::Some(BufferCompilationArg { inplace: None }),
-                false => ComptimeOptionCompilationArg::None,
-            },
-            grouped,
-        }
-    }
-}
-
 #[cube]
 impl Dims {
     /// Returns the first elements of batch `batch` in lhs, rhs and result.

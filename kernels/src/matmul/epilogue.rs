@@ -8,10 +8,11 @@
 //! SiLU: `x · σ(x)`, Elfwing et al. (2017); gated as in Shazeer, "GLU Variants Improve Transformer"
 //! (2020).
 
-use arch::{DType, Device};
+use arch::DType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
+use tune::Queue;
 
 use crate::tile::quad_transpose;
 
@@ -54,11 +55,6 @@ pub struct Epilogue {
 }
 
 impl Epilogue {
-    /// Returns the epilogue of the launch that multiplies: nothing where split-k adds its sums afterwards.
-    pub(crate) fn before_split_k(self, splits: u32) -> Self {
-        if splits > 1 { Self::default() } else { self }
-    }
-
     /// `bias silu gate residual`, without what is not there.
     pub fn names(self) -> Vec<&'static str> {
         let flag = |on: bool, name| on.then_some(name);
@@ -85,14 +81,14 @@ pub struct EpilogueBuffers {
 impl EpilogueBuffers {
     /// Noise for what `epilogue` has: a bias of that length and type, matrices of the result's.
     pub(crate) fn noise(
-        device: &Device,
+        queue: &Queue,
         epilogue: Epilogue,
         bias: (usize, DType),
         out: (usize, DType),
         seed: u64,
     ) -> Self {
         let make = |there: bool, (len, dtype): (usize, DType), salt: u64| {
-            there.then(|| crate::noise(device, len, dtype, seed + salt))
+            there.then(|| crate::noise(queue, len, dtype, seed + salt))
         };
         Self {
             bias: make(epilogue.bias, bias, 0),
@@ -145,26 +141,6 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
     pub(crate) fn nothing() -> Self {
         let none = || ComptimeOptionArgs::None;
         Self::new(ComptimeOptionArgs::None, none(), none(), Epilogue::default())
-    }
-}
-
-impl<F: Float, E: Float, N: Size> FinishCompilationArg<F, E, N> {
-    /// The arguments of `epilogue`, as a compilation sees them.
-    pub(crate) fn of(epilogue: Epilogue) -> Self {
-        fn buffer<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
-            there: bool,
-        ) -> ComptimeOptionCompilationArg<T> {
-            match there {
-                true => ComptimeOptionCompilationArg::Some(BufferCompilationArg { inplace: None }),
-                false => ComptimeOptionCompilationArg::None,
-            }
-        }
-        Self {
-            bias: buffer(epilogue.bias),
-            gate: buffer(epilogue.gate),
-            residual: buffer(epilogue.residual),
-            epilogue,
-        }
     }
 }
 

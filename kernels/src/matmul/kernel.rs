@@ -30,7 +30,7 @@ pub(crate) enum Loop {
     Gemv(GemvPlan),
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 pub(crate) fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],

@@ -54,13 +54,11 @@ mod subgroup;
 mod tma;
 mod workgroup;
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::MatmulConfig;
 pub use cpu_gemv::CpuGemvConfig;
@@ -78,15 +76,15 @@ pub use workgroup::WorkgroupConfig;
 
 pub(crate) use config::spread;
 pub(crate) use dims::{Dims, block_of};
-pub(crate) use epilogue::{Columns, Finish, FinishCompilationArg, FinishLaunch};
+pub(crate) use epilogue::{Columns, Finish, FinishLaunch};
 pub(crate) use gemv::MOST_NORMED_ROWS;
-pub(crate) use norm_weight::{NormWeight, NormWeightCompilationArg, NormWeightLaunch, weight_pair};
+pub(crate) use norm_weight::{NormWeight, NormWeightLaunch, weight_pair};
 pub(crate) use path::{IN_FLIGHT, Path, plane_inst};
 
 use crate::elem::elem;
-use crate::launch::buffer;
+use crate::launch::launch;
 use kernel::Loop;
-use mma::{Maps, MapsCompilationArg};
+use mma::Maps;
 
 /// The matmul kernel family.
 pub struct Matmul;
@@ -145,26 +143,23 @@ impl Kernel for Matmul {
         config::simplest(arch, problem)
     }
 
-    fn operands(device: &Device, problem: &MatmulProblem, seed: u64) -> MatmulOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, problem: &MatmulProblem, seed: u64) -> MatmulOperands {
         let [lhs, rhs, out] = problem.extents();
         let storage = problem.precision.storage();
-        let make = |len, salt| crate::noise(device, len, storage, 5 * seed + salt);
+        let make = |len, salt| crate::noise(queue, len, storage, 5 * seed + salt);
         MatmulOperands {
             lhs: make(lhs, 0),
             rhs: make(rhs, 1),
-            out: client.empty((out * problem.out.size()).next_multiple_of(4)),
+            out: queue.empty((out * problem.out.size()).next_multiple_of(4)),
             epilogue: EpilogueBuffers::noise(
-                device,
+                queue,
                 problem.epilogue,
                 (problem.bias_len(), storage),
                 (out, problem.out),
                 5 * seed + 2,
             ),
-            rows: problem
-                .grouped
-                .then(|| client.create_from_slice(u32::as_bytes(&problem.uneven_rows()))),
-            norm: NormBuffers::noise(device, problem.norm, (problem.k, storage), 5 * seed + 7919),
+            rows: problem.grouped.then(|| queue.upload(u32::as_bytes(&problem.uneven_rows()))),
+            norm: NormBuffers::noise(queue, problem.norm, (problem.k, storage), 5 * seed + 7919),
         }
     }
 
@@ -186,59 +181,14 @@ impl Kernel for Matmul {
         split_k::scratch_bytes(problem, config.splits())
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        problem: &MatmulProblem,
-        config: &MatmulConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let (plan, grid) = (config.plan(arch, problem), config.path().grid(arch, problem));
-        let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
-        let settings = KernelSettings::new(
-            grid.cube_dim().into(),
-            ExecutionMode::Unchecked,
-            grid.address(problem),
-        );
-        let maps = match plan {
-            Loop::Tma(_) => {
-                ComptimeOptionCompilationArg::Some(MapsCompilationArg { lhs: (), rhs: () })
-            }
-            _ => ComptimeOptionCompilationArg::None,
-        };
-        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(kernel::matmul::Matmul::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            maps,
-            FinishCompilationArg::of(problem.epilogue.before_split_k(config.splits())),
-            NormWeightCompilationArg::of(problem.norm),
-            Dims::compiled(problem.grouped),
-            width_lhs,
-            width_rhs,
-            width_out,
-            width_partials,
-            plan,
-            types(problem),
-        ))];
-        if config.splits() > 1 {
-            programs.push(split_k::program(problem, config.splits(), false, properties, target));
-        }
-        programs
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         problem: &MatmulProblem,
         config: &MatmulConfig,
         operands: &MatmulOperands,
         scratch: Option<&Handle>,
     ) {
-        let (client, arch, splits) = (device.client(), device.profile(), config.splits());
+        let (arch, splits) = (queue.profile(), config.splits());
         let (plan, grid) = (config.plan(arch, problem), config.path().grid(arch, problem));
         let [lhs_len, rhs_len, out_len] = problem.extents();
         let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
@@ -256,8 +206,9 @@ impl Kernel for Matmul {
                     Loop::Tma(plan) => Some(tma::maps(problem, plan, &operands.lhs, &operands.rhs)),
                     _ => None,
                 };
-                kernel::matmul::launch_unchecked(
-                    client,
+                launch!(
+                    queue,
+                    kernel::matmul,
                     grid.cubes(arch, problem, slice.count, splits),
                     grid.cube_dim(),
                     grid.address(problem),
@@ -289,7 +240,7 @@ impl Kernel for Matmul {
         }
         if let (Some(partials), true) = (scratch, splits > 1) {
             let (out, epilogue) = (&operands.out, &operands.epilogue);
-            split_k::add(device, problem, partials, splits, false, out, epilogue);
+            split_k::add(queue, problem, partials, splits, false, out, epilogue);
         }
     }
 }

@@ -9,9 +9,10 @@
 //! multiply-add an element of x, which every group does again beside a multiply-add for each row of W that it has (one to
 //! four). Of the kinds those without a mean.
 
-use arch::{DType, Device};
+use arch::DType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use tune::Queue;
 
 use crate::rows::{NormKind, norm_weight};
 use crate::tile::{fma_pairs, global_address};
@@ -28,12 +29,12 @@ pub struct NormBuffers {
 impl NormBuffers {
     /// Noise for a norm, if there is one, of rows of that length and type.
     pub(crate) fn noise(
-        device: &Device,
+        queue: &Queue,
         norm: Option<NormKind>,
         (k, dtype): (u32, DType),
         seed: u64,
     ) -> Option<Self> {
-        norm.map(|_| Self { weight: crate::noise(device, k as usize, dtype, seed), eps: 1e-5 })
+        norm.map(|_| Self { weight: crate::noise(queue, k as usize, dtype, seed), eps: 1e-5 })
     }
 }
 
@@ -68,21 +69,6 @@ impl<F: Float, N: Size> NormWeightLaunch<F, N> {
             Self::new(weight, *eps, 1.0 / k as f32, kind)
         });
         ComptimeOptionArgs::from(arg)
-    }
-}
-
-impl<F: Float, N: Size> NormWeightCompilationArg<F, N> {
-    /// Compilation arguments of the same.
-    pub(crate) fn of(norm: Option<NormKind>) -> ComptimeOptionCompilationArg<NormWeight<F, N>> {
-        match norm {
-            Some(kind) => ComptimeOptionCompilationArg::Some(Self {
-                weight: BufferCompilationArg { inplace: None },
-                eps: (),
-                share: (),
-                kind,
-            }),
-            None => ComptimeOptionCompilationArg::None,
-        }
     }
 }
 

@@ -7,17 +7,15 @@
 //!
 //! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
 
-use std::sync::Arc;
-
-use arch::Device;
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use tune::Queue;
 
-use super::epilogue::{Columns, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch};
+use super::epilogue::{Columns, EpilogueBuffers, Finish, FinishLaunch};
 use super::problem::MatmulProblem;
 use crate::elem::elem;
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 
 /// Units of a cube: small, because few results must still reach many processors.
 const UNITS: u32 = 64;
@@ -38,38 +36,11 @@ pub(crate) fn scratch_bytes(problem: &MatmulProblem, splits: u32) -> u64 {
     if splits > 1 { 4 * sums(problem, splits, false) as u64 } else { 0 }
 }
 
-/// Returns the program of [`add`].
-pub(crate) fn program(
-    problem: &MatmulProblem,
-    parts: u32,
-    glu: bool,
-    properties: &Arc<DeviceProperties>,
-    target: &Arc<TargetProperties>,
-) -> Box<dyn CubeKernel> {
-    let (width, address) = shape(problem, sums(problem, parts, glu));
-    let dim = CubeDim::new_1d(UNITS);
-    let settings = KernelSettings::new(dim.into(), ExecutionMode::Unchecked, address);
-    Box::new(add_parts::AddParts::new(
-        settings,
-        properties.clone(),
-        target.clone(),
-        buffer(),
-        buffer(),
-        FinishCompilationArg::of(problem.epilogue),
-        (),
-        (),
-        (),
-        width,
-        glu,
-        [elem(problem.precision.storage()), elem(problem.out)],
-    ))
-}
-
 /// Enqueues the sum over `parts` of all results of `problem`, into `out`.
 ///
 /// With `glu` the partial sums, and the bias, have twice the problem's columns.
 pub(crate) fn add(
-    device: &Device,
+    queue: &Queue,
     problem: &MatmulProblem,
     partials: &Handle,
     parts: u32,
@@ -85,8 +56,9 @@ pub(crate) fn add(
     let bias = problem.bias_len() * if glu { 2 } else { 1 };
     // SAFETY: `partials` holds `parts` times the results, and the kernel checks its index.
     unsafe {
-        add_parts::launch_unchecked(
-            device.client(),
+        launch!(
+            queue,
+            add_parts,
             cubes,
             CubeDim::new_1d(UNITS),
             address,
@@ -104,7 +76,7 @@ pub(crate) fn add(
 }
 
 /// `len` vectors of results; `out.len()` counts what pads the buffer.
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn add_parts<F: Float, E: Float, N: Size>(
     partials: &[Vector<f32, N>],
     out: &mut [Vector<E, N>],

@@ -10,19 +10,17 @@
 //! The book lies in shared memory, one value a bank: any mix of codes is read at once. Products are f32
 //! and rounded once, which is what bitsandbytes does, bit for bit.
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::{Codes, CodesCompilationArg, CodesLaunch, Weight, WeightBuffers, code_shift};
+use super::{Codes, CodesLaunch, Weight, WeightBuffers, code_shift};
 use crate::elem::elem;
 use crate::fits::{limits, shape, stores};
-use crate::launch::index_width;
+use crate::launch::{index_width, launch};
 use crate::round::{by_hand, round_to_bf16};
 
 /// The family of dequantisation kernels.
@@ -98,10 +96,10 @@ impl Kernel for Nf4Dequantize {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &DequantizeProblem, seed: u64) -> DequantizeOperands {
+    fn operands(queue: &Queue, p: &DequantizeProblem, seed: u64) -> DequantizeOperands {
         DequantizeOperands {
-            weight: super::noise(device, p.weight, 3 * seed),
-            out: device.client().empty(out_bytes(p)),
+            weight: super::noise(queue, p.weight, 3 * seed),
+            out: queue.empty(out_bytes(p)),
         }
     }
 
@@ -110,57 +108,32 @@ impl Kernel for Nf4Dequantize {
         vec![Output { handle: operands.out.clone(), dtype: p.out, len, tolerance: 0.0 }]
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &DequantizeProblem,
-        c: &DequantizeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let settings = KernelSettings::new(
-            CubeDim::new_1d(c.units).into(),
-            ExecutionMode::Unchecked,
-            address(p),
-        );
-        vec![Box::new(dequantize::Dequantize::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            CodesCompilationArg::of(&p.weight),
-            BufferCompilationArg { inplace: None },
-            (),
-            1,
-            width(p),
-            plan(arch, p, c),
-            elem(p.out),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &DequantizeProblem,
         c: &DequantizeConfig,
         operands: &DequantizeOperands,
         _scratch: Option<&Handle>,
     ) {
-        launch(device, p, c, &operands.weight, &operands.out);
+        launch(queue, p, c, &operands.weight, &operands.out);
     }
 }
 
 /// Enqueues the kernel with the result at the start of `out`.
 pub(super) fn launch(
-    device: &Device,
+    queue: &Queue,
     p: &DequantizeProblem,
     c: &DequantizeConfig,
     weight: &WeightBuffers,
     out: &Handle,
 ) {
-    let cubes = crate::cubes(device, p.weight.words(), c.units * c.words);
+    let cubes = crate::cubes(queue.profile(), p.weight.words(), c.units * c.words);
     let (len, width) = (p.weight.len() as usize, width(p));
     // SAFETY: the result has the weight's elements, and the kernel checks its index.
     unsafe {
-        dequantize::launch_unchecked(
-            device.client(),
+        launch!(
+            queue,
+            dequantize,
             CubeCount::Static(cubes, 1, 1),
             CubeDim::new_1d(c.units),
             address(p),
@@ -169,7 +142,7 @@ pub(super) fn launch(
             CodesLaunch::of(&p.weight, weight, 1),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
-            plan(device.profile(), p, c),
+            plan(queue.profile(), p, c),
             elem(p.out),
         );
     }
@@ -210,7 +183,7 @@ fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> Dequ
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
     weight: &Codes<NW>,
     out: &mut [Vector<E, NO>],

@@ -40,25 +40,24 @@ pub use weight::{
     reorder_codes, split,
 };
 
-use crate::launch::buffer;
-use arch::{DType, Device};
+use arch::DType;
 use cubecl::prelude::*;
+use tune::Queue;
 
 /// Random codes with plausible scales, for measuring.
-pub(crate) fn noise(device: &Device, weight: Weight, seed: u64) -> WeightBuffers {
-    let client = device.client();
-    let floats = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
-    let codes = crate::noise(device, weight.words() as usize * 4, DType::U8, seed);
+pub(crate) fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
+    let floats = |values: &[f32]| queue.upload(f32::as_bytes(values));
+    let codes = crate::noise(queue, weight.words() as usize * 4, DType::U8, seed);
     let absmax_len = weight.absmax_bytes() as usize;
     let (absmax, nested) = if weight.nested {
         let book: Vec<f32> = (0..256).map(|i| (i as f32 - 127.5) / 127.5).collect();
         let scales = vec![[0.01f32, 0.04]; weight.groups() as usize].concat();
         let nested = NestedBuffers { book: floats(&book), scales: floats(&scales) };
-        (crate::noise(device, absmax_len, DType::U8, seed + 1), Some(nested))
+        (crate::noise(queue, absmax_len, DType::U8, seed + 1), Some(nested))
     } else {
-        let values = |i: u64| 0.03 + 0.02 * ((i * 7 + seed) % 64) as f32 / 64.0;
-        let values: Vec<f32> = (0..weight.absmax_len()).map(values).collect();
-        (floats(&values), None)
+        let value = |i: u64| 0.03 + 0.02 * ((i * 7 + seed) % 64) as f32 / 64.0;
+        let bytes = (0..weight.absmax_len()).flat_map(|i| value(i).to_le_bytes());
+        (queue.made(absmax_len, bytes), None)
     };
     WeightBuffers { codes, absmax, book: floats(&CodeBook::Nf4.values()), nested }
 }
@@ -116,19 +115,6 @@ impl<N: Size> CodesLaunch<N> {
             buffer(scales),
             CodesPlan::of(weight),
         )
-    }
-}
-
-impl<N: Size> CodesCompilationArg<N> {
-    fn of(weight: &Weight) -> Self {
-        Self {
-            codes: buffer(),
-            absmax: buffer(),
-            book: buffer(),
-            nested_book: buffer(),
-            scales: buffer(),
-            plan: CodesPlan::of(weight),
-        }
     }
 }
 

@@ -24,15 +24,13 @@
 
 mod product;
 
-use std::sync::Arc;
-
 use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub(crate) use product::CODED_ROWS;
 pub use product::{
@@ -45,7 +43,7 @@ use crate::coded::{ByteCoded, Coded, code_of, lifted};
 use crate::cooperative::Word;
 use crate::elem::elem;
 use crate::fits::{limits, stores};
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use crate::round::pack_bf16;
 use crate::weight::{InvalidWeight, QuantizeError};
 
@@ -150,21 +148,19 @@ impl WeightBuffers {
     }
 
     /// Buffers that are not filled.
-    pub fn empty(device: &Device, weight: &Weight) -> Self {
-        let empty = |words: u64| device.client().empty(words as usize * 4);
+    pub fn empty(queue: &Queue, weight: &Weight) -> Self {
+        let empty = |words: u64| queue.empty(words as usize * 4);
         Self { codes: empty(weight.words()), scales: empty(weight.scale_words()) }
     }
 
     /// Random codes with scales of 1 to 2 by 127·√k, so that results are of size 1: for measuring.
-    fn noise(device: &Device, weight: &Weight, seed: u64) -> Self {
+    fn noise(queue: &Queue, weight: &Weight, seed: u64) -> Self {
         let scale = 1.0 / (127.0 * (weight.k as f32).sqrt());
-        let scales = (0..2 * weight.scale_words()).map(|i| (1 + (i + seed) % 5) as f32 / 5.0);
-        let scales: Vec<u8> = scales
-            .flat_map(|size| half::f16::from_f32(scale * (1.0 + size)).to_le_bytes())
-            .collect();
+        let sizes = (0..2 * weight.scale_words()).map(|i| (1 + (i + seed) % 5) as f32 / 5.0);
+        let bytes = sizes.flat_map(|size| half::f16::from_f32(scale * (1.0 + size)).to_le_bytes());
         Self {
-            codes: crate::noise(device, weight.len() as usize, DType::U8, seed),
-            scales: device.client().create_from_slice(&scales),
+            codes: crate::noise(queue, weight.len() as usize, DType::U8, seed),
+            scales: queue.made(weight.scale_words() as usize * 4, bytes),
         }
     }
 }
@@ -187,12 +183,6 @@ impl<NW: Size> CodesLaunch<NW> {
                 BufferArg::from_raw_parts(scales.clone(), weight.scale_words() as usize),
             )
         }
-    }
-}
-
-impl<NW: Size> CodesCompilationArg<NW> {
-    fn new() -> Self {
-        Self { codes: buffer(), scales: buffer() }
     }
 }
 
@@ -373,11 +363,11 @@ impl Kernel for Q8_0Quantize {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
+    fn operands(queue: &Queue, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
         QuantizeOperands {
-            values: crate::noise(device, p.weight.len() as usize, p.dtype, seed),
-            weight: WeightBuffers::empty(device, &p.weight),
-            flag: device.client().create_from_slice(&[0; 4]),
+            values: crate::noise(queue, p.weight.len() as usize, p.dtype, seed),
+            weight: WeightBuffers::empty(queue, &p.weight),
+            flag: queue.upload(&[0; 4]),
         }
     }
 
@@ -394,31 +384,8 @@ impl Kernel for Q8_0Quantize {
         ]
     }
 
-    fn programs(
-        _arch: &ArchProfile,
-        p: &QuantizeProblem,
-        c: &QuantizeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, p.weight.address());
-        vec![Box::new(quantize_blocks::QuantizeBlocks::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            (),
-            4,
-            elem(p.dtype),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &QuantizeProblem,
         c: &QuantizeConfig,
         operands: &QuantizeOperands,
@@ -426,11 +393,12 @@ impl Kernel for Q8_0Quantize {
     ) {
         let (weight, WeightBuffers { codes, scales }) = (p.weight, &operands.weight);
         let words = weight.words() as usize;
-        let cubes = crate::cubes(device, weight.scale_words(), c.units);
+        let cubes = crate::cubes(queue.profile(), weight.scale_words(), c.units);
         // SAFETY: the lengths are the weight's, and the kernel checks its indices.
         unsafe {
-            quantize_blocks::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                quantize_blocks,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 weight.address(),
@@ -458,10 +426,11 @@ pub fn quantize(
 ) -> Result<WeightBuffers, QuantizeError> {
     let problem = QuantizeProblem { weight, dtype };
     let config = Q8_0Quantize::simplest(device.profile(), &problem)?;
-    let flag = device.client().create_from_slice(&[0; 4]);
-    let weight = WeightBuffers::empty(device, &weight);
+    let queue = &Queue::Device(device);
+    let flag = queue.upload(&[0; 4]);
+    let weight = WeightBuffers::empty(queue, &weight);
     let operands = QuantizeOperands { values: values.clone(), weight, flag };
-    Q8_0Quantize::launch(device, &problem, &config, &operands, None);
+    Q8_0Quantize::launch(queue, &problem, &config, &operands, None);
     let found = device.client().read_one(operands.flag);
     let found = found.map_err(|why| QuantizeError::Device(format!("{why:?}")))?;
     match found[..4] == [0; 4] {
@@ -470,7 +439,7 @@ pub fn quantize(
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn quantize_blocks<F: Float, NI: Size>(
     values: &[Vector<F, NI>],
     codes: &mut [u32],
@@ -591,10 +560,10 @@ impl Kernel for Q8_0Dequantize {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &DequantizeProblem, seed: u64) -> DequantizeOperands {
+    fn operands(queue: &Queue, p: &DequantizeProblem, seed: u64) -> DequantizeOperands {
         DequantizeOperands {
-            weight: WeightBuffers::noise(device, &p.weight, 3 * seed),
-            out: device.client().empty(out_bytes(p)),
+            weight: WeightBuffers::noise(queue, &p.weight, 3 * seed),
+            out: queue.empty(out_bytes(p)),
         }
     }
 
@@ -603,32 +572,8 @@ impl Kernel for Q8_0Dequantize {
         vec![Output { handle: operands.out.clone(), dtype: p.out, len, tolerance: 0.0 }]
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &DequantizeProblem,
-        c: &DequantizeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, p.weight.address());
-        let [words, width] = widths(p.weight.k, p.out);
-        vec![Box::new(dequantize::Dequantize::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            CodesCompilationArg::new(),
-            BufferCompilationArg { inplace: None },
-            (),
-            words,
-            width,
-            c.plan(arch, p.out),
-            elem(p.out),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &DequantizeProblem,
         c: &DequantizeConfig,
         operands: &DequantizeOperands,
@@ -637,9 +582,10 @@ impl Kernel for Q8_0Dequantize {
         let ([words, width], len) = (widths(p.weight.k, p.out), p.weight.len() as usize);
         // SAFETY: the lengths are the weight's, and the kernel checks its indices.
         unsafe {
-            dequantize::launch_unchecked(
-                device.client(),
-                c.cubes(device, p.weight.words() as usize / words),
+            launch!(
+                queue,
+                dequantize,
+                c.cubes(queue.profile(), p.weight.words() as usize / words),
                 CubeDim::new_1d(c.units),
                 p.weight.address(),
                 words,
@@ -647,7 +593,7 @@ impl Kernel for Q8_0Dequantize {
                 CodesLaunch::of(&p.weight, &operands.weight, words),
                 BufferArg::from_raw_parts(operands.out.clone(), len / width),
                 p.weight.k,
-                c.plan(device.profile(), p.out),
+                c.plan(queue.profile(), p.out),
                 elem(p.out),
             );
         }
@@ -659,7 +605,7 @@ fn out_bytes(p: &DequantizeProblem) -> usize {
     p.weight.len() as usize * p.out.size()
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
     weight: &Codes<NW>,
     out: &mut [Vector<E, NO>],

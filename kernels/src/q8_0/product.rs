@@ -6,29 +6,27 @@
 //! | `Plane` | matrices of a plane, codes decoded into shared memory: [`coded`] | 3 to 256, through Vulkan |
 //! | `Dense` | the matmul of the dense weight | many                                |
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use super::{
-    Codes, CodesCompilationArg, CodesLaunch, DequantizeOperands, DequantizeProblem, Q8_0Dequantize,
-    Weight, WeightBuffers, out_bytes,
+    Codes, CodesLaunch, DequantizeOperands, DequantizeProblem, Q8_0Dequantize, Weight,
+    WeightBuffers, out_bytes,
 };
-use crate::coded::gemv::{self, DimsCompilationArg, DimsLaunch};
+use crate::coded::gemv::{self, DimsLaunch};
 use crate::coded::{
     self, CodedProblem, DequantizeConfig, Dims, GemvConfig, PlaneConfig, PlanePlan,
 };
 use crate::elem::{elem, rounding};
 use crate::fits::{shape, stores};
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use crate::matmul::{
-    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
-    Matmul, MatmulConfig, MatmulOperands, MatmulProblem, Precision, split_k,
+    Epilogue, EpilogueBuffers, Finish, FinishLaunch, InvalidMatmul, Layout, Matmul, MatmulConfig,
+    MatmulOperands, MatmulProblem, Precision, split_k,
 };
 
 /// The kernel family of matmuls with weights in Q8_0.
@@ -179,14 +177,14 @@ impl Kernel for Q8_0Matmul {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &Q8_0MatmulProblem, seed: u64) -> Q8_0MatmulOperands {
+    fn operands(queue: &Queue, p: &Q8_0MatmulProblem, seed: u64) -> Q8_0MatmulOperands {
         let [x, _, out] = p.dense().extents();
         let (bias, matrix) = ((p.weight.n as usize, p.dtype), (out, p.dtype));
         Q8_0MatmulOperands {
-            x: crate::noise(device, x, p.dtype, 7 * seed),
-            weight: WeightBuffers::noise(device, &p.weight, 7 * seed + 1),
-            out: device.client().empty((out * p.dtype.size()).next_multiple_of(4)),
-            epilogue: EpilogueBuffers::noise(device, p.epilogue, bias, matrix, 7 * seed + 3),
+            x: crate::noise(queue, x, p.dtype, 7 * seed),
+            weight: WeightBuffers::noise(queue, &p.weight, 7 * seed + 1),
+            out: queue.empty((out * p.dtype.size()).next_multiple_of(4)),
+            epilogue: EpilogueBuffers::noise(queue, p.epilogue, bias, matrix, 7 * seed + 3),
         }
     }
 
@@ -207,72 +205,8 @@ impl Kernel for Q8_0Matmul {
         }
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &Q8_0MatmulProblem,
-        config: &Q8_0MatmulConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let settings =
-            |dim: CubeDim| KernelSettings::new(dim.into(), ExecutionMode::Unchecked, p.address());
-        match config {
-            Q8_0MatmulConfig::Gemv(c) => vec![Box::new(multiply_few::MultiplyFew::new(
-                settings(CubeDim::new_1d(c.units)),
-                properties.clone(),
-                target.clone(),
-                buffer(),
-                CodesCompilationArg::new(),
-                buffer(),
-                FinishCompilationArg::of(p.epilogue),
-                DimsCompilationArg { m: (), n: (), k: () },
-                p.width(),
-                WORDS,
-                1,
-                *c,
-                elem(p.dtype),
-            ))],
-            Q8_0MatmulConfig::Plane(c) => {
-                let plan = coded::plan(arch, &p.coded(), c).expect("it was checked");
-                let (_, dim) = p.coded().grid(&plan, c);
-                let epilogue = p.epilogue.before_split_k(c.parts);
-                let mut all: Vec<Box<dyn CubeKernel>> =
-                    vec![Box::new(multiply_planes::MultiplyPlanes::new(
-                        settings(dim),
-                        properties.clone(),
-                        target.clone(),
-                        buffer(),
-                        CodesCompilationArg::new(),
-                        buffer(),
-                        buffer(),
-                        FinishCompilationArg::of(epilogue),
-                        (),
-                        (),
-                        (),
-                        (),
-                        4,
-                        WORDS,
-                        1,
-                        plan,
-                        elem(p.dtype),
-                    ))];
-                if c.parts > 1 {
-                    all.push(split_k::program(&p.dense(), c.parts, false, properties, target));
-                }
-                all
-            }
-            Q8_0MatmulConfig::Dense(c) => {
-                let (weight, dense) = (p.dequantized(), p.dense());
-                let decode = &c.dequantize;
-                let mut all = Q8_0Dequantize::programs(arch, &weight, decode, properties, target);
-                all.extend(Matmul::programs(arch, &dense, &c.matmul, properties, target));
-                all
-            }
-        }
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &Q8_0MatmulProblem,
         config: &Q8_0MatmulConfig,
         operands: &Q8_0MatmulOperands,
@@ -284,8 +218,9 @@ impl Kernel for Q8_0Matmul {
         match config {
             // SAFETY: the extents are the problem's, and the kernel checks its edges.
             Q8_0MatmulConfig::Gemv(c) => unsafe {
-                multiply_few::launch_unchecked(
-                    device.client(),
+                launch!(
+                    queue,
+                    multiply_few,
                     CubeCount::Static(n.div_ceil(c.rows_of_cube()), 1, 1),
                     CubeDim::new_1d(c.units),
                     p.address(),
@@ -302,7 +237,7 @@ impl Kernel for Q8_0Matmul {
                 );
             },
             Q8_0MatmulConfig::Plane(c) => {
-                let plan = coded::plan(device.profile(), &p.coded(), c).expect("it was checked");
+                let plan = coded::plan(queue.profile(), &p.coded(), c).expect("it was checked");
                 let (cubes, dim) = p.coded().grid(&plan, c);
                 // A kernel without partial sums still binds a buffer in their place, and never writes it.
                 let (sums, sums_len, finish) = match scratch {
@@ -316,8 +251,9 @@ impl Kernel for Q8_0Matmul {
                 };
                 // SAFETY: the extents are the problem's, and the kernel checks its edges.
                 unsafe {
-                    multiply_planes::launch_unchecked(
-                        device.client(),
+                    launch!(
+                        queue,
+                        multiply_planes,
                         cubes,
                         dim,
                         p.address(),
@@ -338,17 +274,17 @@ impl Kernel for Q8_0Matmul {
                     );
                 }
                 if c.parts > 1 {
-                    split_k::add(device, &dense, sums, c.parts, false, out, epilogue);
+                    split_k::add(queue, &dense, sums, c.parts, false, out, epilogue);
                 }
             }
             Q8_0MatmulConfig::Dense(c) => {
                 let rhs = scratch.expect("a dense weight has its scratch").clone();
                 let decoded = DequantizeOperands { weight: weight.clone(), out: rhs.clone() };
-                Q8_0Dequantize::launch(device, &p.dequantized(), &c.dequantize, &decoded, None);
+                Q8_0Dequantize::launch(queue, &p.dequantized(), &c.dequantize, &decoded, None);
                 let (lhs, out) = (x.clone(), out.clone());
                 let epilogue = epilogue.clone();
                 let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None };
-                Matmul::launch(device, &dense, &c.matmul, &operands, None);
+                Matmul::launch(queue, &dense, &c.matmul, &operands, None);
             }
         }
     }
@@ -362,7 +298,7 @@ fn denses(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Vec<DenseConfig> {
     all.take(4).map(|matmul| DenseConfig { dequantize, matmul }).collect()
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn multiply_few<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &Codes<NW>,
@@ -375,7 +311,7 @@ fn multiply_few<F: Float, NX: Size, NW: Size, NO: Size>(
     gemv::multiply::<Codes<NW>, F, NX, NW, NO>(x, weight, out, &finish, dims, config);
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, sizes")]
 fn multiply_planes<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],

@@ -32,23 +32,21 @@ mod head;
 mod problem;
 mod rotate;
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::{ElemType, IntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 
-use self::head::{DimsCompilationArg, DimsLaunch, StepsCompilationArg, StepsLaunch};
+use self::head::{DimsLaunch, StepsLaunch};
 use self::rotate::turn_heads;
 use crate::attention::decode::{CacheLayout, CacheStrides, Scales};
 use crate::elem::{elem, rounding};
 use crate::fits::stores;
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use crate::norm::NormKind;
 use crate::round::by_hand;
 use crate::rows::RowPlan;
@@ -149,23 +147,22 @@ impl Kernel for Rope {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &RopeProblem, seed: u64) -> RopeOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, p: &RopeProblem, seed: u64) -> RopeOperands {
         let [all, queries, k, v, scales] = p.extents();
-        let noise = |len, dtype, salt| crate::noise(device, len, dtype, 8 * seed + salt);
+        let noise = |len, dtype, salt| crate::noise(queue, len, dtype, 8 * seed + salt);
         // The first sequence is new, the others are anywhere.
         let free = p.limit() - p.seq + 1;
         let start: Vec<u32> = (0..p.batch).map(|b| b.wrapping_mul(977) % free).collect();
         let head = p.head_dim as usize;
         RopeOperands {
             qkv: noise(all, p.dtype, 0),
-            start: client.create_from_slice(u32::as_bytes(&start)),
-            pages: own_pages(p).map(|pages| client.create_from_slice(u32::as_bytes(&pages))),
+            start: queue.upload(u32::as_bytes(&start)),
+            pages: own_pages(p).map(|pages| queue.upload(u32::as_bytes(&pages))),
             table: (p.dim > 0).then(|| noise(p.table_len(), DType::F32, 1)),
             weights: p
                 .qk_norm
                 .map(|_| HeadWeights { q: noise(head, p.dtype, 2), k: noise(head, p.dtype, 3) }),
-            q: client.empty((queries * p.dtype.size()).next_multiple_of(4)),
+            q: queue.empty((queries * p.dtype.size()).next_multiple_of(4)),
             k: noise(k, p.cache.dtype, 4),
             v: noise(v, p.cache.dtype, 5),
             scales: p.cache.quantized().then(|| Scales {
@@ -207,62 +204,17 @@ impl Kernel for Rope {
         outputs
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &RopeProblem,
-        c: &RopeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let steps = || StepsCompilationArg { page: (), head: (), seq: () };
-        vec![Box::new(turn_heads::TurnHeads::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            DimsCompilationArg {
-                groups: (),
-                seq: (),
-                heads: (),
-                kv_heads: (),
-                limit: (),
-                blocks: (),
-                max_blocks: (),
-                turn: (),
-                k: steps(),
-                v: steps(),
-                scales: steps(),
-                eps: (),
-            },
-            p.vector(arch) as usize,
-            plan(arch, p, c),
-            types(p),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &RopeProblem,
         c: &RopeConfig,
         operands: &RopeOperands,
         _scratch: Option<&Handle>,
     ) {
-        let plan = plan(device.profile(), p, c);
+        let plan = plan(queue.profile(), p, c);
         let groups = p.tokens() * p.all_heads();
-        let cubes = crate::cubes(device, groups.into(), plan.rows.rows());
-        let vector = p.vector(device.profile()) as usize;
+        let cubes = crate::cubes(queue.profile(), groups.into(), plan.rows.rows());
+        let vector = p.vector(queue.profile()) as usize;
         let [.., scales_len] = p.extents();
         let [all, queries, k, v, _] = p.extents().map(|len| len / vector);
         // What is not there is not read.
@@ -293,8 +245,9 @@ impl Kernel for Rope {
         // SAFETY: the lengths are the problem's; the kernel reads whole heads of `groups`, and compares a
         // position with the cache and the table before it goes there.
         unsafe {
-            turn_heads::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                turn_heads,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 address(p),

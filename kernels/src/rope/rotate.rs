@@ -9,7 +9,7 @@ use crate::norm::NormKind;
 use crate::round::{LEAST, nearest, rounded};
 use crate::rows::{Fold, RowScale, larger, magnitude, norm_weight, row_fold, row_scale};
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 pub(super) fn turn_heads<F: Float, C: Numeric, N: Size>(
     qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]

@@ -12,7 +12,7 @@ pub(super) const PIVOTS: u32 = 3;
 /// Bits of 1, which no weight exceeds.
 const ONE: u32 = 0x3f80_0000;
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(super) fn sample_rows<N: Size>(
     logits: &[Vector<f32, N>],             // [rows, vocab]
     choices: &[u32],                       // [rows, CHOICE]

@@ -27,17 +27,14 @@
 
 mod kernel;
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, TargetProperties};
+use arch::{ArchProfile, DType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use crate::fits::{limits, shape, stores};
-use crate::launch::buffer;
+use crate::launch::launch;
 use crate::rows::RowPlan;
 use kernel::{COLUMNS, PIVOTS, sample_rows};
 
@@ -200,8 +197,7 @@ impl Kernel for Sample {
     }
 
     /// Rows of every kind: the likeliest token, the whole distribution, and with each of the rules.
-    fn operands(device: &Device, p: &SampleProblem, seed: u64) -> SampleOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, p: &SampleProblem, seed: u64) -> SampleOperands {
         let choice = |row: u32| {
             let kind = row.wrapping_add(seed as u32) % 4;
             Choice {
@@ -216,10 +212,10 @@ impl Kernel for Sample {
         let choices: Vec<u32> = (0..p.rows).flat_map(|row| choice(row).words()).collect();
         let none = vec![0u32; p.rows as usize * p.seen_words()];
         SampleOperands {
-            logits: crate::noise(device, p.logits(), DType::F32, seed),
-            choices: client.create_from_slice(u32::as_bytes(&choices)),
-            seen: client.create_from_slice(u32::as_bytes(&none)),
-            out: client.empty(4 * RESULT * p.rows as usize),
+            logits: crate::noise(queue, p.logits(), DType::F32, seed),
+            choices: queue.upload(u32::as_bytes(&choices)),
+            seen: queue.upload(u32::as_bytes(&none)),
+            out: queue.empty(4 * RESULT * p.rows as usize),
         }
     }
 
@@ -234,33 +230,8 @@ impl Kernel for Sample {
         16 * u64::from(p.groups()) * u64::from(p.rows)
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &SampleProblem,
-        c: &SampleConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, AddressType::U32);
-        vec![Box::new(sample_rows::SampleRows::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            (),
-            (),
-            p.vector(),
-            RowPlan::of(arch, c.units, c.units),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &SampleProblem,
         c: &SampleConfig,
         operands: &SampleOperands,
@@ -270,8 +241,9 @@ impl Kernel for Sample {
         let rows = p.rows as usize;
         // SAFETY: the lengths are the problem's, and a cube keeps to its row.
         unsafe {
-            sample_rows::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                sample_rows,
                 CubeCount::Static(p.rows, 1, 1),
                 CubeDim::new_1d(c.units),
                 AddressType::U32,
@@ -283,7 +255,7 @@ impl Kernel for Sample {
                 BufferArg::from_raw_parts(operands.out.clone(), RESULT * rows),
                 p.vocab,
                 f32::NEG_INFINITY,
-                RowPlan::of(device.profile(), c.units, c.units),
+                RowPlan::of(queue.profile(), c.units, c.units),
             );
         }
     }

@@ -8,7 +8,9 @@ mod spirv;
 use std::io::Write;
 
 use arch::{ArchProfile, Backend, DType, Device};
+use cubecl::launched::LaunchedKernels;
 use kernels::attention::backward::AttentionBackward;
+use kernels::int8::{Int8Quantize, QuantizeProblem};
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
@@ -17,7 +19,7 @@ use kernels::norm::{Norm, NormKind};
 use kernels::quantized::QuantizeError;
 use suite::KernelSuite;
 use suite::matmul::{EdgeCase, Inputs};
-use tune::{Kernel, TuneCache};
+use tune::{Kernel, Queue, TuneCache};
 
 /// Opens `backend`, or says why the test is skipped: past the harness, which would keep it to itself,
 /// since a test that returns has passed. `cargo xtask test` counts these lines.
@@ -134,6 +136,36 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
     for kernel in suite::KERNELS {
         assert!(served.contains(kernel.name()), "no shipped result for {}", kernel.name());
     }
+}
+
+/// Programs for the compiler are found again when they are launched: CubeCL looks for them under this hash.
+#[test]
+fn programs_are_those_of_the_launch() {
+    fn check<K: Kernel>(device: &Device, problem: &K::Problem) {
+        let client = device.client();
+        let (properties, target) = (client.properties_shared(), client.target_properties_shared());
+        let config = K::simplest(device.profile(), problem).expect("any device has one");
+        let programs = K::programs(device.profile(), problem, &config, &properties, &target);
+        let queue = Queue::Device(device);
+        let operands = K::operands(&queue, problem, 1);
+        let scratch = K::scratch(device, problem, &config);
+        let launched = LaunchedKernels::new();
+        K::launch(&queue, problem, &config, &operands, scratch.as_ref());
+        let launched = launched.finish();
+        assert!(!programs.is_empty());
+        for program in programs {
+            assert!(launched.contains(&program.id().stable_hash()), "{}", program.name());
+        }
+    }
+    let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
+    let plain = MatmulProblem::dense(1, [7, 9, 11], [Layout::Row; 2], Precision::F32);
+    check::<Matmul>(&device, &plain.expect("valid"));
+    let grouped = MatmulProblem::grouped(3, [7, 9, 11], Layout::Row, Precision::F32);
+    check::<Matmul>(&device, &grouped.expect("valid"));
+    let weight = Weight::new(48, 128, 64, true).expect("valid");
+    check::<Nf4Matmul>(&device, &Nf4MatmulProblem::new(5, weight, DType::F32).expect("rows"));
+    let int8 = kernels::int8::Weight::new(48, 128).expect("valid");
+    check::<Int8Quantize>(&device, &QuantizeProblem { weight: int8, dtype: DType::F32 });
 }
 
 /// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.

@@ -9,7 +9,7 @@ use kernels::attention::{
     ScoreStrides,
 };
 use reference::{Comparison, Distribution, Scores, Special, fill, plant};
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::check::{
     CheckError, Verdict, fnv1a, give_back, kernel_error, large, launch_twice, nearby, padded,
@@ -100,7 +100,9 @@ fn check_far(
         ..host.operands.clone()
     };
     let results: Vec<_> = pieces.iter().chain(&operands.lse).cloned().collect();
-    twice(device, &results, || Attention::launch(device, far, config, &operands, None))?;
+    twice(device, &results, || {
+        Attention::launch(&Queue::Device(device), far, config, &operands, None)
+    })?;
     let mut bytes = Vec::new();
     for piece in pieces {
         bytes.extend_from_slice(&device.client().read_one(piece).map_err(kernel_error)?);

@@ -7,7 +7,7 @@ use kernels::int8::{
 use kernels::matmul::Precision;
 use reference::{Comparison, Distribution, fill, int8};
 use serde_json::Value;
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use super::{Case, SHAPES, floats, instance_weights, layer, request, weight, weight_params};
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
@@ -66,7 +66,7 @@ impl KernelSuite for Int8Quantize {
         let verdict = Self::verify_operands(device, p, &operands, case.seed)?;
         tells_broken(device, reference_dtype(p.dtype), &values, |values, flag| {
             let operands = QuantizeOperands { values, flag, ..operands.clone() };
-            Int8Quantize::launch(device, p, config, &operands, None);
+            Int8Quantize::launch(&Queue::Device(device), p, config, &operands, None);
         })?;
         Ok(verdict)
     }

@@ -8,7 +8,7 @@ use kernels::matmul::{
 };
 use kernels::norm::NormKind;
 use reference::{Comparison, Distribution, Special, Strides, fill, plant};
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use crate::check::{
     CheckError, FAR, Verdict, fnv1a, give_back, kernel_error, launch_twice, nearby, padded,
@@ -218,7 +218,7 @@ fn check_far(
     let compared = [0, near.m - FAR_ROWS].map(|first| rows_of(&operands.out, &near, first));
     let scratch = Matmul::scratch(device, problem, config);
     twice(device, &compared, || {
-        Matmul::launch(device, problem, config, &operands, scratch.as_ref());
+        Matmul::launch(&Queue::Device(device), problem, config, &operands, scratch.as_ref());
     })?;
     let some = |first: u32| {
         let mut part = MatmulProblem { m: FAR_ROWS, ..near };

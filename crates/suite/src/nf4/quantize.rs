@@ -8,7 +8,7 @@ use kernels::nf4::{
 };
 use reference::{Comparison, Distribution, FourBit, fill, nf4};
 use serde_json::Value;
-use tune::Kernel;
+use tune::{Kernel, Queue};
 
 use super::{request, weight, weight_params};
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
@@ -92,7 +92,7 @@ impl KernelSuite for Nf4Quantize {
         let verdict = Self::verify_operands(device, p, &operands, case.seed)?;
         tells_broken(device, dtype, &values, |values, flag| {
             let operands = QuantizeOperands { values, flag, ..operands.clone() };
-            Nf4Quantize::launch(device, p, config, &operands, None);
+            Nf4Quantize::launch(&Queue::Device(device), p, config, &operands, None);
         })?;
         Ok(verdict)
     }

@@ -22,27 +22,25 @@ mod problem;
 mod rows;
 mod stats;
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use problem::BackwardProblem;
 
 use super::config::{addresses, flash as tiles, matrices, plane as blocks, serves};
 use super::plane::{PlaneConfig, PlanePlan};
-use super::scores::{Scores, ScoresCompilationArg, ScoresLaunch};
+use super::scores::{Scores, ScoresLaunch};
 use super::{
     AttentionConfig, AttentionOperands, Dims, FlashConfig, HeadStrides, Implementation, RowsConfig,
-    Sequences, SequencesCompilationArg, SequencesLaunch, Steps, address, bytes_of, types,
+    Sequences, SequencesLaunch, Steps, address, bytes_of, types,
 };
 use crate::elem::elem;
 use crate::fits::{iterations, limits, rtx, shape};
-use crate::launch::buffer;
+use crate::launch::launch;
 use flash::{FlashPlan, Side};
 use plane::SidePlan;
 use rows::RowsPlan;
@@ -180,21 +178,21 @@ impl Kernel for AttentionBackward {
         Self::check(arch, problem, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, problem: &BackwardProblem, seed: u64) -> BackwardOperands {
+    fn operands(queue: &Queue, problem: &BackwardProblem, seed: u64) -> BackwardOperands {
         let p = &problem.forward;
-        let make = |len, salt| crate::noise(device, len, p.dtype, 5 * seed + salt);
-        let empty = |len: usize| device.client().empty(bytes_of(len, p.dtype));
+        let make = |len, salt| crate::noise(queue, len, p.dtype, 5 * seed + salt);
+        let empty = |len: usize| queue.empty(bytes_of(len, p.dtype));
         let [dout, dq, dk, dv] = problem.extents();
         let operands = BackwardOperands {
-            forward: super::Attention::operands(device, p, seed),
+            forward: super::Attention::operands(queue, p, seed),
             dout: make(dout, 7),
             dq: empty(dq),
             dk: empty(dk),
             dv: empty(dv),
         };
         // Weights are those of a softmax only with the forward pass's own sums.
-        if let Some(config) = super::Attention::candidates(device.profile(), p).first() {
-            super::Attention::launch(device, p, config, &operands.forward, None);
+        if let Some(config) = super::Attention::candidates(queue.profile(), p).first() {
+            super::Attention::launch(queue, p, config, &operands.forward, None);
         }
         operands
     }
@@ -213,82 +211,28 @@ impl Kernel for AttentionBackward {
         problem.forward.rows() * 8
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        problem: &BackwardProblem,
-        config: &BackwardConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let p = &problem.forward;
-        let settings = |cube_dim: CubeDim| {
-            KernelSettings::new(cube_dim.into(), ExecutionMode::Unchecked, address(p))
-        };
-        let statistics = stats::stats::Stats::new(
-            settings(CubeDim::new_1d(RowsConfig::of(arch).units)),
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            SequencesCompilationArg::of(p),
-            Dims::compiled(),
-            Steps::compiled(),
-            (),
-            problem.width(8),
-            p.head_dim,
-            elem(p.dtype),
-        );
-        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(statistics)];
-        for (side, config) in sides(p.head_dim, config) {
-            let plan = Plan::new(arch, problem, config, side);
-            let [width_in, width_out] = plan.widths;
-            programs.push(Box::new(gradients::Gradients::new(
-                settings(plan.cube_dim),
-                properties.clone(),
-                target.clone(),
-                buffer(),
-                buffer(),
-                buffer(),
-                buffer(),
-                buffer(),
-                buffer(),
-                buffer(),
-                ScoresCompilationArg::of(p),
-                SequencesCompilationArg::of(p),
-                Dims::compiled(),
-                Roles::compiled(),
-                width_in,
-                width_out,
-                plan.path,
-                types(p),
-            )));
-        }
-        programs
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         problem: &BackwardProblem,
         config: &BackwardConfig,
         operands: &BackwardOperands,
         scratch: Option<&Handle>,
     ) {
-        let (p, client) = (&problem.forward, device.client());
+        let p = &problem.forward;
         let forward = &operands.forward;
         let scratch = scratch.expect("scratch_bytes is never 0");
         let lse = forward.lse.as_ref().expect("a checked problem stores its log-sum-exp");
         let rows = p.rows() as usize;
         let [q, k, v, out] = p.extents();
         let [dout, dq, dk, dv] = problem.extents();
-        let spread = RowsConfig::of(device.profile());
+        let spread = RowsConfig::of(queue.profile());
         let width = problem.width(8);
         // SAFETY: the extents are the problem's, whose strides the kernel stays within.
         unsafe {
-            stats::stats::launch_unchecked(
-                client,
-                spread.cubes(device.profile(), p.rows()),
+            launch!(
+                queue,
+                stats::stats,
+                spread.cubes(queue.profile(), p.rows()),
                 CubeDim::new_1d(spread.units),
                 address(p),
                 width,
@@ -307,7 +251,7 @@ impl Kernel for AttentionBackward {
         let (query, key) = ((&forward.q, q, p.q), (&forward.k, k, p.k));
         let (value, change) = ((&forward.v, v, p.v), (&operands.dout, dout, problem.dout));
         for (side, config) in sides(p.head_dim, config) {
-            let plan = Plan::new(device.profile(), problem, config, side);
+            let plan = Plan::new(queue.profile(), problem, config, side);
             let [width_in, width_out] = plan.widths;
             let (own, other, results) = if side.keys {
                 (
@@ -329,8 +273,9 @@ impl Kernel for AttentionBackward {
                 let write = |(handle, len, _): (&Handle, usize, HeadStrides)| {
                     BufferArg::from_raw_parts(handle.clone(), len / width_out)
                 };
-                gradients::launch_unchecked(
-                    client,
+                launch!(
+                    queue,
+                    gradients,
                     plan.cubes,
                     plan.cube_dim,
                     address(p),
@@ -577,20 +522,9 @@ impl Roles {
             steps(out[1]),
         )
     }
-
-    fn compiled() -> RolesCompilationArg {
-        RolesCompilationArg {
-            own_1: Steps::compiled(),
-            own_2: Steps::compiled(),
-            other_1: Steps::compiled(),
-            other_2: Steps::compiled(),
-            out_1: Steps::compiled(),
-            out_2: Steps::compiled(),
-        }
-    }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn gradients<F: Float, M: Int, NI: Size, NO: Size>(
     own_1: &[Vector<F, NI>],
     own_2: &[Vector<F, NI>],

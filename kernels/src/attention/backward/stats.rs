@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 
 use crate::attention::{Dims, Sequences, Steps};
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands and comptime facts")]
 pub(super) fn stats<F: Float, N: Size>(
     out: &[Vector<F, N>],

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::DecodeOperands;
 use super::problem::{CacheLayout, CacheStrides, DecodeProblem};
-use crate::attention::{Steps, bound, optional};
+use crate::attention::{Steps, bound};
 use crate::tile::global_address;
 
 /// Comptime facts of a cache. They are part of the kernel's hash, in which CubeCL 0.11 does not tell an
@@ -183,30 +183,6 @@ impl Dims {
             pages(p.scales),
         )
     }
-
-    /// Dims as a compilation sees them: every field is a run-time scalar.
-    pub(super) fn compiled() -> DimsCompilationArg {
-        let pages = || PageStepsCompilationArg { page: (), head: (), seq: () };
-        DimsCompilationArg {
-            batch: (),
-            heads: (),
-            group: (),
-            seq_q: (),
-            capacity: (),
-            pages: (),
-            max_blocks: (),
-            splits: (),
-            longest: (),
-            first_tile: (),
-            whole: (),
-            rest: (),
-            q: Steps::compiled(),
-            out: Steps::compiled(),
-            k: pages(),
-            v: pages(),
-            scales: pages(),
-        }
-    }
 }
 
 impl CacheLaunch {
@@ -222,16 +198,5 @@ impl CacheLaunch {
             bound(scales.map(|s| (&s.k, len))),
             bound(scales.map(|s| (&s.v, len))),
         )
-    }
-}
-
-impl CacheCompilationArg {
-    pub(super) fn of(p: &DecodeProblem) -> Self {
-        Self {
-            lengths: BufferCompilationArg { inplace: None },
-            table: optional(p.table_len() > 0),
-            k_scales: optional(p.quantized()),
-            v_scales: optional(p.quantized()),
-        }
     }
 }

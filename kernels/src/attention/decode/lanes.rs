@@ -404,7 +404,7 @@ fn store<F: Float, NO: Size>(
 }
 
 /// Merges the parts of every query, a cube each.
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(super) fn merge_parts<F: Float>(
     out: &mut [Vector<F, Const<1>>],
     lse: &mut [f32],

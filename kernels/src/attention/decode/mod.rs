@@ -45,13 +45,11 @@ mod scores;
 mod split;
 mod stream;
 
-use std::sync::Arc;
-
 use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, IntKind, TargetProperties};
+use cubecl::ir::{ElemType, IntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::DecodeConfig;
 pub use lanes::LanesConfig;
@@ -60,12 +58,12 @@ pub use problem::{CacheLayout, CacheStrides, DecodeProblem, InvalidDecode, MAX_Q
 
 use super::{RowsConfig, bytes_of, tolerance};
 use crate::elem::elem;
-use crate::launch::{buffer, index_width};
-use cache::{Cache, CacheCompilationArg, CacheLaunch, CachePlan, Dims};
+use crate::launch::{index_width, launch};
+use cache::{Cache, CacheLaunch, CachePlan, Dims};
 use lanes::LanesPlan;
 use plan::SplitPlan;
 use rows::RowsPlan;
-use scores::{Rules, Scores, ScoresCompilationArg, ScoresLaunch};
+use scores::{Rules, Scores, ScoresLaunch};
 
 /// The decode kernel family.
 pub struct Decode;
@@ -126,14 +124,11 @@ impl Kernel for Decode {
         config::simplest(arch, problem)
     }
 
-    fn operands(device: &Device, problem: &DecodeProblem, seed: u64) -> DecodeOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, problem: &DecodeProblem, seed: u64) -> DecodeOperands {
         let [q, k, v, out, scales] = problem.extents();
-        let make = |len, dtype, salt| crate::noise(device, len, dtype, 5 * seed + salt);
+        let make = |len, dtype, salt| crate::noise(queue, len, dtype, 5 * seed + salt);
         let words = |words: Vec<u32>| {
-            client.create_from_slice(
-                &words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>(),
-            )
+            queue.upload(&words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>())
         };
         let pages = u64::from(problem.pages());
         // Blocks as a cache in use has them: not in order.
@@ -143,7 +138,7 @@ impl Kernel for Decode {
             q: make(q, problem.dtype, 0),
             k: make(k, problem.cache, 1),
             v: make(v, problem.cache, 2),
-            out: client.empty(bytes_of(out, problem.dtype)),
+            out: queue.empty(bytes_of(out, problem.dtype)),
             lengths: words(vec![problem.longest; problem.batch as usize]),
             table: (problem.table_len() > 0)
                 .then(|| words((0..problem.table_len() as u64).map(block).collect())),
@@ -153,7 +148,7 @@ impl Kernel for Decode {
                 let one = words((0..scales).map(|i| scale(i).to_bits()).collect());
                 Scales { k: one.clone(), v: one }
             }),
-            lse: problem.lse.then(|| client.empty(problem.rows() as usize * 4)),
+            lse: problem.lse.then(|| queue.empty(problem.rows() as usize * 4)),
         }
     }
 
@@ -186,62 +181,14 @@ impl Kernel for Decode {
         tune::fill(device, scratch, merge::COUNTERS as usize, 0);
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        problem: &DecodeProblem,
-        config: &DecodeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let plan = Plan::new(arch, problem, config);
-        let settings =
-            KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(problem));
-        let [width_in, width_out] = plan.widths;
-        let step = decode::Decode::new(
-            settings.clone(),
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            CacheCompilationArg::of(problem),
-            ScoresCompilationArg::of(problem),
-            Dims::compiled(),
-            width_in,
-            width_out,
-            plan.path,
-            types(problem),
-        );
-        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(step)];
-        if merges(config) {
-            let settings = KernelSettings { cube_dim: CubeDim::new_1d(MERGE).into(), ..settings };
-            programs.push(Box::new(lanes::merge_parts::MergeParts::new(
-                settings,
-                properties.clone(),
-                target.clone(),
-                buffer(),
-                buffer(),
-                buffer(),
-                ScoresCompilationArg::of(problem),
-                Dims::compiled(),
-                problem.head_dim,
-                types(problem)[0],
-            )));
-        }
-        programs
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         problem: &DecodeProblem,
         config: &DecodeConfig,
         operands: &DecodeOperands,
         scratch: Option<&Handle>,
     ) {
-        let plan = Plan::new(device.profile(), problem, config);
+        let plan = Plan::new(queue.profile(), problem, config);
         let [width_in, width_out] = plan.widths;
         let [q, k, v, out, _] = problem.extents();
         // A kernel that stores no log-sum-exp, or no partial sums, still binds a buffer in its place.
@@ -256,8 +203,9 @@ impl Kernel for Decode {
         // SAFETY: the extents are the problem's, whose strides every path stays within; lengths and
         // blocks are clamped to them.
         unsafe {
-            decode::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                decode,
                 plan.cubes,
                 plan.cube_dim,
                 address(problem),
@@ -278,8 +226,9 @@ impl Kernel for Decode {
             if merges(config) {
                 let queries = problem.rows() as u32;
                 let lines = queries.div_ceil(65_535);
-                lanes::merge_parts::launch_unchecked(
-                    device.client(),
+                launch!(
+                    queue,
+                    lanes::merge_parts,
                     CubeCount::Static(queries.div_ceil(lines), lines, 1),
                     CubeDim::new_1d(MERGE),
                     address(problem),
@@ -380,7 +329,7 @@ enum Path {
     Rows(RowsPlan),
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn decode<F: Float, C: Numeric, NI: Size, NO: Size>(
     q: &[Vector<F, NI>],
     k: &[Vector<C, NI>],
@@ -423,11 +372,5 @@ impl ScoresLaunch {
             f32::NEG_INFINITY,
             Rules::of(p),
         )
-    }
-}
-
-impl ScoresCompilationArg {
-    const fn of(p: &DecodeProblem) -> Self {
-        Self { scale: (), softcap: (), window: (), hidden: (), rules: Rules::of(p) }
     }
 }

@@ -59,7 +59,7 @@ use crate::fits::{lacks, limits, shape};
 use crate::tile::{CopyPlan, TileShape};
 
 pub(crate) use accumulators::{F32Accumulators, I32Accumulators};
-pub(crate) use feed::{CopyFeed, Feed, FeedExpand, Maps, MapsCompilationArg, MapsLaunch};
+pub(crate) use feed::{CopyFeed, Feed, FeedExpand, Maps, MapsLaunch};
 pub(crate) use mainloop::{multiply, multiply_dense};
 pub(crate) use source::{RightOperand, RightOperandExpand};
 pub(crate) use store::store_quad;

@@ -36,14 +36,12 @@ mod plane;
 mod shared;
 mod stream;
 
-use std::sync::Arc;
-
-use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use arch::{ArchProfile, DType};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::{DenseConfig, Nf4MatmulConfig};
 pub use fused::FusedConfig;
@@ -53,15 +51,14 @@ pub use stream::StreamConfig;
 
 pub use crate::coded::PlaneConfig;
 
-use super::dequantize::{self, DequantizeProblem, Nf4Dequantize};
-use super::{Codes, CodesCompilationArg, CodesLaunch, Order, Weight, WeightBuffers};
+use super::dequantize::{self, DequantizeProblem};
+use super::{Codes, CodesLaunch, Order, Weight, WeightBuffers};
 use crate::coded::{self, PlanePlan};
 use crate::elem::{elem, rounding};
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use crate::matmul::{
-    Epilogue, EpilogueBuffers, Finish, FinishCompilationArg, FinishLaunch, InvalidMatmul, Layout,
-    Matmul, MatmulOperands, MatmulProblem, NormBuffers, NormWeight, NormWeightCompilationArg,
-    NormWeightLaunch, Precision, split_k,
+    Epilogue, EpilogueBuffers, Finish, FinishLaunch, InvalidMatmul, Layout, Matmul, MatmulOperands,
+    MatmulProblem, NormBuffers, NormWeight, NormWeightLaunch, Precision, split_k,
 };
 use crate::rows::NormKind;
 use fused::FusedPlan;
@@ -235,15 +232,15 @@ impl Kernel for Nf4Matmul {
         config::simplest(arch, p)
     }
 
-    fn operands(device: &Device, p: &Nf4MatmulProblem, seed: u64) -> Nf4MatmulOperands {
+    fn operands(queue: &Queue, p: &Nf4MatmulProblem, seed: u64) -> Nf4MatmulOperands {
         let [x, _, out] = p.dense().extents();
         let (bias, matrix) = ((p.bias_len(), p.dtype), (out, p.dtype));
         Nf4MatmulOperands {
-            x: crate::noise(device, x, p.dtype, 7 * seed),
-            weight: super::noise(device, p.weight, 7 * seed + 1),
-            out: device.client().empty((out * p.dtype.size()).next_multiple_of(4)),
-            epilogue: EpilogueBuffers::noise(device, p.epilogue, bias, matrix, 7 * seed + 3),
-            norm: NormBuffers::noise(device, p.norm, (p.weight.k, p.dtype), 7 * seed + 6),
+            x: crate::noise(queue, x, p.dtype, 7 * seed),
+            weight: super::noise(queue, p.weight, 7 * seed + 1),
+            out: queue.empty((out * p.dtype.size()).next_multiple_of(4)),
+            epilogue: EpilogueBuffers::noise(queue, p.epilogue, bias, matrix, 7 * seed + 3),
+            norm: NormBuffers::noise(queue, p.norm, (p.weight.k, p.dtype), 7 * seed + 6),
         }
     }
 
@@ -268,51 +265,8 @@ impl Kernel for Nf4Matmul {
         }
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &Nf4MatmulProblem,
-        config: &Nf4MatmulConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        if let Nf4MatmulConfig::Dense(c) = config {
-            let weight = p.dequantized();
-            let mut all = Nf4Dequantize::programs(arch, &weight, &c.dequantize, properties, target);
-            let products = if p.glu { vec![p.ungated(), p.gated()] } else { vec![p.gated()] };
-            for product in products {
-                all.extend(Matmul::programs(arch, &product, &c.matmul, properties, target));
-            }
-            return all;
-        }
-        let plan = Plan::new(arch, p, config);
-        let settings =
-            KernelSettings::new(plan.cube_dim.into(), ExecutionMode::Unchecked, address(p));
-        let epilogue = if plan.parts > 1 { Epilogue::default() } else { p.epilogue };
-        let mut programs: Vec<Box<dyn CubeKernel>> = vec![Box::new(product::Product::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            CodesCompilationArg::of(&p.weight),
-            buffer(),
-            buffer(),
-            FinishCompilationArg::of(epilogue),
-            NormWeightCompilationArg::of(p.norm),
-            DimsCompilationArg { m: (), n: (), k: (), parts: (), part_steps: () },
-            plan.width,
-            plan.code_width,
-            plan.out_width,
-            plan.path,
-            elem(p.dtype),
-        ))];
-        if plan.parts > 1 {
-            programs.push(split_k::program(&p.dense(), plan.parts, p.glu, properties, target));
-        }
-        programs
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &Nf4MatmulProblem,
         config: &Nf4MatmulConfig,
         operands: &Nf4MatmulOperands,
@@ -320,10 +274,10 @@ impl Kernel for Nf4Matmul {
     ) {
         if let Nf4MatmulConfig::Dense(c) = config {
             let scratch = scratch.expect("a dense weight has its scratch");
-            return launch_dense(device, p, c, operands, scratch);
+            return launch_dense(queue, p, c, operands, scratch);
         }
         let (dense, epilogue) = (p.dense(), &operands.epilogue);
-        let plan = Plan::new(device.profile(), p, config);
+        let plan = Plan::new(queue.profile(), p, config);
         let [x_len, _, out_len] = dense.extents();
         let sums = out_len * if p.glu { 2 } else { 1 };
         // A kernel without partial sums still binds a buffer in their place, and never writes it.
@@ -337,8 +291,9 @@ impl Kernel for Nf4Matmul {
         };
         // SAFETY: the extents are the problem's, and every path checks its edges.
         unsafe {
-            product::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                product,
                 plan.cubes,
                 plan.cube_dim,
                 address(p),
@@ -357,7 +312,7 @@ impl Kernel for Nf4Matmul {
             );
         }
         if plan.parts > 1 {
-            split_k::add(device, &dense, partials, plan.parts, p.glu, &operands.out, epilogue);
+            split_k::add(queue, &dense, partials, plan.parts, p.glu, &operands.out, epilogue);
         }
     }
 }
@@ -382,20 +337,20 @@ impl DensePlaces {
 
 /// Makes the weight dense at the start of `scratch` and multiplies with it, once or for each of two halves.
 fn launch_dense(
-    device: &Device,
+    queue: &Queue,
     p: &Nf4MatmulProblem,
     c: &DenseConfig,
     operands: &Nf4MatmulOperands,
     scratch: &Handle,
 ) {
     let weight = p.dequantized();
-    dequantize::launch(device, &weight, &c.dequantize, &operands.weight, scratch);
+    dequantize::launch(queue, &weight, &c.dequantize, &operands.weight, scratch);
     let places = DensePlaces::of(p, c);
     let sums = (places.end > places.sums).then(|| scratch.clone().offset_start(places.sums));
     let multiply = |problem: MatmulProblem, rhs: Handle, out: &Handle, epilogue| {
         let (lhs, out) = (operands.x.clone(), out.clone());
         let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None };
-        Matmul::launch(device, &problem, &c.matmul, &operands, sums.as_ref());
+        Matmul::launch(queue, &problem, &c.matmul, &operands, sums.as_ref());
     };
     let mut epilogue = operands.epilogue.clone();
     if p.glu {
@@ -545,7 +500,7 @@ enum Path {
     Pairs(LanesPlan),
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn product<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &Codes<NW>,

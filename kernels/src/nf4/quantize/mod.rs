@@ -21,20 +21,18 @@
 mod nested;
 mod thresholds;
 
-use std::sync::Arc;
-
 use arch::{ArchProfile, DType, Device};
-use cubecl::ir::{DeviceProperties, ElemType, TargetProperties};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
-use tune::{Cost, Infeasible, Kernel, Output};
+use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use super::{Order, Weight, WeightBuffers};
 use crate::elem::elem;
 use crate::fits::{lacks, limits, shape, stores};
-use crate::launch::{buffer, index_width};
+use crate::launch::{index_width, launch};
 use crate::nf4::code_shift;
 use crate::weight::QuantizeError;
 use thresholds::{encode, encode_vector};
@@ -169,13 +167,12 @@ impl Kernel for Nf4Quantize {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    fn operands(device: &Device, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
-        let client = device.client();
+    fn operands(queue: &Queue, p: &QuantizeProblem, seed: u64) -> QuantizeOperands {
         QuantizeOperands {
-            values: crate::noise(device, p.weight.len() as usize, p.dtype, seed),
-            codes: client.empty(p.weight.words() as usize * 4),
-            absmax: client.empty(p.weight.blocks() as usize * 4),
-            flag: client.create_from_slice(&[0; 4]),
+            values: crate::noise(queue, p.weight.len() as usize, p.dtype, seed),
+            codes: queue.empty(p.weight.words() as usize * 4),
+            absmax: queue.empty(p.weight.blocks() as usize * 4),
+            flag: queue.upload(&[0; 4]),
         }
     }
 
@@ -192,43 +189,20 @@ impl Kernel for Nf4Quantize {
         ]
     }
 
-    fn programs(
-        arch: &ArchProfile,
-        p: &QuantizeProblem,
-        c: &QuantizeConfig,
-        properties: &Arc<DeviceProperties>,
-        target: &Arc<TargetProperties>,
-    ) -> Vec<Box<dyn CubeKernel>> {
-        let dim = CubeDim::new_1d(c.units).into();
-        let settings = KernelSettings::new(dim, ExecutionMode::Unchecked, address(p));
-        let width = width(arch, p);
-        vec![Box::new(quantize_blocks::QuantizeBlocks::new(
-            settings,
-            properties.clone(),
-            target.clone(),
-            buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            width,
-            plan(p, c, width),
-            elem(p.dtype),
-        ))]
-    }
-
     fn launch(
-        device: &Device,
+        queue: &Queue,
         p: &QuantizeProblem,
         c: &QuantizeConfig,
         operands: &QuantizeOperands,
         _scratch: Option<&Handle>,
     ) {
-        let (len, width) = (p.weight.len() as usize, width(device.profile(), p));
+        let (len, width) = (p.weight.len() as usize, width(queue.profile(), p));
         let cubes = p.weight.blocks().div_ceil(u64::from(c.units / c.lanes)).min(65_535) as u32;
         // SAFETY: the lengths are the weight's, and the kernel checks its indices.
         unsafe {
-            quantize_blocks::launch_unchecked(
-                device.client(),
+            launch!(
+                queue,
+                quantize_blocks,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 address(p),
@@ -258,7 +232,6 @@ pub fn quantize(
     dtype: DType,
     book: CodeBook,
 ) -> Result<WeightBuffers, QuantizeError> {
-    let client = device.client();
     let rows = Weight { order: Order::Rows, ..weight };
     let problem = QuantizeProblem { weight: Weight { nested: false, ..rows }, dtype, book };
     let config = match Nf4Quantize::candidates(device.profile(), &problem).first() {
@@ -266,13 +239,14 @@ pub fn quantize(
         None => Nf4Quantize::simplest(device.profile(), &problem)?,
     };
     let blocks = weight.blocks() as usize;
+    let (client, queue) = (device.client(), Queue::Device(device));
     let operands = QuantizeOperands {
         values: values.clone(),
         codes: client.empty(weight.words() as usize * 4),
         absmax: client.empty(blocks * 4),
         flag: client.create_from_slice(&[0; 4]),
     };
-    Nf4Quantize::launch(device, &problem, &config, &operands, None);
+    Nf4Quantize::launch(&queue, &problem, &config, &operands, None);
     let read = |handle: &Handle| {
         client.read_one(handle.clone()).map_err(|e| QuantizeError::Device(format!("{e:?}")))
     };
@@ -318,7 +292,7 @@ fn plan(p: &QuantizeProblem, c: &QuantizeConfig, width: usize) -> QuantizePlan {
     QuantizePlan { config: *c, block_size: p.weight.block_size, book: p.book, vectors }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn quantize_blocks<F: Float, NI: Size>(
     values: &[Vector<F, NI>],
     codes: &mut [u32],
