@@ -6,6 +6,7 @@
 //! | `stream` | [`Stream`]: text of ids that come one at a time |
 //! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
 //! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
+//! | `folder` | files of a model's folder, as text and as JSON |
 //! | `growth` | bounds of how a `tokenizer.json` may multiply a text |
 //! | `guard` | bounds of what a template may nest |
 //! | `python` | what templates expect of Python |
@@ -23,6 +24,7 @@
 //! ```
 
 mod error;
+mod folder;
 mod growth;
 mod guard;
 mod panics;

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use tokenizers::AddedToken;
 
 use crate::Error;
-use crate::template::json;
+use crate::folder::json;
 
 /// The names that every tokenizer may have; others ending in `_token` are a model's own.
 const NAMES: [&str; 7] =

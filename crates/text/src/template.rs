@@ -1,7 +1,6 @@
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::fmt;
-use std::fs;
 use std::io;
 use std::path::Path;
 
@@ -13,6 +12,7 @@ use serde_json::{Map, Value};
 use time::OffsetDateTime;
 
 use crate::Error;
+use crate::folder::{json, read};
 use crate::guard::{self, guarded, on_stack};
 use crate::python::{self, strftime};
 use crate::special::FolderTokens;
@@ -294,31 +294,6 @@ fn environment() -> Environment<'static> {
 fn syntax() -> SyntaxConfig {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     syntax.expect("usual delimiters do not clash")
-}
-
-/// Refuses what may never end, as a pipe: reading it would wait for ever.
-pub(crate) fn ends(path: &Path) -> io::Result<()> {
-    let meta = fs::metadata(path)?;
-    match meta.is_file() || meta.is_dir() {
-        true => Ok(()),
-        false => Err(io::Error::other("it is no file")),
-    }
-}
-
-/// A file's text; none where there is no such file. A link to nothing is a file that cannot be read.
-fn read(path: &Path) -> Result<Option<String>, Error> {
-    match ends(path).and_then(|()| fs::read_to_string(path)) {
-        Ok(text) => Ok(Some(text)),
-        Err(why) if why.kind() == io::ErrorKind::NotFound && !path.is_symlink() => Ok(None),
-        Err(why) => Err(Error::Read { path: path.to_owned(), why }),
-    }
-}
-
-pub(crate) fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {
-    let Some(text) = read(path)? else { return Ok(None) };
-    let why =
-        |why: serde_json::Error| Error::Config { path: path.to_owned(), why: why.to_string() };
-    serde_json::from_str(&text).map(Some).map_err(why)
 }
 
 /// What went wrong, and in which line.

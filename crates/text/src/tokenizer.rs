@@ -4,10 +4,10 @@ use std::path::Path;
 use tokenizers::Decoder;
 
 use crate::Error;
+use crate::folder::ends;
 use crate::growth::Parts;
 use crate::panics::caught;
 use crate::special::FolderTokens;
-use crate::template::ends;
 
 /// What a tokenizer must encode and decode before it is taken for one: cases, digits, spaces, a letter that
 /// normalizers take apart, one of three bytes and one of four.
