@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 /// GPUs whose profile `arch` has recorded: a device can be restricted to what one of them has.
 pub const PROFILES: [&str; 4] = ["h200", "rtx4080", "rtx4090", "rtx5090"];
 
+/// Dtypes that a model computes in, from the widest to the narrowest; tf32 multiplies numbers of f32 in that precision.
+pub const DTYPES: [&str; 4] = ["f32", "tf32", "f16", "bf16"];
+
 /// A word that is none of an option's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown {kind} `{word}`\nhint: one of {known}")]

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 mod choice;
 mod stats;
-pub use choice::{Backend, PROFILES, Policy, Suite, UnknownChoice};
+pub use choice::{Backend, DTYPES, PROFILES, Policy, Suite, UnknownChoice};
 pub use stats::Summary;
 
 /// Bumped when a field changes meaning; a reader refuses other versions.

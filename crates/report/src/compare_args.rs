@@ -6,15 +6,13 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use quant::WeightFormat;
-use record::PROFILES;
+use record::{DTYPES, PROFILES};
 use serde_json::Value;
 
 use crate::devices::Selection;
 use crate::fail::usage;
 
-/// Words of `--dtype` and `--kv-cache`. They are passed on to processes of `flashover`, which declares what each stands
-/// for; those of `--quant` are `none` and the formats of `quant`.
-pub const DTYPES: [&str; 3] = ["f32", "f16", "bf16"];
+/// Words of `--kv-cache`, passed on to processes of `flashover`.
 pub const KV_CACHES: [&str; 2] = ["float", "int8"];
 
 /// The prompt of a comparison that is given none.

@@ -17,8 +17,9 @@ mod verify;
 
 pub use args::{BenchArgs, Format, VerifyArgs, policy, suite};
 pub use bench::{bench, check_bench};
-pub use compare_args::{CompareArgs, CompareFormat, DTYPES, KV_CACHES, List, PROMPT};
+pub use compare_args::{CompareArgs, CompareFormat, KV_CACHES, List, PROMPT};
 pub use devices::{Chosen, Device, Doctor, Selection};
 pub use process::{cuda_roots, describe, end_of, own, tool};
+pub use record::DTYPES;
 pub use render::{Align, Style, Table, digits, error, readme};
 pub use verify::{check_verify, verify};

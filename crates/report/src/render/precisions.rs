@@ -4,15 +4,13 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use quant::WeightFormat;
-use record::Record;
+use record::{DTYPES, Record};
 
 use super::format::{millis, precision};
 use super::table::{Align, Table};
 
 /// A product has a row when it was measured in so many.
 const FEWEST: usize = 3;
-/// Dtypes from the widest to the narrowest; quantised weights follow, those with more bits first.
-const DTYPES: [&str; 4] = ["f32", "tf32", "f16", "bf16"];
 
 /// One row per product, one column per precision, medians. Where a product was measured twice in one precision, the
 /// first counts.
