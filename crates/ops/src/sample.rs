@@ -18,7 +18,8 @@ use crate::{Ctx, OpError, OpMemory};
 /// token, for every clone of it.
 ///
 /// # Shapes
-/// logits `[rows, vocab]` in f32; choices `[rows, 6]` and seen `[rows · ceil(vocab / 32)]`, I32 or U32; the result `[rows, 3]` in f32: the token, ln softmax(logits) of it, and 1 where logits are NaN or have no finite
+/// logits `[rows, vocab]` in f32; choices `[rows, 6]` and seen `[rows · ceil(vocab / 32)]`, I32 or U32, or a row more:
+/// a bit a token that is absent and never sampled; the result `[rows, 3]` in f32: the token, ln softmax(logits) of it, and 1 where logits are NaN or have no finite
 /// largest, so that there is no token.
 ///
 /// # Errors
@@ -35,9 +36,10 @@ pub fn sample(
     if float_of(have)? != arch::DType::F32 {
         return Err(OpError::DType { what: "logits", have, need });
     }
-    let problem = SampleProblem::new(size_of(rows)?, size_of(vocab)?)?;
+    let mut problem = SampleProblem::new(size_of(rows)?, size_of(vocab)?)?;
+    problem.masked = seen.dims() == [(rows + 1) * problem.seen_words()];
     same_shape("choices", &choices.dims(), &[rows, 6])?;
-    same_shape("seen", &seen.dims(), &[rows * problem.seen_words()])?;
+    same_shape("seen", &seen.dims(), &[problem.all_words()])?;
     let have = seen.dtype();
     if !matches!(have, burn::tensor::DType::I32 | burn::tensor::DType::U32) {
         return Err(OpError::DType { what: "seen", have, need: burn::tensor::DType::I32 });

@@ -43,7 +43,12 @@ impl KernelSuite for Sample {
 
     fn params(p: &SampleProblem) -> Params {
         let dtype = DType::F32.name();
-        params([("rows", p.rows.into()), ("vocab", p.vocab.into()), ("dtype", dtype.into())])
+        let mut all =
+            params([("rows", p.rows.into()), ("vocab", p.vocab.into()), ("dtype", dtype.into())]);
+        if p.masked {
+            all.extend(params([("masked", true.into())]));
+        }
+        all
     }
 
     fn problem(case: &EdgeCase) -> &SampleProblem {
@@ -100,6 +105,14 @@ impl KernelSuite for Sample {
                 cases.push(EdgeCase { problem, choice: *choice, odd: true, seed });
             }
         }
+        for vocab in [1, 5, 64, 1001, 4099] {
+            for choice in &choices {
+                let problem = SampleProblem::new(3, vocab).expect("valid");
+                let problem = SampleProblem { masked: true, ..problem };
+                let seed = 17_000 + cases.len() as u64;
+                cases.push(EdgeCase { problem, choice: *choice, odd: false, seed });
+            }
+        }
         cases
     }
 
@@ -136,8 +149,8 @@ impl KernelSuite for Sample {
         };
         let choices = (0..rows).map(|row| Choice { uniform: number(row), ..case.choice }).collect();
         let seen = |row: usize| (0..p.vocab).filter(|id| (id + row as u32) % 3 == 0).collect();
-        let host = Host { logits, choices, seen: (0..rows).map(seen).collect() };
-        let mut bits = vec![0u32; rows * p.seen_words()];
+        let mut host = Host { logits, choices, seen: (0..rows).map(seen).collect() };
+        let mut bits = vec![0u32; p.all_words()];
         for (row, seen) in host.seen.iter().enumerate() {
             for id in seen {
                 bits[row * p.seen_words() + *id as usize / 32] |= 1 << (id % 32);
@@ -145,6 +158,13 @@ impl KernelSuite for Sample {
         }
         let client = device.client();
         let floats: Vec<u32> = host.logits.iter().map(|v| v.to_bits()).collect();
+        if p.masked {
+            // The largest of each row among them; where all are absent there is no token.
+            for id in (0..vocab).filter(|id| (id * 7 + 3) % 5 < 2 || id + 1 == vocab) {
+                bits[rows * p.seen_words() + id / 32] |= 1 << (id % 32);
+                host.logits.iter_mut().skip(id).step_by(vocab).for_each(|v| *v = f32::NEG_INFINITY);
+            }
+        }
         let operands = SampleOperands {
             logits: client.create_from_slice(&bytes(&floats)),
             choices: client.create_from_slice(&bytes(
@@ -212,11 +232,13 @@ impl KernelSuite for Sample {
         sizes.iter().map(problem).map(BenchCase::alone).collect()
     }
 
-    /// Vocabularies of whole vectors and of none.
+    /// Vocabularies of whole vectors and of none, with and without absent tokens.
     fn instances() -> Vec<InstanceCase<SampleProblem>> {
-        let problem = |vocab| SampleProblem::new(16, vocab).expect("valid");
-        let case = |vocab| InstanceCase { problem: problem(vocab), most: 2, clean: 1 };
-        [128_256, 50_257].map(case).into()
+        let case = |(vocab, masked)| {
+            let problem = SampleProblem::new(16, vocab).expect("valid");
+            InstanceCase { problem: SampleProblem { masked, ..problem }, most: 2, clean: 1 }
+        };
+        [(128_256, false), (50_257, false), (151_936, true)].map(case).into()
     }
 }
 

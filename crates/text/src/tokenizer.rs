@@ -67,7 +67,7 @@ impl Tokenizer {
 
     /// Binds it to a model of `vocab` tokens.
     ///
-    /// A model may have more, because vocabularies are padded: [`Tokenizer::missing`] counts them. Tokens that were
+    /// A model may have more, because vocabularies are padded: [`Tokenizer::missing`] lists them. Tokens that were
     /// added to the tokenizer beyond the model's are refused where a text has them.
     ///
     /// # Errors
@@ -102,12 +102,11 @@ impl Tokenizer {
         self.known().last().map_or(0, |id| *id as usize + 1)
     }
 
-    /// Number of the model's ids that are no token, none before [`Tokenizer::for_vocab`].
-    pub fn missing(&self) -> usize {
-        match self.vocab {
-            usize::MAX => 0,
-            vocab => vocab - self.known().len(),
-        }
+    /// Ids of the model that are no token, in order; none before [`Tokenizer::for_vocab`].
+    pub fn missing(&self) -> Vec<u32> {
+        let known = self.known();
+        let ids = if self.vocab == usize::MAX { 0..0 } else { 0..self.vocab as u32 };
+        ids.filter(|id| !known.contains(id)).collect()
     }
 
     /// Ids of tokens that the model has, in order.

@@ -16,11 +16,12 @@ const ONE: u32 = 0x3f80_0000;
 pub(super) fn sample_rows<N: Size>(
     logits: &[Vector<f32, N>],             // [rows, vocab]
     choices: &[u32],                       // [rows, CHOICE]
-    seen: &mut [u32],                      // [rows, seen_words]
+    seen: &mut [u32],                      // [rows, seen_words], and [seen_words] of absent tokens
     weights: &mut [Vector<f32, Const<4>>], // [rows, groups]
     out: &mut [f32],                       // [rows, RESULT]
     vocab: u32,
     hidden: f32,
+    #[comptime] masked: bool,
     #[comptime] plan: RowPlan,
 ) {
     let units = comptime!(plan.units);
@@ -40,7 +41,7 @@ pub(super) fn sample_rows<N: Size>(
     let mut nan = 0.0f32.runtime();
     let mut g = UNIT_POS;
     while g < groups {
-        let four = logits_of(logits, row, g, vocab, hidden);
+        let four = logits_of(logits, &*seen, row, g, vocab, hidden, masked);
         let bits = seen_of(&*seen, row_seen, g, penalty);
         #[unroll]
         for e in 0..4u32 {
@@ -91,7 +92,7 @@ pub(super) fn sample_rows<N: Size>(
             // "Further remarks on reducing truncation errors", 1965).
             let mut lost = 0.0f32.runtime();
             while g < groups {
-                let four = logits_of(logits, row, g, vocab, hidden);
+                let four = logits_of(logits, &*seen, row, g, vocab, hidden, masked);
                 let pair = (four[0] - top_logit).exp() + (four[1] - top_logit).exp();
                 let other = (four[2] - top_logit).exp() + (four[3] - top_logit).exp();
                 let more = pair + other - lost;
@@ -102,7 +103,7 @@ pub(super) fn sample_rows<N: Size>(
             }
         } else {
             while g < groups {
-                let four = logits_of(logits, row, g, vocab, hidden);
+                let four = logits_of(logits, &*seen, row, g, vocab, hidden, masked);
                 #[unroll]
                 for e in 0..4usize {
                     sum += (four[e] - top_logit).exp();
@@ -117,7 +118,7 @@ pub(super) fn sample_rows<N: Size>(
         if temperature > 0.0 {
             let mut g = UNIT_POS;
             while g < groups {
-                let four = logits_of(logits, row, g, vocab, hidden);
+                let four = logits_of(logits, &*seen, row, g, vocab, hidden, masked);
                 let bits = seen_of(&*seen, row_seen, g, penalty);
                 let mut made = Vector::<f32, Const<4>>::new(0.0f32);
                 #[unroll]
@@ -158,7 +159,7 @@ pub(super) fn sample_rows<N: Size>(
         let to = row as usize * comptime!(RESULT);
         let mut logprob = 0.0f32.runtime();
         if finite {
-            let four = logits_of(logits, row, token / 4, vocab, hidden);
+            let four = logits_of(logits, &*seen, row, token / 4, vocab, hidden, masked);
             let mut logit = four[0];
             #[unroll]
             for e in 1..4u32 {
@@ -174,14 +175,16 @@ pub(super) fn sample_rows<N: Size>(
     }
 }
 
-/// Four logits of a row, -inf past its end.
+/// Four logits of a row, -inf past its end and of absent tokens.
 #[cube]
 fn logits_of<N: Size>(
     logits: &[Vector<f32, N>],
+    seen: &[u32],
     row: u32,
     group: u32,
     vocab: u32,
     hidden: f32,
+    #[comptime] masked: bool,
 ) -> Array<f32> {
     let mut four = Array::<f32>::new(4usize);
     let width = N::value();
@@ -197,6 +200,15 @@ fn logits_of<N: Size>(
             let id = 4 * group + e;
             let value = logits[(row * vocab + min(id, vocab - 1)) as usize].extract(0usize);
             four[comptime!(e as usize)] = select(id < vocab, value, hidden);
+        }
+    }
+    if comptime!(masked) {
+        // Their bits follow those of the rows, a cube each.
+        let absent = seen[(CUBE_COUNT_X * vocab.div_ceil(32) + group / 8) as usize];
+        #[unroll]
+        for e in 0..4u32 {
+            let there = (absent >> (group % 8 * 4 + e)) & 1 == 0;
+            four[comptime!(e as usize)] = select(there, four[comptime!(e as usize)], hidden);
         }
     }
     four

@@ -15,6 +15,8 @@
 //! units read neighbouring groups and no unit reads what another wrote; the order that the sum is taken in, and so
 //! the token of a number, is column by column, whatever the config. Sums are f32.
 //!
+//! Tokens that are absent, as a tokenizer may lack ids of its model, count as -inf.
+//!
 //! Numbers of each row come from the host with the launch: a batch may mix ways to choose. What is seen is a bit a
 //! token, which the kernel sets for the one that it picks.
 //!
@@ -46,6 +48,9 @@ pub struct Sample;
 pub struct SampleProblem {
     pub rows: u32,
     pub vocab: u32,
+    /// True if some tokens are absent and never sampled.
+    #[serde(default)]
+    pub masked: bool,
 }
 
 /// A row that has no token.
@@ -71,12 +76,17 @@ impl SampleProblem {
         if rows > 65_535 || vocab > 1 << 24 || u64::from(rows) * u64::from(vocab) >= 1 << 31 {
             return Err(InvalidSample::TooLarge { rows, vocab });
         }
-        Ok(Self { rows, vocab })
+        Ok(Self { rows, vocab, masked: false })
     }
 
     /// Words of a row of seen tokens.
     pub const fn seen_words(&self) -> usize {
         self.vocab.div_ceil(32) as usize
+    }
+
+    /// Words of all rows of seen tokens, and of the absent ones.
+    pub const fn all_words(&self) -> usize {
+        (self.rows as usize + self.masked as usize) * self.seen_words()
     }
 
     const fn logits(&self) -> usize {
@@ -146,7 +156,7 @@ pub struct SampleOperands {
     pub logits: Handle,
     /// Words of a [`Choice`] a row.
     pub choices: Handle,
-    /// A bit a token, `[rows, seen_words]`.
+    /// A bit a token, `[rows, seen_words]`, and after them `[seen_words]` of absent tokens where some are.
     pub seen: Handle,
     /// f32 `[rows, RESULT]`; f32 holds every id.
     pub out: Handle,
@@ -210,7 +220,7 @@ impl Kernel for Sample {
             }
         };
         let choices: Vec<u32> = (0..p.rows).flat_map(|row| choice(row).words()).collect();
-        let none = vec![0u32; p.rows as usize * p.seen_words()];
+        let none = vec![0u32; p.all_words()];
         SampleOperands {
             logits: crate::noise(queue, p.logits(), DType::F32, seed),
             choices: queue.upload(u32::as_bytes(&choices)),
@@ -250,11 +260,12 @@ impl Kernel for Sample {
                 p.vector(),
                 BufferArg::from_raw_parts(operands.logits.clone(), p.logits() / p.vector()),
                 BufferArg::from_raw_parts(operands.choices.clone(), CHOICE * rows),
-                BufferArg::from_raw_parts(operands.seen.clone(), p.seen_words() * rows),
+                BufferArg::from_raw_parts(operands.seen.clone(), p.all_words()),
                 BufferArg::from_raw_parts(scratch.clone(), p.groups() as usize * rows),
                 BufferArg::from_raw_parts(operands.out.clone(), RESULT * rows),
                 p.vocab,
                 f32::NEG_INFINITY,
+                p.masked,
                 RowPlan::of(queue.profile(), c.units, c.units),
             );
         }

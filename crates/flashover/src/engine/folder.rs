@@ -51,15 +51,17 @@ impl ModelFolder {
         let generation = generation.for_vocab(config.vocab);
         let tokenizer = Tokenizer::of_model(folder, config.vocab)?;
         // Vocabularies are padded by less.
-        let missing = tokenizer.as_ref().map_or(0, Tokenizer::missing);
-        if missing > config.vocab / 8 {
-            let vocab = config.vocab;
+        let mut absent = tokenizer.as_ref().map(Tokenizer::missing).unwrap_or_default();
+        if absent.len() > config.vocab / 8 {
+            let (missing, vocab) = (absent.len(), config.vocab);
             log::warn!(
                 "the tokenizer lacks {missing} of the model's {vocab} tokens; it may be another model's"
             );
         }
         let (folder, template) = (folder.to_owned(), OnceLock::new());
-        let reader = Reader { folder, config, generation, tokenizer, template };
+        // A text ends with its EOS, whatever the tokenizer makes of it.
+        absent.retain(|id| !generation.eos.contains(id));
+        let reader = Reader { folder, config, generation, tokenizer, absent, template };
         Ok(Self { weights, reader, adapter: None, adapter_folder: None })
     }
 
@@ -215,6 +217,8 @@ pub(super) struct Reader {
     pub(super) config: DecoderConfig,
     pub(super) generation: GenerationConfig,
     pub(super) tokenizer: Option<Tokenizer>,
+    /// Ids that the tokenizer lacks: no token is sampled of these.
+    pub(super) absent: Vec<u32>,
     /// None where there is none, and unset until it was opened.
     pub(super) template: OnceLock<Option<ChatTemplate>>,
 }
@@ -224,7 +228,14 @@ impl Reader {
     pub(super) fn of_shape(shape: &str, config: DecoderConfig) -> Self {
         let generation = GenerationConfig::default();
         let template = OnceLock::from(None);
-        Self { folder: shape.into(), config, generation, tokenizer: None, template }
+        Self {
+            folder: shape.into(),
+            config,
+            generation,
+            tokenizer: None,
+            absent: Vec::new(),
+            template,
+        }
     }
 
     pub(super) fn request(&self) -> Request {

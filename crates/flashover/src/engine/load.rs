@@ -9,6 +9,7 @@ use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
 use super::pages::Pages;
+use super::picker;
 use super::precompile::{Ahead, Precompiled};
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
@@ -91,7 +92,8 @@ impl Engine {
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let load = &prepared.load;
         let outline = |ctx: &Ctx| Decoder::outline(&weights, adapter, &on, ctx, load);
-        let ahead = Ahead::start(outline, &ctx, &on, options)?;
+        let sampling = picker::rehearse(!reader.absent.is_empty());
+        let ahead = Ahead::start(outline, &ctx, &on, options, sampling)?;
         let progress = |Loading { done, parts }: Loading| {
             progress(LoadProgress { done, parts, kernels: ahead.kernels });
         };

@@ -108,6 +108,11 @@ impl Engine {
         self.0.reader.tokenizer()
     }
 
+    /// Ids that the tokenizer lacks, which are never sampled.
+    fn absent(&self) -> &[u32] {
+        &self.0.reader.absent
+    }
+
     /// The tokens of a plain prompt, with what the tokenizer puts before a text.
     ///
     /// # Errors

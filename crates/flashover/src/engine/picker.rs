@@ -15,7 +15,7 @@ use super::sampling::{Place, Sampling, Token};
 pub(super) struct Picker {
     /// Of each row.
     sampling: Vec<Sampling>,
-    /// A bit a token, row by row.
+    /// A bit a token, row by row, and a row of what the tokenizer lacks.
     seen: Tensor<1, Int>,
 }
 
@@ -24,12 +24,14 @@ impl Picker {
     pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
         let _at_work = ops::at_work();
         let words = engine.config().vocab.div_ceil(32);
-        let mut bits = vec![0u32; words * sequences.len()];
+        let absent = engine.absent();
+        let rows = sequences.len() + usize::from(!absent.is_empty());
+        let mut bits = vec![0u32; words * rows];
+        let mut mark = |row: usize, id: u32| bits[row * words + id as usize / 32] |= 1 << (id % 32);
         for (row, (_, ids)) in sequences.iter().enumerate() {
-            for id in *ids {
-                bits[row * words + *id as usize / 32] |= 1 << (id % 32);
-            }
+            ids.iter().for_each(|id| mark(row, *id));
         }
+        absent.iter().for_each(|id| mark(sequences.len(), *id));
         let sampling = sequences.iter().map(|(sampling, _)| *sampling).collect();
         let device = engine.decoder().device();
         // As long as what decodes, so outside of the pools of what passes.
@@ -69,13 +71,16 @@ impl Picker {
     }
 }
 
-/// Launches what [`Picker::pick`] launches with these logits.
-pub(super) fn rehearse(ctx: &Ctx, logits: Tensor<2>) -> Result<(), OpError> {
-    let ([rows, vocab], device) = (logits.dims(), logits.device());
-    let choice = Sampling::default().choice(Place { position: 0, completion: 0 }).words();
-    let choices = words_on(&device, choice.repeat(rows), [rows, choice.len()]);
-    let seen = words_on(&device, vec![0; rows * vocab.div_ceil(32)], [rows * vocab.div_ceil(32)]);
-    ops::sample(ctx, logits, choices, seen).map(drop)
+/// Launches what [`Picker::pick`] launches with some logits; `masked` if the tokenizer lacks tokens.
+pub(super) fn rehearse(masked: bool) -> impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError> {
+    move |ctx, logits| {
+        let ([rows, vocab], device) = (logits.dims(), logits.device());
+        let choice = Sampling::default().choice(Place { position: 0, completion: 0 }).words();
+        let choices = words_on(&device, choice.repeat(rows), [rows, choice.len()]);
+        let words = (rows + usize::from(masked)) * vocab.div_ceil(32);
+        let seen = words_on(&device, vec![0; words], [words]);
+        ops::sample(ctx, logits, choices, seen).map(drop)
+    }
 }
 
 /// Words on a device.

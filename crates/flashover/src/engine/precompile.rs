@@ -6,9 +6,9 @@ use std::panic;
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use models::{Decoder, KvCache};
-use ops::Ctx;
+use ops::{Ctx, OpError};
 
 use super::Engine;
 use super::error::GenerateError;
@@ -35,7 +35,8 @@ impl Engine {
         let mut done = self.0.precompiled.lock().unwrap_or_else(PoisonError::into_inner);
         if done.insert(shape) {
             drop(done);
-            self.decoder().rehearse(cache, seq, decode, picker::rehearse)?.compile();
+            let sampling = picker::rehearse(!self.absent().is_empty());
+            self.decoder().rehearse(cache, seq, decode, sampling)?.compile();
         }
         Ok(())
     }
@@ -51,12 +52,13 @@ pub(super) struct Ahead {
 
 impl Ahead {
     /// Starts it where `workload` generates: for a prefill of one sequence, and the decode step if one sequence decodes
-    /// alone. `outline` makes the model without its weights.
+    /// alone. `outline` makes the model without its weights; `sampling` takes its logits.
     pub(super) fn start(
         outline: impl FnOnce(&Ctx) -> Result<Decoder, models::Error>,
         ctx: &Ctx,
         device: &Device,
         options: &EngineOptions,
+        sampling: impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError>,
     ) -> Result<Self, models::Error> {
         let workload = options.workload.as_ref().filter(|own| own.training.is_none());
         let Some(workload) = workload.filter(|_| Ctx::precompiles(device)) else {
@@ -66,7 +68,7 @@ impl Ahead {
         let context = workload.context.min(first.config().context().unwrap_or(usize::MAX));
         let prompt = options.prompt.unwrap_or(0).min(context.saturating_sub(1));
         let cache = first.cache(1, context)?;
-        let rehearsed = first.rehearse(&cache, prompt, workload.batch == 1, picker::rehearse)?;
+        let rehearsed = first.rehearse(&cache, prompt, workload.batch == 1, sampling)?;
         let kernels = rehearsed.count();
         Ok(Self { compiling: Some(thread::spawn(|| rehearsed.compile())), kernels })
     }

@@ -1,5 +1,6 @@
 //! Models that answer, against transformers.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::ops::ControlFlow;
 
@@ -366,6 +367,36 @@ fn answers_stop_where_they_are_told_to() {
             assert_eq!(one.end, End::Cancelled, "{name}");
             assert!(greedy.starts_with(&ids(&one.tokens)), "{name}");
         }
+    }
+}
+
+/// A tokenizer that lacks a third of the model's ids, as those between added tokens and past the last may be.
+#[test]
+fn tokens_that_the_tokenizer_lacks_are_never_sampled() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(fixture("llama").join(file), folder.path().join(file)).expect("a fixture");
+    }
+    let vocab: BTreeMap<String, u32> =
+        (0..160).filter(|id| id % 3 != 1).map(|id| (format!("w{id}"), id)).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": { "type": "WhitespaceSplit" }, "post_processor": null, "decoder": null,
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "w0" },
+    });
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).expect("writable");
+    let engine = Engine::load(&cpu(), folder.path(), &EngineOptions::default()).expect("a model");
+    let [prompt, greedy] = golden("llama");
+    let lacks = |id: &u32| id % 3 == 1;
+    assert!(greedy.iter().any(lacks), "or the test shows nothing");
+    for (temperature, seed) in [(0.0, 0), (2.0, 1), (2.0, 2)] {
+        let sampling = Sampling { temperature, seed, ..Sampling::default() };
+        let request = Request { sampling, ..plain(64) };
+        let made = alone(&engine, &prompt, 96, &request);
+        assert!(made.tokens.len() > 40 && !ids(&made.tokens).iter().any(lacks), "{temperature}");
+        let batch = engine.generate_batch(&[&prompt, &prompt[..3]], 2, &request).expect("fits");
+        let batch: Vec<u32> = batch.concat().iter().flat_map(|one| ids(&one.tokens)).collect();
+        assert!(batch.len() > 100 && !batch.iter().any(lacks), "{temperature}");
     }
 }
 

@@ -66,10 +66,10 @@ fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     assert_eq!(tokenizer("split").tokens(), 424); // 420, and 4 that were added.
     for (vocab, ids, missing) in [(424, 424, 0), (420, 420, 0), (512, 424, 88), (4096, 424, 3672)] {
         let tokenizer = fits(vocab)?;
-        assert_eq!((tokenizer.ids(), tokenizer.missing()), (ids, missing), "{vocab}");
+        assert_eq!((tokenizer.ids(), tokenizer.missing().len()), (ids, missing), "{vocab}");
         assert!(tokenizer.has(ids as u32 - 1) && !tokenizer.has(424));
     }
-    assert_eq!(tokenizer("split").missing(), 0);
+    assert!(tokenizer("split").missing().is_empty());
     for vocab in [0, 419] {
         let error = fits(vocab).expect_err("of another model").to_string();
         let message = format!(
