@@ -21,7 +21,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-use crate::fields::{Fields, read};
+use crate::fields::{Fields, json, read};
 use crate::names::{Part, Side, Slot};
 use crate::weights::{HEAD, Stored, Weights};
 use crate::{DecoderConfig, Error, Ffn};
@@ -207,8 +207,7 @@ impl Adapter {
     pub fn open(folder: impl AsRef<Path>, weights: &Weights) -> Result<Self, Error> {
         let (folder, config) = (folder.as_ref(), weights.config());
         let text = read(&folder.join(CONFIG))?;
-        let value: Value =
-            serde_json::from_str(&text).map_err(|why| Error::Json { file: CONFIG, why })?;
+        let value = json(CONFIG, &text)?;
         let fields = Fields::new(CONFIG, &value)?;
         let (options, targets) = (options(&fields)?, Targets::read(&fields)?);
         let files = Checkpoint::open(folder.join(WEIGHTS))?;
@@ -257,17 +256,27 @@ impl Adapter {
         [CONFIG, WEIGHTS].map(|name| folder.as_ref().join(name))
     }
 
+    /// Begins to write a folder, which may be an adapter already.
+    ///
+    /// # Errors
+    /// [`Error::Write`], [`Error::Checkpoint`]; also while another process writes it.
+    pub fn begin(folder: impl AsRef<Path>) -> Result<Staged, Error> {
+        if let Some(path) = Self::files(&folder).into_iter().find(|file| file.is_dir()) {
+            return Err(Error::Write { path, why: ErrorKind::IsADirectory.into() });
+        }
+        Ok(Staged::begin(folder)?)
+    }
+
     /// Writes the files of a folder, both at once. `model` is what it was trained from.
     ///
     /// # Errors
     /// [`Error::Write`], [`Error::Checkpoint`].
     pub fn write(
         &self,
-        folder: impl AsRef<Path>,
+        folder: &mut Staged,
         config: &DecoderConfig,
         model: &str,
     ) -> Result<(), Error> {
-        let folder = folder.as_ref();
         let LoraOptions { rank, .. } = self.options;
         let mut tensors = Vec::new();
         for factor in &self.factors {
@@ -282,17 +291,13 @@ impl Adapter {
             tensors.push((name_b, Tensor::new(DType::F32, &[factor.n, rank], b)));
         }
         let plans = tensors.iter().map(|(name, own)| Plan::new(name, own.dtype, &own.shape));
-        if let Some(path) = Self::files(folder).into_iter().find(|file| file.is_dir()) {
-            return Err(Error::Write { path, why: ErrorKind::IsADirectory.into() });
-        }
-        let staged = Staged::begin(folder)?;
-        let [path, weights] = Self::files(staged.path());
+        let [path, weights] = Self::files(folder.path());
         let text = format!("{:#}\n", self.config_json(config, model));
         fs::write(&path, text).map_err(|why| Error::Write { path, why })?;
         let mut writer = Writer::create(weights, plans.collect::<Vec<_>>())?;
         writer.write_all(&tensors)?;
         writer.finish()?;
-        Ok(staged.finish()?)
+        Ok(folder.publish()?)
     }
 
     /// The last names of modules, or where others have these, too, their full names.

@@ -50,13 +50,7 @@ impl Staged {
         } else if old.exists() {
             fs::remove_dir_all(&old).map_err(refused)?;
         }
-        for entry in fs::read_dir(&staging).map_err(refused)? {
-            let entry = entry.map_err(refused)?;
-            match entry.file_type().map_err(refused)?.is_dir() {
-                true => fs::remove_dir_all(entry.path()).map_err(refused)?,
-                false => fs::remove_file(entry.path()).map_err(refused)?,
-            }
-        }
+        clear(&staging).map_err(refused)?;
         Ok(Self { target, staging, lock, finished: false })
     }
 
@@ -70,39 +64,62 @@ impl Staged {
     /// # Errors
     /// [`Error::Write`]; the target is then as before.
     pub fn finish(mut self) -> Result<(), Error> {
-        self.exchange().map_err(|why| Error::Write { path: self.target.clone(), why })
+        let ended = self.exchange().and_then(|replaced| match replaced {
+            Some(_) => fs::remove_dir_all(&self.staging),
+            None => Ok(()),
+        });
+        ended.map_err(|why| Error::Write { path: self.target.clone(), why })
     }
 
-    fn exchange(&mut self) -> io::Result<()> {
+    /// Does the same, and begins anew: no other process can write the target in between.
+    ///
+    /// # Errors
+    /// [`Error::Write`]; the target is then as before, or it is whole and nothing more can be written.
+    pub fn publish(&mut self) -> Result<(), Error> {
+        let path = self.target.clone();
+        let refused = |why| Error::Write { path: path.clone(), why };
+        match self.exchange().map_err(refused)? {
+            Some(replaced) => {
+                clear(&self.staging).map_err(refused)?;
+                (self.lock, self.finished) = (replaced, false);
+            }
+            None => *self = Self::begin(&self.target)?,
+        }
+        Ok(())
+    }
+
+    /// Puts the folder in the place of the target. Returns the lock of the replaced folder if that has the name of
+    /// the staging folder now.
+    fn exchange(&mut self) -> io::Result<Option<File>> {
         let Self { target, staging, .. } = &*self;
         if !target.exists() {
             synchronise(staging)?;
             fs::rename(staging, target)?;
             self.finished = true;
-            return self.synchronise_parent();
+            self.synchronise_parent()?;
+            return Ok(None);
         }
         // The name of the staging folder becomes the old folder's, which nobody may take for a leftover until it is gone.
         let replaced = locked(target)?;
         carry_over(target, staging)?;
         fs::set_permissions(staging, fs::metadata(target)?.permissions())?;
         synchronise(staging)?;
-        match renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE) {
-            Ok(()) => {
-                self.finished = true;
-                fs::remove_dir_all(&self.staging)?;
-            }
+        let exchanged = renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE);
+        let replaced = match exchanged {
+            Ok(()) => Some(replaced),
             // File systems that cannot exchange: `begin` undoes the first step if the second never came.
             Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
                 let old = staging.with_extension("flashover-old");
                 fs::rename(target, &old)?;
                 fs::rename(staging, target)?;
-                self.finished = true;
                 fs::remove_dir_all(&old)?;
+                None
             }
             Err(why) => return Err(why.into()),
-        }
-        drop(replaced);
-        self.synchronise_parent()
+        };
+        self.finished = true;
+        self.synchronise_parent()?;
+        Ok(replaced)
     }
 
     fn synchronise_parent(&self) -> io::Result<()> {
@@ -136,6 +153,18 @@ fn locked(folder: &Path) -> io::Result<File> {
         Ok(there) if there == identity(lock.metadata()?) => Ok(lock),
         _ => Err(busy()),
     }
+}
+
+/// Removes what is in a folder.
+fn clear(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        match entry.file_type()?.is_dir() {
+            true => fs::remove_dir_all(entry.path())?,
+            false => fs::remove_file(entry.path())?,
+        }
+    }
+    Ok(())
 }
 
 /// Links files of one folder into another that lacks them.
@@ -205,6 +234,24 @@ mod tests {
             ("second".to_owned(), vec!["out".to_owned()])
         );
         Ok(())
+    }
+
+    #[test]
+    fn a_folder_is_published_again_and_again() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        let mut staged = Staged::begin(&target)?;
+        for text in ["first", "second", "third"] {
+            assert!(names(staged.path()).is_empty());
+            fs::write(staged.path().join("a"), text).expect("writable");
+            staged.publish()?;
+            assert_eq!(fs::read_to_string(target.join("a")).expect("written"), text);
+            let second = Staged::begin(&target).expect_err("busy").to_string();
+            assert!(second.contains("another process is writing it"), "{second}");
+        }
+        drop(staged);
+        assert_eq!(names(parent.path()), ["out"]);
+        Staged::begin(&target)?.finish()
     }
 
     #[test]

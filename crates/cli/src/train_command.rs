@@ -1,12 +1,14 @@
 //! `flashover train`: an adapter from examples.
 
-use std::path::PathBuf;
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+use std::{env, process};
 
 use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::{
     Adapter, Chosen, Dataset, EngineOptions, KvFormat, LoraOptions, Preset, Recompute, Schedule,
-    Taught, TrainOptions, Trainer, Training, Workload,
+    Taught, TrainError, TrainOptions, Trainer, Training, Workload,
 };
 use tune::timing::Stopwatch;
 
@@ -44,6 +46,9 @@ pub(crate) struct Args {
     /// Steps; without it as many as pass all examples once
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     steps: Option<u32>,
+    /// Also write the adapter after every N steps
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    save_every: Option<u32>,
     #[arg(long, default_value_t = 2e-4, allow_negative_numbers = true)]
     learning_rate: f64,
     /// Steps on which the learning rate grows
@@ -210,12 +215,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     for file in Adapter::files(output) {
         all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
     }
+    // Nobody else trains into it from here on.
+    let mut adapter_folder = Adapter::begin(output)?;
     let load = EngineOptions { workload: Some(Workload::new(1, 1)), ..load };
     let engine = loaded(&device, folder, &load)?;
     let mut trainer = match adapter {
         Some(adapter) => Trainer::from_adapter(engine, adapter, options)?,
         None => Trainer::new(engine, options)?,
     };
+    if args.model.adapter().is_some() {
+        command::note!("note: the adapter goes on; AdamW and the schedule begin anew");
+    }
     trainer.reserve(workload)?;
     command::note!(
         "{}, {} of them cut, {} left out; {} of {batch}{} examples",
@@ -236,6 +246,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (begin, mut learned) = (Stopwatch::start(), 0);
     let _listening = interrupt::listen()?;
     let mut ended = Ok(());
+    let save_every = args.save_every.map_or(usize::MAX, |steps| steps as usize);
     while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
         let step = Stopwatch::start();
         let batches = data.micro_batches(trainer.done(), batch, accumulate, args.seed);
@@ -245,11 +256,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 told(&taught, steps, step.elapsed().as_secs_f64());
             }
         });
+        if ended.is_ok() && trainer.done() < steps && trainer.done().is_multiple_of(save_every) {
+            // What fails here is tried again after as many steps, and in the end.
+            match trainer.save_into(&mut adapter_folder) {
+                Ok(()) => command::note!("the adapter after step {} is saved", trainer.done()),
+                Err(why) => command::note!("warning: the adapter is not saved: {why}"),
+            }
+        }
     }
     let seconds = begin.elapsed().as_secs_f64();
     // Before anything else can fail, and of what failed what it had learned.
     if ended.is_ok() || trainer.done() > 0 {
-        let saved = trainer.save(output);
+        let saved = trainer.save_into(&mut adapter_folder);
+        let saved = saved.or_else(|why| rescue(&trainer, output, why));
         if ended.is_err() && saved.is_ok() {
             let (done, output) = (trainer.done(), output.display());
             let steps = command::count(done, "step");
@@ -276,6 +295,48 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         output.display()
     );
     Ok(())
+}
+
+/// Writes an adapter elsewhere that its own folder did not take: where a person at a terminal says, else next to that
+/// folder or among temporary files. Returns the failure in any case but the first.
+fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), TrainError> {
+    if !matches!(why, TrainError::Model(_)) {
+        return Err(why);
+    }
+    let steps = command::count(trainer.done(), "step");
+    if io::stdin().is_terminal() && io::stderr().is_terminal() {
+        command::note!("{why}");
+        loop {
+            command::note!(
+                "another folder for the adapter after {steps}, or nothing to give it up:"
+            );
+            let mut line = String::new();
+            // What cannot be read is as nothing.
+            let read = io::stdin().read_line(&mut line).unwrap_or(0);
+            let folder = line.trim();
+            if read == 0 || folder.is_empty() {
+                break;
+            }
+            match trainer.save(folder) {
+                Ok(()) => {
+                    command::note!("the adapter after {steps} is in {folder}");
+                    return Ok(());
+                }
+                Err(why) => command::note!("{why}"),
+            }
+        }
+        return Err(why);
+    }
+    let mut beside = output.as_os_str().to_owned();
+    beside.push(".rescued");
+    let temporary = env::temp_dir().join(format!("flashover-adapter-{}", process::id()));
+    for folder in [PathBuf::from(beside), temporary] {
+        if trainer.save(&folder).is_ok() {
+            command::note!("the adapter after {steps} is in {}", folder.display());
+            break;
+        }
+    }
+    Err(why)
 }
 
 fn told(taught: &Taught, steps: usize, seconds: f64) {

@@ -130,7 +130,8 @@ fn adapted(device: &Device) {
     let lora = LoraOptions { rank: 64, ..LoraOptions::default() };
     let base = ModelFolder::open(model("demo")).expect("the demo");
     let adapter = Adapter::new(base.config(), lora, 1).expect("a rank that fits");
-    adapter.write(folder.path(), base.config(), "demo").expect("it is empty");
+    let mut output = Adapter::begin(folder.path()).expect("nobody else writes it");
+    adapter.write(&mut output, base.config(), "demo").expect("it is empty");
     let workload = Workload::new(1, 320);
     let without = base.plan(device.profile(), &options, workload.clone()).expect("valid");
     let adapted = base.with_adapter(folder.path()).expect("of this model");

@@ -170,7 +170,8 @@ fn files_come_back() {
         let config = weights.config();
         let adapter = Adapter::open(&folder, &weights).expect("PEFT wrote it");
         let target = tempfile::tempdir().expect("a folder");
-        adapter.write(target.path(), config, name).expect("it is empty");
+        let mut output = Adapter::begin(target.path()).expect("nobody else writes it");
+        adapter.write(&mut output, config, name).expect("it is empty");
         assert_eq!(
             Adapter::open(target.path(), &weights).expect("just written"),
             adapter,

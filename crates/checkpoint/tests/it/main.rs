@@ -2,6 +2,7 @@
 
 mod bad;
 mod golden;
+mod kill;
 mod shards;
 mod writer;
 

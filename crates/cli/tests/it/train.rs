@@ -1,7 +1,13 @@
 //! `flashover train`, and what is done with its adapters.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Lines};
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, Stdio};
 
+use flashover::ModelFolder;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 
 use crate::{demo, fixture, flashover, trace_format};
@@ -150,6 +156,70 @@ fn what_was_learned_before_a_failure_is_kept() {
     assert!(code == Some(2) && !said.contains("step 1 of 1"), "{said}");
     let kept = fs::read(folder.path().join("adapter/adapter_model.safetensors")).expect("there");
     assert_eq!(weights, kept);
+}
+
+/// A training that goes on until it is stopped, its folder saved every two steps.
+fn training(data: &str, output: &str) -> (Child, Lines<BufReader<ChildStderr>>) {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
+        .args(["train", "--backend", "cpu", "-c", "8", "-b", "1", "--steps", "100000"])
+        .args(["--save-every", "2", "--data", data, "--output", output, "--model"])
+        .arg(demo())
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let said = BufReader::new(child.stderr.take().expect("piped")).lines();
+    (child, said)
+}
+
+fn stopped(child: &mut Child, said: Lines<BufReader<ChildStderr>>) -> String {
+    let id = Pid::from_raw(child.id().try_into().expect("a process id"));
+    kill(id, Signal::SIGINT).expect("it runs");
+    let said: Vec<String> = said.map_while(Result::ok).collect();
+    child.wait().expect("it ends");
+    said.join("\n")
+}
+
+#[test]
+fn steps_are_saved_and_one_process_trains_into_a_folder() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (data, output) = (path("data.txt"), path("adapter"));
+    fs::write(&data, "One day a dog ran. ".repeat(4)).expect("written");
+    let (mut child, mut said) = training(&data, &output);
+    let saved = |line: String| line == "the adapter after step 4 is saved";
+    assert!(said.by_ref().map_while(Result::ok).any(saved));
+    assert!(Path::new(&output).join("adapter_model.safetensors").exists());
+    let (mut second, also) = training(&data, &output);
+    let also: Vec<String> = also.map_while(Result::ok).collect();
+    let also = also.join("\n");
+    assert!(also.contains("another process is writing it") && !also.contains("step 1"), "{also}");
+    assert_eq!(second.wait().expect("it ends").code(), Some(2));
+    let said = stopped(&mut child, said);
+    assert!(said.contains("\nhint: ") || said.contains("the adapter is in"), "{said}");
+    let left = fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(left, 2, "the data and the adapter");
+}
+
+/// The folder that it writes into goes away, as where a disk is full: what was learned is written elsewhere.
+#[test]
+fn an_adapter_that_its_folder_does_not_take_is_rescued() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (data, output) = (path("data.txt"), path("adapter"));
+    fs::write(&data, "One day a dog ran. ".repeat(4)).expect("written");
+    let (mut child, mut said) = training(&data, &output);
+    let step = |line: String| line.starts_with("step 3 of ");
+    assert!(said.by_ref().map_while(Result::ok).any(step));
+    fs::remove_dir_all(folder.path().join(".adapter.flashover-new")).expect("it is kept");
+    let not_saved = |line: String| line.starts_with("warning: the adapter is not saved: ");
+    assert!(said.by_ref().map_while(Result::ok).any(not_saved));
+    let said = stopped(&mut child, said);
+    let rescued = path("adapter.rescued");
+    assert!(said.contains(&format!("is in {rescued}")) && said.contains("error: "), "{said}");
+    assert_eq!(child.wait().expect("it ended").code(), Some(2));
+    let model = ModelFolder::open(demo()).expect("the demo");
+    model.adapter(&rescued).expect("whole");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::path::Path;
 
 use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use checkpoint::Staged;
 use models::{Adaptation, Adapter, Example, LoraOptions, Recompute, Training, Workload};
 use serde::Serialize;
 
@@ -359,11 +360,19 @@ impl Trainer {
         }
     }
 
-    /// Writes what was learned so far into a folder that is there, as PEFT's files.
+    /// Writes what was learned so far into a folder, as PEFT's files.
     ///
     /// # Errors
     /// As [`Trainer::adapter`]; [`TrainError::Model`] for a folder that cannot be written.
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), TrainError> {
+        self.save_into(&mut Adapter::begin(folder)?)
+    }
+
+    /// Does the same in a folder that this process keeps for itself, from [`Adapter::begin`] on.
+    ///
+    /// # Errors
+    /// As [`Trainer::save`].
+    pub fn save_into(&self, folder: &mut Staged) -> Result<(), TrainError> {
         let model = self.engine.folder().display().to_string();
         Ok(self.adapter()?.write(folder, self.engine.config(), &model)?)
     }
