@@ -31,6 +31,8 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Run everything that CI runs: format, rules, lints, tests, targets, verification
     Test(TestArgs),
+    /// Open files of models, adapters and examples with random parts changed: an answer or an error, within 2 GiB
+    Fuzz(FuzzArgs),
     /// Check every kernel over its edge shapes against the reference
     #[command(
         after_help = "Examples:\n  cargo xtask verify --backend cuda,cpu --filter matmul\n  \
@@ -76,6 +78,19 @@ pub(crate) struct TestArgs {
     /// Only format, rules, lints and unit tests
     #[arg(long)]
     pub(crate) fast: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  cargo xtask fuzz\n  cargo xtask fuzz --runs 100000 --filter templates"
+)]
+pub(crate) struct FuzzArgs {
+    /// Cases of each test
+    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) runs: u32,
+    /// Only tests whose name begins with this text
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) filter: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -5,6 +5,7 @@
 
 mod bundle;
 mod cli;
+mod fuzz;
 mod passthrough;
 mod place;
 mod programs;
@@ -29,6 +30,7 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Bench(args) => passthrough::bench(&args),
         Command::Test(args) => test::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args),
         Command::Verify(args) => passthrough::verify(&args),
         Command::Compare(args) => passthrough::compare(&args),
         Command::Doctor(rest) => passthrough::doctor(&rest.args),

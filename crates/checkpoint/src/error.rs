@@ -1,9 +1,41 @@
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use quant::{DType, WeightFormat};
 
 use crate::dtype::to_file;
+
+/// The beginning, on one line, of a text that comes from a file.
+pub fn short(text: impl fmt::Display) -> String {
+    const MOST: usize = 200;
+    let text = text.to_string();
+    let mut out = String::new();
+    for (at, char) in text.chars().enumerate() {
+        match char {
+            _ if at == MOST => return out + "...",
+            control if control.is_control() => out.extend(control.escape_debug()),
+            plain => out.push(plain),
+        }
+    }
+    out
+}
+
+/// Adds a line for each of a list, and the number of the others where it is long.
+pub fn list<T: fmt::Display>(text: &mut String, kind: &str, all: impl ExactSizeIterator<Item = T>) {
+    const MOST: usize = 1000;
+    let more = all.len().saturating_sub(MOST);
+    for one in all.take(MOST) {
+        text.push_str(&format!("\n{kind}: {}", short(one)));
+    }
+    if more > 0 {
+        text.push_str(&format!("\n{kind}: {more} more"));
+    }
+}
+
+fn sizes(shape: &[usize]) -> String {
+    short(format!("{shape:?}"))
+}
 
 /// Why a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -19,11 +51,11 @@ pub enum Error {
     #[error("cannot write {}: {why}", .path.display())]
     Write { path: PathBuf, why: io::Error },
     /// A header that is cut, no JSON, or at odds with itself or the length of the file.
-    #[error("{} is not a safetensors file: {why}", .path.display())]
+    #[error("{} is not a safetensors file: {}", .path.display(), short(.why))]
     Header { path: PathBuf, why: String },
-    #[error("{} does not tell which shard holds which tensor: {why}", .path.display())]
+    #[error("{} does not tell which shard holds which tensor: {}", .path.display(), short(.why))]
     Index { path: PathBuf, why: String },
-    #[error("{} names {shard}, which is not there\nhint: download all shards", .index.display())]
+    #[error("{} names {}, which is not there\nhint: download all shards", .index.display(), short(.shard))]
     MissingShard { index: PathBuf, shard: String },
     /// All tensors that are not where an index says, each with the shard that lacks it.
     #[error("{}", misplaced(.index, .tensors))]
@@ -31,7 +63,7 @@ pub enum Error {
     /// All tensors that are in two shards, each with both.
     #[error("{}", twice(.index, .tensors))]
     Twice { index: PathBuf, tensors: Vec<(String, [PathBuf; 2])> },
-    #[error("tensor {tensor}: {reason}")]
+    #[error("tensor {}: {reason}", short(.tensor))]
     Tensor { tensor: String, reason: Reason },
 }
 
@@ -95,22 +127,22 @@ pub enum Reason {
     Twice,
     #[error("is {} where {} was expected", file_name(*.have), names(.need))]
     DType { have: DType, need: Vec<DType> },
-    #[error("has shape {have:?} where {need:?} was expected")]
+    #[error("has shape {} where {need:?} was expected", sizes(.have))]
     Shape { have: Vec<usize>, need: Vec<usize> },
-    #[error("has shape {have:?} where {need} axes were expected")]
+    #[error("has shape {} where {need} axes were expected", sizes(.have))]
     Axes { have: Vec<usize>, need: usize },
     #[error("is not named `weight`, as int8 weights are")]
     Name,
     #[error("holds {have} bytes where its shape takes {need}")]
     Bytes { have: usize, need: usize },
-    #[error("shape {0:?} is too large to count its elements")]
+    #[error("shape {} is too large to count its elements", sizes(.0))]
     Overflow(Vec<usize>),
     /// The JSON of a quantization state.
-    #[error("is no quantization state: {0}")]
+    #[error("is no quantization state: {}", short(.0))]
     State(String),
-    #[error("more than one quantization state: {}", .0.join(", "))]
+    #[error("more than one quantization state: {}", short(.0.join(", ")))]
     States(Vec<String>),
-    #[error("quantization of type {0:?}; nf4 and fp4 are known")]
+    #[error("quantization of type {}; nf4 and fp4 are known", short(format!("{:?}", .0)))]
     QuantType(String),
     /// Of a quantization state, whose name tells it too.
     #[error("says that the type is {state}, and is named as one of type {name}")]
@@ -128,10 +160,10 @@ pub enum Reason {
     BlockSize(usize),
     #[error("nested blocks of {0} values: 256 was expected")]
     NestedBlockSize(usize),
-    #[error("has shape {have:?}; the weight in blocks of {block_size} values has {need:?}")]
+    #[error("has shape {}; the weight in blocks of {block_size} values has {need:?}", sizes(.have))]
     Blocks { have: Vec<usize>, need: Vec<usize>, block_size: usize },
     /// Two values a byte, `[bytes/size, 1]` of the storage's dtype.
-    #[error("has shape {have:?}, which does not hold {len} values of 4 bits stored as {}", file_name(*.storage))]
+    #[error("has shape {}, which does not hold {len} values of 4 bits stored as {}", sizes(.have), file_name(*.storage))]
     Packing { have: Vec<usize>, len: usize, storage: DType },
     #[error("value {index} is infinite or not a number")]
     NotFinite { index: usize },
@@ -150,18 +182,21 @@ impl Reason {
 fn misplaced(index: &Path, tensors: &[(String, String)]) -> String {
     let (index, count) = (index.display(), tensors.len());
     let mut text = format!("{index} says of shards what they do not have: {count} missing");
-    for (tensor, shard) in tensors {
-        text.push_str(&format!("\nmissing: {tensor} in {shard}"));
-    }
+    list(
+        &mut text,
+        "missing",
+        tensors.iter().map(|(tensor, shard)| format!("{tensor} in {shard}")),
+    );
     text
 }
 
 fn twice(index: &Path, tensors: &[(String, [PathBuf; 2])]) -> String {
     let (index, count) = (index.display(), tensors.len());
     let mut text = format!("the shards of {index} have tensors twice: {count}");
-    for (tensor, [one, other]) in tensors {
-        text.push_str(&format!("\ntwice: {tensor} in {} and {}", one.display(), other.display()));
-    }
+    let both = |(tensor, [one, other]): &(String, [PathBuf; 2])| {
+        format!("{tensor} in {} and {}", one.display(), other.display())
+    };
+    list(&mut text, "twice", tensors.iter().map(both));
     text + "\nhint: take all shards from one download; which of the two is meant cannot be told"
 }
 

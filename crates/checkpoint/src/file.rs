@@ -2,7 +2,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -329,14 +329,26 @@ fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> 
     metadata.tensors().into_iter().map(place).collect()
 }
 
-/// Refuses what may never end, as a pipe: reading it would wait for ever.
+/// What a file of git-lfs begins with that was not fetched.
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
+/// Refuses what may never end, as a pipe, and pointers of git-lfs, which stand for a file.
 ///
 /// # Errors
-/// That there is nothing, or no file and no folder.
+/// That there is nothing, or no file and no folder; [`io::ErrorKind::Unsupported`] for a pointer.
 pub fn ends(path: &Path) -> io::Result<()> {
     let meta = fs::metadata(path)?;
-    match meta.is_file() || meta.is_dir() {
-        true => Ok(()),
-        false => Err(io::Error::other("it is no file")),
+    if meta.is_dir() {
+        return Ok(());
     }
+    if !meta.is_file() {
+        return Err(io::Error::other("it is not a file"));
+    }
+    let mut start = Vec::new();
+    File::open(path)?.take(POINTER.len() as u64).read_to_end(&mut start)?;
+    if start == POINTER {
+        let why = "it is a pointer of git-lfs, not the file";
+        return Err(io::Error::new(io::ErrorKind::Unsupported, why));
+    }
+    Ok(())
 }

@@ -43,7 +43,7 @@ mod weight;
 mod write;
 
 pub use encoded::{Encoded, NotStored};
-pub use error::{Error, Found, Reason};
+pub use error::{Error, Found, Reason, list, short};
 pub use file::{Checkpoint, Mapped, Tensor, ends};
 pub use four_bit::{Absmax, FourBit, Layout, Nested};
 pub use quant::{DType, WeightFormat};

@@ -3,6 +3,7 @@
 mod dataset;
 mod engine;
 mod examples;
+mod fuzz;
 mod train;
 
 use std::collections::BTreeMap;

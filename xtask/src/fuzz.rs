@@ -1,0 +1,37 @@
+//! `cargo xtask fuzz`: the random tests of what reads files, with more cases than `cargo xtask test` takes.
+
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use report::fail::check;
+
+use crate::cli::FuzzArgs;
+use crate::place::{self, Place};
+use crate::programs::run_cargo;
+use crate::setup::{self, Cuda, Wants};
+
+/// KiB of address space: what a test program maps before it reads a file, and 2 GiB.
+const MOST: &str = "3145728";
+
+pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
+    let place = Place::find()?;
+    let root = place.workspace()?;
+    setup::prepare(&place, Wants { cuda: Cuda::Installed, gl: false })?;
+    let tests = ["test", "--release", "-p", "text", "-p", "flashover", "--test", "it"];
+    run_cargo(root, &[&tests[..], &["--no-run"]].concat())?;
+    let cargo = place::cargo_in(root);
+    let mut limited = Command::new("sh");
+    limited
+        .current_dir(root)
+        .args(["-c", r#"ulimit -v "$1" && shift && exec "$@""#, "sh", MOST])
+        .arg(cargo.get_program())
+        .args(tests)
+        .args(["--", &format!("fuzz::{}", args.filter.as_deref().unwrap_or_default())])
+        .env("PROPTEST_CASES", args.runs.to_string())
+        // Each arena reserves 64 MiB.
+        .env("MALLOC_ARENA_MAX", "1");
+    match limited.status().context("cannot start sh")?.success() {
+        true => Ok(()),
+        false => Err(check("a case failed\nhint: the test's output above has its input")),
+    }
+}
