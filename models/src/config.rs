@@ -11,7 +11,7 @@
 pub use ops::{Activation, NormKind};
 use serde_json::Value;
 
-use crate::fields::Fields;
+use crate::fields::{Fields, json};
 use crate::{Error, Rope, Scaling};
 
 /// What a decoder computes. Everything that changes an answer is here.
@@ -136,7 +136,7 @@ pub(crate) const THRESHOLD: f64 = 6.0;
 
 /// Bits that `quantization_config` says matrices have.
 pub(crate) fn claimed_bits(text: &str) -> Option<u32> {
-    let value: Value = serde_json::from_str(text).ok()?;
+    let value = json("config.json", text).ok()?;
     let quantization = value.get("quantization_config")?;
     let says =
         |bits: &u32| quantization.get(format!("load_in_{bits}bit")) == Some(&Value::Bool(true));

@@ -1,7 +1,7 @@
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
+use checkpoint::{list, short};
 use serde_json::Value;
 
 /// The file of a model that says how it is sampled.
@@ -19,7 +19,7 @@ pub enum Error {
         why: io::Error,
     },
     /// A file that is not JSON.
-    #[error("{file} is not JSON: {why}")]
+    #[error("{file} is not JSON: {}", short(.why))]
     Json {
         /// Its name within the folder.
         file: &'static str,
@@ -43,7 +43,7 @@ pub enum Error {
         fault: Box<Fault>,
     },
     /// A family that this crate does not have.
-    #[error("{file}: `model_type` is \"{value}\", which is none of {known}")]
+    #[error("{file}: `model_type` is \"{}\", which is none of {known}", short(.value))]
     UnknownModelType {
         /// Name of the file that says it.
         file: &'static str,
@@ -211,6 +211,9 @@ impl Error {
                 io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
                     "\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
                 }
+                io::ErrorKind::Unsupported => {
+                    "\nhint: `git lfs pull` in its folder fetches the file"
+                }
                 _ => "\nhint: it must be a file, and yours to read",
             },
             Self::Checkpoint(File::NoWeights { found: None, .. }) => {
@@ -248,7 +251,7 @@ pub enum Fault {
     #[error("is missing")]
     Missing,
     /// A value of the wrong type, or out of range.
-    #[error("is {value}, which is not {expected}")]
+    #[error("is {}, which is not {expected}", short(.value))]
     Malformed {
         /// What the file says.
         value: Value,
@@ -256,7 +259,7 @@ pub enum Fault {
         expected: String,
     },
     /// A value that means something, but nothing that this crate computes.
-    #[error("is {value}, which is not supported; known: {known}")]
+    #[error("is {}, which is not supported; known: {known}", short(.value))]
     Unsupported {
         /// What the file says.
         value: Value,
@@ -264,7 +267,7 @@ pub enum Fault {
         known: String,
     },
     /// Another field of the file says otherwise.
-    #[error("is {value}, but `{other}` is {other_value}")]
+    #[error("is {}, but `{other}` is {}", short(.value), short(.other_value))]
     Contradiction {
         /// What the file says.
         value: Value,
@@ -274,7 +277,7 @@ pub enum Fault {
         other_value: Value,
     },
     /// A size that another one does not divide.
-    #[error("is {value}, which is not a multiple of `{divisor_field}`, {divisor}")]
+    #[error("is {}, which is not a multiple of `{divisor_field}`, {divisor}", short(.value))]
     NotMultiple {
         /// What the file says.
         value: usize,
@@ -293,21 +296,10 @@ fn tensors(
 ) -> String {
     let mut text =
         format!("{not}: {} missing, {} unused, {} wrong", missing.len(), unused.len(), wrong.len());
-    listed(&mut text, "missing", missing);
-    listed(&mut text, "unused", unused);
-    listed(&mut text, "wrong", wrong);
+    list(&mut text, "missing", missing.iter());
+    list(&mut text, "unused", unused.iter());
+    list(&mut text, "wrong", wrong.iter());
     text
-}
-
-/// A line of each, of what no model has so many of one with their number.
-fn listed<T: fmt::Display>(text: &mut String, kind: &str, all: &[T]) {
-    const MOST: usize = 1000;
-    for one in all.iter().take(MOST) {
-        text.push_str(&format!("\n{kind}: {one}"));
-    }
-    if let Some(more) = all.len().checked_sub(MOST).filter(|more| *more > 0) {
-        text.push_str(&format!("\n{kind}: {more} more"));
-    }
 }
 
 #[cfg(test)]

@@ -4,12 +4,10 @@
 
 use std::path::Path;
 
-use serde_json::Value;
-
 use self::common::Definition;
 use crate::Error;
 use crate::config::{DecoderConfig, Family, THRESHOLD};
-use crate::fields::{Fields, read};
+use crate::fields::{Fields, json, read};
 use crate::names::{Place, Slot};
 
 mod common;
@@ -77,7 +75,7 @@ impl DecoderConfig {
     /// Source: the configuration classes of Hugging Face transformers.
     pub fn from_json(text: &str) -> Result<Self, Error> {
         let file = "config.json";
-        let value: Value = serde_json::from_str(text).map_err(|why| Error::Json { file, why })?;
+        let value = json(file, text)?;
         let fields = Fields::new(file, &value)?;
         if let Some(quantization) = fields.section("quantization_config")? {
             quantization.only("quant_method", &["bitsandbytes".into()])?;

@@ -179,6 +179,36 @@ pub(crate) fn read(path: &Path) -> Result<String, Error> {
     text.map_err(|why| Error::Read { path: path.to_owned(), why })
 }
 
+/// The JSON of a file. Python also writes `NaN`, `Infinity` and `-Infinity`: they are strings here, which no field is that
+/// should be a number.
+pub(crate) fn json(file: &'static str, text: &str) -> Result<Value, Error> {
+    let read = |text: &str| serde_json::from_str(text);
+    read(text).or_else(|why| read(&quoted(text)).map_err(|_| Error::Json { file, why }))
+}
+
+/// Puts quotes around Python's words for numbers that JSON lacks.
+fn quoted(text: &str) -> String {
+    let mut out = String::new();
+    // Every other part is a string, but for its quotes.
+    let mut within = false;
+    let mut rest = text;
+    while let Some(at) = rest.find('"') {
+        let (part, after) = rest.split_at(at);
+        let escaped = part.len() - part.trim_end_matches('\\').len();
+        out.push_str(&if within { part.to_owned() } else { quoted_words(part) });
+        out.push('"');
+        within ^= !within || escaped.is_multiple_of(2);
+        rest = &after[1..];
+    }
+    out.push_str(&quoted_words(rest));
+    out
+}
+
+fn quoted_words(text: &str) -> String {
+    let text = text.replace("NaN", "\"NaN\"").replace("Infinity", "\"Infinity\"");
+    text.replace("-\"Infinity\"", "\"-Infinity\"")
+}
+
 /// Numbers by value: 1 is 1.0.
 fn equal(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
@@ -222,6 +252,18 @@ mod tests {
             },
             Some("x.json: `b.c` is \"x\", which is not a number above 0"),
         );
+    }
+
+    #[test]
+    fn words_of_python_are_no_numbers() {
+        let text = r#"{"a": Infinity, "b\\": [-Infinity, NaN], "c": "NaN \" Infinity", "d": 1}"#;
+        let value = json("x.json", text).expect("Python reads it");
+        let same =
+            json!({"a": "Infinity", "b\\": ["-Infinity", "NaN"], "c": "NaN \" Infinity", "d": 1});
+        assert_eq!(value, same);
+        let error = "x.json: `a` is \"Infinity\", which is not a number above 0";
+        check(&value, |f| f.positive("a").map(drop), Some(error));
+        assert!(json("x.json", r#"{"a": Nan}"#).is_err());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::Error;
 use crate::error::GENERATION_CONFIG as FILE;
-use crate::fields::{Fields, read};
+use crate::fields::{Fields, json, read};
 
 /// What a request falls back to. None is what the file leaves open.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -48,8 +48,7 @@ impl GenerationConfig {
     ///
     /// Source: the `GenerationConfig` of Hugging Face transformers.
     pub fn from_json(text: &str) -> Result<Self, Error> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|why| Error::Json { file: FILE, why })?;
+        let value = json(FILE, text)?;
         let fields = Fields::new(FILE, &value)?;
         refuse_others(&fields)?;
         let number = |field, expected, fits: fn(f64) -> bool| {
@@ -97,8 +96,7 @@ impl GenerationConfig {
 
     /// The tokens that a model's `config.json` names.
     fn of_model(text: &str) -> Result<Self, Error> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|why| Error::Json { file: MODEL, why })?;
+        let value = json(MODEL, text)?;
         let fields = Fields::new(MODEL, &value)?;
         let [bos, pad] = [id(&fields, "bos_token_id")?, id(&fields, "pad_token_id")?];
         Ok(Self { eos: eos(&fields)?, bos, pad, ..Self::default() })

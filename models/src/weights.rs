@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::path::Path;
 
@@ -40,7 +41,14 @@ impl Weights {
     /// # Errors
     /// As [`DecoderConfig::open`] and [`Weights::new`]; [`Error::Checkpoint`] for files that cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
-        let text = fields::read(&folder.as_ref().join("config.json"))?;
+        let folder = folder.as_ref();
+        if folder.is_file() {
+            let gguf = folder.extension().is_some_and(|extension| extension == "gguf");
+            let what = if gguf { "it is a file of GGUF" } else { "it is a file" };
+            let why = io::Error::new(ErrorKind::NotADirectory, what);
+            return Err(Error::Read { path: folder.to_owned(), why });
+        }
+        let text = fields::read(&folder.join("config.json"))?;
         let weights = Self::new(DecoderConfig::from_json(&text)?, Checkpoint::open(folder)?)?;
         Ok(Self { claimed_bits: config::claimed_bits(&text), ..weights })
     }

@@ -586,9 +586,10 @@ impl SamplingArgs {
             self.repetition_penalty.unwrap_or(sampling.repetition_penalty);
         sampling.seed = self.seed;
         let given = [
-            ("--top-k", self.top_k.is_some()),
-            ("--top-p", self.top_p.is_some()),
-            ("--min-p", self.min_p.is_some()),
+            // What takes the likeliest token, or all of them, says the same.
+            ("--top-k", self.top_k.is_some_and(|k| k > 1)),
+            ("--top-p", self.top_p.is_some_and(|p| p != 1.0)),
+            ("--min-p", self.min_p.is_some_and(|p| p != 0.0)),
         ];
         if let (true, Some((name, _))) =
             (sampling.temperature == 0.0, given.iter().find(|(_, given)| *given))
