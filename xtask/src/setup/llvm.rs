@@ -146,6 +146,15 @@ fn script(real: &Path) -> String {
 mod tests {
     use super::*;
 
+    /// Waits until no process holds `program` open for writing. A process that another test starts
+    /// holds what is being written until it executes; Linux runs no program that is held so.
+    fn released(program: &Path) {
+        let busy = |why: std::io::Error| why.kind() == std::io::ErrorKind::ExecutableFileBusy;
+        while Command::new(program).output().is_err_and(busy) {
+            std::thread::yield_now();
+        }
+    }
+
     /// Runs the stand-in over a fake llvm-config that prints what Debian's prints.
     fn stand_in(args: &[&str]) -> String {
         let dir = tempfile::tempdir().unwrap();
@@ -164,7 +173,10 @@ esac
         let folder = dir.path().join("tracel");
         write_folder(&folder, &real).unwrap();
         assert!(folder.join(SENTINEL).exists());
-        let out = Command::new(folder.join("bin/llvm-config")).args(args).output().unwrap();
+        let config = folder.join("bin/llvm-config");
+        released(&real);
+        released(&config);
+        let out = Command::new(config).args(args).output().unwrap();
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
         String::from_utf8(out.stdout).unwrap().trim().to_owned()
     }
@@ -209,6 +221,7 @@ esac
         fs::write(&config, "").unwrap();
         assert!(!runs(&config), "empty");
         write_folder(dir.path(), &place::tool("echo").unwrap()).unwrap();
+        released(&config);
         assert!(runs(&config));
     }
 
