@@ -24,6 +24,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Tuple, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};
 
+use crate::marks;
 use crate::panics::caught;
 
 /// Bytes of a template; the largest that trl ships has 20 thousand.
@@ -66,8 +67,8 @@ pub(crate) fn register(templates: &mut Environment) {
     templates.add_filter("shallow", |state: &mut State, value: Value| bounded(state, value, false));
 }
 
-/// A template's source with the checks in it. `{% generation %}`, which marks the text of an assistant for training,
-/// becomes `{% with %}`. What minijinja cannot read stays as it is, for its parser to tell.
+/// A template's source with the checks and the edges of generation blocks in it. What minijinja cannot read stays as it
+/// is, for its parser to tell.
 pub(crate) fn guarded(source: &str, syntax: &SyntaxConfig) -> Result<String, Error> {
     if source.len() > MAX_SOURCE {
         return Err(refused(format!(
@@ -134,7 +135,7 @@ fn edit(
     let names = match *word {
         "include" | "import" | "from" | "extends" => return Err(unsupported(word)),
         "generation" | "endgeneration" if rest.is_empty() => {
-            edits.push((at.clone(), word.replace("generation", "with")));
+            edits.push((at.clone(), marks::tags(word)));
             return Ok(());
         }
         "set" if rest.iter().enumerate().any(dotted) => {

@@ -7,6 +7,7 @@
 //! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
 //! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
 //! | `folder` | files of a model's folder, as text and as JSON |
+//! | `marks` | [`Marked`]: which parts of a prompt an assistant wrote |
 //! | `growth` | bounds of how a `tokenizer.json` may multiply a text |
 //! | `guard` | bounds of what a template may nest |
 //! | `python` | what templates expect of Python |
@@ -27,6 +28,7 @@ mod error;
 mod folder;
 mod growth;
 mod guard;
+mod marks;
 mod panics;
 mod python;
 mod special;
@@ -36,6 +38,7 @@ mod template;
 mod tokenizer;
 
 pub use error::Error;
+pub use marks::Marked;
 pub use stop::{Piece, Stops};
 pub use stream::Stream;
 pub use template::{ChatTemplate, Message, Prompt, SpecialTokens};

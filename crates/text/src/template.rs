@@ -14,6 +14,7 @@ use time::OffsetDateTime;
 use crate::Error;
 use crate::folder::{json, read};
 use crate::guard::{self, guarded, on_stack};
+use crate::marks::{self, Marked, NONCE, marked, nonce};
 use crate::python::{self, strftime};
 use crate::special::FolderTokens;
 
@@ -172,12 +173,37 @@ impl ChatTemplate {
     /// [`Error::NoTemplate`]; [`Error::Refused`] with what the template says; [`Error::Render`] for a template
     /// that meets what it cannot work with.
     pub fn render(&self, prompt: &Prompt) -> Result<String, Error> {
+        self.rendered(prompt, prompt.now.unwrap_or_else(OffsetDateTime::now_utc), None)
+    }
+
+    /// The prompt, with the ranges that the template marks as written by an assistant: those between
+    /// `{% generation %}` and `{% endgeneration %}`.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`]; [`Error::Render`] where a filter changes a block, or a loop breaks within one.
+    pub fn render_marked(&self, prompt: &Prompt) -> Result<Marked, Error> {
+        let now = prompt.now.unwrap_or_else(OffsetDateTime::now_utc);
+        let nonce = nonce();
+        let text = self.rendered(prompt, now, None)?;
+        let with_edges = self.rendered(prompt, now, Some(&nonce))?;
+        marked(&with_edges, &nonce, text).ok_or_else(|| Error::Render {
+            name: self.choice(prompt).to_owned(),
+            why: "a filter or a loop changes the text of a generation block".to_owned(),
+        })
+    }
+
+    /// Renders a prompt. With a nonce, each edge of a generation block is in it.
+    fn rendered(
+        &self,
+        prompt: &Prompt,
+        now: OffsetDateTime,
+        nonce: Option<&str>,
+    ) -> Result<String, Error> {
         let name = self.choice(prompt);
         let template = self
             .templates
             .get_template(name)
             .map_err(|_| Error::NoTemplate { name: name.to_owned(), known: self.names.clone() })?;
-        let now = prompt.now.unwrap_or_else(OffsetDateTime::now_utc);
         let rendered = on_stack(self.longest, || {
             let asked = context! {
                 messages => Serde(&prompt.messages),
@@ -188,8 +214,9 @@ impl ChatTemplate {
             };
             let [special, more] =
                 [JinjaValue::from(Serde(&self.special)), JinjaValue::from(Serde(&prompt.more))];
+            let nonce = JinjaValue::from_pairs([(NONCE, JinjaValue::from(nonce))]);
             let mut written = Written::default();
-            template.render_captured_to(merge_maps([special, more, asked]), &mut written)?;
+            template.render_captured_to(merge_maps([special, more, asked, nonce]), &mut written)?;
             Ok(written.0)
         });
         let failed = |why| Error::Render { name: name.to_owned(), why };
@@ -281,6 +308,7 @@ fn environment() -> Environment<'static> {
     templates.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     python::register(&mut templates);
     guard::register(&mut templates);
+    marks::register(&mut templates);
     templates.add_function(
         "raise_exception",
         |why: JinjaValue| -> Result<String, minijinja::Error> {

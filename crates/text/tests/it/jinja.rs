@@ -7,25 +7,25 @@ use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use text::{ChatTemplate, Error, Prompt, SpecialTokens};
-use time::{Date, Month};
+use time::{Date, Month, OffsetDateTime};
 
 use crate::fixture;
 
 /// `trl.json.gz`.
 #[derive(Deserialize)]
-struct Published {
+pub(crate) struct Published {
     special: BTreeMap<String, String>,
-    conversations: BTreeMap<String, Conversation>,
-    templates: BTreeMap<String, String>,
+    pub(crate) conversations: BTreeMap<String, Conversation>,
+    pub(crate) templates: BTreeMap<String, String>,
     prompts: BTreeMap<String, Vec<Expected>>,
 }
 
 #[derive(Deserialize, Clone)]
-struct Conversation {
-    messages: Value,
-    tools: Option<Value>,
+pub(crate) struct Conversation {
+    pub(crate) messages: Value,
+    pub(crate) tools: Option<Value>,
     #[serde(flatten)]
-    more: Map<String, Value>,
+    pub(crate) more: Map<String, Value>,
 }
 
 /// A prompt, or the template's own message, or neither for another error.
@@ -44,23 +44,34 @@ struct Expressions {
     cases: Vec<(String, Option<String>)>,
 }
 
-fn published() -> Published {
+impl Published {
+    pub(crate) fn special(&self) -> SpecialTokens {
+        let token = |name: &str| self.special.get(name).cloned();
+        SpecialTokens {
+            bos: token("bos_token"),
+            eos: token("eos_token"),
+            pad: token("pad_token"),
+            unk: token("unk_token"),
+            ..SpecialTokens::default()
+        }
+    }
+}
+
+pub(crate) fn published() -> Published {
     let file = File::open(fixture("templates/trl.json.gz")).expect("a fixture");
     serde_json::from_reader(GzDecoder::new(file)).expect("make_templates.py writes it")
+}
+
+/// The time by which `make_templates.py` renders.
+pub(crate) fn clock() -> OffsetDateTime {
+    let date = Date::from_calendar_date(2026, Month::March, 7).expect("a date");
+    date.midnight().assume_utc()
 }
 
 #[test]
 fn published_templates_render_as_in_transformers() {
     let published = published();
-    let token = |name: &str| published.special.get(name).cloned();
-    let special = SpecialTokens {
-        bos: token("bos_token"),
-        eos: token("eos_token"),
-        pad: token("pad_token"),
-        unk: token("unk_token"),
-        ..SpecialTokens::default()
-    };
-    let date = Date::from_calendar_date(2026, Month::March, 7).expect("a date");
+    let special = published.special();
     let mut differ = Vec::new();
     for (name, source) in &published.templates {
         let template = ChatTemplate::new(source, special.clone()).expect(name);
@@ -72,7 +83,7 @@ fn published_templates_render_as_in_transformers() {
                 tools,
                 more,
                 add_generation_prompt: case.add_generation_prompt,
-                now: Some(date.midnight().assume_utc()),
+                now: Some(clock()),
                 ..Prompt::default()
             };
             let same = match (template.render(&prompt), &case.prompt, &case.raised) {

@@ -4,6 +4,7 @@ mod bad;
 mod deep;
 mod fuzz;
 mod jinja;
+mod marks;
 mod stream;
 mod template;
 mod tokenizer;
