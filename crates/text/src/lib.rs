@@ -9,7 +9,10 @@
 //! | `folder` | files of a model's folder, as text and as JSON |
 //! | `marks` | [`Marked`]: which parts of a prompt an assistant wrote |
 //! | `growth` | bounds of how a `tokenizer.json` may multiply a text |
-//! | `guard` | bounds of what a template may nest |
+//! | `guard` | bounds of the source of a template |
+//! | `program` | instructions of a template, with checks in them |
+//! | `metered` | filters and operators that take steps |
+//! | `steps` | bounds of the work that a rendering may do |
 //! | `python` | what templates expect of Python |
 //! | `special` | tokens that a folder names next to its `tokenizer.json` |
 //! | `panics` | panics of the `tokenizers` crate as errors |
@@ -29,9 +32,12 @@ mod folder;
 mod growth;
 mod guard;
 mod marks;
+mod metered;
 mod panics;
+mod program;
 mod python;
 mod special;
+mod steps;
 mod stop;
 mod stream;
 mod template;

@@ -9,9 +9,8 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use time::OffsetDateTime;
 use time::format_description::parse_strftime_borrowed;
 
-/// Registers what differs from minijinja's own: Python iterates over no none, and jinja2 over what is undefined.
+/// Registers tests that differ from minijinja's own: jinja2 iterates over what is undefined.
 pub(crate) fn register(templates: &mut Environment) {
-    templates.add_filter("tojson", tojson);
     templates.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     templates.add_test("sequence", |value: &Value| {
         let kinds = [ValueKind::Seq, ValueKind::Iterable, ValueKind::Map, ValueKind::String];
@@ -20,34 +19,56 @@ pub(crate) fn register(templates: &mut Environment) {
     templates.add_test("callable", |value: &Value| {
         value.is_undefined() || value.kind() == ValueKind::Plain
     });
-    for name in ["length", "count"] {
-        templates.add_filter(name, |value: &Value| filters::length(&emptied(value)));
-    }
-    templates.add_filter("first", |value: &Value| filters::first(&emptied(value)));
-    templates.add_filter("last", |value: &Value| filters::last(listed(value)));
-    templates.add_filter("reverse", |value: &Value| filters::reverse(&loopable(&listed(value))?));
-    templates
-        .add_filter("list", |state: &State, value: &Value| filters::list(state, loopable(value)?));
-    templates.add_filter("join", join);
-    templates.add_filter("loopable", loopable);
-    templates.add_filter("items", |value: &Value| match value.is_undefined() {
-        true => Ok(emptied(value)),
-        false => filters::items(value),
-    });
-    templates.add_filter("int", |state: &State, value: &Value, args: Rest<Value>| {
-        number(value, &args, Value::from(0), |(default, base, more)| {
-            filters::int(state, value, default, base, more)
-        })
-    });
-    templates.add_filter("float", |state: &State, value: &Value, args: Rest<Value>| {
-        number(value, &args, Value::from(0.0), |(default, _, more)| {
-            filters::float(state, value, default, more)
-        })
-    });
+}
+
+/// Filters that differ: Python iterates over no none, and jinja2 over what is undefined.
+pub(crate) fn filters() -> Vec<(&'static str, Value)> {
+    let length = Value::from_function(|value: &Value| filters::length(&emptied(value)));
+    vec![
+        ("tojson", Value::from_function(tojson)),
+        ("length", length.clone()),
+        ("count", length),
+        ("first", Value::from_function(|value: &Value| filters::first(&emptied(value)))),
+        ("last", Value::from_function(|value: &Value| filters::last(listed(value)))),
+        (
+            "reverse",
+            Value::from_function(|value: &Value| filters::reverse(&loopable(&listed(value))?)),
+        ),
+        (
+            "list",
+            Value::from_function(|state: &State, value: &Value| {
+                filters::list(state, loopable(value)?)
+            }),
+        ),
+        ("join", Value::from_function(join)),
+        (
+            "items",
+            Value::from_function(|value: &Value| match value.is_undefined() {
+                true => Ok(emptied(value)),
+                false => filters::items(value),
+            }),
+        ),
+        (
+            "int",
+            Value::from_function(|state: &State, value: &Value, args: Rest<Value>| {
+                number(value, &args, Value::from(0), |(default, base, more)| {
+                    filters::int(state, value, default, base, more)
+                })
+            }),
+        ),
+        (
+            "float",
+            Value::from_function(|state: &State, value: &Value, args: Rest<Value>| {
+                number(value, &args, Value::from(0.0), |(default, _, more)| {
+                    filters::float(state, value, default, more)
+                })
+            }),
+        ),
+    ]
 }
 
 /// Returns a value that a loop may take; none is refused.
-fn loopable(value: &Value) -> Result<Value, Error> {
+pub(crate) fn loopable(value: &Value) -> Result<Value, Error> {
     match value.is_none() {
         true => Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable")),
         false => Ok(value.clone()),

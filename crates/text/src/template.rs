@@ -1,9 +1,9 @@
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::fmt;
-use std::io;
 use std::path::Path;
 
+use minijinja::machinery::{eval, get_compiled_template, make_string_output};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value as JinjaValue, merge_maps};
 use minijinja::{AutoEscape, Environment, ErrorKind, context};
@@ -13,8 +13,10 @@ use time::OffsetDateTime;
 
 use crate::Error;
 use crate::folder::{json, read};
-use crate::guard::{self, guarded, on_stack};
+use crate::guard::{guarded, on_stack};
 use crate::marks::{self, Marked, NONCE, marked, nonce};
+use crate::metered;
+use crate::program::checked;
 use crate::python::{self, strftime};
 use crate::special::FolderTokens;
 
@@ -23,11 +25,8 @@ const DEFAULT: &str = "default";
 /// The choice of several where there are tools.
 const TOOL_USE: &str = "tool_use";
 
-/// Steps of a rendering after which a template counts as endless; a long conversation takes a thousandth.
-const FUEL: u64 = 50_000_000;
-
-/// Bytes of a prompt.
-const LONGEST: usize = 64 << 20;
+/// Instructions of a rendering after which a template counts as endless; a long conversation takes a thousandth.
+const FUEL: u64 = 30_000_000;
 
 /// The tokens that a folder names.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -100,10 +99,6 @@ struct Named {
 struct Config {
     chat_template: Option<Templates>,
 }
-
-/// A prompt, refused where it is longer than any.
-#[derive(Default)]
-struct Written(Vec<u8>);
 
 /// What a template raised itself.
 #[derive(Debug)]
@@ -215,12 +210,18 @@ impl ChatTemplate {
             let [special, more] =
                 [JinjaValue::from(Serde(&self.special)), JinjaValue::from(Serde(&prompt.more))];
             let nonce = JinjaValue::from_pairs([(NONCE, JinjaValue::from(nonce))]);
-            let mut written = Written::default();
-            template.render_captured_to(merge_maps([special, more, asked, nonce]), &mut written)?;
-            Ok(written.0)
+            let variables = merge_maps([special, more, asked, nonce]);
+            let compiled = get_compiled_template(&template);
+            let program = checked(&compiled.instructions);
+            let blocks = compiled.blocks.iter();
+            let blocks = blocks.map(|(name, block)| (*name, checked(block))).collect();
+            let mut text = String::new();
+            let mut out = make_string_output(&mut text);
+            eval(&self.templates, &program, variables, &blocks, &mut out, AutoEscape::None)?;
+            Ok(text)
         });
         let failed = |why| Error::Render { name: name.to_owned(), why };
-        let bytes = rendered.map_err(failed)?.map_err(|why: minijinja::Error| {
+        rendered.map_err(failed)?.map_err(|why: minijinja::Error| {
             match why.source().is_some_and(|source| source.is::<Raised>()) {
                 true => {
                     let why = why.detail().unwrap_or_default().to_owned();
@@ -228,8 +229,7 @@ impl ChatTemplate {
                 }
                 false => failed(told(&why)),
             }
-        })?;
-        String::from_utf8(bytes).map_err(|why| failed(why.to_string()))
+        })
     }
 
     fn choice<'a>(&self, prompt: &'a Prompt) -> &'a str {
@@ -277,20 +277,6 @@ impl Templates {
     }
 }
 
-impl io::Write for Written {
-    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        if self.0.len() + text.len() > LONGEST {
-            return Err(io::ErrorKind::FileTooLarge.into());
-        }
-        self.0.extend_from_slice(text);
-        Ok(text.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 impl fmt::Display for Raised {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("raised by the template")
@@ -305,9 +291,8 @@ fn environment() -> Environment<'static> {
     templates.set_syntax(syntax());
     templates.set_auto_escape_callback(|_| AutoEscape::None);
     templates.set_fuel(Some(FUEL));
-    templates.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     python::register(&mut templates);
-    guard::register(&mut templates);
+    metered::register(&mut templates);
     marks::register(&mut templates);
     templates.add_function(
         "raise_exception",
@@ -326,9 +311,6 @@ fn syntax() -> SyntaxConfig {
 
 /// What went wrong, and in which line.
 fn told(why: &minijinja::Error) -> String {
-    if why.kind() == ErrorKind::WriteFailure {
-        return format!("the prompt has over {LONGEST} bytes");
-    }
     let line = why.line().map(|line| format!(", in line {line}")).unwrap_or_default();
     let detail = why.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
     format!("{}{detail}{line}", why.kind())

@@ -8,6 +8,7 @@ mod marks;
 mod stream;
 mod template;
 mod tokenizer;
+mod work;
 
 use std::path::{Path, PathBuf};
 

@@ -148,7 +148,7 @@ fn messages_cannot_forge_marks() -> Result<(), Error> {
     Ok(())
 }
 
-/// Text that depends on the text of a block: an error, and not other ranges.
+/// Text that depends on the text of a block, or a block that does not end: an error, and not other ranges.
 #[test]
 fn marks_that_are_lost_are_told() {
     for source in [
@@ -158,6 +158,8 @@ fn marks_that_are_lost_are_told() {
         "{% set x %}aG{% endset %}{{ x[:2] }}",
         "{% set x %}{% generation %}{% endgeneration %}{% endset %}{% if x %}a{% endif %}",
         "{% set x %}G{% endset %}{{ x | reverse }}",
+        "{% for i in range(2) %}{% generation %}{% break %}{% endgeneration %}{% endfor %}",
+        "{% for i in range(2) %}{% generation %}{% continue %}{% endgeneration %}{% endfor %}a",
     ] {
         let source = source.replace('G', "{% generation %}b{% endgeneration %}");
         let template = ChatTemplate::new(&source, SpecialTokens::default()).expect(&source);

@@ -1,0 +1,170 @@
+//! Steps that filters, operators and output take, which minijinja does not count.
+//!
+//! minijinja counts instructions, and one instruction may compare, sort or print all of a value. A value that holds one
+//! list twice, 60 levels deep, has 2^60 items. So whatever looks into a value takes steps before it begins: one for each
+//! value within, and one for some bytes of text.
+
+use minijinja::value::{ObjectRepr, Tuple, Value};
+use minijinja::{Error, ErrorKind, State};
+
+/// Steps of a rendering, of some 10 ns each. The longest prompt has fewer bytes, since each byte that is written is one.
+const MAX_STEPS: usize = 64 << 20;
+
+/// Bytes of text that are a step where they are copied or compared.
+pub(crate) const BYTES: usize = 4;
+
+/// Steps of a value by itself, and of a number with a fraction, which may have 300 digits.
+const SCALAR: usize = 2;
+const FLOAT: usize = 32;
+
+/// Steps of a list, of a map, and of a pair of a map, as iterators over them need.
+const LIST: usize = 12;
+const MAP: usize = 24;
+const PAIR: usize = 8;
+
+/// Levels of a value that outlives a turn of a loop or a call of a macro.
+const MAX_DEPTH: usize = 256;
+
+/// Steps that are left to this rendering.
+pub(crate) struct Steps(usize);
+
+impl Default for Steps {
+    fn default() -> Self {
+        Self(MAX_STEPS)
+    }
+}
+
+impl Steps {
+    pub(crate) fn of<'a>(state: &'a mut State) -> &'a mut Self {
+        state.get_or_insert_extension_with(Self::default)
+    }
+
+    pub(crate) fn take(&mut self, steps: usize) -> Result<(), Error> {
+        let left = self.0.checked_sub(steps);
+        self.0 = left.unwrap_or_default();
+        let long = || format!("its values and its text take over {MAX_STEPS} steps");
+        left.map(drop).ok_or_else(|| refused(long()))
+    }
+
+    /// Takes steps for some text.
+    pub(crate) fn text(&mut self, bytes: usize) -> Result<(), Error> {
+        self.take(SCALAR + bytes / BYTES)
+    }
+
+    /// Takes a step for each value within one, and returns their number of levels.
+    pub(crate) fn visit(&mut self, value: &Value) -> Result<usize, Error> {
+        self.visit_all(value, false)
+    }
+
+    /// Visits a value that outlives a turn or a call, and refuses one of too many levels.
+    pub(crate) fn shallow(&mut self, value: &Value) -> Result<(), Error> {
+        shallow(self.visit(value)?)
+    }
+
+    /// Visits a value that a namespace is to hold, and refuses one that can change too, such as a namespace: so no
+    /// value holds itself.
+    pub(crate) fn flat(&mut self, value: &Value) -> Result<(), Error> {
+        shallow(self.visit_all(value, true)?)
+    }
+
+    fn visit_all(&mut self, value: &Value, flat: bool) -> Result<usize, Error> {
+        if let Some(text) = value.as_str() {
+            return self.text(text.len()).map(|()| 0);
+        }
+        let Some(object) = value.as_object() else {
+            let float = value.is_number() && !value.is_integer();
+            return self.take(if float { FLOAT } else { SCALAR }).map(|()| 0);
+        };
+        let is_map = object.repr() == ObjectRepr::Map;
+        self.take(if is_map { MAP } else { LIST })?;
+        let changes = |end| object.type_name().ends_with(end);
+        if flat && ["::Namespace", "::Loop"].into_iter().any(changes) {
+            return Err(refused("a namespace in a namespace is not supported".to_owned()));
+        }
+        let mut levels = 0;
+        let list = object.downcast_ref::<Vec<Value>>().map(Vec::as_slice);
+        if let Some(items) = list.or_else(|| object.downcast_ref::<Tuple>().map(|tuple| &**tuple)) {
+            for item in items {
+                levels = levels.max(self.visit_all(item, flat)?);
+            }
+        } else if is_map {
+            for (key, value) in object.try_iter_pairs().into_iter().flatten() {
+                self.take(PAIR)?;
+                levels = levels.max(self.visit_all(&key, flat)?);
+                levels = levels.max(self.visit_all(&value, flat)?);
+            }
+        } else {
+            for item in object.try_iter().into_iter().flatten() {
+                levels = levels.max(self.visit_all(&item, flat)?);
+            }
+        }
+        Ok(levels + 1)
+    }
+
+    /// Visits a value, and returns the number of steps.
+    pub(crate) fn weigh(&mut self, value: &Value) -> Result<usize, Error> {
+        let before = self.0;
+        self.visit(value)?;
+        Ok(before - self.0)
+    }
+
+    /// Takes the steps of a comparison, which ends where the smaller value does.
+    pub(crate) fn compare(&mut self, a: &Value, b: &Value) -> Result<(), Error> {
+        let mut most = 256;
+        loop {
+            let [a, b] = [a, b].map(|value| Self(most).weigh(value).unwrap_or(most));
+            self.take(a + b)?;
+            if a.min(b) < most {
+                return Ok(());
+            }
+            most *= 4;
+        }
+    }
+
+    /// Takes the steps of a search.
+    pub(crate) fn search(&mut self, value: &Value, container: &Value) -> Result<(), Error> {
+        let each = self.weigh(value)?;
+        match container.as_object() {
+            Some(object) if object.repr() != ObjectRepr::Map => {
+                self.take(each.saturating_mul(items(container)))
+            }
+            _ => self.text(bytes(container)),
+        }
+    }
+
+    /// Takes the steps of text that has a value a line, behind some steps of spaces for each level. A level is also one of
+    /// what writes it, each of which writes to the one before.
+    pub(crate) fn indent(&mut self, value: &Value, spaces: usize) -> Result<(), Error> {
+        let before = self.0;
+        let levels = self.visit(value)?;
+        let each = levels.saturating_mul(levels).saturating_mul(spaces);
+        self.take((before - self.0).saturating_mul(each))
+    }
+
+    /// Takes the steps of a sort, and of what needs no more comparisons.
+    pub(crate) fn sort(&mut self, value: &Value) -> Result<(), Error> {
+        let all = self.weigh(value)?;
+        self.take(all.saturating_mul(2 * items(value).max(1).ilog2() as usize + 1))
+    }
+}
+
+fn shallow(levels: usize) -> Result<(), Error> {
+    match levels <= MAX_DEPTH {
+        true => Ok(()),
+        false => Err(refused(format!("a value is nested deeper than {MAX_DEPTH}"))),
+    }
+}
+
+/// Bytes of a text; none of another value.
+pub(crate) fn bytes(value: &Value) -> usize {
+    value.as_str().map_or(0, str::len)
+}
+
+/// Number of items of a list or a map.
+pub(crate) fn items(value: &Value) -> usize {
+    value.as_object().and_then(|object| object.enumerator_len()).unwrap_or_default()
+}
+
+pub(crate) fn refused(why: String) -> Error {
+    Error::new(ErrorKind::InvalidOperation, why)
+}
