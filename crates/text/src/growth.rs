@@ -1,12 +1,19 @@
 //! Bounds of how a `tokenizer.json` may multiply a text.
 //!
-//! A normalizer or a decoder is a chain of stages, and each may put many letters in place of one: fourteen that make ten of
-//! one take all memory, already where the file is opened, for it normalises its own tokens then. So strings are
-//! short, and the stages are tried one by one, on a text of all that they look for, before the file is opened.
+//! A normalizer, and each of the other parts, is a chain of stages, and each may put many letters or tokens in place of
+//! one: fourteen that make ten of one take all memory, already where the file is opened, for it normalises its own tokens
+//! then. So strings are short, and the stages are tried one by one, on a text of all that they look for, before the file
+//! is opened.
+
+use std::mem;
 
 use serde::Deserialize;
 use serde_json::Value;
-use tokenizers::{Decoder, DecoderWrapper, NormalizedString, Normalizer, NormalizerWrapper};
+use tokenizers::{
+    Decoder, DecoderWrapper, Encoding, NormalizedString, Normalizer, NormalizerWrapper,
+    OffsetReferential, OffsetType, PostProcessor, PostProcessorWrapper, PreTokenizedString,
+    PreTokenizer, PreTokenizerWrapper, Token,
+};
 
 use crate::panics::caught;
 
@@ -22,18 +29,43 @@ const MAX_PROBE: usize = 16 << 10;
 const MAX_GROWTH: usize = 32;
 const MAX_SEEN: usize = 32 << 20;
 
+/// Characters of a word of WordPiece, whose time is the square of it; published models have 100.
+const MAX_WORD: u64 = 1 << 10;
+
+/// Tokens that a post-processor is tried on.
+const TOKENS: u32 = 256;
+
+/// Bytes of a token that is added, and the sum of their squares: the time to build the automaton that finds them in a
+/// text. 1 KiB takes some 10 ms; a vocabulary of 200 thousand has half of the sum.
+const MAX_TOKEN: usize = 1 << 10;
+const MAX_SQUARES: usize = 1 << 27;
+
 /// Parts of a `tokenizer.json` but its vocabulary.
 #[derive(Deserialize)]
 pub(crate) struct Parts {
+    #[serde(default)]
+    added_tokens: Value,
     normalizer: Option<Value>,
     pre_tokenizer: Option<Value>,
     post_processor: Option<Value>,
     decoder: Option<Value>,
+    model: Option<Model>,
+}
+
+/// What a model puts around each piece of a word, and how long a word may be of which it looks all pieces up.
+#[derive(Deserialize)]
+struct Model {
+    continuing_subword_prefix: Option<Value>,
+    end_of_word_suffix: Option<Value>,
+    max_input_chars_per_word: Option<Value>,
 }
 
 impl Parts {
     /// Refuses parts that multiply a text. What the `tokenizers` crate cannot read is left for it to tell.
     pub(crate) fn check(&self, probe: &str) -> Result<(), String> {
+        let added = self.added_tokens.as_array().into_iter().flatten();
+        check_tokens(added.filter_map(|token| token.get("content")?.as_str()))?;
+        self.model.as_ref().map_or(Ok(()), Model::check)?;
         let parts = [&self.normalizer, &self.pre_tokenizer, &self.post_processor, &self.decoder];
         let names = ["normalizer", "pre_tokenizer", "post_processor", "decoder"];
         for (part, name) in parts.into_iter().zip(names) {
@@ -45,29 +77,87 @@ impl Parts {
             let mut text = probe.to_owned();
             text.extend((' '..='~').chain(strings.iter().flat_map(|string| string.chars())));
             text.truncate(text.floor_char_boundary(MAX_PROBE));
-            match name {
-                "normalizer" => {
-                    let mut text = NormalizedString::from(text);
-                    grow(part, "normalizers", text.get().len(), |stage| {
-                        let stage: NormalizerWrapper = stage?;
-                        stage.normalize(&mut text).ok()?;
-                        Some(text.get().len())
-                    })
-                }
-                "decoder" => {
-                    let length = text.len();
-                    let mut tokens: Vec<_> = text.chars().map(String::from).collect();
-                    grow(part, "decoders", length, |stage| {
-                        let stage: DecoderWrapper = stage?;
-                        tokens = stage.decode_chain(std::mem::take(&mut tokens)).ok()?;
-                        Some(tokens.iter().map(String::len).sum())
-                    })
-                }
-                _ => Ok(()),
-            }
-            .map_err(|why| format!("its {name} {why}"))?;
+            let tried = match name {
+                "normalizer" => normalize(part, text),
+                "pre_tokenizer" => pre_tokenize(part, text),
+                "post_processor" => post_process(part),
+                _ => decode(part, &text),
+            };
+            tried.map_err(|why| format!("its {name} {why}"))?;
         }
         Ok(())
+    }
+}
+
+fn normalize(part: &Value, text: String) -> Result<(), String> {
+    let mut text = NormalizedString::from(text);
+    grow(part, "normalizers", text.get().len(), |stage| {
+        let stage: NormalizerWrapper = stage?;
+        stage.normalize(&mut text).ok()?;
+        Some(text.get().len())
+    })
+}
+
+fn pre_tokenize(part: &Value, text: String) -> Result<(), String> {
+    let length = text.len();
+    let mut text = PreTokenizedString::from(text);
+    grow(part, "pretokenizers", length, |stage| {
+        let stage: PreTokenizerWrapper = stage?;
+        stage.pre_tokenize(&mut text).ok()?;
+        let pieces = text.get_splits(OffsetReferential::Normalized, OffsetType::None);
+        Some(pieces.iter().map(|(piece, ..)| piece.len()).sum())
+    })
+}
+
+fn post_process(part: &Value) -> Result<(), String> {
+    let tokens = (0..TOKENS).map(|id| Token::new(id, "x".to_owned(), (0, 1)));
+    let mut encodings = vec![Encoding::from_tokens(tokens.collect(), 0)];
+    grow(part, "processors", TOKENS as usize, |stage| {
+        let stage: PostProcessorWrapper = stage?;
+        encodings = stage.process_encodings(mem::take(&mut encodings), true).ok()?;
+        Some(encodings.iter().map(Encoding::len).sum())
+    })
+}
+
+fn decode(part: &Value, text: &str) -> Result<(), String> {
+    let mut tokens: Vec<_> = text.chars().map(String::from).collect();
+    grow(part, "decoders", text.len(), |stage| {
+        let stage: DecoderWrapper = stage?;
+        tokens = stage.decode_chain(mem::take(&mut tokens)).ok()?;
+        Some(tokens.iter().map(String::len).sum())
+    })
+}
+
+impl Model {
+    fn check(&self) -> Result<(), String> {
+        let around = [&self.continuing_subword_prefix, &self.end_of_word_suffix];
+        for around in around.into_iter().flatten() {
+            let (mut values, mut strings) = (0, Vec::new());
+            measure(around, "", &mut values, &mut strings)
+                .map_err(|why| format!("its model {why}"))?;
+        }
+        match self.max_input_chars_per_word.as_ref().and_then(Value::as_u64) {
+            Some(chars) if chars > MAX_WORD => Err(format!(
+                "its model reads words of {chars} characters, expected at most {MAX_WORD}"
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Refuses tokens that take long to be added.
+pub(crate) fn check_tokens<'a>(tokens: impl Iterator<Item = &'a str>) -> Result<(), String> {
+    let mut squares = 0;
+    for token in tokens {
+        let bytes = token.len();
+        if bytes > MAX_TOKEN {
+            return Err(format!("a token has {bytes} bytes, expected at most {MAX_TOKEN}"));
+        }
+        squares += bytes * bytes;
+    }
+    match squares <= MAX_SQUARES {
+        true => Ok(()),
+        false => Err("its added tokens are too many or too long".to_owned()),
     }
 }
 
@@ -122,7 +212,7 @@ fn grow<T: for<'a> Deserialize<'a>>(
         seen += left;
         if left > length * MAX_GROWTH || seen > MAX_SEEN {
             return Err(format!(
-                "makes {left} bytes of {length}, expected at most {MAX_GROWTH} times as many"
+                "makes {left} bytes or tokens of {length}, expected at most {MAX_GROWTH} times as many"
             ));
         }
     }

@@ -1,6 +1,6 @@
 //! Tokens that a folder names next to its `tokenizer.json`, merged as transformers merges them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -9,6 +9,7 @@ use tokenizers::AddedToken;
 
 use crate::Error;
 use crate::folder::json;
+use crate::growth::check_tokens;
 
 /// The names that every tokenizer may have; others ending in `_token` are a model's own.
 const NAMES: [&str; 7] =
@@ -83,20 +84,22 @@ impl FolderTokens {
                 tokens.name(&map).map_err(bad)?;
                 let texts: BTreeMap<String, u32> =
                     json(&folder.join("added_tokens.json"))?.unwrap_or_default();
-                let special = |text: &str| {
-                    tokens.named.values().chain(&tokens.extra).any(|token| token.content == text)
-                };
+                let special = contents(tokens.named.values().chain(&tokens.extra));
                 added.extend(texts.into_iter().map(|(text, id)| {
-                    let special = special(&text);
+                    let special = special.contains(text.as_str());
                     (id, AddedToken::from(text, special))
                 }));
                 tokens.name(&late).map_err(bad)?;
             }
         }
         tokens.added = added.into_values().collect();
+        let named = contents(tokens.named.values());
         for token in &mut tokens.added {
-            token.special |= tokens.named.values().any(|named| named.content == token.content);
+            token.special |= named.contains(token.content.as_str());
         }
+        let all = tokens.named.values().chain(&tokens.added).chain(&tokens.extra);
+        check_tokens(all.map(|token| token.content.as_str()))
+            .map_err(|why| Error::Config { path: folder.to_owned(), why })?;
         Ok(tokens)
     }
 
@@ -123,16 +126,23 @@ impl FolderTokens {
     }
 
     /// Tokens for a tokenizer to add, in order: those with an id first, then those that it lacks so far.
-    pub(crate) fn missing(self, known: impl Fn(&str) -> bool) -> Vec<AddedToken> {
-        let mut missing = self.added;
-        for token in self.named.into_values().chain(self.extra) {
-            if !known(&token.content) && missing.iter().all(|other| other.content != token.content)
-            {
-                missing.push(token);
-            }
-        }
-        missing
+    pub(crate) fn missing<'a>(
+        self,
+        known: impl Iterator<Item = &'a AddedToken>,
+    ) -> Vec<AddedToken> {
+        let known = contents(known);
+        let with_ids = contents(self.added.iter());
+        let mut seen = BTreeSet::new();
+        let others = self.named.values().chain(&self.extra).filter(|token| {
+            let text = token.content.as_str();
+            !known.contains(text) && !with_ids.contains(text) && seen.insert(text)
+        });
+        self.added.iter().chain(others).cloned().collect()
     }
+}
+
+fn contents<'a>(tokens: impl Iterator<Item = &'a AddedToken>) -> BTreeSet<&'a str> {
+    tokens.map(|token| token.content.as_str()).collect()
 }
 
 impl Token {

@@ -48,8 +48,7 @@ impl Tokenizer {
         inner.with_padding(None).with_truncation(None).map_err(|why| bad(why.to_string()))?;
         if let Some(folder) = folder {
             let added = inner.get_added_tokens_decoder();
-            let known = |text: &str| added.values().any(|token| token.content == text);
-            let missing = FolderTokens::open(folder)?.missing(known);
+            let missing = FolderTokens::open(folder)?.missing(added.values());
             caught(|| inner.add_tokens(&missing)).map_err(bad)?;
         }
         // Only what panics is refused: a tokenizer may have no token for a letter, and say so.

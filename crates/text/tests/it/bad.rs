@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use text::{ChatTemplate, Error, SpecialTokens, Tokenizer};
 
 use crate::{FIXTURES, fixture};
@@ -91,6 +91,8 @@ fn a_tokenizer_that_multiplies_a_text_is_refused() {
     let chain = |list: &str, stage: Value, stages: usize| json!({ "type": "Sequence", list: vec![stage; stages] });
     let prepend = |len: usize| json!({ "type": "Prepend", "prepend": "x".repeat(len) });
     let regex = |regex: &str| json!({ "type": "Replace", "pattern": { "Regex": regex }, "content": "zzzzzzzzzz" });
+    let twice = vec![json!({ "Sequence": { "id": "A", "type_id": 0 } }); 2];
+    let doubled = json!({ "type": "TemplateProcessing", "single": twice, "pair": twice, "special_tokens": {} });
     for (part, value, why) in [
         ("normalizer", chain("normalizers", replace("l", "llllllllll"), 14), "times as many"),
         (
@@ -111,6 +113,21 @@ fn a_tokenizer_that_multiplies_a_text_is_refused() {
         ("decoder", chain("decoders", replace("l", "llllllllll"), 14), "times as many"),
         ("decoder", replace("l", &"l".repeat(1_000_000)), "a string of 1000000 bytes"),
         (
+            "pre_tokenizer",
+            chain(
+                "pretokenizers",
+                json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false }),
+                100,
+            ),
+            "times as many",
+        ),
+        ("post_processor", chain("processors", doubled.clone(), 40), "times as many"),
+        (
+            "post_processor",
+            chain("processors", chain("processors", doubled, 10), 2),
+            "times as many",
+        ),
+        (
             "post_processor",
             json!({
                 "type": "TemplateProcessing",
@@ -129,6 +146,58 @@ fn a_tokenizer_that_multiplies_a_text_is_refused() {
     for value in [replace(" ", "▁"), chain("normalizers", replace("``", "\""), 30), prepend(8)] {
         with("normalizer", &value).expect("as published ones");
     }
+}
+
+/// Tokens and parts of a model whose time is the square of their length.
+#[test]
+fn a_tokenizer_that_takes_long_is_refused() {
+    let added = |content: String| json!([{ "id": 420, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true }]);
+    let word = |key: &str, value: Value| json!({ "type": "WordPiece", "unk_token": "x", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "vocab": { "x": 0 }, key: value });
+    for (part, value, why) in [
+        (
+            "added_tokens",
+            added("ab".repeat(50_000)),
+            "a token has 100000 bytes, expected at most 1024",
+        ),
+        (
+            "model",
+            word("continuing_subword_prefix", json!("#".repeat(1_000_000))),
+            "its model has a string of 1000000 bytes",
+        ),
+        (
+            "model",
+            word("max_input_chars_per_word", json!(u64::MAX)),
+            "its model reads words of 18446744073709551615 characters",
+        ),
+    ] {
+        let error = with(part, &value).expect_err(why);
+        assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
+        assert!(hinted(&error).contains(why), "{error}");
+    }
+    with("added_tokens", &added("ab".repeat(500))).expect("long");
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    fs::copy(fixture("split/tokenizer.json"), folder.path().join("tokenizer.json"))
+        .expect("copied");
+    let open = |config: Value| {
+        fs::write(folder.path().join("tokenizer_config.json"), config.to_string())
+            .expect("written");
+        Tokenizer::open(folder.path())
+    };
+    let error = open(json!({ "bos_token": "ab".repeat(50_000) })).expect_err("a long token");
+    assert!(matches!(error, Error::Config { .. }), "{error}");
+    assert!(hinted(&error).contains("a token has 100000 bytes, expected at most 1024"), "{error}");
+    let tokens = |name: &str, len: usize| {
+        (0..100_000).map(|at| format!("{name}{at:len$}")).collect::<Vec<_>>()
+    };
+    let many: Map<String, Value> = (424..)
+        .map(|id: u32| id.to_string())
+        .zip(tokens("a", 8).into_iter().map(|content| json!({ "content": content })))
+        .collect();
+    // Each of which is looked up among the others.
+    let config = json!({ "extra_special_tokens": tokens("b", 8), "added_tokens_decoder": many });
+    assert_eq!(open(config).expect("many tokens").tokens(), 200_424);
+    let error = open(json!({ "extra_special_tokens": tokens("b", 50) })).expect_err("more tokens");
+    assert!(hinted(&error).contains("its added tokens are too many or too long"), "{error}");
 }
 
 /// What the text that opening tries does not meet.

@@ -5,6 +5,7 @@ mod deep;
 mod fuzz;
 mod jinja;
 mod marks;
+mod mutated;
 mod stream;
 mod template;
 mod tokenizer;
