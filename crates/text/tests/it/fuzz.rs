@@ -19,7 +19,7 @@ use crate::mutated::{edit, messages, mutated, part, value};
 use crate::{FIXTURES, fixture};
 
 /// Time of a case.
-const MOST: Duration = Duration::from_secs(5);
+const MOST: Duration = Duration::from_secs(20);
 
 /// Pieces of templates, of which most orders are none.
 pub(crate) const PIECES: [&str; 48] = [
