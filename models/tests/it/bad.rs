@@ -67,6 +67,29 @@ fn everything_that_is_wrong_is_said_at_once() {
     );
 }
 
+/// A file that was not fetched, and weights of llama.cpp in place of a folder.
+#[test]
+fn pointers_of_git_lfs_and_gguf_files_are_named() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9480648\n";
+    for file in ["config.json", "model.safetensors"] {
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        for own in ["config.json", "model.safetensors"] {
+            fs::copy(fixture("llama").join(own), folder.path().join(own)).expect("copied");
+        }
+        fs::write(folder.path().join(file), pointer).expect("written");
+        let error = Weights::open(folder.path()).expect_err("a pointer");
+        assert_eq!(error.hint(), "\nhint: `git lfs pull` in its folder fetches the file");
+        let refused = error.to_string();
+        assert!(refused.contains(file), "{refused}");
+        assert!(refused.contains("it is a pointer of git-lfs, not the file"), "{refused}");
+    }
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let path = folder.path().join("model-q4_0.gguf");
+    fs::write(&path, "GGUF").expect("written");
+    let refused = Weights::open(&path).expect_err("a file").to_string();
+    assert!(refused.contains("it is a file of GGUF"), "{refused}");
+}
+
 #[test]
 fn what_cannot_be_quantised_is_named() {
     let (mut tensors, name) = (tensors("llama"), "model.layers.1.mlp.up_proj.weight");

@@ -85,7 +85,7 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
 }
 
 /// A fixture whose config.json says that it has `positions`; its golden sequence is longer.
-fn shortened(name: &str, positions: usize) -> Weights {
+pub(crate) fn shortened(name: &str, positions: usize) -> Weights {
     let folder = tempfile::tempdir().expect("temporary folder");
     let text = std::fs::read_to_string(fixture(name).join("config.json")).expect("readable");
     let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");

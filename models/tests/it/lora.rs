@@ -13,8 +13,8 @@ use reference::{Distribution, fill};
 use serde_json::{Value, json};
 use suite::decoder::floats;
 
-use crate::device::{distance, each};
-use crate::golden::golden;
+use crate::device::{distance, each, shortened};
+use crate::golden::{Golden, golden};
 use crate::{FIXTURES, fixture, open};
 
 /// Those of which `fixtures/lora.py` made adapters.
@@ -99,6 +99,37 @@ fn the_loss_begins_as_the_models() {
         let batch = batch(name);
         let want = loss_of(&decoder, &batch);
         let (have, _) = learned(&decoder, &fresh, fresh.values(), &batch, 1.0, Recompute::Layers);
+        assert!(close(have, want, 1e-5), "{name}: {have} for {want}");
+    }
+}
+
+/// Sequences longer than `max_position_embeddings`: ropes whose file stretches them, or not at all, and those whose
+/// frequencies depend on the length. The reference's logits and tokens at these lengths are those of transformers.
+#[test]
+fn losses_past_the_files_count_are_those_of_the_reference() {
+    for name in
+        ["llama", "gemma2", "qwen2_yarn", "llama_linear_bias", "llama_dynamic", "phi3_longrope"]
+    {
+        let weights = shortened(name, 32).with_context(64).expect("rope turns any");
+        let Golden { prompt, greedy, .. } = golden(name);
+        let tokens: Vec<u32> = prompt.into_iter().chain(greedy).take(60).collect();
+        let example = Example { tokens, from: 20 };
+        let reference = suite::decoder::decoder(&weights);
+        let (vocab, tokens) = (weights.config().vocab, &example.tokens);
+        let logits = reference.forward(tokens).expect("whole");
+        let rows = logits.chunks(vocab).zip(&tokens[1..]).skip(example.from - 1);
+        let want = rows.map(|(row, next)| {
+            let most = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let all: f64 = row.iter().map(|logit| (logit - most).exp()).sum();
+            all.ln() - (row[*next as usize] - most)
+        });
+        let want: f64 = want.sum();
+        let options = LoadOptions { dtype: Some(FloatDType::F32), ..LoadOptions::default() };
+        let decoder = Decoder::load(&weights, &Device::cpu(), Ctx::default(), &options, |_| {})
+            .expect("fits");
+        let fresh = Adapter::new(decoder.config(), small(), 3).expect("a rank that fits");
+        let (have, _) =
+            learned(&decoder, &fresh, fresh.values(), &[example], 1.0, Recompute::Layers);
         assert!(close(have, want, 1e-5), "{name}: {have} for {want}");
     }
 }

@@ -3,6 +3,7 @@
 mod generate;
 mod hub;
 mod interrupt;
+mod kills;
 mod monitor;
 mod plan;
 mod quantize;

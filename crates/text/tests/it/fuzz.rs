@@ -79,7 +79,7 @@ fn cases(usual: u32) -> ProptestConfig {
 }
 
 /// Runs a case, which panics where it takes too long.
-fn timed(case: impl FnOnce() + Send + 'static) {
+pub(crate) fn timed(case: impl FnOnce() + Send + 'static) {
     let (done, end) = mpsc::channel();
     let thread = thread::spawn(move || {
         case();
@@ -92,7 +92,7 @@ fn timed(case: impl FnOnce() + Send + 'static) {
 }
 
 /// The result, whose error has one hint.
-fn hinted<T>(result: Result<T, Error>) -> Option<T> {
+pub(crate) fn hinted<T>(result: Result<T, Error>) -> Option<T> {
     if let Err(why) = &result {
         assert_eq!(why.to_string().matches("\nhint: ").count(), 1, "{why}");
     }
