@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use arch::Device;
-use flashover::{
-    Compute, Engine, EngineOptions, GenerateError, LoadError, PlanError, Recompute, SpeedTest,
-    TrainError, TrainTest, WeightFormat,
-};
+use flashover::bench::{SpeedTest, TrainTest};
+use flashover::memory::PlanError;
+use flashover::train::{Recompute, TrainError};
+use flashover::{Compute, Engine, EngineOptions, GenerateError, LoadError, WeightFormat};
 use record::{Card, Line, Record, Summary};
 use serde_json::Value;
 use suite::{Scale, Suite};
@@ -107,17 +107,17 @@ impl ModelCase {
     }
 
     fn load(&self, device: &Device, policy: Policy) -> anyhow::Result<Engine> {
-        let policy = Some(policy);
+        let (device, policy) = (device.clone().into(), Some(policy));
         Ok(match &self.model {
             Model::Demo(folder, quant) => {
                 let options = EngineOptions { policy, quant: *quant, ..EngineOptions::default() };
-                Engine::load(device, folder, &options)?
+                Engine::load(&device, folder, &options)?
             }
             Model::Shape(shape, compute, quant) => {
                 let dtype = Some(*compute);
                 let options =
                     EngineOptions { dtype, quant: *quant, policy, ..EngineOptions::default() };
-                Engine::random(device, shape, &options)?
+                Engine::random(&device, shape, &options)?
             }
         })
     }

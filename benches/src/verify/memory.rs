@@ -5,9 +5,8 @@ use std::collections::BTreeMap;
 
 use arch::{Backend, Device};
 use cubecl::server::Handle;
-use flashover::{
-    DeviceError, Engine, EngineOptions, GenerateError, MemoryBudget, PlanError, Policy, Workload,
-};
+use flashover::memory::{MemoryBudget, PlanError, Workload};
+use flashover::{DeviceError, Engine, EngineOptions, GenerateError, Policy};
 use reference::Comparison;
 use serde_json::json;
 use suite::{CheckError, Job, Verdict};
@@ -43,14 +42,14 @@ pub(super) fn jobs(device: &Device, exhaust: bool) -> Vec<Job> {
 
 /// A budget for one short sequence: a long one is refused before anything is taken.
 fn limited(device: &Device) -> Result<Verdict, CheckError> {
-    let policy = Some(Policy::Default);
+    let (device, policy) = (&flashover::Device::from(device.clone()), Some(Policy::Default));
     let options = EngineOptions { policy, ..EngineOptions::default() };
     let engine = Engine::random(device, SHAPE, &options).map_err(failed)?;
     let plan = engine.plan(Workload::new(1, SHORT)).map_err(failed)?;
     drop(engine);
     let limit_bytes = Some(plan.peak_bytes());
     let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
-    let before = flashover::MemoryUsage::read(device).used_bytes;
+    let before = flashover::memory::MemoryUsage::read(device).used_bytes;
     let engine =
         Engine::random(device, SHAPE, &EngineOptions { budget, ..options }).map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
@@ -64,14 +63,14 @@ fn limited(device: &Device) -> Result<Verdict, CheckError> {
     }
     let verdict = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
     drop(engine);
-    same(before, flashover::MemoryUsage::read(device).used_bytes, "a model leaves")?;
+    same(before, flashover::memory::MemoryUsage::read(device).used_bytes, "a model leaves")?;
     Ok(verdict)
 }
 
 /// All of a card's memory is somebody else's: what does not fit fails by its name.
 fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
     let options = EngineOptions { policy: Some(Policy::Default), ..EngineOptions::default() };
-    let engine = Engine::random(device, SHAPE, &options).map_err(failed)?;
+    let engine = Engine::random(&device.clone().into(), SHAPE, &options).map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
     let held = settled(&engine)?;
     let others = take(device, free(device)?.saturating_sub(LEFT));
@@ -119,7 +118,7 @@ fn settled(engine: &Engine) -> Result<u64, CheckError> {
 /// Bytes of the card that nobody has.
 fn free(device: &Device) -> Result<u64, CheckError> {
     let none = || CheckError::Kernel("the driver does not tell what is free".to_owned());
-    flashover::free_bytes(device).ok_or_else(none)
+    flashover::memory::free_bytes(&device.clone().into()).ok_or_else(none)
 }
 
 fn same(before: u64, after: u64, what: &str) -> Result<(), CheckError> {

@@ -95,14 +95,15 @@ fn check(
         policy: Some(Policy::Default),
         ..EngineOptions::default()
     };
-    let engine = Engine::load(device, folder, &options).map_err(failed)?;
+    let ours = flashover::Device::from(device.clone());
+    let engine = Engine::load(&ours, folder, &options).map_err(failed)?;
     let vocab = exact.vocab;
     let tokens: Vec<u32> = (0..TOKENS).map(|at| (at * 7919 % vocab) as u32).collect();
     let mut session = engine.session(TOKENS).map_err(failed)?;
     let mut out = session.logits(&tokens).map_err(failed)?;
     if compute == Compute::Tf32 {
         let f32 = EngineOptions { dtype: Some(Compute::F32), ..options };
-        let own = Engine::load(device, folder, &f32).map_err(failed)?;
+        let own = Engine::load(&ours, folder, &f32).map_err(failed)?;
         let mut own = own.session(TOKENS).map_err(failed)?;
         if own.logits(&tokens).map_err(failed)? == out {
             return Err(CheckError::Kernel(

@@ -9,6 +9,7 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 
 use crate::facts::{self, AdapterFacts};
 use crate::host::HostMemory;
+use crate::monitor::{Kind, Reading};
 use crate::profile::UnknownProfile;
 use crate::{ArchId, ArchProfile, Backend, CubeMma, DType, MmaShape};
 
@@ -18,6 +19,8 @@ pub struct Device {
     client: Client,
     profile: ArchProfile,
     raw: cubecl::Device,
+    /// Index of the device among those of its back end.
+    ordinal: usize,
 }
 
 /// Why a device could not be opened.
@@ -26,6 +29,12 @@ pub enum OpenError {
     /// This machine has none, or something it needs is absent.
     #[error("no {backend} device: {why}\nhint: {how}")]
     Unavailable { backend: Backend, why: String, how: String },
+    /// The back end has fewer devices.
+    #[error(
+        "no {backend} device {ordinal}: this machine has {count}\nhint: devices count from 0; `flashover doctor` \
+         lists the first of each back end"
+    )]
+    Ordinal { backend: Backend, ordinal: usize, count: usize },
     /// Another library's device is of a runtime that no backend stands for.
     #[error("no backend for CubeCL's runtime {runtime}\nhint: one of cuda, vulkan, webgpu, cpu")]
     Foreign { runtime: String },
@@ -60,6 +69,14 @@ impl Device {
     /// # Errors
     /// [`OpenError::Unavailable`] says what is missing and how to get it.
     pub fn open(backend: Backend) -> Result<Self, OpenError> {
+        Self::open_nth(backend, 0)
+    }
+
+    /// Opens device `ordinal` of `backend`: cards as CUDA counts them, adapters as wgpu lists them, one CPU.
+    ///
+    /// # Errors
+    /// [`OpenError::Unavailable`] says what is missing and how to get it.
+    pub fn open_nth(backend: Backend, ordinal: usize) -> Result<Self, OpenError> {
         keep_compiled_kernels();
         let gone = |why: String| OpenError::Unavailable {
             backend,
@@ -69,18 +86,30 @@ impl Device {
         if let Some(missing) = facts::missing(backend).into_iter().next() {
             return Err(OpenError::Unavailable { backend, why: missing.what, how: missing.how });
         }
+        let adapters = facts::backend_adapters(backend);
+        let count = match backend {
+            Backend::Cuda => facts::cuda_devices(),
+            Backend::Cpu => 1,
+            Backend::Vulkan | Backend::WebGpu => adapters.len(),
+        };
+        // A driver without a card is told apart below, by the back end's own error.
+        if ordinal >= count.max(1) {
+            return Err(OpenError::Ordinal { backend, ordinal, count });
+        }
         let raw = match backend {
-            Backend::Cuda => cubecl::Device::cuda(0),
+            Backend::Cuda => cubecl::Device::cuda(ordinal),
             Backend::Cpu => cubecl::Device::cpu(),
             Backend::Vulkan => {
-                let adapter = facts::adapter(backend)
+                let adapter = adapters
+                    .get(ordinal)
                     .ok_or_else(|| gone("the Vulkan loader finds no hardware driver".to_owned()))?;
-                cubecl::Device::vulkan(adapter.kind)
+                cubecl::Device::vulkan(adapter.kind.clone())
             }
             Backend::WebGpu => {
-                let adapter = facts::adapter(backend)
+                let adapter = adapters
+                    .get(ordinal)
                     .ok_or_else(|| gone("EGL finds no OpenGL ES 3.1 driver".to_owned()))?;
-                cubecl::Device::gl(adapter.kind)
+                cubecl::Device::gl(adapter.kind.clone())
             }
         }
         .map_err(|e| gone(format!("{e:?}")))?;
@@ -92,8 +121,8 @@ impl Device {
                     .to_owned(),
             ));
         }
-        let profile = profile_of(&client, backend);
-        Ok(Self { client, profile, raw })
+        let profile = profile_of(&client, backend, ordinal);
+        Ok(Self { client, profile, raw, ordinal })
     }
 
     /// A device that another library, such as Burn, has opened already. Not of the public API: CubeCL is in it, as in
@@ -111,8 +140,13 @@ impl Device {
             "cpu" => Backend::Cpu,
             other => return Err(OpenError::Foreign { runtime: other.to_owned() }),
         };
-        let profile = profile_of(&client, backend);
-        Ok(Self { client, profile, raw })
+        let ordinal = match &raw {
+            cubecl::Device::Cuda(device) => device.index,
+            // Those of other back ends that Burn opens are the first.
+            _ => 0,
+        };
+        let profile = profile_of(&client, backend, ordinal);
+        Ok(Self { client, profile, raw, ordinal })
     }
 
     /// This device limited to the recorded profile `name`.
@@ -147,6 +181,20 @@ impl Device {
         self.profile.backend
     }
 
+    /// Index of this device among those of its back end.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// Whether a reading of the monitor is of this device. None where that is not known.
+    pub fn is_read_by(&self, reading: &Reading) -> Option<bool> {
+        match self.backend() {
+            Backend::Cpu => Some(reading.kind == Kind::Cpu),
+            Backend::Cuda => facts::cuda_uuid(self.ordinal).map(|own| own == reading.id),
+            Backend::Vulkan | Backend::WebGpu => None,
+        }
+    }
+
     /// The same device in CubeCL's terms, for sharing it with Burn.
     #[doc(hidden)]
     pub fn raw(&self) -> &cubecl::Device {
@@ -154,11 +202,13 @@ impl Device {
     }
 }
 
-fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
+fn profile_of(client: &Client, backend: Backend, ordinal: usize) -> ArchProfile {
     let properties = client.properties();
     let (hw, features) = (&properties.hardware, &properties.features);
     let adapter = match backend {
-        Backend::Vulkan | Backend::WebGpu => facts::adapter(backend),
+        Backend::Vulkan | Backend::WebGpu => {
+            facts::backend_adapters(backend).into_iter().nth(ordinal)
+        }
         Backend::Cuda | Backend::Cpu => None,
     };
     let compute_capability = match backend {
@@ -225,7 +275,7 @@ fn profile_of(client: &Client, backend: Backend) -> ArchProfile {
         },
         max_loop_turns: facts::max_loop_turns(&properties.identity.name),
         cache_bytes: match backend {
-            Backend::Cuda => facts::cuda_l2_bytes(),
+            Backend::Cuda => facts::cuda_l2_bytes(ordinal),
             _ => hw.last_level_cache_size.map(|b| b as u64),
         },
         plane_size: (hw.plane_size_min, hw.plane_size_max),

@@ -36,18 +36,17 @@ impl AdapterFacts {
     }
 }
 
-/// The adapter that `backend` would open: hardware for Vulkan, hardware or software for WebGPU.
-pub(crate) fn adapter(backend: Backend) -> Option<AdapterFacts> {
-    let api = match backend {
-        Backend::Vulkan => wgpu::Backends::VULKAN,
-        Backend::WebGpu => wgpu::Backends::GL,
-        Backend::Cuda | Backend::Cpu => return None,
-    };
-    let mut found = adapters(api);
-    if backend == Backend::Vulkan {
-        found.retain(|a| !a.software);
+/// Adapters that `backend` opens, in order: hardware for Vulkan, hardware before software for WebGPU.
+pub(crate) fn backend_adapters(backend: Backend) -> Vec<AdapterFacts> {
+    match backend {
+        Backend::Vulkan => {
+            let mut found = adapters(wgpu::Backends::VULKAN);
+            found.retain(|a| !a.software);
+            found
+        }
+        Backend::WebGpu => adapters(wgpu::Backends::GL),
+        Backend::Cuda | Backend::Cpu => Vec::new(),
     }
-    found.into_iter().next()
 }
 
 /// Graphics adapters that are no CPU in disguise: Vulkan's, or OpenGL's where Vulkan has none.
@@ -185,14 +184,35 @@ pub(crate) fn cuda_headers() -> Option<String> {
     roots.chain(known).find(|r| fs::exists(format!("{r}/include/cuda_fp16.h")).unwrap_or(false))
 }
 
-/// Bytes of L2 of the first CUDA device.
-pub(crate) fn cuda_l2_bytes() -> Option<u64> {
+/// Number of CUDA devices that this process sees.
+pub(crate) fn cuda_devices() -> usize {
+    use cudarc::driver::result;
+    result::init().and_then(|()| result::device::get_count()).map_or(0, |count| count as usize)
+}
+
+/// Bytes of L2 of a CUDA device.
+pub(crate) fn cuda_l2_bytes(ordinal: usize) -> Option<u64> {
     use cudarc::driver::result::device;
     use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
-    let first = device::get(0).ok()?;
-    // SAFETY: `first` is a valid device handle, and the attribute only reads.
-    let bytes = unsafe { device::get_attribute(first, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE) }.ok()?;
+    let own = device::get(i32::try_from(ordinal).ok()?).ok()?;
+    // SAFETY: `own` is a valid device handle, and the attribute only reads.
+    let bytes = unsafe { device::get_attribute(own, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE) }.ok()?;
     u64::try_from(bytes).ok().filter(|b| *b > 0)
+}
+
+/// UUID of a CUDA device, as NVML writes it: `GPU-` and 32 digits in five groups.
+pub(crate) fn cuda_uuid(ordinal: usize) -> Option<String> {
+    use cudarc::driver::result::device;
+    let own = device::get(i32::try_from(ordinal).ok()?).ok()?;
+    Some(uuid_text(device::get_uuid(own).ok()?.bytes.map(|byte| byte as u8)))
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let digits = |range: std::ops::Range<usize>| -> String {
+        bytes[range].iter().map(|byte| format!("{byte:02x}")).collect()
+    };
+    let groups = [0..4, 4..6, 6..8, 8..10, 10..16].map(digits);
+    format!("GPU-{}", groups.join("-"))
 }
 
 /// A processor of the host.
@@ -260,6 +280,12 @@ pub(crate) fn nvml_facts() -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_uuid_is_written_as_nvml_writes_it() {
+        let bytes: [u8; 16] = std::array::from_fn(|at| 0xf0 + at as u8);
+        assert_eq!(uuid_text(bytes), "GPU-f0f1f2f3-f4f5-f6f7-f8f9-fafbfcfdfeff");
+    }
 
     #[test]
     fn the_drivers_version_is_part_of_its_slug() {

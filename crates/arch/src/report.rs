@@ -92,6 +92,19 @@ pub fn survey() -> Report {
     report
 }
 
+/// Opens the device that [`survey`] chooses: the first GPU in the order of [`Backend::ALL`], else the CPU.
+///
+/// # Errors
+/// [`OpenError`] of the CPU, where no GPU answers and the CPU does not either.
+pub fn open_best() -> Result<Device, OpenError> {
+    let gpus = Backend::ALL.into_iter().filter(|backend| *backend != Backend::Cpu);
+    let mut opened = gpus.filter_map(|backend| open_or_say_why(backend).ok());
+    match opened.find(|device| is_gpu(&describe(device))) {
+        Some(device) => Ok(device),
+        None => Device::open(Backend::Cpu),
+    }
+}
+
 fn kernel_cache() -> Option<KernelCache> {
     let folder = device::kernel_cache()?;
     let files = std::fs::read_dir(&folder).into_iter().flatten().flatten();
@@ -130,7 +143,7 @@ fn open_or_say_why(backend: Backend) -> Result<Device, (String, String)> {
 /// The facts of one open device.
 pub fn describe(device: &Device) -> DeviceReport {
     let profile = device.profile().clone();
-    let adapter = facts::adapter(profile.backend);
+    let adapter = facts::backend_adapters(profile.backend).into_iter().nth(device.ordinal());
     let mut versions = BTreeMap::new();
     let mut clocks: BTreeMap<_, _> = match profile.backend {
         Backend::Cuda | Backend::Vulkan => facts::nvml_facts().into_iter().collect(),

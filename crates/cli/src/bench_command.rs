@@ -4,9 +4,9 @@ use std::fmt::Write;
 
 use anyhow::bail;
 use clap::ValueEnum;
-use flashover::{
-    BatchSize, Ceilings, Engine, GenerateError, KvFormat, Speed, SpeedTest, find_batch_size,
-};
+use flashover::bench::{Ceilings, Speed, SpeedTest};
+use flashover::memory::{BatchSize, find_batch_size};
+use flashover::{Engine, GenerateError, KvFormat};
 use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -442,7 +442,7 @@ fn markdown(row: &Row) -> String {
 
 #[cfg(test)]
 mod tests {
-    use flashover::BatchTry;
+    use flashover::memory::BatchTry;
 
     use super::*;
 

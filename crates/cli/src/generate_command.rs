@@ -5,14 +5,15 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::{anyhow, bail};
-use flashover::{End, Engine, LoadError, Message, Request, Session, Workload};
+use flashover::memory::Workload;
+use flashover::{Engine, FinishReason, GenerateError, LoadError, Message, Request};
 use tune::timing::Stopwatch;
 
+use crate::interrupt;
 use crate::model_args::{
     ModelArgs, PresetArgs, SamplingArgs, TraceArgs, Tracing, all_spared, bar, standard_input,
     text_file, token, unread,
 };
-use crate::{guard, interrupt};
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArgs {
@@ -57,9 +58,6 @@ pub(crate) struct ChatArgs {
     sampling: SamplingArgs,
 }
 
-/// Positions that an answer has at least, before old messages are dropped.
-const ROOM: usize = 64;
-
 pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let text = match (&args.prompt, &args.prompt_file, &args.tokens) {
         (Some(prompt), ..) => Some(prompt.clone()),
@@ -72,9 +70,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let read = || folder.files().into_iter().chain(args.prompt_file.clone());
     file.as_ref().map_or(Ok(()), |file| all_spared(read(), file))?;
     let prompt = match (&text, &args.tokens) {
-        (Some(text), _) if args.chat => {
-            guard::template(|| folder.encode_chat(&[Message::new("user", text)]))?
-        }
+        (Some(text), _) if args.chat => folder.encode_chat(&[Message::new("user", text)])?,
         (Some(text), _) => folder.encode(text)?,
         (None, tokens) => tokens.clone().unwrap_or_default(),
     };
@@ -82,7 +78,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     let mut request = args.sampling.request(&folder)?;
     if text.is_none() {
         // Ids come out, of which none is a text.
-        request.stops.clear();
+        request.stop_sequences.clear();
     }
     let workload = folder.workload(&[&prompt], args.completions.into(), &request);
     let begin = Stopwatch::start();
@@ -107,11 +103,19 @@ fn one(
     text: bool,
     load: f64,
 ) -> anyhow::Result<()> {
-    let mut session = engine.session(engine.room(prompt.len(), request))?;
+    let mut session = engine.session(engine.context_length(prompt.len(), request))?;
     if text {
-        let answer = write(&mut session, prompt, request)?;
+        let begin = Stopwatch::start();
+        let mut pieces = session.generate_text(prompt, request)?;
+        let first = begin.elapsed().as_secs_f64();
+        print_pieces(pieces.by_ref())?;
+        let seconds = begin.elapsed().as_secs_f64();
         command::print("\n")?;
-        command::note!("loaded in {load:.1} s; {}", answer.summary);
+        let (tokens, end) = (pieces.tokens(), pieces.finish_reason());
+        command::note!(
+            "loaded in {load:.1} s; {}",
+            summary(prompt.len(), tokens, first, seconds, end)
+        );
         return Ok(());
     }
     let begin = Stopwatch::start();
@@ -124,7 +128,7 @@ fn one(
             break;
         }
     }
-    let end = tokens.end();
+    let end = tokens.finish_reason();
     command::print(&format!("{}\n", ids.join(",")))?;
     let summary = summary(prompt.len(), ids.len(), first, begin.elapsed().as_secs_f64(), end);
     command::note!("loaded in {load:.1} s; {summary}");
@@ -144,7 +148,7 @@ fn several(
     let mut ended = 0;
     let answers = engine.generate_each_with(&[(prompt, request)], completions.into(), |step| {
         bar.inc(u64::from(step.token.is_some()));
-        ended += u16::from(step.end.is_some());
+        ended += u16::from(step.finish_reason.is_some());
         bar.set_message(format!("{ended} of {completions} answers"));
         if interrupt::came() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
@@ -153,7 +157,8 @@ fn several(
     for (at, answer) in answers.iter().flatten().enumerate() {
         let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
         all += ids.len();
-        ends += &format!("answer {at}: {} tokens; {}\n", ids.len(), reason(Some(answer.end)));
+        ends +=
+            &format!("answer {at}: {} tokens; {}\n", ids.len(), reason(Some(answer.finish_reason)));
         if text {
             shown += &format!("--- {at}\n{}\n", answer.text.as_deref().unwrap_or_default());
         } else {
@@ -171,35 +176,29 @@ fn several(
     Ok(())
 }
 
-/// What was answered, and how fast.
-struct Answer {
-    text: String,
-    summary: String,
-    /// Whether the reader is still there.
-    read: bool,
-}
-
-/// Writes an answer as it comes, until a signal comes or the reader has gone away.
-fn write(session: &mut Session, prompt: &[u32], request: &Request) -> anyhow::Result<Answer> {
-    let begin = Stopwatch::start();
-    let mut pieces = session.write(prompt, request)?;
-    let first = begin.elapsed().as_secs_f64();
-    let (mut text, mut read) = (String::new(), true);
-    for piece in pieces.by_ref() {
-        let piece = piece?;
-        read = command::print_on(&piece)?;
-        text += &piece;
-        if !read || interrupt::came() {
+/// Prints pieces as they come, until a signal comes or the reader is gone. Returns whether the reader is there.
+fn print_pieces(
+    pieces: impl Iterator<Item = Result<String, GenerateError>>,
+) -> anyhow::Result<bool> {
+    for piece in pieces {
+        if !command::print_on(&piece?)? {
+            return Ok(false);
+        }
+        if interrupt::came() {
             break;
         }
     }
-    let seconds = begin.elapsed().as_secs_f64();
-    let summary = summary(prompt.len(), pieces.tokens(), first, seconds, pieces.end());
-    Ok(Answer { text, summary, read })
+    Ok(true)
 }
 
 /// `first` and `all` are seconds from the beginning, to the first token and to the end.
-fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>) -> String {
+fn summary(
+    prompt: usize,
+    tokens: usize,
+    first: f64,
+    all: f64,
+    end: Option<FinishReason>,
+) -> String {
     let why = reason(end);
     let rate = tokens.saturating_sub(1) as f64 / (all - first).max(1e-9);
     format!(
@@ -211,33 +210,27 @@ fn summary(prompt: usize, tokens: usize, first: f64, all: f64, end: Option<End>)
 }
 
 /// Why an answer ended.
-const fn reason(end: Option<End>) -> &'static str {
+const fn reason(end: Option<FinishReason>) -> &'static str {
     match end {
-        Some(End::Eos) => "the model ended",
-        Some(End::Stop) => "a stop came up",
-        Some(End::Length) => "as many as asked for",
-        Some(End::Context) => "the context is full",
-        Some(End::Cancelled) | None => "stopped",
+        Some(FinishReason::Eos) => "the model ended",
+        Some(FinishReason::Stop) => "a stop came up",
+        Some(FinishReason::Length) => "as many as asked for",
+        Some(FinishReason::Context) => "the context is full",
+        Some(FinishReason::Cancelled) | None => "stopped",
     }
 }
 
 pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let folder = args.model.open()?;
     let request = args.sampling.request(&folder)?;
-    let mut messages: Vec<Message> =
-        args.system.iter().map(|system| Message::new("system", system)).collect();
-    let kept = messages.len();
-    // Says before the weights move whether there is a template, and whether it takes a system message.
-    let empty = [&messages[..], &[Message::new("user", "")]].concat();
-    let least = guard::template(|| folder.encode_chat(&empty))?.len();
-    let context = match args.context {
-        Some(context) => context,
-        None => folder.room(0, &Request { max_new_tokens: None, ..request.clone() }),
-    };
-    if least >= context {
-        bail!(
-            "an empty message takes {least} positions, of {context}\nhint: a shorter --system, or a larger --context"
-        );
+    // A missing or broken template is an error before the weights move.
+    let system = args.system.iter().map(|system| Message::new("system", system));
+    let empty: Vec<Message> = system.chain([Message::new("user", "")]).collect();
+    let need = folder.encode_chat(&empty)?.len();
+    let endless = Request { max_new_tokens: None, ..request.clone() };
+    let context = args.context.unwrap_or_else(|| folder.context_length(0, &endless));
+    if need >= context {
+        return Err(GenerateError::MessageTooLong { need, context }.into());
     }
     let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context), None);
     let engine = engine.map_err(|why| {
@@ -248,7 +241,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             None => why,
         }
     })?;
-    let mut session = engine.session(context)?;
+    let mut conversation = engine.conversation(args.system.as_deref(), Some(context), request)?;
     let terminal = std::io::stdin().is_terminal();
     let mut unanswered = 0;
     loop {
@@ -257,7 +250,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         }
         let mut line = String::new();
         if std::io::stdin().lock().read_line(&mut line).map_err(|why| unread(&why))? == 0 {
-            // Who types has seen it.
+            // At a terminal each dropped message was seen.
             if unanswered > 0 && !terminal {
                 let messages = command::count(unanswered, "message");
                 bail!("{messages} had no answer\nhint: shorter ones, or a larger --context");
@@ -268,49 +261,33 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         if line.is_empty() {
             continue;
         }
-        messages.push(Message::new("user", line));
-        let mut all = guard::template(|| engine.encode_chat(&messages))?;
-        if all.len() > context {
-            // Without what there is to forget.
-            let alone = [&messages[..kept], &messages[messages.len() - 1..]].concat();
-            let need = guard::template(|| engine.encode_chat(&alone))?.len();
-            if need > context {
+        let listening = interrupt::listen()?;
+        let begin = Stopwatch::start();
+        let mut answer = match conversation.send(line) {
+            Err(GenerateError::MessageTooLong { need, context }) => {
                 command::note!("the message is dropped: it takes {need} positions, of {context}");
-                messages.pop();
                 unanswered += 1;
                 continue;
             }
-        }
-        let mut dropped = 0;
-        while all.len() + ROOM > context && messages.len() > kept + 1 {
-            // A question with its answer: many templates refuse roles that do not take turns.
-            messages.drain(kept..kept + 2);
-            dropped += 2;
-            all = guard::template(|| engine.encode_chat(&messages))?;
-        }
-        if dropped > 0 {
+            sent => sent?,
+        };
+        let first = begin.elapsed().as_secs_f64();
+        if answer.dropped_messages() > 0 {
             command::note!(
-                "the conversation outgrew {context} positions: its first {dropped} messages are dropped"
+                "the conversation outgrew {context} positions: its first {} messages are dropped",
+                answer.dropped_messages()
             );
         }
-        // What passed before is kept, unless the template writes it in another way now.
-        let new = match all.strip_prefix(session.tokens()) {
-            Some(new) if !new.is_empty() => new,
-            _ => {
-                session.clear();
-                &all[..]
-            }
-        };
-        let listening = interrupt::listen()?;
-        let answer = write(&mut session, new, &request)?;
-        if !answer.read || !command::print_on("\n")? {
+        if !print_pieces(answer.by_ref())? || !command::print_on("\n")? {
             return Ok(());
         }
-        command::note!("{}", answer.summary);
-        // Ctrl-C ends an answer; where nothing is written it ends the program.
+        let seconds = begin.elapsed().as_secs_f64();
+        let (prompt, tokens) = (answer.prompt_tokens(), answer.tokens());
+        command::note!("{}", summary(prompt, tokens, first, seconds, answer.finish_reason()));
+        drop(answer);
+        // Ctrl-C ends an answer; between answers it ends the program.
         interrupt::forget();
         interrupt::check("stopped")?;
         drop(listening);
-        messages.push(Message::new("assistant", answer.text));
     }
 }

@@ -4,7 +4,6 @@
 mod bench_command;
 mod compare_command;
 mod generate_command;
-mod guard;
 mod interrupt;
 mod logits_command;
 mod model_args;
@@ -23,8 +22,11 @@ use std::process::ExitCode;
 use anyhow::{anyhow, bail};
 use clap::{Parser, Subcommand};
 use command::OutFile;
-use flashover::report::{KernelCache, Report};
-use flashover::{Backend, DType, Device, HostTensor, Policy, QuantizeError, run_op};
+use flashover::device::DType;
+use flashover::device::report::{KernelCache, Report};
+use flashover::host::{HostTensor, run_op};
+use flashover::quantize::QuantizeError;
+use flashover::{Backend, Device, Policy};
 use report::CompareArgs;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
@@ -176,7 +178,7 @@ pub fn main() -> ExitCode {
 }
 
 fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
-    let report = panics::survey();
+    let report = panics::expected(flashover::device::report::survey);
     command::print(&if json {
         serde_json::to_string_pretty(&report)? + "\n"
     } else {

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use command::OutFile;
-use flashover::{HostTensor, Workload};
+use flashover::host::HostTensor;
+use flashover::memory::Workload;
 
 use crate::encoded;
 use crate::model_args::{ModelArgs, spared, token};
@@ -50,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shape = [tokens.len(), engine.config().vocab];
     let outputs = BTreeMap::from([
         ("logits".to_owned(), HostTensor::from_f32(&shape, &logits)?),
-        ("tokens".to_owned(), HostTensor::new(flashover::DType::I32, &shape[..1], ids)?),
+        ("tokens".to_owned(), HostTensor::new(flashover::device::DType::I32, &shape[..1], ids)?),
     ]);
     target.write(&encoded(&outputs)?)?;
     if let Some(first) = logits.iter().position(|logit| logit.is_nan()) {

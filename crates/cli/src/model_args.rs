@@ -10,12 +10,15 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use command::OutFile;
+use flashover::bench::SpeedTest;
+use flashover::bench::trace::{AlreadyRecording, Recording};
+use flashover::device::ArchProfile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
-use flashover::trace::{AlreadyRecording, Recording};
+use flashover::memory::{MemoryBudget, Plan, Preset, Workload};
+use flashover::train::Adapter;
 use flashover::{
-    Adapter, ArchProfile, Backend, Compute, Device, Engine, EngineOptions, KvFormat, LoadError,
-    MemoryBudget, ModelFolder, OpenError, Plan, Policy, Preset, Request, SpeedTest, WeightFormat,
-    Workload,
+    Backend, Compute, Device, Engine, EngineOptions, KvFormat, LoadError, ModelFolder, OpenError,
+    Policy, Request, WeightFormat,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -27,6 +30,9 @@ pub(crate) struct DeviceArgs {
     /// cuda, vulkan, webgpu or cpu; without it the one that `flashover doctor` calls chosen
     #[arg(long)]
     backend: Option<Backend>,
+    /// Number of the device among those of the back end, from 0
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
     /// Restrict the device to a recorded profile, such as rtx4090, which says the back end too
     #[arg(long)]
     profile: Option<String>,
@@ -304,15 +310,15 @@ pub(crate) fn bar(template: &str) -> anyhow::Result<ProgressBar> {
 impl DeviceArgs {
     pub(crate) fn open(&self) -> anyhow::Result<Device> {
         let backend = match (self.backend, &self.profile) {
-            (Some(backend), _) => backend,
-            (None, Some(profile)) => ArchProfile::recorded(profile)?.backend,
-            (None, None) => {
-                let chosen = panics::survey().chosen;
-                let hint = "hint: `flashover doctor` says what each back end needs";
-                chosen.ok_or_else(|| anyhow!("no back end answers\n{hint}"))?.backend
-            }
+            (Some(backend), _) => Some(backend),
+            (None, Some(profile)) => Some(ArchProfile::recorded(profile)?.backend),
+            (None, None) => None,
         };
-        let device = Device::open(backend)?;
+        let device = match backend {
+            Some(backend) => Device::open_nth(backend, self.device)?,
+            None if self.device > 0 => bail!("--device needs a back end\nhint: --backend cuda"),
+            None => panics::expected(Device::auto)?,
+        };
         Ok(match &self.profile {
             Some(profile) => device.restrict(profile)?,
             None => device,
@@ -443,7 +449,7 @@ pub(crate) fn loaded(
     options: &EngineOptions,
 ) -> anyhow::Result<Engine> {
     let bar = bar("loading {wide_bar} {percent}%{msg}")?;
-    let engine = Engine::of_with(device, folder, options, |progress| {
+    let engine = Engine::from_folder(device, folder, options, |progress| {
         bar.set_length(progress.parts as u64);
         bar.set_position(progress.done as u64);
         if progress.kernels > 0 {
@@ -599,10 +605,10 @@ impl SamplingArgs {
         sampling.check()?;
         request.max_new_tokens = self.max_new_tokens.or(request.max_new_tokens);
         if !self.stops.is_empty() {
-            request.stops.clone_from(&self.stops);
+            request.stop_sequences.clone_from(&self.stops);
         }
         if self.ignore_eos {
-            request.eos.clear();
+            request.stop_tokens.clear();
         }
         Ok(request)
     }

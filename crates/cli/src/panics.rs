@@ -8,8 +8,6 @@ use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use flashover::report::{self, Report};
-
 static SEEN: AtomicBool = AtomicBool::new(false);
 /// Whether panics are answers. They are printed all the same, for they have the reason.
 static ASKED: AtomicBool = AtomicBool::new(false);
@@ -25,12 +23,12 @@ pub(crate) fn watch() {
     }));
 }
 
-/// What this machine has. A driver that is broken makes CubeCL panic where it is opened: that is what the report says of it.
-pub(crate) fn survey() -> Report {
+/// Opens devices. A broken driver makes CubeCL panic when it is opened, which `open` reports.
+pub(crate) fn expected<T>(open: impl FnOnce() -> T) -> T {
     ASKED.store(true, Ordering::Relaxed);
-    let report = report::survey();
+    let opened = open();
     ASKED.store(false, Ordering::Relaxed);
-    report
+    opened
 }
 
 /// # Errors

@@ -2,7 +2,9 @@
 
 use anyhow::bail;
 use clap::ValueEnum;
-use flashover::{EngineOptions, LoadError, Plan, PlanError, Preset, Recompute, Training, Workload};
+use flashover::memory::{Plan, PlanError, Preset, Workload};
+use flashover::train::{Recompute, Training};
+use flashover::{EngineOptions, LoadError};
 
 use crate::model_args::SubjectArgs;
 use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::ValueEnum;
 use command::OutFile;
-use flashover::{Ceilings, Profile, SpeedTest};
+use flashover::bench::{Ceilings, Profile, SpeedTest};
 use serde_json::json;
 
 use crate::interrupt;

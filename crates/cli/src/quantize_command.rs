@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use command::OutFile;
-use flashover::{Figures, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model_until};
+use flashover::WeightFormat;
+use flashover::quantize::{Figures, QuantizeOptions, QuantizedModel, quantize_model_until};
 
 use crate::interrupt;
 use crate::model_args::{DeviceArgs, HubArgs, all_spared};

@@ -6,13 +6,14 @@ use std::{env, process};
 
 use anyhow::{anyhow, bail};
 use command::OutFile;
-use flashover::{
-    Adapter, Chosen, Dataset, EngineOptions, KvFormat, LoraOptions, Preset, Recompute, Schedule,
-    Taught, TrainError, TrainOptions, Trainer, Training, Workload,
+use flashover::memory::{Chosen, Preset, Workload};
+use flashover::train::{
+    Adapter, Dataset, LoraOptions, Recompute, Schedule, StepMetrics, TrainError, TrainOptions,
+    Trainer, Training,
 };
+use flashover::{EngineOptions, KvFormat};
 use tune::timing::Stopwatch;
 
-use crate::guard;
 use crate::interrupt::{self, Stopped};
 use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, loaded};
 
@@ -160,11 +161,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(other) = args.preset.filter(|preset| *preset != Preset::Training) {
         bail!("preset {other} is not for training\nhint: --preset training, or leave it out");
     }
-    let data = guard::dataset(|| Dataset::open(&args.data, &folder, context))?;
+    let data = Dataset::open(&args.data, &folder, context)?;
     let held_out = args.held_out.as_ref();
-    let held_out = held_out
-        .map(|file| guard::dataset(|| Dataset::open(file, &folder, context)))
-        .transpose()?;
+    let held_out = held_out.map(|file| Dataset::open(file, &folder, context)).transpose()?;
     let longest = data.examples.iter().chain(held_out.iter().flat_map(|own| &own.examples));
     let longest = longest.map(|own| own.tokens.len()).max().unwrap_or(1);
     let chosen = match (args.preset, asked) {
@@ -256,7 +255,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 told(&taught, steps, step.elapsed().as_secs_f64());
             }
         });
-        if ended.is_ok() && trainer.done() < steps && trainer.done().is_multiple_of(save_every) {
+        let between = trainer.done() > 0 && trainer.done() < steps;
+        if ended.is_ok() && between && trainer.done().is_multiple_of(save_every) {
             // What fails here is tried again after as many steps, and in the end.
             match trainer.save_into(&mut adapter_folder) {
                 Ok(()) => command::note!("the adapter after step {} is saved", trainer.done()),
@@ -265,8 +265,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     let seconds = begin.elapsed().as_secs_f64();
-    // Before anything else can fail, and of what failed what it had learned.
-    if ended.is_ok() || trainer.done() > 0 {
+    // Before anything else can fail, and also after an error. Without a step an adapter from before stays.
+    if trainer.done() > 0 {
         let saved = trainer.save_into(&mut adapter_folder);
         let saved = saved.or_else(|why| rescue(&trainer, output, why));
         if ended.is_err() && saved.is_ok() {
@@ -280,6 +280,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ended?;
     traced?;
     let after = loss(&mut trainer, held_out.as_ref(), batch)?;
+    if interrupt::came() && trainer.done() == 0 {
+        return Err(Stopped("stopped before the first step; nothing is saved".to_owned()).into());
+    }
     if interrupt::came() {
         let (done, output) = (trainer.done(), output.display());
         let steps = command::count(done, "step");
@@ -339,8 +342,8 @@ fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), Train
     Err(why)
 }
 
-fn told(taught: &Taught, steps: usize, seconds: f64) {
-    let Taught { step, loss, tokens, gradient, learning_rate, skipped } = taught;
+fn told(taught: &StepMetrics, steps: usize, seconds: f64) {
+    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = taught;
     let rate = *tokens as f64 / seconds;
     let skipped = if *skipped { "; skipped, the gradient left the range of f16" } else { "" };
     command::note!(

@@ -1,33 +1,23 @@
-//! Goes on from a text, and prints what comes as it comes.
+//! Continues a text, and prints it as it comes.
 //!
 //! `cargo run --release --example generate -- models/demo "Once upon a time"`
 
-use std::error::Error;
 use std::io::Write;
 
-use flashover::{Backend, Device, Engine, EngineOptions, Sampling};
+use flashover::Engine;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
-    let (folder, prompt) = (args.next().ok_or("a folder")?, args.next().ok_or("a text")?);
+    let (model, prompt) = (args.next().ok_or("a model")?, args.next().ok_or("a text")?);
 
-    // `Backend::Cuda` or `Backend::Vulkan` where there is such a card; nothing falls back by itself.
-    let device = Device::open(Backend::Cpu)?;
-    let engine = Engine::load(&device, folder, &EngineOptions::default())?;
-
-    // What the model's makers would have, and a little warmer.
-    let mut request = engine.request();
-    request.sampling = Sampling { temperature: 0.8, seed: 7, ..request.sampling };
-    request.max_new_tokens = Some(32);
-
-    let tokens = engine.encode(&prompt)?;
-    let mut session = engine.session(engine.room(tokens.len(), &request))?;
-    let mut pieces = session.write(&tokens, &request)?;
+    // On the first GPU that answers, else on the CPU; `.device(Device::cuda(0)?)` chooses.
+    let engine = Engine::builder(model).build()?;
     print!("{prompt}");
-    for piece in pieces.by_ref() {
+    let mut text = engine.generate(&prompt).max_new_tokens(32).temperature(0.8).seed(7).stream()?;
+    for piece in text.by_ref() {
         print!("{}", piece?);
         std::io::stdout().flush()?;
     }
-    println!("\n({} tokens, {:?})", pieces.tokens(), pieces.end());
+    println!("\n({} tokens, {:?})", text.tokens(), text.finish_reason());
     Ok(())
 }

@@ -10,7 +10,7 @@
 /// For a multiplier or a model that is not above 0.
 ///
 /// ```
-/// use flashover::optimal_batch_size;
+/// use flashover::memory::optimal_batch_size;
 ///
 /// // 10.5 GB are left beside 3.5 GB of weights; a sequence takes a fifth of them.
 /// assert_eq!(optimal_batch_size(3.5, 14.0, 0.2), 15);

@@ -1,10 +1,11 @@
 //! A device of ours as `ops` and Burn take it.
 
-use arch::Device;
 use ops::Ctx;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tune::{CacheError, Policy};
+
+use crate::device::Device;
 
 /// Configs of the user's cache and of those that ship, for ops on `device`.
 pub(crate) fn context(device: &Device, policy: Policy) -> Result<Ctx, CacheError> {
@@ -24,5 +25,5 @@ pub(crate) fn log_warnings(ctx: &Ctx) {
 
 /// The same device in Burn's terms.
 pub(crate) fn on_burn(device: &Device) -> burn::tensor::Device {
-    burn::tensor::Device::from(device.raw().clone())
+    device.into()
 }

@@ -1,7 +1,8 @@
 //! Failures of a device. CubeCL tells a lack of memory by its message alone, which is read here and nowhere else.
 
-use arch::{Backend, Device};
+use arch::Backend;
 
+use crate::device::Device;
 use crate::memory::{MemoryUsage, free_bytes};
 
 /// Why a device did not do what it was given.

@@ -4,7 +4,8 @@
 //! card it runs on. This crate is the only public one: the others may change at any time.
 //!
 //! ```
-//! use flashover::{Backend, Device, HostTensor, MatmulOptions, Policy, matmul};
+//! use flashover::{Backend, Device, Policy};
+//! use flashover::host::{HostTensor, MatmulOptions, matmul};
 //!
 //! let device = Device::open(Backend::Cpu)?;
 //! let lhs = HostTensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])?;
@@ -26,56 +27,44 @@
 
 mod batch_size;
 mod context;
+pub mod device;
 mod device_error;
 mod engine;
-mod host;
+pub mod host;
 mod load_error;
-mod memory;
+pub mod memory;
+pub mod nn;
 mod options;
 mod prepare;
 mod preset;
-mod quantize;
-mod train;
+pub mod quantize;
+pub mod train;
 
 #[cfg(feature = "hub")]
 pub use ::hub;
 pub use ::text::{Message, Tokenizer};
-pub use arch::{
-    ArchId, ArchProfile, Backend, DType, Device, OpenError, UnknownBackend, UnknownProfile,
-    monitor, report,
-};
-pub use batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
+pub use arch::monitor;
+pub use burn;
+pub use device::{Backend, Device, OpenError};
 pub use device_error::DeviceError;
 pub use engine::{
-    BatchStep, Ceilings, Completion, End, Engine, GenerateError, LayerProfile, LoadProgress,
-    ModelFolder, Profile, Request, Sampling, Session, Speed, SpeedTest, Text, Token, Tokens,
+    Answer, BatchStep, BuildProgress, Completion, Conversation, Engine, EngineBuilder,
+    FinishReason, GenerateError, Generation, LoadProgress, ModelFolder, Request, Sampling, Session,
+    TextStream, Token, Tokens,
 };
-pub use host::{
-    Attended, AttentionGradients, HostOpError, HostTensor, MatmulOptions, TensorError, attention,
-    attention_backward, matmul, run_op,
-};
-pub use kernels::attention::{AttentionOptions, Implementation};
-pub use kernels::matmul::{Layout, Precision};
 pub use load_error::LoadError;
-pub use memory::{MemoryBudget, MemoryUsage, Plan, PlanError, free_bytes};
-pub use models::{
-    Adapter, DecoderConfig, Example, GenerationConfig, KvFormat, LoraOptions, Recompute, Training,
-    Workload,
-};
-pub use ops::{self, OpError};
+pub use models::{DecoderConfig, GenerationConfig, KvFormat};
+pub use ops;
 pub use options::{Compute, EngineOptions};
-pub use preset::{Chosen, Preset, UnknownPreset};
 pub use quant::WeightFormat;
-pub use quantize::{
-    Figures, Peaks, QuantizeError, QuantizeOptions, QuantizedModel, QuantizedWeight, WeightErrors,
-    quantize_model, quantize_model_until,
-};
-pub use trace;
-pub use train::{
-    Dataset, DatasetError, Schedule, Taught, TrainError, TrainOptions, TrainSpeed, TrainTest,
-    Trainer,
-};
 pub use tune::Policy;
+
+/// Speed of a model: tests as llama-bench has them, and time by operator and by layer.
+pub mod bench {
+    pub use crate::engine::{Ceilings, LayerProfile, Profile, Speed, SpeedTest};
+    pub use crate::train::{TrainSpeed, TrainTest};
+    pub use trace;
+}
 
 /// The examples of the README run as doc tests.
 #[cfg(doctest)]

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use arch::{Backend, DType};
+use arch::{Backend, DType, OpenError};
 
 use crate::device_error::DeviceError;
 use crate::memory::PlanError;
@@ -25,6 +25,13 @@ pub enum LoadError {
     /// The device failed, or had less memory than was planned.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// No device opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// A model on the Hugging Face Hub that cannot be found or downloaded.
+    #[cfg(feature = "hub")]
+    #[error(transparent)]
+    Hub(#[from] hub::HubError),
     /// The dtype that was asked for is none of the device's.
     #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
     DType {

@@ -5,7 +5,7 @@ mod tests;
 
 use std::path::Path;
 
-use arch::{ArchProfile, Backend, DType, Device};
+use arch::{ArchProfile, Backend, DType};
 use burn::tensor::FloatDType;
 use kernels::quantized;
 use models::{
@@ -13,6 +13,7 @@ use models::{
 };
 use quant::WeightFormat;
 
+use crate::device::Device;
 use crate::device_error::check_free;
 use crate::load_error::LoadError;
 use crate::memory::{Plan, PlannedModel};

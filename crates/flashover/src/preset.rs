@@ -84,7 +84,7 @@ impl Preset {
     /// where they have one.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`](crate::PlanError::Memory) where it fits in none.
+    /// Those of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) where it fits in none.
     pub fn precision(
         self,
         options: &EngineOptions,
@@ -107,7 +107,7 @@ impl Preset {
     /// a shorter context than the preset's keeps its own.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`](crate::PlanError::Memory) where not one sequence fits in any precision.
+    /// Those of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) where not one sequence fits in any precision.
     pub fn choose(
         self,
         options: &EngineOptions,

@@ -22,7 +22,6 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use arch::Device;
 use checkpoint::{Checkpoint, NotStored, Plan, Tensor, Writer};
 use kernels::quantized::{InvalidWeight, Weight};
 use models::Weights;
@@ -36,6 +35,8 @@ use folder::Target;
 use matrix::Matrix;
 pub use peaks::Peaks;
 use shards::Shard;
+
+use crate::device::Device;
 
 /// How [`quantize_model`] writes weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,11 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use flashover::trace::{Memory, Recording};
+use flashover::bench::trace::{Memory, Recording};
+use flashover::memory::{MemoryBudget, MemoryUsage, Plan, PlanError, Workload};
+use flashover::train::{
+    Adapter, Example, LoraOptions, Recompute, TrainError, TrainOptions, Trainer,
+};
 use flashover::{
-    Adapter, Backend, Device, Engine, EngineOptions, Example, GenerateError, LoraOptions,
-    MemoryBudget, MemoryUsage, ModelFolder, Plan, PlanError, Recompute, Request, Sampling,
-    TrainError, TrainOptions, Trainer, WeightFormat, Workload,
+    Backend, Device, Engine, EngineOptions, GenerateError, ModelFolder, Request, Sampling,
+    WeightFormat,
 };
 
 fn model(name: &str) -> PathBuf {
@@ -19,8 +22,8 @@ fn peaks(engine: &Engine, prompt: usize, generated: usize) -> [u64; 2] {
     let request = Request {
         sampling: Sampling::default(),
         max_new_tokens: Some(generated),
-        eos: Vec::new(),
-        stops: Vec::new(),
+        stop_tokens: Vec::new(),
+        stop_sequences: Vec::new(),
     };
     let recording = Recording::start().expect("the only one");
     let mut session = engine.session(prompt + generated).expect("it fits");
@@ -83,8 +86,8 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         let request = Request {
             sampling: Sampling::default(),
             max_new_tokens: Some(3),
-            eos: Vec::new(),
-            stops: Vec::new(),
+            stop_tokens: Vec::new(),
+            stop_sequences: Vec::new(),
         };
         let answers = engine.plan(engine.workload(&[&prompt], 60, &request)).expect("valid");
         let used = peak_of_answers(&engine, &prompt, 60, &request);
@@ -137,7 +140,7 @@ fn adapted(device: &Device) {
     let adapted = base.with_adapter(folder.path()).expect("of this model");
     let planned = adapted.plan(device.profile(), &options, workload.clone()).expect("valid");
     let before = MemoryUsage::read(device).used_bytes;
-    let engine = Engine::of(device, adapted, &options).expect("it fits");
+    let engine = Engine::from_folder(device, adapted, &options, |_| {}).expect("it fits");
     engine.clear_cache().expect("nothing is captured");
     let plan = engine.plan(workload).expect("valid");
     assert_eq!(plan, planned);
@@ -156,8 +159,8 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
     let request = Request {
         sampling: Sampling::default(),
         max_new_tokens: Some(3),
-        eos: Vec::new(),
-        stops: Vec::new(),
+        stop_tokens: Vec::new(),
+        stop_sequences: Vec::new(),
     };
     let alone = small.plan(Workload::new(1, 150)).expect("valid");
     let room = plan.peak_bytes() - (alone.peak_bytes() - alone.cache_bytes);

@@ -62,7 +62,7 @@ fn a_model_by_name_answers_as_its_folder_does() {
     assert_eq!(place.server.sent(), [""; 0], "a folder asks nobody");
     refused(&place.generate("owner/demo", &["--offline"]), "not whole in the cache");
     assert_eq!(stdout(&place.generate("owner/demo", &[])), want);
-    assert_eq!(place.server.sent().len(), 5);
+    assert_eq!(place.server.sent().len(), 6);
     assert_eq!(stdout(&place.generate("owner/demo@main", &[])), want);
     assert_eq!(stdout(&place.generate("owner/demo", &["--offline"])), want);
     assert_eq!(place.server.sent(), [""; 0], "what is there is not downloaded twice");

@@ -18,7 +18,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use flashover::{Backend, Device, HostTensor, MatmulOptions, Policy, matmul};
+use flashover::{Backend, Device, Policy};
+
+use flashover::host::{HostTensor, MatmulOptions, matmul};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 fn cpu() -> Device {

@@ -9,9 +9,9 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use checkpoint::{Absmax, Checkpoint, DType, FourBit, Plan, Tensor, Weight, Writer};
-use flashover::{
-    QuantizeError, QuantizeOptions, QuantizedModel, WeightFormat, quantize_model,
-    quantize_model_until,
+use flashover::WeightFormat;
+use flashover::quantize::{
+    QuantizeError, QuantizeOptions, QuantizedModel, quantize_model, quantize_model_until,
 };
 use half::bf16;
 use models::Weights;

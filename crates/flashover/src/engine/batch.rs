@@ -5,8 +5,8 @@ use models::KvCache;
 
 use super::Engine;
 use super::error::GenerateError;
-use super::picker::Picker;
-use super::request::{End, Request};
+use super::request::{FinishReason, Request};
+use super::sampler::Sampler;
 use super::sampling::{Place, Sampling, Token};
 use super::session::Session;
 use super::text::Writing;
@@ -19,7 +19,7 @@ pub struct Completion {
     /// What they add to the prompt's text, up to the string that ended it; none of a model without a tokenizer.
     pub text: Option<String>,
     /// Why it ended.
-    pub end: End,
+    pub finish_reason: FinishReason,
 }
 
 /// How an answer of a batch went on.
@@ -35,7 +35,7 @@ pub struct BatchStep<'a> {
     /// that ends it may have begun.
     pub piece: &'a str,
     /// Of the answer's last step.
-    pub end: Option<End>,
+    pub finish_reason: Option<FinishReason>,
 }
 
 /// A sequence of a batch while it grows.
@@ -47,7 +47,7 @@ struct Growing<'a> {
     tokens: Vec<Token>,
     writing: Option<Writing>,
     text: Option<String>,
-    end: Option<End>,
+    end: Option<FinishReason>,
 }
 
 impl Engine {
@@ -56,7 +56,7 @@ impl Engine {
     /// result is `[prompts][completions]`, each drawn with the random numbers that it would have alone.
     ///
     /// # Errors
-    /// As [`Session::generate`], and as [`Session::write`] where the request has strings that end it.
+    /// As [`Session::generate`], and as [`Session::generate_text`] where the request has strings that end it.
     pub fn generate_batch(
         &self,
         prompts: &[impl AsRef<[u32]>],
@@ -80,7 +80,7 @@ impl Engine {
     }
 
     /// The same, and `seen` is told of each token of each answer as it comes. Where it breaks off, answers that have not
-    /// ended stay as they are: [`End::Cancelled`].
+    /// ended stay as they are: [`FinishReason::Cancelled`].
     ///
     /// # Errors
     /// As [`Engine::generate_batch`].
@@ -92,7 +92,7 @@ impl Engine {
     ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         for (_, request) in asked {
             request.sampling.check()?;
-            if !request.stops.is_empty() {
+            if !request.stop_sequences.is_empty() {
                 self.tokenizer()?;
             }
         }
@@ -180,16 +180,16 @@ impl Engine {
         seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
     ) -> Result<bool, GenerateError> {
         let mut rows: Vec<usize> = (0..batch.len()).collect();
-        let picker = |batch: &[Growing<'_>], rows: &[usize]| {
+        let sampler = |batch: &[Growing<'_>], rows: &[usize]| {
             let row = |at: &usize| (batch[*at].request.sampling, &batch[*at].seen[..]);
             let sequences: Vec<(Sampling, &[u32])> = rows.iter().map(row).collect();
-            Picker::new(self, &sequences)
+            Sampler::new(self, &sequences)
         };
-        let mut own = picker(batch, &rows);
+        let mut own = sampler(batch, &rows);
         loop {
             let mut cancelled = false;
             let places: Vec<Place> = rows.iter().map(|at| batch[*at].place()).collect();
-            for (at, token) in rows.iter().zip(own.pick(self, logits, &places)?) {
+            for (at, token) in rows.iter().zip(own.sample(self, logits, &places)?) {
                 let own = &mut batch[*at];
                 if own.end.is_none() {
                     cancelled |= seen(own.step(self, token, cache.capacity())?).is_break();
@@ -209,7 +209,7 @@ impl Engine {
             if cache.lengths().iter().any(|length| *length == cache.capacity()) {
                 cache = self.checked_cache(cache.keep(&open))?;
                 rows = open.into_iter().map(|row| rows[row]).collect();
-                own = picker(batch, &rows);
+                own = sampler(batch, &rows);
             }
             let last = |at: &usize| *batch[*at].seen.last().expect("a prompt has tokens");
             let next: Vec<u32> = rows.iter().map(last).collect();
@@ -235,7 +235,13 @@ impl Growing<'_> {
         self.take(engine, token, capacity)?;
         let Self { prompt, completion, end, .. } = *self;
         let piece = self.text.as_deref().map_or("", |text| &text[written..]);
-        Ok(BatchStep { prompt, completion, token: self.tokens.get(tokens).copied(), piece, end })
+        Ok(BatchStep {
+            prompt,
+            completion,
+            token: self.tokens.get(tokens).copied(),
+            piece,
+            finish_reason: end,
+        })
     }
 
     fn take(
@@ -246,8 +252,8 @@ impl Growing<'_> {
     ) -> Result<(), GenerateError> {
         let end = |own: &Self| own.request.end(own.tokens.len(), own.seen.len(), capacity);
         self.end = end(self);
-        if self.end.is_none() && self.request.eos.contains(&token.id) {
-            self.end = Some(End::Eos);
+        if self.end.is_none() && self.request.stop_tokens.contains(&token.id) {
+            self.end = Some(FinishReason::Eos);
         }
         if self.end.is_none() {
             self.seen.push(token.id);
@@ -267,7 +273,7 @@ impl Growing<'_> {
         let (piece, stopped) = writing.push(engine.tokenizer()?, id)?;
         self.text.get_or_insert_default().push_str(&piece);
         if stopped {
-            self.end = Some(End::Stop);
+            self.end = Some(FinishReason::Stop);
             self.writing = None;
         }
         Ok(())
@@ -275,7 +281,7 @@ impl Growing<'_> {
 
     /// Ends it as it is.
     fn cancel(&mut self, engine: &Engine) -> Result<(), GenerateError> {
-        self.end = Some(End::Cancelled);
+        self.end = Some(FinishReason::Cancelled);
         self.finish(engine)
     }
 
@@ -285,13 +291,13 @@ impl Growing<'_> {
         let (piece, stopped) = writing.finish(engine.tokenizer()?)?;
         self.text.get_or_insert_default().push_str(&piece);
         if stopped {
-            self.end = Some(End::Stop);
+            self.end = Some(FinishReason::Stop);
         }
         Ok(())
     }
 
     fn completion(self) -> Completion {
-        let end = self.end.expect("a batch decodes until all have ended");
-        Completion { tokens: self.tokens, text: self.text, end }
+        let finish_reason = self.end.expect("a batch decodes until all have ended");
+        Completion { tokens: self.tokens, text: self.text, finish_reason }
     }
 }

@@ -26,6 +26,17 @@ pub enum GenerateError {
     /// A chat needs a template, which this folder does not have.
     #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
     NoTemplate(PathBuf),
+    /// A message of a conversation that does not fit its context.
+    #[error(
+        "the message takes {need} tokens, but the conversation has room for {context}\nhint: a shorter message or system \
+         message, or a longer context"
+    )]
+    MessageTooLong {
+        /// Tokens of the message, with the system message and the template around them.
+        need: usize,
+        /// Tokens that the conversation has room for.
+        context: usize,
+    },
     /// There is no token to go on from.
     #[error("a prompt has no tokens\nhint: at least one, such as the model's first token")]
     EmptyPrompt,
@@ -39,7 +50,7 @@ pub enum GenerateError {
         /// What it may be, after "a number".
         range: &'static str,
     },
-    /// Logits that no token can be picked from.
+    /// Logits that no token can be sampled from.
     #[error(
         "after {position} tokens the logits hold NaN, or no finite largest\nhint: f32 and bf16 reach further than f16, \
          which ends at 65504; penalties far from 1 reach far, too; where neither is so, the weights hold NaN"

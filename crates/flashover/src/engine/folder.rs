@@ -24,7 +24,7 @@ use crate::prepare::Prepared;
 /// let workload = Some(folder.workload(&[&prompt], 1, &request));
 /// let device = Device::open(Backend::Cpu)?;
 /// // Refused here where the card cannot hold it.
-/// let engine = Engine::of(&device, folder, &EngineOptions { workload, ..Default::default() })?;
+/// let engine = Engine::from_folder(&device, folder, &EngineOptions { workload, ..Default::default() }, |_| {})?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -192,9 +192,9 @@ impl ModelFolder {
         Ok(self.reader.config.check_tokens(prompt)?)
     }
 
-    /// As [`Engine::room`](super::Engine::room).
-    pub fn room(&self, prompt: usize, request: &Request) -> usize {
-        self.reader.room(prompt, request)
+    /// As [`Engine::context_length`](super::Engine::context_length).
+    pub fn context_length(&self, prompt: usize, request: &Request) -> usize {
+        self.reader.context_length(prompt, request)
     }
 
     /// As [`Engine::workload`](super::Engine::workload).
@@ -241,12 +241,13 @@ impl Reader {
     pub(super) fn request(&self) -> Request {
         let GenerationConfig { eos, max_new_tokens, stop_strings, .. } = &self.generation;
         // Of a model without a tokenizer there is no text in which one could come up.
-        let stops = self.tokenizer.as_ref().map(|_| stop_strings.clone()).unwrap_or_default();
+        let stop_sequences =
+            self.tokenizer.as_ref().map(|_| stop_strings.clone()).unwrap_or_default();
         Request {
             sampling: Sampling::of(&self.generation),
             max_new_tokens: *max_new_tokens,
-            eos: eos.clone(),
-            stops,
+            stop_tokens: eos.clone(),
+            stop_sequences,
         }
     }
 
@@ -279,7 +280,7 @@ impl Reader {
         template.as_ref().ok_or_else(|| GenerateError::NoTemplate(self.folder.clone()))
     }
 
-    pub(super) fn room(&self, prompt: usize, request: &Request) -> usize {
+    pub(super) fn context_length(&self, prompt: usize, request: &Request) -> usize {
         const USUAL: usize = 8192;
         const AT_LEAST: usize = 1024;
         let most = self.config.context().unwrap_or(usize::MAX);
@@ -292,7 +293,8 @@ impl Reader {
     }
 
     pub(super) fn workload(&self, asked: &[(&[u32], &Request)], completions: usize) -> Workload {
-        let rooms = asked.iter().map(|(prompt, request)| self.room(prompt.len(), request));
+        let rooms =
+            asked.iter().map(|(prompt, request)| self.context_length(prompt.len(), request));
         let context = rooms.max().unwrap_or(0);
         if !self.decodes_together(context) {
             return Workload::new(1, context);

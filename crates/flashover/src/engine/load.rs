@@ -3,16 +3,16 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use arch::Device;
 use models::{Decoder, Loading};
 use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
 use super::pages::Pages;
-use super::picker;
 use super::precompile::{Ahead, Precompiled};
+use super::sampler;
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
+use crate::device::Device;
 use crate::load_error::LoadError;
 use crate::options::EngineOptions;
 use crate::prepare::Prepared;
@@ -29,52 +29,27 @@ pub struct LoadProgress {
 }
 
 impl Engine {
-    /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json and tokenizer.json where it
-    /// has them. Files are mapped and go to the device one tensor at a time. A chat template is read where a chat is
-    /// first asked for.
+    /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json and tokenizer.json if it has
+    /// them. Files are mapped and go to the device one tensor at a time. A chat template is read on first use.
+    /// [`Engine::builder`] does the same, one setting at a time.
     ///
     /// # Errors
-    /// [`LoadError::Folder`] for what is no model of ours; [`PlanError::Memory`](crate::PlanError::Memory) before anything is loaded,
-    /// [`DeviceError::OutOfMemory`](crate::DeviceError::OutOfMemory) where the device has less left than it should;
-    /// [`LoadError::Text`] for a tokenizer that cannot be read or is another model's.
+    /// [`LoadError::Folder`] for a folder without a model that is supported; [`PlanError::Memory`](crate::memory::PlanError::Memory)
+    /// before anything is loaded; [`DeviceError::OutOfMemory`](crate::DeviceError::OutOfMemory) if the device has less memory
+    /// left than planned; [`LoadError::Text`] for a tokenizer that cannot be read or belongs to another model.
     pub fn load(
         device: &Device,
         folder: impl AsRef<Path>,
         options: &EngineOptions,
     ) -> Result<Self, LoadError> {
-        Self::load_with(device, folder, options, |_| {})
+        Self::from_folder(device, ModelFolder::open(folder)?, options, |_| {})
     }
 
-    /// The same, which tells `progress` how far it is.
+    /// Loads an open folder, and reports to `progress` after each part.
     ///
     /// # Errors
-    /// As [`Engine::load`].
-    pub fn load_with(
-        device: &Device,
-        folder: impl AsRef<Path>,
-        options: &EngineOptions,
-        progress: impl FnMut(LoadProgress),
-    ) -> Result<Self, LoadError> {
-        Self::of_with(device, ModelFolder::open(folder)?, options, progress)
-    }
-
-    /// Loads a folder that is open.
-    ///
-    /// # Errors
-    /// As [`Engine::load`], but for those of files.
-    pub fn of(
-        device: &Device,
-        folder: ModelFolder,
-        options: &EngineOptions,
-    ) -> Result<Self, LoadError> {
-        Self::of_with(device, folder, options, |_| {})
-    }
-
-    /// The same, which tells `progress` how far it is.
-    ///
-    /// # Errors
-    /// As [`Engine::of`].
-    pub fn of_with(
+    /// As [`Engine::load`], except for those of [`ModelFolder::open`].
+    pub fn from_folder(
         device: &Device,
         folder: ModelFolder,
         options: &EngineOptions,
@@ -92,7 +67,7 @@ impl Engine {
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let load = &prepared.load;
         let outline = |ctx: &Ctx| Decoder::outline(&weights, adapter, &on, ctx, load);
-        let sampling = picker::rehearse(!reader.absent.is_empty());
+        let sampling = sampler::rehearse(!reader.absent.is_empty());
         let ahead = Ahead::start(outline, &ctx, &on, options, sampling)?;
         let progress = |Loading { done, parts }: Loading| {
             progress(LoadProgress { done, parts, kernels: ahead.kernels });

@@ -13,7 +13,7 @@ use tune::timing::{Stopwatch, Timing, TimingError};
 
 use super::Engine;
 use super::error::GenerateError;
-use super::picker::Picker;
+use super::sampler::Sampler;
 use super::sampling::{Place, Sampling, Token};
 use crate::device_error::DeviceError;
 use crate::memory::Grant;
@@ -72,13 +72,13 @@ impl Ceilings {
         let best = |timing: &Timing| {
             Summary::of(&timing.samples_ns).map_or(f64::NAN, |summary| summary.p10)
         };
-        let (bytes, timing) = ceiling::time_copy(device).map_err(failed)?;
+        let (bytes, timing) = ceiling::time_copy(device.arch()).map_err(failed)?;
         let precision = match DType::from(engine.decoder().dtype()) {
             DType::F16 => Precision::F16,
             DType::BF16 => Precision::Bf16,
             _ => Precision::F32,
         };
-        let multiply = ceiling::time_multiply(device, precision).map_err(failed)?;
+        let multiply = ceiling::time_multiply(device.arch(), precision).map_err(failed)?;
         // What was copied is not the model's memory.
         let cleaned = device.client().memory_cleanup();
         cleaned.map_err(|why| engine.failed(format!("{why:?}")))?;
@@ -144,7 +144,7 @@ pub(super) struct Run<'a> {
     engine: &'a Engine,
     test: SpeedTest,
     cache: KvCache,
-    picker: Picker,
+    sampler: Sampler,
     _grant: Option<Grant>,
 }
 
@@ -153,8 +153,8 @@ impl<'a> Run<'a> {
         let SpeedTest { prompt, generated, depth, batch } = test;
         let positions = depth.saturating_add(prompt).saturating_add(generated);
         let (cache, grant) = engine.cache(batch, positions)?;
-        let picker = Picker::new(engine, &vec![(Sampling::default(), &[][..]); batch]);
-        Ok(Self { engine, test, cache, picker, _grant: grant })
+        let sampler = Sampler::new(engine, &vec![(Sampling::default(), &[][..]); batch]);
+        Ok(Self { engine, test, cache, sampler, _grant: grant })
     }
 
     /// Lets pass what is there before.
@@ -187,7 +187,7 @@ impl<'a> Run<'a> {
         let tokens = vec![self.engine.some_tokens(seed, count); batch];
         let logits = self.engine.decoder().prefill(&mut self.cache, &tokens)?;
         let places = vec![Place { position: 0, completion: 0 }; batch];
-        self.picker.pick(self.engine, logits, &places)
+        self.sampler.sample(self.engine, logits, &places)
     }
 }
 

@@ -7,16 +7,19 @@
 //! ```
 
 mod batch;
+mod builder;
+mod conversation;
 mod error;
 mod folder;
+mod generation;
 mod load;
 mod measure;
 mod memory;
 mod pages;
-mod picker;
 mod precompile;
 mod profile;
 mod request;
+mod sampler;
 mod sampling;
 mod session;
 mod text;
@@ -26,24 +29,27 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ::text::{Message, Tokenizer};
-use arch::Device;
 use models::{Decoder, DecoderConfig, GenerationConfig, KvFormat, Workload};
 
+use crate::device::Device;
 use crate::memory::{Ledger, PlannedModel, compute_name};
 use folder::Reader;
 use pages::Pages;
 use precompile::Precompiled;
 
 pub use batch::{BatchStep, Completion};
+pub use builder::{BuildProgress, EngineBuilder};
+pub use conversation::{Answer, Conversation};
 pub use error::GenerateError;
 pub use folder::ModelFolder;
+pub use generation::Generation;
 pub use load::LoadProgress;
 pub use measure::{Ceilings, Speed, SpeedTest};
 pub use profile::{LayerProfile, Profile};
-pub use request::{End, Request};
+pub use request::{FinishReason, Request};
 pub use sampling::{Sampling, Token};
 pub use session::{Session, Tokens};
-pub use text::Text;
+pub use text::TextStream;
 
 /// A model on a device. Clones share it.
 ///
@@ -132,8 +138,8 @@ impl Engine {
 
     /// Positions that a request needs: those of the prompt and as many as are to come, or else as many as the model
     /// has, of more than 8192 so many, or 1024 past a prompt that is as long.
-    pub fn room(&self, prompt: usize, request: &Request) -> usize {
-        self.0.reader.room(prompt, request)
+    pub fn context_length(&self, prompt: usize, request: &Request) -> usize {
+        self.0.reader.context_length(prompt, request)
     }
 
     /// What [`Engine::generate_batch`] asks of the device.

@@ -1,8 +1,7 @@
 //! Memory that a device gets back.
 
-use arch::Device;
-
 use crate::context::on_burn;
+use crate::device::Device;
 use crate::memory::MemoryUsage;
 
 /// Pages of a model's device. They go back to the device after the model.

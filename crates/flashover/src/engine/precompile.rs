@@ -12,7 +12,7 @@ use ops::{Ctx, OpError};
 
 use super::Engine;
 use super::error::GenerateError;
-use super::picker;
+use super::sampler;
 use crate::options::EngineOptions;
 
 /// Shapes whose kernels are compiled: batch, tokens of a prefill (0 for none), positions, and 1 with the decode step.
@@ -35,7 +35,7 @@ impl Engine {
         let mut done = self.0.precompiled.lock().unwrap_or_else(PoisonError::into_inner);
         if done.insert(shape) {
             drop(done);
-            let sampling = picker::rehearse(!self.absent().is_empty());
+            let sampling = sampler::rehearse(!self.absent().is_empty());
             self.decoder().rehearse(cache, seq, decode, sampling)?.compile();
         }
         Ok(())

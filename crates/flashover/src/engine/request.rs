@@ -5,23 +5,23 @@ use super::sampling::Sampling;
 /// What one generation is asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
-    /// How tokens are picked.
+    /// How tokens are sampled.
     pub sampling: Sampling,
     /// Tokens at most; as many as there is room for when none.
     pub max_new_tokens: Option<usize>,
     /// Tokens that end it. They are not given out.
-    pub eos: Vec<u32>,
-    /// Strings that end it, of a text: [`Session::write`](crate::Session::write) and [`Completion::text`](crate::Completion::text) do not give them out, and
+    pub stop_tokens: Vec<u32>,
+    /// Strings that end it, of a text: [`Session::generate_text`](crate::Session::generate_text) and [`Completion::text`](crate::Completion::text) do not give them out, and
     /// [`Session::generate`](crate::Session::generate) does not look for them.
-    pub stops: Vec<String>,
+    pub stop_sequences: Vec<String>,
 }
 
 /// Why a generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// The model gave a token of [`Request::eos`].
+pub enum FinishReason {
+    /// The model gave a token of [`Request::stop_tokens`].
     Eos,
-    /// A string of [`Request::stops`] came up.
+    /// A string of [`Request::stop_sequences`] came up.
     Stop,
     /// As many tokens as were asked for.
     Length,
@@ -34,11 +34,11 @@ pub enum End {
 impl Request {
     /// Whether a generation that gave out `given` tokens is at its end: `seen` are those with the prompt's, and
     /// `room` is how many may pass.
-    pub(super) fn end(&self, given: usize, seen: usize, room: usize) -> Option<End> {
+    pub(super) fn end(&self, given: usize, seen: usize, room: usize) -> Option<FinishReason> {
         match self.max_new_tokens {
-            Some(most) if given >= most => Some(End::Length),
+            Some(most) if given >= most => Some(FinishReason::Length),
             // The last one is given out though nothing can follow it.
-            _ => (seen > room).then_some(End::Context),
+            _ => (seen > room).then_some(FinishReason::Context),
         }
     }
 }

@@ -1,10 +1,12 @@
+use std::borrow::BorrowMut;
+
 use burn::tensor::Tensor;
 use models::KvCache;
 
 use super::Engine;
 use super::error::GenerateError;
-use super::picker::Picker;
-use super::request::{End, Request};
+use super::request::{FinishReason, Request};
+use super::sampler::Sampler;
 use super::sampling::{Place, Token};
 use crate::memory::Grant;
 
@@ -18,18 +20,18 @@ pub struct Session {
     engine: Engine,
 }
 
-/// The tokens of a generation, as they come.
+/// Iterator over the tokens of a generation. `S` is a session, or a reference to one.
 #[derive(Debug)]
-pub struct Tokens<'a> {
-    session: &'a mut Session,
+pub struct Tokens<S = Session> {
+    session: S,
     request: Request,
-    picker: Picker,
-    /// Picked and not yet given out.
+    sampler: Sampler,
+    /// Sampled and not yet returned.
     next: Option<Token>,
     given: usize,
-    /// Given out and not yet passed through the model.
+    /// Returned, and not yet in the KV cache.
     last: Option<u32>,
-    end: Option<End>,
+    end: Option<FinishReason>,
     failed: bool,
 }
 
@@ -37,7 +39,7 @@ impl Engine {
     /// Room for one sequence of `context` positions.
     ///
     /// # Errors
-    /// [`GenerateError::Model`] for more than the model has, [`PlanError::Memory`](crate::PlanError::Memory) for more than the device.
+    /// [`GenerateError::Model`] for more than the model has, [`PlanError::Memory`](crate::memory::PlanError::Memory) for more than the device.
     pub fn session(&self, context: usize) -> Result<Session, GenerateError> {
         Session::new(self.clone(), context)
     }
@@ -107,23 +109,8 @@ impl Session {
         &mut self,
         prompt: &[u32],
         request: &Request,
-    ) -> Result<Tokens<'_>, GenerateError> {
-        request.sampling.check()?;
-        let logits = self.prefill(prompt, true)?;
-        let (request, tokens) = (request.clone(), self.cache.tokens(0));
-        let picker = Picker::new(&self.engine, &[(request.sampling, tokens)]);
-        let place = Place { position: tokens.len(), completion: 0 };
-        let next = picker.pick(&self.engine, logits, &[place])?.pop();
-        Ok(Tokens {
-            session: self,
-            request,
-            picker,
-            next,
-            given: 0,
-            last: None,
-            end: None,
-            failed: false,
-        })
+    ) -> Result<Tokens<&mut Self>, GenerateError> {
+        Tokens::start(self, prompt, request)
     }
 
     /// Logits after the last of the tokens, on the device, to be used before the next step. With `decodes` the session
@@ -141,34 +128,53 @@ impl Session {
     }
 }
 
-impl Tokens<'_> {
-    /// Why it ended, when it did.
-    pub fn end(&self) -> Option<End> {
+impl<S: BorrowMut<Session>> Tokens<S> {
+    pub(super) fn start(
+        mut session: S,
+        prompt: &[u32],
+        request: &Request,
+    ) -> Result<Self, GenerateError> {
+        request.sampling.check()?;
+        let own = session.borrow_mut();
+        let logits = own.prefill(prompt, true)?;
+        let (request, tokens) = (request.clone(), own.cache.tokens(0));
+        let sampler = Sampler::new(&own.engine, &[(request.sampling, tokens)]);
+        let place = Place { position: tokens.len(), completion: 0 };
+        let next = sampler.sample(&own.engine, logits, &[place])?.pop();
+        Ok(Self { session, request, sampler, next, given: 0, last: None, end: None, failed: false })
+    }
+
+    fn session(&self) -> &Session {
+        self.session.borrow()
+    }
+
+    /// Reason for the end of the generation; none before.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
         self.end
     }
 
-    /// The token after the last one, which passes.
-    fn pick(&mut self) -> Result<Token, GenerateError> {
-        let last = self.last.take().expect("a token was given out, or one is next");
-        let Session { engine, cache, .. } = &mut *self.session;
+    /// Decodes the last token and samples the next one.
+    fn sample(&mut self) -> Result<Token, GenerateError> {
+        let last = self.last.take().expect("a token was returned, or one is next");
+        let Session { engine, cache, .. } = self.session.borrow_mut();
         let logits = engine.decoder().decode(cache, &[last])?;
-        let place = Place { position: self.session.tokens().len(), completion: 0 };
-        let mut picked = self.picker.pick(self.session.engine(), logits, &[place])?;
-        Ok(picked.pop().expect("a token a row"))
+        let place = Place { position: cache.tokens(0).len(), completion: 0 };
+        let mut sampled = self.sampler.sample(engine, logits, &[place])?;
+        Ok(sampled.pop().expect("a token a row"))
     }
 
     fn step(&mut self) -> Result<Option<Token>, GenerateError> {
-        let seen = self.session.tokens().len() + usize::from(self.last.is_some());
-        self.end = self.request.end(self.given, seen, self.session.context());
+        let seen = self.session().tokens().len() + usize::from(self.last.is_some());
+        self.end = self.request.end(self.given, seen, self.session().context());
         if self.end.is_some() {
             return Ok(None);
         }
         let token = match self.next.take() {
             Some(token) => token,
-            None => self.pick()?,
+            None => self.sample()?,
         };
-        if self.request.eos.contains(&token.id) {
-            self.end = Some(End::Eos);
+        if self.request.stop_tokens.contains(&token.id) {
+            self.end = Some(FinishReason::Eos);
             return Ok(None);
         }
         self.given += 1;
@@ -177,7 +183,7 @@ impl Tokens<'_> {
     }
 }
 
-impl Iterator for Tokens<'_> {
+impl<S: BorrowMut<Session>> Iterator for Tokens<S> {
     type Item = Result<Token, GenerateError>;
 
     fn next(&mut self) -> Option<Self::Item> {

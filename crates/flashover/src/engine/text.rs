@@ -1,19 +1,21 @@
+use std::borrow::BorrowMut;
+
 use text::{Stops, Stream, Tokenizer};
 
 use super::Engine;
 use super::error::GenerateError;
-use super::request::{End, Request};
+use super::request::{FinishReason, Request};
 use super::session::{Session, Tokens};
 
-/// The text of a generation, as it becomes certain.
+/// Iterator over the text of a generation, in pieces that no later token changes. `S` is a session, or a reference to one.
 #[derive(Debug)]
-pub struct Text<'a> {
+pub struct TextStream<S = Session> {
     engine: Engine,
-    tokens: Tokens<'a>,
-    /// None when the end was given.
+    tokens: Tokens<S>,
+    /// None after the last piece.
     left: Option<Writing>,
     count: usize,
-    end: Option<End>,
+    end: Option<FinishReason>,
 }
 
 /// What tokens become, up to a string that ends them.
@@ -29,7 +31,7 @@ impl Writing {
     /// # Errors
     /// [`GenerateError::Text`] for an empty stop.
     pub(super) fn new(prompt: &[u32], request: &Request) -> Result<Self, GenerateError> {
-        let stops = Stops::new(request.stops.clone())?;
+        let stops = Stops::new(request.stop_sequences.clone())?;
         Ok(Self { stream: Stream::new(prompt, false), stops })
     }
 
@@ -58,12 +60,12 @@ impl Session {
     ///
     /// # Errors
     /// As [`Session::generate`]; [`GenerateError::NoTokenizer`]; [`GenerateError::Text`] for an empty stop.
-    pub fn write(&mut self, prompt: &[u32], request: &Request) -> Result<Text<'_>, GenerateError> {
-        let engine = self.engine().clone();
-        engine.tokenizer()?;
-        let left = Some(Writing::new(prompt, request)?);
-        let tokens = self.generate(prompt, request)?;
-        Ok(Text { engine, tokens, left, count: 0, end: None })
+    pub fn generate_text(
+        &mut self,
+        prompt: &[u32],
+        request: &Request,
+    ) -> Result<TextStream<&mut Self>, GenerateError> {
+        TextStream::start(self, prompt, request)
     }
 }
 
@@ -82,13 +84,25 @@ impl Engine {
     }
 }
 
-impl Text<'_> {
-    /// Why it ended, when it did.
-    pub fn end(&self) -> Option<End> {
+impl<S: BorrowMut<Session>> TextStream<S> {
+    pub(super) fn start(
+        session: S,
+        prompt: &[u32],
+        request: &Request,
+    ) -> Result<Self, GenerateError> {
+        let engine = session.borrow().engine().clone();
+        engine.tokenizer()?;
+        let left = Some(Writing::new(prompt, request)?);
+        let tokens = Tokens::start(session, prompt, request)?;
+        Ok(Self { engine, tokens, left, count: 0, end: None })
+    }
+
+    /// Reason for the end of the generation; none before.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
         self.end
     }
 
-    /// Tokens so far, those held back included.
+    /// Number of tokens so far, with those whose text is not certain yet.
     pub fn tokens(&self) -> usize {
         self.count
     }
@@ -102,7 +116,7 @@ impl Text<'_> {
             self.count += 1;
             let (piece, stopped) = writing.push(tokenizer, token?.id)?;
             if stopped {
-                self.end = Some(End::Stop);
+                self.end = Some(FinishReason::Stop);
                 return Ok(Some(piece));
             }
             if !piece.is_empty() {
@@ -111,12 +125,12 @@ impl Text<'_> {
             }
         }
         let (last, stopped) = writing.finish(tokenizer)?;
-        self.end = if stopped { Some(End::Stop) } else { self.tokens.end() };
+        self.end = if stopped { Some(FinishReason::Stop) } else { self.tokens.finish_reason() };
         Ok(Some(last))
     }
 }
 
-impl Iterator for Text<'_> {
+impl<S: BorrowMut<Session>> Iterator for TextStream<S> {
     type Item = Result<String, GenerateError>;
 
     fn next(&mut self) -> Option<Self::Item> {

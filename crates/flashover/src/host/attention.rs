@@ -1,6 +1,6 @@
 //! Attention of host tensors, and its gradients.
 
-use arch::{DType, Device};
+use arch::DType;
 use burn::tensor::Tensor;
 use kernels::attention::AttentionOptions;
 use tune::Policy;
@@ -8,6 +8,8 @@ use tune::Policy;
 use super::call::{Call, check_dtypes};
 use super::error::HostOpError;
 use super::tensor::HostTensor;
+
+use crate::device::Device;
 
 /// Result and log-sum-exp of an attention.
 #[derive(Debug, Clone, PartialEq, Eq)]

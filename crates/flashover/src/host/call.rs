@@ -1,6 +1,6 @@
 //! Host tensors to a device and back.
 
-use arch::{Backend, DType, Device};
+use arch::{Backend, DType};
 use burn::tensor::{DType as BurnDType, Tensor, TensorData};
 use ops::{Ctx, OpError};
 use tune::Policy;
@@ -8,6 +8,7 @@ use tune::Policy;
 use super::error::HostOpError;
 use super::tensor::HostTensor;
 use crate::context::{context, log_warnings, on_burn};
+use crate::device::Device;
 
 /// One call of an op, whose operands share a dtype. What is wrong with the tune cache is logged when it ends.
 pub(super) struct Call {

@@ -1,6 +1,5 @@
 //! Matmul of host tensors.
 
-use arch::Device;
 use kernels::matmul::Layout;
 use ops::{Epilogue, OpError};
 use tune::Policy;
@@ -8,6 +7,8 @@ use tune::Policy;
 use super::call::{Call, check_dtypes};
 use super::error::HostOpError;
 use super::tensor::HostTensor;
+
+use crate::device::Device;
 
 /// How the operands of [`matmul`] lie and how they are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,6 +9,8 @@ mod tensor;
 
 pub use attention::{Attended, AttentionGradients, attention, attention_backward};
 pub use error::HostOpError;
+pub use kernels::attention::{AttentionOptions, Implementation};
+pub use kernels::matmul::{Layout, Precision};
 pub use matmul::{MatmulOptions, matmul};
 pub use named::run_op;
 pub use tensor::{HostTensor, TensorError};

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use arch::Device;
 use kernels::attention::{AttentionOptions, Implementation};
 use kernels::matmul::Layout;
 use tune::Policy;
@@ -11,6 +10,8 @@ use super::attention::{Attended, AttentionGradients, attention, attention_backwa
 use super::error::HostOpError;
 use super::matmul::{MatmulOptions, matmul};
 use super::tensor::HostTensor;
+
+use crate::device::Device;
 
 /// Runs the op called `name` on named inputs; settings are `key=value` pairs.
 ///

@@ -7,7 +7,7 @@ use super::error::PlanError;
 /// Limits on the use of a device's memory.
 ///
 /// ```
-/// use flashover::MemoryBudget;
+/// use flashover::memory::MemoryBudget;
 ///
 /// let gib = 1 << 30;
 /// let budget = MemoryBudget { reserve_bytes: 2 * gib, ..MemoryBudget::default() };

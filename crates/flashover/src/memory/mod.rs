@@ -24,3 +24,7 @@ pub use plan::Plan;
 pub(crate) use plan::compute_name;
 pub(crate) use planned::PlannedModel;
 pub use usage::{MemoryUsage, free_bytes};
+
+pub use crate::batch_size::{BatchSize, BatchTry, find_batch_size, optimal_batch_size};
+pub use crate::preset::{Chosen, Preset, UnknownPreset};
+pub use models::Workload;

@@ -11,7 +11,7 @@ use serde::{Serialize, Serializer};
 ///
 /// # Units
 /// Bytes of the device's pools. The driver keeps some hundred MiB for a process besides on CUDA, for which a
-/// [reserve](crate::MemoryBudget::reserve_bytes) is.
+/// [reserve](crate::memory::MemoryBudget::reserve_bytes) is.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// Folder or shape of the model.

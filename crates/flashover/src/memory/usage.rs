@@ -4,9 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 use arch::monitor::{Kind, Monitor, Reading};
-use arch::{Backend, Device, HostMemory};
+use arch::{Backend, HostMemory};
 use cubecl::MemoryScope;
 use serde::Serialize;
+
+use crate::device::Device;
 
 /// Memory of a device that this process has, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -23,15 +25,15 @@ pub struct MemoryUsage {
     pub allocations: u64,
 }
 
-/// Most bytes that were reserved, by the id of the device.
-static PEAKS: Mutex<BTreeMap<String, u64>> = Mutex::new(BTreeMap::new());
+/// Most bytes that were reserved, by architecture and ordinal of the device.
+static PEAKS: Mutex<BTreeMap<(String, usize), u64>> = Mutex::new(BTreeMap::new());
 
 impl MemoryUsage {
     /// Reads what the pools of `device` hold now.
     pub fn read(device: &Device) -> Self {
         let usage = device.client().memory_report(MemoryScope::Device).usage();
         let mut peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
-        let peak = peaks.entry(device.profile().id.to_string()).or_default();
+        let peak = peaks.entry((device.profile().id.to_string(), device.ordinal())).or_default();
         *peak = usage.bytes_reserved.max(*peak);
         Self {
             used_bytes: usage.bytes_in_use,
@@ -57,10 +59,14 @@ pub fn free_bytes(device: &Device) -> Option<u64> {
     if profile.backend == Backend::Cpu {
         return HostMemory::now().map(|memory| memory.free);
     }
-    let own = |reading: &&Reading| reading.kind != Kind::Cpu && reading.name == profile.name;
     let readings = Monitor::open().sample();
-    let mut found = readings.iter().filter(own);
-    let (reading, None) = (found.next()?, found.next()) else { return None };
+    let own = |reading: &&Reading| device.arch().is_read_by(reading) == Some(true);
+    let named = |reading: &&Reading| reading.kind != Kind::Cpu && reading.name == profile.name;
+    let reading = readings.iter().find(own).or_else(|| {
+        // One name may be that of two cards.
+        let mut found = readings.iter().filter(named);
+        found.next().filter(|_| found.next().is_none())
+    })?;
     reading.memory_total_bytes?.checked_sub(reading.memory_used_bytes?)
 }
 

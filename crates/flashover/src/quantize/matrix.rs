@@ -2,13 +2,14 @@
 
 use std::borrow::Cow;
 
-use arch::Device;
 use checkpoint::{Checkpoint, Encoded, Plan, Weight};
 use cubecl::server::Handle;
 use kernels::quantized;
 use quant::DType;
 
 use super::{Peaks, QuantizeError, QuantizeOptions};
+
+use crate::device::Device;
 
 /// A matrix of a layer, as the model has it and as it is to be.
 pub(super) struct Matrix {
@@ -106,7 +107,7 @@ impl Matrix {
                 QuantizeError::Failed { tensor: tensor(), why }
             }
         };
-        let made = self.target.quantize(device, &on_device, dtype).map_err(refused)?;
+        let made = self.target.quantize(device.arch(), &on_device, dtype).map_err(refused)?;
         peaks.see(device);
         drop(on_device);
         let lengths = self.target.buffer_bytes();

@@ -1,8 +1,9 @@
 //! How much memory it took.
 
-use arch::Device;
 use cubecl::MemoryScope;
 use serde::Serialize;
+
+use crate::device::Device;
 
 /// The most memory that was held at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

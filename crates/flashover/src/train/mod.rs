@@ -15,7 +15,7 @@ use std::path::Path;
 use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use checkpoint::Staged;
-use models::{Adaptation, Adapter, Example, LoraOptions, Recompute, Training, Workload};
+use models::{Adaptation, Workload};
 use serde::Serialize;
 
 use crate::device_error::{DeviceError, check_free};
@@ -25,6 +25,7 @@ use crate::memory::{Grant, Plan, PlanError};
 pub use data::{Dataset, DatasetError};
 pub use error::TrainError;
 pub use measure::{TrainSpeed, TrainTest};
+pub use models::{Adapter, Example, LoraOptions, Recompute, Training};
 use schedule::LossScale;
 pub use schedule::Schedule;
 
@@ -61,7 +62,7 @@ impl Default for TrainOptions {
 
 /// What a step came to.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Taught {
+pub struct StepMetrics {
     /// Counted from 1.
     pub step: usize,
     /// Mean of -ln p over the tokens that were learned, before the step.
@@ -224,7 +225,7 @@ impl Trainer {
     ///
     /// # Panics
     /// Where the backward pass of an op fails.
-    pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<Taught, TrainError> {
+    pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<StepMetrics, TrainError> {
         let all = micro_batches.iter().map(|batch| batch.iter().collect());
         Ok(self.step_while(all, || true)?.expect("nothing stops it"))
     }
@@ -242,7 +243,7 @@ impl Trainer {
         &mut self,
         micro_batches: impl Iterator<Item = Vec<&'a Example>> + Clone,
         goes_on: impl Fn() -> bool,
-    ) -> Result<Option<Taught>, TrainError> {
+    ) -> Result<Option<StepMetrics>, TrainError> {
         let _first = trace::first(|| "train step");
         let _step = trace::span(|| format!("train step {}", self.done + 1));
         self.engine.note_memory();
@@ -287,7 +288,7 @@ impl Trainer {
         let learning_rate = self.options.schedule.rate(self.done);
         let step = self.done + 1;
         let taught =
-            |skipped| Taught { step, loss, tokens, gradient: length, learning_rate, skipped };
+            |skipped| StepMetrics { step, loss, tokens, gradient: length, learning_rate, skipped };
         if !self.scale.took(length.is_finite()) {
             return Ok(Some(taught(true)));
         }

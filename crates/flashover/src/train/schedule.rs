@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 /// The learning rate of each step.
 ///
 /// ```
-/// use flashover::Schedule;
+/// use flashover::train::Schedule;
 ///
 /// let schedule = Schedule { learning_rate: 1e-3, warmup: 4, cosine: Some(12) };
 /// assert_eq!(schedule.rate(0), 0.25e-3);

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use flashover::{Dataset, Engine, EngineOptions, ModelFolder, TrainOptions, Trainer};
+use flashover::{Engine, EngineOptions, ModelFolder};
+
+use flashover::train::{Dataset, TrainOptions, Trainer};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;

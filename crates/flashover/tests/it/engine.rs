@@ -5,10 +5,11 @@ use std::fs;
 use std::ops::ControlFlow;
 
 use checkpoint::{Checkpoint, Tensor};
+use flashover::bench::SpeedTest;
+use flashover::memory::{MemoryBudget, PlanError, Workload};
 use flashover::{
-    Backend, Completion, Device, End, Engine, EngineOptions, GenerateError, KvFormat, LoadError,
-    MemoryBudget, ModelFolder, PlanError, Request, Sampling, SpeedTest, Token, WeightFormat,
-    Workload,
+    Backend, Completion, Device, Engine, EngineOptions, FinishReason, GenerateError, KvFormat,
+    LoadError, ModelFolder, Request, Sampling, Token, WeightFormat,
 };
 
 use crate::{cpu, demo, fixture};
@@ -31,8 +32,8 @@ fn plain(max_new_tokens: usize) -> Request {
     Request {
         sampling: Sampling::default(),
         max_new_tokens: Some(max_new_tokens),
-        eos: Vec::new(),
-        stops: Vec::new(),
+        stop_tokens: Vec::new(),
+        stop_sequences: Vec::new(),
     }
 }
 
@@ -46,23 +47,36 @@ fn alone(engine: &Engine, prompt: &[u32], context: usize, request: &Request) -> 
     let mut tokens = session.generate(prompt, request).expect("a prompt that fits");
     let made = tokens.by_ref().collect::<Result<Vec<_>, _>>().expect("room");
     assert!(tokens.next().is_none());
-    Completion { tokens: made, text: None, end: tokens.end().expect("it ended") }
+    Completion {
+        tokens: made,
+        text: None,
+        finish_reason: tokens.finish_reason().expect("it ended"),
+    }
 }
 
 #[test]
 fn a_session_ends_where_it_is_told_to() {
     let (engine, [prompt, greedy]) = (engine("llama"), golden("llama"));
     let made = alone(&engine, &prompt, 96, &plain(20));
-    assert_eq!((ids(&made.tokens), made.end), (greedy[..20].to_vec(), End::Length));
+    assert_eq!(
+        (ids(&made.tokens), made.finish_reason),
+        (greedy[..20].to_vec(), FinishReason::Length)
+    );
     assert!(made.tokens.iter().all(|token| token.logprob < 0.0));
     // Up to the first token of this id, which is not given out.
     let eos = greedy[6];
     let first = greedy.iter().position(|id| *id == eos).expect("it is there");
-    let made = alone(&engine, &prompt, 96, &Request { eos: vec![eos], ..plain(64) });
-    assert_eq!((ids(&made.tokens), made.end), (greedy[..first].to_vec(), End::Eos));
+    let made = alone(&engine, &prompt, 96, &Request { stop_tokens: vec![eos], ..plain(64) });
+    assert_eq!(
+        (ids(&made.tokens), made.finish_reason),
+        (greedy[..first].to_vec(), FinishReason::Eos)
+    );
     // The last token is given out though nothing can follow it.
     let made = alone(&engine, &prompt, prompt.len() + 4, &plain(64));
-    assert_eq!((ids(&made.tokens), made.end), (greedy[..5].to_vec(), End::Context));
+    assert_eq!(
+        (ids(&made.tokens), made.finish_reason),
+        (greedy[..5].to_vec(), FinishReason::Context)
+    );
     // What follows a generation goes on from it.
     let mut session = engine.session(96).expect("short");
     let given: Vec<_> = session.generate(&prompt, &plain(3)).expect("fits").collect();
@@ -78,13 +92,16 @@ fn a_batch_is_what_each_is_alone() {
     let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
     let prompts = [&prompt[..5], &prompt[..], &prompt[..1]];
     let sampling = Sampling { temperature: 1.5, seed: 11, ..Sampling::default() };
-    let request = Request { sampling, eos: vec![3, 17, 29], ..plain(24) };
+    let request = Request { sampling, stop_tokens: vec![3, 17, 29], ..plain(24) };
     let batch = engine.generate_batch(&prompts, 3, &request).expect("fits");
     assert_eq!(batch, engine.generate_batch(&prompts, 3, &request).expect("fits"));
     let mut different = Vec::new();
     for (prompt, answers) in prompts.iter().zip(&batch) {
         let one = alone(&engine, prompt, 96, &request);
-        assert_eq!((ids(&answers[0].tokens), answers[0].end), (ids(&one.tokens), one.end));
+        assert_eq!(
+            (ids(&answers[0].tokens), answers[0].finish_reason),
+            (ids(&one.tokens), one.finish_reason)
+        );
         different.extend(answers.iter().map(|answer| ids(&answer.tokens)));
     }
     different.sort();
@@ -96,7 +113,7 @@ fn a_batch_is_what_each_is_alone() {
     for (prompt, answers) in prompts.iter().zip(&batch) {
         let context = engine.config().context().expect("llama's has an end");
         assert_eq!(answers[0].tokens.len(), context - prompt.len() + 1);
-        assert_eq!(answers[0].end, End::Context);
+        assert_eq!(answers[0].finish_reason, FinishReason::Context);
     }
 }
 
@@ -114,12 +131,15 @@ fn requests_of_a_batch_are_each_its_own() {
     let each = engine.generate_each(&asked, 2).expect("fits");
     for (answers, request) in each.iter().zip(&requests) {
         let one = alone(&engine, &prompt[..6], 96, request);
-        assert_eq!((ids(&answers[0].tokens), answers[0].end), (ids(&one.tokens), one.end));
+        assert_eq!(
+            (ids(&answers[0].tokens), answers[0].finish_reason),
+            (ids(&one.tokens), one.finish_reason)
+        );
     }
     assert_eq!(each[0], each[3]);
     assert_ne!(ids(&each[0][0].tokens)[..5], ids(&each[1][0].tokens)[..]);
     assert!(each.iter().flatten().all(|answer| answer.text.is_none()), "it has no tokenizer");
-    let stops = Request { stops: vec!["x".into()], ..plain(4) };
+    let stops = Request { stop_sequences: vec!["x".into()], ..plain(4) };
     let refused = engine.generate_batch(&[[1]], 2, &stops).expect_err("no text");
     assert!(matches!(refused, GenerateError::NoTokenizer(_)), "{refused}");
 }
@@ -133,20 +153,23 @@ fn stops_end_the_answers_of_a_batch() {
         .iter()
         .map(|prompt| engine.encode(prompt).expect("text"))
         .collect();
-    let request = Request { stops: vec![".".into(), ", and".into()], ..plain(40) };
+    let request = Request { stop_sequences: vec![".".into(), ", and".into()], ..plain(40) };
     let together = engine.generate_batch(&prompts, 1, &request).expect("fits");
     for (prompt, answers) in prompts.iter().zip(&together) {
         let mut session = engine.session(128).expect("fits");
-        let mut pieces = session.write(prompt, &request).expect("text");
+        let mut pieces = session.generate_text(prompt, &request).expect("text");
         let text: String = pieces.by_ref().map(|piece| piece.expect("room")).collect();
         assert_eq!(
-            (answers[0].text.as_deref(), Some(answers[0].end)),
-            (Some(&text[..]), pieces.end())
+            (answers[0].text.as_deref(), Some(answers[0].finish_reason)),
+            (Some(&text[..]), pieces.finish_reason())
         );
         assert_eq!(answers[0].tokens.len(), pieces.tokens());
         assert!(!text.contains('.') && !text.contains(", and"), "{text}");
     }
-    assert!(together.iter().any(|answers| answers[0].end == End::Stop), "{together:?}");
+    assert!(
+        together.iter().any(|answers| answers[0].finish_reason == FinishReason::Stop),
+        "{together:?}"
+    );
     // What is told of them on the way makes them up.
     let asked: Vec<(&[u32], &Request)> =
         prompts.iter().map(|prompt| (&prompt[..], &request)).collect();
@@ -156,15 +179,15 @@ fn stops_end_the_answers_of_a_batch() {
         assert!(end.is_none(), "something came after the end: {step:?}");
         tokens.extend(step.token);
         text.push_str(step.piece);
-        *end = step.end;
+        *end = step.finish_reason;
         ControlFlow::Continue(())
     });
     assert_eq!(made.expect("fits"), together);
     for ((tokens, text, end), answers) in told.into_iter().zip(together) {
-        let told = Completion { tokens, text: Some(text), end: end.expect("it has one") };
+        let told = Completion { tokens, text: Some(text), finish_reason: end.expect("it has one") };
         assert_eq!(vec![told], answers);
     }
-    let empty = Request { stops: vec![String::new()], ..plain(4) };
+    let empty = Request { stop_sequences: vec![String::new()], ..plain(4) };
     assert!(matches!(engine.generate_batch(&prompts, 1, &empty), Err(GenerateError::Text(_))));
 }
 
@@ -178,10 +201,14 @@ fn a_prompt_that_fills_the_context_has_answers() {
     for prompts in [&prompts[..1], &prompts] {
         let answers = engine.generate_batch(prompts, 2, &plain(3)).expect("it fits");
         assert!(answers[0].iter().all(|answer| answer.tokens.len() == 1), "{answers:?}");
-        assert_eq!(answers[0][0].end, End::Context);
+        assert_eq!(answers[0][0].finish_reason, FinishReason::Context);
     }
     let none = engine.generate_batch(&[&full[..64]], 2, &plain(0)).expect("it fits");
-    assert!(none[0].iter().all(|answer| answer.tokens.is_empty() && answer.end == End::Length));
+    assert!(
+        none[0]
+            .iter()
+            .all(|answer| answer.tokens.is_empty() && answer.finish_reason == FinishReason::Length)
+    );
 }
 
 /// A thread is a stream of its own.
@@ -281,7 +308,7 @@ fn a_folder_knows_what_a_request_needs() {
         let budget = MemoryBudget { limit_bytes: Some(limit), ..MemoryBudget::default() };
         let options =
             EngineOptions { budget, workload: Some(workload.clone()), ..EngineOptions::default() };
-        Engine::of(&cpu(), open(), &options)
+        Engine::from_folder(&cpu(), open(), &options, |_| {})
     };
     let enough = load(peak).expect("it fits");
     assert_eq!(enough.generate_batch(&[&long], 3, &request).expect("it fits")[0].len(), 3);
@@ -291,7 +318,8 @@ fn a_folder_knows_what_a_request_needs() {
         workload: Some(folder.workload(&[&prompt.repeat(99)], 1, &request)),
         ..EngineOptions::default()
     };
-    let context = Engine::of(&cpu(), open(), &options).expect_err("longer than the model goes");
+    let context = Engine::from_folder(&cpu(), open(), &options, |_| {})
+        .expect_err("longer than the model goes");
     assert!(context.context().is_some(), "{context}");
     assert!(matches!(folder.check(&[]), Err(GenerateError::EmptyPrompt)));
     let token = folder.check(&[1, 99_999]).expect_err("no such token").to_string();
@@ -364,7 +392,7 @@ fn answers_stop_where_they_are_told_to() {
         assert_eq!(steps, told, "{name}");
         assert_eq!(made.iter().map(|one| one.tokens.len()).sum::<usize>(), told, "{name}");
         for one in &made {
-            assert_eq!(one.end, End::Cancelled, "{name}");
+            assert_eq!(one.finish_reason, FinishReason::Cancelled, "{name}");
             assert!(greedy.starts_with(&ids(&one.tokens)), "{name}");
         }
     }
@@ -437,9 +465,12 @@ fn what_cannot_answer_says_why() {
     assert!(hot.to_string().starts_with("temperature is -1\nhint: "), "{hot}");
     assert!(matches!(engine.encode("text"), Err(GenerateError::NoTokenizer(_))));
     assert!(matches!(engine.encode_chat(&[]), Err(GenerateError::NoTokenizer(_))));
-    let demo = demo();
-    let demo = ModelFolder::open(demo).expect("the demo");
-    assert!(matches!(demo.encode_chat(&[]), Err(GenerateError::NoTemplate(_))));
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(demo().join(file), folder.path().join(file)).expect("copied");
+    }
+    let bare = ModelFolder::open(folder.path()).expect("the demo without its template");
+    assert!(matches!(bare.encode_chat(&[]), Err(GenerateError::NoTemplate(_))));
     let long = engine.config().max_seq + 1;
     let long = engine.session(long).expect_err("longer than the model").to_string();
     assert!(long.contains("but the model has"), "{long}");

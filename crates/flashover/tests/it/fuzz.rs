@@ -8,7 +8,13 @@ use std::process;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use flashover::{ArchProfile, Dataset, EngineOptions, ModelFolder, Training, Workload};
+use flashover::{EngineOptions, ModelFolder};
+
+use flashover::device::ArchProfile;
+
+use flashover::memory::Workload;
+
+use flashover::train::{Dataset, Training};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{TestCaseError, TestRunner};
@@ -220,7 +226,7 @@ fn files_of_models(name: &str, cases: u32) {
             let workload = Workload { training, ..Workload::new(3, 100) };
             told(model.plan(&arch, &EngineOptions::default(), workload))?;
         }
-        model.room(5, &model.request());
+        model.context_length(5, &model.request());
         Ok(())
     });
 }

@@ -1,5 +1,6 @@
 //! The public crate, on the CPU.
 
+mod api;
 mod dataset;
 mod engine;
 mod examples;
@@ -9,10 +10,10 @@ mod train;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use flashover::{
-    Backend, DType, Device, HostOpError, HostTensor, Layout, MatmulOptions, OpError, Policy,
-    matmul, run_op,
-};
+use flashover::device::DType;
+use flashover::host::{HostOpError, HostTensor, Layout, MatmulOptions, matmul, run_op};
+use flashover::ops::OpError;
+use flashover::{Backend, Device, Policy};
 
 fn cpu() -> Device {
     Device::open(Backend::Cpu).expect("the CPU runtime needs nothing")

@@ -1,10 +1,11 @@
 //! Adapters that learn.
 
 use checkpoint::Checkpoint;
-use flashover::{
-    Adapter, Dataset, DatasetError, Engine, EngineOptions, Example, GenerateError, LoraOptions,
-    ModelFolder, Recompute, Schedule, TrainError, TrainOptions, Trainer,
+use flashover::train::{
+    Adapter, Dataset, DatasetError, Example, LoraOptions, Recompute, Schedule, TrainError,
+    TrainOptions, Trainer,
 };
+use flashover::{Engine, EngineOptions, ModelFolder};
 use models::Weights;
 
 use crate::{cpu, demo, fixture};
@@ -86,7 +87,8 @@ fn an_adapter_is_learned_saved_and_loaded() {
     let read = open().adapter(target.path()).expect("just written");
     assert_eq!(read.values(), trainer.adapter().expect("numbers").values());
     let folder = open().with_adapter(target.path()).expect("just written");
-    let adapted = Engine::of(&cpu(), folder, &EngineOptions::default()).expect("dense");
+    let adapted =
+        Engine::from_folder(&cpu(), folder, &EngineOptions::default(), |_| {}).expect("dense");
     let logits = adapted.session(8).expect("fits").logits(&lesson.tokens[..3]).expect("room");
     for (row, want) in logits.chunks(adapted.config().vocab).zip(&lesson.tokens[1..]) {
         let best = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a vocabulary");
@@ -129,7 +131,7 @@ fn examples_come_from_files() {
         std::fs::write(&path, text).expect("it is ours");
         Dataset::open(&path, &folder, context)
     };
-    let eos = folder.request().eos[0];
+    let eos = folder.request().stop_tokens[0];
     let lines =
         "{\"text\": \"One day\"}\n\n{\"prompt\": \"One day\", \"completion\": \" a dog ran\"}\n";
     let data = open("a.jsonl", lines, 64).expect("examples");
@@ -156,9 +158,10 @@ fn examples_come_from_files() {
         let refused = open("bad.jsonl", text, 64).expect_err(text).to_string();
         assert!(refused.contains(why) && refused.contains("\nhint: "), "{refused}");
     }
-    let messages = "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}";
-    let refused = open("chat.jsonl", messages, 64).expect_err("no template");
-    assert!(matches!(&refused, DatasetError::Encode(GenerateError::NoTemplate(_))), "{refused}");
+    let message =
+        |role: &str| format!("{{\"messages\": [{{\"role\": \"{role}\", \"content\": \"Hi\"}}]}}");
+    let answer = open("chat.jsonl", &message("assistant"), 64).expect("the demo has a template");
+    assert_eq!(answer.examples.len(), 1);
     let gone = Dataset::open(target.path().join("gone"), &folder, 64).expect_err("gone");
     assert!(matches!(gone, DatasetError::Read { .. }), "{gone}");
 }

@@ -12,14 +12,14 @@ use super::sampling::{Place, Sampling, Token};
 
 /// Picks tokens of rows that grow, and remembers on the device what each has seen.
 #[derive(Debug)]
-pub(super) struct Picker {
+pub(super) struct Sampler {
     /// Of each row.
     sampling: Vec<Sampling>,
     /// A bit a token, row by row, and a row of what the tokenizer lacks.
     seen: Tensor<1, Int>,
 }
 
-impl Picker {
+impl Sampler {
     /// For sequences that are sampled so and have these tokens so far.
     pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
         let _at_work = ops::at_work();
@@ -43,7 +43,7 @@ impl Picker {
     }
 
     /// The tokens after rows of logits, `[rows, vocab]`, each at its place.
-    pub(super) fn pick(
+    pub(super) fn sample(
         &self,
         engine: &Engine,
         logits: Tensor<2>,
@@ -71,7 +71,7 @@ impl Picker {
     }
 }
 
-/// Launches what [`Picker::pick`] launches with some logits; `masked` if the tokenizer lacks tokens.
+/// Launches what [`Sampler::pick`] launches with some logits; `masked` if the tokenizer lacks tokens.
 pub(super) fn rehearse(masked: bool) -> impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError> {
     move |ctx, logits| {
         let ([rows, vocab], device) = (logits.dims(), logits.device());

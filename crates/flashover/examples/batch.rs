@@ -1,11 +1,13 @@
 //! Several answers to each of several prompts, in two batches that run beside each other.
 //!
-//! `cargo run --release --example batches -- models/demo [cuda, vulkan or cpu]`
+//! `cargo run --release --example batch -- models/demo [cuda, vulkan or cpu]`
 
 use std::error::Error;
 use std::thread;
 
-use flashover::{Backend, Device, Engine, EngineOptions, GenerateError, Sampling, Workload};
+use flashover::{Backend, Device, Engine, EngineOptions, GenerateError, Sampling};
+
+use flashover::memory::Workload;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);

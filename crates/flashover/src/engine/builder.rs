@@ -1,0 +1,201 @@
+//! From a folder or a name to an engine, one setting at a time.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use models::{KvFormat, Workload};
+use quant::WeightFormat;
+use tune::Policy;
+
+use super::{Engine, LoadProgress, ModelFolder};
+use crate::device::Device;
+use crate::load_error::LoadError;
+use crate::memory::MemoryBudget;
+use crate::options::{Compute, EngineOptions};
+
+/// Progress of [`EngineBuilder::build`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BuildProgress<'a> {
+    /// A file comes from the Hugging Face Hub.
+    Downloading {
+        /// Name of the file.
+        file: &'a str,
+        /// Bytes of all files that are here.
+        bytes: u64,
+        /// Bytes of all files.
+        total_bytes: u64,
+    },
+    /// Weights move to the device.
+    Loading(LoadProgress),
+}
+
+type Report<'p> = dyn FnMut(BuildProgress<'_>) + 'p;
+
+/// Settings of an [`Engine`] before it is loaded: see [`Engine::builder`].
+#[must_use = "nothing is loaded before `build`"]
+pub struct EngineBuilder<'p> {
+    model: PathBuf,
+    offline: bool,
+    device: Option<Device>,
+    adapter: Option<PathBuf>,
+    options: EngineOptions,
+    progress: Option<Box<Report<'p>>>,
+}
+
+impl Engine {
+    /// Begins to load a model: a Hugging Face folder, or with the feature `hub` an `owner/name[@revision]` of the
+    /// Hugging Face Hub.
+    ///
+    /// ```
+    /// use flashover::{Device, Engine};
+    ///
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo");
+    /// let engine = Engine::builder(folder).device(Device::cpu()?).build()?;
+    /// let text = engine.generate("Once upon a time").max_new_tokens(8).text()?;
+    /// assert!(!text.is_empty());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn builder<'p>(model: impl AsRef<Path>) -> EngineBuilder<'p> {
+        EngineBuilder {
+            model: model.as_ref().to_owned(),
+            offline: false,
+            device: None,
+            adapter: None,
+            options: EngineOptions::default(),
+            progress: None,
+        }
+    }
+}
+
+impl<'p> EngineBuilder<'p> {
+    /// Loads onto this device; without it onto [`Device::auto`].
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Computes in this dtype; without it in f32 on a CPU, elsewhere in the files' dtype if the device has it.
+    pub fn dtype(mut self, dtype: Compute) -> Self {
+        self.options.dtype = Some(dtype);
+        self
+    }
+
+    /// Quantises the matrices of the layers while they load.
+    pub fn quant(mut self, format: WeightFormat) -> Self {
+        self.options.quant = Some(format);
+        self
+    }
+
+    /// Holds keys and values in this format.
+    pub fn kv_cache(mut self, format: KvFormat) -> Self {
+        self.options.kv = format;
+        self
+    }
+
+    /// Applies a LoRA adapter in PEFT's format. It is merged into dense matrices and stays separate from quantised ones.
+    pub fn adapter(mut self, folder: impl AsRef<Path>) -> Self {
+        self.adapter = Some(folder.as_ref().to_owned());
+        self
+    }
+
+    /// Sets the longest sequence in tokens, which may exceed the length in config.json.
+    pub fn max_context(mut self, tokens: usize) -> Self {
+        self.options.max_context = Some(tokens);
+        self
+    }
+
+    /// Limits the device memory of the model and its sequences.
+    pub fn memory(mut self, budget: MemoryBudget) -> Self {
+        self.options.budget = budget;
+        self
+    }
+
+    /// Refuses to load unless the device has room for this workload too.
+    pub fn workload(mut self, workload: Workload) -> Self {
+        self.options.workload = Some(workload);
+        self
+    }
+
+    /// Sets what happens to problems without a tuned config: `Policy::Measure` times candidates on first use.
+    pub fn policy(mut self, policy: Policy) -> Self {
+        self.options.policy = Some(policy);
+        self
+    }
+
+    /// Replaces all options that are not of the builder alone.
+    pub fn options(mut self, options: EngineOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Takes a model given by name from the local cache of the Hub and downloads nothing.
+    #[cfg(feature = "hub")]
+    pub fn offline(mut self) -> Self {
+        self.offline = true;
+        self
+    }
+
+    /// Calls `report` while files come and weights load.
+    pub fn on_progress(mut self, report: impl FnMut(BuildProgress<'_>) + 'p) -> Self {
+        self.progress = Some(Box::new(report));
+        self
+    }
+
+    /// Loads the model.
+    ///
+    /// # Errors
+    /// As [`Engine::load`]; [`LoadError::Open`] if no device opens; with the feature `hub` [`LoadError::Hub`].
+    pub fn build(mut self) -> Result<Engine, LoadError> {
+        let mut progress = self.progress.take();
+        let mut report = |progress_now: BuildProgress<'_>| {
+            if let Some(report) = &mut progress {
+                report(progress_now);
+            }
+        };
+        let folder = self.folder(&mut report)?;
+        let folder = ModelFolder::open(folder)?;
+        let folder = match &self.adapter {
+            Some(adapter) => folder.with_adapter(adapter)?,
+            None => folder,
+        };
+        let device = match self.device {
+            Some(device) => device,
+            None => Device::auto()?,
+        };
+        Engine::from_folder(&device, folder, &self.options, |loading| {
+            report(BuildProgress::Loading(loading));
+        })
+    }
+
+    /// Returns the model's folder, downloaded if `model` is a name and no folder.
+    #[cfg(feature = "hub")]
+    fn folder(&self, report: &mut Report<'_>) -> Result<PathBuf, LoadError> {
+        use hub::{Hub, ModelName};
+
+        let name = self.model.to_str().and_then(|text| text.parse::<ModelName>().ok());
+        let Some(name) = name.filter(|_| !self.model.exists()) else {
+            return Ok(self.model.clone());
+        };
+        let hub = Hub::from_env()?;
+        let hub = if self.offline { hub.offline() } else { hub };
+        Ok(hub.model(&name, |progress| {
+            let hub::Progress { file, bytes, total_bytes } = progress;
+            report(BuildProgress::Downloading { file, bytes, total_bytes });
+        })?)
+    }
+
+    #[cfg(not(feature = "hub"))]
+    fn folder(&self, _report: &mut Report<'_>) -> Result<PathBuf, LoadError> {
+        Ok(self.model.clone())
+    }
+}
+
+impl fmt::Debug for EngineBuilder<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("EngineBuilder");
+        shown.field("model", &self.model).field("offline", &self.offline);
+        shown.field("device", &self.device).field("adapter", &self.adapter);
+        shown.field("options", &self.options).finish_non_exhaustive()
+    }
+}

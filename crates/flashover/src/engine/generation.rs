@@ -1,0 +1,152 @@
+//! One generation, one setting at a time.
+
+use text::Message;
+
+use super::{Completion, Engine, GenerateError, Request, Sampling, TextStream};
+
+/// Text, messages or tokens to continue.
+#[derive(Debug, Clone)]
+enum Prompt {
+    Text(String),
+    Chat(Vec<Message>),
+    Tokens(Vec<u32>),
+}
+
+/// Settings of a generation before it starts: see [`Engine::generate`]. They begin as the model's
+/// `generation_config.json` sets them.
+#[derive(Debug, Clone)]
+#[must_use = "nothing is generated before `text`, `stream` or `completions`"]
+pub struct Generation<'e> {
+    engine: &'e Engine,
+    prompt: Prompt,
+    request: Request,
+}
+
+impl Engine {
+    /// Continues a text.
+    ///
+    /// ```no_run
+    /// # let engine = flashover::Engine::builder("models/demo").build()?;
+    /// for piece in engine.generate("Once upon a time").max_new_tokens(64).temperature(0.8).stream()? {
+    ///     print!("{}", piece?);
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn generate(&self, prompt: impl Into<String>) -> Generation<'_> {
+        self.continued(Prompt::Text(prompt.into()))
+    }
+
+    /// Answers a conversation through the model's chat template.
+    pub fn chat(&self, messages: &[Message]) -> Generation<'_> {
+        self.continued(Prompt::Chat(messages.to_vec()))
+    }
+
+    /// Continues tokens.
+    pub fn generate_tokens(&self, tokens: impl Into<Vec<u32>>) -> Generation<'_> {
+        self.continued(Prompt::Tokens(tokens.into()))
+    }
+
+    fn continued(&self, prompt: Prompt) -> Generation<'_> {
+        Generation { engine: self, prompt, request: self.request() }
+    }
+}
+
+impl Generation<'_> {
+    /// Ends after this number of tokens.
+    pub fn max_new_tokens(mut self, tokens: usize) -> Self {
+        self.request.max_new_tokens = Some(tokens);
+        self
+    }
+
+    /// Divides the logits by `temperature`; 0 takes the likeliest token.
+    pub fn temperature(mut self, temperature: f32) -> Self {
+        self.request.sampling.temperature = temperature;
+        self
+    }
+
+    /// Takes the likeliest token at each step.
+    pub fn greedy(mut self) -> Self {
+        self.request.sampling =
+            Sampling { seed: self.request.sampling.seed, ..Sampling::default() };
+        self
+    }
+
+    /// Samples among the `tokens` likeliest; 0 is all.
+    pub fn top_k(mut self, tokens: usize) -> Self {
+        self.request.sampling.top_k = tokens;
+        self
+    }
+
+    /// Samples among the likeliest tokens that together reach this probability.
+    pub fn top_p(mut self, probability: f32) -> Self {
+        self.request.sampling.top_p = probability;
+        self
+    }
+
+    /// Leaves out tokens with less than this share of the likeliest token's probability.
+    pub fn min_p(mut self, share: f32) -> Self {
+        self.request.sampling.min_p = share;
+        self
+    }
+
+    /// Makes tokens less likely that already occurred; 1 changes nothing.
+    pub fn repetition_penalty(mut self, penalty: f32) -> Self {
+        self.request.sampling.repetition_penalty = penalty;
+        self
+    }
+
+    /// Sets the random seed. One seed gives the same tokens, independent of other sequences.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.request.sampling.seed = seed;
+        self
+    }
+
+    /// Ends where this text comes up. Several calls add several.
+    pub fn stop(mut self, text: impl Into<String>) -> Self {
+        self.request.stop_sequences.push(text.into());
+        self
+    }
+
+    /// Replaces all settings.
+    pub fn request(mut self, request: Request) -> Self {
+        self.request = request;
+        self
+    }
+
+    /// Starts, and returns the text in pieces as it becomes certain. The session is as long as the request needs.
+    ///
+    /// # Errors
+    /// As [`Session::generate_text`](super::Session::generate_text) and [`Engine::encode`]; those of later tokens come
+    /// from the iterator.
+    pub fn stream(self) -> Result<TextStream, GenerateError> {
+        let prompt = self.encoded()?;
+        let context = self.engine.context_length(prompt.len(), &self.request);
+        TextStream::start(self.engine.session(context)?, &prompt, &self.request)
+    }
+
+    /// Returns the whole text, without the prompt.
+    ///
+    /// # Errors
+    /// As [`Generation::stream`].
+    pub fn text(self) -> Result<String, GenerateError> {
+        self.stream()?.collect()
+    }
+
+    /// Returns `count` completions, which decode together and share the KV cache of the prompt.
+    ///
+    /// # Errors
+    /// As [`Engine::generate_batch`] and [`Engine::encode`].
+    pub fn completions(self, count: usize) -> Result<Vec<Completion>, GenerateError> {
+        let prompt = self.encoded()?;
+        let mut each = self.engine.generate_batch(&[prompt], count, &self.request)?;
+        Ok(each.pop().expect("one prompt"))
+    }
+
+    fn encoded(&self) -> Result<Vec<u32>, GenerateError> {
+        match &self.prompt {
+            Prompt::Text(text) => self.engine.encode(text),
+            Prompt::Chat(messages) => self.engine.encode_chat(messages),
+            Prompt::Tokens(tokens) => Ok(tokens.clone()),
+        }
+    }
+}

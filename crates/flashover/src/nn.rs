@@ -1,0 +1,57 @@
+//! Modules of Burn that run Flashover's kernels. Their parameters are Burn's, so its optimizers, records and
+//! quantisation work on them.
+
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Device, Tensor};
+use ops::{Activation, Ctx, Epilogue, OpError, linear};
+
+/// A linear layer `activation(x · weight + bias)` in one launch.
+///
+/// ```
+/// use flashover::burn::tensor::{Device, Distribution, Tensor};
+/// use flashover::nn::Linear;
+/// use flashover::ops::{Activation, Ctx};
+///
+/// let (ctx, device) = (Ctx::default(), Device::cpu());
+/// let layer = Linear::new(64, 32, true, &device);
+/// let x = Tensor::<3>::random([2, 16, 64], Distribution::Default, &device);
+/// let y = layer.forward(&ctx, x, Some(Activation::Silu))?;
+/// assert_eq!(y.dims(), [2, 16, 32]);
+/// # Ok::<(), flashover::ops::OpError>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct Linear {
+    /// `[inputs, outputs]`
+    pub weight: Param<Tensor<2>>,
+    /// `[outputs]`
+    pub bias: Option<Param<Tensor<1>>>,
+}
+
+impl Linear {
+    /// Draws parameters uniformly from ±1/√inputs, as Burn's and PyTorch's linear layers do.
+    pub fn new(inputs: usize, outputs: usize, bias: bool, device: &Device) -> Self {
+        let uniform = Initializer::KaimingUniform { gain: 1.0 / 3f64.sqrt(), fan_out_only: false };
+        let (fan_in, fan_out) = (Some(inputs), Some(outputs));
+        Self {
+            weight: uniform.init_with([inputs, outputs], fan_in, fan_out, device),
+            bias: bias.then(|| uniform.init_with([outputs], fan_in, fan_out, device)),
+        }
+    }
+
+    /// Returns `activation(x · weight + bias)`; gradients flow to x and to the parameters.
+    ///
+    /// # Shapes
+    /// x `[.., inputs]`, result `[.., outputs]`.
+    ///
+    /// # Errors
+    /// As [`ops::linear`](linear).
+    pub fn forward<const D: usize>(
+        &self,
+        ctx: &Ctx,
+        x: Tensor<D>,
+        activation: Option<Activation>,
+    ) -> Result<Tensor<D>, OpError> {
+        let bias = self.bias.as_ref().map(Param::val);
+        linear(ctx, x, self.weight.val(), Epilogue { bias, activation, ..Epilogue::default() })
+    }
+}
