@@ -298,7 +298,7 @@ impl DecodeProblem {
     /// reach. The device reads the last block instead of a missing one, never past the cache.
     ///
     /// # Errors
-    /// Those of [`DecodeProblem::check_lengths`]; a wrong number of entries; a block past the last.
+    /// The errors of [`DecodeProblem::check_lengths`]; a wrong number of entries; a block past the last.
     pub fn check_table(&self, lengths: &[u32], table: &[u32]) -> Result<(), InvalidDecode> {
         self.check_lengths(lengths)?;
         let CacheLayout::Paged { block_size, blocks, max_blocks } = self.layout else {
