@@ -1,4 +1,4 @@
-//! How to compute it: configs, what they need, which are worth measuring.
+//! Attention configs: requirements, checks and candidates to measure.
 
 use arch::{ArchProfile, DType, MmaShape};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use super::problem::{AttentionProblem, Implementation};
 use super::rows::RowsConfig;
 use crate::fits::{iterations, lacks, limits, rtx, shape, stores};
 
-/// One way to run an attention.
+/// A path and its tile sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum AttentionConfig {
@@ -20,7 +20,7 @@ pub enum AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// Of the tensor-core path that `arch` may have.
+    /// Smallest config of the matrix path for `arch`.
     const fn smallest(arch: &ArchProfile) -> Self {
         match arch.matrices_from_words() {
             true => Self::Plane(plane(2, 16, 16)),
@@ -28,7 +28,7 @@ impl AttentionConfig {
         }
     }
 
-    /// Queries of a cube, of a path that has blocks of them.
+    /// Queries per cube, for paths that process blocks of queries.
     const fn tile_q(self) -> Option<u32> {
         match self {
             Self::Flash(c) => Some(c.tile_q()),
@@ -39,10 +39,10 @@ impl AttentionConfig {
 }
 
 impl Implementation {
-    /// Returns the config that runs unmeasured.
+    /// Returns the default config, used without tuning.
     ///
     /// # Errors
-    /// The reason why it cannot serve the problem on the device.
+    /// The reason why the implementation does not support the problem on this device.
     pub fn config(
         self,
         arch: &ArchProfile,
@@ -54,7 +54,7 @@ impl Implementation {
             Self::Flash => {
                 match candidates(arch, problem).into_iter().find(in_blocks) {
                     Some(config) => Ok(config),
-                    // What the smallest lacks, every one lacks.
+                    // A requirement that the smallest config misses, every config misses.
                     None => {
                         let smallest = AttentionConfig::smallest(arch);
                         check(arch, problem, &smallest).map(|()| smallest)
@@ -69,7 +69,7 @@ pub(super) const fn flash(planes: u32, rows: u32, tile_kv: u32, stages: u32) -> 
     FlashConfig { planes, rows, tile_kv, stages }
 }
 
-/// In the order of how often they win.
+/// Ordered by how often they win.
 const FLASH: [FlashConfig; 9] = [
     flash(4, 32, 32, 2),
     flash(4, 32, 32, 3),
@@ -104,7 +104,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
     let worth =
         |c: &AttentionConfig| check(arch, problem, c).is_ok() && !(rtx(arch) && spills(problem, c));
     let mut found: Vec<_> = all.into_iter().filter(worth).collect();
-    // A cube should have rows to work on, and every processor a cube.
+    // Prefer configs that fill the rows of a cube and give every processor a cube.
     let heads = u64::from(problem.batch) * u64::from(problem.heads);
     let waste = |c: &AttentionConfig| {
         c.tile_q().map_or(u64::MAX, |tile_q| {
@@ -122,7 +122,8 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
     found
 }
 
-/// Whether ptxas 13.0 is known to spill 8 or 16 bytes, stores and loads, though there are registers: `cargo xtask targets`.
+/// Returns true where ptxas 13.0 spills 8 or 16 bytes (stores and loads) although registers are
+/// free. Found by `cargo xtask targets`.
 fn spills(problem: &AttentionProblem, config: &AttentionConfig) -> bool {
     let AttentionConfig::Flash(c) = config else { return false };
     let ragged = problem.varlen || problem.seq_kv % c.tile_kv != 0;
@@ -167,14 +168,14 @@ fn check_plane(
     c: PlaneConfig,
 ) -> Result<(), Infeasible> {
     let plane = arch.plane_size.0;
-    // A software device has memory for registers.
+    // A software device keeps registers in memory, so it has no spills.
     if plane > 16 && c.registers(problem.head_dim, plane) > 270 {
         return Err(shape("rows", c.rows, "results and scores would spill"));
     }
     matrices(arch, c, c.shared_bytes(problem.head_dim))
 }
 
-/// Checks whether blocks of plane-scope matrices fit, which take so many bytes of shared memory.
+/// Checks the tile sizes of a cooperative-matrix config, its units and its `shared_bytes`.
 pub(super) fn matrices(
     arch: &ArchProfile,
     c: PlaneConfig,
@@ -192,12 +193,13 @@ pub(super) fn matrices(
     limits(arch, c.planes * arch.plane_size.0, shared_bytes)
 }
 
-/// Registers for the addresses of a bias or mask: with 32 rows of 128 they spill 164 bytes (sm_120).
+/// Registers for the addresses of a bias or mask. With 32 rows at head_dim 128 they spill 164 bytes
+/// (sm_120).
 pub(super) const fn addresses(problem: &AttentionProblem) -> u32 {
     if problem.bias.is_some() || problem.mask.is_some() { 32 } else { 0 }
 }
 
-/// Checks whether the device has what `config` is made of, for passes in both directions.
+/// Checks that the device supports `config`, for the forward and the backward pass.
 pub(super) fn serves(
     arch: &ArchProfile,
     problem: &AttentionProblem,
@@ -208,7 +210,7 @@ pub(super) fn serves(
     if let AttentionConfig::Rows(c) = config {
         return limits(arch, c.units, 0);
     }
-    // Of a grid each is one dimension.
+    // Each is one dimension of the grid.
     for (name, value) in [("batch", problem.batch), ("heads", problem.heads)] {
         if value > 65_535 {
             return Err(shape(name, value, "up to 65535"));
@@ -231,7 +233,8 @@ pub(super) fn serves(
     limits(arch, c.units(), 0)
 }
 
-/// Checks whether the device has the matrices of the cooperative-matrix path, and they divide the head dimension.
+/// Checks that the device has the matrices of the cooperative-matrix path and that they divide the
+/// head dimension.
 fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Infeasible> {
     if !arch.matrices_from_words() {
         return Err(lacks("plane-scope matrices that load from words"));
@@ -253,7 +256,8 @@ fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Inf
     Ok(())
 }
 
-/// Checks whether the device has the instructions of the `mma.sync` paths, and they divide the head dimension.
+/// Checks that the device has the instructions of the `mma.sync` paths and that they divide the
+/// head dimension.
 pub(super) fn tensor_cores(
     arch: &ArchProfile,
     dtype: DType,
@@ -279,7 +283,7 @@ pub(super) fn tensor_cores(
 mod tests {
     use super::*;
 
-    /// A launch of that many would be refused by the driver.
+    /// The driver would refuse a launch with so large a grid.
     #[test]
     fn more_heads_or_batches_than_a_grid_has_go_by_rows() {
         let arch = ArchProfile::recorded("rtx4090").expect("recorded");

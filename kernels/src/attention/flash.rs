@@ -1,39 +1,39 @@
-//! The tensor-core path of CUDA: FlashAttention-2's loop with `mma.sync`, `ldmatrix` and `cp.async`.
+//! Tensor-core path for CUDA: FlashAttention-2's loop with `mma.sync`, `ldmatrix` and `cp.async`.
 //!
-//! | loop                               | level                                                  |
-//! |------------------------------------|--------------------------------------------------------|
-//! | blocks of `planes · rows` queries  | cubes; of a head, those with most keys first           |
-//! | tiles of `tile_kv` keys            | ring of `stages` tiles of K and V, `stages - 1` ahead  |
-//! | `rows` queries                     | planes; scores, weights and sums in registers          |
-//! | head dimension, then keys, by 16   | fragments in registers, one step ahead                 |
+//! | loop                               | level                                                   |
+//! |------------------------------------|---------------------------------------------------------|
+//! | blocks of `planes · rows` queries  | cubes; within a head, blocks with the most keys first   |
+//! | tiles of `tile_kv` keys            | ring of `stages` K and V tiles, `stages - 1` in flight  |
+//! | `rows` queries                     | planes; scores, weights and accumulators in registers   |
+//! | head dimension, then keys, by 16   | fragments in registers, prefetched one step ahead       |
 //!
-//! Tiles that causal order or a window hide whole are not visited; only tiles that they cut are masked.
-//! Scores are kept in units of log₂, so that a weight is one multiply-add and one `ex2`. The running
-//! maximum m of a row is moved only when a score passes it by 2⁸: until then weights grow to 256 at
-//! most, which neither f32 sums nor f16 weights mind, and neither a shuffle nor a rescaling of the sums
-//! is needed. The quotient in the end is the same.
+//! Tiles that the causal mask or a window hides completely are skipped; only tiles that they cut
+//! are masked. Scores are in units of log₂, so that a softmax weight costs one multiply-add and one
+//! `ex2`. The running row max m only moves when a score exceeds it by 2⁸. Until then weights grow
+//! to at most 256, which is safe for f32 accumulators and f16 weights. This skips most shuffles and
+//! rescales; the final quotient is the same.
 //!
-//! Cost: `4·head_dim` flop a visible pair; K and V are read once for every block of queries, from the L2
-//! but for the first.
+//! Cost: `4·head_dim` flop per visible pair. Each block of queries reads K and V once, from L2
+//! except for the first block.
 //!
-//! Ladder, TFLOP/s at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal, on an
-//! H200 (634 from registers alone; torch's FlashAttention-2 in the run of the last row 344 / 306). All but
-//! the last row are of CUDA C++ prototypes:
+//! Ladder, TFLOP/s at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal, on
+//! an H200. Its limit with operands in registers is 634. torch's FlashAttention-2 reached 344 / 306
+//! in the run of the last row. All rows except the last are CUDA C++ prototypes:
 //!
 //! | version                                                                  | full | causal |
 //! |--------------------------------------------------------------------------|------|--------|
 //! | v1 four planes of 32 rows, two tiles of 64 keys                          | 341  | 293    |
-//! | v2 v1, sums rescaled only when a maximum grows by 2⁸                     | 355  | 301    |
+//! | v2 v1, rescaled only when a row max grows by 2⁸                          | 355  | 301    |
 //! | v3 v2, three tiles of 32 keys: nothing spills                            | 364  | 308    |
 //! | v4 v3, one vote for all rows, fragments one step ahead, two tiles        | 371  | 327    |
 //! | v4 in CubeCL, this file: 232 registers where the prototype spilled       | 375  | 324    |
 //!
-//! Slower: eight planes of 32 rows in one cube 346 / 284; planes of 16 rows, whose fragments are read
-//! from shared memory twice as often, 323 / 301 by four and 306 / 276 by eight; scores of the next tile
-//! computed before this one's weights, which leaves no registers, 301 / 254.
+//! Slower variants: eight planes of 32 rows per cube, 346 / 284. Planes of 16 rows read their
+//! fragments from shared memory twice as often: 323 / 301 with four planes, 306 / 276 with eight.
+//! Computing the next tile's scores before this tile's weights leaves no registers: 301 / 254.
 //!
 //! Sources: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein, "Online normalizer
-//! calculation for softmax" (2018); the threshold is FlashAttention-4's.
+//! calculation for softmax" (2018); the rescale threshold is FlashAttention-4's.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -50,18 +50,18 @@ use crate::tile::{
 /// Tile sizes of the tensor-core path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FlashConfig {
-    /// Planes of a cube.
+    /// Planes per cube.
     pub planes: u32,
-    /// Queries of a plane: 16 or 32.
+    /// Queries per plane: 16 or 32.
     pub rows: u32,
-    /// Keys of a tile.
+    /// Keys per tile.
     pub tile_kv: u32,
-    /// Tiles of K and V in the ring.
+    /// K and V tiles in the ring.
     pub stages: u32,
 }
 
 impl FlashConfig {
-    /// Queries of a cube.
+    /// Queries per cube.
     pub(crate) const fn tile_q(self) -> u32 {
         self.planes * self.rows
     }
@@ -74,23 +74,23 @@ impl FlashConfig {
         (self.tile_q() + 2 * self.stages * self.tile_kv) * pitch(head_dim) * 2
     }
 
-    /// Registers of a unit, roughly: sums of the result, scores, two steps of fragments, addresses.
+    /// Estimated registers per unit: accumulators, scores, two steps of fragments, addresses.
     pub(crate) const fn registers(self, head_dim: u32) -> u32 {
         let fragments = self.rows / 16;
         fragments * (head_dim + self.tile_kv) / 2 + 2 * (4 * fragments + self.tile_kv / 4) + 52
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FlashPlan {
     pub(crate) config: FlashConfig,
     pub(crate) head_dim: u32,
     pub(crate) bf16: bool,
     pub(crate) q: CopyPlan,
-    /// Of K, and of V, which lies the same way.
+    /// Copies of a K tile; V uses the same layout.
     pub(crate) kv: CopyPlan,
-    /// No tile of keys reaches past the end.
+    /// True if no tile of keys reaches past the end.
     pub(crate) exact: bool,
 }
 
@@ -119,7 +119,7 @@ impl FlashPlan {
         2 * self.kv.shape.bytes()
     }
 
-    /// The products with one tile of K or V.
+    /// Matmul geometry of one K or V tile.
     const fn products(self) -> Products {
         Products {
             frags: self.config.rows as usize / 16,
@@ -132,12 +132,12 @@ impl FlashPlan {
         }
     }
 
-    /// Whether the addresses of K and V stay in registers.
+    /// Returns true if the addresses of K and V stay in registers.
     const fn holds(self) -> bool {
         self.config.rows > 16 || self.config.tile_kv > 32
     }
 
-    /// Where rules and ends cut a plane's scores.
+    /// Region of a plane's scores, to which masks and ends apply.
     const fn region(self) -> Region {
         Region {
             queries: self.config.rows,
@@ -148,7 +148,7 @@ impl FlashPlan {
     }
 }
 
-/// Weights stay below 2 to this power.
+/// Softmax weights stay at or below 2 to this power.
 const HEADROOM: f32 = 8.0;
 
 #[cube]
@@ -175,7 +175,8 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let unit = plane * 32 + lane;
     let (head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
     let here = sequences.of(dims, batch);
-    // In causal order later queries have more keys: first in, so that no long block comes last.
+    // Under the causal mask later queries have more keys. Start them first, so that no long block
+    // runs last.
     let last_block = dims.seq_q.div_ceil(tile_q) - 1;
     let block = if comptime!(scores.rules.causal) { last_block - CUBE_POS_X } else { CUBE_POS_X };
     let first_row = block * tile_q;
@@ -249,7 +250,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         let corner = Place { batch, head, row, col: tile * tile_kv };
         scores.finish::<NC>(&mut s, &corner, &here, dims, comptime!(plan.region()));
 
-        // m, and everything that is a multiple of exp(-m)
+        // Update m and rescale everything that is a multiple of exp(-m).
         let mut grows = false;
         let mut tops = Array::<f32>::new(comptime!(2 * frags_m));
         #[unroll]
@@ -267,7 +268,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
                 let mut reached = max(tops[r], plane_shuffle_xor(tops[r], 1));
                 reached = max(reached, plane_shuffle_xor(reached, 2));
                 let grown = max(most[r], reached);
-                // -inf - -inf is no number: a row without keys so far stays as it is.
+                // -inf - -inf is NaN: leave a row without keys so far as it is.
                 let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(most[r] - grown));
                 most[r] = grown;
                 sum[r] *= factor;
@@ -323,10 +324,10 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
                 out[(start + col as usize) / 2] = Vector::cast_from(pair * Vector::new(quotient));
             }
             if comptime!(scores.rules.lse) {
-                // One unit of the quad that shares the row.
+                // One unit of the four that share the row.
                 if lane % 4 == 0 {
                     let at = dims.lse_at(here.from_q + row, batch, head);
-                    // ln 2: m and l are powers of two.
+                    // m and log₂(l) are base-2 logarithms.
                     lse[at] = select(
                         l == 0.0,
                         f32::NEG_INFINITY,
@@ -338,7 +339,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     }
 }
 
-/// The largest of this unit's scores in row half `half` of row fragment `i`.
+/// Maximum of this unit's scores in half `half` of row fragment `i`.
 #[cube]
 fn top<NC: Size>(
     s: &Sequence<Array<Vector<f32, NC>>>,
@@ -346,7 +347,7 @@ fn top<NC: Size>(
     #[comptime] half: usize,
     #[comptime] fragments: usize,
 ) -> f32 {
-    // Two chains, so that neighbours need not wait for each other.
+    // Two independent chains for instruction-level parallelism.
     let first = s.index(comptime!(i * fragments))[half];
     let mut even = first.extract(0usize);
     let mut odd = first.extract(1usize);
@@ -359,10 +360,10 @@ fn top<NC: Size>(
     max(even, odd)
 }
 
-/// The rows of K or V that a cube reads.
+/// K or V rows that a cube reads.
 #[derive(CubeType)]
 struct Source {
-    /// This unit's first copy.
+    /// Start of this unit's first copy.
     start: Start,
     /// Bytes between rows.
     line: u64,
@@ -370,7 +371,7 @@ struct Source {
 
 #[cube]
 impl Source {
-    /// From element `at` on, whose rows are `line` elements apart.
+    /// Source whose first row is at element `at` and whose rows are `line` elements apart.
     fn new<F: Float, NI: Size>(
         matrix: &[Vector<F, NI>],
         at: usize,
@@ -384,7 +385,7 @@ impl Source {
     }
 }
 
-/// Issues the copies of tile `tile` of K and V, if it is before `last`, and closes their group.
+/// Issues the copies of K and V tile `tile` if it is before `last`, and commits their group.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two matrices, one tile")]
 fn copy_tile<F: Float, NI: Size>(

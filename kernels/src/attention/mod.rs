@@ -2,7 +2,7 @@
 //! k, v: `[batch, kv_heads, seq_kv, head_dim]`
 //!
 //! ```text
-//!   for each block of queries of a head                // one cube (plain path: one unit a query)
+//!   for each block of queries of a head                // one cube (plain path: one unit per query)
 //!     for each tile of keys that the block may see
 //!       s = rules(q · kᵀ)                              // scale, soft cap, masks, bias
 //!       m' = max(m, rowmax s);  p = exp(s - m')
@@ -10,19 +10,21 @@
 //!     out = acc / l;  lse = m + log l
 //! ```
 //!
-//! The scores are never stored. A row without visible keys is 0, its lse -inf. Heads of k and v may be
-//! fewer than those of q: `heads / kv_heads` neighbours share one, without a copy. Causal order is
-//! aligned bottom-right: query i sees key j when j <= i + seq_kv - seq_q.
+//! Scores never reach global memory. A row without visible keys gets 0, and its lse is -inf. With
+//! fewer k and v heads than q heads (GQA), `heads / kv_heads` neighbouring q heads read the same
+//! one; nothing is copied. The causal mask is aligned bottom-right: query i sees key j when
+//! `j <= i + seq_kv - seq_q`.
 //!
-//! Cost: `4·head_dim` flop a visible pair; q, k and v read once, out written once. Gradients: [`backward`].
+//! Cost: `4·head_dim` flop per visible pair; reads q, k and v once, writes out once. Gradients:
+//! [`backward`].
 //!
-//! One source, three ways through it, chosen by [`AttentionConfig`]:
+//! One kernel source with three paths. [`AttentionConfig`] selects one:
 //!
-//! | path    | multiplies with | feeds it by                | where            |
-//! |---------|-----------------|----------------------------|------------------|
-//! | `Flash` | `mma.sync`      | `cp.async` ring, `ldmatrix` | CUDA, f16, bf16 |
-//! | `Plane` | plane-scope matrices | shared memory, a tile ahead | Vulkan, f16, bf16 |
-//! | `Rows`  | multiply-add    | one key after the other    | anywhere         |
+//! | path    | multiplies with      | operands arrive by                   | runs on           |
+//! |---------|----------------------|--------------------------------------|-------------------|
+//! | `Flash` | `mma.sync`           | `cp.async` ring, `ldmatrix`          | CUDA, f16, bf16   |
+//! | `Plane` | cooperative matrices | shared memory, one tile of prefetch  | Vulkan, f16, bf16 |
+//! | `Rows`  | multiply-add         | one key at a time                    | any device        |
 //!
 //! Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); Ainslie et al., "GQA"
 //! (2023) for shared heads.
@@ -68,21 +70,20 @@ pub struct AttentionOperands {
     pub k: Handle,
     pub v: Handle,
     pub out: Handle,
-    /// Present when the problem has them.
+    /// f32, one per query; present when the problem stores the log-sum-exp.
     pub lse: Option<Handle>,
     pub bias: Option<Handle>,
     pub mask: Option<Handle>,
-    /// u32, batch + 1 of each: where sequences start in q, and in k and v; and how many queries there
-    /// are in all.
+    /// Present when the sequences vary in length.
     pub offsets: Option<Offsets>,
 }
 
-/// Where sequences of different lengths start.
+/// Sequence starts of a variable-length batch: u32 buffers of `batch + 1` offsets, in positions.
 #[derive(Debug, Clone)]
 pub struct Offsets {
     pub q: Handle,
     pub kv: Handle,
-    /// Queries of all sequences.
+    /// Total number of queries over all sequences.
     pub queries: u32,
 }
 
@@ -173,8 +174,8 @@ impl Kernel for Attention {
             Some(lse) => (lse, rows),
             None => (&operands.out, 1),
         };
-        // SAFETY: the extents are the problem's, whose strides every path stays within; rows and keys
-        // past the ends are neither read nor written.
+        // SAFETY: buffer lengths come from the problem, and every path stays within its strides.
+        // Rows and keys past the ends are neither read nor written.
         unsafe {
             launch!(
                 queue,
@@ -202,7 +203,7 @@ impl Kernel for Attention {
 /// A config bound to a problem.
 struct Plan {
     path: Path,
-    /// Elements of a vector of q, k and v, and of out.
+    /// Elements per vector: of q, k and v, then of out.
     widths: [usize; 2],
     cubes: CubeCount,
     cube_dim: CubeDim,
@@ -226,7 +227,7 @@ impl Plan {
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
             AttentionConfig::Plane(c) => {
-                // Results are stored by vectors as wide as those that are read.
+                // Results are stored with the vector width of the loads.
                 let width = p.width_with(4, &[p.out]);
                 let plane = arch.plane_size.0;
                 Self {
@@ -252,8 +253,8 @@ impl Plan {
     }
 }
 
-/// Largest difference between two right results, relative to the largest: weights and results are
-/// rounded, sums differ in order.
+/// Largest allowed difference between two correct results, relative to the largest result. Softmax
+/// weights and results are rounded, and the order of summation differs.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-9),
@@ -262,7 +263,7 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Bytes of a buffer of `len` elements.
+/// Bytes of a buffer of `len` elements, padded to 4.
 const fn bytes_of(len: usize, dtype: DType) -> usize {
     (len * dtype.size()).next_multiple_of(4)
 }
@@ -275,7 +276,7 @@ fn types(problem: &AttentionProblem) -> [ElemType; 2] {
     [elem(problem.dtype), mask]
 }
 
-/// Offsets past 2^32 elements need 64-bit indices.
+/// Index width: offsets past 2^32 elements need 64-bit indices.
 fn address(problem: &AttentionProblem) -> AddressType {
     let scores = [problem.bias, problem.mask].into_iter().flatten();
     let scores = scores.map(|s| problem.score_extent(s));
@@ -283,7 +284,7 @@ fn address(problem: &AttentionProblem) -> AddressType {
     index_width(longest as u64)
 }
 
-/// Comptime facts of a launch: which path, with what geometry.
+/// Comptime path and geometry of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Flash(FlashPlan),
@@ -296,7 +297,7 @@ enum Path {
 pub(crate) struct Dims {
     pub(crate) batch: u32,
     pub(crate) heads: u32,
-    /// Heads of q that share one of k and v.
+    /// Number of q heads that share a k and v head.
     pub(crate) group: u32,
     pub(crate) seq_q: u32,
     pub(crate) seq_kv: u32,
@@ -306,7 +307,8 @@ pub(crate) struct Dims {
     pub(crate) out: Steps,
     pub(crate) bias: ScoreSteps,
     pub(crate) mask: ScoreSteps,
-    /// Queries between the log-sum-exps of neighbouring heads, and of neighbouring batches.
+    /// Distance in queries between the log-sum-exps of neighbouring heads, then of neighbouring
+    /// batches.
     lse_head: u32,
     lse_batch: u32,
 }
@@ -328,18 +330,18 @@ pub(crate) struct ScoreSteps {
     col: usize,
 }
 
-/// One batch: where its sequence starts, how long it is.
+/// One sequence of the batch: start and length in q, k and v.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Span {
     pub(crate) from_q: u32,
     pub(crate) from_kv: u32,
     pub(crate) seq_q: u32,
     pub(crate) seq_kv: u32,
-    /// Position of query 0 among the keys.
+    /// Position of query 0 among the keys: seq_kv - seq_q.
     pub(crate) offset: i32,
 }
 
-/// Where sequences start, when they vary in length ([`Rules`] says whether they do, see there).
+/// Sequence starts when lengths vary; [`Rules`] holds the comptime flag.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Sequences {
     q: ComptimeOption<Box<[u32]>>,
@@ -348,8 +350,8 @@ pub(crate) struct Sequences {
 
 #[cube]
 impl Steps {
-    /// First element of position `seq` of a head; positions count through all batches where lengths
-    /// vary.
+    /// Index of the first element of position `seq` of a head. With varying lengths, `seq` counts
+    /// positions through all batches.
     pub(crate) fn at(&self, seq: u32, batch: u32, head: u32) -> usize {
         batch as usize * self.batch + head as usize * self.head + seq as usize * self.seq
     }
@@ -367,7 +369,7 @@ impl ScoreSteps {
 
 #[cube]
 impl Dims {
-    /// Where the log-sum-exp of query `seq` is stored.
+    /// Index of the log-sum-exp of query `seq`.
     pub(crate) fn lse_at(&self, seq: u32, batch: u32, head: u32) -> usize {
         (batch * self.lse_batch + head * self.lse_head + seq) as usize
     }
@@ -481,7 +483,7 @@ fn bound<T: LaunchArg<RuntimeArg = BufferArg>>(
     handle: Option<(&Handle, usize)>,
 ) -> ComptimeOptionArgs<T> {
     ComptimeOptionArgs::from(handle.map(|(handle, len)| {
-        // SAFETY: the callers name the length that the problem gives the buffer.
+        // SAFETY: callers pass the length that the problem gives the buffer.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     }))
 }
@@ -497,7 +499,7 @@ impl<F: Float, M: Int> ScoresLaunch<F, M> {
             bound(mask.as_ref().map(|(h, len)| (h, *len))),
             p.scale,
             p.softcap.unwrap_or(0.0),
-            // A window of 2^31 keys and more hides nothing; distances are i32.
+            // Distances are i32; a window of 2^30 keys or more hides nothing.
             p.window.unwrap_or(0).min(i32::MAX as u32 / 2),
             f32::NEG_INFINITY,
             Rules::of(p),

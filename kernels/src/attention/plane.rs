@@ -1,27 +1,30 @@
-//! The cooperative-matrix path: FlashAttention-2's loop on plane-scope matrices of Vulkan.
+//! Cooperative-matrix path: FlashAttention-2's loop on plane-scope matrices of Vulkan.
 //!
-//! | loop                            | level                                                          |
-//! |---------------------------------|----------------------------------------------------------------|
-//! | blocks of `planes · rows` queries | cubes; of a head, those with most keys first                 |
-//! | tiles of `tile_kv` keys         | K and V in shared memory, the next tile on its way in registers |
-//! | `rows` queries                  | planes; q and the sums are matrices, in registers              |
-//! | head dimension, then keys, by 16 | one multiplication each                                       |
+//! | loop                              | level                                                             |
+//! |-----------------------------------|-------------------------------------------------------------------|
+//! | blocks of `planes · rows` queries | cubes; within a head, blocks with the most keys first             |
+//! | tiles of `tile_kv` keys           | K and V in shared memory, the next tile prefetched into registers |
+//! | `rows` queries                    | planes; q and the accumulators are matrices, in registers         |
+//! | head dimension, then keys, by 16  | one matrix multiplication each                                    |
 //!
 //! ```text
-//!   s = q · kᵀ                           // matrices -> shared memory, a plane's own
-//!   m, l, p = exp(s - m)                 // the units of a row, plane / 16 of them, hold its scores, m and l
+//!   s = q · kᵀ                           // matrices -> the plane's shared memory
+//!   m, l, p = exp(s - m)                 // plane / 16 units per row hold its scores, m and l
 //!   p -> shared memory -> matrices
 //!   acc += p · v
 //! ```
 //!
-//! Where an element of a matrix lies is the driver's to know, so scores and weights pass through shared memory,
-//! 12 bytes a score for `4·head_dim` flop. Rows of the sums cannot be scaled where they are: as in the path of
-//! `mma.sync`, m moves only when a score passes it by 2⁸, and then the sums pass through shared memory too.
+//! The driver chooses the element layout of a matrix. Scores and softmax weights therefore pass
+//! through shared memory: 12 bytes per score for `4·head_dim` flop. Accumulator rows cannot be
+//! scaled in place. As in the `mma.sync` path, m only moves when a score exceeds it by 2⁸; then the
+//! accumulators pass through shared memory too.
 //!
-//! Cost: `4·head_dim` flop a visible pair; K and V are read from shared memory once for every `rows` queries.
+//! Cost: `4·head_dim` flop per visible pair; K and V are read from shared memory once per `rows`
+//! queries.
 //!
-//! On an H200, 4 x 16 heads of 4096 positions of 128: f16 197, bf16 179, causal 148 TFLOP/s with the configs that the tuner
-//! chose (records of Vulkan in benches/baselines), where the plain path has 6. Configs timed once by `tune try`:
+//! TFLOP/s on an H200 at 4 x 16 heads, 4096 positions, head dimension 128, with the configs that
+//! the tuner chose: f16 197, bf16 179, causal 148 (Vulkan records in benches/baselines). The plain
+//! path reaches 6. Configs timed once by `tune try`:
 //!
 //! | planes, rows, keys | f16 | bf16 |
 //! |--------------------|-----|------|
@@ -43,30 +46,30 @@ use crate::round::rounded;
 /// Tile sizes of the cooperative-matrix path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PlaneConfig {
-    /// Planes of a cube.
+    /// Planes per cube.
     pub planes: u32,
-    /// Queries of a plane: 16 or 32.
+    /// Queries per plane: 16 or 32.
     pub rows: u32,
-    /// Keys of a tile.
+    /// Keys per tile.
     pub tile_kv: u32,
 }
 
-/// Numbers between two lines of scores or weights beyond their length, against bank conflicts.
+/// Padding elements per line of scores or weights, against bank conflicts.
 const PAD: u32 = 8;
 
 impl PlaneConfig {
-    /// Queries of a cube.
+    /// Queries per cube.
     pub(crate) const fn tile_q(self) -> u32 {
         self.planes * self.rows
     }
 
-    /// Tiles of K and V; of each plane its scores in f32, and its weights.
+    /// Bytes of shared memory: K and V tiles, and each plane's f32 scores and 16-bit weights.
     pub(crate) const fn shared_bytes(self, head_dim: u32) -> u32 {
         let tile = Tile { lines: self.tile_kv, line: head_dim, units: 1, exact: true };
         2 * tile.bytes() + self.tile_q() * (self.tile_kv + PAD) * (4 + 2)
     }
 
-    /// Registers of a unit, roughly: q, sums, scores, the tile on its way, addresses.
+    /// Estimated registers per unit: q, accumulators, scores, the prefetched tile, addresses.
     pub(crate) const fn registers(self, head_dim: u32, plane: u32) -> u32 {
         let matrices = self.rows / 16 * 256 / plane;
         let own = matrices * (head_dim / 16 * 3 / 2 + 1 + self.tile_kv / 16);
@@ -74,16 +77,16 @@ impl PlaneConfig {
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PlanePlan {
     pub(crate) config: PlaneConfig,
     pub(crate) head_dim: u32,
-    /// Units of a plane.
+    /// Units per plane.
     pub(crate) plane: u32,
-    /// Weights and results are rounded before they become `F`.
+    /// Rounds weights and results explicitly before the cast to `F`.
     pub(crate) by_hand: bool,
-    /// No tile of keys reaches past the end.
+    /// True if no tile of keys reaches past the end.
     pub(crate) exact: bool,
 }
 
@@ -92,46 +95,46 @@ impl PlanePlan {
         self.config.planes * self.plane
     }
 
-    /// Of K, and of V, which lies the same way.
+    /// Layout of a K tile; V uses the same layout.
     pub(crate) const fn tile(self) -> Tile {
         let PlaneConfig { tile_kv, .. } = self.config;
         Tile { lines: tile_kv, line: self.head_dim, units: self.units(), exact: self.exact }
     }
 
-    /// Units that share a row of 16 queries.
+    /// Number of units that share a row of 16 queries.
     pub(crate) const fn sharers(self) -> u32 {
         if self.plane > 16 { self.plane / 16 } else { 1 }
     }
 
-    /// Rows of 16 that a unit has a share of.
+    /// Number of rows, out of 16, that a unit works on.
     pub(crate) const fn own_rows(self) -> usize {
         if self.plane < 16 { (16 / self.plane) as usize } else { 1 }
     }
 
-    /// Rows that a unit has a share of: how many, and how far below each other.
+    /// Number of rows that a unit works on, and the distance between them.
     pub(crate) const fn slots(self) -> (usize, u32) {
         let own = self.own_rows();
         (self.config.rows as usize / 16 * own, 16 / own as u32)
     }
 
-    /// Vectors of four scores that a unit holds of each.
+    /// Vectors of four scores that a unit holds per row.
     pub(crate) const fn held(self) -> usize {
         (self.config.tile_kv / 4 / self.sharers()) as usize
     }
 
-    /// Numbers between two lines of a plane's scores.
+    /// Elements from one line of a plane's scores to the next.
     pub(crate) const fn line(self) -> u32 {
         self.config.tile_kv + PAD
     }
 
-    /// Where rules and ends cut a plane's scores.
+    /// Region of a plane's scores, to which masks and ends apply.
     const fn region(self) -> Region {
         let PlaneConfig { rows, tile_kv, .. } = self.config;
         Region { queries: rows, keys: tile_kv, turned: false, exact: self.exact }
     }
 }
 
-/// Weights stay below e to this power, 2⁸.
+/// Softmax weights stay at or below e to this power, 2⁸.
 const HEADROOM: f32 = 8.0 * std::f32::consts::LN_2;
 
 #[cube]
@@ -161,7 +164,8 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     let unit = plane * plan.plane + lane;
     let (head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
     let here = sequences.of(dims, batch);
-    // In causal order later queries have more keys: first in, so that no long block comes last.
+    // Under the causal mask later queries have more keys. Start them first, so that no long block
+    // runs last.
     let last_block = dims.seq_q.div_ceil(tile_q) - 1;
     let block = if comptime!(scores.rules.causal) { last_block - CUBE_POS_X } else { CUBE_POS_X };
     let first_row = block * tile_q;
@@ -182,7 +186,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         32usize,
     );
     let corner = corner_of(plan);
-    // This unit's first row, and its first vector in each.
+    // This unit's first row, and its first vector in each row.
     let (down, across) = (lane / sharers, lane % sharers);
     let row0 = first_row + plane * rows;
 
@@ -201,7 +205,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         most[i] = scores.hidden;
         sum[i] = 0.0f32.runtime();
     }
-    // Scores are multiples of 1 / log₂e of `Scores::unit`: powers of e.
+    // `Scores::unit` gives exponents of 2; this path computes powers of e.
     let power = scores.unit() * std::f32::consts::LN_2;
 
     let (first_key, last_key) = scores.range(&here, first_row, comptime!(tile_q));
@@ -233,7 +237,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         put(&mut keys, &next_k, unit, tile);
         put(&mut values, &next_v, unit, tile);
         sync_cube();
-        // After the last tile nobody takes it.
+        // The read after the last tile is not used.
         let mut ahead = col0 + tile_kv;
         if comptime!(plan.exact) {
             ahead = min(ahead, here.seq_kv - tile_kv);
@@ -247,7 +251,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         multiply::<F>(&a, &keys, &mut shared_s, plan);
         sync_plane();
 
-        // This unit's scores: of each row every `sharers`th vector.
+        // This unit's scores: every `sharers`th vector of each row.
         let mut s = Array::<Vector<f32, Const<4>>>::new(comptime!(slots * held));
         let corner_place = Place { batch, head, row: row0, col: col0 };
         let mut cut = scores.cuts(&corner_place, &here, comptime!(plan.region()));
@@ -286,7 +290,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
             grows = grows || tops[i] > most[i] + HEADROOM;
         }
 
-        // m, and everything that is a multiple of exp(-m)
+        // Update m and rescale everything that is a multiple of exp(-m).
         if plane_any(grows) {
             let mut factors = Array::<f32>::new(slots);
             #[unroll]
@@ -299,13 +303,13 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
                     reached = max(reached, plane_shuffle_xor(reached, 2));
                 }
                 let grown = max(most[i], reached);
-                // -inf - -inf is no number: a row without keys so far stays as it is.
+                // -inf - -inf is NaN: leave a row without keys so far as it is.
                 let factor = select(grown == scores.hidden, 1.0f32, (most[i] - grown).exp());
                 most[i] = grown;
                 sum[i] *= factor;
                 factors[i] = factor;
             }
-            // All scores are in registers.
+            // Wait until all scores are in registers; the accumulators reuse their place.
             sync_plane();
             if number > first_tile {
                 #[unroll]
@@ -373,7 +377,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         // A row without keys is 0.
         quotients[i] = select(l == 0.0, 0.0, 1.0 / l);
         if comptime!(scores.rules.lse) {
-            // One unit of those that share the row.
+            // One of the units that share the row.
             let row = row0 + comptime!(pass * i as u32) + down;
             if row < here.seq_q && across == 0 {
                 let at = dims.lse_at(here.from_q + row, batch, head);
@@ -384,20 +388,20 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     store_rows::<F, NO>(out, &dims.out, &from_q, &acc, &quotients, &mut shared_s, plan);
 }
 
-/// Rows that a plane owns, of one head of one sequence.
+/// Rows that a plane owns, within one head of one sequence.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Rows {
-    /// The first, and one past the last of the sequence.
+    /// First row, and one past the last row of the sequence.
     pub(super) first: u32,
     pub(super) end: u32,
-    /// Rows of the tensor before the sequence.
+    /// Rows of the tensor before this sequence.
     pub(super) before: u32,
     pub(super) batch: u32,
     pub(super) head: u32,
 }
 
-/// A plane's rows of `from` as matrices, `[rows / 16, head_dim / 16]`, zeros past the end; they pass through `scratch`, the
-/// weights of all planes.
+/// Loads a plane's rows of `from` as matrices `[rows / 16, head_dim / 16]`, with zeros past the
+/// end. They pass through `scratch`, the weights buffer of all planes.
 #[cube]
 pub(super) fn fragments_of<F: Float, N: Size>(
     from: &[Vector<F, N>],
@@ -439,7 +443,8 @@ pub(super) fn fragments_of<F: Float, N: Size>(
     all
 }
 
-/// Products of a plane's rows `a` with the lines of a tile, into its own lines of `scores`.
+/// Multiplies a plane's rows `a` by the lines of a tile, transposed, and stores the result in the
+/// plane's lines of `scores`.
 #[cube]
 pub(super) fn multiply<F: Float>(
     a: &Sequence<Matrix<F>>,
@@ -485,7 +490,7 @@ pub(super) fn multiply<F: Float>(
     }
 }
 
-/// Adds products of a plane's `weights` with a tile to `acc`, `[rows / 16, head_dim / 16]`.
+/// Adds the product of a plane's `weights` and a tile to `acc`, `[rows / 16, head_dim / 16]`.
 #[cube]
 pub(super) fn accumulate<F: Float>(
     acc: &Sequence<Matrix<f32>>,
@@ -525,7 +530,8 @@ pub(super) fn accumulate<F: Float>(
     }
 }
 
-/// Stores a plane's rows, each times the factor that its units have; they pass through `scratch`, the scores of all planes.
+/// Stores a plane's rows, each times its factor in `factors`. They pass through `scratch`, the
+/// scores buffer of all planes.
 #[cube]
 pub(super) fn store_rows<F: Float, N: Size>(
     out: &mut [Vector<F, N>],
@@ -576,17 +582,17 @@ pub(super) fn store_rows<F: Float, N: Size>(
     }
 }
 
-/// Where a plane's own lines of scores and of weights begin, in vectors.
+/// Index in vectors where a plane's own scores and weights begin.
 #[cube]
 pub(super) fn corner_of(#[comptime] plan: PlanePlan) -> u32 {
     UNIT_POS_Y * comptime!(plan.config.rows * plan.line() / 4)
 }
 
-/// Sixteen rows of queries or of weights, from vector `at` on.
+/// Loads 16 rows of queries or weights as a matrix, from vector `at` on.
 #[cube]
 fn rows_of<F: Float>(shared: &[Vector<F, Const<4>>], at: u32, #[comptime] line: u32) -> Matrix<F> {
     let row_major = comptime!(MatrixLayout::RowMajor);
-    // SAFETY: loaded in the next line.
+    // SAFETY: the load below initialises the matrix.
     let mut matrix =
         unsafe { Matrix::<F>::uninitialized(MatrixIdent::A, 16usize, 16usize, 16usize, row_major) };
     let end = shared.len();
@@ -594,7 +600,7 @@ fn rows_of<F: Float>(shared: &[Vector<F, Const<4>>], at: u32, #[comptime] line: 
     matrix
 }
 
-/// Multiplies a unit's share of 16 numbers, every `sharers`th vector of four from `first` on.
+/// Multiplies a unit's share of a row of 16: every `sharers`th vector of four from `first` on.
 #[cube]
 fn scale(scratch: &mut [Vector<f32, Const<4>>], first: u32, factor: f32, #[comptime] sharers: u32) {
     #[unroll]
@@ -603,7 +609,7 @@ fn scale(scratch: &mut [Vector<f32, Const<4>>], first: u32, factor: f32, #[compt
     }
 }
 
-/// Four elements from element `at` on, a multiple of the vectors' width.
+/// Reads four elements from element `at` on; `at` is a multiple of the vector width.
 #[cube]
 fn four<F: Float, N: Size>(from: &[Vector<F, N>], at: usize) -> Vector<F, Const<4>> {
     let width = N::value();
@@ -619,7 +625,7 @@ fn four<F: Float, N: Size>(from: &[Vector<F, N>], at: usize) -> Vector<F, Const<
     all
 }
 
-/// Stores four elements, scaled, from element `at` on, a multiple of the vectors' width.
+/// Stores four elements times `scale` from element `at` on; `at` is a multiple of the vector width.
 #[cube]
 fn store_four<F: Float, N: Size>(
     out: &mut [Vector<F, N>],

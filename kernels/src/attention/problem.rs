@@ -1,36 +1,36 @@
-//! What to compute.
+//! Attention problems: shapes, strides, masks and options.
 
 use arch::DType;
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
-/// Kernel of an attention that a caller forces.
+/// Attention implementation that a caller can force.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Implementation {
-    /// Tensor cores; the scores stay on the processor.
+    /// Tensor cores; scores stay on chip.
     Flash,
-    /// One key after the other, in f32: the reference of the others.
+    /// One key at a time, in f32: the reference for the other paths.
     Plain,
 }
 
-/// How one tensor lies in its buffer, in elements; the head dimension is contiguous.
+/// Strides of one tensor in elements; the head dimension is contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeadStrides {
-    /// Distance between batches; not read where sequences lie one after the other.
+    /// Distance between batches; ignored when sequences vary in length.
     pub batch: u64,
     pub head: u64,
     pub seq: u64,
 }
 
 impl HeadStrides {
-    /// Those of a dense `[batch, heads, seq, head_dim]`.
+    /// Strides of a dense `[batch, heads, seq, head_dim]`.
     pub const fn dense(heads: u32, seq: u32, head_dim: u32) -> Self {
         let head = seq as u64 * head_dim as u64;
         Self { batch: heads as u64 * head, head, seq: head_dim as u64 }
     }
 }
 
-/// How a tensor of scores lies, in elements; 0 repeats it along an axis.
+/// Strides of a score-shaped tensor in elements; stride 0 broadcasts along an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScoreStrides {
     pub batch: u64,
@@ -39,63 +39,64 @@ pub struct ScoreStrides {
     pub col: u64,
 }
 
-/// One attention. Build it with [`AttentionProblem::dense`], change fields, end with
-/// [`AttentionProblem::checked`].
+/// One attention forward problem. Build it with [`AttentionProblem::dense`], change fields, then
+/// call [`AttentionProblem::checked`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct AttentionProblem {
     pub batch: u32,
     pub heads: u32,
-    /// Heads of k and v; each serves `heads / kv_heads` neighbouring heads of q.
+    /// Number of k and v heads; each serves `heads / kv_heads` neighbouring q heads.
     pub kv_heads: u32,
-    /// Queries and keys of a sequence; of the longest where lengths vary.
+    /// Queries and keys per sequence; the longest when lengths vary.
     pub seq_q: u32,
     pub seq_kv: u32,
     pub head_dim: u32,
-    /// Type of q, k, v and the result.
+    /// Element type of q, k, v and out.
     pub dtype: DType,
     pub q: HeadStrides,
     pub k: HeadStrides,
     pub v: HeadStrides,
     pub out: HeadStrides,
-    /// Scores are multiplied by this.
+    /// Factor on q·kᵀ.
     pub scale: f32,
-    /// Scores become `softcap · tanh(score / softcap)`.
+    /// Soft cap: scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// Query i sees key j when j <= i + seq_kv - seq_q.
+    /// Causal mask: query i sees key j when j <= i + seq_kv - seq_q.
     pub causal: bool,
-    /// Query i sees keys at a distance from i + seq_kv - seq_q below this.
+    /// Sliding window: query i sees key j when |i + seq_kv - seq_q - j| < window.
     pub window: Option<u32>,
-    /// A tensor of `dtype` is added to the scores.
+    /// Strides of a tensor of `dtype` that is added to the scores.
     pub bias: Option<ScoreStrides>,
-    /// A tensor of `mask_dtype` hides the scores where it is not 0.
+    /// Strides of a tensor of `mask_dtype`; a nonzero element hides its score.
     pub mask: Option<ScoreStrides>,
     /// U8 or I32.
     pub mask_dtype: DType,
-    /// True if the log-sum-exp of every query is stored, f32 `[batch, heads, seq_q]`; of sequences that
-    /// vary in length `[heads, all queries]`.
+    /// Stores the log-sum-exp of every query: f32 `[batch, heads, seq_q]`, or `[heads, all
+    /// queries]` when lengths vary.
     pub lse: bool,
-    /// True if sequences vary in length: they lie one after the other in q, k, v and out, and two
-    /// buffers of batch + 1 offsets say where each starts.
+    /// Allows sequences of different lengths. They are packed one after the other in q, k, v and
+    /// out, and two buffers of batch + 1 offsets hold their starts.
     pub varlen: bool,
 }
 
-/// What an attention does beside the two products, as a caller says it.
+/// Options of an attention call: scale, soft cap, masks and implementation.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct AttentionOptions {
-    /// Scores are multiplied by this; by 1 / √head_dim when none.
+    /// Factor on q·kᵀ; None means 1 / √head_dim.
     pub scale: Option<f32>,
-    /// Scores become `softcap · tanh(score / softcap)`.
+    /// Soft cap: scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// Query i sees key j when j <= i + seq_kv - seq_q.
+    /// Causal mask: query i sees key j when j <= i + seq_kv - seq_q.
     pub causal: bool,
-    /// Query i sees keys at a distance from i + seq_kv - seq_q below this.
+    /// Sliding window: query i sees key j when |i + seq_kv - seq_q - j| < window.
     pub window: Option<u32>,
-    /// The fastest that serves the problem when none; a forced one that cannot is an error.
+    /// Implementation to force; None selects the fastest one that supports the problem. A forced
+    /// one that does not support it is an error.
     pub implementation: Option<Implementation>,
 }
 
 impl AttentionOptions {
-    /// `dense` with these rules.
+    /// Returns `dense` with these options applied.
     #[must_use]
     pub fn on(&self, dense: AttentionProblem) -> AttentionProblem {
         AttentionProblem {
@@ -108,7 +109,7 @@ impl AttentionOptions {
     }
 }
 
-/// An attention that means nothing.
+/// Reason why an attention problem is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidAttention {
     #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
@@ -143,7 +144,8 @@ pub enum InvalidAttention {
 }
 
 impl AttentionProblem {
-    /// Dense operands `[batch, heads, seq, head_dim]`, scale 1/√head_dim, nothing masked.
+    /// Problem on dense `[batch, heads, seq, head_dim]` operands, with scale 1/√head_dim and no
+    /// masks.
     ///
     /// # Errors
     /// See [`InvalidAttention`].
@@ -183,7 +185,7 @@ impl AttentionProblem {
         .checked()
     }
 
-    /// The problem itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidAttention`].
@@ -212,7 +214,7 @@ impl AttentionProblem {
                 return Err(InvalidAttention::Stride { operand, stride, head_dim });
             }
         }
-        // NaN is not positive.
+        // Written so that NaN fails.
         if let Some(cap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(InvalidAttention::Softcap(cap));
         }
@@ -231,8 +233,8 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// Elements that the buffers of q, k, v and out must hold; where lengths vary, as if every sequence
-    /// had the longest.
+    /// Minimum number of elements in the buffers of q, k, v and out. With varying lengths, every
+    /// sequence counts as the longest.
     pub fn extents(&self) -> [usize; 4] {
         let Self { heads, kv_heads, seq_q, seq_kv, .. } = *self;
         [
@@ -243,7 +245,7 @@ impl AttentionProblem {
         ]
     }
 
-    /// Elements of one such buffer.
+    /// Minimum number of elements in a buffer with strides `s`.
     pub(super) fn reach(&self, s: HeadStrides, heads: u32, seq: u32) -> usize {
         let batch = if self.varlen { u64::from(seq) * s.seq } else { s.batch };
         (u64::from(self.batch - 1) * batch
@@ -252,7 +254,7 @@ impl AttentionProblem {
             + u64::from(self.head_dim)) as usize
     }
 
-    /// Elements of a score tensor's buffer.
+    /// Minimum number of elements in the buffer of a bias or mask.
     pub fn score_extent(&self, s: ScoreStrides) -> usize {
         let steps = [
             (self.batch, s.batch),
@@ -263,12 +265,13 @@ impl AttentionProblem {
         steps.iter().map(|(size, step)| u64::from(size - 1) * step).sum::<u64>() as usize + 1
     }
 
-    /// Queries of all heads and batches: rows of the result.
+    /// Number of output rows: queries of all heads and batches.
     pub fn rows(&self) -> u64 {
         u64::from(self.batch) * u64::from(self.heads) * u64::from(self.seq_q)
     }
 
-    /// Keys that some query sees, by the masks that need no tensor.
+    /// Number of visible (query, key) pairs over all heads and batches, by causal mask and window
+    /// only.
     pub fn pairs(&self) -> u64 {
         let (seq_q, seq_kv) = (i64::from(self.seq_q), i64::from(self.seq_kv));
         let visible = |i: i64| {
@@ -282,7 +285,7 @@ impl AttentionProblem {
         pairs * u64::from(self.batch) * u64::from(self.heads)
     }
 
-    /// The least work: both products over the pairs that are visible.
+    /// Minimum work: both matmuls over the visible pairs.
     pub fn cost(&self) -> Cost {
         let Self { batch, heads, kv_heads, seq_q, seq_kv, head_dim, .. } = *self;
         let [queries, keys] = [(heads, seq_q), (kv_heads, seq_kv)]
@@ -293,17 +296,17 @@ impl AttentionProblem {
         }
     }
 
-    /// The widest vector (elements, at most `limit`) that divides every position and the head dimension
-    /// of q, k and v.
+    /// Widest vector in elements, at most `limit`, that divides all strides of q, k and v and the
+    /// head dimension.
     pub(crate) fn width(&self, limit: u64) -> usize {
         self.width_with(limit, &[])
     }
 
-    /// [`AttentionProblem::width`] that `others` divide, too.
+    /// Like [`AttentionProblem::width`], but the vector must divide the strides of `others` too.
     pub(crate) fn width_with(&self, limit: u64, others: &[HeadStrides]) -> usize {
         let all = [self.q, self.k, self.v].into_iter().chain(others.iter().copied());
         let facts = all.flat_map(|s| {
-            // Sequences one after the other start at any position.
+            // Packed sequences start at any position.
             [if self.varlen { s.seq } else { s.batch }, s.head, s.seq]
         });
         let facts: Vec<_> = facts.chain([u64::from(self.head_dim)]).collect();
@@ -314,7 +317,8 @@ impl AttentionProblem {
         width as usize
     }
 
-    /// The cache key: everything that is another program, sizes rounded to what may share a config.
+    /// Cache key of the tuner. It holds everything that changes the kernel; sizes are rounded so
+    /// that similar problems share a config.
     pub(crate) fn bucket(&self) -> String {
         let mut key = format!(
             "{} d{} w{} q{} kv{} g{} b{}",
@@ -330,7 +334,7 @@ impl AttentionProblem {
         key
     }
 
-    /// Names of what is done to the scores, and of what else makes another program.
+    /// Names of the score rules and other options that change the kernel.
     pub fn rules(&self) -> Vec<&'static str> {
         [
             (self.causal, "causal"),
@@ -360,7 +364,7 @@ mod tests {
         let p = problem(5, 5);
         assert_eq!(p.pairs(), 8 * 25);
         assert_eq!(AttentionProblem { causal: true, ..p }.pairs(), 8 * 15);
-        // Two keys each, one for the first query.
+        // Two keys each, except one for the first query.
         let window = AttentionProblem { causal: true, window: Some(2), ..p };
         assert_eq!(window.pairs(), 8 * 9);
         assert_eq!(AttentionProblem { window: Some(2), ..p }.pairs(), 8 * 13);

@@ -1,4 +1,4 @@
-//! The plain path, for the CPU and for any GPU: a unit takes one query after another and reads its keys
+//! Plain path for CPUs and any GPU: each unit takes one query after another and reads its keys
 //! once.
 //!
 //! ```text
@@ -9,7 +9,8 @@
 //!     out = acc / l
 //! ```
 //!
-//! Everything is f32. No shared memory, no barrier: what others are compared with.
+//! All arithmetic is f32. It uses no shared memory and no barriers; other paths are compared with
+//! it.
 
 use arch::ArchProfile;
 use cubecl::prelude::*;
@@ -18,20 +19,20 @@ use serde::{Deserialize, Serialize};
 use super::scores::{Place, Scores};
 use super::{Dims, Sequences};
 
-/// How the plain path is spread.
+/// Units of the plain path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RowsConfig {
-    /// Units of a cube.
+    /// Units per cube.
     pub units: u32,
 }
 
 impl RowsConfig {
-    /// Every core of a CPU, two planes of a GPU.
+    /// Config for `arch`: all cores of a CPU, or 64 units on a GPU.
     pub(super) fn of(arch: &ArchProfile) -> Self {
         Self { units: arch.cores().unwrap_or(64) }
     }
 
-    /// Cubes for `rows` of them; a unit takes several where a grid has no more.
+    /// Cubes for `rows` rows: 1 on a CPU, else at most 65,535, so that a unit may take several rows.
     pub(super) fn cubes(self, arch: &ArchProfile, rows: u64) -> CubeCount {
         let cubes = match arch.cores() {
             Some(_) => 1,
@@ -40,13 +41,13 @@ impl RowsConfig {
         CubeCount::Static(cubes, 1, 1)
     }
 
-    /// The widest vector of f32 that the device loads at once.
+    /// Widest vector of f32 that the device loads at once, in elements.
     pub(super) fn widest(arch: &ArchProfile) -> u64 {
         u64::from(arch.load_bytes / 4).clamp(1, 16)
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct RowsPlan {
     pub(crate) head_dim: u32,
@@ -89,7 +90,8 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                 let place = Place { batch, head, row, col };
                 let score = scores.of(dot, &place, &span, dims) * scores.unit();
                 let log2 = std::f32::consts::LN_2;
-                // A hidden key adds nothing; a NaN goes through. (Through Vulkan NaN is not `!=`.)
+                // A hidden key adds nothing, but NaN must propagate. (On Vulkan `!=` is false for
+                // NaN.)
                 let hidden = score == scores.hidden;
                 if !hidden {
                     let grown = max(most, score);
@@ -117,7 +119,7 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
     }
 }
 
-/// A row of vectors from vector `at` on, in f32.
+/// Loads a row from vector `at` on, as f32.
 #[cube]
 pub(super) fn load_row<F: Float, N: Size>(
     from: &[Vector<F, N>],
@@ -131,7 +133,7 @@ pub(super) fn load_row<F: Float, N: Size>(
     row
 }
 
-/// A row of zeros.
+/// Returns a row of zeros.
 #[cube]
 pub(super) fn zero_row<N: Size>(#[comptime] vectors: usize) -> Array<Vector<f32, N>> {
     let mut row = Array::<Vector<f32, N>>::new(vectors);
@@ -141,7 +143,7 @@ pub(super) fn zero_row<N: Size>(#[comptime] vectors: usize) -> Array<Vector<f32,
     row
 }
 
-/// The product of a row with the one at vector `at` of `other`.
+/// Dot product of a row with the row of `other` at vector `at`.
 #[cube]
 pub(super) fn dot<C: Numeric, N: Size>(
     own: &Array<Vector<f32, N>>,
@@ -161,7 +163,7 @@ pub(super) fn dot<C: Numeric, N: Size>(
     dot
 }
 
-/// Stores a row, scaled, from element `to` on.
+/// Stores a row times `scale`, from element `to` on.
 #[cube]
 pub(super) fn store_row<F: Float, N: Size, NO: Size>(
     out: &mut [Vector<F, NO>],

@@ -1,13 +1,12 @@
-//! What is done to a score between the two products: the one place that knows scale, soft cap, masks
-//! and bias.
+//! Score rules between the two matmuls. Scale, soft cap, masks and bias are implemented only here.
 
 use cubecl::prelude::*;
 
 use super::{Dims, Span};
 use crate::softcap::{capped, capped_slope};
 
-/// Which rules there are: comptime, and part of the kernel's hash, in which CubeCL 0.11 does not tell an
-/// optional buffer's presence.
+/// Comptime flags of the rules that apply. They are part of the kernel's hash: CubeCL 0.11 does not
+/// hash the presence of an optional buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Rules {
     pub(crate) causal: bool,
@@ -15,24 +14,24 @@ pub(crate) struct Rules {
     pub(crate) softcap: bool,
     pub(crate) bias: bool,
     pub(crate) mask: bool,
-    /// Whether the log-sum-exp is stored.
+    /// True if the log-sum-exp is stored.
     pub(crate) lse: bool,
     pub(crate) varlen: bool,
 }
 
 impl Rules {
-    /// Whether a score becomes more than a multiple of the product.
+    /// Returns true if scores need more than a factor on q·kᵀ.
     const fn bend(self) -> bool {
         self.softcap || self.bias
     }
 
-    /// Whether every score must be looked at.
+    /// Returns true if every score needs processing, not only those of cut tiles.
     pub(super) const fn every(self) -> bool {
         self.bend() || self.mask
     }
 }
 
-/// The rules with their numbers and buffers.
+/// Rules with their parameters and buffers.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scores<F: Float, M: Int> {
     pub(super) bias: ComptimeOption<Box<[F]>>,
@@ -40,13 +39,13 @@ pub(crate) struct Scores<F: Float, M: Int> {
     pub(super) scale: f32,
     pub(super) softcap: f32,
     pub(super) window: u32,
-    /// -inf, the score of a hidden key: WGSL has no literal for it.
+    /// -inf, the score of a hidden key; WGSL has no literal for it.
     pub(crate) hidden: f32,
     #[cube(comptime)]
     pub(crate) rules: Rules,
 }
 
-/// A score: which query of which head, which key.
+/// Coordinates of one score: batch, head, query (`row`) and key (`col`).
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) batch: u32,
@@ -57,8 +56,8 @@ pub(crate) struct Place {
 
 #[cube]
 impl<F: Float, M: Int> Scores<F, M> {
-    /// What a stored score is multiplied by to be a power of two: log₂e, with the scale where no other
-    /// rule comes between.
+    /// Factor that turns a stored score into a base-2 exponent: log₂e, times the scale if neither
+    /// soft cap nor bias applies.
     pub(crate) fn unit(&self) -> f32 {
         if comptime!(self.rules.bend()) {
             std::f32::consts::LOG2_E.runtime()
@@ -67,8 +66,8 @@ impl<F: Float, M: Int> Scores<F, M> {
         }
     }
 
-    /// Keys that `rows` queries from `row` on may see, by order and window: first, and one past the
-    /// last; never empty in the wrong direction.
+    /// Range of keys that `rows` queries from `row` on may see, by causal mask and window: first,
+    /// and one past the last. The first never exceeds the second.
     pub(crate) fn range(&self, span: &Span, row: u32, rows: u32) -> (u32, u32) {
         let (keys, zero) = (span.seq_kv as i32, 0i32.runtime());
         let first_position = row as i32 + span.offset;
@@ -85,8 +84,8 @@ impl<F: Float, M: Int> Scores<F, M> {
         (min(from, end) as u32, end as u32)
     }
 
-    /// Queries that may see some of `keys` keys from `col` on, by order and window: first, and one past
-    /// the last; never empty in the wrong direction.
+    /// Range of queries that may see some of `keys` keys from `col` on, by causal mask and window:
+    /// first, and one past the last. The first never exceeds the second.
     pub(crate) fn seers(&self, span: &Span, col: u32, keys: u32) -> (u32, u32) {
         let (queries, zero) = (span.seq_q as i32, 0i32.runtime());
         let first = col as i32 - span.offset;
@@ -103,7 +102,7 @@ impl<F: Float, M: Int> Scores<F, M> {
         (min(from, end) as u32, end as u32)
     }
 
-    /// Whether order and window let query `row` see key `col`, which exists.
+    /// Returns true if key `col` exists and causal mask and window let query `row` see it.
     fn sees(&self, span: &Span, row: u32, col: u32) -> bool {
         let distance = row as i32 + span.offset - col as i32;
         let mut seen = col < span.seq_kv;
@@ -116,7 +115,7 @@ impl<F: Float, M: Int> Scores<F, M> {
         seen
     }
 
-    /// The score of product `dot` in multiples of 1 / [`Scores::unit`], -inf where it is hidden.
+    /// Score for the dot product `dot`, in units of 1 / [`Scores::unit`]; -inf if hidden.
     pub(crate) fn of(&self, dot: f32, place: &Place, span: &Span, dims: &Dims) -> f32 {
         let seen = self.sees(span, place.row, place.col);
         self.bent(dot, seen, place, dims)
@@ -134,7 +133,7 @@ impl<F: Float, M: Int> Scores<F, M> {
         #[comptime]
         match &self.mask {
             ComptimeOption::Some(mask) => {
-                // What is not seen has no mask: nothing is read past the end.
+                // Hidden positions may lie past the end of the mask; do not read them.
                 if seen {
                     let hidden = mask[dims.mask.at(place)];
                     seen = hidden == M::new(0);
@@ -154,8 +153,8 @@ impl<F: Float, M: Int> Scores<F, M> {
         select(seen, score, self.hidden)
     }
 
-    /// Applies the rules to a plane's scores, fragments of the region whose first query and first key
-    /// `corner` is.
+    /// Applies the rules to a plane's scores: the fragments of the region that starts at query and
+    /// key `corner`.
     pub(crate) fn finish<NC: Size>(
         &self,
         s: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -174,7 +173,7 @@ impl<F: Float, M: Int> Scores<F, M> {
         }
     }
 
-    /// Whether order, window or an end hides some score of the region.
+    /// Returns true if causal mask, window or an end hides some score of the region.
     pub(super) fn cuts(&self, corner: &Place, span: &Span, #[comptime] region: Region) -> bool {
         let (queries, keys) = comptime!((region.queries, region.keys));
         let mut cut = false.runtime();
@@ -235,7 +234,7 @@ impl<F: Float, M: Int> Scores<F, M> {
         }
     }
 
-    /// Multiplies `gradients`, of scores, by the slope of the soft cap at the products `s`.
+    /// Multiplies `gradients` of scores by the slope of the soft cap at the dot products `s`.
     pub(crate) fn slope<NC: Size>(
         &self,
         s: &Sequence<Array<Vector<f32, NC>>>,
@@ -259,7 +258,7 @@ impl<F: Float, M: Int> Scores<F, M> {
         }
     }
 
-    /// The slope of the soft cap at product `dot`, 1 without one.
+    /// Slope of the soft cap at dot product `dot`; 1 without a soft cap.
     pub(crate) fn slope_at(&self, dot: f32) -> f32 {
         if comptime!(self.rules.softcap) {
             capped_slope(dot * self.scale, self.softcap)
@@ -269,19 +268,19 @@ impl<F: Float, M: Int> Scores<F, M> {
     }
 }
 
-/// Comptime facts of a plane's scores, fragments of 16 rows by 8 columns.
+/// Comptime geometry of a plane's scores, in fragments of 16 rows by 8 columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Region {
     pub(crate) queries: u32,
     pub(crate) keys: u32,
-    /// Whether rows are keys and columns queries.
+    /// True if rows are keys and columns are queries.
     pub(crate) turned: bool,
-    /// Whether no column lies past the end.
+    /// True if no column lies past the end.
     pub(crate) exact: bool,
 }
 
 impl Region {
-    /// Fragments down and across.
+    /// Number of fragments down and across.
     const fn fragments(self) -> (usize, usize) {
         let (rows, cols) =
             if self.turned { (self.keys, self.queries) } else { (self.queries, self.keys) };

@@ -1,17 +1,17 @@
-//! What the loops of both directions do with tiles: products of a plane's own rows with a tile of others,
-//! sums of what they weigh.
+//! Tile matmuls shared by the forward and backward loops: scores of a plane's own rows with a tile,
+//! and weighted sums of the tile's rows.
 
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use crate::tile::{CopyPlan, TileShape, load_fragments, pack_pair, typed};
 
-/// Elements of a row of a shared tile: whole swizzle periods.
+/// Elements per row of a shared tile, padded to whole swizzle periods.
 pub(super) const fn pitch(head_dim: u32) -> u32 {
     if head_dim <= 32 { 32 } else { head_dim.next_multiple_of(64) }
 }
 
-/// How tiles of `rows` positions are copied.
+/// Copy plan for tiles of `rows` positions.
 pub(super) const fn copies_of(
     rows: u32,
     head_dim: u32,
@@ -22,10 +22,11 @@ pub(super) const fn copies_of(
     CopyPlan { shape: TileShape::new(rows, pitch(head_dim), false, 2), width, units, exact }
 }
 
-/// Comptime facts of the products of a plane's rows with a tile, `[positions, head_dim]` both.
+/// Comptime geometry of the matmuls of a plane's rows with a tile; both are
+/// `[positions, head_dim]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Products {
-    /// Fragments of 16 rows.
+    /// Row fragments of 16 rows.
     pub(super) frags: usize,
     /// Steps of 16 positions of the tile.
     pub(super) pairs: usize,
@@ -34,34 +35,34 @@ pub(super) struct Products {
     pub(super) own: TileShape,
     pub(super) other: TileShape,
     pub(super) bf16: bool,
-    /// Whether fragments are read one step before they are multiplied.
+    /// True if fragments are loaded one step before they are multiplied.
     pub(super) ahead: bool,
 }
 
 impl Products {
-    /// Fragments of 16 rows by 8 positions.
+    /// Number of score fragments, 16 rows by 8 positions.
     pub(super) const fn scores(self) -> usize {
         self.frags * self.pairs * 2
     }
 
-    /// Fragments of 16 rows by 8 columns of the head dimension.
+    /// Number of accumulator fragments, 16 rows by 8 columns of the head dimension.
     pub(super) const fn sums(self) -> usize {
         self.frags * self.steps * 2
     }
 
-    /// The tile as the right operand of a sum over its positions.
+    /// Tile as the rhs of a matmul that sums over its positions.
     pub(super) const fn summed(self) -> TileShape {
         TileShape { transposed: true, ..self.other }
     }
 }
 
-/// Elements of two bytes, in bytes.
+/// Bytes of `elements` two-byte elements.
 #[cube]
 pub(super) fn bytes(elements: usize) -> u64 {
     u64::cast_from(elements) * 2
 }
 
-/// `len` fragments of zeros.
+/// Returns `len` fragments of zeros.
 #[cube]
 pub(super) fn zeros<NC: Size>(#[comptime] len: usize) -> Sequence<Array<Vector<f32, NC>>> {
     let mut out = Sequence::<Array<Vector<f32, NC>>>::new();
@@ -75,8 +76,9 @@ pub(super) fn zeros<NC: Size>(#[comptime] len: usize) -> Sequence<Array<Vector<f
     out
 }
 
-/// `s += own · otherᵀ`, fragments `[rows / 16, positions / 8]`. `own` and `other` are where the plane's
-/// fragments start ([`lhs_lane`](crate::tile::lhs_lane), [`rhs_lane`](crate::tile::rhs_lane)).
+/// Computes `s += own · otherᵀ` in fragments `[rows / 16, positions / 8]`. `own` and `other` are
+/// the addresses of the plane's first fragments ([`lhs_lane`](crate::tile::lhs_lane),
+/// [`rhs_lane`](crate::tile::rhs_lane)).
 #[cube]
 pub(super) fn multiply<F: Float, NF: Size, NC: Size>(
     s: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -114,8 +116,8 @@ pub(super) fn multiply<F: Float, NF: Size, NC: Size>(
     }
 }
 
-/// `acc += weights · other`, fragments `[rows / 16, head_dim / 8]`, the weights rounded to half precision.
-/// `other` is where the plane's fragments of the transposed tile start.
+/// Computes `acc += weights · other` in fragments `[rows / 16, head_dim / 8]`, with the weights
+/// rounded to 16 bits. `other` is the address of the plane's first fragment of the transposed tile.
 #[cube]
 pub(super) fn accumulate<F: Float, NF: Size, NC: Size>(
     acc: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -164,7 +166,7 @@ pub(super) fn accumulate<F: Float, NF: Size, NC: Size>(
     }
 }
 
-/// `len` groups of four registers.
+/// Returns `len` groups of four registers.
 #[cube]
 pub(super) fn registers(#[comptime] len: usize) -> Sequence<Array<u32>> {
     let mut out = Sequence::<Array<u32>>::new();
@@ -175,13 +177,14 @@ pub(super) fn registers(#[comptime] len: usize) -> Sequence<Array<u32>> {
     out
 }
 
-/// A step of 32 bytes along a row of a shared tile, what `ldmatrix` reads of it at once: what the swizzle
-/// turns, and what it adds.
+/// Address change for step `step` of 32 bytes along a row of a shared tile, the width of one
+/// `ldmatrix`: the part that the swizzle XORs, and the part to add.
 pub(super) const fn along(step: u32) -> (u32, u32) {
     (step * 32 % 128, step * 32 / 128 * 128)
 }
 
-/// Fragments of both operands for step `step` of the head dimension, into register set `set`.
+/// Loads the fragments of both operands for step `step` of the head dimension into register set
+/// `set`.
 #[cube]
 fn load_step<F: Float>(
     own: u32,
@@ -207,7 +210,7 @@ fn load_step<F: Float>(
     }
 }
 
-/// Fragment `which` of 16 positions by 16 columns, columns first.
+/// Loads fragment `which`, 16 positions by 16 columns; columns advance first.
 #[cube]
 fn load_summed<F: Float>(
     other: u32,

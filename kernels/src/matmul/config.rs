@@ -1,4 +1,4 @@
-//! How to compute it: one config of some path, and the order in which configs are worth measuring.
+//! Matmul configs: one variant per path, checks, and the order in which candidates are measured.
 
 use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,7 @@ use super::workgroup::WorkgroupConfig;
 use crate::fits::{iterations, lacks};
 use crate::rows::NormKind;
 
-/// One way to run a matmul.
+/// A path and its tile sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum MatmulConfig {
@@ -55,7 +55,7 @@ impl MatmulConfig {
         }
     }
 
-    /// Returns the loop of the path, with its comptime facts.
+    /// Returns the loop of the path with its comptime parameters.
     pub(super) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Loop {
         match self {
             Self::Mma(c) => Loop::Mma(c.plan(arch, problem)),
@@ -70,13 +70,13 @@ impl MatmulConfig {
         }
     }
 
-    /// Parts of split-k.
+    /// Number of split-k splits.
     pub(crate) fn splits(&self) -> u32 {
         self.path().splits()
     }
 }
 
-/// Returns the candidates of one path, in its order.
+/// Returns the candidates of one path, in that path's order.
 fn of<P: Path>(
     arch: &ArchProfile,
     problem: &MatmulProblem,
@@ -104,8 +104,8 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Mat
     promising(arch, problem, feasible, MatmulConfig::path)
 }
 
-/// Returns the configs worth measuring of those that fit: the tile that covers the problem with the least waste and
-/// still fills the device comes first.
+/// Returns the feasible configs worth measuring. The first one covers the problem with the least
+/// waste and still fills the device.
 fn promising<C>(
     arch: &ArchProfile,
     problem: &MatmulProblem,
@@ -122,7 +122,7 @@ fn promising<C>(
     feasible
 }
 
-/// Returns those of `configs`, also with split-k, that pass `fits`, in the order of [`candidates`].
+/// Returns those `configs`, with and without split-k, that pass `fits`, ordered as in [`candidates`].
 pub(crate) fn spread(
     arch: &ArchProfile,
     problem: &MatmulProblem,
@@ -133,24 +133,24 @@ pub(crate) fn spread(
     promising(arch, problem, all.filter(fits).collect(), |c| c)
 }
 
-/// Candidates past this many in the order of [`waste`], or this much more wasteful than the first,
-/// have never won.
+/// Candidates beyond this rank in the order of [`waste`], or this many times more wasteful than the
+/// first, have never won.
 const WORTH_MEASURING: usize = 14;
 const HOPELESS: f64 = 3.0;
 
-/// Returns the relative cost of covering the problem with whole tiles on whole waves: multiplies a unit of k. It
-/// ignores what only a measurement can tell. Equal costs keep the order of the paths' lists.
+/// Returns the relative cost of covering the problem with whole tiles in whole waves, in multiplies
+/// per unit of k. It is only a model. Equal costs keep the order of the paths' lists.
 fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &dyn Path) -> f64 {
     let (tile_m, tile_n) = config.tile();
     let splits = f64::from(config.splits());
     let items = problem.blocks((tile_m, tile_n)) as f64 * splits;
-    // The driver of cooperative matrices does not tell how many processors there are.
+    // The cooperative-matrix driver does not report the number of processors.
     let processors = match arch.matrices_from_words() && FEW_ROWS.contains(&problem.m) {
         true => IN_FLIGHT as f64,
         false => f64::from(arch.processors.unwrap_or(32)),
     };
     let waves = (items / processors).ceil() / splits;
-    // A larger tile reads each operand fewer times: the traffic of one tile is m + n a multiply.
+    // A larger tile reads each operand fewer times: the traffic of a tile is m + n per step of k.
     let traffic = 1.0 / f64::from(tile_m.min(256)) + 1.0 / f64::from(tile_n.min(256));
     let read = config.read_cost();
     // Partial sums are written and read in f32; a byte takes about as long as two multiplies.
@@ -159,7 +159,7 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &dyn Path) -> f64 
     waves * f64::from(tile_m) * f64::from(tile_n) * (1.0 + read * traffic) + sums
 }
 
-/// Returns whether a path normalises the rows that it multiplies, and saving a launch is worth it.
+/// Returns true if a path normalises the rows that it multiplies and the saved launch pays for it.
 pub(super) fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
     let few = problem.norm.is_some() && problem.m <= MOST_NORMED_ROWS;
     few && of(arch, problem, MatmulConfig::Gemv).any(|c| check(arch, problem, &c).is_ok())
@@ -170,9 +170,9 @@ pub(super) fn simplest(
     problem: &MatmulProblem,
 ) -> Result<MatmulConfig, Infeasible> {
     let config = match problem.precision {
-        // Results of these differ from f32 ones by rounding, so their baseline config is a tensor-core one: the last
-        // candidate, so that the first, which runs unmeasured, is compared with another. Where there is none, what
-        // the smallest tile lacks, all lack.
+        // Results of these precisions differ from f32 by rounding, so the baseline is a tensor-core
+        // config. Take the last candidate: the first runs untuned and needs another to be compared
+        // with. Without candidates, report what the smallest tile lacks.
         Precision::Tf32 | Precision::F16Acc16 => {
             candidates(arch, problem).pop().unwrap_or(MatmulConfig::Mma(MmaConfig::SMALLEST))
         }
@@ -345,7 +345,7 @@ mod tests {
         let refused = Err(Infeasible::Turns { need: 65_536 / 16 * 18 + 1, have: 65_535 });
         assert_eq!(check(&arch, &of(65_536, across), &config), refused);
         assert!(candidates(&arch, &of(65_536, across)).is_empty());
-        // Units that share k take fewer.
+        // Units that share k need fewer iterations.
         let along = [Layout::Row, Layout::Col];
         let shared = candidates(&arch, &of(65_536, along));
         assert!(!shared.is_empty());
@@ -379,7 +379,7 @@ mod tests {
         let rows = problem([4096; 3], [Layout::Row; 2], Precision::Bf16);
         let several =
             MatmulProblem::dense(2, [4096; 3], [Layout::Row, Layout::Col], Precision::Bf16);
-        // Lines that are not whole chunks, and stages that do not go around.
+        // Lines that are not whole chunks, and tiles of k that are not whole rounds of stages.
         let [odd, short] = [4095, 4096 - 64]
             .map(|k| problem([4096, 4096, k], [Layout::Row, Layout::Col], Precision::Bf16));
         for refused in [rows, several.expect("valid"), odd, short] {

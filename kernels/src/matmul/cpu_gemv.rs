@@ -1,5 +1,5 @@
-//! The GEMV of the CPU, for few rows, where both operands lie along k as in a linear layer: nothing is packed, every
-//! vector of B is loaded once, from where it lies.
+//! GEMV for CPUs, for few rows, with both operands contiguous along k as in a linear layer. Nothing
+//! is packed; every vector of B is loaded once.
 //!
 //! ```text
 //!   for each (rows x cols) block of C                 // one unit
@@ -8,8 +8,8 @@
 //!     C = round(epilogue(sum of acc's lanes))
 //! ```
 //!
-//! 1x4096x4096 in f32 on cpu-genuineintel.6.167-2 with 2 cores, whose copy reaches 25 GB/s: B is read at 27 GB/s here, by
-//! burn-flex at 12.
+//! At 1x4096x4096 in f32 on cpu-genuineintel.6.167-2 with 2 cores, whose copy reaches 25 GB/s, this
+//! path reads B at 27 GB/s; burn-flex reads it at 12 GB/s.
 
 use arch::ArchProfile;
 use cubecl::prelude::*;
@@ -22,15 +22,15 @@ use super::path::{Grid, Path, check_vector};
 use super::problem::{Layout, MatmulProblem};
 use crate::fits::shape;
 
-/// Block sizes of the GEMV of the CPU.
+/// Block sizes of the CPU GEMV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct CpuGemvConfig {
-    /// Block of C that a unit sums at once, `rows * cols` vector registers.
+    /// Block of C that a unit sums at once; it takes `rows * cols` vector registers.
     pub rows: u32,
     pub cols: u32,
-    /// f32 elements of a vector register.
+    /// f32 elements per vector register.
     pub vector: u32,
-    /// Units, one a core.
+    /// Units, one per core.
     pub units: u32,
 }
 
@@ -74,7 +74,7 @@ impl Path for CpuGemvConfig {
         self.vector
     }
 
-    /// Nothing is packed: a read takes little more than a multiply.
+    /// Nothing is packed, so a read costs little more than a multiply.
     fn read_cost(&self) -> f64 {
         1.5
     }
@@ -89,7 +89,7 @@ impl Path for CpuGemvConfig {
     }
 }
 
-/// `NL` and `NR` are `config.vector`, `NO` is 1.
+/// Requires `NL` = `NR` = `config.vector` and `NO` = 1.
 #[cube]
 pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],

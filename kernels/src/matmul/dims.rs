@@ -1,4 +1,4 @@
-//! Sizes of a launch, and the block of C that each cube computes.
+//! Sizes of a launch, and the block of C of each cube.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -12,33 +12,33 @@ pub(crate) struct Dims {
     pub(crate) m: u32,
     pub(crate) n: u32,
     pub(crate) k: u32,
-    /// Distance between rows (or columns, where those are contiguous).
+    /// Distance between rows, or between columns if those are contiguous.
     pub(crate) lhs_stride: usize,
     pub(crate) rhs_stride: usize,
     pub(crate) out_stride: usize,
-    /// First elements of this launch's first batch.
+    /// First element of this launch's first batch.
     pub(crate) lhs_start: usize,
     pub(crate) rhs_start: usize,
     pub(crate) out_start: usize,
-    /// Distance between batches; 0 repeats an operand.
+    /// Distance between batches; 0 broadcasts the operand.
     pub(crate) lhs_batch: usize,
     pub(crate) rhs_batch: usize,
     pub(crate) out_batch: usize,
-    /// Batches of this launch.
+    /// Batches in this launch.
     pub(crate) batches: u32,
-    /// Parts of split-k, and k tiles of each part but the last.
+    /// Number of splits of k, and k tiles per split, except the last.
     pub(crate) parts: u32,
     pub(crate) part_tiles: u32,
-    /// First row of each group, and the end of the last.
+    /// First row of each group, then the end of the last group.
     offsets: ComptimeOption<Box<[u32]>>,
-    /// Repeats whether there are offsets, for the hash: see [`Finish`](super::Finish).
+    /// True if there are offsets; repeated for the kernel's hash, see [`Finish`](super::Finish).
     #[cube(comptime)]
     pub(crate) grouped: bool,
 }
 
 #[cube]
 impl Dims {
-    /// Returns the first elements of batch `batch` in lhs, rhs and result.
+    /// Returns the first elements of batch `batch` in lhs, rhs and out.
     pub(crate) fn batch(&self, batch: usize) -> (usize, usize, usize) {
         (
             self.lhs_start + batch * self.lhs_batch,
@@ -47,7 +47,7 @@ impl Dims {
         )
     }
 
-    /// Returns the first row of batch `batch` in lhs and result, and one past its last.
+    /// Returns the first row of batch `batch` in lhs and out, and one past its last.
     pub(crate) fn rows(&self, batch: u32) -> (u32, u32) {
         let mut rows = (0u32.runtime(), self.m);
         #[comptime]
@@ -73,7 +73,7 @@ impl Dims {
 }
 
 impl BatchSlice {
-    /// Launch arguments; `rows` are the offsets of a grouped problem.
+    /// Launch arguments; `rows` holds the offsets of a grouped problem.
     pub(crate) fn dims(
         &self,
         p: &MatmulProblem,
@@ -82,7 +82,7 @@ impl BatchSlice {
         rows: Option<&Handle>,
     ) -> DimsLaunch {
         let offsets = rows.map(|rows| {
-            // SAFETY: there is an offset more than there are groups.
+            // SAFETY: the buffer holds one offset more than there are groups.
             unsafe { BufferArg::from_raw_parts(rows.clone(), p.batches.inner as usize + 1) }
         });
         DimsLaunch::new(
@@ -109,8 +109,7 @@ impl BatchSlice {
 
 /// Returns the block of C that this cube computes.
 ///
-/// A launch with more blocks than one dimension of a grid holds spreads them over two; cubes past the last
-/// block repeat it.
+/// Blocks that exceed one grid dimension are spread over two; cubes past the last block repeat it.
 #[cube]
 pub(crate) fn own_block(
     dims: &Dims,
@@ -124,8 +123,8 @@ pub(crate) fn own_block(
 
 /// Returns row and column of block `id` of C, which has `rows` by `cols` blocks.
 ///
-/// Blocks run down eight block rows before they move one to the right, so that the cubes of a wave share rows
-/// of A and columns of B in the L2.
+/// Blocks run down eight block rows before they move one to the right. The cubes of a wave thus
+/// share rows of A and columns of B in L2.
 #[cube]
 pub(crate) fn block_of(rows: u32, cols: u32, id: u32) -> (u32, u32) {
     let group = comptime!(8u32);

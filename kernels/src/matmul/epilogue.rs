@@ -1,8 +1,8 @@
-//! `out = round(residual + gate · activation(sum + bias))`: what becomes of a sum before it is stored.
+//! `out = round(residual + gate · activation(sum + bias))`: the epilogue of a matmul.
 //!
-//! Bias `[n]` in the operands' type; gate and residual `[batch, m, n]` in the result's. Each part is
-//! there or not; all of it is f32 until the one rounding. The residual may be the result's own buffer:
-//! an element is read by the unit that writes it.
+//! The bias `[n]` has the operands' type; gate and residual `[batch, m, n]` have the result's type.
+//! Every part is optional; all arithmetic is f32 until the single rounding. The residual may alias
+//! the result: the unit that writes an element also reads it.
 //!
 //! GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), exact and by its tanh formula.
 //! SiLU: `x · σ(x)`, Elfwing et al. (2017); gated as in Shazeer, "GLU Variants Improve Transformer"
@@ -16,7 +16,7 @@ use tune::Queue;
 
 use crate::tile::quad_transpose;
 
-/// A function of one number.
+/// Activation function, applied per element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
@@ -40,22 +40,22 @@ impl Activation {
     }
 }
 
-/// Parts of the formula that a problem has.
+/// Parts of the epilogue that a problem uses.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
 pub struct Epilogue {
-    /// A vector `[n]` is added to every row.
+    /// Adds a vector `[n]` to every row.
     pub bias: bool,
     pub activation: Option<Activation>,
-    /// Multiplied by a matrix of the result's shape.
+    /// Multiplies by a matrix of the result's shape.
     pub gate: bool,
-    /// Added to a matrix of the result's shape.
+    /// Adds a matrix of the result's shape.
     pub residual: bool,
 }
 
 impl Epilogue {
-    /// `bias silu gate residual`, without what is not there.
+    /// Names of the parts that are present, in the order `bias silu gate residual`.
     pub fn names(self) -> Vec<&'static str> {
         let flag = |on: bool, name| on.then_some(name);
         [
@@ -70,7 +70,7 @@ impl Epilogue {
     }
 }
 
-/// Device buffers of an epilogue, present where it has them.
+/// Device buffers of an epilogue, present for the parts that it uses.
 #[derive(Debug, Clone, Default)]
 pub struct EpilogueBuffers {
     pub bias: Option<Handle>,
@@ -79,7 +79,7 @@ pub struct EpilogueBuffers {
 }
 
 impl EpilogueBuffers {
-    /// Noise for what `epilogue` has: a bias of that length and type, matrices of the result's.
+    /// Random buffers for the parts of `epilogue`; `bias` and `out` give length and type.
     pub(crate) fn noise(
         queue: &Queue,
         epilogue: Epilogue,
@@ -98,20 +98,20 @@ impl EpilogueBuffers {
     }
 }
 
-/// The formula with its buffers, gate and residual in vectors of `N`.
+/// Epilogue with its buffers; gate and residual in vectors of `N`.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Finish<F: Float, E: Float, N: Size> {
     bias: ComptimeOption<Box<[F]>>,
     gate: ComptimeOption<Box<[Vector<E, N>]>>,
     residual: ComptimeOption<Box<[Vector<E, N>]>>,
-    /// Repeats what is there: CubeCL 0.11 keeps compiled kernels under a hash that does not tell an
-    /// option's `Some` from its `None`.
+    /// Parts that are present. Repeated because CubeCL 0.11 caches compiled kernels under a hash
+    /// that ignores whether an option is `Some` or `None`.
     #[cube(comptime)]
     epilogue: Epilogue,
 }
 
 impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
-    /// The arguments of `epilogue`: a bias of `bias` elements, and matrices of `vectors` vectors.
+    /// Launch arguments of `epilogue`: a bias of `bias` elements, matrices of `vectors` vectors.
     pub(crate) fn of(
         epilogue: Epilogue,
         buffers: &EpilogueBuffers,
@@ -120,13 +120,13 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
     ) -> Self {
         let matrix = |handle: &Option<Handle>| {
             let arg = handle.as_ref().map(|h| {
-                // SAFETY: gate and residual have the result's elements.
+                // SAFETY: gate and residual have the result's size.
                 unsafe { BufferArg::from_raw_parts(h.clone(), vectors) }
             });
             ComptimeOptionArgs::from(arg)
         };
         let bias = buffers.bias.as_ref().map(|h| {
-            // SAFETY: the bias has these elements.
+            // SAFETY: the caller gives the length of the bias.
             unsafe { BufferArg::from_raw_parts(h.clone(), bias) }
         });
         Self::new(
@@ -137,14 +137,14 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
         )
     }
 
-    /// Nothing but the sum.
+    /// Launch arguments of an empty epilogue.
     pub(crate) fn nothing() -> Self {
         let none = || ComptimeOptionArgs::None;
         Self::new(ComptimeOptionArgs::None, none(), none(), Epilogue::default())
     }
 }
 
-/// The columns of a matrix: where its bias begins, and how many numbers it has.
+/// Columns of a matrix: index of its first bias element, and number of columns.
 #[derive(CubeType)]
 pub(crate) struct Columns {
     pub(crate) first: usize,
@@ -153,8 +153,8 @@ pub(crate) struct Columns {
 
 #[cube]
 impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
-    /// `activation(sum + bias)` of the sums of columns `col..`. Columns past the end, which are never
-    /// stored, take the last one's bias.
+    /// Returns `activation(sum + bias)` for the sums of columns `col..`. Columns past the end use
+    /// the last bias element; they are never stored.
     pub(crate) fn activate<W: Size>(
         &self,
         sum: Vector<f32, W>,
@@ -171,7 +171,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         value
     }
 
-    /// `sum + bias` of the same.
+    /// Returns `sum + bias` for the sums of columns `col..`.
     pub(crate) fn biased<W: Size>(
         &self,
         sum: Vector<f32, W>,
@@ -195,7 +195,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         value
     }
 
-    /// `residual + gate · value` with what lies at vector `at` of both.
+    /// Returns `residual + gate · value`, with vector `at` of both.
     pub(crate) fn join<W: Size>(&self, value: Vector<f32, W>, at: usize) -> Vector<f32, W> {
         let mut out = value;
         #[comptime]
@@ -211,13 +211,14 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         out
     }
 
-    /// The result of one sum, element `at` of the result and in column `col`: for `N` = 1.
+    /// Returns the result of one sum, at element `at` and column `col`; for `N` = 1.
     pub(crate) fn one(&self, sum: f32, at: usize, col: u32, columns: &Columns) -> f32 {
         let value = activation(self.biased_one(sum, col, columns), self.epilogue.activation);
         self.join_one(value, at)
     }
 
-    /// The result of two sums that gate one another, the second in column `up`: for `N` = 1.
+    /// Returns the result of a GLU: the gate sum in column `cols.0`, the up sum in `cols.1`; for
+    /// `N` = 1.
     pub(crate) fn one_of_two(
         &self,
         sums: (f32, f32),
@@ -261,9 +262,9 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
 
 #[cube]
 impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
-    /// `residual + gate · value` for the four pairs that a unit of a quad holds of 32 columns of a row;
-    /// `at` is its 16-byte vector of them, and nothing is read for a unit that is not `inside`. One matrix
-    /// after the other, so that the registers of one serve the other.
+    /// Computes `residual + gate · value` for the four pairs that a unit of a quad holds of 32
+    /// columns of a row. `at` is the unit's 16-byte vector; units that are not `inside` read
+    /// nothing. The matrices are applied one after the other, so that they can share registers.
     pub(crate) fn join_quad<W: Size>(
         &self,
         values: &mut Array<Vector<f32, W>>,
@@ -301,7 +302,7 @@ fn pair<E: Float, W: Size>(words: &Array<u32>, #[comptime] j: usize) -> Vector<f
     Vector::cast_from(Vector::<E, W>::reinterpret(words[j]))
 }
 
-/// Vector `at` of `matrix`, its words exchanged between the units of a quad.
+/// Loads vector `at` of `matrix` and exchanges its words between the units of a quad.
 #[cube]
 fn turned<E: Float, N: Size>(
     matrix: &[Vector<E, N>],
@@ -336,8 +337,8 @@ fn activation(x: f32, #[comptime] activation: Option<Activation>) -> f32 {
     }
 }
 
-/// The error function to 2e-7 (Abramowitz and Stegun, 7.1.26). CUDA's own, to an ulp, takes so many
-/// registers that tiles of 128 x 256 spill 16 bytes (sm_89).
+/// Error function, accurate to 2e-7 (Abramowitz and Stegun, 7.1.26). CUDA's own, accurate to an
+/// ulp, takes more registers: tiles of 128 x 256 spill 16 bytes (sm_89).
 #[cube]
 fn erf(x: f32) -> f32 {
     let size = max(x, -x);

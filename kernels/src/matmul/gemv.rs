@@ -1,33 +1,36 @@
-//! The GEMV of a GPU, for few rows, where both operands lie along k as in a linear layer that decodes: neighbouring
-//! units share columns, each loads every vector of B once, from where it lies.
+//! GEMV for GPUs, for few rows, with both operands contiguous along k as in a decoding linear
+//! layer. Neighbouring units share columns, and each loads its vectors of B once.
 //!
 //! ```text
 //!   for each (rows x cols) block of C                 // `lanes` units
-//!     for each vector of k                            // one unit, the next ones the next unit's
+//!     for each vector of k                            // one unit; the next unit takes the next vector
 //!       acc[row, col] += A[row, k..] · B[k.., col]
-//!     C = round(epilogue(sum of the units' acc))      // through shared memory, by halves
+//!     C = round(epilogue(sum of the units' acc))      // tree reduction through shared memory
 //! ```
 //!
-//! Everything is f32 but what is loaded. No tensor core, no copy ahead, nothing between planes but one sum: what
-//! hides the latency is many units with `cols` loads under way each. There is no split-k, so that there is no
-//! second launch.
+//! All arithmetic is f32. There are no tensor cores, no prefetch, and between planes only one
+//! reduction. Many units with `cols` loads in flight each hide the latency. Without split-k there
+//! is no second launch.
 //!
-//! Cost: B's bytes, once; two instructions an element, row and column. Where rows are normalised ([`NormWeight`]) every group
-//! finds their squares again: 31.8 us in place of 31.2 at 14336 x 4096, beside a launch of 1.9 that it saves. Slower
-//! are normalised rows in shared memory (32.4), squares after the loop (32.6) and a weight that is multiplied by in
-//! pairs of bf16 (33.5); without a norm, loads of B a step ahead (35.4).
+//! Cost: B's bytes, once; two instructions per element, row and column. For a fused norm
+//! ([`NormWeight`]) every group recomputes the squares of the rows: 31.8 us instead of 31.2 at
+//! 14336 x 4096, and it saves a launch of 1.9 us. Slower variants: normalised rows in shared memory
+//! (32.4), squares after the loop (32.6), and a weight multiplied in pairs of bf16 (33.5). Without
+//! a norm, prefetching B one step ahead is slower too (35.4).
 //!
-//! us at m = 1 in bf16 (H200 restricted to an RTX 4090's features / through Vulkan; a copy moves 4.1 TB/s), beside
-//! what the tuner chose before: `Mma` with split-k, cube-scope matrices.
+//! Times in us at m = 1 in bf16 (H200 restricted to an RTX 4090's features / through Vulkan; a copy
+//! reaches 4.1 TB/s). "Before" is the tuner's earlier choice: `Mma` with split-k, cube-scope
+//! matrices.
 //!
 //! | n x k        | `Gemv`      | before      |
 //! |--------------|-------------|-------------|
 //! | 14336 x 4096 | 32.0 / 31.6 | 32.4 / 87.1 |
 //! | 4096 x 14336 | 30.8        | 32.1        |
 //!
-//! What it saves beside is the launch that adds parts: a 1.24B model generates 1001 tokens a second on CUDA, 916
-//! before. At m = 8 `Mma` stays ahead there (33.7 and 32.1 us in a run where this took 30.1 at m = 1), and through
-//! Vulkan matrices with split-k (48.8 us; this 63.1).
+//! It also saves the launch that reduces the splits: a 1.24B model generates 1001 tokens a second
+//! on CUDA, 916 before. At m = 8 `Mma` stays faster there: 33.7 and 32.1 us in a run where this
+//! path took 30.1 at m = 1. Through Vulkan, matrices with split-k are faster (48.8 us; this path
+//! 63.1).
 
 use arch::ArchProfile;
 use cubecl::prelude::*;
@@ -42,51 +45,52 @@ use super::problem::{Layout, MatmulProblem, Precision};
 use crate::fits::{lacks, limits, shape};
 use crate::rows::NormKind;
 
-/// Spread of the GEMV over units.
+/// Units and block sizes of the GPU GEMV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GemvConfig {
-    /// Units of a cube.
+    /// Units per cube.
     pub units: u32,
     /// Units that share a block of C.
     pub lanes: u32,
-    /// Block of C that they sum at once.
+    /// Rows and columns of that block.
     pub rows: u32,
     pub cols: u32,
 }
 
 impl GemvConfig {
-    /// Columns that a cube takes.
+    /// Columns per cube.
     const fn columns_of_cube(self) -> u32 {
         self.units / self.lanes * self.cols
     }
 
-    /// Returns the comptime facts of the instance.
+    /// Returns the comptime parameters of the kernel instance.
     pub(super) const fn plan(&self, problem: &MatmulProblem) -> GemvPlan {
         GemvPlan { config: *self, norm: problem.norm }
     }
 }
 
-/// Units, units that share a block, and columns: for one or two rows, and for more.
+/// Units, units that share a block, and columns: `WIDE` for one or two rows, `NARROW` for more.
 const WIDE: [[u32; 3]; 6] =
     [[256, 32, 4], [256, 32, 2], [128, 128, 4], [128, 64, 2], [128, 128, 2], [256, 16, 4]];
 const NARROW: [[u32; 3]; 6] =
     [[256, 32, 2], [128, 32, 4], [128, 128, 4], [128, 64, 2], [128, 128, 2], [256, 32, 1]];
 
-/// Rows of A past which the tiles of tensor cores and of shared memory are not mostly empty.
+/// Maximum rows of A; with more, tiles of tensor cores and of shared memory are no longer mostly
+/// empty.
 const MOST_ROWS: u32 = 8;
-/// Rows of A up to which tensor cores are not as fast: 8 x 14336 x 4096 takes them 33.7 us.
+/// Maximum rows of A on devices with `mma.sync`; 8 x 14336 x 4096 takes the tensor cores 33.7 us.
 const MOST_ROWS_BESIDE_MMA: u32 = 2;
-/// Rows of A up to which normalising them here pays: more wait for the multiply-adds, and nobody has measured that a
-/// launch less pays for more of these.
+/// Maximum rows of A for a fused norm. More rows wait for the multiply-adds, and whether the saved
+/// launch pays for them is not measured.
 pub(crate) const MOST_NORMED_ROWS: u32 = 2;
 
-/// Elements of the vectors that units load.
+/// Vector width of the loads in elements.
 fn width(arch: &ArchProfile, problem: &MatmulProblem) -> u32 {
     (arch.load_bytes.min(16) / problem.precision.storage().size() as u32).max(1)
 }
 
 impl Path for GemvConfig {
-    /// Returns configs of as many rows as the problem has, and sums that registers hold.
+    /// Returns configs with the problem's rows, whose accumulators fit in registers.
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
         let has_mma = mma_inst(arch, problem.precision).is_some();
         let most = if has_mma { MOST_ROWS_BESIDE_MMA } else { MOST_ROWS };
@@ -137,7 +141,7 @@ impl Path for GemvConfig {
         self.lanes
     }
 
-    /// Units share k: each takes a vector of it at a time.
+    /// Units share k: each takes one vector at a time.
     fn iterations(&self, k: u64) -> u64 {
         k.div_ceil(u64::from(self.lanes)) + 1
     }
@@ -152,7 +156,7 @@ impl Path for GemvConfig {
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct GemvPlan {
     config: GemvConfig,
@@ -160,7 +164,7 @@ pub(crate) struct GemvPlan {
 }
 
 impl GemvPlan {
-    /// Sums of a unit: its block of C, and where rows are normalised the squares of each.
+    /// Sums per unit: its block of C, and for a fused norm the squares of each row.
     const fn sums(self) -> u32 {
         let GemvConfig { rows, cols, .. } = self.config;
         rows * if self.norm.is_some() { cols + 1 } else { cols }
@@ -171,7 +175,7 @@ impl GemvPlan {
     }
 }
 
-/// `NL` and `NR` are the widest vector, `NO` is 1.
+/// Requires the widest vectors for `NL` and `NR`, and `NO` = 1.
 #[cube]
 pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     lhs: &[Vector<F, NL>],
@@ -246,7 +250,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             at += lanes as usize;
         }
 
-        // Sums of a group side by side, those of a unit apart by the group: no two units of a plane meet in a bank.
+        // Equal sums of all units are adjacent, and a unit's sums are `units` apart: no bank
+        // conflicts within a plane.
         let mut shared = Shared::<[f32]>::new_slice(comptime!(units as usize * sums));
         #[unroll]
         for i in 0..sums {
@@ -302,7 +307,7 @@ fn widen<F: Float, NL: Size>(vector: Vector<F, NL>) -> Array<f32> {
     wide
 }
 
-/// Adds the products of a vector of row `r` of A to that row's sums.
+/// Adds a vector of row `r` of A, times the columns of B, to that row's accumulators.
 #[cube]
 fn add_row<F: Float, NR: Size>(
     acc: &mut Array<f32>, // [rows, cols]

@@ -1,4 +1,4 @@
-//! The kernel: one entry for all loops.
+//! Kernel entry point for all paths.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -16,7 +16,7 @@ use super::subgroup::{self, SubgroupPlan};
 use super::tma::TmaFeed;
 use super::workgroup::{self, WorkgroupPlan};
 
-/// The loop of a launch, with its comptime facts.
+/// Loop of a launch with its comptime parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Loop {
     Mma(MmaPlan),

@@ -8,33 +8,34 @@
 //!     C = round(epilogue(acc))
 //! ```
 //!
-//! Operands are stored in the problem's type; products are summed in f32, and so is the epilogue
-//! ([`Epilogue`], every part of it optional); the result is rounded once, to a type of its own.
-//! [`Precision::F32`] multiplies in f32; [`Precision::Tf32`] rounds f32 operands to 10 mantissa bits
-//! on the tensor cores; [`Precision::F16Acc16`] sums in f16, where asked to. Either operand may have
-//! its rows or its columns contiguous, with any leading dimension, and either may repeat over batches
-//! (stride 0). Or batches are groups, each with rows of its own of one A, as many as a buffer on the
-//! device says ([`MatmulProblem::grouped`]). Rows of A may be normalised as they are multiplied
-//! ([`MatmulProblem::norm`]): by `Gemv` alone, whose groups of units read whole rows.
+//! Operands are stored in the problem's type. Accumulators and the epilogue ([`Epilogue`], every
+//! part of it optional) are f32; the result is rounded once, to a type of its own.
+//! [`Precision::F32`] multiplies in f32. [`Precision::Tf32`] rounds f32 operands to 10 mantissa
+//! bits on the tensor cores. [`Precision::F16Acc16`] uses f16 accumulation. Either operand may have
+//! contiguous rows or columns, with any leading dimension, and stride 0 broadcasts it over batches.
+//! Alternatively, batches are groups: a buffer on the device assigns the rows of one A to them
+//! ([`MatmulProblem::grouped`]). `Gemv` alone can normalise the rows of A while it multiplies them
+//! ([`MatmulProblem::norm`]), because its groups of units read whole rows.
 //!
-//! Cost: `2·batch·m·n·k` flop; every operand element read once, every result written once.
+//! Cost: `2·batch·m·n·k` flop; reads every operand element once, writes every result once.
 //!
-//! Nine paths, chosen by [`MatmulConfig`]. A path's file holds its config, candidates, limits, plan and loop:
+//! Nine paths; [`MatmulConfig`] selects one. The file of a path holds its config, candidates,
+//! limits, plan and loop:
 //!
-//! | path        | multiplies with            | feeds it by                        | where                   |
-//! |-------------|----------------------------|------------------------------------|-------------------------|
-//! | `Mma`       | `mma.sync`                 | `cp.async` ring, swizzled `ldmatrix` | CUDA                  |
-//! | `Tma`       | `mma.sync`                 | the same ring, by the tensor memory accelerator | CUDA from Hopper on |
-//! | `Workgroup` | cube-scope matrices        | the driver, through tensor layouts | Vulkan, NVIDIA          |
-//! | `Subgroup`  | plane-scope matrices       | shared memory                      | CUDA without `mma.sync`, Vulkan's groups |
-//! | `Pipelined` | plane-scope matrices       | shared memory, double-buffered     | Vulkan                  |
-//! | `Fma`       | multiply-add, shared tiles | shared memory, f32                 | any GPU                 |
-//! | `Packed`    | vector multiply-add        | packed panels on the stack         | CPU                     |
-//! | `CpuGemv`   | vector multiply-add        | nothing: both lie along k          | CPU, few rows           |
-//! | `Gemv`      | multiply-add               | nothing: both lie along k          | any GPU, few rows       |
+//! | path        | multiplies with      | operands arrive by                   | runs on                             |
+//! |-------------|----------------------|--------------------------------------|-------------------------------------|
+//! | `Mma`       | `mma.sync`           | `cp.async` ring, swizzled `ldmatrix` | CUDA                                |
+//! | `Tma`       | `mma.sync`           | the same ring, filled by TMA         | CUDA, Hopper or newer               |
+//! | `Workgroup` | cube-scope matrices  | the driver, through tensor layouts   | Vulkan, NVIDIA                      |
+//! | `Subgroup`  | plane-scope matrices | shared memory                        | CUDA (no `mma.sync`), Vulkan groups |
+//! | `Pipelined` | plane-scope matrices | shared memory, double-buffered       | Vulkan                              |
+//! | `Fma`       | multiply-add         | shared memory, f32                   | any GPU                             |
+//! | `Packed`    | vector multiply-add  | packed panels on the stack           | CPU                                 |
+//! | `CpuGemv`   | vector multiply-add  | direct loads, contiguous along k     | CPU, few rows                       |
+//! | `Gemv`      | multiply-add         | direct loads, contiguous along k     | any GPU, few rows                   |
 //!
-//! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for the
-//! blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
+//! Sources: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008) for
+//! the blocking; NVIDIA PTX ISA, "Matrix multiply-accumulate" for fragment layouts.
 
 mod config;
 mod cpu_gemv;
@@ -90,24 +91,24 @@ use mma::Maps;
 pub struct Matmul;
 
 impl Matmul {
-    /// Returns whether the problem has a norm and the device a path that applies it; otherwise the norm is a launch of
-    /// its own.
+    /// Returns true if the problem has a norm and a path of the device applies it. Otherwise the
+    /// norm needs a launch of its own.
     pub fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
         config::takes_norm(arch, problem)
     }
 }
 
-/// Device buffers of one matmul, each dense from its first element on.
+/// Device buffers of one matmul; lhs, rhs and out hold [`MatmulProblem::extents`] elements.
 #[derive(Debug, Clone)]
 pub struct MatmulOperands {
     pub lhs: Handle,
     pub rhs: Handle,
     pub out: Handle,
-    /// Those of the problem's epilogue.
+    /// Buffers of the problem's epilogue.
     pub epilogue: EpilogueBuffers,
-    /// Offsets of a grouped problem, `[groups + 1]` of u32.
+    /// Row offsets of a grouped problem, u32 `[groups + 1]`.
     pub rows: Option<Handle>,
-    /// Those of the problem's norm.
+    /// Buffers of the problem's norm.
     pub norm: Option<NormBuffers>,
 }
 
@@ -164,7 +165,7 @@ impl Kernel for Matmul {
     }
 
     fn outputs(problem: &MatmulProblem, operands: &MatmulOperands) -> Vec<Output> {
-        // Two roundings of the result, and two orders of summation of k products.
+        // Allows for two roundings of the result and two orders of summation of k terms.
         let epsilon = match problem.out {
             DType::F16 => 2f64.powi(-10),
             DType::Bf16 => 2f64.powi(-7),
@@ -192,15 +193,15 @@ impl Kernel for Matmul {
         let (plan, grid) = (config.plan(arch, problem), config.path().grid(arch, problem));
         let [lhs_len, rhs_len, out_len] = problem.extents();
         let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
-        // A kernel without partial sums still binds a buffer in their place, and never writes it.
+        // A kernel without partial sums still binds a buffer in their place and never writes it.
         let (partials, partials_len) = match scratch {
             Some(scratch) => (scratch, out_len * splits as usize),
             None => (&operands.out, 2),
         };
         let (bias, vectors) = (problem.bias_len(), out_len / width_out);
         for slice in problem.batch_slices(arch) {
-            // SAFETY: the plan is the problem's, whose extents the handles have; every path checks the edges that
-            // its tiles do not divide.
+            // SAFETY: the plan matches the problem, and the handles have its extents. Every path
+            // checks the edges that its tiles do not divide.
             unsafe {
                 let maps = match &plan {
                     Loop::Tma(plan) => Some(tma::maps(problem, plan, &operands.lhs, &operands.rhs)),
@@ -223,7 +224,7 @@ impl Kernel for Matmul {
                     ComptimeOptionArgs::<Maps>::from(maps),
                     match splits {
                         1 => FinishLaunch::of(problem.epilogue, &operands.epilogue, bias, vectors),
-                        // The sums of the parts are finished where they are added.
+                        // The reduction launch applies the epilogue to the sums.
                         _ => FinishLaunch::nothing(),
                     },
                     NormWeightLaunch::of(
@@ -245,7 +246,7 @@ impl Kernel for Matmul {
     }
 }
 
-/// Types of operands, instruction and result.
+/// Element types of operands, instruction and result.
 fn types(problem: &MatmulProblem) -> [ElemType; 3] {
     let precision = problem.precision;
     [elem(precision.storage()), elem(precision.instruction()), elem(problem.out)]

@@ -1,13 +1,14 @@
-//! norm(x)·Wᵀ of few rows of x without norm(x): Σ norm(x)ₖ·wₖ = factor · Σ xₖ·gₖ·wₖ
+//! norm(x)·Wᵀ for few rows of x without storing norm(x): Σ norm(x)ₖ·wₖ = factor · Σ xₖ·gₖ·wₖ
 //!
 //! ```text
-//!   g = weight, or 1 + weight where the kind says so        factor = 1 / √(Σ x² / k + eps)
+//!   g = weight, or 1 + weight for that kind of norm         factor = 1 / √(Σ x² / k + eps)
 //! ```
 //!
-//! Nobody waits for the factor before the sums are there, and it comes with them: the squares of a row are one sum
-//! more. For paths whose groups of units read whole rows of x, and few of them: a launch less for a multiply and a
-//! multiply-add an element of x, which every group does again beside a multiply-add for each row of W that it has (one to
-//! four). Of the kinds those without a mean.
+//! The factor is needed only after the sums, and the loop computes it along with them: the squares
+//! of a row are one more sum. This suits paths whose groups of units read few, whole rows of x. It
+//! saves a launch and costs one multiply and one multiply-add per element of x. Every group repeats
+//! them, next to one multiply-add for each of its rows of W (one to four). Only norms without a
+//! mean are supported.
 
 use arch::DType;
 use cubecl::prelude::*;
@@ -20,14 +21,14 @@ use crate::tile::{fma_pairs, global_address};
 /// Device buffers of a norm.
 #[derive(Debug, Clone)]
 pub struct NormBuffers {
-    /// `[k]`, in x's type.
+    /// Weight `[k]`, in x's type.
     pub weight: Handle,
-    /// Added to the mean of the squares; finite and not negative.
+    /// Added to the mean of the squares; must be finite and not negative.
     pub eps: f32,
 }
 
 impl NormBuffers {
-    /// Noise for a norm, if there is one, of rows of that length and type.
+    /// Random buffers for the norm, if there is one, of rows with `k` elements of `dtype`.
     pub(crate) fn noise(
         queue: &Queue,
         norm: Option<NormKind>,
@@ -38,7 +39,7 @@ impl NormBuffers {
     }
 }
 
-/// Weight and factor of a norm that is applied while rows are multiplied, in vectors of `N`.
+/// Weight and factor of a fused norm, in vectors of `N`.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct NormWeight<F: Float, N: Size> {
     /// `[k / N]`
@@ -79,7 +80,7 @@ impl<F: Float, N: Size> NormWeight<F, N> {
         global_address(&self.weight)
     }
 
-    /// Returns the factors of the elements of vector `at` of a row.
+    /// Returns the weight factors for the elements of vector `at` of a row.
     pub(crate) fn factors(&self, at: usize) -> Array<f32> {
         let vector = self.weight[at];
         let mut factors = Array::<f32>::new(N::value());
@@ -100,19 +101,19 @@ impl<F: Float, N: Size> NormWeight<F, N> {
         weighted
     }
 
-    /// Returns the factor of a row's sums, whose squares add up to `squares`.
+    /// Returns the factor for a row's sums; `squares` is its sum of squares.
     pub(crate) fn factor(&self, squares: f32) -> f32 {
         fma(squares, self.share, self.eps).inverse_sqrt()
     }
 }
 
-/// Multiplies two numbers of a row, in bf16, by the weight of a norm.
+/// Multiplies two bf16 elements of a row by the weight of a norm.
 #[cube]
 pub(crate) fn weight_pair(pair: u32, weight: u32, #[comptime] kind: NormKind) -> u32 {
     let added = if comptime!(matches!(kind, NormKind::RmsPlusOne)) {
         pair
     } else {
-        // Two zeros that leave a product's sign.
+        // Two negative zeros: adding them keeps the sign of a zero product.
         0x8000_8000u32.runtime()
     };
     fma_pairs(pair, weight, added)

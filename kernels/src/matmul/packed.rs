@@ -1,28 +1,31 @@
-//! The packed GEMM of the CPU: one unit a core, vector registers, no shared memory and no barrier.
+//! Packed GEMM for CPUs: one unit per core, vector registers, no shared memory, no barriers.
 //!
 //! A unit owns a block of C, held in f32 on its stack. For each slice of k it packs its panel of B
-//! into `[block_k, block_n]` once, whatever B's layout, and multiplies every row group of A against
-//! it: Goto's scheme with the panel sized for the first-level cache.
+//! into `[block_k, block_n]` once, whatever B's layout. It then multiplies every row group of A by
+//! the panel. This is Goto's scheme, with the panel sized for the L1 cache.
 //!
-//! Floor: the multiply-adds of all cores, if a step of k's loads of the panel, one a vector, feed `rows` of them, and its
-//! loads of A one a row feed `block_n / vector`. That asks for many sums, and registers hold 16 vectors of AVX2 (32 of
-//! AVX-512) for sums, a line of the panel and a number of A.
+//! Floor: the multiply-adds of all cores. In a step of k, each load of a panel vector must feed
+//! `rows` of them, and each load of A `block_n / vector`. That requires many accumulators.
+//! Registers hold 16 vectors with AVX2 (32 with AVX-512): accumulators, a line of the panel and an
+//! element of A.
 //!
-//! Ladder, GFLOP/s at 1024^3 f32 on cpu-authenticamd.25.1-2 (two cores with AVX2 of a shared machine, whose registers
-//! alone reached 95 right after and 163 to 173 an hour later), medians of three runs of `tune try`, B column-major / row-major:
+//! Ladder, GFLOP/s at 1024^3 f32 on cpu-authenticamd.25.1-2, two AVX2 cores of a shared machine.
+//! Its limit with operands in registers was 95 right after the runs, and 163 to 173 an hour later.
+//! Medians of three runs of `tune try`, B column-major / row-major:
 //!
 //! | version                                                    | col | row |
 //! |------------------------------------------------------------|-----|-----|
-//! | v1 sums of a row of one vector, blocks of 64 rows          | 21  | 22  |
+//! | v1 accumulators of one vector per row, blocks of 64 rows   | 21  | 22  |
 //! | v2 v1, two vectors                                         | 36  | 39  |
-//! | v3 v2, 4 rows at once: 8 sums                              | 59  | 75  |
-//! | v4 v2, 8 rows: 16 sums, which spill (right for AVX-512)    | 43  | 49  |
-//! | v5 4 rows of 3 vectors, 12 sums, panels 128 deep, blocks of 128 rows | 65 | 85 |
+//! | v3 v2, 4 rows at once: 8 accumulators                      | 59  | 75  |
+//! | v4 v2, 8 rows: 16 accumulators, which spill (right for AVX-512) | 43 | 49 |
+//! | v5 4 rows of 3 vectors, 12 accumulators, panels 128 deep, blocks of 128 rows | 65 | 85 |
 //! | v6 3 rows of 3 vectors, panels 512 deep, blocks of 126     | 88  | 93  |
 //!
-//! Slower than v5: panels 32 deep (54, 83), for then the sums come and go every 32 steps; blocks of 8 rows (20, 41), each of
-//! which packs the panel for itself. A panel packed line by line from a column-major B: 27.6 ms where columns one after the
-//! other take 18.2, on another machine, because lines a power of two apart drive each other out of the cache.
+//! Slower than v5: panels 32 deep (54, 83), which load and store the accumulators every 32 steps;
+//! blocks of 8 rows (20, 41), each of which packs its own panel. On another machine, packing a
+//! column-major B line by line took 27.6 ms, column by column 18.2. Lines a power of two apart
+//! evict each other from the cache.
 
 use arch::ArchProfile;
 use cubecl::prelude::*;
@@ -38,26 +41,26 @@ use crate::fits::shape;
 /// Block sizes of the packed GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PackedConfig {
-    /// Block of C that a unit owns.
+    /// Block of C per unit.
     pub block_m: u32,
     pub block_n: u32,
-    /// Depth of the packed panel.
+    /// Depth of the packed panel in k.
     pub block_k: u32,
-    /// Rows that are multiplied at once, `rows * block_n / vector` vector registers.
+    /// Rows that are multiplied at once; they take `rows * block_n / vector` vector registers.
     pub rows: u32,
-    /// f32 elements of a vector register.
+    /// f32 elements per vector register.
     pub vector: u32,
-    /// Units, one a core.
+    /// Units, one per core.
     pub units: u32,
 }
 
 impl PackedConfig {
-    /// Bytes on a unit's stack.
+    /// Bytes on the stack of a unit.
     const fn stack_bytes(self) -> u32 {
         (self.block_m + self.block_k) * self.block_n * 4
     }
 
-    /// Returns the comptime facts of the instance.
+    /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, problem: &MatmulProblem) -> PackedPlan {
         PackedPlan {
             config: *self,
@@ -75,8 +78,9 @@ impl Path for PackedConfig {
             let block_n = vectors * vector;
             Self { block_m, block_n, block_k, rows, vector, units }
         };
-        // Sums, a line of the panel and a number of A fill registers: 32 of AVX-512, 16 of what is narrower. There 4 rows
-        // of 3 vectors take 2.1 ms for 512 x 512 x 512 on two cores of a Zen 3, 8 rows of 2, which spill, 4.9.
+        // Registers hold the accumulators, a line of the panel and an element of A: 32 with
+        // AVX-512, 16 otherwise. With 16, 4 rows of 3 vectors take 2.1 ms for 512 x 512 x 512 on
+        // two cores of a Zen 3. 8 rows of 2, which spill, take 4.9 ms.
         let large = match vector {
             16 => vec![config(64, 2, 256, 8), config(64, 4, 128, 4)],
             _ => vec![config(128, 3, 128, 4), config(126, 3, 512, 3), config(252, 2, 512, 6)],
@@ -132,7 +136,8 @@ impl Path for PackedConfig {
         self.block_k
     }
 
-    /// A packed kernel takes 1.5 s of a CPU to compile, in every process: that many multiplies, over a hundred uses.
+    /// Compiling a packed kernel takes 1.5 s of a CPU in every process. Counts as the multiplies of
+    /// that time, spread over a hundred uses.
     fn compile_cost(&self, problem: &MatmulProblem) -> f64 {
         7.5e8 / f64::from(problem.k)
     }
@@ -148,11 +153,11 @@ impl Path for PackedConfig {
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PackedPlan {
     pub(crate) config: PackedConfig,
-    /// k is the contiguous axis of the operand.
+    /// True if k is the contiguous axis of the operand.
     pub(crate) lhs_along_k: bool,
     pub(crate) rhs_along_k: bool,
 }
@@ -258,7 +263,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 }
 
-/// Loads one vector of a B with contiguous rows, at depth `k` and columns `col..`, zero past `n`.
+/// Loads one vector of a row-major B at depth `k` and columns `col..`, zero past `n`.
 #[cube]
 fn pack<F: Float, N: Size, W: Size>(
     rhs: &[Vector<F, N>],
@@ -288,10 +293,10 @@ fn pack<F: Float, N: Size, W: Size>(
     value
 }
 
-/// Packs vector `j` of every line of the panel, from a B with contiguous columns.
+/// Packs vector `j` of every line of the panel from a column-major B.
 ///
-/// One column after the other, because lines of all of them, a power of two apart, would drive each other out of
-/// the cache. Columns past `n` repeat the last; they are never stored.
+/// Packs one column after the other: lines of all columns, a power of two apart, would evict each
+/// other from the cache. Columns past `n` repeat the last; they are never stored.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one operand, one panel")]
 fn pack_lines<F: Float, N: Size, W: Size>(
@@ -323,8 +328,8 @@ fn pack_lines<F: Float, N: Size, W: Size>(
     }
 }
 
-/// `sums[row.., ..] += A[row0 + row.., k0..] · panel` for one group of rows. Rows past the end of A
-/// repeat its last row; they are never stored.
+/// Computes `sums[row.., ..] += A[row0 + row.., k0..] · panel` for one group of rows. Rows past the
+/// end of A repeat its last row; they are never stored.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one operand, one panel, one block")]
 fn row_group<F: Float, N: Size, W: Size>(

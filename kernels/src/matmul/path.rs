@@ -1,4 +1,4 @@
-//! What every path of a matmul says of its config: sizes, limits, and how a launch is cut.
+//! Interface of a matmul path: sizes, limits and launch geometry of its config.
 
 use arch::{ArchProfile, DType, MmaShape};
 use cubecl::prelude::{AddressType, CubeCount, CubeDim};
@@ -7,9 +7,9 @@ use tune::Infeasible;
 use super::problem::{MatmulProblem, Precision};
 use crate::fits::{lacks, shape};
 
-/// A config of one path.
+/// Config of one path.
 pub(crate) trait Path {
-    /// Returns the configs worth a try, those that win most often first. They are not checked.
+    /// Returns the configs worth trying, most frequent winners first, unchecked.
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self>
     where
         Self: Sized;
@@ -17,26 +17,26 @@ pub(crate) trait Path {
     /// Returns every size in the config, by name.
     fn sizes(&self) -> Vec<(&'static str, u32)>;
 
-    /// Checks the config on the device and the problem.
+    /// Checks the config against the device and the problem.
     ///
     /// # Errors
-    /// A feature that the device lacks, or a size that does not fit.
+    /// The device lacks a feature, or a size does not fit.
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible>;
 
     /// Rows and columns of a block of C.
     fn tile(&self) -> (u32, u32);
 
-    /// Depth of a tile.
+    /// Depth of a tile in k.
     fn tile_k(&self) -> u32;
 
-    /// Number of loop iterations of a unit over k, at the most: tiles and each of their k. The check that ends a
-    /// loop counts as one.
+    /// Maximum number of loop iterations of a unit over k: tiles, and each step of k in them. The
+    /// check that ends a loop counts as one.
     fn iterations(&self, k: u64) -> u64 {
         let tile_k = u64::from(self.tile_k());
         k.div_ceil(tile_k) * (tile_k + 2) + 1
     }
 
-    /// Parts of split-k.
+    /// Number of split-k splits.
     fn splits(&self) -> u32 {
         1
     }
@@ -46,17 +46,17 @@ pub(crate) trait Path {
         16.0
     }
 
-    /// Cost of compiling the instance, as [`waste`](super::config) counts.
+    /// Cost of compiling the instance, in the unit of [`waste`](super::config).
     fn compile_cost(&self, _problem: &MatmulProblem) -> f64 {
         0.0
     }
 
-    /// Returns whether the path can accumulate in f16.
+    /// Returns true if the path can accumulate in f16.
     fn accumulates_f16(&self) -> bool {
         false
     }
 
-    /// Returns whether the path normalises rows of lhs as it multiplies them.
+    /// Returns true if the path normalises rows of lhs while it multiplies them.
     fn normalizes(&self) -> bool {
         false
     }
@@ -65,14 +65,14 @@ pub(crate) trait Path {
     fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid;
 }
 
-/// Checks that every size is in range. A cache is a file that people edit: no other rule may divide by zero or
-/// overflow.
+/// Checks that every size is in range. Users may edit the tune cache; after this check no other
+/// rule divides by zero or overflows.
 pub(super) fn check_sizes(config: &dyn Path) -> Result<(), Infeasible> {
     let out = config.sizes().into_iter().find(|(_, value)| !(1..=1 << 14).contains(value));
     out.map_or(Ok(()), |(name, value)| Err(shape(name, value, "sizes are 1 to 16384")))
 }
 
-/// Checks what both paths of the CPU need.
+/// Checks the common requirements of both CPU paths.
 pub(super) fn check_vector(
     arch: &ArchProfile,
     problem: &MatmulProblem,
@@ -92,23 +92,23 @@ pub(super) fn check_vector(
 
 /// Geometry of a launch: vectors, units, blocks and cubes.
 pub(crate) struct Grid {
-    /// Elements of a vector of lhs, rhs, out and partial sums.
+    /// Elements per vector of lhs, rhs, out and partial sums.
     pub(crate) widths: [usize; 4],
-    /// Tiles of k in each part of split-k but the last.
+    /// k tiles per split, except the last.
     pub(crate) part_tiles: u32,
     /// Rows and columns of a block of C.
     pub(super) tile: (u32, u32),
     pub(super) units: (u32, u32),
-    /// Blocks of one cube.
+    /// Blocks of C per cube.
     pub(super) per_cube: u32,
-    /// Cubes of a launch that streams its work items through them.
+    /// Maximum number of cubes, for a launch that streams work items through them.
     pub(super) streams: Option<u32>,
-    /// Indices are 64 bits wide however few elements a buffer has.
+    /// Forces 64-bit indices, even for small buffers.
     pub(super) wide_indices: bool,
 }
 
 impl Grid {
-    /// A cube of `units` for every block of C, and no vectors.
+    /// Geometry with one cube of `units` per block of C, and no vectors.
     pub(super) const fn new(tile: (u32, u32), units: (u32, u32)) -> Self {
         Self {
             widths: [1; 4],
@@ -121,7 +121,7 @@ impl Grid {
         }
     }
 
-    /// Width of indices: offsets past 2^32 elements need 64 bits, which cost registers.
+    /// Index width: offsets past 2^32 elements need 64 bits, which cost registers.
     pub(crate) fn address(&self, problem: &MatmulProblem) -> AddressType {
         let longest = problem.extents().into_iter().max().unwrap_or(0);
         let wide = self.wide_indices || longest > u32::MAX as usize;
@@ -132,7 +132,7 @@ impl Grid {
         CubeDim::new_2d(self.units.0, self.units.1)
     }
 
-    /// Cubes of a launch of `batch` batches and `splits` parts of k.
+    /// Number of cubes of a launch with `batch` batches and `splits` splits of k.
     pub(crate) fn cubes(
         &self,
         arch: &ArchProfile,
@@ -145,7 +145,7 @@ impl Grid {
         match self.streams {
             Some(streams) => {
                 let items = match problem.grouped {
-                    // Each group may have one block that is not full; the kernel counts them.
+                    // Each group may have one partial block; the kernel counts the blocks.
                     true => u64::from(rows + batch) * u64::from(cols),
                     false => u64::from(tiles) * u64::from(splits) * u64::from(batch),
                 };
@@ -173,7 +173,7 @@ pub(crate) fn plane_inst(arch: &ArchProfile, precision: Precision) -> Option<Mma
     arch.cmma.iter().filter(fits).max_by_key(|s| s.k).copied()
 }
 
-/// Rows from which cube-scope matrices are as fast as groups of units, and up to which they use split-k.
+/// Rows for which cube-scope matrices use split-k; from the first on they are as fast as GEMV.
 pub(super) const FEW_ROWS: std::ops::RangeInclusive<u32> = 4..=128;
-/// Cubes in flight on a card whose number of processors is not known, for few rows.
+/// Assumed cubes in flight for few rows, on a card with an unknown number of processors.
 pub(crate) const IN_FLIGHT: u64 = 512;

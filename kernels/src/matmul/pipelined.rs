@@ -1,7 +1,9 @@
-//! The pipelined (double-buffered) subgroup path of Vulkan: while one tile is multiplied the next is on its way in
-//! registers ([`cooperative`](crate::cooperative)), where [`subgroup`](super::subgroup) waits for it. Timed once by
-//! `tune try`, on an H200 through Vulkan, f16 8192^3: 213 TFLOP/s where that has 115. Two tiles of each operand in shared memory, so that planes
-//! meet once a tile instead of twice, were slower (128 for 195 with the same tiles).
+//! Pipelined (double-buffered) subgroup path for Vulkan: while one tile is multiplied, the next is
+//! prefetched into registers ([`cooperative`](crate::cooperative)). The
+//! [`subgroup`](super::subgroup) path waits for each tile instead. Timed once by `tune try` on an
+//! H200 through Vulkan, f16 8192^3: 213 TFLOP/s, where that path reaches 115. Two tiles of each
+//! operand in shared memory, with one barrier per tile instead of two, were slower: 128 instead of
+//! 195 with the same tiles.
 
 use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
@@ -17,12 +19,12 @@ use super::subgroup::{SubgroupConfig, layout_of};
 use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 
-/// Tile sizes of the path, those of [`subgroup`](super::subgroup).
+/// Tile sizes of the path; same fields as [`subgroup`](super::subgroup).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct PipelinedConfig(pub SubgroupConfig);
 
-/// Configs in the order of how often they win.
+/// Configs, most frequent winners first.
 const CONFIGS: [SubgroupConfig; 7] = [
     SubgroupConfig::new([128, 128, 64], [2, 4]),
     SubgroupConfig::new([128, 128, 32], [2, 2]),
@@ -34,7 +36,8 @@ const CONFIGS: [SubgroupConfig; 7] = [
 ];
 
 impl PipelinedConfig {
-    /// Estimates the registers of a unit: accumulators, fragments of a step, the tiles on their way, addresses.
+    /// Estimated registers per unit: accumulators, fragments of a step, prefetched tiles,
+    /// addresses.
     const fn registers(self, plane: u32) -> u32 {
         let SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = self.0;
         let (part_m, part_n) = (tile_m / planes_m, tile_n / planes_n);
@@ -42,7 +45,7 @@ impl PipelinedConfig {
         part_m * part_n / plane + (part_m + 16) * 16 / 2 / plane + ahead + 40
     }
 
-    /// Returns the comptime facts of the instance.
+    /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> PipelinedPlan {
         PipelinedPlan {
             config: self.0,
@@ -93,17 +96,17 @@ impl Path for PipelinedConfig {
 /// Words of a 16 x 16 result.
 const RESULT: u32 = 16 * 16 / 4;
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PipelinedPlan {
     pub(crate) config: SubgroupConfig,
-    /// Units of a plane.
+    /// Units per plane.
     pub(crate) plane: u32,
-    /// Depth of the instruction, 16 x 16 in rows and columns.
+    /// Depth of the instruction in k; it has 16 rows and 16 columns.
     pub(crate) inst_k: u32,
     pub(crate) lhs_rows: bool,
     pub(crate) rhs_rows: bool,
-    /// The tiles divide the problem.
+    /// True if the tiles divide the problem.
     pub(crate) exact: bool,
 }
 
@@ -112,7 +115,7 @@ impl PipelinedPlan {
         self.config.planes() * self.plane
     }
 
-    /// Operand tiles as they lie.
+    /// Operand tiles in their memory layout.
     const fn tiles(self) -> [Tile; 2] {
         let SubgroupConfig { tile_m, tile_n, tile_k, .. } = self.config;
         let (lhs, lhs_line) = if self.lhs_rows { (tile_m, tile_k) } else { (tile_k, tile_m) };
@@ -124,7 +127,7 @@ impl PipelinedPlan {
         ]
     }
 
-    /// Words of the tile of lhs, where a 16 x 16 result of every plane passes afterwards.
+    /// Words of the lhs tile; afterwards it holds a 16 x 16 result of every plane.
     const fn lhs_words(self) -> u32 {
         let [lhs, _] = self.tiles();
         let (tile, results) = (lhs.words(), self.config.planes() * RESULT);
@@ -166,7 +169,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let columns = dims.columns(CUBE_POS_Y);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
-        // The grid has as many blocks for a group as the whole of lhs has.
+        // The grid has enough blocks for a group that spans all of lhs.
         terminate!();
     }
     let (from_m, from_n) = (plane / planes_n * part_m, plane % planes_n * part_n);
@@ -195,7 +198,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         put(&mut shared_rhs, &next_rhs, unit, tile_rhs);
         sync_cube();
         k0 += tile_k;
-        // After the last tile nobody takes it.
+        // The read after the last tile is not used.
         let ahead = if comptime!(plan.exact) { min(k0, dims.k - tile_k) } else { k0 };
         if comptime!(plan.lhs_rows) {
             at_lhs.element = ahead;
@@ -249,7 +252,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         }
     }
 
-    // Every plane has multiplied its last tile.
+    // Wait until every plane has multiplied its last tile.
     sync_cube();
     let own = plane * RESULT;
     let own_end = own + RESULT;
@@ -286,7 +289,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 }
 
-/// Returns the place of a tile of an operand; `k_last` says that k is the contiguous axis.
+/// Returns the corner of a tile of an operand; `k_last` is true if k is the contiguous axis.
 #[cube]
 fn corner(
     start: usize,
@@ -302,7 +305,7 @@ fn corner(
     Corner { start, stride, line, lines, element, elements }
 }
 
-/// The operand fragment from row or column `outer` and depth `kk` of the tile on.
+/// Loads the operand fragment at row or column `outer` and depth `kk` of the tile.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "a place, and how the tile lies")]
 fn fragment<F: Float>(

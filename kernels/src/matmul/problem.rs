@@ -1,4 +1,4 @@
-//! What to compute.
+//! Matmul problems: sizes, layouts, precision and epilogue.
 
 use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
@@ -7,25 +7,26 @@ use tune::Cost;
 use super::epilogue::Epilogue;
 use crate::rows::NormKind;
 
-/// Types in which operands are stored and multiplied. Results have the operands' storage type unless [`MatmulProblem::out`] is another.
+/// Operand and accumulator types. Results have the storage type of the operands unless
+/// [`MatmulProblem::out`] says otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
     /// f32 storage, f32 arithmetic.
     F32,
-    /// f32 storage; tensor cores read the operands rounded to 10 mantissa bits.
+    /// f32 storage; tensor cores round the operands to 10 mantissa bits.
     Tf32,
     F16,
     Bf16,
-    /// f16 storage; products are summed in f16, which GeForce cards do at twice the rate. Sums past
-    /// 65504 are infinite, and k products lose about √k roundings to 11 bits.
+    /// f16 storage with f16 accumulation, at twice the rate on GeForce cards. Sums past 65504
+    /// become infinite; k terms lose about √k roundings to 11 bits.
     F16Acc16,
 }
 
 impl Precision {
     pub const ALL: [Self; 5] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16, Self::F16Acc16];
 
-    /// The type that operands and results are stored in.
+    /// Storage type of operands and, by default, results.
     pub const fn storage(self) -> DType {
         match self {
             Self::F32 | Self::Tf32 => DType::F32,
@@ -34,7 +35,7 @@ impl Precision {
         }
     }
 
-    /// The type that a matrix instruction reads; `F32` is multiplied without one.
+    /// Operand type of the matrix instruction; `F32` uses no matrix instruction.
     pub const fn instruction(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -44,7 +45,7 @@ impl Precision {
         }
     }
 
-    /// The type that products are summed in.
+    /// Accumulator type.
     pub const fn sums(self) -> DType {
         match self {
             Self::F16Acc16 => DType::F16,
@@ -66,8 +67,8 @@ impl Precision {
 pub enum Layout {
     /// Rows are contiguous: `[m, k]` or `[k, n]` as written.
     Row,
-    /// Columns are contiguous: the transpose is what lies in memory. A linear layer's weight
-    /// `[n, k]` is a `Col` right operand.
+    /// Columns are contiguous: memory holds the transpose. The weight `[n, k]` of a linear layer is
+    /// a `Col` rhs.
     Col,
 }
 
@@ -90,8 +91,8 @@ pub struct Operand {
     pub start: u64,
 }
 
-/// Map of batches to matrices: `outer · inner` products; the strides (elements) of one step of
-/// each, 0 where an operand repeats. Results are dense.
+/// Batches: `outer · inner` matmuls. Each stride is in elements per step; 0 broadcasts the operand.
+/// Results are dense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Batches {
     pub outer: u32,
@@ -100,7 +101,8 @@ pub struct Batches {
     pub rhs: (u64, u64),
 }
 
-/// One matmul. Build it with [`MatmulProblem::dense`] or [`MatmulProblem::grouped`], which check it.
+/// One matmul problem. Build it with [`MatmulProblem::dense`] or [`MatmulProblem::grouped`], which
+/// check it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MatmulProblem {
     pub m: u32,
@@ -110,18 +112,18 @@ pub struct MatmulProblem {
     pub rhs: Operand,
     pub batches: Batches,
     pub precision: Precision,
-    /// The type of the result.
+    /// Element type of the result.
     pub out: DType,
     pub epilogue: Epilogue,
-    /// Each batch multiplies rows of its own, of one `[m, k]`: see [`MatmulProblem::grouped`].
+    /// Each batch multiplies its own rows of one `[m, k]` matrix; see [`MatmulProblem::grouped`].
     #[serde(default)]
     pub grouped: bool,
-    /// Norm of the rows of lhs before they are multiplied, with a weight `[k]`: see [`super::NormWeight`].
+    /// Norm applied to the rows of lhs, with a weight `[k]`; see [`super::NormWeight`].
     #[serde(default)]
     pub norm: Option<NormKind>,
 }
 
-/// A matmul that means nothing.
+/// Reason why a matmul problem is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidMatmul {
     #[error("{axis} is 0\nhint: an empty product has no kernel to run; skip it")]
@@ -144,10 +146,10 @@ pub enum InvalidMatmul {
 }
 
 impl MatmulProblem {
-    /// `batch` products of dense operands.
+    /// Problem of `batch` matmuls with dense operands.
     ///
     /// # Errors
-    /// A size of 0.
+    /// A size is 0.
     pub fn dense(
         batch: u32,
         [m, n, k]: [u32; 3],
@@ -177,15 +179,16 @@ impl MatmulProblem {
         .checked()
     }
 
-    /// `groups` products that share n and k: rows `offsets[g]` to `offsets[g + 1]` of lhs by matrix g of
-    /// rhs. The offsets are a buffer on the device, since routing may happen there.
+    /// Problem of `groups` matmuls that share n and k: rows `offsets[g]` to `offsets[g + 1]` of lhs
+    /// times matrix g of rhs. The offsets are a device buffer, because routing may run on the
+    /// device.
     ///
     /// # Shapes
-    /// offsets: `[groups + 1]` of u32, not falling, at most m; rows that no group has stay unwritten.
+    /// offsets: u32 `[groups + 1]`, non-decreasing, at most m; rows of no group stay unwritten.
     /// lhs: `[m, k]`   rhs: `[groups, k, n]`   bias: `[groups, n]`   out, gate, residual: `[m, n]`
     ///
     /// # Errors
-    /// A size of 0.
+    /// A size is 0.
     pub fn grouped(
         groups: u32,
         [m, n, k]: [u32; 3],
@@ -197,7 +200,7 @@ impl MatmulProblem {
         Self { batches, grouped: true, ..dense }.checked()
     }
 
-    /// The problem itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidMatmul`].
@@ -225,25 +228,25 @@ impl MatmulProblem {
         Ok(self)
     }
 
-    /// Number of products.
+    /// Number of matmuls.
     pub fn batch(&self) -> u64 {
         u64::from(self.batches.outer) * u64::from(self.batches.inner)
     }
 
-    /// Offsets of a grouped problem as they are measured: of 1, 2, .. groups rows in proportion, because
-    /// routing is not even.
+    /// Row offsets that benchmarks of a grouped problem use. Groups have rows in proportion 1, 2,
+    /// .. groups, because routing is uneven.
     pub fn uneven_rows(&self) -> Vec<u32> {
         let (m, groups) = (u128::from(self.m), u128::from(self.batch()));
         let first = |g: u128| (g * (g + 1) * m / (groups * (groups + 1))) as u32;
         (0..=groups).map(first).collect()
     }
 
-    /// Matrices `[m, n]` of the result.
+    /// Number of `[m, n]` result matrices.
     fn results(&self) -> u64 {
         if self.grouped { 1 } else { self.batch() }
     }
 
-    /// Elements of the bias.
+    /// Number of elements of the bias.
     pub fn bias_len(&self) -> usize {
         let groups = if self.grouped { self.batch() } else { 1 };
         (groups * u64::from(self.n)) as usize
@@ -257,7 +260,7 @@ impl MatmulProblem {
         if self.rhs.layout == Layout::Row { self.n } else { self.k }
     }
 
-    /// Elements that the buffers of lhs, rhs and out must hold.
+    /// Minimum number of elements in the buffers of lhs, rhs and out.
     pub fn extents(&self) -> [usize; 3] {
         let Batches { outer, inner, lhs, rhs } = self.batches;
         let last = |(o, i): (u64, u64)| u64::from(outer - 1) * o + u64::from(inner - 1) * i;
@@ -272,8 +275,8 @@ impl MatmulProblem {
         ]
     }
 
-    /// The widest vector (elements, at most `limit`) that divides every line and start of lhs, rhs
-    /// and out. Along k a vector must not straddle the end, since its tail would be multiplied.
+    /// Widest vectors of lhs, rhs and out in elements, at most `limit`, that divide every line and
+    /// start. Along k a vector must not cross the end, because its tail would be multiplied.
     pub(crate) fn widths(&self, limit: u64) -> [usize; 3] {
         let Batches { lhs, rhs, .. } = self.batches;
         let widest = |facts: &[u64]| {
@@ -308,24 +311,25 @@ impl MatmulProblem {
         ]
     }
 
-    /// The widest vectors of lhs, rhs and out, 16 bytes of operands at the most: see [`MatmulProblem::widths`].
+    /// Widest vectors of lhs, rhs and out, at most 16 bytes of operands; see
+    /// [`MatmulProblem::widths`].
     pub(crate) fn widest(&self) -> [usize; 3] {
         self.widths(16 / self.precision.storage().size() as u64)
     }
 
-    /// Number of blocks of C in all batches, and in groups as if they were even.
+    /// Number of blocks of C over all batches, assuming groups of equal size.
     pub(super) fn blocks(&self, (tile_m, tile_n): (u32, u32)) -> u64 {
         let groups = if self.grouped { self.batch() } else { 1 };
         let m = u64::from(self.m).div_ceil(groups);
         m.div_ceil(u64::from(tile_m)) * u64::from(self.n.div_ceil(tile_n)) * self.batch()
     }
 
-    /// Returns whether whole tiles cover the problem, so that no edge is checked.
+    /// Returns true if whole tiles cover the problem, so that no edge needs a check.
     pub(super) const fn divides(&self, (tile_m, tile_n): (u32, u32), tile_k: u32) -> bool {
         !self.grouped && self.m % tile_m == 0 && self.n % tile_n == 0 && self.k % tile_k == 0
     }
 
-    /// The least work of the problem.
+    /// Minimum work of the problem.
     pub fn cost(&self) -> Cost {
         let [m, n, k] = [self.m, self.n, self.k].map(u64::from);
         let Batches { outer, inner, lhs, rhs } = self.batches;
@@ -344,8 +348,8 @@ impl MatmulProblem {
         }
     }
 
-    /// The cache key: layouts and types exactly, alignment, sizes rounded to what may share a config.
-    /// An epilogue costs every config the same; a norm is not for every one.
+    /// Cache key of the tuner: exact layouts, types and alignment, rounded sizes. An epilogue costs
+    /// the same in every config. A norm is part of the key, because few configs support it.
     pub(crate) fn bucket(&self) -> String {
         let [wl, wr, _] = self.widest();
         format!(
@@ -367,7 +371,8 @@ impl MatmulProblem {
         )
     }
 
-    /// Splits the batches into launches: one where one batch stride each suffices.
+    /// Splits the batches into launches. A single launch suffices if each operand has one batch
+    /// stride.
     pub(crate) fn batch_slices(&self, arch: &ArchProfile) -> Vec<BatchSlice> {
         let Batches { outer, inner, lhs, rhs } = self.batches;
         let [_, limit] = arch.max_cubes();
@@ -401,7 +406,7 @@ impl MatmulProblem {
     }
 }
 
-/// Batches of one launch: where the first starts and how far apart they are.
+/// Batches of one launch: first element and distance between batches, per operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BatchSlice {
     pub(crate) count: u32,
@@ -410,8 +415,8 @@ pub(crate) struct BatchSlice {
     pub(super) out: (u64, u64),
 }
 
-/// Small sizes exactly in powers of two, larger ones to half powers (64, 96, 128, 192, ...): configs
-/// differ by tile count, which these steps follow.
+/// Rounds sizes up to 64 to powers of two, larger ones to half powers (64, 96, 128, 192, ...).
+/// Configs differ by tile count, which these steps follow.
 fn round_size(size: u32) -> u32 {
     let power = size.next_power_of_two();
     let three_quarters = power / 4 * 3;
@@ -454,7 +459,7 @@ mod tests {
         assert_eq!(p.batch_slices(&card).len(), 1);
         p.batches = Batches { outer: 2, inner: 3, lhs: (12, 4), rhs: (12, 4) };
         assert_eq!(p.batch_slices(&card).len(), 1);
-        // lhs repeats over inner, rhs over outer: neither folds.
+        // lhs broadcasts over inner, rhs over outer: neither folds.
         p.batches = Batches { outer: 2, inner: 3, lhs: (4, 0), rhs: (0, 4) };
         let slices = p.batch_slices(&card);
         assert_eq!(slices.len(), 2);

@@ -1,11 +1,11 @@
-//! C = round(epilogue(sum over parts of P[part]))    P: `[parts, batch, m, n]` in f32
+//! C = round(epilogue(sum over splits of P[split]))    P: `[splits, batch, m, n]` in f32
 //!
-//! Split-k: k is cut into parts so that more cubes have work, and this launch adds their sums. Parts are added in
-//! order, so the result does not depend on which cube was first.
+//! Split-k divides k into splits to occupy more cubes; this launch adds the partial sums. The order
+//! is fixed, so the result does not depend on which cube was first.
 //!
-//! Where two matrices gate one another, P has the columns of both, and a result comes from two sums.
+//! For a GLU, P has the columns of both matrices, and each result needs two sums.
 //!
-//! Cost: every partial sum read once; for `parts` parts `4·parts` bytes a result.
+//! Cost: reads every partial sum once, 4 bytes per split and result.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -17,28 +17,28 @@ use super::problem::MatmulProblem;
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
 
-/// Units of a cube: small, because few results must still reach many processors.
+/// Units per cube; small, so that few results still occupy many processors.
 const UNITS: u32 = 64;
 
-/// Returns the widest vector of results, and the width of indices.
+/// Returns the widest vector of results, and the index width.
 fn shape(problem: &MatmulProblem, sums: usize) -> (usize, AddressType) {
     let width = [4, 2, 1].into_iter().find(|w| problem.n % w == 0).unwrap_or(1) as usize;
     (width, index_width(sums as u64))
 }
 
-/// Number of partial sums of all results of `problem`.
+/// Number of partial sums over all results of `problem`.
 fn sums(problem: &MatmulProblem, parts: u32, glu: bool) -> usize {
     problem.extents()[2] * parts as usize * if glu { 2 } else { 1 }
 }
 
-/// Number of bytes of the partial sums of `problem` in `splits` parts.
+/// Bytes of the partial sums of `problem` in `splits` splits.
 pub(crate) fn scratch_bytes(problem: &MatmulProblem, splits: u32) -> u64 {
     if splits > 1 { 4 * sums(problem, splits, false) as u64 } else { 0 }
 }
 
-/// Enqueues the sum over `parts` of all results of `problem`, into `out`.
+/// Enqueues the reduction of all results of `problem` over `parts` splits, into `out`.
 ///
-/// With `glu` the partial sums, and the bias, have twice the problem's columns.
+/// With `glu` the partial sums and the bias have twice the problem's columns.
 pub(crate) fn add(
     queue: &Queue,
     problem: &MatmulProblem,
@@ -75,7 +75,7 @@ pub(crate) fn add(
     }
 }
 
-/// `len` vectors of results; `out.len()` counts what pads the buffer.
+/// Reduces `len` vectors of results. `out.len()` is no substitute: it includes padding.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn add_parts<F: Float, E: Float, N: Size>(
     partials: &[Vector<f32, N>],
@@ -110,7 +110,7 @@ fn add_parts<F: Float, E: Float, N: Size>(
     }
 }
 
-/// Adds the vectors at `at` of all parts, `len` vectors apart.
+/// Adds the vectors at `at` of all splits; splits are `len` vectors apart.
 #[cube]
 fn sum_of<N: Size>(
     partials: &[Vector<f32, N>],

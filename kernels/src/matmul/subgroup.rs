@@ -1,6 +1,8 @@
-//! The subgroup path: cooperative matrices of a plane (`VK_KHR_cooperative_matrix`, and `wmma` on CUDA), one tile at a time.
+//! Subgroup path: cooperative matrices of a plane (`VK_KHR_cooperative_matrix`, and `wmma` on
+//! CUDA), one tile at a time.
 //!
-//! Units bring tiles into shared memory, and results leave through shared memory because a matrix cannot be indexed.
+//! Units copy tiles into shared memory. Results pass through shared memory too, because a
+//! cooperative matrix cannot be indexed.
 
 use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
@@ -26,18 +28,18 @@ pub struct SubgroupConfig {
 }
 
 impl SubgroupConfig {
-    /// A config of tiles `[tile_m, tile_n, tile_k]` and planes `[planes_m, planes_n]`.
+    /// Config with tiles `[tile_m, tile_n, tile_k]` and planes `[planes_m, planes_n]`.
     pub(super) const fn new(tiles: [u32; 3], planes: [u32; 2]) -> Self {
         let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
         Self { tile_m, tile_n, tile_k, planes_m, planes_n }
     }
 
-    /// Shared lines are padded by 16 bytes, against bank conflicts.
+    /// Padding of a shared line in elements (16 bytes), against bank conflicts.
     pub(crate) const fn pad(elem: usize) -> u32 {
         16 / elem as u32
     }
 
-    /// Bytes of the two operand tiles and of one 16 x 16 result a plane.
+    /// Bytes of the two operand tiles, plus one 16 x 16 result per plane.
     pub(crate) const fn shared_bytes(self, lhs_rows: bool, rhs_rows: bool, elem: usize) -> u32 {
         let Self { tile_m, tile_n, tile_k, planes_m, planes_n } = self;
         let pad = Self::pad(elem);
@@ -51,7 +53,8 @@ impl SubgroupConfig {
         self.planes_m * self.planes_n
     }
 
-    /// Checks that the device has plane-scope matrices of the problem's precision, and that they divide the tiles.
+    /// Checks that the device has plane-scope matrices of the problem's precision and that they
+    /// divide the tiles.
     pub(super) fn check_matrices(
         &self,
         arch: &ArchProfile,
@@ -76,7 +79,7 @@ impl SubgroupConfig {
         Ok(())
     }
 
-    /// Returns the comptime facts of the instance.
+    /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> SubgroupPlan {
         SubgroupPlan {
             config: *self,
@@ -89,7 +92,7 @@ impl SubgroupConfig {
     }
 }
 
-/// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
+/// Configs, most frequent winners first; depths are for 2-byte elements and halve for 4.
 const CONFIGS: [SubgroupConfig; 4] = [
     SubgroupConfig::new([128, 128, 32], [2, 2]),
     SubgroupConfig::new([64, 64, 32], [2, 2]),
@@ -99,10 +102,10 @@ const CONFIGS: [SubgroupConfig; 4] = [
 
 impl Path for SubgroupConfig {
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
-        // `wmma` is a tenth to a third as fast as `mma.sync` (H200).
+        // `wmma` reaches a tenth to a third of the speed of `mma.sync` (H200).
         let has_mma = arch.inline_ptx() && mma_inst(arch, problem.precision).is_some();
-        // Loads of groups are checked, because their ends are not known before: 8 of 512 x 4096 x 4096 take 1.44 ms on
-        // an H200 here, and 1.79 ms pipelined.
+        // Group ends are not known in advance, so loads need checks. 8 groups of 512 x 4096 x 4096
+        // take 1.44 ms on an H200 here, and 1.79 ms pipelined.
         let pipelined = arch.matrices_from_words() && !problem.grouped;
         if has_mma || pipelined {
             return Vec::new();
@@ -142,18 +145,18 @@ impl Path for SubgroupConfig {
     }
 }
 
-/// Returns the layout of an operand whose contiguous axis is its second, if `rows`.
+/// Returns the layout of an operand: row-major if `rows`.
 pub(super) const fn layout_of(rows: bool) -> MatrixLayout {
     if rows { MatrixLayout::RowMajor } else { MatrixLayout::ColMajor }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct SubgroupPlan {
     pub(crate) config: SubgroupConfig,
-    /// Units of a plane.
+    /// Units per plane.
     pub(crate) plane: u32,
-    /// Depth of the instruction, 16 x 16 in rows and columns.
+    /// Depth of the instruction in k; it has 16 rows and 16 columns.
     pub(crate) inst_k: u32,
     pub(crate) elem: usize,
     pub(crate) lhs_rows: bool,
@@ -206,7 +209,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let columns = dims.columns(CUBE_POS_Y);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
-        // The grid has as many blocks for a group as the whole of lhs has.
+        // The grid has enough blocks for a group that spans all of lhs.
         terminate!();
     }
     let (from_m, from_n) = (plane / planes_n * part_m, plane % planes_n * part_n);
@@ -347,15 +350,15 @@ fn fragment<F: Float, N: Size>(
     #[comptime] layout: MatrixLayout,
     #[comptime] pitch: u32,
 ) -> Matrix<F> {
-    // SAFETY: loaded in the next line.
+    // SAFETY: the load below initialises the matrix.
     let mut matrix = unsafe { Matrix::<F>::uninitialized(ident, 16usize, 16usize, inst_k, layout) };
     let end = tile.len();
     cmma::load(&mut matrix, &tile[at as usize / N::value()..end], pitch);
     matrix
 }
 
-/// Brings `lines` lines of `line` elements into shared memory as they lie; zero past the edge.
-/// `k_last` says that k is the contiguous axis.
+/// Copies `lines` lines of `line` elements into shared memory in their layout; zero past the edge.
+/// `k_last` is true if k is the contiguous axis.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one tile, one edge")]
 fn stage<F: Float, N: Size>(

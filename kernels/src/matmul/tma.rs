@@ -1,24 +1,28 @@
-//! Copies by the tensor memory accelerator (TMA): one unit asks for a whole tile, which is written as the swizzle of
-//! [`TileShape`] has it and counted by an `mbarrier`; past the edges of an operand there are zeros.
+//! Copies by the tensor memory accelerator (TMA): one unit requests a whole tile. TMA writes it
+//! with the swizzle of [`TileShape`], counts it on an `mbarrier`, and pads with zeros past the
+//! edges of an operand.
 //!
-//! The loop is that of [`mma`](super::mma); the copies differ, and what waits: a plane waits for a full stage, the unit
-//! that asks for a tile waits until every plane has read the stage, and planes do not wait for each other. Stages are
-//! fixed at compile time: their tiles are at constant addresses, and the tiles of k are whole rounds of stages.
+//! The loop is that of [`mma`](super::mma); copies and waits differ. A plane waits for a full
+//! stage, and the requesting unit waits until every plane has read the stage. Planes do not wait
+//! for each other. Stages are fixed at compile time: their tiles have constant addresses, and the
+//! tiles of k must be whole rounds of stages.
 //!
-//! TFLOP/s in bf16 on an H200, both operands along k, timed once for 25 ms by `tune try`; the ring of [`mma`](super::mma) in
-//! the same run 495 and 497:
+//! TFLOP/s in bf16 on an H200, both operands along k, timed once for 25 ms by `tune try`. The ring
+//! of [`mma`](super::mma) reached 495 and 497 in the same run:
 //!
 //! | version                                               | 128 x 256 x 32 | 128 x 256 x 64 | 256 x 128 x 64 |
 //! |-------------------------------------------------------|----------------|----------------|----------------|
-//! | v1 planes meet once a tile; four stages, 4096^3       | 439            | 502            | 499            |
-//! | v2 planes wait for stages, a tile of slack; 4096^3    | 424            | 503            | 512            |
+//! | v1 one barrier for all planes per tile; four stages, 4096^3 | 439      | 502            | 499            |
+//! | v2 planes wait for stages, one tile of slack; 4096^3  | 424            | 503            | 512            |
 //! | v2 at 8192^3                                          | 444            | 513            | 498 to 529     |
-//! | v2 with two stages, which 99 KB hold; 4096^3          |                | 464            |                |
+//! | v2 with two stages, which fit in 99 KB; 4096^3        |                | 464            |                |
 //!
-//! Waiting for a barrier takes longer than for a group of copies, so that tiles of 32 are too short. Over the 100 ms of the
-//! records: 496 and 480, in tf32 233, where the ring has 468, 454 and 219 (RTX 4090's features, another run).
+//! Waiting for a barrier takes longer than waiting for a group of copies, so tiles of depth 32 are
+//! too short. Over the 100 ms of the records: 496 and 480, in tf32 233; the ring has 468, 454 and
+//! 219 (RTX 4090's features, another run).
 //!
-//! Source: PTX ISA, "Tensor Swizzling Modes": 16-byte chunks of lines of 32, 64 or 128 bytes, XORed with the line.
+//! Source: PTX ISA, "Tensor Swizzling Modes": 16-byte chunks of lines of 32, 64 or 128 bytes, XORed
+//! with the line.
 
 use arch::ArchProfile;
 use cubecl::ir::{ElemType, UIntKind};
@@ -35,12 +39,12 @@ use super::problem::{MatmulProblem, Operand};
 use crate::fits::{lacks, limits, shape};
 use crate::tile::TileShape;
 
-/// Tile sizes of the path, those of [`mma`](super::mma).
+/// Tile sizes of the path; same fields as [`mma`](super::mma).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TmaConfig(pub MmaConfig);
 
-/// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
+/// Configs, most frequent winners first; depths are for 2-byte elements and halve for 4.
 const CONFIGS: [MmaConfig; 3] = [
     MmaConfig::new([128, 256, 64], [2, 4], 4),
     MmaConfig::new([256, 128, 64], [4, 2], 4),
@@ -48,7 +52,7 @@ const CONFIGS: [MmaConfig; 3] = [
 ];
 
 impl TmaConfig {
-    /// Returns the comptime facts of the instance.
+    /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> MmaPlan {
         MmaPlan { fixed_stages: true, ..self.0.plan(arch, problem) }
     }
@@ -89,7 +93,8 @@ impl Path for TmaConfig {
         if [each, all - (c.parts - 1) * each].iter().any(|tiles| tiles % c.stages != 0) {
             return Err(shape("stages", c.stages, "a part of k is whole rounds of stages"));
         }
-        // The ring begins at a multiple of 1024 bytes, after which the swizzle repeats; two barriers a stage lie beside it.
+        // The ring starts at a multiple of 1024 bytes, the period of the swizzle. Each stage also
+        // needs two barriers.
         limits(arch, c.units(), c.shared_bytes(elem) + (16 * c.stages).next_multiple_of(1024))
     }
 
@@ -115,7 +120,7 @@ impl Path for TmaConfig {
 }
 
 impl TileShape {
-    /// Returns the name of the accelerator's swizzle, if it has one for lines of this length.
+    /// Returns TMA's swizzle mode for lines of this length, if it has one.
     const fn bulk_swizzle(self) -> Option<TensorMapSwizzle> {
         match (self.row_bytes(), self.transposed) {
             (32, false) => Some(TensorMapSwizzle::B32),
@@ -126,7 +131,7 @@ impl TileShape {
     }
 }
 
-/// Place in both operands.
+/// Position in both operands.
 #[derive(CubeType)]
 struct Place {
     row: RuntimeCell<u32>,
@@ -147,14 +152,14 @@ impl Place {
     }
 }
 
-/// Copies that one unit asks for and every plane waits for.
+/// Copies that one unit requests and every plane waits for.
 #[derive(CubeType)]
 pub(crate) struct TmaFeed {
-    /// A barrier a stage, complete when its tiles are there.
+    /// One barrier per stage, complete when its tiles have arrived.
     full: Sequence<Shared<Barrier>>,
-    /// A barrier a stage, complete when every plane has read its tiles.
+    /// One barrier per stage, complete when every plane has read its tiles.
     read: Sequence<Shared<Barrier>>,
-    /// Parities of the rounds of stages that are waited for: full ones, and those read.
+    /// Parities of the awaited rounds of stages: of `full`, then of `read`.
     round: RuntimeCell<u32>,
     round_read: RuntimeCell<u32>,
     elected: bool,
@@ -227,8 +232,8 @@ impl Feed for TmaFeed {
         }
     }
 
-    /// Asks for the next tiles once those before them in the stage are read. Without a next tile the stage is
-    /// complete all the same.
+    /// Requests the next tiles once every plane has read the previous ones in the stage. Without a
+    /// next tile the stage still completes.
     fn tile(
         &self,
         maps: &ComptimeOption<Maps>,
@@ -240,7 +245,8 @@ impl Feed for TmaFeed {
             if comptime!(stage == 0) {
                 self.round_read.store(self.round_read.read() ^ 1);
             }
-            // In the first round it has nothing to wait for: a barrier begins after a phase of parity 1.
+            // The first round does not wait: a new barrier counts as having completed a phase of
+            // parity 1.
             self.read.index(comptime!(stage as usize)).wait_parity(self.round_read.read());
             let full = self.full.index(comptime!(stage as usize));
             let tiles = self.at.tiles.read();
@@ -251,7 +257,7 @@ impl Feed for TmaFeed {
                 let end = comptime!(start + vectors);
                 full.arrive_and_expect_tx(1u32, comptime!(plan.stage_bytes()));
                 let k = self.at.k.read();
-                // In words.
+                // TMA coordinates are in words.
                 let word = k / comptime!(4 / plan.lhs.shape.elem as u32);
                 let (row, col) = (self.at.row.read() as i32, self.at.col.read() as i32);
                 #[comptime]
@@ -278,7 +284,8 @@ impl Feed for TmaFeed {
         }
     }
 
-    /// Waits for the tiles of a stage. Stages are waited for in their order, from the first on.
+    /// Waits for the tiles of a stage. Callers wait for the stages in order, starting with the
+    /// first.
     fn wait(&self, #[comptime] stage: u32, #[comptime] _plan: MmaPlan) {
         if comptime!(stage == 0) {
             self.round.store(self.round.read() ^ 1);
@@ -290,14 +297,14 @@ impl Feed for TmaFeed {
 /// Returns the tensor maps of both operands.
 ///
 /// # Safety
-/// The handles have the operands' lines.
+/// The handles must hold all lines of the operands.
 pub(super) unsafe fn maps(
     problem: &MatmulProblem,
     plan: &MmaPlan,
     lhs: &Handle,
     rhs: &Handle,
 ) -> MapsLaunch {
-    // SAFETY: as the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         MapsLaunch::new(
             map(lhs, problem.lhs, [problem.m, problem.k], plan.lhs.shape),
@@ -306,10 +313,10 @@ pub(super) unsafe fn maps(
     }
 }
 
-/// Returns the tensor map of an operand of `[lines, k]`: words, in tiles of `shape`.
+/// Returns the tensor map of an operand `[lines, k]`, in words, with tiles of `shape`.
 ///
 /// # Safety
-/// The handle has the operand's lines.
+/// The handle must hold all lines of the operand.
 unsafe fn map(
     handle: &Handle,
     operand: Operand,
@@ -320,7 +327,7 @@ unsafe fn map(
     let start = handle.clone().offset_start(operand.start * shape.elem as u64);
     let sizes = [lines as usize, words(k as usize)];
     let strides = [words(operand.stride as usize), 1];
-    // SAFETY: as the caller's.
+    // SAFETY: guaranteed by the caller.
     let tensor = unsafe { TensorArg::from_raw_parts(start, strides.into(), sizes.into()) };
     let tile_size = [shape.rows, words(shape.cols)].into();
     TensorMapArg::new(TiledArgs { tile_size }, tensor, ElemType::UInt(UIntKind::U32))

@@ -1,11 +1,16 @@
-//! The workgroup path of Vulkan (`VK_NV_cooperative_matrix2`): a cube names a tile, the driver moves and multiplies it;
-//! tensor layouts clamp the edges. On an H200 f16 8192^3 runs at 249 TFLOP/s, 4096^3 at 232, where it had 142 (records of
-//! Vulkan in benches/baselines). Steps between, timed once by `tune try`, 8192^3: 209 where the tiles divide the problem and
-//! the driver is told so, and sees that starts and strides are multiples of 8; 248 with four tiles of k in a round of the
-//! loop, 47 with eight; another alignment declared on the loads changes nothing. Results leave as they are: buffers read
-//! inside of a cube-scope element-wise operation make CubeCL 0.11's SPIR-V compiler panic, so what has an epilogue goes by
-//! subgroup matrices ([`pipelined`](super::pipelined)), or by split-k, whose sums are finished where they are added. Few
-//! rows use split-k too, so that enough of B is under way.
+//! Workgroup path for Vulkan (`VK_NV_cooperative_matrix2`): the driver loads and multiplies the
+//! tile of a cube; tensor layouts clamp the edges.
+//!
+//! On an H200, f16 8192^3 runs at 249 TFLOP/s and 4096^3 at 232, up from 142 (Vulkan records in
+//! benches/baselines). Steps in between, timed once by `tune try` at 8192^3: 209 when tiles divide
+//! the problem, the driver is told so, and it can see that starts and strides are multiples of 8.
+//! Four tiles of k per round of the loop reach 248, eight reach 47. Declaring another alignment on
+//! the loads changes nothing.
+//!
+//! Results are stored without an epilogue: reading buffers inside a cube-scope element-wise
+//! operation makes CubeCL 0.11's SPIR-V compiler panic. Problems with an epilogue use subgroup
+//! matrices ([`pipelined`](super::pipelined)) or split-k, whose reduction applies it. Few rows use
+//! split-k too, which keeps enough of B in flight.
 
 use arch::{ArchProfile, CubeMma, DType};
 use cubecl::cmma::{self, Cube, Matrix, MatrixIdent, MatrixLayout};
@@ -19,17 +24,17 @@ use super::path::{FEW_ROWS, Grid, IN_FLIGHT, Path};
 use super::problem::{Layout, MatmulProblem, Precision};
 use crate::fits::{lacks, limits, shape};
 
-/// Tile of the workgroup path.
+/// Tile sizes of the workgroup path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct WorkgroupConfig {
     pub tile_m: u32,
     pub tile_n: u32,
     pub tile_k: u32,
-    /// Units in a cube.
+    /// Units per cube.
     pub units: u32,
-    /// Tiles of k in each round of the loop, among which the driver may reorder.
+    /// Tiles of k per round of the loop; the driver may reorder within a round.
     pub unroll: u32,
-    /// Parts of split-k, each the work of another cube.
+    /// Number of split-k splits; each is the work of another cube.
     #[serde(default = "one")]
     pub parts: u32,
 }
@@ -43,7 +48,7 @@ const fn workgroup(tiles: [u32; 3], units: u32, unroll: u32) -> WorkgroupConfig 
     WorkgroupConfig { tile_m, tile_n, tile_k, units, unroll, parts: 1 }
 }
 
-/// Configs in the order of how often they win.
+/// Configs, most frequent winners first.
 const CONFIGS: [WorkgroupConfig; 14] = [
     workgroup([128, 128, 32], 128, 4),
     workgroup([128, 256, 64], 256, 2),
@@ -61,20 +66,21 @@ const CONFIGS: [WorkgroupConfig; 14] = [
     workgroup([16, 32, 64], 64, 1),
 ];
 
-/// Rows up to which a product with an epilogue uses split-k in two.
+/// Maximum rows for which a matmul with an epilogue uses two splits.
 const MOST_HALVED_ROWS: u32 = 2048;
 
 impl WorkgroupConfig {
-    /// Tiles of k in each part but the last.
+    /// k tiles per split, except the last.
     const fn part_tiles(self, k: u32) -> u32 {
         k.div_ceil(self.tile_k).div_ceil(self.parts)
     }
 
-    /// Returns the config, and for few rows also with split-k in as many parts as fill a card once, and twice.
+    /// Returns the config. For few rows also returns it with the splits that fill a card once and
+    /// twice.
     ///
-    /// For somewhat more rows, a product that these matrices cannot finish themselves uses two parts, and is finished
-    /// where they are added: 512 x 4096 x 14336 with a residual takes 266 us, and 287 by
-    /// [`pipelined`](super::pipelined) (bf16, H200).
+    /// For somewhat more rows, matmuls whose epilogue these matrices cannot apply use two splits;
+    /// the reduction applies the epilogue. 512 x 4096 x 14336 with a residual takes 266 us, and 287
+    /// by [`pipelined`](super::pipelined) (bf16, H200).
     fn with_splits(self, problem: &MatmulProblem) -> Vec<Self> {
         let mut parts = vec![1];
         match problem.m {
@@ -87,7 +93,7 @@ impl WorkgroupConfig {
                     parts.push(all.div_ceil(Self { parts: wish, ..self }.part_tiles(problem.k)));
                 }
             }
-            // Sums in f32 of wide results would be more than operands are.
+            // For wide results the f32 partial sums would be larger than the operands.
             0..=MOST_HALVED_ROWS if !is_plain(problem) && problem.n <= problem.k => parts.push(2),
             _ => {}
         }
@@ -96,7 +102,7 @@ impl WorkgroupConfig {
         parts.into_iter().map(|parts| Self { parts, ..self }).collect()
     }
 
-    /// Returns the comptime facts of the instance.
+    /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, problem: &MatmulProblem) -> WorkgroupPlan {
         let [lhs, rhs, _] = problem.widest();
         WorkgroupPlan {
@@ -115,12 +121,12 @@ impl WorkgroupConfig {
     }
 }
 
-/// Returns whether accumulators are results as they are.
+/// Returns true if the result is just the rounded accumulator.
 fn is_plain(problem: &MatmulProblem) -> bool {
     problem.epilogue == Epilogue::default() && problem.out == problem.precision.storage()
 }
 
-/// Returns whether some batch begins past the start of a buffer.
+/// Returns true if some batch starts past the beginning of a buffer.
 fn has_starts(problem: &MatmulProblem) -> bool {
     problem.batch() > 1 || problem.lhs.start > 0 || problem.rhs.start > 0
 }
@@ -149,8 +155,8 @@ impl Path for WorkgroupConfig {
         if !is_plain(problem) && self.parts == 1 {
             return Err(lacks("epilogues on cube-scope matrices"));
         }
-        // Loads of groups, which begin anywhere, are clamped: 4.5 ms where plane scope took 3.4 (8 groups of 4096 x
-        // 4096 x 4096).
+        // Groups start at any row, so their loads are clamped: 4.5 ms, where plane scope took 3.4
+        // (8 groups of 4096 x 4096 x 4096).
         if problem.grouped {
             return Err(lacks("groups on cube-scope matrices"));
         }
@@ -166,7 +172,7 @@ impl Path for WorkgroupConfig {
         if self.unroll > 8 {
             return Err(shape("unroll", self.unroll, "at most 8 tiles a round"));
         }
-        // What is past k, or past a part of it, would be multiplied all the same.
+        // The last round would also multiply elements past k, or past its split.
         if self.unroll > 1 && problem.k % (self.tile_k * self.unroll) != 0 {
             return Err(shape("unroll", self.unroll, "rounds that do not divide k"));
         }
@@ -190,7 +196,7 @@ impl Path for WorkgroupConfig {
         if spans.iter().any(|s| *s > u64::from(u32::MAX)) {
             return Err(shape("stride", u32::MAX, "tensor layouts hold 32-bit strides"));
         }
-        // So far along an axis they begin, and partial sums.
+        // Batches and partial sums are offset along an axis, which is limited to 32 bits.
         let [lhs, rhs, out] = problem.extents();
         let reach = lhs.max(rhs).max(out * self.parts as usize);
         if (has_starts(problem) || self.parts > 1) && reach > u32::MAX as usize {
@@ -217,20 +223,20 @@ impl Path for WorkgroupConfig {
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct WorkgroupPlan {
-    /// With one part, so that instances differ by `partial` alone.
+    /// Config with one split, so that instances differ only in `partial`.
     pub(crate) config: WorkgroupConfig,
-    /// The tiles divide rows, columns and k: nothing is clamped.
+    /// True where the tiles divide rows, columns and k: nothing is clamped.
     pub(crate) exact: [bool; 3],
-    /// Some batch begins past the start of its buffers.
+    /// True if some batch starts past the beginning of its buffers.
     pub(crate) starts: bool,
-    /// Sums go to the workspace.
+    /// True if accumulators go to the workspace.
     pub(crate) partial: bool,
-    /// Elements that each operand's starts and stride are multiples of, for the driver to see.
+    /// Known divisor of each operand's starts and stride in elements, for the driver to see.
     pub(crate) multiples: [usize; 2],
-    /// The contiguous axis is the operand's second.
+    /// True if the contiguous axis is the operand's second.
     pub(crate) lhs_rows: bool,
     pub(crate) rhs_rows: bool,
 }
@@ -263,8 +269,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Siz
     let (span_lhs, span_rhs) = comptime!((plan.multiples[0], plan.multiples[1]));
     let lhs_stride = known_multiple(dims.lhs_stride, span_lhs) as u32;
     let rhs_stride = known_multiple(dims.rhs_stride, span_rhs) as u32;
-    // A view forgets where the slice that it is made of begins (CubeCL 0.11.3, `__extract_list`), so a batch begins so
-    // far along the contiguous axis.
+    // A view loses the start of its slice (CubeCL 0.11.3, `__extract_list`), so the start of a
+    // batch is an offset along the contiguous axis.
     let mut starts = Sequence::<u32>::new();
     if comptime!(plan.starts) {
         let (lhs_start, rhs_start, out_start) = dims.batch(batch as usize);
@@ -349,7 +355,8 @@ const fn clamp_of(exact: bool) -> TensorClampMode {
     if exact { TensorClampMode::Undefined } else { TensorClampMode::Constant(0) }
 }
 
-/// Returns `value`, a multiple of the power of two `of`, so that a compiler sees that it is one.
+/// Returns `value`, a multiple of the power of two `of`, in a form from which the compiler sees
+/// that.
 #[cube]
 fn known_multiple(value: usize, #[comptime] of: usize) -> usize {
     if comptime!(of > 1) { value / of * of } else { value }

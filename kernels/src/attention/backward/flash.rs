@@ -1,7 +1,7 @@
-//! The tensor-core path of both sides: FlashAttention-2's backward pass without its atomic sums.
+//! Tensor-core path of both sides: FlashAttention-2's backward pass without atomics.
 //!
-//! A side's cube owns a block of rows, whose two operands stay in shared memory, and passes over the
-//! tiles of the others once. With `*` for the product over the head dimension:
+//! A cube owns a block of rows, whose two operands stay in shared memory, and iterates once over
+//! the tiles of the other side. `*` is the dot product over the head dimension:
 //!
 //! | side    | own 1, 2 | other 1, 2 | results                           |
 //! |---------|----------|------------|-----------------------------------|
@@ -12,33 +12,35 @@
 //!   for each tile of others                     // of every head that shares the keys
 //!     s = own 1 * other 1;  g = own 2 * other 2 - delta  // delta = out·dout of the query
 //!     p = exp(rules(s) - lse);  ds = p·g·rules'(s)
-//!     sum 1 += ds · other 1;  sum 2 += p · other 2        // p and ds go on in registers
+//!     sum 1 += ds · other 1;  sum 2 += p · other 2        // p and ds stay in registers
 //! ```
 //!
-//! So that each result has one writer and one order of summing: the same bits in every run, no sums in
-//! memory beside the results. The price is that both sides compute s and g.
+//! Each result therefore has one writer and one order of summation. Runs are bit-identical, and no
+//! accumulator needs extra memory. The price is that both sides compute s and g.
 //!
-//! Cost: `6·head_dim` flop a visible pair on the side of the queries, `8·head_dim` on that of the keys;
-//! 5/7 of it is what the literature counts. A plane of 16 rows, all that two sums leave room for at head
-//! dimension 128, reads 144 fragments for every 256 instructions, one of 32 rows 80 for 192: by that count
-//! shared memory bounds the first on an H200. Head dimensions over 128 take dk and dv one after the other.
+//! Cost: `6·head_dim` flop per visible pair on the query side, `8·head_dim` on the key side; the
+//! literature counts 5/7 of the sum. At head dimension 128, two accumulators leave room for planes
+//! of 16 rows only. Such planes read 144 fragments per 256 instructions; planes of 32 rows read 80
+//! per 192. By that count shared memory bounds the former on an H200. Above head dimension 128, dk
+//! and dv are computed one after the other.
 //!
-//! Ladder, ms at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal on an H200
-//! (torch's FlashAttention-2 4.77 / 2.70 in the run of the last row but one, 4.75 / 2.67 in that of the last), all but
-//! those two of CUDA C++ prototypes. One pass adds four numbers at once, as only sm_90 can; its rows are the best of several
-//! orders of heads, with what prepares and finishes dq:
+//! Ladder, ms at batch 4, 16 heads, 4096 x 4096, head dimension 128, bf16, full / causal, on an
+//! H200. torch's FlashAttention-2 took 4.77 / 2.70 in the run of the last row but one, 4.75 / 2.67
+//! in that of the last. All rows except those two are CUDA C++ prototypes. The one-pass prototype
+//! adds four numbers at once, which only sm_90 supports. Its rows are the best of several orders of
+//! heads and include preparing and finishing dq:
 //!
 //! | version                                                                | full | causal |
 //! |------------------------------------------------------------------------|------|--------|
 //! | one pass over tiles of 64, p and ds through shared memory, dq summed by atomics | 4.78 | |
-//! | the same, atomics in the order of the keys: deterministic              | 5.86 | 3.38   |
-//! | the same, dq by its owner's loads and stores                           | 8.98 | 6.06   |
+//! | the same, atomics in key order: deterministic                          | 5.86 | 3.38   |
+//! | the same, the owner loads and stores dq                                | 8.98 | 6.06   |
 //! | two sides: queries 1.98 / 1.14, keys 3.34 / 1.78                       | 5.32 | 2.92   |
-//! | the same in CubeCL, this file, with the statistics                     | 5.30 | 2.91   |
-//! | keys by tiles of 48 on RTX cards, where 64 spill 24 bytes (sm_89) and 56 (sm_120) | 5.40 | 3.01 |
+//! | the same in CubeCL, this file, including the statistics                | 5.30 | 2.91   |
+//! | key tiles of 48 on RTX cards, where 64 spill 24 bytes (sm_89) and 56 (sm_120) | 5.40 | 3.01 |
 //!
-//! Slower: keys by eight planes of 16 rows 3.63 / 1.97, tiles of 32 3.49 / 1.86; queries by planes of 16
-//! rows 2.37 / 1.27.
+//! Slower variants: key side with eight planes of 16 rows, 3.63 / 1.97, or with tiles of 32, 3.49 /
+//! 1.86. Query side with planes of 16 rows: 2.37 / 1.27.
 //!
 //! Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
@@ -55,14 +57,14 @@ use crate::tile::{
     load_chunk, next_stage, rhs_lane, shared_address, wait_copies,
 };
 
-/// Which rows a launch owns, and what it sums: comptime.
+/// Comptime role of a launch: the rows that it owns and the results that it sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Side {
-    /// Whether it owns keys; queries else.
+    /// True if it owns keys, false if it owns queries.
     pub(super) keys: bool,
-    /// ds · other 1: dq or dk.
+    /// Computes ds · other 1: dq or dk.
     pub(super) first: bool,
-    /// p · other 2: dv.
+    /// Computes p · other 2: dv.
     pub(super) second: bool,
 }
 
@@ -71,10 +73,10 @@ impl Side {
     const KEYS: Self = Self { keys: true, first: true, second: true };
     const DK: Self = Self { second: false, ..Self::KEYS };
     const DV: Self = Self { first: false, ..Self::KEYS };
-    /// dk and dv, one after the other.
+    /// dk and dv in separate launches.
     pub(super) const APART: &'static [Self] = &[Self::DK, Self::DV];
 
-    /// The launches that sum dk and dv: one, or two where both sums do not fit the registers.
+    /// Launches that compute dk and dv: one, or two if both accumulators do not fit in registers.
     pub(super) const fn of_keys(head_dim: u32) -> &'static [Self] {
         if head_dim <= 128 { &[Self::KEYS] } else { Self::APART }
     }
@@ -83,20 +85,20 @@ impl Side {
         self.first as u32 + self.second as u32
     }
 
-    /// Bytes of shared memory of `config`, whose `tile_kv` is the tile of others.
+    /// Bytes of shared memory of `config`; `tile_kv` counts rows of the other side.
     pub(super) const fn shared_bytes(self, config: FlashConfig, head_dim: u32) -> u32 {
         let plan = FlashPlan::new(config, self, head_dim, true, 8, false, false);
         2 * plan.own.shape.bytes() + config.stages * plan.stage_bytes()
     }
 
-    /// Registers of a unit, roughly: sums, s and g, a step of fragments, addresses.
+    /// Estimated registers per unit: accumulators, s and g, one step of fragments, addresses.
     pub(super) const fn registers(self, config: FlashConfig, head_dim: u32) -> u32 {
         let frags = config.rows / 16;
         frags * (self.sums() * head_dim / 2 + config.tile_kv) + 4 * frags + config.tile_kv / 4 + 40
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct FlashPlan {
     config: FlashConfig,
@@ -105,7 +107,7 @@ pub(super) struct FlashPlan {
     bf16: bool,
     pub(super) own: CopyPlan,
     pub(super) other: CopyPlan,
-    /// No tile of others reaches past the end.
+    /// True if no tile of others reaches past the end.
     exact: bool,
 }
 
@@ -132,12 +134,12 @@ impl FlashPlan {
         }
     }
 
-    /// Both tiles, and where they are queries their statistics.
+    /// Bytes per stage: both tiles, plus their statistics if they are queries.
     const fn stage_bytes(self) -> u32 {
         2 * self.other.shape.bytes() + if self.side.keys { 8 * self.config.tile_kv } else { 0 }
     }
 
-    /// A copy of a query's statistics.
+    /// Copy plan for the statistics of one query.
     const fn stats(self) -> CopyPlan {
         let shape = TileShape::new(self.config.tile_kv, 2, false, 4);
         let units = self.config.units() as usize;
@@ -163,24 +165,24 @@ impl FlashPlan {
     }
 }
 
-/// The tiles that a cube passes over, head after head.
+/// Tiles that a cube iterates over, head after head.
 #[derive(CubeType)]
 struct Others {
-    /// Of the first head, at this unit's first copy.
+    /// Address of this unit's first copy in the first head.
     from_1: u64,
     from_2: u64,
     at_stats: u32,
-    /// Of each head: the first tile, how many, positions in all.
+    /// Per head: first tile, number of tiles, number of positions.
     first: u32,
     tiles: u32,
     len: u32,
-    /// Tiles of all heads.
+    /// Number of tiles over all heads.
     total: u32,
 }
 
 #[cube]
 impl Others {
-    /// Head (from the cube's first) and tile of step `step`.
+    /// Head (relative to the cube's first) and tile of step `step`.
     fn at(&self, step: u32, #[comptime] side: Side) -> (u32, u32) {
         if comptime!(side.keys) {
             (step / self.tiles, self.first + step % self.tiles)
@@ -189,7 +191,7 @@ impl Others {
         }
     }
 
-    /// Issues the copies of step `step`, if there is one, and closes their group.
+    /// Issues the copies of step `step`, if it exists, and commits their group.
     #[expect(clippy::too_many_arguments, reason = "what to copy, from where, to where, by whom")]
     fn copy(
         &self,
@@ -256,7 +258,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     } else {
         (here.from_q, here.seq_q, here.from_kv, here.seq_kv)
     };
-    // Those that causal order gives most tiles first: early keys, late queries.
+    // Under the causal mask, start blocks with the most tiles first: early keys, late queries.
     let mut block = CUBE_POS_X;
     if comptime!(scores.rules.causal && !side.keys) {
         block = dims.seq_q.div_ceil(tile_own) - 1 - CUBE_POS_X;
@@ -332,7 +334,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let lane_c = rhs_lane(0u32.runtime(), lane, comptime!(products.summed()));
     let row = first_row + plane_row;
 
-    // Of rows lane / 4 and + 8 of each fragment, where they are queries.
+    // Statistics of rows lane / 4 and + 8 of each fragment, if rows are queries.
     let mut own_stats = Sequence::<Vector<f32, Const<2>>>::new();
     if comptime!(!side.keys) {
         #[unroll]
@@ -359,13 +361,13 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
         let (head, tile_at) = others.at(step, side);
         let tile_2 = read + comptime!(plan.other.shape.bytes());
-        // Two queries' statistics in 16 bytes.
+        // 16 bytes hold the statistics of two queries.
         let at_stats = read + comptime!(2 * plan.other.shape.bytes()) + lane % 4 * 16;
 
         let mut s = zeros::<NC>(comptime!(products.scores()));
         multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, products);
-        // g comes late, when the weights of this tile have been summed; a soft cap, whose slope depends on
-        // the products that it bends, needs it before.
+        // Compute g late, after the weights of this tile are summed. With a soft cap it comes
+        // earlier, because the slope needs the dot products that the cap overwrites.
         let mut g = zeros::<NC>(comptime!(if side.first { products.scores() } else { 0 }));
         let (own_2, tile_b) = (lane_a + comptime!(plan.own.shape.bytes()), tile_2 + lane_b);
         let bends = comptime!(scores.rules.softcap);
@@ -440,7 +442,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     }
 }
 
-/// Where the sums of g start: -delta of each query.
+/// Initialises the accumulators of g with -delta of each query.
 #[cube]
 fn minus_deltas<NC: Size>(
     g: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -470,7 +472,7 @@ fn minus_deltas<NC: Size>(
     }
 }
 
-/// Stores row half `r` of the fragments of `sum`, scaled, from element `at` on.
+/// Stores half `r` of the row fragments of `sum`, times `scale`, from element `at` on.
 #[cube]
 fn store<F: Float, NC: Size, NO: Size>(
     out: &mut [Vector<F, NO>],
@@ -488,7 +490,7 @@ fn store<F: Float, NC: Size, NO: Size>(
     }
 }
 
-/// The statistics of the two queries in columns `2 · lane` of fragments `j`, where columns are queries.
+/// Statistics of the two queries in columns `2 · lane` of fragments `j`, if columns are queries.
 #[cube]
 fn quad_of(at: u32, #[comptime] j: usize, #[comptime] side: Side) -> Vector<f32, Const<4>> {
     if comptime!(side.keys) {

@@ -1,18 +1,19 @@
-//! Gradients of attention: dq, dk, dv from dout, with the weights computed again instead of kept.
+//! Gradients of attention: dq, dk and dv from dout. The softmax weights are recomputed, not stored.
 //!
 //! ```text
-//!   p = exp(rules(scale·q·kᵀ) - lse)                // as the forward pass had it
+//!   p = exp(rules(scale·q·kᵀ) - lse)                // as in the forward pass
 //!   dv = pᵀ·dout
 //!   ds = p · (dout·vᵀ - delta) · rules'              delta = rowsum(out·dout)
 //!   dq = scale · ds·k        dk = scale · dsᵀ·q      // dk and dv summed over the heads that share them
 //! ```
 //!
-//! Three launches: the statistics of every query, then one for each side, dq and dk with dv (dk and dv apart where both sums
-//! do not fit the registers). Each result is written once by its owner: deterministic, and memory beside the results is 8
-//! bytes a query. The paths are those of the forward pass; each side has its own config.
+//! Three launches: the statistics of every query, then one launch per side: dq, and dk with dv. dk
+//! and dv get separate launches if both accumulators do not fit in registers. Each result has one
+//! writer, so the pass is deterministic. Extra memory is 8 bytes per query. The paths are those of
+//! the forward pass; each side has its own config.
 //!
-//! Cost: `10·head_dim` flop a visible pair, of which this computes 14 to 16 (both sides need p and ds); q, k,
-//! v, out and dout read once, dq, dk and dv written once.
+//! Cost: `10·head_dim` flop per visible pair; this implementation computes 14 to 16, because both
+//! sides need p and ds. It reads q, k, v, out and dout once, and writes dq, dk and dv once.
 //!
 //! Source: Dao et al., "FlashAttention" (2022), section 3.1 and appendix B.
 
@@ -51,7 +52,7 @@ pub struct AttentionBackward;
 /// Device buffers of one backward pass.
 #[derive(Debug, Clone)]
 pub struct BackwardOperands {
-    /// Those of the forward pass, its result and its log-sum-exp among them.
+    /// Buffers of the forward pass, including out and the log-sum-exp.
     pub forward: AttentionOperands,
     pub dout: Handle,
     pub dq: Handle,
@@ -59,16 +60,17 @@ pub struct BackwardOperands {
     pub dv: Handle,
 }
 
-/// How each side runs; `rows` of a plane and `tile_kv` are those of its own rows and of the others.
+/// Configs of both sides. `rows` counts rows that a plane owns; `tile_kv` counts rows of the other
+/// side per tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BackwardConfig {
-    /// The side that owns queries: dq.
+    /// Side that owns queries: dq.
     pub queries: SideConfig,
-    /// The side that owns keys: dk and dv.
+    /// Side that owns keys: dk and dv.
     pub keys: SideConfig,
 }
 
-/// One way to run a side.
+/// Path and tile sizes of one side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum SideConfig {
@@ -87,7 +89,7 @@ impl From<SideConfig> for AttentionConfig {
     }
 }
 
-/// The widest tiles first; those of plane-scope matrices are for both sides.
+/// Ordered from the widest tiles. Cooperative-matrix configs serve both sides.
 const PLANES: [SideConfig; 6] = [
     SideConfig::Plane(blocks(8, 16, 32)),
     SideConfig::Plane(blocks(4, 16, 32)),
@@ -127,8 +129,8 @@ impl Kernel for AttentionBackward {
         problem.forward.bucket()
     }
 
-    /// The first of both sides, then each side's others beside the other's first: the sides do not
-    /// depend on each other.
+    /// The first config of both sides, then the others of each side, each with the other side's
+    /// first. The sides are independent.
     fn candidates(arch: &ArchProfile, problem: &BackwardProblem) -> Vec<BackwardConfig> {
         let head_dim = problem.forward.head_dim;
         let of = |all: &[SideConfig], keys: bool| -> Vec<SideConfig> {
@@ -140,7 +142,7 @@ impl Kernel for AttentionBackward {
             let any = |c: &SideConfig, of: fn(&ArchProfile, &BackwardProblem, &SideConfig, Side) -> bool| {
                 sides(c).iter().any(|s| of(arch, problem, c, *s))
             };
-            // What spills a few bytes is measured on a card that decides by time alone, never the default.
+            // On RTX cards drop configs that spill; elsewhere they are measured, but never first.
             all.retain(|c| !(rtx(arch) && any(c, spills)));
             all.sort_by_key(|c| any(c, full) || any(c, spills));
             all
@@ -190,7 +192,7 @@ impl Kernel for AttentionBackward {
             dk: empty(dk),
             dv: empty(dv),
         };
-        // Weights are those of a softmax only with the forward pass's own sums.
+        // The weights are a softmax only with the log-sum-exp of the forward pass.
         if let Some(config) = super::Attention::candidates(queue.profile(), p).first() {
             super::Attention::launch(queue, p, config, &operands.forward, None);
         }
@@ -206,7 +208,7 @@ impl Kernel for AttentionBackward {
             .to_vec()
     }
 
-    /// A pair of numbers a query.
+    /// Two f32 values per query.
     fn scratch_bytes(problem: &BackwardProblem, _config: &BackwardConfig) -> u64 {
         problem.forward.rows() * 8
     }
@@ -227,7 +229,7 @@ impl Kernel for AttentionBackward {
         let [dout, dq, dk, dv] = problem.extents();
         let spread = RowsConfig::of(queue.profile());
         let width = problem.width(8);
-        // SAFETY: the extents are the problem's, whose strides the kernel stays within.
+        // SAFETY: buffer lengths come from the problem, and the kernel stays within its strides.
         unsafe {
             launch!(
                 queue,
@@ -260,12 +262,12 @@ impl Kernel for AttentionBackward {
                     [(&operands.dk, dk, problem.dk), (&operands.dv, dv, problem.dv)],
                 )
             } else {
-                // The side of the queries has one result; its second is bound and never written.
+                // The query side has one result; its second output is bound but never written.
                 let result = (&operands.dq, dq, problem.dq);
                 ([query, change], [key, value], [result, result])
             };
-            // SAFETY: the extents are the problem's, whose strides every path stays within; rows past
-            // the ends are neither read nor written.
+            // SAFETY: buffer lengths come from the problem, and every path stays within its
+            // strides. Rows past the ends are neither read nor written.
             unsafe {
                 let read = |(handle, len, _): (&Handle, usize, HeadStrides)| {
                     BufferArg::from_raw_parts(handle.clone(), len / width_in)
@@ -301,10 +303,10 @@ impl Kernel for AttentionBackward {
 }
 
 impl Implementation {
-    /// As [`Implementation::config`] for the gradients.
+    /// Returns the default config of the gradients, like [`Implementation::config`].
     ///
     /// # Errors
-    /// Why it cannot serve the problem on the device.
+    /// The reason why the implementation does not support the problem on this device.
     pub fn backward_config(
         self,
         arch: &ArchProfile,
@@ -316,7 +318,7 @@ impl Implementation {
             Self::Flash => {
                 match AttentionBackward::candidates(arch, problem).into_iter().find(flash) {
                     Some(config) => Ok(config),
-                    // What the smallest lacks, every one lacks.
+                    // A requirement that the smallest config misses, every config misses.
                     None => {
                         let smallest = match arch.matrices_from_words() {
                             true => SideConfig::Plane(blocks(2, 16, 16)),
@@ -331,7 +333,7 @@ impl Implementation {
     }
 }
 
-/// The launches of a backward pass, and which config each has.
+/// Launches of the two sides, each with its config.
 fn sides(
     head_dim: u32,
     config: &BackwardConfig,
@@ -341,7 +343,7 @@ fn sides(
     std::iter::once((Side::QUERIES, queries)).chain(of_keys)
 }
 
-/// The launches that sum dk and dv.
+/// Launches that compute dk and dv.
 const fn of_keys(config: &SideConfig, head_dim: u32) -> &'static [Side] {
     match config {
         SideConfig::Flash(_) => Side::of_keys(head_dim),
@@ -363,8 +365,8 @@ fn check(
     let c = match config {
         SideConfig::Flash(c) => c,
         SideConfig::Plane(c) => {
-            // Both operands of 16 rows of 256 and their sum do not fit registers; spilled they are still many times as fast
-            // as what has no matrices.
+            // At head_dim 256, both operands of 16 rows and their accumulators do not fit in
+            // registers. Even with spills they are many times faster than the plain path.
             return matrices(arch, *c, SidePlan::shared_bytes(*c, p.head_dim));
         }
         SideConfig::Rows(_) => return Ok(()),
@@ -384,7 +386,7 @@ fn check(
     limits(arch, c.units(), side.shared_bytes(*c, p.head_dim))
 }
 
-/// Registers of a unit, roughly; none of the plain path.
+/// Estimated registers per unit; 0 for the plain path.
 fn registers(
     arch: &ArchProfile,
     problem: &BackwardProblem,
@@ -402,13 +404,13 @@ fn registers(
     }
 }
 
-/// Returns whether a side takes about all registers that there are.
+/// Returns true if a side takes almost all registers.
 fn full(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, side: Side) -> bool {
     registers(arch, problem, config, side) > 248
 }
 
-/// Whether ptxas 13.0 is known to spill 8 to 80 bytes of a side, stores and loads, though its registers are not more than
-/// there are: `cargo xtask targets`.
+/// Returns true where ptxas 13.0 spills 8 to 80 bytes of a side (stores and loads) although its
+/// registers fit. Found by `cargo xtask targets`.
 fn spills(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, side: Side) -> bool {
     let (p, SideConfig::Flash(c)) = (&problem.forward, config) else { return false };
     let rtx = rtx(arch);
@@ -432,7 +434,7 @@ fn spills(arch: &ArchProfile, problem: &BackwardProblem, config: &SideConfig, si
 /// A side's config bound to a problem.
 struct Plan {
     path: Path,
-    /// Elements of a vector of the operands, and of the results.
+    /// Elements per vector: of the operands, then of the results.
     widths: [usize; 2],
     cubes: CubeCount,
     cube_dim: CubeDim,
@@ -491,7 +493,7 @@ impl Plan {
     }
 }
 
-/// Comptime facts of a launch: which path, with what geometry.
+/// Comptime path and geometry of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Flash(FlashPlan),
@@ -499,7 +501,7 @@ enum Path {
     Rows(RowsPlan),
 }
 
-/// Strides of what a side owns, passes over and writes.
+/// Strides of the tensors that a side owns, iterates over and writes.
 #[derive(CubeType, CubeLaunch)]
 struct Roles {
     own_1: Steps,

@@ -1,37 +1,39 @@
-//! The cooperative-matrix path of both sides: the loop of the forward pass ([`plane`](crate::attention::plane)) over what
-//! the tensor-core path passes over ([`flash`](super::flash)).
+//! Cooperative-matrix path of both sides: the forward loop ([`plane`](crate::attention::plane))
+//! with the operand roles of the tensor-core path ([`flash`](super::flash)).
 //!
-//! | loop                          | level                                                        |
-//! |-------------------------------|--------------------------------------------------------------|
-//! | blocks of `planes · rows` own rows | cubes                                                   |
-//! | tiles of `tile_kv` others     | both operands in shared memory, the next on its way in registers |
-//! | `rows` own rows               | planes; both operands and the sum are matrices, in registers |
+//! | loop                               | level                                                                 |
+//! |------------------------------------|-----------------------------------------------------------------------|
+//! | blocks of `planes · rows` own rows | cubes                                                                 |
+//! | tiles of `tile_kv` others          | both operands in shared memory, the next tile prefetched in registers |
+//! | `rows` own rows                    | planes; both operands and the accumulator are matrices, in registers  |
 //!
 //! ```text
 //!   s = own 1 · other 1ᵀ                  // matrices -> shared memory -> the units of a row
 //!   p = exp(rules(s) - lse)
-//!   g = own 2 · other 2ᵀ                  // by way of the same place;  not for dv
+//!   g = own 2 · other 2ᵀ                  // through the same shared memory;  not for dv
 //!   p, or ds = p · (g - delta) · rules'   // -> shared memory -> matrices
 //!   sum += ds · other 1, or p · other 2
 //! ```
 //!
-//! A launch has one sum: dk and dv are two, which find q·kᵀ twice. Together they would have 64 registers of own rows and 128
-//! of sums at head dimension 128.
+//! A launch has one accumulator. dk and dv are two launches, and both compute q·kᵀ. One launch for
+//! both would need 64 registers of own rows and 128 of accumulators at head dimension 128.
 //!
-//! Cost: `6·head_dim` flop a visible pair for dq, as much for dk, `4·head_dim` for dv; `10·head_dim` of them count. 20 bytes
-//! a score pass through shared memory.
+//! Cost: `6·head_dim` flop per visible pair for dq, the same for dk, `4·head_dim` for dv; the
+//! literature counts `10·head_dim`. 20 bytes per score pass through shared memory.
 //!
-//! ms of 4 x 16 heads of 4096 positions of 128 in bf16, full / causal, as the tuner timed them (H200 through Vulkan; the plain
-//! path 1075 / 695, the path of `mma.sync` on the same card 5.3 / 2.9). One side is changed at a time:
+//! Time in ms at 4 x 16 heads, 4096 positions, head dimension 128, bf16, full / causal. The tuner
+//! measured it on an H200 through Vulkan. The plain path takes 1075 / 695, the `mma.sync` path on
+//! the same card 5.3 / 2.9. One side changes at a time:
 //!
-//! | planes, rows, tile of queries' side | of keys' side | full | causal |
-//! |-------------------------------------|---------------|------|--------|
-//! | 8, 16, 32                           | 8, 16, 32     | 12.3 | 6.8    |
-//! | 8, 16, 16                           | 8, 16, 32     | 12.4 | 6.9    |
-//! | 4, 16, 16                           | 8, 16, 32     | 12.5 | 6.9    |
-//! | 8, 16, 32                           | 4, 16, 16     | 13.6 | 7.3    |
+//! | query side: planes, rows, tile | key side   | full | causal |
+//! |--------------------------------|------------|------|--------|
+//! | 8, 16, 32                      | 8, 16, 32  | 12.3 | 6.8    |
+//! | 8, 16, 16                      | 8, 16, 32  | 12.4 | 6.9    |
+//! | 4, 16, 16                      | 8, 16, 32  | 12.5 | 6.9    |
+//! | 8, 16, 32                      | 4, 16, 16  | 13.6 | 7.3    |
 //!
-//! At head dimension 64 the same order holds with wider gaps: 1.36 ms (2048 positions, causal), and 6.7 with tiles of 16.
+//! At head dimension 64 the order is the same with larger gaps: 1.36 ms (2048 positions, causal),
+//! and 6.7 ms with tiles of 16.
 
 use cubecl::cmma::Matrix;
 use cubecl::prelude::*;
@@ -46,21 +48,23 @@ use crate::attention::{Dims, Sequences};
 use crate::cooperative::{Corner, Word, put, read, zeros};
 use crate::round::rounded;
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct SidePlan {
     pub(super) side: Side,
-    /// `tile_kv` is the tile of others, and `exact` says of them that none reaches past the end.
+    /// `tile_kv` is the tile of the other side; `exact` is true if none of its tiles reaches past
+    /// the end.
     pub(super) plane: PlanePlan,
 }
 
 impl SidePlan {
-    /// Bytes of shared memory of `config`: as forward, and statistics of a tile of queries.
+    /// Bytes of shared memory of `config`: those of the forward pass, plus the statistics of a tile
+    /// of queries.
     pub(super) const fn shared_bytes(config: PlaneConfig, head_dim: u32) -> u32 {
         config.shared_bytes(head_dim) + 8 * config.tile_kv
     }
 
-    /// Registers of a unit, roughly: own rows, sums, weights, the tiles on their way, addresses.
+    /// Estimated registers per unit: own rows, accumulators, weights, prefetched tiles, addresses.
     pub(super) const fn registers(
         config: PlaneConfig,
         side: Side,
@@ -73,7 +77,7 @@ impl SidePlan {
         own + config.tile_kv * head_dim / (config.planes * plane) + 40
     }
 
-    /// Where rules and ends cut a plane's scores.
+    /// Region of a plane's scores, to which masks and ends apply.
     const fn region(self) -> Region {
         let PlaneConfig { rows, tile_kv, .. } = self.plane.config;
         let (queries, keys) = if self.side.keys { (tile_kv, rows) } else { (rows, tile_kv) };
@@ -114,7 +118,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     } else {
         (here.from_q, here.seq_q, here.from_kv, here.seq_kv)
     };
-    // Those that causal order gives most tiles first: early keys, late queries.
+    // Under the causal mask, start blocks with the most tiles first: early keys, late queries.
     let mut block = CUBE_POS_X;
     if comptime!(scores.rules.causal && !side.keys) {
         block = dims.seq_q.div_ceil(tile_own) - 1 - CUBE_POS_X;
@@ -142,7 +146,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         comptime!((tile_own * line / 4) as usize),
         32usize,
     );
-    // Of a tile of queries: lse, then delta.
+    // Statistics of a tile of queries: lse, then delta.
     let fours = comptime!(tile_len / 4);
     let mut shared_stats = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
         comptime!(if side.keys { 2 * fours as usize } else { 1 }),
@@ -164,7 +168,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     for _ in 0..comptime!((rows * plan.head_dim / 256) as usize) {
         acc.push(zeros(16usize));
     }
-    // Of this unit's rows, where they are queries.
+    // Statistics of this unit's rows, if rows are queries.
     let mut own_lse = Array::<f32>::new(slots);
     let mut own_delta = Array::<f32>::new(slots);
     if comptime!(!side.keys) {
@@ -176,7 +180,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
             own_delta[i] = pair.extract(1usize);
         }
     }
-    // Scores are multiples of 1 / log₂e of `Scores::unit`: powers of e.
+    // `Scores::unit` gives exponents of 2; this path computes powers of e.
     let power = scores.unit() * std::f32::consts::LN_2;
 
     let (from, end) = if comptime!(side.keys) {
@@ -204,7 +208,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         elements: comptime!(plan.head_dim).runtime(),
     };
     if comptime!(plan.exact) {
-        // Nothing to do may begin past the end.
+        // A block without visible tiles may start past the end; its prefetch must not.
         at_1.line = min(at_1.line, other_len - tile_len);
         at_2.line = at_1.line;
     }
@@ -235,7 +239,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
             }
         }
         sync_cube();
-        // After the last tile nobody takes it.
+        // The read after the last tile is not used.
         let ahead = min(step + 1, total - 1);
         at_1.start = roles.other_1.at(from_other, batch, other_head + ahead / tiles);
         at_2.start = roles.other_2.at(from_other, batch, other_head + ahead / tiles);
@@ -244,7 +248,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         read::<F, NI>(other_1, &mut next_1, &at_1, unit, tile);
         read::<F, NI>(other_2, &mut next_2, &at_2, unit, tile);
 
-        // p = exp(rules(s) - lse), of this unit's scores: of each row every `sharers`th vector.
+        // p = exp(rules(s) - lse) for this unit's scores: every `sharers`th vector of each row.
         multiply::<F>(&a_1, &tile_1, &mut shared_s, plan);
         sync_plane();
         let head = query_head + head_at;
@@ -295,7 +299,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
 
         // ds = p · (g - delta) · rules'
         if comptime!(side.first) {
-            // All scores are in registers.
+            // Wait until all scores are in registers; g reuses their place.
             sync_plane();
             multiply::<F>(&a_2, &tile_2, &mut shared_s, plan);
             sync_plane();

@@ -1,15 +1,15 @@
-//! What to differentiate.
+//! Attention backward problems: the forward problem and the strides of the gradients.
 
 use serde::{Deserialize, Serialize};
 use tune::Cost;
 
 use crate::attention::{AttentionProblem, HeadStrides, InvalidAttention};
 
-/// The gradients of one attention by q, k and v. A bias or mask changes the weights; neither gets a
-/// gradient.
+/// Gradients of one attention with respect to q, k and v. A bias or mask changes the weights but
+/// gets no gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct BackwardProblem {
-    /// The forward pass, which stored its log-sum-exp.
+    /// The forward problem; it must store its log-sum-exp.
     pub forward: AttentionProblem,
     pub dout: HeadStrides,
     pub dq: HeadStrides,
@@ -18,7 +18,7 @@ pub struct BackwardProblem {
 }
 
 impl BackwardProblem {
-    /// Gradients that lie as what they are the gradients of. Change fields, end with
+    /// Problem whose gradients have the strides of their tensors. Change fields, then call
     /// [`BackwardProblem::checked`].
     ///
     /// # Errors
@@ -28,7 +28,7 @@ impl BackwardProblem {
         Self { forward, dout: out, dq: q, dk: k, dv: v }.checked()
     }
 
-    /// The problem itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidAttention`].
@@ -47,8 +47,8 @@ impl BackwardProblem {
         Ok(self)
     }
 
-    /// Elements that the buffers of dout, dq, dk and dv must hold; where lengths vary, as if every
-    /// sequence had the longest.
+    /// Minimum number of elements in the buffers of dout, dq, dk and dv. With varying lengths,
+    /// every sequence counts as the longest.
     pub fn extents(&self) -> [usize; 4] {
         let p = &self.forward;
         [
@@ -59,19 +59,19 @@ impl BackwardProblem {
         ]
     }
 
-    /// The least work: two products forward that are needed again, three more for the gradients, as the
-    /// literature counts.
+    /// Minimum work: two recomputed forward matmuls and three for the gradients, as in the
+    /// literature.
     pub fn cost(&self) -> Cost {
         let forward = self.forward.cost();
-        // q, k, v, out and dout in; dq, dk and dv out; the log-sum-exp.
+        // Reads q, k, v, out, dout and the log-sum-exp; writes dq, dk and dv.
         let p = &self.forward;
         let keys = u64::from(p.batch) * u64::from(p.kv_heads) * u64::from(p.seq_kv);
         let tensors = 4 * (p.rows() + keys) * u64::from(p.head_dim) * p.dtype.size() as u64;
         Cost { flops: forward.flops / 2 * 5, bytes: tensors + p.rows() * 4 }
     }
 
-    /// The widest vector (elements, at most `limit`) that divides every position and the head dimension
-    /// of everything that is read.
+    /// Widest vector in elements, at most `limit`, that divides all strides of the inputs and the
+    /// head dimension.
     pub(crate) fn width(&self, limit: u64) -> usize {
         self.forward.width_with(limit, &[self.forward.out, self.dout])
     }

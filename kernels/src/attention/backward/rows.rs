@@ -1,5 +1,5 @@
-//! The plain path of both sides: a unit takes one of its own rows after another and reads the others
-//! once. The roles of the operands are those of the tensor-core path. Everything is f32.
+//! Plain path of both sides: each unit takes one of its own rows after another and reads the other
+//! rows once. Operand roles are those of the tensor-core path. All arithmetic is f32.
 
 use cubecl::prelude::*;
 
@@ -9,7 +9,7 @@ use crate::attention::rows::{dot, load_row, store_row, zero_row};
 use crate::attention::scores::{Place, Scores};
 use crate::attention::{Dims, Sequences};
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct RowsPlan {
     pub(super) side: Side,
@@ -82,7 +82,8 @@ pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                         if comptime!(side.keys) { (other, row) } else { (row, other) };
                     let place = Place { batch, head, row: query, col: key };
                     let score = scores.of(product, &place, &span, dims);
-                    // A hidden key has no gradient; a NaN goes through. (Through Vulkan NaN is not `!=`.)
+                    // A hidden key has no gradient, but NaN must propagate. (On Vulkan `!=` is
+                    // false for NaN.)
                     let hidden = score == scores.hidden;
                     if !hidden {
                         let of_query = stats[dims.lse_at(span.from_q + query, batch, head)];

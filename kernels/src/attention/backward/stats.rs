@@ -1,5 +1,5 @@
-//! What the scores of a query share: (log₂ of the sum of its exponentials, out·dout), f32 pairs in the
-//! order of the log-sum-exps. A query that sees nothing gets +inf, so that its weights are 0.
+//! Statistics per query: (log₂ of the sum of its exponentials, out·dout) as f32 pairs, indexed like
+//! the log-sum-exp. A query without visible keys gets +inf, so that its weights are 0.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;

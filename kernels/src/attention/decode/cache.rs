@@ -1,4 +1,4 @@
-//! Sizes of a launch, and the cache on the device: lengths, block table and scales.
+//! Sizes of a launch, and the device buffers of the cache: lengths, block table and scales.
 
 use cubecl::prelude::*;
 
@@ -7,13 +7,13 @@ use super::problem::{CacheLayout, CacheStrides, DecodeProblem};
 use crate::attention::{Steps, bound};
 use crate::tile::global_address;
 
-/// Comptime facts of a cache. They are part of the kernel's hash, in which CubeCL 0.11 does not tell an
-/// optional buffer's presence.
+/// Comptime parameters of a cache. They are part of the kernel's hash: CubeCL 0.11 does not hash
+/// the presence of an optional buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CachePlan {
-    /// Positions of a page; 0 where a sequence is one page.
+    /// Positions per page; 0 for a contiguous cache.
     pub(crate) block: u32,
-    /// The cache is i8 with scales.
+    /// True if the cache is i8 with scales.
     pub(crate) quantized: bool,
 }
 
@@ -28,18 +28,18 @@ impl CachePlan {
 pub(crate) struct Dims {
     pub(crate) batch: u32,
     pub(crate) heads: u32,
-    /// Heads of q that share one of the cache.
+    /// Number of q heads that share a cache head.
     pub(crate) group: u32,
     pub(crate) seq_q: u32,
-    /// Positions that a sequence can have.
+    /// Maximum positions of a sequence.
     pub(crate) capacity: u32,
-    /// Pages of the cache, and entries of a sequence in the block table.
+    /// Pages of the cache, then block table entries per sequence.
     pages: u32,
     max_blocks: u32,
-    /// Parts of a sequence.
+    /// Splits per sequence.
     pub(crate) splits: u32,
-    /// The longest sequence: its positions, its first visible tile, the tiles of every part, and how
-    /// many parts have one more.
+    /// Longest sequence: number of positions, first visible tile, tiles per split, and number of
+    /// splits with one more tile.
     pub(crate) longest: u32,
     pub(crate) first_tile: u32,
     pub(crate) whole: u32,
@@ -61,13 +61,13 @@ pub(crate) struct PageSteps {
 
 #[cube]
 impl PageSteps {
-    /// First element of row `row` of a page.
+    /// Index of the first element of row `row` of a page.
     pub(crate) fn at(&self, page: u32, head: u32, row: u32) -> usize {
         page as usize * self.page + head as usize * self.head + row as usize * self.seq
     }
 }
 
-/// Buffers that say where positions are, and what their bytes mean.
+/// Device buffers that locate positions in the cache and scale i8 values.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Cache {
     lengths: Box<[u32]>,
@@ -78,7 +78,7 @@ pub(crate) struct Cache {
 
 #[cube]
 impl Cache {
-    /// Positions of a sequence.
+    /// Positions of a sequence, clamped to the capacity.
     pub(crate) fn length(&self, dims: &Dims, batch: u32) -> u32 {
         min(self.lengths[batch as usize], dims.capacity)
     }
@@ -106,7 +106,7 @@ impl Cache {
         (page, row)
     }
 
-    /// Scales of k and of v in row `row` of a page; 1 where there are none.
+    /// Scales of k and v in row `row` of a page; 1 for a cache without scales.
     pub(crate) fn scales(&self, dims: &Dims, page: u32, head: u32, row: u32) -> (f32, f32) {
         let mut scales = (1.0f32.runtime(), 1.0f32.runtime());
         let at = dims.scales.at(page, head, row);
@@ -134,7 +134,7 @@ impl Cache {
     }
 }
 
-/// Returns the address of a buffer; 0 without one.
+/// Returns the address of a buffer; 0 if it is absent.
 #[cube]
 fn start_of(buffer: &ComptimeOption<Box<[Vector<f32, Const<1>>]>>) -> u64 {
     let mut address = 0u64.runtime();
@@ -146,7 +146,7 @@ fn start_of(buffer: &ComptimeOption<Box<[Vector<f32, Const<1>>]>>) -> u64 {
     address
 }
 
-/// Elements of `size` bytes, in bytes.
+/// Bytes of `elements` elements of `size` bytes.
 #[cube]
 pub(crate) fn bytes(elements: usize, #[comptime] size: u32) -> u64 {
     u64::cast_from(elements) * comptime!(size as u64)
@@ -189,7 +189,7 @@ impl CacheLaunch {
     pub(super) fn of(p: &DecodeProblem, operands: &DecodeOperands) -> Self {
         let scales = operands.scales.as_ref();
         let len = p.extents()[4];
-        // SAFETY: there is a length for every sequence.
+        // SAFETY: the buffer holds one length per sequence.
         let lengths =
             unsafe { BufferArg::from_raw_parts(operands.lengths.clone(), p.batch as usize) };
         Self::new(

@@ -1,4 +1,4 @@
-//! How to compute it: configs, what they need, which are worth measuring.
+//! Decode configs: requirements, checks and candidates to measure.
 
 use arch::ArchProfile;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use crate::attention::config::tensor_cores;
 use crate::attention::rows::RowsConfig;
 use crate::fits::{iterations, limits, shape, stores};
 
-/// One way to run a step of decoding.
+/// A path and its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum DecodeConfig {
@@ -22,7 +22,7 @@ pub enum DecodeConfig {
     Rows(RowsConfig),
 }
 
-/// Planes, keys of a tile, stages.
+/// Planes, keys per tile, stages.
 const GEOMETRIES: [[u32; 3]; 12] = [
     [4, 16, 3],
     [4, 16, 2],
@@ -38,11 +38,11 @@ const GEOMETRIES: [[u32; 3]; 12] = [
     [8, 32, 1],
 ];
 
-/// Cubes a processor that a launch is cut for.
+/// Target numbers of cubes per processor.
 const CUBES: [u32; 3] = [1, 2, 4];
 
 impl DecodeConfig {
-    /// The same without parts, where it has some.
+    /// Returns the config without splits, or None if it has none.
     pub fn uncut(self) -> Option<Self> {
         match self {
             Self::Split(c) if c.splits > 1 => Some(Self::Split(SplitConfig { splits: 1, ..c })),
@@ -53,11 +53,12 @@ impl DecodeConfig {
 }
 
 impl Implementation {
-    /// As [`Implementation::config`] for a step of decoding, whose flash kernels share out the cache: by tensor
-    /// cores, or by the units of a plane where there are none.
+    /// Returns the default config of a decode step, like [`Implementation::config`]. The flash
+    /// kernels split the cache: over tensor cores, or over the units of a plane if there are no
+    /// tensor cores.
     ///
     /// # Errors
-    /// Why it cannot serve the problem on the device.
+    /// The reason why the implementation does not support the problem on this device.
     pub fn decode_config(
         self,
         arch: &ArchProfile,
@@ -68,7 +69,7 @@ impl Implementation {
             Self::Plain => simplest(arch, problem),
             Self::Flash => match candidates(arch, problem).into_iter().find(shared_out) {
                 Some(config) => Ok(config),
-                // What the smallest lacks, every one lacks.
+                // A requirement that the smallest config misses, every config misses.
                 None => {
                     let [units, keys] = lanes::GEOMETRIES[0];
                     let config = DecodeConfig::Lanes(LanesConfig { units, keys, splits: 1 });
@@ -118,16 +119,16 @@ fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Deco
     found
 }
 
-/// Parts that give each processor `cubes` cubes, none of them shorter than `keys`, which keep all of a
-/// cube's planes busy.
+/// Number of splits that gives each processor `cubes` cubes. Each split has at least `keys`
+/// positions, which keep all planes of a cube busy.
 fn splits(arch: &ArchProfile, problem: &DecodeProblem, cubes: u32, keys: u32, most: u32) -> u32 {
-    // A driver that does not tell: as many as a middling card has.
+    // If the driver does not report processors, assume a mid-range card.
     let wanted = u64::from(arch.processors.unwrap_or(64) * cubes) / shares(problem);
     let most = problem.visible().div_ceil(keys).min(most);
     (wanted.min(u64::from(most)) as u32).max(1)
 }
 
-/// Heads of the cache, times the cubes that their queries take.
+/// Number of work tiles without splits: cache heads of all sequences times cubes per cache head.
 fn shares(problem: &DecodeProblem) -> u64 {
     let chunks = problem.shared_rows().div_ceil(SplitPlan::rows_of(problem));
     u64::from(problem.batch) * u64::from(problem.kv_heads) * u64::from(chunks)
@@ -163,7 +164,7 @@ pub(super) fn check(
     if let Some(step) = ends.into_iter().find(|step| step % 4 != 0) {
         return Err(shape("stride", step, "rows of q and out start at multiples of 8 bytes"));
     }
-    // One dimension of a grid.
+    // One dimension of the grid.
     if problem.batch > 65_535 {
         return Err(shape("batch", problem.batch, "up to 65535"));
     }

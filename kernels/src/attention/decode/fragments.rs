@@ -1,10 +1,10 @@
-//! Fragments of keys and values, halves or bytes, and of scores.
+//! Fragments of keys, values and scores, from 16-bit or i8 tiles.
 //!
-//! A byte becomes a half in a register, exactly. The four bytes of a word that `ldmatrix` gives a unit are
-//! four neighbours of one key, not the two pairs eight apart that the instruction means: the sum over
-//! the head dimension does not care, so the queries are loaded in the same order. Of V, transposed in
-//! pairs of bytes, a word has two columns of two keys: they become rows r and r + 8 of the fragment, and
-//! columns 2r and 2r + 1 of the result.
+//! Registers convert an i8 exactly to a 16-bit float. A word that `ldmatrix` gives a unit holds
+//! four neighbours of one key, whereas the instruction expects two pairs eight apart. The sum over
+//! the head dimension allows any order, so the queries are loaded in the same order. A word of V,
+//! transposed in pairs of bytes, has two columns of two keys. They become rows r and r + 8 of the
+//! fragment, and columns 2r and 2r + 1 of the result.
 
 use cubecl::prelude::*;
 
@@ -34,7 +34,7 @@ pub(crate) fn load_batch<F: Float>(
     }
 }
 
-/// The left fragment of 16 keys by 16 of the head dimension that part `part` of a load holds.
+/// Lhs fragment of 16 keys by 16 of the head dimension, from part `part` of a load.
 #[cube]
 pub(crate) fn keys_of(
     words: &Array<u32>,
@@ -55,7 +55,7 @@ pub(crate) fn keys_of(
     out
 }
 
-/// The left fragment of 16 of the head dimension by 16 keys that part `part` of a load holds.
+/// Lhs fragment of 16 of the head dimension by 16 keys, from part `part` of a load.
 #[cube]
 pub(crate) fn values_of(
     words: &Array<u32>,
@@ -76,7 +76,7 @@ pub(crate) fn values_of(
     out
 }
 
-/// Multiplies the scores of every key by the key's scale, which lie from `at` on.
+/// Multiplies the scores of every key by the key's scale; scales start at address `at`.
 #[cube]
 pub(crate) fn multiply_rows<NC: Size>(
     s: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -125,7 +125,7 @@ pub(crate) fn finish<NC: Size>(
             }
         }
     }
-    // Only tiles that order or window cut.
+    // Mask only tiles that the causal mask or the window cuts.
     let mut cut = (first_key + tile_kv) as i32 > newest + 1;
     if comptime!(scores.rules.window) {
         cut = cut || (first_key as i32) < scores.first(length as i32 - 1);
@@ -152,7 +152,7 @@ pub(crate) fn finish<NC: Size>(
     }
 }
 
-/// The largest of this unit's scores of its query `r`.
+/// Maximum of this unit's scores of its query `r`.
 #[cube]
 pub(crate) fn top<NC: Size>(
     s: &Sequence<Array<Vector<f32, NC>>>,
@@ -170,12 +170,14 @@ pub(crate) fn top<NC: Size>(
     most
 }
 
-/// Two signed bytes of `word` as halves, exactly. `selector` names them as the even bytes of `prmt`'s
-/// result; the odd ones are the upper byte of a power of two whose last place is 1.
+/// Converts two signed bytes of `word` exactly to 16-bit floats. `selector` places them in the even
+/// bytes of `prmt`'s result. The odd bytes become the upper byte of a power of two whose last
+/// mantissa bit is worth 1.
 ///
-/// f16: a byte with its sign flipped is 128 more, and with 0x64 above it 1024 more still: both are taken
-/// off at once. bf16 has a place less: with 0x43 above it a byte is 128 plus its lower seven bits, or,
-/// its sign bit being the exponent's last, 256 where it is negative. One less the other is the number.
+/// f16: a byte with its sign flipped is 128 too large, and 0x64 above it adds 1024; one subtraction
+/// removes both. bf16 has one mantissa bit less. With 0x43 above them, the lower seven bits read as
+/// 128 plus their value. The sign bit becomes the exponent's last bit: alone it reads as 128, or as
+/// 256 for a negative byte. The difference of the two is the number.
 #[cube]
 fn widen(word: u32, #[comptime] selector: u32, #[comptime] bf16: bool) -> u32 {
     let pair: u32;
@@ -206,7 +208,7 @@ fn widen(word: u32, #[comptime] selector: u32, #[comptime] bf16: bool) -> u32 {
 mod tests {
     use half::{bf16, f16};
 
-    /// What [`super::widen`] does to one byte.
+    /// Repeats the arithmetic of [`super::widen`] for one byte.
     #[test]
     fn every_byte_is_widened_exactly() {
         for byte in i8::MIN..=i8::MAX {

@@ -1,22 +1,24 @@
-//! The path without tensor cores: neighbouring units share a position, groups of them take every so many, and
-//! the parts of a sequence are merged by a launch of their own.
+//! Path without tensor cores: neighbouring units share a position, groups of units take positions
+//! round robin, and a separate launch merges the splits of a sequence.
 //!
 //! ```text
-//!   for each head of the cache, part of its sequence, `rows` queries that share it     // one cube
-//!     for each `keys` positions                                // `lanes` units, the next the next group's
-//!       s[row, key] = rules(q[row] · k[key])                   // a vector of the head dimension a unit
+//!   for each cache head, split of its sequence, `rows` queries that share it           // one cube
+//!     for each `keys` positions                                // `lanes` units; then the next group
+//!       s[row, key] = rules(q[row] · k[key])                   // one vector of head_dim per unit
 //!       m' = max(m, s); acc[row] = acc[row]·exp(m - m') + Σ exp(s - m')·v[key]
 //!     merge the groups' m, l, acc                              // through shared memory
-//!   out = merge of the parts                                   // one cube a query
+//!   out = merge of the splits                                  // one cube per query
 //! ```
 //!
-//! Everything is f32. The keys and values of `keys` positions are under way at once. All units of a cube turn as
-//! often, for planes exchange registers: positions past the end repeat the last and count nothing.
+//! All arithmetic is f32. Loads of k and v for `keys` positions are in flight at once. All units of
+//! a cube run the same number of iterations, because planes exchange registers. Positions past the
+//! end repeat the last one with weight 0.
 //!
-//! Cost: the cache once for every `rows` queries; about `12·rows` instructions a vector of k and v.
+//! Cost: the cache once per `rows` queries; about `12·rows` instructions per vector of k and v.
 //!
-//! A step of one sequence of 8192 positions, 32 heads on 8 of 128 elements, bf16, on an H200 through Vulkan: 23.8 us,
-//! of 16 sequences 195 us (2750 GB/s), where `Rows`, a unit a query, took 31.8 ms for one.
+//! Time of a step on an H200 through Vulkan, over 8192 positions, 32 heads sharing 8 cache heads of
+//! 128 elements, bf16: 23.8 us for one sequence, 195 us for 16 (2750 GB/s). `Rows`, with one unit per
+//! query, took 31.8 ms for one sequence.
 //!
 //! Source: Dao et al., "Flash-Decoding" (2023).
 
@@ -32,28 +34,28 @@ use super::merge::COUNTERS;
 use super::scores::Scores;
 use crate::fits::{lacks, limits, shape};
 
-/// How a step without tensor cores is spread.
+/// Tile sizes and splits of the path without tensor cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LanesConfig {
-    /// Units of a cube.
+    /// Units per cube.
     pub units: u32,
-    /// Positions that neighbouring units load at once.
+    /// Positions that a group of neighbouring units loads at once.
     pub keys: u32,
-    /// Parts of a sequence.
+    /// Splits per sequence.
     pub splits: u32,
 }
 
-/// Queries that a cube takes at most.
+/// Maximum queries per cube.
 const ROWS: u32 = 4;
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct LanesPlan {
     units: u32,
     keys: u32,
-    /// True if parts are left to be merged.
+    /// True if there are splits to merge.
     cut: bool,
-    /// Units that share a position, and vectors of a row that each has.
+    /// Units that share a position, and vectors per unit of a row.
     lanes: u32,
     own: u32,
     rows: u32,
@@ -66,7 +68,7 @@ pub(crate) struct LanesPlan {
 impl LanesPlan {
     pub(super) fn new(arch: &ArchProfile, c: LanesConfig, p: &DecodeProblem) -> Self {
         let vectors = p.head_dim / width(arch, p) as u32;
-        // The largest power of two that divides them.
+        // The largest power of two that divides `vectors`, at most a plane.
         let lanes = (1 << vectors.trailing_zeros()).min(arch.plane_size.0.max(1));
         let rows = p.shared_rows().min(ROWS);
         Self {
@@ -87,27 +89,27 @@ impl LanesPlan {
         self.units / self.lanes
     }
 
-    /// m and l of every group and row, then the groups' sums.
+    /// m and l of every group and row, then the groups' accumulators.
     const fn shared_bytes(self) -> u32 {
         4 * self.groups() * self.rows * (2 + self.head_dim)
     }
 
-    /// Registers of queries, sums, and positions under way.
+    /// Registers for queries, accumulators and positions in flight.
     const fn registers(self, width: u32) -> u32 {
         self.own * width * (2 * self.rows + self.keys)
     }
 }
 
-/// Elements of a vector of q, k and v.
+/// Vector width of q, k and v in elements.
 pub(super) fn width(arch: &ArchProfile, p: &DecodeProblem) -> usize {
     let size = p.dtype.size().max(p.cache.size()) as u32;
     p.width(u64::from((arch.load_bytes.min(16) / size).max(1)))
 }
 
-/// Units and positions of a group at once.
+/// Units per cube, and positions per group at once.
 pub(super) const GEOMETRIES: [[u32; 2]; 4] = [[128, 4], [256, 4], [256, 2], [128, 8]];
 
-/// Positions that a cube takes at once.
+/// Positions that a cube processes at once.
 pub(super) fn reach(arch: &ArchProfile, p: &DecodeProblem, units: u32, keys: u32) -> u32 {
     let plan = LanesPlan::new(arch, LanesConfig { units, keys, splits: 1 }, p);
     plan.groups().max(1) * keys
@@ -118,7 +120,7 @@ pub(super) fn check(
     p: &DecodeProblem,
     c: &LanesConfig,
 ) -> Result<(), Infeasible> {
-    // Where planes are of one size, and read one another's registers.
+    // The path needs a fixed plane size and shuffles.
     let fixed = arch.plane_size.0 == arch.plane_size.1;
     if !arch.plane_shuffles() || !fixed {
         return Err(lacks("planes of one size"));
@@ -138,7 +140,7 @@ pub(super) fn check(
     if !width.is_multiple_of(4) {
         return Err(shape("head_dim", p.head_dim, "rows are not whole vectors"));
     }
-    // One dimension of a grid.
+    // Each is one dimension of the grid.
     if p.batch > 65_535 || p.kv_heads > 65_535 {
         return Err(shape("batch", p.batch, "up to 65535"));
     }
@@ -151,8 +153,8 @@ pub(super) fn check(
 
 pub(super) const MOST_SPLITS: u32 = 64;
 
-/// Bytes that the parts take, after the counters of steps on tensor cores, which may share the scratch: of each query
-/// and part a vector with m and l, then its sums.
+/// Bytes of scratch: the counters of the tensor-core path, which may share it, then per query and
+/// split one vector with m and l, then its accumulators.
 pub(super) fn scratch_bytes(p: &DecodeProblem, c: &LanesConfig) -> u64 {
     match c.splits {
         1 => 0,
@@ -163,7 +165,7 @@ pub(super) fn scratch_bytes(p: &DecodeProblem, c: &LanesConfig) -> u64 {
     }
 }
 
-/// Vectors before what parts leave.
+/// Index in vectors of the first split's state.
 const FIRST: usize = COUNTERS as usize / 4;
 
 #[cube]
@@ -210,7 +212,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
         sum[r] = 0.0f32.runtime();
     }
 
-    // Positions that some query sees, and those of this part.
+    // Positions that some query sees, then those of this split.
     let first = scores.first(length as i32 - comptime!(plan.seq_q as i32)) as u32;
     let step = comptime!(groups * plan.keys);
     let share = (length - min(first, length)).div_ceil(dims.splits).div_ceil(step) * step;
@@ -267,7 +269,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
                 s[j] = select(seen, score, scores.hidden);
                 grown = max(grown, s[j]);
             }
-            // -inf - -inf is no number: a query without keys so far stays as it is.
+            // -inf - -inf is NaN: leave a query without keys so far as it is.
             let shift = select(grown == scores.hidden, 0.0, grown);
             let factor = ((most[r] - shift) * log2).exp();
             most[r] = grown;
@@ -291,7 +293,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
         base += step;
     }
 
-    // [groups, rows] of m, the same of l, [groups, rows, head_dim] of sums
+    // [groups, rows] of m, the same of l, [groups, rows, head_dim] of accumulators
     let states = comptime!((groups * plan.rows) as usize);
     let mut tops = Shared::<[f32]>::new_slice(states);
     let mut parts = Shared::<[f32]>::new_slice(states);
@@ -345,7 +347,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
             let all = (dims.batch * dims.heads * dims.seq_q) as usize * dims.splits as usize;
             let to = FIRST + all + place * comptime!(fours as usize) + four as usize;
             partials[to] = value;
-            // One unit of those that share the row.
+            // One of the units that share the row.
             if four == 0 {
                 let mut state = Vector::<f32, Const<4>>::new(0.0f32);
                 state.insert(0usize, grown);
@@ -360,7 +362,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
     }
 }
 
-/// Which query of which head row `row` of a cube is; the last there is for rows past the end.
+/// Query and head of row `row` of a cube; rows past the end get the last query.
 #[cube]
 fn query_of(
     dims: &Dims,
@@ -374,7 +376,8 @@ fn query_of(
     (row % seq_q, kv_head * dims.group + row / seq_q)
 }
 
-/// Four elements of a row of the result from element `to` on, and with the first of them its log-sum-exp.
+/// Stores four elements of a result row from element `to` on; with the first four also its
+/// log-sum-exp.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "results, what they are made of, where they go")]
 fn store<F: Float, NO: Size>(
@@ -395,7 +398,7 @@ fn store<F: Float, NO: Size>(
         out[to + e] = Vector::new(F::cast_from(sum.extract(e) * quotient));
     }
     if comptime!(scores.rules.lse) {
-        // One unit of those that share the row.
+        // One of the units that share the row.
         if four == 0 {
             let log = most * std::f32::consts::LN_2 + l.ln();
             lse[id as usize] = select(l == 0.0, scores.hidden, log);
@@ -403,7 +406,7 @@ fn store<F: Float, NO: Size>(
     }
 }
 
-/// Merges the parts of every query, a cube each.
+/// Merges the splits of every query, one cube per query.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(super) fn merge_parts<F: Float>(
     out: &mut [Vector<F, Const<1>>],

@@ -1,19 +1,21 @@
-//! Softmax states become one: those of a cube's planes, then those of a sequence's parts.
+//! Merges partial softmax states: those of a cube's planes, then those of a sequence's splits.
 //!
 //! ```text
 //!   m = max m_i;  l = Σ l_i·2^(m_i - m);  acc = Σ acc_i·2^(m_i - m);  out = acc / l
 //! ```
 //!
-//! Where a sequence is cut, its cubes leave m, l and acc in f32 and count themselves. The last to come
-//! has all of them before it and merges, in the order of the parts, so that the result does not depend
-//! on who came last. A counter runs from 0 to `splits - 1` and wraps: it is 0 again for
-//! the next launch. The bytes are few (4·head_dim a query and part, from the L2); a second kernel would
-//! cost another launch and another drain of the card, where one step over 8192 positions takes but ten
+//! For a split sequence, each cube writes m, l and acc in f32 and increments a counter. The last
+//! cube to finish sees the data of all cubes. It merges in split order, so that the result does not
+//! depend on which cube was last. A counter runs from 0 to `splits - 1` and wraps to 0 for the next
+//! launch. The data is small: 4·head_dim bytes per query and split, from L2. A second kernel would
+//! cost another launch and another drain of the GPU; one step over 8192 positions takes only ten
 //! times as long.
 //!
-//! Of one sequence over 8192 positions the merge is 1.1 of 13.0 to 13.7 us (12.1 where nobody merges, H200 as rtx4090).
-//! Words that are their own flag, which the last part reads until none is 0 (as NCCL's "LL" has it), in place of the count:
-//! 13.0 to 13.6, dropped. Twice the parts, which fill 132 processors in place of 128: 12.1 without the merge, 14.2 with it.
+//! For one sequence over 8192 positions, the merge takes 1.1 of 13.0 to 13.7 us (12.1 without
+//! merging; H200 as rtx4090). Tried and dropped: words that are their own flag in place of the
+//! counter, like NCCL's "LL" protocol. The last split reads them until none is 0: 13.0 to 13.6 us.
+//! Twice the splits, which fill 132 processors instead of 128: 12.1 us without the merge, 14.2 with
+//! it.
 //!
 //! Source of the counter: NVIDIA, "threadFenceReduction" (CUDA samples).
 
@@ -26,20 +28,20 @@ use crate::tile::{
     exp2, global_address_mut, load_chunk, load_pair, load_shared, store_pair, store_shared,
 };
 
-/// Counters at the start of scratch: words, of which every launch uses the first few.
+/// Number of u32 counters at the start of scratch; a launch uses only the first ones.
 pub(crate) const COUNTERS: u32 = 4096;
 
-/// What of a problem is a cube's.
+/// Work tile of a cube.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Share {
     pub(crate) batch: u32,
     pub(crate) kv_head: u32,
-    /// Which of the parts of a sequence.
+    /// Index of the split of the sequence.
     pub(crate) part: u32,
-    /// Its first row among the queries that share a head of the cache, and how many there are.
+    /// First row among the queries that share a cache head, and number of rows.
     pub(crate) first: u32,
     rows: u32,
-    /// Which counter its parts count themselves in.
+    /// Index of the counter that its splits increment.
     counter: u32,
 }
 
@@ -48,7 +50,7 @@ impl Share {
     pub(crate) fn new(dims: &Dims, #[comptime] plan: SplitPlan) -> Share {
         let (tile, chunks) = comptime!((plan.rows(), plan.chunks));
         let all = dims.group * comptime!(plan.seq_q);
-        // Cubes that read the same keys are neighbours: all but one find them in the L2.
+        // Cubes that read the same keys are neighbours, so that all except one read from L2.
         let (chunk, part) = (CUBE_POS_X % chunks, CUBE_POS_X / chunks);
         let first = chunk * tile;
         Share {
@@ -61,7 +63,7 @@ impl Share {
         }
     }
 
-    /// Which query of which head row `row` of the cube is; the last there is for rows past the end.
+    /// Query and head of row `row` of the cube; rows past the end get the last query.
     pub(crate) fn query(&self, dims: &Dims, row: u32, #[comptime] plan: SplitPlan) -> (u32, u32) {
         let row = self.first + min(row, self.rows - 1);
         let seq_q = comptime!(plan.seq_q);
@@ -69,7 +71,7 @@ impl Share {
     }
 }
 
-/// Leaves m, l and the sums of every plane in shared memory.
+/// Writes m, l and the accumulators of every plane to shared memory.
 #[cube]
 pub(crate) fn leave<NC: Size>(
     acc: &Sequence<Array<Vector<f32, NC>>>,
@@ -89,7 +91,7 @@ pub(crate) fn leave<NC: Size>(
         l = l + plane_shuffle_xor(l, 8);
         l = l + plane_shuffle_xor(l, 16);
         let row = comptime!((8 * (r / 2) + r % 2) as u32) + column;
-        // One unit of the eight that share a query.
+        // One of the eight units that share a query.
         if octet == 0 {
             store_shared(states + row * 8, most[r], 0u32);
             store_shared(states + row * 8, l, 4u32);
@@ -101,7 +103,7 @@ pub(crate) fn leave<NC: Size>(
             let fragment = acc.index(comptime!(d * fragments + r / 2));
             #[unroll]
             for half in 0..2usize {
-                // Bytes of the cache come in pairs along the head dimension.
+                // i8 values come in pairs along the head dimension.
                 let (apart, far) = comptime!(if plan.cache.quantized {
                     (8u32, 64 * d as u32 + 4 * half as u32)
                 } else {
@@ -113,8 +115,8 @@ pub(crate) fn leave<NC: Size>(
     }
 }
 
-/// What planes left becomes the cube's result, or its part of one; the last part to come stores the
-/// result.
+/// Merges the planes' states into the cube's result, or into its split. The last split to finish
+/// stores the result.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "results, what they are made of, comptime facts")]
 pub(crate) fn meet<F: Float, NO: Size>(
@@ -156,7 +158,7 @@ pub(crate) fn meet<F: Float, NO: Size>(
         if comptime!(plan.cut) {
             let part = Part::of(dims, share, row, plan);
             partials[part.sums(share.part, vector, plan)] = sum;
-            // One unit of those that share the row.
+            // One of the units that share the row.
             if vector == 0 {
                 store_pair(scratch + part.state(share.part), grown, l);
             }
@@ -166,8 +168,8 @@ pub(crate) fn meet<F: Float, NO: Size>(
         task += comptime!(32 * planes);
     }
     if comptime!(plan.cut) {
-        // The barrier and the count's release hand on what all units left, its acquire and the barrier
-        // after it what those of other cubes did.
+        // The barrier and the counter's release publish the writes of all units. Its acquire and
+        // the next barrier make those of other cubes visible.
         sync_cube();
         if unit == 0 {
             let before = count(scratch + u64::cast_from(share.counter) * 4, dims.splits - 1);
@@ -180,20 +182,20 @@ pub(crate) fn meet<F: Float, NO: Size>(
     }
 }
 
-/// What a state with maximum `most` counts beside one with maximum `grown`, which is no less.
+/// Factor for a state with maximum `most` when the common maximum is `grown`, `grown >= most`.
 #[cube]
 fn weight_of(most: f32, grown: f32) -> f32 {
-    // -inf - -inf is no number: without keys there is nothing to count.
+    // -inf - -inf is NaN: a state without keys gets factor 0.
     select(grown == f32::NEG_INFINITY, 0.0, exp2(most - grown))
 }
 
-/// Where the parts of a query lie in scratch: after the counters `[queries, splits]` of (m, l), then
+/// Position of a query's splits in scratch: after the counters `[queries, splits]` of (m, l), then
 /// `[queries, splits, head_dim]`.
 #[derive(CubeType, Clone, Copy)]
 struct Part {
-    /// Parts of all queries before this one's.
+    /// Number of splits of all queries before this one.
     before: usize,
-    /// Vectors before the first sums.
+    /// Index in vectors of the first accumulator.
     start: usize,
 }
 
@@ -210,20 +212,20 @@ impl Part {
         }
     }
 
-    /// Bytes before m and l of part `part`.
+    /// Offset in bytes of m and l of split `part`.
     fn state(&self, part: u32) -> u64 {
         u64::cast_from(self.before + part as usize) * 8 + comptime!(4 * COUNTERS as u64)
     }
 
-    /// Vectors before vector `vector` of the sums of part `part`.
+    /// Index of vector `vector` of the accumulators of split `part`.
     fn sums(&self, part: u32, vector: u32, #[comptime] plan: SplitPlan) -> usize {
         let line = (self.before + part as usize) * comptime!(plan.head_dim as usize / 4);
         self.start + line + vector as usize
     }
 }
 
-/// Merges all parts of the cube's rows, a plane a row. Everything that some parts left is under way at
-/// once: their states, one a unit, and of their sums each unit's columns.
+/// Merges all splits of the cube's rows, one plane per row. The loads of several splits are in
+/// flight at once: one state per unit, and each unit's columns of the accumulators.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "results, what they are made of, comptime facts")]
 fn merge<F: Float, NO: Size>(
@@ -298,7 +300,7 @@ fn merge<F: Float, NO: Size>(
     }
 }
 
-/// The largest of the values that `parts` neighbouring units have.
+/// Maximum over `parts` neighbouring units.
 #[cube]
 fn over_parts_max(value: f32, #[comptime] parts: usize) -> f32 {
     let mut most = max(value, plane_shuffle_xor(value, 1));
@@ -310,7 +312,7 @@ fn over_parts_max(value: f32, #[comptime] parts: usize) -> f32 {
     most
 }
 
-/// The sum of the values that `parts` neighbouring units have.
+/// Sum over `parts` neighbouring units.
 #[cube]
 fn over_parts_sum(value: f32, #[comptime] parts: usize) -> f32 {
     let mut sum = value + plane_shuffle_xor(value, 1);
@@ -322,7 +324,7 @@ fn over_parts_sum(value: f32, #[comptime] parts: usize) -> f32 {
     sum
 }
 
-/// Stores four elements of a row of the result, and with the first of them its log-sum-exp.
+/// Stores four elements of a result row; with the first four also its log-sum-exp.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "results, what they are made of, where they go")]
 fn store<F: Float, NO: Size>(
@@ -348,10 +350,10 @@ fn store<F: Float, NO: Size>(
     }
     out[dims.out.at(i, share.batch, head) / 4 + vector as usize] = Vector::cast_from(value);
     if comptime!(scores.rules.lse) {
-        // One unit of those that share the row.
+        // One of the units that share the row.
         if vector == 0 {
             let at = (share.batch * dims.heads + head) * dims.seq_q + i;
-            // ln 2: m and l are powers of two.
+            // m and log₂(l) are base-2 logarithms.
             lse[at as usize] = select(
                 l == 0.0,
                 f32::NEG_INFINITY,
@@ -361,7 +363,8 @@ fn store<F: Float, NO: Size>(
     }
 }
 
-/// How many have counted themselves at `counter` before; the one who finds `last` sets it back to 0.
+/// Increments `counter` and returns its previous value; the caller that finds `last` resets it to
+/// 0.
 #[cube]
 fn count(counter: u64, last: u32) -> u32 {
     let before: u32;

@@ -1,5 +1,6 @@
-//! One step of decoding: out = softmax(rules(q·kᵀ))·v    q, out: `[batch, heads, seq_q, head_dim]`
-//! k, v: a cache of `kv_heads` heads, in one run a sequence or in pages; f16, bf16, f32, or i8 with scales
+//! One decode step: out = softmax(rules(q·kᵀ))·v    q, out: `[batch, heads, seq_q, head_dim]`
+//! k, v: a cache of `kv_heads` heads, contiguous per sequence or paged; f16, bf16, f32, or i8 with
+//! scales
 //!
 //! ```text
 //!   for each sequence b, head h: for each of its seq_q newest positions i
@@ -10,25 +11,26 @@
 //!     out = acc / l;  lse = m + log l
 //! ```
 //!
-//! The newest positions are in the cache already, and see each other in causal order. `heads / kv_heads`
-//! neighbours share one head of the cache, without a copy. Sequences differ in length: the device reads
-//! how many positions each has, the host knows the longest. A query without visible positions (of a
-//! sequence shorter than seq_q) is 0, its lse -inf.
+//! The newest positions are already in the cache, and a causal mask applies among them.
+//! `heads / kv_heads` neighbouring q heads share one head of the cache; nothing is copied.
+//! Sequences differ in length: the device reads each length, and the host knows the longest. A
+//! query without visible positions gets 0, and its lse is -inf. This occurs in sequences shorter
+//! than seq_q.
 //!
-//! Cost: the cache, read once; `4·head_dim` flop a visible pair. At 4 to 8 flop a byte it is all
-//! bandwidth and latency.
+//! Cost: reads the cache once; `4·head_dim` flop per visible pair. At 4 to 8 flop per byte,
+//! bandwidth and latency dominate.
 //!
-//! One source, three ways through it, chosen by [`DecodeConfig`]:
+//! One kernel source with three paths. [`DecodeConfig`] selects one:
 //!
-//! | path    | multiplies with | feeds it by                        | where           |
-//! |---------|-----------------|------------------------------------|-----------------|
-//! | `Split` | `mma.sync`      | a `cp.async` ring a plane, `ldmatrix` | CUDA, f16, bf16 |
-//! | `Lanes` | multiply-add    | loads of neighbouring units        | CUDA, Vulkan    |
-//! | `Rows`  | multiply-add    | one position after the other       | anywhere        |
+//! | path    | multiplies with | operands arrive by                      | runs on         |
+//! |---------|-----------------|-----------------------------------------|-----------------|
+//! | `Split` | `mma.sync`      | one `cp.async` ring per plane, `ldmatrix` | CUDA, f16, bf16 |
+//! | `Lanes` | multiply-add    | coalesced loads                         | CUDA, Vulkan    |
+//! | `Rows`  | multiply-add    | one position at a time                  | any device      |
 //!
-//! What the device reads is clamped to the cache: a length past its capacity fills it, a block past the
-//! last is the last. Where the host has lengths and table, [`DecodeProblem::check_table`] refuses them
-//! before the launch.
+//! The device clamps its reads to the cache: a length past the capacity becomes the capacity, and a
+//! block past the last becomes the last. If the host has lengths and table,
+//! [`DecodeProblem::check_table`] rejects them before the launch.
 //!
 //! Sources: Kwon et al., "PagedAttention" (2023); Dao et al., "Flash-Decoding" (2023); Ainslie et al.,
 //! "GQA" (2023).
@@ -68,24 +70,24 @@ use scores::{Rules, Scores, ScoresLaunch};
 /// The decode kernel family.
 pub struct Decode;
 
-/// Device buffers of one step.
+/// Device buffers of one decode step.
 #[derive(Debug, Clone)]
 pub struct DecodeOperands {
     pub q: Handle,
     pub k: Handle,
     pub v: Handle,
     pub out: Handle,
-    /// u32, positions of each sequence, the new ones included.
+    /// u32 `[batch]`: positions of each sequence, including the new ones.
     pub lengths: Handle,
-    /// u32 `[batch, max_blocks]`, of a paged cache.
+    /// u32 `[batch, max_blocks]`; present for a paged cache.
     pub table: Option<Handle>,
-    /// f32, of a cache in i8.
+    /// f32; present for an i8 cache.
     pub scales: Option<Scales>,
-    /// Present when the problem has it.
+    /// f32 `[batch, heads, seq_q]`; present when the problem stores the log-sum-exp.
     pub lse: Option<Handle>,
 }
 
-/// Scales of a cache in i8, one a position and head.
+/// Scales of an i8 cache, one per position and head.
 #[derive(Debug, Clone)]
 pub struct Scales {
     pub k: Handle,
@@ -131,7 +133,7 @@ impl Kernel for Decode {
             queue.upload(&words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>())
         };
         let pages = u64::from(problem.pages());
-        // Blocks as a cache in use has them: not in order.
+        // Shuffle the blocks, as in a cache in use.
         let apart = (pages / 2..).find(|step| step % 2 == 1 && pages % step != 0).unwrap_or(1);
         let block = |at: u64| ((at * apart + seed) % pages) as u32;
         DecodeOperands {
@@ -143,7 +145,7 @@ impl Kernel for Decode {
             table: (problem.table_len() > 0)
                 .then(|| words((0..problem.table_len() as u64).map(block).collect())),
             scales: problem.quantized().then(|| {
-                // Bytes are even over their range, whose deviation is 74.
+                // Random i8 values are uniform, with standard deviation 74.
                 let scale = |i: usize| (1.0 / 74.0) * (1.0 + (i % 5) as f32 / 8.0);
                 let one = words((0..scales).map(|i| scale(i).to_bits()).collect());
                 Scales { k: one.clone(), v: one }
@@ -161,13 +163,13 @@ impl Kernel for Decode {
         }]
     }
 
-    /// Counters, then partial sums.
+    /// Counters, then partial accumulators.
     fn scratch_bytes(problem: &DecodeProblem, config: &DecodeConfig) -> u64 {
         match config {
             DecodeConfig::Split(c) if c.splits > 1 => {
                 let parts = problem.rows() * u64::from(c.splits);
                 let sums = 4 * u64::from(problem.head_dim) * parts;
-                // Counters, then m and l of every part in whole vectors, then its sums.
+                // Counters, then m and l of every split in whole vectors, then its accumulators.
                 4 * u64::from(merge::COUNTERS) + 16 * parts.div_ceil(2) + sums
             }
             DecodeConfig::Lanes(c) => lanes::scratch_bytes(problem, c),
@@ -175,8 +177,8 @@ impl Kernel for Decode {
         }
     }
 
-    /// The counters are 0 before a launch, and a launch leaves them so: scratch serves one launch after
-    /// the other, of any problem that needs no more of it, but not two at once.
+    /// Sets the counters to 0. Each launch leaves them at 0, so that scratch serves one launch
+    /// after another, of any problem that fits. Two launches must not use it at the same time.
     fn prepare(device: &Device, scratch: &Handle) {
         tune::fill(device, scratch, merge::COUNTERS as usize, 0);
     }
@@ -191,7 +193,7 @@ impl Kernel for Decode {
         let plan = Plan::new(queue.profile(), problem, config);
         let [width_in, width_out] = plan.widths;
         let [q, k, v, out, _] = problem.extents();
-        // A kernel that stores no log-sum-exp, or no partial sums, still binds a buffer in its place.
+        // A kernel without log-sum-exp or partial results still binds a buffer in their place.
         let (lse, lse_len) = match &operands.lse {
             Some(lse) => (lse, problem.rows() as usize),
             None => (&operands.out, 1),
@@ -200,8 +202,8 @@ impl Kernel for Decode {
             Some(scratch) => (scratch, Self::scratch_bytes(problem, config) as usize / 16),
             None => (&operands.out, 1),
         };
-        // SAFETY: the extents are the problem's, whose strides every path stays within; lengths and
-        // blocks are clamped to them.
+        // SAFETY: buffer lengths come from the problem, and every path stays within its strides.
+        // Lengths and blocks are clamped to them.
         unsafe {
             launch!(
                 queue,
@@ -245,18 +247,18 @@ impl Kernel for Decode {
     }
 }
 
-/// Returns whether the parts of a sequence are merged by a launch of their own.
+/// Returns true if a separate launch merges the splits of a sequence.
 fn merges(config: &DecodeConfig) -> bool {
     matches!(config, DecodeConfig::Lanes(c) if c.splits > 1)
 }
 
-/// Units that merge the parts of one query.
+/// Units that merge the splits of one query.
 const MERGE: u32 = 64;
 
 /// A config bound to a problem.
 struct Plan {
     path: Path,
-    /// Elements of a vector of q, k and v, and of out.
+    /// Elements per vector: of q, k and v, then of out.
     widths: [usize; 2],
     cubes: CubeCount,
     cube_dim: CubeDim,
@@ -273,7 +275,7 @@ impl Plan {
                 let plan = SplitPlan::new(c, p);
                 Self {
                     path: Path::Split(plan),
-                    // Addresses are taken of the buffers; widths mean nothing.
+                    // This path takes buffer addresses; the widths have no effect.
                     widths: [4, 4],
                     cubes: CubeCount::Static(plan.chunks * c.splits, p.kv_heads, p.batch),
                     cube_dim: CubeDim::new_2d(32, c.planes),
@@ -315,13 +317,13 @@ fn types(problem: &DecodeProblem) -> [ElemType; 2] {
     [elem(problem.dtype), cache]
 }
 
-/// Offsets past 2^32 elements need 64-bit indices.
+/// Index width: offsets past 2^32 elements need 64-bit indices.
 fn address(problem: &DecodeProblem) -> AddressType {
     let longest = problem.extents().into_iter().max().unwrap_or(0);
     index_width(longest as u64)
 }
 
-/// Comptime facts of a launch: which path, with what geometry.
+/// Comptime path and geometry of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Split(SplitPlan),
@@ -367,7 +369,7 @@ impl ScoresLaunch {
         Self::new(
             p.scale,
             p.softcap.unwrap_or(1.0),
-            // A window of 2^30 positions and more hides nothing; distances are i32.
+            // Distances are i32; a window of 2^30 positions or more hides nothing.
             p.window.unwrap_or(0).min(i32::MAX as u32 / 2),
             f32::NEG_INFINITY,
             Rules::of(p),

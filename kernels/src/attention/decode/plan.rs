@@ -1,4 +1,4 @@
-//! The config of the tensor-core path, and the comptime facts of an instance.
+//! Config of the tensor-core path, and the comptime parameters of an instance.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,16 +6,16 @@ use super::cache::CachePlan;
 use super::problem::DecodeProblem;
 use crate::tile::{CopyPlan, TileShape};
 
-/// How the tensor-core path is cut.
+/// Tile sizes and splits of the tensor-core path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SplitConfig {
-    /// Planes of a cube.
+    /// Planes per cube.
     pub planes: u32,
-    /// Keys of a tile.
+    /// Keys per tile.
     pub tile_kv: u32,
-    /// Tiles of K and V in a plane's ring.
+    /// K and V tiles in a plane's ring.
     pub stages: u32,
-    /// Cubes that share the keys of a sequence's head.
+    /// Cubes that share the keys of one cache head of a sequence.
     pub splits: u32,
 }
 
@@ -27,10 +27,10 @@ impl SplitConfig {
     }
 }
 
-/// Queries of a fragment: the instruction's columns.
+/// Queries per fragment: the instruction's columns.
 const COLUMNS: u32 = 8;
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct SplitPlan {
     pub(crate) planes: u32,
@@ -38,16 +38,16 @@ pub(crate) struct SplitPlan {
     pub(crate) head_dim: u32,
     pub(crate) seq_q: u32,
     pub(crate) bf16: bool,
-    /// Cubes that share the queries of a head of the cache.
+    /// Cubes that share the queries of a cache head.
     pub(crate) chunks: u32,
-    /// Fragments of eight queries that a cube has.
+    /// Fragments of eight queries per cube.
     pub(crate) fragments: u32,
     pub(crate) cache: CachePlan,
-    /// Of K, and of V, which lies the same way.
+    /// Copies of a K tile; V uses the same layout.
     pub(crate) tile: CopyPlan,
-    /// True if other cubes have other keys of the same sequence.
+    /// True if a sequence is split over cubes.
     pub(crate) cut: bool,
-    /// True if the length that the host knows is the one that the device will find, most likely.
+    /// True if the length that the host knows is probably the one on the device.
     pub(crate) foreseen: bool,
     pub(super) shared_bytes: u32,
 }
@@ -76,16 +76,17 @@ impl SplitPlan {
         plan
     }
 
-    /// Queries of a cube: all that share a head of the cache, as far as their sums fit registers.
+    /// Queries per cube: all that share a cache head, as far as their accumulators fit in
+    /// registers.
     pub(crate) fn rows_of(problem: &DecodeProblem) -> u32 {
         let wanted = problem.shared_rows().div_ceil(COLUMNS);
-        // Two fragments of 192 come to 230 by this count, and spill 16 bytes (sm_89).
+        // At head_dim 192, two fragments come to 230 by this estimate and spill 16 bytes (sm_89).
         let fits = |fragments: u32| registers_of(problem.head_dim, 16, fragments) <= 224;
         let most = [4, 2].into_iter().find(|f| fits(*f)).unwrap_or(1);
         COLUMNS * wanted.next_power_of_two().min(most)
     }
 
-    /// Queries of a cube.
+    /// Queries per cube.
     pub(crate) const fn rows(self) -> u32 {
         COLUMNS * self.fragments
     }
@@ -94,17 +95,17 @@ impl SplitPlan {
         self.tile.shape.rows as u32
     }
 
-    /// V as the left operand of vᵀ · pᵀ: its rows are the summed axis.
+    /// V as the lhs of vᵀ · pᵀ: its rows are the summed axis.
     pub(super) const fn values(self) -> TileShape {
         TileShape { transposed: true, ..self.tile.shape }
     }
 
-    /// Scales of K, or of V, of one tile.
+    /// Bytes of the scales of K, or of V, of one tile.
     pub(crate) const fn scale_bytes(self) -> u32 {
         if self.cache.quantized { 4 * self.tile_kv() } else { 0 }
     }
 
-    /// K, V, scales of K, scales of V.
+    /// Bytes per stage: K, V, scales of K, scales of V.
     pub(super) const fn stage_bytes(self) -> u32 {
         2 * (self.tile.shape.bytes() + self.scale_bytes())
     }
@@ -113,12 +114,14 @@ impl SplitPlan {
         self.stages * self.stage_bytes()
     }
 
-    /// Floats between rows of sums where planes meet: no two rows of a store in the same bank.
+    /// Floats between accumulator rows in shared memory. The padding puts rows of a store in
+    /// different banks.
     pub(crate) const fn sums_pitch(self) -> u32 {
         self.head_dim + 4
     }
 
-    /// Where planes meet: m and l of every row of every plane, then the sums.
+    /// Bytes for merging planes in shared memory: m and l of every row of every plane, then the
+    /// accumulators.
     pub(super) const fn meeting_bytes(self) -> u32 {
         self.planes * self.rows() * (8 + 4 * self.sums_pitch())
     }
@@ -131,7 +134,7 @@ impl SplitPlan {
         registers_of(self.head_dim, self.tile_kv(), self.fragments)
     }
 
-    /// Fragments that one load of 32 bytes of a row brings.
+    /// Fragments per load of 32 bytes of a row.
     pub(crate) const fn per_load(self) -> usize {
         2 / self.tile.shape.elem
     }
@@ -141,17 +144,17 @@ impl SplitPlan {
         self.head_dim as usize / 16
     }
 
-    /// Loads along the head dimension; the last may bring more than there is.
+    /// Loads along the head dimension; the last may reach past the end.
     pub(crate) const fn loads(self) -> usize {
         self.steps().div_ceil(self.per_load())
     }
 
-    /// Loads that are under way before the first is multiplied.
+    /// Loads in flight before the first is multiplied.
     pub(crate) const fn at_once(self) -> usize {
         loads_at_once(self.fragments) as usize
     }
 
-    /// Which 16 keys, and which step along the head dimension, part `at` of a batch of loads holds.
+    /// Block of 16 keys and step along the head dimension that part `at` of a batch of loads holds.
     pub(super) const fn place(self, batch: usize, at: usize) -> (usize, usize) {
         let load = batch * self.at_once() + at / self.per_load();
         let step = load % self.loads() * self.per_load() + at % self.per_load();
@@ -159,7 +162,7 @@ impl SplitPlan {
     }
 }
 
-/// Bytes of a row of a shared tile: whole swizzle periods.
+/// Bytes per row of a shared tile, padded to whole swizzle periods.
 const fn pitch(bytes: u32) -> u32 {
     match bytes {
         0..=32 => 32,
@@ -168,12 +171,12 @@ const fn pitch(bytes: u32) -> u32 {
     }
 }
 
-/// More where there is little to multiply meanwhile.
+/// More loads if there is little arithmetic to hide them.
 const fn loads_at_once(fragments: u32) -> u32 {
     if fragments == 1 { 8 } else { 4 }
 }
 
-/// Registers of a unit, roughly: sums and queries, scores, what is loaded at once, addresses.
+/// Estimated registers per unit: accumulators and queries, scores, batched loads, addresses.
 const fn registers_of(head_dim: u32, tile_kv: u32, fragments: u32) -> u32 {
     fragments * (head_dim / 16 * 6 + tile_kv / 16 * 4 + 4) + 4 * loads_at_once(fragments) + 54
 }

@@ -1,4 +1,4 @@
-//! What to compute.
+//! Decode problems: shapes, cache layout, masks and options.
 
 use arch::DType;
 use serde::{Deserialize, Serialize};
@@ -6,48 +6,48 @@ use tune::Cost;
 
 use crate::attention::problem::HeadStrides;
 
-/// The most queries of a sequence; with more it is a prompt, which the forward kernel is for.
+/// Maximum queries per sequence; more count as a prompt, for the forward kernel.
 pub const MAX_QUERIES: u32 = 16;
 
-/// The fewest positions of a page.
+/// Minimum positions per page.
 const MIN_BLOCK: u32 = 16;
 
-/// How one tensor of the cache lies in its buffer, in elements; the head dimension is contiguous.
+/// Strides of one cache tensor in elements; the head dimension is contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct CacheStrides {
-    /// Distance between pages; between batches, where a sequence is one page.
+    /// Distance between pages; for a contiguous cache, between batches.
     pub page: u64,
     pub head: u64,
     pub seq: u64,
 }
 
 impl CacheStrides {
-    /// Those of a dense `[batch, kv_heads, capacity, width]`.
+    /// Strides of a dense `[batch, kv_heads, capacity, width]`.
     pub const fn contiguous(kv_heads: u32, capacity: u32, width: u32) -> Self {
         let head = capacity as u64 * width as u64;
         Self { page: kv_heads as u64 * head, head, seq: width as u64 }
     }
 
-    /// Those of a dense `[blocks, block_size, kv_heads, width]`.
+    /// Strides of a dense `[blocks, block_size, kv_heads, width]`.
     pub const fn paged(kv_heads: u32, block_size: u32, width: u32) -> Self {
         let seq = kv_heads as u64 * width as u64;
         Self { page: block_size as u64 * seq, head: width as u64, seq }
     }
 }
 
-/// Where the positions of a sequence are.
+/// Layout of the positions of a sequence in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "layout", rename_all = "lowercase")]
 pub enum CacheLayout {
-    /// In one run of `capacity` positions, the sequence's own.
+    /// Contiguous: each sequence has `capacity` positions.
     Contiguous { capacity: u32 },
-    /// In pages of `block_size` positions, of which the cache has `blocks`; a table
-    /// `[batch, max_blocks]` of words names those of each sequence, in order.
+    /// Paged: the cache has `blocks` pages of `block_size` positions. A u32 table
+    /// `[batch, max_blocks]` lists the pages of each sequence, in order.
     Paged { block_size: u32, blocks: u32, max_blocks: u32 },
 }
 
 impl CacheLayout {
-    /// Positions that a sequence can have.
+    /// Maximum positions of a sequence.
     pub const fn capacity(self) -> u64 {
         match self {
             Self::Contiguous { capacity } => capacity as u64,
@@ -55,7 +55,7 @@ impl CacheLayout {
         }
     }
 
-    /// Positions of a page; 0 where a sequence is one page.
+    /// Positions per page; 0 for a contiguous cache.
     pub(crate) const fn block_size(self) -> u32 {
         match self {
             Self::Contiguous { .. } => 0,
@@ -64,42 +64,43 @@ impl CacheLayout {
     }
 }
 
-/// One step of decoding: the newest positions of every sequence look at all that came before. Build it
-/// with [`DecodeProblem::contiguous`] or [`DecodeProblem::paged`], change fields, end with
-/// [`DecodeProblem::checked`].
+/// One decode step: the newest positions of every sequence attend to all positions before them.
+/// Build it with [`DecodeProblem::contiguous`] or [`DecodeProblem::paged`], change fields, then
+/// call [`DecodeProblem::checked`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct DecodeProblem {
     pub batch: u32,
     pub heads: u32,
-    /// Heads of the cache; each serves `heads / kv_heads` neighbouring heads of q.
+    /// Number of cache heads; each serves `heads / kv_heads` neighbouring q heads.
     pub kv_heads: u32,
-    /// The newest positions of each sequence, 1 to 16.
+    /// New positions per sequence, 1 to 16.
     pub seq_q: u32,
     pub head_dim: u32,
-    /// Type of q and the result.
+    /// Element type of q and out.
     pub dtype: DType,
-    /// Type of the cache: `dtype`, or I8 with an f32 scale a position and head of k and of v.
+    /// Element type of the cache: `dtype`, or I8 with one f32 scale of k and one of v per position
+    /// and head.
     pub cache: DType,
     pub layout: CacheLayout,
-    /// Positions of the longest sequence, the new ones included.
+    /// Positions of the longest sequence, including the new ones.
     pub longest: u32,
     pub q: HeadStrides,
     pub out: HeadStrides,
     pub k: CacheStrides,
     pub v: CacheStrides,
-    /// Of the scales of k, and of v, where the cache is I8.
+    /// Strides of the scales of k and v, if the cache is I8.
     pub scales: CacheStrides,
-    /// Scores are multiplied by this.
+    /// Factor on q·kᵀ.
     pub scale: f32,
-    /// Scores become `softcap · tanh(score / softcap)`.
+    /// Soft cap: scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// A query sees the positions at a distance below this.
+    /// Sliding window: a query sees positions at a distance below this.
     pub window: Option<u32>,
-    /// Whether the log-sum-exp of every query is stored, f32 `[batch, heads, seq_q]`.
+    /// Stores the log-sum-exp of every query, f32 `[batch, heads, seq_q]`.
     pub lse: bool,
 }
 
-/// A step of decoding that means nothing.
+/// Reason why a decode problem is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidDecode {
     #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
@@ -149,7 +150,8 @@ pub enum InvalidDecode {
 }
 
 impl DecodeProblem {
-    /// A dense cache `[batch, kv_heads, capacity, head_dim]`, full; q dense; scale 1/√head_dim.
+    /// Problem on a full, dense cache `[batch, kv_heads, capacity, head_dim]`, with dense q and
+    /// scale 1/√head_dim.
     ///
     /// # Errors
     /// See [`InvalidDecode`].
@@ -186,8 +188,9 @@ impl DecodeProblem {
         .checked()
     }
 
-    /// As [`DecodeProblem::contiguous`], the cache in dense pages
-    /// `[blocks, block_size, kv_heads, head_dim]`, as many as sequences of `capacity` positions fill.
+    /// Like [`DecodeProblem::contiguous`], with a cache of dense pages
+    /// `[blocks, block_size, kv_heads, head_dim]`. It has the pages that `batch` sequences of
+    /// `capacity` positions fill.
     ///
     /// # Errors
     /// See [`InvalidDecode`].
@@ -214,7 +217,7 @@ impl DecodeProblem {
         .checked()
     }
 
-    /// The problem itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidDecode`].
@@ -275,11 +278,11 @@ impl DecodeProblem {
         Ok(self)
     }
 
-    /// Whether the lengths of a batch, where the host knows them, are what the problem says. The device
-    /// takes a longer sequence for one that fills the cache.
+    /// Checks lengths that the host knows against the problem. The device clamps a longer sequence
+    /// to the capacity of the cache.
     ///
     /// # Errors
-    /// Another number of lengths than of sequences; a sequence longer than the longest.
+    /// The number of lengths is not `batch`, or a sequence is longer than `longest`.
     pub fn check_lengths(&self, lengths: &[u32]) -> Result<(), InvalidDecode> {
         let (have, need) = (lengths.len(), self.batch as usize);
         if have != need {
@@ -291,11 +294,11 @@ impl DecodeProblem {
         })
     }
 
-    /// Whether a block table, where the host knows it, names blocks that there are, as far as `lengths`
-    /// reach. The device reads the last block in place of one that there is not, never past the cache.
+    /// Checks that a block table that the host knows lists existing blocks, as far as `lengths`
+    /// reach. The device reads the last block instead of a missing one, never past the cache.
     ///
     /// # Errors
-    /// As [`DecodeProblem::check_lengths`]; another number of entries; a block past the last.
+    /// The errors of [`DecodeProblem::check_lengths`]; a wrong number of entries; a block past the last.
     pub fn check_table(&self, lengths: &[u32], table: &[u32]) -> Result<(), InvalidDecode> {
         self.check_lengths(lengths)?;
         let CacheLayout::Paged { block_size, blocks, max_blocks } = self.layout else {
@@ -317,22 +320,22 @@ impl DecodeProblem {
         Ok(())
     }
 
-    /// Whether the cache is I8 with scales.
+    /// Returns true if the cache is I8 with scales.
     pub const fn quantized(&self) -> bool {
         matches!(self.cache, DType::I8)
     }
 
-    /// Heads of q that share one of the cache.
+    /// Number of q heads that share a cache head.
     pub const fn group(&self) -> u32 {
         self.heads / self.kv_heads
     }
 
-    /// Queries that share one head of the cache.
+    /// Number of queries that share a cache head.
     pub(crate) const fn shared_rows(&self) -> u32 {
         self.group() * self.seq_q
     }
 
-    /// Pages of the cache; sequences, where each is one.
+    /// Number of pages of the cache; the batch size for a contiguous cache.
     pub(crate) const fn pages(&self) -> u32 {
         match self.layout {
             CacheLayout::Contiguous { .. } => self.batch,
@@ -340,7 +343,7 @@ impl DecodeProblem {
         }
     }
 
-    /// Elements that the buffers of q, k, v, out and of each scale must hold.
+    /// Minimum number of elements in the buffers of q, k, v, out and of each scale.
     pub fn extents(&self) -> [usize; 5] {
         let Self { batch, heads, kv_heads, seq_q, head_dim, .. } = *self;
         let last = |steps: [(u32, u64); 3], width: u32| {
@@ -365,7 +368,7 @@ impl DecodeProblem {
         ]
     }
 
-    /// Words of the block table.
+    /// Number of u32 entries of the block table.
     pub fn table_len(&self) -> usize {
         match self.layout {
             CacheLayout::Contiguous { .. } => 0,
@@ -373,12 +376,12 @@ impl DecodeProblem {
         }
     }
 
-    /// Queries of all heads and batches: rows of the result.
+    /// Number of output rows: queries of all heads and batches.
     pub fn rows(&self) -> u64 {
         u64::from(self.batch) * u64::from(self.heads) * u64::from(self.seq_q)
     }
 
-    /// Positions of a sequence that some query sees, if it is the longest.
+    /// Number of positions of the longest sequence that some query sees.
     pub fn visible(&self) -> u32 {
         match self.window {
             Some(window) => self.longest.min(window.saturating_add(self.seq_q - 1)),
@@ -386,11 +389,12 @@ impl DecodeProblem {
         }
     }
 
-    /// The least work, as if every sequence were the longest: what is visible of the cache is read once.
+    /// Minimum work if every sequence has the longest length: reads the visible part of the cache
+    /// once.
     pub fn cost(&self) -> Cost {
         let head_dim = u64::from(self.head_dim);
         let seen = |i: u32| {
-            // Query i is the last but seq_q - 1 - i.
+            // seq_q - 1 - i queries come after query i.
             let end = self.longest.saturating_sub(self.seq_q - 1 - i);
             u64::from(end.min(self.window.unwrap_or(u32::MAX)))
         };
@@ -406,7 +410,8 @@ impl DecodeProblem {
         }
     }
 
-    /// The widest vector (elements, at most `limit`) that divides every position of q, k and v.
+    /// Widest vector in elements, at most `limit`, that divides all strides of q, k and v and the
+    /// head dimension.
     pub(crate) fn width(&self, limit: u64) -> usize {
         let facts = self.cache_steps().into_iter().chain([
             self.q.batch,
@@ -422,17 +427,18 @@ impl DecodeProblem {
         width as usize
     }
 
-    /// Steps between rows of the cache, all of them.
+    /// All strides of k and v.
     pub(crate) fn cache_steps(&self) -> [u64; 6] {
         let (k, v) = (self.k, self.v);
         [k.page, k.head, k.seq, v.page, v.head, v.seq]
     }
 
-    /// The cache key: everything that is another program, sizes rounded to what may share a config.
+    /// Cache key of the tuner. It holds everything that changes the kernel; sizes are rounded so
+    /// that similar problems share a config.
     pub(crate) fn bucket(&self) -> String {
         let pages = match self.layout.block_size() {
             0 => "whole".to_owned(),
-            // Longer pages hold every tile.
+            // Every tile fits into pages of 64 or more.
             size => format!("pages{}", size.min(64)),
         };
         let mut key = format!(
@@ -449,7 +455,7 @@ impl DecodeProblem {
         key
     }
 
-    /// Names of what is done to the scores, and of what else makes another program.
+    /// Names of the score rules and other options that change the kernel.
     pub fn rules(&self) -> Vec<&'static str> {
         [(self.window.is_some(), "window"), (self.softcap.is_some(), "softcap"), (self.lse, "lse")]
             .into_iter()
@@ -486,7 +492,7 @@ mod tests {
         assert_eq!(p.table_len(), 14);
     }
 
-    /// What an error says, which ends with a hint.
+    /// Returns the text of an error and checks that it ends with a hint.
     fn hinted(error: &InvalidDecode) -> String {
         let text = error.to_string();
         assert!(text.lines().last().is_some_and(|line| line.starts_with("hint: ")), "{text}");
@@ -522,7 +528,7 @@ mod tests {
         let p = paged();
         let mut table: Vec<u32> = (0..14).collect();
         assert_eq!(p.check_table(&[100, 17], &table), Ok(()));
-        // Past what the second sequence uses.
+        // Block 9 lies past the end of the second sequence.
         table[9] = 14;
         assert_eq!(p.check_table(&[100, 17], &table), Ok(()));
         let block = InvalidDecode::Block { sequence: 1, index: 2, block: 14, blocks: 14 };

@@ -1,4 +1,4 @@
-//! The plain path, for the CPU and for any GPU: a unit takes one query after another and reads its keys
+//! Plain path for CPUs and any GPU: each unit takes one query after another and reads its keys
 //! once.
 //!
 //! ```text
@@ -9,7 +9,8 @@
 //!     out = acc / l
 //! ```
 //!
-//! Everything is f32. No shared memory, no barrier: what others are compared with.
+//! All arithmetic is f32. It uses no shared memory and no barriers; other paths are compared with
+//! it.
 
 use cubecl::prelude::*;
 
@@ -17,7 +18,7 @@ use super::cache::{Cache, CachePlan, Dims};
 use super::scores::Scores;
 use crate::attention::rows::{dot, load_row, store_row, zero_row};
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct RowsPlan {
     pub(crate) head_dim: u32,
@@ -62,7 +63,8 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
             let (k_scale, v_scale) = cache.scales(dims, page, kv_head, row);
             let score = scores.of(dot * k_scale) * scores.unit();
             let log2 = std::f32::consts::LN_2;
-            // A score of -inf adds nothing; a NaN goes through. (Through Vulkan NaN is not `!=`.)
+            // A score of -inf adds nothing, but NaN must propagate. (On Vulkan `!=` is false for
+            // NaN.)
             let hidden = score == scores.hidden;
             if !hidden {
                 let grown = max(most, score);

@@ -1,50 +1,52 @@
-//! The tensor-core path of CUDA: the cache streams through many small rings, one a plane.
+//! Tensor-core path for CUDA: the cache streams through many small rings, one per plane.
 //!
 //! | loop                                   | level                                                |
 //! |----------------------------------------|------------------------------------------------------|
-//! | sequences, heads of the cache, `splits`| cubes                                                |
-//! | tiles of `tile_kv` keys                | planes, in turn; each its own ring of `stages` tiles |
+//! | sequences, cache heads, `splits`       | cubes                                                |
+//! | tiles of `tile_kv` keys                | planes, round robin; each has a ring of `stages` tiles |
 //! | keys, then head dimension, by 16       | fragments in registers                               |
 //!
-//! All queries that share a head of the cache, `group · seq_q` of them, are rows of one product, so that
-//! the cache is read once for all. They are few, and keys are many: keys are the 16 rows of the
-//! instruction and queries its 8 columns, `sᵀ = k·qᵀ` and `accᵀ = vᵀ·pᵀ`. That takes half the
-//! instructions and half the registers of the forward kernel's order, which pads queries to 16. Weights
-//! leave the first product with keys down the rows and enter the second with keys along them: one
-//! `movmatrix` turns 8 x 8 of them.
+//! All queries that share a cache head, `group · seq_q` of them, are rows of one matmul, so that
+//! the cache is read once for all. Queries are few and keys are many. Keys are therefore the 16
+//! rows of the instruction and queries its 8 columns: `sᵀ = k·qᵀ` and `accᵀ = vᵀ·pᵀ`. This takes
+//! half the instructions and half the registers of the forward kernel, which pads queries to 16.
+//! The first matmul leaves the weights with keys down the rows; the second needs keys along the
+//! rows. One `movmatrix` transposes an 8 x 8 block of them.
 //!
-//! Time is what it takes to read the cache, so the point is that bytes are always under way. A plane
-//! waits for its own copies only, never for another plane; K and V of a tile are slots of their own in
-//! the ring, and a slot is filled again as soon as it has been read: all but one are under way at any
-//! time. Cubes are cut (`splits`) until every processor has its share from the start.
+//! Reading the cache dominates, so copies must always be in flight. A plane waits for its own
+//! copies only, never for another plane. K and V of a tile have separate slots in the ring, and a
+//! slot is refilled as soon as it has been read. All slots except one are in flight at any time.
+//! Sequences are split over cubes (`splits`) until every processor has work from the start.
 //!
-//! What is left are the round trips that wait for each other, of about 0.7 us each, where a short step
-//! streams for 8: the length, the page, the tile, the sums of a part, its count, the sums of all parts.
-//! Of a single sequence the host knows the length, so that the ring is filled while the device's word is
-//! on its way, and filled again should they differ. The planes of a cube meet in shared memory behind
-//! one barrier; where a sequence was cut, the last cube to come reads what all have left at once
-//! ([`merge`](super::merge)), in the same launch. Fragments are loaded in batches, those of V while
-//! weights are made, so that the last tile is not long in coming either.
+//! The remaining time is dependent round trips of about 0.7 us each, while a short step streams for
+//! 8 us. They are: the length, the page, the tile, the accumulators of a split, its count, the
+//! accumulators of all splits. For a single sequence the host knows the length. The ring is then
+//! filled before the device's length arrives, and refilled if they differ. The planes of a cube
+//! merge in shared memory behind one barrier. For a split sequence, the last cube to finish reads
+//! the partial results of all at once ([`merge`](super::merge)), in the same launch. Fragments are
+//! loaded in batches. Those of V are loaded while weights are computed, which also shortens the
+//! last tile.
 //!
-//! Scores are kept in units of log₂ and maxima are moved only when a score passes them by 2⁸, as in the
+//! Scores are in units of log₂, and row maxima only move when a score exceeds them by 2⁸, as in the
 //! forward kernel.
 //!
-//! A page of the cache holds whole tiles. Each unit of a plane loads the page of one of its next 32
-//! tiles, 32 tiles ahead of need, and a shuffle hands it round: the table is never waited for in the
-//! loop.
+//! A page of the cache holds whole tiles. Each unit of a plane loads the page number of one of the
+//! plane's next 32 tiles, 32 tiles in advance, and a shuffle distributes it. The loop never waits
+//! for the table.
 //!
-//! Bytes of the cache go to shared memory as they are and become halves in registers
+//! An i8 cache is copied to shared memory unchanged and converted to 16-bit floats in registers
 //! ([`fragments`](super::fragments)).
 //!
-//! Cost: the cache read once; `head_dim / 8` instructions a 16 keys and eight queries.
+//! Cost: reads the cache once; `head_dim / 8` instructions per 16 keys and eight queries.
 //!
-//! Ladder, us of one step over 8192 positions, 32 heads over 8 of 128, bf16, on an H200 with 99 KB of shared
-//! memory (4113 GB/s of copy, 8.2 and 131 us; torch's FlashAttention 22.5 and 132 in the run of v2):
+//! Ladder, us per step over 8192 positions, 32 heads sharing 8 cache heads of 128, bf16, on an H200
+//! with 99 KB of shared memory. At its copy rate of 4113 GB/s the cache alone takes 8.2 and 131 us;
+//! torch's FlashAttention took 22.5 and 132 in the run of v2:
 //!
-//! | version                                                         | batch 1 | batch 16 |
-//! |-----------------------------------------------------------------|---------|----------|
-//! | v1 lengths before tiles, a fragment at a time, parts by eights  | 14.5    | 123      |
-//! | v2 tiles before lengths, fragments in batches, parts at once    | 13.0    | 122      |
+//! | version                                                          | batch 1 | batch 16 |
+//! |------------------------------------------------------------------|---------|----------|
+//! | v1 lengths before tiles, one fragment at a time, eight splits at a time | 14.5 | 123  |
+//! | v2 tiles before lengths, fragments in batches, all splits at once | 13.0   | 122      |
 //!
 //! Sources: Dao et al., "Flash-Decoding" (2023), for the splits; Ainslie et al., "GQA" (2023).
 
@@ -63,7 +65,7 @@ use crate::tile::{
     shared_address, transpose_halves, typed, wait_copies,
 };
 
-/// Weights stay below 2 to this power.
+/// Softmax weights stay at or below 2 to this power.
 const HEADROOM: f32 = 8.0;
 
 #[cube]
@@ -101,8 +103,8 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let ring = shared + plane * comptime!(plan.ring_bytes());
     let end = ring + comptime!(plan.ring_bytes());
 
-    // The tiles of this cube, of which each plane takes its turn. Of one sequence the host knows the
-    // length: its first tiles are fetched while the device's word is, and again should they differ.
+    // Tiles of this cube; each plane takes every `planes`th. For one sequence the host knows the
+    // length: fetch its first tiles while the device's length arrives, and again if they differ.
     let there = cache.length(dims, batch);
     let foreseen = if comptime!(plan.foreseen) { dims.longest } else { there };
     let (own, turns) = first_turns(there, scores, dims, share.part, plane, plan);
@@ -129,7 +131,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         }
         filling = false;
         if comptime!(plan.foreseen) {
-            // The whole cube sees the same.
+            // The whole cube takes the same branch.
             if length != there {
                 wait_copies(0u32);
                 length = there;
@@ -145,12 +147,13 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     // Position of the sequence's first query.
     let newest = length as i32 - comptime!(plan.seq_q as i32);
 
-    // While the first tiles are under way: qᵀ, fragments of 16 of the head dimension by 8 queries.
+    // While the first tiles are in flight, load qᵀ: fragments of 16 of the head dimension by 8
+    // queries.
     let mut queries = Sequence::<Array<u32>>::new();
     #[unroll]
     for f in 0..fragments {
         let (i, head) = share.query(dims, comptime!(8 * f as u32) + octet, plan);
-        // Bytes of the cache come in fours: there the two words of a unit are neighbours.
+        // i8 cache elements come in fours, so a unit's two words of q are neighbours.
         let (apart, between) = comptime!(if plan.cache.quantized { (4u32, 4u32) } else { (2, 16) });
         let at = bytes(dims.q.at(i, batch, head), 2u32) + u64::cast_from(column * apart);
         let from = global_address(q) + at;
@@ -191,7 +194,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         wait_copies(comptime!(2 * stages - 1));
         sync_plane();
         let mut s = zeros::<NC>(comptime!(frags_kv * fragments)); // [tile_kv / 16, queries / 8]
-        // Where there is one fragment only, every second step is summed apart: a shorter chain.
+        // With a single fragment, odd steps use a second accumulator: a shorter dependency chain.
         let mut apart = zeros::<NC>(1usize);
         #[unroll]
         for batch in 0..comptime!(all.div_ceil(at_once)) {
@@ -227,7 +230,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         sync_plane();
         let ahead = turn + stages;
         if comptime!(paged) {
-            // Every unit's tile has had its turn.
+            // All page numbers of the previous load are used up.
             if ahead % 32 == 0 {
                 pages = later;
                 later = stream.pages(cache, dims, ahead + 32, plan);
@@ -240,7 +243,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         let first_key = (own_tile + turn * planes) * tile_kv;
         finish::<NC>(&mut s, first_key, &position, newest, length, scores, plan);
 
-        // m, and everything that is a multiple of exp(-m)
+        // Update m and rescale everything that is a multiple of exp(-m).
         let mut grows = false;
         let mut tops = Array::<f32>::new(comptime!(2 * fragments));
         #[unroll]
@@ -259,7 +262,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
                     reached = max(reached, plane_shuffle_xor(reached, 8));
                     reached = max(reached, plane_shuffle_xor(reached, 16));
                     let grown = max(most[r], reached);
-                    // -inf - -inf is no number: a query without keys so far stays as it is.
+                    // -inf - -inf is NaN: leave a query without keys so far as it is.
                     let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(most[r] - grown));
                     most[r] = grown;
                     sum[r] *= factor;
@@ -277,11 +280,11 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         wait_copies(comptime!(2 * stages - 1));
         sync_plane();
 
-        // The first of V is on its way while weights are made.
+        // Load the first V fragments while weights are computed.
         let from_values = read + comptime!(plan.tile.shape.bytes()) + lane_v;
         load_batch::<F>(&mut words, from_values, 0usize, comptime!(plan.values()), plan);
 
-        // pᵀ = exp2(s - m), l; with the scales of V, as the second product takes it
+        // pᵀ = exp2(s - m), l; times the scales of V, in the layout of the second matmul
         let mut weights = Sequence::<Array<u32>>::new(); // [tile_kv / 16, queries / 8]
         let scales = read + comptime!(2 * plan.tile.shape.bytes() + plan.scale_bytes()) + octet * 4;
         #[unroll]
@@ -339,7 +342,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         stream.copy_values(&next, cache, dims, read, plan);
         read = next_stage(read, ring, end, plan.stage_bytes());
     }
-    // Copies into what is left of the ring are done before it is used again.
+    // Wait for copies into the rest of the ring before its memory is reused.
     wait_copies(0u32);
     sync_cube();
     leave::<NC>(&acc, &most, &sum, shared, plan);

@@ -1,4 +1,4 @@
-//! A plane's way through the cache: which tiles are its own, where they lie, their copies into its ring.
+//! Iteration of a plane over the cache: its tiles, their addresses, and the copies into its ring.
 
 use cubecl::prelude::*;
 
@@ -7,8 +7,8 @@ use super::plan::SplitPlan;
 use super::scores::Scores;
 use crate::tile::{CopyLane, CopyPlan, TileShape, commit_copies, copy_vector};
 
-/// A plane's first tile and how many turns it has, of the sequence that is foreseen, or else of one of
-/// `length` positions.
+/// First tile and number of iterations of a plane: for the length that the host knows if
+/// `foreseen`, else for `length` positions.
 #[cube]
 pub(crate) fn first_turns(
     length: u32,
@@ -25,7 +25,7 @@ pub(crate) fn first_turns(
     }
 }
 
-/// The same of a sequence of `length` positions.
+/// First tile and number of iterations of a plane, for a sequence of `length` positions.
 #[cube]
 pub(crate) fn turns_of(
     length: u32,
@@ -43,7 +43,8 @@ pub(crate) fn turns_of(
     turns(first_tile, tiles / dims.splits, tiles % dims.splits, part, plane, planes)
 }
 
-/// The same of tiles from `first_tile` on, `whole` to a part and one more to each of the first `rest`.
+/// First tile and number of iterations of a plane. Tiles start at `first_tile`; each split has
+/// `whole`, and the first `rest` splits have one more.
 #[cube]
 fn turns(
     first_tile: u32,
@@ -59,7 +60,7 @@ fn turns(
     (own, (to - min(own, to)).div_ceil(planes))
 }
 
-/// A plane's way through the cache.
+/// State of a plane's iteration over the cache.
 #[derive(CubeType)]
 pub(crate) struct Stream {
     pub(crate) from_k: u64,
@@ -67,14 +68,14 @@ pub(crate) struct Stream {
     pub(crate) lane: CopyLane,
     pub(crate) batch: u32,
     pub(crate) kv_head: u32,
-    /// Its first tile; the next is as many further on as there are planes.
+    /// First tile; the next one is `planes` tiles further.
     pub(crate) own_tile: u32,
     pub(crate) count: u32,
     pub(crate) length: u32,
 }
 
-/// Where a tile lies: its page, its first row there, and how many rows of the sequence there are from
-/// that row on.
+/// Location of a tile: its page, its first row there, and the rows of the sequence from that row
+/// on.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Tile {
     page: u32,
@@ -85,7 +86,7 @@ pub(crate) struct Tile {
 
 #[cube]
 impl Stream {
-    /// The page of turn `from` plus this unit's number.
+    /// Page number of iteration `from` plus this unit's lane.
     pub(crate) fn pages(
         &self,
         cache: &Cache,
@@ -94,14 +95,14 @@ impl Stream {
         #[comptime] plan: SplitPlan,
     ) -> u32 {
         let (planes, tile_kv) = comptime!((plan.planes, plan.tile_kv()));
-        // Past the last turn nothing is copied; the table is read where it surely has an entry.
+        // Nothing is copied past the last iteration; clamp to an entry that exists.
         let turn = min(from + UNIT_POS_X, max(self.count, 1u32) - 1);
         let key = min((self.own_tile + turn * planes) * tile_kv, dims.capacity - 1);
         let (page, _row) = cache.place(dims, self.batch, key, plan.cache);
         page
     }
 
-    /// The tile of turn `turn`, whose page one unit of the plane holds in `pages`.
+    /// Tile of iteration `turn`; one unit of the plane holds its page number in `pages`.
     pub(crate) fn place(&self, pages: u32, turn: u32, #[comptime] plan: SplitPlan) -> Tile {
         let first_key = (self.own_tile + turn * comptime!(plan.planes)) * comptime!(plan.tile_kv());
         let mut page = self.batch;
@@ -114,7 +115,8 @@ impl Stream {
         Tile { page, row, left: self.length - min(first_key, self.length), there }
     }
 
-    /// Issues the copies of a tile's keys into the stage at `to`, if there is one, and closes their group.
+    /// Issues the copies of a tile's keys into the stage at `to`, if the tile exists, and commits
+    /// their group.
     pub(crate) fn copy_keys(
         &self,
         tile: &Tile,
@@ -139,7 +141,7 @@ impl Stream {
         commit_copies();
     }
 
-    /// [`Stream::copy_keys`] for its values.
+    /// Like [`Stream::copy_keys`], for the tile's values.
     pub(crate) fn copy_values(
         &self,
         tile: &Tile,

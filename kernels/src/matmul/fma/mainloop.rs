@@ -1,4 +1,4 @@
-//! The loops of the multiply-add path.
+//! Loops of the multiply-add path.
 
 use cubecl::prelude::*;
 
@@ -20,7 +20,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (tile_m, tile_n) = comptime!(config.tile());
     let (own_m, own_n) = comptime!((config.own_m as usize, config.own_n as usize));
     let (lanes_lhs, lanes_rhs) = (NL::value(), NR::value());
-    // The ring's tiles are read by chunks of four, however narrow the copies into them.
+    // The ring's tiles are read in chunks of four, even if the copies into them are narrower.
     let width_lhs = comptime!(if config.stages > 1 { 4 } else { lanes_lhs as u32 });
     let width_rhs = comptime!(if config.stages > 1 { 4 } else { lanes_rhs as u32 });
 
@@ -31,7 +31,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let columns = dims.columns(CUBE_POS_Y);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
-        // The grid has as many blocks for a group as the whole of lhs has.
+        // The grid has enough blocks for a group that spans all of lhs.
         terminate!();
     }
     let (start_lhs, start_rhs, start_out) = dims.batch(CUBE_POS_Y as usize);
@@ -60,8 +60,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     for i in 0..comptime!(own_m * own_n) {
         acc[i] = 0.0;
     }
-    // The ring leaves no registers for the place of the block, which would spill: it waits in shared
-    // memory, behind the ring's barriers.
+    // The ring leaves no registers for the position of the block, which would spill. Shared memory
+    // keeps it; the ring's barriers order the access.
     let mut place = Shared::<[u32]>::new_slice(2usize);
     if comptime!(config.stages > 1) {
         if unit == 0 {
@@ -85,7 +85,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         if comptime!(plan.exact) || row < row_end {
             let (first, end) = (start_out + row as usize * dims.out_stride, out.len());
             let first = first + (col0 + unit_n) as usize;
-            // Results of a row at constant distances: one address, which is what registers are left for.
+            // Results of a row lie at constant distances, so one address suffices; registers have
+            // room for no more.
             let line = &mut out[first..end];
             #[unroll]
             for j in 0..own_n {
@@ -102,7 +103,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     }
 }
 
-/// `acc += A · B` over all of k, one shared tile at a time, the next one waiting in registers.
+/// Computes `acc += A · B` over all of k, one shared tile at a time, with the next prefetched into
+/// registers.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two operands, one place")]
 fn accumulate<F: Float, NL: Size, NR: Size>(
@@ -143,7 +145,7 @@ fn accumulate<F: Float, NL: Size, NR: Size>(
     }
 }
 
-/// `acc += A · B` for one pair of tiles.
+/// Computes `acc += A · B` for one pair of tiles.
 #[cube]
 fn multiply_tile<F: Float, NL: Size, NR: Size>(
     lhs: &[Vector<F, NL>],
@@ -156,7 +158,7 @@ fn multiply_tile<F: Float, NL: Size, NR: Size>(
     let (lanes_lhs, lanes_rhs) = (NL::value(), NR::value());
     let (width_lhs, width_rhs) = comptime!((lanes_lhs as u32, lanes_rhs as u32));
     let (own_m, own_n) = comptime!((plan.config.own_m as usize, plan.config.own_n as usize));
-    // k that one pass covers: what the wider vector along k holds.
+    // Depth of a pass in k: the width of the wider vector along k.
     let lhs_k = comptime!(if plan.lhs.along_k() { width_lhs } else { 1 });
     let rhs_k = comptime!(if plan.rhs.along_k() { width_rhs } else { 1 });
     let pass = comptime!(if lhs_k > rhs_k { lhs_k } else { rhs_k });
@@ -193,8 +195,8 @@ fn multiply_tile<F: Float, NL: Size, NR: Size>(
     }
 }
 
-/// Returns the places of this unit's first results at depth `k`, in vectors: one for each way that the
-/// swizzle turns the rows it owns.
+/// Returns the positions of this unit's first results at depth `k`, in vectors: one for each
+/// swizzle pattern of its rows.
 #[cube]
 fn bases<N: Size>(outer: u32, k: u32, #[comptime] operand: FmaOperand) -> Sequence<usize> {
     let width = N::value();
@@ -206,7 +208,7 @@ fn bases<N: Size>(outer: u32, k: u32, #[comptime] operand: FmaOperand) -> Sequen
     out
 }
 
-/// The vector at result `nth` and depth `k` from where `bases` are: at constant distances from there.
+/// Reads the vector at result `nth` and depth `k`, at a constant distance from its base in `bases`.
 #[cube]
 fn read<F: Float, N: Size>(
     tile: &[Vector<F, N>],
@@ -223,14 +225,14 @@ fn read<F: Float, N: Size>(
     Vector::cast_from(window[comptime!(far as usize)])
 }
 
-/// Returns the place of `(outer, k)` in a tile, in vectors.
+/// Returns the index of `(outer, k)` in a tile, in vectors.
 #[cube]
 fn place(outer: u32, k: u32, #[comptime] width: usize, #[comptime] operand: FmaOperand) -> u32 {
     let bytes = comptime!((operand.tile.elem * width) as u32);
     offset_of(outer, k, operand) / bytes
 }
 
-/// Row or column, and depth, of vector `at` of a tile, as it lies in memory.
+/// Returns row or column, and depth, of vector `at` of a tile, in memory order.
 #[cube]
 fn vector_at<N: Size>(at: u32, #[comptime] operand: FmaOperand) -> (u32, u32) {
     let lanes = N::value();
@@ -240,7 +242,7 @@ fn vector_at<N: Size>(at: u32, #[comptime] operand: FmaOperand) -> (u32, u32) {
     if comptime!(operand.along_k()) { (major, minor) } else { (minor, major) }
 }
 
-/// This unit's vectors of one tile; zero past the edges.
+/// Loads this unit's vectors of one tile; zero past the edges.
 #[cube]
 fn fetch<F: Float, N: Size>(
     src: &[Vector<F, N>],
@@ -265,7 +267,7 @@ fn fetch<F: Float, N: Size>(
     out
 }
 
-/// Puts what [`fetch`] brought into the tile.
+/// Stores the vectors from [`fetch`] into the tile.
 #[cube]
 fn put<F: Float, N: Size>(
     dst: &mut [Vector<F, N>],

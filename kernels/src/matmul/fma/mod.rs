@@ -1,35 +1,38 @@
-//! The path of any GPU: multiply-adds over shared tiles.
+//! Path for any GPU: multiply-adds over shared tiles.
 //!
 //! | loop                             | level                                                       |
 //! |----------------------------------|-------------------------------------------------------------|
 //! | `(tile_m, tile_n)` blocks of C   | cubes                                                       |
 //! | `k0` in steps of `tile_k`        | ring of `stages` shared tiles; without asynchronous copies  |
-//! |                                  | one, and the next tile waits in registers                   |
+//! |                                  | one tile, and the next is prefetched into registers         |
 //! | `(own_m, own_n)` grids of C      | units, 4 x 8 of them in a group, accumulators in registers  |
 //! | `kk` in steps of a vector        | registers                                                   |
 //!
-//! A tile lies as its operand does. Where k is contiguous a unit reads vectors of k for every row (or
-//! column) that it owns, rows four (columns eight) apart; where it is not, vectors of neighbouring rows
-//! for every k. Either way a group of 32 units reads each 16 bytes once and shares them.
+//! A tile has the layout of its operand. If k is contiguous, a unit reads vectors of k for each of
+//! its rows (four apart) or columns (eight apart). Otherwise it reads vectors of neighbouring rows
+//! or columns for each k. In both cases a group of 32 units reads each 16 bytes once and shares
+//! them.
 //!
 //! Floor: a step of `own_m · own_n` multiply-adds reads `own_m + own_n` elements, so a 16 x 8 grid
-//! feeds 5.3 multiply-adds a read; f32 multiply-adds in registers reach 62.6 TFLOP/s on an H200.
+//! does 5.3 multiply-adds per read. f32 multiply-adds in registers reach 62.6 TFLOP/s on an H200.
 //!
-//! Ladder, TFLOP/s at 8192^3 f32 on an H200 (torch 51), B column-major / row-major; Vulkan at 4096^3:
+//! Ladder, TFLOP/s at 8192^3 f32 on an H200 (torch 51), B column-major / row-major; Vulkan at
+//! 4096^3:
 //!
 //! | version                                                            | col | row | Vulkan |
 //! |--------------------------------------------------------------------|-----|-----|--------|
 //! | v1 8 x 8 grids, one tile at a time, single elements from shared    | 30  | 31  |        |
-//! | v2 vectors from swizzled tiles, grids of 16 x 8, the next tile ahead | 38 | 41 | 36     |
-//! | v3 v2 read by [`ring`] on CUDA                                       | 46 | 50 | 34     |
+//! | v2 vectors from swizzled tiles, grids of 16 x 8, next tile prefetched | 38 | 41 | 36    |
+//! | v3 v2 read by [`ring`] on CUDA                                     | 46  | 50  | 34     |
 //!
-//! (Vulkan keeps v2's loop; what it lost since has not been found.) Instructions that a unit of a 16 x 8 grid spends on a tile 16 deep,
-//! 2048 of them multiply-adds and 96 reads of shared memory:
+//! Vulkan keeps v2's loop; the cause of its loss since then is unknown. Instructions that a unit
+//! with a 16 x 8 grid executes per tile of depth 16, including 2048 multiply-adds and 96 reads of
+//! shared memory:
 //!
-//! | version                                      | sm_89 col | row  | sm_90 col | row  |
-//! |----------------------------------------------|-----------|------|-----------|------|
-//! | v2 a pass is a loop, reads compute addresses | 2559      | 2545 |           |      |
-//! | v3 a tile is unrolled, distances are immediate | 2211    | 2200 | 2207      | 2199 |
+//! | version                                           | sm_89 col | row  | sm_90 col | row  |
+//! |---------------------------------------------------|-----------|------|-----------|------|
+//! | v2 a pass is a loop, reads compute addresses      | 2559      | 2545 |           |      |
+//! | v3 a tile is unrolled, distances are immediates   | 2211      | 2200 | 2207      | 2199 |
 //!
 //! A CUDA C++ prototype of v2's tile with immediate distances reached 45 / 47.
 
@@ -52,19 +55,19 @@ pub(super) use mainloop::multiply;
 /// Tile sizes of the multiply-add path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FmaConfig {
-    /// Results of a unit: rows, columns.
+    /// Results per unit: rows, columns.
     pub own_m: u32,
     pub own_n: u32,
     /// Grid of groups of 32 units that share the tile.
     pub groups_m: u32,
     pub groups_n: u32,
     pub tile_k: u32,
-    /// Shared tiles in the ring; 1 where there are no asynchronous copies.
+    /// Shared tiles in the ring; 1 without asynchronous copies.
     pub stages: u32,
 }
 
 impl FmaConfig {
-    /// The baseline config of a GPU: nothing asynchronous, no tensor core, small tiles.
+    /// Baseline config of a GPU: synchronous copies, no tensor cores, small tiles.
     pub(super) const SIMPLEST: Self = fma([4, 4], [2, 1], 16);
 
     pub(crate) const fn units(self) -> u32 {
@@ -76,7 +79,7 @@ impl FmaConfig {
         self.stages * (m + n) * self.tile_k * elem as u32
     }
 
-    /// Returns the comptime facts of the instance.
+    /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, problem: &MatmulProblem) -> FmaPlan {
         let exact = problem.divides(self.tile(), self.tile_k);
         let (lhs, rhs) = (problem.lhs.layout, problem.rhs.layout);
@@ -90,7 +93,7 @@ const fn fma(own: [u32; 2], groups: [u32; 2], tile_k: u32) -> FmaConfig {
     FmaConfig { own_m, own_n, groups_m, groups_n, tile_k, stages: 1 }
 }
 
-/// Configs in the order of how often they win.
+/// Configs, most frequent winners first.
 pub(super) const CONFIGS: [FmaConfig; 9] = [
     fma([16, 8], [2, 4], 16),
     fma([8, 16], [4, 2], 16),
@@ -163,21 +166,21 @@ impl Path for FmaConfig {
         let [lhs, rhs, _] = problem.widest().map(|width| width.min(4));
         Grid {
             widths: [lhs, rhs, 1, 1],
-            // The ring indexes results alone, 128 a unit. A 32-bit sum may wrap; without that, constant distances
-            // become part of the instructions.
+            // The ring uses indices only for results, 128 per unit. 32-bit sums may wrap, so the
+            // compiler cannot fold constant distances into the instructions; 64-bit sums allow it.
             wide_indices: self.stages > 1,
             ..Grid::new(self.tile(), (self.units(), 1))
         }
     }
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FmaPlan {
     pub(crate) config: FmaConfig,
     pub(crate) lhs: FmaOperand,
     pub(crate) rhs: FmaOperand,
-    /// Every tile is full: no edge is checked.
+    /// True if every tile is full: no edge needs a check.
     pub(crate) exact: bool,
 }
 

@@ -1,12 +1,13 @@
-//! The shared tiles of the multiply-add path on CUDA: a ring of them filled by `cp.async`, read by
+//! Shared tiles of the multiply-add path on CUDA: a ring filled by `cp.async` and read by
 //! `ld.shared` at immediate distances.
 //!
-//! A pass is four deep in k. The operand of which a unit owns less is *held*: its part of a pass lies in
-//! registers, and the part of the next pass comes in beside it. The other is *streamed*: each of its
-//! 16-byte chunks meets all that is held. Reads run ahead from one tile into the next, so no tile begins
-//! with a wait for shared memory. To that end the barrier stands before a tile's last pass, when slower
-//! planes may still read the tile before; so the copies behind it go to the stage before that one, and a
-//! ring of `stages` tiles is filled `stages - 2` ahead.
+//! A pass is four deep in k. The operand of which a unit owns less is *held*: registers hold its
+//! part of this pass, and the part of the next pass is loaded meanwhile. The other operand is
+//! *streamed*: each of its 16-byte chunks is multiplied by everything that is held. Reads run ahead
+//! into the next tile, so that no tile starts with a wait for shared memory. The barrier therefore
+//! precedes a tile's last pass. At that time slower planes may still read the previous tile, so
+//! copies after the barrier go to the stage before it. A ring of `stages` tiles thus runs
+//! `stages - 2` ahead.
 
 use cubecl::prelude::*;
 
@@ -17,18 +18,18 @@ use crate::tile::{
     wait_copies,
 };
 
-/// f32 elements of a chunk, and k of a pass.
+/// f32 elements per chunk, and depth of a pass in k.
 const CHUNK: u32 = 4;
-/// Registers for streamed chunks, and how many chunks the reads are ahead. With three ahead, some
-/// configs spill on compute capability 12.0; with one, others.
+/// Registers for streamed chunks, in chunks, and distance of the reads in chunks. With a distance
+/// of three, some configs spill on compute capability 12.0; with one, others do.
 const SLOTS: u32 = 4;
 const AHEAD: u32 = 2;
 
-/// One operand as the ring sees it.
+/// Role of one operand in the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Role {
     operand: FmaOperand,
-    /// Bytes from a stage's start to its tile.
+    /// Bytes from the start of a stage to its tile.
     start: u32,
     lhs: bool,
 }
@@ -38,7 +39,7 @@ impl FmaPlan {
         self.lhs.tile.bytes() + self.rhs.tile.bytes()
     }
 
-    /// The held operand, then the streamed one.
+    /// Returns the held operand, then the streamed one.
     fn roles(self) -> (Role, Role) {
         let lhs = Role { operand: self.lhs, start: 0, lhs: true };
         let rhs = Role { operand: self.rhs, start: self.lhs.tile.bytes(), lhs: false };
@@ -52,7 +53,8 @@ impl FmaPlan {
 }
 
 impl Role {
-    /// From a unit's first chunk of a tile to its chunk `i` of pass `pass`: see `TileShape::step`.
+    /// Returns the step from a unit's first chunk of a tile to its chunk `i` of pass `pass`; see
+    /// `TileShape::step`.
     fn step(self, pass: u32, i: u32) -> (u32, u32) {
         let (nth, k) = self.operand.vector(i, CHUNK, CHUNK);
         let (outer, k) = (self.operand.nth(nth, CHUNK), pass * CHUNK + k);
@@ -63,7 +65,8 @@ impl Role {
         }
     }
 
-    /// Returns the index of result `nth` at depth `k` of a pass among chunks in registers from chunk `first` on.
+    /// Returns the index of result `nth` at depth `k` of a pass, among the chunks in registers from
+    /// chunk `first` on.
     const fn element(self, first: u32, nth: u32, k: u32) -> u32 {
         let (chunk, e) = if self.operand.along_k() {
             (nth, k)
@@ -74,15 +77,15 @@ impl Role {
     }
 }
 
-/// The copies of one operand's tiles.
+/// Copies of one operand's tiles.
 #[derive(CubeType)]
 struct Feed {
     lane: CopyLane,
     /// Address of this unit's first vector of the next tile.
     from: RuntimeCell<u64>,
-    /// Bytes between the lines of the operand.
+    /// Bytes between lines of the operand.
     line: u64,
-    /// Rows (or columns) of C from the tile's first on.
+    /// Rows (or columns) of the matrix from the tile's first on.
     outer: u32,
 }
 
@@ -103,7 +106,7 @@ impl Feed {
         Feed { lane, from: RuntimeCell::new(from), line, outer: source.outer_end - source.outer }
     }
 
-    /// Issues the copies of the next tile to `to`; `depth` is what is left of k.
+    /// Issues the copies of the next tile to `to`; `depth` is the rest of k.
     fn tile(
         &self,
         to: u32,
@@ -123,13 +126,13 @@ impl Feed {
     }
 }
 
-/// The copies of both operands, `stages - 2` tiles ahead of the multiplies.
+/// Copies of both operands, `stages - 2` tiles ahead of the multiplies.
 #[derive(CubeType)]
 struct Feeds {
     lhs: Feed,
     rhs: Feed,
     k: u32,
-    /// The stage of the next tile.
+    /// Stage of the next tile.
     to: RuntimeCell<u32>,
     start: u32,
     end: u32,
@@ -137,7 +140,7 @@ struct Feeds {
 
 #[cube]
 impl Feeds {
-    /// Issues the copies of the next tile, which is number `index`, if there is one; closes their group.
+    /// Issues the copies of tile `index`, if it exists, and commits their group.
     fn tile(
         &self,
         index: u32,
@@ -156,7 +159,7 @@ impl Feeds {
     }
 }
 
-/// `acc += A · B` over all of k.
+/// Computes `acc += A · B` over all of k.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two operands, one place")]
 pub(super) fn accumulate<F: Float, NL: Size, NR: Size>(
@@ -245,14 +248,14 @@ pub(super) fn accumulate<F: Float, NL: Size, NR: Size>(
     }
 }
 
-/// Returns the offset of a unit's first chunk of an operand from a stage's start.
+/// Returns the offset of a unit's first chunk of an operand from the start of a stage.
 #[cube]
 fn lane(unit_m: u32, unit_n: u32, #[comptime] role: Role) -> u32 {
     let outer = if comptime!(role.lhs) { unit_m } else { unit_n };
     offset_of(outer, 0u32.runtime(), role.operand) + comptime!(role.start)
 }
 
-/// Chunk `i` of pass `pass` into slot `slot`; `at` is the stage plus [`lane`].
+/// Loads chunk `i` of pass `pass` into slot `slot`; `at` is the stage plus [`lane`].
 #[cube]
 fn load(
     at: u32,
@@ -270,7 +273,8 @@ fn load(
     }
 }
 
-/// Streamed chunk `i` of a pass times all that is held in the set that begins with chunk `set`.
+/// Multiplies streamed chunk `i` of a pass by everything held in the set that starts with chunk
+/// `set`.
 #[cube]
 fn multiply_chunk(
     acc: &mut Array<f32>,
@@ -301,7 +305,7 @@ mod tests {
     use super::*;
     use crate::matmul::FmaConfig;
 
-    /// Every chunk that a unit reads is the one it multiplies, wherever the swizzle put it.
+    /// Every chunk that a unit reads is the one that it multiplies, wherever the swizzle put it.
     #[test]
     fn steps_lead_to_where_chunks_lie() {
         let configs = [([16, 8], [2, 4], 16), ([8, 16], [4, 2], 8), ([4, 4], [1, 2], 32)];

@@ -1,4 +1,5 @@
-//! Tiles of the multiply-add path: how an operand lies in shared memory, and where a unit reads it.
+//! Tiles of the multiply-add path: layout of an operand in shared memory, and positions that a unit
+//! reads.
 
 use cubecl::prelude::*;
 
@@ -7,12 +8,12 @@ use crate::tile::{TileShape, offset_in_tile};
 /// Units of a group: rows, columns.
 pub(super) const GROUP: (u32, u32) = (4, 8);
 
-/// Comptime facts of one operand.
+/// Comptime parameters of one operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FmaOperand {
-    /// Swizzled where k is contiguous, because then a group reads it across its rows.
+    /// Swizzled if k is contiguous, because a group then reads it across its rows.
     pub(crate) tile: TileShape,
-    /// Rows (lhs) or columns (rhs) of C that a unit owns, and units of a group along them.
+    /// Rows (lhs) or columns (rhs) of C per unit, and units of a group along them.
     pub(crate) own: u32,
     pub(crate) group: u32,
 }
@@ -22,8 +23,8 @@ impl FmaOperand {
         !self.tile.transposed
     }
 
-    /// Returns result and k of the first element of vector `i` that a unit reads in one pass: of `pass` k for one
-    /// result, or of results for one k.
+    /// Returns result and k of the first element of vector `i` that a unit reads in one pass. A
+    /// vector holds k of one result, or results of one k.
     pub(super) const fn vector(self, i: u32, pass: u32, width: u32) -> (u32, u32) {
         if self.along_k() {
             let vectors = pass / width;
@@ -39,7 +40,8 @@ impl FmaOperand {
         if self.along_k() { (nth, k + e) } else { (nth + e, k) }
     }
 
-    /// Number of a unit's rows that the swizzle turns differently; it repeats after eight.
+    /// Number of a unit's rows that the swizzle treats differently; the pattern repeats after eight
+    /// rows.
     pub(super) const fn turns(self) -> u32 {
         if self.along_k() { 8 / self.group } else { 1 }
     }
@@ -54,7 +56,7 @@ impl FmaOperand {
         }
     }
 
-    /// Distance between the first results of neighbouring units: one, or a vector of them.
+    /// Distance between the first results of neighbouring units: 1, or a vector.
     pub(super) const fn first_step(self, width: u32) -> u32 {
         if self.along_k() { 1 } else { width }
     }
@@ -65,8 +67,8 @@ impl FmaOperand {
     }
 }
 
-/// Place of a cube's tiles in one operand: its start and stride, the cube's first row (or column) of C, and
-/// the ends of the matrix.
+/// Location of a cube's tiles in one operand: start, stride, first row (or column) of C, and the
+/// ends of the matrix.
 #[derive(CubeType)]
 pub(super) struct Source {
     pub(super) start: usize,

@@ -1,6 +1,7 @@
-//! Accumulators of a plane: a type for each precision that products are summed in.
+//! Accumulators of a plane: one type for each accumulation precision.
 //!
-//! A fragment is 16 x 8. Of each, a unit holds two pairs of neighbouring columns, eight rows apart.
+//! A fragment is 16 x 8. A unit holds two pairs of neighbouring columns of each fragment, eight
+//! rows apart.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -13,13 +14,13 @@ pub(crate) type Pair = Vector<f32, Const<2>>;
 /// Accumulator fragments of a plane, and the instruction that adds to them.
 #[cube]
 pub(crate) trait Accumulators: CubeType {
-    /// Takes registers for `fragments` fragments.
+    /// Allocates registers for `fragments` fragments.
     fn new(#[comptime] fragments: usize) -> Self;
 
     /// Sets the first `fragments` fragments to zero.
     fn clear(&mut self, #[comptime] fragments: usize);
 
-    /// Adds `left · right` to fragment `at`; the words of the right fragment begin at `from`.
+    /// Adds `left · right` to fragment `at`; the words of the rhs fragment start at `from`.
     fn multiply<I: Float>(
         this: &mut Self,
         left: &Array<u32>,
@@ -29,11 +30,11 @@ pub(crate) trait Accumulators: CubeType {
         #[comptime] inst_k: u32,
     );
 
-    /// Returns the pair of rows 0 to 7 (`half` 0) or 8 to 15 of a fragment.
+    /// Returns the unit's pair in rows 0 to 7 (`half` 0) or 8 to 15 of a fragment.
     fn pair(&self, #[comptime] fragment: usize, #[comptime] half: usize) -> Pair;
 }
 
-/// Sums in f32.
+/// f32 accumulators.
 #[derive(CubeType)]
 pub(crate) struct F32Accumulators {
     pub(crate) fragments: Sequence<Array<Pair>>,
@@ -80,7 +81,7 @@ impl Accumulators for F32Accumulators {
     }
 }
 
-/// Sums in f16, two in a word.
+/// f16 accumulators, two per word.
 #[derive(CubeType)]
 pub(crate) struct F16Accumulators {
     fragments: Sequence<Array<u32>>,
@@ -124,7 +125,7 @@ impl Accumulators for F16Accumulators {
     }
 }
 
-/// Sums of bytes in i32, as words; f32 in the same words once they are scaled.
+/// i32 accumulators of int8 products, as words; the same words hold f32 after scaling.
 #[derive(CubeType)]
 pub(crate) struct I32Accumulators {
     pub(crate) fragments: Sequence<Array<u32>>,

@@ -7,7 +7,7 @@ use super::work::Work;
 use crate::matmul::dims::Dims;
 use crate::tile::{CopyLane, Start, commit_copies, next_stage, wait_copies};
 
-/// Tensor maps of both operands, for the tensor memory accelerator. Elements are words.
+/// Tensor maps of both operands for TMA; elements are words.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Maps {
     pub(crate) lhs: TensorMap<u32, Tiled>,
@@ -17,7 +17,7 @@ pub(crate) struct Maps {
 /// Copies that fill the ring, item after item.
 #[cube]
 pub(crate) trait Feed: CubeType {
-    /// Starts the copies of unit `unit` into the ring at `shared`.
+    /// Prepares the copies of unit `unit` into the ring at `shared`.
     fn new<F: Float, NL: Size, NR: Size>(
         lhs: &[Vector<F, NL>],
         rhs: &[Vector<F, NR>],
@@ -38,10 +38,11 @@ pub(crate) trait Feed: CubeType {
         #[comptime] plan: MmaPlan,
     );
 
-    /// Goes on to the next item when all tiles of the current one are under way.
+    /// Switches to the next item once all tiles of the current one are in flight.
     fn take_next(&self);
 
-    /// Issues the copies of the next tile, if there is one; into stage `stage` where the plan fixes stages.
+    /// Issues the copies of the next tile, if it exists; into stage `stage` if the plan fixes
+    /// stages.
     fn tile(
         &self,
         maps: &ComptimeOption<Maps>,
@@ -53,12 +54,13 @@ pub(crate) trait Feed: CubeType {
     /// Marks the tiles of a stage as read by this plane.
     fn release(&self, lane: u32, #[comptime] stage: u32);
 
-    /// Waits for the oldest tile under way: that of `stage` where the plan fixes stages, else also for all planes.
+    /// Waits for the oldest tile in flight: with fixed stages for that of `stage`, otherwise also
+    /// for all planes.
     fn wait(&self, #[comptime] stage: u32, #[comptime] plan: MmaPlan);
 }
 
-/// Place in both operands: addresses of this unit's first vectors of the next tile, tiles from there to the end
-/// of the item, and what is left of the matrix.
+/// Position in both operands: addresses of this unit's first vectors of the next tile, tiles left
+/// in the item, and rows, columns and depth left in the matrix.
 #[derive(CubeType)]
 struct Place {
     lhs: RuntimeCell<u64>,
@@ -73,14 +75,14 @@ struct Place {
 #[derive(CubeType)]
 pub(crate) struct CopyFeed {
     at: Place,
-    /// Start of the next item, found once an item, so that no tile pays for a division. An item has at least
-    /// `stages` tiles, or it is its cube's only one.
+    /// Start of the next item, computed once per item, so that tiles need no division. An item has
+    /// at least `stages` tiles unless it is its cube's only one.
     next: Place,
     stage: RuntimeCell<u32>,
     shared: u32,
     start_lhs: Start,
     start_rhs: Start,
-    /// Bytes between the lines of the operands.
+    /// Bytes between lines of the operands.
     lhs_line: u64,
     rhs_line: u64,
     lhs: CopyLane,
@@ -218,7 +220,8 @@ impl Feed for CopyFeed {
             at.tiles.store(at.tiles.read() - 1);
         }
         commit_copies();
-        // Now, not when the next tile needs it: addresses that are ready let its copies go out early.
+        // Switch now, not when the next tile needs it: addresses that are ready let its copies
+        // issue early.
         self.take_next();
         let end = self.shared + comptime!(plan.config.stages * plan.stage_bytes());
         self.stage.store(next_stage(stage, self.shared, end, plan.stage_bytes()));

@@ -1,4 +1,4 @@
-//! Fragments of both operands: where a unit reads them in the shared tiles, and the loads into registers.
+//! Fragments of both operands: their positions in the shared tiles, and the loads into registers.
 
 use cubecl::prelude::*;
 
@@ -9,7 +9,7 @@ use crate::tile::{
 };
 
 impl TileShape {
-    /// Number of places that the fragments of `outer` rows or columns need.
+    /// Number of base positions that the fragments of `outer` rows or columns need.
     fn lanes(self, outer: u32) -> u32 {
         match (self.gathered(), self.transposed) {
             (true, _) => (outer / 8).min(4),
@@ -19,10 +19,11 @@ impl TileShape {
     }
 }
 
-/// Places of a unit's fragments in the shared tiles.
+/// Base positions of a unit's fragments in the shared tiles.
 ///
-/// From one place, fragments are at constant distances along the outer axis and one XOR away along k. Where k is
-/// the tile's row there is one place a fragment, and constant distances along k.
+/// From a base position, fragments are at constant distances along the outer axis and one XOR away
+/// along k. In transposed tiles there is one base per fragment (up to four if gathered), with
+/// constant distances along k.
 #[derive(CubeType)]
 pub(crate) struct Lanes {
     lhs: Sequence<u32>,
@@ -57,7 +58,7 @@ impl Lanes {
         Lanes { lhs, rhs }
     }
 
-    /// Loads the left fragments of one step of k from the stage at `read` into register set `set`.
+    /// Loads the lhs fragments of one step of k from the stage at `read` into register set `set`.
     pub(crate) fn load_lhs<I: Float>(
         &self,
         read: u32,
@@ -82,7 +83,7 @@ impl Lanes {
         }
     }
 
-    /// Loads the right fragments of one step of k, two to a register group; see [`Lanes::load_lhs`].
+    /// Loads the rhs fragments of one step of k, two per register group; see [`Lanes::load_lhs`].
     pub(crate) fn load_rhs<I: Float>(
         &self,
         read: u32,

@@ -1,4 +1,4 @@
-//! The loop over work items, tiles of k and steps of the instruction.
+//! Loop over work items, tiles of k and instruction steps.
 
 use cubecl::prelude::*;
 
@@ -13,7 +13,7 @@ use crate::matmul::dims::Dims;
 use crate::matmul::epilogue::Finish;
 use crate::tile::{next_stage, shared_address};
 
-/// Multiplies dense operands, whose accumulators are those of the plan's precision.
+/// Multiplies dense operands, with the accumulators of the plan's precision.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 pub(crate) fn multiply_dense<
@@ -47,7 +47,7 @@ pub(crate) fn multiply_dense<
     }
 }
 
-/// Multiplies with accumulators `A`, a right operand from `S`, and tiles that come by `D`.
+/// Multiplies with accumulators `A`, an rhs decoded by `S`, and tiles copied by `D`.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
 pub(crate) fn multiply<
@@ -93,8 +93,9 @@ pub(crate) fn multiply<
 
     let mut acc = A::new(comptime!(frags_m * frags_n * 2)); // [wm / 16, wn / 8]
     acc.clear(comptime!(frags_m * frags_n * 2));
-    // Register sets of the current step and of the next: [2, frags] each, two right fragments in one.
-    // Whole words: vectors of halves would be taken apart between the iterations of the loop.
+    // Register sets of the current and the next step: [2, frags] each, with two rhs fragments in
+    // one. Whole words: the compiler would split vectors of halves between the iterations of the
+    // loop.
     let mut a = Sequence::<Array<u32>>::new();
     #[unroll]
     for _ in 0..comptime!(2 * frags_m) {
@@ -130,7 +131,7 @@ pub(crate) fn multiply<
         for _ in 0..rounds {
             #[unroll]
             for turn in 0..comptime!(around * steps) {
-                // Where stages are fixed, the one that is multiplied is `here`.
+                // With fixed stages, `here` is the stage that is multiplied.
                 let (here, step) = comptime!(((turn / steps) as u32, turn % steps));
                 let (set, into) = comptime!((step % 2, (step + 1) % 2));
                 let next = comptime!((step + 1) % steps);
@@ -154,7 +155,8 @@ pub(crate) fn multiply<
                     feed.tile(maps, &mut ring, comptime!((here + plan.ahead()) % stages), plan);
                 }
                 source.decode(&b, &mut decoded, rhs_set, step, plan);
-                // Back and forth over the columns: neighbouring multiplies share a register.
+                // Alternate the direction over the columns: neighbouring multiplies share a
+                // register.
                 #[unroll]
                 for i in 0..frags_m {
                     let left = a.index(comptime!(set * frags_m + i));

@@ -1,21 +1,22 @@
-//! The tensor-core path of CUDA: `mma.sync` fed by `ldmatrix` from a ring of `cp.async` stages.
+//! Tensor-core path for CUDA: `mma.sync` fed by `ldmatrix` from a ring of `cp.async` stages.
 //!
 //! | loop                              | level                                                  |
 //! |-----------------------------------|--------------------------------------------------------|
-//! | items: `(tile_m, tile_n)` blocks, each cut into `parts` along k (split-k) | cubes, one row of them for the whole launch |
+//! | items: `(tile_m, tile_n)` blocks, in `parts` splits of k | cubes, one row of them for the whole launch |
 //! | `k0` in steps of `tile_k`         | ring of `stages` shared tiles, `stages - 1` ahead      |
 //! | `(plane_m, plane_n)` parts        | planes, accumulators in registers                      |
-//! | `kk` in steps of the instruction  | fragments in registers, one step ahead                 |
+//! | `kk` in steps of the instruction  | fragments in registers, prefetched one step ahead      |
 //!
-//! A cube works through its items as one stream: while it multiplies the last tiles of one block, the
-//! copies of the next are under way. With split-k, partial sums go to a workspace in f32 and
+//! A cube processes its items as one stream: while it multiplies the last tiles of one block, the
+//! copies of the next are in flight. With split-k, partial sums go to a workspace in f32, and
 //! [`super::split_k`] adds them in a fixed order.
 //!
-//! Three types make an instance: [`accumulators`] by precision, a [`source`] of the right operand that says how stored
-//! words become fragments, and a [`feed`] that fills the ring.
+//! Three types define an instance: [`accumulators`] by precision, a [`source`] of the rhs that
+//! decodes stored words into fragments, and a [`feed`] that fills the ring.
 //!
-//! Ladder, TFLOP/s at 4096^3 bf16, B column-major / row-major, on an H200 restricted to an RTX 4090's
-//! features (620 from registers alone; Burn 0.22.1 in the same run 268 / 214):
+//! Ladder, TFLOP/s at 4096^3 bf16, B column-major / row-major, on an H200 restricted to an RTX
+//! 4090's features. Its limit with operands in registers is 620; Burn 0.22.1 reached 268 / 214 in
+//! the same run:
 //!
 //! | version                                                            | col | row |
 //! |--------------------------------------------------------------------|-----|-----|
@@ -23,23 +24,28 @@
 //! | v2 v1, fragments loaded one step ahead of the multiply (dropped)   | 370 | 336 |
 //! | v3 v1, addresses in vectors, fragments at constant distances       | 369 | 390 |
 //! | v4 fragments one step ahead, 128 x 256 x 32, eight planes, streams | 413 | 411 |
-//! | v5 v4, addresses in bytes: 128 instructions a tile, 64 of them HMMA | 492 | 490 |
+//! | v5 v4, addresses in bytes: 128 instructions per tile, 64 of them HMMA | 492 | 490 |
 //!
-//! What v2 lacked were cheap addresses: its loads ahead waited behind the arithmetic for them, and so
-//! did v4's (a warp spent one cycle in six waiting for `ldmatrix`, in v5 next to none). In v5 the tensor
-//! pipe is the first stall, then the barrier (0.43 of 6.4 cycles an instruction) and the copies (0.41). The
-//! card is at its power limit: 1.98 GHz when idle, 1.6 to 1.75 under this load. v4 and v5 were timed for
-//! 25 ms; over the 100 ms of the records v5 reaches 470 / 466 on one card and 488 / 481 on another, and at 8192^3 446 / 451
-//! and 450 / 474 where the first 25 ms give 516 / 517: what is left there is energy a multiply, not time.
+//! v2 lacked cheap addresses: its prefetches waited for address arithmetic, and so did v4's. A warp
+//! of v4 spent one cycle in six waiting for `ldmatrix`; in v5 it spends almost none. In v5 the
+//! tensor pipe is the first stall, then the barrier (0.43 of 6.4 cycles per instruction) and the
+//! copies (0.41). The card is at its power limit: 1.98 GHz when idle, 1.6 to 1.75 under this load.
+//! v4 and v5 were timed for 25 ms. Over the 100 ms of the records v5 reaches 470 / 466 on one card
+//! and 488 / 481 on another. At 8192^3 it reaches 446 / 451 and 450 / 474, where the first 25 ms
+//! give 516 / 517: the remaining limit is energy per multiply, not time.
 //!
 //! Tried and slower at the same tile (CUDA C++ prototypes of v5, 467 at 4096^3 before streaming):
-//! `mbarrier` full/empty pairs for the barrier 418; 256 x 192 x 32 with planes of 64 x 96, which has no
-//! registers left to load ahead, 404; two stages of 64 for four of 32, 375; groups of 4 or 16 block rows
-//! for 8, 454 and 423 (of v5 at 8192^3, bf16 and tf32, groups of 4, 12, 16 and 24 are within 2% of 8); copies through the
-//! first-level cache 393. Without copies the loop reaches 517,
-//! without fragment loads 540. Nor do whole waves pay: 128 x 224 x 32 (planes of 64 x 56) cuts 512 x 14336 x 4096 into
-//! 256 blocks for 132 processors where 128 x 256 makes 224, and takes 145 us for 144, most likely because blocks of a last
-//! wave find a card that is not at its power limit; at 4096^3 it reaches 405 for 491.
+//! - `mbarrier` full/empty pairs instead of the barrier: 418.
+//! - 256 x 192 x 32 with planes of 64 x 96, which leaves no registers for prefetching: 404.
+//! - Two stages of 64 instead of four of 32: 375.
+//! - Groups of 4 or 16 block rows instead of 8: 454 and 423. For v5 at 8192^3, bf16 and tf32,
+//!   groups of 4, 12, 16 and 24 are within 2% of 8.
+//! - Copies through the L1 cache: 393.
+//!
+//! Without copies the loop reaches 517, without fragment loads 540. Whole waves do not pay either.
+//! 128 x 224 x 32 (planes of 64 x 56) makes 256 blocks of 512 x 14336 x 4096 for 132 processors;
+//! 128 x 256 makes 224. It takes 145 us instead of 144, most likely because the partial last wave of
+//! 128 x 256 runs on a card below its power limit. At 4096^3 it reaches 405 instead of 491.
 
 mod accumulators;
 mod feed;
@@ -77,12 +83,13 @@ pub struct MmaConfig {
     pub planes_n: u32,
     /// Shared tiles in the ring.
     pub stages: u32,
-    /// Parts of split-k, each the work of another cube.
+    /// Number of split-k splits; each is the work of another cube.
     pub parts: u32,
 }
 
 impl MmaConfig {
-    /// A config of tiles `[tile_m, tile_n, tile_k]` and planes `[planes_m, planes_n]`, without split-k.
+    /// Config with tiles `[tile_m, tile_n, tile_k]` and planes `[planes_m, planes_n]`, without
+    /// split-k.
     pub(crate) const fn new(tiles: [u32; 3], planes: [u32; 2], stages: u32) -> Self {
         let ([tile_m, tile_n, tile_k], [planes_m, planes_n]) = (tiles, planes);
         Self { tile_m, tile_n, tile_k, planes_m, planes_n, stages, parts: 1 }
@@ -92,17 +99,17 @@ impl MmaConfig {
         32 * self.planes_m * self.planes_n
     }
 
-    /// Rows and columns of one plane's part.
+    /// Rows and columns of one plane's part of the tile.
     pub(crate) const fn plane_tile(self) -> (u32, u32) {
         (self.tile_m / self.planes_m, self.tile_n / self.planes_n)
     }
 
-    /// The shared tile of the left operand, elements of `elem` bytes.
+    /// Shared tile of lhs, with elements of `elem` bytes.
     pub(crate) const fn lhs_tile(self, layout: Layout, elem: usize) -> TileShape {
         TileShape::new(self.tile_m, self.tile_k, matches!(layout, Layout::Col), elem)
     }
 
-    /// The shared tile of the right operand.
+    /// Shared tile of rhs, with elements of `elem` bytes.
     pub(crate) const fn rhs_tile(self, layout: Layout, elem: usize) -> TileShape {
         TileShape::new(self.tile_n, self.tile_k, matches!(layout, Layout::Row), elem)
     }
@@ -111,34 +118,35 @@ impl MmaConfig {
         self.stages * (self.tile_m + self.tile_n) * self.tile_k * elem as u32
     }
 
-    /// Estimates the registers of a unit: accumulators of `sum` bytes, two steps of fragments, addresses.
+    /// Estimated registers per unit: accumulators of `sum` bytes, two steps of fragments,
+    /// addresses.
     const fn registers(self, sum: usize) -> u32 {
         let (m, n) = self.plane_tile();
         m * n * sum as u32 / 128 + (m + n) / 2 + 56
     }
 
-    /// Number of cubes that one processor holds at a time.
+    /// Number of cubes that fit on one processor at the same time.
     pub(crate) fn resident(self, arch: &ArchProfile, precision: Precision) -> u32 {
         const REGISTERS: u32 = 65_536;
-        const RESERVED: u32 = 1024; // shared memory that the driver keeps, a cube
+        const RESERVED: u32 = 1024; // shared memory per cube that the driver reserves
         let by_registers = REGISTERS / (self.registers(precision.sums().size()) * self.units());
         let shared = self.shared_bytes(precision.storage().size());
         let by_shared = (arch.max_shared_bytes + RESERVED) / (shared + RESERVED);
         by_registers.min(by_shared).max(1)
     }
 
-    /// Returns whether a cube may take one item after another: the copies look one item ahead, no further.
+    /// Returns true if a cube may process several items. The copies look at most one item ahead.
     pub(crate) const fn streams(self, k: u32) -> bool {
         let last = k.div_ceil(self.tile_k) - (self.parts - 1) * self.part_tiles(k);
         last >= self.stages
     }
 
-    /// Tiles of k in each part but the last.
+    /// k tiles per split, except the last.
     pub(crate) const fn part_tiles(self, k: u32) -> u32 {
         k.div_ceil(self.tile_k).div_ceil(self.parts)
     }
 
-    /// Returns the config, and with split-k in as many parts as fill idle processors once, and twice.
+    /// Returns the config, and with the splits that fill idle processors once and twice.
     pub(super) fn with_splits(self, arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
         let mut parts = vec![1];
         if !problem.grouped {
@@ -146,10 +154,10 @@ impl MmaConfig {
             let room = arch.processors.unwrap_or(1) * self.resident(arch, problem.precision);
             let tiles = problem.k.div_ceil(self.tile_k);
             for wish in [u64::from(room) / blocks, 2 * u64::from(room) / blocks] {
-                // Fewer than four tiles a part would not fill the ring of stages.
+                // Fewer than four tiles per split would not fill the ring of stages.
                 let wish = wish.min(u64::from(tiles / 4)) as u32;
                 if wish > 1 {
-                    // As many as leave no part empty.
+                    // Reduce the count so that no split is empty.
                     parts.push(tiles.div_ceil(Self { parts: wish, ..self }.part_tiles(problem.k)));
                 }
             }
@@ -159,7 +167,7 @@ impl MmaConfig {
         parts.into_iter().map(|parts| Self { parts, ..self }).collect()
     }
 
-    /// Checks everything but the layout of the operands, whose shared tiles are `tiles`.
+    /// Checks everything except the layout of the operands, whose shared tiles are `tiles`.
     pub(super) fn check_tiles(
         &self,
         arch: &ArchProfile,
@@ -226,13 +234,13 @@ impl MmaConfig {
         limits(arch, units, u32::try_from(u64::from(self.stages) * stage).unwrap_or(u32::MAX))
     }
 
-    /// Shared tiles of both operands as they lie.
+    /// Shared tiles of both operands in their memory layout.
     pub(super) const fn tiles(&self, problem: &MatmulProblem) -> [TileShape; 2] {
         let elem = problem.precision.storage().size();
         [self.lhs_tile(problem.lhs.layout, elem), self.rhs_tile(problem.rhs.layout, elem)]
     }
 
-    /// Returns the comptime facts of the instance that multiplies dense operands.
+    /// Returns the comptime parameters of the kernel instance for dense operands.
     pub(crate) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> MmaPlan {
         let [lhs, rhs] = self.tiles(problem);
         let [width_lhs, width_rhs, _] = problem.widest();
@@ -253,7 +261,7 @@ impl MmaConfig {
     }
 }
 
-/// Configs in the order of how often they win; depths are for 2-byte elements and halve for 4.
+/// Configs, most frequent winners first; depths are for 2-byte elements and halve for 4.
 const CONFIGS: [MmaConfig; 11] = [
     MmaConfig::new([128, 256, 32], [2, 4], 4),
     MmaConfig::new([256, 128, 32], [4, 2], 4),
@@ -269,10 +277,11 @@ const CONFIGS: [MmaConfig; 11] = [
 ];
 
 impl MmaConfig {
-    /// The smallest tile: what it lacks, every config lacks.
+    /// Smallest tile; every other config needs at least as much.
     pub(super) const SMALLEST: Self = Self::new([16, 32, 128], [1, 2], 6);
 
-    /// Returns `configs` with the depth of the problem's elements, each with its parts of split-k.
+    /// Returns `configs` with their depth adapted to the element size, each with and without
+    /// split-k.
     pub(super) fn fitted(
         configs: &[Self],
         arch: &ArchProfile,
@@ -335,7 +344,7 @@ impl Path for MmaConfig {
     }
 }
 
-/// Checks a product whose operands are not those of a dense matmul, with shared tiles `tiles`.
+/// Checks a matmul whose operands are not those of a dense matmul; their shared tiles are `tiles`.
 pub(crate) fn check_source(
     arch: &ArchProfile,
     problem: &MatmulProblem,
@@ -346,40 +355,40 @@ pub(crate) fn check_source(
     c.check_tiles(arch, problem, tiles)
 }
 
-/// Comptime facts of one instance.
+/// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct MmaPlan {
-    /// With one part, so that instances differ by `partial` alone.
+    /// Config with one split, so that instances differ only in `partial`.
     pub(crate) config: MmaConfig,
     pub(crate) lhs: CopyPlan,
     pub(crate) rhs: CopyPlan,
     /// Depth of the instruction.
     pub(crate) inst_k: u32,
-    /// The stage of every tile is known at compile time, and k is whole rounds of stages.
+    /// True if the stage of every tile is known at compile time, and k is whole rounds of stages.
     pub(crate) fixed_stages: bool,
-    /// Every tile is full: no edge is checked.
+    /// True if every tile is full: no edge needs a check.
     pub(crate) exact: bool,
-    /// Sums go to the workspace.
+    /// True if accumulators go to the workspace.
     pub(crate) partial: bool,
-    /// Dense products accumulate in f16.
+    /// True for dense matmuls with f16 accumulation.
     pub(crate) accumulates_f16: bool,
-    /// Values of k in an element of the right operand's tile.
+    /// Values of k per element of the rhs tile.
     pub(crate) packing: usize,
-    /// f32 operands are rounded to tf32 by one instruction (compute capability 9.0 and later).
+    /// True if one instruction rounds f32 operands to tf32 (compute capability 9.0 or newer).
     pub(crate) rounds_tf32: bool,
 }
 
 impl MmaPlan {
-    /// Number of tiles under way while one is multiplied.
+    /// Number of tiles in flight while one is multiplied.
     ///
-    /// Copies into fixed stages go into one that was read a tile before, where there are stages enough, so that
-    /// no plane waits for the slowest.
+    /// With more than three fixed stages, copies go to the stage that was read one tile earlier, so
+    /// that no plane waits for the slowest.
     const fn ahead(self) -> u32 {
         let stages = self.config.stages;
         if self.fixed_stages && stages > 3 { stages - 2 } else { stages - 1 }
     }
 
-    /// Returns whether the addresses of the operands stay in registers.
+    /// Returns true if the addresses of the operands stay in registers.
     const fn holds(self) -> bool {
         self.config.tile_m > 16
     }

@@ -1,4 +1,4 @@
-//! Sources of the right operand: how stored words become what the instruction takes, and what sums are worth.
+//! Sources of the rhs: decoding of stored words into fragments, and dequantisation of accumulators.
 
 use cubecl::prelude::*;
 
@@ -6,10 +6,11 @@ use super::MmaPlan;
 use super::work::Item;
 use crate::matmul::dims::Dims;
 
-/// Source of the right operand of sums in `A`.
+/// Source of the rhs for accumulators `A`.
 #[cube]
 pub(crate) trait RightOperand<A: CubeType>: CubeType {
-    /// Decodes the words of a step of k, register set `set`, where an element of the tile packs several values.
+    /// Decodes the words of one step of k, register set `set`, if an element of the tile packs
+    /// several values.
     fn decode(
         &self,
         words: &Sequence<Array<u32>>,
@@ -19,7 +20,7 @@ pub(crate) trait RightOperand<A: CubeType>: CubeType {
         #[comptime] plan: MmaPlan,
     );
 
-    /// Dequantises the sums of `item`, those of a plane's part that begins at `row` and `col`.
+    /// Dequantises the accumulators of `item` for a plane's part that starts at `row` and `col`.
     #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
     fn scale(
         &self,
@@ -33,7 +34,7 @@ pub(crate) trait RightOperand<A: CubeType>: CubeType {
     );
 }
 
-/// A matrix in the type that the instruction reads.
+/// Dense matrix in the type that the instruction reads.
 #[derive(CubeType)]
 pub(crate) struct Dense {}
 

@@ -1,4 +1,4 @@
-//! Results: from accumulator fragments through the epilogue to memory.
+//! Stores results: from accumulator fragments through the epilogue to memory.
 
 use cubecl::prelude::*;
 
@@ -9,7 +9,8 @@ use crate::matmul::dims::Dims;
 use crate::matmul::epilogue::{Columns, Finish};
 use crate::tile::quad_transpose;
 
-/// Stores a plane's part: whole quads as 16-byte vectors where the result has those, else the pairs of a unit.
+/// Stores a plane's part: whole quads as 16-byte vectors if the result has vectors of eight, else
+/// the pairs of a unit.
 ///
 /// A fragment is 16 x 8; a unit holds columns `2 * (lane % 4)` and `+ 1` of rows `lane / 4` and `+ 8`.
 #[cube]
@@ -78,7 +79,7 @@ pub(crate) fn store<F: Float, E: Float, A: Accumulators, NO: Size>(
     }
 }
 
-/// Stores the four pairs of a unit of columns `col` to `col + 31` of the row that begins at `line`.
+/// Stores a unit's four pairs of columns `col` to `col + 31`, in the row that starts at `line`.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
 pub(crate) fn store_quad<F: Float, E: Float, NC: Size, NO: Size>(
@@ -116,7 +117,7 @@ pub(crate) fn store_quad<F: Float, E: Float, NC: Size, NO: Size>(
     }
 }
 
-/// Stores a plane's part of the partial sums of split-k, as [`store`] does.
+/// Stores a plane's part of the split-k partial sums, like [`store`].
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
 pub(crate) fn store_partials<A: Accumulators, NP: Size>(

@@ -12,17 +12,17 @@ pub(crate) struct Item {
     pub(crate) col: u32,
     /// One past the last row of the batch.
     pub(crate) row_end: u32,
-    /// First k, and tiles from there.
+    /// First k, and number of tiles from there.
     pub(crate) k: u32,
     pub(crate) tiles: u32,
     pub(crate) batch: u32,
-    /// Part of split-k.
+    /// Index of the split of k.
     pub(crate) part: u32,
 }
 
-/// All work items of a launch: blocks of each product, and products.
+/// All work items of a launch: blocks of each matmul, times the number of matmuls and splits.
 ///
-/// Groups count as one product, whose block rows are those of the groups one after the other.
+/// Groups count as one matmul, whose block rows are those of all groups in order.
 #[derive(CubeType)]
 pub(crate) struct Work {
     rows: u32,
@@ -57,7 +57,7 @@ impl Work {
         let (block_m, block_n) = block_of(self.rows, self.cols, block);
         let (mut block_m, mut batch) = (block_m, slice / dims.parts);
         if comptime!(dims.grouped) {
-            // The loop ends at a group, because the block is one of those that were counted.
+            // The loop ends at a group, because the counted blocks include this one.
             let mut here = block_rows(dims, batch, config);
             while block_m >= here {
                 block_m -= here;
