@@ -137,7 +137,7 @@ impl<N: Size> Codes<N> {
         }
     }
 
-    /// Returns the absmax of the codes of [`Self::word`].
+    /// Returns the absmax of the codes of `word`.
     pub(crate) fn absmax_of_word(&self, word: u32, row: u32, chunk: u32, k: u32) -> f32 {
         let block = word / comptime!(self.plan.block_size / 8);
         let mut at = block;
