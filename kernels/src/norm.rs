@@ -11,9 +11,9 @@
 //! the two differ, these are nearer.
 //!
 //! Cost: one read of x and residual, one write of out, one read of w and bias. Latency limits a decode step,
-//! bandwidth a prefill. If a unit has only a few vectors of a row, it loads x, w, bias and residual before
-//! the first sum and keeps them in registers: a row costs one trip to memory, not three. Longer rows are read
-//! again, from the first-level cache. On a CPU each unit processes whole rows.
+//! bandwidth a prefill. If a unit has only a few vectors of a row, it loads all operands before the first sum
+//! and keeps them in registers. A row then costs one trip to memory, not three. Longer rows are read again,
+//! from the first-level cache. On a CPU each unit processes whole rows.
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;

@@ -90,7 +90,7 @@ impl Lines {
         self
     }
 
-    /// Runs [`compare`] on each class. Each class gets at least a quarter of the tolerance of all rows: the
+    /// Runs [`compare`] on each class. Each class gets at least a quarter of the tolerance of all rows. The
     /// naive error of a few rows is a matter of chance, and rows that are exactly 0 may have none.
     ///
     /// # Errors

@@ -1,10 +1,10 @@
 //! Samples a token from logits.
 //!
 //! Scores are the logits; those of seen tokens are divided by the penalty if above 0, else multiplied by it.
-//! With a temperature the weights are `exp((s - max s) / temperature)`. Three filters follow in order, each
-//! keeping ties with the last kept token: the top_k largest, the largest that together reach top_p of the
-//! sum, and those of at least min_p. Weights are added column by column, where a column is every 1024th group
-//! of four tokens, in the order of ids.
+//! With a temperature the weights are `exp((s - max s) / temperature)`. Three filters follow in order: the
+//! top_k largest, the largest that together reach top_p of the sum, and those of at least min_p. Each keeps
+//! ties with the last kept token. Weights are added column by column, where a column is every 1024th group of
+//! four tokens, in the order of ids.
 
 use crate::{Comparison, DType, Error, compare};
 

@@ -369,7 +369,7 @@ fn store_one<F: Float, NO: Size>(
     }
 }
 
-/// Stores two sums, the first of which gates the second, or their result.
+/// Stores two sums to the workspace, or to `out` the result in which the first gates the second.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two sums and their place")]
 fn store_both<F: Float, NO: Size>(

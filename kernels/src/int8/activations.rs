@@ -1,5 +1,6 @@
-//! Rounds activations to i8: x ≈ code · scale[m]    x: `[m, k]`, codes from -127 to 127; outlier columns stay
-//! exact
+//! Rounds activations to i8: x ≈ code · scale[m]    x: `[m, k]`, codes from -127 to 127
+//!
+//! Outlier columns stay exact.
 //!
 //! ```text
 //!   outliers = columns of x with a magnitude of at least `threshold`       // marked per chunk of rows, then merged
@@ -8,8 +9,8 @@
 //! ```
 //!
 //! The kernel stores codes for paths with int8 instructions, and dequantised values for the others; the
-//! matmul is the same. A row with NaN gets scale NaN, and its results are NaN. The same holds for a row with
-//! an infinity that is not in an outlier column.
+//! matmul is the same. A row with NaN, or with an infinity outside of outlier columns, gets a scale that is
+//! NaN or infinite. Its results are NaN.
 //!
 //! Cost: x is read three times, the second and third time from cache; one byte or one number is written per
 //! element. Three launches, one without a threshold.

@@ -1,7 +1,8 @@
 //! C = epilogue(A·Bᵀ · scb[n] / 127)    A: `[m, k]` in halves   B: `[n, k]` in i8
 //!
-//! With activation rounding A is also i8, rounded from x `[m, k]`: C = epilogue(scale[m] · (A·Bᵀ) · scb[n] /
-//! 127 + Σ over outlier columns o of x[m, o] · B[n, o] · scb[n] / 127)
+//! With activation rounding A is also i8, rounded from x `[m, k]`:
+//!
+//! C = epilogue(scale[m] · (A·Bᵀ) · scb[n] / 127 + Σ over outlier columns o of x[m, o] · B[n, o] · scb[n] / 127)
 //!
 //! Int8 as the right operand of the `mma.sync` loop ([`crate::matmul::mma`]), whose copies and tiles count
 //! two bytes as an element.

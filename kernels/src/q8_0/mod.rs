@@ -9,9 +9,8 @@
 //! ```
 //!
 //! The values are those of GGUF's `block_q8_0`, 8.5 bits an element. On a device codes and scales are in
-//! separate buffers, so that codes are read as vectors: words of four codes `[n, k / 4]`, and words of two
-//! scales, the first in the low half. Integer arithmetic converts the scales, because WGSL does not always
-//! have f16.
+//! separate buffers, so that codes are read as vectors. A word holds four codes `[n, k / 4]`, or two scales,
+//! the first in the low half. Integer arithmetic converts the scales, because WGSL does not always have f16.
 //!
 //! | kernel             | purpose              | bound by                      |
 //! |--------------------|----------------------|-------------------------------|

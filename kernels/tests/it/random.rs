@@ -123,7 +123,7 @@ fn own_axes() -> impl Strategy<Value = Option<[bool; 3]>> {
     proptest::option::of(any::<[bool; 3]>())
 }
 
-/// Sequences of different lengths, the first of which is not empty.
+/// Sequences of different lengths; the first is not empty.
 fn lengths(most: [u32; 2]) -> impl Strategy<Value = Vec<(u32, u32)>> {
     let others = vec((0..=most[0], 0..=most[1]), 0..=3);
     ((1..=most[0], 1..=most[1]), others).prop_map(|(first, mut others)| {

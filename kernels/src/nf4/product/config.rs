@@ -85,7 +85,7 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
 /// memory or a dense weight wins.
 const FEW_BY_LANES: u32 = 8;
 const FEW_BY_TENSOR_CORES: u32 = 128;
-/// Maximum rows for which a dense weight cannot win against plane matrices.
+/// Rows above which a dense weight is a candidate next to plane matrices.
 const FEW_FOR_DENSE: u32 = 64;
 
 pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {

@@ -27,8 +27,8 @@
 //! v4 works with the same shapes for a gated pair, where v3 spills 24 to 72 bytes on CUDA. The reason for its
 //! cost of 2 us on Vulkan is unknown.
 //!
-//! With two rows, v2 is bound by shared memory and the first-level cache, which are busy for 69% of the time:
-//! the reads of x by neighbouring units are 64 bytes apart. More rows share these reads.
+//! With two rows, v2 is bound by shared memory and the first-level cache, which are busy for 69% of the time.
+//! Neighbouring units read x 64 bytes apart. More rows share these reads.
 
 use arch::ArchProfile;
 use cubecl::prelude::*;
@@ -330,7 +330,7 @@ pub(super) struct Chunk {
     pub(super) absmax: Array<f32>,
 }
 
-/// Loads chunk `at` of a unit's rows of the weight, the first of which belongs to column `first` of y.
+/// Loads chunk `at` of a unit's rows of the weight. The first row belongs to column `first` of y.
 #[cube]
 pub(super) fn chunk_of<NW: Size>(
     weight: &Codes<NW>,
@@ -364,8 +364,8 @@ pub(super) fn chunk_of<NW: Size>(
     Chunk { codes, absmax }
 }
 
-/// Returns row `r` of a unit's rows of the weight, the first of which belongs to column `first` of y. Rows
-/// past the end repeat the last one and are never stored.
+/// Returns row `r` of a unit's rows of the weight. The first row belongs to column `first` of y. Rows past the
+/// end repeat the last one and are never stored.
 #[cube]
 fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: LanesPlan) -> u32 {
     let matrices = comptime!(plan.matrices());

@@ -113,7 +113,7 @@ impl Nf4MatmulProblem {
         Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), glu: false, norm: None })
     }
 
-    /// Treats the weight as two matrices, the first of which gates the second.
+    /// Treats the weight as two matrices, where the first gates the second.
     ///
     /// # Errors
     /// [`InvalidMatmul::Halves`].

@@ -1,5 +1,4 @@
-//! Quantises to 4 bits: absmax = max |w| of a block; code = nearest codebook entry to w / absmax    w: `[n,
-//! k]` in f16, bf16 or f32
+//! absmax = max |w| of a block; code = nearest codebook entry to w / absmax    w: `[n, k]` in f16, bf16 or f32
 //!
 //! ```text
 //!   for each block                                       // neighbouring units, a word of codes each
@@ -8,8 +7,8 @@
 //! ```
 //!
 //! Nested absmax are quantised in the same way: blocks of 256 numbers, relative to the mean of all, with
-//! codes from a codebook of 256 values. The host sums the mean in f64, from a read-back of one number per
-//! block, because no order of f32 sums gives the same bits on all devices.
+//! codes from a codebook of 256 values. The host reads back one absmax per block and sums the mean in f64: no
+//! order of f32 sums gives the same bits on all devices.
 //!
 //! Codes equal those of bitsandbytes' CUDA kernels, except next to a threshold, where its approximate
 //! reciprocal can differ. A block of zeros has the code of zero, as on bitsandbytes' CPU path. A weight with

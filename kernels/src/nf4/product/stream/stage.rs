@@ -89,7 +89,7 @@ impl Stage {
         sync_plane();
     }
 
-    /// Multiplies the fragments of x by the norm weight, of which a unit has 16 bytes. Stores the sums of
+    /// Multiplies the fragments of x by the norm weight; each unit holds 16 bytes of it. Stores the sums of
     /// squares of the plane's part of each row.
     ///
     /// The sums are the diagonal of x·xᵀ: a unit's registers of the right operand are also its registers for
