@@ -1,8 +1,8 @@
-//! What the device can do at most: the two ceilings that every figure is a share of.
+//! Peak copy bandwidth and peak arithmetic of a device, the reference of all relative figures.
 //!
-//! *Copy*: every byte of a buffer read once and written once, 16 bytes a unit, the buffer several
-//! times the last-level cache. *Multiply*: independent matrix instructions (or multiply-adds) on
-//! registers alone, nothing loaded, nothing stored but what keeps the compiler honest.
+//! *Copy* reads and writes every byte of a buffer once, 16 bytes a unit. The buffer is several times the
+//! last-level cache. *Multiply* runs independent matrix instructions (or multiply-adds) on registers. It
+//! loads nothing, and it stores only one number per unit, so that the compiler keeps the loop.
 
 use arch::{ArchProfile, DType, Device};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -41,7 +41,7 @@ fn copy_kernel(
     #[comptime] contiguous: bool,
 ) {
     if comptime!(contiguous) {
-        // A core copies one run of its own.
+        // A core copies one contiguous range.
         let run = from.len().div_ceil(CUBE_DIM as usize);
         let start = run * UNIT_POS as usize;
         let end = min(start + run, from.len());
@@ -60,17 +60,18 @@ fn copy_kernel(
     }
 }
 
-/// Times a copy between buffers far larger than the last cache. Bytes that were read and written, and how long
-/// it took.
+/// Times a copy between buffers far larger than the last-level cache. Returns the bytes read plus written,
+/// and the timing.
 ///
 /// # Errors
-/// A launch that fails.
+/// Fails if a launch fails.
 pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
-    // Devices that limit a buffer bind 128 MiB at most.
+    // Devices with a buffer limit bind at most 128 MiB.
     let most = if device.profile().max_buffer_bytes.is_some() { 64 << 20 } else { 1 << 30 };
     let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
-    // Back to the driver once it is over, and no measure of the pages of a pool.
+    // A dedicated allocation returns to the driver afterwards, and the pages of a pool do not distort the
+    // timing.
     let [from, to] = device.client().memory_dedicated_allocation((), |()| {
         [
             crate::noise(&Queue::Device(device), bytes / 4, DType::F32, 1),
@@ -82,10 +83,11 @@ pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     Ok((2 * bytes as u64, timing))
 }
 
-/// Times multiplying from registers. Operations, and how long they took; none where [`Multiply::of`] is.
+/// Times matrix multiplication on registers. Returns the operations and the timing; None if [`Multiply::of`]
+/// is None.
 ///
 /// # Errors
-/// A launch that fails.
+/// Fails if a launch fails.
 pub fn time_multiply(
     device: &Device,
     precision: Precision,
@@ -97,7 +99,7 @@ pub fn time_multiply(
     Ok(Some((multiply.flops(), timing)))
 }
 
-/// One way to saturate the multipliers.
+/// A kernel that saturates the multipliers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Multiply {
     pub precision: Precision,
@@ -112,15 +114,15 @@ pub struct Multiply {
     chains: usize,
 }
 
-/// Accumulators a plane or unit keeps in flight.
+/// Accumulators that a plane or unit keeps in flight.
 const CHAINS: usize = 16;
-/// Those of a CPU: enough for two multiply-adds a cycle of latency 4, and with their factor no more than the 16 vector
-/// registers of AVX2.
+/// Accumulators on a CPU: enough for two multiply-adds a cycle at latency 4. With their factor they fit in
+/// the 16 vector registers of AVX2.
 const CPU_CHAINS: usize = 12;
 
 impl Multiply {
-    /// The loop for `precision` on `arch`, or none where the backend exposes no registers to
-    /// multiply in (cooperative matrices).
+    /// Returns the loop for `precision` on `arch`. Returns None if the backend exposes only cooperative
+    /// matrices, which have no registers to multiply in.
     pub fn of(arch: &ArchProfile, precision: Precision) -> Option<Self> {
         let processors = arch.processors.unwrap_or(64);
         let cpu = arch.cores().is_some();
@@ -156,7 +158,7 @@ impl Multiply {
         cubes * steps * self.chains as u64 * per_step
     }
 
-    /// Elements of the buffer that [`Multiply::launch`] writes, f32.
+    /// Number of f32 elements that [`Multiply::launch`] writes.
     pub fn out_len(&self) -> usize {
         (self.cubes * self.units) as usize
     }
@@ -256,7 +258,7 @@ fn multiply_kernel<I: Float, W: Size>(
     }
 }
 
-/// Matrix instructions on f16 with f16 sums.
+/// Matrix instructions on f16 with f16 accumulators.
 #[cube]
 fn halves(seed: f32, steps: u32) -> f32 {
     let word = u32::reinterpret(Vector::<half::f16, Const<2>>::new(half::f16::cast_from(seed)));

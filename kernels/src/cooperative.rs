@@ -1,38 +1,38 @@
-//! Tiles in shared memory that plane-scope matrices are loaded from: the path through Vulkan's
-//! `VK_KHR_cooperative_matrix`.
+//! Shared-memory tiles for plane-scope matrices: the path through Vulkan's `VK_KHR_cooperative_matrix`.
 //!
-//! There are no asynchronous copies: what comes next is read into registers before a tile is multiplied, and put into
-//! its place after. A tile is declared as words of 16 bytes, whatever it holds, so that units store whole words and the
-//! driver knows that every line of a matrix is aligned; a matrix may be loaded through a pointer to any type. Lines are
-//! an odd number of words apart: eight neighbouring lines lie in different banks.
+//! There are no asynchronous copies. A unit reads its part of the next tile into registers, multiplies the
+//! current tile, and then stores the registers to shared memory. A tile is declared as words of 16 bytes,
+//! whatever its element type. Units therefore store whole words, and the driver knows that every line of a
+//! matrix is aligned. A matrix may be loaded through a pointer to any type. The pitch of lines is an odd
+//! number of words, so that eight neighbouring lines lie in different banks.
 
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
-/// What a tile is declared as.
+/// Declared element of a tile: 16 bytes.
 pub(crate) type Word = Vector<u32, Const<4>>;
 
-/// Lines of elements of 16 bits, and how many units bring them.
+/// Shape of a tile of 16-bit elements, and the number of units that copy it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Tile {
     pub(crate) lines: u32,
     /// Elements of a line, a multiple of 8.
     pub(crate) line: u32,
     pub(crate) units: u32,
-    /// None of its lines is past the last, and none cut short.
+    /// True if no tile is partial: none crosses the last line or the end of a line.
     pub(crate) exact: bool,
 }
 
-/// Where in a matrix a tile lies, in elements.
+/// Position of a tile within a matrix, in elements.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Corner {
-    /// The matrix's first element, and elements between its lines.
+    /// First element of the matrix, and elements from one line to the next.
     pub(crate) start: usize,
     pub(crate) stride: usize,
-    /// First line, and one past the matrix's last.
+    /// First line of the tile, and the number of lines of the matrix.
     pub(crate) line: u32,
     pub(crate) lines: u32,
-    /// First element of the lines, and one past their last.
+    /// First element of the tile's lines, and the number of elements of the matrix's lines.
     pub(crate) element: u32,
     pub(crate) elements: u32,
 }
@@ -51,7 +51,7 @@ impl Tile {
         16 * self.words()
     }
 
-    /// Words that a unit brings.
+    /// Words that a unit copies.
     pub(crate) const fn copies(self) -> usize {
         (self.lines * self.line / 8).div_ceil(self.units) as usize
     }
@@ -61,7 +61,7 @@ impl Tile {
     }
 }
 
-/// Reads unit `unit`'s words of a tile, zeros past the ends.
+/// Reads the words of a tile that unit `unit` copies. Words past the ends are 0.
 #[cube]
 pub(crate) fn read<F: Float, N: Size>(
     from: &[Vector<F, N>],
@@ -90,7 +90,7 @@ pub(crate) fn read<F: Float, N: Size>(
     }
 }
 
-/// Eight elements from element `at` on, zeros from the `left`th on.
+/// Returns eight elements from element `at` on. Elements from the `left`th on are 0.
 #[cube]
 fn eight<F: Float, N: Size>(
     from: &[Vector<F, N>],
@@ -127,7 +127,7 @@ fn eight<F: Float, N: Size>(
     word
 }
 
-/// Puts what was read into the tile.
+/// Stores the words read by [`read`] in the tile.
 #[cube]
 pub(crate) fn put(shared: &mut [Word], read: &Array<Word>, unit: u32, #[comptime] tile: Tile) {
     let per_line = comptime!(tile.line / 8);
@@ -141,8 +141,8 @@ pub(crate) fn put(shared: &mut [Word], read: &Array<Word>, unit: u32, #[comptime
     }
 }
 
-/// The matrix of 16 lines by `depth` elements, or the other way round, whose corner is element `element` of line `line`;
-/// `element` is a multiple of 8.
+/// Loads the matrix of 16 lines by `depth` elements, or its transpose, whose corner is element `element` of
+/// line `line`. `element` is a multiple of 8.
 #[cube]
 pub(crate) fn load<F: Float>(
     shared: &[Word],
@@ -153,16 +153,16 @@ pub(crate) fn load<F: Float>(
     #[comptime] depth: usize,
     #[comptime] tile: Tile,
 ) -> Matrix<F> {
-    // SAFETY: loaded in the next line.
+    // SAFETY: the `load` below initialises the matrix.
     let mut matrix = unsafe { Matrix::<F>::uninitialized(ident, 16usize, 16usize, depth, layout) };
     let at = line * comptime!(tile.pitch()) + element / 8;
     let end = shared.len();
-    // The stride counts elements of what the pointer is to, numbers of 32 bits.
+    // The stride counts elements of the pointer's type, which has 32 bits.
     cmma::load(&mut matrix, &shared[at as usize..end], comptime!(4 * tile.pitch()));
     matrix
 }
 
-/// A matrix of zeros to add to.
+/// Returns an accumulator of zeros.
 #[cube]
 pub(crate) fn zeros(#[comptime] depth: usize) -> Matrix<f32> {
     let undefined = comptime!(MatrixLayout::Undefined);

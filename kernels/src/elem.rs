@@ -1,4 +1,4 @@
-//! Element types: ours as CubeCL names them, and how coarse they are.
+//! Element types in CubeCL's terms, and their rounding errors.
 
 use arch::DType;
 use cubecl::ir::{ElemType, FloatKind};
@@ -13,8 +13,8 @@ pub(crate) const fn elem(dtype: DType) -> ElemType {
     }
 }
 
-/// Largest difference of two results that were rounded to `dtype` once each, relative to the largest; 0 for f32, where the order
-/// of sums counts.
+/// Largest difference between two results that were each rounded once to `dtype`, relative to the largest
+/// result. Returns 0 for f32, where the order of sums determines the error.
 pub(crate) fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-10),

@@ -2,14 +2,15 @@
 //!
 //! ```text
 //!   for each vector of each row                         // one unit
-//!     x = table[token] · scale                          // f32; rounded, since models have it so
-//!     out = round(x + learned[start + s])               // where positions are learned
+//!     x = table[token] · scale                          // f32; rounded, as in the reference models
+//!     out = round(x + learned[start + s])               // only with learned positions
 //! ```
 //!
-//! Tokens lie on the device, so that one that was just sampled need not visit the host. A token past the
-//! vocabulary, or a position past the learned ones, gives a row of NaN, so that it shows, and reads nothing.
+//! Tokens lie on the device, so that a token just sampled need not visit the host. A token past the
+//! vocabulary, or a position past the learned ones, gives a row of NaN and reads nothing, so that the error
+//! is visible.
 //!
-//! Cost: a row of the table read and one written a token; nothing is computed to speak of.
+//! Cost: one row of the table read and one written per token; the arithmetic is negligible.
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -23,10 +24,10 @@ use crate::fits::{limits, stores};
 use crate::launch::{index_width, launch, vector};
 use crate::round::{by_hand, rounded};
 
-/// The family of embeddings.
+/// The embedding kernel.
 pub struct Embed;
 
-/// Tokens whose rows are looked up. Build it with [`EmbedProblem::new`], change fields, end with
+/// Embedding lookup of tokens. Build it with [`EmbedProblem::new`], change fields, end with
 /// [`EmbedProblem::checked`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EmbedProblem {
@@ -36,17 +37,17 @@ pub struct EmbedProblem {
     pub vocab: u32,
     /// Type of both tables and of the result.
     pub dtype: DType,
-    /// Elements from a row of the table to the next.
+    /// Elements from one row of the table to the next.
     pub table_stride: u32,
-    /// Learned positions that are added, where there are such.
+    /// Number of learned positions, if the model has any; they are added.
     pub positions: Option<u32>,
-    /// Elements from one of them to the next.
+    /// Elements from one learned position to the next.
     pub positions_stride: u32,
-    /// Rows of the table are multiplied by this, and rounded.
+    /// Factor of the table's rows; the product is rounded.
     pub scale: f32,
 }
 
-/// An embedding that means nothing.
+/// An invalid embedding problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidEmbed {
     #[error("{axis} is 0\nhint: an empty embedding has no kernel to run; skip it")]
@@ -66,7 +67,7 @@ pub enum InvalidEmbed {
 }
 
 impl EmbedProblem {
-    /// Rows as a dense table has them.
+    /// Creates a problem with a dense table, without positions, at scale 1.
     ///
     /// # Errors
     /// See [`InvalidEmbed`].
@@ -89,7 +90,7 @@ impl EmbedProblem {
         .checked()
     }
 
-    /// Itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidEmbed`].
@@ -132,7 +133,7 @@ impl EmbedProblem {
         self.batch * self.seq
     }
 
-    /// Elements of the buffers of the table and of the learned positions, and of the result.
+    /// Elements of three buffers: the table, the learned positions and the result.
     pub fn extents(&self) -> [usize; 3] {
         let hidden = self.hidden as usize;
         let rows = |rows: u32, stride: u32| (rows - 1) as usize * stride as usize + hidden;
@@ -143,14 +144,14 @@ impl EmbedProblem {
         ]
     }
 
-    /// Elements of a vector: the longest that a load takes and rows and their strides divide into.
+    /// Vector width in elements: the widest load that divides rows and strides.
     fn vector(&self, arch: &ArchProfile) -> u32 {
         let sizes = [self.hidden, self.table_stride, self.positions_stride];
         vector(arch, self.dtype, |v| sizes.iter().all(|size| size % v == 0))
     }
 }
 
-/// How rows are spread.
+/// Launch shape of an embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct EmbedConfig {
     /// Units of a cube.
@@ -160,21 +161,21 @@ pub struct EmbedConfig {
 /// Device buffers of one launch.
 #[derive(Debug, Clone)]
 pub struct EmbedOperands {
-    /// Words `[batch, seq]`.
+    /// u32 `[batch, seq]`.
     pub tokens: Handle,
-    /// `[vocab, hidden]`, rows as far apart as the problem says.
+    /// `[vocab, hidden]`, with the row stride of the problem.
     pub table: Handle,
-    /// Where positions are learned.
+    /// Learned positions, if the problem has any.
     pub learned: Option<Learned>,
     pub out: Handle,
 }
 
-/// Learned positions, and where sequences are.
+/// Learned positions, and the position at which each sequence continues.
 #[derive(Debug, Clone)]
 pub struct Learned {
     /// `[positions, hidden]`
     pub table: Handle,
-    /// Words `[batch]`: positions that each sequence has already.
+    /// u32 `[batch]`: positions that each sequence already has.
     pub start: Handle,
 }
 
@@ -221,7 +222,7 @@ impl Kernel for Embed {
         let [table, learned, out] = p.extents();
         let words = |words: Vec<u32>| queue.upload(u32::as_bytes(&words));
         let noise = |len, salt| crate::noise(queue, len, p.dtype, 8 * seed + salt);
-        // Rows far apart, none of which is the next one's neighbour.
+        // The rows are far apart, so that no row is the neighbour of the next.
         let token = |i: u32| i.wrapping_add(seed as u32).wrapping_mul(0x9e37_79b1) % p.vocab;
         EmbedOperands {
             tokens: words((0..p.tokens()).map(token).collect()),
@@ -250,13 +251,13 @@ impl Kernel for Embed {
         let vector = p.vector(queue.profile()) as usize;
         let [table, positions, out] = p.extents().map(|len| len / vector);
         let cubes = crate::cubes(queue.profile(), out as u64, c.units);
-        // What is not there is not read.
+        // Absent operands are bound to another buffer, which the kernel does not read.
         let (learned, start) = match &operands.learned {
             Some(learned) => ((&learned.table, positions), (&learned.start, p.batch as usize)),
             None => ((&operands.table, table), (&operands.tokens, 1)),
         };
-        // SAFETY: the lengths are the problem's; the kernel compares tokens and positions with the tables
-        // before it goes there.
+        // SAFETY: the lengths follow from the problem; the kernel bounds tokens and positions before it reads
+        // a table.
         unsafe {
             launch!(
                 queue,
@@ -292,11 +293,11 @@ fn address(p: &EmbedProblem) -> AddressType {
     index_width(longest as u64)
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct EmbedPlan {
     learned: bool,
-    /// True if results are rounded before they are stored.
+    /// True if the kernel rounds results itself before it stores them.
     rounds: bool,
 }
 
@@ -312,10 +313,10 @@ struct Dims {
     /// Vectors of a row.
     vectors: u32,
     vocab: u32,
-    /// Vectors from a row to the next.
+    /// Vectors from one row of the table to the next.
     table: u32,
     positions: u32,
-    /// Vectors from one of them to the next.
+    /// Vectors from one learned position to the next.
     learned: u32,
     scale: f32,
 }
@@ -323,8 +324,8 @@ struct Dims {
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn look_up<F: Float, N: Size>(
     tokens: &[u32],
-    table: &[Vector<F, N>],   // [vocab, vectors], rows apart
-    learned: &[Vector<F, N>], // [positions, vectors], rows apart
+    table: &[Vector<F, N>],   // [vocab, vectors], strided rows
+    learned: &[Vector<F, N>], // [positions, vectors], strided rows
     start: &[u32],            // [batch]
     out: &mut [Vector<F, N>], // [tokens, vectors]
     dims: Dims,
@@ -345,7 +346,7 @@ fn look_up<F: Float, N: Size>(
             // A start near 2^32 wraps around.
             known = known && before < dims.positions && position < dims.positions;
         }
-        // Of a number that no compiler knows: WGSL refuses a constant NaN.
+        // WGSL rejects a constant NaN, so it is made from a value unknown to the compiler.
         let nan = f32::reinterpret(token | 0x7fc0_0000u32);
         let mut values = Vector::<F, N>::new(rounded::<F>(nan, plan.rounds));
         if known {

@@ -1,19 +1,19 @@
-//! Limits of a device that every family's `check` asks for.
+//! Limits of a device that every kernel's `check` tests.
 
 use arch::{ArchProfile, DType};
 use tune::Infeasible;
 
-/// The device lacks `what`.
+/// Returns the error for a device without `what`.
 pub(crate) fn lacks(what: impl Into<String>) -> Infeasible {
     Infeasible::Feature { what: what.into() }
 }
 
-/// A config's `name` cannot be `value`, because of `why`.
+/// Returns the error for a config whose `name` cannot be `value`, with the reason `why`.
 pub(crate) fn shape(name: &'static str, value: impl Into<u64>, why: &str) -> Infeasible {
     Infeasible::Shape { name, value: value.into(), why: why.to_owned() }
 }
 
-/// Buffers of all of `dtypes` may lie on the device.
+/// Checks that the device can store buffers of all `dtypes`.
 pub(crate) fn stores(
     arch: &ArchProfile,
     dtypes: impl IntoIterator<Item = DType>,
@@ -24,7 +24,7 @@ pub(crate) fn stores(
     }
 }
 
-/// Returns whether the device is an RTX card, or restricted to one.
+/// Returns whether the device is an RTX card, or is limited to the features of one.
 pub(crate) fn rtx(arch: &ArchProfile) -> bool {
     arch.inline_ptx() && arch.max_shared_bytes <= 99 << 10
 }
@@ -43,7 +43,7 @@ pub(crate) fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), 
     Ok(())
 }
 
-/// Checks the loop iterations of a unit, all loops together. The check that ends a loop counts as one.
+/// Checks the loop iterations of a unit over all its loops. The test that ends a loop counts as one.
 pub(crate) fn iterations(arch: &ArchProfile, need: u64) -> Result<(), Infeasible> {
     match arch.max_loop_turns {
         Some(have) if need > u64::from(have) => Err(Infeasible::Turns { need, have }),

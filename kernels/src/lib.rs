@@ -1,10 +1,10 @@
-//! The kernels, one module each. Every module reads like a paper: the mathematics, the cost, the
+//! GPU and CPU kernels, one module each. Every module reads like a paper: the mathematics, the cost, the
 //! ladder of versions with their numbers, the config, the loop.
 //!
-//! "Rounded" is to the nearest, ties to even, but for one conversion: from f32 to bf16 SPIR-V of CubeCL 0.11.3
-//! cuts off. [`nf4`] rounds decoded weights itself, to have bitsandbytes' bits, and [`norm`], [`rope`] and
-//! [`embed`] their results; products and [`attention`] in bf16 through Vulkan are off by up to one unit in the
-//! last place, not half of one.
+//! "Rounded" means to the nearest, ties to even. The one exception is the conversion from f32 to bf16 in the
+//! SPIR-V of CubeCL 0.11.3, which truncates. [`norm`], [`rope`] and [`embed`] therefore round their results
+//! themselves, and [`nf4`] rounds decoded weights, which keeps bitsandbytes' bits. Matmuls and [`attention`]
+//! in bf16 through Vulkan are off by up to one unit in the last place, not half of one.
 
 pub mod attention;
 pub mod ceiling;
@@ -34,9 +34,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::Queue;
 
-/// A device buffer of `len` elements, roughly normal with unit variance (bytes: even over their range),
-/// the same for one seed on every backend. Made on the device: operands of gigabytes never cross the
-/// bus.
+/// Returns a device buffer of `len` random elements, the same for one seed on every backend. Floats are
+/// roughly normal with unit variance; bytes are uniform. The kernel generates them on the device, so that
+/// operands of gigabytes never cross the bus.
 pub fn noise(queue: &Queue, len: usize, dtype: DType, seed: u64) -> Handle {
     let out = queue.empty((len * dtype.size()).div_ceil(4) * 4);
     let Queue::Device(device) = queue else { return out };
@@ -59,8 +59,8 @@ pub fn noise(queue: &Queue, len: usize, dtype: DType, seed: u64) -> Handle {
     out
 }
 
-/// Number of cubes for `parts` equal parts of work, `each` of them a cube; the kernel loops over the rest.
-/// Where a unit is a core, one cube does all.
+/// Number of cubes for `parts` work items, `each` of them a cube; the kernel loops over the rest. CPUs, where
+/// a unit is a core, use one cube.
 fn cubes(arch: &ArchProfile, parts: u64, each: u32) -> u32 {
     match arch.cores() {
         Some(_) => 1,
@@ -79,7 +79,7 @@ fn hash(i: usize, seed: u32) -> u32 {
     h ^ (h >> 15u32)
 }
 
-/// Words of even bytes.
+/// Fills a buffer with words of uniform random bytes.
 #[cube(launch, address_type = "dynamic")]
 fn words_kernel(out: &mut [u32], seed: u32) {
     let mut i = ABSOLUTE_POS;
@@ -90,7 +90,7 @@ fn words_kernel(out: &mut [u32], seed: u32) {
     }
 }
 
-/// Sum of the four bytes of a hash of the index (Irwin-Hall): a bell with a cheap tail.
+/// Fills a buffer with roughly normal numbers: the sum of four hashed bytes (Irwin-Hall), which is cheap.
 #[cube(launch, address_type = "dynamic")]
 fn noise_kernel<F: Float>(out: &mut [F], seed: u32, #[define(F)] _dtype: ElemType) {
     let mut i = ABSOLUTE_POS;

@@ -2,18 +2,18 @@
 //!
 //! ```text
 //!   for each row r                                      // one group of units, one or several a cube
-//!     factor = 1 / √(Σ (x - mean)² / width + eps)       // mean = 0 but for a layer norm
-//!     out = round(residual + (x - mean) · factor · w + bias)        // (1 + w) where the kind says so
+//!     factor = 1 / √(Σ (x - mean)² / width + eps)       // mean = 0 except in a layer norm
+//!     out = round(residual + (x - mean) · factor · w + bias)        // (1 + w) for RmsPlusOne
 //! ```
 //!
-//! Everything is f32 and rounded once. Transformers rounds `x / rms` to the dtype and multiplies by w in the
-//! dtype, so that its bf16 results are up to one unit in the last place further from the exact ones than
-//! these; where the two differ, these are nearer.
+//! Arithmetic is f32 and rounded once. Transformers rounds `x / rms` to the dtype and multiplies by w in that
+//! dtype. Its bf16 results are therefore up to one unit in the last place further from the exact ones; where
+//! the two differ, these are nearer.
 //!
-//! Cost: x, residual and out once, w and bias once: a step of decoding is bound by latency, a prompt by bytes.
-//! Where a unit's share of a row is a few vectors, it asks for x, w, bias and residual at once, before the first
-//! sum, and keeps them in registers as they came: a row costs one trip to memory, not three. Longer shares
-//! are read again, from the first-level cache. On a CPU a unit has rows to itself.
+//! Cost: one read of x and residual, one write of out, one read of w and bias. Latency limits a decode step,
+//! bandwidth a prefill. If a unit has only a few vectors of a row, it loads all operands before the first sum
+//! and keeps them in registers. A row then costs one trip to memory, not three. Longer rows are read again,
+//! from the first-level cache. On a CPU each unit processes whole rows.
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -31,7 +31,7 @@ use crate::rows::{
     RowPlan, RowScale, add, add_squares, norm_weight, row_scale, row_sum, total, zeros,
 };
 
-/// The family of norms.
+/// The norm kernel.
 pub struct Norm;
 
 /// Rows to normalise. Build it with [`NormProblem::new`], change fields, end with [`NormProblem::checked`].
@@ -42,7 +42,7 @@ pub struct NormProblem {
     /// Type of all tensors.
     pub dtype: DType,
     pub kind: NormKind,
-    /// Added to the mean of the squares.
+    /// Constant added to the mean square.
     pub eps: f32,
     /// True if a vector `[width]` is added.
     pub bias: bool,
@@ -50,7 +50,7 @@ pub struct NormProblem {
     pub residual: bool,
 }
 
-/// A norm that means nothing.
+/// An invalid norm problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidNorm {
     #[error("{axis} is 0\nhint: an empty norm has no kernel to run; skip it")]
@@ -62,7 +62,7 @@ pub enum InvalidNorm {
 }
 
 impl NormProblem {
-    /// Rows with a weight alone.
+    /// Creates a problem with a weight, without bias or residual.
     ///
     /// # Errors
     /// See [`InvalidNorm`].
@@ -76,7 +76,7 @@ impl NormProblem {
         Self { rows, width, dtype, kind, eps, bias: false, residual: false }.checked()
     }
 
-    /// Itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidNorm`].
@@ -100,7 +100,7 @@ impl NormProblem {
         self.rows as usize * self.width as usize
     }
 
-    /// `rms bias residual`, without what is not there.
+    /// Returns the names of the kind and of the operands that exist: `rms bias residual`.
     pub fn names(&self) -> Vec<&'static str> {
         let flag = |on: bool, name| on.then_some(name);
         [Some(self.kind.name()), flag(self.bias, "bias"), flag(self.residual, "residual")]
@@ -109,13 +109,13 @@ impl NormProblem {
             .collect()
     }
 
-    /// Elements of a vector: the longest that a load takes and a row divides into.
+    /// Vector width in elements: the widest load that divides a row.
     fn vector(&self, arch: &ArchProfile) -> u32 {
         vector(arch, self.dtype, |v| self.width % v == 0)
     }
 }
 
-/// How rows are spread.
+/// Launch shape of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct NormConfig {
     /// Units of a cube.
@@ -124,7 +124,7 @@ pub struct NormConfig {
     pub lanes: u32,
 }
 
-/// Device buffers of one launch, bias and residual where the problem has them.
+/// Device buffers of one launch; bias and residual exist only if the problem has them.
 #[derive(Debug, Clone)]
 pub struct NormOperands {
     pub x: Handle,
@@ -153,7 +153,7 @@ impl Kernel for Norm {
             configs.extend(Self::simplest(arch, p));
             return configs;
         }
-        // Two vectors a unit: enough loads on their way, and still few units to add up.
+        // Two vectors a unit give enough loads in flight with few units to sum over.
         let vectors = p.width / p.vector(arch);
         let middle = vectors.div_ceil(2).next_power_of_two().clamp(32, 512);
         for lanes in [middle, 2 * middle, middle / 2, 4 * middle] {
@@ -202,7 +202,7 @@ impl Kernel for Norm {
     }
 
     fn outputs(p: &NormProblem, operands: &NormOperands) -> Vec<Output> {
-        // Sums in another order, and then another rounding.
+        // Configs sum in different orders, then round to the dtype.
         let tolerance = rounding(p.dtype).max(1e-5);
         let handle = operands.out.clone();
         vec![Output { handle, dtype: p.dtype, len: p.elements(), tolerance }]
@@ -219,10 +219,10 @@ impl Kernel for Norm {
         let cubes = crate::cubes(queue.profile(), p.rows.into(), plan.rows.rows());
         let vector = p.vector(queue.profile()) as usize;
         let (matrix, row) = (p.elements() / vector, p.width as usize / vector);
-        // What is not there is not read.
+        // Absent operands are bound to another buffer, which the kernel does not read.
         let bias = operands.bias.as_ref().unwrap_or(&operands.weight);
         let residual = operands.residual.as_ref().unwrap_or(&operands.x);
-        // SAFETY: the lengths are the problem's, and the kernel reads and writes whole rows below `rows`.
+        // SAFETY: the lengths follow from the problem, and the kernel accesses whole rows below `rows`.
         unsafe {
             launch!(
                 queue,
@@ -250,19 +250,19 @@ fn address(p: &NormProblem) -> AddressType {
     index_width(p.elements() as u64)
 }
 
-/// The most vectors of a row that a unit keeps: with bias and residual 64 registers.
+/// Maximum vectors of a row that a unit keeps; with bias and residual they take 64 registers.
 const HELD: u32 = 4;
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct NormPlan {
     rows: RowPlan,
     kind: NormKind,
     bias: bool,
     residual: bool,
-    /// Vectors of a row that a unit keeps in registers; 0 where it reads them again.
+    /// Vectors of a row that a unit keeps in registers; 0 if it reads them again.
     held: u32,
-    /// True if results are rounded before they are stored.
+    /// True if the kernel rounds results itself before it stores them.
     rounds: bool,
 }
 
@@ -287,7 +287,7 @@ fn normalise<F: Float, N: Size>(
     residual: &[Vector<F, N>], // [rows, vectors]
     out: &mut [Vector<F, N>],  // [rows, vectors]
     rows: u32,
-    // A buffer's own length would count the padding of an odd number of halves.
+    // The length of the buffer would include padding if the number of halves is odd.
     vectors: u32,
     eps: f32,
     #[comptime] plan: NormPlan,
@@ -298,7 +298,7 @@ fn normalise<F: Float, N: Size>(
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
     let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
     while first < rows {
-        // A group past the end repeats the last row, and stores nothing: all units meet at barriers.
+        // A group past the end repeats the last row without storing: all units must reach the barriers.
         let row = min(first + group, rows - 1);
         let inside = first + group < rows;
         let from = row as usize * vectors as usize;
@@ -353,7 +353,7 @@ fn normalise<F: Float, N: Size>(
     }
 }
 
-/// A unit's vectors of a row that lies from vector `from` on; 0 past its end.
+/// Loads a unit's vectors of the row that starts at vector `from`; vectors past its end are 0.
 #[cube]
 fn load<F: Float, N: Size>(
     x: &[Vector<F, N>],
@@ -375,7 +375,7 @@ fn load<F: Float, N: Size>(
     held
 }
 
-/// The scale of a row whose units hold it.
+/// Computes the scale of a row that the units hold in registers.
 #[cube]
 fn held_scale<F: Float, N: Size>(
     values: &Array<Vector<F, N>>,
@@ -398,7 +398,7 @@ fn held_scale<F: Float, N: Size>(
     let mut sums = zeros(width);
     #[unroll]
     for h in 0..comptime!(plan.held as usize) {
-        // Zeros past the end of a row are as far from the mean as its numbers are from 0.
+        // Zeros past the end of a row must not count: they deviate from the mean, too.
         if UNIT_POS % lanes + comptime!(h as u32 * lanes) < vectors {
             add_squares(&mut sums, values[h], mean);
         }
@@ -407,7 +407,7 @@ fn held_scale<F: Float, N: Size>(
     RowScale { mean, factor: (square + eps).inverse_sqrt() }
 }
 
-/// What goes with a vector of x.
+/// Elements of the other operands for one vector of x.
 #[derive(CubeType)]
 struct Others<F: Float, N: Size> {
     weight: Vector<F, N>,
@@ -415,7 +415,7 @@ struct Others<F: Float, N: Size> {
     residual: Vector<F, N>,
 }
 
-/// A vector of the result.
+/// Computes one vector of the result.
 #[cube]
 fn finish<F: Float, N: Size>(
     x: Vector<F, N>,

@@ -1,7 +1,7 @@
-//! Weights of any format, for callers that do not read their bits: the one place that tells formats apart.
+//! Weights of any format, for callers that do not read their bits. No other module tells the formats apart.
 //!
-//! A weight is a [`Weight`], its shape and scheme, and its buffers in the order of `checkpoint::Encoded`: codes, scales,
-//! the codebook if the format has one, and of nested scales their codebook and `[groups, 2]` f32.
+//! A [`Weight`] has a shape and a scheme. Its buffers are in the order of `checkpoint::Encoded`: codes,
+//! scales, the codebook if the format has one, and for nested scales their codebook and `[groups, 2]` f32.
 
 use arch::{ArchProfile, DType, Device};
 use cubecl::server::Handle;
@@ -16,14 +16,14 @@ use crate::q8_0::{self, Q8_0Dequantize, Q8_0Matmul};
 use crate::weight::copy_words;
 pub use crate::weight::{InvalidWeight, QuantizeError};
 
-/// Launches kernels by configs of its own choice.
+/// Launches kernels with configs that it chooses itself.
 pub trait Launcher {
     type Error: From<InvalidMatmul>;
 
-    /// Launches `problem` by the config that the caller has for it.
+    /// Launches `problem` with the config that the launcher selects.
     ///
     /// # Errors
-    /// No config for the problem.
+    /// Fails if no config suits the problem.
     fn launch<K: Kernel>(
         &self,
         device: &Device,
@@ -50,28 +50,28 @@ pub struct Product {
     /// Type of x, bias and y: f32, f16 or bf16.
     pub dtype: DType,
     pub epilogue: Epilogue,
-    /// True if the first half of the weight's rows gates the second.
+    /// True if the first half of the weight's rows gates the second half.
     pub glu: bool,
-    /// A norm of the rows of x, where [`Weight::takes_norm`].
+    /// Norm of the rows of x, if [`Weight::takes_norm`].
     pub norm: Option<NormKind>,
 }
 
-/// Device buffers of one product.
+/// Device buffers of one matmul.
 #[derive(Debug, Clone)]
 pub struct ProductOperands {
     pub x: Handle,
     pub weight: Vec<Handle>,
     pub out: Handle,
     pub epilogue: EpilogueBuffers,
-    /// That of the product's norm.
+    /// Buffers of the norm.
     pub norm: Option<NormBuffers>,
 }
 
 impl Weight {
-    /// A weight whose codes lie row after row, as in files.
+    /// Creates a weight whose codes lie row after row, as in files.
     ///
     /// # Errors
-    /// A size of 0, a block that the format does not have, more elements than are addressed.
+    /// A size of 0, a block that the format does not have, or more elements than the kernels can address.
     pub fn new([n, k]: [u32; 2], scheme: Scheme) -> Result<Self, InvalidWeight> {
         let Scheme { format, block, scales } = scheme;
         if !format.info().has_options && scheme != format.scheme() {
@@ -109,7 +109,7 @@ impl Weight {
         }
     }
 
-    /// Bytes of all buffers.
+    /// Total bytes of all buffers.
     pub const fn bytes(&self) -> u64 {
         match self.0 {
             Kind::FourBit { weight, .. } => weight.bytes(),
@@ -118,7 +118,7 @@ impl Weight {
         }
     }
 
-    /// Bytes that each buffer uses; buffers are whole words.
+    /// Bytes that each buffer uses. Buffers are padded to whole words.
     pub fn buffer_bytes(&self) -> Vec<u64> {
         match self.0 {
             Kind::FourBit { weight, .. } => {
@@ -131,7 +131,7 @@ impl Weight {
         }
     }
 
-    /// The weight in the order that the device multiplies fastest.
+    /// Returns the weight in the order that the device multiplies fastest.
     #[must_use]
     pub fn in_best_order(self, arch: &ArchProfile) -> Self {
         match self.0 {
@@ -143,7 +143,7 @@ impl Weight {
         }
     }
 
-    /// The weight in the order of files.
+    /// Returns the weight in the order of files.
     #[must_use]
     pub const fn in_rows(self) -> Self {
         match self.0 {
@@ -155,7 +155,8 @@ impl Weight {
         }
     }
 
-    /// Words of the scales that both orders fit in: a record of one order is loaded in the other.
+    /// Words of the scales that suffice for both orders, so that a record of one order can be loaded in the
+    /// other.
     pub fn scale_words(&self) -> u64 {
         let words = |weight: nf4::Weight| weight.absmax_bytes() / 4;
         match self.0 {
@@ -166,7 +167,7 @@ impl Weight {
         }
     }
 
-    /// Makes buffer `index`, codes or scales, of this weight lie as that of `to`, the same weight in another order.
+    /// Reorders buffer `index` (codes or scales) of this weight as in `to`, the same weight in another order.
     pub fn reorder(&self, device: &Device, to: &Self, index: usize, from: &Handle) -> Handle {
         match (self.0, to.0) {
             (Kind::FourBit { weight, .. }, Kind::FourBit { weight: to, .. }) => match index {
@@ -181,7 +182,7 @@ impl Weight {
     /// Quantises `values`, `[n, k]` of `dtype`.
     ///
     /// # Errors
-    /// Infinities and NaN; a device that cannot.
+    /// Infinities or NaN; an unsupported device.
     pub fn quantize(
         &self,
         device: &Device,
@@ -246,10 +247,10 @@ impl Weight {
         }
     }
 
-    /// Multiplies.
+    /// Launches the matmul.
     ///
     /// # Errors
-    /// As [`Launcher::launch`]; a gated product of a weight without halves.
+    /// As [`Launcher::launch`]; a gated matmul with a weight that has no halves.
     pub fn multiply<L: Launcher>(
         &self,
         launcher: &L,
@@ -293,7 +294,7 @@ impl Weight {
         }
     }
 
-    /// Fails unless the weight can be two matrices of one height, where `glu` asks for them.
+    /// Checks that the weight can be split into two matrices of equal height, if `glu`.
     ///
     /// # Errors
     /// [`InvalidMatmul::Halves`].
@@ -307,10 +308,10 @@ impl Weight {
         }
     }
 
-    /// Returns whether the kernel of this product applies its norm.
+    /// Returns whether the kernel of this matmul applies its norm.
     ///
     /// # Errors
-    /// A size of 0, a gated product of a weight without halves.
+    /// A size of 0; a gated matmul with a weight that has no halves.
     pub fn takes_norm(&self, arch: &ArchProfile, product: &Product) -> Result<bool, InvalidMatmul> {
         Ok(match self.0 {
             Kind::FourBit { weight, .. } => {
@@ -320,8 +321,9 @@ impl Weight {
         })
     }
 
-    /// The weight whose products round x to a byte an element and a scale a row where bytes multiply faster, except
-    /// columns with a value of `threshold` and above; none of them if it is 0. Formats without such products stay.
+    /// Returns the weight with activation rounding: where int8 matmul is faster, matmuls round x to i8 with
+    /// one scale a row. Columns with a value of at least `threshold` are outliers and stay exact; 0 disables
+    /// outliers. Formats without int8 matmul are returned unchanged.
     #[must_use]
     pub const fn rounding(self, threshold: f32) -> Self {
         match self.0 {
@@ -332,11 +334,11 @@ impl Weight {
         }
     }
 
-    /// Weights of one k as one, their rows one after the other.
+    /// Joins two weights of one k into one, with the rows of the second after those of the first.
     ///
     /// # Errors
-    /// [`InvalidWeight::Join`] where formats, k, blocks or orders differ, or where a word, a block or a nested group would
-    /// hold elements of two.
+    /// [`InvalidWeight::Join`] if formats, k, blocks or orders differ, or if a word, a block or a nested
+    /// group would span both weights.
     pub fn joined(parts: [&Self; 2]) -> Result<Self, InvalidWeight> {
         let [first, second] = parts;
         Ok(Self(match (first.0, second.0) {
@@ -358,10 +360,11 @@ impl Weight {
         }))
     }
 
-    /// The buffers of two weights that can be [joined](Self::joined): every byte is read and written once.
+    /// Joins the buffers of two weights that can be [joined](Self::joined). It reads and writes every byte
+    /// once.
     ///
     /// # Errors
-    /// [`InvalidWeight::Join`] where codebooks differ; [`InvalidWeight::Device`] where they cannot be read.
+    /// [`InvalidWeight::Join`] if codebooks differ; [`InvalidWeight::Device`] if they cannot be read.
     pub fn join(
         device: &Device,
         parts: [(&Self, &[Handle]); 2],
@@ -386,10 +389,11 @@ impl Weight {
     }
 }
 
-/// Rows of x, of `dtype`, up to which codes of a format are multiplied as they are; for more the weight may be made dense.
+/// Maximum rows of x (of `dtype`) for which codes are multiplied directly. For more rows the weight may be
+/// dequantised first.
 pub fn coded_rows(arch: &ArchProfile, format: WeightFormat, dtype: DType) -> u32 {
     match format {
-        // int8 may be made dense from 3 rows on, and no config that ships does so for as few rows as this.
+        // int8 may be dequantised from 3 rows on; no shipped config does so for this few rows.
         WeightFormat::Nf4 | WeightFormat::Fp4 | WeightFormat::Int8 => {
             Nf4Matmul::coded_rows(arch, dtype)
         }
@@ -397,12 +401,12 @@ pub fn coded_rows(arch: &ArchProfile, format: WeightFormat, dtype: DType) -> u32
     }
 }
 
-/// Returns whether matmuls of a format round x to bytes where that is asked for: [`Weight::rounding`].
+/// Returns whether matmuls of a format support rounding of x to i8: see [`Weight::rounding`].
 pub fn rounds_activations(arch: &ArchProfile, format: WeightFormat) -> bool {
     format == WeightFormat::Int8 && arch.inline_ptx()
 }
 
-/// Buffers of two weights, those of the second behind those of the first, of so many words.
+/// Concatenates the buffers of two weights, whose lengths are in words.
 fn concatenated(
     device: &Device,
     buffers: [&[Handle]; 2],

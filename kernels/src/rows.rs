@@ -1,13 +1,13 @@
-//! Rows that neighbouring units share: their sums, and what a norm makes of them.
+//! Reductions over rows that neighbouring units share, and the scale of a norm.
 //!
 //! ```text
 //!   Rms, RmsPlusOne   mean = 0                factor = 1 / √(Σ x² / width + eps)
 //!   Layer             mean = Σ x / width      factor = 1 / √(Σ (x - mean)² / width + eps)
 //! ```
 //!
-//! The deviation takes a pass of its own: Σ x² - width·mean² loses every digit where the mean is large. Sums
-//! are f32, one for each element of a vector, then over the units by halves: in the registers of a plane
-//! where units have no need of shared memory for that, else through shared memory.
+//! The deviation takes a second pass, because Σ x² - width·mean² loses all digits if the mean is large. Each
+//! unit sums in f32, one accumulator per vector element. A tree reduction over units follows: through the
+//! registers of planes if the device has shuffles, else through shared memory.
 //!
 //! Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019); Ba et al., "Layer
 //! Normalization" (2016).
@@ -19,13 +19,13 @@ use tune::Infeasible;
 
 use crate::fits::{limits, shape};
 
-/// What a norm does with a row x and its weight w.
+/// Formula of a norm for a row x and its weight w.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormKind {
     /// `x / rms · w`.
     Rms,
-    /// `x / rms · (1 + w)`: Gemma's.
+    /// `x / rms · (1 + w)`, as in Gemma.
     RmsPlusOne,
     /// `(x - mean) / deviation · w`.
     Layer,
@@ -43,14 +43,14 @@ impl NormKind {
     }
 }
 
-/// Comptime facts of units that share rows.
+/// Compile-time parameters of units that share rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct RowPlan {
     /// Units of a cube.
     pub(crate) units: u32,
     /// Units that share a row.
     pub(crate) lanes: u32,
-    /// True if planes are of 32 units that read one another's registers.
+    /// True if planes have 32 units that can read one another's registers.
     shuffles: bool,
 }
 
@@ -59,7 +59,7 @@ impl RowPlan {
         Self { units, lanes, shuffles: arch.inline_ptx() }
     }
 
-    /// Checks whether so many units of a cube can share rows so.
+    /// Checks that the units of a cube can be split into groups of `lanes`.
     pub(crate) fn check(self, arch: &ArchProfile) -> Result<(), Infeasible> {
         if !self.lanes.is_power_of_two() || !self.units.is_multiple_of(self.lanes) {
             return Err(shape(
@@ -74,12 +74,12 @@ impl RowPlan {
         limits(arch, self.units, self.shared_len() as u32 * 4)
     }
 
-    /// Rows that a cube takes at once.
+    /// Rows that a cube processes at once.
     pub(crate) const fn rows(self) -> u32 {
         self.units / self.lanes
     }
 
-    /// Numbers in shared memory that [`row_fold`] needs.
+    /// Number of f32 in shared memory that [`row_fold`] needs.
     pub(crate) const fn shared_len(self) -> usize {
         match (self.lanes, self.shuffles) {
             (1, _) | (..=32, true) => 1,
@@ -89,13 +89,13 @@ impl RowPlan {
     }
 }
 
-/// What becomes of two numbers of a row.
+/// Reduction of two numbers of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Fold {
     Sum,
-    /// The larger one, of numbers without a sign.
+    /// Maximum of numbers without a sign; NaN wins.
     Largest,
-    /// The larger one, with a sign; of NaN and a number either.
+    /// Maximum of signed numbers; of NaN and a number, either.
     Max,
 }
 
@@ -109,26 +109,26 @@ fn folded(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
     }
 }
 
-/// The larger of two numbers without a sign, and NaN before any: as words they have this order, whatever a device
-/// makes of NaN.
+/// Returns the larger of two numbers without a sign; NaN is larger than any number. The comparison is on
+/// bits, so that it does not depend on how a device treats NaN.
 #[cube]
 pub(crate) fn larger(a: f32, b: f32) -> f32 {
     f32::reinterpret(max(u32::reinterpret(a), u32::reinterpret(b)))
 }
 
-/// A number without its sign, NaN too.
+/// Returns a number without its sign, NaN included.
 #[cube]
 pub(crate) fn magnitude(x: f32) -> f32 {
     f32::reinterpret(u32::reinterpret(x) & 0x7fff_ffffu32)
 }
 
-/// The sum of what the units of a row have; each of them gets it. Every unit of the cube takes part.
+/// Sums the values of all units of a row and returns the sum to each. Every unit of the cube must take part.
 #[cube]
 pub(crate) fn row_sum(value: f32, shared: &mut [f32], #[comptime] plan: RowPlan) -> f32 {
     row_fold(value, shared, Fold::Sum, plan)
 }
 
-/// What becomes of the numbers that the units of a row have; each of them gets it. Every unit of the cube takes
+/// Reduces the values of all units of a row and returns the result to each. Every unit of the cube must take
 /// part.
 #[cube]
 pub(crate) fn row_fold(
@@ -146,7 +146,7 @@ pub(crate) fn row_fold(
         }
         if comptime!(lanes > 32) {
             let planes = comptime!(lanes / 32);
-            // Whoever still reads what was folded before this comes first.
+            // Units may still read the previous reduction from shared memory.
             sync_cube();
             if UNIT_POS % 32 == 0 {
                 shared[(UNIT_POS / 32) as usize] = all;
@@ -178,14 +178,14 @@ pub(crate) fn row_fold(
     all
 }
 
-/// What is taken from the numbers of a row, and what the rest is multiplied by.
+/// Mean to subtract from a row, and factor for the difference.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct RowScale {
     pub(crate) mean: f32,
     pub(crate) factor: f32,
 }
 
-/// The scale of a row that lies from vector `from` on, of `vectors` vectors.
+/// Computes the scale of the row of `vectors` vectors that starts at vector `from`.
 #[cube]
 pub(crate) fn row_scale<F: Float, N: Size>(
     x: &[Vector<F, N>],
@@ -221,7 +221,7 @@ pub(crate) fn row_scale<F: Float, N: Size>(
     RowScale { mean, factor: (square + eps).inverse_sqrt() }
 }
 
-/// A sum for each element of a vector.
+/// Returns an accumulator for each element of a vector.
 #[cube]
 pub(crate) fn zeros(#[comptime] width: usize) -> Array<f32> {
     let mut sums = Array::<f32>::new(width);
@@ -240,7 +240,7 @@ pub(crate) fn add<F: Float, N: Size>(sums: &mut Array<f32>, vector: Vector<F, N>
     }
 }
 
-/// Adds the squares of what lies `mean` from 0.
+/// Adds the squared deviations from `mean`.
 #[cube]
 pub(crate) fn add_squares<F: Float, N: Size>(
     sums: &mut Array<f32>,
@@ -254,7 +254,7 @@ pub(crate) fn add_squares<F: Float, N: Size>(
     }
 }
 
-/// The sum of `width` sums.
+/// Returns the sum of `width` accumulators.
 #[cube]
 pub(crate) fn total(sums: &Array<f32>, #[comptime] width: usize) -> f32 {
     let mut total = sums[0];
@@ -265,7 +265,7 @@ pub(crate) fn total(sums: &Array<f32>, #[comptime] width: usize) -> f32 {
     total
 }
 
-/// What a norm of this kind multiplies by, for a weight.
+/// Returns the factor that a norm of this kind uses for a weight.
 #[cube]
 pub(crate) fn norm_weight<F: Float>(weight: F, #[comptime] kind: NormKind) -> f32 {
     let mut weight = f32::cast_from(weight);

@@ -1,10 +1,10 @@
-//! The soft cap: scores and logits bent to at most `softcap`.
+//! Soft cap of scores and logits, which limits them to `softcap`.
 
 use cubecl::prelude::*;
 
-/// softcap · tanh(x / softcap), to 4e-7 of it. A small argument takes the series, the others one exponential, whose
-/// difference to 1 loses little. A driver's own tanh doubled the error of decoding with scores past the cap (llvmpipe, 2.8e-6
-/// for 1.4e-6).
+/// Returns softcap · tanh(x / softcap), to a relative error of 4e-7. A small argument takes the series.
+/// Others take one exponential, whose difference to 1 loses little. A driver's own tanh doubled the error of
+/// decoding with scores past the cap (llvmpipe: 2.8e-6 instead of 1.4e-6).
 #[cube]
 pub(crate) fn capped(x: f32, softcap: f32) -> f32 {
     let bent = x / softcap;
@@ -16,7 +16,7 @@ pub(crate) fn capped(x: f32, softcap: f32) -> f32 {
     select(square < 0.04f32, x * series, select(bent < 0.0f32, -size, size))
 }
 
-/// The derivative of [`capped`] at x: 1 - tanh² without the difference, which loses small values.
+/// Returns the derivative of [`capped`] at x. The formula avoids 1 - tanh², which loses small values.
 #[cube]
 pub(crate) fn capped_slope(x: f32, softcap: f32) -> f32 {
     let tail = (-2.0f32 * f32::abs(x / softcap)).exp();

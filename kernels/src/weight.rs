@@ -1,4 +1,4 @@
-//! What weights of every format share: errors, and copies of their words.
+//! Errors and word copies that weights of every format share.
 
 use arch::Device;
 use cubecl::prelude::*;
@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use quant::WeightFormat;
 use tune::Infeasible;
 
-/// A weight that means nothing.
+/// An invalid weight.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidWeight {
     #[error("{axis} is 0\nhint: an empty weight has no kernel to run; skip it")]
@@ -29,7 +29,7 @@ pub enum InvalidWeight {
     TooLarge(u64),
 }
 
-/// Why a weight was not quantised.
+/// Reasons why a weight was not quantised.
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizeError {
     #[error(
@@ -42,7 +42,7 @@ pub enum QuantizeError {
     Device(String),
 }
 
-/// Cubes and their units for `len` words.
+/// Returns the grid for `len` words: cubes and units of a cube.
 pub(crate) fn spread(device: &Device, len: usize) -> (CubeCount, CubeDim) {
     let alone = device.profile().cores().is_some();
     let (units, most) = if alone { (1, 1) } else { (128, 65_535) };
@@ -50,8 +50,8 @@ pub(crate) fn spread(device: &Device, len: usize) -> (CubeCount, CubeDim) {
     (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units))
 }
 
-/// Copies `len` words from one buffer's word `first` on to another's word `to_first` on; each a handle and
-/// its words.
+/// Copies `len` words from word `first` of one buffer to word `to_first` of another. Each buffer is a handle
+/// and its length in words.
 pub(crate) fn copy_words(
     device: &Device,
     (from, from_len): (&Handle, usize),

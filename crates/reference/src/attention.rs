@@ -1,17 +1,19 @@
+//! Attention, forward and backward.
+//!
 //! ```text
 //! out = softmax(mask(softcap(scale·q·kᵀ)) + bias)·v
 //! q: [batch, heads, seq_q, head_dim]   k, v: [batch, kv_heads, seq_kv, head_dim]   out as q
 //!   for each query i of head h:                          // offset = seq_kv - seq_q
 //!     s[j] = scale·Σ_d q[i, d]·k[j, d]                   // keys of head h / (heads / kv_heads)
 //!     s[j] = cap·tanh(s[j] / cap)
-//!     s[j] = -inf  where j > i + offset (causal), j or i outside of the window, mask[i, j]
+//!     s[j] = -inf  if j > i + offset (causal), j is outside i's window, or mask[i, j]
 //!     s[j] += bias[i, j]
 //!     out[i] = Σ_j exp(s[j] - lse)·v[j]                  lse = log Σ_j exp(s[j])
 //! ```
 //!
-//! A row without keys is 0, its lse -inf. Evaluated twice by the same loop: in f64 from the stored
-//! values, and as a naive kernel would, with f32 scores and sums and weights rounded to the operands'
-//! format, which sets the tolerance.
+//! A row without visible keys is 0 with lse -inf. The same loop is evaluated twice: in f64 from the stored
+//! values, and as a naive kernel would. The naive one has f32 scores and sums, and rounds weights to the
+//! operands' format; it sets the tolerance.
 //!
 //! ```text
 //! p[i, j] = exp(s[i, j] - lse[i])      ds[i, j] = p[i, j]·(dout[i]·v[j] - out[i]·dout[i])·(1 - tanh²)
@@ -27,7 +29,7 @@ use crate::compare::{Comparison, Lines, compare};
 use crate::inputs::stream;
 use crate::{DType, Error};
 
-/// How far apart an operand's neighbours lie, in elements; the head dimension is contiguous.
+/// Strides of an operand in elements; the head dimension is contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadStrides {
     pub batch: usize,
@@ -36,13 +38,13 @@ pub struct HeadStrides {
 }
 
 impl HeadStrides {
-    /// Those of a contiguous `[batch, heads, seq, head_dim]`.
+    /// Strides of a contiguous `[batch, heads, seq, head_dim]`.
     pub const fn contiguous(heads: usize, seq: usize, head_dim: usize) -> Self {
         Self { batch: heads * seq * head_dim, head: seq * head_dim, seq: head_dim }
     }
 }
 
-/// One attention over dense batches.
+/// An attention problem over dense batches.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Attention {
     pub batch: usize,
@@ -58,22 +60,22 @@ pub struct Attention {
     pub softcap: Option<f64>,
     /// Key j is hidden from query i when j > i + seq_kv - seq_q.
     pub causal: bool,
-    /// Keys at this distance and further are hidden.
+    /// Keys at this distance or further are hidden.
     pub window: Option<usize>,
     /// Format of operands and result.
     pub dtype: DType,
 }
 
-/// What is added to or hidden from the scores, dense `[batch, heads, seq_q, seq_kv]`.
+/// Bias and mask of the scores, dense `[batch, heads, seq_q, seq_kv]`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Scores<'a> {
     pub bias: Option<&'a [f32]>,
-    /// True hides.
+    /// True hides the key.
     pub mask: Option<&'a [bool]>,
 }
 
-/// What a backward pass starts from: the forward pass's result and log-sum-exp, and the gradient of the
-/// result; dense `[batch, heads, seq_q, head_dim]` and `[batch, heads, seq_q]`.
+/// Inputs of a backward pass: the result and log-sum-exp of the forward pass, and the gradient of the result.
+/// Dense `[batch, heads, seq_q, head_dim]` and `[batch, heads, seq_q]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Saved<'a> {
     pub out: &'a [f32],
@@ -81,7 +83,7 @@ pub struct Saved<'a> {
     pub dout: &'a [f32],
 }
 
-/// Result and log-sum-exp of every query, `[batch, heads, seq_q, head_dim]` and `[batch, heads, seq_q]`.
+/// Result `[batch, heads, seq_q, head_dim]` and log-sum-exp `[batch, heads, seq_q]` of every query.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Attended {
     pub out: Vec<f64>,
@@ -89,7 +91,7 @@ pub struct Attended {
 }
 
 impl Attention {
-    /// Contiguous operands, scale 1/√head_dim, nothing masked.
+    /// Creates a problem with contiguous operands, scale 1/√head_dim and no masking.
     pub fn contiguous(
         batch: usize,
         [heads, kv_heads]: [usize; 2],
@@ -116,10 +118,10 @@ impl Attention {
         }
     }
 
-    /// The exact result for the stored operands.
+    /// Computes the exact result for the stored operands.
     ///
     /// # Errors
-    /// Heads that do not divide, a slice too short.
+    /// Fails if `kv_heads` does not divide `heads`, or if a slice is too short.
     pub fn run(
         &self,
         q: &[f32],
@@ -130,7 +132,7 @@ impl Attention {
         self.evaluate::<f64>(&self.all(), [q, k, v], scores, |v| v, |v| v)
     }
 
-    /// What a naive kernel computes.
+    /// Computes the result of a naive kernel.
     ///
     /// # Errors
     /// As [`Attention::run`].
@@ -160,25 +162,25 @@ impl Attention {
         )
     }
 
-    /// Every row of the result: a query of a head of a batch, in order.
+    /// Returns the indices of all result rows. A row is a query of a head of a batch, in this order.
     pub fn all(&self) -> Vec<usize> {
         (0..self.batch * self.heads * self.seq_q).collect()
     }
 
-    /// A seeded choice of `count` rows, and the first and the last.
+    /// Returns a seeded choice of `count` rows, plus the first and the last.
     pub fn sample(&self, seed: u64, count: usize) -> Vec<usize> {
         sample(seed, count, self.lines()[0])
     }
 
-    /// A seeded choice of `count` rows of dq, and of dk and dv, with the first and the last of each.
+    /// Returns a seeded choice of `count` rows of dq, and of dk and dv, plus the first and the last of each.
     pub fn sample_gradients(&self, seed: u64, count: usize) -> [Vec<usize>; 2] {
         self.lines().map(|rows| sample(seed, count, rows))
     }
 
-    /// [`Attention::check`] of some rows only; `out` is the whole result.
+    /// Like [`Attention::check`], only for `rows`; `out` is the whole result.
     ///
     /// # Errors
-    /// As [`Attention::check`]; a row that there is not.
+    /// As [`Attention::check`]; a row out of range.
     pub fn check_rows(
         &self,
         rows: &[usize],
@@ -200,7 +202,7 @@ impl Attention {
         exact.compare(&naive, &out, None, self.dtype, &self.sizes(rows))
     }
 
-    /// Compares a kernel's result (and its log-sum-exp, where it gives one) with the reference.
+    /// Compares a kernel's result, and its log-sum-exp if given, with the reference.
     ///
     /// # Shapes
     /// out dense `[batch, heads, seq_q, head_dim]`, lse `[batch, heads, seq_q]`.
@@ -226,19 +228,19 @@ impl Attention {
         exact.compare(&naive, out, lse, self.dtype, &self.sizes(&self.all()))
     }
 
-    /// The classes of rows of the result.
+    /// Returns the size classes of result rows.
     fn sizes(&self, rows: &[usize]) -> Vec<u32> {
         rows.iter().map(|row| size_class(self.keys_seen(row % self.seq_q))).collect()
     }
 
-    /// A key's gradients are sums over the queries that see it; of those the ones that see the fewest keys have
-    /// the most weight.
+    /// Returns the size class of a key's gradients. They are sums over the queries that see the key; queries
+    /// that see the fewest keys have the most weight.
     fn size_of_key(&self, j: usize) -> u32 {
         let seeing = (0..self.seq_q).filter(|i| self.visible(*i, j));
         seeing.map(|i| size_class(self.keys_seen(i))).min().unwrap_or_default()
     }
 
-    /// How many keys query i sees, whatever a mask hides.
+    /// Returns the number of keys that query i sees, ignoring the mask.
     fn keys_seen(&self, i: usize) -> usize {
         let last = self.seq_kv as i64 - 1;
         let position = i as i64 + self.seq_kv as i64 - self.seq_q as i64;
@@ -298,7 +300,7 @@ impl Attention {
         Ok(Attended { out: outs.concat(), lse })
     }
 
-    /// One query: its result and its log-sum-exp.
+    /// Computes the result and log-sum-exp of one query.
     fn row<T: Real>(
         &self,
         row: usize,
@@ -338,7 +340,7 @@ impl Attention {
         weighted(values.collect(), self.head_dim, weight)
     }
 
-    /// The exact gradients by q, k and v for the stored operands and what the forward pass saved.
+    /// Computes the exact gradients of q, k and v for the stored operands and the saved forward pass.
     ///
     /// # Errors
     /// As [`Attention::run`].
@@ -351,10 +353,10 @@ impl Attention {
         self.evaluate_gradients::<f64>(&self.every(), operands, scores, saved, |v| v, |v| v)
     }
 
-    /// Compares a kernel's gradients with the reference at `rows`, as [`Attention::gradient_lines`] has them.
+    /// Compares a kernel's gradients with the reference at `rows`, as in [`Attention::gradient_lines`].
     ///
     /// # Shapes, Errors
-    /// As there.
+    /// As [`Attention::gradient_lines`].
     pub fn check_gradients(
         &self,
         rows: &[Vec<usize>; 2],
@@ -368,14 +370,14 @@ impl Attention {
         Ok(Comparison::worst(all))
     }
 
-    /// A kernel's dq, dk and dv beside the exact ones at `rows` of dq, and of dk and dv: a query of a head of a batch, a
-    /// key of a head of a batch.
+    /// Pairs a kernel's dq, dk and dv with the exact ones at `rows` of dq, and of dk and dv. A row is a query
+    /// or a key of a head of a batch.
     ///
     /// # Shapes
     /// dq dense `[batch, heads, seq_q, head_dim]`, dk and dv `[batch, kv_heads, seq_kv, head_dim]`.
     ///
     /// # Errors
-    /// As [`Attention::run`]; a result of the wrong length; a row that there is not.
+    /// As [`Attention::run`]; a result of the wrong length; a row out of range.
     pub fn gradient_lines(
         &self,
         rows: &[Vec<usize>; 2],
@@ -418,12 +420,12 @@ impl Attention {
         ])
     }
 
-    /// Rows of dq, and of dk and dv.
+    /// Number of rows of dq, and of dk and dv.
     const fn lines(&self) -> [usize; 2] {
         [self.batch * self.heads * self.seq_q, self.batch * self.kv_heads * self.seq_kv]
     }
 
-    /// Every row of dq, and of dk and dv.
+    /// Returns the indices of all rows of dq, and of dk and dv.
     pub fn every(&self) -> [Vec<usize>; 2] {
         self.lines().map(|count| (0..count).collect())
     }
@@ -458,8 +460,8 @@ impl Attention {
             products.fold(T::from(0.0), |sum, p| sum + p)
         };
         let lines = |of| <[f32]>::par_chunks_exact(of, self.head_dim);
-        // From the far end: where one key has all the weight, its gradient is a difference of two equal
-        // sums, which no kernel is bound to add in the same order.
+        // Summed in reverse order. If one key has all the weight, its gradient is the difference of two equal
+        // sums, which kernels may add in any order.
         let back = |line: &[f32]| line.iter().rev().copied().collect::<Vec<_>>();
         let deltas: Vec<T> = lines(saved.out)
             .zip(lines(saved.dout))
@@ -469,7 +471,7 @@ impl Attention {
         let at = |s: HeadStrides, b: usize, head: usize, pos: usize| {
             b * s.batch + head * s.head + pos * s.seq
         };
-        // Weight and gradient of one score; none where it is hidden.
+        // Weight and gradient of one score; None if the key is hidden.
         let pair = |b: usize, head: usize, i: usize, j: usize| -> Option<(T, T)> {
             let row = (b * self.heads + head) * self.seq_q + i;
             let score = row * self.seq_kv + j;
@@ -544,9 +546,9 @@ impl Attention {
         (row % seq, row / seq % heads, row / seq / heads)
     }
 
-    /// Whether query i may see key j.
+    /// Returns whether query i may see key j.
     fn visible(&self, i: usize, j: usize) -> bool {
-        // Position of the query among the keys, and the distance from it.
+        // Position of the query among the keys, and its distance from the key.
         let position = i as i64 + self.seq_kv as i64 - self.seq_q as i64;
         let distance = position - j as i64;
         (!self.causal || distance >= 0)
@@ -554,15 +556,15 @@ impl Attention {
     }
 }
 
-/// The softmax of scores over what each has, a scale and values, and the log-sum-exp. Without a score
-/// that is seen it is 0, and -inf.
+/// Returns the softmax-weighted sum of values, and the log-sum-exp. Each entry is a score, a scale and
+/// values. Without visible scores they are 0 and -inf.
 pub(crate) fn weighted<T: Real>(
     scores: Vec<(T, T, &[f32])>,
     head_dim: usize,
     weight: impl Fn(T) -> T,
 ) -> (Vec<T>, T) {
     let minus_inf = T::from(f32::NEG_INFINITY);
-    // NaN wins, as it does in a sum of exponentials.
+    // NaN must win, as in a sum of exponentials.
     let most = scores.iter().fold(minus_inf, |m, (s, ..)| if *s <= m { m } else { *s });
     let mut out = vec![T::from(0.0); head_dim];
     if most == minus_inf {
@@ -581,18 +583,19 @@ pub(crate) fn weighted<T: Real>(
     (out, most + sum.ln())
 }
 
-/// The class of queries whose results are of one size: a mean of n values falls as 1/√n, so the first rows of
-/// a causal attention are many times larger than the last. Octaves of n, the lowest all below 32.
+/// Returns the size class of a query that sees `keys` keys. A mean of n values falls as 1/√n, so the first
+/// rows of causal attention are many times larger than the last. Classes are octaves of n; all n below 32
+/// share the lowest.
 pub(crate) const fn size_class(keys: usize) -> u32 {
     if keys < 16 { 4 } else { keys.ilog2() }
 }
 
-/// Some rows of a dense result.
+/// Copies some rows of a dense result.
 pub(crate) fn lines_of(values: &[f32], rows: &[usize], head_dim: usize) -> Vec<f32> {
     rows.iter().flat_map(|row| &values[row * head_dim..][..head_dim]).copied().collect()
 }
 
-/// A seeded choice of `count` of `rows` rows, and the first and the last.
+/// Returns a seeded choice of `count` of `rows` rows, plus the first and the last.
 pub(crate) fn sample(seed: u64, count: usize, rows: usize) -> Vec<usize> {
     let mut rng = stream(seed);
     let mut chosen: Vec<_> = (0..count).map(|_| rng.next_u32() as usize % rows).collect();
@@ -603,8 +606,7 @@ pub(crate) fn sample(seed: u64, count: usize, rows: usize) -> Vec<usize> {
 }
 
 impl Attended {
-    /// Compares a kernel's result (and its log-sum-exp, where it gives one) with this, the rows of each class
-    /// apart.
+    /// Compares a kernel's result, and its log-sum-exp if given, with this one, each size class separately.
     pub(crate) fn compare(
         &self,
         naive: &Self,
@@ -631,7 +633,7 @@ impl Attended {
     }
 }
 
-/// Arithmetic that an attention is computed in.
+/// Arithmetic for attention, f32 or f64.
 pub(crate) trait Real:
     Copy
     + Send

@@ -1,9 +1,8 @@
-//! The tolerance rule, the same for every kernel.
+//! Tolerance rule for every kernel.
 //!
-//! `max|out - reference| <= 2 * max|naive - reference| + atol`, where `naive` is the same formula
-//! in the kernel's own formats with plain loops, and `atol` is four ulps of the output format at
-//! the reference's largest magnitude. A kernel may thus be twice as wrong as a simple one, and no
-//! more.
+//! `max|out - reference| <= 2 * max|naive - reference| + atol`, where `naive` is the same formula in the
+//! kernel's own formats with plain loops, and `atol` is four ulps of the output format at the reference's
+//! largest magnitude. A kernel's error may thus be twice that of a naive one.
 //!
 //! Source: the rule of FlashAttention's tests (`hopper/test_flash_attn.py`), with an atol that
 //! follows from the format.
@@ -13,32 +12,32 @@ use std::fmt;
 
 use crate::{DType, Error};
 
-/// How far an output is from the reference.
+/// Error of an output against the reference.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Comparison {
-    /// Largest |out - reference|; NaN or infinite where the output is of the wrong kind.
+    /// Largest |out - reference|; NaN or infinite if the output is NaN or infinite in the wrong place.
     pub max_err: f64,
-    /// What `max_err` may be.
+    /// Maximum allowed `max_err`.
     pub tolerance: f64,
-    /// Where `max_err` is; none for an empty output.
+    /// Index of `max_err`; None for an empty output.
     pub worst_index: Option<usize>,
-    /// The output there.
+    /// Output at that index.
     pub worst_out: f64,
-    /// The reference there.
+    /// Reference at that index.
     pub worst_reference: f64,
     pub passed: bool,
 }
 
-/// Compares `out`, of format `dtype`, with the exact `reference`, given a `naive` evaluation at the
-/// same places.
+/// Compares `out`, of format `dtype`, with the exact `reference`, given a `naive` evaluation at the same
+/// positions.
 ///
-/// - Where the reference is finite, NaN fails. An infinity counts as the power of two where the
-///   format overflows, so that it is right only where the reference is past it or nearly so.
-/// - Where the reference is NaN or infinite, the output must be NaN or the same infinity.
-/// - Where `naive` itself breaks these rules there is no tolerance: nothing passes.
+/// - If the reference is finite, NaN fails. An infinity counts as the power of two at which the format
+///   overflows, so that it passes only if the reference is nearly that large or larger.
+/// - If the reference is NaN or infinite, the output must be NaN or the same infinity.
+/// - If `naive` itself breaks these rules, nothing passes.
 ///
 /// # Errors
-/// [`Error::Length`] when the three differ in length.
+/// [`Error::Length`] if the three lengths differ.
 pub fn compare(
     out: &[f32],
     reference: &[f64],
@@ -60,28 +59,28 @@ pub fn compare(
         worst_index,
         worst_out: worst_index.map_or(0.0, |i| out[i].into()),
         worst_reference: worst_index.map_or(0.0, |i| reference[i]),
-        passed: max_err <= tolerance, // False when either is NaN.
+        passed: max_err <= tolerance, // False if either is NaN.
     })
 }
 
-/// Lines of a kernel's output beside the exact ones and those of a naive kernel.
+/// Rows of a kernel's output with the exact and the naive ones.
 ///
-/// They are compared by classes: where the size of a line follows from where it is, the tolerance of the large ones
-/// would excuse anything in the small ones.
+/// Each class of rows is compared separately. If the magnitude of a row depends on its position, the
+/// tolerance of large rows would hide any error in small rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lines {
     /// `[lines, width]`
     pub(crate) out: Vec<f32>,
     pub(crate) exact: Vec<f64>,
     pub(crate) naive: Vec<f64>,
-    /// One a line.
+    /// Class of each row.
     pub(crate) classes: Vec<u32>,
     /// Format of the output.
     pub(crate) dtype: DType,
 }
 
 impl Lines {
-    /// These, and others of the same format and width behind them.
+    /// Appends rows of the same format and width.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         self.out.extend(other.out);
@@ -91,8 +90,8 @@ impl Lines {
         self
     }
 
-    /// [`compare`] of each class; a quarter of what all lines would have is granted to each, for the naive error of a few
-    /// lines is a matter of luck, and of a line that is exactly 0 there may be none.
+    /// Runs [`compare`] on each class. Each class gets at least a quarter of the tolerance of all rows. The
+    /// naive error of a few rows is a matter of chance, and rows that are exactly 0 may have none.
     ///
     /// # Errors
     /// As [`compare`].
@@ -122,11 +121,11 @@ fn pick<T: Copy>(values: &[T], at: &[usize]) -> Vec<T> {
 }
 
 impl Comparison {
-    /// For results that have one right value: `out` must be `expected`, bit for bit; NaN is never right, and the two
-    /// zeros are two values.
+    /// Compares results that have one right value: `out` must equal `expected` bit for bit. NaN always fails,
+    /// and the two zeros differ.
     ///
     /// # Errors
-    /// [`Error::Length`] when the two differ in length.
+    /// [`Error::Length`] if the two lengths differ.
     pub fn exact(out: &[f32], expected: &[f32]) -> Result<Self, Error> {
         if out.len() != expected.len() {
             return Err(Error::Length { what: "out", need: expected.len(), have: out.len() });
@@ -150,10 +149,10 @@ impl Comparison {
         })
     }
 
-    /// For results that may be `tolerance` off, whatever their size; where the reference is NaN any are right.
+    /// Compares results with an absolute tolerance. If the reference is NaN, anything passes.
     ///
     /// # Errors
-    /// [`Error::Length`] when the two differ in length.
+    /// [`Error::Length`] if the two lengths differ.
     pub fn within(out: &[f32], reference: &[f64], tolerance: f64) -> Result<Self, Error> {
         if out.len() != reference.len() {
             return Err(Error::Length { what: "out", need: reference.len(), have: out.len() });
@@ -170,14 +169,15 @@ impl Comparison {
             worst_index: at,
             worst_out: at.map_or(0.0, |i| out[i].into()),
             worst_reference: at.map_or(0.0, |i| reference[i]),
-            passed: max_err <= tolerance, // False where it is NaN.
+            passed: max_err <= tolerance, // False if it is NaN.
         })
     }
 
-    /// The one that says most of several: the first that failed, or the nearest to its tolerance.
+    /// Returns the most informative of several comparisons: the first that failed, or the one nearest to its
+    /// tolerance.
     ///
     /// # Panics
-    /// Where there are none to choose from.
+    /// Panics if `all` is empty.
     pub fn worst(all: Vec<Self>) -> Self {
         let failed = all.iter().find(|c| !c.passed).copied();
         let near = |c: &Self| if c.max_err == 0.0 { 0.0 } else { c.max_err / c.tolerance };
@@ -199,7 +199,7 @@ impl fmt::Display for Comparison {
 }
 
 struct Rule {
-    /// Where the output format overflows.
+    /// Overflow limit of the output format.
     limit: f64,
     atol: f64,
 }
@@ -225,7 +225,7 @@ impl Rule {
         x.clamp(-self.limit, self.limit)
     }
 
-    /// The largest error and where it is first reached; NaN is larger than all.
+    /// Returns the largest error and its first index; NaN is larger than all numbers.
     fn worst(&self, out: impl Iterator<Item = f64>, reference: &[f64]) -> (f64, Option<usize>) {
         let errors = out.zip(reference).map(|(out, &r)| self.error(out, r)).enumerate();
         errors.fold((0.0, None), |(max, at), (i, err)| {
@@ -242,7 +242,7 @@ mod tests {
     const INF: f64 = f64::INFINITY;
     const NAN: f64 = f64::NAN;
 
-    /// One output against one reference, beside a neighbour of magnitude one that is exact.
+    /// Compares one output with one reference, next to an exact neighbour of magnitude one.
     fn passes(out: f32, reference: f64, naive: f64, dtype: DType) -> bool {
         let comparison =
             compare(&[1.0, out], &[1.0, reference], &[1.0, naive], dtype).expect("lengths agree");
@@ -366,7 +366,7 @@ mod tests {
             assert!(!passes(0.5, NAN, NAN, dtype));
             assert!(!passes(f32::INFINITY, NAN, NAN, dtype));
             assert!(passes(f32::NAN, NAN, NAN, dtype));
-            // A naive evaluation that broke down excuses nothing.
+            // A naive evaluation that breaks down excuses nothing.
             assert!(!passes(0.5, 0.5, NAN, dtype));
             assert!(!passes(0.5, 0.5, INF, dtype));
         }
@@ -394,7 +394,7 @@ mod tests {
         assert!(!passes(f32::INFINITY, 60_000.0, 60_000.0, DType::F16));
         assert!(!passes(1000.0, 70_000.0, INF, DType::F16));
         assert!(passes(65_504.0, 65_530.0, INF, DType::F16), "one ulp below infinity");
-        // What overflows in f16 is an ordinary value in f32.
+        // A value that overflows f16 is an ordinary value in f32.
         assert!(!passes(f32::INFINITY, 70_000.0, 70_000.0, DType::F32));
     }
 

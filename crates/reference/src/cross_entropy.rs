@@ -1,3 +1,5 @@
+//! Cross-entropy loss of rows of logits, and its gradient.
+//!
 //! ```text
 //! z = softcap · tanh(logits / softcap), or logits;  y = z / temperature
 //! lse = ln Σ exp y;  p = exp(y - lse)
@@ -5,19 +7,19 @@
 //! gradient = weight / temperature · (p - (v == target)) · (1 - (z / softcap)²)
 //! ```
 //!
-//! of each row. Loss, log-probability and gradient are 0 where the target is ignored.
+//! All formulas are per row. Loss, log-probability and gradient are 0 if the target is ignored.
 
 use rayon::prelude::*;
 
 use crate::{Comparison, DType, Error, compare};
 
-/// The loss of rows of logits.
+/// Cross-entropy problem: rows of logits with targets and weights.
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropy<'a> {
     /// `[rows, vocab]`
     pub logits: &'a [f32],
     pub vocab: usize,
-    /// `[rows]`; none where a row is ignored.
+    /// `[rows]`; None ignores the row.
     pub targets: &'a [Option<u32>],
     /// `[rows]`
     pub weights: &'a [f32],
@@ -33,7 +35,7 @@ struct RowLoss {
     gradient: Vec<f64>,
 }
 
-/// The arithmetic that a row is computed in: f64, or f32 as a simple kernel has it.
+/// Arithmetic of a row: f64, or f32 as in a naive kernel.
 trait Arithmetic: Copy {
     fn round(x: f64) -> f64;
     fn tanh(x: f64) -> f64;
@@ -60,7 +62,7 @@ impl Arithmetic for Naive {
         f64::from(x as f32)
     }
 
-    /// By one exponential.
+    /// Uses one exponential.
     fn tanh(x: f64) -> f64 {
         let (r, tail) = (Self::round, Self::round((-2.0 * x.abs()).exp()));
         r(r(1.0 - tail) / r(1.0 + tail)).copysign(x)
@@ -104,11 +106,11 @@ impl CrossEntropy<'_> {
         (0..self.targets.len()).into_par_iter().map(|row| self.row::<A>(row)).collect()
     }
 
-    /// Compares stats `[4, rows]`, and a gradient `[rows, vocab]` of format `dtype` if there is one, with every result.
-    /// Each of the four is compared by itself.
+    /// Compares stats `[4, rows]`, and a gradient `[rows, vocab]` of format `dtype` if there is one, with the
+    /// reference. Each of the four stats is compared separately.
     ///
     /// # Errors
-    /// Lengths that contradict each other.
+    /// Fails if the lengths are inconsistent.
     pub fn check(
         &self,
         stats: &[f32],
@@ -145,7 +147,7 @@ impl CrossEntropy<'_> {
 mod tests {
     use super::*;
 
-    /// Two rows of which the second is ignored.
+    /// Two rows, the second ignored.
     const ROWS: CrossEntropy<'_> = CrossEntropy {
         logits: &[0.5, -1.0, 2.0, 1.0, 1.0, 1.0],
         vocab: 3,

@@ -1,3 +1,5 @@
+//! Decode attention over a KV cache.
+//!
 //! ```text
 //! out = softmax(mask(softcap(scale·q·kᵀ)))·v of the newest positions of sequences in a cache
 //! q: [batch, heads, seq_q, head_dim]   out as q
@@ -9,9 +11,9 @@
 //!     out[i] = Σ_j exp(s[j] - lse)·v[j]                    lse = log Σ_j exp(s[j])
 //! ```
 //!
-//! A query that sees nothing is 0, its lse -inf. Evaluated twice by the same loop: in f64 from the stored
-//! values, and as a naive kernel would, with f32 scores and sums and weights, times the scale of v,
-//! rounded to the format of q, which sets the tolerance.
+//! A query that sees nothing is 0 with lse -inf. The same loop is evaluated twice: in f64 from the stored
+//! values, and as a naive kernel would. The naive one has f32 scores and sums, and rounds weights (times the
+//! scale of v) to the format of q; it sets the tolerance.
 
 use std::ops::Range;
 
@@ -21,8 +23,7 @@ use crate::attention::{Attended, HeadStrides, Real, lines_of, sample, size_class
 use crate::compare::Comparison;
 use crate::{DType, Error};
 
-/// How far apart a cache's neighbours lie, in elements; the head dimension is contiguous. A sequence is
-/// one page where there is no table.
+/// Strides of a cache in elements; the head dimension is contiguous. Without a table a sequence is one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheStrides {
     pub page: usize,
@@ -30,7 +31,7 @@ pub struct CacheStrides {
     pub seq: usize,
 }
 
-/// One step of decoding.
+/// A decode step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decode {
     pub batch: usize,
@@ -44,26 +45,26 @@ pub struct Decode {
     pub scales: CacheStrides,
     pub scale: f64,
     pub softcap: Option<f64>,
-    /// Positions at this distance and further are hidden.
+    /// Positions at this distance or further are hidden.
     pub window: Option<usize>,
-    /// Format of q and the result.
+    /// Format of q and of the result.
     pub dtype: DType,
 }
 
-/// What a cache holds.
+/// Contents of a KV cache.
 #[derive(Debug, Clone, Copy)]
 pub struct Cache<'a> {
-    /// Stored values: numbers, or the bytes of i8.
+    /// Stored values: numbers, or the codes of i8.
     pub k: &'a [f32],
     pub v: &'a [f32],
-    /// Positions of each sequence, those of the queries included.
+    /// Number of positions of each sequence, those of the queries included.
     pub lengths: &'a [u32],
     pub table: Option<Table<'a>>,
-    /// Of k and of v, where they are bytes.
+    /// Scales of k and of v, if the cache is i8.
     pub scales: Option<[&'a [f32]; 2]>,
 }
 
-/// Which pages are a sequence's, `[batch, max_blocks]`.
+/// Block table: pages of each sequence, `[batch, max_blocks]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Table<'a> {
     pub blocks: &'a [u32],
@@ -72,25 +73,25 @@ pub struct Table<'a> {
 }
 
 impl Decode {
-    /// Every row of the result: a query of a head of a sequence, in order.
+    /// Returns the indices of all result rows. A row is a query of a head of a sequence, in this order.
     pub fn all(&self) -> Vec<usize> {
         (0..self.batch * self.heads * self.seq_q).collect()
     }
 
-    /// A seeded choice of `count` rows, and the first and the last.
+    /// Returns a seeded choice of `count` rows, plus the first and the last.
     pub fn sample(&self, seed: u64, count: usize) -> Vec<usize> {
         sample(seed, count, self.batch * self.heads * self.seq_q)
     }
 
-    /// The exact result for the stored values.
+    /// Computes the exact result for the stored values.
     ///
     /// # Errors
-    /// Heads that do not divide, a place outside of what is there.
+    /// Fails if `kv_heads` does not divide `heads`, or if a position is outside of its tensor.
     pub fn run(&self, rows: &[usize], q: &[f32], cache: &Cache<'_>) -> Result<Attended, Error> {
         self.evaluate::<f64>(rows, q, cache, |v| v, |v| v)
     }
 
-    /// What a naive kernel computes.
+    /// Computes the result of a naive kernel.
     ///
     /// # Errors
     /// As [`Decode::run`].
@@ -105,8 +106,7 @@ impl Decode {
         )
     }
 
-    /// Compares `rows` of a kernel's result (and of its log-sum-exp, where it gives one) with the
-    /// reference.
+    /// Compares `rows` of a kernel's result, and of its log-sum-exp if given, with the reference.
     ///
     /// # Shapes
     /// out dense `[batch, heads, seq_q, head_dim]`, lse `[batch, heads, seq_q]`.
@@ -168,7 +168,7 @@ impl Decode {
         Ok(Attended { out: outs.concat(), lse })
     }
 
-    /// One query: its result and its log-sum-exp.
+    /// Computes the result and log-sum-exp of one query.
     fn row<T: Real>(
         &self,
         row: usize,
@@ -197,7 +197,7 @@ impl Decode {
         Ok(weighted(scores, self.head_dim, weight))
     }
 
-    /// The positions that a row sees.
+    /// Returns the positions that a row sees.
     fn seen(&self, row: usize, lengths: &[u32]) -> Range<usize> {
         let (i, b) = (row % self.seq_q, row / self.seq_q / self.heads);
         // One past the query's own position.
@@ -205,7 +205,7 @@ impl Decode {
         self.window.map_or(0, |window| end.saturating_sub(window))..end
     }
 
-    /// Position j of a sequence in one head of the cache.
+    /// Returns position j of a sequence in one head of the cache.
     fn position<'a>(
         &self,
         cache: &Cache<'a>,
@@ -244,7 +244,7 @@ struct Position<'a> {
     v_scale: f32,
 }
 
-/// `len` values from `start` on.
+/// Returns `len` values from `start` on, or an error if they are out of range.
 fn slice<'a>(
     what: &'static str,
     values: &'a [f32],
@@ -308,7 +308,7 @@ mod tests {
         let (d, [q, k, v]) = (decode(2), operands());
         let whole = Cache { k: &k, v: &v, lengths: &[7], table: None, scales: None };
         let want = d.run(&d.all(), &q, &whole)?;
-        // Pages of four rows from the end of the run to its start; values halved, scales doubled.
+        // Pages of four rows, in reverse order; values halved, scales doubled.
         let pages = |values: &[f32]| -> Vec<f32> {
             let row = |at: usize| {
                 let (page, head, row) = (at / 8, at / 4 % 2, at % 4);
@@ -335,7 +335,7 @@ mod tests {
         let got = d.run(&[0, 1, 2], &q, &cache)?;
         assert_eq!(got.out[..16], [0.0; 16]);
         assert_eq!(got.lse[1], f64::NEG_INFINITY);
-        // The last sees one position, itself.
+        // The last query sees only its own position.
         let own: Vec<f64> = v[..8].iter().map(|v| f64::from(*v)).collect();
         assert_eq!(got.out[16..], own);
         Ok(())

@@ -1,17 +1,20 @@
+//! A whole decoder, from tokens to logits.
+//!
 //! ```text
 //! x[t] = embedding[token[t]]·embedding_scale + positions[t]                   [seq, hidden]
 //! for each block:
 //!   y = norm(x);  q, k, v = query(y), key(y), value(y)      // heads of head_dim
-//!   q, k = rotary(norm(q)), rotary(norm(k))                 // where there are such
+//!   q, k = rotary(norm(q)), rotary(norm(k))                 // if the block has them
 //!   a[t, h] = Σ_j softmax_j(softcap(scale·q[t, h]·k[j, h'])) v[j, h']         h' = h / (heads / kv_heads)
 //!                                                           // j from t - window + 1 to t
-//!   x += norm(out(a))                                       // the norm where there is one
+//!   x += norm(out(a))                                       // norm if the block has one
 //!   y = norm(x);  x += norm(down(act(gate(y))·up(y)))       // without a gate: down(act(up(y)))
 //! logits = softcap(head(norm(x)))                                             [seq, vocab]
 //! ```
 //!
-//! Everything in f64 from weights in f32, whole sequences again for every token: no cache to be wrong. As the naive one of
-//! the tolerance rule ([`Decoder::naive`]), sums are f32 and what is stored is rounded.
+//! Arithmetic is f64 with f32 weights. Each token recomputes the whole sequence, so that there is no cache to
+//! get wrong. [`Decoder::naive`], the naive evaluation of the tolerance rule, has f32 sums and rounds stored
+//! results.
 //!
 //! Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); Touvron et al.,
 //! "Llama 2" (2023); Gemma Team, "Gemma 2" (2024) and "Gemma 3" (2025).
@@ -37,17 +40,17 @@ pub struct Decoder {
     pub norm_rule: NormRule,
     pub eps: f64,
     pub final_norm: Linear,
-    /// `[vocab, hidden]`; the embedding where there is none.
+    /// `[vocab, hidden]`; None ties the head to the embedding.
     pub head: Option<Vec<f32>>,
     pub activation: Activation,
-    /// Of attention's scores.
+    /// Soft cap of attention scores.
     pub softcap: Option<f64>,
     pub logit_softcap: Option<f64>,
-    /// What results between operations are stored in; none keeps all of them.
+    /// Format of results stored between operations; None does not round.
     pub stored: Option<DType>,
 }
 
-/// One layer. Norms hold a vector as their weight.
+/// One layer. The weight of a norm is a vector.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Block {
     pub attention_norm: Linear,
@@ -66,7 +69,7 @@ pub struct Block {
     pub down: Linear,
     pub ffn_post_norm: Option<Linear>,
     pub rotary: Option<Rotary>,
-    /// Positions at this distance and further are hidden.
+    /// Positions at this distance or further are hidden.
     pub window: Option<usize>,
     pub scale: f64,
 }
@@ -92,7 +95,7 @@ impl Block {
     }
 }
 
-/// A weight and what is added.
+/// A weight with an optional bias.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Linear {
     pub weight: Vec<f32>,
@@ -100,11 +103,11 @@ pub struct Linear {
 }
 
 impl Decoder {
-    /// The logits after each token, `[seq, vocab]`.
+    /// Computes the logits after each token, `[seq, vocab]`.
     ///
     /// # Errors
-    /// Heads that do not divide, weights whose lengths contradict the sizes, a token or a position that there
-    /// is not.
+    /// Fails if `kv_heads` does not divide `heads`, if a weight's length contradicts the sizes, or if a token
+    /// or a position is out of range.
     pub fn forward(&self, tokens: &[u32]) -> Result<Vec<f64>, Error> {
         self.check()?;
         let mut x = self.embed(tokens)?; // [seq, hidden]
@@ -126,10 +129,10 @@ impl Decoder {
         Ok(logits)
     }
 
-    /// The `count` tokens that follow, each the one of largest logit; the first of equals.
+    /// Returns the next `count` tokens by greedy decoding: the largest logit, the first of equals.
     ///
     /// # Errors
-    /// As [`Decoder::forward`]; a prompt of no tokens.
+    /// As [`Decoder::forward`]; an empty prompt.
     pub fn greedy(&self, prompt: &[u32], count: usize) -> Result<Vec<u32>, Error> {
         let mut tokens = prompt.to_vec();
         for _ in 0..count {
@@ -147,7 +150,7 @@ impl Decoder {
         Ok(tokens.split_off(prompt.len()))
     }
 
-    /// The same computed plainly in `dtype`: weights and what is stored are rounded to it, sums are f32.
+    /// Returns the naive decoder in `dtype`: weights and stored results are rounded to it, sums are f32.
     #[must_use]
     pub fn naive(&self, dtype: DType) -> Self {
         let round = |values: &mut Vec<f32>| {
@@ -165,7 +168,7 @@ impl Decoder {
         own
     }
 
-    /// As it is stored.
+    /// Rounds values to the stored format.
     fn kept(&self, mut values: Vec<f64>) -> Vec<f64> {
         if let Some(dtype) = self.stored {
             values.iter_mut().for_each(|value| *value = dtype.round(*value));
@@ -173,7 +176,7 @@ impl Decoder {
         values
     }
 
-    /// in [tokens, k] · weight [n, k]ᵀ.
+    /// Returns input [tokens, k] · weight [n, k]ᵀ.
     fn product(&self, input: &[f64], weight: &[f32], k: usize) -> Vec<f64> {
         let naive = self.stored.is_some();
         let line = |input: &[f64]| -> Vec<f64> {
@@ -211,7 +214,7 @@ impl Decoder {
         self.kept(out)
     }
 
-    /// What attention adds for `y` `[seq, hidden]`.
+    /// Returns the attention output for `y` `[seq, hidden]`.
     fn attend(&self, block: &Block, y: &[f64], seq: usize) -> Vec<f64> {
         let dim = self.head_dim;
         let q = self.heads_of(y, &block.query, block.query_norm.as_ref(), block, self.heads, seq);
@@ -241,7 +244,7 @@ impl Decoder {
         self.linear(&block.out, &self.kept(attended), self.heads * dim)
     }
 
-    /// Queries or keys `[seq, heads, head_dim]`, normalised and turned where the block says so.
+    /// Returns queries or keys `[seq, heads, head_dim]`, with norm and rotation if the block has them.
     fn heads_of(
         &self,
         y: &[f64],
@@ -286,7 +289,7 @@ impl Decoder {
         }
     }
 
-    /// out [tokens, n] = in [tokens, k] · weight [n, k]ᵀ + bias.
+    /// Returns input [tokens, k] · weight [n, k]ᵀ + bias as [tokens, n].
     fn linear(&self, linear: &Linear, input: &[f64], k: usize) -> Vec<f64> {
         let mut out = self.product(input, &linear.weight, k);
         if let Some(bias) = &linear.bias {

@@ -1,4 +1,4 @@
-//! Number formats: what a value becomes when it is stored, or fed to a tensor core.
+//! Number formats: rounding of stored values and of tensor-core operands.
 
 use std::fmt;
 
@@ -39,7 +39,7 @@ impl DType {
     /// Every format, widest first.
     pub const ALL: [Self; 4] = [Self::F32, Self::Tf32, Self::F16, Self::Bf16];
 
-    /// The format in memory: [`DType::F32`] for [`DType::Tf32`], else the format itself.
+    /// Format in memory: [`DType::F32`] for [`DType::Tf32`], else the format itself.
     pub fn storage(self) -> Self {
         if self == Self::Tf32 { Self::F32 } else { self }
     }
@@ -52,8 +52,7 @@ impl DType {
         }
     }
 
-    /// The value of this format nearest to `x`; ties go to even, past the largest value lies
-    /// infinity.
+    /// Rounds `x` to the nearest value of this format, ties to even. Values past the largest become infinity.
     ///
     /// [`DType::Tf32`] rounds to `f32` as a store does, then to 10 mantissa bits with ties away
     /// from zero.
@@ -67,18 +66,18 @@ impl DType {
         }
     }
 
-    /// Spacing of the values of this format around `magnitude` (of the lower binade at a power of
-    /// two's upper side; the smallest denormal near zero).
+    /// Spacing of the values of this format around `magnitude`. At a power of two it is the spacing of the
+    /// upper binade; near zero it is the smallest denormal.
     pub fn ulp_at(self, magnitude: f64) -> f64 {
         if magnitude.is_finite() { self.format().spacing(magnitude) } else { magnitude.abs() }
     }
 
-    /// The power of two just past the largest finite value: where infinity begins.
+    /// Smallest power of two above the largest finite value, at which infinity begins.
     pub fn overflow(self) -> f64 {
         exp2(self.format().max_exponent + 1)
     }
 
-    /// Values as they lie in memory, little endian.
+    /// Encodes values to bytes, little endian.
     pub fn encode(self, values: &[f32]) -> Vec<u8> {
         fn pack<const N: usize>(values: &[f32], bytes: impl Fn(f32) -> [u8; N] + Sync) -> Vec<u8> {
             let mut out = vec![0; values.len() * N];
@@ -93,10 +92,10 @@ impl DType {
         }
     }
 
-    /// The inverse of [`DType::encode`]; every stored value is exact in `f32`.
+    /// Decodes bytes, the inverse of [`DType::encode`]; every stored value is exact in `f32`.
     ///
     /// # Errors
-    /// [`Error::Bytes`] when the bytes end within a value.
+    /// [`Error::Bytes`] if the bytes end within a value.
     pub fn decode(self, bytes: &[u8]) -> Result<Vec<f32>, Error> {
         fn unpack<const N: usize>(
             bytes: &[u8],
@@ -150,12 +149,12 @@ impl Format {
     }
 }
 
-/// floor(log2|x|) of a normal `x`; -1023 for zero and denormals of `f64`.
+/// Returns floor(log2|x|) of a normal `x`; -1023 for zero and denormals of `f64`.
 fn exponent(x: f64) -> i32 {
     ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023
 }
 
-/// 2^e, exactly, for e in -1022..=1023.
+/// Returns 2^e exactly, for e in -1022..=1023.
 fn exp2(e: i32) -> f64 {
     f64::from_bits(((e + 1023) as u64) << 52)
 }
@@ -166,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// What the bits of `cvt.rna.tf32.f32` do: add half of the dropped part, cut.
+    /// Does the bit operations of `cvt.rna.tf32.f32`: add half of the dropped part, then truncate.
     fn tf32_by_bits(x: f32) -> f32 {
         f32::from_bits((x.to_bits() + 0x1000) & !0x1fff)
     }
@@ -203,7 +202,7 @@ mod tests {
         assert_eq!(DType::F16.round(exp2(-25)), 0.0, "half the smallest denormal");
         assert_eq!(DType::F16.round(exp2(-25) * 1.01), exp2(-24));
         assert_eq!(DType::Tf32.round(f32::MAX.into()), f64::INFINITY);
-        // Between two f32 values: the store rounds first, and makes the tie.
+        // Between two f32 values: the store rounds first and creates the tie.
         assert_eq!(DType::Tf32.round(1.0 + ulp / 2.0 - exp2(-40)), 1.0 + ulp);
         for dtype in DType::ALL {
             assert!(dtype.round(-0.0).is_sign_negative() && dtype.round(-1e-300) == 0.0);

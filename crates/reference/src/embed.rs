@@ -1,27 +1,28 @@
-//! `out[t] = table[token[t]]·scale + learned[position[t]]`
+//! Embedding lookup: `out[t] = table[token[t]]·scale + learned[position[t]]`
 //!
-//! The product is rounded before positions are added, as models have it. A token or a position that there is
-//! not gives NaN.
+//! The product is rounded before positions are added, as in the models. A token or a position out of range
+//! gives NaN.
 
 use crate::{Comparison, DType, Error, compare};
 
-/// Tokens and what is looked up for them. Tables are `[rows, hidden]`.
+/// An embedding problem. Tables are `[rows, hidden]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Embed<'a> {
     pub hidden: usize,
     pub table: &'a [f32],
     pub scale: f64,
-    /// Learned positions, and that of each token.
+    /// Learned positions, and the position of each token.
     pub learned: Option<(&'a [f32], &'a [u32])>,
     /// Format of tables and results.
     pub dtype: DType,
 }
 
 impl Embed<'_> {
-    /// The rows of `tokens`, `[tokens, hidden]`, rounded between the product and the sum alone.
+    /// Computes the rows of `tokens`, `[tokens, hidden]`. The only rounding is between the product and the
+    /// sum.
     ///
     /// # Errors
-    /// Tables of no whole rows; another number of positions than of tokens.
+    /// Fails if a table is not whole rows, or if there is not one position per token.
     pub fn run(&self, tokens: &[u32]) -> Result<Vec<f64>, Error> {
         self.check_lengths(tokens)?;
         let mut out = Vec::with_capacity(tokens.len() * self.hidden);
@@ -48,10 +49,10 @@ impl Embed<'_> {
         Ok(out)
     }
 
-    /// Compares `out` with the rows of `tokens`: a simple kernel has but its last rounding to answer for.
+    /// Compares `out` with the rows of `tokens`. The only error of a naive kernel is the final rounding.
     ///
     /// # Errors
-    /// As [`Embed::run`]; another number of results.
+    /// As [`Embed::run`]; a result of the wrong length.
     pub fn check(&self, tokens: &[u32], out: &[f32]) -> Result<Comparison, Error> {
         let exact = self.run(tokens)?;
         let naive: Vec<f64> = exact.iter().map(|v| self.dtype.round(*v)).collect();
@@ -88,7 +89,7 @@ mod tests {
         assert_eq!(plain.run(&[2, 0, 2])?, [5.0, 6.0, 1.0, 2.0, 5.0, 6.0]);
         let both = Embed { scale: 3.0, learned: Some((&learned, &[1, 0])), ..plain };
         assert_eq!(both.run(&[1, 0])?, [8.0, 10.0, 3.5, 6.25]);
-        // 3.01·1 is not in bf16, whose neighbour it is rounded to before 0.25 is added.
+        // 3.01·1 is not a bf16 value; it is rounded to its neighbour before 0.25 is added.
         let rounds = Embed { scale: 1.505, learned: Some((&learned, &[0])), ..plain };
         assert_eq!(rounds.run(&[0])?[1], 3.015625 + 0.25);
         let missing = Embed { learned: Some((&learned, &[0, 2])), ..plain }.run(&[3, 0])?;

@@ -9,18 +9,18 @@ use rayon::prelude::*;
 
 use crate::{DType, Error};
 
-/// How values spread.
+/// Distribution of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Distribution {
     /// Mean 0, deviation 1, within ±8: a 64-coin binomial smoothed by a uniform. Its distribution
     /// function stays within 0.003 of the normal one.
     #[default]
     Normal,
-    /// Even over [-1, 1].
+    /// Uniform over [-1, 1].
     Uniform,
 }
 
-/// A value that kernels get wrong.
+/// A special value that kernels often get wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Special {
     Inf,
@@ -31,10 +31,10 @@ pub enum Special {
     Denormal,
 }
 
-/// Values per task; each seeks its own place in the stream, so this changes no value.
+/// Values per task. Each task seeks its own position in the stream, so that the values do not depend on it.
 const CHUNK: usize = 1 << 12;
 
-/// `len` values drawn from `distribution`; none is zero, and a longer fill starts with the shorter
+/// Returns `len` values drawn from `distribution`. None is zero, and a longer fill starts with the shorter
 /// one.
 pub fn fill(seed: u64, len: usize, distribution: Distribution) -> Vec<f32> {
     match distribution {
@@ -43,10 +43,10 @@ pub fn fill(seed: u64, len: usize, distribution: Distribution) -> Vec<f32> {
     }
 }
 
-/// Overwrites `values` at the given places; the denormal is one of `dtype`.
+/// Overwrites `values` at the given positions; the denormal is one of `dtype`.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] when a place is past the end; nothing is written then.
+/// [`Error::OutOfRange`] if a position is past the end; nothing is written then.
 pub fn plant(values: &mut [f32], dtype: DType, places: &[(usize, Special)]) -> Result<(), Error> {
     let len = values.len();
     if let Some(&(index, _)) = places.iter().find(|(index, _)| *index >= len) {
@@ -59,7 +59,7 @@ pub fn plant(values: &mut [f32], dtype: DType, places: &[(usize, Special)]) -> R
 }
 
 impl Special {
-    /// The value itself, exact in `dtype`.
+    /// Returns the value, exact in `dtype`.
     pub fn value(self, dtype: DType) -> f32 {
         match self {
             Self::Inf => f32::INFINITY,
@@ -72,14 +72,14 @@ impl Special {
     }
 }
 
-/// The stream of a seed: the seed is the key's first eight bytes.
+/// Returns the stream of a seed, which is the first eight bytes of the key.
 pub(crate) fn stream(seed: u64) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     ChaCha8Rng::from_seed(key)
 }
 
-/// One value from every `N` words of the stream.
+/// Draws one value from every `N` words of the stream.
 fn draw<const N: usize>(seed: u64, len: usize, value: impl Fn([u32; N]) -> f32 + Sync) -> Vec<f32> {
     let mut values = vec![0.0; len];
     values.par_chunks_mut(CHUNK).enumerate().for_each(|(i, chunk)| {
@@ -95,14 +95,14 @@ fn draw<const N: usize>(seed: u64, len: usize, value: impl Fn([u32; N]) -> f32 +
     values
 }
 
-/// An odd multiple of 2^-32 in (-1, 1), so that neither zero nor a side is preferred.
+/// Returns an odd multiple of 2^-32 in (-1, 1): never zero, and symmetric.
 fn uniform(word: u32) -> f64 {
     let odd = 2 * i64::from(word) + 1 - (1 << 32);
     odd as f64 / (1u64 << 32) as f64
 }
 
 fn normal([coins, more_coins, word]: [u32; 3]) -> f32 {
-    /// 1 / sqrt(16 + 1/12): the coins' variance, and that of a uniform of width one.
+    /// 1 / sqrt(16 + 1/12): the variance of the coins, plus that of a uniform of width one.
     const SCALE: f64 = 0.249_351_490_477_014_83;
     let heads = coins.count_ones() + more_coins.count_ones();
     ((f64::from(heads) - 32.0 + uniform(word) / 2.0) * SCALE) as f32

@@ -1,12 +1,14 @@
+//! Weights in 8 bits with one absmax a row, and activations rounded to 8 bits.
+//!
 //! ```text
 //! values: [rows, cols]   codes: i8 as values   scb: [rows], bitsandbytes' name for a row's absmax
 //!   for each row: scb[row] = max|values[row, ..]|;  code = round(values[row, col]·(127/scb[row]))
 //!   values[row, col] ≈ code·scb[row]·(1/127)
 //! ```
 //!
-//! In f32, one rounding an operation; ties go to even. bitsandbytes quantizes weights that it rounded to
-//! f16 first, and so does who wants its codes. Its CUDA kernel divides approximately: where a product is
-//! near a tie it may round to the neighbour, which [`disagreement`] can excuse.
+//! Arithmetic is f32, one rounding an operation; ties go to even. bitsandbytes first rounds weights to f16,
+//! so a caller that wants its codes must do the same. Its CUDA kernel divides approximately and may round to
+//! the neighbour near a tie, which [`disagreement`] can excuse.
 //!
 //! Source: Dettmers et al., "LLM.int8()" (2022); bitsandbytes 95f9af3, `kInt8VectorQuant` and
 //! `int8_vectorwise_dequant`.
@@ -16,7 +18,7 @@ use rayon::prelude::*;
 use crate::Error;
 use crate::nf4::{around, finite, largest, length, normal};
 
-/// Quantized rows.
+/// Quantised rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rows {
     /// `[rows, cols]`
@@ -25,11 +27,10 @@ pub struct Rows {
     pub scb: Vec<f32>,
 }
 
-/// Quantizes `[rows, cols]` values; a row of zeros has scb 0 and codes 0. Subnormals count as zero.
+/// Quantises `[rows, cols]` values; a row of zeros has scb 0 and codes 0. Subnormals count as zero.
 ///
 /// # Errors
-/// [`Error::Length`] when there are not rows·cols values; [`Error::NotFinite`] with the first infinity
-/// or NaN.
+/// [`Error::Length`] if there are not rows·cols values; [`Error::NotFinite`] with the first infinity or NaN.
 pub fn quantize(values: &[f32], rows: usize, cols: usize) -> Result<Rows, Error> {
     let scb = absmax(values, rows, cols)?;
     let code = |i: usize| round(scaled(values[i], scb[i / cols]));
@@ -37,23 +38,23 @@ pub fn quantize(values: &[f32], rows: usize, cols: usize) -> Result<Rows, Error>
     Ok(Rows { codes, scb })
 }
 
-/// The values that codes stand for.
+/// Dequantises codes.
 ///
 /// # Shapes
 /// codes `[rows, cols]`, scb `[rows]`; the result as codes.
 ///
 /// # Errors
-/// [`Error::Length`] when the shapes disagree.
+/// [`Error::Length`] if the shapes disagree.
 pub fn dequantize(codes: &[i8], scb: &[f32], cols: usize) -> Result<Vec<f32>, Error> {
     length("codes", codes.len(), scb.len().saturating_mul(cols))?;
     let value = |i: usize| f32::from(codes[i]) * scb[i / cols] * (1.0 / 127.0);
     Ok((0..codes.len()).into_par_iter().map(value).collect())
 }
 
-/// The first element whose code is wrong by more than a scale that is off by `ulps` excuses.
+/// Returns the first element whose code differs by more than an error of `ulps` in the scale explains.
 ///
 /// # Errors
-/// As [`quantize`]; [`Error::Length`] when there is not one code for each value.
+/// As [`quantize`]; [`Error::Length`] if there is not one code for each value.
 pub fn disagreement(
     values: &[f32],
     rows: usize,
@@ -69,8 +70,8 @@ pub fn disagreement(
     }))
 }
 
-/// What values become whose rows are rounded to 8 bits, but for the columns that have a magnitude of `threshold` or more;
-/// 0: none has.
+/// Rounds each row to 8 bits and dequantises it. Columns with a magnitude of at least `threshold` are
+/// outliers and stay exact; 0 disables outliers.
 ///
 /// # Shapes
 /// values and result `[rows, cols]`.
@@ -94,7 +95,8 @@ pub fn activations(
     Ok((0..values.len()).into_par_iter().map(value).collect())
 }
 
-/// The values of [`activations`] that a scale off by `ulps` would round to another code.
+/// Returns the indices of values in [`activations`] that an error of `ulps` in the scale would round to
+/// another code.
 ///
 /// # Errors
 /// As [`activations`].
@@ -113,7 +115,7 @@ pub fn undecided(
     Ok((0..values.len()).filter(near).collect())
 }
 
-/// The largest magnitude of each row, but for columns that outlie.
+/// Returns the largest magnitude of each row, without outlier columns.
 fn steps(values: &[f32], rows: usize, cols: usize, threshold: f32) -> Result<Vec<f32>, Error> {
     length("values", values.len(), rows.saturating_mul(cols))?;
     finite(values)?;
@@ -135,7 +137,7 @@ fn outliers(values: &[f32], cols: usize, threshold: f32) -> Vec<bool> {
 }
 
 fn inverse(largest: f32) -> f32 {
-    // The inverse of a smaller one is no number.
+    // A smaller scale would have an infinite inverse.
     if largest < 127.0 / f32::MAX { 0.0 } else { 127.0 / largest }
 }
 
@@ -182,7 +184,7 @@ mod tests {
         let all = activations(&values, 2, 4, 6.0)?;
         let step = 1.27f32 / 127.0;
         assert_eq!(all, [127.0 * step, 31.0 * step, 60.0, -50.0 * step, 0.0, 0.0, -7.0, 0.0]);
-        // Without a threshold a column that outlies takes the others' digits.
+        // Without a threshold an outlier column coarsens the others.
         assert_eq!(activations(&values, 2, 4, 0.0)?[1], 60.0 / 127.0);
         assert_eq!(undecided(&[127.0, 0.5, 1.4, 3.0], 1, 4, 0.0, 2)?, [1]);
         assert!(activations(&values, 2, 3, 0.0).is_err());

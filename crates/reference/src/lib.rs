@@ -1,25 +1,25 @@
-//! What the right answer is: every kernel again, as plain loops in `f64` on the host.
+//! Expected results: every kernel as plain loops in `f64` on the host.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`dtype`] | the number formats: rounding, spacing, bytes |
+//! | [`dtype`] | number formats: rounding, spacing, bytes |
 //! | [`inputs`] | seeded inputs, the same on every machine |
-//! | [`attention`] | softmax(q·kᵀ)·v with masks, soft cap, window, shared keys |
-//! | [`decode`] | attention of the newest positions over a cache: pages, lengths, bytes with scales |
-//! | [`decoder`] | a whole decoder, tokens to logits, of any family |
-//! | [`rotary`] | rotary positions, and how they are stretched |
-//! | [`rope`] | heads from their projection to a cache |
+//! | [`attention`] | softmax(q·kᵀ)·v with masks, soft cap, window, grouped heads |
+//! | [`decode`] | decode attention over a KV cache: pages, lengths, i8 with scales |
+//! | [`decoder`] | a whole decoder of any family, tokens to logits |
+//! | [`rotary`] | rotary position embeddings and their scaling |
+//! | [`rope`] | heads from the QKV projection to the KV cache |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
-//! | [`nf4`] | weights of 4 bits, NF4 and FP4, and the 8-bit code of their absmax |
-//! | [`embed`] | rows of tables for tokens and positions |
+//! | [`nf4`] | 4-bit weights, NF4 and FP4, and nested absmax in 8 bits |
+//! | [`embed`] | embedding lookup of tokens and positions |
 //! | [`norm`] | norms of rows |
-//! | [`sample`] | a token of a row of logits |
-//! | [`cross_entropy`] | the loss of rows of logits, and its gradient |
-//! | [`int8`] | weights of 8 bits, one absmax a row |
-//! | [`q8_0`] | weights of 8 bits, one f16 scale for 32 |
+//! | [`sample`] | sampling a token from a row of logits |
+//! | [`cross_entropy`] | cross-entropy loss and its gradient |
+//! | [`int8`] | 8-bit weights, one absmax a row |
+//! | [`q8_0`] | 8-bit weights, one f16 scale for 32 |
 //! | [`mod@compare`] | the tolerance rule; NaN fails |
 //!
-//! This crate shares neither code nor constants with the kernels, and knows no GPU. A check runs in
+//! This crate shares neither code nor constants with the kernels, and does not depend on a GPU. A check has
 //! four steps, and [`Matmul::check`] does the last three:
 //!
 //! ```

@@ -1,14 +1,16 @@
+//! Batched matmul with an epilogue.
+//!
 //! ```text
-//! out = residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias)      up where there is one
-//! lhs is norm(lhs) where there is a norm, rounded as a kernel of its own would, but not in the reference
+//! out = residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias)      up is optional
+//! with a norm, lhs is norm(lhs), rounded as by a separate kernel; the reference does not round it
 //! lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]   out, gate, residual: [batch.., m, n]
 //!   for each output position [.., row, col]:
 //!     for p in 0..k: sum += lhs[.., row, p]·rhs[.., p, col]
 //! ```
 //!
-//! Evaluated twice by the same loop: in `f64` from the stored values, which is the reference, and
-//! as a naive kernel would, with operands in the kernel's precision and `f32` sums, which sets the
-//! tolerance. An 8192^3 product is minutes of work here, so both can be limited to a [`Sample`].
+//! The same loop is evaluated twice. The reference is in `f64` from the stored values. The naive evaluation
+//! has operands in the kernel's precision and `f32` sums, and sets the tolerance. A matmul of 8192^3 takes
+//! minutes here, so that both can be limited to a [`Sample`].
 
 mod arithmetic;
 
@@ -22,7 +24,7 @@ use crate::inputs::stream;
 use crate::norm::Norm;
 use crate::{DType, Error};
 
-/// Order of a matrix in memory.
+/// Memory order of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     /// Rows are contiguous.
@@ -31,7 +33,7 @@ pub enum Layout {
     Col,
 }
 
-/// How far apart an operand's neighbours lie along each axis, in elements.
+/// Strides of an operand along each axis, in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Strides {
     /// One for each batch axis; 0 repeats the operand along it.
@@ -40,10 +42,10 @@ pub struct Strides {
     pub col: usize,
 }
 
-/// A batched matrix product; the output is row-major and contiguous.
+/// A batched matmul; the output is row-major and contiguous.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Matmul {
-    /// Batch axes of the output, outermost first; empty for a single product.
+    /// Batch axes of the output, outermost first; empty for a single matmul.
     pub batch: Vec<usize>,
     pub m: usize,
     pub n: usize,
@@ -52,21 +54,21 @@ pub struct Matmul {
     pub rhs: Strides,
     /// Precision of both operands.
     pub dtype: DType,
-    /// Format that products are summed in.
+    /// Format of the accumulators.
     pub sums: DType,
     /// Format of the output.
     pub out_dtype: DType,
 }
 
-/// What is done to the product before it is rounded; parts that are None do nothing.
+/// Operations on the sums before they are rounded; parts that are None do nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Epilogue<'a> {
-    /// What is done to rows of lhs before.
+    /// Norm of the rows of lhs, before the matmul.
     pub norm: Option<RowNorm<'a>>,
     /// [n]
     pub bias: Option<&'a [f32]>,
     pub activation: Option<Activation>,
-    /// A second product that the first one gates.
+    /// A second matmul that the first one gates.
     pub up: Option<Up<'a>>,
     /// [batch.., m, n]
     pub gate: Option<&'a [f32]>,
@@ -82,7 +84,7 @@ pub struct RowNorm<'a> {
     pub weight: &'a [f32],
 }
 
-/// lhs times another matrix of rhs's shape and strides, plus a bias of its own.
+/// A matmul of lhs with another matrix of rhs's shape and strides, with its own bias.
 #[derive(Debug, Clone, Copy)]
 pub struct Up<'a> {
     pub rhs: &'a [f32],
@@ -91,11 +93,11 @@ pub struct Up<'a> {
 }
 
 impl<'a> Epilogue<'a> {
-    /// The product itself.
+    /// Epilogue that does nothing.
     pub const NONE: Self =
         Self { norm: None, bias: None, activation: None, up: None, gate: None, residual: None };
 
-    /// The product plus a bias `[n]`.
+    /// Epilogue with only a bias `[n]`.
     pub const fn bias(bias: &'a [f32]) -> Self {
         Self { bias: Some(bias), ..Self::NONE }
     }
@@ -111,8 +113,8 @@ pub struct Sample {
 }
 
 impl Strides {
-    /// Strides of a contiguous [batch.., rows, cols]. A batch axis of size 1 gets stride 0, and so
-    /// serves an output of any size along it.
+    /// Strides of a contiguous [batch.., rows, cols]. A batch axis of size 1 gets stride 0, so that the
+    /// operand broadcasts along it.
     pub fn contiguous(batch: &[usize], rows: usize, cols: usize, layout: Layout) -> Self {
         let mut size = rows * cols;
         let mut strides: Vec<_> = batch
@@ -131,7 +133,7 @@ impl Strides {
         }
     }
 
-    /// Elements that a [batch.., rows, cols] operand reaches, the gaps included.
+    /// Number of elements that a [batch.., rows, cols] operand spans, gaps included.
     fn reach(&self, batch: &[usize], rows: usize, cols: usize) -> usize {
         let axes = batch.iter().zip(&self.batch).chain([(&rows, &self.row), (&cols, &self.col)]);
         axes.fold(1, |reach: usize, (&size, &stride)| {
@@ -143,7 +145,7 @@ impl Strides {
         })
     }
 
-    /// Where the matrix of a flat batch index begins.
+    /// Returns the first element of the matrix of a flat batch index.
     fn base(&self, batch: &[usize], mut index: usize) -> usize {
         let mut base = 0;
         for (&size, &stride) in batch.iter().zip(&self.batch).rev() {
@@ -155,12 +157,12 @@ impl Strides {
 }
 
 impl Matmul {
-    /// Multiply-adds that [`Matmul::sample`] allows: about a tenth of a second on two cores in a
+    /// Default budget of [`Matmul::sample`] in multiply-adds: about a tenth of a second on two cores in a
     /// release build.
     pub const BUDGET: usize = 1 << 28;
 
-    /// Contiguous operands of the output's batch axes; the output has the operands' storage format.
-    /// Change the fields for anything else.
+    /// Creates a matmul with contiguous operands that have the output's batch axes. The output has the
+    /// operands' storage format. Change the fields for anything else.
     pub fn contiguous(
         batch: &[usize],
         [m, n, k]: [usize; 3],
@@ -181,7 +183,7 @@ impl Matmul {
         }
     }
 
-    /// Elements of lhs, rhs and out.
+    /// Number of elements of lhs, rhs and out.
     pub fn lens(&self) -> [usize; 3] {
         [
             self.lhs.reach(&self.batch, self.m, self.k),
@@ -190,26 +192,26 @@ impl Matmul {
         ]
     }
 
-    /// The exact product.
+    /// Computes the exact matmul.
     ///
-    /// Operands are taken as stored: they are rounded to the storage format of `dtype` first, which
-    /// changes nothing when they were decoded from it. So a tf32 kernel is measured against the
-    /// product of its f32 operands. What the epilogue holds is taken as it is.
+    /// Operands are rounded to the storage format of `dtype` first, which changes nothing if they were
+    /// decoded from it. A tf32 kernel is thus compared with the matmul of its f32 operands. The operands of
+    /// the epilogue are not rounded.
     ///
     /// # Shapes
     /// lhs and rhs as their strides say, the epilogue's as [`Epilogue`] says; returns `[batch.., m, n]`.
     ///
     /// # Errors
-    /// A slice too short for its strides, a part of the epilogue of the wrong length, strides of the
-    /// wrong rank.
+    /// Fails if a slice is too short for its strides, if a part of the epilogue has the wrong length, or if
+    /// strides have the wrong rank.
     pub fn run(&self, lhs: &[f32], rhs: &[f32], epilogue: Epilogue<'_>) -> Result<Vec<f64>, Error> {
         self.run_at(&self.everything(), lhs, rhs, epilogue)
     }
 
-    /// [`Matmul::run`] at the sampled positions, in the order of [`Matmul::indices`].
+    /// Like [`Matmul::run`], at the sampled positions in the order of [`Matmul::indices`].
     ///
     /// # Errors
-    /// As [`Matmul::run`]; a sample of another problem.
+    /// As [`Matmul::run`]; a sample out of range.
     pub fn run_at(
         &self,
         sample: &Sample,
@@ -222,11 +224,11 @@ impl Matmul {
         self.evaluate(sample, [lhs, rhs], epilogue, |v| stored.round(v.into()), exact)
     }
 
-    /// What a naive kernel computes: operands rounded to `dtype`, products summed in order in
+    /// Computes the matmul of a naive kernel: operands rounded to `dtype`, products summed in order in
     /// `sums`, the epilogue in `f32`, the result rounded to `out_dtype`. Types of matrix instructions are
-    /// summed as those do, sixteen products at once and truncated (Fasi et al., "Numerical behavior of
-    /// NVIDIA tensor cores", 2021): with rounding instead, sums of 4104 products on an H200 were 1.5 times
-    /// the tolerance off.
+    /// summed as the instructions do, sixteen products at once, truncated (Fasi et al., "Numerical behavior
+    /// of NVIDIA tensor cores", 2021). With rounding instead, sums of 4104 products on an H200 were off by
+    /// 1.5 times the tolerance.
     ///
     /// # Shapes, Errors
     /// As [`Matmul::run`].
@@ -239,7 +241,7 @@ impl Matmul {
         self.naive_at(&self.everything(), lhs, rhs, epilogue)
     }
 
-    /// [`Matmul::naive`] at the sampled positions, in the order of [`Matmul::indices`].
+    /// Like [`Matmul::naive`], at the sampled positions in the order of [`Matmul::indices`].
     ///
     /// # Errors
     /// As [`Matmul::run_at`].
@@ -269,8 +271,8 @@ impl Matmul {
         Ok(sums.into_par_iter().map(|v| self.out_dtype.storage().round(v.into())).collect())
     }
 
-    /// Compares a kernel's output with the reference at the sampled positions, by the rule of
-    /// [`compare`]; `worst_index` points into `out`.
+    /// Compares a kernel's output with the reference at the sampled positions, with [`compare`].
+    /// `worst_index` is an index into `out`.
     ///
     /// # Shapes
     /// As [`Matmul::run`]; out `[batch.., m, n]`, decoded from `out_dtype`.
@@ -298,14 +300,14 @@ impl Matmul {
         Ok(comparison)
     }
 
-    /// [`Matmul::check`] of groups: rows `offsets[g]..offsets[g + 1]` of lhs by matrix g of rhs, g being
-    /// the innermost batch axis. With a seed, of a sample of each group.
+    /// Like [`Matmul::check`], for a grouped matmul: rows `offsets[g]..offsets[g + 1]` of lhs use matrix g of
+    /// rhs, where g is the innermost batch axis. With a seed, only a sample of each group is checked.
     ///
     /// # Shapes
     /// lhs, out, gate, residual `[m, n]` or `[m, k]`; bias `[groups, n]`.
     ///
     /// # Errors
-    /// As [`Matmul::check`]; offsets that are not the groups'.
+    /// As [`Matmul::check`]; offsets that do not fit the groups.
     pub fn check_groups<'a>(
         &self,
         offsets: &[usize],
@@ -381,7 +383,7 @@ impl Matmul {
         Ok(comparison)
     }
 
-    /// All of the output.
+    /// Returns all positions of the output.
     pub fn everything(&self) -> Sample {
         Sample {
             batches: (0..self.batches()).collect(),
@@ -390,23 +392,23 @@ impl Matmul {
         }
     }
 
-    /// All of the output where that is affordable, else a seeded choice of about [`Matmul::BUDGET`]
-    /// multiply-adds: one row and one column of every stripe of equal width, and the outermost two
-    /// on each side. At 8192^3 this leaves no block of 128 x 128 without a sample.
+    /// Returns all positions of the output if the budget allows, else a seeded choice of about
+    /// [`Matmul::BUDGET`] multiply-adds. The choice has one row and one column of every stripe of equal
+    /// width, plus the outermost two on each side. At 8192^3 every block of 128 x 128 has a sample.
     pub fn sample(&self, seed: u64) -> Sample {
         self.sample_within(seed, Self::BUDGET)
     }
 
-    /// [`Matmul::sample`] with another budget, in multiply-adds.
+    /// Like [`Matmul::sample`], with a budget in multiply-adds.
     pub fn sample_within(&self, seed: u64, budget: usize) -> Sample {
         let mut counts = [self.batches(), self.m, self.n];
-        // A thin product costs more to read than to sum: count a read as 16 multiply-adds.
+        // Reading dominates a thin matmul: a read counts as 16 multiply-adds.
         let cost = |[batches, rows, cols]: [usize; 3]| {
             batches.saturating_mul(rows.saturating_mul(cols) + 16 * (rows + cols))
         };
         let affordable = (budget / self.k.max(1)).max(256);
         while cost(counts) > affordable && counts != [1; 3] {
-            // Halving the most numerous axis keeps the samples evenly spread.
+            // Halving the longest axis keeps the samples evenly spread.
             let most = (0..3).max_by_key(|&axis| counts[axis]).unwrap_or(0);
             counts[most] = counts[most].div_ceil(2);
         }
@@ -418,7 +420,7 @@ impl Matmul {
         }
     }
 
-    /// Flat output indices of the sampled positions.
+    /// Returns the flat output indices of the sampled positions.
     pub fn indices<'a>(&self, sample: &'a Sample) -> impl Iterator<Item = usize> + use<'a> {
         let (m, n) = (self.m, self.n);
         sample.batches.iter().flat_map(move |&b| {
@@ -478,7 +480,7 @@ impl Matmul {
         Ok(())
     }
 
-    /// The product in arithmetic `T`, each operand read through `read`, multiplied by `multiply`.
+    /// Evaluates the matmul in arithmetic `T`. `read` converts each operand, `multiply` multiplies.
     fn evaluate<T: Number>(
         &self,
         sample: &Sample,
@@ -503,7 +505,7 @@ impl Matmul {
         Ok(both.map(|((sum, up), (at, col))| epilogue.apply(sum, Some(up), at, col)).collect())
     }
 
-    /// The sums of one product, each made what `finish` says of it, its index and its column.
+    /// Computes the sums of one matmul, and applies `finish` to each with its index and column.
     fn products<T: Number>(
         &self,
         sample: &Sample,
@@ -543,7 +545,8 @@ impl Matmul {
 }
 
 impl Epilogue<'_> {
-    /// What is stored at flat output index `at`, in column `col`, for the product `sum`, which gates `up`.
+    /// Returns the value to store at flat output index `at`, in column `col`, for the sum `sum`, which gates
+    /// `up`.
     fn apply<T: Number>(&self, sum: T, up: Option<T>, at: usize, col: usize) -> T {
         let x = sum + T::from(self.bias.map_or(0.0, |bias| bias[col]));
         let mut value = self.activation.map_or(x, |activation| activation.of(x));
@@ -560,8 +563,8 @@ impl Epilogue<'_> {
     }
 }
 
-/// One position in each of `count` stripes of `size`, and the outermost two on both sides; all
-/// positions when `count` is `size`. Sorted, without repetition.
+/// Returns one position in each of `count` stripes of `size`, plus the outermost two on both sides; all
+/// positions if `count` is at least `size`. Sorted, without duplicates.
 fn stripes(size: usize, count: usize, rng: &mut impl Rng) -> Vec<usize> {
     if count >= size {
         return (0..size).collect();

@@ -1,5 +1,7 @@
+//! Weights in 4 bits, NF4 and FP4, and nested absmax.
+//!
 //! ```text
-//! values: [len], a weight flattened row by row; blocks run over the flat index and may straddle rows
+//! values: [len], a weight flattened row by row; blocks run over the flat index and may span rows
 //! codes: [ceil(len/2)] bytes, element 2j in the high half   absmax: [ceil(len/block_size)]
 //!   for each block b of block_size values, the last may be short:
 //!     absmax[b] = max|values[i]|
@@ -10,23 +12,23 @@
 //!   absmax[b] ≈ map[code[b]]·nested_absmax[b/256] + offset
 //! ```
 //!
-//! Everything is f32 and rounded as IEEE 754 says, one operation at a time. bitsandbytes 0.50 computes
-//! the same, with these exceptions:
+//! Arithmetic is f32 and rounded as IEEE 754 says, one operation at a time. bitsandbytes 0.50 computes the
+//! same, with these exceptions:
 //!
 //! - Its CUDA kernels are built with `--use_fast_math`: `1/absmax` is the approximate reciprocal, so that a
-//!   scaled value within two ulps of a threshold may get the neighbouring code. What differs by no more is
-//!   told by [`FourBit::disagreement`] and [`nested_disagreement`].
-//! - Subnormals count as zero here, as they do in those kernels; torch on the CPU keeps them.
-//! - A block of zeros gets the code of zero here and from torch on the CPU. CUDA multiplies by infinity:
-//!   its codes are all 0 then, in NF4 the code of -1, and decode to -0. Torch's absmax of a short last
-//!   block of zeros is 1e-38.
-//! - Torch on the CPU divides in a short last block where it multiplies elsewhere; its thresholds of FP4
-//!   are the exact midpoints, up to 14 ulps from CUDA's, which are used here; and it gives FP4's two zeros
-//!   the other sign. Its code book has 0 at 8, as here, but its kernels decode 8 to -0.
-//! - On the CPU it finds nested codes in a table of 65536 places: the code of the neighbour, near a
+//!   scaled value within two ulps of a threshold may get the neighbouring code. [`FourBit::disagreement`] and
+//!   [`nested_disagreement`] can excuse such differences.
+//! - Subnormals count as zero here, as in those kernels; torch on the CPU keeps them.
+//! - A block of zeros gets the code of zero here and from torch on the CPU. CUDA multiplies by infinity: its
+//!   codes are then all 0, in NF4 the code of -1, and decode to -0. Torch's absmax of a short last block of
+//!   zeros is 1e-38.
+//! - Torch on the CPU divides in a short last block and multiplies elsewhere. Its thresholds of FP4 are the
+//!   exact midpoints, up to 14 ulps from CUDA's, which are used here. It gives FP4's two zeros the other
+//!   sign. Its codebook has 0 at 8, as here, but its kernels decode 8 to -0.
+//! - On the CPU it finds nested codes in a table of 65536 entries, which gives the neighbour's code near a
 //!   midpoint. Here they are found as on CUDA.
-//! - `offset` is torch's f32 mean, whose last bits depend on the order of summation, and so on the device
-//!   and its version: it is given by the caller, or by [`mean`].
+//! - `offset` is torch's f32 mean. Its last bits depend on the order of summation, and thus on the device and
+//!   the version. The caller passes it, or uses [`mean`].
 //!
 //! Sources: Dettmers et al., "QLoRA" (2023); Dettmers et al., "8-bit Optimizers via Block-wise
 //! Quantization" (2021); bitsandbytes 95f9af3, `csrc/kernels.cu`, `functional.py`, `backends/default/ops.py`.
@@ -35,7 +37,7 @@ use rayon::prelude::*;
 
 use crate::Error;
 
-/// A code of 16 numbers in -1..=1.
+/// A codebook of 16 numbers in -1..=1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FourBit {
     /// Quantiles of the normal distribution, ascending; 7 is zero.
@@ -44,19 +46,19 @@ pub enum FourBit {
     Fp4,
 }
 
-/// Quantized values.
+/// Quantised values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Blocks {
-    /// Two values a byte from [`FourBit::quantize`], one from [`nest`].
+    /// Two codes a byte from [`FourBit::quantize`], one from [`nest`].
     pub codes: Vec<u8>,
     /// One value a block.
     pub absmax: Vec<f32>,
 }
 
-/// Values that share a nested absmax.
+/// Number of values that share a nested absmax.
 pub const NESTED_BLOCK_SIZE: usize = 256;
 
-/// NF4's values, as `get_4bit_type` has them.
+/// Values of NF4, as in `get_4bit_type`.
 const NF4: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -76,7 +78,7 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// Above the threshold of index c lies code c + 1: the midpoints of [`NF4`].
+/// Midpoints of [`NF4`]: above the threshold of index c lies code c + 1.
 const NF4_THRESHOLDS: [f32; 15] = [
     -0.848_096_4,
     -0.610_632_9,
@@ -95,10 +97,10 @@ const NF4_THRESHOLDS: [f32; 15] = [
     0.861_478_45,
 ];
 
-/// FP4's magnitudes in twelfths, by the three low bits.
+/// Magnitudes of FP4 in twelfths, by the three low bits.
 const FP4_TWELFTHS: [f32; 8] = [0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0];
 
-/// From the largest magnitude down: what lies above the threshold has the code beside it.
+/// Thresholds from the largest magnitude down, each with the code above it.
 const FP4_THRESHOLDS: [(f32, u8); 7] = [
     (0.833_333_3, 3),
     (0.583_333, 2),
@@ -110,10 +112,10 @@ const FP4_THRESHOLDS: [(f32, u8); 7] = [
 ];
 
 impl FourBit {
-    /// Both of them.
+    /// Both formats.
     pub const ALL: [Self; 2] = [Self::Nf4, Self::Fp4];
 
-    /// What each code stands for. A checkpoint brings its own: decode with that.
+    /// Returns the value of each code. Checkpoints contain their own codebook; decode them with that.
     pub fn code_book(self) -> [f32; 16] {
         match self {
             Self::Nf4 => NF4,
@@ -124,8 +126,8 @@ impl FourBit {
         }
     }
 
-    /// The code of a scaled value in -1..=1; at a threshold the lower one, in FP4 that of the lower
-    /// magnitude.
+    /// Returns the code of a scaled value in -1..=1. At a threshold it is the lower code, in FP4 that of the
+    /// lower magnitude.
     pub fn encode(self, x: f32) -> u8 {
         match self {
             Self::Nf4 => NF4_THRESHOLDS.iter().filter(|threshold| x > **threshold).count() as u8,
@@ -137,10 +139,10 @@ impl FourBit {
         }
     }
 
-    /// Quantizes values, which were widened to f32.
+    /// Quantises values, already widened to f32.
     ///
     /// # Shapes
-    /// values `[len]`; codes `[ceil(len/2)]`, after an odd number the code of zero; absmax
+    /// values `[len]`; codes `[ceil(len/2)]`, padded with the code of zero if `len` is odd; absmax
     /// `[ceil(len/block_size)]`.
     ///
     /// # Errors
@@ -153,12 +155,12 @@ impl FourBit {
         Ok(Blocks { codes, absmax })
     }
 
-    /// The first element whose code is wrong by more than a reciprocal of `ulps` excuses: 0 asks for the
-    /// codes of [`FourBit::quantize`], 2 allows CUDA's approximate reciprocal. Blocks of zeros may have
-    /// any code.
+    /// Returns the first element whose code differs by more than an error of `ulps` in the reciprocal
+    /// explains. 0 requires the codes of [`FourBit::quantize`], 2 allows CUDA's approximate reciprocal.
+    /// Blocks of zeros may have any code.
     ///
     /// # Errors
-    /// As [`FourBit::quantize`]; [`Error::Length`] when `codes` are not those of so many values.
+    /// As [`FourBit::quantize`]; [`Error::Length`] if there is not one code for each value.
     pub fn disagreement(
         self,
         values: &[f32],
@@ -176,13 +178,13 @@ impl FourBit {
     }
 }
 
-/// The values that codes stand for; what a 16-bit format makes of them is [`crate::DType::round`].
+/// Dequantises codes to f32; [`crate::DType::round`] rounds to a 16-bit format.
 ///
 /// # Shapes
 /// codes `[ceil(len/2)]`, absmax `[ceil(len/block_size)]`; the result `[len]`.
 ///
 /// # Errors
-/// [`Error::BlockSize`]; [`Error::Length`] when the shapes disagree.
+/// [`Error::BlockSize`]; [`Error::Length`] if the shapes disagree.
 pub fn dequantize(
     code_book: &[f32; 16],
     codes: &[u8],
@@ -197,17 +199,18 @@ pub fn dequantize(
     Ok((0..len).into_par_iter().map(value).collect())
 }
 
-/// The mean in f32 of a sum in f64, first to last: within an ulp or two of torch's. 0 for nothing.
+/// Returns the mean in f32 of a sequential sum in f64, within an ulp or two of torch's. The mean of nothing
+/// is 0.
 pub fn mean(absmax: &[f32]) -> f32 {
     let sum: f64 = absmax.iter().map(|a| f64::from(*a)).sum();
     if absmax.is_empty() { 0.0 } else { (sum / absmax.len() as f64) as f32 }
 }
 
-/// The signed dynamic map of 8 bits, ascending: each decade from 1e-6 to 1 cut linearly, twice as fine as
-/// the one below it; 0 at 127, 1 at 255, and no -1.
+/// Returns the signed dynamic map of 8 bits, ascending. Each decade from 1e-6 to 1 is divided linearly, with
+/// twice as many steps as the one below it. Code 127 is 0, 255 is 1, and no code is -1.
 ///
-/// This is what torch computes with FMA, as it does on x86 with AVX2; without, 42 of the 256 differ by an
-/// ulp. A checkpoint brings its own: decode with that.
+/// The values are those that torch computes with FMA, as on x86 with AVX2; without FMA, 42 of the 256 differ
+/// by an ulp. Checkpoints contain their own map; decode them with that.
 ///
 /// Source: `create_dynamic_map(signed=True, max_exponent_bits=7, total_bits=8)`.
 pub fn dynamic_map() -> [f32; 256] {
@@ -234,8 +237,8 @@ pub fn dynamic_map() -> [f32; 256] {
     map
 }
 
-/// The code of a scaled value in -1..=1. The search halves an ascending map of 256; in the middle between
-/// two values it takes the one it met last, the even index.
+/// Returns the code of a scaled value in -1..=1, by bisection of an ascending map of 256. Half-way between
+/// two values it takes the one tested last, which has the even index.
 ///
 /// Source: `csrc/kernels.cu`, `dQuantize<0>`.
 pub fn encode_nested(map: &[f32; 256], x: f32) -> u8 {
@@ -260,7 +263,7 @@ pub fn encode_nested(map: &[f32; 256], x: f32) -> u8 {
     nearest as u8
 }
 
-/// Quantizes absmax to bytes of [`dynamic_map`].
+/// Quantises absmax to bytes of [`dynamic_map`].
 ///
 /// # Shapes
 /// absmax `[len]`; codes `[len]`, 0 in a block without differences; nested absmax `[ceil(len/256)]`.
@@ -279,10 +282,10 @@ pub fn nest(values: &[f32], offset: f32) -> Result<Blocks, Error> {
     Ok(Blocks { codes, absmax })
 }
 
-/// As [`FourBit::disagreement`], of the codes of [`nest`].
+/// Like [`FourBit::disagreement`], for the codes of [`nest`].
 ///
 /// # Errors
-/// As [`nest`]; [`Error::Length`] when there is not one code for each value.
+/// As [`nest`]; [`Error::Length`] if there is not one code for each value.
 pub fn nested_disagreement(
     values: &[f32],
     offset: f32,
@@ -300,13 +303,13 @@ pub fn nested_disagreement(
     }))
 }
 
-/// The absmax that bytes stand for: product and sum are rounded, each of them.
+/// Dequantises absmax from bytes; the product and the sum are each rounded.
 ///
 /// # Shapes
 /// codes `[len]`, nested_absmax `[ceil(len/256)]`; the result `[len]`.
 ///
 /// # Errors
-/// [`Error::Length`] when the shapes disagree.
+/// [`Error::Length`] if the shapes disagree.
 pub fn unnest(
     map: &[f32; 256],
     codes: &[u8],
@@ -329,7 +332,7 @@ pub(crate) fn length(what: &'static str, have: usize, need: usize) -> Result<(),
     (have == need).then_some(()).ok_or(Error::Length { what, need, have })
 }
 
-/// The largest magnitude of each block.
+/// Returns the largest magnitude of each block.
 fn absmax(values: &[f32], block_size: usize) -> Result<Vec<f32>, Error> {
     check(block_size)?;
     finite(values)?;
@@ -347,12 +350,12 @@ pub(crate) fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |most, v| most.max(normal(*v).abs()))
 }
 
-/// A subnormal is zero.
+/// Flushes a subnormal to zero.
 pub(crate) fn normal(v: f32) -> f32 {
     if v.is_subnormal() { 0.0 } else { v }
 }
 
-/// Value i over its block's absmax; 0 in a block of zeros, and past the end.
+/// Returns value i divided by its block's absmax; 0 in a block of zeros and past the end.
 fn scaled(values: &[f32], absmax: &[f32], block_size: usize, i: usize) -> f32 {
     match values.get(i) {
         Some(v) if absmax[i / block_size] > 0.0 => normal(*v) * (1.0 / absmax[i / block_size]),
@@ -360,7 +363,7 @@ fn scaled(values: &[f32], absmax: &[f32], block_size: usize, i: usize) -> f32 {
     }
 }
 
-/// x, and what it is when it is off by as many ulps at most.
+/// Returns x, and x off by `ulps` ulps in each direction.
 pub(crate) fn around(x: f32, ulps: u32) -> [f32; 3] {
     let off = x * (ulps as f32 * f32::EPSILON);
     [x, x - off, x + off]

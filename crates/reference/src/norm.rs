@@ -1,10 +1,12 @@
+//! Norms of rows.
+//!
 //! ```text
 //! Rms           x / √(Σ x² / width + eps) · w
 //! RmsPlusOne    x / √(Σ x² / width + eps) · (1 + w)
 //! Layer         (x - mean) / √(Σ (x - mean)² / width + eps) · w + bias
 //! ```
 //!
-//! of each row, and a residual added where there is one. Rounding is at the end alone.
+//! All formulas are per row; a residual is added if there is one. Only the final result is rounded.
 //!
 //! Source: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "Root Mean Square Layer Normalization"
 //! (2019); `1 + w` by Gemma Team, "Gemma" (2024).
@@ -13,7 +15,7 @@ use rayon::prelude::*;
 
 use crate::{Comparison, DType, Error, compare};
 
-/// What a norm does with its weight w.
+/// Formula of a norm with weight w.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormRule {
     /// x / rms·w
@@ -28,11 +30,11 @@ pub enum NormRule {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
     pub rule: NormRule,
-    /// Added to the mean of the squares.
+    /// Constant added to the mean square.
     pub eps: f64,
 }
 
-/// What rows are normalised with, and added to.
+/// Operands of a norm next to x.
 #[derive(Debug, Clone, Copy)]
 pub struct NormOperands<'a> {
     /// `[width]`
@@ -60,7 +62,7 @@ impl Norm {
         }
     }
 
-    /// As [`Norm::apply`], in f32 with sums in order.
+    /// As [`Norm::apply`], in f32 with sequential sums.
     pub fn apply_naively(&self, line: &mut [f32], weight: &[f32], bias: Option<&[f32]>) {
         let width = line.len() as f32;
         if self.rule == NormRule::Layer {
@@ -76,10 +78,10 @@ impl Norm {
         }
     }
 
-    /// Every result, `[rows, width]`.
+    /// Computes every result, `[rows, width]`.
     ///
     /// # Errors
-    /// Operands that are not of x's `[rows, width]`.
+    /// Fails if an operand does not have the shape that x's `[rows, width]` needs.
     pub fn run(&self, x: &[f32], operands: NormOperands<'_>) -> Result<Vec<f64>, Error> {
         let NormOperands { weight, bias, residual } = operands;
         operands.check(x.len())?;
@@ -90,7 +92,7 @@ impl Norm {
         Ok(out)
     }
 
-    /// What a simple kernel computes: in f32, rounded to `dtype` once.
+    /// Computes the result of a naive kernel: in f32, rounded to `dtype` once.
     ///
     /// # Errors
     /// As [`Norm::run`].
@@ -112,7 +114,7 @@ impl Norm {
     /// Compares `out`, of format `dtype`, with every result.
     ///
     /// # Errors
-    /// As [`Norm::run`]; another number of results.
+    /// As [`Norm::run`]; a result of the wrong length.
     pub fn check(
         &self,
         x: &[f32],
@@ -149,7 +151,7 @@ mod tests {
 
     #[test]
     fn rules_are_those_of_the_papers() {
-        // Rows with the squares 15 and 0 beside eps.
+        // Rows with mean squares 15 and 0, plus eps.
         let x = [3.0, 5.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.0f32];
         let x = x.map(|x| x * (15.0f32 / 16.5).sqrt());
         let weight = [1.0, 2.0, 0.5, -1.0f32];
@@ -163,7 +165,7 @@ mod tests {
         close(&run(NormRule::Rms, &x, plain), &rms);
         let plus = [6.0, 15.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0].map(|v| v * unit);
         close(&run(NormRule::RmsPlusOne, &x, plain), &plus);
-        // Around the mean: -1, 1, 0, 0 with a mean square of 1/2 beside eps.
+        // Around the mean: -1, 1, 0, 0 with a mean square of 1/2, plus eps.
         let x = [-1.0, 1.0, 0.0, 0.0, 7.0, 7.0, 7.0, 7.0f32];
         let (bias, residual) = ([0.25f32; 4], [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0f32]);
         let all = NormOperands { bias: Some(&bias), residual: Some(&residual), ..plain };

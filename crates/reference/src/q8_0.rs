@@ -1,11 +1,14 @@
+//! Weights in Q8_0: 8 bits with one f16 scale for 32.
+//!
 //! ```text
 //! values: [rows, k], k whole blocks of 32   codes: i8 as values   scales: f16, one a block
 //!   for each block: d = max|values|/127;  code = round(value·(1/d));  scale = f16(d)
 //!   value ≈ code·scale
 //! ```
 //!
-//! In f32, one rounding an operation; codes on a tie go away from 0, scales to even. A block of zeros has scale 0 and codes
-//! 0. Devices that divide approximately may round to the neighbour next to a tie, which [`disagreement`] can excuse.
+//! Arithmetic is f32, one rounding an operation; codes on a tie go away from 0, scales to even. A block of
+//! zeros has scale 0 and codes 0. Devices that divide approximately may round to the neighbour next to a tie,
+//! which [`disagreement`] can excuse.
 //!
 //! Source: ggml, `quantize_row_q8_0_ref` and `dequantize_row_q8_0` of `ggml-quants.c`.
 
@@ -21,17 +24,17 @@ pub const BLOCK: usize = 32;
 /// Quantised blocks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Blocks {
-    /// One a value.
+    /// One code a value.
     pub codes: Vec<i8>,
-    /// One a block.
+    /// One scale a block.
     pub scales: Vec<f16>,
 }
 
 /// Quantises whole blocks of values.
 ///
 /// # Errors
-/// [`Error::Length`] where the last block is not whole; [`Error::NotFinite`] with the first infinity or NaN, or the first
-/// block whose scale f16 does not hold.
+/// [`Error::Length`] if the last block is not whole; [`Error::NotFinite`] with the first infinity or NaN, or
+/// with the first block whose scale overflows f16.
 pub fn quantize(values: &[f32]) -> Result<Blocks, Error> {
     let steps = steps(values)?;
     let scales: Vec<f16> = steps.iter().copied().map(f16::from_f32).collect();
@@ -42,20 +45,21 @@ pub fn quantize(values: &[f32]) -> Result<Blocks, Error> {
     Ok(Blocks { codes: (0..values.len()).into_par_iter().map(code).collect(), scales })
 }
 
-/// The values that codes stand for.
+/// Dequantises codes.
 ///
 /// # Errors
-/// [`Error::Length`] where there is not one scale for 32 codes.
+/// [`Error::Length`] if there is not one scale for 32 codes.
 pub fn dequantize(codes: &[i8], scales: &[f16]) -> Result<Vec<f32>, Error> {
     length("codes", codes.len(), scales.len() * BLOCK)?;
     let value = |i: usize| f32::from(codes[i]) * scales[i / BLOCK].to_f32();
     Ok((0..codes.len()).into_par_iter().map(value).collect())
 }
 
-/// The first element whose code, or whose block's scale, is wrong by more than a quotient that is off by `ulps` excuses.
+/// Returns the first element whose code, or whose block's scale, differs by more than an error of `ulps` in
+/// the quotient explains.
 ///
 /// # Errors
-/// As [`quantize`]; [`Error::Length`] where there is not one code a value and one scale a block.
+/// As [`quantize`]; [`Error::Length`] if there is not one code a value and one scale a block.
 pub fn disagreement(values: &[f32], blocks: &Blocks, ulps: u32) -> Result<Option<usize>, Error> {
     let steps = steps(values)?;
     length("codes", blocks.codes.len(), values.len())?;
@@ -68,7 +72,7 @@ pub fn disagreement(values: &[f32], blocks: &Blocks, ulps: u32) -> Result<Option
     }))
 }
 
-/// The largest magnitude of each block over 127.
+/// Returns the largest magnitude of each block, divided by 127.
 fn steps(values: &[f32]) -> Result<Vec<f32>, Error> {
     length("values", values.len(), values.len().next_multiple_of(BLOCK))?;
     finite(values)?;
@@ -77,7 +81,7 @@ fn steps(values: &[f32]) -> Result<Vec<f32>, Error> {
 }
 
 fn inverse(step: f32) -> f32 {
-    // The inverse of a smaller one is no number.
+    // A smaller scale would have an infinite inverse.
     if step < f32::MIN_POSITIVE { 0.0 } else { 1.0 / step }
 }
 

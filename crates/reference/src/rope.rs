@@ -1,4 +1,4 @@
-//! Between the projection and attention: heads are normalised, turn, and go to their cache.
+//! Heads from the QKV projection to the KV cache: norm, rotation, store.
 //!
 //! ```text
 //! qkv: [batch·seq, (heads + 2·kv_heads)·head_dim]
@@ -9,20 +9,20 @@
 //!   v[b, head, position] = value
 //! ```
 //!
-//! In bytes: scale[b, head, position] = max |head| / 127, and k and v are head / scale, to be rounded to integers.
-//! In pages: k[page, position % block_size, head], where page = pages[b][position / block_size]; v likewise.
-//! A position past the cache or the table, or of a page that there is not, leaves the caches as they are, and its queries are NaN.
+//! Cache in i8: scale[b, head, position] = max |head| / 127, and k and v are head / scale, to be rounded to
+//! integers. Paged cache: k[page, position % block_size, head], where page = pages[b][position / block_size];
+//! v likewise. A position past the cache or the table, or in a page that does not exist, leaves the caches
+//! unchanged, and its queries are NaN.
 
 use crate::rotary::turn_by;
 use crate::{Comparison, DType, Error, Norm, compare};
 
-/// A byte may be this far from what it stands for, in its own units: half of one by rounding, the rest by the f32 that
-/// it was computed in.
+/// Tolerance of an i8 value in its own units: one half for rounding, the rest for its f32 arithmetic.
 const BYTE_TOLERANCE: f64 = 0.51;
-/// Heads of smaller numbers have scale 0.
+/// Largest magnitude below which heads have scale 0.
 const SMALLEST: f64 = 127.0 / f32::MAX as f64;
 
-/// What is computed.
+/// A RoPE problem.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
     pub batch: usize,
@@ -31,53 +31,54 @@ pub struct Rope {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub slots: Slots,
-    /// Dimensions that turn, the first of each head.
+    /// Number of rotated dimensions, the first of each head.
     pub dims: usize,
-    /// Of queries and keys.
+    /// Norm of queries and keys.
     pub norm: Option<Norm>,
-    /// Format of all but the table and, where there are scales, the caches.
+    /// Format of all tensors except the table and caches in i8.
     pub dtype: DType,
 }
 
-/// How keys, and values, lie.
+/// Memory layout of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Slots {
     /// `[batch, kv_heads, capacity, head_dim]`
     Runs { capacity: usize },
-    /// `[blocks, block_size, kv_heads, head_dim]`, up to `max_blocks` of them a sequence's.
+    /// `[blocks, block_size, kv_heads, head_dim]`; a sequence has up to `max_blocks` pages.
     Pages { block_size: usize, blocks: usize, max_blocks: usize },
 }
 
-/// What it is computed from.
+/// Operands of a RoPE problem.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeOperands<'a> {
     pub qkv: &'a [f32],
-    /// Positions that each sequence has, `[batch]`.
+    /// Number of positions that each sequence already has, `[batch]`.
     pub start: &'a [u32],
-    /// `[batch, max_blocks]` of a cache in pages.
+    /// `[batch, max_blocks]`, for a paged cache.
     pub pages: &'a [u32],
     /// `[positions, dims]`: cosines, then sines.
     pub table: &'a [f32],
-    /// The norms' weights of queries and of keys, `[head_dim]`.
+    /// Norm weights of queries and of keys, `[head_dim]`.
     pub weights: Option<[&'a [f32]; 2]>,
-    /// The caches before.
+    /// Caches before the launch.
     pub k: &'a [f32],
     pub v: &'a [f32],
-    /// The scales of k and of v before, as the caches without their last axis, where these hold bytes.
+    /// Scales of k and of v before the launch, in the shape of the caches without the last axis; for caches
+    /// in i8.
     pub scales: Option<[&'a [f32]; 2]>,
 }
 
-/// Queries `[batch, seq, heads, head_dim]`, and the caches after.
+/// Queries `[batch, seq, heads, head_dim]`, and the caches after the launch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Projected {
     pub q: Vec<f64>,
-    /// In units of their scales, where there are any; NaN where a scale is no number.
+    /// In units of their scales, if there are any; NaN if a scale is NaN or infinite.
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     pub scales: Option<[Vec<f64>; 2]>,
 }
 
-/// What a kernel left.
+/// Results of a kernel.
 #[derive(Debug, Clone, Copy)]
 pub struct Left<'a> {
     pub q: &'a [f32],
@@ -87,7 +88,7 @@ pub struct Left<'a> {
 }
 
 impl Slots {
-    /// Positions that a sequence has room for.
+    /// Maximum number of positions of a sequence.
     const fn capacity(self) -> usize {
         match self {
             Self::Runs { capacity } => capacity,
@@ -97,10 +98,10 @@ impl Slots {
 }
 
 impl Rope {
-    /// Every result.
+    /// Computes every result.
     ///
     /// # Errors
-    /// Operands that are not of these sizes.
+    /// Fails if an operand has the wrong length.
     pub fn run(&self, operands: RopeOperands<'_>) -> Result<Projected, Error> {
         self.project(operands, |values, weight, cos_sin| {
             let mut head: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
@@ -115,7 +116,7 @@ impl Rope {
         })
     }
 
-    /// What a simple kernel computes: in f32, rounded once.
+    /// Computes the results of a naive kernel: in f32, rounded once.
     ///
     /// # Errors
     /// As [`Rope::run`].
@@ -137,10 +138,10 @@ impl Rope {
         })
     }
 
-    /// Compares what a kernel left of queries and caches with every result.
+    /// Compares the queries and caches of a kernel with every result.
     ///
     /// # Errors
-    /// As [`Rope::run`]; results of other lengths.
+    /// As [`Rope::run`]; results of the wrong length.
     pub fn check(&self, operands: RopeOperands<'_>, left: Left<'_>) -> Result<Comparison, Error> {
         let (exact, naive) = (self.run(operands)?, self.naive(operands)?);
         let mut each = vec![compare(left.q, &exact.q, &naive.q, self.dtype)?];
@@ -163,8 +164,8 @@ impl Rope {
         Ok(Comparison::worst(each))
     }
 
-    /// Puts heads where they go. `head` makes one of its values, the weight of its norm and its row of the
-    /// table, which are for queries and keys.
+    /// Writes heads to their destinations. `head` computes a head from its values, its norm weight and its
+    /// row of the table; only queries and keys have the last two.
     fn project(
         &self,
         operands: RopeOperands<'_>,
@@ -206,7 +207,7 @@ impl Rope {
         Ok(Projected { q, k, v, scales })
     }
 
-    /// Which head of the cache each head of a position is; none where it has no place.
+    /// Returns the cache head for each head of a position; None if the position is not stored.
     fn place(
         &self,
         pages: &[u32],
@@ -269,7 +270,7 @@ impl Rope {
     }
 }
 
-/// Takes a head to units of its scale, which it returns.
+/// Divides a head by its scale, and returns the scale.
 fn in_units(head: &mut [f64]) -> f64 {
     let not_a_number = head.iter().any(|v| v.is_nan());
     let most = head.iter().fold(0.0f64, |most, v| most.max(v.abs()));
@@ -313,7 +314,7 @@ mod tests {
         let (k, v) = (vec![7.0f32; 2 * 5 * 6], vec![8.0f32; 2 * 5 * 6]);
         let operands = RopeOperands {
             qkv: &qkv,
-            // The second sequence's last position has no place.
+            // The last position of the second sequence is past the cache.
             start: &[1, 4],
             pages: &[],
             table: &table,
@@ -323,7 +324,7 @@ mod tests {
             scales: None,
         };
         let got = ROPE.run(operands)?;
-        // By the functions of a decoder.
+        // Expected values from the functions of a decoder.
         let head = |token: usize, which: usize, weight: &[f32], position: usize| {
             let from = (token * 4 + which) * 6;
             let mut head: Vec<f64> = qkv[from..from + 6].iter().map(|v| f64::from(*v)).collect();
@@ -363,7 +364,7 @@ mod tests {
     #[test]
     fn bytes_stand_for_what_a_float_cache_has() -> Result<(), Error> {
         let mut qkv = fill(1, 4 * 4 * 6, Distribution::Normal);
-        // Of the second token a key of zeros, and a value with infinity.
+        // The second token has a key of zeros, and a value with infinity.
         qkv[4 * 6 + 12..][..6].fill(0.0);
         qkv[4 * 6 + 20] = f32::INFINITY;
         let rope = Rope { dims: 0, norm: None, ..ROPE };
@@ -422,11 +423,11 @@ mod tests {
             Rope { slots, ..ROPE }.run(operands)
         };
         let runs = of(Slots::Runs { capacity: 4 }, &[], 48)?;
-        // The second sequence's first page is nowhere, which none of its positions needs.
+        // The first page of the second sequence does not exist, but none of its positions needs it.
         let slots = Slots::Pages { block_size: 2, blocks: 5, max_blocks: 2 };
         let pages = of(slots, &[4, 0, 9, 2], 60)?;
         let rows = |cache: &[f64], at: [usize; 4]| at.map(|at| cache[at * 6..][..6].to_vec());
-        // Positions 1 and 2 of the first, 3 of the second; what is left is as it was.
+        // Positions 1 and 2 of the first sequence, 3 of the second; all others are unchanged.
         for (run, page) in [(&runs.k, &pages.k), (&runs.v, &pages.v)] {
             assert_eq!(rows(run, [1, 2, 7, 0]), rows(page, [9, 0, 5, 1]));
             assert_eq!(page.iter().filter(|value| **value != 7.0).count(), 3 * 6);

@@ -1,48 +1,51 @@
+//! Rotary position embeddings and their scaling for long contexts.
+//!
 //! ```text
 //! for each pair i of the first `dims` dimensions of a head, (x, y) = (v[i], v[i + dims/2]):
-//!   turn = position·base^(-2i/dims)                                      // radians, before stretching
+//!   turn = position·base^(-2i/dims)                                      // radians, before scaling
 //!   (x, y) = magnitude·(x·cos(turn) - y·sin(turn), y·cos(turn) + x·sin(turn))
 //! ```
 //!
-//! Source: Su et al., "RoFormer" (2021), section 3.4; the stretches by Chen et al., "Extending Context Window
-//! of Large Language Models via Positional Interpolation" (2023), Peng et al., "YaRN" (2023), section 3, and
+//! Source: Su et al., "RoFormer" (2021), section 3.4. Scaling: Chen et al., "Extending Context Window of
+//! Large Language Models via Positional Interpolation" (2023), Peng et al., "YaRN" (2023), section 3, and
 //! Ding et al., "LongRoPE" (2024); Llama 3.1's by Meta's `apply_scaling`.
 
 use std::f64::consts::PI;
 
 use crate::Error;
 
-/// How a position turns a head.
+/// Rotation of a head by its position.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rotary {
     pub base: f64,
-    /// Dimensions that turn; the rest of a head stays.
+    /// Number of rotated dimensions; the others stay unchanged.
     pub dims: usize,
     pub stretch: Stretch,
-    /// What turned dimensions are multiplied by.
+    /// Factor of the rotated dimensions.
     pub magnitude: f64,
 }
 
-/// How turns are slowed down, so that a long sequence looks like one of training.
+/// RoPE scaling: lowers frequencies, so that a long sequence resembles the training sequences.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stretch {
     None,
-    /// All by this factor.
+    /// Divides all frequencies by this factor.
     Linear(f64),
-    /// A larger base, once the sequence is longer than `trained`.
+    /// Uses a larger base once the sequence is longer than `trained`.
     Dynamic {
         factor: f64,
         trained: f64,
     },
-    /// By `factor` where a wave is longer than `trained / slow`, not at all below `trained / fast`.
+    /// Divides by `factor` if the wavelength is longer than `trained / slow`, and not at all below `trained /
+    /// fast`.
     Llama3 {
         factor: f64,
         slow: f64,
         fast: f64,
         trained: f64,
     },
-    /// By `factor` beyond the pair that turns `slow` times over `trained`, not at all up to the pair that
-    /// turns `fast` times; these pairs are whole numbers where `whole`.
+    /// Divides by `factor` beyond the pair with `slow` rotations over `trained`, and not at all up to the
+    /// pair with `fast` rotations. These pairs are rounded to whole numbers if `whole`.
     Yarn {
         factor: f64,
         fast: f64,
@@ -50,7 +53,8 @@ pub enum Stretch {
         trained: f64,
         whole: bool,
     },
-    /// Each pair by a factor of its own, `[dims / 2]`; others once the sequence is longer than `trained`.
+    /// Divides each pair by its own factor, `[dims / 2]`: `short`, or `long` once the sequence is longer than
+    /// `trained`.
     PerPair {
         short: Vec<f64>,
         long: Vec<f64>,
@@ -59,13 +63,13 @@ pub enum Stretch {
 }
 
 impl Rotary {
-    /// Turns one head `[head_dim]` at `position` of a sequence of `seq`.
+    /// Rotates one head `[head_dim]` at `position` of a sequence of `seq` positions.
     pub fn turn(&self, head: &mut [f64], position: usize, seq: usize) {
         turn_by(head, self.dims, |pair| self.cos_sin(pair, position, seq));
     }
 
-    /// `[positions, dims]`: the cosines of a position's pairs, then their sines, multiplied by the magnitude,
-    /// for sequences of `seq`.
+    /// Returns `[positions, dims]`: the cosines of a position's pairs, then their sines, multiplied by the
+    /// magnitude, for sequences of `seq` positions.
     pub fn table(&self, positions: usize, seq: usize) -> Vec<f64> {
         let pairs = self.dims / 2;
         let row = |position| {
@@ -95,7 +99,7 @@ impl Rotary {
         }
     }
 
-    /// Radians a position.
+    /// Returns the frequency of a pair in radians per position.
     fn speed(&self, pair: usize, seq: usize) -> f64 {
         let exponent = 2.0 * pair as f64 / self.dims as f64;
         let plain = 1.0 / self.base.powf(exponent);
@@ -120,7 +124,7 @@ impl Rotary {
                 }
             }
             Stretch::Yarn { factor, fast, slow, trained, whole } => {
-                // The pair, not rounded, that turns so many times over the trained length.
+                // Fractional index of the pair with this number of rotations over the trained length.
                 let at = |turns: f64| {
                     self.dims as f64 * (trained / (turns * 2.0 * PI)).ln() / (2.0 * self.base.ln())
                 };
@@ -142,7 +146,7 @@ impl Rotary {
     }
 }
 
-/// Turns the pairs of the first `dims` dimensions of a head, each by its cosine and sine.
+/// Rotates the pairs of the first `dims` dimensions of a head, each by its cosine and sine.
 pub fn turn_by(head: &mut [f64], dims: usize, cos_sin: impl Fn(usize) -> (f64, f64)) {
     let half = dims / 2;
     for pair in 0..half {

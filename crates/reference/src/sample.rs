@@ -1,25 +1,26 @@
-//! From logits to a token, as the rules of sampling say.
+//! Samples a token from logits.
 //!
-//! Scores are logits, those of seen tokens divided by the penalty where above 0, else multiplied. With a
-//! temperature weights are `exp((s - max s) / temperature)`, of the top_k largest, of these of the largest that
-//! reach top_p of the sum together, of these of those of at least min_p; what equals the last stays. They are
-//! added column by column: of every 1024th group of four tokens, in the order of ids.
+//! Scores are the logits; those of seen tokens are divided by the penalty if above 0, else multiplied by it.
+//! With a temperature the weights are `exp((s - max s) / temperature)`. Three filters follow in order: the
+//! top_k largest, the largest that together reach top_p of the sum, and those of at least min_p. Each keeps
+//! ties with the last kept token. Weights are added column by column, where a column is every 1024th group of
+//! four tokens, in the order of ids.
 
 use crate::{Comparison, DType, Error, compare};
 
-/// A row of logits and how its token is chosen.
+/// A row of logits and its sampling settings.
 #[derive(Debug, Clone, Copy)]
 pub struct Sampler<'a> {
     pub logits: &'a [f32],
     pub seen: &'a [u32],
     /// 0 takes the likeliest token.
     pub temperature: f64,
-    /// 0 is all.
+    /// 0 keeps all.
     pub top_k: usize,
     pub top_p: f64,
     pub min_p: f64,
     pub penalty: f64,
-    /// From 0 up to, not including, 1.
+    /// Random number in [0, 1).
     pub uniform: f64,
 }
 
@@ -36,7 +37,7 @@ impl Sampler<'_> {
         scores
     }
 
-    /// Whether there is a token: no NaN, and the largest finite.
+    /// Returns whether a token exists: no logit is NaN, and the largest is finite.
     pub fn finite(&self) -> bool {
         let largest = |values: &[f64]| values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let logits: Vec<f64> = self.logits.iter().map(|v| f64::from(*v)).collect();
@@ -45,8 +46,8 @@ impl Sampler<'_> {
             && largest(&self.scores()).is_finite()
     }
 
-    /// What may be drawn, with its weight, in the order in which it is added up. Without a temperature the first of
-    /// the largest.
+    /// Returns the tokens that may be drawn and their weights, in the order of summation. Without a
+    /// temperature it is the first of the largest.
     pub fn kept(&self) -> Vec<(u32, f64)> {
         let scores = self.scores();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -79,7 +80,7 @@ impl Sampler<'_> {
         kept
     }
 
-    /// The token that the number falls on.
+    /// Returns the token that `uniform` selects.
     pub fn token(&self) -> u32 {
         let kept = self.kept();
         let mark = self.uniform * kept.iter().map(|(_, weight)| weight).sum::<f64>();
@@ -91,7 +92,7 @@ impl Sampler<'_> {
         found.or(kept.last()).map_or(0, |(id, _)| *id)
     }
 
-    /// ln softmax(logits)\[token\]
+    /// Returns ln softmax(logits)\[token\].
     pub fn logprob(&self, token: u32) -> f64 {
         let logits = || self.logits.iter().map(|v| f64::from(*v));
         let top = logits().fold(f64::NEG_INFINITY, f64::max);
@@ -99,8 +100,8 @@ impl Sampler<'_> {
         f64::from(self.logits[token as usize]) - top - sum.ln()
     }
 
-    /// How far the number is from those that fall on `token`, as a share of all; 1 for a token that may not be
-    /// drawn.
+    /// Returns the distance of `uniform` from the range that selects `token`, as a fraction of the total. It
+    /// is 1 for a token that may not be drawn.
     fn miss(&self, token: u32) -> f64 {
         let kept = self.kept();
         let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
@@ -110,10 +111,11 @@ impl Sampler<'_> {
         (before - self.uniform).max(self.uniform - after).max(0.0)
     }
 
-    /// Compares tokens and log-probabilities that a kernel gave for `rows`. Where no token is right, the flag is.
+    /// Compares the tokens and log-probabilities of a kernel with `rows`. A row without a valid token must
+    /// set the flag.
     ///
     /// # Errors
-    /// Not three numbers a row.
+    /// Fails if there are not three numbers a row.
     pub fn check(rows: &[Sampler<'_>], out: &[f32]) -> Result<Comparison, Error> {
         if out.len() != 3 * rows.len() {
             return Err(Error::Length { what: "out", need: 3 * rows.len(), have: out.len() });
@@ -130,7 +132,7 @@ impl Sampler<'_> {
             }
             let known = token >= 0.0 && (token as usize) < row.logits.len() && token.fract() == 0.0;
             let token = if known { token as u32 } else { 0 };
-            // A sum of f32 in another order is off by its last places.
+            // f32 sums in another order differ in the last bits.
             have.extend([if known { row.miss(token) as f32 } else { 1.0 }, logprob]);
             let logprob = row.logprob(token);
             exact.extend([0.0, logprob]);
@@ -174,7 +176,7 @@ mod tests {
         };
         let one = of(&logits);
         near(one, [0.1, 0.2, 0.3, 0.4]);
-        // Squares, to a sum of 1.
+        // Squares, normalised to a sum of 1.
         near(Sampler { temperature: 0.5, ..one }, [0.0333, 0.1333, 0.3, 0.5333]);
         near(Sampler { top_k: 2, ..one }, [0.0, 0.0, 0.4286, 0.5714]);
         near(Sampler { top_p: 0.6, ..one }, [0.0, 0.0, 0.4286, 0.5714]);
@@ -182,9 +184,9 @@ mod tests {
         near(Sampler { min_p: 0.45, ..one }, [0.0, 0.2222, 0.3333, 0.4444]);
         near(Sampler { min_p: 1.0, ..one }, [0.0, 0.0, 0.0, 1.0]);
         near(Sampler { top_k: 3, top_p: 0.7, ..one }, [0.0, 0.0, 0.4286, 0.5714]);
-        // Equals stay together, as in transformers.
+        // Ties stay together, as in transformers.
         near(Sampler { top_k: 1, ..of(&[1.0, 1.0, 0.0, 0.0]) }, [0.5, 0.5, 0.0, 0.0]);
-        // Half as likely, by logits on either side of 0.
+        // Half as likely, with logits on both sides of 0.
         let punished = Sampler { seen: &[0, 3, 3], penalty: 2.0, ..of(&[1.0, 0.5, 0.5, -1.0]) };
         near(punished, [0.3245, 0.3245, 0.3245, 0.0266]);
     }
@@ -198,7 +200,7 @@ mod tests {
         let greedy = Sampler { temperature: 0.0, ..of(&[0.0, 2.0, 2.0]) };
         assert_eq!(greedy.token(), 1, "the first of equals");
         assert!((greedy.logprob(1) + (2.0 + (-2f64).exp()).ln()).abs() < 1e-12);
-        // Groups of four, 1024 columns: token 4096 is added up before token 4.
+        // Groups of four in 1024 columns: token 4096 is added before token 4.
         let long = vec![0.0f32; 4100];
         let ids: Vec<u32> = of(&long).kept().iter().map(|(id, _)| *id).collect();
         assert_eq!(ids[..9], [0, 1, 2, 3, 4096, 4097, 4098, 4099, 4]);

@@ -1,13 +1,13 @@
-//! out = round(weigh(code, block) · row)    out: `[n, k]` in f16, bf16 or f32
+//! Dequantises codes of a byte: out = round(weigh(code, block) · row)    out: `[n, k]` in f16, bf16 or f32
 //!
 //! ```text
-//!   for each vector of words                            // one unit, several vectors on their way
+//!   for each vector of words                            // one unit, several vectors in flight
 //!     b = scale of its block; s = scale of its row
 //!     out[4 · word ..] = round(weigh(code, b) · s)      // one vector store
 //! ```
 //!
-//! Cost: a byte read and an element written: 3 bytes an element of bf16. Where k is no multiple of 4 a word straddles
-//! rows, and elements are decoded one by one.
+//! Cost: one byte read and one element written, 3 bytes an element in bf16. If 4 does not divide k, a word
+//! spans two rows, and elements are decoded one by one.
 
 use arch::{ArchProfile, DType};
 use cubecl::prelude::*;
@@ -18,17 +18,17 @@ use super::{ByteCoded, code_of, together};
 use crate::fits::{limits, shape, stores};
 use crate::round::{by_hand, round_to_bf16};
 
-/// How dequantisation is spread.
+/// Launch shape of a dequantisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DequantizeConfig {
     /// Units of a cube.
     pub units: u32,
-    /// Vectors that a unit decodes before it looks for more.
+    /// Vectors that a unit decodes in one iteration.
     pub vectors: u32,
 }
 
 impl DequantizeConfig {
-    /// Returns the configs worth a try, which [`check`](Self::check) may refuse.
+    /// Returns candidate configs, which [`check`](Self::check) may reject.
     pub(crate) fn candidates(arch: &ArchProfile) -> Vec<Self> {
         let gpu = [[256, 2], [256, 4], [128, 4], [512, 2], [256, 1], [256, 8]];
         let cores = arch.cores().map(|cores| [[cores, 1]]);
@@ -49,7 +49,7 @@ impl DequantizeConfig {
         Self { units: arch.cores().unwrap_or(64), vectors: 1 }
     }
 
-    /// Cubes for so many vectors of codes.
+    /// Number of cubes for `vectors` vectors of codes.
     pub(crate) fn cubes(&self, arch: &ArchProfile, vectors: usize) -> CubeCount {
         let cubes = crate::cubes(arch, vectors as u64, self.units * self.vectors);
         CubeCount::Static(cubes, 1, 1)
@@ -60,7 +60,8 @@ impl DequantizeConfig {
     }
 }
 
-/// Words of a vector of codes in rows of `k`, elements of one of the result: 16 bytes of it where they lie in one row.
+/// Returns two vector widths for rows of `k` codes: words of codes and elements of the result. The result
+/// vector is 16 bytes if it lies in one row.
 pub(crate) fn widths(k: u32, out: DType) -> [usize; 2] {
     match together(k, 4 / out.size() as u32) {
         Some(words) => [words as usize, 4 * words as usize],
@@ -68,12 +69,12 @@ pub(crate) fn widths(k: u32, out: DType) -> [usize; 2] {
     }
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct DequantizePlan {
     units: u32,
     vectors: u32,
-    /// True if numbers are rounded to bf16 before they are stored as such.
+    /// True if the kernel rounds to bf16 itself before it stores.
     rounds: bool,
 }
 

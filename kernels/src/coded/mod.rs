@@ -1,10 +1,10 @@
-//! Loops over quantised weights, for formats that only say how a block of codes and its scale become values.
+//! Loops over quantised weights. A format only defines how a block of codes and its scale become values.
 //!
-//! | loop          | multiplies with       | for                                  | a format says                |
+//! | loop          | multiplies with       | used for                             | trait of the format          |
 //! |---------------|-----------------------|--------------------------------------|------------------------------|
 //! | [`plane`]     | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Coded`]                    |
 //! | [`gemv`]      | multiply-adds         | few rows of x, any device            | [`ByteCoded`], codes in bytes |
-//! | [`dequantize`] | nothing              | a dense weight                       | [`ByteCoded`]                |
+//! | [`dequantize`] | no matmul            | a dense weight                       | [`ByteCoded`]                |
 
 pub(crate) mod dequantize;
 pub(crate) mod gemv;
@@ -19,14 +19,14 @@ pub(crate) use plane::{CodedProblem, Dims, PlanePlan, candidates, check, plan, p
 
 use crate::cooperative::Word;
 
-/// A weight in codes, `[n, k]`, row after row.
+/// A quantised weight `[n, k]`, row-major.
 #[cube]
 pub(crate) trait Coded: CubeType {
-    /// Fills what codes are looked up in, 16 numbers, by the first units of a cube.
+    /// Fills the codebook, 16 numbers, with the first units of a cube.
     fn fill(this: &Self, book: &mut [f32], unit: u32);
 
-    /// Reads 16 bytes of codes, the vector `vector` of row `row`, into words `4·i` and on, and what they share into
-    /// `shared[i]`.
+    /// Reads 16 bytes of codes, vector `vector` of row `row`, into words `4·i` to `4·i + 3`. Their shared
+    /// scale goes to `shared[i]`.
     fn read(
         this: &Self,
         words: &mut Array<u32>,
@@ -37,7 +37,8 @@ pub(crate) trait Coded: CubeType {
         #[comptime] i: usize,
     );
 
-    /// Puts what a vector's codes stand for into words `to` and on of a tile, rounded to bf16 by hand or to F.
+    /// Dequantises a vector into a tile, from word `to` on. Values are rounded to bf16 by hand or converted
+    /// to F.
     fn decode<F: Float>(
         into: &mut [Word],
         to: u32,
@@ -48,11 +49,11 @@ pub(crate) trait Coded: CubeType {
         #[comptime] bf16: bool,
     );
 
-    /// Dequantises a sum of products with row `row` of the weight.
+    /// Applies the scale of row `row` to a sum of products.
     fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32;
 }
 
-/// A weight in codes of a byte, `[n, k]`, row after row: `value = weigh(code, block) · row`.
+/// A quantised weight `[n, k]` with one code per byte, row-major: `value = weigh(code, block) · row`.
 #[cube]
 pub(crate) trait ByteCoded<NW: Size>: CubeType {
     /// Number of vectors of codes.
@@ -61,34 +62,35 @@ pub(crate) trait ByteCoded<NW: Size>: CubeType {
     /// Reads vector `at` of the codes, [lifted].
     fn codes(this: &Self, at: usize) -> Vector<u32, NW>;
 
-    /// Reads the scale that the codes of vector `at` share, where that is no row's.
+    /// Reads the scale of the block that holds vector `at`, if blocks have scales.
     fn block(this: &Self, at: usize) -> f32;
 
-    /// Reads the scale of a row, where rows have one.
+    /// Reads the scale of a row, if rows have scales.
     fn row(this: &Self, row: usize) -> f32;
 
-    /// Multiplies a code by its block's scale.
+    /// Multiplies a code by the scale of its block.
     fn weigh(code: f32, block: f32) -> f32;
 
-    /// Multiplies a weighed code, or a sum of them, by its row's scale.
+    /// Multiplies a block-scaled code, or a sum of them, by the scale of its row.
     fn scaled(sum: f32, row: f32, k: u32) -> f32;
 }
 
-/// A word whose codes count from 0 on, as [`code_of`] takes it.
+/// Adds 128 to each code of a word, as [`code_of`] expects.
 #[cube]
 pub(crate) fn lifted<N: Size>(word: Vector<u32, N>) -> Vector<u32, N> {
     word ^ Vector::new(0x8080_8080u32)
 }
 
-/// Code `e` of a lifted word's four: the mantissa of 2^23 + 128 + code. A conversion would take a fourth of the rate.
+/// Returns code `e` of a lifted word: the mantissa of 2^23 + 128 + code, minus the offset. A conversion
+/// instruction runs at a quarter of the rate.
 #[cube]
 pub(crate) fn code_of(lifted: u32, #[comptime] e: u32) -> f32 {
     let byte = (lifted >> comptime!(8 * e)) & 255u32;
     f32::reinterpret(byte | 0x4b00_0000u32) - 8_388_736.0f32
 }
 
-/// Words of a vector that lies in one row of `k` codes of a byte, at most `widest` of them; none where rows are no whole
-/// words.
+/// Number of words of a vector that lies in one row of `k` codes, at most `widest`. None if a row is not
+/// whole words.
 pub(crate) fn together(k: u32, widest: u32) -> Option<u32> {
     [4, 2, 1].into_iter().find(|words| *words <= widest && k % (4 * words) == 0)
 }

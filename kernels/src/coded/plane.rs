@@ -1,21 +1,22 @@
-//! y = x · wᵀ for some rows of x and a quantised weight, through Vulkan: codes decoded into a tile in shared memory, from
-//! which matrices of a plane are loaded ([`cooperative`](crate::cooperative)).
+//! y = x · wᵀ for a few rows of x and a quantised weight, through Vulkan. Codes are decoded into a tile in
+//! shared memory, from which plane matrices are loaded ([`cooperative`](crate::cooperative)).
 //!
 //! | loop                                              | level                                        |
 //! |---------------------------------------------------|----------------------------------------------|
-//! | `(tile_m, columns·planes)` blocks of y, parts of k | cubes                                        |
+//! | `(tile_m, columns·planes)` blocks of y, split-k   | cubes                                        |
 //! | 64 of k                                           | a tile of x and one of the weight, in shared memory |
 //! | `columns` of y                                    | planes, accumulators in registers            |
 //! | `kk` in steps of the instruction                  | matrices of 16 x 16                          |
 //!
-//! A unit decodes 16 bytes of a row at a time. What the next tile is made of is read while a tile is multiplied.
+//! A unit decodes 16 bytes of a row at a time. The next tile is read while the current one is multiplied.
 //!
-//! Of two matrices, one of which gates the other, a plane has as many columns of each, so that what gates a column lies in
-//! the same plane.
+//! With a gated pair of matrices, a plane has equally many columns of each, so that a column and its gate lie
+//! in the same plane.
 //!
-//! Cost: the weight's codes once for every `tile_m` rows of x, what decoding takes, and products.
+//! Cost: the codes of the weight once for every `tile_m` rows of x, decoding, and matmul.
 //!
-//! The value of a code is its weight's: [`Coded`], with ladders in `nf4/product/plane.rs` and `int8/plane.rs`.
+//! The weight's [`Coded`] implementation decodes. The ladders are in `nf4/product/plane.rs` and
+//! `int8/plane.rs`.
 
 use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
@@ -32,28 +33,28 @@ use crate::round::rounded;
 /// Tile sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PlaneConfig {
-    /// Rows of x that a cube takes.
+    /// Rows of x that a cube processes.
     pub tile_m: u32,
     /// Planes of a cube.
     pub planes: u32,
-    /// Rows of the weight that each plane has.
+    /// Rows of the weight that a plane processes.
     pub columns: u32,
-    /// Parts that k is cut into, each the work of other cubes.
+    /// Number of split-k parts; each part has its own cubes.
     pub parts: u32,
 }
 
-/// k of a tile.
+/// Size of a tile along k.
 pub(crate) const STEP: u32 = 64;
 /// Words of a 16 x 16 result.
 const RESULT: u32 = 16 * 16 / 4;
 
 impl PlaneConfig {
-    /// Rows of the weight that a cube has.
+    /// Rows of the weight that a cube processes.
     pub(crate) const fn tile_n(self) -> u32 {
         self.planes * self.columns
     }
 
-    /// Steps of each part but the last.
+    /// Steps of each part except the last.
     pub(crate) const fn part_steps(self, k: u32) -> u32 {
         (k / STEP).div_ceil(self.parts)
     }
@@ -71,24 +72,24 @@ impl PlaneConfig {
     }
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PlanePlan {
     /// Bits of a code.
     pub(crate) bits: u32,
-    /// With one part, so that instances differ by `partial` alone.
+    /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(crate) config: PlaneConfig,
     /// Units of a plane.
     pub(crate) plane: u32,
-    /// Depth of the instruction, 16 x 16 in rows and columns.
+    /// Depth of the instruction, whose result is 16 x 16.
     pub(crate) inst_k: u32,
-    /// Weights and results are rounded to bf16 by hand: a conversion through Vulkan cuts them off.
+    /// True if the kernel rounds weights and results to bf16 itself: conversion through Vulkan truncates.
     pub(crate) bf16: bool,
-    /// Every tile of x is full.
+    /// True if every tile of x is full.
     pub(crate) exact: bool,
-    /// Of a plane's columns the first half is one matrix's, and the other of the one it gates.
+    /// True if the first half of a plane's columns gates the second half.
     pub(crate) glu: bool,
-    /// Sums go to the workspace.
+    /// True if sums go to the workspace.
     pub(crate) partial: bool,
 }
 
@@ -97,22 +98,22 @@ impl PlanePlan {
         self.config.planes * self.plane
     }
 
-    /// Vectors of codes of a line of a tile.
+    /// Vectors of codes in a line of a tile.
     const fn per_line(self) -> u32 {
         STEP * self.bits / 128
     }
 
-    /// Vectors of codes of a tile.
+    /// Vectors of codes in a tile.
     const fn vectors(self) -> u32 {
         self.config.tile_n() * self.per_line()
     }
 
-    /// Those that a unit takes.
+    /// Vectors of codes that a unit decodes.
     const fn copies(self) -> usize {
         self.vectors().div_ceil(self.units()) as usize
     }
 
-    /// Columns of y that a plane has.
+    /// Columns of y that a plane computes.
     const fn wide(self) -> u32 {
         if self.glu { self.config.columns / 2 } else { self.config.columns }
     }
@@ -124,7 +125,7 @@ pub(crate) struct Dims {
     pub(crate) m: u32,
     pub(crate) n: u32,
     pub(crate) k: u32,
-    /// Steps of each part of k but the last.
+    /// Steps of each part of k except the last.
     pub(crate) part_steps: u32,
 }
 
@@ -145,7 +146,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
     let (tile_x, tile_w) = comptime!((tiles[0], tiles[1]));
     let mut shared_x =
         Shared::<[Word]>::new_aligned_slice(comptime!(tile_x.words() as usize), 128usize);
-    // Results pass through it afterwards, which are smaller.
+    // The tile is reused for the results, which are smaller.
     let mut shared_w =
         Shared::<[Word]>::new_aligned_slice(comptime!(tile_w.words() as usize), 128usize);
     let mut book = Shared::<[f32]>::new_slice(16usize);
@@ -153,7 +154,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
     W::fill(weight, &mut book, unit);
-    // Neighbouring cubes have the same columns of y, and read the same codes.
+    // Neighbouring cubes share columns of y, and so read the same codes.
     let rows = dims.m.div_ceil(tile_m);
     let (block_m, block_n) = (CUBE_POS_X % rows, CUBE_POS_X / rows);
     let (row0, first_col) = (block_m * tile_m, block_n * comptime!(planes * plan.wide()));
@@ -187,7 +188,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
         decode::<W, F>(&mut shared_w, &codes, &scales, &book, unit, tile_w, plan);
         sync_cube();
         step += 1;
-        // After the last tile nobody takes it.
+        // The read after the last tile is unused.
         let ahead = min(step, end - 1);
         at.element = ahead * STEP;
         read::<F, NX>(x, &mut next_x, &at, unit, tile_x);
@@ -230,7 +231,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
         }
     }
 
-    // Every plane has multiplied its last tile.
+    // All planes have multiplied their last tile.
     sync_cube();
     let own = plane * comptime!(RESULT * frags_n as u32);
     let col0 = first_col + plane * comptime!(plan.wide());
@@ -283,7 +284,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
     }
 }
 
-/// Row of the weight that line `line` of a cube's tile is; past the end the last.
+/// Returns the row of the weight for line `line` of a cube's tile. Past the end it is the last row.
 #[cube]
 fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: PlanePlan) -> u32 {
     if comptime!(plan.glu) {
@@ -312,14 +313,14 @@ fn read_codes<W: Coded>(
     let per_line = comptime!(plan.per_line());
     #[unroll]
     for i in 0..comptime!(plan.copies()) {
-        // Units without a vector repeat the last, and put it nowhere.
+        // Units without a vector repeat the last one and do not store it.
         let vector = min(unit + comptime!(i as u32 * plan.units()), comptime!(plan.vectors() - 1));
         let row = row_of(vector / per_line, first_col, dims, plan);
         W::read(weight, codes, scales, row, step * per_line + vector % per_line, dims.k, i);
     }
 }
 
-/// Puts what a unit's codes stand for into the tile.
+/// Dequantises a unit's codes into the tile.
 #[cube]
 fn decode<W: Coded, F: Float>(
     shared: &mut [Word],
@@ -335,7 +336,7 @@ fn decode<W: Coded, F: Float>(
     for i in 0..comptime!(plan.copies()) {
         let vector = unit + comptime!(i as u32 * plan.units());
         if comptime!(plan.vectors() % plan.units() == 0) || vector < comptime!(plan.vectors()) {
-            // Halves of 16 bits.
+            // Words of 16-bit halves per vector of codes.
             let words = comptime!(16 / plan.bits);
             let to = vector / per_line * comptime!(tile.pitch()) + vector % per_line * words;
             W::decode::<F>(shared, to, codes, scales, book, i, plan.bf16);
@@ -343,7 +344,7 @@ fn decode<W: Coded, F: Float>(
     }
 }
 
-/// Stores one sum, or the result that it makes.
+/// Stores one sum to the workspace, or its result to `out`.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "a sum and its place")]
 fn store_one<F: Float, NO: Size>(
@@ -368,7 +369,7 @@ fn store_one<F: Float, NO: Size>(
     }
 }
 
-/// Stores two sums, the first of which gates the second, or the result that they make.
+/// Stores two sums to the workspace, or to `out` the result in which the first gates the second.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two sums and their place")]
 fn store_both<F: Float, NO: Size>(
@@ -396,7 +397,8 @@ fn store_both<F: Float, NO: Size>(
     }
 }
 
-/// Tiles for the rows at hand that [`check`] passes; k in as many parts as give a card its fill of cubes once, and twice.
+/// Returns the configs for this number of rows that pass [`check`]. Split-k fills the card with cubes once,
+/// or twice.
 pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfig> {
     let tile_m = p.m.min(64).next_multiple_of(16);
     let steps = u64::from(p.k / STEP);
@@ -407,7 +409,7 @@ pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfi
     for (planes, columns) in [(4, 16), (8, 16), (4, 32), (8, 32), (2, 32)] {
         let one = PlaneConfig { tile_m, planes, columns, parts: 1 };
         for wish in [IN_FLIGHT / p.blocks(&one), 2 * IN_FLIGHT / p.blocks(&one), 1] {
-            // Even shares of four steps at least.
+            // Parts are equal, with at least four steps each.
             let wish = wish.clamp(1, (steps / 4).max(1));
             let parts = steps.div_ceil(steps.div_ceil(wish).max(1)).max(1) as u32;
             let config = PlaneConfig { parts, ..one };
@@ -419,11 +421,11 @@ pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfi
     found
 }
 
-/// Rows from which matrices of planes are worth a try, and up to which they are.
+/// Minimum and maximum rows of x for this path.
 const FEWEST: u32 = 3;
 const MOST: u32 = 256;
 
-/// What of a product decides what this path makes of it.
+/// Parameters of a matmul that this path depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CodedProblem {
     pub(crate) m: u32,
@@ -467,7 +469,7 @@ pub(crate) fn check(
     if !(1..=16).contains(&c.planes) {
         return Err(shape("planes", c.planes, "1 to 16"));
     }
-    // Of two matrices each has 16 columns at least.
+    // Each of two matrices has at least 16 columns.
     let columns: &[u32] = if p.glu { &[32, 64] } else { &[16, 32, 64] };
     if !columns.contains(&c.columns) {
         return Err(shape("columns", c.columns, &format!("one of {columns:?}")));

@@ -1,4 +1,4 @@
-//! The kernel: sums of a row in one pass, its gradient in the next.
+//! The kernel: sums over a row in one pass, and its gradient in a second.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -15,11 +15,11 @@ pub(super) struct Sizes {
     pub(super) rows: u32,
     /// Elements of a row without padding.
     pub(super) vocab: u32,
-    /// Vectors from a row to the next.
+    /// Vectors from one row to the next.
     pub(super) stride: u32,
 }
 
-/// Numbers of all rows. WGSL has no literals for the last two.
+/// Parameters shared by all rows. The last two are arguments because WGSL has no literals for them.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Scalars {
     pub(super) softcap: f32,
@@ -50,13 +50,13 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
     let unit = scalars.inverse_temperature * std::f32::consts::LOG2_E;
     let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
     while first < sizes.rows {
-        // A group past the end repeats the last row, and stores nothing: all units meet at barriers.
+        // A group past the end repeats the last row without storing: all units must reach the barriers.
         let row = min(first + group, sizes.rows - 1);
         let inside = first + group < sizes.rows;
         let from = row as usize * sizes.stride as usize;
         let target = targets[row as usize];
         let ignored = target == IGNORED;
-        // The vector with the target, and the unit that reads and overwrites it; the first one's where there is none.
+        // Vector with the target, and the unit that reads and overwrites it. An invalid target uses vector 0.
         let wanted = select(target < sizes.vocab, target, 0) / comptime!(width as u32);
         let owner = wanted % lanes == lane;
 
@@ -92,7 +92,7 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
             slot += comptime!(plan.rows.units as usize);
         }
 
-        // The units of a row merge their sums.
+        // Merge the sums of a row's units.
         let most = row_fold(sums.most, &mut shared, Fold::Max, plan.rows);
         let lower = lowered(sums.most, most, unit);
         let factor = power(lower, plan.ptx);
@@ -159,10 +159,10 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
     }
 }
 
-/// Running sums of a unit's part of a row, in units of log₂.
+/// Running sums over a unit's part of a row, in units of log₂.
 #[derive(CubeType)]
 struct Sums {
-    /// The largest z.
+    /// Largest z.
     most: f32,
     /// Σ 2^((z - most) · unit)
     weight: f32,
@@ -170,14 +170,14 @@ struct Sums {
     moment: f32,
 }
 
-/// Numbers of a row that its gradient needs.
+/// Values of a row that its gradient needs.
 #[derive(CubeType)]
 struct Softmax {
     most: f32,
     unit: f32,
     /// Σ 2^((z - most) · unit)
     weight: f32,
-    /// The row's weight over the temperature and that sum.
+    /// Weight of the row, divided by the temperature and by the sum.
     inverse: f32,
     target: u32,
     ignored: bool,
@@ -193,7 +193,7 @@ fn load<F: Float, N: Size>(
     if comptime!(matches!(plan.gradient, Gradient::InPlace)) { gradient[at] } else { logits[at] }
 }
 
-/// Logits of vector `at` of a row after the soft cap; -inf where the row has ended.
+/// Returns logits of vector `at` of a row after the soft cap; past the end of the row they are -inf.
 #[cube]
 fn bent<F: Float, N: Size>(
     vector: Vector<F, N>,
@@ -225,7 +225,7 @@ fn bent<F: Float, N: Size>(
     z
 }
 
-/// Adds a vector to running sums.
+/// Adds a vector to the running sums.
 #[cube]
 fn absorb(
     sums: &mut Sums,
@@ -248,7 +248,7 @@ fn absorb(
         let exponent = (z[e] - most) * unit;
         let own = power(exponent, ptx);
         weight += own;
-        // 0 · -inf would be NaN.
+        // The bound avoids 0 · -inf, which is NaN.
         moment = fma(own, max(exponent, -1e4f32), moment);
     }
     sums.most = most;
@@ -256,14 +256,15 @@ fn absorb(
     sums.moment = moment;
 }
 
-/// The exponent by which sums fall when the largest z rises; its power of 2 is 0 where they are still empty.
+/// Returns the exponent that rescales sums when the largest z rises. Its power of 2 is 0 while they are
+/// empty.
 #[cube]
 fn lowered(from: f32, to: f32, unit: f32) -> f32 {
     max((from - to) * unit, -1e4f32)
 }
 
-/// ln x. From 1 to 2, where SPIR-V lets a driver's own logarithm be off by 2^-21 and likely tokens have their loss, by the
-/// series of 2 · atanh((x - 1) / (x + 1)).
+/// Returns ln x. From 1 to 2 it uses the series of 2 · atanh((x - 1) / (x + 1)). SPIR-V allows a driver's own
+/// logarithm an error of 2^-21 there, and the losses of likely tokens lie in this range.
 #[cube]
 fn log_of(x: f32) -> f32 {
     let y = (x - 1.0) / (x + 1.0);
@@ -273,13 +274,13 @@ fn log_of(x: f32) -> f32 {
     select(x < 1.0, x.ln(), select(x < 2.0, series, x.ln()))
 }
 
-/// 2 to the power x.
+/// Returns 2 to the power x.
 #[cube]
 fn power(x: f32, #[comptime] ptx: bool) -> f32 {
     if comptime!(ptx) { exp2(x) } else { (x * std::f32::consts::LN_2).exp() }
 }
 
-/// The gradient of vector `at` of a row.
+/// Computes the gradient of vector `at` of a row.
 #[cube]
 fn slopes<F: Float, N: Size>(
     z: &Array<f32>,

@@ -9,23 +9,25 @@
 //!     gradient = weight / temperature · (exp(y - m) / l - (v == target)) · (1 - (z / softcap)²)
 //! ```
 //!
-//! A row whose target is [`IGNORED`] has loss 0, log-probability 0 and gradient 0; its entropy and lse stay. A target past
-//! the vocabulary gives NaN, as does a row with NaN or +inf, or with nothing but -inf. Columns from `vocab` to `stride` are
-//! padding: they are not read, and their gradient is 0. The gradient may overwrite the logits. Arithmetic is f32, rounded
-//! once. The order of a row's sums follows from the config alone: two launches give the same bits.
+//! A row with target [`IGNORED`] has loss 0, log-probability 0 and gradient 0; its entropy and lse are still
+//! computed. The result is NaN for a target past the vocabulary, and for a row that has NaN or +inf or only
+//! -inf. Columns from `vocab` to `stride` are padding: they are not read, and their gradient is 0. The
+//! gradient may overwrite the logits. Arithmetic is f32, rounded once. The config alone determines the order
+//! of a row's sums, so that two launches give the same bits.
 //!
-//! Exponents are in units of log₂. The running sums are scaled when a vector raises the maximum, as in online softmax;
-//! then the units of a row merge theirs.
+//! Exponents are in units of log₂. The running sums are rescaled when a vector raises the maximum, as in
+//! online softmax. The units of a row then merge their sums.
 //!
 //! | loop | hardware |
 //! |---|---|
-//! | rows | cubes, and groups of units where rows are short |
+//! | rows | cubes, and groups of units if rows are short |
 //! | vectors of a row | units of a group, neighbours next to each other |
 //! | elements of a vector | one load of 16 bytes |
 //!
-//! Cost: logits once, gradient once, 2 exponentials an element. The gradient needs a second pass over the row: of each unit's
-//! vectors the first `held` are still in registers then, the next `staged` in shared memory, and the others are read again,
-//! from device memory: even with 13 MB of rows under way and 50 MB of second-level cache, 7% of these reads hit (H100).
+//! Cost: logits once, gradient once, 2 exponentials an element. The gradient needs a second pass over the
+//! row. Of each unit's vectors, the first `held` are still in registers and the next `staged` in shared
+//! memory. The others are read again from device memory. Only 7% of these reads hit the second-level cache,
+//! even with 13 MB of rows in flight and a cache of 50 MB (H100).
 //!
 //! | version (H100 as an RTX 4090, 4096 rows of 128256 in bf16) | us | of copy |
 //! |---|---|---|
@@ -36,8 +38,8 @@
 //!
 //! Records: `benches/baselines/cuda-sm90-132@rtx4090/{cross_entropy,tune}.jsonl`.
 //!
-//! Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Hsu et al., "Liger Kernel: Efficient
-//! Triton Kernels for LLM Training" (2024) for the gradient in place of the logits.
+//! Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Hsu et al., "Liger
+//! Kernel: Efficient Triton Kernels for LLM Training" (2024) for the in-place gradient.
 
 mod kernel;
 
@@ -54,24 +56,24 @@ use crate::round::by_hand;
 use crate::rows::RowPlan;
 use kernel::{ScalarsLaunch, SizesLaunch, cross_entropy};
 
-/// The family of losses.
+/// The cross-entropy kernel.
 pub struct CrossEntropy;
 
-/// Target of a row that has no loss and no gradient.
+/// Target of a row without loss and gradient.
 pub const IGNORED: u32 = u32::MAX;
 
-/// Numbers of a row in the result: loss, log-probability of the target, entropy, log-sum-exp.
+/// f32 per row in the result: loss, log-probability of the target, entropy, log-sum-exp.
 pub const STATS: usize = 4;
 
 /// Destination of the gradient of the logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gradient {
-    /// Nowhere: a forward pass alone.
+    /// No gradient, forward only.
     None,
-    /// To a buffer of its own.
+    /// A separate buffer.
     Separate,
-    /// Over the logits.
+    /// The buffer of the logits, which is overwritten.
     InPlace,
 }
 
@@ -81,18 +83,18 @@ pub enum Gradient {
 pub struct CrossEntropyProblem {
     pub rows: u32,
     pub vocab: u32,
-    /// Elements from a row to the next.
+    /// Elements from one row to the next.
     pub stride: u32,
     /// Type of logits and gradient.
     pub dtype: DType,
-    /// Logits become `softcap · tanh(logits / softcap)`.
+    /// Soft cap: logits become `softcap · tanh(logits / softcap)`.
     pub softcap: Option<f32>,
     /// Divides the logits, after the soft cap.
     pub temperature: f32,
     pub gradient: Gradient,
 }
 
-/// A loss that means nothing.
+/// An invalid cross-entropy problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidCrossEntropy {
     #[error("expected at least one of {axis}, got 0\nhint: skip a loss without logits")]
@@ -108,7 +110,7 @@ pub enum InvalidCrossEntropy {
 }
 
 impl CrossEntropyProblem {
-    /// Rows without padding, soft cap or temperature, whose gradient overwrites the logits.
+    /// Creates a problem without padding, soft cap or temperature, whose gradient overwrites the logits.
     ///
     /// # Errors
     /// See [`InvalidCrossEntropy`].
@@ -117,7 +119,7 @@ impl CrossEntropyProblem {
         Self { rows, vocab, stride: vocab, dtype, softcap, temperature, gradient }.checked()
     }
 
-    /// Itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidCrossEntropy`].
@@ -150,7 +152,7 @@ impl CrossEntropyProblem {
         self.rows as usize * self.stride as usize
     }
 
-    /// Elements of a vector: the longest that a load takes and a stride divides into.
+    /// Vector width in elements: the widest load that divides the stride.
     fn vector(&self, arch: &ArchProfile) -> u32 {
         vector(arch, self.dtype, |v| self.stride % v == 0)
     }
@@ -165,7 +167,7 @@ impl CrossEntropyProblem {
     }
 }
 
-/// Units of a row, and the vectors that each keeps.
+/// Launch shape of a loss, and the vectors of a row that each unit keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct CrossEntropyConfig {
     /// Units of a cube.
@@ -174,7 +176,7 @@ pub struct CrossEntropyConfig {
     pub lanes: u32,
     /// Vectors of a row that a unit keeps in registers.
     pub held: u32,
-    /// The vectors after those that a unit keeps in shared memory.
+    /// Further vectors of a row that a unit keeps in shared memory.
     pub staged: u32,
 }
 
@@ -185,7 +187,7 @@ pub struct CrossEntropyOperands {
     pub logits: Handle,
     /// u32 `[rows]`: a token or [`IGNORED`].
     pub targets: Handle,
-    /// f32 `[rows]`: multiply loss and gradient.
+    /// f32 `[rows]`: factor of loss and gradient.
     pub weights: Handle,
     /// `[rows, stride]`, for [`Gradient::Separate`].
     pub gradient: Option<Handle>,
@@ -193,15 +195,15 @@ pub struct CrossEntropyOperands {
     pub stats: Handle,
 }
 
-/// Returns whether ptxas 13.0 spills 32 to 488 bytes of a gradient: sm_120 and a soft cap each take half of the registers for
-/// vectors.
+/// Returns whether ptxas 13.0 spills registers in the gradient kernel (32 to 488 bytes). sm_120 and a soft
+/// cap each halve the registers left for vectors.
 fn spills(arch: &ArchProfile, p: &CrossEntropyProblem, c: &CrossEntropyConfig) -> bool {
     let sm_120 = arch.compute_capability.is_some_and(|sm| sm >= 120);
     let halved = u32::from(sm_120) + u32::from(p.softcap.is_some());
     p.gradient != Gradient::None && c.held * c.units > HELD >> halved
 }
 
-/// Vectors that all units of a cube keep: 32 of the 64 registers that each of 1024 units has.
+/// Maximum vectors in the registers of a cube: 8 (32 of 64 registers) for each of 1024 units.
 const HELD: u32 = 8 * 1024;
 
 impl Kernel for CrossEntropy {
@@ -212,7 +214,7 @@ impl Kernel for CrossEntropy {
     const NAME: &'static str = "cross_entropy";
     const VERSION: u32 = 1;
 
-    /// The gradient costs the same in place of the logits.
+    /// An in-place gradient costs as much as a separate one, so they share a bucket.
     fn bucket(p: &CrossEntropyProblem) -> String {
         let what = if p.gradient == Gradient::None { "forward" } else { "gradient" };
         let cap = if p.softcap.is_some() { " softcap" } else { "" };
@@ -227,14 +229,15 @@ impl Kernel for CrossEntropy {
             configs.extend(Self::simplest(arch, p));
             return configs;
         }
-        // Eight vectors a unit, or as many units as a cube has.
+        // Eight vectors a unit, or the maximum units of a cube.
         let vectors = p.vectors(arch);
         let middle = vectors.div_ceil(8).next_power_of_two().clamp(32, 1024);
         for lanes in [middle, middle / 2, middle * 2, middle / 4] {
             let share = vectors.div_ceil(lanes.max(1));
             for (held, staged) in [(8, 5), (8, 0), (4, 0), (16, 0), (0, 5), (0, 0), (16, 10)] {
                 let config = CrossEntropyConfig { units: lanes.max(128), lanes, held, staged };
-                // Room for vectors that a row has not is of no use, nor is any without a second pass.
+                // Space for more vectors than a row has is useless, and shared memory is without a second
+                // pass.
                 let useful = (32..=1024).contains(&lanes)
                     && held + staged < 2 * share
                     && (staged == 0 || p.gradient != Gradient::None);
@@ -301,7 +304,7 @@ impl Kernel for CrossEntropy {
     fn outputs(p: &CrossEntropyProblem, operands: &CrossEntropyOperands) -> Vec<Output> {
         let (handle, len) = (operands.stats.clone(), STATS * p.rows as usize);
         let stats = Output { handle, dtype: DType::F32, len, tolerance: 1e-5 };
-        // Sums in another order, and then another rounding.
+        // Configs sum in different orders, then round to the dtype.
         let tolerance = rounding(p.dtype).max(1e-5);
         let gradient = operands.gradient.clone();
         let gradient = gradient.map(|handle| {
@@ -323,7 +326,7 @@ impl Kernel for CrossEntropy {
         let cubes = crate::cubes(queue.profile(), p.rows.into(), plan.rows.rows());
         let (vector, rows) = (p.vector(arch) as usize, p.rows as usize);
         let matrix = p.elements() / vector;
-        // A buffer that the plan does not use is bound to any other.
+        // Unused operands are bound to any other buffer.
         let (logits, gradient) = match p.gradient {
             Gradient::None => (&operands.logits, &operands.stats),
             Gradient::Separate => {
@@ -331,7 +334,7 @@ impl Kernel for CrossEntropy {
             }
             Gradient::InPlace => (&operands.weights, &operands.logits),
         };
-        // SAFETY: the lengths are the problem's, and the kernel reads and writes whole rows below `rows`.
+        // SAFETY: the lengths follow from the problem, and the kernel accesses whole rows below `rows`.
         unsafe {
             launch!(
                 queue,
@@ -359,7 +362,7 @@ impl Kernel for CrossEntropy {
     }
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Plan {
     rows: RowPlan,
@@ -369,9 +372,9 @@ struct Plan {
     softcap: bool,
     /// True if the last vector of a row has fewer logits than elements.
     ragged: bool,
-    /// True if `ex2` gives powers of 2.
+    /// True if powers of 2 use the `ex2` instruction.
     ptx: bool,
-    /// True if gradients are rounded before they are stored.
+    /// True if the kernel rounds gradients itself before it stores them.
     rounds: bool,
 }
 

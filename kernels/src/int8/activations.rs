@@ -1,17 +1,19 @@
-//! x ≈ code · scale[m]    x: `[m, k]`, a code from -127 to 127; outlying columns stay as they are
+//! Rounds activations to i8: x ≈ code · scale[m]    x: `[m, k]`, codes from -127 to 127
+//!
+//! Outlier columns stay exact.
 //!
 //! ```text
-//!   outlying = columns of x that have a magnitude of `threshold` or more   // marks of chunks of rows, then of all
+//!   outliers = columns of x with a magnitude of at least `threshold`       // marked per chunk of rows, then merged
 //!   scale[m] = max |x[m, ..]| / 127                                        // of the other columns
-//!   code     = round(x / scale);  0 in an outlying column                  // ties to even
+//!   code     = round(x / scale);  0 in an outlier column                   // ties to even
 //! ```
 //!
-//! What is stored is the codes, for instructions that multiply bytes, or what x became, for those that do not: the
-//! product is the same. A row with NaN has such a scale, and its results are NaN; so has one with an infinity that no
-//! threshold takes out.
+//! The kernel stores codes for paths with int8 instructions, and dequantised values for the others; the
+//! matmul is the same. A row with NaN, or with an infinity outside of outlier columns, gets a scale that is
+//! NaN or infinite. Its results are NaN.
 //!
-//! Cost: x read three times, the second and third time from near; a byte or a number an element written. Three launches,
-//! one without a threshold.
+//! Cost: x is read three times, the second and third time from cache; one byte or one number is written per
+//! element. Three launches, one without a threshold.
 //!
 //! Source: Dettmers et al., "LLM.int8()" (2022), where the threshold is 6.
 
@@ -27,41 +29,41 @@ use crate::launch::{index_width, launch};
 use crate::round::{LEAST, by_hand, nearest, rounded};
 use crate::rows::{Fold, RowPlan, larger, magnitude, row_fold};
 
-/// How x is rounded to 8 bits.
+/// Rounding of x to 8 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Activations {
-    /// A column with such a magnitude, or a larger one, stays as it is, where this is above 0; else none does.
+    /// Smallest magnitude that makes its column an outlier, which stays exact. 0 disables outliers.
     pub threshold: f32,
 }
 
-/// One rounding.
+/// One rounding problem.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rounding {
     pub(super) m: u32,
     pub(super) k: u32,
     pub(super) dtype: DType,
     pub(super) threshold: f32,
-    /// Codes are stored, and k is whole words of them; else what x became.
+    /// True to store codes, which needs k to be whole words; false to store the rounded values.
     pub(super) codes: bool,
 }
 
-/// Where the results lie, bytes from the beginning of a scratch.
+/// Byte offsets of the results in a scratch buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Places {
-    /// Words `[chunks, vectors]`, a bit a column: those of chunk 0 are of all of them in the end.
+    /// u32 `[chunks, vectors]`, one bit a column. Chunk 0 holds the merged marks in the end.
     marks: u64,
-    /// How many columns outlie, and which, in order: `[1 + k]`.
+    /// u32 `[1 + k]`: the number of outlier columns, then their indices in ascending order.
     pub(super) outliers: u64,
     /// f32 `[m]`.
     pub(super) scales: u64,
-    /// `[m, k]`, codes or numbers.
+    /// `[m, k]`, codes or values.
     pub(super) values: u64,
     pub(super) end: u64,
 }
 
-/// Chunks of rows whose marks are made apart, at most.
+/// Maximum number of row chunks that are marked separately.
 const CHUNKS: u32 = 16;
-/// Rows of a chunk, at least.
+/// Minimum rows of a chunk.
 const CHUNK: u32 = 32;
 /// Units of a cube.
 const UNITS: u32 = 128;
@@ -71,7 +73,7 @@ impl Rounding {
         self.threshold > 0.0
     }
 
-    /// Elements of a vector of x.
+    /// Vector width of x in elements.
     fn width(self) -> u32 {
         let widest = 16 / self.dtype.size() as u32;
         [8, 4, 2].into_iter().find(|w| *w <= widest && self.k % w == 0).unwrap_or(1)
@@ -90,9 +92,9 @@ impl Rounding {
         self.m.div_ceil(self.chunk())
     }
 
-    /// Results after `from` bytes of something else.
+    /// Returns the offsets of the results behind the first `from` bytes.
     pub(super) fn places(self, from: u64) -> Places {
-        // What a binding may begin at, everywhere.
+        // Alignment of a binding that every backend accepts.
         let aligned = |bytes: u64| bytes.next_multiple_of(256);
         let marks = aligned(from);
         let of_marks = if self.outliers() { self.chunks() * self.vectors() } else { 1 };
@@ -118,7 +120,7 @@ impl Rounding {
         }
     }
 
-    /// Units of the one cube that lists outliers.
+    /// Units of the single cube that lists outliers.
     fn listing(arch: &ArchProfile) -> u32 {
         if arch.cores().is_some() { 1 } else { 256 }
     }
@@ -133,7 +135,7 @@ impl Rounding {
         [elem(self.dtype), out]
     }
 
-    /// Rounds `x` into `scratch`, to `places`.
+    /// Rounds `x` and writes the results to `scratch` at `places`.
     pub(super) fn launch(self, queue: &Queue, x: &Handle, scratch: &Handle, places: &Places) {
         let arch = queue.profile();
         let plan = self.plan(arch);
@@ -145,7 +147,7 @@ impl Rounding {
         let cubes =
             |parts: u64, each: u32| CubeCount::Static(crate::cubes(arch, parts, each), 1, 1);
         let marked = if self.outliers() { (chunks * vectors) as usize } else { 1 };
-        // SAFETY: `places` has room for all of it, and the kernels check their indices.
+        // SAFETY: `scratch` holds all of `places`, and the kernels check their indices.
         unsafe {
             if self.outliers() {
                 launch!(
@@ -198,7 +200,7 @@ impl Rounding {
     }
 }
 
-/// Comptime facts of a rounding.
+/// Compile-time parameters of a rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Plan {
     rows: RowPlan,
@@ -207,7 +209,7 @@ struct Plan {
     by_hand: bool,
 }
 
-/// Marks the columns that outlie in each chunk of rows.
+/// Marks the outlier columns in each chunk of rows.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn mark_columns<F: Float, N: Size>(
     x: &[Vector<F, N>],
@@ -238,7 +240,8 @@ fn mark_columns<F: Float, N: Size>(
     }
 }
 
-/// Joins the marks of all chunks in those of the first, and lists the columns: each unit those of a run of vectors.
+/// Merges the marks of all chunks into the first chunk's, and lists the columns. Each unit handles a range of
+/// vectors.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn list_columns(
     marks: &mut [u32],
@@ -314,7 +317,7 @@ fn round_rows<F: Float, C: Numeric, N: Size>(
     let mut shared = Shared::<[f32]>::new_slice(comptime!(plan.rows.shared_len()));
     let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
     while first < rows {
-        // A group past the end repeats the last row, and stores nothing: all units meet at barriers.
+        // A group past the end repeats the last row without storing: all units must reach the barriers.
         let inside = first + group < rows;
         let row = min(first + group, rows - 1);
         let from = row as usize * vectors as usize;
@@ -330,7 +333,7 @@ fn round_rows<F: Float, C: Numeric, N: Size>(
             }
         }
         let largest = row_fold(own, &mut shared, Fold::Largest, plan.rows);
-        // The inverse of a smaller one is no number.
+        // A smaller scale would have an infinite inverse.
         let none = largest < LEAST;
         let scale = select(none, 0.0f32.runtime(), largest / 127.0);
         let inverse = select(none, 0.0f32.runtime(), 127.0 / largest);
@@ -361,7 +364,7 @@ fn round_rows<F: Float, C: Numeric, N: Size>(
     }
 }
 
-/// Which columns of vector `at` outlie.
+/// Returns the outlier bits of vector `at`.
 #[cube]
 fn marks_of(marks: &[u32], at: u32, #[comptime] plan: Plan) -> u32 {
     if comptime!(plan.outliers) { marks[at as usize] } else { 0u32.runtime() }

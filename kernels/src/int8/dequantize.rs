@@ -1,4 +1,5 @@
-//! out = round(code · scb / 127): the launches of [`coded::dequantize`](crate::coded::dequantize) with a weight in 8 bits.
+//! Dequantises int8: out = round(code · scb / 127). Launches [`coded::dequantize`](crate::coded::dequantize)
+//! with an 8-bit weight.
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -13,10 +14,10 @@ use crate::coded::dequantize::{DequantizePlan, decode, widths};
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
 
-/// The family of dequantisation kernels.
+/// The kernel that dequantises int8 weights.
 pub struct Int8Dequantize;
 
-/// A weight to make dense, `[n, k]` row by row.
+/// A weight to dequantise into a dense matrix `[n, k]`, row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DequantizeProblem {
     pub weight: Weight,
@@ -94,7 +95,7 @@ impl Kernel for Int8Dequantize {
     }
 }
 
-/// Enqueues the kernel with the result at the start of `out`.
+/// Enqueues the kernel, which writes the result to the start of `out`.
 pub(super) fn launch(
     queue: &Queue,
     p: &DequantizeProblem,
@@ -104,7 +105,7 @@ pub(super) fn launch(
 ) {
     let ([words, width], len) = (widths(p.weight.k, p.out), p.weight.len() as usize);
     let vectors = p.weight.words() as usize / words;
-    // SAFETY: the lengths are the weight's, and the kernel checks its indices.
+    // SAFETY: the lengths follow from the weight, and the kernel checks its indices.
     unsafe {
         launch!(
             queue,
@@ -123,7 +124,7 @@ pub(super) fn launch(
     }
 }
 
-/// Bytes of the result, in whole words.
+/// Bytes of the result, padded to whole words.
 pub(super) fn out_bytes(p: &DequantizeProblem) -> usize {
     (p.weight.len() as usize * p.out.size()).next_multiple_of(4)
 }

@@ -1,4 +1,4 @@
-//! The launches of [`coded::gemv`](crate::coded::gemv) with a weight in 8 bits.
+//! Launches [`coded::gemv`](crate::coded::gemv) with an 8-bit weight.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -22,7 +22,7 @@ pub(super) fn launch(
 ) {
     let ([x_len, _, out_len], [width, words]) = (p.dense().extents(), p.widths());
     let Weight { n, k } = p.weight;
-    // SAFETY: the extents are the problem's, and the kernel checks its edges.
+    // SAFETY: the extents follow from the problem, and the kernel checks its edges.
     unsafe {
         launch!(
             queue,

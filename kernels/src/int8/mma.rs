@@ -1,22 +1,24 @@
-//! C = epilogue(A·Bᵀ · scb[n] / 127)    A: `[m, k]` in halves   B: `[n, k]` in bytes with signs
+//! C = epilogue(A·Bᵀ · scb[n] / 127)    A: `[m, k]` in halves   B: `[n, k]` in i8
+//!
+//! With activation rounding A is also i8, rounded from x `[m, k]`:
 //!
 //! C = epilogue(scale[m] · (A·Bᵀ) · scb[n] / 127 + Σ over outlier columns o of x[m, o] · B[n, o] · scb[n] / 127)
-//! A, too, in bytes; x: `[m, k]`, from which A was rounded
 //!
-//! Int8 as a source of the right operand of the `mma.sync` loop ([`crate::matmul::mma`]), whose copies and tiles count two
-//! bytes as an element.
+//! Int8 as the right operand of the `mma.sync` loop ([`crate::matmul::mma`]), whose copies and tiles count
+//! two bytes as an element.
 //!
-//! *Codes as halves*: `ldmatrix` brings a unit four neighbours of the 16 codes of a row, and of 16 halves two pairs eight
-//! apart. A product does not ask in which order k comes, if only A and B agree, and so units
-//! read four neighbours of A as well, half a chunk at a time. Four codes become two words of halves by eight
-//! instructions in bf16, seven in f16, once for all rows of a plane's part.
+//! *Codes as halves*: of the 16 codes of a row `ldmatrix` gives a unit four neighbours; of 16 halves it gives
+//! two pairs that are eight apart. The order of k does not matter as long as A and B agree. Units therefore
+//! read four neighbours of A as well, half a chunk at a time. Eight instructions in bf16, seven in f16, turn
+//! four codes into two words of halves, once for all rows of a plane's part.
 //!
-//! *Both in bytes*: fragments of 16 x 32 bytes lie as those of 16 x 16 halves do, so that only the instruction
-//! differs. Sums are i32, exact up to k = 133 000, and become f32 when an item is done.
+//! *Both in bytes*: fragments of 16 x 32 bytes have the layout of fragments of 16 x 16 halves, so that only
+//! the instruction differs. Accumulators are i32, exact up to k = 133 000, and become f32 at the end of an
+//! item.
 //!
-//! Cost: `2·m·n·k` operations; those of bytes by NVIDIA's figures at twice the rate of halves (four times that of halves
-//! with f32 sums on GeForce): 4096 x 14336 x 4096 takes 680 us of an H200, and 1090 in bf16. An outlier column costs a
-//! multiply-add a result.
+//! Cost: `2·m·n·k` operations. By NVIDIA's figures bytes run at twice the rate of halves (four times the rate
+//! of halves with f32 accumulators on GeForce). 4096 x 14336 x 4096 takes 680 us on an H200, and 1090 us in
+//! bf16. An outlier column costs one multiply-add per result.
 //!
 //! Source: Dettmers et al., "LLM.int8()" (2022).
 
@@ -43,24 +45,24 @@ use crate::tile::{CopyPlan, TileShape};
 /// Form in which codes reach the instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Codes {
-    /// The right operand's codes become halves, in bf16 or f16.
+    /// Codes of the right operand become halves, in bf16 or f16.
     Halves { bf16: bool },
-    /// Both operands are bytes. Outlier columns may be left out of them.
+    /// Both operands are bytes. Outlier columns may be excluded from them.
     Bytes { outliers: bool },
 }
 
-/// A weight in 8 bits as the right operand.
+/// An 8-bit weight as the right operand.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Int8Operand<F: Float> {
     /// `[n]`
     scb: Box<[f32]>,
-    /// Present where A was rounded.
+    /// Present if A was rounded.
     rounded: ComptimeOption<Rounded<F>>,
     #[cube(comptime)]
     codes: Codes,
 }
 
-/// A left operand that was rounded to bytes.
+/// A left operand that was rounded to i8.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Rounded<F: Float> {
     /// `[m]`
@@ -73,18 +75,18 @@ pub(crate) struct Rounded<F: Float> {
     words: Box<[u32]>,
 }
 
-/// Device buffers of one product.
+/// Device buffers of one matmul.
 pub(super) struct BytesOperands<'a> {
-    /// Halves or bytes `[m, k]`.
+    /// Halves or i8 `[m, k]`.
     pub(super) lhs: Handle,
-    /// Present where those are bytes.
+    /// Present if `lhs` is i8.
     pub(super) rounded: Option<RoundedOperands<'a>>,
-    /// Bytes `[n, k]`.
+    /// i8 `[n, k]`.
     pub(super) codes: &'a Handle,
     pub(super) scb: &'a Handle,
     pub(super) out: &'a Handle,
     pub(super) epilogue: &'a EpilogueBuffers,
-    /// Room for the sums of split-k.
+    /// Workspace for the partial sums of split-k.
     pub(super) partials: Option<&'a Handle>,
 }
 
@@ -95,7 +97,7 @@ pub(super) struct RoundedOperands<'a> {
     pub(super) x: &'a Handle,
 }
 
-/// Shared tiles of halves and of the codes beside them, two in an element.
+/// Shared tiles of halves and of codes; two codes count as an element.
 const fn tiles(c: MmaConfig) -> [TileShape; 2] {
     [
         TileShape { halved: true, ..TileShape::new(c.tile_m, c.tile_k, false, 2) },
@@ -103,7 +105,7 @@ const fn tiles(c: MmaConfig) -> [TileShape; 2] {
     ]
 }
 
-/// Returns the configs worth a try of products with codes as halves.
+/// Returns candidate configs for codes as halves.
 pub(super) fn candidates_of_halves(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<MmaConfig> {
     if p.weight.k % CHUNK != 0 || p.dtype.size() != 2 {
         return Vec::new();
@@ -111,7 +113,7 @@ pub(super) fn candidates_of_halves(arch: &ArchProfile, p: &Int8MatmulProblem) ->
     spread(arch, &p.dense(), &HALVES, |c| check_halves(arch, p, c).is_ok())
 }
 
-/// Configs of products with codes as halves: tiles of codes take half of what halves do.
+/// Configs for codes as halves. A tile of codes takes half the space of a tile of halves.
 const HALVES: [MmaConfig; 10] = [
     MmaConfig::new([128, 256, 64], [2, 4], 3),
     MmaConfig::new([256, 128, 64], [4, 2], 2),
@@ -125,7 +127,7 @@ const HALVES: [MmaConfig; 10] = [
     MmaConfig::new([16, 64, 256], [1, 4], 4),
 ];
 
-/// Checks a product with codes as halves.
+/// Checks a config for codes as halves.
 pub(super) fn check_halves(
     arch: &ArchProfile,
     p: &Int8MatmulProblem,
@@ -144,20 +146,20 @@ pub(super) fn check_halves(
     check_source(arch, &p.dense(), c, tiles(*c))
 }
 
-/// Returns the configs worth a try of products of bytes.
+/// Returns candidate configs for matmuls of bytes.
 pub(super) fn candidates_of_bytes(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<MmaConfig> {
     if p.activations.is_none() || p.weight.k % CHUNK != 0 {
         return Vec::new();
     }
     let mma = |config| match config {
-        // Spills 16 bytes with split-k (sm_120).
+        // This tile spills 16 bytes with split-k (sm_120).
         MatmulConfig::Mma(c) if (c.tile_m, c.tile_n) != (16, 32) => Some(c),
         _ => None,
     };
     Matmul::candidates(arch, &p.pairs()).into_iter().filter_map(mma).collect()
 }
 
-/// Checks a product of bytes.
+/// Checks a config for matmuls of bytes.
 pub(super) fn check_bytes(
     arch: &ArchProfile,
     p: &Int8MatmulProblem,
@@ -179,19 +181,19 @@ pub(super) fn check_bytes(
     Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
 }
 
-/// Bytes of a copy.
+/// Bytes of one asynchronous copy.
 const CHUNK: u32 = 16;
-/// Number of products of two codes whose sum stays below 2^31.
+/// Maximum k for which the sum of products of codes stays below 2^31.
 const MOST_DEPTH: u32 = (1 << 31) / (127 * 127);
 
-/// Returns the plan of a product whose right operand, or both, count two bytes as an element.
+/// Returns the plan of a matmul in which the right operand, or both, count two bytes as an element.
 fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> MmaPlan {
     let plan = c.plan(arch, p);
     let [lhs, rhs] = tiles(c);
     match codes {
         Codes::Halves { .. } => MmaPlan {
-            // Copies that look for edges are faster, for a reason not found: 8 rows of 14336 x 4096 take 21.0 us of an H200
-            // with them, 27.4 where those of codes did not; 16 rows 21.3 and 24.9.
+            // Copies that check edges are faster, for an unknown reason. 8 rows of 14336 x 4096 take 21.0 us
+            // on an H200 with checks, and 27.4 us without checks on the codes. 16 rows take 21.3 and 24.9 us.
             lhs: CopyPlan { shape: lhs, exact: false, ..plan.lhs },
             rhs: CopyPlan { shape: rhs, exact: false, ..plan.rhs },
             packing: 2,
@@ -211,9 +213,9 @@ pub(super) fn launch(
     let arch = queue.profile();
     let (plan, grid) = (plan(arch, p, c, codes), c.grid(arch, p));
     let [lhs_len, _, out_len] = p.extents();
-    let (m, n, row) = (p.m as usize, p.n as usize, p.rhs.stride as usize); // a row's pairs of codes
+    let (m, n, row) = (p.m as usize, p.n as usize, p.rhs.stride as usize); // pairs of codes in a row
     let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
-    // A kernel without partial sums still binds a buffer in their place, and never writes it.
+    // A kernel without partial sums binds another buffer in their place and never writes it.
     let (partials, partials_len) = match operands.partials {
         Some(partials) if c.parts > 1 => (partials, out_len * c.parts as usize),
         _ => (operands.out, 2),
@@ -225,8 +227,8 @@ pub(super) fn launch(
     };
     let slices = p.batch_slices(arch);
     let [slice] = &slices[..] else { unreachable!("one batch is one launch") };
-    // SAFETY: the extents are the problem's, whose elements are two bytes; the kernel checks the edges that
-    // `plan.exact` does not rule out.
+    // SAFETY: the extents follow from the problem, whose elements are two bytes; the kernel checks all edges
+    // that `plan.exact` does not rule out.
     unsafe {
         let rounded = operands.rounded.as_ref().map(|rounded| {
             let outliers = if codes == (Codes::Bytes { outliers: true }) { 2 * row + 1 } else { 1 };
@@ -350,7 +352,7 @@ impl<F: Float> RightOperand<I32Accumulators> for Int8Operand<F> {
     ) {
     }
 
-    /// The first part of split-k adds the outlier columns.
+    /// Only the first part of split-k adds the outlier columns.
     fn scale(
         &self,
         acc: &mut I32Accumulators,
@@ -398,8 +400,8 @@ impl<F: Float> RightOperand<I32Accumulators> for Int8Operand<F> {
 
 #[cube]
 impl<F: Float> Int8Operand<F> {
-    /// Returns the columns of a plane's part that are this unit's, and their scales. Past the edge the last column is
-    /// repeated, and never stored.
+    /// Returns this unit's columns of a plane's part, and their scales. Columns past the edge repeat the last
+    /// one and are never stored.
     fn columns(
         &self,
         col: u32,
@@ -419,7 +421,7 @@ impl<F: Float> Int8Operand<F> {
     }
 }
 
-/// Adds the products of the outlier columns, where this is the `first` part of split-k.
+/// Adds the products of the outlier columns if this is the `first` part of split-k.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
 fn add_outliers<F: Float>(
@@ -457,12 +459,12 @@ fn add_outliers<F: Float>(
     }
 }
 
-/// Decodes four codes into two words of halves, at `to` and after it.
+/// Decodes four codes into two words of halves, at `to` and `to + 1`.
 #[cube]
 fn decode(word: u32, into: &mut Array<u32>, #[comptime] to: usize, #[comptime] codes: Codes) {
     #[unroll]
     for half in 0..2usize {
-        // A byte, and the fifth, which is the same in all: what stands above it.
+        // Selects a code byte and then byte 4, the constant high byte, for each half.
         let bytes = comptime!(if half == 0 { "0x4140" } else { "0x4342" });
         into[comptime!(to + half)] = match codes {
             Codes::Halves { bf16: true } => bf16_of(word, bytes),
@@ -471,8 +473,8 @@ fn decode(word: u32, into: &mut Array<u32>, #[comptime] to: usize, #[comptime] c
     }
 }
 
-/// Decodes two codes to bf16. Of a code `b` its lower seven bits are the mantissa of 128 + (b mod 128), its sign the lowest bit of
-/// the exponent of 128 or 256; the code is their difference.
+/// Decodes two codes to bf16. The lower seven bits of a code `b` are the mantissa of 128 + (b mod 128). Its
+/// sign bit is the lowest exponent bit, which makes 128 or 256. The code is the difference of both numbers.
 #[cube]
 fn bf16_of(word: u32, #[comptime] bytes: &'static str) -> u32 {
     let pair: u32;
@@ -485,7 +487,7 @@ fn bf16_of(word: u32, #[comptime] bytes: &'static str) -> u32 {
     pair
 }
 
-/// Decodes two codes that count from 0 on to f16: mantissas of 1024 + 128 + code.
+/// Decodes two codes with offset 128 to f16: the mantissas of 1024 + 128 + code.
 #[cube]
 fn f16_of(word: u32, #[comptime] bytes: &'static str) -> u32 {
     let pair: u32;

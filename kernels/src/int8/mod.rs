@@ -1,4 +1,4 @@
-//! Weights in 8 bits: `w[n, k] = code · scb[n] / 127`, a code from -127 to 127, an absmax a row.
+//! Int8 weights: `w[n, k] = code · scb[n] / 127`, with codes from -127 to 127 and one absmax a row.
 //!
 //! ```text
 //!   quantise      scb[n] = max |w[n, ..]|;  code = round(w · (127 / scb[n]))       // ties to even
@@ -6,14 +6,14 @@
 //!   multiply      y = epilogue((x · codeᵀ) · scb / 127)                            // x: [m, k], y: [m, n]
 //! ```
 //!
-//! The format is that of bitsandbytes (`SCB`), whose checkpoints load as they are. Its own product also rounds x to
-//! 8 bits, but for columns with outliers. Here x stays what it is, which is nearer to the dense product and needs no
-//! second pass over x, unless a product asks for [`Activations`]: bytes multiply faster, 512 rows of a layer of 14336 x 4096
-//! in 108 us of an H200 where decoded codes take 194.
+//! The format is that of bitsandbytes (`SCB`), whose checkpoints load unchanged. Its own matmul also rounds x
+//! to 8 bits, except for columns with outliers. Here x stays exact by default, which is nearer to the dense
+//! matmul and needs no second pass over x. A matmul rounds x only with [`Activations`]. Bytes multiply
+//! faster: 512 rows of a layer of 14336 x 4096 take 108 us on an H200, decoded codes 194 us.
 //!
-//! | family             | what it does                          | bound by                      |
+//! | kernel             | purpose                               | bound by                      |
 //! |--------------------|---------------------------------------|-------------------------------|
-//! | [`Int8Matmul`]     | products, decoding codes in registers | bytes of codes; for many rows products |
+//! | [`Int8Matmul`]     | matmuls that decode codes in registers | bytes of codes; for many rows arithmetic |
 //! | [`Int8Quantize`]   | codes and absmax                      | bytes of the dense weight     |
 //! | [`Int8Dequantize`] | a dense weight                        | bytes of the dense weight     |
 //!
@@ -45,7 +45,7 @@ pub use crate::coded::{DequantizeConfig, GemvConfig};
 use crate::cooperative::Word;
 use crate::weight::InvalidWeight;
 
-/// A weight `[n, k]` in 8 bits an element. Build it with [`Weight::new`], which checks it.
+/// An int8 weight `[n, k]`. Build it with [`Weight::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight {
     pub n: u32,
@@ -55,7 +55,7 @@ pub struct Weight {
 /// Device buffers of a weight.
 #[derive(Debug, Clone)]
 pub struct WeightBuffers {
-    /// Bytes `[n, k]`, in whole words.
+    /// i8 `[n, k]`, padded to whole words.
     pub codes: Handle,
     /// f32 `[n]`.
     pub scb: Handle,
@@ -71,17 +71,17 @@ impl Weight {
                 return Err(InvalidWeight::Empty { axis });
             }
         }
-        // Words are counted in 32 bits, with steps past the last; the last bit of k is nobody's.
+        // Word indices are u32 and may step past the end; the top bit of k must be 0.
         if weight.len() > 1 << 33 || k >> 31 != 0 {
             return Err(InvalidWeight::TooLarge(weight.len()));
         }
         Ok(weight)
     }
 
-    /// Weights of one k as one, their rows one after the other.
+    /// Joins weights of one k into one, with their rows one after the other.
     ///
     /// # Errors
-    /// [`InvalidWeight::Join`] where k differs, or where a word would hold elements of two.
+    /// [`InvalidWeight::Join`] if k differs, or if a word would span two weights.
     pub fn joined(parts: &[Self]) -> Result<Self, InvalidWeight> {
         let refused = |why| Err(InvalidWeight::Join { why });
         let k = parts.first().map_or(0, |part| part.k);
@@ -97,36 +97,36 @@ impl Weight {
         }
     }
 
-    /// Elements.
+    /// Number of elements.
     pub const fn len(&self) -> u64 {
         self.n as u64 * self.k as u64
     }
 
-    /// Never: [`Weight::new`] refuses it.
+    /// Always false, because [`Weight::new`] rejects empty weights.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// 4-byte words of codes.
+    /// Number of 4-byte words of codes.
     pub const fn words(&self) -> u64 {
         self.len().div_ceil(4)
     }
 
-    /// Bytes of both buffers.
+    /// Total bytes of both buffers.
     pub const fn bytes(&self) -> u64 {
         self.words() * 4 + self.n as u64 * 4
     }
 }
 
 impl WeightBuffers {
-    /// The buffers in the order of [`quantized`](crate::quantized).
+    /// Takes buffers in the order of [`quantized`](crate::quantized).
     pub(crate) fn from_handles(handles: &[Handle]) -> Self {
         let [codes, scb] = handles else { unreachable!("an 8-bit weight has codes and scales") };
         Self { codes: codes.clone(), scb: scb.clone() }
     }
 }
 
-/// Random codes with scales of 1 to 3 by √k, so that results are of size 1: for measuring.
+/// Random codes for benchmarks. Scales are 1 to 3 divided by √k, so that results are of magnitude 1.
 fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
     let scale = 1.0 / (weight.k as f32).sqrt();
     let scb = (0..u64::from(weight.n)).map(|i| (1.0 + 0.5 * ((i + seed) % 5) as f32) * scale);
@@ -137,14 +137,15 @@ fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
     }
 }
 
-/// Dequantises a code, or a sum of codes, of a row with this absmax: two products, rounded one after the other as
-/// bitsandbytes does. A bit that is 0 in every k, which no compiler knows, keeps them in this order.
+/// Dequantises a code, or a sum of codes, of a row with this absmax. The two products are rounded one after
+/// the other, as in bitsandbytes. XOR with the top bit of k, which is always 0, keeps the compiler from
+/// reordering them.
 #[cube]
 fn scaled(code: f32, scb: f32, k: u32) -> f32 {
     f32::reinterpret(u32::reinterpret(code * scb) ^ (k >> 31)) * comptime!(1.0f32 / 127.0)
 }
 
-/// A weight's buffers.
+/// Buffers of a weight as a kernel sees them.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Codes<NW: Size> {
     codes: Box<[Vector<u32, NW>]>,
@@ -189,7 +190,7 @@ impl<NW: Size> Coded for Codes<NW> {
                 let first = comptime!(2 * (part as u32 % 2));
                 let (low, high) = (code_of(four, first), code_of(four, comptime!(first + 1)));
                 if comptime!(bf16) {
-                    // Of integers below 256 the lower half is zeros.
+                    // The lower half of an f32 that holds an integer below 256 is zero.
                     let high = u32::reinterpret(high);
                     word.insert(part, (u32::reinterpret(low) >> 16) | high);
                 } else {
@@ -237,7 +238,7 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
 impl<N: Size> CodesLaunch<N> {
     fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scb } = buffers;
-        // SAFETY: the lengths are the weight's.
+        // SAFETY: the lengths follow from the weight.
         unsafe {
             Self::new(
                 BufferArg::from_raw_parts(codes.clone(), weight.words() as usize / words),

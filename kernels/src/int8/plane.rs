@@ -1,10 +1,10 @@
-//! What [`coded`](crate::coded) makes of codes in 8 bits: halves that hold them exactly. Their row's absmax waits for the
-//! sum.
+//! Int8 for [`coded`](crate::coded): codes become halves, which hold them exactly. The absmax of a row scales
+//! the sum.
 //!
 //! Cost: 3 instructions a code in bf16, which is the upper half of the code in f32.
 //!
-//! us of 14336 x 4096 in bf16 (H200 through Vulkan), beside what served these rows before, a dense weight made for them or
-//! `Gemv`:
+//! Time in us for 14336 x 4096 in bf16 (H200 through Vulkan), next to the previous path for these rows,
+//! `Dense` or `Gemv`:
 //!
 //! | m  | `Plane` | before       |
 //! |----|---------|--------------|
@@ -25,7 +25,7 @@ use crate::elem::elem;
 use crate::launch::launch;
 use crate::matmul::{Finish, FinishLaunch, split_k};
 
-/// The product as that of a weight in codes.
+/// Describes the matmul to [`coded`](crate::coded).
 pub(super) fn coded(p: &Int8MatmulProblem) -> CodedProblem {
     let (weight, precision) = (p.weight, p.dense().precision);
     CodedProblem { m: p.m, n: weight.n, k: weight.k, precision, bits: 8, glu: false }
@@ -35,7 +35,7 @@ fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &PlaneConfig) -> PlanePlan
     coded::plan(arch, &coded(p), c).expect("it was checked")
 }
 
-/// Multiplies `x`, halves `[m, k]`; `partials` is room for the sums of several parts.
+/// Multiplies `x`, halves `[m, k]`. `partials` is the workspace for split-k.
 pub(super) fn launch(
     queue: &Queue,
     p: &Int8MatmulProblem,
@@ -48,7 +48,7 @@ pub(super) fn launch(
     let (cubes, dim) = coded(p).grid(&plan, c);
     let [x_len, _, out_len] = dense.extents();
     let (epilogue, out) = (&operands.epilogue, &operands.out);
-    // A kernel without partial sums still binds a buffer in their place, and never writes it.
+    // A kernel without partial sums binds another buffer in their place and never writes it.
     let (sums, sums_len) = match partials {
         Some(partials) if c.parts > 1 => (partials, out_len * c.parts as usize),
         _ => (out, 1),
@@ -57,7 +57,7 @@ pub(super) fn launch(
         1 => FinishLaunch::of(p.epilogue, epilogue, weight.n as usize, out_len),
         _ => FinishLaunch::nothing(),
     };
-    // SAFETY: the extents are the problem's, and the kernel checks its edges.
+    // SAFETY: the extents follow from the problem, and the kernel checks its edges.
     unsafe {
         launch!(
             queue,

@@ -1,4 +1,4 @@
-//! What to compute: a product with a weight of 8 bits, and its buffers.
+//! A matmul with an 8-bit weight, and its buffers.
 
 use arch::DType;
 use cubecl::prelude::AddressType;
@@ -14,21 +14,21 @@ use crate::matmul::{
     Epilogue, EpilogueBuffers, InvalidMatmul, Layout, MatmulProblem, Operand, Precision,
 };
 
-/// One product. Build it with [`Int8MatmulProblem::new`], which checks it.
+/// One matmul. Build it with [`Int8MatmulProblem::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Int8MatmulProblem {
     pub m: u32,
     pub weight: Weight,
     /// Type of x, bias and y: f32, f16 or bf16.
     pub dtype: DType,
-    /// A bias has `[n]` elements, the other matrices those of y.
+    /// Bias has `[n]` elements; the other operands have the shape of y.
     pub epilogue: Epilogue,
-    /// Rounds x to 8 bits, a scale a row.
+    /// Rounding of x to i8 with one scale a row.
     #[serde(default)]
     pub activations: Option<Activations>,
 }
 
-/// Device buffers of one product.
+/// Device buffers of one matmul.
 #[derive(Debug, Clone)]
 pub struct Int8MatmulOperands {
     pub x: Handle,
@@ -38,7 +38,7 @@ pub struct Int8MatmulOperands {
 }
 
 impl Int8MatmulProblem {
-    /// x `[m, k]` by the weight.
+    /// Creates the matmul of x `[m, k]` and the weight.
     ///
     /// # Errors
     /// A size of 0.
@@ -49,7 +49,7 @@ impl Int8MatmulProblem {
         Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), activations: None })
     }
 
-    /// Returns the product with the dense weight.
+    /// Returns the matmul with the dense weight.
     pub fn dense(&self) -> MatmulProblem {
         let precision = match self.dtype {
             DType::F16 => Precision::F16,
@@ -62,14 +62,14 @@ impl Int8MatmulProblem {
         MatmulProblem { epilogue: self.epilogue, ..dense }
     }
 
-    /// Returns the product whose weight has two bytes in an element.
+    /// Returns the matmul whose weight counts two bytes as an element.
     pub(super) fn coded(&self) -> MatmulProblem {
         let dense = self.dense();
         let rhs = Operand { stride: u64::from(self.weight.k / 2), ..dense.rhs };
         MatmulProblem { rhs, ..dense }
     }
 
-    /// Returns the product with two bytes as an element.
+    /// Returns the matmul whose operands both count two bytes as an element.
     pub(super) fn pairs(&self) -> MatmulProblem {
         let dense = self.dense();
         let sizes = [self.m, self.weight.n, self.weight.k / 2];
@@ -81,7 +81,7 @@ impl Int8MatmulProblem {
         DequantizeProblem { weight: self.weight, out: self.dtype }
     }
 
-    /// Elements of a vector of x, words of one of codes: 16 bytes where they lie in one row.
+    /// Vector widths: elements of x and words of codes. A vector is 16 bytes if it lies in one row.
     pub(super) fn widths(&self) -> [usize; 2] {
         match together(self.weight.k, 4) {
             Some(words) => [(16 / self.dtype.size()).min(4 * words as usize), words as usize],

@@ -2,23 +2,25 @@
 //!
 //! Five paths, chosen by [`Int8MatmulConfig`]:
 //!
-//! | path    | decodes                           | multiplies with       | where                          |
+//! | path    | decodes                           | multiplies with       | used for                       |
 //! |---------|-----------------------------------|-----------------------|--------------------------------|
-//! | `Gemv`  | in registers                      | multiply-add          | anywhere                       |
+//! | `Gemv`  | in registers                      | multiply-add          | any device                     |
 //! | `Fused` | in registers, to halves           | `mma.sync`            | CUDA, x in halves              |
-//! | `Plane` | into shared memory           | plane-scope matrices  | Vulkan, up to 256 rows         |
-//! | `Dense` | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes |
-//! | `Bytes` | not at all                        | `mma.sync` of bytes   | CUDA, where x is rounded to bytes, too |
+//! | `Plane` | into shared memory                | plane-scope matrices  | Vulkan, up to 256 rows         |
+//! | `Dense` | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | many rows                     |
+//! | `Bytes` | no decoding                       | `mma.sync` of bytes   | CUDA, with x rounded to i8     |
 //!
-//! Where a product has [`Activations`], x is rounded first: `Bytes` multiplies the codes, the others what they stand
-//! for. A path's file holds its config, limits and loop; `Fused` and `Bytes` are in `mma.rs`.
+//! A matmul with [`Activations`] rounds x first. `Bytes` multiplies the codes, the other paths the
+//! dequantised values. The file of a path holds its config, limits and loop; `Fused` and `Bytes` are in
+//! `mma.rs`.
 //!
-//! Cost: `2·m·n·k` flop; codes, absmax, x and y once. Decoding takes `Gemv` three instructions an element, and one more
-//! a row of x, `Fused` two: of 14336 x 4096 those of one row take 8 and 4 us of an H200, its bytes 14. `Gemv` reads
-//! codes once for every `columns` rows of x; `Dense` writes and reads a dense weight besides, 4 bytes an element.
+//! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Gemv` decodes with three instructions an element, plus
+//! one per row of x; `Fused` with two. For one row of 14336 x 4096 these instructions take 8 us and 4 us on
+//! an H200, the bytes 14 us. `Gemv` reads codes once for every `columns` rows of x. `Dense` also writes and
+//! reads a dense weight, 4 bytes an element.
 //!
-//! us of 14336 x 4096 in bf16, tuned (H200 restricted to an RTX 4090's features; beside other weights in README). What x
-//! rounded takes has its three launches in it:
+//! Time in us for 14336 x 4096 in bf16, tuned (H200 limited to the features of an RTX 4090; other formats are
+//! in the README). Times with rounded x include its three launches:
 //!
 //! | m    | int8         | before        | x rounded    |
 //! |------|--------------|---------------|--------------|
@@ -30,9 +32,10 @@
 //! | 512  | 194 `Dense`  | 189 `Dense`   | 108 `Bytes`  |
 //! | 4096 | 1130 `Dense` | 1131 `Dense`  | 684 `Bytes`  |
 //!
-//! `Fused` decodes what a plane multiplies once for all its rows, and again in each row of planes: at 64 rows that is
-//! what it is short of (a warp a scheduler), at 512 rows 230 us. A row of fewer results, 4096 x 4096, takes `Gemv` 8.4
-//! us and `Fused` 10.4, whose k must be cut to fill the card. Through Vulkan one row takes 20.4 us, 16 46.5 by `Plane`.
+//! `Fused` decodes a plane's codes once for all rows of the plane, and again in each row of planes. Decoding
+//! limits it at 64 rows (one warp a scheduler); at 512 rows it takes 230 us. For one row of the smaller 4096
+//! x 4096, `Gemv` takes 8.4 us and `Fused` 10.4 us, because it needs split-k to fill the card. Through Vulkan
+//! one row takes 20.4 us, and 16 rows take 46.5 us with `Plane`.
 //!
 //! [`Int8Dequantize`]: super::Int8Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
@@ -55,10 +58,10 @@ use crate::matmul::{
     EpilogueBuffers, Matmul, MatmulConfig, MatmulOperands, MatmulProblem, MmaConfig, split_k,
 };
 
-/// The kernel family of products with weights of 8 bits.
+/// The matmul kernel for int8 weights.
 pub struct Int8Matmul;
 
-/// One way to multiply with a weight of 8 bits.
+/// Config of a matmul with an int8 weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum Int8MatmulConfig {
@@ -67,11 +70,11 @@ pub enum Int8MatmulConfig {
     Dense(DenseConfig),
     Fused(MmaConfig),
     Plane(PlaneConfig),
-    /// Sizes along k are of pairs of bytes.
+    /// Sizes along k count pairs of bytes.
     Bytes(MmaConfig),
 }
 
-/// A weight made dense, and how it is multiplied with.
+/// Dequantises the weight, then runs a dense matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DenseConfig {
     pub dequantize: DequantizeConfig,
@@ -79,8 +82,8 @@ pub struct DenseConfig {
 }
 
 impl Int8MatmulProblem {
-    /// Returns the product with x rounded, if bytes multiply faster than codes that are decoded: from that many rows on,
-    /// on devices that have instructions for them.
+    /// Returns the matmul with x rounded if int8 matmul is faster than decoding: from 128 rows on, on
+    /// devices with int8 instructions.
     #[must_use]
     pub fn rounded_where_faster(self, arch: &ArchProfile, activations: Activations) -> Self {
         let rounded = Self { activations: Some(activations), ..self };
@@ -89,7 +92,8 @@ impl Int8MatmulProblem {
         if faster { rounded } else { self }
     }
 
-    /// Returns how x is rounded for this config, and the places of the result: behind the rest of the config's scratch.
+    /// Returns the rounding of x for this config, and the offsets of its results behind the config's other
+    /// scratch.
     fn rounding(&self, config: &Int8MatmulConfig) -> Option<(Rounding, Places)> {
         let Activations { threshold } = self.activations?;
         let codes = matches!(config, Int8MatmulConfig::Bytes(_));
@@ -98,7 +102,7 @@ impl Int8MatmulProblem {
         Some((rounding, rounding.places(self.other_scratch(config))))
     }
 
-    /// Bytes of scratch without a rounded x.
+    /// Bytes of scratch, without the rounded x.
     fn other_scratch(&self, config: &Int8MatmulConfig) -> u64 {
         match config {
             Int8MatmulConfig::Dense(_) => dequantize::out_bytes(&self.dequantized()) as u64,
@@ -111,7 +115,7 @@ impl Int8MatmulProblem {
         }
     }
 
-    /// Returns the form in which codes reach `mma.sync`, and the matmul whose elements they are.
+    /// Returns the form in which codes reach `mma.sync`, and the matmul that counts elements in this form.
     fn codes(&self, config: &Int8MatmulConfig) -> (Codes, MatmulProblem) {
         match (config, self.rounding(config)) {
             (Int8MatmulConfig::Bytes(_), Some((rounding, _))) => {
@@ -148,7 +152,7 @@ impl Kernel for Int8Matmul {
         let planes = coded::candidates(arch, &plane::coded(p));
         let planes = planes.into_iter().map(Int8MatmulConfig::Plane);
         let on_tensor_cores: Vec<_> = bytes.chain(fused).chain(planes).filter(feasible).collect();
-        // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
+        // With few rows a dense weight does not pay off; with many rows codes are read repeatedly.
         let all: Vec<_> = match p.m {
             0..=2 => gemv.chain(on_tensor_cores).collect(),
             3..=8 => on_tensor_cores.into_iter().chain(gemv).collect(),
@@ -204,14 +208,14 @@ impl Kernel for Int8Matmul {
     }
 
     fn outputs(p: &Int8MatmulProblem, operands: &Int8MatmulOperands) -> Vec<Output> {
-        // Paths differ in whether they round the weight.
+        // Only some paths round the weight.
         let rounding = rounding(p.dtype);
         let tolerance = rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22);
         let len = p.dense().extents()[2];
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
     }
 
-    /// The dense weight or partial sums, and x as it is rounded.
+    /// Scratch for the dense weight or partial sums, and for the rounded x.
     fn scratch_bytes(p: &Int8MatmulProblem, config: &Int8MatmulConfig) -> u64 {
         match p.rounding(config) {
             Some((_, places)) => places.end,
@@ -276,10 +280,11 @@ impl Kernel for Int8Matmul {
     }
 }
 
-/// Rows from which bytes are faster: 64 of 14336 x 4096 take an H200 46.5 us, and 41.6 decoded; 512 108 and 194.
+/// Minimum rows for int8 matmul. On an H200, 64 rows of 14336 x 4096 take 46.5 us, and 41.6 us with decoding;
+/// 512 rows take 108 us and 194 us.
 const ROUNDED: u32 = 128;
 
-/// Returns the products of the dense weight that are worth a try.
+/// Returns candidate configs with a dense weight.
 fn denses(arch: &ArchProfile, p: &Int8MatmulProblem) -> Vec<DenseConfig> {
     let decode = Int8Dequantize::candidates(arch, &p.dequantized());
     let Some(dequantize) = decode.first().copied() else { return Vec::new() };

@@ -1,14 +1,14 @@
 //! scb[n] = max |w[n, ..]|;  code = round(w · (127 / scb[n]))    w: `[n, k]` in f16, bf16 or f32
 //!
 //! ```text
-//!   for each row                       // `lanes` units, by halves through shared memory
+//!   for each row                       // `lanes` units, tree reduction through shared memory
 //!     scb = max |w|
-//!   for each word of four codes        // a second launch: where k is no multiple of 4 a word has two rows
+//!   for each word of four codes        // second launch: if 4 does not divide k, a word spans two rows
 //!     code = round(w · (127 / scb))
 //! ```
 //!
-//! Cost: the dense weight is read twice, a byte an element written. Subnormals count as zero, ties go to even: of
-//! bitsandbytes' codes these differ where its approximate division falls on the other side of a tie.
+//! Cost: two reads of the dense weight, one byte written per element. Subnormals count as zero, ties go to
+//! even. The codes differ from those of bitsandbytes where its approximate division crosses a tie.
 
 use arch::{ArchProfile, DType, Device};
 use cubecl::ir::ElemType;
@@ -24,10 +24,10 @@ use crate::launch::{index_width, launch};
 use crate::round::LEAST;
 use crate::weight::QuantizeError;
 
-/// The family of quantisation kernels.
+/// The kernel that quantises to int8.
 pub struct Int8Quantize;
 
-/// Values to quantise, `[n, k]` row by row.
+/// Values to quantise, `[n, k]`, row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuantizeProblem {
     pub weight: Weight,
@@ -35,7 +35,7 @@ pub struct QuantizeProblem {
     pub dtype: DType,
 }
 
-/// How quantisation is spread.
+/// Launch shape of a quantisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct QuantizeConfig {
     /// Units of a cube.
@@ -49,7 +49,7 @@ pub struct QuantizeConfig {
 pub struct QuantizeOperands {
     pub values: Handle,
     pub weight: WeightBuffers,
-    /// A word, not 0 afterwards where a value is infinite or NaN.
+    /// One word, not 0 after the launch if a value is infinite or NaN.
     pub flag: Handle,
 }
 
@@ -91,7 +91,7 @@ impl Kernel for Int8Quantize {
     }
 
     fn cost(p: &QuantizeProblem) -> Cost {
-        // A product, and comparisons that are no arithmetic.
+        // One product an element; comparisons do not count.
         let (len, size) = (p.weight.len(), p.dtype.size() as u64);
         Cost { flops: len, bytes: p.weight.bytes() + len * size }
     }
@@ -142,7 +142,7 @@ impl Kernel for Int8Quantize {
         };
         let (rows, words) = (u64::from(weight.n), weight.words());
         let WeightBuffers { codes, scb } = &operands.weight;
-        // SAFETY: the lengths are the weight's, and the kernels check their indices.
+        // SAFETY: the lengths follow from the weight, and the kernels check their indices.
         unsafe {
             launch!(
                 queue,
@@ -175,10 +175,10 @@ impl Kernel for Int8Quantize {
     }
 }
 
-/// Quantises `values`, `[n, k]` of `dtype`, by the first config that there is.
+/// Quantises `values`, `[n, k]` of `dtype`, with the first candidate config.
 ///
 /// # Errors
-/// Infinities and NaN; a device that cannot.
+/// Infinities or NaN; an unsupported device.
 pub fn quantize(
     device: &Device,
     values: &Handle,
@@ -207,7 +207,7 @@ pub fn quantize(
     }
 }
 
-/// Elements of a vector of values, which lies in one row.
+/// Vector width of the values in elements; a vector lies in one row.
 const fn width(p: &QuantizeProblem) -> usize {
     if p.weight.k % 4 == 0 { 4 } else { 1 }
 }
@@ -244,7 +244,7 @@ fn scales_of_rows<F: Float, NI: Size>(
                 for e in 0..width {
                     let size = magnitude(f32::cast_from(vector.extract(e)));
                     most = select(size > most, size, most);
-                    // Neither infinity nor NaN is.
+                    // The comparison fails for infinity and NaN.
                     let finite = size <= f32::MAX;
                     if !finite {
                         flag[0] = 1u32;
@@ -321,12 +321,12 @@ fn magnitude(value: f32) -> f32 {
 
 #[cube]
 fn inverse_of(scb: f32) -> f32 {
-    // The inverse of a smaller one is no number.
+    // A smaller absmax would have an infinite inverse.
     select(scb > LEAST, 127.0 / scb, 0.0f32.runtime())
 }
 
-/// The byte of a code: the mantissa of 1.5 · 2^23 + x, which is rounded to even. Product and sum are rounded one after
-/// the other: a bit that is 0 in every k, which no compiler knows, keeps them from becoming one operation.
+/// Returns the byte of a code: the low mantissa byte of 1.5 · 2^23 + x, which rounds to even. Product and sum
+/// must round separately. XOR with the top bit of k, which is always 0, keeps the compiler from fusing them.
 #[cube]
 fn encode(value: f32, inverse: f32, k: u32) -> u32 {
     let value = select(f32::abs(value) < f32::MIN_POSITIVE, 0.0f32.runtime(), value);

@@ -1,14 +1,14 @@
-//! out = round(book[code] · absmax)    out: `[n, k]` in f16, bf16 or f32
+//! Dequantises 4-bit weights: out = round(book[code] · absmax)    out: `[n, k]` in f16, bf16 or f32
 //!
 //! ```text
-//!   for each word of eight codes                        // one unit, several words on its way
+//!   for each word of eight codes                        // one unit, several words in flight
 //!     a = absmax of its block
 //!     out[8 · word ..] = round(book[code] · a)          // one vector store
 //! ```
 //!
-//! Cost: half a byte and an absmax's share read, an element written: 2.5 bytes an element of bf16.
-//! The book lies in shared memory, one value a bank: any mix of codes is read at once. Products are f32
-//! and rounded once, which is what bitsandbytes does, bit for bit.
+//! Cost: half a byte and a part of an absmax read, one element written: 2.5 bytes an element in bf16. The
+//! codebook lies in shared memory, one value a bank, so that any mix of codes is read at once. Products are
+//! f32 and rounded once, bit for bit as in bitsandbytes.
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -23,10 +23,10 @@ use crate::fits::{limits, shape, stores};
 use crate::launch::{index_width, launch};
 use crate::round::{by_hand, round_to_bf16};
 
-/// The family of dequantisation kernels.
+/// The kernel that dequantises 4-bit weights.
 pub struct Nf4Dequantize;
 
-/// A weight to make dense, `[n, k]` row by row.
+/// A weight to dequantise into a dense matrix `[n, k]`, row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DequantizeProblem {
     pub weight: Weight,
@@ -34,12 +34,12 @@ pub struct DequantizeProblem {
     pub out: DType,
 }
 
-/// How dequantisation is spread.
+/// Launch shape of a dequantisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DequantizeConfig {
     /// Units of a cube.
     pub units: u32,
-    /// Words that a unit decodes before it looks for more.
+    /// Words that a unit decodes in one iteration.
     pub words: u32,
 }
 
@@ -119,7 +119,7 @@ impl Kernel for Nf4Dequantize {
     }
 }
 
-/// Enqueues the kernel with the result at the start of `out`.
+/// Enqueues the kernel, which writes the result to the start of `out`.
 pub(super) fn launch(
     queue: &Queue,
     p: &DequantizeProblem,
@@ -129,7 +129,7 @@ pub(super) fn launch(
 ) {
     let cubes = crate::cubes(queue.profile(), p.weight.words(), c.units * c.words);
     let (len, width) = (p.weight.len() as usize, width(p));
-    // SAFETY: the result has the weight's elements, and the kernel checks its index.
+    // SAFETY: the result has as many elements as the weight, and the kernel checks its index.
     unsafe {
         launch!(
             queue,
@@ -148,12 +148,12 @@ pub(super) fn launch(
     }
 }
 
-/// Bytes of the result, in whole words.
+/// Bytes of the result, padded to whole words.
 pub(super) fn out_bytes(p: &DequantizeProblem) -> usize {
     (p.weight.len() as usize * p.out.size()).next_multiple_of(4)
 }
 
-/// Elements of a vector of the result.
+/// Vector width of the result in elements.
 fn width(p: &DequantizeProblem) -> usize {
     let widest = 16 / p.out.size() as u64;
     if p.weight.len() % 8 == 0 { widest as usize } else { 1 }
@@ -163,14 +163,14 @@ fn address(p: &DequantizeProblem) -> AddressType {
     index_width(p.weight.len())
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct DequantizePlan {
     units: u32,
     words: u32,
-    /// True if the book is worth a copy that all units of a cube share.
+    /// True if all units of a cube share a copy of the codebook in shared memory.
     shared: bool,
-    /// True if numbers are rounded to bf16 before they are stored as such.
+    /// True if the kernel rounds to bf16 itself before it stores.
     rounds: bool,
 }
 
@@ -240,7 +240,7 @@ fn decode<E: Float, NW: Size, NO: Size>(
                             if comptime!(plan.rounds) { round_to_bf16(value) } else { value };
                         values.insert(e, E::cast_from(value));
                     }
-                    // Where vectors are single elements the last word may have fewer than eight.
+                    // With single-element vectors the last word may have fewer than eight elements.
                     if comptime!(width > 1) || start + comptime!(v * width) < all {
                         out[start / NO::value() + v] = values;
                     }

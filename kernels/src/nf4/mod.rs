@@ -1,21 +1,21 @@
-//! Weights in 4 bits: `w[n, k] = book[code] · absmax[block]`, a block being 32 to 4096 neighbours.
+//! 4-bit weights: `w[n, k] = book[code] · absmax[block]`, with blocks of 32 to 4096 neighbours.
 //!
 //! ```text
-//!   quantise      absmax = max |w| of the block;  code = nearest of the book to w / absmax
+//!   quantise      absmax = max |w| of the block;  code = nearest codebook entry to w / absmax
 //!   dequantise    w = book[code] · absmax                            // f32, rounded once
 //!   multiply      y = epilogue(x · wᵀ)                               // x: [m, k], y: [m, n]
 //!   nested        absmax = book256[byte] · scale[block / 256] + offset
 //! ```
 //!
-//! NF4's book holds the quantiles of a normal distribution, FP4's the values of a float with two bits of
-//! exponent; a kernel reads the book from a buffer and knows neither. The format is that of bitsandbytes,
-//! so that its checkpoints load as they are, and absmax is its own to the bit. So are nested absmax and their scales where
-//! the offset is, torch's mean of all absmax, whose last bit is the order of its sum; of codes, next to a threshold, see
-//! `quantize`.
+//! The codebook of NF4 holds quantiles of the normal distribution, that of FP4 the values of a float with two
+//! bits of exponent. A kernel reads the codebook from a buffer and depends on neither. The format is that of
+//! bitsandbytes, whose checkpoints load unchanged. absmax equals bitsandbytes' to the bit. Nested absmax and
+//! their scales do so for an equal offset: torch's mean of all absmax, whose last bit depends on the order of
+//! its sum. For codes next to a threshold see `quantize`.
 //!
-//! | family           | what it does                                  | bound by                      |
+//! | kernel           | purpose                                       | bound by                      |
 //! |------------------|-----------------------------------------------|-------------------------------|
-//! | [`Nf4Matmul`]    | products, decoding codes in registers          | bytes of codes; for many rows products |
+//! | [`Nf4Matmul`]    | matmuls that decode codes in registers        | bytes of codes; for many rows arithmetic |
 //! | [`Nf4Quantize`]  | codes and absmax                              | bytes of the dense weight     |
 //! | [`Nf4Dequantize`] | a dense weight                                | bytes of the dense weight     |
 //!
@@ -44,7 +44,7 @@ use arch::DType;
 use cubecl::prelude::*;
 use tune::Queue;
 
-/// Random codes with plausible scales, for measuring.
+/// Random codes with plausible scales, for benchmarks.
 pub(crate) fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
     let floats = |values: &[f32]| queue.upload(f32::as_bytes(values));
     let codes = crate::noise(queue, weight.words() as usize * 4, DType::U8, seed);
@@ -62,23 +62,23 @@ pub(crate) fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
     WeightBuffers { codes, absmax, book: floats(&CodeBook::Nf4.values()), nested }
 }
 
-/// A weight's buffers as a kernel sees them, codes in vectors of `N` words.
+/// Buffers of a weight as a kernel sees them, with codes in vectors of `N` words.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Codes<N: Size> {
-    /// Words of eight.
+    /// Words of eight codes.
     pub(crate) codes: Box<[Vector<u32, N>]>,
-    /// Words: f32 each, or four bytes.
+    /// Words: one f32 each, or four bytes each if nested.
     pub(crate) absmax: Box<[u32]>,
     pub(crate) book: Box<[f32]>,
-    /// Of nested absmax; else the code book again.
+    /// Codebook of nested absmax; if not nested, bound to `book`.
     pub(crate) nested_book: Box<[f32]>,
-    /// Of nested absmax; else the code book again.
+    /// Scales of nested absmax; if not nested, bound to `book`.
     pub(crate) scales: Box<[f32]>,
     #[cube(comptime)]
     pub(crate) plan: CodesPlan,
 }
 
-/// Comptime facts of a weight.
+/// Compile-time parameters of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CodesPlan {
     pub(crate) block_size: u32,
@@ -103,7 +103,7 @@ impl<N: Size> CodesLaunch<N> {
             Some(nested) => ((&nested.book, 256), (&nested.scales, 2 * weight.groups() as usize)),
             None => ((book, 16), (book, 16)),
         };
-        // SAFETY: the lengths are the weight's.
+        // SAFETY: the lengths follow from the weight.
         let buffer = |(handle, len): (&cubecl::server::Handle, usize)| unsafe {
             BufferArg::from_raw_parts(handle.clone(), len)
         };
@@ -120,8 +120,8 @@ impl<N: Size> CodesLaunch<N> {
 
 #[cube]
 impl<N: Size> Codes<N> {
-    /// The eight codes from column `8·chunk` of a row on, in the order of [`Order::Rows`], where they are
-    /// word `word`: for `N` = 1.
+    /// Returns eight codes from column `8·chunk` of a row on, in the order of [`Order::Rows`], where they
+    /// form word `word`. Needs `N` = 1.
     pub(crate) fn word(&self, word: u32, row: u32, chunk: u32, k: u32) -> u32 {
         if comptime!(self.plan.tiles) {
             let mut made = 0u32;
@@ -137,7 +137,7 @@ impl<N: Size> Codes<N> {
         }
     }
 
-    /// The absmax of the same.
+    /// Returns the absmax of the codes of `word`.
     pub(crate) fn absmax_of_word(&self, word: u32, row: u32, chunk: u32, k: u32) -> f32 {
         let block = word / comptime!(self.plan.block_size / 8);
         let mut at = block;
@@ -147,9 +147,9 @@ impl<N: Size> Codes<N> {
         self.absmax_at(at, block, k)
     }
 
-    /// The absmax that lies at `at`, of block `block`. The product and the sum of a nested one are rounded
-    /// one after the other, as bitsandbytes does: a bit that is 0 in every weight, which no compiler
-    /// knows, keeps them from becoming one operation.
+    /// Returns the absmax of block `block`, which lies at index `at`. The product and the sum of a nested
+    /// absmax are rounded one after the other, as in bitsandbytes. XOR with the top bit of k, which is always
+    /// 0, keeps the compiler from fusing them.
     pub(crate) fn absmax_at(&self, at: u32, block: u32, k: u32) -> f32 {
         if comptime!(self.plan.nested) {
             let word = self.absmax[(at / 4) as usize];
@@ -164,7 +164,7 @@ impl<N: Size> Codes<N> {
     }
 }
 
-/// Where code `i` of a word's eight begins: bytes in order, in each the high half first.
+/// Returns the first bit of code `i` of eight in a word: bytes in order, the high half of each byte first.
 pub(crate) const fn code_shift(i: u32) -> u32 {
     i / 2 * 8 + (1 - i % 2) * 4
 }

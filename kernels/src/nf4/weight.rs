@@ -1,4 +1,4 @@
-//! What a 4-bit weight is, and the two orders in which it may lie on a device.
+//! Shape of a 4-bit weight, and the two orders of its codes on a device.
 
 use arch::Device;
 use cubecl::prelude::*;
@@ -7,20 +7,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::weight::{InvalidWeight, copy_words, spread};
 
-/// Blocks whose absmax share one scale where they are nested.
+/// Number of blocks whose nested absmax share one scale.
 pub const NESTED_BLOCK: u32 = 256;
 
-/// Where the codes of a weight lie.
+/// Memory order of a weight's codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Order {
-    /// As bitsandbytes stores them: `[n, k]` row by row, element 2i in the high half of byte i; one absmax
-    /// a block of consecutive elements, which may straddle rows.
+    /// Order of bitsandbytes: `[n, k]`, row-major, with element 2i in the high half of byte i. One absmax per
+    /// block of consecutive elements; a block may span rows.
     Rows,
-    /// As matrix instructions take them: `[n / 16, k / 64]` pieces of 16 rows by 64 of k, in which unit
-    /// `4·r + q` of a plane finds its 16 bytes in one load: byte c of eight has elements 8c + 2q and the
-    /// next of row r, and then of row r + 8. One absmax a row and 64 of k, those of 256 of k together:
-    /// `[n / 16, k / 256, 8, 2, 4]`.
+    /// Order of matrix instructions: `[n / 16, k / 64]` pieces of 16 rows by 64 of k. Unit `4·r + q` of a
+    /// plane finds its 16 bytes of a piece in one load. Byte c of the first eight has elements 8c + 2q and 8c
+    /// + 2q + 1 of row r; the other eight are of row r + 8. One absmax per row and 64 of k, with those of 256
+    /// of k together: `[n / 16, k / 256, 8, 2, 4]`.
     Tiles,
 }
 
@@ -33,22 +33,22 @@ impl Order {
     }
 }
 
-/// A weight `[n, k]` in 4 bits an element, each an index into a book of 16 values, times the absmax of its
-/// block. Build it with [`Weight::new`], which checks it.
+/// A weight `[n, k]` in 4 bits an element. Each code is an index into a codebook of 16 values, which the
+/// absmax of the block scales. Build it with [`Weight::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight {
     pub n: u32,
     pub k: u32,
     /// Elements that share an absmax.
     pub block_size: u32,
-    /// True if each absmax is a byte, an index into a book of 256 values, times the scale of its 256
-    /// neighbours plus an offset.
+    /// True if each absmax is a byte: an index into a codebook of 256 values. A scale and an offset of 256
+    /// neighbouring blocks apply to it.
     pub nested: bool,
     pub order: Order,
 }
 
 impl Weight {
-    /// A weight as bitsandbytes stores it.
+    /// Creates a weight in bitsandbytes' order.
     ///
     /// # Errors
     /// See [`InvalidWeight`].
@@ -56,15 +56,15 @@ impl Weight {
         Self { n, k, block_size, nested, order: Order::Rows }.checked()
     }
 
-    /// The same weight in another order.
+    /// Returns the same weight in another order.
     ///
     /// # Errors
-    /// [`InvalidWeight::Tiles`] where it has no whole tiles.
+    /// [`InvalidWeight::Tiles`] if it does not divide into whole tiles.
     pub fn ordered(self, order: Order) -> Result<Self, InvalidWeight> {
         Self { order, ..self }.checked()
     }
 
-    /// The weight itself, if it means something.
+    /// Returns the weight if it is valid.
     ///
     /// # Errors
     /// See [`InvalidWeight`].
@@ -78,7 +78,7 @@ impl Weight {
         if !block_size.is_power_of_two() || !(32..=4096).contains(&block_size) {
             return Err(InvalidWeight::BlockSize(block_size));
         }
-        // Words and blocks are counted in 32 bits, and the last bit of k is nobody's.
+        // Indices of words and blocks are u32; the top bit of k must be 0.
         if self.len() > 1 << 34 || k >> 31 != 0 {
             return Err(InvalidWeight::TooLarge(self.len()));
         }
@@ -97,11 +97,11 @@ impl Weight {
         Ok(self)
     }
 
-    /// Weights of one k, block size and order as one, their rows one after the other.
+    /// Joins weights of one k, block size and order into one, with their rows one after the other.
     ///
     /// # Errors
-    /// [`InvalidWeight::Join`] where they differ, or where a block or a nested group would hold elements
-    /// of two; those of [`Weight::checked`].
+    /// [`InvalidWeight::Join`] if these differ, or if a block or a nested group would span two weights; the
+    /// errors of [`Weight::checked`].
     pub fn joined(parts: &[Self]) -> Result<Self, InvalidWeight> {
         let refused = |why| Err(InvalidWeight::Join { why });
         let Some((last, rest)) = parts.split_last() else { return refused("there are none") };
@@ -116,27 +116,27 @@ impl Weight {
         Self { n, ..*last }.checked()
     }
 
-    /// Elements.
+    /// Number of elements.
     pub const fn len(&self) -> u64 {
         self.n as u64 * self.k as u64
     }
 
-    /// Never: [`Weight::checked`] refuses it.
+    /// Always false, because [`Weight::checked`] rejects empty weights.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Blocks of elements that share an absmax.
+    /// Number of blocks, each with one absmax.
     pub const fn blocks(&self) -> u64 {
         self.len().div_ceil(self.block_size as u64)
     }
 
-    /// 4-byte words of codes.
+    /// Number of 4-byte words of codes.
     pub const fn words(&self) -> u64 {
         self.len().div_ceil(8)
     }
 
-    /// Elements of the buffer of absmax.
+    /// Number of elements of the absmax buffer.
     pub const fn absmax_len(&self) -> u64 {
         match self.order {
             Order::Rows => self.blocks(),
@@ -144,30 +144,30 @@ impl Weight {
         }
     }
 
-    /// Bytes of the buffer of absmax, in whole words.
+    /// Bytes of the absmax buffer, padded to whole words.
     pub const fn absmax_bytes(&self) -> u64 {
         let each = if self.nested { 1 } else { 4 };
         (self.absmax_len() * each).next_multiple_of(4)
     }
 
-    /// Scales of nested absmax.
+    /// Number of scales of nested absmax.
     pub const fn groups(&self) -> u64 {
         self.blocks().div_ceil(NESTED_BLOCK as u64)
     }
 
-    /// Words of codes, absmax and scales.
+    /// Number of words of codes, absmax and scales.
     const fn lens(&self) -> [usize; 3] {
         let scales = if self.nested { 2 * self.groups() as usize } else { 0 };
         [self.words() as usize, self.absmax_bytes() as usize / 4, scales]
     }
 
-    /// Returns whether another weight's first element would begin a block and a nested group of its own.
+    /// Returns whether an appended weight would begin with a block and a nested group of its own.
     fn ends_whole(&self) -> bool {
         let together = if self.nested { NESTED_BLOCK } else { 1 } * self.block_size;
         self.len() % u64::from(together) == 0
     }
 
-    /// Bytes of all buffers.
+    /// Total bytes of all buffers.
     pub const fn bytes(&self) -> u64 {
         let nested = if self.nested { 256 * 4 + self.groups() * 8 } else { 0 };
         self.words() * 4 + self.absmax_bytes() + 16 * 4 + nested
@@ -177,18 +177,18 @@ impl Weight {
 /// Device buffers of a weight.
 #[derive(Debug, Clone)]
 pub struct WeightBuffers {
-    /// Words of eight codes; whole words.
+    /// Words of eight codes.
     pub codes: Handle,
-    /// f32, or u8 where nested; whole words.
+    /// f32, or u8 if nested; padded to whole words.
     pub absmax: Handle,
-    /// f32 `[16]`, what each code means.
+    /// f32 `[16]`, the value of each code.
     pub book: Handle,
-    /// Present where nested.
+    /// Present if absmax is nested.
     pub nested: Option<NestedBuffers>,
 }
 
 impl WeightBuffers {
-    /// The buffers in the order of [`quantized`](crate::quantized).
+    /// Takes buffers in the order of [`quantized`](crate::quantized).
     pub(crate) fn from_handles(handles: &[Handle]) -> Self {
         let [codes, absmax, book, nested @ ..] = handles else {
             unreachable!("a 4-bit weight has codes, absmax and a codebook")
@@ -200,13 +200,13 @@ impl WeightBuffers {
         Self { codes: codes.clone(), absmax: absmax.clone(), book: book.clone(), nested }
     }
 
-    /// The reverse of [`WeightBuffers::from_handles`].
+    /// Returns the buffers in the order of [`WeightBuffers::from_handles`].
     pub(crate) fn into_handles(self) -> Vec<Handle> {
         let nested = self.nested.into_iter().flat_map(|nested| [nested.book, nested.scales]);
         [self.codes, self.absmax, self.book].into_iter().chain(nested).collect()
     }
 
-    /// Buffers for another weight with the same books, not filled.
+    /// Allocates buffers for another weight with the same codebooks, without filling them.
     fn empty_like(&self, device: &Device, weight: &Weight) -> Self {
         let client = device.client();
         Self {
@@ -220,7 +220,7 @@ impl WeightBuffers {
         }
     }
 
-    /// Codes, absmax and, where they are nested, scales, with their words.
+    /// Returns codes, absmax and, if nested, scales, with their lengths in words.
     fn pieces(&self, weight: &Weight) -> Vec<(&Handle, usize)> {
         let scales = self.nested.as_ref().map(|nested| &nested.scales);
         let handles = [Some(&self.codes), Some(&self.absmax), scales];
@@ -228,18 +228,18 @@ impl WeightBuffers {
     }
 }
 
-/// What makes numbers of nested absmax.
+/// Buffers that dequantise nested absmax.
 #[derive(Debug, Clone)]
 pub struct NestedBuffers {
-    /// f32 `[256]`, what each byte means.
+    /// f32 `[256]`, the value of each byte.
     pub book: Handle,
-    /// f32 `[groups, 2]`: scale and offset of 256 neighbouring blocks each.
+    /// f32 `[groups, 2]`: scale and offset of each 256 neighbouring blocks.
     pub scales: Handle,
 }
 
-/// The same weight in the other order, which must be valid ([`Weight::ordered`]).
+/// Returns the same weight in order `to`, which must be valid ([`Weight::ordered`]).
 ///
-/// Cost: every byte read and written once.
+/// Cost: one read and one write of every byte.
 pub fn reorder(device: &Device, weight: Weight, from: &WeightBuffers, to: Order) -> WeightBuffers {
     WeightBuffers {
         codes: reorder_codes(device, weight, &from.codes, to),
@@ -248,7 +248,7 @@ pub fn reorder(device: &Device, weight: Weight, from: &WeightBuffers, to: Order)
     }
 }
 
-/// The codes of a weight in the other order.
+/// Returns the codes of a weight in order `to`.
 pub fn reorder_codes(device: &Device, weight: Weight, from: &Handle, to: Order) -> Handle {
     if weight.order == to {
         return from.clone();
@@ -256,7 +256,7 @@ pub fn reorder_codes(device: &Device, weight: Weight, from: &Handle, to: Order) 
     let words = weight.words() as usize;
     let made = device.client().empty(words * 4);
     let (cubes, dim) = spread(device, words);
-    // SAFETY: both buffers have the weight's words, and the kernel checks its index.
+    // SAFETY: both buffers have the words of the weight, and the kernel checks its index.
     unsafe {
         turn_codes::launch_unchecked(
             device.client(),
@@ -271,7 +271,7 @@ pub fn reorder_codes(device: &Device, weight: Weight, from: &Handle, to: Order) 
     made
 }
 
-/// The absmax of a weight in the other order.
+/// Returns the absmax of a weight in order `to`.
 pub fn reorder_absmax(device: &Device, weight: Weight, from: &Handle, to: Order) -> Handle {
     if weight.order == to {
         return from.clone();
@@ -280,7 +280,7 @@ pub fn reorder_absmax(device: &Device, weight: Weight, from: &Handle, to: Order)
     let (given, words) = (weight.absmax_bytes() as usize / 4, ordered.absmax_bytes() as usize / 4);
     let made = device.client().empty(words * 4);
     let (cubes, dim) = spread(device, words);
-    // SAFETY: the buffers are those of the weight in its two orders, and the kernel checks its index.
+    // SAFETY: the buffers have the lengths of the weight in its two orders, and the kernel checks its index.
     unsafe {
         turn_absmax::launch_unchecked(
             device.client(),
@@ -298,14 +298,14 @@ pub fn reorder_absmax(device: &Device, weight: Weight, from: &Handle, to: Order)
     made
 }
 
-/// Weights of one k, block size and order as one, their rows one after the other: the projections of queries,
-/// keys and values, or two matrices that gate one another.
+/// Joins weights of one k, block size and order into one, with their rows one after the other. Examples are
+/// the projections of queries, keys and values, or a gated pair of matrices.
 ///
-/// Cost: every byte read and written once.
+/// Cost: one read and one write of every byte.
 ///
 /// # Errors
-/// [`InvalidWeight::Join`] where they differ, or where a block or a nested group would hold elements of two;
-/// [`InvalidWeight::Device`] where their books cannot be read.
+/// [`InvalidWeight::Join`] if they differ, or if a block or a nested group would span two weights;
+/// [`InvalidWeight::Device`] if their codebooks cannot be read.
 pub fn join(
     device: &Device,
     parts: &[(Weight, &WeightBuffers)],
@@ -338,10 +338,10 @@ pub fn join(
     Ok((joined, made))
 }
 
-/// What [`join`] makes one of: weights of so many rows each.
+/// Splits a joined weight into weights of `heights` rows, the reverse of [`join`].
 ///
 /// # Errors
-/// [`InvalidWeight::Join`] where the heights are not those of the weight, or its parts could not be joined.
+/// [`InvalidWeight::Join`] if `heights` do not sum to the weight's rows, or if the parts could not be joined.
 pub fn split(
     device: &Device,
     weight: Weight,
@@ -374,14 +374,15 @@ pub fn split(
     Ok(made)
 }
 
-/// The word of [`Order::Tiles`] whose byte `chunk % 4` has the pair at column `8·chunk + 2·q` of a row.
+/// Returns the index of the word of [`Order::Tiles`] whose byte `chunk % 4` has the pair at column `8·chunk +
+/// 2·q` of a row.
 #[cube]
 pub(crate) fn word_in_tiles(row: u32, chunk: u32, q: u32, k: u32) -> u32 {
     let (tile, half, r) = (row / 16, row / 8 % 2, row % 8);
     (tile * (k / 64) + chunk / 8) * 128 + r * 16 + q * 4 + half * 2 + chunk / 4 % 2
 }
 
-/// Where the absmax of `row` and the 64 of k at `span` lies in [`Order::Tiles`].
+/// Returns the index of the absmax of `row` and the 64 of k at `span` in [`Order::Tiles`].
 #[cube]
 pub(crate) fn absmax_in_tiles(row: u32, span: u32, k: u32) -> u32 {
     let quads = k / 256;
@@ -414,7 +415,7 @@ fn turn_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) 
     }
 }
 
-/// One word of absmax after the other: one number, or four bytes.
+/// Reorders absmax word by word: one f32, or four bytes.
 #[cube(launch_unchecked)]
 fn turn_absmax(
     from: &[u32],
@@ -486,7 +487,7 @@ mod tests {
         assert!((4.12..4.13).contains(&bits), "{bits}");
         let tiles = w.ordered(Order::Tiles).expect("whole tiles");
         assert_eq!(tiles.bytes(), w.bytes());
-        // Tiles have an absmax for every 64 elements, of larger blocks too.
+        // Tiles have an absmax for every 64 elements, even if blocks are larger.
         let wide = Weight::new(32, 512, 128, false).and_then(|w| w.ordered(Order::Tiles));
         let wide = wide.expect("whole tiles");
         assert_eq!((wide.blocks(), wide.absmax_len()), (128, 256));

@@ -1,4 +1,5 @@
-//! Weights in Q8_0: blocks of 32 neighbours of a row, `w = code · d`, a code from -127 to 127, d one f16 a block.
+//! Q8_0 weights: blocks of 32 neighbours in a row, `w = code · d`, with codes from -127 to 127 and one f16
+//! scale d a block.
 //!
 //! ```text
 //!   quantise      d = max |w| of the block / 127;  code = round(w · (1 / d))       // d in f32; ties away from 0
@@ -7,18 +8,19 @@
 //!   multiply      y = epilogue(x · wᵀ)                                             // x: [m, k], y: [m, n]
 //! ```
 //!
-//! The values are those of GGUF's `block_q8_0`, 8.5 bits an element. On a device codes and scales lie apart, so that codes
-//! are read as vectors: words of four codes `[n, k / 4]`, and words of two scales, the first in the low half. Scales are
-//! converted by integer arithmetic: WGSL does not always have f16.
+//! The values are those of GGUF's `block_q8_0`, 8.5 bits an element. On a device codes and scales are in
+//! separate buffers, so that codes are read as vectors. A word holds four codes `[n, k / 4]`, or two scales,
+//! the first in the low half. Integer arithmetic converts the scales, because WGSL does not always have f16.
 //!
-//! | family             | what it does         | bound by                      |
+//! | kernel             | purpose              | bound by                      |
 //! |--------------------|----------------------|-------------------------------|
 //! | [`Q8_0Matmul`]     | matmuls              | bytes of codes; for many rows arithmetic |
 //! | [`Q8_0Quantize`]   | codes and scales     | bytes of the dense weight     |
 //! | [`Q8_0Dequantize`] | a dense weight       | bytes of the dense weight     |
 //!
-//! Quantisation gives a unit two blocks, whose scales are a word. Cost: the dense weight is read twice, the second time from
-//! near. Devices whose division is not exact may round a scale or a code next to a tie to its neighbour.
+//! In quantisation a unit takes two blocks, whose scales share a word. Cost: two reads of the dense weight,
+//! the second from cache. Devices without exact division may round a scale, or a code next to a tie, to its
+//! neighbour.
 //!
 //! Source: ggml, `quantize_row_q8_0_ref` and `dequantize_row_q8_0` (`ggml-quants.c`).
 
@@ -62,7 +64,7 @@ pub struct Weight {
 pub struct WeightBuffers {
     /// Bytes `[n, k]`.
     pub codes: Handle,
-    /// f16 `[n, k / 32]`, in whole words.
+    /// f16 `[n, k / 32]`, padded to whole words.
     pub scales: Handle,
 }
 
@@ -79,17 +81,17 @@ impl Weight {
         if k % BLOCK != 0 {
             return Err(InvalidWeight::Rows { format: WeightFormat::Q8_0, k, block: BLOCK });
         }
-        // Words are counted in 32 bits, with steps past the last; the last bit of k is always 0.
+        // Word indices are u32 and may step past the end; the top bit of k must be 0.
         if weight.len() > 1 << 33 || k >> 31 != 0 {
             return Err(InvalidWeight::TooLarge(weight.len()));
         }
         Ok(weight)
     }
 
-    /// Weights of one k as one, their rows one after the other.
+    /// Joins weights of one k into one, with their rows one after the other.
     ///
     /// # Errors
-    /// [`InvalidWeight::Join`] where k differs, or where a word would hold scales of two.
+    /// [`InvalidWeight::Join`] if k differs, or if a word would hold scales of two weights.
     pub fn joined(parts: &[Self]) -> Result<Self, InvalidWeight> {
         let refused = |why| Err(InvalidWeight::Join { why });
         let k = parts.first().map_or(0, |part| part.k);
@@ -105,32 +107,32 @@ impl Weight {
         }
     }
 
-    /// Elements.
+    /// Number of elements.
     pub const fn len(&self) -> u64 {
         self.n as u64 * self.k as u64
     }
 
-    /// Never: [`Weight::new`] refuses it.
+    /// Always false, because [`Weight::new`] rejects empty weights.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Blocks of elements that share a scale.
+    /// Number of blocks, each with one scale.
     pub const fn blocks(&self) -> u64 {
         self.len() / BLOCK as u64
     }
 
-    /// 4-byte words of codes.
+    /// Number of 4-byte words of codes.
     pub const fn words(&self) -> u64 {
         self.len() / 4
     }
 
-    /// 4-byte words of scales.
+    /// Number of 4-byte words of scales.
     pub const fn scale_words(&self) -> u64 {
         self.blocks().div_ceil(2)
     }
 
-    /// Bytes of both buffers.
+    /// Total bytes of both buffers.
     pub const fn bytes(&self) -> u64 {
         4 * (self.words() + self.scale_words())
     }
@@ -141,19 +143,19 @@ impl Weight {
 }
 
 impl WeightBuffers {
-    /// The buffers in the order of [`quantized`](crate::quantized).
+    /// Takes buffers in the order of [`quantized`](crate::quantized).
     pub(crate) fn from_handles(handles: &[Handle]) -> Self {
         let [codes, scales] = handles else { unreachable!("a weight has codes and scales") };
         Self { codes: codes.clone(), scales: scales.clone() }
     }
 
-    /// Buffers that are not filled.
+    /// Allocates buffers without filling them.
     pub fn empty(queue: &Queue, weight: &Weight) -> Self {
         let empty = |words: u64| queue.empty(words as usize * 4);
         Self { codes: empty(weight.words()), scales: empty(weight.scale_words()) }
     }
 
-    /// Random codes with scales of 1 to 2 by 127·√k, so that results are of size 1: for measuring.
+    /// Random codes for benchmarks. Scales are 1 to 2 divided by 127·√k, so that results are of magnitude 1.
     fn noise(queue: &Queue, weight: &Weight, seed: u64) -> Self {
         let scale = 1.0 / (127.0 * (weight.k as f32).sqrt());
         let sizes = (0..2 * weight.scale_words()).map(|i| (1 + (i + seed) % 5) as f32 / 5.0);
@@ -165,18 +167,18 @@ impl WeightBuffers {
     }
 }
 
-/// A weight's buffers as a kernel sees them, codes in vectors of `NW` words.
+/// Buffers of a weight as a kernel sees them, with codes in vectors of `NW` words.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Codes<NW: Size> {
     codes: Box<[Vector<u32, NW>]>,
-    /// Words of two.
+    /// Words of two scales each.
     scales: Box<[u32]>,
 }
 
 impl<NW: Size> CodesLaunch<NW> {
     fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scales } = buffers;
-        // SAFETY: the lengths are the weight's.
+        // SAFETY: the lengths follow from the weight.
         unsafe {
             Self::new(
                 BufferArg::from_raw_parts(codes.clone(), weight.words() as usize / words),
@@ -188,7 +190,7 @@ impl<NW: Size> CodesLaunch<NW> {
 
 #[cube]
 impl<NW: Size> Codes<NW> {
-    /// The scale of a block.
+    /// Returns the scale of a block.
     fn scale(&self, block: usize) -> f32 {
         let word = self.scales[block / 2];
         half_of((word >> ((block % 2) as u32 * 16)) & 0xffffu32)
@@ -280,28 +282,29 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 }
 
-/// The number whose bits in f16 these are, not negative and finite.
+/// Converts the bits of a finite f16 that is not negative to f32.
 #[cube]
 fn half_of(bits: u32) -> f32 {
     let normal = f32::reinterpret((bits << 13) + 0x3800_0000u32);
-    // A subnormal, of which devices may make 0, is a multiple of 2^-24.
+    // A subnormal is a multiple of 2^-24; devices may flush subnormals to 0.
     select(bits < 0x400u32, f32::cast_from(bits) * comptime!(1.0f32 / 16_777_216.0), normal)
 }
 
-/// The bits of the nearest number in f16, the even one of two; `x` is not negative. From 0x7c00 on it has none.
+/// Rounds to f16, ties to even, and returns the bits; `x` is not negative. Results from 0x7c00 on mean
+/// overflow.
 #[cube]
 fn half_bits(x: f32) -> u32 {
     let bits = u32::reinterpret(x);
     let normal = ((bits + 0xfffu32 + ((bits >> 13) & 1)) >> 13) - 0x1_c000u32;
-    // A multiple of 2^-24: the mantissa of 2^23 + x · 2^24.
+    // A subnormal as a multiple of 2^-24: the mantissa of 2^23 + x · 2^24.
     let small = u32::reinterpret(x * 16_777_216.0f32 + 8_388_608.0f32) - 0x4b00_0000u32;
     select(x < comptime!(1.0f32 / 16_384.0), small, normal)
 }
 
-/// The family of quantisation kernels.
+/// The kernel that quantises to Q8_0.
 pub struct Q8_0Quantize;
 
-/// Values to quantise, `[n, k]` row by row.
+/// Values to quantise, `[n, k]`, row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuantizeProblem {
     pub weight: Weight,
@@ -309,7 +312,7 @@ pub struct QuantizeProblem {
     pub dtype: DType,
 }
 
-/// How quantisation is spread.
+/// Launch shape of a quantisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct QuantizeConfig {
     /// Units of a cube.
@@ -321,7 +324,7 @@ pub struct QuantizeConfig {
 pub struct QuantizeOperands {
     pub values: Handle,
     pub weight: WeightBuffers,
-    /// A word, not 0 afterwards where a value is infinite or NaN, or a scale too large for f16.
+    /// One word, not 0 after the launch if a value is infinite or NaN, or if a scale is too large for f16.
     pub flag: Handle,
 }
 
@@ -353,7 +356,7 @@ impl Kernel for Q8_0Quantize {
     }
 
     fn cost(p: &QuantizeProblem) -> Cost {
-        // A product, and comparisons that are no arithmetic.
+        // One product an element; comparisons do not count.
         let len = p.weight.len();
         Cost { flops: len, bytes: p.weight.bytes() + len * p.dtype.size() as u64 }
     }
@@ -394,7 +397,7 @@ impl Kernel for Q8_0Quantize {
         let (weight, WeightBuffers { codes, scales }) = (p.weight, &operands.weight);
         let words = weight.words() as usize;
         let cubes = crate::cubes(queue.profile(), weight.scale_words(), c.units);
-        // SAFETY: the lengths are the weight's, and the kernel checks its indices.
+        // SAFETY: the lengths follow from the weight, and the kernel checks its indices.
         unsafe {
             launch!(
                 queue,
@@ -414,10 +417,10 @@ impl Kernel for Q8_0Quantize {
     }
 }
 
-/// Quantises `values`, `[n, k]` of `dtype`, by the first config that there is.
+/// Quantises `values`, `[n, k]` of `dtype`, with the first candidate config.
 ///
 /// # Errors
-/// Infinities and NaN, and blocks whose scale f16 does not hold; a device that cannot.
+/// Infinities or NaN, or a block whose scale overflows f16; an unsupported device.
 pub fn quantize(
     device: &Device,
     values: &Handle,
@@ -464,7 +467,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                     for e in 0..4usize {
                         let size = f32::abs(f32::cast_from(vector.extract(e)));
                         most = select(size > most, size, most);
-                        // Neither infinity nor NaN is.
+                        // The comparison fails for infinity and NaN.
                         let finite = size <= f32::MAX;
                         if !finite {
                             flag[0] = 1u32;
@@ -472,7 +475,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                     }
                 }
                 let d = most / 127.0f32;
-                // The inverse of a smaller one is no number.
+                // A smaller scale would have an infinite inverse.
                 let inverse = select(d >= f32::MIN_POSITIVE, 1.0f32 / d, 0.0f32.runtime());
                 for w in 0..words {
                     let vector = values[block * words + w];
@@ -496,8 +499,8 @@ fn quantize_blocks<F: Float, NI: Size>(
     }
 }
 
-/// The byte of a code, ties away from 0. Product and difference are rounded one after the other: a bit that is 0 in every
-/// k, which no compiler knows, keeps them from becoming one operation.
+/// Returns the byte of a code, ties away from 0. Product and difference must round separately. XOR with the
+/// top bit of k, which is always 0, keeps the compiler from fusing them.
 #[cube]
 fn encode(value: f32, inverse: f32, k: u32) -> u32 {
     let x = f32::reinterpret(u32::reinterpret(value * inverse) ^ (k >> 31));
@@ -507,10 +510,10 @@ fn encode(value: f32, inverse: f32, k: u32) -> u32 {
     select(x < 0.0f32, 256u32 - code, code) & 255u32
 }
 
-/// The family of dequantisation kernels.
+/// The kernel that dequantises Q8_0 weights.
 pub struct Q8_0Dequantize;
 
-/// A weight to make dense, `[n, k]` row by row.
+/// A weight to dequantise into a dense matrix `[n, k]`, row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DequantizeProblem {
     pub weight: Weight,
@@ -580,7 +583,7 @@ impl Kernel for Q8_0Dequantize {
         _scratch: Option<&Handle>,
     ) {
         let ([words, width], len) = (widths(p.weight.k, p.out), p.weight.len() as usize);
-        // SAFETY: the lengths are the weight's, and the kernel checks its indices.
+        // SAFETY: the lengths follow from the weight, and the kernel checks its indices.
         unsafe {
             launch!(
                 queue,

@@ -29,7 +29,7 @@ use crate::matmul::{
     MatmulOperands, MatmulProblem, Precision, split_k,
 };
 
-/// The kernel family of matmuls with weights in Q8_0.
+/// The matmul kernel for Q8_0 weights.
 pub struct Q8_0Matmul;
 
 /// One matmul. Build it with [`Q8_0MatmulProblem::new`], which checks it.
@@ -39,11 +39,11 @@ pub struct Q8_0MatmulProblem {
     pub weight: Weight,
     /// Type of x, bias and y: f32, f16 or bf16.
     pub dtype: DType,
-    /// A bias has `[n]` elements, the other matrices those of y.
+    /// Bias has `[n]` elements; the other operands have the shape of y.
     pub epilogue: Epilogue,
 }
 
-/// One way to multiply with a weight in Q8_0.
+/// Config of a matmul with a Q8_0 weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum Q8_0MatmulConfig {
@@ -52,7 +52,7 @@ pub enum Q8_0MatmulConfig {
     Dense(DenseConfig),
 }
 
-/// A weight made dense, and how it is multiplied with.
+/// Dequantises the weight, then runs a dense matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DenseConfig {
     pub dequantize: DequantizeConfig,
@@ -69,7 +69,7 @@ pub struct Q8_0MatmulOperands {
 }
 
 impl Q8_0MatmulProblem {
-    /// x `[m, k]` by the weight.
+    /// Creates the matmul of x `[m, k]` and the weight.
     ///
     /// # Errors
     /// A size of 0.
@@ -102,7 +102,7 @@ impl Q8_0MatmulProblem {
         CodedProblem { m: self.m, n, k, precision, bits: 8, glu: false }
     }
 
-    /// Elements of a vector of x: 16 bytes.
+    /// Vector width of x in elements: 16 bytes.
     const fn width(&self) -> usize {
         16 / self.dtype.size()
     }
@@ -114,10 +114,11 @@ impl Q8_0MatmulProblem {
     }
 }
 
-/// Words of a vector of codes: a block is two.
+/// Words of a vector of codes; a block is two vectors.
 const WORDS: usize = 4;
 
-/// Rows of x up to which codes are multiplied as they are; for more the weight may be made dense.
+/// Maximum rows of x for which codes are always multiplied directly. For more rows the weight may be
+/// dequantised first.
 pub(crate) const CODED_ROWS: u32 = 32;
 
 impl Kernel for Q8_0Matmul {
@@ -137,7 +138,7 @@ impl Kernel for Q8_0Matmul {
         let gemv = GemvConfig::candidates(arch, p.m).into_iter().map(Q8_0MatmulConfig::Gemv);
         let planes = coded::candidates(arch, &p.coded()).into_iter().map(Q8_0MatmulConfig::Plane);
         let dense = denses(arch, p).into_iter().map(Q8_0MatmulConfig::Dense);
-        // Few rows leave a dense weight's bytes unpaid; many have codes read again and again.
+        // With few rows a dense weight does not pay off; with many rows codes are read repeatedly.
         let all: Vec<_> = match p.m {
             0..=2 => gemv.chain(planes).collect(),
             3..=CODED_ROWS => planes.chain(gemv).collect(),
@@ -189,14 +190,14 @@ impl Kernel for Q8_0Matmul {
     }
 
     fn outputs(p: &Q8_0MatmulProblem, operands: &Q8_0MatmulOperands) -> Vec<Output> {
-        // Paths differ in whether they round the weight.
+        // Only some paths round the weight.
         let rounding = rounding(p.dtype);
         let tolerance = rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22);
         let len = p.dense().extents()[2];
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
     }
 
-    /// The dense weight or partial sums.
+    /// Scratch for the dense weight or partial sums.
     fn scratch_bytes(p: &Q8_0MatmulProblem, config: &Q8_0MatmulConfig) -> u64 {
         match config {
             Q8_0MatmulConfig::Gemv(_) => 0,
@@ -216,7 +217,7 @@ impl Kernel for Q8_0Matmul {
         let (dense, Weight { n, k }) = (p.dense(), p.weight);
         let [x_len, _, out_len] = dense.extents();
         match config {
-            // SAFETY: the extents are the problem's, and the kernel checks its edges.
+            // SAFETY: the extents follow from the problem, and the kernel checks its edges.
             Q8_0MatmulConfig::Gemv(c) => unsafe {
                 launch!(
                     queue,
@@ -239,7 +240,7 @@ impl Kernel for Q8_0Matmul {
             Q8_0MatmulConfig::Plane(c) => {
                 let plan = coded::plan(queue.profile(), &p.coded(), c).expect("it was checked");
                 let (cubes, dim) = p.coded().grid(&plan, c);
-                // A kernel without partial sums still binds a buffer in their place, and never writes it.
+                // A kernel without partial sums binds another buffer in their place and never writes it.
                 let (sums, sums_len, finish) = match scratch {
                     Some(sums) if c.parts > 1 => {
                         (sums, out_len * c.parts as usize, FinishLaunch::nothing())
@@ -249,7 +250,7 @@ impl Kernel for Q8_0Matmul {
                         (out, 1, own)
                     }
                 };
-                // SAFETY: the extents are the problem's, and the kernel checks its edges.
+                // SAFETY: the extents follow from the problem, and the kernel checks its edges.
                 unsafe {
                     launch!(
                         queue,
@@ -290,7 +291,7 @@ impl Kernel for Q8_0Matmul {
     }
 }
 
-/// Returns the matmuls of the dense weight that are worth a try.
+/// Returns candidate configs with a dense weight.
 fn denses(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Vec<DenseConfig> {
     let decode = Q8_0Dequantize::candidates(arch, &p.dequantized());
     let Some(dequantize) = decode.first().copied() else { return Vec::new() };

@@ -1,4 +1,4 @@
-//! Which head a group of units has, and where it goes.
+//! Maps a group of units to a head of a token, and the head to its destination.
 
 use cubecl::prelude::*;
 
@@ -12,16 +12,16 @@ pub(super) struct Dims {
     pub(super) seq: u32,
     pub(super) heads: u32,
     pub(super) kv_heads: u32,
-    /// The first position that is not written.
+    /// First position that the cache or the table does not have.
     pub(super) limit: u32,
-    /// Pages of the cache, and of a sequence, where it is in pages.
+    /// Pages of a paged cache, and maximum pages of a sequence.
     pub(super) blocks: u32,
     pub(super) max_blocks: u32,
-    /// Vectors from a position of the table to the next.
+    /// Vectors from one position of the table to the next.
     pub(super) turn: u32,
     pub(super) k: Steps,
     pub(super) v: Steps,
-    /// In elements.
+    /// Strides of the scales in elements.
     pub(super) scales: Steps,
     pub(super) eps: f32,
 }
@@ -36,32 +36,32 @@ pub(super) struct Steps {
 
 #[cube]
 impl Steps {
-    /// First vector of a position.
+    /// Returns the first vector of a position.
     fn at(&self, page: u32, head: u32, position: u32) -> usize {
         page as usize * self.page + head as usize * self.head + position as usize * self.seq
     }
 }
 
-/// A head of a token: what it is, and where it goes.
+/// A head of a token, its kind and its destination.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Head {
-    /// First vector of it in the projection, and of where it goes.
+    /// First vector of the head in the projection, and in the destination.
     pub(super) from: usize,
     pub(super) to: usize,
-    /// Where its scale goes, of a cache in i8.
+    /// Index of the scale, for a cache in i8.
     pub(super) scale: usize,
-    /// First vector of its position in the table.
+    /// First vector of the head's position in the table.
     pub(super) turns: usize,
     pub(super) position: u32,
     pub(super) query: bool,
     pub(super) key: bool,
-    /// Whether it goes anywhere.
+    /// True if the position exists in the cache, so that the head is stored.
     pub(super) within: bool,
 }
 
 #[cube]
 impl Head {
-    /// Head `index` of those of all tokens.
+    /// Returns head `index` of all tokens' heads.
     pub(super) fn of(
         index: u32,
         start: &[u32],
@@ -78,7 +78,7 @@ impl Head {
         let key = !query && head < dims.heads + dims.kv_heads;
         let of_query = token as usize * dims.heads as usize + head as usize;
         let of_query = of_query * comptime!(plan.head as usize);
-        // Heads of values follow those of keys.
+        // Value heads follow key heads.
         let kv_head = (head - min(head, dims.heads)) % dims.kv_heads;
         // A start near 2^32 wraps around.
         let mut within = before < dims.limit && position < dims.limit;

@@ -1,32 +1,33 @@
-//! Queries and keys turn by their position, and keys and values go where the cache has them.
+//! Rotates queries and keys by their position (RoPE), and writes keys and values to the cache.
 //!
 //! ```text
 //!   qkv: [batch · seq, (heads + 2 · kv_heads) · head_dim]
 //!   for each token (b, s) and each of its heads         // one group of units
-//!     x = norm(x) · w                                   // of queries and keys, where there is one
+//!     x = norm(x) · w                                   // queries and keys only, if the model has QK norms
 //!     position = start[b] + s
 //!     for each pair of the first dim dimensions, (x, y) = (x[i], x[i + dim / 2]):
 //!       (x, y) = (x · cos - y · sin, y · cos + x · sin)         // cos, sin: table[position], f32
 //!     q[b, s, head] = round(x);  k[b, head, position] = round(x);  v[b, head, position] = x
-//!     // of a cache in i8: scale[b, head, position] = max |x| / 127, and bytes round(x / scale)
-//!     // of a cache in pages: page pages[b][position / block_size], its row position % block_size
+//!     // cache in i8: scale[b, head, position] = max |x| / 127, and bytes round(x / scale)
+//!     // paged cache: page pages[b][position / block_size], row position % block_size of it
 //! ```
 //!
-//! The table is `[positions, dim]`, `dim / 2` cosines and then as many sines, already multiplied by what a
-//! stretch does to magnitudes. `start` is how many positions each sequence has; the device alone need know
-//! it, so that a step of decoding can be recorded once and replayed. A position past the cache or the table
-//! is written nowhere: its keys and values are dropped, and its queries are NaN, so that it shows. So is one
-//! whose page the cache does not have.
+//! The table is `[positions, dim]`: `dim / 2` cosines, then `dim / 2` sines, already multiplied by the
+//! magnitude factor of RoPE scaling. `start` is the number of positions that each sequence already has. Only
+//! the device needs to know it, so that a decode step can be captured once and replayed. A position past the
+//! cache or the table, or in a page that the cache does not have, is not stored: its keys and values are
+//! dropped. Its queries are NaN, so that the error is visible.
 //!
-//! Everything is f32 and rounded once, to bytes too. A head of zeros, or of numbers below 4e-37, has scale 0; one
-//! with NaN or infinity has such a scale, and no number comes of it. Transformers rounds after the norm, and both
-//! products and their sum again: in bf16 its results are further from the exact ones than these.
+//! Arithmetic is f32 and rounded once, also to i8. A head of zeros, or of numbers below 4e-37, has scale 0. A
+//! head with NaN or infinity gets a scale that is NaN or infinite, so that it decodes to no number.
+//! Transformers rounds after the norm, both products and their sum: its bf16 results are further from the
+//! exact ones.
 //!
-//! Cost: the projection read and written once, and `4 · dim` bytes of the table a token, which its heads share in
-//! the first-level cache. Where a unit has several vectors, those of a cache in i8 are computed twice, first for the
-//! largest. One launch in place of six: norms, turns, two copies.
+//! Cost: one read and one write of the projection, and `4 · dim` bytes of the table per token, which its
+//! heads share in the first-level cache. If a unit has several vectors of a cache in i8, it computes them
+//! twice, first to find the largest magnitude. One launch replaces six: norms, rotations and two copies.
 //!
-//! Source: Su et al., "RoFormer" (2021); halves in place of neighbours as in GPT-NeoX.
+//! Source: Su et al., "RoFormer" (2021); the two halves of a head form pairs, not neighbours, as in GPT-NeoX.
 
 mod head;
 mod problem;
@@ -51,10 +52,10 @@ use crate::norm::NormKind;
 use crate::round::by_hand;
 use crate::rows::RowPlan;
 
-/// The family of kernels between the projection of queries, keys and values and attention.
+/// The kernel between the QKV projection and attention.
 pub struct Rope;
 
-/// How heads are spread.
+/// Launch shape of a RoPE kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RopeConfig {
     /// Units of a cube.
@@ -67,19 +68,19 @@ pub struct RopeConfig {
 #[derive(Debug, Clone)]
 pub struct RopeOperands {
     pub qkv: Handle,
-    /// Words `[batch]`: positions that each sequence has already.
+    /// u32 `[batch]`: positions that each sequence already has.
     pub start: Handle,
-    /// Words `[batch, max_blocks]`: the pages of each sequence, in order, of a cache in pages.
+    /// u32 `[batch, max_blocks]`: the pages of each sequence in order, for a paged cache.
     pub pages: Option<Handle>,
-    /// f32 `[positions, dim]`, rows as far apart as the problem says, where any dimension turns.
+    /// f32 `[positions, dim]` with the row stride of the problem; exists if any dimension is rotated.
     pub table: Option<Handle>,
-    /// The norms' weights `[head_dim]`, where there are norms.
+    /// QK norm weights `[head_dim]`, if the problem has norms.
     pub weights: Option<HeadWeights>,
     pub q: Handle,
-    /// The caches, of which the new positions are written.
+    /// KV caches; the kernel writes only the new positions.
     pub k: Handle,
     pub v: Handle,
-    /// f32, of caches in i8.
+    /// f32 scales, for caches in i8.
     pub scales: Option<Scales>,
 }
 
@@ -112,7 +113,7 @@ impl Kernel for Rope {
             configs.extend(Self::simplest(arch, p));
             return configs;
         }
-        // A pair of vectors, or one that does not turn, a unit.
+        // One pair of vectors, or one vector that is not rotated, per unit.
         let most = plan(arch, p, &RopeConfig { units: 32, lanes: 1 }).items();
         let most = most.next_power_of_two().min(32);
         for (units, lanes) in [(128, most), (64, most), (256, most)] {
@@ -150,7 +151,7 @@ impl Kernel for Rope {
     fn operands(queue: &Queue, p: &RopeProblem, seed: u64) -> RopeOperands {
         let [all, queries, k, v, scales] = p.extents();
         let noise = |len, dtype, salt| crate::noise(queue, len, dtype, 8 * seed + salt);
-        // The first sequence is new, the others are anywhere.
+        // The first sequence is empty; the others have arbitrary lengths.
         let free = p.limit() - p.seq + 1;
         let start: Vec<u32> = (0..p.batch).map(|b| b.wrapping_mul(977) % free).collect();
         let head = p.head_dim as usize;
@@ -172,18 +173,18 @@ impl Kernel for Rope {
         }
     }
 
-    /// The queries, and of the caches what [`Rope::operands`] has a launch write first: the first head of the
-    /// first sequence.
+    /// The queries, and the part of the caches that [`Rope::operands`] is known to fill: the first head of
+    /// the first sequence.
     fn outputs(p: &RopeProblem, operands: &RopeOperands) -> Vec<Output> {
-        // Sums in another order, and then another rounding.
+        // Configs sum in different orders, then round to the dtype.
         let tolerance = rounding(p.dtype).max(1e-5);
-        // Nothing is written between positions that lie apart.
+        // If positions are strided, the gaps between them are not written.
         let slots = |strides: CacheStrides| match strides.seq == u64::from(p.head_dim) {
             true => (p.seq * p.head_dim) as usize,
             false => p.head_dim as usize,
         };
         let [k, v] = [p.cache.k, p.cache.v].map(slots);
-        // Bytes may be rounded to the neighbour.
+        // Values may round to the neighbouring i8.
         let cells = if p.cache.quantized() { 1.5 / 127.0 } else { tolerance };
         let output = |handle: &Handle, dtype, len, tolerance| Output {
             handle: handle.clone(),
@@ -197,7 +198,7 @@ impl Kernel for Rope {
             output(&operands.v, p.cache.dtype, v, cells),
         ];
         if let Some(scales) = &operands.scales {
-            // Of heads that lie apart one is known to be written.
+            // If scales are strided, only the first is known to be written.
             let len = if p.cache.scales.seq == 1 { p.seq as usize } else { 1 };
             outputs.extend([&scales.k, &scales.v].map(|s| output(s, DType::F32, len, tolerance)));
         }
@@ -217,7 +218,7 @@ impl Kernel for Rope {
         let vector = p.vector(queue.profile()) as usize;
         let [.., scales_len] = p.extents();
         let [all, queries, k, v, _] = p.extents().map(|len| len / vector);
-        // What is not there is not read.
+        // Absent operands are bound to another buffer, which the kernel does not read.
         let (table, turns) = match &operands.table {
             Some(table) => (table, p.table_len() / vector),
             None => (&operands.qkv, 1),
@@ -242,8 +243,8 @@ impl Kernel for Rope {
             let CacheStrides { page, head, seq } = strides;
             StepsLaunch::new(page as usize / vector, head as usize / vector, seq as usize / vector)
         };
-        // SAFETY: the lengths are the problem's; the kernel reads whole heads of `groups`, and compares a
-        // position with the cache and the table before it goes there.
+        // SAFETY: the lengths follow from the problem. The kernel reads whole heads of `groups`, and bounds a
+        // position by the cache and the table before it accesses them.
         unsafe {
             launch!(
                 queue,
@@ -284,7 +285,8 @@ impl Kernel for Rope {
     }
 }
 
-/// Pages that no two sequences share, where the cache has as many; the first sequence begins with the first.
+/// Returns a block table in which no two sequences share pages, if the cache has enough. The first sequence
+/// starts with page 0.
 fn own_pages(p: &RopeProblem) -> Option<Vec<u32>> {
     match p.cache.layout {
         CacheLayout::Contiguous { .. } => None,
@@ -294,7 +296,7 @@ fn own_pages(p: &RopeProblem) -> Option<Vec<u32>> {
     }
 }
 
-/// Of the projection and of the cache.
+/// Element types of the projection and of the cache.
 fn types(p: &RopeProblem) -> [ElemType; 2] {
     let cache = if p.cache.quantized() { ElemType::Int(IntKind::I8) } else { elem(p.dtype) };
     [elem(p.dtype), cache]
@@ -305,25 +307,25 @@ fn address(p: &RopeProblem) -> AddressType {
     index_width(longest as u64)
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct RopePlan {
     rows: RowPlan,
     /// Vectors of a head.
     head: u32,
-    /// Vectors of a head that turn with as many others.
+    /// Vectors of the first half of the rotated dimensions; each forms a pair with one of the second half.
     half: u32,
     norm: Option<NormKind>,
-    /// Positions of a page; 0 where a sequence is one page.
+    /// Positions of a page; 0 for a contiguous cache.
     block_size: u32,
-    /// True if results are rounded before they are stored.
+    /// True if the kernel rounds results itself before it stores them.
     rounds: bool,
     /// True if the cache is i8 with scales.
     bytes: bool,
 }
 
 impl RopePlan {
-    /// Pairs of vectors that turn, and vectors that do not.
+    /// Pairs of vectors that are rotated, plus vectors that are not.
     const fn items(self) -> u32 {
         self.head - self.half
     }
@@ -374,7 +376,7 @@ mod tests {
         }
     }
 
-    /// One dimension, which cannot turn.
+    /// Problem with head_dim 1, which cannot be rotated.
     fn odd(dtype: DType) -> RopeProblem {
         let even = RopeProblem::new([3, 5], [8, 2], 2, 64, dtype).expect("valid");
         let cache = KvLayout::dense(2, 64, 1, dtype);

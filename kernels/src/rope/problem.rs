@@ -1,4 +1,4 @@
-//! What to compute.
+//! Shapes and layouts of a RoPE problem.
 
 use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
@@ -7,21 +7,21 @@ use crate::attention::decode::{CacheLayout, CacheStrides};
 use crate::launch::vector;
 use crate::norm::NormKind;
 
-/// How the caches of keys and of values lie in their buffers.
+/// Memory layout of the caches of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLayout {
-    /// Type of what is stored: that of the projection, or I8 with an f32 scale a position and head of k and of v.
+    /// Stored type: the projection's type, or I8 with one f32 scale per position and head for k and for v.
     pub dtype: DType,
     pub layout: CacheLayout,
     pub k: CacheStrides,
     pub v: CacheStrides,
-    /// Of the scales of k, and of v, where the cache is I8.
+    /// Strides of the scales of k and of v, if the cache is I8.
     #[serde(default)]
     pub scales: CacheStrides,
 }
 
 impl KvLayout {
-    /// Both dense, `[batch, kv_heads, capacity, head_dim]`.
+    /// Contiguous layout `[batch, kv_heads, capacity, head_dim]` for both caches.
     pub const fn dense(kv_heads: u32, capacity: u32, head_dim: u32, dtype: DType) -> Self {
         let strides = CacheStrides::contiguous(kv_heads, capacity, head_dim);
         let scales = CacheStrides::contiguous(kv_heads, capacity, 1);
@@ -29,7 +29,7 @@ impl KvLayout {
         Self { dtype, layout, k: strides, v: strides, scales }
     }
 
-    /// Both in dense pages, `[blocks, block_size, kv_heads, head_dim]`.
+    /// Paged layout `[blocks, block_size, kv_heads, head_dim]` for both caches.
     pub const fn paged(
         kv_heads: u32,
         [blocks, block_size]: [u32; 2],
@@ -43,21 +43,21 @@ impl KvLayout {
         Self { dtype, layout, k: strides, v: strides, scales }
     }
 
-    /// Whether the cache is I8 with scales.
+    /// Returns whether the cache is I8 with scales.
     pub const fn quantized(&self) -> bool {
         matches!(self.dtype, DType::I8)
     }
 }
 
-/// A norm of each head by itself, before it turns.
+/// A norm of each head before rotation (QK norm).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct HeadNorm {
     pub kind: NormKind,
-    /// Added to the mean of the squares.
+    /// Constant added to the mean square.
     pub eps: f32,
 }
 
-/// The newest positions of every sequence, their heads projected. Build it with [`RopeProblem::new`], change
+/// Projected heads of the newest positions of every sequence. Build it with [`RopeProblem::new`], change
 /// fields, end with [`RopeProblem::checked`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RopeProblem {
@@ -65,23 +65,23 @@ pub struct RopeProblem {
     /// New positions of each sequence.
     pub seq: u32,
     pub heads: u32,
-    /// Heads of keys, and of values.
+    /// Number of key heads, equal to that of value heads.
     pub kv_heads: u32,
     pub head_dim: u32,
-    /// Type of the projection, of the queries and of the weights of norms.
+    /// Type of the projection, the queries and the norm weights.
     pub dtype: DType,
     pub cache: KvLayout,
-    /// Dimensions that turn, the first of each head; 0 where none does.
+    /// Number of rotated dimensions, the first of each head; 0 for none.
     pub dim: u32,
     /// Positions of the table.
     pub positions: u32,
-    /// Elements from one of them to the next.
+    /// Elements from one position of the table to the next.
     pub table_stride: u32,
-    /// Of queries and keys.
+    /// Norm of queries and keys.
     pub qk_norm: Option<HeadNorm>,
 }
 
-/// A projection that means nothing.
+/// An invalid RoPE problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidRope {
     #[error("{axis} is 0\nhint: an empty projection has no kernel to run; skip it")]
@@ -118,7 +118,8 @@ pub enum InvalidRope {
 }
 
 impl RopeProblem {
-    /// Heads that turn whole, without norms, for a table as long as the cache; all of it dense.
+    /// Creates a problem that rotates whole heads without norms. All tensors are dense, and the table is as
+    /// long as the cache.
     ///
     /// # Errors
     /// See [`InvalidRope`].
@@ -145,7 +146,7 @@ impl RopeProblem {
         .checked()
     }
 
-    /// Itself, if it means something.
+    /// Returns the problem if it is valid.
     ///
     /// # Errors
     /// See [`InvalidRope`].
@@ -197,7 +198,7 @@ impl RopeProblem {
         }
         let all = u64::from(batch) * u64::from(seq);
         let all = all * (u64::from(heads) + 2 * u64::from(kv_heads));
-        // The end of the newest positions, too, is a number of 32 bits.
+        // The end of the newest positions must also fit in u32.
         let end = capacity.saturating_add(seq.into());
         if let Some(large) = [all, end].into_iter().find(|n| *n > u64::from(u32::MAX)) {
             return Err(InvalidRope::TooLarge(large));
@@ -221,13 +222,13 @@ impl RopeProblem {
         self.batch * self.seq
     }
 
-    /// Heads of a row of the projection: queries, keys, values.
+    /// Heads in a row of the projection: queries, keys and values.
     pub const fn all_heads(&self) -> u32 {
         self.heads + 2 * self.kv_heads
     }
 
-    /// Elements of the projection, of the queries, of the buffers of keys and of values, and of the scales of each,
-    /// where there are any.
+    /// Elements of five buffers: projection, queries, keys, values, and the scales of each cache (0 without
+    /// scales).
     pub fn extents(&self) -> [usize; 5] {
         let (tokens, head_dim) = (self.tokens() as usize, self.head_dim as usize);
         let [pages, page] = match self.cache.layout {
@@ -249,7 +250,7 @@ impl RopeProblem {
         ]
     }
 
-    /// Elements of the table's buffer: cosines, then sines of each position.
+    /// Elements of the table's buffer: cosines, then sines for each position.
     pub const fn table_len(&self) -> usize {
         match self.positions {
             0 => 0,
@@ -257,7 +258,7 @@ impl RopeProblem {
         }
     }
 
-    /// Words of the block table `[batch, max_blocks]`; 0 where sequences are in one run.
+    /// Words of the block table `[batch, max_blocks]`; 0 for a contiguous cache.
     pub const fn pages_len(&self) -> usize {
         match self.cache.layout {
             CacheLayout::Contiguous { .. } => 0,
@@ -265,14 +266,14 @@ impl RopeProblem {
         }
     }
 
-    /// The first position that is not written.
+    /// First position that the cache or the table does not have.
     pub(super) const fn limit(&self) -> u32 {
         let capacity = self.cache.layout.capacity() as u32;
         if self.dim > 0 && self.positions < capacity { self.positions } else { capacity }
     }
 
-    /// Elements of a vector: the longest that a load takes, and that a head, the halves of what turns and
-    /// the strides divide into.
+    /// Vector width in elements: the widest load that divides a head, the halves of the rotated dimensions
+    /// and the strides.
     pub(super) fn vector(&self, arch: &ArchProfile) -> u32 {
         let KvLayout { k, v, .. } = self.cache;
         let table = if self.dim > 0 { self.table_stride } else { 0 };

@@ -1,4 +1,4 @@
-//! The kernel: heads are normalised, rotated and written to where they go.
+//! The kernel: normalises heads, rotates them and writes them to their destinations.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -14,14 +14,14 @@ use crate::rows::{Fold, RowScale, larger, magnitude, norm_weight, row_fold, row_
 pub(super) fn turn_heads<F: Float, C: Numeric, N: Size>(
     qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]
     start: &[u32],             // [batch]
-    pages: &[u32],             // [batch, max_blocks], where there are pages
-    table: &[Vector<f32, N>],  // [positions, 2, half], rows apart
+    pages: &[u32],             // [batch, max_blocks], for a paged cache
+    table: &[Vector<f32, N>],  // [positions, 2, half], strided rows
     q_weight: &[Vector<F, N>], // [head]
     k_weight: &[Vector<F, N>], // [head]
     q: &mut [Vector<F, N>],    // [tokens, heads, head]
-    k: &mut [Vector<C, N>],    // [batch, kv_heads, capacity, head] or in pages, positions apart
+    k: &mut [Vector<C, N>],    // [batch, kv_heads, capacity, head] or paged, strided positions
     v: &mut [Vector<C, N>],    // as k
-    k_scales: &mut [f32],      // [batch, kv_heads, capacity] or in pages, of a cache in i8
+    k_scales: &mut [f32],      // [batch, kv_heads, capacity] or paged, for a cache in i8
     v_scales: &mut [f32],      // as k_scales
     dims: Dims,
     #[comptime] plan: RopePlan,
@@ -32,7 +32,7 @@ pub(super) fn turn_heads<F: Float, C: Numeric, N: Size>(
     let mut shared = Shared::<[f32]>::new_slice(comptime!(plan.rows.shared_len()));
     let mut first = CUBE_POS_X * comptime!(plan.rows.rows());
     while first < dims.groups {
-        // A group past the end repeats the last head, and stores nothing: all units meet at barriers.
+        // A group past the end repeats the last head without storing: all units must reach the barriers.
         let inside = first + group < dims.groups;
         let head = Head::of(min(first + group, dims.groups - 1), start, pages, &dims, plan);
         let scale = if comptime!(plan.norm.is_some()) {
@@ -81,7 +81,8 @@ pub(super) fn turn_heads<F: Float, C: Numeric, N: Size>(
     }
 }
 
-/// The inverse of the scale of a head whose largest magnitude is `largest`; one unit `writes` the scale.
+/// Returns the inverse scale of a head whose largest magnitude is `largest`. The unit with `writes` stores
+/// the scale.
 #[cube]
 fn scale_cells(
     largest: f32,
@@ -90,7 +91,7 @@ fn scale_cells(
     head: &Head,
     writes: bool,
 ) -> f32 {
-    // The inverse of a smaller one is no number.
+    // A smaller scale would have an infinite inverse.
     let none = largest < LEAST;
     if writes && head.within && !head.query {
         let scale = select(none, 0.0f32.runtime(), largest / 127.0);
@@ -103,12 +104,12 @@ fn scale_cells(
     select(none, 0.0f32.runtime(), 127.0 / largest)
 }
 
-/// A pair of vectors of a head, turned where they turn, or one vector of what does not.
+/// A rotated pair of vectors of a head, or one vector that is not rotated.
 #[derive(CubeType)]
 struct Pair {
     /// Vector `at` of the head.
     x: Array<f32>,
-    /// Half of what turns further on, where it `turns`.
+    /// The pair's other vector, half of the rotated dimensions further on; set if `turns`.
     y: Array<f32>,
     at: usize,
     turns: bool,
@@ -116,7 +117,7 @@ struct Pair {
 
 #[cube]
 impl Pair {
-    /// Item `item` of a head, of [`RopePlan::items`].
+    /// Loads item `item` of a head, out of [`RopePlan::items`].
     #[expect(clippy::too_many_arguments, reason = "operands, and which of them")]
     fn of<F: Float, N: Size>(
         qkv: &[Vector<F, N>],
@@ -129,7 +130,7 @@ impl Pair {
         #[comptime] plan: RopePlan,
     ) -> Pair {
         let half = comptime!(plan.half as usize);
-        // Where a pair begins, or what lies behind all pairs.
+        // First vector of a pair, or a vector behind all pairs.
         let turns = item < comptime!(plan.half);
         let at = select(turns, item, item + comptime!(plan.half)) as usize;
         let mut x = load(qkv, q_weight, k_weight, at, head, scale, plan);
@@ -143,7 +144,7 @@ impl Pair {
         Pair { x, y, at, turns }
     }
 
-    /// The largest magnitude.
+    /// Returns the largest magnitude.
     fn largest<N: Size>(&self) -> f32 {
         let mut most = largest::<N>(&self.x);
         if self.turns {
@@ -152,7 +153,7 @@ impl Pair {
         most
     }
 
-    /// Stores it where its head goes.
+    /// Stores the vectors to the destination of their head.
     fn store<F: Float, C: Numeric, N: Size>(
         &self,
         q: &mut [Vector<F, N>],
@@ -170,7 +171,7 @@ impl Pair {
     }
 }
 
-/// The largest magnitude of a vector's numbers.
+/// Returns the largest magnitude in a vector.
 #[cube]
 fn largest<N: Size>(values: &Array<f32>) -> f32 {
     let mut most = 0.0f32.runtime();
@@ -181,7 +182,7 @@ fn largest<N: Size>(values: &Array<f32>) -> f32 {
     most
 }
 
-/// Vector `at` of a head, normalised where heads are.
+/// Loads vector `at` of a head and applies the norm, if the head has one.
 #[cube]
 fn load<F: Float, N: Size>(
     qkv: &[Vector<F, N>],
@@ -216,7 +217,7 @@ fn load<F: Float, N: Size>(
     values
 }
 
-/// Turns the pairs that begin with vector `at` of a head.
+/// Rotates the pairs that begin with vector `at` of a head.
 #[cube]
 fn turn<N: Size>(
     x: &mut Array<f32>,
@@ -238,7 +239,7 @@ fn turn<N: Size>(
     }
 }
 
-/// Stores vector `at` of a head where it goes; a query that has no position is NaN.
+/// Stores vector `at` of a head to its destination. A query without a position becomes NaN.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "results, and what goes there")]
 fn store<F: Float, C: Numeric, N: Size>(
@@ -251,7 +252,7 @@ fn store<F: Float, C: Numeric, N: Size>(
     inverse: f32,
     #[comptime] plan: RopePlan,
 ) {
-    // Of a number that no compiler knows: WGSL refuses a constant NaN.
+    // WGSL rejects a constant NaN, so it is made from a value unknown to the compiler.
     let nan = f32::reinterpret(head.position | 0x7fc0_0000u32);
     let mut vector = Vector::<F, N>::new(F::from_int(0));
     #[unroll]
@@ -269,7 +270,7 @@ fn store<F: Float, C: Numeric, N: Size>(
     }
 }
 
-/// Numbers as the cache has them: as they are rounded, or the bytes that they are nearest to.
+/// Converts numbers to the cache's type: rounded floats, or i8 after scaling.
 #[cube]
 fn cells<F: Float, C: Numeric, N: Size>(
     rounded: Vector<F, N>,

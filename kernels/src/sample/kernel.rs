@@ -1,22 +1,22 @@
-//! The kernel: thresholds by searches over the bits of a weight, and the draw.
+//! The kernel: finds thresholds by searches over the bits of weights, then draws a token.
 
 use cubecl::prelude::*;
 
 use super::{CHOICE, RESULT};
 use crate::rows::{Fold, RowPlan, row_fold};
 
-/// Groups of four between neighbours of a column.
+/// Columns: groups of four that are this far apart share a column.
 pub(super) const COLUMNS: u32 = 1024;
-/// Thresholds that a pass of a search tries: two bits.
+/// Thresholds that one pass of a search tests, which settles two bits.
 pub(super) const PIVOTS: u32 = 3;
-/// Bits of 1, which no weight exceeds.
+/// Bits of 1.0, the largest weight.
 const ONE: u32 = 0x3f80_0000;
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(super) fn sample_rows<N: Size>(
     logits: &[Vector<f32, N>],             // [rows, vocab]
     choices: &[u32],                       // [rows, CHOICE]
-    seen: &mut [u32],                      // [rows, seen_words], and [seen_words] of absent tokens
+    seen: &mut [u32],                      // [rows, seen_words], then [seen_words] of absent tokens
     weights: &mut [Vector<f32, Const<4>>], // [rows, groups]
     out: &mut [f32],                       // [rows, RESULT]
     vocab: u32,
@@ -34,7 +34,7 @@ pub(super) fn sample_rows<N: Size>(
     let row_weights = (row * groups) as usize;
     let mut shared = Shared::<[f32]>::new_slice(comptime!((PIVOTS * units) as usize));
 
-    // The largest logit, and the first of the largest scores.
+    // Find the largest logit, and the first of the largest scores.
     let mut top_logit = hidden;
     let mut top = hidden;
     let mut likeliest = 0u32.runtime();
@@ -62,8 +62,8 @@ pub(super) fn sample_rows<N: Size>(
     let top_logit = row_fold(top_logit, &mut shared, Fold::Max, plan);
     let own_top = top;
     let top = row_fold(own_top, &mut shared, Fold::Max, plan);
-    // Ids of the largest, negative so that the most is the first; below 2^24 they are exact, as are the two halves
-    // of a larger one.
+    // Ids of the largest score, negated so that the maximum is the first id. f32 holds ids below 2^24
+    // exactly, and both halves of larger ids.
     let there = own_top == top;
     let high = row_fold(
         select(there, -f32::cast_from(likeliest >> 16), hidden),
@@ -80,7 +80,7 @@ pub(super) fn sample_rows<N: Size>(
     );
     let mut token = 0u32.runtime();
 
-    // NaN, or infinite where something must be finite.
+    // A row is invalid if it has NaN, or an infinity instead of a finite maximum.
     let finite = nan == 0.0 && top > hidden && top < -hidden && top_logit < -hidden;
     let mut total_exp = 0.0f32.runtime();
     if finite {
@@ -88,8 +88,8 @@ pub(super) fn sample_rows<N: Size>(
         let mut sum = 0.0f32.runtime();
         let mut g = UNIT_POS;
         if comptime!(plan.units == 1) {
-            // A unit that adds up a whole vocabulary gives to each addition what the one before rounded off (Kahan,
-            // "Further remarks on reducing truncation errors", 1965).
+            // A unit that sums a whole vocabulary uses compensated summation (Kahan, "Further remarks on
+            // reducing truncation errors", 1965).
             let mut lost = 0.0f32.runtime();
             while g < groups {
                 let four = logits_of(logits, &*seen, row, g, vocab, hidden, masked);
@@ -124,14 +124,14 @@ pub(super) fn sample_rows<N: Size>(
                 #[unroll]
                 for e in 0..4u32 {
                     let score = punished(four[comptime!(e as usize)], (bits >> e) & 1, penalty);
-                    // 1 for the largest, to the bit; -inf - x is -inf.
+                    // The weight of the largest score is exactly 1; -inf - x is -inf.
                     let weight = min(((score - top) / temperature).exp(), 1.0f32.runtime());
                     made.insert(comptime!(e as usize), select(score == top, 1.0, weight));
                 }
                 weights[row_weights + g as usize] = made;
                 g += units;
             }
-            // Read where they are needed: a cube of 1024 has 64 registers a unit.
+            // Choices are read only when needed: a cube of 1024 units has 64 registers a unit.
             let top_k = choices[choice + 1];
             let mut least = 0u32.runtime();
             if top_k > 0 && top_k < vocab {
@@ -149,7 +149,8 @@ pub(super) fn sample_rows<N: Size>(
                     search(&*weights, row_weights, groups, least, need, true, &mut shared, plan);
                 least = max(least, found);
             }
-            // The bits of min_p are its order among weights; the likeliest is always kept.
+            // For weights, the order of their bits is the order of their values. The likeliest token is
+            // always kept.
             least = min(max(least, choices[choice + 3]), ONE);
             let uniform = f32::reinterpret(choices[choice + 5]);
             token = draw(&*weights, row_weights, groups, least, uniform, plan);
@@ -175,7 +176,7 @@ pub(super) fn sample_rows<N: Size>(
     }
 }
 
-/// Four logits of a row, -inf past its end and of absent tokens.
+/// Returns four logits of a row; past its end and for absent tokens they are -inf.
 #[cube]
 fn logits_of<N: Size>(
     logits: &[Vector<f32, N>],
@@ -203,7 +204,7 @@ fn logits_of<N: Size>(
         }
     }
     if comptime!(masked) {
-        // Their bits follow those of the rows, a cube each.
+        // The bits of absent tokens follow those of the rows, one row a cube.
         let absent = seen[(CUBE_COUNT_X * vocab.div_ceil(32) + group / 8) as usize];
         #[unroll]
         for e in 0..4u32 {
@@ -214,7 +215,7 @@ fn logits_of<N: Size>(
     four
 }
 
-/// Which of four tokens were seen, where that counts.
+/// Returns the bits of four tokens that were seen, or 0 without a penalty.
 #[cube]
 fn seen_of(seen: &[u32], first: u32, group: u32, penalty: f32) -> u32 {
     let mut bits = 0u32.runtime();
@@ -224,7 +225,7 @@ fn seen_of(seen: &[u32], first: u32, group: u32, penalty: f32) -> u32 {
     bits
 }
 
-/// A logit, less likely where its token was seen.
+/// Applies the repetition penalty to the logit of a seen token.
 #[cube]
 fn punished(logit: f32, seen: u32, penalty: f32) -> f32 {
     let mut score = logit;
@@ -234,7 +235,7 @@ fn punished(logit: f32, seen: u32, penalty: f32) -> f32 {
     score
 }
 
-/// The sums of what units have, `count` of them; each unit gets them.
+/// Sums `count` values over all units; each unit gets the sums.
 #[cube]
 fn add_units(
     values: &mut Array<f32>,
@@ -269,7 +270,7 @@ fn add_units(
     }
 }
 
-/// This unit's part of the sum of weights whose bits reach `least`.
+/// Returns this unit's part of the sum of weights whose bits are at least `least`.
 #[cube]
 fn own_sum(
     weights: &[Vector<f32, Const<4>>],
@@ -292,8 +293,8 @@ fn own_sum(
     sum
 }
 
-/// The largest number such that the weights whose bits reach it and `floor` are `need` together, or so many; at
-/// most the bits of 1.
+/// Returns the largest threshold such that the weights with bits of at least the threshold and `floor` sum to
+/// `need` (if `mass`) or number `need`. The threshold is at most the bits of 1.0.
 #[cube]
 #[expect(
     clippy::too_many_arguments,
@@ -335,7 +336,7 @@ fn search(
             g += comptime!(plan.units);
         }
         add_units(&mut sums, shared, PIVOTS, plan);
-        // Sums fall as pivots grow.
+        // Sums decrease as pivots grow.
         let mut steps = 0u32.runtime();
         #[unroll]
         for i in 0..PIVOTS {
@@ -348,7 +349,8 @@ fn search(
     min(found, ONE)
 }
 
-/// The token where the sum of the weights whose bits reach `least`, column by column, first exceeds `uniform` of all.
+/// Returns the token at which the running sum, column by column, first exceeds `uniform` of the total. Only
+/// weights whose bits are at least `least` count.
 #[cube]
 fn draw(
     weights: &[Vector<f32, Const<4>>],
@@ -395,7 +397,7 @@ fn draw(
             total += blocks[i as usize];
         }
         let mark = uniform * total;
-        // The last block, and column, that has a weight stands where rounding leaves the sum below the mark.
+        // If rounding keeps the sum below the mark, the last block and column with a weight are used.
         let mut before = 0.0f32.runtime();
         let mut block = 0u32.runtime();
         let mut block_before = 0.0f32.runtime();
@@ -429,7 +431,7 @@ fn draw(
     let column = found[0];
     let rest = f32::reinterpret(found[1]);
     sync_cube();
-    // Its owner walks it: no unit reads what another wrote.
+    // The unit that owns the column walks it, so that no unit reads another's writes.
     if UNIT_POS == column % units {
         let mut token = 0u32.runtime();
         let mut sum = 0.0f32.runtime();

@@ -1,31 +1,33 @@
-//! From logits to a token: token[r], ln softmax(logits[r])[token[r]]    logits: `[rows, vocab]`, f32
+//! Samples a token from logits: token[r], ln softmax(logits[r])[token[r]]    logits: `[rows, vocab]`, f32
 //!
 //! ```text
-//!   s = logits, those of seen tokens divided by the penalty where above 0, else multiplied
-//!   temperature 0: the largest, the first of equals
-//!   else w = exp((s - max s) / temperature), and 0 but for
-//!     the top_k largest (and what equals the last of them), of these
-//!     the largest that reach top_p of the sum together (and what equals the last), of these
+//!   s = logits; for seen tokens, divided by the penalty if above 0, else multiplied by it
+//!   temperature 0: the token with the largest s, the first of equals
+//!   else w = exp((s - max s) / temperature), set to 0 except for
+//!     the top_k largest (and ties with the last of them), of these
+//!     the largest that together reach top_p of the sum (and ties with the last), of these
 //!     those of at least min_p
-//!   and the token where the sum of w, in the order below, first exceeds uniform · Σ w
+//!   token = the first at which the running sum of w, in the order below, exceeds uniform · Σ w
 //! ```
 //!
-//! One cube a row, whose units walk it in groups of four: several times for a threshold, two bits of it a time, for
-//! a positive number's bits grow with it. Weights are summed in columns, of every 1024th group, so that neighbouring
-//! units read neighbouring groups and no unit reads what another wrote; the order that the sum is taken in, and so
-//! the token of a number, is column by column, whatever the config. Sums are f32.
+//! One cube processes a row; its units walk the row in groups of four. A threshold takes several passes, two
+//! bits each, because the bits of a positive number grow with it. Weights are summed in columns of every
+//! 1024th group, so that neighbouring units read neighbouring groups and no unit reads another's writes. The
+//! sum always runs column by column: the token for a random number does not depend on the config. Sums are
+//! f32.
 //!
-//! Tokens that are absent, as a tokenizer may lack ids of its model, count as -inf.
+//! Absent tokens count as -inf; a tokenizer may lack ids that its model has.
 //!
-//! Numbers of each row come from the host with the launch: a batch may mix ways to choose. What is seen is a bit a
-//! token, which the kernel sets for the one that it picks.
+//! The host passes the parameters of each row with the launch, so that a batch may mix sampling settings.
+//! Seen tokens are one bit each; the kernel sets the bit of the token that it samples.
 //!
-//! Cost: two passes over a row for the likeliest token; three more and for each threshold a search of 15 otherwise.
-//! A row of 128256 of four rows, each with other rules, took 135 us on average on an H200 (190 through Vulkan), which
-//! no wider load made shorter: with two or four groups under way at once it took 150.
+//! Cost: two passes over a row for the likeliest token; otherwise three more, and a search of 15 passes for
+//! each threshold. With four rows of 128256 logits, each with other settings, a row took 135 us on average on
+//! an H200 (190 us through Vulkan). Wider loads did not help: with two or four groups in flight it took 150
+//! us.
 //!
-//! Sources: the logits processors of Hugging Face transformers; Holtzman et al., "The Curious Case of Neural Text
-//! Degeneration" (2019) for top_p.
+//! Sources: the logits processors of Hugging Face transformers; Holtzman et al., "The Curious Case of Neural
+//! Text Degeneration" (2019) for top_p.
 
 mod kernel;
 
@@ -40,10 +42,10 @@ use crate::launch::launch;
 use crate::rows::RowPlan;
 use kernel::{COLUMNS, PIVOTS, sample_rows};
 
-/// The family of samplers.
+/// The sampling kernel.
 pub struct Sample;
 
-/// Rows of logits that become tokens. Build it with [`SampleProblem::new`].
+/// Rows of logits to sample tokens from. Build it with [`SampleProblem::new`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SampleProblem {
     pub rows: u32,
@@ -53,7 +55,7 @@ pub struct SampleProblem {
     pub masked: bool,
 }
 
-/// A row that has no token.
+/// An invalid sampling problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidSample {
     #[error("{axis} is 0\nhint: without logits there is no token")]
@@ -65,6 +67,8 @@ pub enum InvalidSample {
 }
 
 impl SampleProblem {
+    /// Creates a problem without absent tokens.
+    ///
     /// # Errors
     /// See [`InvalidSample`].
     pub fn new(rows: u32, vocab: u32) -> Result<Self, InvalidSample> {
@@ -79,12 +83,12 @@ impl SampleProblem {
         Ok(Self { rows, vocab, masked: false })
     }
 
-    /// Words of a row of seen tokens.
+    /// Words of one row of seen tokens.
     pub const fn seen_words(&self) -> usize {
         self.vocab.div_ceil(32) as usize
     }
 
-    /// Words of all rows of seen tokens, and of the absent ones.
+    /// Words of all rows of seen tokens, plus those of absent tokens.
     pub const fn all_words(&self) -> usize {
         (self.rows as usize + self.masked as usize) * self.seen_words()
     }
@@ -93,45 +97,45 @@ impl SampleProblem {
         self.rows as usize * self.vocab as usize
     }
 
-    /// Groups of four of a row; the last may be cut.
+    /// Groups of four logits in a row; the last may be partial.
     const fn groups(&self) -> u32 {
         self.vocab.div_ceil(4)
     }
 
-    /// Elements of a vector of logits.
+    /// Vector width of loads from the logits, in elements.
     const fn vector(&self) -> usize {
         if self.vocab.is_multiple_of(4) { 4 } else { 1 }
     }
 }
 
-/// How a token of a row is chosen.
+/// Sampling settings of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
-    /// Logits are divided by it; 0 takes the likeliest token.
+    /// Divides the logits; 0 takes the likeliest token.
     pub temperature: f32,
-    /// 0 is all.
+    /// Number of likeliest tokens to keep; 0 keeps all.
     pub top_k: u32,
-    /// 1 is all.
+    /// Probability mass to keep; 1 keeps all.
     pub top_p: f32,
-    /// 0 is all.
+    /// Smallest weight to keep, relative to the largest; 0 keeps all.
     pub min_p: f32,
-    /// 1 is none.
+    /// Repetition penalty of seen tokens; 1 has no effect.
     pub penalty: f32,
-    /// From 0 up to, not including, 1.
+    /// Random number in [0, 1).
     pub uniform: f32,
 }
 
-/// Words of a [`Choice`].
+/// Words of an encoded [`Choice`].
 const CHOICE: usize = 6;
 
 impl Choice {
-    /// As the kernel reads it.
+    /// Encodes the choice for the kernel.
     pub const fn words(self) -> [u32; CHOICE] {
         [
             self.temperature.to_bits(),
             self.top_k,
             self.top_p.to_bits(),
-            // Of either zero those of 0.
+            // Turns -0.0 into 0.0, whose bits are 0.
             (self.min_p + 0.0).to_bits(),
             self.penalty.to_bits(),
             self.uniform.to_bits(),
@@ -139,10 +143,10 @@ impl Choice {
     }
 }
 
-/// Numbers of a result: the token, its log-probability, and 1 where there is none.
+/// f32 a row in the result: the token, its log-probability, and 1 if the row has no token.
 pub const RESULT: usize = 3;
 
-/// How a row is spread.
+/// Launch shape of a sampler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SampleConfig {
     /// Units of a cube.
@@ -154,11 +158,11 @@ pub struct SampleConfig {
 pub struct SampleOperands {
     /// `[rows, vocab]`
     pub logits: Handle,
-    /// Words of a [`Choice`] a row.
+    /// Encoded [`Choice`] of each row.
     pub choices: Handle,
-    /// A bit a token, `[rows, seen_words]`, and after them `[seen_words]` of absent tokens where some are.
+    /// One bit a token: `[rows, seen_words]`, then `[seen_words]` of absent tokens if there are any.
     pub seen: Handle,
-    /// f32 `[rows, RESULT]`; f32 holds every id.
+    /// f32 `[rows, RESULT]`; f32 represents every id exactly.
     pub out: Handle,
 }
 
@@ -206,7 +210,7 @@ impl Kernel for Sample {
         Self::check(arch, p, &config).map(|()| config)
     }
 
-    /// Rows of every kind: the likeliest token, the whole distribution, and with each of the rules.
+    /// Mixes the settings over rows: likeliest token, whole distribution, and each filter.
     fn operands(queue: &Queue, p: &SampleProblem, seed: u64) -> SampleOperands {
         let choice = |row: u32| {
             let kind = row.wrapping_add(seed as u32) % 4;
@@ -229,13 +233,13 @@ impl Kernel for Sample {
         }
     }
 
-    /// Of the largest id no more than a neighbour's distance.
+    /// The tolerance is below the distance of neighbouring ids at the largest id.
     fn outputs(p: &SampleProblem, operands: &SampleOperands) -> Vec<Output> {
         let len = RESULT * p.rows as usize;
         vec![Output { handle: operands.out.clone(), dtype: DType::F32, len, tolerance: 1e-6 }]
     }
 
-    /// Weights.
+    /// The weights, one f32 a token.
     fn scratch_bytes(p: &SampleProblem, _: &SampleConfig) -> u64 {
         16 * u64::from(p.groups()) * u64::from(p.rows)
     }
@@ -249,7 +253,7 @@ impl Kernel for Sample {
     ) {
         let scratch = scratch.expect("weights have scratch");
         let rows = p.rows as usize;
-        // SAFETY: the lengths are the problem's, and a cube keeps to its row.
+        // SAFETY: the lengths follow from the problem, and a cube accesses only its own row.
         unsafe {
             launch!(
                 queue,

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// `a · b + c` of two pairs of bf16, each rounded once.
+/// Returns `a · b + c` for two pairs of bf16, each rounded once.
 #[cube]
 pub(crate) fn fma_pairs(a: u32, b: u32, c: u32) -> u32 {
     let pair: u32;
@@ -17,7 +17,7 @@ pub(crate) fn fma_pairs(a: u32, b: u32, c: u32) -> u32 {
     pair
 }
 
-/// `len` words of a fragment from `from` on, as the instruction takes them.
+/// Returns `len` words of a fragment from word `from` on, in the type of the instruction.
 #[cube]
 pub(crate) fn typed<I: Float, NF: Size>(
     words: &Array<u32>,
@@ -32,7 +32,8 @@ pub(crate) fn typed<I: Float, NF: Size>(
     out
 }
 
-/// `sums += left · right` in f16: a 16 x 16 fragment by the 16 x 8 one whose words begin at `from`.
+/// Computes `sums += left · right` in f16 for a 16 x 16 fragment and the 16 x 8 fragment that starts at word
+/// `from`.
 #[cube]
 pub(crate) fn multiply_halves(
     left: &Array<u32>,
@@ -58,7 +59,8 @@ pub(crate) fn multiply_halves(
     sums[1] = out.extract(1usize);
 }
 
-/// `sums += left · right` of bytes with signs: a 16 x 32 fragment by the 32 x 8 one whose words begin at `from`.
+/// Computes `sums += left · right` in i8 for a 16 x 32 fragment and the 32 x 8 fragment that starts at word
+/// `from`.
 #[cube]
 pub(crate) fn multiply_bytes(
     left: &Array<u32>,
@@ -88,7 +90,7 @@ pub(crate) fn multiply_bytes(
     }
 }
 
-/// 2 to the power x, to 2 ulps; 0 below 2^-126.
+/// Returns 2 to the power x, to 2 ulps; 0 below 2^-126.
 #[cube]
 pub(crate) fn exp2(x: f32) -> f32 {
     let y: f32;
@@ -96,7 +98,7 @@ pub(crate) fn exp2(x: f32) -> f32 {
     y
 }
 
-/// Two numbers rounded to half precision, the first in the low half of the word.
+/// Rounds two numbers to half precision and packs them, the first in the low half of the word.
 #[cube]
 pub(crate) fn pack_pair<N: Size>(pair: Vector<f32, N>, #[comptime] bf16: bool) -> u32 {
     let (low, high) = (pair.extract(0usize), pair.extract(1usize));

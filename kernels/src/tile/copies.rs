@@ -5,13 +5,13 @@ use cubecl::prelude::*;
 use super::memory::global_address;
 use super::{TileShape, offset_in_tile};
 
-/// A place in a global buffer that a loop needs now and then: its address stays in registers, or is asked for at each use,
-/// which is an addition more and takes no register from the products. ptxas aims at a number of cubes a processor, and where
-/// a cube's own tile is narrow it spills a few bytes to get there, though there are registers, unless addresses are asked for.
-/// With wide tiles asking costs 2 to 14%.
+/// Position in a global buffer that a loop needs repeatedly. Its address is held in registers, or recomputed
+/// at each use, which costs one addition and frees registers for the matmul. ptxas targets a number of cubes
+/// per processor. For cubes with narrow tiles it spills a few bytes to reach that number, although registers
+/// are left, unless addresses are recomputed. With wide tiles recomputing costs 2 to 14%.
 #[derive(CubeType)]
 pub(crate) struct Start {
-    /// From the start of the buffer unless it is held.
+    /// Absolute address if `held`, else offset from the start of the buffer.
     at: u64,
     #[cube(comptime)]
     held: bool,
@@ -19,19 +19,19 @@ pub(crate) struct Start {
 
 #[cube]
 impl Start {
-    /// `bytes` past the start of `buffer`.
+    /// Creates the position `bytes` past the start of `buffer`.
     pub(crate) fn new<T: CubePrimitive>(buffer: &[T], bytes: u64, #[comptime] held: bool) -> Start {
         let at = if comptime!(held) { global_address(buffer) + bytes } else { bytes };
         Start { at, held }
     }
 
-    /// The address of that place in `buffer`, which is the one that it was made of.
+    /// Returns the address of the position. `buffer` must be the one passed to `new`.
     pub(crate) fn address<T: CubePrimitive>(&self, buffer: &[T]) -> u64 {
         if comptime!(self.held) { self.at } else { global_address(buffer) + self.at }
     }
 }
 
-/// The stage after the one at `at`, of a ring that lies from `start` to `end`.
+/// Returns the stage after `at` in a ring from `start` to `end`.
 #[cube]
 pub(crate) fn next_stage(at: u32, start: u32, end: u32, #[comptime] bytes: u32) -> u32 {
     let next = at + bytes;
@@ -44,7 +44,7 @@ pub(crate) fn commit_copies() {
     gpu_asm!("cp.async.commit_group;", options(nomem));
 }
 
-/// Waits until at most `pending` groups of copies are under way.
+/// Waits until at most `pending` groups of copies are in flight.
 #[cube]
 pub(crate) fn wait_copies(#[comptime] pending: u32) {
     gpu_asm!(
@@ -53,29 +53,29 @@ pub(crate) fn wait_copies(#[comptime] pending: u32) {
     );
 }
 
-/// A unit's share of the copies into a tile, the same for every tile. Where the copies of one unit lie
-/// below each other (`even`), they differ by constants.
+/// A unit's part of the copies into a tile, the same for every tile. If the copies of a unit are below each
+/// other (`even`), their addresses differ by constants.
 #[derive(CubeType)]
 pub(crate) struct CopyLane {
     unit: u32,
     row: u32,
     col: u32,
-    /// Offset of its first vector from the tile's start.
+    /// Offset of the unit's first vector from the start of the tile.
     to: u32,
 }
 
-/// Plan of the copies of a tile: vectors of `width` elements by `units` units.
+/// Plan of the copies into a tile: vectors of `width` elements by `units` units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CopyPlan {
     pub(crate) shape: TileShape,
     pub(crate) width: usize,
     pub(crate) units: usize,
-    /// Nothing is past the edge.
+    /// True if no copy crosses an edge.
     pub(crate) exact: bool,
 }
 
 impl CopyPlan {
-    /// A vector of `words` words of each unit of a plane, nowhere past the edge.
+    /// Plan of one vector of `words` words per unit of a plane, without edges.
     pub(crate) const fn words(words: usize) -> Self {
         let shape = TileShape { swizzled: false, ..TileShape::new(1, words as u32, false, 4) };
         Self { shape, width: words, units: 32, exact: true }
@@ -90,15 +90,16 @@ impl CopyPlan {
         self.units / self.per_row()
     }
 
-    /// Returns whether copies of one unit differ by constants: whole periods of the swizzle apart, or, in a
-    /// single plane, parts of one, whose place the swizzle turns by a constant.
+    /// Returns whether the copies of a unit differ by constants. They do if they are whole periods of the
+    /// swizzle apart. In a single plane they may also be parts of a period apart, where the swizzle XORs a
+    /// constant.
     const fn even(self) -> bool {
         let whole = self.pass() % 8 == 0 || !self.shape.swizzled;
         let part = self.units == 32 && self.pass().is_power_of_two();
         self.units % self.per_row() == 0 && (whole || part)
     }
 
-    /// Returns the XOR of bytes by which the swizzle moves the place `down` rows below a unit's first.
+    /// Returns the XOR of bytes that the swizzle adds `down` rows below a unit's first copy.
     const fn turn(self, down: u32) -> u32 {
         let (shift, mask, up) = self.shape.swizzle();
         (((down >> shift) & mask) << up) * 16
@@ -126,7 +127,8 @@ impl CopyLane {
         CopyLane { unit, row, col, to: offset_in_tile(row, col, plan.shape) }
     }
 
-    /// Returns the distance of this unit's start from a tile's corner, in a matrix whose lines are `line` bytes apart.
+    /// Returns the offset of this unit's first copy from the corner of a tile, in a matrix with `line` bytes
+    /// a line.
     pub(crate) fn start(&self, line: u64, #[comptime] plan: CopyPlan) -> u64 {
         if comptime!(plan.even()) {
             u64::cast_from(self.row) * line
@@ -136,9 +138,9 @@ impl CopyLane {
         }
     }
 
-    /// Fills the tile at shared address `to` from the matrix at `from`, which is the tile's corner plus
-    /// [`CopyLane::start`] and whose lines are `line` bytes apart. Rows past `rows_left` and columns
-    /// past `cols_left` become zero.
+    /// Fills the tile at shared address `to` from the matrix at `from` with `line` bytes a line. `from` is
+    /// the corner of the tile plus [`CopyLane::start`]. Rows past `rows_left` and columns past `cols_left`
+    /// become zero.
     pub(crate) fn copy(
         &self,
         from: u64,
@@ -154,7 +156,7 @@ impl CopyLane {
                 let down = comptime!((i * plan.pass()) as u32);
                 let inside = self.row + down < rows_left && self.col < cols_left;
                 let far = comptime!(down * plan.shape.row_bytes());
-                // The turn stays within the 128 bytes that tiles are aligned to.
+                // The XOR stays within 128 bytes, the alignment of tiles.
                 let turn = comptime!(plan.turn(down));
                 let to = if comptime!(turn == 0) { to + self.to } else { (to + self.to) ^ turn };
                 copy_vector(from + comptime!(down as u64) * line, to, far, inside, plan);
@@ -171,7 +173,7 @@ impl CopyLane {
     }
 }
 
-/// Copies one vector to `to + far`, or writes zero when `inside` is false.
+/// Copies one vector to `to + far`, or writes zero if `inside` is false.
 #[cube]
 pub(crate) fn copy_vector(
     from: u64,
@@ -181,10 +183,10 @@ pub(crate) fn copy_vector(
     #[comptime] plan: CopyPlan,
 ) {
     let bytes = comptime!(plan.vector_bytes());
-    // 16 bytes pass the first-level cache by; smaller copies must go through it.
+    // Copies of 16 bytes bypass the first-level cache; smaller ones must go through it.
     let level = comptime!(if bytes == 16 { "cg" } else { "ca" });
     if comptime!(bytes < 4) {
-        // cp.async moves 4, 8 or 16 bytes: single half-precision elements go through a register.
+        // cp.async copies 4, 8 or 16 bytes: single half-precision elements go through a register.
         let mut value = 0u32;
         if inside {
             value = load_half(from);
@@ -214,7 +216,7 @@ pub(crate) fn copy_vector(
     }
 }
 
-/// The two bytes at `from`.
+/// Loads the two bytes at `from`.
 #[cube]
 fn load_half(from: u64) -> u32 {
     let value: u32;

@@ -1,13 +1,13 @@
-//! Fragments of matrix instructions: where they lie in a shared tile, and how units exchange them.
+//! Fragments of matrix instructions: their layout in a shared tile, and exchange between units.
 
 use cubecl::prelude::*;
 
 use super::{TileShape, offset_in_tile};
 
-/// Returns the offset of a unit's `ldmatrix` row of the left operand in a tile: the fragment at row
-/// `row` and k = 0 of a `[m, k]` tile, or of a `[k, m]` tile when it is transposed. Fragments a multiple
-/// of eight rows of the tile further on are at a constant distance; along the tile's columns, the
-/// swizzle makes the distance an XOR with the bytes between.
+/// Returns the offset of a unit's `ldmatrix` row of the left operand in a tile. The fragment is at row `row`
+/// and k = 0 of a `[m, k]` tile, or of a transposed `[k, m]` tile. Fragments a multiple of eight rows further
+/// on are at a constant distance. Along the columns the swizzle makes the distance an XOR with the bytes
+/// between.
 #[cube]
 pub(crate) fn lhs_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
     let chunk = comptime!(shape.chunk() as u32);
@@ -19,8 +19,8 @@ pub(crate) fn lhs_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32
     }
 }
 
-/// Returns the same as [`lhs_lane`] for two neighbouring 8-column fragments of the right operand at column `col` of a
-/// `[k, n]` tile (`transposed`), or of an `[n, k]` tile.
+/// As [`lhs_lane`], for two neighbouring 8-column fragments of the right operand at column `col` of an `[n,
+/// k]` tile, or of a transposed `[k, n]` tile.
 #[cube]
 pub(crate) fn rhs_lane(col: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
     let chunk = comptime!(shape.chunk() as u32);
@@ -32,17 +32,17 @@ pub(crate) fn rhs_lane(col: u32, lane: u32, #[comptime] shape: TileShape) -> u32
     }
 }
 
-/// Returns the offset of a unit's elements of a transposed 4-byte tile, which `ldmatrix` cannot transpose: those of
-/// `(lane % 4, outer + lane / 4)`. Rows a multiple of four and columns a multiple of 32 further on are
-/// at constant distances.
+/// Returns the offset of a unit's elements of a transposed 4-byte tile, which `ldmatrix` cannot transpose:
+/// element `(lane % 4, outer + lane / 4)`. Rows a multiple of four and columns a multiple of 32 further on
+/// are at constant distances.
 #[cube]
 pub(crate) fn gather_lane(outer: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
     offset_in_tile(lane % 4, outer + lane / 4, shape)
 }
 
-/// The four registers that `ldmatrix` brings from the rows at `at + far`, `at` being the stage plus
-/// [`lhs_lane`] or [`rhs_lane`]: one 16-row fragment of the left operand, or two neighbouring 8-column
-/// fragments of the right one.
+/// Loads the four registers of `ldmatrix` from the rows at `at + far`, where `at` is the stage plus
+/// [`lhs_lane`] or [`rhs_lane`]. They are one 16-row fragment of the left operand, or two neighbouring
+/// 8-column fragments of the right operand.
 #[cube]
 pub(crate) fn load_fragments<I: Float>(
     at: u32,
@@ -65,8 +65,8 @@ pub(crate) fn load_fragments<I: Float>(
     }
 }
 
-/// [`load_fragments`] for transposed 4-byte tiles, element by element: the fragment at `(k, outer)` of
-/// the tile at `tile`, whose register `r` is `registers[r]` = (outer, k) further on. `lanes` are the
+/// As [`load_fragments`], element by element, for transposed 4-byte tiles. It loads the fragment at `(k,
+/// outer)` of the tile at `tile`; register `r` is offset by `registers[r]` = (outer, k). `lanes` are the
 /// [`gather_lane`]s of the first columns, eight apart.
 #[cube]
 pub(crate) fn gather_fragments<I: Float>(
@@ -94,15 +94,16 @@ pub(crate) fn gather_fragments<I: Float>(
     }
 }
 
-/// Returns the offset of a unit's half chunks in a tile: four neighbours along k, of row `row + lane / 4`. Rows a
-/// multiple of eight further on are at constant distances, chunks an even number further on an XOR away.
+/// Returns the offset of a unit's half chunks in a tile: four neighbours along k of row `row + lane / 4`.
+/// Rows a multiple of eight further on are at constant distances. Chunks an even number further on are an XOR
+/// away.
 #[cube]
 pub(crate) fn half_chunk_lane(row: u32, lane: u32, #[comptime] shape: TileShape) -> u32 {
     offset_in_tile(row + lane / 4, lane % 4 * 4, shape)
 }
 
-/// Loads the registers of a 16 x 16 left fragment, in the order of k that packed values have: those of the rows at
-/// `at + far`, `at` being the stage plus [`half_chunk_lane`], and of the ones eight below.
+/// Loads the registers of a 16 x 16 left fragment in the k order of packed values, from the rows at `at +
+/// far` and eight below. `at` is the stage plus [`half_chunk_lane`].
 #[cube]
 pub(crate) fn load_half_chunks(
     at: u32,
@@ -125,8 +126,8 @@ pub(crate) fn load_half_chunks(
     }
 }
 
-/// A register as the instruction takes it: f32 rounded to tf32, to nearest even by one instruction
-/// where `rounds_tf32`; halves and bytes as they are.
+/// Converts a register to the type of the instruction. f32 is rounded to tf32, by one round-to-nearest-even
+/// instruction if `rounds_tf32`. Halves and bytes stay unchanged.
 #[cube]
 fn to_instruction<I: Float>(
     word: u32,
@@ -149,13 +150,13 @@ fn to_instruction<I: Float>(
     }
 }
 
-/// Places of the registers of a 16 x 8 left fragment: (row, k).
+/// Positions of the registers of a 16 x 8 left fragment: (row, k).
 pub(crate) const LHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (8, 0), (0, 4), (8, 4)];
-/// Places of the registers of two 8 x 8 right fragments: (column, k).
+/// Positions of the registers of two 8 x 8 right fragments: (column, k).
 pub(crate) const RHS_REGISTERS: [(u32, u32); 4] = [(0, 0), (0, 4), (8, 0), (8, 4)];
 
-/// Transposes the 4 x 4 words of four neighbouring units: unit `q` of a quad gives word `j` to unit
-/// `j` and has theirs in order of unit. Its own inverse.
+/// Transposes the 4 x 4 words of four neighbouring units: unit `q` of a quad gives word `j` to unit `j` and
+/// receives word `q` of each, in order. The function is its own inverse.
 #[cube]
 pub(crate) fn quad_transpose(words: &mut Array<u32>, lane: u32) {
     let odd = lane % 2 == 1;
@@ -176,8 +177,8 @@ pub(crate) fn quad_transpose(words: &mut Array<u32>, lane: u32) {
     }
 }
 
-/// Swaps rows and columns of the 8 x 8 halves that a plane holds, unit `4·row + column / 2` the pair at
-/// an even column.
+/// Transposes the 8 x 8 halves that a plane holds. Unit `4·row + column / 2` holds the pair at an even
+/// column.
 #[cube]
 pub(crate) fn transpose_halves(pair: u32) -> u32 {
     let turned: u32;

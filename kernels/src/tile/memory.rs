@@ -1,4 +1,4 @@
-//! Addresses, and loads and stores at immediate distances.
+//! Addresses, and loads and stores with immediate offsets.
 
 use cubecl::prelude::*;
 
@@ -28,7 +28,7 @@ pub(crate) fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     address
 }
 
-/// Returns the address of a global buffer that is written.
+/// Returns the address of a mutable global buffer.
 #[cube]
 pub(crate) fn global_address_mut<E: Numeric, N: Size>(buffer: &mut [Vector<E, N>]) -> u64 {
     let address: u64;
@@ -41,7 +41,7 @@ pub(crate) fn global_address_mut<E: Numeric, N: Size>(buffer: &mut [Vector<E, N>
     address
 }
 
-/// The 16 bytes at `at + far`.
+/// Loads the 16 bytes at shared address `at + far`.
 #[cube]
 pub(crate) fn load_chunk(at: u32, #[comptime] far: u32) -> Vector<f32, Const<4>> {
     let chunk: Vector<f32, Const<4>>;
@@ -54,7 +54,7 @@ pub(crate) fn load_chunk(at: u32, #[comptime] far: u32) -> Vector<f32, Const<4>>
     chunk
 }
 
-/// The four words at `at + far`.
+/// Loads the four words at shared address `at + far`.
 #[cube]
 pub(crate) fn load_words(at: u32, #[comptime] far: u32) -> Vector<u32, Const<4>> {
     let words: Vector<u32, Const<4>>;
@@ -67,7 +67,7 @@ pub(crate) fn load_words(at: u32, #[comptime] far: u32) -> Vector<u32, Const<4>>
     words
 }
 
-/// The word at global address `from + far`.
+/// Loads the word at global address `from + far`.
 #[cube]
 pub(crate) fn load_word(from: u64, #[comptime] far: u32) -> u32 {
     let word: u32;
@@ -80,7 +80,7 @@ pub(crate) fn load_word(from: u64, #[comptime] far: u32) -> u32 {
     word
 }
 
-/// The two numbers at global address `from`.
+/// Loads the two numbers at global address `from`.
 #[cube]
 pub(crate) fn load_pair(from: u64) -> Vector<f32, Const<2>> {
     let pair: Vector<f32, Const<2>>;
@@ -105,7 +105,7 @@ pub(crate) fn store_pair(to: u64, first: f32, second: f32) {
     );
 }
 
-/// The number at shared address `at + far`.
+/// Loads the number at shared address `at + far`.
 #[cube]
 pub(crate) fn load_shared(at: u32, #[comptime] far: u32) -> f32 {
     let value: f32;

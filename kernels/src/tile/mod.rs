@@ -1,10 +1,9 @@
-//! The vocabulary of tensor-core kernels: asynchronous copies, swizzled tiles, fragments.
+//! Building blocks of tensor-core kernels: asynchronous copies, swizzled tiles, fragments.
 //!
-//! A *plane* is CUDA's warp and Vulkan's subgroup, a *unit* a thread, a *cube* a thread block.
-//! A shared tile is `[rows, cols]` with `cols` contiguous, cut into 16-byte chunks. `ldmatrix` reads
-//! the same chunk column of eight rows at once; stored as they come, those eight chunks fall into
-//! the same banks. XOR-ing the chunk with the row spreads them over all banks, for the copies in and
-//! the reads out alike.
+//! A *plane* is CUDA's warp and Vulkan's subgroup, a *unit* a thread, a *cube* a thread block. A shared tile
+//! is `[rows, cols]` with `cols` contiguous, divided into 16-byte chunks. `ldmatrix` reads the same chunk
+//! column of eight rows at once. Without a swizzle those eight chunks would fall into the same banks. XOR of
+//! the chunk with the row spreads them over all banks, both for the copies in and for the reads out.
 
 mod arithmetic;
 mod copies;
@@ -26,23 +25,23 @@ pub(crate) use memory::{
     shared_address, store_pair, store_shared, store_word, store_words,
 };
 
-/// A shared tile's geometry: comptime.
+/// Compile-time geometry of a shared tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct TileShape {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     /// Bytes of an element.
     pub(crate) elem: usize,
-    /// Fragments read it across its rows (`ldmatrix.trans`, or scalar loads for 4 bytes).
+    /// True if fragments read the tile across its rows (`ldmatrix.trans`, or scalar loads for 4 bytes).
     pub(crate) transposed: bool,
-    /// Its chunks are XORed with their rows, unless a row is read at a time.
+    /// True if chunks are XORed with their rows; false if a row is read at a time.
     pub(crate) swizzled: bool,
-    /// Units read half chunks, two neighbouring chunks of four rows at once.
+    /// True if units read half chunks: two neighbouring chunks of four rows at once.
     pub(crate) halved: bool,
 }
 
 impl TileShape {
-    /// `[outer, k]`, or `[k, outer]` when the outer axis is the contiguous one (`transposed`).
+    /// Creates an `[outer, k]` tile, or `[k, outer]` if the outer axis is the contiguous one (`transposed`).
     pub(crate) const fn new(outer: u32, k: u32, transposed: bool, elem: usize) -> Self {
         let (rows, cols) = if transposed { (k, outer) } else { (outer, k) };
         let (rows, cols) = (rows as usize, cols as usize);
@@ -54,7 +53,7 @@ impl TileShape {
         16 / self.elem
     }
 
-    /// Returns whether its fragments are read element by element.
+    /// Returns whether fragments are read element by element.
     pub(crate) const fn gathered(self) -> bool {
         self.elem == 4 && self.transposed
     }
@@ -79,7 +78,7 @@ impl TileShape {
             return (0, 0, 0);
         }
         if self.gathered() {
-            // Scalar reads: four rows at a time, eight neighbouring elements (two chunks) of each.
+            // Scalar reads access four rows at a time, eight neighbouring elements (two chunks) of each.
             return (0, 3, 1);
         }
         match chunks {
@@ -91,9 +90,9 @@ impl TileShape {
         }
     }
 
-    /// The way from a place in the tile to the one `rows` down and `cols` to the right: what its address
-    /// is XORed with, and what is added then. Neither step may carry into the three bits of row or
-    /// chunk that the swizzle mixes, and a tile must start at a multiple of 128 bytes.
+    /// Returns the step from a position in the tile to the one `rows` down and `cols` to the right: an XOR of
+    /// the address, then an addition. Neither may carry into the three bits of row or chunk that the swizzle
+    /// mixes. A tile must start at a multiple of 128 bytes.
     pub(crate) const fn step(self, rows: u32, cols: u32) -> (u32, u32) {
         let (shift, mask, up) = self.swizzle();
         let chunk = cols / self.chunk() as u32;
@@ -103,7 +102,7 @@ impl TileShape {
     }
 }
 
-/// Offset in bytes of `(row, col)` in a swizzled tile.
+/// Returns the byte offset of `(row, col)` in a swizzled tile.
 #[cube]
 pub(crate) fn offset_in_tile(row: u32, col: u32, #[comptime] shape: TileShape) -> u32 {
     let (chunk, elem) = comptime!((shape.chunk() as u32, shape.elem as u32));

@@ -1,7 +1,8 @@
-//! Every edge case of every kernel on the CPU, each with the config that runs there, compared with the f64 reference.
+//! Checks every edge case of every kernel on the CPU, with the config that runs there, against the f64
+//! reference.
 //!
-//! The CPU runtime compiles kernels on one thread, so the test starts itself once per core, and each process takes a
-//! part of the checks.
+//! The CPU runtime compiles kernels on one thread. The test therefore starts itself once per core, and each
+//! process takes a part of the checks.
 
 use std::process::{Command, Stdio};
 
@@ -9,9 +10,9 @@ use arch::Backend;
 use suite::{Job, KERNELS};
 use tune::TuneCache;
 
-/// Names the part that a process checks: `1/2`.
+/// Environment variable with the part that a process checks, for example `1/2`.
 const PART: &str = "FLASHOVER_TEST_PART";
-/// Line that ends a process that checked its part.
+/// Line that a process prints after it has checked its part.
 const CHECKED: &str = "every check of this part passed";
 
 #[test]
@@ -36,7 +37,7 @@ fn every_kernel_is_right_on_the_cpu() {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         let (out, error) = (text(&output.stdout), text(&output.stderr));
         assert!(output.status.success(), "{out}\n{error}");
-        // A child whose test has another name runs none, and succeeds.
+        // A child whose filter matches no test runs nothing and succeeds.
         assert!(out.contains(CHECKED), "{out}\n{error}");
     }
 }

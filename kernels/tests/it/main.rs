@@ -1,5 +1,6 @@
-//! Kernels on the devices that need no GPU: the CPU runtime, and WGSL on a software rasteriser where one is installed.
-//! `edge_cases` checks every kernel of the suite on the CPU; `flashover-bench verify` does the same on every back end.
+//! Kernels on devices without a GPU: the CPU runtime, and WGSL on a software rasteriser if one is installed.
+//! `edge_cases` checks every kernel of the suite on the CPU; `flashover-bench verify` does the same on every
+//! backend.
 
 mod edge_cases;
 mod random;
@@ -21,8 +22,8 @@ use suite::KernelSuite;
 use suite::matmul::{EdgeCase, Inputs};
 use tune::{Kernel, Queue, TuneCache};
 
-/// Opens `backend`, or says why the test is skipped: past the harness, which would keep it to itself,
-/// since a test that returns has passed. `cargo xtask test` counts these lines.
+/// Opens `backend`, or reports why the test is skipped. The report bypasses the test harness, which hides the
+/// output of passing tests. `cargo xtask test` counts these lines.
 fn device(backend: Backend) -> Option<Device> {
     match Device::open(backend) {
         Ok(device) => Some(device),
@@ -41,7 +42,7 @@ fn device(backend: Backend) -> Option<Device> {
 fn more_blocks_than_one_dimension_of_a_grid_holds_are_all_multiplied() {
     let Some(device) = device(Backend::WebGpu) else { return };
     let rows = [Layout::Row, Layout::Row];
-    // Blocks of the simplest config have 32 rows; a grid's dimension holds 65 535 of them.
+    // Blocks of the baseline config have 32 rows; one dimension of a grid holds 65 535 blocks.
     let problem = MatmulProblem::dense(1, [65_537 * 32, 1, 1], rows, Precision::F32);
     let case = EdgeCase { problem: problem.expect("valid sizes"), inputs: Inputs::Normal(3) };
     let config = Matmul::simplest(device.profile(), &case.problem).expect("any GPU has one");
@@ -52,7 +53,7 @@ fn more_blocks_than_one_dimension_of_a_grid_holds_are_all_multiplied() {
 #[test]
 fn every_cpu_config_is_right() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
-    // Halves differ in how they are loaded and stored, and each config takes seconds to compile.
+    // Halves differ only in loads and stores, and each config takes seconds to compile.
     for (precision, every) in [(Precision::F32, 1), (Precision::Bf16, 5)] {
         for case in Matmul::config_cases(precision).into_iter().step_by(every) {
             let configs = Matmul::candidates(device.profile(), &case.problem);
@@ -77,7 +78,7 @@ fn a_precision_that_the_device_lacks_has_no_candidate() {
     assert!(Matmul::candidates(&without, &problem).is_empty());
 }
 
-/// f16 sums are asked for by name, and only matrix instructions have them.
+/// f16 accumulators are a precision of their own, and only matrix instructions have them.
 #[test]
 fn f16_sums_are_for_instructions_that_have_them() {
     let arch = ArchProfile::recorded("rtx4090").expect("recorded");
@@ -138,7 +139,7 @@ fn shipped_configs_are_of_this_version_and_fit_their_device() {
     }
 }
 
-/// Programs for the compiler are found again when they are launched: CubeCL looks for them under this hash.
+/// CubeCL looks up precompiled programs by this hash when a kernel is launched.
 #[test]
 fn programs_are_those_of_the_launch() {
     fn check<K: Kernel>(device: &Device, problem: &K::Problem) {
@@ -168,7 +169,7 @@ fn programs_are_those_of_the_launch() {
     check::<Int8Quantize>(&device, &QuantizeProblem { weight: int8, dtype: DType::F32 });
 }
 
-/// CubeCL finds kernels that it kept by this hash: two kernels with one hash are one kernel to it.
+/// CubeCL caches kernels by this hash: two kernels with the same hash are one kernel to it.
 #[test]
 fn every_epilogue_is_another_program_and_so_are_groups() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
@@ -215,13 +216,13 @@ fn a_weight_with_infinities_is_not_quantised() {
     }
 }
 
-/// Cases for configs that are not the default, of which a CPU has none: here with the default.
+/// Runs the cases for non-default configs; a CPU has none, so that they run with the default.
 #[test]
 fn config_cases_are_right_on_the_cpu() {
     fn each<K: KernelSuite>(precision: Precision) {
         let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
         for case in K::config_cases(precision) {
-            // A CPU saves no launch by a fused norm and has no candidate for it.
+            // A fused norm saves no launch on a CPU, so that there is no candidate for it.
             let first = K::candidates(device.profile(), K::problem(&case)).first().copied();
             let simplest = || K::simplest(device.profile(), K::problem(&case));
             let config = first.unwrap_or_else(|| simplest().expect("any device has one"));
@@ -234,7 +235,7 @@ fn config_cases_are_right_on_the_cpu() {
     each::<AttentionBackward>(Precision::Bf16);
 }
 
-/// Rows that are normalised as they are multiplied, which a CPU leaves to a launch of its own.
+/// Norms fused into a matmul; a CPU runs them as separate launches.
 #[test]
 fn products_that_normalise_are_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
@@ -284,7 +285,7 @@ fn every_norm_in_a_product_is_another_program() {
     assert_eq!(hashes.len(), norms.len());
 }
 
-/// Units share rows in every way.
+/// Covers every way in which units share rows.
 #[test]
 fn every_config_of_a_norm_is_right_in_wgsl() {
     let Some(device) = device(Backend::WebGpu) else { return };
@@ -309,7 +310,7 @@ fn an_odd_number_of_halves_is_tuned() {
     let problem = problem.expect("valid sizes");
     let configs = Matmul::candidates(device.profile(), &problem);
     for (config, outcome) in tuner.time::<Matmul>(&problem, configs) {
-        // The word that ends the buffer holds half a result; the other half is poison.
+        // The last word of the buffer holds half a result; the other half is poison.
         outcome.unwrap_or_else(|why| panic!("{config:?}: {why}"));
     }
 }

@@ -1,5 +1,5 @@
-//! Kernels on problems that nobody chose, on the CPU runtime and by the paths that it has: drawn from a fixed seed, so that
-//! every run has the same.
+//! Kernels on random problems on the CPU runtime, by the paths that it has. A fixed seed makes every run the
+//! same.
 
 use arch::{Backend, DType};
 use kernels::attention::decode::{Decode, DecodeProblem};
@@ -17,14 +17,14 @@ use reference::FourBit;
 use suite::nf4::{DequantizeCase, MatmulCase, QuantizeCase};
 use suite::{KernelSuite, attention, decode, matmul};
 
-/// Checks `cases` drawn cases, each with one of the configs that the device has for it, the simplest among them.
+/// Checks `cases` random cases, each with one of the device's configs, baseline included.
 fn each<K: KernelSuite>(cases: u32, drawn: impl Strategy<Value = K::Case>) {
     let device = crate::device(Backend::Cpu).expect("the CPU runtime needs nothing");
     let arch = device.profile();
     let config = ProptestConfig {
         cases,
         failure_persistence: None,
-        // A kernel is compiled anew for much of what is tried to make a failure smaller.
+        // Many steps of shrinking a failure compile a kernel.
         max_shrink_iters: 64,
         ..ProptestConfig::default()
     };
@@ -44,13 +44,13 @@ fn each<K: KernelSuite>(cases: u32, drawn: impl Strategy<Value = K::Case>) {
     }
 }
 
-/// Any size, or one that vectors of 8 or more divide.
+/// Returns any size, or a multiple of 8 or 64.
 fn size(most: u32) -> impl Strategy<Value = u32> {
     let whole = |by: u32| (1..=most / by).prop_map(move |times| by * times);
     prop_oneof![1..=most, whole(8), whole(64)]
 }
 
-/// Of every block size; in tiles where they divide it.
+/// 4-bit weights of every block size, in tiles if whole tiles divide them.
 fn four_bits() -> impl Strategy<Value = nf4::Weight> {
     let tiles = (1..=8u32, 1..=3u32).prop_map(|(n, k)| (16 * n, 256 * k));
     let sizes = prop_oneof![2 => (size(150), size(600)), 1 => tiles];
@@ -64,12 +64,12 @@ fn eight_bits() -> impl Strategy<Value = int8::Weight> {
     (size(150), size(600)).prop_map(|(n, k)| int8::Weight::new(n, k).expect("valid"))
 }
 
-/// Few rows, which have paths of their own, and many.
+/// Few rows, which have their own paths, and many rows.
 fn rows() -> impl Strategy<Value = u32> {
     prop_oneof![1 => Just(1), 2 => 1..=8u32, 3 => 1..=48u32]
 }
 
-/// What the CPU runtime computes in; bf16 is not everywhere.
+/// Types that the CPU runtime computes in; not every CPU has bf16.
 fn dtype() -> impl Strategy<Value = DType> {
     let device = crate::device(Backend::Cpu).expect("the CPU runtime needs nothing");
     let all = [DType::F32, DType::F16, DType::Bf16];
@@ -109,7 +109,7 @@ fn products_are_those_of_the_reference() {
     each::<Matmul>(16, drawn);
 }
 
-/// Heads of q and of k.
+/// Number of query heads and of key-value heads.
 fn heads() -> impl Strategy<Value = [u32; 2]> {
     (1..=3u32, 1..=3u32).prop_map(|(kv_heads, group)| [group * kv_heads, kv_heads])
 }
@@ -118,12 +118,12 @@ fn head_dim() -> impl Strategy<Value = u32> {
     select(vec![32, 64, 80, 96, 128, 192, 256])
 }
 
-/// Of a tensor of scores: which of batches, heads and rows have values of their own.
+/// Axes (batch, head, row) along which a tensor of scores is not broadcast.
 fn own_axes() -> impl Strategy<Value = Option<[bool; 3]>> {
     proptest::option::of(any::<[bool; 3]>())
 }
 
-/// Sequences of their own lengths, the first of which is not empty.
+/// Sequences of different lengths; the first is not empty.
 fn lengths(most: [u32; 2]) -> impl Strategy<Value = Vec<(u32, u32)>> {
     let others = vec((0..=most[0], 0..=most[1]), 0..=3);
     ((1..=most[0], 1..=most[1]), others).prop_map(|(first, mut others)| {
@@ -147,7 +147,7 @@ fn attention_is_that_of_the_reference() {
             window,
             implementation: None,
         });
-    // Of one length with a bias and a mask, or of several without.
+    // Equal lengths with a bias and a mask, or different lengths without.
     let sequences = prop_oneof![
         2 => (1..=2u32, (size(70), size(90)), own_axes(), own_axes())
             .prop_map(|(batch, seqs, bias, mask)| (vec![seqs; batch as usize], bias, mask, false)),

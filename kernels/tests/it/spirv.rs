@@ -1,4 +1,5 @@
-//! Kernels of cooperative matrices as SPIR-V: no device of CI has such matrices, but every one can compile them.
+//! Compiles kernels with cooperative matrices to SPIR-V. No CI device has such matrices, but any can compile
+//! for them.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use kernels::matmul::{Layout, Matmul, MatmulConfig, MatmulProblem, Precision};
 use kernels::nf4::{Nf4Matmul, Nf4MatmulConfig, Nf4MatmulProblem, Weight};
 use tune::Kernel;
 
-/// A card with `VK_KHR_cooperative_matrix`, as NVIDIA's driver describes itself.
+/// Returns a card with `VK_KHR_cooperative_matrix`, as NVIDIA's driver reports it.
 fn card() -> ArchProfile {
     let mut card = ArchProfile::recorded("h200").expect("recorded");
     (card.backend, card.max_shared_bytes) = (Backend::Vulkan, 48 << 10);
@@ -81,7 +82,7 @@ fn properties(card: &ArchProfile) -> Arc<DeviceProperties> {
     Arc::new(out)
 }
 
-/// The SPIR-V of kernels, as text; also in the folder `FLASHOVER_SPIRV` where there is one.
+/// Compiles kernels to SPIR-V text, and writes it to the folder `FLASHOVER_SPIRV` if that is set.
 fn compiled(name: &str, kernels: Vec<Box<dyn CubeKernel>>) -> Vec<String> {
     let mut options = WgpuCompilationOptions {
         supports_vulkan_compiler: true,
@@ -148,7 +149,7 @@ fn gradients_compile_for_cooperative_matrices() {
             assert!(matches!(config.keys, SideConfig::Plane(_)), "{config:?}");
             let programs =
                 AttentionBackward::programs(&card, &problem, &config, &properties, &target);
-            // Statistics, dq, dk, dv.
+            // Programs: statistics, dq, dk, dv.
             assert_eq!(programs.len(), 4, "{config:?}");
             let texts = compiled(&format!("gradients-{dtype}-{head_dim}-{all}"), programs);
             for text in &texts[1..] {
@@ -183,7 +184,7 @@ fn products_compile_for_cooperative_matrices() {
             let programs = Matmul::programs(&card, &problem, &config, &properties, &target);
             let texts = compiled(&format!("matmul-{precision:?}-{name}-{all}"), programs);
             assert!(texts[0].contains("OpCooperativeMatrixMulAddKHR"), "{config:?}");
-            // Partial sums are added by a program of their own.
+            // A second program adds partial sums.
             cut += usize::from(texts.len() > 1);
             all += 1;
         }

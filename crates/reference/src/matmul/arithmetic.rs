@@ -1,4 +1,4 @@
-//! Sums of products in f64 and as kernels would round them.
+//! Sums of products in f64, and with the rounding of kernels.
 
 use std::ops::{Add, AddAssign, Div, Mul, Neg};
 
@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::norm::Norm;
 
-/// A function of one number.
+/// An activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// x·σ(x).
@@ -17,7 +17,7 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// Arithmetic that a product is summed in.
+/// Arithmetic for the sums of a matmul, f32 or f64.
 pub(super) trait Number:
     Copy
     + Default
@@ -33,9 +33,9 @@ pub(super) trait Number:
     fn exp(self) -> Self;
     fn erf(self) -> Self;
     fn tanh(self) -> Self;
-    /// Normalises a row, and rounds it by `round` where the arithmetic is not exact.
+    /// Normalises a row. Inexact arithmetic rounds the result with `round`.
     fn normalise(line: &mut [Self], norm: Norm, weight: &[f32], round: &impl Fn(f32) -> Self);
-    /// A constant, as near as the arithmetic has it.
+    /// Converts a constant to the nearest value.
     fn near(value: f64) -> Self;
 }
 
@@ -89,13 +89,13 @@ impl Activation {
         }
     }
 
-    /// Of one value, in f64.
+    /// Applies the function to one value in f64.
     pub(crate) fn exact(self, x: f64) -> f64 {
         self.of(x)
     }
 }
 
-/// data[outer + inner], as a contiguous matrix [outer, inner].
+/// Copies data[outer + inner] to a contiguous matrix [outer, inner].
 pub(super) fn gather<T: Number>(
     data: &[f32],
     outer: &[usize],
@@ -111,8 +111,8 @@ pub(super) fn gather<T: Number>(
     out
 }
 
-/// [rows, k] times [k, cols], contiguous. Each sum runs over k in order; the blocks only decide
-/// which sums run beside each other. `keep` is what becomes of a sum after each product.
+/// Multiplies [rows, k] by [k, cols], contiguous. Each sum runs over k in order; the blocks only group sums
+/// that are computed together. `keep` is applied to a sum after each product.
 pub(super) fn multiply<T: Number>(
     lhs: &[T],
     rhs: &[T],
@@ -146,7 +146,8 @@ pub(super) fn multiply<T: Number>(
     out
 }
 
-/// As [`multiply`], sixteen products at once: their exact sum is added and the total truncated to f32.
+/// As [`multiply`], with sixteen products at once: their exact sum is added, and the total is truncated to
+/// f32.
 pub(super) fn multiply_in_blocks(
     lhs: &[f32],
     rhs: &[f32],
@@ -171,7 +172,7 @@ pub(super) fn multiply_in_blocks(
     out
 }
 
-/// The f32 next to `x` on the way to 0.
+/// Rounds `x` to f32 towards 0.
 fn truncate(x: f64) -> f32 {
     let near = x as f32;
     if f64::from(near).abs() > x.abs() && near.is_finite() {

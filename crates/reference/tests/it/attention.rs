@@ -1,6 +1,6 @@
 use reference::{Attention, DType, Distribution, Error, Saved, Scores, fill};
 
-/// Two heads that share one of k and v, every rule at once.
+/// Two query heads that share one key-value head, with every option at once.
 fn everything() -> Attention {
     Attention {
         scale: 0.4,
@@ -74,7 +74,8 @@ fn gradients_are_finite_differences() -> Result<(), Error> {
     Ok(())
 }
 
-/// The first row of a causal attention is a value itself, of size 2 or 3; rows of 200 keys are of size 0.1.
+/// The first row of causal attention is a value itself, of magnitude 2 or 3; rows of 200 keys are of
+/// magnitude 0.1.
 #[test]
 fn a_late_row_is_not_excused_by_the_first() -> Result<(), Error> {
     let of =

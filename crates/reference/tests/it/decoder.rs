@@ -14,7 +14,7 @@ fn rotary(stretch: Stretch) -> Rotary {
     Rotary { base: 100.0, dims: 4, stretch, magnitude: 1.0 }
 }
 
-/// Two blocks: 8 wide, 4 heads of 6 over 2, 5 within, 11 tokens.
+/// Two blocks: hidden 8, 4 query heads of 6 over 2 key-value heads, ffn_hidden 5, vocab 11.
 fn decoder() -> Decoder {
     let block = |seed: u64| Block {
         attention_norm: linear(seed, 8, 1),
@@ -77,7 +77,7 @@ fn no_token_sees_what_follows() -> Result<(), Error> {
     Ok(())
 }
 
-/// Two windows of 3 reach 4 positions back, and not 5.
+/// Two windows of 3 reach 4 positions back, not 5.
 #[test]
 fn windows_reach_as_far_as_they_say() -> Result<(), Error> {
     let mut decoder = decoder();
@@ -93,7 +93,7 @@ fn windows_reach_as_far_as_they_say() -> Result<(), Error> {
     Ok(())
 }
 
-/// With a window of 1 a token attends to itself alone: scores, turns and caps are nothing to it.
+/// With a window of 1 a token attends only to itself: scores, rotation and soft caps have no effect.
 #[test]
 fn a_token_alone_takes_its_own_value() -> Result<(), Error> {
     let mut decoder = decoder();
@@ -111,7 +111,7 @@ fn a_token_alone_takes_its_own_value() -> Result<(), Error> {
     Ok(())
 }
 
-/// Scores depend on how far apart two positions are, not on where: Su et al., equation 16.
+/// Scores depend only on the distance of two positions: Su et al., equation 16.
 #[test]
 fn turns_are_relative() {
     let heads = [fill(5, 6, Distribution::Normal), fill(6, 6, Distribution::Normal)];

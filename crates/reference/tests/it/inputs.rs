@@ -4,7 +4,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// The golden bits were computed by a separate ChaCha8 written from its specification.
+/// The golden bits come from a separate ChaCha8 written from its specification.
 #[test]
 fn golden_values() {
     for (seed, distribution, first, value_39) in [

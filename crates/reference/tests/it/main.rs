@@ -1,4 +1,4 @@
-//! The reference against independent statements of the same thing.
+//! Tests of the reference against independent definitions.
 
 mod attention;
 mod decoder;

@@ -6,7 +6,7 @@ use reference::{
 
 const NONE: Epilogue<'static> = Epilogue::NONE;
 
-/// The definition, index by index, for up to two batch axes.
+/// Evaluates the definition, index by index, for up to two batch axes.
 fn by_index(matmul: &Matmul, lhs: &[f32], rhs: &[f32], epilogue: Epilogue<'_>) -> Vec<f64> {
     let axis = |i: usize| matmul.batch.get(i).copied().unwrap_or(1);
     let stride = |strides: &Strides, i: usize| strides.batch.get(i).copied().unwrap_or(0);
@@ -60,7 +60,7 @@ fn problem() -> impl Strategy<Value = Matmul> {
     })
 }
 
-/// Rows 0 and 1 by the second matrix, row 2 by the third, none by the first.
+/// Rows 0 and 1 use the second matrix, row 2 the third, and no row the first.
 #[test]
 fn groups_are_rows_by_matrices_of_their_own() -> Result<(), Error> {
     let matmul = Matmul {
@@ -80,7 +80,7 @@ fn groups_are_rows_by_matrices_of_their_own() -> Result<(), Error> {
     Ok(())
 }
 
-/// 2048 + 1 is halfway between two f16 and goes to the even one, every time; in f32 nothing is lost.
+/// 2048 + 1 is half-way between two f16 values and always rounds to the even one; f32 loses nothing.
 #[test]
 fn naive_sums_are_rounded_to_their_format() -> Result<(), Error> {
     let wide = Matmul::contiguous(&[], [1, 1, 5], Layout::Row, Layout::Row, DType::F16);
@@ -117,7 +117,7 @@ fn an_epilogue_is_its_formula() -> Result<(), Error> {
         ..Epilogue::bias(&[-1.0, 1.0])
     };
     assert_eq!(matmul.run(&[1.0], &[2.0, -3.0], epilogue)?, [10.5, -199.75]);
-    // The sums 2 and -3 plus a bias, times those of a second matrix plus its own.
+    // The sums 2 and -3 plus a bias, times those of a second matrix plus its own bias.
     let up = Some(Up { rhs: &[4.0, 5.0], bias: Some(&[0.5, -1.0]) });
     let gated = Epilogue { up, ..Epilogue::bias(&[-1.0, 1.0]) };
     assert_eq!(matmul.run(&[1.0], &[2.0, -3.0], gated)?, [4.5, -8.0]);
@@ -145,7 +145,7 @@ fn by_hand() -> Result<(), Error> {
     let columns = Matmul::contiguous(&[], [2, 2, 3], Layout::Row, Layout::Col, DType::F32);
     assert_eq!(columns.run(&lhs, &rhs, NONE)?, [50.0, 68.0, 122.0, 167.0]);
 
-    // One lhs for two rhs, and a rhs that is a window of a wider matrix.
+    // One lhs for two rhs, and an rhs that is a window of a wider matrix.
     let shared = Matmul {
         lhs: Strides { batch: vec![0], row: 2, col: 1 },
         rhs: Strides { batch: vec![1], row: 3, col: 1 },
@@ -169,7 +169,7 @@ fn contiguous_strides() {
 
 #[test]
 fn operands_are_read_in_their_precision() -> Result<(), Error> {
-    // 1 + 2^-12 is exact in f32, and one in the others; in tf32 only the naive evaluation rounds.
+    // 1 + 2^-12 is exact in f32, and rounds to 1 in the others; in tf32 only the naive evaluation rounds.
     let x = [1.0 + 2.0f32.powi(-12)];
     let exact = f64::from(x[0]).powi(2);
     for (dtype, reference, naive) in [
@@ -199,7 +199,7 @@ fn the_naive_result_has_the_output_format() {
 
 #[test]
 fn naive_sums_lose_what_f32_loses() -> Result<(), Error> {
-    // 2^24 + 1 is no f32, so that every one is lost; f64 keeps them.
+    // 2^24 + 1 is not an f32 value, so that every 1 is lost; f64 keeps them.
     let matmul = Matmul::contiguous(&[], [1, 1, 11], Layout::Row, Layout::Row, DType::F32);
     let lhs: Vec<f32> = std::iter::once(16_777_216.0).chain([1.0; 10]).collect();
     assert_eq!(matmul.run(&lhs, &[1.0; 11], NONE)?, [16_777_226.0]);
@@ -226,7 +226,7 @@ fn empty_sizes() -> Result<(), Error> {
     Ok(())
 }
 
-/// More rows and columns than are summed side by side.
+/// More rows and columns than one block sums.
 #[test]
 fn blocks_join_without_a_seam() -> Result<(), Error> {
     for mnk in [[37, 259, 7], [16, 128, 3], [17, 129, 2], [1, 300, 5]] {
@@ -313,7 +313,7 @@ fn samples_leave_no_block_out() {
     let heads = shape(&[512], [512, 512, 64]).sample(1);
     assert!([&heads.batches, &heads.rows, &heads.cols].iter().all(|p| p.len() >= 128));
     assert!(count(&heads) * 64 < 5 * Matmul::BUDGET / 4);
-    // However small the budget, something is left.
+    // Even the smallest budget leaves a sample.
     assert!(count(&shape(&[4], [40, 40, usize::MAX >> 20]).sample_within(1, 1)) > 0);
 }
 
@@ -377,7 +377,7 @@ proptest! {
         let (lhs, rhs) = operands(&product, seed);
         let columns = Matmul::contiguous(&[], mnk, Layout::Col, Layout::Col, dtype);
         let (lhs_t, rhs_t) = (transposed(&lhs, m, k), transposed(&rhs, k, n));
-        // Products commute and sums keep their order, so that even roundings agree.
+        // Products commute and sums keep their order, so that even the roundings agree.
         let swapped = Matmul::contiguous(&[], [n, m, k], Layout::Col, Layout::Col, dtype);
         for evaluate in [Matmul::run, Matmul::naive] {
             let out = evaluate(&product, &lhs, &rhs, NONE)?;
@@ -393,7 +393,7 @@ proptest! {
     fn is_linear(matmul in problem(), seed in 0..99u64) {
         let (lhs, rhs) = operands(&matmul, seed);
         let (other, _) = operands(&matmul, seed + 500);
-        // Eighths add without rounding in f32.
+        // Multiples of 1/8 add without rounding in f32.
         let eighths = |v: &[f32]| v.iter().map(|v| (v * 8.0).round() / 8.0).collect::<Vec<_>>();
         let (lhs, other, rhs) = (eighths(&lhs), eighths(&other), eighths(&rhs));
         let sum: Vec<_> = lhs.iter().zip(&other).map(|(a, b)| a - 4.0 * b).collect();

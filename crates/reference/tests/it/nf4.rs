@@ -5,7 +5,7 @@ use reference::nf4::{
 };
 use reference::{DType, Distribution, Error, FourBit, fill, int8};
 
-/// The distance of the nearest value of a code book.
+/// Returns the distance to the nearest value of a codebook.
 fn nearest(book: &[f32], x: f32) -> f32 {
     book.iter().map(|value| (value - x).abs()).fold(f32::INFINITY, f32::min)
 }
@@ -36,7 +36,7 @@ fn a_threshold_belongs_to_the_code_below() {
         assert_eq!(FourBit::Nf4.encode(middle), code);
         assert_eq!(FourBit::Nf4.encode(middle.next_up()), code + 1);
     }
-    // CUDA's thresholds of FP4, some ulps beside the middle.
+    // CUDA's thresholds of FP4 are a few ulps off the midpoints.
     for (threshold, below, above) in [
         (0.002_604_17f32, 0, 1),
         (0.085_937_5, 1, 6),
@@ -113,7 +113,7 @@ fn zeros_and_subnormals() -> Result<(), Error> {
             .enumerate()
             .all(|(i, v)| v.to_bits() == if i == 64 { 2.0f32 } else { 0.0 }.to_bits())
     );
-    // What CUDA makes of a block of zeros is no disagreement.
+    // CUDA's codes of a block of zeros are accepted.
     let mut cuda = blocks.codes;
     cuda[..32].fill(0);
     assert_eq!(FourBit::Nf4.disagreement(&values, 32, &cuda, 0)?, None);

@@ -1,4 +1,4 @@
-//! What the paths on tensor cores share: decoding codes and nested absmax, storing rows.
+//! Functions of all tensor-core paths: decode codes and nested absmax, store rows.
 
 use cubecl::prelude::*;
 
@@ -8,10 +8,10 @@ use crate::matmul::{Columns, Finish};
 use crate::nf4::{Codes, CodesPlan};
 use crate::tile::{CopyPlan, copy_vector, global_address, load_shared, pack_pair, store_shared};
 
-/// Bytes of the book of nested absmax.
+/// Bytes of the codebook of nested absmax.
 pub(super) const NESTED_BYTES: u32 = 256 * 4;
 
-/// The value of the book of nested absmax that a unit writes first; asked for early, it is there by then.
+/// Loads the first codebook value of nested absmax that a unit writes. An early load hides its latency.
 #[cube]
 pub(super) fn first_nested<NW: Size>(weight: &Codes<NW>, unit: u32) -> f32 {
     let mut first = 0.0f32.runtime();
@@ -21,7 +21,7 @@ pub(super) fn first_nested<NW: Size>(weight: &Codes<NW>, unit: u32) -> f32 {
     first
 }
 
-/// Writes the book of nested absmax, where there is one, to shared address `to`.
+/// Writes the codebook of nested absmax to shared address `to`, if absmax are nested.
 #[cube]
 pub(super) fn fill_nested<NW: Size>(
     weight: &Codes<NW>,
@@ -42,14 +42,14 @@ pub(super) fn fill_nested<NW: Size>(
     }
 }
 
-/// A nested absmax: what its byte means in the book at shared address `book`, scaled and shifted.
+/// Dequantises a nested absmax with the codebook at shared address `book`.
 #[cube]
 pub(super) fn unnest(book: u32, byte: u32, scale: f32, offset: f32) -> f32 {
     fma(load_shared(book + byte * 4, 0u32), scale, offset)
 }
 
-/// Each byte of the result is the one of the eight of `a` and `b` that its half byte of `selector` names;
-/// with the top bit set, that one's sign all over.
+/// Selects bytes: each byte of the result is one of the eight bytes of `a` and `b`, chosen by a half byte of
+/// `selector`. If the top bit of the half byte is set, the sign of the chosen byte fills the result byte.
 #[cube]
 pub(super) fn permute(a: u32, b: u32, selector: u32) -> u32 {
     let out: u32;
@@ -64,17 +64,17 @@ pub(super) fn permute(a: u32, b: u32, selector: u32) -> u32 {
     out
 }
 
-/// Steps of 64 of k in each of `parts` but the last: whole quads of 256.
+/// Steps of 64 of k in each of `parts` except the last. They form whole quads, 256 of k each.
 pub(super) const fn part_steps(k: u32, parts: u32) -> u32 {
     (k / 256).div_ceil(parts) * 4
 }
 
-/// Where a unit copies the absmax of a row of the weight from.
+/// Global addresses from which a unit copies the absmax of a row of the weight.
 #[derive(CubeType)]
 pub(super) struct AbsmaxFeed {
-    /// Those of the row's first quad, which is 256 of k; of nested ones a byte a step.
+    /// absmax of the row's first quad, which is 256 of k; nested ones are one byte a step.
     absmax: u64,
-    /// Scales and offsets of nested ones.
+    /// Scales and offsets of nested absmax.
     scales: u64,
     /// Quads of the weight before the row.
     quads: u32,
@@ -82,7 +82,8 @@ pub(super) struct AbsmaxFeed {
 
 #[cube]
 impl AbsmaxFeed {
-    /// Of units 16·t + 2·r + h that of row r + 8·h of `piece`, which is 16 rows.
+    /// Creates the feed of a unit: unit 16·t + 2·r + h copies the absmax of row r + 8·h of `piece`, which has
+    /// 16 rows.
     pub(super) fn new<NW: Size>(
         weight: &Codes<NW>,
         piece: u32,
@@ -101,8 +102,7 @@ impl AbsmaxFeed {
         }
     }
 
-    /// Issues the copies of step `step`: of the absmax to `to` plus `far[0]`, of scale and offset to `scales_to` plus
-    /// `far[1]`.
+    /// Issues the copies of step `step`: absmax to `to + far[0]`, scale and offset to `scales_to + far[1]`.
     pub(super) fn copy(
         &self,
         step: u32,
@@ -114,7 +114,7 @@ impl AbsmaxFeed {
         let (one, two) = comptime!((CopyPlan::words(1), CopyPlan::words(2)));
         let quad = step / 4;
         if comptime!(plan.nested) {
-            // The bytes of four steps.
+            // The four bytes of a quad, one a step.
             copy_vector(self.absmax + u64::cast_from(quad * 64), to, comptime!(far[0]), true, one);
             let group = (self.quads + quad) / comptime!(plan.block_size);
             let from = self.scales + u64::cast_from(group * 8);
@@ -126,8 +126,8 @@ impl AbsmaxFeed {
     }
 }
 
-/// The absmax at `at` in shared memory, twice in a word of halves; of nested ones that of step `step`, whose scale and
-/// offset lie at `scales`.
+/// Loads the absmax at shared address `at` into both halves of a word. A nested absmax is the byte of step
+/// `step`, with scale and offset at `scales`.
 #[cube]
 pub(super) fn load_absmax(
     at: u32,
@@ -141,14 +141,14 @@ pub(super) fn load_absmax(
     let word = load_shared(at, 0u32);
     let mut value = f32::cast_from(word);
     if comptime!(nested) {
-        // Parts begin at multiples of four steps.
+        // Split-k parts begin at multiples of four steps.
         let byte = (u32::reinterpret(word) >> (step % 4 * 8)) & 255;
         value = unnest(nested_book, byte, load_shared(scales, 0u32), load_shared(scales, 4u32));
     }
     pack_pair(Vector::<f32, NP>::new(value), bf16)
 }
 
-/// The book's halves, cut in bytes: `low[i]` has those of values 4i to 4i + 3.
+/// Codebook in halves, split into bytes: `low[i]` and `high[i]` hold the bytes of values 4i to 4i + 3.
 #[derive(CubeType)]
 pub(super) struct HalfBook {
     low: Array<u32>,
@@ -178,7 +178,8 @@ impl HalfBook {
     }
 }
 
-/// Bytes `2·bytes` and `2·bytes + 1` of a word of codes: each a pair of halves times the absmax, which `scale` has twice.
+/// Decodes bytes `2·bytes` and `2·bytes + 1` of a word of codes, each to a pair of halves times the absmax.
+/// `scale` holds the absmax twice.
 #[cube]
 pub(super) fn decode_pairs(
     word: u32,
@@ -189,7 +190,8 @@ pub(super) fn decode_pairs(
 ) -> (u32, u32) {
     let shift = comptime!(16 * bytes as u32);
     let which = (word & 0x7777_7777u32) >> shift;
-    // 0 or 9 for each code: byte 0 of the constant below, or the sign of its byte 1 all over.
+    // Selector of each code: 0 takes byte 0 of the constant below, 9 takes the sign of its byte 1, spread
+    // over the byte.
     let top = word & 0x8888_8888u32;
     let upper = (top | (top >> 3)) >> shift;
     let mask = permute(0x8000u32.runtime(), 0u32.runtime(), upper);
@@ -203,24 +205,24 @@ pub(super) fn decode_pairs(
         permute(book.high[0], book.high[1], which),
         permute(book.high[2], book.high[3], which),
     );
-    // The high half of a byte is the first of its pair.
+    // The high half of a byte is the first value of its pair.
     let first = permute(low, high, 0x4051u32.runtime());
     let second = permute(low, high, 0x6273u32.runtime());
     (times(first, scale, bf16), times(second, scale, bf16))
 }
 
-/// Bits of `yes` where `mask` is set, of `no` elsewhere.
+/// Takes the bits of `yes` where `mask` is set, else those of `no`.
 #[cube]
 fn choose(mask: u32, no: u32, yes: u32) -> u32 {
     (mask & yes) | (!mask & no)
 }
 
-/// The products of two pairs of halves.
+/// Multiplies two pairs of halves.
 #[cube]
 fn times(a: u32, b: u32, #[comptime] bf16: bool) -> u32 {
     let kind = comptime!(if bf16 { "bf16x2" } else { "f16x2" });
     let out: u32;
-    // Plus -0, which changes nothing: sm_89 has no product of bf16 alone.
+    // Adding -0 changes nothing; sm_89 has no bf16 multiply without an addition.
     gpu_asm!(
         "fma.rn.{kind} {out}, {a}, {b}, {zero};",
         out = out(_) out,
@@ -232,18 +234,18 @@ fn times(a: u32, b: u32, #[comptime] bf16: bool) -> u32 {
     out
 }
 
-/// How a unit's sums of one row are stored.
+/// Layout of a unit's sums of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct RowPlan {
-    /// Pairs of neighbouring columns, eight columns apart: a multiple of four.
+    /// Number of pairs of neighbouring columns, eight columns apart; a multiple of four.
     pub(super) pairs: usize,
-    /// The second half of them is of the matrix that the first half's gates.
+    /// True if the first half of the pairs gates the second half.
     pub(super) glu: bool,
-    /// They are those of a part of k.
+    /// True if the sums are those of a split-k part.
     pub(super) partial: bool,
 }
 
-/// Stores a unit's sums of row `row`, of columns `col` and on of y.
+/// Stores a unit's sums of row `row`, from column `col` of y on.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
 pub(super) fn store_row<F: Float, NC: Size, NO: Size>(

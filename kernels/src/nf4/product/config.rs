@@ -1,4 +1,4 @@
-//! Ways to multiply with a 4-bit weight, which of them a device can run, and which are worth a try.
+//! Configs of a matmul with a 4-bit weight: their limits on a device, and the candidates for tuning.
 
 use arch::{ArchProfile, DType, MmaShape};
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
 use crate::nf4::{CodesPlan, Order, Weight};
 use crate::rows::NormKind;
 
-/// One way to multiply with a 4-bit weight.
+/// Config of a matmul with a 4-bit weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum Nf4MatmulConfig {
@@ -29,7 +29,7 @@ pub enum Nf4MatmulConfig {
     Dense(DenseConfig),
 }
 
-/// A weight made dense, and how it is multiplied with.
+/// Dequantises the weight, then runs a dense matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DenseConfig {
     pub dequantize: DequantizeConfig,
@@ -37,7 +37,7 @@ pub struct DenseConfig {
 }
 
 impl Nf4MatmulConfig {
-    /// Parts that k is cut into, whose sums are kept between two launches.
+    /// Split-k parts, whose sums are kept in memory between two launches.
     pub(super) const fn parts(&self) -> u32 {
         match self {
             Self::Stream(c) => c.parts,
@@ -59,14 +59,14 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     }
     let mut all: Vec<_> = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect();
     let planes = planes(arch, p);
-    // Few rows leave a dense weight's bytes unpaid, and tiles mostly empty.
+    // With few rows a dense weight does not pay off, and tiles are mostly empty.
     let few = if planes.is_empty() { FEW_BY_LANES } else { FEW_FOR_DENSE };
     all.extend(planes.into_iter().map(Nf4MatmulConfig::Plane));
     if p.m > few {
         let shared = shared(arch, p).into_iter().map(Nf4MatmulConfig::Shared);
         let fused = fused(arch, p).into_iter().map(Nf4MatmulConfig::Fused);
         let dense = denses(arch, p).into_iter().map(Nf4MatmulConfig::Dense);
-        // From a thousand rows on a dense weight costs less than decoding it for every tile of rows.
+        // From about a thousand rows on, a dense weight is cheaper than decoding for every tile of rows.
         if p.m >= 1024 {
             all.extend(dense.chain(shared).chain(fused));
         } else {
@@ -74,18 +74,18 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
         }
     }
     all.retain(feasible);
-    // Where tensor cores serve many rows the plain path is not worth a try.
+    // If tensor cores serve many rows, the plain path is not a candidate.
     if p.m <= FEW_BY_LANES || all.is_empty() {
         all.extend(lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).filter(feasible));
     }
     all
 }
 
-/// Rows up to which the plain path is worth a try, and the fused one has won where there is one (CUDA, 128 rows at most):
-/// more go through shared memory, or have a dense weight.
+/// Maximum rows for the plain path, and for the fused path on CUDA. Above 128 rows a path through shared
+/// memory or a dense weight wins.
 const FEW_BY_LANES: u32 = 8;
 const FEW_BY_TENSOR_CORES: u32 = 128;
-/// Rows past which a dense weight is worth a try beside matrices of planes.
+/// Rows above which a dense weight is a candidate next to plane matrices.
 const FEW_FOR_DENSE: u32 = 64;
 
 pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
@@ -97,7 +97,8 @@ pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
     }
 }
 
-/// Those that normalise, where what multiplies best does, and a launch costs more than doing it again in every cube.
+/// Returns the configs that apply the norm, if the fastest path supports it and a launch costs more than
+/// normalising in every cube.
 fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
     let unnormed = Nf4MatmulProblem { norm: None, ..*p };
     if arch.cores().is_some() {
@@ -105,14 +106,14 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
     } else if on_tensor_cores(arch, p).is_ok() {
         streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect()
     } else if p.m <= FEW_BY_LANES && !p.glu && planes(arch, &unnormed).is_empty() {
-        // Two matrices take 44.6 us with a norm, and 38.7 without (28672 x 4096, Vulkan).
+        // A gated pair of matrices takes 44.6 us with a norm, and 38.7 us without (28672 x 4096, Vulkan).
         lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).collect()
     } else {
         Vec::new()
     }
 }
 
-/// Returns whether a path normalises the rows that it multiplies, and a launch less is worth it.
+/// Returns whether a path applies the norm to the rows that it multiplies, and this is cheaper than a launch.
 pub(super) fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
     let most = if on_tensor_cores(arch, p).is_ok() { 16 } else { MOST_NORMED_ROWS };
     p.norm.is_some() && p.m <= most && !candidates(arch, p).is_empty()
@@ -148,12 +149,12 @@ pub(super) fn simplest(
     check(arch, p, &config).map(|()| config)
 }
 
-/// Every number of parts that gives whole planes work, the fewest first.
+/// Returns a config for each number of parts that gives work to whole planes, fewest parts first.
 fn streams(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<StreamConfig> {
     let quads = p.weight.k / 256;
     let mut found: Vec<StreamConfig> = Vec::new();
-    // Of 16 planes a unit has 128 registers; with two fragments of x it spills 16 to 248 bytes. Eight planes
-    // spill 8 (sm_120) where absmax are numbers, of which a unit holds eight.
+    // With 16 planes a unit has 128 registers; with two fragments of x it spills 16 to 248 bytes. Eight
+    // planes spill 8 bytes (sm_120) if absmax are f32, because a unit holds eight of them.
     let planes = match (p.m > 8, p.weight.nested) {
         (false, _) => [16u32, 12, 8],
         (true, true) => [12, 8, 6],
@@ -165,7 +166,7 @@ fn streams(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<StreamConfig> {
         }
         for extra in 0..2 {
             let parts = quads.div_ceil(planes) + extra;
-            // Even shares: no plane more than another.
+            // Equal parts: no plane has more work than another.
             let config = StreamConfig { planes: quads.div_ceil(parts), parts };
             if !found.contains(&config) {
                 found.push(config);
@@ -175,7 +176,7 @@ fn streams(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<StreamConfig> {
     found
 }
 
-/// Tiles for the rows at hand; k in parts where few blocks leave processors idle.
+/// Returns tiles for this number of rows, with split-k if there are too few blocks for all processors.
 fn fused(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<FusedConfig> {
     let quads = p.weight.k / 256;
     let processors = arch.processors.unwrap_or(1);
@@ -190,7 +191,7 @@ fn fused(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<FusedConfig> {
         let one = FusedConfig { tile_m, planes, stages, parts: 1 };
         let wanted = (2 * processors / blocks(&one)).clamp(1, quads.min(8));
         for parts in [1, wanted, wanted.div_ceil(2)] {
-            // Even shares, and none without one.
+            // Equal parts, none of them empty.
             let parts = quads.div_ceil(quads.div_ceil(parts));
             let config = FusedConfig { parts, ..one };
             if !found.contains(&config) {
@@ -198,13 +199,14 @@ fn fused(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<FusedConfig> {
             }
         }
     }
-    // The fewest blocks that keep every processor busy come first.
+    // First come the configs with the fewest parts that keep every processor busy.
     found.sort_by_key(|c| (blocks(c) * c.parts < processors, c.parts));
     found.truncate(8);
     found
 }
 
-/// Tiles of many rows, the least empty first; k in parts where few blocks leave processors idle.
+/// Returns tiles for many rows, the least empty first, with split-k if there are too few blocks for all
+/// processors.
 fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
     let quads = p.weight.k / 256;
     let processors = arch.processors.unwrap_or(1);
@@ -215,7 +217,7 @@ fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
     for (planes_m, planes_n, stages) in [(4, 2, 3), (4, 2, 4), (4, 1, 4), (2, 2, 3)] {
         let one = SharedConfig { planes_m, planes_n, stages, parts: 1 };
         let blocks = p.m.div_ceil(one.tile_m()) * p.weight.n.div_ceil(one.tile_n());
-        // Even shares.
+        // Equal parts.
         let parts = (processors / blocks).clamp(1, quads.min(8));
         let parts = quads.div_ceil(quads.div_ceil(parts));
         for parts in [parts, 1] {
@@ -229,7 +231,7 @@ fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
     found
 }
 
-/// Matrices of planes, where the weight lies as they take it.
+/// Returns configs of plane matrices, if the weight has the order that they need.
 fn planes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<PlaneConfig> {
     match coded(p) {
         Ok(coded) => coded::candidates(arch, &coded),
@@ -243,11 +245,11 @@ fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
         let configs = [8, 4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
         return configs.to_vec();
     }
-    // One row of x leaves registers for many rows of the weight, which share what is read of x; eight of them
-    // spill 8 to 44 bytes where NVRTC compiles.
+    // One row of x leaves registers for many rows of the weight, which share the reads of x. Eight rows spill
+    // 8 to 44 bytes with NVRTC.
     let ptx = arch.inline_ptx();
     let shapes = match columns {
-        // Four rows and a norm spill 24 bytes (sm_89).
+        // Four rows with a norm spill 24 bytes (sm_89).
         1 if ptx && p.norm.is_some() => {
             [[256, 32, 2], [128, 64, 2], [128, 32, 2], [128, 128, 2], [128, 64, 4], [64, 32, 2]]
         }
@@ -261,13 +263,13 @@ fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
     all.into_iter().chain([LanesConfig::simplest(arch, p.glu)]).collect()
 }
 
-/// The products of the dense weight that are worth a try.
+/// Returns candidate configs with a dense weight.
 fn denses(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<DenseConfig> {
     let Some(dequantize) = Nf4Dequantize::candidates(arch, &p.dequantized()).first().copied()
     else {
         return Vec::new();
     };
-    // The best `Pipelined` config of 512 rows comes late in the list.
+    // The best `Pipelined` config for 512 rows comes late in the list.
     let worth = if arch.matrices_from_words() { 8 } else { 4 };
     let all = Matmul::candidates(arch, &p.dense()).into_iter();
     all.take(worth).map(|matmul| DenseConfig { dequantize, matmul }).collect()
@@ -337,7 +339,7 @@ fn check_shared(
         return Err(lacks("asynchronous copies"));
     }
     for (name, value, allowed) in [
-        // A plane's 32 units copy the absmax of two pieces at most.
+        // The 32 units of a plane copy the absmax of at most two pieces.
         ("planes_m", c.planes_m, &[2u32, 4][..]),
         ("planes_n", c.planes_n, &[1, 2, 4]),
         ("stages", c.stages, &[2, 3, 4, 5, 6]),
@@ -346,7 +348,7 @@ fn check_shared(
             return Err(shape(name, value, &format!("one of {allowed:?}")));
         }
     }
-    // A unit has all registers that there are.
+    // A unit then has the maximum number of registers.
     if c.planes() > 8 {
         return Err(shape("planes_n", c.planes_n, "eight planes at most"));
     }
@@ -354,7 +356,7 @@ fn check_shared(
     limits(arch, 32 * c.planes(), shared_plan(p, c).shared_bytes())
 }
 
-/// Parts of whole quads, none of them empty.
+/// Checks that split-k parts are whole quads and none is empty.
 fn parts_have_quads(p: &Nf4MatmulProblem, parts: u32) -> Result<(), Infeasible> {
     let steps = p.weight.k / 64;
     if !(1..=64).contains(&parts) || (parts - 1) * part_steps(p.weight.k, parts) >= steps {
@@ -363,7 +365,7 @@ fn parts_have_quads(p: &Nf4MatmulProblem, parts: u32) -> Result<(), Infeasible> 
     Ok(())
 }
 
-/// The weight lies in tiles, and there are instructions for it.
+/// Checks that the weight is in tiles and the device has the instructions for it.
 fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     if p.weight.order != Order::Tiles {
         return Err(shape("k", p.weight.k, "the weight does not lie in tiles"));
@@ -371,7 +373,7 @@ fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infea
     multiplies(arch, p.dtype)
 }
 
-/// Checks whether the device has the instructions of the paths on tensor cores.
+/// Checks that the device has the instructions of the tensor-core paths.
 fn multiplies(arch: &ArchProfile, dtype: DType) -> Result<(), Infeasible> {
     let half = matches!(dtype, DType::F16 | DType::Bf16);
     let inst = arch.mma_for(dtype, DType::F32).filter(|_| half);
@@ -381,7 +383,7 @@ fn multiplies(arch: &ArchProfile, dtype: DType) -> Result<(), Infeasible> {
     Ok(())
 }
 
-/// Rows are multiplied as they are.
+/// Checks that the problem has no norm.
 fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     match p.norm {
         None => Ok(()),
@@ -389,7 +391,7 @@ fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     }
 }
 
-/// The product as that of a weight in codes, in rows.
+/// Describes the matmul to [`coded`](crate::coded), for a weight in rows.
 pub(super) fn coded(p: &Nf4MatmulProblem) -> Result<CodedProblem, Infeasible> {
     unnormed(p)?;
     if p.weight.order != Order::Rows {
@@ -457,8 +459,7 @@ pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan 
     }
 }
 
-/// # Errors
-/// The device has no such matrices.
+/// Returns the plan of the fused path.
 pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
     FusedPlan {
         config: FusedConfig { parts: 1, ..*c },

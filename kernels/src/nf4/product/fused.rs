@@ -1,4 +1,4 @@
-//! The path of many rows on CUDA: a tile of x in shared memory, codes decoded into right fragments.
+//! The CUDA path for many rows: a tile of x in shared memory, codes decoded into right fragments.
 //!
 //! | loop                                     | level                                              |
 //! |------------------------------------------|----------------------------------------------------|
@@ -7,31 +7,32 @@
 //! | 32 columns of y                          | planes, accumulators in registers                  |
 //! | 32 of k                                  | codes of all columns decoded, then row after row   |
 //!
-//! Planes stand side by side along n, so each code is decoded once a cube, into the register that the
-//! instruction takes: no dense tile in shared memory, no barrier for one. While the products of a half
-//! step are under way, the codes of the next are decoded, a slice beside each fragment of rows.
+//! Planes are adjacent along n. Each code is therefore decoded once a cube, directly into the register that
+//! the instruction takes. This needs no dense tile in shared memory, and no barrier for one. While a half
+//! step is multiplied, the codes of the next are decoded, one slice with each fragment of rows.
 //!
-//! Eight codes become four registers by byte permutations: the book's 16 halves are two tables of 16
-//! bytes, each half of a table one `prmt` for four codes, chosen by the codes' top bits. That is 24
-//! instructions for eight codes, none of them on shared memory, which is what the loads of x need. A pair
-//! is then multiplied by its absmax in half precision: book value, absmax and product are each rounded.
+//! Byte permutations turn eight codes into four registers. The 16 halves of the codebook are two tables of 16
+//! bytes. One `prmt` reads half a table for four codes, and the top bits of the codes choose between the
+//! halves. That takes 24 instructions for eight codes and no shared memory access, which the loads of x need.
+//! Each pair is then multiplied by its absmax in half precision: codebook value, absmax and product are each
+//! rounded.
 //!
-//! Cost: products, and 24 integer instructions for eight codes a cube.
+//! Cost: the matmul, and 24 integer instructions for eight codes a cube.
 //!
-//! Ladder, us at m = 64 / 128 / 512 (14336 x 4096, H200 restricted to an RTX 4090's features; a dense weight
-//! and its product 85 / 98 / 192, bitsandbytes 0.50.2 114 / 109 / 166):
+//! Ladder in us at m = 64 / 128 / 512 (14336 x 4096, H200 limited to the features of an RTX 4090; a dense
+//! weight with its matmul takes 85 / 98 / 192, bitsandbytes 0.50.2 114 / 109 / 166):
 //!
 //! | version                                                         |  64 | 128 | 512 |
 //! |-----------------------------------------------------------------|-----|-----|-----|
 //! | v1 x by 16-byte loads in the order of the codes, decoded at once | 48  | 80  | 252 |
-//! | v2 v1, the next half step's codes decoded beside the products    | 51  | 82  | 251 |
+//! | v2 v1, next half step's codes decoded during the matmul          | 51  | 82  | 251 |
 //! | v3 codes in the order of `ldmatrix`: no register is moved        | 43  | 71  | 207 |
-//! | v4 v3, fragments of x loaded three turns ahead                   | 39  | 68  | 200 |
+//! | v4 v3, fragments of x loaded three iterations ahead              | 39  | 68  | 200 |
 //! | v5 v4, copies a step and a half ahead instead of half a step     | 40  | 69  | 204 |
 //!
-//! At 512 rows the tensor pipe is busy for 47% of the time, no pipe for more than 53%. Of 5.2 cycles between
-//! two instructions of a plane 1.3 are a pipe that is busy with the plane's neighbour and 1.3 a fixed latency:
-//! two planes a scheduler are too few to hide both, and their registers allow no third. Of 512 rows
+//! At 512 rows the tensor pipe is busy for 47% of the time, and no pipe for more than 53%. Of 5.2 cycles
+//! between two instructions of a plane, 1.3 are a pipe that another plane occupies, and 1.3 a fixed latency.
+//! Two planes a scheduler are too few to hide both, and there are no registers for a third. At 512 rows
 //! [`shared`](super::shared) is faster.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -53,19 +54,19 @@ use crate::tile::{
 /// Tile sizes of the fused path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FusedConfig {
-    /// Rows of x that a cube takes.
+    /// Rows of x that a cube processes.
     pub tile_m: u32,
-    /// Planes of a cube, each with 32 columns.
+    /// Planes of a cube, with 32 columns each.
     pub planes: u32,
-    /// Steps of 64 of k in the ring.
+    /// Stages in the ring, each 64 of k.
     pub stages: u32,
-    /// Parts that k is cut into, each the work of other cubes.
+    /// Number of split-k parts; each part has its own cubes.
     pub parts: u32,
 }
 
-/// Register sets for fragments of x; all but one are loaded ahead.
+/// Register sets for fragments of x; all except one are loaded ahead.
 const SETS: usize = 4;
-/// k of a stage.
+/// Size of a stage along k.
 const STEP: u32 = 64;
 /// Bytes of codes of a plane's 32 columns in a stage: two pieces of 16 rows of the weight.
 const CODES_BYTES: u32 = 1024;
@@ -79,24 +80,25 @@ impl FusedConfig {
         32 * self.planes
     }
 
-    /// Registers of a unit, roughly: accumulators, fragments of both, codes, book and addresses.
+    /// Rough number of registers of a unit: accumulators, fragments of both operands, codes, codebook and
+    /// addresses.
     pub(super) const fn registers(self) -> u32 {
         self.tile_m + 96
     }
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FusedPlan {
-    /// With one part, so that instances differ by `partial` alone.
+    /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: FusedConfig,
     pub(super) weight: CodesPlan,
     pub(super) bf16: bool,
-    /// Every tile of x is full: no edge is checked.
+    /// True if every tile of x is full, so that no edge is checked.
     pub(super) exact: bool,
-    /// Of a plane's columns, the first 16 are one matrix's and the others those of the one it gates.
+    /// True if the first 16 of a plane's columns gate the others.
     pub(super) glu: bool,
-    /// Sums go to the workspace.
+    /// True if sums go to the workspace.
     pub(super) partial: bool,
 }
 
@@ -110,7 +112,7 @@ impl FusedPlan {
         }
     }
 
-    /// Where in a stage the codes of the planes lie, then their absmax, then scale and offset of these.
+    /// Offset of the planes' codes in a stage; their absmax follow, then the scales and offsets of these.
     const fn codes_at(self) -> u32 {
         self.config.tile_m * STEP * 2
     }
@@ -132,16 +134,16 @@ impl FusedPlan {
     }
 }
 
-/// What a unit copies of every step.
+/// Source addresses of a unit's copies for every step.
 #[derive(CubeType)]
 struct Feed {
     lane: CopyLane,
-    /// Address of its first vector of x, at the first step.
+    /// Address of the unit's first vector of x, at step 0.
     x: u64,
     /// Bytes between rows of x.
     line: u64,
     rows_left: u32,
-    /// Addresses of its 16 bytes of both pieces of codes, at step 0.
+    /// Addresses of the unit's 16 bytes in both pieces of codes, at step 0.
     codes: u64,
     second: u64,
     absmax: AbsmaxFeed,
@@ -171,7 +173,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     let unit = plane * 32 + lane;
     let (rows, cols) = (dims.m.div_ceil(config.tile_m), dims.n.div_ceil(config.tile_n()));
     let (block_m, block_n) = block_of(rows, cols, CUBE_POS_X);
-    // Of two matrices a plane has half as many columns of each.
+    // With a gated pair, a plane has half as many columns of each matrix.
     let wide = comptime!(if plan.glu { 16u32 } else { 32u32 });
     let row = block_m * config.tile_m;
     let col = (block_n * comptime!(config.planes) + plane) * wide;
@@ -205,7 +207,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     let mut read = u32::cast_from(ring);
     wait_copies(comptime!(stages - 2));
     sync_cube();
-    // Right fragments of the half step at hand and of the next: [2, 4], of columns 8j to 8j + 7 each.
+    // Right fragments of the current half step and of the next: [2, 4], with columns 8j to 8j + 7 each.
     let mut right = Sequence::<Array<u32>>::new();
     #[unroll]
     for _ in 0..8usize {
@@ -228,23 +230,23 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
         }
     }
     for step in 0..steps {
-        // Into the stage of the step before, which every plane has read.
+        // Copy into the stage of the previous step, which every plane has read.
         copy(&feed, first, step + comptime!(stages - 1), steps, to, plane, lane, plan);
         to = next_stage(to, ring, end, plan.stage_bytes());
         let now = u32::cast_from(read);
         #[unroll]
         for half in 0..2usize {
             if comptime!(half == 1) {
-                // Codes and absmax of a plane are copied by its own units.
+                // The codes and absmax of a plane are copied by its own units.
                 wait_copies(comptime!(stages - 2));
                 sync_plane();
                 read = next_stage(read, ring, end, plan.stage_bytes());
-                // Past the last step this is what an earlier one left there, and nobody multiplies it.
+                // Past the last step this reads leftovers of an earlier one, which are never multiplied.
                 let from = read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16;
                 load_codes(&mut codes, from);
                 load_scales(&mut scales, read, nested_book, step + 1, plane, lane, plan);
             }
-            // Fragment after fragment of the first 16 of k, then of the other.
+            // Fragments of the first 16 of k, then of the other 16.
             #[unroll]
             for turn in 0..comptime!(2 * frags) {
                 let ahead = comptime!(2 * frags * half + turn + SETS - 1);
@@ -253,12 +255,12 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                     load_left::<F>(now, own, next, ahead, plan);
                 } else {
                     if comptime!(ahead == 4 * frags) {
-                        // All of the stage at hand is read, and all of the next one is there.
+                        // The current stage is completely read, and the next one has arrived.
                         sync_cube();
                     }
                     load_left::<F>(read, own, next, comptime!(ahead - 4 * frags), plan);
                 }
-                // A share of the next half step's codes, for while the products are under way.
+                // Decodes a slice of the next half step's codes during the matmul.
                 #[unroll]
                 for slice in comptime!(4 * turn / frags)..comptime!(4 * (turn + 1) / frags) {
                     decode(&codes, &scales, &book, &mut right, 1 - half, slice, plan.bf16);
@@ -307,7 +309,7 @@ fn feed_of<F: Float, NX: Size, NW: Size>(
     let spans = dims.k / STEP;
     let line = u64::cast_from(dims.k) * 2;
     let copy_lane = CopyLane::new(unit, copies);
-    // Columns past the end repeat the last ones; they are never stored.
+    // Columns past the end repeat the last ones and are never stored.
     let tiles = dims.n / comptime!(if plan.glu { 32u32 } else { 16u32 });
     let one = min(col / 16, tiles - 1);
     let two = if comptime!(plan.glu) { one + tiles } else { min(col / 16 + 1, tiles - 1) };
@@ -325,7 +327,7 @@ fn feed_of<F: Float, NX: Size, NW: Size>(
     }
 }
 
-/// Issues the copies of step `step` of `steps` after `first` to the stage at `to`; closes their group.
+/// Issues the copies of step `step` of `steps` after `first` to the stage at `to`, and closes their group.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one step, one stage")]
 fn copy(
@@ -354,7 +356,7 @@ fn copy(
     commit_copies();
 }
 
-/// The unit's words of both pieces: columns lane / 4 + 8j at 2j and 2j + 1.
+/// Loads the unit's words of both pieces: columns lane / 4 + 8j at 2j and 2j + 1.
 #[cube]
 fn load_codes(codes: &mut Array<u32>, from: u32) {
     #[unroll]
@@ -367,7 +369,7 @@ fn load_codes(codes: &mut Array<u32>, from: u32) {
     }
 }
 
-/// The absmax of the unit's four columns, each twice in a word of halves.
+/// Loads the absmax of the unit's four columns, each twice in a word of halves.
 #[cube]
 fn load_scales(
     scales: &mut Array<u32>,
@@ -387,7 +389,7 @@ fn load_scales(
     }
 }
 
-/// The fragment of turn `turn` of a step: rows one after the other, for 16 of k after 16.
+/// Loads fragment `turn` of a step: all rows of the first 16 of k, then of the next 16.
 #[cube]
 fn load_left<F: Float>(
     read: u32,
@@ -403,7 +405,7 @@ fn load_left<F: Float>(
     load_fragments::<F>(at, into, far, plan.copies().shape, false);
 }
 
-/// Slice `slice` of eight of the right fragments of half step `half`: two bytes of a column's word.
+/// Decodes slice `slice` of eight of the right fragments of half step `half`: two bytes of a column's word.
 #[cube]
 fn decode(
     codes: &Array<u32>,

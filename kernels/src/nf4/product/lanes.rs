@@ -1,34 +1,34 @@
-//! The plain path of any GPU, and of a CPU where [`pairs`](super::pairs) does not serve: neighbouring units share rows of the
-//! weight.
+//! The GEMV path for any GPU, and for CPUs where [`pairs`](super::pairs) does not apply. Neighbouring units
+//! share rows of the weight.
 //!
 //! ```text
 //!   for each `columns` rows of x
-//!     for each 32 elements of a row of the weight       // one unit, the next ones the next unit's
+//!     for each 32 elements of a row of the weight       // one unit; neighbouring units take neighbouring elements
 //!       acc += absmax · Σ book[code] · x                // for `rows` rows and `columns` of x
-//!     y = epilogue(sum of the units' acc)               // through shared memory, by halves
+//!     y = epilogue(sum of the units' acc)               // tree reduction through shared memory
 //! ```
 //!
-//! Everything is f32. The book lies in shared memory where units share one: a value a bank, so that any mix
-//! of codes is read at once. Where k is no multiple of 8 a word straddles rows, and elements are decoded one
-//! by one.
+//! Arithmetic is f32. If units share a codebook, it lies in shared memory, one value a bank, so that any mix
+//! of codes is read at once. If 8 does not divide k, a word spans two rows, and elements are decoded one by
+//! one.
 //!
-//! Cost: a read of the book, and about four other instructions, an element and row of the weight.
+//! Cost: one codebook read and about four other instructions per element, for each row of the weight.
 //!
-//! Ladder, us at m = 1 (14336 x 4096 in rows, bf16, H200 through Vulkan / restricted to an RTX 4090's
-//! features):
+//! Ladder in us at m = 1 (14336 x 4096 in rows, bf16, H200 through Vulkan / limited to the features of an RTX
+//! 4090):
 //!
 //! | version                                                       | Vulkan | CUDA |
 //! |---------------------------------------------------------------|--------|------|
 //! | v1 a word at a time, its absmax looked up for each, two rows    | 29.7   | 28.2 |
 //! | v2 four words and one absmax at a time, two rows                | 30.5   | 25.4 |
 //! | v3 v2, eight rows of 128 units on Vulkan, four of 32 on CUDA    | 20.7   | 19.8 |
-//! | v4 v3, the units' sums added by halves, not one after the other | 22.9   | 19.8 |
+//! | v4 v3, tree reduction over units instead of a sequential sum    | 22.9   | 19.8 |
 //!
-//! v4 needs no other shapes for two matrices, where v3 spills 24 to 72 bytes on CUDA; why it costs Vulkan 2 us
-//! was not looked into.
+//! v4 works with the same shapes for a gated pair, where v3 spills 24 to 72 bytes on CUDA. The reason for its
+//! cost of 2 us on Vulkan is unknown.
 //!
-//! With two rows, v2 waits for shared memory and the first-level cache, which are busy for 69% of the time:
-//! what units read of x lies 64 bytes apart. More rows share it.
+//! With two rows, v2 is bound by shared memory and the first-level cache, which are busy for 69% of the time.
+//! Neighbouring units read x 64 bytes apart. More rows share these reads.
 
 use arch::ArchProfile;
 use cubecl::prelude::*;
@@ -39,26 +39,26 @@ use crate::matmul::{Columns, Finish, NormWeight};
 use crate::nf4::{Codes, code_shift};
 use crate::rows::NormKind;
 
-/// How the plain path is spread.
+/// Launch shape of the GEMV path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LanesConfig {
     /// Units of a cube.
     pub units: u32,
     /// Units that share rows.
     pub lanes: u32,
-    /// Rows of the weight that they take at once.
+    /// Rows of the weight that a group of lanes processes at once.
     pub rows: u32,
-    /// Rows of x that they take at once.
+    /// Rows of x that a group of lanes processes at once.
     pub columns: u32,
 }
 
 impl LanesConfig {
-    /// Rows of the weight that a cube takes.
+    /// Rows of the weight that a cube processes.
     pub(super) const fn rows_of_cube(self) -> u32 {
         self.units / self.lanes * self.rows
     }
 
-    /// The config with the least to go wrong, for one matrix or two.
+    /// Returns the baseline config for one matrix or a gated pair.
     pub(super) fn simplest(arch: &ArchProfile, glu: bool) -> Self {
         let rows = if glu { 2 } else { 1 };
         match arch.cores() {
@@ -68,31 +68,31 @@ impl LanesConfig {
     }
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct LanesPlan {
     pub(super) config: LanesConfig,
-    /// Words do not straddle rows.
+    /// True if no word spans two rows.
     pub(super) whole: bool,
-    /// Neighbouring words that a unit takes at once; they have one absmax.
+    /// Neighbouring words that a unit decodes at once; they share one absmax.
     pub(super) words: u32,
-    /// Of a unit's rows every other one is of the matrix that its neighbour gates.
+    /// True if a unit's rows alternate between a matrix and the one that it gates.
     pub(super) glu: bool,
     pub(super) norm: Option<NormKind>,
 }
 
 impl LanesPlan {
-    /// Rows of the weight that make one column of y.
+    /// Rows of the weight that form one column of y.
     pub(super) const fn matrices(self) -> u32 {
         if self.glu { 2 } else { 1 }
     }
 
-    /// Products that a unit sums.
+    /// Dot products that a unit accumulates.
     pub(super) const fn products(self) -> u32 {
         self.config.rows * self.config.columns
     }
 
-    /// All that a unit sums: where x is normalised the squares of its rows come last.
+    /// Accumulators of a unit. With a norm, the squares of its rows of x come last.
     const fn sums(self) -> u32 {
         self.products() + if self.norm.is_some() { self.config.columns } else { 0 }
     }
@@ -102,7 +102,7 @@ impl LanesPlan {
         16 * 4 + sums * 4
     }
 
-    /// Where among a unit's sums that of its row `r` of the weight and its row `c` of x lies.
+    /// Index of the accumulator for the unit's row `r` of the weight and row `c` of x.
     pub(super) const fn place(self, r: u32, c: u32) -> usize {
         let matrices = self.matrices();
         ((r / matrices * self.config.columns + c) * matrices + r % matrices) as usize
@@ -146,7 +146,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     let LanesConfig { units, lanes, rows, columns } = comptime!(plan.config);
     let matrices = comptime!(plan.matrices());
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
-    // Columns of y that the cube and the unit's group have, and what each costs of `acc`.
+    // First column of y of the cube, columns of a group, and accumulators of a unit.
     let first = CUBE_POS_X * comptime!(plan.config.rows_of_cube() / matrices);
     let width = dims.n / matrices;
     let per_group = comptime!(rows / matrices);
@@ -252,7 +252,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
             for i in 0..per_unit {
                 sums[UNIT_POS as usize * per_unit + i] = acc[i];
             }
-            // Halves of the units of a row, the upper added to the lower.
+            // Tree reduction: the upper half of a row's units adds to the lower half.
             #[unroll]
             for level in 0..comptime!(lanes.ilog2()) {
                 sync_cube();
@@ -321,7 +321,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     }
 }
 
-/// What a unit decodes at a time.
+/// Codes that a unit decodes at once.
 #[derive(CubeType)]
 pub(super) struct Chunk {
     /// `[rows, words]`
@@ -330,7 +330,7 @@ pub(super) struct Chunk {
     pub(super) absmax: Array<f32>,
 }
 
-/// Chunk `at` of a unit's rows of the weight, the first being of column `first` of y.
+/// Loads chunk `at` of a unit's rows of the weight. The first row belongs to column `first` of y.
 #[cube]
 pub(super) fn chunk_of<NW: Size>(
     weight: &Codes<NW>,
@@ -364,15 +364,15 @@ pub(super) fn chunk_of<NW: Size>(
     Chunk { codes, absmax }
 }
 
-/// Row `r` of a unit's in the weight, its first being of column `first` of y. Rows past the end repeat the
-/// last; they are never stored.
+/// Returns row `r` of a unit's rows of the weight. The first row belongs to column `first` of y. Rows past the
+/// end repeat the last one and are never stored.
 #[cube]
 fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: LanesPlan) -> u32 {
     let matrices = comptime!(plan.matrices());
     min(first + comptime!(r / matrices), width - 1) + comptime!(r % matrices) * width
 }
 
-/// Eight elements of each of a unit's rows of x; rows past the end repeat the last.
+/// Loads eight elements of each of a unit's rows of x. Rows past the end repeat the last one.
 #[cube]
 fn load_eights<F: Float, NX: Size>(
     x: &[Vector<F, NX>],
@@ -400,7 +400,7 @@ fn load_eights<F: Float, NX: Size>(
     eights
 }
 
-/// Adds the squares of eights of x, and makes of them what a norm multiplies by the weight.
+/// Accumulates the squares of eight elements of x, and multiplies the elements by the norm weight.
 #[cube]
 fn weigh<F: Float, NX: Size>(
     eights: &mut Array<f32>,
@@ -427,7 +427,7 @@ fn weigh<F: Float, NX: Size>(
     }
 }
 
-/// Stores the result of column `n` and row `m` of y, made of the sum at `at`, or of that and the next.
+/// Stores the result of column `n` and row `m` of y, from the sum at `at` or from a gated pair of sums.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "sums, a result and its place")]
 pub(super) fn store<F: Float, NO: Size>(

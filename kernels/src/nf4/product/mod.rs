@@ -1,28 +1,28 @@
 //! y = residual + gate · activation(x · wᵀ + bias)    x: `[m, k]`   w: `[n, k]` in 4 bits   y: `[m, n]`
 //!
-//! or, where the rows of w are those of two matrices `[G; U]` that gate one another,
+//! With a gated pair of matrices `[G; U]` in the rows of w:
 //!
 //! y = residual + gate · activation(x · Gᵀ + bias) · (x · Uᵀ + bias)    y: `[m, n / 2]`
 //!
-//! One source, six ways through it, chosen by [`Nf4MatmulConfig`]:
+//! [`Nf4MatmulConfig`] chooses one of six paths:
 //!
-//! | path     | decodes                          | multiplies with    | where                          |
+//! | path     | decodes                          | multiplies with    | used for                       |
 //! |----------|----------------------------------|--------------------|--------------------------------|
-//! | `Stream` | in registers, by pairs           | `mma.sync`         | CUDA, m to 16, weight in tiles |
+//! | `Stream` | in registers, by pairs           | `mma.sync`         | CUDA, m up to 16, weight in tiles |
 //! | `Fused`  | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
 //! | `Shared` | into shared memory, by eights    | `mma.sync`         | CUDA, weight in tiles, hundreds of rows |
 //! | `Plane`  | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
-//! | `Lanes`  | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | anywhere        |
-//! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | where rows outnumber the bytes  |
+//! | `Lanes`  | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | any device      |
+//! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | many rows                  |
 //!
-//! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Dense` writes and reads a dense weight besides, 4
-//! bytes an element: at 4096 rows a thirtieth of the time of its product.
+//! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Dense` also writes and reads a dense weight, 4 bytes
+//! an element; at 4096 rows this takes a thirtieth of the time of the matmul.
 //!
-//! Gated: Shazeer, "GLU Variants Improve Transformer" (2020). G and U are one weight
-//! ([`join`](super::join)), so that a launch reads x once and nothing is stored between them.
+//! Gating: Shazeer, "GLU Variants Improve Transformer" (2020). G and U are one weight
+//! ([`join`](super::join)), so that one launch reads x once and stores nothing in between.
 //!
-//! Rows of x may be normalised as they are multiplied ([`Nf4MatmulProblem::norm`]): by `Stream` where k is not in
-//! parts, and by `Lanes`.
+//! A norm can be applied to the rows of x ([`Nf4MatmulProblem::norm`]), by `Lanes`, and by `Stream` without
+//! split-k.
 //!
 //! [`Nf4Dequantize`]: super::Nf4Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
@@ -66,40 +66,43 @@ use lanes::LanesPlan;
 use shared::SharedPlan;
 use stream::StreamPlan;
 
-/// The family of products with 4-bit weights.
+/// The matmul kernel for 4-bit weights.
 pub struct Nf4Matmul;
 
 impl Nf4Matmul {
-    /// Whether the problem has a norm, and this device a path that is worth it: without one it is a launch of its own.
+    /// Returns whether the problem has a norm and applying it in the matmul is cheaper than a launch of its
+    /// own.
     pub fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
         config::takes_norm(arch, p)
     }
 
-    /// Rows of x, of `dtype`, up to which codes are multiplied as they are; for more the weight may be made dense.
+    /// Maximum rows of x (of `dtype`) for which codes are multiplied directly. For more rows the weight may
+    /// be dequantised first.
     pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
         config::coded_rows(arch, dtype)
     }
 }
 
-/// One product. Build it with [`Nf4MatmulProblem::new`], which checks it.
+/// One matmul. Build it with [`Nf4MatmulProblem::new`], which checks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Nf4MatmulProblem {
     pub m: u32,
     pub weight: Weight,
     /// Type of x, bias and y: f32, f16 or bf16.
     pub dtype: DType,
-    /// A bias has `[n]` elements, the other matrices those of y.
+    /// Bias has `[n]` elements; the other operands have the shape of y.
     pub epilogue: Epilogue,
-    /// True if the first half of the weight's rows gates the second; where nothing is said, not.
+    /// True if the first half of the weight's rows gates the second half. Absent in serialised form means
+    /// false.
     #[serde(default)]
     pub glu: bool,
-    /// What is done to rows of x before they are multiplied, with a weight `[k]`: see [`matmul`](crate::matmul).
+    /// Norm of the rows of x, with a norm weight `[k]`: see [`matmul`](crate::matmul).
     #[serde(default)]
     pub norm: Option<NormKind>,
 }
 
 impl Nf4MatmulProblem {
-    /// x `[m, k]` by the weight.
+    /// Creates the matmul of x `[m, k]` and the weight.
     ///
     /// # Errors
     /// A size of 0.
@@ -110,7 +113,7 @@ impl Nf4MatmulProblem {
         Ok(Self { m, weight, dtype, epilogue: Epilogue::default(), glu: false, norm: None })
     }
 
-    /// The same weight as two matrices, the first of which gates the second.
+    /// Treats the weight as two matrices, where the first gates the second.
     ///
     /// # Errors
     /// [`InvalidMatmul::Halves`].
@@ -120,7 +123,7 @@ impl Nf4MatmulProblem {
         if gated.has_halves() { Ok(gated) } else { Err(InvalidMatmul::Halves { n }) }
     }
 
-    /// Returns whether the weight is two matrices where it has to be.
+    /// Returns whether the weight can be split into two matrices.
     const fn has_halves(&self) -> bool {
         let rows = match self.weight.order {
             Order::Tiles => 32,
@@ -129,17 +132,17 @@ impl Nf4MatmulProblem {
         !self.glu || self.weight.n % rows == 0
     }
 
-    /// Columns of y.
+    /// Number of columns of y.
     pub const fn columns(&self) -> u32 {
         if self.glu { self.weight.n / 2 } else { self.weight.n }
     }
 
-    /// Elements of a bias.
+    /// Number of elements of a bias.
     pub const fn bias_len(&self) -> usize {
         self.weight.n as usize
     }
 
-    /// The product with a dense weight that has the shape of y.
+    /// Returns the matmul with a dense weight, with the columns of y.
     pub fn dense(&self) -> MatmulProblem {
         let precision = match self.dtype {
             DType::F16 => Precision::F16,
@@ -156,40 +159,40 @@ impl Nf4MatmulProblem {
         DequantizeProblem { weight: self.weight, out: self.dtype }
     }
 
-    /// Of two dense products the one that ends in y.
+    /// Returns the second of two dense matmuls, which produces y.
     fn gated(&self) -> MatmulProblem {
         let dense = self.dense();
         let gate = dense.epilogue.gate || self.glu;
         MatmulProblem { epilogue: Epilogue { gate, ..dense.epilogue }, ..dense }
     }
 
-    /// Of two dense products the one that is gated by the other.
+    /// Returns the first of two dense matmuls, whose result gates the second.
     fn ungated(&self) -> MatmulProblem {
         let bias = self.epilogue.bias;
         MatmulProblem { epilogue: Epilogue { bias, ..Epilogue::default() }, ..self.dense() }
     }
 
-    /// Bytes of half a dense weight, and of half a bias: where the second ones begin.
+    /// Bytes of half a dense weight and of half a bias, which are the offsets of the second halves.
     fn halves(&self) -> [u64; 2] {
         let (columns, size) = (u64::from(self.columns()), self.dtype.size() as u64);
         [columns * u64::from(self.weight.k) * size, columns * size]
     }
 
-    /// Returns whether halves, and what lies behind a dense weight, begin where any device can bind them.
+    /// Returns whether the second halves begin at offsets that any device can bind.
     fn halves_are_aligned(&self) -> bool {
         let [weight, bias] = self.halves();
         weight % 256 == 0 && (!self.epilogue.bias || bias % 256 == 0)
     }
 }
 
-/// Device buffers of one product.
+/// Device buffers of one matmul.
 #[derive(Debug, Clone)]
 pub struct Nf4MatmulOperands {
     pub x: Handle,
     pub weight: WeightBuffers,
     pub out: Handle,
     pub epilogue: EpilogueBuffers,
-    /// Of the problem's norm.
+    /// Buffers of the norm.
     pub norm: Option<NormBuffers>,
 }
 
@@ -245,16 +248,16 @@ impl Kernel for Nf4Matmul {
     }
 
     fn outputs(p: &Nf4MatmulProblem, operands: &Nf4MatmulOperands) -> Vec<Output> {
-        // Paths differ in where they round the weight: as its book value, as itself or not at all.
+        // Paths round the weight differently: after the codebook, after absmax or not at all.
         let rounding = rounding(p.dtype);
-        // Two sums that gate one another both differ, and one of them is rounded by itself where the weight is dense.
+        // A gated pair has two errors, and a dense weight rounds one of its sums separately.
         let results = if p.glu { 2.0 } else { 1.0 };
         let tolerance = results * (rounding + f64::from(p.weight.k).sqrt() * 2f64.powi(-22));
         let len = p.dense().extents()[2];
         vec![Output { handle: operands.out.clone(), dtype: p.dtype, len, tolerance }]
     }
 
-    /// Sums of parts, or what [`DensePlaces`] says.
+    /// Scratch for the sums of split-k, or for [`DensePlaces`].
     fn scratch_bytes(p: &Nf4MatmulProblem, config: &Nf4MatmulConfig) -> u64 {
         match config {
             Nf4MatmulConfig::Dense(c) => DensePlaces::of(p, c).end,
@@ -280,7 +283,7 @@ impl Kernel for Nf4Matmul {
         let plan = Plan::new(queue.profile(), p, config);
         let [x_len, _, out_len] = dense.extents();
         let sums = out_len * if p.glu { 2 } else { 1 };
-        // A kernel without partial sums still binds a buffer in their place, and never writes it.
+        // A kernel without partial sums binds another buffer in their place and never writes it.
         let (partials, partials_len) = match scratch {
             Some(scratch) => (scratch, sums * plan.parts as usize),
             None => (&operands.out, 1),
@@ -289,7 +292,7 @@ impl Kernel for Nf4Matmul {
             1 => FinishLaunch::of(p.epilogue, epilogue, p.bias_len(), out_len / plan.out_width),
             _ => FinishLaunch::nothing(),
         };
-        // SAFETY: the extents are the problem's, and every path checks its edges.
+        // SAFETY: the extents follow from the problem, and every path checks its edges.
         unsafe {
             launch!(
                 queue,
@@ -317,8 +320,8 @@ impl Kernel for Nf4Matmul {
     }
 }
 
-/// Where in the scratch, which begins with the dense weight, the product is that another gates, and the sums of the
-/// parts of k, of one product after the other. In bytes, from multiples of 256 on: so buffers begin.
+/// Byte offsets in the scratch, which begins with the dense weight: the gating result, and the split-k sums,
+/// which the two matmuls use in turn. Offsets are multiples of 256, the alignment of a binding.
 struct DensePlaces {
     ungated: u64,
     sums: u64,
@@ -335,7 +338,7 @@ impl DensePlaces {
     }
 }
 
-/// Makes the weight dense at the start of `scratch` and multiplies with it, once or for each of two halves.
+/// Dequantises the weight to the start of `scratch`, and multiplies once, or once per half.
 fn launch_dense(
     queue: &Queue,
     p: &Nf4MatmulProblem,
@@ -367,10 +370,10 @@ fn launch_dense(
     multiply(p.gated(), scratch.clone(), &operands.out, epilogue);
 }
 
-/// A config of one launch bound to a problem.
+/// A single-launch config bound to a problem.
 struct Plan {
     path: Path,
-    /// Elements of a vector of x, words of one of codes, elements of one of y.
+    /// Vector widths: elements of x, words of codes, elements of y.
     width: usize,
     code_width: usize,
     out_width: usize,
@@ -388,7 +391,7 @@ impl Plan {
                 let cubes = (processors / c.parts).clamp(1, p.columns() / 16) * c.parts;
                 Self {
                     path: Path::Stream(config::stream_plan(p, &c)),
-                    // Addresses are taken of x; its width means nothing.
+                    // The path only takes addresses of x, so that the width is irrelevant.
                     width: 4,
                     code_width: 1,
                     out_width: 1,
@@ -424,7 +427,7 @@ impl Plan {
             Nf4MatmulConfig::Lanes(c) => {
                 let lanes = lanes_plan(arch, p, &c);
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
-                // On a CPU a unit has its rows to itself, and a table of pairs that is made once.
+                // On a CPU each unit has rows of its own, and builds the table of pairs once.
                 let alone = arch.cores().is_some() && lanes.whole && p.norm.is_none();
                 let cubes = if alone { 1 } else { p.weight.n.div_ceil(c.rows_of_cube()) };
                 Self {
@@ -442,14 +445,14 @@ impl Plan {
         }
     }
 
-    /// A cube a tile of y, of planes whose sums are those of `mma.sync`.
+    /// Creates the plan of a path with one cube per tile of y and `mma.sync` accumulators.
     fn tiled(p: &Nf4MatmulProblem, path: Path, tile: [u32; 2], planes: u32, parts: u32) -> Self {
         let blocks = p.m.div_ceil(tile[0]) * p.weight.n.div_ceil(tile[1]);
         Self {
             path,
             width: 4,
             code_width: 1,
-            // Of two matrices a unit holds a pair, of one it gathers eight.
+            // With a gated pair a unit stores pairs; with one matrix it gathers eight elements.
             out_width: if p.glu { 2 } else { 8 },
             cubes: CubeCount::Static(blocks, parts, 1),
             cube_dim: CubeDim::new_2d(32, planes),
@@ -460,7 +463,7 @@ impl Plan {
 }
 
 fn lanes_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &LanesConfig) -> LanesPlan {
-    // The least block has 32 elements: 4 words share an absmax.
+    // The smallest block has 32 elements, so that 4 words share an absmax.
     let wide = p.weight.k % 32 == 0 && p.weight.order == Order::Rows && arch.load_bytes >= 16;
     LanesPlan {
         config: *c,
@@ -471,7 +474,7 @@ fn lanes_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &LanesConfig) -> Lane
     }
 }
 
-/// Offsets past 2^32 elements need 64-bit indices.
+/// Width of indices: more than 2^32 elements need 64 bits.
 fn address(p: &Nf4MatmulProblem) -> AddressType {
     let [x, _, out] = p.dense().extents();
     let longest = x.max(out).max(p.weight.len() as usize);
@@ -485,11 +488,11 @@ pub(crate) struct Dims {
     pub(crate) n: u32,
     pub(crate) k: u32,
     pub(crate) parts: u32,
-    /// Steps of 64 of k in each part but the last, where parts are cut so.
+    /// Steps of 64 of k in each part except the last, if the path uses split-k.
     pub(crate) part_steps: u32,
 }
 
-/// Comptime facts of a launch: which path, with what geometry.
+/// Compile-time path and geometry of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Stream(StreamPlan),

@@ -1,4 +1,4 @@
-//! The plain path of the CPU: a byte is looked up as the two values that it means.
+//! The CPU path: one lookup decodes a byte to its two values.
 //!
 //! ```text
 //!   pairs[byte] = (book[byte / 16], book[byte % 16])
@@ -9,18 +9,18 @@
 //!       y = epilogue(acc + acc')
 //! ```
 //!
-//! Everything is f32. A unit makes the table of pairs for itself, 2 KB of its first-level cache, once a launch. Even and odd
-//! bytes are summed apart, so that no sum waits for the one before it.
+//! Arithmetic is f32. Each unit builds its own table of pairs once a launch, 2 KB in the first-level cache.
+//! Even and odd bytes have separate accumulators, so that no addition waits for the previous one.
 //!
-//! Cost: a look-up, two integer instructions and a multiply-add for two elements of a row of the weight.
+//! Cost: one lookup, two integer instructions and one multiply-add for two elements of a row of the weight.
 //!
-//! Ladder, ms at m = 1 with 8 / 4 / 1 rows of the weight at a time (4096 x 4096 in rows, f32, two cores of
-//! cpu-genuineintel.6.167-2, where a dense product takes 2.49):
+//! Ladder in ms at m = 1 with 8 / 4 / 1 rows of the weight at a time (4096 x 4096 in rows, f32, two cores of
+//! cpu-genuineintel.6.167-2, where a dense matmul takes 2.49):
 //!
 //! | version                                                                |                    |
 //! |------------------------------------------------------------------------|--------------------|
-//! | v1 [`lanes`](super::lanes): a value at a time, one chain of sums a row | 1.93 / 2.34 / 4.26 |
-//! | v2 a pair at a time, two chains of pairs a row                         | 1.48 / 1.70 / 1.91 |
+//! | v1 [`lanes`](super::lanes): one value at a time, one accumulator a row | 1.93 / 2.34 / 4.26 |
+//! | v2 one pair at a time, two accumulators of pairs a row                 | 1.48 / 1.70 / 1.91 |
 
 use cubecl::prelude::*;
 
@@ -29,7 +29,7 @@ use super::lanes::{Chunk, LanesConfig, LanesPlan, chunk_of, store};
 use crate::matmul::Finish;
 use crate::nf4::{Codes, code_shift};
 
-/// `plan.whole` holds, and `plan.config.lanes` is 1.
+/// Runs the CPU path. Needs `plan.whole`, and `plan.config.lanes` = 1.
 #[cube]
 pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
@@ -52,7 +52,7 @@ pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
         while col < dims.m {
             let mut acc = zeros(products); // [per_unit, columns, matrices]
             for at in 0..chunks {
-                let mut part = zeros(comptime!(2 * products)); // the same of even bytes and of odd ones
+                let mut part = zeros(comptime!(2 * products)); // accumulators of even bytes, then of odd bytes
                 let Chunk { codes, absmax } = chunk_of(weight, first, at, width, dims, plan);
                 #[unroll]
                 for w in 0..together {
@@ -99,7 +99,7 @@ pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
     }
 }
 
-/// What each byte means: the value of its high half, then that of its low one.
+/// Returns the values of each byte: that of its high half, then that of its low half.
 #[cube]
 fn pairs_of(book: &[f32]) -> Array<Vector<f32, Const<2>>> {
     let mut pairs = Array::<Vector<f32, Const<2>>>::new(256usize);
@@ -125,7 +125,7 @@ fn zeros(#[comptime] len: usize) -> Array<Vector<f32, Const<2>>> {
     all
 }
 
-/// Eight elements of each of a unit's rows of x, in pairs; rows past the end repeat the last.
+/// Loads eight elements of each of a unit's rows of x, in pairs. Rows past the end repeat the last one.
 #[cube]
 fn load_fours<F: Float, NX: Size>(
     x: &[Vector<F, NX>],

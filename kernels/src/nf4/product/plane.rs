@@ -1,18 +1,17 @@
-//! What [`coded`](crate::coded) makes of codes in 4 bits: `book[code] · absmax` in f32, rounded once, as a dense weight is.
-//! The 32 codes of a vector have one absmax.
+//! 4-bit weights for [`coded`](crate::coded): `book[code] · absmax` in f32, rounded once, as in a dense
+//! weight. The 32 codes of a vector share one absmax.
 //!
-//! Decoding takes a read of the book and about 10 instructions a code.
+//! Decoding takes one codebook read and about 10 instructions a code.
 //!
-//! Ladder, us at m = 4 / 16 / 64 / 128 (14336 x 4096 in rows, bf16, H200 through Vulkan; a dense weight and its product
-//! 106 at 16 and 113 by `Lanes` at 8):
+//! Ladder in us at m = 4 / 16 / 64 / 128 (14336 x 4096 in rows, bf16, H200 through Vulkan; a dense weight
+//! with its matmul takes 106 at m = 16, `Lanes` 113 at m = 8):
 //!
 //! | version                                                                  |  4 | 16 | 64 | 128 |
 //! |--------------------------------------------------------------------------|----|----|----|-----|
 //! | v1 read while a tile is multiplied                                       | 48 | 45 | 76 | 127 |
 //! | v2 v1, read before a tile is decoded, nested book in shared memory (dropped) | 50 | 49 | 75 | 124 |
 //!
-//! That v2 is no faster says that the reads are not what is waited for, and the same time of 4 and of 16 rows that decoding
-//! is.
+//! v2 is no faster, so the reads are not the bottleneck. 4 and 16 rows take the same time, so decoding is.
 
 use cubecl::prelude::*;
 

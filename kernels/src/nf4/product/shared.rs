@@ -1,4 +1,4 @@
-//! The path of hundreds of rows on CUDA: codes decoded into right fragments in shared memory, once a cube.
+//! The CUDA path for hundreds of rows: codes decoded into right fragments in shared memory, once a cube.
 //!
 //! | loop                                                   | level                                             |
 //! |--------------------------------------------------------|---------------------------------------------------|
@@ -7,30 +7,36 @@
 //! | 64 x 64 of y                                           | planes, accumulators in registers                 |
 //! | 16 of k                                                | fragments in registers, one step ahead            |
 //!
-//! It is the loop of [`matmul`](crate::matmul)'s `Mma`, but that tiles of the weight do not come by copies: each plane
-//! decodes its share of the cube's codes, as [`fused`](super::fused) does, while the tile before is multiplied. Registers
-//! are stored as the instruction takes them, 16 bytes a unit, and loaded so: no swizzle, no `ldmatrix`.
+//! The loop is that of [`matmul`](crate::matmul)'s `Mma`, except that tiles of the weight are not copied.
+//! Each plane decodes its part of the cube's codes, as in [`fused`](super::fused), while the previous tile is
+//! multiplied. Registers are stored and loaded in the layout of the instruction, 16 bytes a unit: no swizzle,
+//! no `ldmatrix`.
 //!
-//! Cost: products, and 24 integer instructions for eight codes a cube, which has up to twice as many rows as one of
-//! `Fused`.
+//! Cost: the matmul, and 24 integer instructions for eight codes a cube. A cube has up to twice as many rows
+//! as in `Fused`.
 //!
-//! Ladder, us at m = 512, bf16, by `planes_m`, `planes_n` = 4, 2 (H200 restricted to an RTX 4090's features, measured one
-//! after the other by `tune try`; `Fused` 204 and 405, a dense weight and its product 192 and 410 then; bitsandbytes 0.50.2
-//! 163 and 346; another run gave 169 for 164):
+//! Ladder in us at m = 512, bf16, with `planes_m`, `planes_n` = 4, 2 (H200 limited to the features of an RTX
+//! 4090, measured one after the other with `tune try`). At that time `Fused` took 204 and 405 us, a dense
+//! weight with its matmul 192 and 410 us, and bitsandbytes 0.50.2 163 and 346 us. Another run gave 169 us
+//! instead of 164 us.
 //!
 //! | version                                                                   | 14336 x 4096 | gated 28672 x 4096 |
 //! |---------------------------------------------------------------------------|--------------|--------------------|
-//! | v1 decoded beside the products of the tile before, and stored at once      | 229          | 460                |
+//! | v1 decoded during the previous tile's matmul, and stored at once           | 229          | 460                |
 //! | v2 v1, stored half a step later: the barrier waits for no decoding         | 184          | 370                |
 //! | v3 v2, copies by running addresses, predicated; codes half a step earlier  | 164          | 334                |
 //!
-//! v3 by `planes_m`, `planes_n`: 4, 1 180 and, chosen, 326; 2, 2 197; 2, 4 200.
+//! v3 with other `planes_m`, `planes_n`: 4, 1 takes 180 us and, gated, 326 us (the chosen config); 2, 2 takes
+//! 197 us; 2, 4 takes 200 us.
 //!
-//! Dropped: the 224 blocks of 512 rows are 1.7 for each of 132 processors, and take the time of 2. Whole rounds of blocks and
-//! then shares of what is left (stream-k, the last cube to be done adds the parts of a block in their order) leave no
-//! processor without work and were to take 148 us: 176 in a run where a block a cube took 170, gated 334 and 333. Of
-//! `Fused`, whose 448 blocks are 3.4 and take the time of 4, only the blocks past the third were cut along k, the parts' sums
-//! added by a second launch: 185 us for 203, but gated 361 for 348.
+//! Dropped: stream-k. 512 rows are 224 blocks, 1.7 for each of 132 processors, which take as long as 2.
+//! Stream-k runs whole rounds of blocks, then equal shares of the rest; the last cube of a block adds its
+//! parts in order. It leaves no processor idle and should take 148 us. It took 176 us in a run in which one
+//! block a cube took 170 us; gated 334 and 333 us.
+//!
+//! Dropped: split-k of the last blocks in `Fused`, whose 448 blocks are 3.4 a processor and take as long as
+//! 4. Only the blocks past the third round were split along k, and a second launch added the sums. That took
+//! 185 us instead of 203 us, but gated 361 us instead of 348 us.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -54,24 +60,24 @@ pub struct SharedConfig {
     /// Grid of planes of a cube, each with 64 rows and 64 columns.
     pub planes_m: u32,
     pub planes_n: u32,
-    /// Tiles of x in the ring, 32 of k each.
+    /// Stages of x in the ring, each 32 of k.
     pub stages: u32,
-    /// Parts that k is cut into, each the work of other cubes.
+    /// Number of split-k parts; each part has its own cubes.
     pub parts: u32,
 }
 
-/// k of a tile, and of a unit's 16 bytes of codes: two tiles.
+/// Size of a tile along k, and of a unit's 16 bytes of codes, which span two tiles.
 const TILE: u32 = 32;
 const STEP: u32 = 64;
-/// A plane's rows and columns.
+/// Rows and columns of a plane.
 const SIDE: u32 = 64;
-/// Its columns come in pieces, each 16 rows of the weight.
+/// Pieces of a plane's columns, each 16 rows of the weight.
 const PIECES: u32 = SIDE / 16;
-/// Bytes of the codes of a piece in a step.
+/// Bytes of a piece's codes in a step.
 const CODES_BYTES: u32 = 512;
 /// Bytes of the two right fragments of a piece in 16 of k.
 const FRAGMENT_BYTES: u32 = 512;
-/// Fragments of a plane's rows, and of its columns.
+/// Number of fragments along a plane's rows, and along its columns.
 const FRAGS_M: usize = 4;
 const FRAGS_N: usize = 8;
 
@@ -89,18 +95,18 @@ impl SharedConfig {
     }
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct SharedPlan {
-    /// With one part, so that instances differ by `partial` alone.
+    /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: SharedConfig,
     pub(super) weight: CodesPlan,
     pub(super) bf16: bool,
-    /// Every tile of x is full: no edge is checked.
+    /// True if every tile of x is full, so that no edge is checked.
     pub(super) exact: bool,
-    /// Of a plane's columns, the first 32 are one matrix's and the others those of the one it gates.
+    /// True if the first 32 of a plane's columns gate the others.
     pub(super) glu: bool,
-    /// Sums go to the workspace.
+    /// True if sums go to the workspace.
     pub(super) partial: bool,
 }
 
@@ -127,17 +133,17 @@ impl SharedPlan {
         self.config.tile_m() * TILE * 2
     }
 
-    /// Right fragments of a tile.
+    /// Bytes of the right fragments of a tile.
     const fn right_bytes(self) -> u32 {
         self.config.planes_n * PIECES * 2 * FRAGMENT_BYTES
     }
 
-    /// Steps of codes in their ring: those of step i + 1 come with tile 2·i of x.
+    /// Steps in the ring of codes. The codes of step i + 1 are copied with tile 2·i of x.
     const fn code_stages(self) -> u32 {
         1 + self.config.stages / 2
     }
 
-    /// Where in a step of codes the absmax lie, and then scale and offset of these.
+    /// Offset of absmax in a step of codes; their scales and offsets follow.
     const fn absmax_at(self) -> u32 {
         self.config.planes_n * PIECES * CODES_BYTES
     }
@@ -156,21 +162,21 @@ impl SharedPlan {
     }
 }
 
-/// What a unit copies; addresses are those of the next tile and step.
+/// Source addresses of a unit's copies, for the next tile and step.
 #[derive(CubeType)]
 struct Feed {
     lane: CopyLane,
-    /// Its first vector of x.
+    /// Address of the unit's first vector of x.
     x: u64,
     /// Bytes between rows of x.
     line: u64,
     rows_left: u32,
-    /// Its 16 bytes of codes of each of the plane's pieces.
+    /// Addresses of the unit's 16 bytes of codes in each of the plane's pieces.
     codes: Array<u64>,
     absmax: AbsmaxFeed,
-    /// The step that is next.
+    /// Next step.
     step: u32,
-    /// Tiles and steps that are left.
+    /// Remaining tiles and steps.
     tiles: u32,
     steps: u32,
 }
@@ -232,7 +238,7 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
         sums[1] = Vector::new(0.0f32);
         acc.push(sums);
     }
-    // Register sets of the 16 of k at hand and of the next: [2, 4] each, two right fragments in one.
+    // Register sets of the current 16 of k and of the next: [2, 4] each, with two right fragments in one.
     let mut left = Sequence::<Array<u32>>::new();
     let mut right = Sequence::<Array<u32>>::new();
     #[unroll]
@@ -242,7 +248,7 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
     }
     let mut words = Array::<u32>::new(comptime!(4 * plan.pieces()));
     let mut scales = Array::<u32>::new(comptime!(2 * plan.pieces()));
-    // Fragments of the tile after the next, which wait for a stage.
+    // Fragments of the tile after the next, which wait for a free stage.
     let mut decoded = Array::<u32>::new(comptime!(8 * plan.pieces()));
 
     let own_left = lhs_lane(part_m * SIDE, lane, plan.copies().shape);
@@ -273,12 +279,12 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
     for step in 0..steps {
         #[unroll]
         for half in 0..2usize {
-            // What was decoded beside the tile before: were it to be decoded now, the barrier would wait for it, and
-            // with it what is loaded behind.
+            // Stores the fragments decoded during the previous tile. If they were decoded now, the barrier
+            // and the loads behind it would wait for the decoding.
             store(&decoded, put, 1 - half, plan);
             load_left::<F>(read, own_left, &mut left, 1usize, plan);
             load_right(own_right, &mut right, half, 1usize, plan);
-            // Into the stages that every plane has read.
+            // Copy into stages that every plane has read.
             feed.x(x_to, plan);
             x_to = next_stage(x_to, ring, rights, plan.x_bytes());
             if comptime!(half as u32 != stages % 2) {
@@ -287,7 +293,7 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
             }
             commit_copies();
             multiply::<F, NF, NC>(&def, &left, &right, &mut acc, 0usize);
-            // The tile at hand is in registers, and the next one is there and decoded.
+            // The current tile is in registers; the next one has arrived and is decoded.
             wait_copies(comptime!(stages - 2));
             sync_cube();
             read = next_stage(read, ring, rights, plan.x_bytes());
@@ -298,7 +304,7 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
                 decode(&words, &scales, &book, &mut decoded, half, quad, plan);
             }
             if comptime!(half == 1) {
-                // Past the last step this is what an earlier one left there, and nobody multiplies it.
+                // Past the last step this reads leftovers of an earlier one, which are never multiplied.
                 codes_read = next_stage(codes_read, codes_ring, codes_end, plan.code_bytes());
                 let (words, scales) = (&mut words, &mut scales);
                 load_codes(words, scales, codes_read, nested_book, step + 2, plane, lane, plan);
@@ -307,7 +313,7 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
         }
     }
 
-    // Of two matrices a plane has half as many columns of each.
+    // With a gated pair, a plane has half as many columns of each matrix.
     let wide = comptime!(if plan.glu { SIDE / 2 } else { SIDE });
     let col = (block_n * config.planes_n + part_n) * wide;
     let stored = comptime!(RowPlan { pairs: FRAGS_N, glu: plan.glu, partial: plan.partial });
@@ -370,7 +376,7 @@ impl Feed {
         }
     }
 
-    /// Issues the copies of a tile of x, if there is one left, to the stage at `to`.
+    /// Issues the copies of a tile of x to the stage at `to`, if a tile is left.
     fn x(&mut self, to: u32, #[comptime] plan: SharedPlan) {
         if self.tiles > 0 {
             self.lane.copy(self.x, self.line, to, self.rows_left, TILE, plan.copies());
@@ -379,7 +385,7 @@ impl Feed {
         }
     }
 
-    /// Issues the copies of a plane's codes and absmax of a step, if there is one left, to the stage at `to`.
+    /// Issues the copies of a plane's codes and absmax of a step to the stage at `to`, if a step is left.
     fn codes(&mut self, to: u32, plane: u32, lane: u32, #[comptime] plan: SharedPlan) {
         let pieces = comptime!(plan.pieces() as u32);
         let four = comptime!(CopyPlan::words(4));
@@ -405,8 +411,8 @@ impl Feed {
     }
 }
 
-/// Which 16 rows of the weight piece `piece` of a cube is. Columns past the end repeat the last ones; they are never
-/// stored.
+/// Returns the index of the 16 rows of the weight that form piece `piece` of a cube. Columns past the end
+/// repeat the last ones and are never stored.
 #[cube]
 fn piece_of(dims: &Dims, block_n: u32, piece: u32, #[comptime] plan: SharedPlan) -> u32 {
     let planes_n = comptime!(plan.config.planes_n);
@@ -420,8 +426,8 @@ fn piece_of(dims: &Dims, block_n: u32, piece: u32, #[comptime] plan: SharedPlan)
     }
 }
 
-/// A plane's codes of a step, four words a piece, and the absmax of the unit's two columns of each, twice in a word of
-/// halves.
+/// Loads a plane's codes of a step, four words a piece, and the absmax of the unit's two columns of each
+/// piece, twice in a word of halves.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one step of one plane")]
 fn load_codes(
@@ -456,8 +462,8 @@ fn load_codes(
     }
 }
 
-/// Decodes quad `quad` of a plane's share of a tile, the first or second one of a step: 16 of k of a piece, which are two
-/// right fragments.
+/// Decodes quad `quad` of a plane's part of a tile, the first or second tile of a step. A quad is 16 of k of
+/// a piece: two right fragments.
 #[cube]
 fn decode(
     words: &Array<u32>,
@@ -479,7 +485,7 @@ fn decode(
     }
 }
 
-/// Stores a plane's share of a tile to stage `half`; `to` is the unit's place in the first.
+/// Stores a plane's part of a tile to stage `half`. `to` is the unit's address in stage 0.
 #[cube]
 fn store(decoded: &Array<u32>, to: u32, #[comptime] half: usize, #[comptime] plan: SharedPlan) {
     #[unroll]
@@ -507,7 +513,7 @@ fn multiply<F: Float, NF: Size, NC: Size>(
     for i in 0..FRAGS_M {
         let rows = left.index(comptime!(4 * set + i));
         let rows = typed::<F, NF>(rows, 0usize, 4usize);
-        // Back and forth over the columns: neighbouring multiplies share a register.
+        // Alternating directions over the columns let neighbouring multiplies share a register.
         #[unroll]
         for x in 0..FRAGS_N {
             let j = comptime!(if i % 2 == 1 { FRAGS_N - 1 - x } else { x });
@@ -519,7 +525,7 @@ fn multiply<F: Float, NF: Size, NC: Size>(
     }
 }
 
-/// The left fragments of 16 of k of the tile at `read`, into the register set of the same number.
+/// Loads the left fragments of 16 of k of the tile at `read` into the register set of the same index.
 #[cube]
 fn load_left<F: Float>(
     read: u32,
@@ -538,7 +544,7 @@ fn load_left<F: Float>(
     }
 }
 
-/// The right fragments of 16 of k of stage `half`, as [`load_left`].
+/// Loads the right fragments of 16 of k of stage `half`, as [`load_left`].
 #[cube]
 fn load_right(
     own: u32,

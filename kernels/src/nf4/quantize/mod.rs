@@ -1,22 +1,22 @@
-//! absmax = max |w| of a block; code = nearest of the book to w / absmax    w: `[n, k]` in f16, bf16 or f32
+//! absmax = max |w| of a block; code = nearest codebook entry to w / absmax    w: `[n, k]` in f16, bf16 or f32
 //!
 //! ```text
 //!   for each block                                       // neighbouring units, a word of codes each
 //!     absmax[block] = max |w|                            // through shared memory
-//!     code[i] = nearest(book, w[i] · (1 / absmax))       // thresholds, counted
+//!     code[i] = nearest(book, w[i] · (1 / absmax))       // number of thresholds below
 //! ```
 //!
-//! and again for nested absmax, whose blocks are 256 numbers, whose codes are bytes of a book of 256 and
-//! which are taken relative to their mean. The mean is summed in f64 on the host, an element in 64 to read
-//! back: no order of f32 sums on a device would give the same bits everywhere.
+//! Nested absmax are quantised in the same way: blocks of 256 numbers, relative to the mean of all, with
+//! codes from a codebook of 256 values. The host reads back one absmax per block and sums the mean in f64: no
+//! order of f32 sums gives the same bits on all devices.
 //!
-//! Codes are those of bitsandbytes' CUDA kernels but for what its approximate reciprocal does next to a
-//! threshold; a block of zeros has the code of zero, as bitsandbytes' CPU path gives it. A weight with
-//! infinities or NaN is refused.
+//! Codes equal those of bitsandbytes' CUDA kernels, except next to a threshold, where its approximate
+//! reciprocal can differ. A block of zeros has the code of zero, as on bitsandbytes' CPU path. A weight with
+//! infinities or NaN is rejected.
 //!
-//! Cost: an element read, half a byte and an absmax's share written.
+//! Cost: one element read; half a byte and a part of an absmax written.
 //!
-//! On a CPU a unit has a block to itself, and eight values at a time are a vector.
+//! On a CPU a unit processes whole blocks, with vectors of eight values.
 
 mod nested;
 mod thresholds;
@@ -39,21 +39,21 @@ use thresholds::{encode, encode_vector};
 
 pub use nested::{nest, nested_values};
 
-/// The family of quantisation kernels.
+/// The kernel that quantises to 4 bits.
 pub struct Nf4Quantize;
 
-/// A book of 16 values.
+/// A codebook of 16 values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CodeBook {
     /// Quantiles of the normal distribution.
     Nf4,
-    /// A sign, two bits of exponent and one of mantissa, in bitsandbytes' order.
+    /// FP4: one sign bit, two bits of exponent and one of mantissa, in bitsandbytes' order.
     Fp4,
 }
 
 impl CodeBook {
-    /// The codebook of a 4-bit format.
+    /// Returns the codebook of a 4-bit format, or None for other formats.
     pub const fn of(format: WeightFormat) -> Option<Self> {
         match format {
             WeightFormat::Nf4 => Some(Self::Nf4),
@@ -73,13 +73,13 @@ impl CodeBook {
         self.format().name()
     }
 
-    /// What each code means.
+    /// Returns the value of each code.
     pub fn values(self) -> [f32; 16] {
         self.format().info().codebook.expect("4-bit formats have one")
     }
 }
 
-/// Values to quantise, `[n, k]` row by row; codes and absmax in [`Order::Rows`], absmax in f32.
+/// Values to quantise, `[n, k]`, row-major. Codes and f32 absmax are written in [`Order::Rows`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuantizeProblem {
     pub weight: Weight,
@@ -88,7 +88,7 @@ pub struct QuantizeProblem {
     pub book: CodeBook,
 }
 
-/// How quantisation is spread.
+/// Launch shape of a quantisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct QuantizeConfig {
     /// Units of a cube.
@@ -101,10 +101,10 @@ pub struct QuantizeConfig {
 #[derive(Debug, Clone)]
 pub struct QuantizeOperands {
     pub values: Handle,
-    /// Whole words.
+    /// Padded to whole words.
     pub codes: Handle,
     pub absmax: Handle,
-    /// A word, not 0 afterwards where a value is infinite or NaN.
+    /// One word, not 0 after the launch if a value is infinite or NaN.
     pub flag: Handle,
 }
 
@@ -155,7 +155,7 @@ impl Kernel for Nf4Quantize {
     fn cost(p: &QuantizeProblem) -> Cost {
         let Weight { n, k, block_size, .. } = p.weight;
         let plain = Weight { nested: false, order: Order::Rows, n, k, block_size };
-        // A product, and comparisons that are no arithmetic.
+        // One product an element; comparisons do not count.
         Cost { flops: plain.len(), bytes: plain.bytes() + plain.len() * p.dtype.size() as u64 }
     }
 
@@ -198,7 +198,7 @@ impl Kernel for Nf4Quantize {
     ) {
         let (len, width) = (p.weight.len() as usize, width(queue.profile(), p));
         let cubes = p.weight.blocks().div_ceil(u64::from(c.units / c.lanes)).min(65_535) as u32;
-        // SAFETY: the lengths are the weight's, and the kernel checks its indices.
+        // SAFETY: the lengths follow from the weight, and the kernel checks its indices.
         unsafe {
             launch!(
                 queue,
@@ -218,13 +218,14 @@ impl Kernel for Nf4Quantize {
     }
 }
 
-/// Quantises `values`, dense `[n, k]` of type `dtype`, to `weight`, in its order and nested where it is.
+/// Quantises `values`, dense `[n, k]` of type `dtype`, to `weight`, in its order and with nested absmax if it
+/// has them.
 ///
-/// Beside the result it needs, on the device, absmax in f32 and the codes in their first order, and on the
-/// host absmax in f32 where they are nested.
+/// Temporary memory on the device: absmax in f32, and the codes in [`Order::Rows`]. On the host: absmax in
+/// f32, if nested.
 ///
 /// # Errors
-/// [`QuantizeError`]; a weight with infinities or NaN is one.
+/// See [`QuantizeError`]; a weight with infinities or NaN fails.
 pub fn quantize(
     device: &Device,
     values: &Handle,
@@ -267,7 +268,7 @@ pub fn quantize(
     Ok(super::reorder(device, rows, &quantized, weight.order))
 }
 
-/// Elements of a vector of values.
+/// Vector width of the values in elements.
 fn width(arch: &ArchProfile, p: &QuantizeProblem) -> usize {
     let widest = (arch.load_bytes as usize / p.dtype.size()).clamp(1, 8);
     if p.weight.len() % 8 == 0 { widest } else { 1 }
@@ -277,13 +278,13 @@ fn address(p: &QuantizeProblem) -> AddressType {
     index_width(p.weight.len())
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct QuantizePlan {
     config: QuantizeConfig,
     block_size: u32,
     book: CodeBook,
-    /// A vector of the device holds the eight values of a word, and a unit has whole blocks.
+    /// True if a vector holds the eight values of a word, and a unit processes whole blocks.
     vectors: bool,
 }
 
@@ -322,7 +323,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                     for e in 0..8usize {
                         let size = f32::abs(eight[e]);
                         most = select(size > most, size, most);
-                        // Neither infinity nor NaN is.
+                        // The comparison fails for infinity and NaN.
                         let finite = size <= f32::MAX;
                         if !finite {
                             flag[0] = 1u32;
@@ -371,7 +372,7 @@ fn quantize_blocks<F: Float, NI: Size>(
     }
 }
 
-/// Eight values from element `8·word` on, 0 past the end.
+/// Loads eight values from element `8·word` on; values past the end are 0.
 #[cube]
 fn load_eight<F: Float, NI: Size>(values: &[Vector<F, NI>], word: u32) -> Array<f32> {
     let width = NI::value();
@@ -391,7 +392,7 @@ fn load_eight<F: Float, NI: Size>(values: &[Vector<F, NI>], word: u32) -> Array<
     eight
 }
 
-/// The largest magnitude of a block of `words` vectors.
+/// Returns the largest magnitude of a block of `words` vectors.
 #[cube]
 fn largest<F: Float, NI: Size>(
     values: &[Vector<F, NI>],
@@ -406,7 +407,7 @@ fn largest<F: Float, NI: Size>(
         if word < values.len() {
             let size = Vector::<f32, NI>::cast_from(values[word]).abs();
             most = select_many(size.greater_than(&most), size, most);
-            // Neither infinity nor NaN is.
+            // The comparison fails for infinity and NaN.
             let finite = size.less_equal(&Vector::new(f32::MAX));
             odd = select_many(finite, odd, Vector::new(1u32));
         }

@@ -1,4 +1,4 @@
-//! Nested absmax: absmax of blocks in 8 bits, by a codebook of 256 values.
+//! Nested absmax: quantises absmax to 8 bits with a codebook of 256 values.
 
 use arch::Device;
 use cubecl::prelude::*;
@@ -6,13 +6,13 @@ use cubecl::server::Handle;
 
 use crate::nf4::{NESTED_BLOCK, NestedBuffers, Weight};
 
-/// Returns the codebook of nested absmax: bitsandbytes' signed dynamic map of 8 bits. Its decades from 1e-6 to 1 are
-/// each cut twice as fine as the one below (`create_dynamic_map`).
+/// Returns the codebook of nested absmax: bitsandbytes' signed dynamic map of 8 bits (`create_dynamic_map`).
+/// Each decade from 1e-6 to 1 has twice as many steps as the one below.
 pub fn nested_values() -> [f32; 256] {
     let mut values = vec![0.0f32, 1.0];
     for decade in 0..7i32 {
         let parts = 1 << decade;
-        // torch.linspace(0.1, 1, parts + 1), which counts from the nearer end and by FMA.
+        // torch.linspace(0.1, 1, parts + 1), which counts from the nearer end and uses FMA.
         let step = 0.9f32 / parts as f32;
         let edge = |i: i32| match i < (parts + 1) / 2 {
             true => step.mul_add(i as f32, 0.1),
@@ -28,7 +28,7 @@ pub fn nested_values() -> [f32; 256] {
     values.try_into().expect("2 and twice 127")
 }
 
-/// Makes bytes and their scales of the absmax of a weight, relative to `offset`.
+/// Quantises the absmax of a weight, minus `offset`, to bytes and scales.
 pub fn nest(
     device: &Device,
     absmax: &Handle,
@@ -43,7 +43,7 @@ pub fn nest(
     let alone = device.profile().cores().is_some();
     let (units, lanes) = if alone { (1, 1) } else { (64, 64) };
     let cubes = CubeCount::Static(groups.min(65_535) as u32, 1, 1);
-    // SAFETY: the lengths are the weight's, and the kernel checks its indices.
+    // SAFETY: the lengths follow from the weight, and the kernel checks its indices.
     unsafe {
         nest_absmax::launch_unchecked(
             client,
@@ -121,8 +121,8 @@ fn nest_absmax(
     }
 }
 
-/// The nearest of an ascending book of 256, found by halving as bitsandbytes does (`dQuantize`): half way
-/// between two it takes the one that it met last.
+/// Returns the nearest entry of an ascending codebook of 256 values, by bisection as in bitsandbytes
+/// (`dQuantize`). Half-way between two entries it returns the one tested last.
 #[cube]
 fn encode_nested(x: f32, book: &[f32]) -> u32 {
     let mut pivot = 127u32.runtime();

@@ -1,10 +1,10 @@
-//! The nearest code of a value, by thresholds.
+//! Finds the nearest code of a value by thresholds.
 
 use cubecl::prelude::*;
 
 use super::CodeBook;
 
-/// Encodes each value, as [`encode`] does.
+/// Encodes each element of a vector, as [`encode`].
 #[cube]
 pub(super) fn encode_vector<N: Size>(
     x: Vector<f32, N>,
@@ -35,7 +35,8 @@ pub(super) fn encode_vector<N: Size>(
     code
 }
 
-/// Returns the code of a value in -1 to 1: the number of thresholds below it, or the code of the last of them.
+/// Returns the code of a value in -1 to 1: for NF4 the number of thresholds below it, for FP4 the code of the
+/// last threshold below it.
 #[cube]
 pub(super) fn encode(x: f32, #[comptime] book: CodeBook) -> u32 {
     let mut code = 0u32.runtime();

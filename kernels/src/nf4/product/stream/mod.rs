@@ -1,41 +1,42 @@
-//! The path of few rows on CUDA: weights stream through registers into `mma.sync`, x stays there.
+//! The CUDA path for few rows: weights stream through registers into `mma.sync`, and x stays in registers.
 //!
 //! | loop                                        | level                                         |
 //! |---------------------------------------------|-----------------------------------------------|
-//! | tiles of 16 rows of the weight              | cubes, as many as there are processors        |
-//! | 256 of k each                               | planes; x of these in registers for all tiles |
+//! | tiles of 16 rows of the weight              | cubes, one per processor                      |
+//! | 256 of k each                               | planes; their part of x in registers for all tiles |
 //! | 64 of k: one 16-byte load of codes a unit   | four steps of the instruction                 |
 //! | two codes: one lookup in shared memory      | a register of the left fragment               |
 //!
-//! The weight is the left operand, 16 of its rows; x the right one, eight of its rows at a time. A byte of
-//! codes in tiles is a pair that the instruction takes as one register. Sums over 64 of k are scaled by
-//! the absmax of their rows in f32, so a weight is rounded once, as its book value, and absmax not at all.
+//! The left operand is 16 rows of the weight, the right operand eight rows of x. With a weight in tiles, a
+//! byte of codes decodes to a pair, which is one register of the instruction. Sums over 64 of k are scaled by
+//! the absmax of their rows in f32. A weight is therefore rounded once, as its codebook value, and absmax is
+//! not rounded.
 //!
-//! Two codes are decoded by one lookup: a table of 256 pairs, a copy for every unit of a plane so that no
-//! two meet in a bank. Its entries are 256 bytes apart, which makes the address of byte i of a word one
-//! instruction (`prmt`: byte i above the unit's place).
+//! One lookup decodes two codes. The table has 256 pairs, and a copy for every unit of a plane, so that no
+//! two units share a bank. Its entries are 256 bytes apart, so that one instruction computes the address of
+//! byte i of a word (`prmt` puts byte i above the unit's offset).
 //!
-//! Cost: the codes and absmax once, at m = 1 as at m = 8. Of a weight 14336 x 4096 that is 7.0 us of an
-//! H200's copy bandwidth. A lookup a byte is 4.1 us of its shared memory, beside it.
+//! Cost: the codes and absmax once, for m = 1 and m = 8. For a weight of 14336 x 4096 that takes 7.0 us at
+//! the copy bandwidth of an H200. One lookup per byte takes 4.1 us of shared memory time in parallel.
 //!
-//! Ladder, us at m = 1 / 8 (H200 restricted to an RTX 4090's features, CUDA C++ prototypes; bitsandbytes
+//! Ladder in us at m = 1 / 8 (H200 limited to the features of an RTX 4090, CUDA C++ prototypes; bitsandbytes
 //! 0.50.2 in the same run 33.5 / 70.6):
 //!
 //! | version                                                                   | 14336 x 4096 | 4096 x 4096 |
 //! |---------------------------------------------------------------------------|--------------|-------------|
-//! | v1 codes as bitsandbytes lays them: eight rows a load, 32 bytes of each    | 17.5 / 17.9  | 7.6 / 7.9   |
-//! | v2 codes in tiles: a load is 512 bytes in one piece                        | 13.4 / 13.8  | 6.0 / 6.3   |
-//! | v3 v2, table addressed by `prmt` for shift, mask and or                    | 12.7 / 13.3  | 5.9 / 6.1   |
-//! | v4 v3, a barrier for two tiles                                             | 11.5 / 12.2  | 5.7 / 6.1   |
-//! | v5 v4 here, pairs in the order of the instruction                           | 11.6 / 11.8  | 5.5 / 6.0   |
+//! | v1 codes in bitsandbytes' order: eight rows a load, 32 bytes of each       | 17.5 / 17.9  | 7.6 / 7.9   |
+//! | v2 codes in tiles: a load is 512 contiguous bytes                          | 13.4 / 13.8  | 6.0 / 6.3   |
+//! | v3 v2, table addressed by `prmt` instead of shift, mask and or             | 12.7 / 13.3  | 5.9 / 6.1   |
+//! | v4 v3, one barrier for two tiles                                           | 11.5 / 12.2  | 5.7 / 6.1   |
+//! | v5 v4 in this kernel, pairs in the order of the instruction                | 11.6 / 11.8  | 5.5 / 6.0   |
 //!
-//! In v1 the cache's tags were the bound: eight lines a load. Two chains of sums (v4: 11.7) and two cubes
-//! of eight planes (14.7, with an addition of parts) are slower. v5 gives up that x comes by 16-byte loads
-//! as it is (11.3 / 12.2), so that [`super::fused`] can have it by `ldmatrix`: x goes through shared memory
-//! once, before the table is there; turned by shuffles instead it costs 1.2 us more.
+//! v1 was bound by the cache's tags: eight lines a load. Two chains of sums (v4: 11.7) and two cubes of eight
+//! planes (14.7, with an addition of parts) are slower. v5 gives up direct 16-byte loads of x (11.3 / 12.2),
+//! because [`super::fused`] needs this order for `ldmatrix`. x therefore passes through shared memory once,
+//! before the table is written. Shuffles instead cost 1.2 us more.
 //!
-//! A norm of x ([`NormWeight`]) costs a plane 16 instructions for the squares of eight rows, and one for two elements; rows
-//! that are not normalised yet are rounded to bf16 once they are multiplied by its weight.
+//! A norm of x ([`NormWeight`]) costs a plane 16 instructions for the squares of eight rows, and one for two
+//! elements. The product of x and the norm weight is rounded to bf16 before the row's factor is applied.
 
 mod stage;
 
@@ -54,20 +55,20 @@ use crate::tile::{
 };
 use stage::Stage;
 
-/// How the streaming path is spread.
+/// Launch shape of the streaming path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct StreamConfig {
     /// Planes of a cube, each with 256 of k.
     pub planes: u32,
-    /// Parts that k is cut into, each the work of other cubes.
+    /// Number of split-k parts; each part has its own cubes.
     pub parts: u32,
 }
 
-/// Steps of 64 of k that a plane has.
+/// Steps of 64 of k that a plane processes.
 const SPANS: usize = 4;
-/// Bytes of the table of pairs: 256 bytes a pair, of which the units of a plane use 128.
+/// Bytes of the table of pairs: 256 bytes a pair. The units of a plane use 128 of them.
 const TABLE_BYTES: u32 = 256 * 256;
-/// Bytes of a number for each of 16 rows.
+/// Bytes of one f32 for each of 16 rows.
 const SQUARES_BYTES: u32 = 4 * 16;
 
 impl StreamConfig {
@@ -75,26 +76,26 @@ impl StreamConfig {
         32 * self.planes
     }
 
-    /// k that all parts cover.
+    /// Size of k that all parts cover.
     pub(super) const fn reach(self) -> u32 {
         256 * self.planes * self.parts
     }
 }
 
-/// Comptime facts of one instance.
+/// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct StreamPlan {
-    /// With one part, so that instances differ by `partial` alone.
+    /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: StreamConfig,
     pub(super) weight: CodesPlan,
-    /// Eights of rows of x.
+    /// Groups of eight rows of x.
     pub(super) eights: usize,
     pub(super) bf16: bool,
-    /// Tiles come in pairs, one of each of two matrices.
+    /// True if tiles come in pairs, one of each matrix of a gated pair.
     pub(super) glu: bool,
-    /// Sums go to the workspace.
+    /// True if sums go to the workspace.
     pub(super) partial: bool,
-    /// Rows are normalised; not where sums are but parts.
+    /// Norm of the rows of x; None with split-k.
     pub(super) norm: Option<NormKind>,
 }
 
@@ -104,7 +105,8 @@ impl StreamPlan {
         if self.eights == 1 || self.glu { 2 } else { 1 }
     }
 
-    /// Sets of sums: one is added up while the planes write the other, where there is room for both.
+    /// Sets of sums: with two, one is added up while the planes write the other. One set if there is no space
+    /// for two.
     const fn sets(self) -> u32 {
         if self.eights > 1 && self.glu { 1 } else { 2 }
     }
@@ -114,12 +116,12 @@ impl StreamPlan {
         512 * self.eights as u32
     }
 
-    /// Bytes of one set of sums, of all planes and tiles between two barriers.
+    /// Bytes of one set of sums: all planes and tiles between two barriers.
     const fn set_bytes(self) -> u32 {
         self.sums_bytes() * self.config.planes * self.tiles() as u32
     }
 
-    /// Bytes of the squares of 16 rows, of every plane, and of their factors.
+    /// Bytes of the squares of 16 rows, for every plane, and of the rows' factors.
     const fn squares_bytes(self) -> u32 {
         if self.norm.is_some() { SQUARES_BYTES * (self.config.planes + 1) } else { 0 }
     }
@@ -129,28 +131,28 @@ impl StreamPlan {
     }
 }
 
-/// What a unit holds of the tile to come.
+/// Registers of a unit for the next tile.
 #[derive(CubeType)]
 struct Ahead {
-    /// Four words of each step.
+    /// Four words for each step.
     codes: Array<u32>,
-    /// Of rows `lane / 4` and that plus 8, one a step: four bytes in a word, or four numbers.
+    /// absmax of rows `lane / 4` and `lane / 4 + 8`, one a step: four bytes in a word, or four f32.
     absmax: Array<u32>,
-    /// Scale and offset of both rows, where absmax is nested.
+    /// Scale and offset of both rows, if absmax is nested.
     scales: Array<f32>,
 }
 
-/// Where a plane's share of tiles lies.
+/// Addresses of a plane's part of the tiles.
 #[derive(CubeType)]
 struct Share {
-    /// Addresses for tile 0.
+    /// Addresses in tile 0.
     codes: u64,
     absmax: u64,
     scales: u64,
-    /// Bytes between tiles.
+    /// Bytes from one tile to the next.
     codes_step: u64,
     absmax_step: u64,
-    /// The plane's 256 of k, and how many there are.
+    /// Index of the plane's 256 of k, and their total number.
     quad: u32,
     quads: u32,
     /// First of the unit's two rows.
@@ -214,7 +216,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     #[comptime]
     match norm {
         ComptimeOption::Some(norm) => {
-            // Past k x is zero, whatever it is multiplied by.
+            // Past the end of k x is zero, so that any weight will do.
             let from = u64::cast_from(min(own, quads - 1) * 512 + lane * 16);
             gains = stream_words(norm.address() + from, 0u32);
         }
@@ -222,7 +224,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     }
     fill_table(book, table, lane, plane, plan);
     fill_nested(weight, nested, nested_book, unit, comptime!(plan.config.units()));
-    // The right fragments of a plane's 256 of k: `[eights, spans, steps, 2]` words.
+    // Right fragments of a plane's 256 of k: `[eights, spans, steps, 2]` words.
     let mut fixed = Array::<u32>::new(comptime!(eights * SPANS * 8));
     stage.load::<F>(&mut fixed, 0usize);
     if comptime!(eights == 2) {
@@ -240,7 +242,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     match norm {
         ComptimeOption::Some(norm) => {
             if unit < comptime!(8 * eights as u32) {
-                // Two chains of sums.
+                // Two independent chains of additions.
                 let mut even = 0.0f32.runtime();
                 let mut odd = 0.0f32.runtime();
                 #[unroll]
@@ -252,7 +254,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
                         odd += square;
                     }
                 }
-                // Read after the next barrier.
+                // Units read it after the next barrier.
                 store_shared(factors + unit * 4, norm.factor(even + odd), 0u32);
             }
         }
@@ -263,7 +265,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     while tile < tiles {
         #[unroll]
         for i in 0..at_once {
-            // Tiles of two matrices lie `tiles` apart.
+            // Tiles of a gated pair are `tiles` apart.
             let (now, next) = if comptime!(plan.glu) {
                 let after = select(tile + cubes < tiles, tile + cubes, tile);
                 let up = tile + tiles;
@@ -325,7 +327,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     }
 }
 
-/// Adds up what all planes left of the tiles between two barriers, and stores it.
+/// Adds the sums of all planes for the tiles between two barriers, and stores the results.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "sums, results and their places")]
 fn add_sums<F: Float, NO: Size>(
@@ -344,7 +346,7 @@ fn add_sums<F: Float, NO: Size>(
     let columns = Columns { first: 0usize.runtime(), count: dims.n };
     let tiles = comptime!(plan.tiles() as u32);
     let count = comptime!(128 * plan.eights as u32);
-    // Of two matrices a unit adds up both sums, unless they are but parts.
+    // With a gated pair a unit adds both sums, except with split-k.
     let both = comptime!(plan.glu && !plan.partial);
     let width = dims.n / comptime!(if plan.glu { 2u32 } else { 1u32 });
     let ids = comptime!(if both { count } else { tiles * count });
@@ -352,7 +354,7 @@ fn add_sums<F: Float, NO: Size>(
     for pass in 0..comptime!(ids.div_ceil(plan.config.units())) {
         let id = unit + comptime!(pass * plan.config.units());
         let (which, row, col) = (id / count, id % 16, id % count / 16);
-        // Of two matrices the second begins at column `width`.
+        // The second matrix of a gated pair begins at column `width`.
         let step = if comptime!(plan.glu) { width } else { cubes * 16 };
         let n = tile * 16 + which * step + row;
         let inside = if comptime!(plan.glu) { true.runtime() } else { n < dims.n };
@@ -385,7 +387,7 @@ fn add_sums<F: Float, NO: Size>(
     }
 }
 
-/// The sum of what every plane left at `from`.
+/// Adds the sums of all planes at `from`.
 #[cube]
 fn sum_of_planes(from: u32, #[comptime] plan: StreamPlan) -> f32 {
     let mut sum = 0.0f32.runtime();
@@ -396,8 +398,8 @@ fn sum_of_planes(from: u32, #[comptime] plan: StreamPlan) -> f32 {
     sum
 }
 
-/// Where in a plane's sums that of a row of the weight and of x lies, in bytes: pairs of columns apart in
-/// rows of 32 words, each turned by eight so that the units of a plane write to all banks at once.
+/// Returns the byte offset in a plane's sums for a row of the weight and a row of x. Pairs of columns are
+/// rows of 32 words. Each is rotated by eight, so that the units of a plane write to all banks at once.
 #[cube]
 fn place_of_sum(row: u32, col: u32) -> u32 {
     (col / 2 * 32 + (col % 2 * 16 + row + col / 2 * 8) % 32) * 4
@@ -431,7 +433,7 @@ fn share_of<NW: Size>(
     #[comptime] plan: StreamPlan,
 ) -> Share {
     let quad = min(own, quads - 1);
-    // Bytes of absmax that a unit has of a tile: two rows, four steps.
+    // Bytes of absmax per unit and tile: two rows, four steps.
     let unit_bytes = comptime!(if plan.weight.nested { 8u32 } else { 32u32 });
     let absmax_bytes = comptime!(8 * unit_bytes);
     let place = u64::cast_from(quad * absmax_bytes + lane / 4 * unit_bytes);
@@ -458,7 +460,7 @@ fn load_codes(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] span: usi
     }
 }
 
-/// Issues the loads of absmax and, where it is nested, of its scales.
+/// Issues the loads of absmax and, if nested, of its scales.
 #[cube]
 fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: StreamPlan) {
     let from = share.absmax + u64::cast_from(tile) * share.absmax_step;
@@ -469,7 +471,7 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: St
         #[unroll]
         for half in 0..2usize {
             let row = tile * 16 + share.row + comptime!(8 * half as u32);
-            // A quad has 256 elements; a group 256 blocks.
+            // A quad has 256 elements; a group has 256 blocks.
             let group = (row * share.quads + share.quad) / comptime!(plan.weight.block_size);
             let pair = load_pair(share.scales + u64::cast_from(group * 8));
             ahead.scales[comptime!(2 * half)] = pair.extract(0usize);
@@ -487,7 +489,7 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: St
     }
 }
 
-/// The absmax of both rows, one a step.
+/// Returns the absmax of both rows, one a step.
 #[cube]
 fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) -> Array<f32> {
     let mut scales = Array::<f32>::new(comptime!(2 * SPANS));
@@ -509,7 +511,7 @@ fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) 
     scales
 }
 
-/// The left fragments of one step of 64: those of row `lane / 4` at even places of a pair, of the row eight
+/// Decodes the left fragments of one step of 64. Row `lane / 4` is at even positions of a pair, the row eight
 /// below at odd ones.
 #[cube]
 fn decode_codes(ahead: &Ahead, table: u32, lane: u32, #[comptime] span: usize) -> Array<u32> {
@@ -519,7 +521,7 @@ fn decode_codes(ahead: &Ahead, table: u32, lane: u32, #[comptime] span: usize) -
         #[unroll]
         for byte in 0..8usize {
             let word = ahead.codes[comptime!(4 * span + 2 * half + byte / 4)];
-            // Byte `byte` above the unit's place.
+            // Puts byte `byte` above the unit's offset.
             let selector = comptime!(0x5504 | (byte as u32 % 4) << 4);
             let place = permute(word, lane * 4, selector.runtime());
             // Byte 2j is the first pair of step j, byte 2j + 1 the second.
@@ -530,7 +532,7 @@ fn decode_codes(ahead: &Ahead, table: u32, lane: u32, #[comptime] span: usize) -
     left
 }
 
-/// The word at shared address `at`, which nobody writes any more.
+/// Loads the word at shared address `at` of the table, which is read-only by then.
 #[cube]
 fn lookup(at: u32) -> u32 {
     let word: u32;
@@ -543,7 +545,7 @@ fn lookup(at: u32) -> u32 {
     word
 }
 
-/// The 16 bytes at global address `from + far`, which are read once.
+/// Loads 16 bytes at global address `from + far`, which are read only once.
 #[cube]
 fn stream_words(from: u64, #[comptime] far: u32) -> Vector<u32, Const<4>> {
     let words: Vector<u32, Const<4>>;
@@ -568,7 +570,7 @@ fn load_two_words(from: u64) -> Vector<u32, Const<2>> {
     words
 }
 
-/// Writes the pairs of the book for every unit of a plane; unit i holds value i % 16 of it.
+/// Writes the pairs of the codebook for every unit of a plane. Unit i passes codebook value i % 16.
 #[cube]
 fn fill_table(book: f32, table: u32, lane: u32, plane: u32, #[comptime] plan: StreamPlan) {
     let size!(NP) = 2usize;

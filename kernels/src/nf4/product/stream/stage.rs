@@ -1,4 +1,4 @@
-//! Rows of x on their way into registers.
+//! Loads rows of x into registers through shared memory.
 
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
@@ -11,8 +11,8 @@ use crate::tile::{
     store_words, typed, wait_copies,
 };
 
-/// Places of eight rows of x, 512 bytes of each: the first four in the unused halves of the table's entries, the others
-/// where sums will be.
+/// Shared memory for eight rows of x, 512 bytes each. The first four lie in the unused halves of the table's
+/// entries, the others in the space of the sums.
 #[derive(CubeType)]
 pub(super) struct Stage {
     pub(super) table: u32,
@@ -23,8 +23,8 @@ pub(super) struct Stage {
 
 #[cube]
 impl Stage {
-    /// Issues the copies of eight rows of x, zero past k. What is in place of rows past the last makes
-    /// columns that are never stored.
+    /// Issues the copies of eight rows of x, with zeros past the end of k. Rows past the last give columns
+    /// that are never stored.
     pub(super) fn copy<F: Float, NX: Size>(
         &self,
         x: &[Vector<F, NX>],
@@ -45,7 +45,7 @@ impl Stage {
             let row = comptime!(8 * eight as u32) + i;
             let inside = own < quads;
             let from = first + u64::cast_from(row as usize * dims.k as usize) * 2;
-            // Turned by the row, so that the same chunk of eight rows lies in eight places.
+            // XORed with the row, so that the same chunk of eight rows lies in eight positions.
             let turned = (self.lane % 8) ^ i;
             let to = if comptime!(i < 4) {
                 let line = self.plane * 16 + comptime!(i * 4) + self.lane / 8;
@@ -85,15 +85,15 @@ impl Stage {
                 }
             }
         }
-        // The next rows come to the same place.
+        // The next rows use the same space.
         sync_plane();
     }
 
-    /// Multiplies the fragments of x by the weight of a norm, of which a unit has 16 bytes, and leaves the sums of
-    /// the squares of the plane's part of each row.
+    /// Multiplies the fragments of x by the norm weight; each unit holds 16 bytes of it. Stores the sums of
+    /// squares of the plane's part of each row.
     ///
-    /// They are the diagonal of x·xᵀ: what a unit holds of the right operand is what it holds of rows 0 to 7 of the
-    /// left one.
+    /// The sums are the diagonal of x·xᵀ: a unit's registers of the right operand are also its registers for
+    /// rows 0 to 7 of the left operand.
     pub(super) fn weigh<F: Float, NF: Size, NC: Size>(
         &self,
         fixed: &mut Array<u32>,
@@ -103,7 +103,7 @@ impl Stage {
         #[comptime] plan: StreamPlan,
     ) {
         let kind = comptime!(plan.norm.expect("rows are normalised"));
-        // As the first row of eight, which all rows of a fragment then are.
+        // The weight is stored as the first of eight rows; a fragment then uses it for all rows.
         let first = self.table + 128 + self.plane * 4096;
         store_words(first + self.lane / 8 * 256 + self.lane % 8 * 16, gains);
         sync_plane();
@@ -127,7 +127,7 @@ impl Stage {
         for eight in 0..comptime!(plan.eights) {
             let own = comptime!(eight * SPANS * 8);
             let mut all = Vector::<f32, NC>::new(0.0f32);
-            // A chain of sums for each span.
+            // One chain of additions for each span.
             #[unroll]
             for span in 0..SPANS {
                 let mut sum = Array::<Vector<f32, NC>>::new(2usize);
@@ -148,7 +148,7 @@ impl Stage {
                 }
                 all += sum[0];
             }
-            // Row r of the diagonal is the unit's whose first column is r, or r - 1.
+            // Element r of the diagonal belongs to the unit whose first column is r or r - 1.
             if self.lane % 4 == self.lane / 8 {
                 let square =
                     select(self.lane / 4 % 2 == 0, all.extract(0usize), all.extract(1usize));
