@@ -1,10 +1,10 @@
 //! Device memory of a model, computed before it is loaded.
 //!
 //! ```text
-//! weights        every parameter in the compute dtype, or 4 bits and an 8-bit absmax per block of 64, or 8 bits and an
-//!                f32 absmax per row
-//! kv_cache       2 · layers · kv_heads · head_dim · batch · context, in the compute dtype or in bytes with an f32 per
-//!                position and head; RoPE tables; a bit per token of the vocabulary that occurred
+//! weights        every parameter in the compute dtype; quantised ones in 4 bits with an 8-bit absmax per block of
+//!                64, in 8 bits with an f32 absmax per row, or in 8 bits with an f16 scale per 32 values (Q8_0)
+//! kv_cache       2 · layers · kv_heads · head_dim · batch · context, in the compute dtype or in bytes with an f32
+//!                per position and head; RoPE tables; a bit per token of the vocabulary that occurred
 //! adapter        A and B of every factor, in f32
 //! optimizer      two moments per adapter value
 //! activations    peak of live bytes while rows pass the layers (`layers.rs`) or a step is trained (`train.rs`)
