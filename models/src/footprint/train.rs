@@ -4,9 +4,9 @@
 //! activations  the largest of these:
 //!                loss        the input of every layer, and the logits of some rows, four times in f32: logits,
 //!                            exponentials, gradient, and the factor that the gradient is multiplied by
-//!                backward    of the uppermost layer: inputs of the layers below, the tensors that its graph keeps, three
-//!                            times the input of its last matmul, and a dense copy of that weight if it is quantised;
-//!                            or five times, if gate and up are one matrix in 4 bits
+//!                backward    of the uppermost layer: inputs of the layers below, the tensors that its graph keeps,
+//!                            three times the input of its last matmul, and a dense copy of that weight if it is
+//!                            quantised; or five times, if gate and up are one matrix in 4 bits
 //!                step        the gradient twice while its parts are concatenated; AdamW's intermediates
 //! ```
 
