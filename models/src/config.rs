@@ -102,9 +102,9 @@ pub struct Norm {
 /// Positions of the norms in a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
-    /// Before attention and before the feed-forward block.
+    /// Norms before attention and before the feed-forward block.
     Before,
-    /// Also on their outputs, before the residual addition.
+    /// Norms before both blocks and on their outputs, before the residual addition.
     BeforeAndAfter,
 }
 

@@ -68,9 +68,9 @@ impl DecoderConfig {
     ///
     /// # Errors
     /// [`Error::Json`] or [`Error::NotAnObject`] for text that is not a JSON object.
-    /// [`Error::UnknownModelType`]. [`Error::Field`] for a field that is missing, malformed, out of range or
-    /// unsupported, for fields that contradict each other, and for weights quantised by anything except
-    /// bitsandbytes.
+    /// [`Error::UnknownModelType`]. [`Error::Field`] for a field that is missing, malformed, out of range,
+    /// unsupported or contradicted by another field. It is also returned for weights quantised by anything
+    /// except bitsandbytes.
     ///
     /// Source: the configuration classes of Hugging Face transformers.
     pub fn from_json(text: &str) -> Result<Self, Error> {

@@ -112,7 +112,7 @@ pub fn decode(
     Ok(step(ctx, q, cache, options, false)?.0)
 }
 
-/// Like [`decode`], and also returns the log-sum-exp of the visible scores of each query. It merges the
+/// Computes [`decode`] and also returns the log-sum-exp of the visible scores of each query. It merges the
 /// result with attentions over other keys: see [`crate::attention_with_lse`].
 ///
 /// # Shapes

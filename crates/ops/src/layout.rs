@@ -37,7 +37,7 @@ impl Matrices {
         Some(Self { operand: Operand { layout, stride: stride as u64, start: 0 }, steps })
     }
 
-    /// Like [`Matrices::of`], but copies a tensor with another layout.
+    /// Describes any tensor as [`Matrices::of`] does; copies it if it has another layout.
     pub(crate) fn of_any(tensor: CubeTensor, batch: &[usize]) -> (CubeTensor, Self) {
         if let Some(matrices) = Self::of(&tensor, batch) {
             return (tensor, matrices);

@@ -1,8 +1,8 @@
 //! GPU kernels as functions of Burn tensors, with gradients.
 //!
 //! Provides matmul, attention (forward and backward), decode attention over contiguous or paged KV caches,
-//! norms, RoPE, sampling, and matmuls with NF4, FP4, int8 and Q8_0 weights. Only this crate depends on both
-//! the kernels and Burn.
+//! norms, RoPE and sampling. Matmuls also take NF4, FP4, int8 and Q8_0 weights. Only this crate depends on
+//! both the kernels and Burn.
 //!
 //! ```
 //! use burn::tensor::{Device, Distribution, Tensor};

@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn pages_are_whole() {
         let mib = 1 << 20;
-        // Small buffers lie in a page of their own kind.
+        // Small buffers share a separate page.
         assert_eq!((page_slack(0), page_slack(SMALL)), (0, 0));
         assert_eq!(page_slack(SMALL + 1), 2 * mib - SMALL - 1);
         assert_eq!([mib, mib + 1, 5 * mib].map(page_slack), [mib, 2 * mib - 1, mib]);

@@ -219,8 +219,8 @@ impl Decoder {
         Ok(last.expect("the last chunk has the last rows"))
     }
 
-    /// Runs the next tokens of one sequence, and passes the logits after each of them to `each`, some rows at
-    /// a time, `[rows, vocab]` in f32. The logits of all rows are never on the device together. They take no
+    /// Runs the next tokens of one sequence. Passes the logits after each of them to `each`, some rows at a
+    /// time, `[rows, vocab]` in f32. The logits of all rows are never on the device together. They take no
     /// more memory than the layers did.
     ///
     /// # Errors

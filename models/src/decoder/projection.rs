@@ -318,7 +318,7 @@ impl Ffn {
         })
     }
 
-    /// Like [`Ffn::inner`] without a norm; `more` returns an addend for rows of gate and up, before the
+    /// Computes [`Ffn::inner`] without a norm; `more` returns an addend for rows of gate and up, before the
     /// activation.
     pub(super) fn inner_with(
         &self,

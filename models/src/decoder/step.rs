@@ -125,11 +125,11 @@ impl Repeated {
             By::Launches(launches) => launches,
             By::Graph { .. } if seen => return of.logits(of.layers(memory, &self.step)?),
             By::Graph { graph, .. } => {
-                // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that all of it
-                // lives as long as the graph: weights, tables, the step and the cache. Weights and tables are
-                // never written. Step and cache belong to one KvCache, which `&mut` lets one thread use at a
-                // time, and this is the thread on whose stream the graph was captured (`Single::run`). The
-                // result is read on it, before the next step, as `Decoder::decode` says.
+                // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that
+                // all of it lives as long as the graph: weights, tables, the step and the cache. Weights and
+                // tables are never written. Step and cache belong to one KvCache, which `&mut` lets one
+                // thread use at a time. The graph was captured on the stream of this thread (`Single::run`).
+                // The result is read on it, before the next step, as `Decoder::decode` says.
                 return read(unsafe { graph.replay() });
             }
         };

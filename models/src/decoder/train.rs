@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Each layer is a graph of its own, which lives while its gradients are computed (Chen et al., 2016,
-//! arXiv:1604.06174). Live at once are the input of every layer and the saved tensors of one layer, whatever
-//! the depth. The cost is a second forward pass of each layer: a step runs three matmuls per frozen matrix
+//! arXiv:1604.06174). Live at once are the input of every layer and the saved tensors of one layer, at any
+//! depth. The cost is a second forward pass of each layer: a step runs three matmuls per frozen matrix
 //! instead of two (forward, forward again, backward). [`Recompute::Nothing`] keeps all graphs and skips the
 //! second forward pass.
 //!

@@ -1,4 +1,4 @@
-//! Live bytes while rows pass the decoder: its calls in their order.
+//! Live bytes while rows run through the decoder: its calls in their order.
 //!
 //! The residual stream x counts twice. A block writes its sum into another buffer, and the old x leaves a
 //! hole in the page that nothing else fits into.
@@ -13,7 +13,7 @@ use super::{KvFormat, ModelPrecision};
 use crate::decoder::{CHUNK, dequantized_bytes};
 use crate::{DecoderConfig, Ffn, Workload};
 
-/// Rows that pass the decoder together.
+/// Rows that run through the decoder together.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) config: &'a DecoderConfig,
@@ -56,7 +56,7 @@ impl<'a> Rows<'a> {
         self.wide(self.inner.max(self.q + 2 * self.kv).max(self.hidden))
     }
 
-    /// Returns the live bytes of prefill: prompts pass all layers, and one token per sequence is sampled.
+    /// Returns the live bytes of prefill: prompts run through all layers, and one token per sequence is sampled.
     pub(super) fn prefill(self, workload: &Workload) -> Liveness {
         let mut live = Liveness::default();
         live.add(2 * self.wide(self.hidden));

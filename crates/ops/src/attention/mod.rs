@@ -63,7 +63,7 @@ pub fn attention(
     Ok(dense(ctx, [q, k, v], mask, bias, options, false)?.0)
 }
 
-/// Like [`attention`], and also returns the log-sum-exp `ln Σ_j exp(s_j)` over the visible keys of each
+/// Computes [`attention`] and also returns the log-sum-exp `ln Σ_j exp(s_j)` over the visible keys of each
 /// query. It merges attentions over parts of the keys: `out = Σ exp(lse_i - lse) · out_i` with `lse = ln Σ
 /// exp(lse_i)`.
 ///
@@ -170,7 +170,8 @@ pub fn attention_packed(
     Ok(packed(ctx, [q, k, v], packing, options, false)?.0)
 }
 
-/// Like [`attention_packed`], and also returns the log-sum-exp of each query, as [`attention_with_lse`] does.
+/// Computes [`attention_packed`] and also returns the log-sum-exp of each query, as [`attention_with_lse`]
+/// does.
 ///
 /// # Shapes
 /// As in [`attention_packed`]; the log-sum-exp is `[1, heads, queries]` in f32.

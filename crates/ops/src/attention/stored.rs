@@ -67,7 +67,7 @@ pub(super) fn attend<B: Backend>(
     if let Some(bias) = bias {
         scores = B::float_add(scores, bias);
     }
-    // Masked scores are -inf, whatever their value and bias.
+    // Masked scores are -inf for any value and bias.
     if options.causal || options.window.is_some() {
         let data = TensorData::new(hidden_by_order(seq_q, seq_kv, options), [1, 1, seq_q, seq_kv]);
         let bools = burn::backend::get_device_settings::<B>(&device).bool_dtype;

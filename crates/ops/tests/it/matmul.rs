@@ -289,8 +289,8 @@ fn what_needs_no_gradient_gets_none_and_stays_fused() {
     close(&values(out), &want, "fused");
 }
 
-/// Results and gradients of groups, one empty, equal those of each group's own matmul, for either layout of
-/// lhs and rhs and all parts of an epilogue.
+/// Results and gradients of groups, one empty, equal those of each group's own matmul. Lhs and rhs have
+/// either layout, with all parts of an epilogue.
 #[test]
 fn groups_are_products_of_their_own() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
