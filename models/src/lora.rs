@@ -82,7 +82,7 @@ pub struct Factor {
     pub n: usize,
     /// Number of input features: columns of A.
     pub k: usize,
-    /// Offset of A in [`Adapter::values`]; B follows it.
+    /// Offset of A in [`Adapter::values()`]; B follows it.
     pub at: usize,
 }
 
