@@ -1,4 +1,4 @@
-//! What a decoder computes: one description for every family.
+//! Computation of a decoder: one description for every family.
 //!
 //! ```text
 //! x = embedding[token]·embedding_scale (+ positions[p])
@@ -14,14 +14,14 @@ use serde_json::Value;
 use crate::fields::{Fields, json};
 use crate::{Error, Rope, Scaling};
 
-/// What a decoder computes. Everything that changes an answer is here.
+/// Computation of a decoder. It contains everything that changes the logits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
-    /// Whose `config.json` it was, and what its tensors are called.
+    /// Family of the `config.json`, which names its tensors.
     pub family: Family,
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Width inside of the feed-forward block.
+    /// Inner width of the feed-forward block.
     pub ffn_hidden: usize,
     /// Query heads.
     pub heads: usize,
@@ -31,80 +31,80 @@ pub struct DecoderConfig {
     pub head_dim: usize,
     /// Rows of the embedding.
     pub vocab: usize,
-    /// Positions the model was made for, with the stretch of its rope, or that [`DecoderConfig::with_context`] set.
+    /// Context length of the model, with the scaling of its rope, or set by [`DecoderConfig::with_context`].
     pub max_seq: usize,
-    /// In the order that a token passes them.
+    /// Layers, in the order of the forward pass.
     pub layers: Vec<Layer>,
-    /// The different ropes of the layers.
+    /// Distinct ropes of the layers; [`Layer::rope`] is an index into them.
     pub ropes: Vec<Rope>,
-    /// The same for all norms.
+    /// Kind and epsilon of all norms.
     pub norm: Norm,
-    /// Where layers have norms.
+    /// Positions of the norms in a layer.
     pub placement: Placement,
-    /// Queries and keys are normalised, head by head, before they turn.
+    /// True if queries and keys are normalised per head before RoPE.
     pub qk_norm: bool,
-    /// Scores s become softcap·tanh(s / softcap).
+    /// Soft cap of attention scores s: softcap·tanh(s / softcap).
     pub softcap: Option<f64>,
-    /// The query, key and value projections have biases.
+    /// True if the query, key and value projections have biases.
     pub qkv_bias: bool,
-    /// The output projection of attention has one.
+    /// True if the output projection of attention has a bias.
     pub out_bias: bool,
-    /// Whether the feed-forward block has a gate.
+    /// Kind of the feed-forward block.
     pub ffn: Ffn,
-    /// Of the gate, or of what goes up where there is none.
+    /// Activation of the gate, or of the up projection in a block without a gate.
     pub activation: Activation,
-    /// The matrices of the feed-forward block have biases.
+    /// True if the matrices of the feed-forward block have biases.
     pub ffn_bias: bool,
-    /// What embeddings are multiplied by, rounded to the dtype that the model computes in.
+    /// Factor of embeddings, rounded to the compute dtype of the model.
     pub embedding_scale: Option<f64>,
-    /// A trained vector is added for every position, up to `max_seq`.
+    /// True if a learned vector is added at every position, up to `max_seq`.
     pub learned_positions: bool,
-    /// Logits l become logit_softcap·tanh(l / logit_softcap).
+    /// Soft cap of logits l: logit_softcap·tanh(l / logit_softcap).
     pub logit_softcap: Option<f64>,
-    /// The output projection is the embedding itself.
+    /// True if the output projection is the embedding.
     pub tie_embeddings: bool,
-    /// Where products with weights in 8 bits round what they read to 8 bits as well, columns with a value of so much and
-    /// above are not: bitsandbytes' `llm_int8_threshold`. None where the file does not say 8 bits.
+    /// Outlier threshold of int8 matmuls: bitsandbytes' `llm_int8_threshold`. If activations are rounded to 8
+    /// bits, columns with a magnitude of this or above are not. None if the file does not load in 8 bits.
     pub int8_threshold: Option<f64>,
 }
 
-/// A family of decoders, by the `model_type` of its `config.json`.
+/// A family of decoders, identified by the `model_type` of its `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Family(pub(crate) &'static str);
 
 impl Family {
-    /// Its name in `config.json`.
+    /// Returns its name in `config.json`.
     pub const fn model_type(self) -> &'static str {
         self.0
     }
 }
 
-/// What layers differ in.
+/// Attributes that differ between layers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Layer {
-    /// Keys at this distance and further are hidden; none sees all before it.
+    /// Sliding window: keys at this distance or further are masked; none attends to all earlier keys.
     pub window: Option<usize>,
-    /// Index into [`DecoderConfig::ropes`]; none where positions are learned.
+    /// Index into [`DecoderConfig::ropes`]; none for learned positions.
     pub rope: Option<usize>,
-    /// What scores are multiplied by.
+    /// Factor of attention scores.
     pub scale: f64,
 }
 
-/// How vectors are normalised.
+/// Normalisation of vectors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
-    /// Whether the mean is taken off, and what the weight means.
+    /// RMS norm, RMS norm with weight + 1, or layer norm.
     pub kind: NormKind,
-    /// Added to the mean square, or to the variance.
+    /// Epsilon, added to the mean square or to the variance.
     pub eps: f64,
 }
 
-/// Where a layer normalises.
+/// Positions of the norms in a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
-    /// What attention and feed-forward read.
+    /// Norms before attention and before the feed-forward block.
     Before,
-    /// Also what they add to the residual stream.
+    /// Norms before both blocks and on their outputs, before the residual addition.
     BeforeAndAfter,
 }
 
@@ -117,7 +117,7 @@ pub enum Ffn {
     Plain,
 }
 
-/// Reads a field that names an activation; none where it is absent.
+/// Reads a field that names an activation; none if it is absent.
 pub(crate) fn activation(fields: &Fields<'_>, field: &str) -> Result<Option<Activation>, Error> {
     Ok(match fields.text(field)? {
         None => None,
@@ -131,10 +131,10 @@ pub(crate) fn activation(fields: &Fields<'_>, field: &str) -> Result<Option<Acti
     })
 }
 
-/// What bitsandbytes takes where nothing is said.
+/// Default `llm_int8_threshold` of bitsandbytes.
 pub(crate) const THRESHOLD: f64 = 6.0;
 
-/// Bits that `quantization_config` says matrices have.
+/// Returns the bits per weight that `quantization_config` claims.
 pub(crate) fn claimed_bits(text: &str) -> Option<u32> {
     let value = json("config.json", text).ok()?;
     let quantization = value.get("quantization_config")?;
@@ -144,34 +144,37 @@ pub(crate) fn claimed_bits(text: &str) -> Option<u32> {
 }
 
 impl DecoderConfig {
-    /// Number of layers of which the first ones have one of each kind.
+    /// Returns the number of leading layers that contain one of each kind.
     pub(crate) fn layers_of_each_kind(&self) -> usize {
         let kind = |at: usize| (self.layers[at].window, self.layers[at].rope);
         let new = |at: &usize| !(0..*at).any(|earlier| kind(earlier) == kind(*at));
         (0..self.layers.len()).rfind(new).map_or(0, |at| at + 1)
     }
 
-    /// Positions that a sequence may have; none where the ropes stretch to any length.
+    /// Returns the most positions of a sequence; none if dynamic RoPE scaling allows any length.
     pub fn context(&self) -> Option<usize> {
         let stretches = |rope: &Rope| matches!(rope.scaling, Scaling::Dynamic { .. });
         (!self.ropes.iter().any(stretches)).then_some(self.max_seq)
     }
 
-    /// Sets how many positions a sequence may have. Rope turns any; training may not have seen those past `max_seq`.
+    /// Sets the most positions of a sequence. RoPE works at any position, but training may not have covered
+    /// those past `max_seq`.
     ///
     /// # Errors
-    /// [`Error::LearnedPositions`] for more than the model has learned vectors for.
+    /// [`Error::LearnedPositions`] for more positions than the model has learned vectors.
     pub fn with_context(self, positions: usize) -> Result<Self, Error> {
         match self.learned_positions && positions > self.max_seq {
             true => Err(Error::LearnedPositions { need: positions, max_seq: self.max_seq }),
-            // The vectors that are learned stay.
+            // The learned vectors stay as they are.
             false if self.learned_positions => Ok(self),
             false => Ok(Self { max_seq: positions, ..self }),
         }
     }
 
+    /// Checks that all tokens are in the vocabulary.
+    ///
     /// # Errors
-    /// [`Error::Token`] for one that the vocabulary does not have.
+    /// [`Error::Token`] for the first token past the vocabulary.
     pub fn check_tokens(&self, tokens: &[u32]) -> Result<(), Error> {
         let vocab = self.vocab;
         match tokens.iter().find(|id| **id as usize >= vocab) {

@@ -4,101 +4,101 @@ use std::path::PathBuf;
 use checkpoint::{list, short};
 use serde_json::Value;
 
-/// The file of a model that says how it is sampled.
+/// File with the sampling defaults of a model.
 pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// Why a folder is none of our models.
+/// An error of this crate: a folder that is not a supported model, an invalid request, or a failed device.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file that is not there or cannot be read.
+    /// A file that does not exist or cannot be read.
     #[error("cannot read {}: {why}", .path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// As the system says.
+        /// Error of the operating system.
         why: io::Error,
     },
     /// A file that is not JSON.
     #[error("{file} is not JSON: {}", short(.why))]
     Json {
-        /// Its name within the folder.
+        /// File name within the folder.
         file: &'static str,
-        /// What the parser says.
+        /// Error of the parser.
         why: serde_json::Error,
     },
-    /// A file of JSON that is a list, a number or the like.
+    /// A JSON file whose root is not an object.
     #[error("{file} is not an object")]
     NotAnObject {
-        /// Its name within the folder.
+        /// File name within the folder.
         file: &'static str,
     },
-    /// The field is `section.field` within a section.
+    /// An invalid field; named `section.field` inside a section.
     #[error("{file}: `{field}` {fault}")]
     Field {
-        /// Name of the file within the folder.
+        /// File name within the folder.
         file: &'static str,
-        /// The field's full name.
+        /// Full name of the field.
         field: String,
-        /// What is wrong with it.
+        /// Fault of the field.
         fault: Box<Fault>,
     },
-    /// A family that this crate does not have.
+    /// A family that this crate does not support.
     #[error("{file}: `model_type` is \"{}\", which is none of {known}", short(.value))]
     UnknownModelType {
-        /// Name of the file that says it.
+        /// Name of the file.
         file: &'static str,
-        /// The `model_type` there.
+        /// Its `model_type`.
         value: String,
-        /// Every `model_type` of this crate.
+        /// Every supported `model_type`, separated by commas.
         known: String,
     },
-    /// Files of weights that cannot be read or written, or a tensor that is not as it should be.
+    /// Weight files that cannot be read or written, or an invalid tensor.
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
-    /// Everything that is wrong with the tensors of a checkpoint, at once.
+    /// All problems with the tensors of a checkpoint at once.
     #[error("{}", tensors("tensors are damaged, or not those of config.json", .missing, .unused, .wrong))]
     Tensors {
-        /// What the configuration asks for and no file has.
+        /// Tensors that the configuration needs and no file has.
         missing: Vec<String>,
-        /// What files have and the configuration does not explain.
+        /// Tensors of the files that the configuration does not need.
         unused: Vec<String>,
-        /// Of another shape or dtype than the configuration asks for, or not readable.
+        /// Tensors of another shape or dtype than the configuration needs, or unreadable.
         wrong: Vec<checkpoint::Error>,
     },
-    /// The same of an adapter.
+    /// All problems with the tensors of an adapter at once.
     #[error(
         "{}\nhint: an adapter of this very model, whose tensors are lora_A and lora_B of its matrices",
         tensors("the tensors are not those of an adapter of this model", .missing, .unused, .wrong)
     )]
     AdapterTensors {
-        /// A or B where the file has only the other; what all names begin with, where it has neither of any.
+        /// Missing lora_A and lora_B tensors; the common prefix of all names if the file has no factors.
         missing: Vec<String>,
-        /// What the file has and no module explains.
+        /// Tensors of the file that belong to no module.
         unused: Vec<String>,
-        /// Of another shape or dtype than the factors have, or not readable.
+        /// Tensors of another shape or dtype than the factors, or unreadable.
         wrong: Vec<checkpoint::Error>,
     },
     /// A target that is no module of the layers.
     #[error("no matrix of a layer is called {target}\nhint: one of {known}")]
     Target {
-        /// As it was asked for.
+        /// The requested target.
         target: String,
-        /// Names that there are, separated by commas.
+        /// Valid names, separated by commas.
         known: String,
     },
-    /// A rank that is 0 or past what the matrices have, or an alpha that is not a finite number above 0.
+    /// A rank of 0 or above the limit, or an alpha that is not a finite number above 0.
     #[error(
         "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {most}, and an alpha above 0"
     )]
     Rank {
-        /// As it was asked for.
+        /// The requested rank.
         rank: usize,
-        /// As it was asked for.
+        /// The requested alpha.
         alpha: f64,
-        /// The largest rank there is.
+        /// The largest valid rank.
         most: usize,
     },
-    /// A batch in which no token is learned, or with an empty sequence.
+    /// A batch without tokens to learn, or with an empty sequence.
     #[error(
         "there is nothing to learn in a batch\nhint: sequences of two tokens or more, and something after what they \
          begin with"
@@ -109,86 +109,87 @@ pub enum Error {
     Write {
         /// The file or folder.
         path: PathBuf,
-        /// As the system says.
+        /// Error of the operating system.
         why: io::Error,
     },
-    /// More positions than the model has.
+    /// More positions than the context length of the model.
     #[error(
         "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, fewer tokens to come, or --max-context"
     )]
     Context {
-        /// Positions that were asked for.
+        /// Number of positions requested.
         need: usize,
-        /// Positions of the model.
+        /// Context length of the model.
         max_seq: usize,
     },
-    /// A context past the positions that a model has learned vectors for.
+    /// A context longer than the learned positions of a model.
     #[error(
         "expected a context of at most {max_seq} positions, got {need}\nhint: the model learned a vector for each position"
     )]
     LearnedPositions {
-        /// Positions that were asked for.
+        /// Number of positions requested.
         need: usize,
-        /// Positions of the model.
+        /// Number of learned positions.
         max_seq: usize,
     },
-    /// More positions than a cache has room for.
+    /// More positions than the capacity of a KV cache.
     #[error(
         "{need} positions, but the cache holds {capacity}\nhint: a shorter prompt, or a larger session"
     )]
     Full {
-        /// Positions that were asked for.
+        /// Number of positions requested.
         need: usize,
-        /// Positions that each sequence may have.
+        /// Capacity of each sequence, in positions.
         capacity: usize,
     },
-    /// A token that the model does not have.
+    /// A token past the vocabulary.
     #[error(
         "token {id} is past the vocabulary, which has {vocab}\nhint: tokens of this model's own tokenizer"
     )]
     Token {
-        /// The token.
+        /// The token id.
         id: u32,
-        /// Tokens that there are.
+        /// Size of the vocabulary.
         vocab: usize,
     },
-    /// Tokens of a step that the sequences of a cache cannot take together.
+    /// Step tokens that the sequences of a KV cache cannot take together.
     #[error(
         "{tokens:?} tokens for the {batch} sequences of a cache\nhint: as many of each, and not more than 16 \
          where their lengths differ"
     )]
     Step {
-        /// Sequences of the cache.
+        /// Number of sequences of the cache.
         batch: usize,
-        /// How many were given of each sequence.
+        /// Number of tokens given for each sequence.
         tokens: Vec<usize>,
     },
-    /// Several sequences past the length at which all positions are turned anew, which is done for one alone.
+    /// Several sequences past the length at which RoPE scaling changes all frequencies. The re-prefill that
+    /// this needs supports one sequence only.
     #[error(
         "sequences of {length} positions turn all of them anew, and a batch cannot\nhint: one sequence at a time"
     )]
     Stretched {
-        /// Positions that the longest would have.
+        /// Length that the longest sequence would have, in positions.
         length: usize,
     },
-    /// A weight that was to be in 4 or 8 bits.
+    /// A weight that could not be quantised.
     #[error("tensor {tensor}: {why}")]
     Quantize {
-        /// Its name.
+        /// Name of the tensor.
         tensor: String,
-        /// What the op says.
+        /// Error of the op.
         why: Box<ops::OpError>,
     },
-    /// The device failed while it computed or was read; its own words.
+    /// A failure of the device, in its own words.
     #[error("the device failed: {0}")]
     Failed(String),
-    /// An op that the device cannot run, or that does not take what it was given.
+    /// An op that the device cannot run, or invalid operands of an op.
     #[error(transparent)]
     Op(#[from] ops::OpError),
 }
 
 impl Error {
-    /// Whether it is of a file that an adapter has.
+    /// True if the error concerns a file of an adapter.
     fn is_adapters(&self) -> bool {
         let (Self::Read { path, .. } | Self::Checkpoint(checkpoint::Error::Read { path, .. })) =
             self
@@ -200,7 +201,8 @@ impl Error {
             .is_some_and(|name| name.starts_with("adapter_"))
     }
 
-    /// What to do about a folder that is none of our models, as a line of its own; nothing where the message has it.
+    /// Returns a hint for a folder that is not a supported model, as a line of its own; empty if the message
+    /// has one.
     pub fn hint(&self) -> &'static str {
         use checkpoint::Error as File;
         match self {
@@ -228,7 +230,7 @@ impl Error {
                 "\nhint: the index and all its shards must be of one model; download them again"
             }
             Self::Field { file, fault, .. } => match **fault {
-                // The model is one of ours, and how it is sampled is for the caller to say.
+                // The model itself is supported, and the caller may choose other sampling options.
                 Fault::Unsupported { .. } if *file == GENERATION_CONFIG => {
                     "\nhint: take the field out of the file; answers are then not as the model's makers would have them"
                 }
@@ -244,46 +246,46 @@ impl Error {
     }
 }
 
-/// What is wrong with a field.
+/// Fault of a field.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Fault {
-    /// The file does not have it, and nothing stands in for it.
+    /// A required field that the file lacks.
     #[error("is missing")]
     Missing,
     /// A value of the wrong type, or out of range.
     #[error("is {}, which is not {expected}", short(.value))]
     Malformed {
-        /// What the file says.
+        /// Value in the file.
         value: Value,
-        /// What it should be.
+        /// Description of a valid value.
         expected: String,
     },
-    /// A value that means something, but nothing that this crate computes.
+    /// A valid value that this crate does not support.
     #[error("is {}, which is not supported; known: {known}", short(.value))]
     Unsupported {
-        /// What the file says.
+        /// Value in the file.
         value: Value,
-        /// What is known, separated by commas.
+        /// Supported values, separated by commas.
         known: String,
     },
-    /// Another field of the file says otherwise.
+    /// A value that contradicts another field.
     #[error("is {}, but `{other}` is {}", short(.value), short(.other_value))]
     Contradiction {
-        /// What the file says.
+        /// Value in the file.
         value: Value,
         /// Full name of the other field.
         other: String,
-        /// What that one says.
+        /// Value of the other field.
         other_value: Value,
     },
-    /// A size that another one does not divide.
+    /// A size that is not a multiple of another one.
     #[error("is {}, which is not a multiple of `{divisor_field}`, {divisor}", short(.value))]
     NotMultiple {
-        /// What the file says.
+        /// Value in the file.
         value: usize,
-        /// Name of the field that should divide it.
+        /// Name of the field with the divisor.
         divisor_field: &'static str,
-        /// What that one says.
+        /// Value of that field.
         divisor: usize,
     },
 }

@@ -1,6 +1,6 @@
-//! The families of decoders: how each one's `config.json` reads, and what its tensors are called.
+//! Decoder families: fields of each family's `config.json`, and names of its tensors.
 //!
-//! A new family is a file here, which is one [`Definition`], and one line in [`DEFINITIONS`].
+//! To add a family, add a file with one [`Definition`] here, and one line in [`DEFINITIONS`].
 
 use std::path::Path;
 
@@ -32,12 +32,12 @@ const DEFINITIONS: [&Definition; 8] = [
 ];
 
 impl Family {
-    /// Every family.
+    /// Returns every family.
     pub fn all() -> [Self; DEFINITIONS.len()] {
         DEFINITIONS.map(|definition| Self(definition.model_type))
     }
 
-    /// The family of that `model_type`, if it is one of [`Family::all`].
+    /// Returns the family with this `model_type`, if it is one of [`Family::all`].
     pub fn named(model_type: &str) -> Option<Self> {
         Self::all().into_iter().find(|family| family.model_type() == model_type)
     }
@@ -63,14 +63,14 @@ impl Family {
 impl DecoderConfig {
     /// Reads a Hugging Face `config.json`, as transformers 4 and 5 write it.
     ///
-    /// A field that is absent takes the value that the family's class in transformers gives it, where
-    /// published files leave it out, or else is missing. Fields that the family's code there does not read are
-    /// not read here either.
+    /// An absent field takes the default of the family's class in transformers if published files omit it.
+    /// Otherwise it counts as missing. Fields that the family's code there ignores are ignored here too.
     ///
     /// # Errors
-    /// Text that is not a JSON object; an unknown `model_type`; a field that is missing, of the wrong type,
-    /// zero or out of range; fields that contradict each other; a value that asks for something which is not
-    /// computed here; weights quantised by anything but bitsandbytes.
+    /// [`Error::Json`] or [`Error::NotAnObject`] for text that is not a JSON object.
+    /// [`Error::UnknownModelType`]. [`Error::Field`] for a field that is missing, malformed, out of range,
+    /// unsupported or contradicted by another field. It is also returned for weights quantised by anything
+    /// except bitsandbytes.
     ///
     /// Source: the configuration classes of Hugging Face transformers.
     pub fn from_json(text: &str) -> Result<Self, Error> {
@@ -87,13 +87,13 @@ impl DecoderConfig {
     /// Reads the `config.json` of a folder.
     ///
     /// # Errors
-    /// [`Error::Read`], and as [`DecoderConfig::from_json`].
+    /// [`Error::Read`], and the errors of [`DecoderConfig::from_json`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
         Self::from_json(&read(&folder.as_ref().join("config.json"))?)
     }
 }
 
-/// The configuration as the family that `config.json` names reads it.
+/// Reads the configuration by the rules of the family that `config.json` names.
 fn of_family(fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let field = "model_type";
     let name = fields.text(field)?.ok_or_else(|| fields.missing(field))?;
@@ -102,7 +102,7 @@ fn of_family(fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     (family.definition().read)(family, fields)
 }
 
-/// See [`DecoderConfig::int8_threshold`].
+/// Returns [`DecoderConfig::int8_threshold`].
 fn int8_threshold(fields: &Fields<'_>) -> Result<Option<f64>, Error> {
     let Some(quantization) = fields.section("quantization_config")? else { return Ok(None) };
     if quantization.flag("load_in_8bit")? != Some(true) {

@@ -1,4 +1,4 @@
-//! A JSON object, field by field; every refusal names the file, the field and the value.
+//! Fields of a JSON object; every error names the file, the field and the value.
 
 use std::fs;
 use std::path::Path;
@@ -7,11 +7,11 @@ use serde_json::{Map, Value};
 
 use crate::{Error, Fault};
 
-/// The fields of an object, or of a section within one.
+/// Fields of an object, or of a section within one.
 #[derive(Debug, Clone)]
 pub(crate) struct Fields<'a> {
     file: &'static str,
-    /// `section.` where it is one.
+    /// `section.` for a section, otherwise empty.
     prefix: String,
     map: &'a Map<String, Value>,
 }
@@ -24,23 +24,23 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Whether there is no such field; null is one, where the family has a default that it takes away.
+    /// True if the object lacks the field. A null field is present: it overrides a family's default.
     pub(crate) fn absent(&self, field: &str) -> bool {
         !self.map.contains_key(field)
     }
 
-    /// The field's value; null is none.
+    /// Returns the field's value; none for null.
     pub(crate) fn value(&self, field: &str) -> Option<&'a Value> {
         self.map.get(field).filter(|value| !value.is_null())
     }
 
-    /// The names of the fields that are there and not null.
+    /// Returns the names of the fields that are present and not null.
     pub(crate) fn names(&self) -> impl Iterator<Item = &'a str> {
         let there = |(_, value): &(&String, &Value)| !value.is_null();
         self.map.iter().filter(there).map(|(name, _)| name.as_str())
     }
 
-    /// The field, unless it is absent or null; `read` says no to what is not `expected`.
+    /// Reads a field; none if it is absent or null. `read` returns none for a value that is not `expected`.
     pub(crate) fn optional<T>(
         &self,
         field: &str,
@@ -62,7 +62,7 @@ impl<'a> Fields<'a> {
         self.optional_size(field)?.ok_or_else(|| self.missing(field))
     }
 
-    /// A count of layers; each takes memory before any tensor is looked at.
+    /// Reads a number of layers, at most 10000, because each layer takes memory before any tensor is read.
     pub(crate) fn layers(&self, field: &str) -> Result<usize, Error> {
         let layers = self.optional(field, "an integer from 1 to 10000", |value| {
             usize::try_from(value.as_u64()?).ok().filter(|layers| (1..=10_000).contains(layers))
@@ -70,14 +70,14 @@ impl<'a> Fields<'a> {
         layers.ok_or_else(|| self.missing(field))
     }
 
-    /// A finite number above 0.
+    /// Reads a finite number above 0.
     pub(crate) fn optional_positive(&self, field: &str) -> Result<Option<f64>, Error> {
         self.optional(field, "a number above 0", |value| {
             value.as_f64().filter(|number| number.is_finite() && *number > 0.0)
         })
     }
 
-    /// What is added to a mean square, in f32.
+    /// Reads the epsilon of a norm, which must be finite in f32.
     pub(crate) fn optional_eps(&self, field: &str) -> Result<Option<f64>, Error> {
         self.optional(field, "a number above 0 that f32 reaches", |value| {
             value.as_f64().filter(|number| *number > 0.0 && (*number as f32).is_finite())
@@ -104,13 +104,13 @@ impl<'a> Fields<'a> {
         self.optional(field, "a list", Value::as_array)
     }
 
-    /// The object under a field.
+    /// Reads the object of a field.
     pub(crate) fn section(&self, field: &str) -> Result<Option<Self>, Error> {
         let map = self.optional(field, "an object", Value::as_object)?;
         Ok(map.map(|map| Self { map, prefix: format!("{}{field}.", self.prefix), ..*self }))
     }
 
-    /// Refuses a field that is there with any value but these, which are what its absence means.
+    /// Returns an error for a field with any value except `neutral` ones, which mean the same as its absence.
     pub(crate) fn only(&self, field: &str, neutral: &[Value]) -> Result<(), Error> {
         match self.value(field) {
             Some(value) if !neutral.iter().any(|same| equal(same, value)) => {
@@ -135,7 +135,7 @@ impl<'a> Fields<'a> {
         self.fault(field, Fault::Unsupported { value, known: known.into() })
     }
 
-    /// That two fields cannot both be right; `other` is a full name.
+    /// Returns the error of two fields that contradict each other; `other` is a full name.
     pub(crate) fn contradiction(
         &self,
         field: &str,
@@ -147,7 +147,7 @@ impl<'a> Fields<'a> {
         self.fault(field, Fault::Contradiction { value, other, other_value })
     }
 
-    /// Refuses heads or widths that do not divide.
+    /// Returns an error unless the size is a multiple of the divisor.
     pub(crate) fn divides(
         &self,
         (field, value): (&'static str, usize),
@@ -167,29 +167,29 @@ impl<'a> Fields<'a> {
         Error::Field { file: self.file, field: self.name(field), fault: Box::new(fault) }
     }
 
-    /// A field's full name.
+    /// Returns the full name of a field.
     pub(crate) fn name(&self, field: &str) -> String {
         format!("{}{field}", self.prefix)
     }
 }
 
-/// A file's text.
+/// Reads the text of a file.
 pub(crate) fn read(path: &Path) -> Result<String, Error> {
     let text = checkpoint::ends(path).and_then(|()| fs::read_to_string(path));
     text.map_err(|why| Error::Read { path: path.to_owned(), why })
 }
 
-/// The JSON of a file. Python also writes `NaN`, `Infinity` and `-Infinity`: they are strings here, which no field is that
-/// should be a number.
+/// Parses the JSON of a file. Python also writes `NaN`, `Infinity` and `-Infinity`. They become strings,
+/// which every numeric field rejects.
 pub(crate) fn json(file: &'static str, text: &str) -> Result<Value, Error> {
     let read = |text: &str| serde_json::from_str(text);
     read(text).or_else(|why| read(&quoted(text)).map_err(|_| Error::Json { file, why }))
 }
 
-/// Puts quotes around Python's words for numbers that JSON lacks.
+/// Quotes Python's names of numbers that JSON lacks.
 fn quoted(text: &str) -> String {
     let mut out = String::new();
-    // Every other part is a string, but for its quotes.
+    // Quotes split the text: every other part is the inside of a string.
     let mut within = false;
     let mut rest = text;
     while let Some(at) = rest.find('"') {
@@ -209,7 +209,7 @@ fn quoted_words(text: &str) -> String {
     text.replace("-\"Infinity\"", "\"-Infinity\"")
 }
 
-/// Numbers by value: 1 is 1.0.
+/// Compares numbers by value: 1 equals 1.0.
 fn equal(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,

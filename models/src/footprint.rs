@@ -1,20 +1,20 @@
-//! Device memory of a model before it is loaded.
+//! Device memory of a model, computed before it is loaded.
 //!
 //! ```text
-//! weights        every parameter in the dtype that is computed in, or 4 bits and an 8-bit absmax per block of 64, or 8
-//!                bits and an f32 absmax per row
-//! kv_cache       2 · layers · kv_heads · head_dim · batch · context, in that dtype or in bytes with an f32 per position
-//!                and head; tables of RoPE; a bit per token of the vocabulary that occurred
+//! weights        every parameter in the compute dtype; quantised ones in 4 bits with an 8-bit absmax per block of
+//!                64, in 8 bits with an f32 absmax per row, or in 8 bits with an f16 scale per 32 values (Q8_0)
+//! kv_cache       2 · layers · kv_heads · head_dim · batch · context, in the compute dtype or in bytes with an f32
+//!                per position and head; RoPE tables; a bit per token of the vocabulary that occurred
 //! adapter        A and B of every factor, in f32
-//! optimizer      two moments of each of these values
-//! activations    the most that is alive at once while rows pass the layers (`layers.rs`) or a step is trained
-//!                (`train.rs`)
-//! workspace      a dense copy of the largest quantised weight, which prompts are multiplied with
-//! graph          all tensors of a captured decode step, which lie outside of the pages of prompts
+//! optimizer      two moments per adapter value
+//! activations    peak of live bytes while rows pass the layers (`layers.rs`) or a step is trained (`train.rs`)
+//! workspace      a dense copy of the largest quantised weight, for prefill matmuls
+//! graph          all tensors of a captured decode step, which lie outside the pages of prompts
 //! pool_overhead  a page of small buffers, and the rounding of pages and of buffers
 //! ```
 //!
-//! Each op says next to its function what a call holds; this module calls these functions in the order of the decoder.
+//! Each op states the memory of a call next to its function. This module calls these functions in the order
+//! of the decoder.
 
 mod layers;
 #[cfg(test)]
@@ -31,39 +31,39 @@ use crate::names::Slot;
 use crate::{DecoderConfig, Error, Ffn, Param, Side, Workload};
 use layers::Rows;
 
-/// Bytes on a device, part by part.
+/// Device memory of a model, part by part, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Footprint {
     /// Parameters of the model.
     pub weights: u128,
     /// Keys and values, tables of RoPE, and tokens that occurred.
     pub kv_cache: u128,
-    /// Values of an adapter that is trained.
+    /// Values of a trained adapter.
     pub adapter: u128,
     /// Moments of AdamW.
     pub optimizer: u128,
-    /// The most that is alive at once of activations and gradients.
+    /// Peak of live activations and gradients.
     pub activations: u128,
     /// Dense copy of the largest quantised weight.
     pub workspace: u128,
     /// Captured graph of a decode step.
     pub graph: u128,
-    /// Page of small buffers, and the rounding of pages and of buffers.
+    /// Page of small buffers, and the rounding of pages and buffers.
     pub pool_overhead: u128,
 }
 
-/// Number formats of a model on a device.
+/// Precision of a model on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelPrecision {
-    /// Dtype that is computed in.
+    /// Compute dtype.
     pub dtype: FloatDType,
     /// See [`LoadOptions::tf32`](crate::LoadOptions::tf32).
     pub tf32: bool,
-    /// Weight format of the layers.
+    /// Weight format of the layers; none for dense matrices.
     pub matrices: Option<WeightFormat>,
     /// Format of the KV cache.
     pub kv: KvFormat,
-    /// Most columns of an unmerged LoRA of one projection: the ranks of its modules together; 0 without one.
+    /// Most columns of an unmerged LoRA of one projection: the sum of its modules' ranks; 0 without one.
     pub lora_columns: usize,
 }
 
@@ -71,18 +71,18 @@ pub struct ModelPrecision {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvFormat {
-    /// In the dtype that is computed in.
+    /// In the compute dtype.
     #[default]
     Float,
-    /// A byte a number, and an f32 a position and head: about half of what 16 bits take.
+    /// A byte per value, and an f32 per position and head: about half the size of 16 bits.
     Int8,
 }
 
 impl KvFormat {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 2] = [Self::Float, Self::Int8];
 
-    /// As the command line has it.
+    /// Returns the name of the format on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Float => "float",
@@ -102,7 +102,7 @@ impl Footprint {
         self.kv_cache + self.graph + self.adapter + self.optimizer
     }
 
-    /// Returns the bytes that come and go while tokens pass.
+    /// Returns the bytes that are live only during a forward or backward pass.
     pub const fn transient(&self) -> u128 {
         self.activations + self.workspace + self.pool_overhead
     }
@@ -113,7 +113,7 @@ impl ModelPrecision {
         DType::from(self.dtype).size() as u128
     }
 
-    /// Returns the bytes of a key or a value of one head.
+    /// Returns the bytes of one key or value vector of a head.
     pub(crate) fn kv_bytes(self, head_dim: usize) -> u128 {
         match self.kv {
             KvFormat::Float => head_dim as u128 * self.size(),
@@ -121,7 +121,7 @@ impl ModelPrecision {
         }
     }
 
-    /// Returns the bytes of a matrix `[n, k]` of a layer.
+    /// Returns the bytes of a layer's matrix `[n, k]`.
     pub(crate) fn matrix_bytes(self, shape: &[usize]) -> u128 {
         match (self.matrices, shape) {
             (Some(format), &[n, k]) => format.scheme().bytes([n, k]),
@@ -129,7 +129,7 @@ impl ModelPrecision {
         }
     }
 
-    /// True if gate and up of a feed-forward block are one matrix.
+    /// Returns true if gate and up of a feed-forward block are one matrix.
     fn joins_gate(self, ffn: Ffn) -> bool {
         ffn == Ffn::Gated && self.matrices.is_some_and(|format| format.info().gated)
     }
@@ -149,11 +149,11 @@ fn values_of(shape: &[usize]) -> u128 {
 }
 
 impl DecoderConfig {
-    /// Returns the memory of the model for a workload, of which `weights` bytes are known: see
+    /// Returns the memory of the model for a workload. `weights` are the bytes of all weights: see
     /// [`DecoderConfig::loaded_bytes`] and [`on_device`](crate::on_device).
     ///
     /// # Errors
-    /// As [`DecoderConfig::factors`] for an adapter that the model cannot have.
+    /// The errors of [`DecoderConfig::factors`] for an invalid adapter.
     pub fn footprint(
         &self,
         precision: ModelPrecision,
@@ -184,8 +184,8 @@ impl DecoderConfig {
         })
     }
 
-    /// Returns the bytes of the largest buffer: of a weight, where queries, keys and values are one, as gate and up of 4
-    /// bits are; of the keys of a layer; of activations.
+    /// Returns the bytes of the largest buffer: a weight, the keys of a layer, or activations. Fused QKV
+    /// counts as one weight, and so do gate and up in 4 bits.
     pub fn largest_buffer_bytes(
         &self,
         precision: ModelPrecision,
@@ -219,7 +219,7 @@ impl DecoderConfig {
         heads * precision.kv_bytes(self.head_dim) * batch as u128 * positions as u128
     }
 
-    /// Returns the bytes of keys and values of sequences that lie in pages if they share some.
+    /// Returns the bytes of keys and values; sequences that share positions lie in pages.
     fn shared_cache_bytes(&self, precision: ModelPrecision, workload: &Workload) -> u128 {
         let Workload { batch, context, shared, .. } = *workload;
         let cache = |batch, positions| self.cache_bytes(precision, batch, positions);
@@ -233,15 +233,15 @@ impl DecoderConfig {
         self.ropes.iter().map(|rope| 4 * rope.dim as u128 * positions as u128).sum()
     }
 
-    /// Returns the number of buffers that lie by themselves.
+    /// Returns the number of separately allocated buffers.
     const fn buffers(&self) -> u128 {
         // Codes, two levels of absmax and a bias of each of seven matrices, norms, keys and values.
         const OF_LAYER: usize = 40;
         (OF_LAYER * self.layers.len() + OF_LAYER) as u128
     }
 
-    /// Returns how many of `rows` that pass together get logits at once, where all want them: such that the logits take
-    /// no more than the layers did, and at least one.
+    /// Returns how many of `rows` get logits at once, if all rows need them. The logits take no more memory
+    /// than the layers did; the result is at least one.
     pub(crate) fn rows_with_logits(&self, precision: ModelPrecision, rows: usize) -> usize {
         let least = Rows::new(self, precision, MemoryProfile::LEAST, rows as u128);
         let fitting = least.layer_peak(rows) / least.logits_bytes();

@@ -1,4 +1,4 @@
-//! `generation_config.json`: how a model's makers would have it sampled, and where it stops.
+//! `generation_config.json`: default sampling and stop tokens of a model.
 
 use std::io;
 use std::path::Path;
@@ -9,30 +9,31 @@ use crate::Error;
 use crate::error::GENERATION_CONFIG as FILE;
 use crate::fields::{Fields, json, read};
 
-/// What a request falls back to. None is what the file leaves open.
+/// Sampling defaults of a model. None marks an option that the file does not set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// Tokens that end a text.
+    /// End-of-sequence tokens.
     pub eos: Vec<u32>,
-    /// Token that a text begins with.
+    /// Beginning-of-sequence token.
     pub bos: Option<u32>,
-    /// Token that fills up the shorter sequences of a batch.
+    /// Padding token of the shorter sequences of a batch.
     pub pad: Option<u32>,
-    /// False takes the likeliest token, whatever the rest says.
+    /// False selects greedy sampling, whatever the other options.
     pub do_sample: Option<bool>,
-    /// Logits are divided by it; 0 is greedy.
+    /// Divisor of the logits; 0 is greedy.
     pub temperature: Option<f64>,
-    /// How many of the likeliest tokens may be drawn; 0 is all.
+    /// Number of most likely tokens to sample from; 0 is all.
     pub top_k: Option<usize>,
-    /// The likeliest tokens that reach this probability together may be drawn; 1 is all.
+    /// Cumulative probability of the most likely tokens to sample from; 1 is all.
     pub top_p: Option<f64>,
-    /// Tokens of less than this share of the likeliest one's probability are not drawn.
+    /// Least probability of a sampled token, relative to the most likely one.
     pub min_p: Option<f64>,
-    /// Logits of tokens that were there are divided by it where above 0, else multiplied; 1 is nothing.
+    /// Penalty for tokens that already occurred: divides positive logits, multiplies negative ones; 1 has no
+    /// effect.
     pub repetition_penalty: Option<f64>,
-    /// Tokens of an answer at most.
+    /// Most tokens of a completion.
     pub max_new_tokens: Option<usize>,
-    /// Texts that end an answer.
+    /// Stop sequences, which end a completion.
     pub stop_strings: Vec<String>,
 }
 
@@ -40,11 +41,11 @@ impl GenerationConfig {
     /// Reads a Hugging Face `generation_config.json`.
     ///
     /// # Errors
-    /// Text that is not a JSON object; a field of the wrong type or out of range; a field that would change
-    /// what is generated in a way that is not offered here, unless its value is that of its absence.
+    /// [`Error::Json`] or [`Error::NotAnObject`] for text that is not a JSON object. [`Error::Field`] for a
+    /// field that is malformed or out of range, and for an unsupported field that would change the output.
     ///
-    /// `max_length` is not read: it bounds a prompt and its answer together, as the context does, and where no one chose
-    /// it files have the 20 that is its default.
+    /// `max_length` is ignored. It bounds prompt and completion together, as the context length does, and
+    /// many files hold only its default of 20.
     ///
     /// Source: the `GenerationConfig` of Hugging Face transformers.
     pub fn from_json(text: &str) -> Result<Self, Error> {
@@ -72,15 +73,15 @@ impl GenerationConfig {
         })
     }
 
-    /// Reads the `generation_config.json` of a folder. One that has none ends a text where its `config.json` says, as in
-    /// transformers, and leaves the rest open.
+    /// Reads the `generation_config.json` of a folder. Without that file, takes the token ids from
+    /// `config.json`, as transformers does, and leaves the rest unset.
     ///
     /// # Errors
-    /// [`Error::Read`], and as [`GenerationConfig::from_json`].
+    /// [`Error::Read`], and the errors of [`GenerationConfig::from_json`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
         let present = |file: &str| match read(&folder.as_ref().join(file)) {
             Ok(text) => Ok(Some(text)),
-            // A link to nothing is a file that cannot be read.
+            // A dangling link is an unreadable file, not an absent one.
             Err(Error::Read { path, why })
                 if why.kind() == io::ErrorKind::NotFound && !path.is_symlink() =>
             {
@@ -94,7 +95,7 @@ impl GenerationConfig {
         present(MODEL)?.map_or_else(|| Ok(Self::default()), |model| Self::of_model(&model))
     }
 
-    /// The tokens that a model's `config.json` names.
+    /// Reads the token ids of a model's `config.json`.
     fn of_model(text: &str) -> Result<Self, Error> {
         let value = json(MODEL, text)?;
         let fields = Fields::new(MODEL, &value)?;
@@ -102,8 +103,7 @@ impl GenerationConfig {
         Ok(Self { eos: eos(&fields)?, bos, pad, ..Self::default() })
     }
 
-    /// Binds it to a model of `vocab` tokens: drops ids that would end a text and that the model cannot sample, and logs a
-    /// warning for each.
+    /// Drops end-of-sequence ids past a vocabulary of `vocab` tokens, and logs a warning for each.
     #[must_use]
     pub fn for_vocab(mut self, vocab: usize) -> Self {
         self.eos.retain(|id| {
@@ -129,7 +129,7 @@ fn token(value: &Value) -> Option<u32> {
     u32::try_from(value.as_u64()?).ok()
 }
 
-/// One id, or a list of them.
+/// Reads one id or a list of ids.
 fn eos(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
     let ids = fields.optional(EOS, "a token id or a list of them", |value| match value {
         Value::Array(list) => list.iter().map(token).collect(),
@@ -138,7 +138,7 @@ fn eos(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
     Ok(ids.unwrap_or_default())
 }
 
-/// One text, or a list of them, none of them empty.
+/// Reads one text or a list of texts, none of them empty.
 fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Error> {
     let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     let all = fields.optional("stop_strings", "a text or a list of them", |value| match value {
@@ -148,7 +148,7 @@ fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Error> {
     Ok(all.unwrap_or_default())
 }
 
-/// Fields that change what is generated and are not offered, with what their absence means.
+/// Returns an error for unsupported fields that change the output, unless they hold their neutral value.
 fn refuse_others(fields: &Fields<'_>) -> Result<(), Error> {
     let [zero, one, no] = [json!(0), json!(1), json!(false)];
     for (field, neutral) in [

@@ -1,21 +1,21 @@
-//! Model families, from the files of a Hugging Face folder.
+//! Model families, read from the files of a Hugging Face folder.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | [`DecoderConfig`]: what a decoder computes, from `config.json` |
-//! | `families` | [`Family`]: how each family's file reads, and what its tensors are called |
-//! | [`rope`] | [`Rope`]: rotary positions and how they are stretched |
-//! | [`names`] | [`Param`]: every parameter of a decoder, and where a checkpoint has it |
-//! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these |
-//! | [`generation`] | [`GenerationConfig`]: sampling and ends, from `generation_config.json` |
-//! | [`decoder`] | [`Decoder`]: the weights on a device, and what it computes with them |
-//! | [`lora`] | [`Adapter`]: what training adds to the matrices of a decoder, and PEFT's files of it |
-//! | [`matrices`] | [`Linear`]: the matrix products of a decoder |
+//! | [`config`] | [`DecoderConfig`]: everything that a decoder computes, from `config.json` |
+//! | `families` | [`Family`]: fields of each family's `config.json`, and names of its tensors |
+//! | [`rope`] | [`Rope`]: rotary positions and their scaling |
+//! | [`names`] | [`Param`]: every parameter of a decoder, and its tensor in a checkpoint |
+//! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these parameters |
+//! | [`generation`] | [`GenerationConfig`]: sampling and stop tokens, from `generation_config.json` |
+//! | [`decoder`] | [`Decoder`]: the weights on a device, with prefill, decode and training |
+//! | [`lora`] | [`Adapter`]: LoRA factors of the matrices of a decoder, in PEFT's files |
+//! | [`matrices`] | [`Linear`]: the weight matrices of a decoder |
 //! | [`footprint`] | [`Footprint`]: the memory of a [`Workload`] on a device, part by part |
-//! | [`shapes`] | the configurations of a few public models |
+//! | [`shapes`] | configurations of some public models |
 //!
-//! This crate never sees CubeCL. The bench takes its matmul cases from here, so that they are those of real
-//! models.
+//! This crate does not use CubeCL. The bench takes its matmul cases from here, so that they have the shapes
+//! of real models.
 //!
 //! ```
 //! use models::{DecoderConfig, Fusion, shapes};

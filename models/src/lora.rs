@@ -1,11 +1,11 @@
-//! Low-rank adapters of the matrices of a decoder's layers, and PEFT's files of them.
+//! LoRA adapters of the matrices of a decoder's layers, and their files in PEFT's format.
 //!
 //! ```text
-//! y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ       A [rank, k], B [n, rank], s = alpha / rank, or alpha / √rank where rank-stabilised
+//! y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ       A [rank, k], B [n, rank], s = alpha / rank, or alpha / √rank if rank-stabilised
 //! ```
 //!
-//! W stays as it is; A begins as noise and B as zeros, so that training begins where the model is. A module is what a
-//! file has under one name: several matrices of ours where it stores them as one.
+//! W is frozen. A starts as noise and B as zeros, so that training starts from the model itself. A module is
+//! one tensor of a file; it covers several matrices if the file stores them fused.
 //!
 //! Sources: Hu et al., LoRA, 2021 (arXiv:2106.09685); Kalajdzievski, rsLoRA, 2023 (arXiv:2312.03732); PEFT's
 //! checkpoint format.
@@ -26,68 +26,68 @@ use crate::names::{Part, Side, Slot};
 use crate::weights::{HEAD, Stored, Weights};
 use crate::{DecoderConfig, Error, Ffn};
 
-/// What an adapter is, beside its numbers.
+/// Hyperparameters of an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraOptions {
-    /// Rows of A and columns of B, of every module.
+    /// Rank: rows of A and columns of B, for every module.
     pub rank: usize,
-    /// s times the rank, or times √rank where rank-stabilised.
+    /// Numerator of the scale s: alpha / rank, or alpha / √rank if rank-stabilised.
     pub alpha: f64,
-    /// Whether alpha is divided by √rank in place of rank.
+    /// True to divide alpha by √rank instead of rank (rsLoRA).
     pub rank_stabilised: bool,
-    /// Last names of the modules that have one, such as `q_proj`; all where none is named.
+    /// Last names of the adapted modules, such as `q_proj`; empty for all.
     pub targets: Vec<String>,
 }
 
 impl Default for LoraOptions {
-    /// Rank 16, twice that as alpha, all modules: what QLoRA (arXiv:2305.14314) found to be enough.
+    /// Returns rank 16, alpha 32 and all modules. QLoRA (arXiv:2305.14314) found that to suffice.
     fn default() -> Self {
         Self { rank: 16, alpha: 32.0, rank_stabilised: false, targets: Vec::new() }
     }
 }
 
 impl LoraOptions {
-    /// s
+    /// Returns the scale s of B·A.
     pub fn scale(&self) -> f64 {
         let rank = self.rank as f64;
         self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
     }
 }
 
-/// Matrices that multiply the same rows together, their own rows one after the other.
+/// Matrices with the same input, with their rows concatenated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Block {
-    /// Queries, keys, values.
+    /// Query, key and value projections.
     Qkv,
     /// The output projection of attention.
     Out,
-    /// Gate, where there is one, and up.
+    /// Gate, if any, and up projection.
     Inner,
-    /// The output projection of the feed-forward block.
+    /// Down projection of the feed-forward block.
     Down,
 }
 
-/// A and B of one module.
+/// Factors A and B of one module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Factor {
-    /// Counted from 0.
+    /// Layer, counted from 0.
     pub layer: usize,
-    /// Which block its rows are among.
+    /// Block that contains the module's rows.
     pub block: Block,
-    /// The first row of the block that B gives.
+    /// First row of the block that B contributes to.
     pub row: usize,
-    /// As files call it, without the family's prefix.
+    /// Name in files, without the family's prefix.
     pub module: String,
-    /// Output features: rows of B.
+    /// Number of output features: rows of B.
     pub n: usize,
-    /// Input features: columns of A.
+    /// Number of input features: columns of A.
     pub k: usize,
-    /// Where A begins among all values; B follows it.
+    /// Offset of A in [`Adapter::values()`]; B follows it.
     pub at: usize,
 }
 
 impl Factor {
-    /// Values of A and of B.
+    /// Returns the number of values of A and of B.
     pub const fn sizes(&self, rank: usize) -> [usize; 2] {
         [rank * self.k, self.n * rank]
     }
@@ -97,7 +97,7 @@ impl Factor {
     }
 }
 
-/// What an adapter adds to one matrix: `scale · B · A`.
+/// Update of one matrix: `scale · B · A`.
 pub(crate) struct Delta<'a> {
     /// `[rank, k]`
     pub(crate) a: &'a [f32],
@@ -116,19 +116,20 @@ pub struct Adapter {
     values: Vec<f32>,
 }
 
-/// PEFT has no bound, and a rank past those of the matrices is of use where they are small.
+/// PEFT has no limit, and a rank above those of the matrices can be useful if they are small.
 const MAX_RANK: usize = 1 << 16;
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// What PEFT puts before the names of a model.
+/// Prefix that PEFT adds to the names of a model.
 const PREFIX: &str = "base_model.model.";
 
 impl Adapter {
-    /// One that changes nothing yet: A is drawn from ±1/√k evenly, by `seed`, as PEFT draws it; B is 0.
+    /// Creates an adapter that does not change the model yet. As in PEFT, A is uniform in ±1/√k, from `seed`,
+    /// and B is 0.
     ///
     /// # Errors
-    /// [`Error::Target`] for a name that no module of the model has, [`Error::Rank`] for a rank of 0 or past 65536, or an
-    /// alpha that is not finite.
+    /// [`Error::Target`] for a name that no module of the model has. [`Error::Rank`] for a rank of 0 or above
+    /// 65536, or an alpha that is not a finite number above 0.
     pub fn new(config: &DecoderConfig, options: LoraOptions, seed: u64) -> Result<Self, Error> {
         let factors = config.factors(&options)?;
         let mut random = ChaCha8Rng::seed_from_u64(seed);
@@ -136,7 +137,7 @@ impl Adapter {
         for factor in &factors {
             let [a, b] = factor.sizes(options.rank);
             let bound = 1.0 / (factor.k as f64).sqrt();
-            // Steps of 2^-31, from -1 to below 1.
+            // Uniform in [-1, 1), in steps of 2^-31.
             let mut draw = || f64::from(random.next_u32().cast_signed()) * 2f64.powi(-31) * bound;
             values.extend((0..a).map(|_| draw() as f32));
             values.resize(values.len() + b, 0.0);
@@ -144,32 +145,32 @@ impl Adapter {
         Ok(Self { options, factors, values })
     }
 
-    /// Its rank, alpha and modules.
+    /// Returns rank, alpha and modules.
     pub const fn options(&self) -> &LoraOptions {
         &self.options
     }
 
-    /// One of each module, layer by layer, in the order that a token passes them.
+    /// Returns the factors, one per module, layer by layer in the order of the forward pass.
     pub fn factors(&self) -> &[Factor] {
         &self.factors
     }
 
-    /// A and B of each factor, one after the other.
+    /// Returns A and B of each factor, concatenated, in f32.
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// The same with other values.
+    /// Returns the adapter with other values.
     ///
     /// # Panics
-    /// Where they are not as many.
+    /// Panics if the number of values differs.
     #[must_use]
     pub fn with_values(self, values: Vec<f32>) -> Self {
         assert_eq!(values.len(), self.values.len(), "an adapter keeps its shape");
         Self { values, ..self }
     }
 
-    /// What is added to the matrix of a slot, if anything is.
+    /// Returns the update of the matrix of a slot, if any.
     pub(crate) fn of(&self, config: &DecoderConfig, slot: Slot) -> Option<Delta<'_>> {
         let Slot::Layer(layer, part) = slot else { return None };
         let parts = config.parts();
@@ -190,7 +191,7 @@ impl Adapter {
         })
     }
 
-    /// Columns of what is added to all matrices together that are multiplied with that of a slot.
+    /// Returns the columns of the unmerged LoRA of a slot's block: the ranks of all its modules together.
     pub(crate) fn columns(&self, config: &DecoderConfig, slot: Slot) -> usize {
         let Slot::Layer(layer, part) = slot else { return 0 };
         let Some((block, _)) = config.block(part) else { return 0 };
@@ -198,12 +199,14 @@ impl Adapter {
         self.options.rank * self.factors.iter().filter(together).count()
     }
 
-    /// Reads a folder of PEFT's: `adapter_config.json` and `adapter_model.safetensors`. Modules that a list of
-    /// `target_modules` names must have their tensors. Unchanged copies of the model's embedding and head are ignored.
+    /// Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`. Every module listed in
+    /// `target_modules` must have its tensors. Unchanged copies of the model's embedding and head are
+    /// ignored.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Json`], [`Error::Field`] for a configuration that asks for more than A and B, such as
-    /// DoRA or ranks of single modules; [`Error::Checkpoint`]; [`Error::AdapterTensors`] with all that does not fit.
+    /// [`Error::Read`], [`Error::Json`], [`Error::Checkpoint`]. [`Error::Field`] for a configuration that
+    /// needs more than A and B, such as DoRA or different ranks per module. [`Error::AdapterTensors`] with
+    /// everything that does not fit.
     pub fn open(folder: impl AsRef<Path>, weights: &Weights) -> Result<Self, Error> {
         let (folder, config) = (folder.as_ref(), weights.config());
         let text = read(&folder.join(CONFIG))?;
@@ -251,15 +254,15 @@ impl Adapter {
         }
     }
 
-    /// The files of a folder that is or becomes an adapter.
+    /// Returns the paths of the files of an adapter folder.
     pub fn files(folder: impl AsRef<Path>) -> [PathBuf; 2] {
         [CONFIG, WEIGHTS].map(|name| folder.as_ref().join(name))
     }
 
-    /// Begins to write a folder, which may be an adapter already.
+    /// Starts to write a folder, which may hold an adapter already.
     ///
     /// # Errors
-    /// [`Error::Write`], [`Error::Checkpoint`]; also while another process writes it.
+    /// [`Error::Write`]; [`Error::Checkpoint`], also while another process writes the folder.
     pub fn begin(folder: impl AsRef<Path>) -> Result<Staged, Error> {
         if let Some(path) = Self::files(&folder).into_iter().find(|file| file.is_dir()) {
             return Err(Error::Write { path, why: ErrorKind::IsADirectory.into() });
@@ -267,7 +270,7 @@ impl Adapter {
         Ok(Staged::begin(folder)?)
     }
 
-    /// Writes the files of a folder, both at once. `model` is what it was trained from.
+    /// Writes the files of a folder and publishes both at once. `model` is the name of the base model.
     ///
     /// # Errors
     /// [`Error::Write`], [`Error::Checkpoint`].
@@ -300,7 +303,7 @@ impl Adapter {
         Ok(folder.publish()?)
     }
 
-    /// The last names of modules, or where others have these, too, their full names.
+    /// Returns the last names of the modules, or their full names if other modules share the last names.
     fn targets(&self, config: &DecoderConfig) -> BTreeSet<String> {
         let named: BTreeSet<&str> = self.factors.iter().map(Factor::name).collect();
         let all = LoraOptions { targets: Vec::new(), ..self.options.clone() };
@@ -338,7 +341,7 @@ impl Adapter {
     }
 }
 
-/// What `adapter_config.json` says, where A and B are all that there is.
+/// Reads the options of `adapter_config.json`; an error if it needs more than A and B.
 fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
     match fields.text("peft_type")? {
         Some("LORA") => {}
@@ -349,7 +352,7 @@ fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
         fields.only(flag, &[Value::Bool(false)])?;
     }
     fields.only("bias", &["none".into()])?;
-    // Others take what they begin with off the model's own weights.
+    // Other initialisations subtract their initial B·A from the model's own weights.
     let plain = [true.into(), false.into(), "gaussian".into(), "orthogonal".into(), "eva".into()];
     fields.only("init_lora_weights", &plain)?;
     for field in ["corda_config", "loftq_config", "arrow_config"] {
@@ -364,7 +367,7 @@ fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
         fields.only(pattern, &[json!({})])?;
     }
     let rank = fields.optional_size("r")?.unwrap_or(8);
-    // PEFT's own defaults.
+    // Defaults of PEFT.
     let alpha = fields.optional_positive("lora_alpha")?.unwrap_or(8.0);
     let rank_stabilised = fields.flag("use_rslora")?.unwrap_or(false);
     Ok(LoraOptions { rank, alpha, rank_stabilised, targets: Vec::new() })
@@ -372,11 +375,11 @@ fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
 
 /// Modules that a configuration names.
 struct Targets {
-    /// Last names or full ones; none where a pattern says which.
+    /// Last names or full names; none if a pattern selects the modules.
     modules: Option<Vec<String>>,
-    /// Names that have no factors all the same.
+    /// Names excluded in spite of that.
     excluded: Vec<String>,
-    /// None where all have factors.
+    /// Adapted layers; none for all.
     layers: Option<Vec<usize>>,
 }
 
@@ -404,7 +407,7 @@ impl Targets {
         Ok(Self { modules: texts("target_modules")?, excluded, layers })
     }
 
-    /// Returns whether a module must have factors.
+    /// Returns true if a module must have factors.
     fn names(&self, config: &DecoderConfig, factor: &Factor) -> bool {
         let full = format!("{}{}", usual_prefix(config), factor.module);
         let named = |name: &String| full == *name || full.ends_with(&format!(".{name}"));
@@ -414,8 +417,8 @@ impl Targets {
     }
 }
 
-/// Returns whether a tensor of an adapter is the model's embedding or head as it is: PEFT saves both where a vocabulary
-/// might have grown.
+/// Returns true if a tensor of an adapter is an unchanged copy of the model's embedding or head. PEFT saves
+/// both if the vocabulary might have grown.
 fn is_copy(weights: &Weights, files: &Checkpoint, name: &str) -> bool {
     let config = weights.config();
     let params = config.params();
@@ -441,12 +444,12 @@ fn usual_prefix(config: &DecoderConfig) -> &'static str {
     config.family.prefixes().first().copied().unwrap_or_default()
 }
 
-/// The names of A and B.
+/// Returns the names of A and B.
 fn names(prefix: &str, module: &str) -> [String; 2] {
     ["A", "B"].map(|side| format!("{PREFIX}{prefix}{module}.lora_{side}.weight"))
 }
 
-/// The same as a file has them, where it has one of the two.
+/// Returns the names of A and B in a file that has at least one of them.
 fn there(config: &DecoderConfig, module: &str, files: &Checkpoint) -> Option<[String; 2]> {
     let prefixes = config.family.prefixes().iter();
     prefixes
@@ -454,7 +457,7 @@ fn there(config: &DecoderConfig, module: &str, files: &Checkpoint) -> Option<[St
         .find(|both| both.iter().any(|name| files.contains(name)))
 }
 
-/// The values of a tensor of this shape, all finite.
+/// Reads a tensor of this shape, with finite values.
 fn tensor_of(
     files: &Checkpoint,
     name: &str,
@@ -473,7 +476,7 @@ fn tensor_of(
 }
 
 impl DecoderConfig {
-    /// The factors of an adapter, layer by layer, in the order that a token passes them.
+    /// Returns the factors of an adapter, layer by layer in the order of the forward pass.
     ///
     /// # Errors
     /// [`Error::Target`], [`Error::Rank`].
@@ -485,7 +488,7 @@ impl DecoderConfig {
         let mut all: Vec<Factor> = Vec::new();
         for param in self.params() {
             let Slot::Layer(layer, part) = param.slot else { continue };
-            // Of several matrices under one name the first stands for all.
+            // Fused matrices are one module, listed with the first of them.
             if param.side != Side::Weight || param.row > 0 {
                 continue;
             }
@@ -514,7 +517,7 @@ impl DecoderConfig {
         Ok(all)
     }
 
-    /// Where the rows of a matrix lie; a norm is in no block.
+    /// Returns the block of a matrix, and its first row there; a norm has no block.
     fn block(&self, part: Part) -> Option<(Block, usize)> {
         let [q, kv] = self.qkv_rows();
         Some(match part {
@@ -534,7 +537,7 @@ impl DecoderConfig {
         })
     }
 
-    /// Rows of a block.
+    /// Returns the number of rows of a block.
     pub(crate) fn block_rows(&self, block: Block) -> usize {
         let [q, kv] = self.qkv_rows();
         match block {

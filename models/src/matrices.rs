@@ -1,35 +1,35 @@
-//! The matrix products of a decoder, and how large it is.
+//! The weight matrices of a decoder, and its parameter count.
 
 use crate::DecoderConfig;
 use crate::names::{Part, Slot};
 
-/// One weight matrix: out [tokens, n] = in [tokens, k] · weight [n, k]ᵀ.
+/// A weight matrix: out [tokens, n] = in [tokens, k] · weight [n, k]ᵀ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Linear {
-    /// What most checkpoints call it, such as `q_proj`; `qkv_proj` and `gate_up_proj` when fused.
+    /// Usual name in checkpoints, such as `q_proj`; `qkv_proj` and `gate_up_proj` if fused.
     pub name: &'static str,
-    /// Output features.
+    /// Number of output features.
     pub n: usize,
-    /// Input features.
+    /// Number of input features.
     pub k: usize,
-    /// Whether a vector `[n]` is added to the product.
+    /// True if a bias `[n]` is added.
     pub bias: bool,
-    /// Once in every layer, or once in the model.
+    /// True if every layer has one; false for one per model.
     pub per_layer: bool,
 }
 
-/// Whether matrices that read the same input are one.
+/// Fusion of the matrices that read the same input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fusion {
-    /// Each is its own.
+    /// One matrix per projection.
     Separate,
-    /// Query, key and value are one matrix, gate and up another.
+    /// Query, key and value form one matrix; gate and up form another.
     Fused,
 }
 
 impl DecoderConfig {
-    /// Every weight matrix that a token passes, in the order it does; the output projection is
-    /// last, tied or not.
+    /// Returns every weight matrix in the order of the forward pass. The output projection is last, tied or
+    /// not.
     pub fn linears(&self, fusion: Fusion) -> Vec<Linear> {
         let mut linears: Vec<Linear> = Vec::new();
         for (part, shape) in self.parts() {
@@ -49,7 +49,8 @@ impl DecoderConfig {
         linears
     }
 
-    /// Trained values, tied embeddings counted once: matrices, biases, embedding and norms.
+    /// Returns the number of trained values: matrices, biases, embedding and norms. Tied embeddings count
+    /// once.
     pub fn parameters(&self) -> u64 {
         let wide = |size: &usize| *size as u128; // Absurd sizes overflow 64 bits.
         let total: u128 =
@@ -57,16 +58,16 @@ impl DecoderConfig {
         u64::try_from(total).unwrap_or(u64::MAX)
     }
 
-    /// Bytes of all parameters.
+    /// Returns the bytes of all parameters.
     ///
     /// # Units
-    /// `bits` per parameter, which may be a fraction: 4 bits with one `f32` for every 64 are 4.5.
+    /// `bits` per parameter may be a fraction: 4 bits with one `f32` per 64 values are 4.5.
     pub fn weight_bytes(&self, bits: f64) -> u64 {
         (self.parameters() as f64 * bits / 8.0).ceil() as u64
     }
 }
 
-/// A matrix by itself, and fused; none for a part that is no matrix.
+/// Returns the name of a matrix by itself, and fused; none for a part that is no matrix.
 fn names(part: Part) -> Option<(&'static str, &'static str)> {
     Some(match part {
         Part::Query => ("q_proj", "qkv_proj"),
@@ -74,7 +75,7 @@ fn names(part: Part) -> Option<(&'static str, &'static str)> {
         Part::Value => ("v_proj", "qkv_proj"),
         Part::Out => ("o_proj", "o_proj"),
         Part::Gate => ("gate_proj", "gate_up_proj"),
-        // Alone where there is no gate.
+        // Without a gate, the part is not fused.
         Part::Up => ("up_proj", "gate_up_proj"),
         Part::Down => ("down_proj", "down_proj"),
         _ => return None,

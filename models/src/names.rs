@@ -1,88 +1,88 @@
-//! The parameters of a decoder, and what checkpoints call them.
+//! The parameters of a decoder, and their names in checkpoints.
 
 use crate::DecoderConfig;
 use crate::config::{Ffn, NormKind, Placement};
 
-/// Where a decoder has parameters.
+/// Location of a parameter in a decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Slot {
-    /// `[vocab, hidden]`
+    /// Token embedding, `[vocab, hidden]`
     Embedding,
-    /// `[max_seq, hidden]`
+    /// Learned positions, `[max_seq, hidden]`
     Positions,
-    /// A part of a layer; layers are counted from 0.
+    /// Part of a layer; layers count from 0.
     Layer(usize, Part),
-    /// `[hidden]`; of what the last layer gives.
+    /// Norm of the last layer's output, `[hidden]`
     FinalNorm,
-    /// `[vocab, hidden]`; the embedding itself where they are tied.
+    /// Output projection, `[vocab, hidden]`; the embedding if tied.
     Head,
 }
 
-/// Where a layer has parameters, in the order that a token passes them. Matrices are `[out, in]`.
+/// Location of a parameter in a layer, in the order of the forward pass. Matrices are `[out, in]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
-    /// `[hidden]`; of what attention reads.
+    /// Norm before attention, `[hidden]`
     AttentionNorm,
-    /// `[heads · head_dim, hidden]`
+    /// Query projection, `[heads · head_dim, hidden]`
     Query,
-    /// `[kv_heads · head_dim, hidden]`
+    /// Key projection, `[kv_heads · head_dim, hidden]`
     Key,
-    /// `[kv_heads · head_dim, hidden]`
+    /// Value projection, `[kv_heads · head_dim, hidden]`
     Value,
-    /// `[head_dim]`
+    /// Norm of each query head, `[head_dim]`
     QueryNorm,
-    /// `[head_dim]`
+    /// Norm of each key head, `[head_dim]`
     KeyNorm,
-    /// `[hidden, heads · head_dim]`; the output projection of attention.
+    /// Output projection of attention, `[hidden, heads · head_dim]`
     Out,
-    /// `[hidden]`; of what attention adds, where [`Placement::BeforeAndAfter`] says so.
+    /// Norm of the attention output, `[hidden]`; only with [`Placement::BeforeAndAfter`].
     AttentionPostNorm,
-    /// `[hidden]`; of what the feed-forward block reads.
+    /// Norm before the feed-forward block, `[hidden]`
     FfnNorm,
-    /// `[ffn_hidden, hidden]`; only where the block is gated.
+    /// Gate projection, `[ffn_hidden, hidden]`; only in a gated block.
     Gate,
-    /// `[ffn_hidden, hidden]`
+    /// Up projection, `[ffn_hidden, hidden]`
     Up,
-    /// `[hidden, ffn_hidden]`
+    /// Down projection, `[hidden, ffn_hidden]`
     Down,
-    /// `[hidden]`; of what the feed-forward block adds, where [`Placement::BeforeAndAfter`] says so.
+    /// Norm of the feed-forward output, `[hidden]`; only with [`Placement::BeforeAndAfter`].
     FfnPostNorm,
 }
 
-/// Which tensor of a slot.
+/// Weight or bias of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Side {
-    /// A matrix, a table of vectors, or the factors of a norm.
+    /// Matrix, table of vectors, or norm weight.
     Weight,
-    /// What is added, one number for each row of the weight.
+    /// Bias: one value per row of the weight.
     Bias,
 }
 
-/// One parameter, and where a checkpoint has it.
+/// A parameter, and its tensor in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
-    /// Where in the decoder it is.
+    /// Location in the decoder.
     pub slot: Slot,
-    /// Whether it is the weight there, or the bias.
+    /// Weight or bias.
     pub side: Side,
-    /// As the decoder wants it.
+    /// Shape in the decoder.
     pub shape: Vec<usize>,
-    /// The checkpoint's name, without the family's prefix.
+    /// Name in the checkpoint, without the family's prefix.
     pub name: String,
-    /// Of the whole tensor of that name.
+    /// Shape of the whole tensor of that name.
     pub stored: Vec<usize>,
-    /// The tensor is stored `[in, out]`.
+    /// True if the tensor is stored `[in, out]`.
     pub transposed: bool,
-    /// The first of its rows, which are columns of one stored `[in, out]`.
+    /// First row of the parameter in the tensor; a column if stored `[in, out]`.
     pub row: usize,
 }
 
-/// A module of a checkpoint, and which rows of it.
+/// A module of a checkpoint, and a range of its rows.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
     module: String,
     transposed: bool,
-    /// The first row, and how many the whole tensor has.
+    /// First row, and number of rows of the whole tensor.
     rows: Option<[usize; 2]>,
 }
 
@@ -100,7 +100,7 @@ impl Place {
     }
 }
 
-/// The names that most families have.
+/// Returns the names that most families use.
 pub(crate) fn standard(config: &DecoderConfig, slot: Slot) -> Place {
     let Slot::Layer(layer, part) = slot else {
         return Place::new(match slot {
@@ -110,7 +110,8 @@ pub(crate) fn standard(config: &DecoderConfig, slot: Slot) -> Place {
             Slot::Embedding | Slot::Layer(..) => "embed_tokens",
         });
     };
-    // The second of two norms, or of four.
+    // Models with four norms per layer use this name for the second; others for the norm before the
+    // feed-forward block.
     let four = config.placement == Placement::BeforeAndAfter;
     let module = match part {
         Part::AttentionNorm => "input_layernorm",
@@ -131,7 +132,7 @@ pub(crate) fn standard(config: &DecoderConfig, slot: Slot) -> Place {
 }
 
 impl DecoderConfig {
-    /// Every parameter, in the order that a token passes them; a tied output projection is not one.
+    /// Returns every parameter in the order of the forward pass, without a tied output projection.
     pub fn params(&self) -> Vec<Param> {
         let mut params = Vec::new();
         for (slot, shape) in self.slots() {
@@ -143,12 +144,12 @@ impl DecoderConfig {
         params
     }
 
-    /// Rows of the query matrix, and of the key and value matrices each.
+    /// Returns the rows of the query matrix, and of the key and value matrices each.
     pub(crate) fn qkv_rows(&self) -> [usize; 2] {
         [self.heads * self.head_dim, self.kv_heads * self.head_dim]
     }
 
-    /// The parts of every layer, with the shape of their weight.
+    /// Returns the parts of a layer, with the shapes of their weights.
     pub(crate) fn parts(&self) -> Vec<(Part, Vec<usize>)> {
         let Self { hidden, head_dim, ffn_hidden: ffn, .. } = *self;
         let [q, kv] = self.qkv_rows();
@@ -220,7 +221,7 @@ impl DecoderConfig {
 }
 
 impl Slot {
-    /// Whether its weight multiplies what a token became, so that it may be quantised.
+    /// True if the weight is a matmul operand, so that it may be quantised.
     pub(crate) fn is_matrix(self) -> bool {
         use Part::{Down, Gate, Key, Out, Query, Up, Value};
         match self {

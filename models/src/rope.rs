@@ -1,11 +1,11 @@
-//! Rotary positions: pair i of a head, at position p, turns by p·f, f its frequency.
+//! Rotary positions: pair i of a head, at position p, is rotated by p·f[i] radians.
 //!
 //! ```text
 //! f[i] = theta^(-2i/dim)                             none
 //! f[i] / factor                                      linear
 //! theta·(factor·seq/max_seq - factor + 1)^(dim/(dim-2)) in place of theta, past max_seq   dynamic
-//! f[i] / factor below low, f[i] above high, a blend between      llama3, by turns in original_max_seq
-//! a blend by i, which turns beta_fast and beta_slow bound        yarn
+//! f[i] / factor below low, f[i] above high, a blend between      llama3, by rotations in original_max_seq
+//! a blend by i, between the bounds of beta_fast and beta_slow    yarn
 //! f[i] / short[i], or / long[i] past original_max_seq            longrope
 //! ```
 //!
@@ -19,86 +19,86 @@ use serde_json::Value;
 use crate::Error;
 use crate::fields::Fields;
 
-/// How a head is turned by its position. Pairs are `(i, i + dim/2)`.
+/// Rotary position embedding of a head. Pairs are `(i, i + dim/2)`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies: pair i has theta^(-2i/dim), before any scaling.
+    /// Base of the frequencies: theta^(-2i/dim) for pair i, before scaling.
     pub theta: f64,
-    /// Dimensions of a head that turn, the first ones; even.
+    /// Number of rotated dimensions of a head, the first ones; even.
     pub dim: usize,
-    /// How frequencies are stretched.
+    /// Scaling of the frequencies.
     pub scaling: Scaling,
-    /// What sine and cosine are multiplied by.
+    /// Factor of sine and cosine.
     pub attention_factor: f64,
-    /// Positions that linear scaling and yarn stretch to.
+    /// Context length after linear or YaRN scaling, in positions.
     pub context: Option<usize>,
 }
 
-/// How frequencies are stretched beyond the positions that a model was first trained for.
+/// Scaling of frequencies beyond the context length of the first training.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Scaling {
-    /// Not at all.
+    /// No scaling.
     None,
-    /// All are divided by the same factor.
+    /// Divides all frequencies by the same factor.
     Linear {
-        /// What frequencies are divided by.
+        /// Divisor of the frequencies.
         factor: f64,
     },
-    /// Depends on the length of the whole sequence.
+    /// Raises theta with the sequence length (dynamic NTK).
     Dynamic {
-        /// By how much theta grows with the length, past `max_seq`.
+        /// Growth of theta with the length past `max_seq`.
         factor: f64,
-        /// Positions up to which nothing is stretched.
+        /// Longest unscaled sequence, in positions.
         max_seq: usize,
     },
-    /// Low frequencies fully, high ones not at all, and those between by a blend, as Llama 3.1 does.
+    /// Divides low frequencies, keeps high ones, and blends those between, as Llama 3.1 does.
     Llama3 {
-        /// What low frequencies are divided by.
+        /// Divisor of low frequencies.
         factor: f64,
-        /// Turns within `original_max_seq` up to which a frequency is low.
+        /// Most rotations within `original_max_seq` of a low frequency.
         low_freq_factor: f64,
-        /// Turns within `original_max_seq` from which on a frequency is high.
+        /// Fewest rotations within `original_max_seq` of a high frequency.
         high_freq_factor: f64,
-        /// Positions of the first training.
+        /// Context length of the first training, in positions.
         original_max_seq: usize,
     },
-    /// Slow pairs fully, fast ones not at all, and those between by a blend over their index.
+    /// Divides slow pairs, keeps fast ones, and blends those between by their index.
     Yarn {
-        /// What the frequencies of slow pairs are divided by.
+        /// Divisor of the frequencies of slow pairs.
         factor: f64,
-        /// Turns within `original_max_seq` above which a pair is fast.
+        /// Rotations within `original_max_seq` above which a pair is fast.
         beta_fast: f64,
-        /// Turns within `original_max_seq` below which a pair is slow.
+        /// Rotations within `original_max_seq` below which a pair is slow.
         beta_slow: f64,
-        /// Positions of the first training.
+        /// Context length of the first training, in positions.
         original_max_seq: usize,
-        /// The bounds of the blend are whole dimensions.
+        /// True if the bounds of the blend are rounded to whole dimensions.
         truncate: bool,
     },
-    /// Depends on whether the whole sequence is longer than `original_max_seq`.
+    /// Divides by `short` or by `long`, depending on the length of the whole sequence.
     LongRope {
-        /// `[dim / 2]`
+        /// Divisors up to `original_max_seq`, `[dim / 2]`
         short: Vec<f64>,
-        /// `[dim / 2]`
+        /// Divisors past `original_max_seq`, `[dim / 2]`
         long: Vec<f64>,
-        /// Up to so many positions `short` divides, past them `long`.
+        /// Longest sequence that uses `short`, in positions.
         original_max_seq: usize,
     },
 }
 
-/// What the frequencies of a model depend on beside the section that describes them.
+/// Model attributes that its frequencies depend on, apart from the rope section.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Model {
     pub(crate) head_dim: usize,
     pub(crate) max_seq: usize,
-    /// Where the file has none.
+    /// Default base, if the file has none.
     pub(crate) theta: f64,
 }
 
 const KNOWN: &str = "default, linear, dynamic, llama3, yarn, longrope";
 
 impl Rope {
-    /// Radians a position of each pair, `[dim / 2]`, in a sequence of `seq` positions.
+    /// Returns the frequencies of a sequence of `seq` positions, `[dim / 2]`, in radians per position.
     pub fn frequencies(&self, seq: usize) -> Vec<f64> {
         let pairs = 0..self.dim / 2;
         let plain = |theta: f64, i: usize| theta.powf(-2.0 * i as f64 / self.dim as f64);
@@ -132,8 +132,8 @@ impl Rope {
         }
     }
 
-    /// The longest sequence whose frequencies are those of every shorter one; none where all are alike.
-    /// Beyond it, keys that were turned before have other angles than the sequence asks for.
+    /// Returns the longest sequence with the frequencies of every shorter one; none if the length has no
+    /// effect. A longer sequence needs other frequencies than the keys rotated before.
     pub fn fixed_until(&self) -> Option<usize> {
         match &self.scaling {
             Scaling::Dynamic { max_seq, .. } => Some(*max_seq),
@@ -144,7 +144,7 @@ impl Rope {
         }
     }
 
-    /// The pairs between which yarn blends.
+    /// Returns the bounds of YaRN's blend, as pair indices.
     fn yarn_bounds(&self) -> [f64; 2] {
         let Scaling::Yarn { beta_fast, beta_slow, original_max_seq, truncate, .. } = self.scaling
         else {
@@ -174,7 +174,7 @@ impl Rope {
         Self::read(fields, "rope_theta", old.or(new).as_ref(), model)
     }
 
-    /// Reads one rope; `theta` names the field of its base outside of the section.
+    /// Reads one rope; `theta` names the field of its base outside the section.
     pub(crate) fn read(
         fields: &Fields<'_>,
         theta: &str,
@@ -215,7 +215,7 @@ impl Rope {
         })?;
         let factor = section.optional_positive("factor")?;
         let kind = kind(section)?;
-        // The ratio is what the factor is where a file leaves it out.
+        // The ratio replaces the factor if the file omits it.
         let ratio = original_max_seq.map(|original| model.max_seq as f64 / original as f64);
         let given = |need: Option<f64>| need.ok_or_else(|| section.missing("factor"));
         let mut context = None;
@@ -280,7 +280,7 @@ const LONGROPE: &[&str] = &[
     "attention_factor",
 ];
 
-/// That no even number of dimensions turns, by the field that says how many.
+/// Returns the error for a rotary dimension that is odd or 0, naming the field that sets it.
 fn odd(fields: &Fields<'_>, section: Option<&Fields<'_>>, head_dim: usize) -> Error {
     let part = "partial_rotary_factor";
     let mut holders = section.into_iter().chain([fields]);
@@ -294,12 +294,12 @@ fn odd(fields: &Fields<'_>, section: Option<&Fields<'_>>, head_dim: usize) -> Er
     }
 }
 
-/// A frequency of which `kept` stays and the rest is divided by `factor`.
+/// Returns a frequency that keeps the share `kept`, with the rest divided by `factor`.
 fn blend(frequency: f64, factor: f64, kept: f64) -> f64 {
     kept * frequency + (1.0 - kept) * frequency / factor
 }
 
-/// A field that may stand outside of the section or within, and must not say two things.
+/// Reads a field that may stand outside the section or within; two different values are an error.
 fn both<T: PartialEq>(
     fields: &Fields<'_>,
     outside: &str,
@@ -322,7 +322,7 @@ fn kind_field(section: &Fields<'_>) -> &'static str {
     if section.value("rope_type").is_some() { "rope_type" } else { "type" }
 }
 
-/// Which scaling a section means; with a factor and no type it could be several.
+/// Returns the scaling type of a section. A factor without a type is ambiguous, and an error.
 fn kind<'a>(section: &Fields<'a>) -> Result<&'a str, Error> {
     match (section.text("rope_type")?, section.text("type")?) {
         (Some(new), Some(old)) if new != old => {

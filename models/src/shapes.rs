@@ -1,8 +1,8 @@
-//! Configurations of public models, as their `config.json` gives them.
+//! Configurations of public models, from their `config.json`.
 
 use crate::DecoderConfig;
 
-/// What a model's `config.json` says, but for what changes no answer.
+/// The fields of a model's `config.json` that change the logits.
 struct Published {
     name: &'static str,
     json: &'static str,
@@ -55,12 +55,12 @@ const PUBLISHED: [Published; 6] = [
     },
 ];
 
-/// The names that [`named`] knows.
+/// Returns the names that [`named`] accepts.
 pub fn names() -> impl Iterator<Item = &'static str> {
     PUBLISHED.iter().map(|published| published.name)
 }
 
-/// The configuration of a public model by the name that benches print, if it is one of [`names`].
+/// Returns the configuration of a public model, if `name` is one of [`names`].
 pub fn named(name: &str) -> Option<DecoderConfig> {
     let published = PUBLISHED.iter().find(|published| published.name == name)?;
     Some(DecoderConfig::from_json(published.json).expect("every published text is tested to read"))
@@ -73,7 +73,7 @@ mod tests {
     const PARAMETERS: [u64; 6] =
         [8_030_261_248, 6_738_415_616, 7_615_616_512, 1_235_814_400, 13_015_864_320, 124_439_808];
 
-    /// Parameter counts that the published weight files add up to.
+    /// Parameter counts equal those of the published weight files.
     #[test]
     fn parameter_counts_are_those_of_the_published_weights() {
         for (name, parameters) in names().zip(PARAMETERS) {

@@ -1,4 +1,4 @@
-//! The tensors of a checkpoint as the parameters of a decoder, and nothing else.
+//! The tensors of a checkpoint, matched to the parameters of a decoder.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,8 +11,8 @@ use checkpoint::{Checkpoint, DType, Reason, Tensor, Weight};
 use crate::names::{Param, Side, Slot};
 use crate::{DecoderConfig, Error, config, fields};
 
-/// A checkpoint that holds exactly the parameters of a configuration. Files stay mapped: what is asked for
-/// is read, one tensor at a time.
+/// A checkpoint that holds exactly the parameters of a configuration. Files are memory-mapped; each tensor is
+/// read on request.
 #[derive(Debug)]
 pub struct Weights {
     config: DecoderConfig,
@@ -22,16 +22,16 @@ pub struct Weights {
     claimed_bits: Option<u32>,
 }
 
-/// A parameter as a checkpoint holds it: `rows` of a tensor, or columns of one stored `[in, out]`.
+/// A parameter in a checkpoint: rows of a tensor, or columns of one stored `[in, out]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Stored<'a> {
-    /// Of the parameter.
+    /// Shape of the parameter.
     pub shape: Vec<usize>,
     /// The whole tensor.
     pub weight: Weight<'a>,
-    /// It is stored `[in, out]`; a quantised one never is.
+    /// True if it is stored `[in, out]`; false for a quantised one.
     pub transposed: bool,
-    /// Which of the tensor's rows, or columns, are the parameter's.
+    /// Range of the tensor's rows, or columns, that belong to the parameter.
     pub rows: Range<usize>,
 }
 
@@ -39,7 +39,8 @@ impl Weights {
     /// Opens the `config.json` and the weights of a folder.
     ///
     /// # Errors
-    /// As [`DecoderConfig::open`] and [`Weights::new`]; [`Error::Checkpoint`] for files that cannot be read.
+    /// The errors of [`DecoderConfig::open`] and [`Weights::new`]; [`Error::Checkpoint`] for unreadable
+    /// files.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
         let folder = folder.as_ref();
         if folder.is_file() {
@@ -53,9 +54,9 @@ impl Weights {
         Ok(Self { claimed_bits: config::claimed_bits(&text), ..weights })
     }
 
-    /// Takes a checkpoint's tensors for the parameters of `config`. Whether a matrix is quantised is told by
-    /// the tensors beside it. A head that is to be the embedding, and that the checkpoint has with other values, is its
-    /// own, as in transformers 5; [`Weights::config`] then says so.
+    /// Matches the tensors of a checkpoint to the parameters of `config`. The tensors stored with a matrix
+    /// decide if it is quantised. If `config` ties the head but the checkpoint has one with other values, the
+    /// head is untied, as in transformers 5; [`Weights::config`] reports that.
     ///
     /// # Errors
     /// [`Error::Tensors`] with everything that is missing, unused, or of the wrong shape or dtype.
@@ -75,31 +76,33 @@ impl Weights {
         Ok(Self { config, checkpoint, prefix, params, claimed_bits: None })
     }
 
-    /// The same weights for sequences of up to `positions`.
+    /// Returns the same weights with a context length of `positions`.
     ///
     /// # Errors
-    /// As [`DecoderConfig::with_context`].
+    /// The errors of [`DecoderConfig::with_context`].
     pub fn with_context(self, positions: usize) -> Result<Self, Error> {
         Ok(Self { config: self.config.with_context(positions)?, ..self })
     }
 
-    /// What the parameters are of. The head is not tied where the checkpoint has it with other values.
+    /// Returns the configuration. Its head is untied if the checkpoint has one with other values.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
-    /// Bits that config.json says matrices of layers have, where they are quantised. Tensors decide.
+    /// Returns the bits per weight that config.json claims for the matrices of layers. The tensors decide the
+    /// format.
     pub(crate) const fn claimed_bits(&self) -> Option<u32> {
         self.claimed_bits
     }
 
-    /// The tensors themselves, by the names that the files have.
+    /// Returns the tensors, under their names in the files.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }
 
-    /// The tensors that the matrices of the layers are, or are parts of, by the names that the files have:
-    /// what is quantised where a model is. Of several matrices in one tensor the first stands for it.
+    /// Returns the tensors that hold the matrices of the layers, under their names in the files. These are
+    /// the tensors that quantisation changes. A tensor with several matrices is listed with the first of
+    /// them.
     pub fn layer_matrices(&self) -> BTreeMap<String, &Param> {
         let matrix = |param: &&Param| quantizable(param) && param.slot != Slot::Head;
         let mut matrices = BTreeMap::new();
@@ -109,17 +112,17 @@ impl Weights {
         matrices
     }
 
-    /// The weight of a slot; of a tied output projection, the embedding.
+    /// Returns the weight of a slot; for a tied output projection, the embedding.
     ///
     /// # Errors
-    /// [`Reason::Missing`], by the name of the slot, where the decoder has no such parameter.
+    /// [`Reason::Missing`], with the name of the slot, if the decoder has no such parameter.
     pub fn weight(&self, slot: Slot) -> Result<Stored<'_>, Error> {
         let tied = slot == Slot::Head && self.config.tie_embeddings;
         let slot = if tied { Slot::Embedding } else { slot };
         self.stored(slot, Side::Weight)?.ok_or_else(|| missing(format!("{slot:?}")).into())
     }
 
-    /// The bias of a slot, if the decoder has one there.
+    /// Returns the bias of a slot, if the decoder has one there.
     ///
     /// # Errors
     /// [`Error::Checkpoint`].
@@ -127,7 +130,7 @@ impl Weights {
         self.stored(slot, Side::Bias)
     }
 
-    /// The tensor that the weight of a slot is, or is part of, by the name that the file has.
+    /// Returns the name in the file of the tensor that holds the weight of a slot.
     pub(crate) fn name(&self, slot: Slot) -> String {
         let param = self.params.get(&(slot, Side::Weight));
         param.map_or_else(|| format!("{slot:?}"), |param| full_name(self.prefix, param))
@@ -143,8 +146,8 @@ impl Weights {
 }
 
 impl<'a> Stored<'a> {
-    /// The parameter in the file's dtype, row-major; copied only where it is stored `[in, out]`. None where
-    /// it is quantised.
+    /// Returns the parameter in the file's dtype, row-major; none if it is quantised. Copies only if it is
+    /// stored `[in, out]`.
     pub fn dense(self) -> Option<Tensor<'a>> {
         let Self { shape, weight, transposed, rows } = self;
         let Weight::Dense(Tensor { dtype, shape: stored, bytes }) = weight else { return None };
@@ -166,12 +169,12 @@ impl<'a> Stored<'a> {
     }
 }
 
-/// What is found out about a checkpoint, parameter by parameter.
+/// Result of matching a checkpoint, parameter by parameter.
 struct Survey<'a> {
     checkpoint: &'a Checkpoint,
-    /// Tensors that no parameter explains yet.
+    /// Tensors that no parameter has claimed yet.
     left: BTreeSet<&'a str>,
-    /// Whole tensors that a parameter was part of.
+    /// Tensors that a parameter has claimed.
     taken: BTreeSet<String>,
     missing: Vec<String>,
     wrong: Vec<checkpoint::Error>,
@@ -206,14 +209,14 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Takes the tensors next to a quantised matrix.
+    /// Takes the tensors stored with a quantised matrix.
     fn take_beside(&mut self, name: &str) {
         for part in self.checkpoint.beside(name) {
             self.left.remove(part);
         }
     }
 
-    /// What files may hold though nothing reads it.
+    /// Takes tensors that files may hold although no parameter needs them.
     fn ignore(&mut self, config: &DecoderConfig, prefix: &str) {
         if config.tie_embeddings {
             self.left.remove(HEAD);
@@ -236,7 +239,7 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// The tensor that a parameter is, or is part of, when it has the shape that it must have.
+/// Returns the tensor that holds a parameter, if it has the expected shape.
 fn load<'a>(
     checkpoint: &'a Checkpoint,
     param: &Param,
@@ -255,7 +258,7 @@ fn load<'a>(
     };
     let mut need = param.stored.clone();
     if param.transposed && !matches!(weight, Weight::Dense(_)) {
-        need.reverse(); // bitsandbytes turns what is stored [in, out].
+        need.reverse(); // bitsandbytes transposes tensors stored [in, out].
     }
     if weight.shape() != need {
         return Err(wrong(Reason::Shape { have: weight.shape().to_vec(), need }));
@@ -267,7 +270,8 @@ fn quantizable(param: &Param) -> bool {
     param.side == Side::Weight && param.slot.is_matrix()
 }
 
-/// What stands before the names of this checkpoint: where the first parameter is, or else the usual.
+/// Returns the prefix of the names in this checkpoint: the one that the first parameter has, otherwise the
+/// usual one.
 fn prefix(config: &DecoderConfig, params: &[Param], checkpoint: &Checkpoint) -> &'static str {
     let prefixes = config.family.prefixes();
     let there = |prefix: &&&str| {
@@ -276,10 +280,10 @@ fn prefix(config: &DecoderConfig, params: &[Param], checkpoint: &Checkpoint) -> 
     prefixes.iter().find(there).or(prefixes.first()).copied().unwrap_or_default()
 }
 
-/// The output projection, which files of tied models hold as well, as a copy.
+/// Output projection, which files of tied models may repeat as a copy.
 pub(crate) const HEAD: &str = "lm_head.weight";
 
-/// Whether a checkpoint has an output projection that is no copy of the embedding.
+/// True if a checkpoint has an output projection that differs from the embedding.
 fn has_own_head(config: &DecoderConfig, prefix: &str, checkpoint: &Checkpoint) -> bool {
     let Ok(head) = checkpoint.tensor(HEAD) else { return false };
     let params = config.params();
@@ -290,7 +294,7 @@ fn has_own_head(config: &DecoderConfig, prefix: &str, checkpoint: &Checkpoint) -
     own
 }
 
-/// The output projection lies outside of what families prefix.
+/// Returns the name with the family's prefix; the output projection has none.
 fn full_name(prefix: &str, param: &Param) -> String {
     if param.slot == Slot::Head { param.name.clone() } else { format!("{prefix}{}", param.name) }
 }

@@ -1,43 +1,44 @@
-//! The most that a model is asked for at once, for generating and for training.
+//! The largest request that a model must serve, for generation and for training.
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use crate::{LoraOptions, Recompute};
 
-/// The most that a model is asked for at once.
+/// The largest request that a model must serve at once.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Workload {
     /// Number of sequences that decode or train together.
     pub batch: usize,
-    /// Number of positions of each sequence: prompt and answer, or tokens to learn.
+    /// Number of positions of each sequence: prompt and completion, or training tokens.
     pub context: usize,
-    /// Number of positions in all that take no memory of their own, because sequences share the whole pages of a prompt.
+    /// Number of positions, over all sequences, without memory of their own: sequences share whole pages of a
+    /// prompt.
     pub shared: usize,
-    /// The training of an adapter; none for generating.
+    /// Training of an adapter; none for generation.
     pub training: Option<Training>,
 }
 
-/// The training of an adapter.
+/// Training of an adapter.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Training {
     /// Modules and rank of the adapter.
     pub lora: LoraOptions,
-    /// True if gradients of several batches make up a step.
+    /// True if a step accumulates the gradients of several batches.
     pub accumulates: bool,
-    /// Activations that the backward pass computes again.
+    /// Activations that the backward pass recomputes.
     pub recompute: Recompute,
 }
 
 impl Workload {
-    /// Returns the workload of sequences that share nothing and are not trained on.
+    /// Returns a generation workload of sequences that share no positions.
     pub const fn new(batch: usize, context: usize) -> Self {
         Self { batch, context, shared: 0, training: None }
     }
 }
 
 impl Serialize for Workload {
-    /// Writes what the workload has: positions are shared or trained on.
+    /// Writes `shared` for generation, or the training options.
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let mut map = to.serialize_map(None)?;
         map.serialize_entry("batch", &self.batch)?;

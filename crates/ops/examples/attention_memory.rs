@@ -1,8 +1,8 @@
-//! Memory of one training step of attention by the length of the sequence: `[1, 16, seq, 128]` in bf16,
-//! causal, a line of JSON each. What is reserved on the device after the step is its peak: of eight tensors of the
-//! sequence (q, k, v, the result, and their gradients), pages of CubeCL's pools. On an H200 it is 76, 140, 268 and 653 MiB
-//! for 2048 to 16384 positions, the last more than in line, where one matrix of scores would be 128 to 8192
-//! (`benches/baselines/cuda-sm90-132/attention_memory.jsonl`).
+//! Measures the memory of one training step of attention by sequence length: `[1, 16, seq, 128]` in bf16,
+//! causal, one JSON line per length. The bytes reserved after the step are its peak: eight tensors of the
+//! sequence (q, k, v, the result, and their gradients), in pages of CubeCL's pools. On an H200 the peak is
+//! 76, 140, 268 and 653 MiB for 2048, 4096, 8192 and 16384 positions; the last exceeds linear growth. One
+//! score matrix alone would take 128 to 8192 MiB (`benches/baselines/cuda-sm90-132/attention_memory.jsonl`).
 //!
 //! `cargo run --release -p ops --example attention_memory -- cuda`
 
@@ -30,13 +30,13 @@ fn main() -> Result<(), OpError> {
             noise.cast(FloatDType::BF16).require_grad()
         };
         let (q, k, v) = (make(), make(), make());
-        // What the inputs were made of.
+        // Frees the temporaries of the inputs.
         device.sync().expect("a device that answers");
         device.memory_cleanup();
         let options = AttentionOptions { causal: true, ..AttentionOptions::default() };
         let out = attention(&ctx, q.clone(), k, v, None, None, options)?;
         let gradients = out.sum().backward();
-        // Reading waits for everything before it.
+        // The read waits for all earlier work.
         let gradient = q.grad(&gradients).map(|g| g.sum().into_data());
         assert!(gradient.is_some(), "q is tracked");
         let reserved = device.memory_pool_usage().map_or(0, |usage| usage.bytes_reserved);

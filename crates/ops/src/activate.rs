@@ -1,4 +1,4 @@
-//! Activations and gates by ordinary ops, which have gradients: the part of an epilogue that is not fused into a product.
+//! Activations and gates as ordinary differentiable ops: the part of an epilogue that is not fused.
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch};
@@ -9,13 +9,14 @@ use crate::call::{same_dtype, same_shape};
 use crate::memory::bytes_of;
 use crate::{OpError, OpMemory};
 
-/// `activation(x) · gate`, element by element: what epilogues do to a product, by ordinary ops that have gradients.
+/// Computes `activation(x) · gate` element by element, with ordinary differentiable ops, as a fused epilogue
+/// would.
 ///
 /// # Shapes
-/// gate as x.
+/// gate and result have the shape of x.
 ///
 /// # Errors
-/// A gate of another shape or dtype than x.
+/// [`OpError::Shape`] or [`OpError::DType`] for a gate that does not match x.
 pub fn activate<const D: usize>(
     x: Tensor<D>,
     activation: Activation,
@@ -30,8 +31,8 @@ pub fn activate<const D: usize>(
     Ok(Tensor::from_dispatch(out))
 }
 
-/// Bytes of [`activate`] on x `[rows, n]`. Its gradients read x, the intermediates of the activation, and what the gate
-/// multiplies.
+/// Returns the bytes of [`activate`] on x `[rows, n]`. Its backward pass reads x, the intermediates of the
+/// activation, and both factors of the gate.
 pub fn activate_memory(
     rows: u128,
     n: u128,
@@ -54,7 +55,7 @@ pub fn activate_memory(
     }
 }
 
-/// The rest of an epilogue, by ordinary ops.
+/// Applies the rest of an epilogue with ordinary ops.
 pub(crate) fn finish<B: Backend>(
     sum: FloatTensor<B>,
     activation: Option<Activation>,

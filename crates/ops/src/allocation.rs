@@ -1,7 +1,7 @@
 //! Check of an allocation.
 //!
-//! CubeCL enqueues allocations with everything else. A failure is reported to the first reader of the buffer, or of results
-//! from it. By then its reason may be lost among those of later launches (CubeCL 0.11.3 keeps the last 16).
+//! CubeCL enqueues allocations like launches. The first reader of the buffer, or of results from it, gets the
+//! failure. By then its reason may be lost among those of later launches (CubeCL 0.11.3 keeps the last 16).
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,10 +15,11 @@ use burn_cubecl::tensor::CubeTensor;
 use crate::Cached;
 use crate::call::on_cubecl;
 
-/// Checks that a cache is allocated, and that earlier writes to it were enqueued. It waits for no kernel.
+/// Checks that a cache is allocated, and that earlier writes to it were enqueued. It does not wait for
+/// kernels.
 ///
 /// # Errors
-/// The message of the device; a device without our kernels.
+/// Returns the device's message, or the reason if the device has no kernels.
 pub fn check_allocation(cached: &Cached) -> Result<(), String> {
     let seen = Seen::default();
     let look =
@@ -38,7 +39,7 @@ pub fn check_allocation(cached: &Cached) -> Result<(), String> {
     why.map_or(Ok(()), Err)
 }
 
-/// The first failure that was seen.
+/// The first failure found.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Seen(Arc<Mutex<Option<String>>>);
 

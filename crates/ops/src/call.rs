@@ -1,4 +1,4 @@
-//! What every op shares: who calls, where errors go, what may be absent.
+//! Helpers that every op shares: validation, optional operands, and the channel of errors.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -21,7 +21,7 @@ pub(crate) fn on_cubecl(device: &Device) -> Result<(), OpError> {
     cube_of(device).map(drop)
 }
 
-/// The dtype of a tensor that is multiplied.
+/// Returns the dtype of an operand; an error unless it is f32, f16 or bf16.
 pub(crate) const fn float_of(dtype: burn::tensor::DType) -> Result<DType, OpError> {
     match dtype {
         burn::tensor::DType::F32 => Ok(DType::F32),
@@ -31,7 +31,7 @@ pub(crate) const fn float_of(dtype: burn::tensor::DType) -> Result<DType, OpErro
     }
 }
 
-/// The dtype of a float tensor of values of this dtype.
+/// Converts to Burn's float dtype.
 pub(crate) const fn float_dtype(dtype: DType) -> FloatDType {
     match dtype {
         DType::F16 => FloatDType::F16,
@@ -40,7 +40,7 @@ pub(crate) const fn float_dtype(dtype: DType) -> FloatDType {
     }
 }
 
-/// The reverse of [`float_dtype`].
+/// Converts from Burn's float dtype: the inverse of [`float_dtype`].
 pub(crate) const fn dtype_of(dtype: FloatDType) -> DType {
     match dtype {
         FloatDType::F16 => DType::F16,
@@ -49,7 +49,7 @@ pub(crate) const fn dtype_of(dtype: FloatDType) -> DType {
     }
 }
 
-/// Fails unless a tensor has the shape that the others ask for.
+/// Returns an error unless a tensor has the expected shape.
 pub(crate) fn same_shape(
     what: &'static str,
     have: &[usize],
@@ -61,7 +61,7 @@ pub(crate) fn same_shape(
     }
 }
 
-/// Fails unless a tensor has the dtype that the others ask for.
+/// Returns an error unless a tensor has the expected dtype.
 pub(crate) fn same_dtype(
     what: &'static str,
     have: burn::tensor::DType,
@@ -73,12 +73,12 @@ pub(crate) fn same_dtype(
     }
 }
 
-/// The length of an axis as kernels have it.
+/// Returns the length of an axis in the kernels' type.
 pub(crate) fn size_of(axis: usize) -> Result<u32, OpError> {
     u32::try_from(axis).map_err(|_| OpError::TooLarge(axis))
 }
 
-/// 32-bit words as kernels read them: the tensor itself where it has such.
+/// Returns a tensor of 32-bit words; without a copy if it is I32 or U32 already.
 pub(crate) fn words_of<const D: usize>(tensor: Tensor<D, Int>) -> Tensor<D, Int> {
     match tensor.dtype() {
         burn::tensor::DType::I32 | burn::tensor::DType::U32 => tensor,
@@ -86,7 +86,7 @@ pub(crate) fn words_of<const D: usize>(tensor: Tensor<D, Int>) -> Tensor<D, Int>
     }
 }
 
-/// An empty dense tensor on the device of `like`.
+/// Allocates a dense tensor on the device of `like`.
 pub(crate) fn empty_like<const D: usize>(
     like: &CubeTensor,
     shape: [usize; D],
@@ -97,13 +97,13 @@ pub(crate) fn empty_like<const D: usize>(
     empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
 }
 
-/// An empty dense tensor of the shape and dtype of `tensor`, on its device.
+/// Allocates a dense tensor with the shape, dtype and device of `tensor`.
 pub(crate) fn like(tensor: &CubeTensor) -> CubeTensor {
     let (client, device) = (tensor.client.clone(), tensor.device.clone());
     empty_device_contiguous_dtype(client, device, tensor.meta.shape().clone(), tensor.dtype)
 }
 
-/// The sum over all axes but the last: the gradient of a bias.
+/// Returns the sum over all axes except the last: the gradient of a bias.
 pub(crate) fn summed_over_rows<B: Backend>(dout: FloatTensor<B>) -> FloatTensor<B> {
     let n = dout.shape()[dout.rank() - 1];
     let rows = dout.shape().num_elements() / n;
@@ -111,7 +111,7 @@ pub(crate) fn summed_over_rows<B: Backend>(dout: FloatTensor<B>) -> FloatTensor<
     B::float_reshape(B::float_sum_dim(flat, 0), Shape::new([n]))
 }
 
-/// Who calls: the context, and where an op that cannot return an error leaves it.
+/// The context of a call, and a slot for the error of an op behind Burn's dispatch, which cannot return one.
 #[derive(Clone)]
 pub(crate) struct Call {
     pub(crate) ctx: Ctx,
@@ -132,7 +132,7 @@ impl Call {
     }
 }
 
-/// What a product is given beside its operands, each there or not.
+/// Optional operands of a matmul.
 #[derive(Clone, ExtensionType)]
 pub(crate) struct Parts<B: Backend> {
     #[extension_type]
@@ -141,7 +141,7 @@ pub(crate) struct Parts<B: Backend> {
     pub(crate) gate: Optional<B>,
     #[extension_type]
     pub(crate) residual: Optional<B>,
-    /// The weight of a norm of the rows that are multiplied.
+    /// Weight of a norm of the lhs rows.
     #[extension_type]
     pub(crate) norm: Optional<B>,
 }
@@ -152,7 +152,7 @@ impl<B: Backend> Parts<B> {
         Self { bias: Optional::of(bias), gate: absent(), residual: absent(), norm: absent() }
     }
 
-    /// The same on another back end.
+    /// Returns the same operands on another back end.
     pub(crate) fn map<C: Backend>(self, of: impl Fn(FloatTensor<B>) -> FloatTensor<C>) -> Parts<C> {
         let Self { bias, gate, residual, norm } = self;
         let [bias, gate, residual, norm] = [bias, gate, residual, norm].map(|part| part.map(&of));
@@ -170,13 +170,13 @@ impl<B: Backend> Parts<B> {
 }
 
 impl Parts<CubeBackend> {
-    /// What a product that normalises reads of its norm, dense.
+    /// Returns the operands of a fused norm, dense.
     pub(crate) fn norm_buffers(&self, norm: Option<NormProblem>) -> Option<NormBuffers> {
         let (norm, weight) = norm.zip(self.norm.clone().into_option())?;
         Some(NormBuffers { weight: into_contiguous(weight).handle, eps: norm.eps })
     }
 
-    /// What an epilogue reads, dense.
+    /// Returns the operands of the epilogue, dense.
     pub(crate) fn buffers(self) -> EpilogueBuffers {
         let Self { bias, gate, residual, .. } = self;
         let dense = |part: Optional<CubeBackend>| {
@@ -198,7 +198,7 @@ impl<B: Backend> Optional<B> {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
-    /// The same on another back end.
+    /// Returns the same operand on another back end.
     pub(crate) fn map<C: Backend>(
         self,
         of: impl Fn(FloatTensor<B>) -> FloatTensor<C>,

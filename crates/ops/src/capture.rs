@@ -1,8 +1,8 @@
-//! Capturing what a thread enqueues as a graph, beside threads that do something else.
+//! Capture of a thread's launches as a graph, while other threads use the device.
 //!
-//! CUDA refuses much of what any thread of the process asks for while one captures: memory, waiting for a read
-//! (CubeCL 0.11.3 captures in the mode `GLOBAL`). So who captures is alone, and who does not says that it is at
-//! work.
+//! While one thread captures, CUDA rejects allocations and waits for reads by any thread of the process
+//! (CubeCL 0.11.3 captures in the mode `GLOBAL`). So a capture runs alone, and every other thread holds a
+//! guard around its work.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -11,7 +11,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use burn::backend::DispatchDevice;
 use burn::tensor::{Device, Graph, capture};
 
-/// Whether work on `device` can be captured as a graph and replayed.
+/// Returns true if work on `device` can be captured as a graph and replayed.
 pub fn captures(device: &Device) -> bool {
     match device.clone().inner().as_dispatch() {
         DispatchDevice::Cube(raw) => raw.client().name() != "cpu",
@@ -19,16 +19,16 @@ pub fn captures(device: &Device) -> bool {
     }
 }
 
-/// While it lives nobody captures, but this thread itself. Take it around work on a device that another thread
-/// may capture on; it may be taken within itself.
+/// Guard that keeps other threads from capturing while it lives. Hold it around work on a device that another
+/// thread may capture on. Guards may be nested.
 #[must_use = "work goes on while it lives"]
 #[derive(Debug)]
 pub struct AtWork(
-    /// A thread's own.
+    /// Makes the guard `!Send`: it belongs to its thread.
     PhantomData<*const ()>,
 );
 
-/// Waits until nobody captures.
+/// Waits until no thread captures, and returns a guard.
 pub fn at_work() -> AtWork {
     if DEPTH.get() == 0 {
         TURNS.begin();
@@ -46,12 +46,12 @@ impl Drop for AtWork {
     }
 }
 
-/// Captures what `run` enqueues, once all others that are [at work](at_work) are done. This thread's own work
-/// pauses meanwhile.
+/// Captures the launches of `run`, once no other thread holds a guard of [`at_work`]. This thread's own guard
+/// is suspended meanwhile.
 ///
-/// A graph keeps the memory that it was recorded on from everything else for as long as it lives, by whole pages of a
-/// pool, which are as large as the largest pass that the thread ever made (CubeCL 0.11.3, `guard`). So what is
-/// allocated while it is captured lies outside of the pools, in pieces of the sizes that are asked for.
+/// A live graph reserves the memory that it was recorded on, in whole pages of a pool. These pages are as
+/// large as the largest pass that the thread ever made (CubeCL 0.11.3, `guard`). So allocations during a
+/// capture are persistent: outside the pools, each with its own size.
 pub fn capture_alone<T: Send + 'static, F: FnMut() -> T + Send + 'static>(
     device: &Device,
     run: F,
@@ -65,7 +65,7 @@ pub fn capture_alone<T: Send + 'static, F: FnMut() -> T + Send + 'static>(
 }
 
 thread_local! {
-    /// How many of [`AtWork`] this thread holds.
+    /// Number of [`AtWork`] guards that this thread holds.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -76,7 +76,7 @@ struct Turns {
     changed: Condvar,
 }
 
-/// Threads at work, threads that wait to be alone, and whether one is.
+/// Counts of threads that work and of threads that wait to capture; `alone` is true while one captures.
 struct State {
     at_work: usize,
     waiting: usize,
@@ -89,7 +89,7 @@ impl State {
 
 impl Turns {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Numbers, which no panic leaves half written.
+        // The state is plain numbers, which no panic leaves half written.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -98,7 +98,7 @@ impl Turns {
         waited.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Those that wait to be alone go first.
+    /// Waits for captures; threads that wait to capture go first.
     fn begin(&self) {
         self.wait(|state| !state.alone && state.waiting == 0).at_work += 1;
     }
@@ -108,7 +108,8 @@ impl Turns {
         self.changed.notify_all();
     }
 
-    /// Does `work` alone, that of a thread which is `at_work` paused; goes on with it also after a panic.
+    /// Runs `work` alone. If this thread is `at_work`, its guard is suspended and restored, even after a
+    /// panic.
     fn pausing<T>(&self, at_work: bool, work: impl FnOnce() -> T) -> T {
         struct Paused<'a>(&'a Turns);
         impl Drop for Paused<'_> {
@@ -120,7 +121,7 @@ impl Turns {
             self.end();
             Paused(self)
         });
-        // Dropped before the pause ends.
+        // Dropped before the suspension ends.
         let _alone = self.alone();
         work()
     }

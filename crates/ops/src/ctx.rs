@@ -1,4 +1,4 @@
-//! What ops need beside tensors.
+//! Context of ops: tuned configs, devices and scratch memory.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use tune::{CacheError, Kernel, Key, Policy, Queue, TuneCache, Tuner};
 
 use crate::OpError;
 
-/// `device` as CubeCL has it.
+/// Returns the CubeCL device of a Burn device.
 pub(crate) fn cube_of(device: &burn::tensor::Device) -> Result<CubeDevice, OpError> {
     match device.clone().inner().as_dispatch() {
         DispatchDevice::Cube(device) => Ok(device.clone()),
@@ -25,7 +25,8 @@ pub(crate) fn cube_of(device: &burn::tensor::Device) -> Result<CubeDevice, OpErr
     }
 }
 
-/// Known configs, and the policy for shapes without one. Cheap to clone; clones share what they learn.
+/// Known configs, and the policy for shapes without one. Cheap to clone; clones share the configs that they
+/// learn.
 #[derive(Clone)]
 pub struct Ctx {
     inner: Arc<Mutex<Inner>>,
@@ -37,7 +38,7 @@ pub struct Ctx {
 #[derive(Default)]
 pub struct Rehearsed {
     device: Option<Device>,
-    /// The name of each launch in a recording, and its kernels.
+    /// Name of each launch in a trace, and its kernels.
     launches: Vec<(String, Box<Programs>)>,
     missing: Missing,
 }
@@ -45,18 +46,18 @@ pub struct Rehearsed {
 type Programs = dyn Fn(&Device) -> Vec<Box<dyn CubeKernel>> + Send + Sync;
 
 impl Rehearsed {
-    /// The launches as a recording names them: kernel and bucket.
+    /// Returns the launches under their names in a trace: kernel and bucket.
     pub fn launches(&self) -> impl Iterator<Item = &str> {
         self.launches.iter().map(|(name, _)| name.as_str())
     }
 
-    /// Number of kernels that the kernel cache lacks; 0 on back ends other than CUDA.
+    /// Returns the number of kernels that the kernel cache lacks; 0 on back ends other than CUDA.
     pub const fn count(&self) -> usize {
         self.missing.count()
     }
 
-    /// Compiles the kernels that the kernel cache lacks, on many cores, and puts them into it. Any thread may do so while
-    /// the device works.
+    /// Compiles the kernels that the kernel cache lacks, on many cores, and stores them there. Any thread may
+    /// call this while the device works.
     pub fn compile(self) {
         if let Some(device) = &self.device {
             self.missing.compile(device, |i| (self.launches[i].1)(device));
@@ -70,11 +71,11 @@ struct Inner {
     /// Recorded profile that CUDA devices are restricted to.
     profile: Option<String>,
     devices: Vec<(CubeDevice, Device)>,
-    /// Scratch of kernels that keep counters in it, one a stream; a thread is a stream to CubeCL.
+    /// Scratch of kernels that keep counters in it, one per stream; CubeCL uses one stream per thread.
     scratch: Vec<(CubeDevice, ThreadId, Scratch)>,
-    /// Configs already looked up, by their keys: of each a `Vec`, in the order of the problems that came. What fits one
-    /// problem of a key need not fit another; the first that does is its config for good, so that a call repeated has the
-    /// same bits.
+    /// Configs by key, each a `Vec` in the order in which the problems came. Problems of one key may need
+    /// different configs. A problem always gets the first one that fits, so that repeated calls give the same
+    /// bits.
     known: BTreeMap<String, Box<dyn Any + Send>>,
     date: String,
 }
@@ -91,14 +92,15 @@ impl fmt::Debug for Ctx {
 }
 
 impl Default for Ctx {
-    /// Configs that ship with the program; the first candidate for other shapes.
+    /// Creates a context with the configs that ship with the program. Other shapes use the first candidate.
     fn default() -> Self {
         Self::new(TuneCache::shipped(), Policy::Default, String::new())
     }
 }
 
 impl Ctx {
-    /// Looks configs up in `cache`; `date` (UTC, RFC 3339) is written beside what is measured.
+    /// Creates a context that looks configs up in `cache`. `date` (UTC, RFC 3339) is recorded with
+    /// measurements.
     pub fn new(cache: TuneCache, policy: Policy, date: String) -> Self {
         let inner = Inner {
             cache,
@@ -112,10 +114,10 @@ impl Ctx {
         Self { inner: Arc::new(Mutex::new(inner)), rehearsal: None }
     }
 
-    /// The user's own cache over what ships, as `flashover` uses it.
+    /// Creates a context with the user's cache on top of the shipped configs, as `flashover` uses it.
     ///
     /// # Errors
-    /// The cache cannot be read.
+    /// Returns an error if the cache cannot be read.
     pub fn of_user(policy: Policy, date: String) -> Result<Self, CacheError> {
         let cache = match tune::default_cache_path() {
             Some(path) => TuneCache::open(&path)?,
@@ -124,7 +126,8 @@ impl Ctx {
         Ok(Self::new(cache, policy, date))
     }
 
-    /// Restricts devices to the recorded profile `name`: what an RTX card would run, on another card.
+    /// Restricts devices to the recorded profile `name`: they run the kernels of an RTX card, for example, on
+    /// another card.
     #[must_use]
     pub fn restricted_to(self, name: &str) -> Self {
         {
@@ -135,24 +138,24 @@ impl Ctx {
         self
     }
 
-    /// Warnings about the cache so far.
+    /// Returns the warnings about the cache so far.
     pub fn warnings(&self) -> Vec<String> {
         self.lock().cache.warnings().iter().map(ToString::to_string).collect()
     }
 
-    /// A context whose ops choose configs and collect kernels without launching them: results stay unwritten.
-    /// [`Ctx::rehearsed`] returns the kernels.
+    /// Returns a context whose ops choose configs and collect kernels without launching them: results stay
+    /// unwritten. [`Ctx::rehearsed`] returns the kernels.
     #[must_use]
     pub fn rehearsal(&self) -> Self {
         Self { inner: self.inner.clone(), rehearsal: Some(Arc::default()) }
     }
 
-    /// True for a [rehearsal](Ctx::rehearsal).
+    /// Returns true for a [rehearsal](Ctx::rehearsal).
     pub const fn rehearses(&self) -> bool {
         self.rehearsal.is_some()
     }
 
-    /// True if [`Rehearsed::compile`] compiles kernels for `device`: CUDA.
+    /// Returns true if [`Rehearsed::compile`] compiles kernels for `device`, which must be CUDA.
     pub fn precompiles(device: &burn::tensor::Device) -> bool {
         cube_of(device).is_ok_and(|raw| raw.client().name() == "cuda")
     }
@@ -166,7 +169,7 @@ impl Ctx {
         Rehearsed { missing: Missing::of(device, rehearsed.launches.len(), kernels), ..rehearsed }
     }
 
-    /// Launches a kernel, as an operator of the recording if there is one; a rehearsal collects it.
+    /// Launches a kernel, as an operator of the trace if there is one; a rehearsal collects it instead.
     pub(crate) fn launch<K: Kernel>(
         &self,
         device: &Device,
@@ -194,11 +197,11 @@ impl Ctx {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic elsewhere leaves caches that are whole.
+        // A panic elsewhere leaves the caches intact.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Our handle to a device of Burn's.
+    /// Returns the `arch` device of a CubeCL device.
     pub(crate) fn device(&self, raw: &CubeDevice) -> Result<Device, OpError> {
         let mut inner = self.lock();
         if let Some((_, device)) = inner.devices.iter().find(|(known, _)| known == raw) {
@@ -213,8 +216,8 @@ impl Ctx {
         Ok(device)
     }
 
-    /// Scratch of `bytes` at least for launches of this thread, which `make` makes where there is none as
-    /// large; none for no bytes. Launches of one stream come one after the other, so that they share it.
+    /// Returns scratch of at least `bytes` for launches of this thread; none for 0 bytes. Calls `make` if the
+    /// kept scratch is too small. Launches of one stream run in order, so they can share it.
     pub(crate) fn scratch(
         &self,
         raw: &CubeDevice,
@@ -238,7 +241,7 @@ impl Ctx {
         Some(handle)
     }
 
-    /// The config of one problem.
+    /// Returns the config of a problem.
     pub(crate) fn config<K: Kernel>(
         &self,
         device: &Device,
@@ -285,7 +288,7 @@ mod tests {
             MatmulProblem::dense(1, [64, 64, k], layouts, Precision::F32).expect("valid")
         };
         let config = |k| ctx.config::<Matmul>(&device, &product(k)).expect("f32");
-        // Vectors of 8 divide the first alone.
+        // Only the first has k divisible by 8.
         let (first, other) = (config(512), config(508));
         assert_eq!(Matmul::bucket(&product(512)), Matmul::bucket(&product(508)));
         if device.profile().load_bytes > 16 {

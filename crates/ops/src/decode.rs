@@ -1,4 +1,4 @@
-//! One step of decoding on Burn tensors: the newest positions of sequences over their cache.
+//! Decode attention on Burn tensors: the newest positions of sequences over their KV cache.
 
 use arch::DType;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -20,87 +20,89 @@ use crate::attention::{along_head_dim, forced, head_strides, log_sums_like};
 use crate::call::{Call, float_of, like, on_cubecl, same_dtype, same_shape, size_of};
 use crate::{Ctx, OpError};
 
-/// Keys and values of all positions so far, those of the step among them.
+/// Keys and values of all positions so far, including those of the step.
 #[derive(Debug, Clone)]
 pub struct Cache {
     /// Keys of all positions.
     pub k: Cached,
     /// Values, in the dtype of the keys.
     pub v: Cached,
-    /// How far each sequence fills them.
+    /// Number of positions of each sequence.
     pub lengths: Lengths,
-    /// The cache is paged when there is one.
+    /// Block table of a paged cache; none for a contiguous cache.
     pub table: Option<Table>,
 }
 
-/// Keys or values. In i8 they take half of the bytes of 16 bits, and a scale.
+/// Keys or values of a cache. As i8 they take half the bytes of 16-bit floats, plus the scales.
 ///
 /// # Shapes
-/// `[batch, kv_heads, capacity, head_dim]`, or paged `[blocks, block_size, kv_heads, head_dim]`, the head
-/// dimension contiguous; scales without the last axis.
+/// `[batch, kv_heads, capacity, head_dim]`, or paged `[blocks, block_size, kv_heads, head_dim]`, with a
+/// contiguous head dimension; scales without the last axis.
 #[derive(Debug, Clone)]
 #[expect(clippy::large_enum_variant, reason = "a call has one or two")]
 pub enum Cached {
-    /// In the dtype of q.
+    /// Values in the dtype of q.
     Float(Tensor<4>),
-    /// I8, to be multiplied by the f32 of their position and head.
+    /// i8 values with an f32 scale per position and head.
     Bytes {
         /// I8, `[batch, kv_heads, capacity, head_dim]` or paged.
         values: Tensor<4, Int>,
-        /// f32, the same without the last axis.
+        /// Scales in f32, with the same shape without the last axis.
         scales: Tensor<3>,
     },
 }
 
-/// How many positions each sequence of the batch has, the new ones included.
+/// Number of positions of each sequence of the batch, including the new ones.
 #[derive(Debug, Clone)]
 #[expect(clippy::large_enum_variant, reason = "a call has one or two")]
 pub enum Lengths {
-    /// Checked against the cache.
+    /// Lengths on the host, checked against the cache.
     Host(Vec<u32>),
-    /// `[batch]`; one past the cache is taken for one that fills it. No sequence may be longer than
-    /// `longest`.
+    /// Lengths on the device, `[batch]`. A length past the cache counts as a full cache. No sequence may be
+    /// longer than `longest`.
     Device {
-        /// Positions of each sequence.
+        /// Number of positions of each sequence.
         lengths: Tensor<1, Int>,
-        /// Positions of the longest at most.
+        /// Upper bound of the longest sequence, in positions.
         longest: u32,
     },
 }
 
-/// Which blocks of a paged cache are a sequence's, in order.
+/// Block table of a paged cache: the blocks of each sequence, in order.
 #[derive(Debug, Clone)]
 #[expect(clippy::large_enum_variant, reason = "a call has one or two")]
 pub enum Table {
-    /// `[batch, max_blocks]`, row by row. Blocks are checked up to the length of each sequence, or up to the longest's
-    /// where the device has the lengths.
+    /// `[batch, max_blocks]`, row-major. Blocks are checked up to the length of each sequence, or up to
+    /// `longest` if the lengths are on the device.
     Host(Vec<u32>),
-    /// `[batch, max_blocks]`; a block that there is not is taken for the last.
+    /// `[batch, max_blocks]`; a block that does not exist counts as the last one.
     Device(Tensor<2, Int>),
 }
 
-/// What a step does beside the two products.
+/// Options of a decode step.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DecodeOptions {
-    /// Scores are multiplied by this; by 1 / √head_dim when none.
+    /// Factor of the scores; none for 1 / √head_dim.
     pub scale: Option<f32>,
-    /// Scores become `softcap · tanh(score / softcap)`.
+    /// Soft cap: scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// A query sees the positions at a distance below this.
+    /// Sliding window: a query attends to positions at a distance below this.
     pub window: Option<u32>,
-    /// The one to run, and no other; the tuner's choice when none.
+    /// Implementation to use; none for the tuner's choice.
     pub implementation: Option<Implementation>,
 }
 
-/// Attention of the newest positions of each sequence, up to 16, over all positions up to their own, with
-/// `heads / kv_heads` neighbouring heads to one of the cache.
+/// Computes attention of the newest positions of each sequence, up to 16, over all positions up to their own.
+/// Groups of `heads / kv_heads` adjacent query heads share a cache head.
 ///
 /// # Shapes
-/// q `[batch, heads, seq_q, head_dim]`, any strides; the result is as q.
+/// q `[batch, heads, seq_q, head_dim]`, any strides; the result has the shape of q.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, lengths or blocks past the cache where the host knows them, a
-/// device without our kernels, an implementation that cannot serve, a gradient asked for.
+/// [`OpError::Shape`], [`OpError::DType`], [`OpError::Heads`] for operands that do not fit;
+/// [`OpError::Decode`] for lengths or blocks outside the cache, if they are on the host; [`OpError::Apart`]
+/// for a cache that would have to be copied; [`OpError::Forced`] for an unsupported implementation;
+/// [`OpError::Device`] for a device without kernels; [`OpError::NoGradient`] for tracked tensors.
 pub fn decode(
     ctx: &Ctx,
     q: Tensor<4>,
@@ -110,14 +112,15 @@ pub fn decode(
     Ok(step(ctx, q, cache, options, false)?.0)
 }
 
-/// [`decode`], and the log-sum-exp of each query over what it sees, which merges it with attentions over other keys:
-/// [`crate::attention_with_lse`].
+/// Computes [`decode`] and also returns the log-sum-exp of the visible scores of each query. It merges the
+/// result with attentions over other keys: see [`crate::attention_with_lse`].
 ///
 /// # Shapes
-/// As [`decode`]; the log-sum-exp is `[batch, heads, seq_q]` in f32, -inf where nothing is seen.
+/// As in [`decode`]; the log-sum-exp is `[batch, heads, seq_q]` in f32, -inf for a query without visible
+/// keys.
 ///
 /// # Errors
-/// As [`decode`].
+/// The errors of [`decode`].
 pub fn decode_with_lse(
     ctx: &Ctx,
     q: Tensor<4>,
@@ -178,13 +181,13 @@ fn step(
     }
 }
 
-/// Words that the host knows, on the device.
+/// Uploads words from the host.
 fn words<const D: usize>(words: Vec<u32>, shape: [usize; D], device: &Device) -> Tensor<D, Int> {
     let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
     Tensor::<D, Int>::from_data(TensorData::new(words, shape), (device, burn::tensor::DType::I32))
 }
 
-/// The step as the kernel sees it, with strides of a dense cache.
+/// Returns the kernel's description of the step, with the strides of a dense cache.
 fn problem(
     q: &Tensor<4>,
     cache: &Cache,
@@ -311,7 +314,7 @@ impl Stored<Dispatch> {
 }
 
 impl Stored<CubeBackend> {
-    /// Values, and the scales of bytes.
+    /// Returns the values, and the scales of bytes.
     pub(crate) fn parts(self) -> (CubeTensor, Option<CubeTensor>) {
         match self {
             Self::Float(values) => (values, None),
@@ -329,7 +332,7 @@ impl<B: Backend, C: CheckpointStrategy> Stored<Autodiff<B, C>> {
     }
 }
 
-/// What gradients are not followed through.
+/// Detaches a cache from autodiff.
 pub(crate) fn inner<B: Backend, C: CheckpointStrategy>(
     stored: Stored<Autodiff<B, C>>,
 ) -> Stored<B> {
@@ -362,17 +365,17 @@ impl<B: Backend> Blocks<B> {
     }
 }
 
-/// What a caller wants of validated tensors.
+/// Request for validated tensors.
 #[derive(Debug, Clone)]
 pub(crate) struct Asked {
-    /// Of these tensors but for their strides.
+    /// Describes the tensors except for their strides.
     problem: DecodeProblem,
     implementation: Option<Implementation>,
 }
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait DecodeOps: Backend {
-    /// The result, and the log-sum-exp where it is asked for.
+    /// Returns the result, and the log-sum-exp if requested.
     fn step(
         q: FloatTensor<Self>,
         #[extension_type] k: Stored<Self>,
@@ -421,7 +424,7 @@ fn run(
 ) -> Result<(), OpError> {
     let ((k, k_scales), (v, v_scales)) = (k.parts(), v.parts());
     let axes = axes(problem.layout);
-    // Scales that lie apart, as Burn pads their rows, are read where they are if both do so alike.
+    // Burn pads the rows of scales. They are read in place if both have the same strides.
     let (scales, strides) = match k_scales.zip(v_scales) {
         None => (None, problem.scales),
         Some((k, v)) => match (scale_strides(&k, axes), scale_strides(&v, axes)) {
@@ -456,7 +459,7 @@ fn run(
         lse: lse.map(|lse| lse.handle.clone()),
     };
     let bytes = Decode::scratch_bytes(&problem, &config);
-    // It outlives steps, and graphs of them read it: a page of a pool that it lay in would serve nothing else.
+    // The scratch outlives the step, and graphs read it. In a pool it would reserve a whole page.
     let make = || {
         let of = |()| Decode::scratch(&device, &problem, &config);
         device.client().memory_persistent_allocation((), of)
@@ -466,7 +469,7 @@ fn run(
     Ok(())
 }
 
-/// The axes of heads and of positions.
+/// Returns the axes of heads and of positions.
 pub(crate) const fn axes(layout: CacheLayout) -> [usize; 2] {
     match layout {
         CacheLayout::Contiguous { .. } => [1, 2],
@@ -474,16 +477,16 @@ pub(crate) const fn axes(layout: CacheLayout) -> [usize; 2] {
     }
 }
 
-/// How scales lie, whose axes of heads and of positions are these.
+/// Returns the strides of scales with these axes of heads and positions.
 pub(crate) fn scale_strides(tensor: &CubeTensor, [head, seq]: [usize; 2]) -> CacheStrides {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    // The stride of an axis of one element means nothing.
+    // The stride of an axis of length 1 is arbitrary.
     let step = |axis: usize| if shape[axis] == 1 { 1 } else { strides[axis] as u64 };
     CacheStrides { page: step(0), head: step(head), seq: step(seq) }
 }
 
-/// How a cache lies, whose axes of heads and of positions are these; one that would have to be copied first is
-/// refused.
+/// Returns the strides of a cache with these axes of heads and positions; an error if it would have to be
+/// copied.
 pub(crate) fn cache_strides(
     what: &'static str,
     tensor: &CubeTensor,
@@ -492,7 +495,7 @@ pub(crate) fn cache_strides(
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
     let step = |axis: usize| strides[axis] as u64;
     let head_dim = shape[3] as u64;
-    // The stride of an axis of one element means nothing.
+    // The stride of an axis of length 1 is arbitrary.
     let contiguous = step(3) == 1 || shape[3] == 1;
     let apart = if shape[seq] == 1 { head_dim } else { step(seq) };
     if !contiguous || apart < head_dim {

@@ -1,4 +1,4 @@
-//! Rows of a table of Burn's for tokens that lie on the device.
+//! Embeddings of tokens on the device.
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -15,17 +15,17 @@ use crate::call::{
 use crate::layout::rows_of;
 use crate::{Ctx, OpError};
 
-/// `table[token] · scale`, rounded, and where positions are learned `positions[start[b] + s]` added, rounded
-/// again. A token past the vocabulary, or a position past the learned ones, gives a row of NaN.
+/// Computes `table[token] · scale`, rounded. With learned positions, adds `positions[start[b] + s]` and
+/// rounds again. A token past the vocabulary, or a position past the learned ones, gives a row of NaN.
 ///
 /// # Shapes
 /// tokens `[batch, seq]` and start `[batch]`, I32 or U32 without a copy; table `[vocab, hidden]`, positions
-/// `[max_seq, hidden]`; the result `[batch · seq, hidden]`, token `b · seq + s` in each row. start counts where
-/// positions are learned alone.
+/// `[max_seq, hidden]`; the result `[batch · seq, hidden]`, with token `b · seq + s` in each row. start is
+/// only read with learned positions.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, a scale that is not finite, a device without our kernels, a gradient asked
-/// for.
+/// [`OpError::Shape`], [`OpError::DType`] or [`OpError::Embed`] for invalid operands or a scale that is not
+/// finite; [`OpError::Device`] for a device without kernels; [`OpError::NoGradient`] for tracked tensors.
 pub fn embed(
     ctx: &Ctx,
     tokens: Tensor<2, Int>,
@@ -74,7 +74,7 @@ pub fn embed(
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait EmbedOps: Backend {
-    /// `problem` is of these tensors but for their strides.
+    /// Embeds with a `problem` of these tensors, except for their strides.
     fn embed(
         tokens: IntTensor<Self>,
         table: FloatTensor<Self>,

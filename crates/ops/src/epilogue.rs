@@ -1,4 +1,4 @@
-//! The rest of a matmul: what surrounds the sum, in the same launch.
+//! Ops fused into a matmul: an epilogue on its result, and a norm of its lhs rows.
 
 use burn::tensor::{FloatDType, Tensor};
 use kernels::matmul::Activation;
@@ -7,42 +7,42 @@ use kernels::norm::{NormKind, NormProblem};
 use crate::OpError;
 use crate::call::{float_of, same_dtype, same_shape, size_of};
 
-/// What is done to a product before it is stored, and to the rows of its left operand before it is made, for a result of
-/// rank `D`.
+/// Ops fused into a matmul with a result of rank `D`: bias, activation, gate and residual on the result, and
+/// a norm of the lhs rows.
 #[derive(Debug, Clone)]
 pub struct Epilogue<const D: usize> {
-    /// Added to every row. `[n]`, in the operands' dtype.
+    /// Bias `[n]`, added to every row, in the operands' dtype.
     pub bias: Option<Tensor<1>>,
-    /// Applied to the product once the bias is added, before the gate.
+    /// Activation, applied after the bias and before the gate.
     pub activation: Option<Activation>,
-    /// Multiplied, element by element. The result's shape and dtype.
+    /// Factor of each element, with the result's shape and dtype.
     pub gate: Option<Tensor<D>>,
-    /// Added last. The result's shape and dtype.
+    /// Addend, applied last, with the result's shape and dtype.
     pub residual: Option<Tensor<D>>,
-    /// The result's dtype; the operands' when none.
+    /// Dtype of the result; none for the operands' dtype.
     pub out: Option<FloatDType>,
-    /// Lets tensor cores round f32 operands to 10 mantissa bits.
+    /// True to let tensor cores round f32 operands to tf32, with 10 mantissa bits.
     pub tf32: bool,
-    /// Lets tensor cores add products of f16 operands in f16: at twice the rate on GeForce cards, and with the range and
-    /// the 10 bits of mantissa of f16. Gradients are added in f32 all the same.
+    /// True to let tensor cores accumulate f16 matmuls in f16. That is twice as fast on GeForce cards, with
+    /// the range and the 10 mantissa bits of f16. Gradients still accumulate in f32.
     pub half_sums: bool,
-    /// What is done to the rows that are multiplied, before: in the same launch where few rows meet a weight that
-    /// lies along k ([`takes_norm`](crate::takes_norm)), else in one of its own.
+    /// Norm of the lhs rows. It is fused for few rows and a weight that is contiguous along k
+    /// ([`takes_norm`](crate::takes_norm)); otherwise it is a separate launch.
     pub norm: Option<RowNorm>,
 }
 
-/// What is done to each row x before it is multiplied: `x / rms · weight`, or with the weight one larger, or with the mean
-/// of the row taken off first, as [`NormKind`] says. The last is always a launch of its own, and has no bias here.
+/// Norm of each lhs row x: `x / rms · weight`, or the variants of [`NormKind`]. A layer norm is always a
+/// separate launch, and has no bias here.
 ///
 /// # Shapes
 /// weight `[k]`, in the dtype of the rows.
 #[derive(Debug, Clone)]
 pub struct RowNorm {
-    /// One factor for each column.
+    /// Norm weight: one factor per column.
     pub weight: Tensor<1>,
-    /// Kind of norm: with or without the mean, and the meaning of the weight.
+    /// Kind of the norm: with or without the mean, and the meaning of the weight.
     pub kind: NormKind,
-    /// Added to the mean of the squares, or to the variance.
+    /// Epsilon, added to the mean of squares or to the variance.
     pub eps: f32,
 }
 
@@ -62,7 +62,7 @@ impl<const D: usize> Default for Epilogue<D> {
 }
 
 impl<const D: usize> Epilogue<D> {
-    /// The bias has the operands' dtype, the matrices the result's.
+    /// Checks that the bias has the operands' dtype, and gate and residual the result's dtype.
     pub(crate) fn check_dtypes(
         &self,
         operands: burn::tensor::DType,
@@ -81,8 +81,7 @@ impl<const D: usize> Epilogue<D> {
         Ok(())
     }
 
-    /// The norm of rows `lhs`, all of them, where there is one. Of no rows, or of rows of nothing, it is checked all
-    /// the same, as of one row of one element.
+    /// Returns the norm of the rows `lhs`, if any. An empty `lhs` is checked as one row of one element.
     pub(crate) fn norm_of(&self, lhs: &Tensor<D>) -> Result<Option<NormProblem>, OpError> {
         let Some(RowNorm { weight, kind, eps }) = &self.norm else { return Ok(None) };
         let (dims, dtype) = (lhs.dims(), lhs.dtype());
@@ -93,7 +92,7 @@ impl<const D: usize> Epilogue<D> {
         Ok(Some(NormProblem::new(rows, size_of(k.max(1))?, float_of(dtype)?, *kind, *eps)?))
     }
 
-    /// The bias has `bias` elements, the matrices the result's shape.
+    /// Checks that the bias has `bias` elements, and that gate and residual have the result's shape.
     pub(crate) fn check_shapes(&self, bias: usize, result: [usize; D]) -> Result<(), OpError> {
         if let Some(have) = self.bias.as_ref().map(Tensor::dims).filter(|have| *have != [bias]) {
             return Err(OpError::Shape { what: "bias", have: have.to_vec(), need: vec![bias] });

@@ -1,4 +1,4 @@
-//! What can be wrong with a call.
+//! Errors of ops.
 
 use burn::tensor::DType;
 use kernels::attention::InvalidAttention;
@@ -13,48 +13,48 @@ use tune::TuneError;
 
 use crate::Implementation;
 
-/// Why an op has no result.
+/// An error of an op: invalid operands, a missing config, or a failed device.
 #[derive(Debug, thiserror::Error)]
 pub enum OpError {
-    /// Operands whose summed axes differ in length.
+    /// Matmul operands with different k.
     #[error(
         "k differs: lhs {lhs:?} has {lhs_k}, rhs {rhs:?} has {rhs_k}\nhint: lhs is [.., m, k], rhs [.., k, n]; \
          swap the last two axes of one that is stored the other way"
     )]
     Depth {
-        /// Shape of the left operand.
+        /// Shape of lhs.
         lhs: Vec<usize>,
-        /// Length of its summed axis.
+        /// Its k.
         lhs_k: usize,
-        /// Shape of the right operand; `[n, k]` of a frozen weight.
+        /// Shape of rhs; `[n, k]` for a quantised weight.
         rhs: Vec<usize>,
-        /// Length of its summed axis.
+        /// Its k.
         rhs_k: usize,
     },
-    /// Batch axes that differ and are not 1.
+    /// Batch axes that do not broadcast: they differ, and neither is 1.
     #[error(
         "batches of lhs {lhs:?} and rhs {rhs:?} do not broadcast\nhint: as in NumPy, aligned at the end, each axis is \
          equal or 1"
     )]
     Broadcast {
-        /// Shape of the left operand.
+        /// Shape of lhs.
         lhs: Vec<usize>,
-        /// Shape of the right operand.
+        /// Shape of rhs.
         rhs: Vec<usize>,
     },
-    /// A tensor of another shape than the others ask for.
+    /// A tensor whose shape does not match the other operands.
     #[error(
         "{what} has shape {have:?}, expected {need:?}\nhint: it is not broadcast; expand it first"
     )]
     Shape {
-        /// Which tensor.
+        /// Name of the tensor.
         what: &'static str,
         /// Its shape.
         have: Vec<usize>,
-        /// The shape it should have.
+        /// Expected shape.
         need: Vec<usize>,
     },
-    /// A mask or bias that does not broadcast to the scores of an attention.
+    /// A mask or bias that does not broadcast to the attention scores.
     #[error(
         "{what} has shape {have:?}, the scores {scores:?}\nhint: {what} is [batch, heads, seq_q, seq_kv], and \
          each axis may be 1"
@@ -64,49 +64,49 @@ pub enum OpError {
         what: &'static str,
         /// Its shape.
         have: Vec<usize>,
-        /// `[batch, heads, seq_q, seq_kv]`
+        /// Shape of the scores, `[batch, heads, seq_q, seq_kv]`
         scores: Vec<usize>,
     },
-    /// A tensor of another dtype than the others.
+    /// A tensor whose dtype does not match the other operands.
     #[error(
         "{what} is {have:?}, expected {need:?}\nhint: operands share one dtype; cast one of them"
     )]
     DType {
-        /// Which tensor.
+        /// Name of the tensor.
         what: &'static str,
         /// Its dtype.
         have: DType,
-        /// The dtype it should have.
+        /// Expected dtype.
         need: DType,
     },
-    /// A dtype that kernels do not compute with.
+    /// A dtype that no kernel supports.
     #[error("no kernel computes with tensors of {0:?}\nhint: cast to f32, f16 or bf16")]
     NotFloat(DType),
-    /// An axis of this length, of which kernels count up to 2^32 - 1.
+    /// An axis of this length, above the limit of 2^32 - 1.
     #[error("{0} exceeds 2^32 - 1, the longest axis\nhint: split it")]
     TooLarge(usize),
-    /// A device that kernels do not run on, or that cannot be opened or read; its name, or what it says.
+    /// A device without kernels, or one that cannot be opened or read: its name or its message.
     #[error("no kernels for {0}\nhint: use Device::cuda, Device::vulkan or Device::cpu")]
     Device(String),
-    /// Query heads that do not divide among the key heads.
+    /// A number of query heads that is not a multiple of the key heads.
     #[error(
         "{heads} heads do not divide among {kv_heads} key heads\nhint: \
          each key head serves as many query heads as the others"
     )]
     Heads {
-        /// Query heads.
+        /// Number of query heads.
         heads: usize,
-        /// Key and value heads.
+        /// Number of key and value heads.
         kv_heads: usize,
     },
-    /// The implementation that was asked for cannot serve the call.
+    /// A requested implementation that does not support the call.
     #[error(
         "{implementation:?} attention cannot serve this: {why}\nhint: leave `implementation` out"
     )]
     Forced {
-        /// The one that was asked for.
+        /// The requested implementation.
         implementation: Implementation,
-        /// What stands against it.
+        /// The reason.
         why: String,
     },
     /// A cache whose positions overlap, or whose head dimension is not contiguous: its name.
@@ -114,36 +114,36 @@ pub enum OpError {
         "positions of {0} do not lie apart with their head dimension contiguous\nhint: a cache is not copied"
     )]
     Apart(&'static str),
-    /// A gradient was asked for.
+    /// A gradient of an op that has none.
     #[error(
         "this op has no gradient\nhint: detach what it is given; for decode there is attention instead"
     )]
     NoGradient,
-    /// No weights were given to join.
+    /// An empty list of weights to join.
     #[error("nothing was given to join\nhint: give one weight at least")]
     Empty,
-    /// A weight of a checkpoint without exactly two axes: its shape.
+    /// A checkpoint weight without exactly two axes: its shape.
     #[error("a weight of shape {0:?} is no matrix\nhint: a linear layer's is [n, k]")]
     NoMatrix(Vec<usize>),
-    /// Sums in f16 were asked for with operands that are not f16, or with a frozen weight: the operands' dtype.
+    /// f16 accumulation with operands that are not f16, or with a quantised weight: the operands' dtype.
     #[error("sums in f16 are not of products of {0:?}\nhint: of dense f16 operands alone")]
     HalfSums(DType),
-    /// tf32 was asked for with operands of another dtype than f32: theirs.
+    /// tf32 with operands that are not f32: their dtype.
     #[error("tf32 was asked for operands of {0:?}\nhint: only f32 operands are rounded to tf32")]
     Tf32(DType),
-    /// tf32 was asked for with a frozen weight.
+    /// tf32 with a quantised weight.
     #[error("weights in 4 bits are not multiplied in tf32\nhint: their f32 products are f32")]
     NoTf32,
-    /// A quantised weight that no kernel multiplies with, such as one of a block size that there is not.
+    /// A quantised weight that no kernel supports, such as one with an unsupported block size.
     #[error(transparent)]
     Weight(#[from] InvalidWeight),
-    /// A dense weight that could not be quantised.
+    /// A dense weight that cannot be quantised.
     #[error(transparent)]
     Quantize(#[from] QuantizeError),
-    /// A product that means nothing.
+    /// An invalid matmul.
     #[error(transparent)]
     Matmul(#[from] InvalidMatmul),
-    /// Offsets of sequences, or of groups of rows, that lie one after the other.
+    /// Invalid offsets of packed sequences, or of groups of rows.
     #[error(
         "offsets of {what} {why}\nhint: one more than there are sequences or groups, from 0 to how many {what} there are, \
          and none below the one before"
@@ -151,28 +151,28 @@ pub enum OpError {
     Offsets {
         /// `queries`, `keys` or `rows`.
         what: &'static str,
-        /// What is wrong with them.
+        /// The reason.
         why: String,
     },
-    /// A step of decoding that means nothing.
+    /// An invalid decode step.
     #[error(transparent)]
     Decode(#[from] InvalidDecode),
-    /// An attention that means nothing.
+    /// An invalid attention.
     #[error(transparent)]
     Attention(#[from] InvalidAttention),
-    /// A norm that means nothing.
+    /// An invalid norm.
     #[error(transparent)]
     Norm(#[from] InvalidNorm),
-    /// An embedding that means nothing.
+    /// An invalid embedding.
     #[error(transparent)]
     Embed(#[from] InvalidEmbed),
-    /// A projection of heads that means nothing.
+    /// An invalid RoPE.
     #[error(transparent)]
     Rope(#[from] InvalidRope),
-    /// Rows of logits that no token is picked from.
+    /// Invalid logits or vocabulary of sampling.
     #[error(transparent)]
     Sample(#[from] InvalidSample),
-    /// There is no config for the shape on this device.
+    /// No config for the shape on this device.
     #[error(transparent)]
     Tune(#[from] TuneError),
 }

@@ -4,22 +4,22 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::matmul::{Batches, Layout, Operand};
 
-/// The matrices of a tensor: its last two axes, and the steps of its other axes, outermost first.
+/// A tensor as a batch of matrices: its last two axes, and the strides of its batch axes, outermost first.
 pub(crate) struct Matrices {
     pub(crate) operand: Operand,
-    /// One for each axis of the result's batch; 0 where the tensor repeats.
+    /// One stride per batch axis of the result; 0 if the tensor repeats along it.
     pub(crate) steps: Vec<u64>,
 }
 
 impl Matrices {
-    /// `tensor` as operand of a result with batch axes `batch`; none when it is neither row- nor
+    /// Describes `tensor` as an operand of a result with batch axes `batch`; none if it is neither row- nor
     /// column-contiguous.
     fn of(tensor: &CubeTensor, batch: &[usize]) -> Option<Self> {
         let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
         let rank = shape.num_dims();
         let [rows, cols] = [shape[rank - 2], shape[rank - 1]];
         let [down, across] = [strides[rank - 2], strides[rank - 1]];
-        // The stride of an axis of one element means nothing.
+        // The stride of an axis of length 1 is arbitrary.
         let (layout, stride) = if (across == 1 || cols == 1) && (down >= cols || rows == 1) {
             (Layout::Row, if rows == 1 { cols } else { down })
         } else if (down == 1 || rows == 1) && (across >= rows || cols == 1) {
@@ -37,7 +37,7 @@ impl Matrices {
         Some(Self { operand: Operand { layout, stride: stride as u64, start: 0 }, steps })
     }
 
-    /// As [`Matrices::of`], copying a tensor that is laid out otherwise.
+    /// Describes any tensor as [`Matrices::of`] does; copies it if it has another layout.
     pub(crate) fn of_any(tensor: CubeTensor, batch: &[usize]) -> (CubeTensor, Self) {
         if let Some(matrices) = Self::of(&tensor, batch) {
             return (tensor, matrices);
@@ -48,12 +48,12 @@ impl Matrices {
     }
 }
 
-/// A matrix with contiguous rows, copied where it is laid out otherwise, and the elements from one to the next.
-/// Burn's own tensors have padded rows on CUDA.
+/// Returns a matrix with contiguous rows, and its row stride. Copies a matrix with another layout. Burn pads
+/// rows on CUDA.
 pub(crate) fn rows_of(tensor: CubeTensor) -> (CubeTensor, usize) {
     let stride = |tensor: &CubeTensor| {
         let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-        // The stride of an axis of one element means nothing.
+        // The stride of an axis of length 1 is arbitrary.
         let apart = if shape[0] == 1 { shape[1] } else { strides[0] };
         ((strides[1] == 1 || shape[1] == 1) && apart >= shape[1]).then_some(apart)
     };
@@ -66,9 +66,9 @@ pub(crate) fn rows_of(tensor: CubeTensor) -> (CubeTensor, usize) {
     }
 }
 
-/// The batch axes `batch` as two at most, where both operands step evenly; none where they do not.
+/// Folds the batch axes into at most two with constant strides in both operands; none if that is impossible.
 pub(crate) fn fold(batch: &[usize], lhs: &[u64], rhs: &[u64]) -> Option<Batches> {
-    let mut axes: Vec<(u64, u64, u64)> = Vec::new(); // (size, step of lhs, step of rhs)
+    let mut axes: Vec<(u64, u64, u64)> = Vec::new(); // (size, stride of lhs, stride of rhs)
     for ((&size, &l), &r) in batch.iter().zip(lhs).zip(rhs) {
         let size = size as u64;
         match axes.last_mut() {
@@ -93,8 +93,8 @@ pub(crate) fn fold(batch: &[usize], lhs: &[u64], rhs: &[u64]) -> Option<Batches>
     })
 }
 
-/// Batch axes of a matmul of operands with these batch axes, none where they do not broadcast. NumPy's rule: axes are
-/// aligned at the end, and each is equal or 1.
+/// Returns the batch axes of a matmul from those of its operands; none if they do not broadcast. Follows
+/// NumPy: axes are aligned at the end, and two axes must be equal or one of them 1.
 pub fn broadcast(lhs: &[usize], rhs: &[usize]) -> Option<Vec<usize>> {
     let rank = lhs.len().max(rhs.len());
     let at =
@@ -120,7 +120,7 @@ mod tests {
         // Dense on both sides, and repeated on one.
         assert_eq!(fold(&[2, 3], &[12, 4], &[30, 10]), batches(1, 6, (0, 4), (0, 10)));
         assert_eq!(fold(&[2, 3], &[12, 4], &[0, 0]), batches(1, 6, (0, 4), (0, 0)));
-        // Heads that share keys repeat over the inner axis only.
+        // Heads that share keys repeat along the inner axis only.
         assert_eq!(fold(&[2, 3], &[12, 4], &[10, 0]), batches(2, 3, (12, 4), (10, 0)));
         assert_eq!(fold(&[2, 1, 3], &[12, 7, 4], &[10, 9, 0]), batches(2, 3, (12, 4), (10, 0)));
         assert_eq!(fold(&[2, 3, 5], &[60, 20, 4], &[10, 0, 2]), None);

@@ -1,4 +1,8 @@
-//! Our kernels as functions of Burn tensors, with their gradients: the only crate that knows both.
+//! GPU kernels as functions of Burn tensors, with gradients.
+//!
+//! Provides matmul, attention (forward and backward), decode attention over contiguous or paged KV caches,
+//! norms, RoPE and sampling. Matmuls also take NF4, FP4, int8 and Q8_0 weights. Only this crate depends on
+//! both the kernels and Burn.
 //!
 //! ```
 //! use burn::tensor::{Device, Distribution, Tensor};
@@ -13,12 +17,12 @@
 //! # Ok::<(), ops::OpError>(())
 //! ```
 //!
-//! Every function takes a [`Ctx`] first: which configs are known, and what happens to a shape whose
-//! config is not. Tensors live on a CubeCL device of Burn's: CUDA, Vulkan or the CPU runtime.
+//! Most functions take a [`Ctx`] first: it holds the tuned configs, and the policy for shapes without one.
+//! Tensors live on a CubeCL device of Burn: CUDA, Vulkan or the CPU runtime.
 //!
 //! # Panics
-//! Burn's backward pass returns no error. Where one has no config, such as by policy `frozen`, or fails on the device, the
-//! call of `backward` panics with the error's text.
+//! `backward` panics with the error's text if an op has no config for it, for example with the policy
+//! `frozen`, or fails on the device. Burn's backward pass cannot return an error.
 
 #![warn(missing_docs)]
 
@@ -51,7 +55,7 @@ pub use attention::{
     attention_packed_with_lse, attention_with_lse,
 };
 pub use capture::{AtWork, at_work, capture_alone, captures};
-/// Where [`QuantizedWeight`]s come from and go to.
+/// Checkpoint files that [`QuantizedWeight`]s are read from and written to.
 pub use checkpoint;
 pub use ctx::{Ctx, Rehearsed};
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_with_lse};

@@ -1,15 +1,15 @@
 //! `residual + gate · activation(lhs·rhs + bias)` and its gradients.
 //!
 //! ```text
-//! dlhs = dout · rhsᵀ     drhs = lhsᵀ · dout     dbias = Σ dout over all but the last axis
+//! dlhs = dout · rhsᵀ     drhs = lhsᵀ · dout     dbias = Σ dout over all axes except the last
 //! ```
 //!
-//! Or rows of lhs are in groups, each of which has a matrix and a bias of its own, all in one launch
-//! ([`grouped_matmul`]): then drhs and dbias are a product and a sum for each group, whose rows alone they see.
+//! With [`grouped_matmul`], each group of lhs rows has its own matrix and bias, in one launch. Then drhs and
+//! dbias are one matmul and one sum per group, over its rows only.
 //!
-//! Both products run in the same kernels: a transpose is another layout, never a copy. Without
-//! gradients the epilogue is part of the product; with them the product keeps its bias and the rest is
-//! ordinary differentiable ops, because their gradients need what was between.
+//! The gradients use the same kernels: a transpose is another layout, never a copy. Without gradients the
+//! epilogue is fused. With gradients only the bias is fused. The rest is ordinary differentiable ops, because
+//! their gradients need the intermediates.
 
 use std::ops::Range;
 
@@ -48,14 +48,16 @@ use crate::{Ctx, MemoryProfile, OpError, OpMemory};
 
 pub(crate) use crate::activate::finish;
 
-/// `residual + gate · activation(lhs·rhs + bias)`; batches broadcast.
+/// Computes `residual + gate · activation(lhs·rhs + bias)`; batch axes broadcast.
 ///
 /// # Shapes
-/// lhs `[.., m, k]`, rhs `[.., k, n]`, result `[.., m, n]`; any strides. A transposed view costs
-/// nothing. Gradients flow to every tensor.
+/// lhs `[.., m, k]`, rhs `[.., k, n]`, result `[.., m, n]`; any strides. A transposed view is not copied.
+/// Gradients flow to every tensor.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, a device without our kernels, a policy that forbids the shape.
+/// [`OpError::Depth`], [`OpError::Broadcast`], [`OpError::Shape`], [`OpError::DType`] and the like for
+/// invalid operands; [`OpError::Device`] for a device without kernels; [`OpError::Tune`] if the policy allows
+/// no config for the shape.
 pub fn matmul<const D: usize>(
     ctx: &Ctx,
     lhs: Tensor<D>,
@@ -67,15 +69,15 @@ pub fn matmul<const D: usize>(
     multiplied(ctx, lhs, rhs, epilogue, spec, shape)
 }
 
-/// `residual + gate · activation(lhs·rhs[g] + bias[g])` for the rows of each group g, in one launch: adapters of the
-/// sequences of a batch, experts of a mixture.
+/// Computes `residual + gate · activation(lhs·rhs[g] + bias[g])` for the rows of each group g, in one launch.
+/// Groups may be the adapters of a batch's sequences, or the experts of a mixture.
 ///
 /// # Shapes
-/// lhs `[m, k]`, rhs `[groups, k, n]`, any strides; the bias `[groups · n]`, that of each group after the one before; result,
-/// gate and residual `[m, n]`. Gradients flow to every tensor.
+/// lhs `[m, k]`, rhs `[groups, k, n]`, any strides; bias `[groups · n]`, concatenated by group; result, gate
+/// and residual `[m, n]`. Gradients flow to every tensor.
 ///
 /// # Errors
-/// As [`matmul`]; [`OpError::Offsets`] for groups of another number of rows.
+/// The errors of [`matmul`]; [`OpError::Offsets`] for groups with another number of rows.
 pub fn grouped_matmul(
     ctx: &Ctx,
     lhs: Tensor<2>,
@@ -99,7 +101,7 @@ pub fn grouped_matmul(
     epilogue.check_shapes(count * n, [m, n])?;
     spec.groups = Some(groups.clone());
     if k == 0 && m != 0 {
-        // A sum of nothing is one product with 0.
+        // An empty sum equals one product with 0.
         let zeros = |rows: usize| Tensor::<2>::zeros([rows, 1], &device).cast(lhs.dtype());
         let (none, rhs) = (zeros(m), zeros(count * n).reshape([count, 1, n]));
         epilogue.norm_of(&lhs)?;
@@ -108,7 +110,7 @@ pub fn grouped_matmul(
     multiplied(ctx, lhs, rhs, epilogue, spec, [m, n])
 }
 
-/// The product of what was validated, `shape` its result's.
+/// Runs a validated matmul with a result of `shape`.
 fn multiplied<const D: usize, const R: usize>(
     ctx: &Ctx,
     lhs: Tensor<D>,
@@ -141,13 +143,13 @@ fn multiplied<const D: usize, const R: usize>(
     }
 }
 
-/// A linear layer: [`matmul`] with one weight for all rows of `x`.
+/// Computes a linear layer: [`matmul`] with one weight for all rows of `x`.
 ///
 /// # Shapes
 /// x `[.., k]`, weight `[k, n]` (Burn's layout; a transposed `[n, k]` is as fast), result `[.., n]`.
 ///
 /// # Errors
-/// As [`matmul`].
+/// The errors of [`matmul`].
 pub fn linear<const D: usize>(
     ctx: &Ctx,
     x: Tensor<D>,
@@ -166,8 +168,9 @@ pub fn linear<const D: usize>(
     Ok(matmul(ctx, x.reshape([rows, k]), weight, epilogue)?.reshape(shape))
 }
 
-/// Bytes of a [`linear`] of x `[rows, k]` and a weight of `shape` `[n, k]`. Products of fewer tiles than there are
-/// processors split k: of the widest tiles, 128 by 256, into splits of 128 at least.
+/// Returns the bytes of a [`linear`] of x `[rows, k]` with a weight of `shape` `[n, k]`. Matmuls with fewer
+/// tiles than multiprocessors use split-k. Counted are the largest tiles, 128 by 256, and splits of at least
+/// 128.
 pub fn linear_memory(
     profile: MemoryProfile,
     rows: u128,
@@ -185,12 +188,12 @@ pub fn linear_memory(
     }
 }
 
-/// Whether [`linear`] normalises rows `x` in the launch that multiplies them with a weight `[k, n]` that is dense, of
-/// x's dtype and lies as `[n, k]`; not where it is asked for tf32. Where it does not, several products of the same rows
-/// share one [`norm`](crate::norm()).
+/// Returns true if [`linear`] fuses the norm of rows `x`. Assumes a dense weight `[k, n]` in the dtype of x,
+/// stored as `[n, k]`. A matmul with tf32 never fuses it. If this returns false, several matmuls of the same
+/// rows can share one [`norm`](crate::norm()).
 ///
 /// # Errors
-/// Dtypes that are not multiplied, a device without our kernels.
+/// [`OpError::NotFloat`]; [`OpError::Device`] for a device without kernels.
 pub fn takes_norm(
     ctx: &Ctx,
     x: &Tensor<2>,
@@ -208,7 +211,7 @@ pub fn takes_norm(
     Ok(Matmul::takes_norm(device.profile(), &MatmulProblem { norm: Some(kind), ..plain }))
 }
 
-/// What remains of a call without its tensors.
+/// Attributes of a call apart from its tensors.
 #[derive(Debug, Clone)]
 pub(crate) struct Spec {
     precision: Precision,
@@ -244,7 +247,7 @@ fn validate<const D: usize>(
     Ok((spec, shape))
 }
 
-/// Of operands of these dtypes, without norm and groups.
+/// Returns the attributes for operands of these dtypes, without norm and groups.
 fn spec_of<const D: usize>(
     need: burn::tensor::DType,
     rhs: burn::tensor::DType,
@@ -276,7 +279,7 @@ fn spec_of<const D: usize>(
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait MatmulOps: NormOps {
-    /// Sizes and dtypes are those of a validated call, and no size is 0 but k.
+    /// Runs a validated matmul; only k may be 0.
     fn product(
         lhs: FloatTensor<Self>,
         rhs: FloatTensor<Self>,
@@ -372,7 +375,7 @@ impl MatmulOps for CubeBackend {
     }
 }
 
-/// Operands as the kernel reads them.
+/// Operands in layouts that the kernel reads.
 struct Laid {
     lhs: CubeTensor,
     rhs: CubeTensor,
@@ -388,7 +391,7 @@ impl Laid {
         if let Some(batches) = fold(batch, &left.steps, &right.steps) {
             return Self { lhs, rhs, left: left.operand, right: right.operand, batches };
         }
-        // More axes than two step unevenly: spread both operands out.
+        // More than two axes have uneven strides: copy both operands to dense batches.
         let spread = |t: CubeTensor| {
             let own = t.meta.shape().clone();
             let matrix = &own[own.num_dims() - 2..];
@@ -402,7 +405,7 @@ impl Laid {
         Self { lhs, rhs, left: left.operand, right: right.operand, batches }
     }
 
-    /// Groups lie along rows of lhs, which are contiguous.
+    /// Groups are ranges of rows of lhs, which must be row-contiguous.
     fn grouped(lhs: CubeTensor, rhs: CubeTensor, groups: &Groups) -> Self {
         let (lhs, left) = match Matrices::of_any(lhs, &[]) {
             (lhs, Matrices { operand, .. }) if operand.layout == Layout::Row => (lhs, operand),
@@ -418,11 +421,11 @@ impl Laid {
     }
 }
 
-/// Parents of a product's node: lhs, rhs, and bias or once more lhs where there is none.
+/// Parents of a matmul's node: lhs, rhs and bias; lhs stands in for an absent bias.
 #[derive(Debug)]
 struct Product;
 
-/// What the gradients need.
+/// State that the gradients need.
 #[derive(Clone)]
 struct Saved {
     lhs: Option<NodeId>,
@@ -450,7 +453,7 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
     ) {
         let [to_lhs, to_rhs, to_bias] = ops.parents;
         let saved = ops.state;
-        // The operands' own type: a result of another type has gradients of that type.
+        // Gradients arrive in the result's dtype and are computed in the operands' dtype.
         let own = saved.spec.precision.storage();
         let dout = B::float_cast(gradients.consume::<B>(&ops.node), float_dtype(own));
         let precision = match saved.spec.precision {
@@ -499,14 +502,13 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
     }
 }
 
-/// Some rows of a matrix.
+/// Returns some rows of a matrix.
 fn some_rows<B: Backend>(matrix: &FloatTensor<B>, rows: Range<usize>) -> FloatTensor<B> {
     let cols = matrix.shape()[1];
     B::float_slice(matrix.clone(), &[rows.into(), (0..cols).into()])
 }
 
-/// What `of_group` makes of the rows of each group, one after the other along the first axis of `shape`: zeros where a
-/// group has none.
+/// Concatenates the results of `of_group` along the first axis of `shape`; zeros for an empty group.
 fn each_group<B: Backend>(
     groups: &Groups,
     shape: &Shape,
@@ -575,7 +577,7 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
     }
 }
 
-/// A product of a backward pass, which has no way to return an error.
+/// Runs a matmul of a backward pass, which cannot return an error.
 fn bare_product<B: MatmulOps>(
     lhs: FloatTensor<B>,
     rhs: FloatTensor<B>,
@@ -598,7 +600,7 @@ const fn precision_of(dtype: DType) -> Precision {
     }
 }
 
-/// lhs · rhs of tensors of type `dtype`, in a backward pass.
+/// Computes lhs · rhs for tensors of `dtype`, in a backward pass.
 pub(crate) fn product_of<B: MatmulOps>(
     lhs: FloatTensor<B>,
     rhs: FloatTensor<B>,
@@ -611,7 +613,7 @@ pub(crate) fn product_of<B: MatmulOps>(
     bare_product::<B>(lhs, rhs, spec, ctx)
 }
 
-/// `tensor` with axes of one in front, up to `rank`.
+/// Prepends axes of length 1, up to `rank`.
 fn leading_ones<B: Backend>(tensor: FloatTensor<B>, rank: usize) -> FloatTensor<B> {
     let own = tensor.shape();
     let ones = std::iter::repeat_n(1, rank - own.num_dims());
@@ -619,8 +621,8 @@ fn leading_ones<B: Backend>(tensor: FloatTensor<B>, rank: usize) -> FloatTensor<
     B::float_reshape(tensor, Shape::from(shape))
 }
 
-/// The gradient of an operand of this shape, summed over the batches along which it was repeated: in f32, for a sum of
-/// values of 16 bits keeps few of their digits.
+/// Computes the gradient of an operand of this shape, summed over the batches along which it was broadcast.
+/// The sum is in f32, because 16-bit sums lose most digits.
 fn summed_to<B: Backend>(
     shape: &Shape,
     dout: &FloatTensor<B>,

@@ -1,8 +1,8 @@
-//! Device memory that calls of ops hold, in bytes. Each op says its own in a function next to it, such as
-//! [`linear_memory`](crate::linear_memory), and a model adds them up in the order of its calls.
+//! Device memory of op calls, in bytes. Each op has a function for its memory next to it, such as
+//! [`linear_memory`](crate::linear_memory). A model adds them up in the order of its calls.
 //!
-//! All of it is arithmetic on shapes and on a [`MemoryProfile`], so that it serves cards that are not there. Sums have 128
-//! bits, because a configuration may be absurd.
+//! These functions compute with shapes and a [`MemoryProfile`] only, so that they work for absent cards. Sums
+//! have 128 bits, because a configuration may hold absurd sizes.
 
 use arch::{ArchProfile, Backend};
 use burn::tensor::{DType, FloatDType};
@@ -11,24 +11,27 @@ use quant::WeightFormat;
 
 use crate::call::float_of;
 
-/// Facts of a device that decide how much memory ops hold.
+/// Properties of a device that decide how much memory ops take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryProfile {
     /// True if decode steps are captured as graphs.
     pub captures: bool,
-    /// Number of processors, which split-k fills; 0 if k is never split.
+    /// Number of multiprocessors, which split-k fills; 0 if k is never split.
     pub processors: u32,
-    /// Most rows that are multiplied with the codes of a quantised weight; more may take a dense copy of it.
+    /// Most rows of a matmul that reads quantised codes directly; more rows may take a dense copy of the
+    /// weight.
     pub coded_rows: u32,
 }
 
 impl MemoryProfile {
-    /// The device on which logits of the same rows take the largest share: no split-k, and no dense copy of up to 128 rows.
+    /// The profile with the least memory per layer, in which logits take the largest share: no split-k, and
+    /// no dense copy for up to 128 rows.
     pub const LEAST: Self = Self { captures: false, processors: 0, coded_rows: 128 };
 
-    /// Returns the facts of a device that computes in `dtype` with weights of `format`, or dense ones.
+    /// Returns the profile of a device for the compute dtype `dtype` and the weight format `format`; none for
+    /// dense weights.
     pub fn new(profile: &ArchProfile, dtype: FloatDType, format: Option<WeightFormat>) -> Self {
-        // Vulkan does not report processors.
+        // Vulkan does not report the number of multiprocessors.
         const USUAL_PROCESSORS: u32 = 128;
         let dtype = float_of(dtype.into()).unwrap_or(arch::DType::F32);
         let captures = profile.backend != Backend::Cpu;
@@ -40,56 +43,57 @@ impl MemoryProfile {
     }
 }
 
-/// Bytes that one call of an op holds besides its operands.
+/// Bytes of one op call, without its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OpMemory {
     /// Result.
     pub result: u128,
     /// Tensors that are freed before the call returns.
     pub temporary: u128,
-    /// f32 sums of one split of k; 0 if k is not split.
+    /// f32 accumulators of one split of k; 0 if k is not split.
     pub partial_sums: u128,
-    /// Most splits of k.
+    /// Largest number of splits of k.
     pub splits: u128,
-    /// Dense copy of a quantised weight, of the forward pass and of the backward pass.
+    /// Dense copy of a quantised weight, in the forward and the backward pass.
     pub dense_weight: u128,
-    /// Operands and intermediates that its gradients read.
+    /// Operands and intermediates saved for the backward pass.
     pub saved: u128,
 }
 
 impl OpMemory {
-    /// Returns the most bytes at once during the call, without a dense weight.
+    /// Returns the peak bytes during the call, without a dense weight.
     pub const fn peak(&self) -> u128 {
         self.result + self.temporary + self.splits * self.partial_sums
     }
 
-    /// Returns the bytes that the nodes of a captured graph keep: of split-k two splits, because steps have few rows.
+    /// Returns the bytes that a captured graph keeps. For split-k these are two splits, because steps have
+    /// few rows.
     pub const fn in_graph(&self) -> u128 {
         self.result + self.temporary + 2 * self.partial_sums + self.dense_weight
     }
 }
 
-/// Bytes alive while ops are called one after another.
+/// Live bytes over a sequence of op calls.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Liveness {
     live: u128,
-    /// Most bytes at once so far, without dense weights.
+    /// Peak of live bytes so far, without dense weights.
     pub peak: u128,
-    /// Largest dense weight so far: the next one takes its place.
+    /// Largest dense weight so far: calls reuse its memory.
     pub dense_weight: u128,
-    /// Bytes that a graph keeps of all calls so far.
+    /// Bytes that a graph of all calls so far keeps.
     pub in_graph: u128,
 }
 
 impl Liveness {
-    /// Adds a tensor that no op of ours makes, and returns its bytes.
+    /// Adds a tensor that no op of this crate allocates, and returns its bytes.
     pub fn add(&mut self, bytes: u128) -> u128 {
         self.live += bytes;
         self.peak = self.peak.max(self.live);
         bytes
     }
 
-    /// Adds a call, and returns the bytes of its result, which stays alive.
+    /// Adds a call, and returns the bytes of its result, which stays live.
     pub fn call(&mut self, op: OpMemory) -> u128 {
         self.peak = self.peak.max(self.live + op.peak());
         self.dense_weight = self.dense_weight.max(op.dense_weight);
@@ -98,7 +102,7 @@ impl Liveness {
         op.result
     }
 
-    /// Takes off tensors that are freed.
+    /// Subtracts tensors that are freed.
     pub fn free(&mut self, bytes: u128) {
         self.live -= bytes;
     }
@@ -107,18 +111,21 @@ impl Liveness {
 /// Page of a CubeCL pool for buffers of at most [`SMALL`] bytes (`AdaptiveMemory`, 0.11.3).
 const SMALL_PAGE: u128 = 8 << 20;
 const SMALL: u128 = 64 << 10;
-/// Boundary at which buffers begin on every device.
+/// Alignment of buffers on every device.
 const ALIGNED: u128 = 512;
 
-/// Bytes that pools hold beyond `transient` bytes in one page and beyond `buffers` in allocations of their own.
+/// Returns the bytes that pools hold beyond their contents: `transient` bytes in one page, and `buffers`
+/// separate allocations.
 pub const fn pool_overhead(transient: u128, buffers: u128) -> u128 {
     SMALL_PAGE + page_slack(transient) + ALIGNED * buffers
 }
 
-/// Bytes of a captured graph besides its nodes' tensors: a page of small buffers, and 45 to 91 KB that wgpu stages.
+/// Bytes of a captured graph besides its nodes' tensors: a page of small buffers, and 45 to 91 KB that wgpu
+/// stages.
 pub const GRAPH_OVERHEAD: u128 = SMALL_PAGE + (128 << 10);
 
-/// Bytes of a page beyond those that it is made for: a MiB, rounded up to whole MiB, and at least two in all.
+/// Returns the bytes of a page beyond its request: it adds a MiB, rounds up to whole MiB, and has at least 2
+/// MiB.
 const fn page_slack(bytes: u128) -> u128 {
     const MIB: u128 = 1 << 20;
     if bytes <= SMALL {
@@ -129,7 +136,7 @@ const fn page_slack(bytes: u128) -> u128 {
     page - bytes
 }
 
-/// Bytes of `values` of a dtype.
+/// Returns the bytes of `values` elements of a dtype.
 pub(crate) fn bytes_of(values: u128, dtype: FloatDType) -> u128 {
     values * DType::from(dtype).size() as u128
 }
@@ -141,7 +148,7 @@ mod tests {
     #[test]
     fn pages_are_whole() {
         let mib = 1 << 20;
-        // Small buffers lie in the page for them.
+        // Small buffers share a separate page.
         assert_eq!((page_slack(0), page_slack(SMALL)), (0, 0));
         assert_eq!(page_slack(SMALL + 1), 2 * mib - SMALL - 1);
         assert_eq!([mib, mib + 1, 5 * mib].map(page_slack), [mib, 2 * mib - 1, mib]);

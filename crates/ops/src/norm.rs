@@ -1,12 +1,12 @@
-//! Norms of rows on Burn tensors, and their gradients.
+//! Norms of rows of Burn tensors, and their gradients.
 //!
 //! ```text
-//! n = (x - mean)·factor     out = residual + n·w + bias          mean = 0 but for a layer norm
-//! g = dout·w                dx = factor·(g - n·mean(g·n) - mean(g))    the last mean of a layer norm alone
+//! n = (x - mean)·factor     out = residual + n·w + bias          mean = 0 except for a layer norm
+//! g = dout·w                dx = factor·(g - n·mean(g·n) - mean(g))    the last mean only for a layer norm
 //!                           dw = Σ dout·n     dbias = Σ dout     dresidual = dout
 //! ```
 //!
-//! The gradients are ordinary ops in f32, which read x about ten times where a kernel would once.
+//! The gradients are ordinary ops in f32. They read x about ten times; a kernel would read it once.
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -27,26 +27,27 @@ use crate::call::{
 use crate::memory::bytes_of;
 use crate::{Ctx, OpError, OpMemory};
 
-/// What rows are multiplied by, and what is added.
+/// Weight and bias of a norm.
 ///
 /// # Shapes
 /// Both `[width]`, in the dtype of the rows.
 #[derive(Debug, Clone)]
 pub struct NormWeights {
-    /// w, a factor for each column.
+    /// Norm weight w: one factor per column.
     pub weight: Tensor<1>,
-    /// Added after the factors.
+    /// Bias, added after the weight is applied.
     pub bias: Option<Tensor<1>>,
 }
 
-/// `residual + norm(x)·w + bias` of each row, f32 throughout and rounded once: see [`NormKind`] for what
-/// becomes of w. `eps` is added to the mean of the squares.
+/// Computes `residual + norm(x)·w + bias` for each row, in f32 with one rounding. [`NormKind`] defines the
+/// use of w; `eps` is added to the mean of squares.
 ///
 /// # Shapes
 /// x, residual and the result `[rows, width]`, any strides. Gradients flow to every tensor.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, an eps that is negative or not finite, a device without our kernels.
+/// [`OpError::Shape`], [`OpError::DType`] or [`OpError::Norm`] for invalid operands or an eps that is
+/// negative or not finite; [`OpError::Device`] for a device without kernels; [`OpError::Tune`].
 pub fn norm(
     ctx: &Ctx,
     x: Tensor<2>,
@@ -91,13 +92,13 @@ pub fn norm(
     }
 }
 
-/// Bytes of a [`norm()`] of x `[rows, width]`.
+/// Returns the bytes of a [`norm()`] of x `[rows, width]`.
 pub fn norm_memory(rows: u128, width: u128, dtype: FloatDType) -> OpMemory {
     let x = bytes_of(rows * width, dtype);
     OpMemory { result: x, saved: x, ..OpMemory::default() }
 }
 
-/// Rows that a product does not normalise itself, normalised, and what else it is given.
+/// Normalises rows for a matmul that cannot fuse the norm, and returns them with the other operands.
 pub(crate) fn normalised<B: NormOps>(
     x: FloatTensor<B>,
     parts: Parts<B>,
@@ -117,7 +118,7 @@ pub(crate) fn normalised<B: NormOps>(
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait NormOps: Backend {
-    /// `problem` is of these tensors.
+    /// Normalises with a `problem` of these tensors.
     fn normalise(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -159,11 +160,11 @@ impl NormOps for CubeBackend {
     }
 }
 
-/// Parents of a norm's node: x, weight, bias and residual, x once more for each that is not there.
+/// Parents of a norm's node: x, weight, bias and residual; x stands in for each absent one.
 #[derive(Debug)]
 struct Normalise;
 
-/// What the gradients need.
+/// State that the gradients need.
 #[derive(Debug, Clone)]
 struct Saved<B: Backend> {
     x: FloatTensor<B>,
@@ -209,7 +210,7 @@ impl<B: NormOps> Backward<B, 4> for Normalise {
     }
 }
 
-/// `(x - mean)·factor`, and the factor of each row, `[rows, 1]`; in f32.
+/// Returns `(x - mean)·factor` and the factor of each row `[rows, 1]`, in f32.
 fn normal<B: Backend>(
     x: FloatTensor<B>,
     problem: &NormProblem,
@@ -223,7 +224,7 @@ fn normal<B: Backend>(
     (B::float_mul(x, factor.clone()), factor)
 }
 
-/// What normalised rows are multiplied by, `[1, width]` in f32.
+/// Returns the factor of normalised rows, `[1, width]` in f32.
 fn multiplier<B: Backend>(weight: FloatTensor<B>, problem: &NormProblem) -> FloatTensor<B> {
     let width = problem.width as usize;
     let weight = B::float_cast(B::float_reshape(weight, [1, width].into()), FloatDType::F32);

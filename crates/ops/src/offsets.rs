@@ -1,4 +1,4 @@
-//! Where what lies one after the other begins: sequences of a packed attention, groups of rows of a product.
+//! Offsets of concatenated parts: sequences of a packed attention, groups of rows of a matmul.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use cubecl::server::Handle;
 
 use crate::OpError;
 
-/// Where the rows of each group begin: see [`grouped_matmul`](crate::grouped_matmul).
+/// Offsets of the rows of each group: see [`grouped_matmul`](crate::grouped_matmul).
 ///
 /// ```
 /// use ops::Groups;
@@ -22,8 +22,8 @@ use crate::OpError;
 pub struct Groups(Arc<[u32]>);
 
 impl Groups {
-    /// Of cumulative offsets, one more than there are groups: the first is 0, the last how many rows there are, and none is
-    /// below the one before. A group may be empty.
+    /// Creates groups from cumulative offsets, one more than groups. They start at 0, end at the number of
+    /// rows, and never decrease. A group may be empty.
     ///
     /// # Errors
     /// [`OpError::Offsets`].
@@ -32,7 +32,7 @@ impl Groups {
         Ok(Self(offsets.into()))
     }
 
-    /// How many groups there are.
+    /// Returns the number of groups.
     pub fn count(&self) -> usize {
         self.0.len() - 1
     }
@@ -46,7 +46,7 @@ impl Groups {
     }
 }
 
-/// Fails unless `offsets` are of one part at least, begin at 0 and never fall.
+/// Returns an error unless `offsets` describe at least one part, start at 0 and never decrease.
 pub(crate) fn checked_offsets(what: &'static str, offsets: &[u32]) -> Result<(), OpError> {
     let refused = |why: String| Err(OpError::Offsets { what, why });
     match offsets {
@@ -60,7 +60,7 @@ pub(crate) fn checked_offsets(what: &'static str, offsets: &[u32]) -> Result<(),
     }
 }
 
-/// `words` in a buffer.
+/// Uploads `words` to a buffer.
 pub(crate) fn words_on(client: &Client, words: &[u32]) -> Handle {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     client.create_from_slice(&bytes)

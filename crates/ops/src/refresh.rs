@@ -1,4 +1,4 @@
-//! New words in memory that is there: how what a captured graph reads is changed between replays.
+//! Writes to existing buffers: they change the inputs of a captured graph between replays.
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::IntTensor;
@@ -11,14 +11,14 @@ use cubecl::bytes::Bytes;
 use crate::OpError;
 use crate::call::on_cubecl;
 
-/// Writes `words` over those of `tensor`, **in place**: every clone of it sees them, and what was enqueued on
-/// this thread before does not.
+/// Overwrites the words of `tensor` **in place**. Every clone of it sees the new words; work that this thread
+/// enqueued before does not.
 ///
 /// # Shapes
-/// `tensor` I32 or U32 of any shape, dense; as many words, row-major.
+/// `tensor` I32 or U32 of any shape, dense; `words` row-major, one per element.
 ///
 /// # Errors
-/// A tensor of other words, or of another number of them; a device without our kernels.
+/// [`OpError::DType`], [`OpError::Shape`]; [`OpError::Device`] for a device without kernels.
 pub fn refresh<const D: usize>(tensor: &Tensor<D, Int>, words: &[u32]) -> Result<(), OpError> {
     on_cubecl(&tensor.device())?;
     let (have, dims) = (tensor.dtype(), tensor.dims());
@@ -37,7 +37,7 @@ pub fn refresh<const D: usize>(tensor: &Tensor<D, Int>, words: &[u32]) -> Result
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait RefreshOps: Backend {
-    /// `bytes` are those of a dense tensor.
+    /// Writes the bytes of a dense tensor.
     fn refresh(tensor: IntTensor<Self>, bytes: Vec<u8>) -> IntTensor<Self>;
 }
 

@@ -1,4 +1,4 @@
-//! Heads of Burn tensors: normalised, turned by their position, and stored in a cache where it lies.
+//! RoPE on Burn tensors: normalises and rotates heads, and writes keys and values into a cache in place.
 
 use arch::DType;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -22,73 +22,75 @@ use crate::layout::rows_of;
 use crate::memory::bytes_of;
 use crate::{Cached, Ctx, OpError, OpMemory};
 
-/// The cache of a layer, and how far each sequence is.
+/// KV cache of a layer, and the positions that each sequence has.
 ///
 /// # Shapes
-/// k and v as [`Cached`] says, both in the dtype of the projection or both in bytes, strides any that keep positions
-/// apart, those of the scales of both the same; each has memory of its own. start `[batch]`, pages
-/// `[batch, max_blocks]`, I32 or U32 without a copy.
+/// k and v as in [`Cached`], both in the dtype of the projection or both in bytes. Any strides with separate
+/// positions; the scales of k and v have the same strides. Each tensor has its own memory. start `[batch]`,
+/// pages `[batch, max_blocks]`, I32 or U32 without a copy.
 #[derive(Debug, Clone)]
 pub struct KvSlots {
     /// Keys, written in place.
     pub k: Cached,
     /// Values, written in place.
     pub v: Cached,
-    /// Positions that each sequence has already.
+    /// Number of positions before the call, per sequence.
     pub start: Tensor<1, Int>,
-    /// Which pages are a sequence's, in order, of a cache in pages. A position of a page that there is not goes
-    /// where one past the cache does; two sequences write the same page at their own risk.
+    /// Block table of a paged cache: the pages of each sequence, in order. A position on a page that does not
+    /// exist is dropped, like one past the cache. If two sequences write to the same page, the result is
+    /// undefined.
     pub pages: Option<Tensor<2, Int>>,
 }
 
-/// Norms of queries and keys, each head by itself.
+/// Norms of queries and keys, per head.
 ///
 /// # Shapes
 /// Both weights `[head_dim]`.
 #[derive(Debug, Clone)]
 pub struct QkNorm {
-    /// Whether the mean is taken off, and what the weights mean.
+    /// Kind of the norm: with or without the mean, and the meaning of the weights.
     pub kind: NormKind,
-    /// Added to the mean of the squares.
+    /// Epsilon, added to the mean of squares.
     pub eps: f32,
-    /// Weight of the queries' norm.
+    /// Norm weight of queries.
     pub q: Tensor<1>,
-    /// Weight of the keys' norm.
+    /// Norm weight of keys.
     pub k: Tensor<1>,
 }
 
-/// What heads are, and what becomes of them.
+/// Head layout, RoPE table and QK norm.
 #[derive(Debug, Clone)]
 pub struct RopeOptions {
-    /// Query heads of a token.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key heads, and as many value heads; divides `heads`.
+    /// Number of key heads, and of value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Numbers of a head.
+    /// Dimension of a head.
     pub head_dim: usize,
-    /// f32 `[positions, dim]`: for each position `dim / 2` cosines, then as many sines, multiplied by what a
-    /// stretch does to magnitudes. Pair i of a head is dimensions i and `i + dim / 2`; those past dim stay.
-    /// Nothing turns where there is none.
+    /// RoPE table, f32 `[positions, dim]`: for each position `dim / 2` cosines, then `dim / 2` sines, with
+    /// the magnitude factor of RoPE scaling included. Pair i of a head is dimensions i and `i + dim / 2`;
+    /// dimensions past dim are not rotated. None rotates nothing.
     pub table: Option<Tensor<2>>,
-    /// Queries and keys are not normalised where there is none.
+    /// Norms of queries and keys; none to skip them.
     pub qk_norm: Option<QkNorm>,
 }
 
-/// Takes heads from their projection to attention, in one launch: queries and keys are normalised, turned by
-/// their position, and returned or stored; values are stored. f32 throughout, rounded once. In a cache of bytes each
-/// head has the scale of its largest number.
+/// Prepares heads for attention, in one launch. Queries and keys are normalised and rotated by their
+/// position. Queries are returned; keys and values are written into the cache. Computes in f32 and rounds
+/// once. In an int8 cache the largest magnitude of each head sets its scale.
 ///
 /// Position `start[b] + s` of k and v is **written in place**: every clone of these tensors, and every tensor
-/// that shares their memory, sees it. What Burn's own ops made of them before keeps its values. A position past
-/// the cache or the table is not written, and its queries are NaN.
+/// that shares their memory, sees it. Results that Burn's own ops computed from them before keep their
+/// values. A position past the cache or the table is not written, and its queries are NaN.
 ///
 /// # Shapes
-/// qkv `[batch · seq, (heads + 2 · kv_heads) · head_dim]`: queries, keys, values of token `b · seq + s`, any
-/// strides; the result `[batch, heads, seq, head_dim]`, a view of `[batch, seq, heads, head_dim]`.
+/// qkv `[batch · seq, (heads + 2 · kv_heads) · head_dim]`, any strides: queries, keys and values of token `b
+/// · seq + s`. The result is `[batch, heads, seq, head_dim]`, a view of `[batch, seq, heads, head_dim]`.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, a cache that would have to be copied, a device without our kernels, a gradient
-/// asked for. Nothing is written then.
+/// [`OpError::Shape`], [`OpError::DType`] or [`OpError::Rope`] for invalid operands; [`OpError::Apart`] for a
+/// cache that cannot be written in place; [`OpError::Device`] for a device without kernels;
+/// [`OpError::NoGradient`] for tracked tensors. After an error nothing is written.
 pub fn rope(
     ctx: &Ctx,
     qkv: Tensor<2>,
@@ -122,7 +124,8 @@ pub fn rope(
     }
 }
 
-/// Bytes of a [`rope`] of `rows` tokens whose queries are `q` wide: keys and values go into the cache.
+/// Returns the bytes of a [`rope`] of `rows` tokens with queries of width `q`. Keys and values go into the
+/// cache.
 pub fn rope_memory(rows: u128, q: u128, dtype: FloatDType) -> OpMemory {
     OpMemory { result: bytes_of(rows * q, dtype), ..OpMemory::default() }
 }
@@ -140,7 +143,7 @@ fn problem(
         None => (first, [first, *kv_heads, third, *head_dim]),
         Some(pages) => (pages.dims()[0], [first, second, *kv_heads, *head_dim]),
     };
-    // Of a batch of none the kernel's own check says so.
+    // The kernel's own check rejects an empty batch.
     let seq = rows / batch.max(1);
     same_shape("qkv", &[rows, width], &[batch * seq, (heads + 2 * kv_heads) * head_dim])?;
     for (what, cache) in [("k", &slots.k), ("v", &slots.v)] {
@@ -171,7 +174,7 @@ fn problem(
             same_dtype(what, weight.dtype(), dtype)?;
         }
     }
-    // Of dense tensors; where they lie is known behind Burn's dispatch.
+    // Strides of dense tensors; the real ones are only known behind Burn's dispatch.
     let (kv_heads, head_dim) = (size_of(*kv_heads)?, size_of(*head_dim)?);
     let cache = match &slots.pages {
         None => KvLayout::dense(kv_heads, size_of(third)?, head_dim, stored),
@@ -208,7 +211,7 @@ pub(crate) struct Slots<B: Backend> {
     pages: Blocks<B>,
 }
 
-/// Weights of the norms of heads, behind Burn's dispatch.
+/// Weights of the QK norms, behind Burn's dispatch.
 #[derive(Clone, ExtensionType)]
 pub(crate) enum Weights<B: Backend> {
     Absent,
@@ -217,7 +220,8 @@ pub(crate) enum Weights<B: Backend> {
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait RopeOps: Backend {
-    /// The queries `[batch, seq, heads, head_dim]`; `problem` is of these tensors but for their strides.
+    /// Returns the queries `[batch, seq, heads, head_dim]`; `problem` describes these tensors except for
+    /// their strides.
     fn rope(
         qkv: FloatTensor<Self>,
         #[extension_type] slots: Slots<Self>,
@@ -292,7 +296,7 @@ impl RopeOps for CubeBackend {
     }
 }
 
-/// How a cache lies that is written where it lies: none of its positions over another.
+/// Returns the strides of a cache that is written in place; an error if its positions overlap.
 fn slot_strides(
     what: &'static str,
     tensor: &CubeTensor,
@@ -304,7 +308,7 @@ fn slot_strides(
     }
 }
 
-/// Whether elements share memory.
+/// Returns true if elements share memory.
 fn written_over(tensor: &CubeTensor) -> bool {
     let sizes = tensor.meta.shape().iter().zip(tensor.meta.strides().iter());
     sizes.into_iter().any(|(size, stride)| *size > 1 && *stride == 0)

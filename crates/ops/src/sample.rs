@@ -1,4 +1,4 @@
-//! From logits of Burn's to tokens, on the device.
+//! Sampling of tokens from logits, on the device.
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -13,17 +13,19 @@ use tune::Kernel;
 use crate::call::{Call, empty_like, float_of, on_cubecl, same_shape, size_of, words_of};
 use crate::{Ctx, OpError, OpMemory};
 
-/// A token of each row of `logits`, chosen as [`kernels::sample`] says by the row's words of `choices`
-/// ([`kernels::sample::Choice::words`]). What was picked is seen from then on: `seen` is written **in place**, a bit a
-/// token, for every clone of it.
+/// Samples a token from each row of `logits`, by the row's `choices` ([`kernels::sample::Choice::words`]) and
+/// the rules of [`kernels::sample`]. Marks it as seen: `seen`, one bit per token, is written **in place** for
+/// every clone of it.
 ///
 /// # Shapes
-/// logits `[rows, vocab]` in f32; choices `[rows, 6]` and seen `[rows · ceil(vocab / 32)]`, I32 or U32, or a row more:
-/// a bit a token that is absent and never sampled; the result `[rows, 3]` in f32: the token, ln softmax(logits) of it, and 1 where logits are NaN or have no finite
-/// largest, so that there is no token.
+/// logits `[rows, vocab]` in f32; choices `[rows, 6]`, I32 or U32. seen `[rows · ceil(vocab / 32)]`, I32 or
+/// U32. It may have one more row, with a bit set for each token that must not be sampled. The result is
+/// `[rows, 3]` in f32: the token, its log probability ln softmax(logits), and 1 if the row has no token
+/// because its logits contain NaN or have no finite maximum.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, a device without our kernels, a gradient asked for.
+/// [`OpError::Shape`], [`OpError::DType`] or [`OpError::Sample`] for invalid operands; [`OpError::Device`]
+/// for a device without kernels; [`OpError::NoGradient`] for tracked logits.
 pub fn sample(
     ctx: &Ctx,
     logits: Tensor<2>,
@@ -58,19 +60,19 @@ pub fn sample(
     }
 }
 
-/// Bytes of a [`sample`] of logits `[rows, vocab]`: a weight of each in f32, and its `seen` next to the one before.
+/// Returns the bytes of [`sample`] on logits `[rows, vocab]`: an f32 weight per logit, and a second `seen`.
 pub fn sample_memory(rows: u128, vocab: u128) -> OpMemory {
     OpMemory { temporary: rows * (4 * vocab + seen_bytes(vocab)), ..OpMemory::default() }
 }
 
-/// Bytes of the `seen` of one row: a bit a token.
+/// Returns the bytes of one row of `seen`: one bit per token.
 pub const fn seen_bytes(vocab: u128) -> u128 {
     4 * vocab.div_ceil(32)
 }
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait SampleOps: Backend {
-    /// `problem` is of these tensors.
+    /// Samples with a `problem` of these tensors.
     fn sample(
         logits: FloatTensor<Self>,
         choices: IntTensor<Self>,

@@ -1,4 +1,4 @@
-//! Tensors of files onto a device, without a copy of the file in memory.
+//! Upload of a file's tensors to a device, without a copy of the file in memory.
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -10,17 +10,17 @@ use burn_cubecl::tensor::CubeTensor;
 use crate::OpError;
 use crate::call::on_cubecl;
 
-/// Bytes that a copy takes at once: each passes page-locked memory, which a few are enough for.
+/// Bytes of one copy. Each copy passes through page-locked memory, which this size keeps small.
 const PIECE: usize = 32 << 20;
 
-/// A tensor of the bytes of a mapped file. They are read as they are sent: nothing of the file is held in memory
-/// beside two pieces of 32 MiB that are on their way, and the tensor may be used at once.
+/// Uploads the bytes of a mapped file as a tensor. Bytes are read as they are sent: at most two pieces of 32
+/// MiB of the file are in memory at once. The tensor may be used immediately.
 ///
 /// # Shapes
-/// As many little-endian values of `dtype`, row-major, as `shape` takes.
+/// `file` holds little-endian values of `dtype`, row-major, one per element of `shape`.
 ///
 /// # Errors
-/// Another number of bytes; a device without our kernels.
+/// [`OpError::Shape`] for another number of bytes; [`OpError::Device`] for a device without kernels.
 pub fn upload<const D: usize>(
     file: impl AsRef<[u8]> + Send + 'static,
     shape: [usize; D],
@@ -40,7 +40,7 @@ pub fn upload<const D: usize>(
     Ok(Tensor::from_dispatch(<Dispatch as UploadOps>::upload(out, shared)))
 }
 
-/// The bytes of a mapped file as words on the device, as [`upload`] sends them: a multiple of four.
+/// Uploads the bytes of a mapped file as words, like [`upload`]. Their number must be a multiple of four.
 pub(crate) fn upload_words(
     file: impl AsRef<[u8]> + Send + 'static,
     device: &Device,
@@ -50,16 +50,16 @@ pub(crate) fn upload_words(
     Tensor::from_dispatch(<Dispatch as UploadOps>::upload_words(words, Shared(bytes)))
 }
 
-/// What of a file is sent.
+/// Shared bytes of a file.
 #[derive(Clone)]
 pub(crate) struct Shared(bytes::Bytes);
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait UploadOps: Backend {
-    /// `file` has the bytes of a tensor of this shape.
+    /// Writes `file` to a tensor of the same number of bytes.
     fn upload(tensor: FloatTensor<Self>, file: Shared) -> FloatTensor<Self>;
 
-    /// The same for integers.
+    /// Does the same for integers.
     fn upload_words(tensor: IntTensor<Self>, file: Shared) -> IntTensor<Self>;
 }
 
@@ -68,7 +68,7 @@ impl UploadOps for CubeBackend {
         let Shared(bytes) = file;
         let piece = |range| Bytes::from_shared(bytes.slice(range), AllocationProperty::File);
         if !tensor.is_contiguous() {
-            // Rows are padded on the device: one copy that knows.
+            // The device pads rows: a single copy handles the padding.
             let (shape, size) = (tensor.meta.shape().clone(), tensor.dtype.size());
             let made = tensor.client.create_tensor(piece(0..bytes.len()), shape, size);
             return CubeTensor { handle: made.memory, ..tensor };

@@ -1,4 +1,4 @@
-//! Buffers of frozen weights as integer tensors: words, whatever they mean.
+//! Buffers of quantised weights as integer tensors of 32-bit words, whatever their contents.
 
 use burn::module::Param;
 use burn::tensor::{Device, Int, Shape, Tensor, TensorData};
@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 
 use crate::OpError;
 
-/// Bytes as whole words on the device, the last one filled with zeros.
+/// Uploads bytes as whole words; the last word is padded with zeros.
 pub(crate) fn upload(bytes: &[u8], device: &Device) -> Tensor<1, Int> {
     let mut words = bytes.to_vec();
     words.resize(bytes.len().next_multiple_of(4), 0);
@@ -15,18 +15,18 @@ pub(crate) fn upload(bytes: &[u8], device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(TensorData::from_bytes_vec(words, [len], word), (device, word))
 }
 
-/// The words of a tensor.
+/// Reads the words of a tensor.
 pub(crate) fn words_of(tensor: Tensor<1, Int>) -> Result<Vec<i32>, OpError> {
     let data = tensor.into_data();
     data.try_to_vec::<i32>().map_err(|e| OpError::Device(format!("{e:?}")))
 }
 
-/// The bytes of a parameter's words.
+/// Reads the bytes of a parameter's words.
 pub(crate) fn download(param: &Param<Tensor<1, Int>>) -> Result<Vec<u8>, OpError> {
     Ok(words_of(param.val())?.into_iter().flat_map(i32::to_le_bytes).collect())
 }
 
-/// So many words as a tensor on the device of `like`.
+/// Wraps a buffer of `words` words as a tensor on the device of `like`.
 pub(crate) fn words_at(handle: Handle, words: u64, like: &CubeTensor) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
     let shape = Shape::new([words as usize]);

@@ -1,4 +1,5 @@
-//! What a training step keeps on the device; one test at a time and alone in a process, because every tensor counts.
+//! Device memory that a training step keeps. Tests run one at a time, in a process of their own, because
+//! every tensor counts.
 
 use std::sync::Mutex;
 
@@ -16,7 +17,7 @@ fn reserved(device: &Device) -> u64 {
     device.memory_pool_usage().expect("CubeCL counts").bytes_reserved
 }
 
-/// A stored score matrix of the longer sequence has 16 MiB, everything else under 1 MiB.
+/// A stored score matrix of the longer sequence would take 16 MiB; everything else is under 1 MiB.
 #[test]
 fn attention_stores_no_scores() {
     let _alone = ALONE.lock().expect("the other test passed");
@@ -37,8 +38,8 @@ fn attention_stores_no_scores() {
     assert!(long < short + (8 << 20), "{short} bytes grew to {long}");
 }
 
-/// A dense weight has 4 MiB, the rows of a layer 32 KiB: a step over 16 layers takes no more than one over 4, so that no
-/// weight is saved as a dense one, and each has the memory of the one before.
+/// A dense weight takes 4 MiB, the rows of a layer 32 KiB. A step over 16 layers takes no more than one over
+/// 4: no dense weight is saved, and each reuses the memory of the one before.
 #[test]
 fn frozen_weights_are_dense_one_after_the_other() {
     const SIZE: usize = 1024;

@@ -3,7 +3,7 @@ use serde_json::{Map, Value, json};
 use super::*;
 use crate::{Fusion, Scaling, shapes};
 
-/// A small config of a family, with `more` put over it.
+/// Returns a small config of a family, overridden by `more`.
 fn tiny(model_type: &str, more: Value) -> String {
     let mut fields = json!({
         "model_type": model_type, "architectures": ["Any"], "hidden_size": 64, "intermediate_size": 128,
@@ -41,7 +41,7 @@ fn windows(config: &DecoderConfig) -> Vec<Option<usize>> {
     config.layers.iter().map(|layer| layer.window).collect()
 }
 
-/// Parameter counts that the published weight files add up to, for the families without a named shape.
+/// Parameter counts equal those of the published weight files, for families without a named shape.
 #[test]
 fn every_family_counts_its_parameters() {
     let sizes = |model_type: &str, sizes: [usize; 7], more: Value| {
@@ -167,7 +167,7 @@ fn absent_fields() {
     assert_eq!((gpt2.ffn_hidden, gpt2.norm.eps, gpt2.tie_embeddings), (256, 1e-5, true));
 }
 
-/// transformers 4 and 5 write the same thing in two ways.
+/// Both formats, of transformers 4 and of 5, give the same configuration.
 #[test]
 fn old_and_new_files_read_alike() {
     let llama3 = json!({ "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -210,7 +210,7 @@ fn old_and_new_files_read_alike() {
     assert_eq!(phi("su").ropes[0].attention_factor, factor);
 }
 
-/// Fields that published files have and that are read, or are known to change nothing.
+/// Published files with fields that are read, or are known to have no effect.
 #[test]
 fn published_files_read() {
     let gemma = json!({

@@ -1,17 +1,16 @@
-//! What an adapter adds to products with matrices of 4 or 8 bits, to whose steps it would be rounded as part
-//! of them.
+//! Unmerged LoRA of matrices in 4 or 8 bits. Merging would round it to their steps.
 //!
 //! ```text
 //! y = x·Wᵀ + (x·Aᵀ)·Bᵀ     A [columns, k]: the factors of all matrices of a projection, one below the other
 //!                          B [n, columns]: s·B of each matrix in its own rows and columns, 0 elsewhere
 //! ```
 //!
-//! Two products of a few columns, whatever number of matrices a projection has.
+//! It costs two matmuls with few columns, for any number of matrices in a projection.
 
 use burn::tensor::Tensor;
 use ops::{Ctx, Epilogue, OpError, linear};
 
-/// A and s·B of a projection, in what is computed in.
+/// A and s·B of a projection, in the compute dtype.
 #[derive(Debug, Clone)]
 pub(super) struct Beside {
     /// `[columns, k]`
@@ -21,7 +20,7 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// residual + (x·Aᵀ)·Bᵀ, `[rows, n]` of x `[rows, k]`.
+    /// Returns residual + (x·Aᵀ)·Bᵀ, `[rows, n]` for x `[rows, k]`.
     pub(super) fn of(
         &self,
         ctx: &Ctx,

@@ -1,4 +1,4 @@
-//! Keys and values of the positions so far.
+//! KV cache: keys and values of the positions so far.
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{Device, Tensor};
@@ -9,33 +9,34 @@ use super::memory::{Memory, Pages, tables};
 use super::step::{Single, decode_longest};
 use crate::{DecoderConfig, Error, Rope};
 
-/// Keys and values of a batch of sequences, for every layer, and the tokens that they are of.
+/// Keys and values of a batch of sequences, for every layer, with the tokens that they belong to.
 #[derive(Debug)]
 pub struct KvCache {
     memory: Memory,
     device: Device,
-    /// Of each sequence those whose keys and values are there.
+    /// Tokens of each sequence whose keys and values are cached.
     tokens: Vec<Vec<u32>>,
     capacity: usize,
-    /// Of each rope, by which keys were turned.
+    /// Frequencies of each rope, with which the cached keys were rotated.
     frequencies: Vec<Vec<f64>>,
-    /// Steps of one token.
+    /// Captured steps of one token.
     single: Single,
 }
 
-/// Positions of a page. What a prompt leaves on its last, each of the sequences that share the others has for itself.
+/// Positions per page. Sequences share the full pages of a prompt; each has its own copy of the last, partial
+/// page.
 const PAGE: usize = 64;
 
-/// How the sequences of one prompt lie in pages: those that are full once, then each sequence's own.
+/// Page layout of the sequences of one prompt: its full pages once, then the pages of each sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Shared {
-    /// Sequences.
+    /// Number of sequences.
     times: usize,
     /// Pages that the prompt fills.
     whole: usize,
-    /// Positions on its last page, which is not full.
+    /// Positions on the prompt's last, partial page.
     rest: usize,
-    /// Pages of each sequence alone.
+    /// Pages per sequence that are not shared.
     own: usize,
 }
 
@@ -49,7 +50,7 @@ impl Shared {
         self.whole + self.times * self.own
     }
 
-    /// Pages `[_, PAGE, kv_heads, width]` of a cache `[1, kv_heads, capacity, width]`.
+    /// Returns pages `[_, PAGE, kv_heads, width]` of a cache `[1, kv_heads, capacity, width]`.
     fn paged<K: Basic>(self, cache: Tensor<4, K>) -> Vec<Tensor<4, K>> {
         let [_, kv_heads, _, width] = cache.dims();
         let (device, dtype) = (cache.device(), cache.dtype());
@@ -59,14 +60,14 @@ impl Shared {
         let full = self.whole * PAGE;
         let shared = turned.clone().slice_dim(1, 0..full);
         let own = || {
-            // What a prompt leaves on its last page, and room.
+            // The prompt's partial page, and free positions.
             let room = empty(self.own * PAGE - self.rest);
             match self.rest {
                 0 => room,
                 rest => Tensor::cat(vec![turned.slice_dim(1, full..full + rest), room], 1),
             }
         };
-        // A prompt may fill all the room that there is, or less than a page.
+        // A prompt may fill the whole capacity, or less than a page.
         let shared = (self.whole > 0).then_some((shared, self.whole, 1));
         let own = (self.own > 0).then(|| (own(), self.own, self.times));
         shared
@@ -79,7 +80,7 @@ impl Shared {
     }
 }
 
-/// The pages of each sequence of `plans`.
+/// Returns the page table of the sequences of `plans`.
 fn pages_of(plans: &[Shared], device: &Device) -> Pages {
     let (mut rows, mut first) = (Vec::new(), 0);
     for plan in plans {
@@ -93,8 +94,8 @@ fn pages_of(plans: &[Shared], device: &Device) -> Pages {
     Pages::new(rows, device)
 }
 
-/// Keys, or values, of a layer: `[1, kv_heads, capacity, width]` of each part, as often as it stands there, or in
-/// pages.
+/// Joins the keys, or values, of a layer: each part `[1, kv_heads, capacity, width]` is repeated as planned,
+/// or laid out in pages.
 struct Join<'a> {
     plans: &'a [Shared],
     shares: bool,
@@ -135,22 +136,22 @@ impl KvCache {
         cache
     }
 
-    /// Positions of a prompt of `length` that sequences share in [`KvCache::stack`].
+    /// Returns how many positions of a prompt of `length` [`KvCache::stack`] can share: those on full pages.
     pub const fn shareable(length: usize) -> usize {
         length / PAGE * PAGE
     }
 
-    /// Positions that each sequence has room for, whole pages, where [`KvCache::stack`] shares any.
+    /// Returns the capacity of each sequence, rounded up to whole pages, if [`KvCache::stack`] shares pages.
     pub const fn paged(capacity: usize) -> usize {
         capacity.next_multiple_of(PAGE)
     }
 
-    /// Caches of one sequence that decode together from here on, in this order, each as often as said. Where one
-    /// stands several times, what it has so far is there once: whole pages of it are shared.
+    /// Joins caches of one sequence each into a batch that decodes together, in this order, each repeated as
+    /// often as given. Repeated sequences share the full pages of their prompt.
     ///
     /// # Panics
-    /// Without a sequence, with several in a part, or with caches of different capacities, models or angles: a rope
-    /// that stretches has others past its length.
+    /// Panics without a sequence, if a part has several sequences, or if the caches differ in capacity, model
+    /// or RoPE frequencies. Frequencies differ if RoPE scaling depends on the length.
     #[must_use]
     pub fn stack(mut parts: Vec<(Self, usize)>) -> Self {
         let _at_work = ops::at_work();
@@ -186,17 +187,17 @@ impl KvCache {
         Self { memory, device, tokens, capacity, frequencies, single: Single::default() }
     }
 
-    /// The cache of some of the sequences, in this order.
+    /// Keeps only some of the sequences, in this order.
     ///
     /// # Panics
-    /// For a sequence that is not of the batch.
+    /// Panics for a sequence outside the batch.
     #[must_use]
     pub fn keep(self, sequences: &[usize]) -> Self {
         let _at_work = ops::at_work();
         let rows = |cached| rearranged([cached], &cells::Rows(sequences));
         let Memory { layers, pages, tables } = self.memory;
         let memory = match pages {
-            // Pages that nobody has any more stay.
+            // Pages that no sequence uses any longer stay allocated.
             Some(Pages { rows, .. }) => {
                 let rows = sequences.iter().map(|at| rows[*at].clone()).collect();
                 let pages = Some(Pages::new(rows, &self.device));
@@ -215,10 +216,10 @@ impl KvCache {
         }
     }
 
-    /// Asks the device whether it had the memory for keys and values: waits for no kernel.
+    /// Checks that the device allocated the memory of keys and values, without waiting for kernels.
     ///
     /// # Errors
-    /// [`Error::Failed`] where it had not.
+    /// [`Error::Failed`] if an allocation failed.
     pub fn check_allocation(&self) -> Result<(), Error> {
         for (keys, values) in &self.memory.layers {
             for cached in [keys, values] {
@@ -228,35 +229,35 @@ impl KvCache {
         Ok(())
     }
 
-    /// Sequences that it holds.
+    /// Returns the number of sequences.
     pub fn batch(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Positions that each sequence may have.
+    /// Returns the most positions of each sequence.
     pub const fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Positions that each sequence has.
+    /// Returns the number of positions of each sequence.
     pub fn lengths(&self) -> Vec<usize> {
         self.tokens.iter().map(Vec::len).collect()
     }
 
-    /// The tokens of a sequence so far.
+    /// Returns the tokens of a sequence so far.
     ///
     /// # Panics
-    /// For a sequence that is not of the batch.
+    /// Panics for a sequence outside the batch.
     pub fn tokens(&self, sequence: usize) -> &[u32] {
         &self.tokens[sequence]
     }
 
-    /// Bytes of keys and values on the device.
+    /// Returns the bytes of keys and values on the device.
     pub fn bytes(&self) -> u64 {
         self.memory.layers.iter().map(|(k, v)| cells::bytes(k) + cells::bytes(v)).sum()
     }
 
-    /// Whether sequences share what they began with.
+    /// Returns true if sequences share pages of their prompt.
     pub const fn shares(&self) -> bool {
         self.memory.pages.is_some()
     }
@@ -265,7 +266,7 @@ impl KvCache {
         self.tokens.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    /// Positions that a step of one token after `before` ones is launched for.
+    /// Returns the positions that a one-token step after `before` positions is launched for.
     pub(super) fn decode_longest(&self, before: usize) -> usize {
         decode_longest(before, self.capacity)
     }
@@ -274,34 +275,34 @@ impl KvCache {
         &self.memory
     }
 
-    /// Whether steps of one token are replayed from a graph by now.
+    /// Returns true if one-token steps are replayed from a captured graph.
     pub fn captured(&self) -> bool {
         self.single.captured()
     }
 
-    /// The logits after one more token of each sequence, `[batch, vocab]`.
+    /// Returns the logits after one more token per sequence, `[batch, vocab]`.
     pub(super) fn single(&mut self, of: &Decoder, tokens: &[&[u32]]) -> Result<Tensor<2>, Error> {
         let lengths = self.lengths();
         self.single.run(of, &self.memory, tokens, &lengths, self.capacity)
     }
 
-    /// Counts tokens whose keys and values were written.
+    /// Appends tokens whose keys and values were written.
     pub(super) fn push(&mut self, tokens: &[&[u32]]) {
         self.tokens.iter_mut().zip(tokens).for_each(|(own, new)| own.extend_from_slice(new));
     }
 
-    /// Forgets the positions from `lengths` on.
+    /// Removes the positions from `lengths` on.
     pub(super) fn cut(&mut self, lengths: &[usize]) {
         self.tokens.iter_mut().zip(lengths).for_each(|(own, to)| own.truncate(*to));
     }
 
-    /// Forgets all positions, and keeps what was captured.
+    /// Removes all positions; keeps the captured graph.
     pub fn clear(&mut self) {
         self.tokens.iter_mut().for_each(Vec::clear);
     }
 
-    /// Whether the keys that there are were turned as a sequence of `length` asks for; an empty cache turns
-    /// as it is told to.
+    /// Returns true if the cached keys were rotated with the frequencies of a sequence of `length`. An empty
+    /// cache switches to these frequencies.
     pub(super) fn turns_for(
         &mut self,
         config: &DecoderConfig,
@@ -320,7 +321,8 @@ impl KvCache {
         true
     }
 
-    /// Angles for sequences of `length`, outside of the pools: a page that a graph reads from serves nothing else.
+    /// Builds the RoPE tables for sequences of `length`, in persistent allocations: a pool page that a graph
+    /// reads cannot be reused.
     pub(super) fn turn_for(&mut self, config: &DecoderConfig, length: usize, device: &Device) {
         self.frequencies = config.ropes.iter().map(|rope| rope.frequencies(length)).collect();
         let make = |()| tables(config, length, self.capacity, device);

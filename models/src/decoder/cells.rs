@@ -1,4 +1,4 @@
-//! Keys, or values, of a layer: in what is computed in, or in bytes with a scale a position and head.
+//! Keys or values of a layer: in the compute dtype, or in bytes with a scale per position and head.
 
 use std::ops::Range;
 
@@ -8,13 +8,13 @@ use ops::Cached;
 
 use crate::KvFormat;
 
-/// Moves positions and heads, the same way in whatever they are held.
+/// A rearrangement of positions and heads, for either cache format.
 pub(super) trait Rearrange {
-    /// Of tensors `[.., width]`, whose width it leaves alone.
+    /// Rearranges tensors `[.., width]`, and leaves their width as it is.
     fn run<K: Basic>(&self, parts: Vec<Tensor<4, K>>) -> Tensor<4, K>;
 }
 
-/// What `how` makes of `parts`, which are all held alike: of scales the same as of values of one dimension.
+/// Applies `how` to `parts`, all of one cache format. Scales are rearranged like values of width 1.
 pub(super) fn rearranged(parts: impl IntoIterator<Item = Cached>, how: &impl Rearrange) -> Cached {
     let (mut floats, mut bytes, mut units) = (Vec::new(), Vec::new(), Vec::new());
     for part in parts {
@@ -34,7 +34,7 @@ pub(super) fn rearranged(parts: impl IntoIterator<Item = Cached>, how: &impl Rea
     }
 }
 
-/// An empty cache: of zeros, or without values, for a rehearsal.
+/// Creates an empty cache: zeros, or without values for a rehearsal.
 pub(super) fn empty(
     format: KvFormat,
     dtype: FloatDType,
@@ -59,8 +59,8 @@ pub(super) fn empty(
     }
 }
 
-/// Returns the bytes of keys and values of one sequence, each `kv` wide, while [`dequantized`] makes them: of the values two
-/// in f32 besides the keys.
+/// Returns the peak bytes while [`dequantized`] converts keys and values of one sequence, each `kv` wide: two
+/// f32 copies of the values, next to the keys.
 pub(crate) fn dequantized_bytes(kv: u128, positions: u128, dtype: FloatDType) -> u128 {
     kv * positions * (DType::from(dtype).size() as u128 + 8)
 }
@@ -76,7 +76,7 @@ pub(super) fn dequantized(cached: Cached, dtype: FloatDType) -> Tensor<4> {
     }
 }
 
-/// Bytes on the device.
+/// Returns the bytes on the device.
 pub(super) fn bytes(cached: &Cached) -> u64 {
     fn of<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> u64 {
         (tensor.shape().num_elements() * tensor.dtype().size()) as u64
@@ -87,12 +87,12 @@ pub(super) fn bytes(cached: &Cached) -> u64 {
     }
 }
 
-/// Positions of some sequences, up to the longest of all, `[sequences, kv_heads, longest, width]`: of a cache in runs,
-/// or in the pages that a table names.
+/// Selects positions of some sequences, up to the longest of all, `[sequences, kv_heads, longest, width]`,
+/// from a contiguous or paged cache.
 pub(super) struct SoFar<'a> {
     pub(super) sequences: Range<usize>,
     pub(super) longest: usize,
-    /// `[batch, pages of a sequence]`
+    /// Page table `[batch, pages per sequence]`
     pub(super) pages: Option<&'a Tensor<2, Int>>,
 }
 
@@ -110,7 +110,7 @@ impl Rearrange for SoFar<'_> {
     }
 }
 
-/// A copy of pages `[_, page, kv_heads, width]` as runs `[batch, kv_heads, capacity, width]`.
+/// Copies pages `[_, page, kv_heads, width]` to a contiguous cache `[batch, kv_heads, capacity, width]`.
 fn in_runs<K: Basic>(cache: Tensor<4, K>, pages: &Tensor<2, Int>) -> Tensor<4, K> {
     let [batch, own] = pages.dims();
     let [_, page, kv_heads, width] = cache.dims();
@@ -118,7 +118,7 @@ fn in_runs<K: Basic>(cache: Tensor<4, K>, pages: &Tensor<2, Int>) -> Tensor<4, K
     all.reshape([batch, own * page, kv_heads, width]).swap_dims(1, 2)
 }
 
-/// Some of the rows, in this order.
+/// Selects rows, in this order.
 pub(super) struct Rows<'a>(pub(super) &'a [usize]);
 
 impl Rearrange for Rows<'_> {

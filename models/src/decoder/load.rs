@@ -1,4 +1,4 @@
-//! Weights of a checkpoint onto a device, one tensor at a time.
+//! Loading of a checkpoint's weights onto a device, one tensor at a time.
 
 use std::borrow::Cow;
 
@@ -20,24 +20,24 @@ use crate::{
     Adapter, DecoderConfig, Error, Ffn as Kind, NormKind, Part, Side, Slot, Stored, Weights,
 };
 
-/// How weights are put on a device.
+/// Options of loading weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LoadOptions {
-    /// What is computed in; the dtype of the embedding's file when none.
+    /// Compute dtype; none for the dtype of the embedding in the file.
     pub dtype: Option<FloatDType>,
-    /// Whether products of f32 with dense matrices round what they multiply to tf32 where more rows than 8 meet; fewer
-    /// take as long either way.
+    /// True to round f32 operands of matmuls with dense matrices to tf32, for more than 8 rows. Fewer rows
+    /// take the same time in f32.
     pub tf32: bool,
-    /// Quantises the matrices of the layers that are dense in the file, and those with more bits.
+    /// Quantises the layers' matrices that are dense, or have more bits, in the file.
     pub quant: Option<Scheme>,
-    /// How keys and values are held.
+    /// Format of the KV cache.
     pub kv: KvFormat,
-    /// Whether products with matrices in 8 bits round what they read, from the threshold on that
-    /// [`DecoderConfig::int8_threshold`] says, or 6.
+    /// True to round the activations of int8 matmuls to 8 bits, except outlier columns. The threshold is
+    /// [`DecoderConfig::int8_threshold`], or 6.
     pub int8_activations: bool,
 }
 
-/// The format on the device of a matrix of a layer: the smaller one of the file's and of `quant`.
+/// Returns the format of a layer's matrix on the device: the smaller of the file's format and `quant`.
 fn held(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
     match (stored.format(), quant.map(|quant| quant.format)) {
         (Some(own), Some(made)) if made.bits() < own.bits() => Some(made),
@@ -45,18 +45,18 @@ fn held(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
     }
 }
 
-/// How a model is on a device.
+/// Size and formats of a model on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OnDevice {
-    /// The format of the matrices of its layers: of several the one that takes most work.
+    /// Format of the layers' matrices; for mixed formats, the one with the most work.
     pub matrices: Option<WeightFormat>,
-    /// Bytes of all weights, absmax of 4 bits counted as nested, and of what an adapter adds beside them.
+    /// Bytes of all weights and of an unmerged LoRA. The absmax of 4-bit weights counts as nested.
     pub bytes: u128,
     /// See [`ModelPrecision::lora_columns`].
     pub lora_columns: usize,
 }
 
-/// How a model with an adapter will be on a device.
+/// Returns size and formats of a model with an adapter, before it is loaded.
 ///
 /// # Errors
 /// [`Error::Checkpoint`].
@@ -94,21 +94,21 @@ pub fn on_device(
     Ok(OnDevice { matrices: most, bytes, lora_columns })
 }
 
-/// How far loading is.
+/// Progress of loading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loading {
-    /// Parts of the model that are on the device: the embedding, each layer, the head.
+    /// Number of parts on the device: the embedding, each layer, the head.
     pub done: usize,
-    /// Parts in all.
+    /// Number of all parts.
     pub parts: usize,
 }
 
 impl Decoder {
-    /// Puts the weights of a checkpoint on a device. Matrices in 4 or 8 bits stay so.
+    /// Loads the weights of a checkpoint onto a device. Matrices in 4 or 8 bits stay quantised.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`]; [`Error::Quantize`] for a weight that holds infinities or NaN; [`Error::Op`] for what the
-    /// device cannot hold or run.
+    /// [`Error::Checkpoint`]. [`Error::Quantize`] for a weight with infinities or NaN. [`Error::Op`] for
+    /// weights or ops that the device does not support.
     pub fn load(
         weights: &Weights,
         device: &Device,
@@ -119,11 +119,11 @@ impl Decoder {
         Self::load_adapted(weights, None, device, ctx, options, progress)
     }
 
-    /// The same with an adapter, which becomes part of dense matrices, and stays beside those of 4 or 8 bits, to
-    /// whose steps it would be rounded.
+    /// Loads weights with an adapter. It is merged into dense matrices. It stays unmerged for matrices in 4
+    /// or 8 bits, because merging would round it to their steps.
     ///
     /// # Errors
-    /// As [`Decoder::load`].
+    /// The errors of [`Decoder::load`].
     pub fn load_adapted(
         weights: &Weights,
         adapter: Option<&Adapter>,
@@ -137,11 +137,11 @@ impl Decoder {
         Loader::of_files(weights, adapter, device, &ctx, options)?.decoder(progress)
     }
 
-    /// A decoder of the first layers, one of each kind, whose weights have shapes and formats and no values: what it
-    /// launches, the loaded one does.
+    /// Creates a decoder of the first layers, one of each kind. Its weights have shapes and formats but no
+    /// values. It launches the same kernels as the loaded decoder.
     ///
     /// # Errors
-    /// As [`Decoder::load`].
+    /// The errors of [`Decoder::load`].
     pub fn outline(
         weights: &Weights,
         adapter: Option<&Adapter>,
@@ -153,10 +153,10 @@ impl Decoder {
         Loader { outline: true, ..loader }.decoder(|_| {})
     }
 
-    /// A decoder of random weights, for measuring: bf16 when no dtype is said.
+    /// Creates a decoder of random weights, for benchmarks. The default dtype is bf16.
     ///
     /// # Errors
-    /// [`Error::Op`] for what the device cannot hold or run.
+    /// [`Error::Op`] for weights or ops that the device does not support.
     pub fn random(
         config: &DecoderConfig,
         device: &Device,
@@ -171,7 +171,7 @@ impl Decoder {
     }
 }
 
-/// Where weights come from.
+/// Source of the weights.
 #[derive(Clone, Copy)]
 enum Source<'a> {
     Files(&'a Weights),
@@ -186,7 +186,7 @@ struct Loader<'a> {
     ctx: &'a Ctx,
     dtype: FloatDType,
     options: &'a LoadOptions,
-    /// True for weights without values, and the first layers alone.
+    /// True for weights without values, and only the first layers.
     outline: bool,
 }
 
@@ -229,7 +229,7 @@ impl<'a> Loader<'a> {
         let final_norm = self.kept(|| self.norm(Slot::FinalNorm))?;
         let head = match config.tie_embeddings {
             true => self.projection_of(vec![Matrix::Dense(embedding.clone())], None, None),
-            // Whatever is done to the layers, the head stays as it is.
+            // The head stays dense if the layers are quantised.
             false => {
                 let options = &LoadOptions { quant: None, ..*self.options };
                 self.kept(|| Loader { options, ..self }.projection(&[Slot::Head]))?
@@ -254,10 +254,10 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// What `make` makes in allocations of its own size, which stay where they are; what it needs meanwhile serves
-    /// the next one.
+    /// Runs `make` with persistent allocations for its result; its temporary memory is reused by the next
+    /// call.
     fn kept<T: Send>(&self, make: impl Fn() -> T + Send) -> T {
-        // A part at a time: who captures does not wait for a whole model.
+        // One part at a time, so that a thread that captures does not wait for a whole model.
         let _at_work = ops::at_work();
         self.device.memory_persistent_allocations((), move |()| make())
     }
@@ -294,13 +294,13 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// Gate and up in one where their format has a gated matmul and their blocks do not mix.
+    /// Joins gate and up if their format has a gated matmul and no block contains values of both.
     fn gated(&self, gate: Slot, up: Slot, down: Projection) -> Result<Ffn, Error> {
         let biases = [self.bias(&[gate])?, self.bias(&[up])?];
         let mut matrices = self.apart(&[gate, up])?;
         let gated = |matrix: &Matrix| matrix.format().is_some_and(|own| own.info().gated);
         let both = match &matrices[..] {
-            // A file has them in one.
+            // The file stores both in one tensor.
             [Matrix::Quantized(both)] => Some(both.clone()),
             apart if apart.iter().all(gated) => self.joined(apart)?,
             _ => None,
@@ -322,7 +322,7 @@ impl<'a> Loader<'a> {
         Ok(NormWeights { weight: self.weight(slot)?, bias: self.bias(&[slot])? })
     }
 
-    /// The matrices of `slots`, their rows one after the other.
+    /// Loads the matrices of `slots`, with their rows concatenated.
     fn projection(&self, slots: &[Slot]) -> Result<Projection, Error> {
         let mut matrices = self.matrices(slots)?;
         if matrices.len() > 1
@@ -342,7 +342,7 @@ impl<'a> Loader<'a> {
         Projection { matrices, bias, tf32: self.options.tf32, beside }
     }
 
-    /// What the adapter adds to those of `slots` that are not dense.
+    /// Returns the unmerged LoRA of those `slots` that are quantised.
     fn beside(&self, slots: &[Slot]) -> Result<Option<Beside>, Error> {
         let (Source::Files(weights), Some(adapter)) = (self.source, self.adapter) else {
             return Ok(None);
@@ -355,7 +355,7 @@ impl<'a> Loader<'a> {
             let held = held(self.options.quant, &stored.weight);
             let own = adapter.of(self.config(), *slot).filter(|_| held.is_some());
             if let Some(own) = own {
-                // What a file has in one tensor has one A.
+                // Matrices of one tensor in the file share A.
                 let same = all.last().filter(|(_, _, last)| std::ptr::eq(last.a, own.a));
                 let column = same.map_or(columns, |(_, column, _)| *column);
                 if same.is_none() {
@@ -379,14 +379,15 @@ impl<'a> Loader<'a> {
         Ok(Some(Beside { a: self.factor(&a, [columns, k]), b: self.factor(&b, [n, columns]) }))
     }
 
-    /// Quantised matrices as one where they can be.
+    /// Loads quantised matrices, joined if possible.
     fn matrices(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
         let matrices = self.apart(slots)?;
         let joined = self.joined(&matrices)?;
         Ok(joined.map_or(matrices, |joined| vec![Matrix::Quantized(joined)]))
     }
 
-    /// One of each slot, or of the first alone where a file has all in one tensor whose blocks straddle rows.
+    /// Loads one matrix per slot. If a file holds all in one tensor whose blocks straddle rows, loads only
+    /// the first.
     fn apart(&self, slots: &[Slot]) -> Result<Vec<Matrix>, Error> {
         let mut matrices = Vec::with_capacity(slots.len());
         for slot in slots {
@@ -395,7 +396,7 @@ impl<'a> Loader<'a> {
         Ok(matrices)
     }
 
-    /// The biases of `slots`, one after the other.
+    /// Loads the biases of `slots`, concatenated.
     fn bias(&self, slots: &[Slot]) -> Result<Option<Tensor<1>>, Error> {
         let mut biases = Vec::new();
         for slot in slots {
@@ -414,7 +415,7 @@ impl<'a> Loader<'a> {
         Ok((!biases.is_empty()).then(|| Tensor::cat(biases, 0)))
     }
 
-    /// The weight of a slot that is never quantised.
+    /// Loads the weight of a slot that is never quantised.
     fn weight<const D: usize>(&self, slot: Slot) -> Result<Tensor<D>, Error> {
         Ok(match self.source {
             Source::Files(weights) => self.tensor(weights.weight(slot)?)?,
@@ -422,7 +423,8 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// A matrix; none where it came with the one before, because a file has both in one tensor whose blocks straddle rows.
+    /// Loads a matrix; none if the one before contains it, because a file holds both in one tensor whose
+    /// blocks straddle rows.
     fn matrix(&self, slot: Slot) -> Result<Option<Matrix>, Error> {
         let dense = match self.source {
             Source::Noise(_) => self.noise(slot, Side::Weight),
@@ -467,7 +469,7 @@ impl<'a> Loader<'a> {
         QuantizedWeight::outline(self.ctx, shape, scheme, self.dtype, self.device)
     }
 
-    /// W + s·B·A, rounded once.
+    /// Returns W + s·B·A, rounded once.
     fn merged(&self, slot: Slot, dense: Tensor<2>) -> Result<Tensor<2>, Error> {
         let Some(own) = self.adapter.and_then(|adapter| adapter.of(self.config(), slot)) else {
             return Ok(dense);
@@ -484,7 +486,8 @@ impl<'a> Loader<'a> {
         self.upload(rounded(values, self.dtype), &shape)
     }
 
-    /// A weight whose matmuls round what they read, where that is asked for and its format does.
+    /// Returns a weight whose matmuls round their activations, if that is requested and its format supports
+    /// it.
     fn rounding(&self, weight: QuantizedWeight) -> QuantizedWeight {
         let says = self.config().int8_threshold;
         match self.options.int8_activations {
@@ -502,7 +505,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// A parameter that leaves the size of what passes it as it is.
+    /// Returns a random parameter that preserves the magnitude of its input.
     fn noise<const D: usize>(&self, slot: Slot, side: Side) -> Tensor<D> {
         let config = self.config();
         let own = |param: &crate::Param| param.slot == slot && param.side == side;
@@ -521,7 +524,7 @@ impl<'a> Loader<'a> {
         made.cast(self.dtype)
     }
 
-    /// Several weights as one; none where one is dense, or where they cannot be one.
+    /// Joins several weights; none if one is dense, or if they cannot be joined.
     fn joined(&self, parts: &[Matrix]) -> Result<Option<QuantizedWeight>, Error> {
         match parts.iter().map(Matrix::quantized).collect::<Option<Vec<_>>>() {
             Some(all) if all.len() > 1 => Ok(QuantizedWeight::join(self.ctx, &all)?),
@@ -529,14 +532,14 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// A parameter that is dense.
+    /// Loads a dense parameter.
     fn tensor<const D: usize>(&self, stored: Stored<'_>) -> Result<Tensor<D>, Error> {
         let tensor = stored.dense().expect("what is no matrix of a layer is dense");
         let shape = tensor.shape.clone();
         if self.outline {
             return Ok(Tensor::empty(shape, (self.device, self.dtype.into())));
         }
-        // What lies in a file as it is wanted goes from there.
+        // Values that the file already holds in the compute dtype are uploaded from the mapped file.
         if is(tensor.dtype, self.dtype)
             && let (Source::Files(weights), Cow::Borrowed(bytes)) = (self.source, &tensor.bytes)
             && let Some(file) = weights.checkpoint().mapped(bytes)
@@ -570,7 +573,7 @@ impl Matrix {
     }
 }
 
-/// The dtype that a model computes in when nothing else is asked for: that of its embedding.
+/// Returns the default compute dtype of a model: the dtype of its embedding.
 ///
 /// # Errors
 /// [`Error::Checkpoint`].
@@ -582,7 +585,7 @@ pub fn file_dtype(weights: &Weights) -> Result<FloatDType, Error> {
     })
 }
 
-/// Whether a file's values are of this dtype.
+/// Returns true if the file's values have this dtype.
 const fn is(file: DType, dtype: FloatDType) -> bool {
     matches!(
         (file, dtype),
@@ -592,7 +595,7 @@ const fn is(file: DType, dtype: FloatDType) -> bool {
     )
 }
 
-/// Values in another dtype, rounded to the nearest, ties to even.
+/// Converts values to another dtype, rounded to nearest, ties to even.
 fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
     if is(tensor.dtype, to) {
         return tensor.bytes.into_owned();
@@ -600,7 +603,7 @@ fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
     rounded(&tensor.widened().expect("the survey of a checkpoint lets no other through"), to)
 }
 
-/// Values as bytes, rounded to the nearest, ties to even.
+/// Converts values to bytes, rounded to nearest, ties to even.
 fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
     match to {
         FloatDType::F16 => bytes_of(values, |v| f16::from_f32(v).to_le_bytes()),
@@ -609,7 +612,7 @@ fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
     }
 }
 
-/// The bytes of each value, one after the other, made on every core.
+/// Concatenates the bytes of each value, on all cores.
 fn bytes_of<const N: usize>(values: &[f32], one: impl Fn(f32) -> [u8; N] + Sync) -> Vec<u8> {
     const CHUNK: usize = 1 << 16;
     let mut bytes = vec![0; N * values.len()];

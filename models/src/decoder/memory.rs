@@ -1,18 +1,19 @@
-//! What lies on the device for the positions so far: keys and values, pages of them, and angles.
+//! Device memory of the cached positions: keys and values, page tables, and RoPE tables.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use ops::Cached;
 
 use crate::{DecoderConfig, Rope};
 
-/// What lies on the device. Keys and values are written where they lie: all clones see it.
+/// Device memory of the cached positions. Keys and values are written in place: all clones see the writes.
 #[derive(Debug, Clone)]
 pub(super) struct Memory {
-    /// Of keys and of values `[batch, kv_heads, capacity, head_dim]`, or in pages `[pages, PAGE, kv_heads, head_dim]`.
+    /// Keys and values per layer, `[batch, kv_heads, capacity, head_dim]`, or in pages `[pages, PAGE,
+    /// kv_heads, head_dim]`.
     pub(super) layers: Vec<(Cached, Cached)>,
-    /// Where sequences share some.
+    /// Page table, if sequences share pages.
     pub(super) pages: Option<Pages>,
-    /// Of each rope `[capacity, dim]`: half cosines, half sines.
+    /// One table `[capacity, dim]` per rope: dim / 2 cosines, then dim / 2 sines.
     pub(super) tables: Vec<Tensor<2>>,
 }
 
@@ -20,7 +21,7 @@ pub(super) struct Memory {
 #[derive(Debug, Clone)]
 pub(super) struct Pages {
     pub(super) rows: Vec<Vec<i32>>,
-    /// The same on the device, `[batch, pages of a sequence]`.
+    /// The same on the device, `[batch, pages per sequence]`.
     pub(super) table: Tensor<2, Int>,
 }
 
@@ -28,14 +29,15 @@ impl Pages {
     pub(super) fn new(rows: Vec<Vec<i32>>, device: &Device) -> Self {
         let (batch, words) = (rows.len(), rows.concat());
         let len = words.len();
-        // In one run: Burn pads the rows of a tensor that has some.
+        // Uploaded as one dimension, because Burn pads the rows of a 2-D tensor.
         let words = TensorData::new(words, [len]);
         let words = Tensor::<1, Int>::from_data(words, (device, burn::tensor::DType::I32));
         Self { rows, table: words.reshape([batch, len / batch]) }
     }
 }
 
-/// Of each rope `[positions, dim]`: for each position half cosines, half sines, as a sequence of `length` has them.
+/// Returns one table `[positions, dim]` per rope, for a sequence of `length`: dim / 2 cosines, then dim / 2
+/// sines.
 pub(super) fn tables(
     config: &DecoderConfig,
     length: usize,

@@ -1,21 +1,22 @@
-//! A decoder's weights on a device, and what it computes with them.
+//! A decoder's weights on a device, with prefill, decode and training.
 //!
 //! ```text
 //! x = embed(tokens)                                          [batch · seq, hidden]
 //! for each layer:
 //!   q, k, v = rope(norm(x) · qkvᵀ)                           k and v go into the cache
-//!   x = x + post(attention(q, cache) · outᵀ)                 the sum in the product's epilogue
+//!   x = x + post(attention(q, cache) · outᵀ)                 the sum in the matmul's epilogue
 //!   y = norm(x);  x = x + post((act(y · gateᵀ) · (y · upᵀ)) · downᵀ)
-//! logits = softcap(norm(x) · headᵀ)                          of the rows that are asked for, in f32
+//! logits = softcap(norm(x) · headᵀ)                          of the requested rows, in f32
 //! ```
 //!
-//! Launches of a layer: qkv, rope, attention, out, gate, up, down; gate and up are one in 4 bits. Norms before a block
-//! are part of the products that read them where those have few rows ([`ops::takes_norm`]), else launches of their
-//! own as norms after a block are. Where a sequence adds one token after the other, a step reads nothing of the host but
-//! two words a sequence, is captured as a graph where the device can, and replayed.
+//! Launches of a layer: qkv, rope, attention, out, gate, up, down; gate and up are one in 4 bits. For few
+//! rows, the norm before a block is fused into the matmuls that read it ([`ops::takes_norm`]). Otherwise it
+//! is a launch of its own, as is every norm after a block. If each sequence adds one token per step, a step
+//! reads only two words per sequence from the host. It is captured as a graph, if the device can, and
+//! replayed.
 //!
-//! Projections that read the same rows are one product where their weights allow: queries, keys and values
-//! always where they are dense, gate and up where they are in 4 bits.
+//! Projections with the same input are one matmul if their weights allow it: queries, keys and values always
+//! if dense, gate and up in 4 bits.
 
 mod beside;
 mod cache;
@@ -46,12 +47,12 @@ use projection::{Ffn, Projection, read_last};
 use step::Step;
 pub use train::{Adaptation, Example, Learned, Recompute};
 
-/// The longest step that attention's decoding kernel takes.
+/// Longest step of the attention decode kernel, in positions per sequence.
 const SHORT: usize = 16;
-/// Tokens of prompts that pass the layers together: what bounds the memory of activations.
+/// Prompt tokens per prefill chunk, which bounds the memory of activations.
 pub(crate) const CHUNK: usize = 2048;
 
-/// A decoder with its weights on a device. It does not change; clones share its memory.
+/// A decoder with its weights on a device. It is immutable; clones share its memory.
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: DecoderConfig,
@@ -75,9 +76,9 @@ pub struct Decoder {
 #[derive(Debug, Clone)]
 struct Layer {
     attention_norm: NormWeights,
-    /// Queries, keys and values, their rows in this order.
+    /// Queries, keys and values, with their rows in this order.
     qkv: Projection,
-    /// Of queries and of keys, head by head.
+    /// Norms of queries and of keys, per head.
     qk_norm: Option<[NormWeights; 2]>,
     out: Projection,
     attention_post_norm: Option<NormWeights>,
@@ -86,42 +87,42 @@ struct Layer {
     ffn_post_norm: Option<NormWeights>,
 }
 
-/// Which rows want logits.
+/// Rows that need logits.
 #[derive(Debug, Clone, Copy)]
 enum Rows {
-    /// The last of each sequence.
+    /// The last row of each sequence.
     Last,
     /// Every row, of one sequence.
     Each,
 }
 
 impl Decoder {
-    /// What it computes.
+    /// Returns the configuration.
     pub const fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
-    /// Where its weights are.
+    /// Returns the device of the weights.
     pub const fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Which configs are known.
+    /// Returns the op context: known configs and tuning policy.
     pub const fn ctx(&self) -> &Ctx {
         &self.ctx
     }
 
-    /// What it computes in; logits are f32.
+    /// Returns the compute dtype; logits are f32.
     pub const fn dtype(&self) -> FloatDType {
         self.dtype
     }
 
-    /// Bytes of the matrices that every token multiplies.
+    /// Returns the bytes of the matrices that every token is multiplied with.
     pub fn matrix_bytes(&self) -> u64 {
         (0..self.layers.len()).map(|index| self.layer_bytes(index)).sum::<u64>() + self.head_bytes()
     }
 
-    /// Bytes of all weights on the device; norms and biases are not counted.
+    /// Returns the bytes of all weights on the device, without norms and biases.
     pub fn weight_bytes(&self) -> u64 {
         let dense = |t: &Tensor<2>| (t.shape().num_elements() * t.dtype().size()) as u64;
         let positions = self.positions.as_ref().map_or(0, dense);
@@ -129,8 +130,9 @@ impl Decoder {
         self.matrix_bytes() + embedding + positions
     }
 
-    /// Waits until the weights are on the device, and checks that they were allocated. A device enqueues allocations too, and
-    /// reports one that failed to its first reader. Norms and biases are small, and are not read.
+    /// Waits until the weights are on the device, and checks that they were allocated. A device enqueues
+    /// allocations too, and reports a failed one to its first reader. Norms and biases are small and are not
+    /// checked.
     ///
     /// # Errors
     /// [`Error::Failed`].
@@ -146,7 +148,7 @@ impl Decoder {
         self.head.settle()
     }
 
-    /// Returns its number formats; of several weight formats the one that takes most work.
+    /// Returns the precision of the model; for mixed weight formats, the one with the most work.
     pub fn precision(&self) -> ModelPrecision {
         let of = |layer: &Layer| layer.qkv.format().max(layer.out.format()).max(layer.ffn.format());
         let matrices = self.layers.iter().map(of).max().flatten();
@@ -156,8 +158,8 @@ impl Decoder {
         ModelPrecision { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv, lora_columns }
     }
 
-    /// Bytes of keys and values that a step of `batch` sequences of `positions` each reads: of a layer with a window
-    /// those that it sees.
+    /// Returns the bytes of keys and values that a step of `batch` sequences of `positions` each reads. A
+    /// layer with a window reads only the positions in it.
     pub fn read_bytes(&self, batch: usize, positions: usize) -> u128 {
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &self.config;
         let seen = |window: Option<usize>| window.unwrap_or(positions).min(positions) as u128;
@@ -165,24 +167,24 @@ impl Decoder {
         all * 2 * (batch * kv_heads) as u128 * self.precision().kv_bytes(*head_dim)
     }
 
-    /// Bytes of the weights of a layer; norms and biases are not counted.
+    /// Returns the bytes of the weights of a layer, without norms and biases.
     ///
     /// # Panics
-    /// Where the model has no such layer.
+    /// Panics if the model has no such layer.
     pub fn layer_bytes(&self, index: usize) -> u64 {
         let layer = &self.layers[index];
         layer.qkv.bytes() + layer.out.bytes() + layer.ffn.bytes()
     }
 
-    /// Bytes of the output projection.
+    /// Returns the bytes of the output projection.
     pub fn head_bytes(&self) -> u64 {
         self.head.bytes()
     }
 
-    /// An empty cache for `batch` sequences of up to `capacity` positions.
+    /// Creates an empty KV cache for `batch` sequences of up to `capacity` positions.
     ///
     /// # Errors
-    /// [`Error::Context`] for more positions than the model has.
+    /// [`Error::Context`] for a capacity above the context length of the model.
     pub fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache, Error> {
         if let Some(max_seq) = self.config.context().filter(|max_seq| capacity > *max_seq) {
             return Err(Error::Context { need: capacity, max_seq });
@@ -190,18 +192,19 @@ impl Decoder {
         Ok(KvCache::new(self, batch, capacity))
     }
 
-    /// Passes the next tokens of every sequence of `cache`, as many of each, and returns the logits after the last.
+    /// Runs the next tokens of every sequence of `cache`, the same number for each, and returns the logits
+    /// after the last one.
     ///
     /// # Shapes
-    /// tokens `[batch][seq]`; the result `[batch, vocab]` in f32. After one token a sequence it is as that of
-    /// [`Decoder::decode`].
+    /// tokens `[batch][seq]`; the result `[batch, vocab]` in f32. After one token per sequence, the next step
+    /// overwrites the result, as in [`Decoder::decode`].
     ///
     /// # Errors
-    /// [`Error::Step`] for tokens that are not as many of each sequence, none, or more than 16 of several
-    /// sequences of different lengths; [`Error::Token`] for one that the vocabulary does not have;
-    /// [`Error::Full`] for more than the cache holds; [`Error::Stretched`] for several sequences past the
-    /// length at which the model rotates all positions anew; [`Error::Op`], [`Error::Failed`]. The cache is then as
-    /// it was, or empty where all its positions were to be rotated anew.
+    /// [`Error::Step`] for no tokens, for different numbers of tokens, and for more than 16 tokens if several
+    /// sequences differ in length. [`Error::Token`] for a token past the vocabulary. [`Error::Full`] for more
+    /// positions than the cache holds. [`Error::Stretched`] for several sequences past the length that
+    /// changes the RoPE frequencies. [`Error::Op`], [`Error::Failed`]. After an error the cache is unchanged,
+    /// or empty if a re-prefill was needed.
     pub fn prefill(
         &self,
         cache: &mut KvCache,
@@ -216,11 +219,13 @@ impl Decoder {
         Ok(last.expect("the last chunk has the last rows"))
     }
 
-    /// Passes the next tokens of one sequence and gives the logits after each of them, `[rows, vocab]` in f32, to
-    /// `each`, some rows at a time: those of all are never on the device together, and take what passing took.
+    /// Runs the next tokens of one sequence. Passes the logits after each of them to `each`, some rows at a
+    /// time, `[rows, vocab]` in f32. The logits of all rows are never on the device together. They take no
+    /// more memory than the layers did.
     ///
     /// # Errors
-    /// As [`Decoder::prefill`], and those of `each`, after which the cache is as after one of ours.
+    /// The errors of [`Decoder::prefill`], and those of `each`. The state of the cache is then as after an
+    /// error of `prefill`.
     pub fn prefill_each<E: From<Error>>(
         &self,
         cache: &mut KvCache,
@@ -230,16 +235,16 @@ impl Decoder {
         self.pass(cache, &[tokens], Rows::Each, &mut each)
     }
 
-    /// Passes one more token of every sequence of `cache` and returns the logits after it, `[batch, vocab]` in f32. The
-    /// next step writes over them: read them before, and on the thread of the step.
+    /// Runs one more token of every sequence of `cache` and returns the logits after it, `[batch, vocab]` in
+    /// f32. The next step overwrites them: read them before that, on the thread of the step.
     ///
     /// # Errors
-    /// As [`Decoder::prefill`].
+    /// The errors of [`Decoder::prefill`].
     pub fn decode(&self, cache: &mut KvCache, tokens: &[u32]) -> Result<Tensor<2>, Error> {
         self.prefill(cache, &tokens.chunks(1).collect::<Vec<_>>())
     }
 
-    /// Passes tokens, and gives `each` the logits of the rows that are wanted.
+    /// Runs tokens, and passes the logits of the requested rows to `each`.
     fn pass<E: From<Error>>(
         &self,
         cache: &mut KvCache,
@@ -261,8 +266,8 @@ impl Decoder {
         passed
     }
 
-    /// All tokens of a sequence, and its cache empty, where its keys were rotated by other frequencies than one of `seq`
-    /// tokens more asks for.
+    /// Returns all tokens of a sequence for a re-prefill, with its cache cleared. None if the frequencies of
+    /// its cached keys are right for `seq` more tokens.
     fn rotated_anew(
         &self,
         cache: &mut KvCache,
@@ -282,7 +287,7 @@ impl Decoder {
         Ok(Some(whole))
     }
 
-    /// Number of tokens of each sequence.
+    /// Checks the tokens of a step, and returns their number per sequence.
     fn check(&self, cache: &KvCache, tokens: &[&[u32]]) -> Result<usize, Error> {
         let seq = tokens.first().map_or(0, |first| first.len());
         let batch = cache.batch();
@@ -303,8 +308,8 @@ impl Decoder {
         Ok(seq)
     }
 
-    /// Passes valid tokens: one of each sequence as a step that may be captured, more by the chunk. Of the rows after the
-    /// first `skipped` of each sequence `each` gets the logits.
+    /// Runs valid tokens: one per sequence as a step that may be captured, more in chunks. `each` gets the
+    /// logits of the rows after the first `skipped` of each sequence.
     fn chunks<E: From<Error>>(
         &self,
         cache: &mut KvCache,
@@ -347,21 +352,21 @@ impl Decoder {
         Ok(())
     }
 
-    /// The last row of each sequence.
+    /// Returns the last row of each sequence.
     fn last(&self, x: Tensor<2>, step: &Step) -> Tensor<2> {
         let ([batch, seq], hidden) = (step.tokens.dims(), self.config.hidden);
         let x = x.reshape([batch, seq, hidden]);
         x.slice([0..batch, seq - 1..seq]).reshape([batch, hidden])
     }
 
-    /// What leaves the last layer, `[batch · seq, hidden]`.
+    /// Returns the output of the last layer, `[batch · seq, hidden]`.
     fn layers(&self, memory: &Memory, step: &Step) -> Result<Tensor<2>, Error> {
         let lengths = step.start.clone() + step.tokens.dims()[1] as i32;
         self.walk(memory, step, lengths, 0..self.layers.len())
     }
 
-    /// What leaves the last of the layers that `indices` names, `[batch · seq, hidden]`; `lengths` are the positions that each
-    /// sequence has after the step.
+    /// Returns the output of the last layer in `indices`, `[batch · seq, hidden]`. `lengths` are the
+    /// positions of each sequence after the step.
     fn walk(
         &self,
         memory: &Memory,
@@ -385,7 +390,7 @@ impl Decoder {
         Ok(x)
     }
 
-    /// x with what attention adds.
+    /// Returns x plus the output of attention.
     fn attend(
         &self,
         index: usize,
@@ -433,7 +438,7 @@ impl Decoder {
             };
             match self.kv {
                 KvFormat::Float => of(q, 0..batch)?,
-                // What bytes stand for is there for one sequence at a time.
+                // Only one sequence at a time is dequantised, which bounds the memory.
                 KvFormat::Int8 => {
                     let one = |at| of(q.clone().slice_dim(0, at..at + 1), at..at + 1);
                     joined((0..batch).map(one).collect::<Result<_, _>>()?, 0)
@@ -444,7 +449,7 @@ impl Decoder {
         self.add(&layer.out, a, x, layer.attention_post_norm.as_ref())
     }
 
-    /// x with what the feed-forward block adds.
+    /// Returns x plus the output of the feed-forward block.
     fn feed(&self, index: usize, x: Tensor<2>) -> Result<Tensor<2>, Error> {
         let layer = &self.layers[index];
         let takes = layer.ffn.takes_norm(&self.ctx, &x, self.config.norm.kind)?;
@@ -454,7 +459,7 @@ impl Decoder {
         self.add(down, inner, x, layer.ffn_post_norm.as_ref())
     }
 
-    /// x + post(y · weightᵀ + bias)
+    /// Returns x + post(y · weightᵀ + bias).
     fn add(
         &self,
         projection: &Projection,
@@ -478,7 +483,7 @@ impl Decoder {
         })
     }
 
-    /// Of rows `[rows, hidden]`, in f32.
+    /// Returns the logits of rows `[rows, hidden]`, in f32.
     fn logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Error> {
         let _part = trace::span(|| "head");
         let takes = self.head.takes_norm(&self.ctx, &x, self.config.norm.kind)?;
@@ -490,8 +495,7 @@ impl Decoder {
         })
     }
 
-    /// Rows x with the norm that is left to the products that read them, where `takes` says that those can, else
-    /// norm(x).
+    /// Returns x and a norm for the matmuls that read it to fuse, if `takes` allows it, otherwise norm(x).
     fn normed(
         &self,
         weights: &NormWeights,
@@ -505,7 +509,7 @@ impl Decoder {
         Ok((self.norm(weights, x, None)?, None))
     }
 
-    /// residual + norm(x)
+    /// Returns residual + norm(x).
     fn norm(
         &self,
         weights: &NormWeights,
@@ -516,9 +520,9 @@ impl Decoder {
         self.paced(ops::norm(&self.ctx, x, weights.clone(), residual, kind, eps as f32)?)
     }
 
-    /// Waits for what launched `made`, where the processor that runs it is the one that enqueues: on two cores a
-    /// host that runs ahead takes one from a kernel whose other half then spins. The demo model generated 63
-    /// tokens a second so, on the machine whose record of the quick suite has 229.
+    /// Waits for the launch of `made` if host and device share the processor. On two cores, a host that runs
+    /// ahead takes one from a kernel, whose other half then spins. The demo model generated 63 tokens/s that
+    /// way, on the machine that records 229 tokens/s in the quick suite.
     fn paced<const D: usize>(&self, made: Tensor<D>) -> Result<Tensor<D>, Error> {
         if !self.captures {
             self.device.sync().map_err(|why| Error::Failed(format!("{why:?}")))?;
@@ -527,12 +531,12 @@ impl Decoder {
     }
 }
 
-/// Tensors one after the other along a dimension; one alone is not copied.
+/// Concatenates tensors along a dimension; a single one is not copied.
 fn joined<const D: usize>(mut parts: Vec<Tensor<D>>, dim: usize) -> Tensor<D> {
     if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, dim) }
 }
 
-/// A factor as the model's dtype has it.
+/// Returns a factor rounded to the model's dtype.
 fn rounded(scale: f64, dtype: FloatDType) -> f32 {
     match DType::from(dtype) {
         DType::BF16 => half::bf16::from_f64(scale).to_f32(),

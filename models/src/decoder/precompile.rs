@@ -1,4 +1,4 @@
-//! The kernels of a model, collected before their first launch so that they can be compiled on many cores.
+//! Kernels of a model, collected before their first launch so that they can be compiled on many cores.
 
 use burn::tensor::{DType, Tensor};
 use ops::{Ctx, OpError, Rehearsed};
@@ -8,11 +8,12 @@ use super::{CHUNK, Decoder, KvCache};
 use crate::Error;
 
 impl Decoder {
-    /// Collects the kernels that passing `seq` tokens of each sequence of `cache` launches (none for 0), with `decode` those
-    /// of the step that follows, and those that `then` launches with logits `[batch, vocab]`. Runs none of them.
+    /// Collects kernels without running them: those of a prefill of `seq` tokens of each sequence of `cache`
+    /// (none for 0); with `decode`, those of the decode step that follows; and those that `then` launches
+    /// with logits `[batch, vocab]`.
     ///
     /// # Errors
-    /// [`Error::Op`] for a dtype that the device lacks; those of `then`.
+    /// [`Error::Op`] for a dtype that the device lacks; the errors of `then`.
     pub fn rehearse(
         &self,
         cache: &KvCache,
@@ -36,7 +37,7 @@ impl Decoder {
         passes.dedup_by_key(|(tokens, _)| *tokens);
         let layers = self.distinct_layers();
         for (tokens, longest) in passes {
-            // Without values, so that nothing is launched.
+            // Tensors without values launch nothing.
             let words = (&self.device, DType::I32);
             let start = Tensor::empty([batch], words);
             let tokens = Tensor::empty([batch, tokens], words);
@@ -49,7 +50,7 @@ impl Decoder {
         Ok(rehearsal.ctx.rehearsed())
     }
 
-    /// The first layer of each kind: layers of one kind launch the same kernels.
+    /// Returns the first layer of each kind: layers of one kind launch the same kernels.
     fn distinct_layers(&self) -> Vec<usize> {
         let kind = |index: usize| {
             let (rules, layer) = (self.config.layers[index], &self.layers[index]);

@@ -1,4 +1,4 @@
-//! Weights that multiply.
+//! Weight matrices as matmuls with epilogues.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use quant::WeightFormat;
 use super::beside::Beside;
 use crate::Error;
 
-/// Rows of f32 that take no longer than rows of tf32: reading the weight does.
+/// Largest number of f32 rows that is as fast as tf32, because reading the weight dominates.
 const MOST_EXACT_ROWS: usize = 8;
 
 /// A weight `[n, k]`.
@@ -24,15 +24,15 @@ pub(super) enum Matrix {
     Quantized(QuantizedWeight),
 }
 
-/// `x · wᵀ + bias`, of matrices whose rows follow one another: several where they cannot be one.
+/// `x · wᵀ + bias` for matrices with concatenated rows; several matrices if they cannot be joined.
 #[derive(Debug, Clone)]
 pub(super) struct Projection {
     pub(super) matrices: Vec<Matrix>,
-    /// `[n]`, of all of them.
+    /// `[n]`, for all matrices.
     pub(super) bias: Option<Tensor<1>>,
     /// See [`LoadOptions::tf32`](super::LoadOptions::tf32).
     pub(super) tf32: bool,
-    /// What an adapter adds that is not part of the matrices.
+    /// Unmerged LoRA.
     pub(super) beside: Option<Beside>,
 }
 
@@ -49,7 +49,7 @@ pub(super) enum Ffn {
     Joint {
         both: QuantizedWeight,
         bias: Option<Tensor<1>>,
-        /// What an adapter adds to both.
+        /// Unmerged LoRA of both.
         beside: Option<Beside>,
         down: Projection,
     },
@@ -59,7 +59,7 @@ pub(super) enum Ffn {
     },
 }
 
-/// Reads what a tensor ends with.
+/// Reads the last row of a tensor, which waits for it.
 pub(super) fn read_last<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Result<(), Error> {
     let rows = tensor.dims()[0];
     let last = tensor.clone().slice_dim(0, rows - 1..rows).try_into_data();
@@ -67,7 +67,7 @@ pub(super) fn read_last<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Resu
 }
 
 impl Matrix {
-    /// Its format; none where it is dense.
+    /// Returns the weight format; none if dense.
     pub(super) fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Dense(_) => None,
@@ -122,7 +122,7 @@ impl Projection {
         own + self.beside.as_ref().map_or(0, Beside::bytes)
     }
 
-    /// Columns of what an adapter adds.
+    /// Returns the columns of the unmerged LoRA.
     pub(super) fn columns(&self) -> usize {
         self.beside.as_ref().map_or(0, Beside::columns)
     }
@@ -135,7 +135,7 @@ impl Projection {
         self.matrices.iter().try_for_each(Matrix::settle)
     }
 
-    /// Whether every matrix normalises rows of x in the launch that multiplies them, and nothing else reads these.
+    /// Returns true if every matmul fuses the norm of x, and nothing else reads x.
     pub(super) fn takes_norm(
         &self,
         ctx: &Ctx,
@@ -153,8 +153,8 @@ impl Projection {
         Ok(true)
     }
 
-    /// x `[rows, k]`, result `[rows, n]`. The epilogue's bias is the projection's own; it has a norm only where
-    /// [`Projection::takes_norm`].
+    /// Computes `[rows, n]` from x `[rows, k]`. The epilogue's bias is the projection's own. A norm in the
+    /// epilogue requires [`Projection::takes_norm`].
     pub(super) fn of(
         &self,
         ctx: &Ctx,
@@ -166,7 +166,7 @@ impl Projection {
             let residual = Some(beside.of(ctx, x.clone(), epilogue.residual)?);
             return self.matrices_of(ctx, x, Epilogue { residual, ..epilogue });
         };
-        // What is added is activated, too.
+        // The activation applies to the sum with the LoRA.
         let residual = Some(beside.of(ctx, x.clone(), None)?);
         let plain = Epilogue { residual, activation: None, gate: None, ..epilogue };
         let y = activate(self.matrices_of(ctx, x, plain)?, activation, epilogue.gate)?;
@@ -214,7 +214,7 @@ impl Projection {
         matrix.of(ctx, x, Epilogue { tf32, ..epilogue })
     }
 
-    /// The same in f32, whatever x is, of rows that are normalised where there is a norm.
+    /// Computes the projection in f32 for any dtype of x, with the norm fused if given.
     pub(super) fn in_f32(
         &self,
         ctx: &Ctx,
@@ -225,7 +225,7 @@ impl Projection {
         if self.matrices.iter().all(|matrix| matches!(matrix, Matrix::Dense(_))) {
             return self.of(ctx, x, Epilogue { out: wide, norm, ..Epilogue::default() });
         }
-        // Matmuls with quantised weights have the dtype of x.
+        // Matmuls with quantised weights return the dtype of x.
         let epilogue = Epilogue { norm, ..Epilogue::default() };
         Ok(self.of(ctx, x, epilogue)?.cast(FloatDType::F32))
     }
@@ -250,7 +250,7 @@ impl Ffn {
         }
     }
 
-    /// Columns of what an adapter adds to one of its products, at most.
+    /// Returns the most columns of the unmerged LoRA of one matmul.
     pub(super) fn columns(&self) -> usize {
         match self {
             Self::Gated { gate, up, down } => gate.columns().max(up.columns()).max(down.columns()),
@@ -270,7 +270,7 @@ impl Ffn {
         }
     }
 
-    /// Whether the first products of the block normalise rows of x themselves.
+    /// Returns true if the first matmuls of the block fuse the norm of x.
     pub(super) fn takes_norm(
         &self,
         ctx: &Ctx,
@@ -287,8 +287,8 @@ impl Ffn {
         }
     }
 
-    /// What goes into the last product of the block, `[rows, ffn_hidden]`, and that product; of rows that are normalised
-    /// where there is a norm.
+    /// Returns the input of the block's last matmul, `[rows, ffn_hidden]`, and that projection. The norm is
+    /// fused if given.
     pub(super) fn inner(
         &self,
         ctx: &Ctx,
@@ -318,7 +318,8 @@ impl Ffn {
         })
     }
 
-    /// The same of rows as they are, with what `more` adds to rows of gate and up before they are activated.
+    /// Computes [`Ffn::inner`] without a norm; `more` returns an addend for rows of gate and up, before the
+    /// activation.
     pub(super) fn inner_with(
         &self,
         ctx: &Ctx,

@@ -1,4 +1,4 @@
-//! One step of all sequences, and the graph of a step that repeats.
+//! One step of all sequences, and the captured graph of a repeated step.
 
 use std::fmt;
 use std::thread::{self, ThreadId};
@@ -9,19 +9,19 @@ use super::Decoder;
 use super::memory::Memory;
 use crate::Error;
 
-/// What a step reads beside weights and cache, on the device.
+/// Device inputs of a step, apart from weights and cache.
 #[derive(Debug, Clone)]
 pub(super) struct Step {
     /// `[batch, seq]`
     pub(super) tokens: Tensor<2, Int>,
-    /// `[batch]`: positions that each sequence has before.
+    /// `[batch]`: positions of each sequence before the step.
     pub(super) start: Tensor<1, Int>,
-    /// No sequence has more positions after it.
+    /// Upper bound of the positions of any sequence after the step.
     pub(super) longest: usize,
 }
 
 impl Step {
-    /// As many tokens of each sequence, which has so many positions before.
+    /// Creates a step of the same number of tokens per sequence; `lengths` are the positions before it.
     pub(super) fn of(tokens: &[&[u32]], lengths: &[usize], device: &Device) -> Self {
         let [batch, seq] = [tokens.len(), tokens[0].len()];
         let word = |word: &usize| (*word as u32).cast_signed();
@@ -36,12 +36,12 @@ impl Step {
     }
 }
 
-/// Steps of this many positions share what is captured; longer ones go by powers of two.
+/// Steps up to this many positions share one capture; longer ones share one per power of two.
 const SHORTEST: usize = 256;
-/// Steps before one is captured, which takes as long as some.
+/// Eager steps before a capture, which takes as long as a few steps.
 const EAGER: usize = 2;
 
-/// Positions that a step of one token after `before` ones is launched for.
+/// Returns the positions that a one-token step after `before` positions is launched for.
 pub(super) fn decode_longest(before: usize, capacity: usize) -> usize {
     (before + 1).next_power_of_two().max(SHORTEST).min(capacity)
 }
@@ -59,7 +59,7 @@ struct Repeated {
 
 #[expect(clippy::large_enum_variant, reason = "a cache has one")]
 enum By {
-    /// So many times so far, launch by launch.
+    /// Launched kernel by kernel; counts the steps so far.
     Launches(usize),
     Graph {
         graph: Graph<Result<Tensor<2>, Error>, Run>,
@@ -67,7 +67,7 @@ enum By {
     },
 }
 
-/// What ends a graph waits for its stream.
+/// Ending a graph waits for its stream.
 impl Drop for Single {
     fn drop(&mut self) {
         let _at_work = ops::at_work();
@@ -81,7 +81,7 @@ impl Single {
         self.0.as_ref().is_some_and(|repeated| hardware(&repeated.by))
     }
 
-    /// The logits after one more token of each sequence.
+    /// Returns the logits after one more token per sequence.
     pub(super) fn run(
         &mut self,
         of: &Decoder,
@@ -90,7 +90,7 @@ impl Single {
         lengths: &[usize],
         capacity: usize,
     ) -> Result<Tensor<2>, Error> {
-        // A graph belongs to the stream that it was captured on, and a thread is a stream.
+        // A graph belongs to the stream of its capture, and a thread is a stream.
         let here = |repeated: &Repeated| match &repeated.by {
             By::Graph { thread, .. } => *thread == thread::current().id(),
             By::Launches(_) => true,
@@ -119,17 +119,17 @@ impl Single {
 
 impl Repeated {
     fn run(&mut self, of: &Decoder, memory: &Memory) -> Result<Tensor<2>, Error> {
-        // What is replayed is seen by no one.
+        // A trace cannot see the kernels of a replay.
         let seen = trace::timed();
         let launches = match &mut self.by {
             By::Launches(launches) => launches,
             By::Graph { .. } if seen => return of.logits(of.layers(memory, &self.step)?),
             By::Graph { graph, .. } => {
-                // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that all of it
-                // lives as long as the graph: weights, tables, the step and the cache. Weights and tables are
-                // never written. Step and cache belong to one KvCache, which `&mut` lets one thread use at a
-                // time, and this is the thread on whose stream the graph was captured (`Single::run`). The
-                // result is read on it, before the next step, as `Decoder::decode` says.
+                // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that
+                // all of it lives as long as the graph: weights, tables, the step and the cache. Weights and
+                // tables are never written. Step and cache belong to one KvCache, which `&mut` lets one
+                // thread use at a time. The graph was captured on the stream of this thread (`Single::run`).
+                // The result is read on it, before the next step, as `Decoder::decode` says.
                 return read(unsafe { graph.replay() });
             }
         };
@@ -143,7 +143,7 @@ impl Repeated {
         if !graph.is_hardware() {
             log::warn!("a step could not be captured; each of its kernels is launched by itself");
         }
-        // What capturing recorded has not run.
+        // Capturing records the kernels and does not run them.
         // SAFETY: as above.
         let logits = read(unsafe { graph.replay() })?;
         self.by = By::Graph { graph, thread: thread::current().id() };
@@ -151,7 +151,7 @@ impl Repeated {
     }
 }
 
-/// The result of a graph.
+/// Returns the result of a graph.
 fn read(logits: &Result<Tensor<2>, Error>) -> Result<Tensor<2>, Error> {
     match logits {
         Ok(logits) => Ok(logits.clone()),

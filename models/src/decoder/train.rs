@@ -1,4 +1,4 @@
-//! The gradient of a loss with respect to an adapter: training of a decoder whose own weights stay as they are.
+//! Training of an adapter: the gradient of a loss with respect to it. The decoder's own weights are frozen.
 //!
 //! ```text
 //! x₀ = embed(tokens)
@@ -8,13 +8,13 @@
 //!                                   dx, dA, dB = its gradients, given dx
 //! ```
 //!
-//! A layer is a graph of its own, which lives while its gradients are made: what is alive at once is the input of every
-//! layer and what one layer keeps, whatever the depth (Chen et al., 2016, arXiv:1604.06174). The price is each layer's
-//! forward pass once more: of the three products of a frozen matrix a step, forward, forward again and backward, one.
-//! With [`Recompute::Nothing`] all graphs are kept, and that one is spared.
+//! Each layer is a graph of its own, which lives while its gradients are computed (Chen et al., 2016,
+//! arXiv:1604.06174). Live at once are the input of every layer and the saved tensors of one layer, at any
+//! depth. The cost is a second forward pass of each layer: a step runs three matmuls per frozen matrix
+//! instead of two (forward, forward again, backward). [`Recompute::Nothing`] keeps all graphs and skips the
+//! second forward pass.
 //!
-//! Sequences lie side by side, filled up on the right: a causal model does not see what follows, and what is filled in
-//! counts nothing.
+//! Sequences are padded on the right. A causal model does not attend to the padding, and the loss ignores it.
 
 use std::ops::Range;
 
@@ -27,40 +27,41 @@ use super::{Decoder, joined, rounded};
 use crate::lora::{Block, Factor, LoraOptions};
 use crate::{DecoderConfig, Error};
 
-/// One sequence to learn from.
+/// A training sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Example {
-    /// Of the whole sequence, in order.
+    /// Tokens of the whole sequence, in order.
     pub tokens: Vec<u32>,
-    /// Tokens from this one on are learned; those before are what they follow. The first is never learned.
+    /// Index of the first token to learn; the tokens before it are context only. The first token is never
+    /// learned.
     pub from: usize,
 }
 
 impl Example {
-    /// How many tokens are learned.
+    /// Returns the number of tokens to learn.
     pub fn learned(&self) -> usize {
         self.tokens.len().saturating_sub(self.from.max(1))
     }
 }
 
-/// What a backward pass makes again instead of keeping it.
+/// Activations that the backward pass recomputes instead of keeping them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Recompute {
-    /// All of a layer but what goes into it.
+    /// All activations of a layer except its input.
     #[default]
     Layers,
-    /// All graphs are kept: more memory, and a forward pass less.
+    /// None: all graphs are kept, which takes more memory and saves a forward pass.
     Nothing,
 }
 
-/// What a batch is worth.
+/// Loss and gradient of a batch.
 #[derive(Debug)]
 pub struct Learned {
-    /// The sum of -ln p(token) over the tokens that are learned, `[1]` in f32.
+    /// Sum of -ln p(token) over the learned tokens, `[1]` in f32.
     pub loss: Tensor<1>,
-    /// The gradient of `weight` times that, of each value of the adapter, in f32.
+    /// Gradient of `weight` · loss for each value of the adapter, in f32.
     pub gradient: Tensor<1>,
-    /// Tokens that are learned.
+    /// Number of learned tokens.
     pub tokens: usize,
 }
 
@@ -69,7 +70,7 @@ pub struct Learned {
 pub struct Adaptation<'a> {
     /// Rank and scale of the factors.
     pub options: &'a LoraOptions,
-    /// Which modules they are of, in the order of their values.
+    /// Factors, in the order of their values.
     pub factors: &'a [Factor],
     /// A and B of each factor, in f32.
     pub values: &'a Tensor<1>,
@@ -78,7 +79,7 @@ pub struct Adaptation<'a> {
 /// A batch on the device.
 struct Lesson {
     batch: usize,
-    /// Of the longest sequence.
+    /// Length of the longest sequence.
     seq: usize,
     /// `[batch, seq]`
     tokens: Tensor<2, Int>,
@@ -86,16 +87,16 @@ struct Lesson {
     rows: Tensor<1, Int>,
     next: Tensor<1, Int>,
     count: usize,
-    /// Of each rope `[seq, dim]`.
+    /// One table `[seq, dim]` per rope.
     tables: Vec<Tensor<2>>,
 }
 
-/// A and s·B of one module, in what is computed in.
+/// A and s·B of one module, in the compute dtype.
 struct Pair {
     /// Index among the adapter's factors.
     factor: usize,
     block: Block,
-    /// Of the block's rows those that it gives.
+    /// Rows of the block that the pair contributes to.
     rows: Range<usize>,
     /// `[rank, k]`
     a: Tensor<2>,
@@ -103,32 +104,32 @@ struct Pair {
     b: Tensor<2>,
 }
 
-/// A layer's graph, from its leaves to what leaves it.
+/// A layer's graph, from its leaves to its output.
 struct Graph {
     x: Tensor<2>,
     pairs: Vec<Pair>,
     out: Tensor<2>,
 }
 
-/// Logits that are there at once at most, but for those of one row: 64 MiB.
+/// Most logits that are live at once: 64 MiB. A single row may exceed it.
 const LOGITS: usize = 1 << 24;
 
 impl DecoderConfig {
-    /// Rows whose logits are there at once while a batch is learned.
+    /// Returns the number of rows whose logits are live at once during training.
     pub(crate) fn rows_with_loss(&self, rows: usize) -> usize {
         (LOGITS / self.vocab).clamp(1, rows.max(1))
     }
 }
 
 impl Decoder {
-    /// The loss of a batch, and the gradient of `weight` times it with respect to an adapter.
+    /// Computes the loss of a batch, and the gradient of `weight` · loss with respect to an adapter.
     ///
     /// # Errors
-    /// [`Error::Lesson`] for a batch with nothing to learn or an empty sequence; [`Error::Token`];
-    /// [`Error::Context`] for a sequence longer than the model's; [`Error::Op`].
+    /// [`Error::Lesson`] for a batch with nothing to learn or an empty sequence. [`Error::Token`].
+    /// [`Error::Context`] for a sequence longer than the context length of the model. [`Error::Op`].
     ///
     /// # Panics
-    /// Where the backward pass of an op fails, which has no way to say so.
+    /// Panics if the backward pass of an op fails, because it cannot return an error.
     pub fn learn(
         &self,
         adaptation: Adaptation<'_>,
@@ -139,7 +140,7 @@ impl Decoder {
         let _at_work = ops::at_work();
         let lesson = self.lesson(batch)?;
         let layers = self.layers.len();
-        // Nothing below the lowest layer that learns has a gradient.
+        // Layers below the lowest adapted layer need no gradient.
         let lowest = adaptation.factors.iter().map(|own| own.layer).min().unwrap_or(layers);
         let mut x = self.embedded(&lesson)?;
         let (mut inputs, mut graphs) = (Vec::new(), Vec::new());
@@ -185,10 +186,11 @@ impl Decoder {
         Ok(Learned { loss, gradient, tokens: lesson.count })
     }
 
-    /// The sum of -ln p over what a batch has to learn, `[1]` in f32, and how many tokens these are.
+    /// Computes the sum of -ln p over the learned tokens of a batch, `[1]` in f32, and the number of these
+    /// tokens.
     ///
     /// # Errors
-    /// As [`Decoder::learn`].
+    /// The errors of [`Decoder::learn`].
     pub fn loss_of(
         &self,
         adaptation: Adaptation<'_>,
@@ -204,7 +206,7 @@ impl Decoder {
         Ok((self.loss(x, &lesson, None)?.0, lesson.count))
     }
 
-    /// For who records a trace.
+    /// Records memory use in a trace.
     fn note_memory(&self) {
         trace::memory(|| {
             let usage = self.device.memory_pool_usage();
@@ -212,7 +214,7 @@ impl Decoder {
         });
     }
 
-    /// A batch, filled up to its longest sequence.
+    /// Uploads a batch, padded to its longest sequence.
     fn lesson(&self, batch: &[Example]) -> Result<Lesson, Error> {
         let seq = batch.iter().map(|own| own.tokens.len()).max().unwrap_or(0);
         let count: usize = batch.iter().map(Example::learned).sum();
@@ -247,7 +249,7 @@ impl Decoder {
         })
     }
 
-    /// `[batch · seq, hidden]`
+    /// Returns the embeddings, `[batch · seq, hidden]`.
     fn embedded(&self, lesson: &Lesson) -> Result<Tensor<2>, Error> {
         let _part = trace::span(|| "embedding");
         let start = Tensor::zeros([lesson.batch], (&self.device, DType::I32));
@@ -256,7 +258,7 @@ impl Decoder {
         Ok(ops::embed(&self.ctx, lesson.tokens.clone(), table, start, positions, scale)?)
     }
 
-    /// The factors of a layer.
+    /// Returns the factors of a layer.
     fn pairs(&self, layer: usize, adaptation: Adaptation<'_>) -> Vec<Pair> {
         let Adaptation { options, factors, values } = adaptation;
         let part = |from: usize, shape: [usize; 2]| {
@@ -295,7 +297,7 @@ impl Decoder {
         Ok(Graph { x, pairs, out })
     }
 
-    /// What a layer makes of x `[batch · seq, hidden]`.
+    /// Returns the output of an adapted layer for x `[batch · seq, hidden]`.
     fn adapted_layer(
         &self,
         index: usize,
@@ -325,7 +327,8 @@ impl Decoder {
         }
     }
 
-    /// Heads of qkv `[batch · seq, (heads + 2 · kv_heads) · head_dim]` to `[batch · seq, heads · head_dim]`.
+    /// Computes attention from qkv `[batch · seq, (heads + 2 · kv_heads) · head_dim]` to `[batch · seq, heads
+    /// · head_dim]`.
     fn attention(&self, index: usize, qkv: Tensor<2>, lesson: &Lesson) -> Result<Tensor<2>, Error> {
         let (layer, rules) = (&self.layers[index], &self.config.layers[index]);
         let DecoderConfig { heads, kv_heads, head_dim, .. } = self.config;
@@ -359,7 +362,7 @@ impl Decoder {
         Ok(a.swap_dims(1, 2).reshape([batch * seq, heads * head_dim]))
     }
 
-    /// What goes into the last product of a feed-forward block, and that product.
+    /// Returns the input of the last matmul of a feed-forward block, and that projection.
     fn inner<'a>(
         &self,
         ffn: &'a Ffn,
@@ -376,7 +379,7 @@ impl Decoder {
         Ok((self.paced(inner)?, down))
     }
 
-    /// residual + y · (W + s·B·A)ᵀ + bias
+    /// Returns residual + y · (W + s·B·A)ᵀ + bias.
     fn adapted(
         &self,
         of: &Projection,
@@ -393,7 +396,8 @@ impl Decoder {
         self.paced(of.of(&self.ctx, y, Epilogue { residual, ..Epilogue::default() })?)
     }
 
-    /// s·(y·Aᵀ)·Bᵀ of some rows of a block, 0 where no module has factors; none where none has any.
+    /// Returns s·(y·Aᵀ)·Bᵀ for some rows of a block, 0 for modules without factors; none if no module has
+    /// factors.
     fn delta(
         &self,
         block: Block,
@@ -429,10 +433,10 @@ impl Decoder {
         Ok(Some(joined(parts, 1)))
     }
 
-    /// The sum of -ln p over what is learned, `[1]`, and where a weight is given the gradient of `weight` times it by x,
-    /// of x's shape.
+    /// Computes the sum of -ln p over the learned tokens, `[1]`. With a weight, also computes the gradient of
+    /// `weight` · loss with respect to x, in the shape of x.
     ///
-    /// With p = softmax(logits) the gradient by the logits is `weight · (p - 1 at the token)`.
+    /// With p = softmax(logits), the gradient of the logits is `weight · (p - 1 at the token)`.
     fn loss(
         &self,
         x: Tensor<2>,
@@ -474,7 +478,8 @@ impl Decoder {
     }
 }
 
-/// x `[batch, seq, heads, head_dim]` turned by its positions, as [`ops::rope`] turns it, by ordinary ops.
+/// Rotates x `[batch, seq, heads, head_dim]` by its positions, like [`ops::rope`], with ordinary
+/// differentiable ops.
 fn turned(x: Tensor<4>, table: &Tensor<2>) -> Tensor<4> {
     let ([.., head_dim], [seq, dim]) = (x.dims(), table.dims());
     let (dtype, half) = (x.dtype(), dim / 2);
@@ -490,9 +495,9 @@ fn turned(x: Tensor<4>, table: &Tensor<2>) -> Tensor<4> {
     Tensor::cat(parts, 3).cast(dtype)
 }
 
-/// The gradients of what `out` was made of, given its own.
+/// Returns the gradients of the inputs of `out`, given its upstream gradient.
 fn given(out: Tensor<2>, dout: Tensor<2>) -> Gradients {
-    // A backward pass begins with ones.
+    // A backward pass starts from ones.
     (out * dout).backward()
 }
 

@@ -1,4 +1,4 @@
-//! Warnings about the format of a model's matrices: tensors decide it, not config.json.
+//! Warnings about the weight format: the tensors decide it, not config.json.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use quant::WeightFormat;
 
 use crate::{Error, Weights};
 
-/// Returns a line for each warning about weights that are loaded with `--quant`, if any.
+/// Returns the warnings about weights loaded with `--quant`, one line each.
 pub(super) fn warnings(
     weights: &Weights,
     quant: Option<WeightFormat>,
@@ -21,7 +21,7 @@ pub(super) fn warnings(
     Ok(told(weights.claimed_bits(), &found, quant))
 }
 
-/// `found` has the number of matrices in each format.
+/// Formats the warnings; `found` holds the number of matrices in each format.
 fn told(
     claimed_bits: Option<u32>,
     found: &BTreeMap<Option<WeightFormat>, usize>,
@@ -67,7 +67,7 @@ mod tests {
         assert!(said.contains("--quant nf4") && !said.contains('\n'), "{said}");
         assert!(say(Some(8), &[None, Some(Nf4)], None).contains("load_in_8bit"));
         assert!(say(Some(4), &[Some(Int8)], None).contains("load_in_4bit"));
-        // Some may be left out, and whoever asks for a precision gets it.
+        // Some matrices may stay dense, and an explicit `--quant` overrides the claim.
         assert_eq!(say(Some(4), &[None, Some(Fp4)], None), "");
         assert_eq!(say(Some(8), &[None, Some(Int8)], None), "");
         assert_eq!(say(Some(4), &[None], Some(Nf4)), "");

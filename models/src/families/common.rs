@@ -1,4 +1,4 @@
-//! What a family is, and what several read alike.
+//! Definition of a family, and readers that several families share.
 
 use serde_json::Value;
 
@@ -10,24 +10,24 @@ use crate::fields::Fields;
 use crate::names::{Place, Slot};
 use crate::{Error, Rope, rope};
 
-/// What a family is.
+/// A family: its reader and its tensor names.
 pub(super) struct Definition {
     pub(super) model_type: &'static str,
     pub(super) read: fn(Family, &Fields<'_>) -> Result<DecoderConfig, Error>,
-    /// Where a tensor of it lies, within the prefix.
+    /// Returns the place of a tensor, without the prefix.
     pub(super) place: fn(&DecoderConfig, Slot) -> Place,
-    /// What may stand before every name but that of the output projection.
+    /// Possible prefixes of all names except that of the output projection.
     pub(super) prefixes: &'static [&'static str],
-    /// Tensors that older files hold beside the parameters; `{}` is any layer.
+    /// Tensors of older files that are no parameters; `{}` stands for any layer.
     pub(super) ignored: &'static [&'static str],
 }
 
-/// What families that name their fields alike leave out of `config.json`.
+/// Defaults of fields that a family omits from `config.json`.
 pub(super) struct Defaults {
-    /// As many key heads as query heads.
+    /// True if absent `num_key_value_heads` means one key head per query head.
     pub(super) kv_heads_are_heads: bool,
     pub(super) head_dim: Option<usize>,
-    /// Of the one rope; none where the family reads its own.
+    /// Base of the only rope; none if the family reads its own ropes.
     pub(super) rope_theta: Option<f64>,
     pub(super) tie_embeddings: bool,
 }
@@ -39,8 +39,8 @@ pub(super) const DEFAULTS: Defaults = Defaults {
     tie_embeddings: false,
 };
 
-/// A decoder with norms before each block, a gated feed-forward block and one rope in every layer, which
-/// most families are but for a few fields that they set or read afterwards.
+/// Reads a decoder with norms before each block, a gated feed-forward block and one rope in every layer. Most
+/// families are that, except for a few fields that they set or read afterwards.
 pub(super) fn common(
     family: Family,
     fields: &Fields<'_>,
@@ -110,7 +110,7 @@ fn sizes(fields: &Fields<'_>, defaults: &Defaults) -> Result<Sizes, Error> {
 
 pub(super) const SLIDING: &str = "sliding_attention";
 
-/// Which layers slide: as `layer_types` says, or else by the family's rule.
+/// Returns for each layer if it has a sliding window: from `layer_types`, otherwise by the family's rule.
 pub(super) fn sliding(
     fields: &Fields<'_>,
     layers: usize,
@@ -130,7 +130,7 @@ pub(super) fn sliding(
     list.iter().map(slides).collect()
 }
 
-/// Gives `sliding_window` to the layers that slide.
+/// Sets `sliding_window` for the layers marked in `sliding`.
 pub(super) fn set_windows(
     config: &mut DecoderConfig,
     fields: &Fields<'_>,
@@ -146,8 +146,8 @@ pub(super) fn set_windows(
     Ok(())
 }
 
-/// Gives `sliding_window`, where there is one, to all layers; `layer_types` must not say otherwise.
-/// `usual` is that of a file without the field, where null is none.
+/// Sets `sliding_window`, if any, for all layers; `layer_types` must not contradict it. `usual` is the window
+/// if the file lacks the field; null means no window.
 pub(super) fn set_window_of_all(
     config: &mut DecoderConfig,
     fields: &Fields<'_>,
@@ -165,7 +165,7 @@ pub(super) fn set_window_of_all(
     Ok(())
 }
 
-/// Gives `sliding_window`, where `use_sliding_window` says so, to the layers from `max_window_layers` on.
+/// If `use_sliding_window` is true, sets `sliding_window` for the layers from `max_window_layers` on.
 pub(super) fn set_windows_from(
     config: &mut DecoderConfig,
     fields: &Fields<'_>,
@@ -188,7 +188,7 @@ pub(super) fn set_windows_from(
     set_windows(config, fields, &sliding)
 }
 
-/// What Gemma 2 and 3 have in common.
+/// Reads the fields that Gemma 2 and 3 share.
 pub(super) fn gemma(
     family: Family,
     fields: &Fields<'_>,

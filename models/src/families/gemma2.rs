@@ -1,4 +1,4 @@
-//! Gemma 2: four norms a layer, soft caps, a window in every other layer.
+//! Gemma 2: four norms per layer, soft caps, and a window in every other layer.
 
 use super::common::{DEFAULTS, Defaults, Definition, gemma, set_windows, sliding};
 use crate::fields::Fields;

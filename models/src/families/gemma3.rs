@@ -1,5 +1,5 @@
-//! Gemma 3, its text model: norms of queries and keys in place of soft caps, five windows to each full layer,
-//! and a rope of its own for those with a window.
+//! Gemma 3, text model: QK norms in place of soft caps, five windowed layers per full layer, and a separate
+//! rope for the windowed layers.
 
 use super::common::{DEFAULTS, Defaults, Definition, SLIDING, gemma, set_windows, sliding};
 use crate::fields::Fields;
@@ -19,7 +19,7 @@ const GLOBAL_THETA: f64 = 1e6;
 const LOCAL_THETA: f64 = 1e4;
 
 fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
-    // Versions of transformers disagree on whether it is applied; no published file has one.
+    // Versions of transformers disagree on whether this field has an effect; no published file has it.
     fields.only("attn_logit_softcapping", &[])?;
     let defaults =
         Defaults { head_dim: Some(256), rope_theta: None, tie_embeddings: true, ..DEFAULTS };
@@ -35,7 +35,7 @@ fn read(family: Family, fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     Ok(DecoderConfig { qk_norm: true, logit_softcap, ..config })
 }
 
-/// That of full layers, and that of layers with a window.
+/// Reads the rope of full layers and the rope of windowed layers.
 fn ropes(fields: &Fields<'_>, config: &DecoderConfig) -> Result<Vec<Rope>, Error> {
     let model = |theta| Model { head_dim: config.head_dim, max_seq: config.max_seq, theta };
     let (global, local) = (model(GLOBAL_THETA), model(LOCAL_THETA));

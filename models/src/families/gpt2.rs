@@ -12,9 +12,9 @@ pub(super) const GPT2: Definition = Definition {
     model_type: "gpt2",
     read,
     place,
-    // Files of the first release have none.
+    // Files of the first release have no prefix.
     prefixes: &["transformer.", ""],
-    // Masks: which keys a query sees, and what the others' scores are.
+    // Causal masks, and the score of masked keys.
     ignored: &["h.{}.attn.bias", "h.{}.attn.masked_bias"],
 };
 

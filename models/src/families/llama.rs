@@ -1,4 +1,4 @@
-//! Llama 2 and 3.x, and all that share their code.
+//! Llama 2 and 3.x, and models that share their code.
 
 use super::common::{DEFAULTS, Defaults, Definition, common};
 use crate::fields::Fields;

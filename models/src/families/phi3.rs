@@ -1,4 +1,4 @@
-//! Phi-3 and Phi-4-mini: Llama with queries, keys and values in one tensor, gate and up in another.
+//! Phi-3 and Phi-4-mini: Llama with fused QKV and fused gate and up.
 
 use super::common::{DEFAULTS, Defaults, Definition, common, set_window_of_all};
 use crate::fields::Fields;

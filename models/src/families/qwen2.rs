@@ -1,4 +1,4 @@
-//! Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and windows in the upper layers.
+//! Qwen2 and Qwen2.5: Llama with QKV biases, and windows in the upper layers.
 
 use super::common::{DEFAULTS, Definition, common, set_windows_from};
 use crate::fields::Fields;

@@ -1,4 +1,4 @@
-//! Qwen3: Qwen2 with norms of queries and keys, and no biases unless asked for.
+//! Qwen3: Qwen2 with QK norms, and biases only if `attention_bias` is true.
 
 use super::common::{DEFAULTS, Defaults, Definition, common, set_windows_from};
 use crate::fields::Fields;

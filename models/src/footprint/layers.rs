@@ -1,7 +1,7 @@
-//! Bytes that are alive while rows pass the decoder: its calls in their order.
+//! Live bytes while rows run through the decoder: its calls in their order.
 //!
-//! The residual stream x counts twice: where the sum of a block was written elsewhere, x left a hole in the page that
-//! nothing else fits into.
+//! The residual stream x counts twice. A block writes its sum into another buffer, and the old x leaves a
+//! hole in the page that nothing else fits into.
 
 use burn::tensor::FloatDType;
 use ops::{
@@ -13,14 +13,14 @@ use super::{KvFormat, ModelPrecision};
 use crate::decoder::{CHUNK, dequantized_bytes};
 use crate::{DecoderConfig, Ffn, Workload};
 
-/// Rows that pass the decoder together.
+/// Rows that run through the decoder together.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) config: &'a DecoderConfig,
     pub(super) precision: ModelPrecision,
     pub(super) profile: MemoryProfile,
     pub(super) rows: u128,
-    /// Widths of queries, and of keys.
+    /// Widths of queries and of keys.
     pub(super) q: u128,
     pub(super) kv: u128,
     pub(super) hidden: u128,
@@ -39,7 +39,7 @@ impl<'a> Rows<'a> {
         Self { config, precision, profile, rows, q, kv, hidden, inner }
     }
 
-    /// Returns the most rows of prompts that pass together.
+    /// Creates the rows of the largest prefill chunk.
     pub(super) fn of_prompts(
         config: &'a DecoderConfig,
         precision: ModelPrecision,
@@ -51,12 +51,12 @@ impl<'a> Rows<'a> {
         Self::new(config, precision, profile, rows as u128)
     }
 
-    /// Returns the largest tensor of activations.
+    /// Returns the bytes of the largest activation tensor.
     pub(super) fn widest(self) -> u128 {
         self.wide(self.inner.max(self.q + 2 * self.kv).max(self.hidden))
     }
 
-    /// Prompts pass all layers, and a token of each sequence is sampled.
+    /// Returns the live bytes of prefill: prompts run through all layers, and one token per sequence is sampled.
     pub(super) fn prefill(self, workload: &Workload) -> Liveness {
         let mut live = Liveness::default();
         live.add(2 * self.wide(self.hidden));
@@ -70,7 +70,8 @@ impl<'a> Rows<'a> {
         live
     }
 
-    /// A decode step, which is captured before tokens are sampled. All layers use the tensors of the first.
+    /// Returns the live bytes of a decode step, which is captured before sampling. All layers reuse the
+    /// tensors of the first.
     pub(super) fn step(self, workload: &Workload) -> Liveness {
         let rows = Self { rows: workload.batch as u128, ..self };
         let mut live = Liveness::default();
@@ -79,14 +80,14 @@ impl<'a> Rows<'a> {
         live
     }
 
-    /// Returns the most bytes that a layer has alive besides the residual stream.
+    /// Returns the peak of a layer's live bytes, without the residual stream.
     pub(super) fn layer_peak(self, context: usize) -> u128 {
         let mut live = Liveness::default();
         self.layer(&mut live, context);
         live.peak
     }
 
-    /// Returns the bytes of the logits of a row, with the rows that they are computed from.
+    /// Returns the bytes of the logits of a row, with the normalised row that they are computed from.
     pub(super) fn logits_bytes(self) -> u128 {
         let mut live = Liveness::default();
         let row = Self { rows: 1, ..self };
@@ -95,7 +96,7 @@ impl<'a> Rows<'a> {
         live.peak
     }
 
-    /// `Decoder::attend` and `Decoder::feed`.
+    /// Counts `Decoder::attend` and `Decoder::feed`.
     fn layer(self, live: &mut Liveness, context: usize) {
         let Self { rows, q, kv, hidden, inner, .. } = self;
         let (dtype, heads) = (self.precision.dtype, self.config.heads as u128);
@@ -121,7 +122,7 @@ impl<'a> Rows<'a> {
         live.free(gated + sum);
     }
 
-    /// `Ffn::inner`
+    /// Counts `Ffn::inner`.
     fn inner(self, live: &mut Liveness) -> u128 {
         let Self { rows, hidden, inner, .. } = self;
         let ModelPrecision { dtype, lora_columns, .. } = self.precision;
@@ -132,7 +133,7 @@ impl<'a> Rows<'a> {
                 let shape = [2 * inner, hidden];
                 return live.call(quantized_glu_memory(self.profile, rows, shape, dtype));
             }
-            // Gate and up as one, and its halves.
+            // Gate and up as one matrix, and its halves.
             (true, true) => {
                 let both = self.projection(live, [2 * inner, hidden]);
                 both + live.add(both)
@@ -140,7 +141,7 @@ impl<'a> Rows<'a> {
             (true, false) => self.projection(live, one) + self.projection(live, one),
             (false, _) => self.projection(live, one),
         };
-        // The activation is the epilogue of the last matmul, unless a LoRA adds to it.
+        // The activation is the epilogue of the last matmul, unless a LoRA adds to its input.
         if lora_columns == 0 {
             live.free(activated - self.wide(inner));
             return self.wide(inner);
@@ -151,7 +152,7 @@ impl<'a> Rows<'a> {
         result
     }
 
-    /// `Projection::of`, with the matmuls of an unmerged LoRA.
+    /// Counts `Projection::of`, with the matmuls of an unmerged LoRA.
     fn projection(self, live: &mut Liveness, [n, k]: [u128; 2]) -> u128 {
         let dtype = self.precision.dtype;
         let delta = match self.precision.lora_columns as u128 {
@@ -170,7 +171,7 @@ impl<'a> Rows<'a> {
         out
     }
 
-    /// A matmul with a weight `[n, k]` of the layers.
+    /// Returns the memory of a matmul with a layer's weight `[n, k]`.
     pub(super) fn matmul(self, shape: [u128; 2]) -> OpMemory {
         let Self { profile, rows, precision: ModelPrecision { dtype, matrices, .. }, .. } = self;
         match matrices {
@@ -179,7 +180,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// `Decoder::logits`
+    /// Counts `Decoder::logits`.
     fn head(self, live: &mut Liveness) {
         let Self { rows, hidden, .. } = self;
         live.call(norm_memory(rows, hidden, self.precision.dtype));

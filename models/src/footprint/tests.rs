@@ -10,7 +10,7 @@ const BF16: ModelPrecision = ModelPrecision {
 };
 const NF4: ModelPrecision = ModelPrecision { matrices: Some(WeightFormat::Nf4), ..BF16 };
 const INT8: ModelPrecision = ModelPrecision { matrices: Some(WeightFormat::Int8), ..BF16 };
-/// CUDA, a GPU without a path on tensor cores, and a CPU.
+/// CUDA, a GPU without tensor cores for this dtype, and a CPU.
 const CUDA: MemoryProfile = MemoryProfile { captures: true, processors: 132, coded_rows: 128 };
 const DENSE: MemoryProfile = MemoryProfile { coded_rows: 8, ..CUDA };
 const CPU: MemoryProfile = MemoryProfile { captures: false, processors: 0, ..DENSE };
@@ -35,7 +35,7 @@ fn llama_3_8b_takes_what_it_is_known_to() {
     let one = Workload::new(1, 8192);
     let dense = llama(BF16, &one);
     assert_eq!(dense.weights, 2 * 8_030_261_248);
-    // 128 KiB a position, and 64 angles of two numbers.
+    // 128 KiB per position, and 64 pairs of cosine and sine.
     let seen = 4 * 4008;
     assert_eq!(dense.kv_cache, 8192 * (131_072 + 4 * 128) + seen);
     // x and its hole, norm(x), gate and up.
@@ -44,7 +44,7 @@ fn llama_3_8b_takes_what_it_is_known_to() {
     let overhead = SMALL_PAGE + MIB + 512 * 40 * 33;
     assert_eq!((dense.workspace, dense.pool_overhead), (0, overhead));
     let four = llama(NF4, &one);
-    // Embedding, head and norms stay.
+    // Embedding, head and norms stay dense.
     let rest = 2 * (2 * 128_256 * 4096 + 65 * 4096);
     assert_eq!(four.weights, (8_030_261_248 - rest / 2) * 33 / 64 + rest);
     assert_eq!(four.workspace, 2 * 2 * 14_336 * 4096);
@@ -74,18 +74,18 @@ fn a_graph_keeps_the_tensors_of_a_step() {
     let steps = |precision, batch, profile| {
         of("llama-3-8b", precision, &Workload::new(batch, 8192), profile).graph
     };
-    // Two norms and the last, qkv, queries, attention, out, gate and up, down; logits; two
+    // Two norms per layer and the final one, qkv, queries, attention, out, gate and up, down; logits; two
     // splits of qkv, out, down, and of gate and up.
     let (qkv, inner) = (4096 + 2 * 1024, 14_336);
     let row = 2 * (3 * 4096 + qkv + 2 * 4096 + 4096 + 2 * inner + 4096)
         + 4 * 128_256
         + 8 * (qkv + 4096 + 4096 + 2 * inner);
     assert_eq!(steps(BF16, 1, CUDA), row + GRAPH_OVERHEAD);
-    // Gate and up as one are 112 tiles, which fill 132 processors.
+    // Joint gate and up are 112 tiles, so k is not split: two splits would need more than 132 processors.
     let joint = row - 2 * inner - 8 * 2 * inner;
     assert_eq!(steps(NF4, 1, CUDA), joint + GRAPH_OVERHEAD);
     assert_eq!(steps(NF4, 16, CUDA), 16 * joint + GRAPH_OVERHEAD);
-    // Without a path in registers a step of 16 has dense copies of a layer's weights, and gate by itself.
+    // Without tensor cores, a step of 16 rows takes dense copies of a layer's weights, and a separate gate.
     let dense = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096);
     let gate = 16 * 2 * inner;
     assert_eq!(steps(NF4, 16, DENSE), steps(NF4, 16, CUDA) + dense + gate);
@@ -94,7 +94,7 @@ fn a_graph_keeps_the_tensors_of_a_step() {
 
 #[test]
 fn splits_of_k_fill_the_processors() {
-    // Four splits of 512 x 2048 are as many tiles as there are processors, except for four.
+    // Four splits of 512 x 2048 are 128 tiles, for 132 processors.
     let prompt = Workload::new(1, 512);
     let activations = |profile| of("llama-3.2-1b", BF16, &prompt, profile).activations;
     let x = 512 * 2048 * 2;
@@ -108,7 +108,7 @@ fn the_largest_buffer_is_known() {
     let of = |precision, batch, positions| {
         llama.largest_buffer_bytes(precision, &Workload::new(batch, positions), CPU)
     };
-    // Embedding and head, which stay dense, and then keys of a layer.
+    // Embedding and head, which stay dense, and then the keys of a layer.
     assert_eq!(of(BF16, 1, 64), 2 * 128_256 * 4096);
     assert_eq!(of(NF4, 1, 8192), 2 * 128_256 * 4096);
     assert_eq!(of(BF16, 128, 8192), 128 * 8192 * 8 * 128 * 2);
@@ -133,7 +133,8 @@ fn logits_of_all_rows_take_no_more_than_was_planned() {
         }
     }
     let llama = shapes::named("llama-3-8b").expect("published");
-    // norm(x), gate and up of 2048 rows, over logits in f32 of one and the rows that they are computed from.
+    // norm(x), gate and up of 2048 rows, divided by one row of f32 logits and the rows that they are computed
+    // from.
     let fitting = 2048 * 2 * (4096 + 2 * 14_336) / (4 * 128_256 + 2 * 2 * 4096);
     assert_eq!(llama.rows_with_logits(BF16, 2048), fitting);
 }
@@ -146,11 +147,11 @@ fn unmerged_lora_adds_its_matmuls() {
     };
     let x = 2048 * 2 * 4096;
     let inner = 2048 * 2 * 14_336;
-    // norm(x), gate and up as one, its halves, and what activates them; or up, gate, and what activates these.
+    // norm(x), joint gate and up, its halves, and the activation; or up, gate, and the activation.
     assert_eq!(adapted("llama-3-8b", Some(WeightFormat::Nf4)), 3 * x + 7 * inner);
     assert_eq!(adapted("llama-3-8b", Some(WeightFormat::Int8)), 3 * x + 5 * inner);
     let (x, inner) = (2048 * 2 * 768, 2048 * 2 * 3072);
-    // gpt2 has no gate.
+    // GPT-2 has no gate.
     assert_eq!(adapted("gpt2", Some(WeightFormat::Int8)), 3 * x + 3 * inner);
 }
 
@@ -165,7 +166,7 @@ fn training_llama_3_8b_takes_what_it_is_known_to() {
         of("llama-3-8b", precision, &training(4, 512, options), CUDA)
     };
     let made = of(NF4, Recompute::Layers);
-    // 41,943,040 values, as PEFT counts them.
+    // 41,943,040 values, the same count as PEFT's.
     assert_eq!((made.adapter, made.optimizer), (4 * 41_943_040, 8 * 41_943_040));
     let (x, inner) = (2 * 2048 * 4096, 2 * 2048 * 14_336);
     let heads = 2 * 2048 * (6144 + 5120 + 2 * 4096) + 4 * 2048 * 32;

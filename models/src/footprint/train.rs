@@ -1,13 +1,13 @@
-//! Bytes of training an adapter.
+//! Device memory of training an adapter.
 //!
 //! ```text
-//! activations  of these moments the one that has most alive:
-//!                loss        the input of every layer, and logits of some rows: as they are, their exponentials, their
-//!                            gradient and what it is multiplied by, in f32
-//!                backward    of the uppermost layer: inputs of those below, the tensors that its graph keeps, three
-//!                            times the input of its last matmul, and a dense copy of that weight where it is quantised;
-//!                            or five times, where gate and up are one in 4 bits
-//!                step        the gradient twice while its parts become one; AdamW's intermediates
+//! activations  the largest of these:
+//!                loss        the input of every layer, and the logits of some rows, four times in f32: logits,
+//!                            exponentials, gradient, and the factor that the gradient is multiplied by
+//!                backward    of the uppermost layer: inputs of the layers below, the tensors that its graph keeps,
+//!                            three times the input of its last matmul, and a dense copy of that weight if it is
+//!                            quantised; or five times, if gate and up are one matrix in 4 bits
+//!                step        the gradient twice while its parts are concatenated; AdamW's intermediates
 //! ```
 
 use ops::{
@@ -34,12 +34,13 @@ impl Rows<'_> {
             Recompute::Nothing => (trained_layers * self.saved(), 0),
         };
         let loss = kept + x + self.loss_bytes() + accumulated;
-        // The gradient of any number of rows makes the weight dense.
+        // The gradient dequantises the weight for any number of rows.
         let dense = Self { profile: MemoryProfile { coded_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
-        // Each half of a joint gate and up has gradients of the whole width, zeros except in its half, and then their sum.
+        // Each half of a joint gate and up has a gradient of the full width, zero except in its half. Their
+        // sum follows.
         let joint = if self.precision.joins_gate(self.config.ffn) { 5 * inner } else { 0 };
-        // The result of the graph, the gradient that it is given, their product, and ones.
+        // The output of the graph, its upstream gradient, their product, and ones.
         let given = 4 * x;
         let backward = kept + graph + given + (3 * inner + dense).max(joint) + accumulated;
         let step = (4 * adapter).max(2 * adapter + accumulated);
@@ -49,7 +50,7 @@ impl Rows<'_> {
             adapter,
             optimizer: 2 * adapter,
             activations,
-            // A step writes the adapter and its moments anew, in the page of the activations.
+            // A step writes the adapter and its moments to new buffers, in the page of the activations.
             pool_overhead: pool_overhead(3 * adapter + activations, self.config.buffers()),
             ..Footprint::default()
         })
@@ -77,7 +78,7 @@ impl Rows<'_> {
             + factor_of(inner)
     }
 
-    /// Returns the bytes of a part of the loss.
+    /// Returns the bytes of one slice of the loss.
     fn loss_bytes(self) -> u128 {
         let rows = usize::try_from(self.rows).unwrap_or(usize::MAX);
         let at_once = self.config.rows_with_loss(rows) as u128;

@@ -1,4 +1,4 @@
-//! Folders that are not what their config.json says: every one is refused, and says all that is wrong.
+//! Folders that contradict their config.json: each is an error that lists all problems.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,10 @@ use ops::{Ctx, WeightFormat};
 
 use crate::{fixture, open};
 
-/// A tensor by its name.
+/// A tensor with its name.
 type Named = (String, Tensor<'static>);
 
-/// The tensors of a fixture, for a test to spoil.
+/// Returns the tensors of a fixture, for a test to change.
 fn tensors(name: &str) -> Vec<Named> {
     let file = Checkpoint::open(fixture(name)).expect("a fixture");
     let named = |name: &str| {
@@ -23,7 +23,7 @@ fn tensors(name: &str) -> Vec<Named> {
     file.names().map(named).collect()
 }
 
-/// The weights of a fixture with other tensors.
+/// Opens a fixture with other tensors.
 fn with(name: &str, tensors: &[Named]) -> Result<Weights, Error> {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let path = folder.path().join("model.safetensors");
@@ -67,7 +67,7 @@ fn everything_that_is_wrong_is_said_at_once() {
     );
 }
 
-/// A file that was not fetched, and weights of llama.cpp in place of a folder.
+/// A file that was not fetched, and a llama.cpp file instead of a folder.
 #[test]
 fn pointers_of_git_lfs_and_gguf_files_are_named() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9480648\n";
@@ -123,7 +123,7 @@ fn a_fused_tensor_is_missing_once() {
     assert!(unused.is_empty() && wrong.is_empty());
 }
 
-/// Masks and frequencies of old are no parameters.
+/// Masks and frequencies of older files are no parameters.
 #[test]
 fn what_old_files_hold_beside_is_known() {
     let stray = |name: &str| (name.to_owned(), Tensor::new(DType::F32, &[4], vec![0; 16]));
@@ -146,7 +146,7 @@ fn what_old_files_hold_beside_is_known() {
     }
 }
 
-/// A head that is a copy of the embedding is tied to it, one of other values is its own, as in transformers 5.
+/// A head that equals the embedding is tied; one with other values is not, as in transformers 5.
 #[test]
 fn a_head_is_tied_where_it_is_a_copy() {
     for name in ["llama3_tied", "qwen3"] {
@@ -171,7 +171,7 @@ fn a_head_is_tied_where_it_is_a_copy() {
     }
 }
 
-/// A state that is cut away leaves codes that are no weight, and absmax that are nobody's.
+/// Without its quant state, codes have no meaning and absmax belongs to no weight.
 #[test]
 fn a_broken_quantisation_is_wrong_not_unused() {
     let mut tensors = tensors("llama_nf4");
@@ -246,13 +246,13 @@ fn shards_that_are_cut_or_gone() {
     assert!(error.contains("config.json: "), "{error}");
 }
 
-/// Whichever prefix is meant, what is missing is named in full.
+/// Missing tensors are listed with their full names, whatever the prefix of the file.
 #[test]
 fn another_models_tensors() {
     let Err(Error::Tensors { missing, unused, wrong }) = with("gpt2", &tensors("llama")) else {
         panic!("a Llama passed as GPT-2");
     };
     assert!(missing.iter().all(|name| name.starts_with("transformer.")), "{missing:?}");
-    assert_eq!(unused.len(), open("llama").config().params().len() - 1); // A tied head is known.
+    assert_eq!(unused.len(), open("llama").config().params().len() - 1); // The tied head is not unused.
     assert!(wrong.is_empty());
 }

@@ -11,7 +11,7 @@ use crate::golden::{Golden, golden};
 use crate::{FIXTURES, fixture, open};
 use suite::decoder::decoder;
 
-/// Of the largest logit.
+/// Tolerance, relative to the largest logit.
 const BAR: f64 = 1e-4;
 
 fn load(name: &str, options: LoadOptions) -> Decoder {
@@ -32,7 +32,7 @@ fn values(logits: Tensor<2>) -> Vec<f32> {
     logits.into_data().try_to_vec().expect("f32")
 }
 
-/// Logits after each of `tokens`, of one sequence.
+/// Returns the logits after each of `tokens`, of one sequence.
 pub(crate) fn each(decoder: &Decoder, cache: &mut KvCache, tokens: &[u32]) -> Vec<f32> {
     let mut all = Vec::new();
     let passed = decoder.prefill_each(cache, tokens, |logits| {
@@ -43,7 +43,7 @@ pub(crate) fn each(decoder: &Decoder, cache: &mut KvCache, tokens: &[u32]) -> Ve
     all
 }
 
-/// The largest difference, relative to the largest of `want`.
+/// Returns the largest difference, relative to the largest of `want`.
 pub(crate) fn distance(have: &[f32], want: &[f32]) -> f64 {
     assert_eq!(have.len(), want.len());
     let largest = want.iter().fold(0f32, |top, logit| top.max(logit.abs()));
@@ -56,7 +56,7 @@ fn best(logits: &[f32]) -> u32 {
     (0..logits.len()).fold(0, better) as u32
 }
 
-/// Greedy tokens of each sequence after the last of `logits`, `[batch, vocab]`.
+/// Returns the greedy tokens of each sequence after the last of `logits`, `[batch, vocab]`.
 fn greedy(decoder: &Decoder, cache: &mut KvCache, logits: Vec<f32>, count: usize) -> Vec<Vec<u32>> {
     let vocab = decoder.config().vocab;
     let mut next: Vec<u32> = logits.chunks(vocab).map(best).collect();
@@ -84,7 +84,7 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     }
 }
 
-/// A fixture whose config.json says that it has `positions`; its golden sequence is longer.
+/// Opens a fixture with `max_position_embeddings` set to `positions`; its golden sequence is longer.
 pub(crate) fn shortened(name: &str, positions: usize) -> Weights {
     let folder = tempfile::tempdir().expect("temporary folder");
     let text = std::fs::read_to_string(fixture(name).join("config.json")).expect("readable");
@@ -96,7 +96,7 @@ pub(crate) fn shortened(name: &str, positions: usize) -> Weights {
     Weights::open(folder.path()).expect("a model")
 }
 
-/// Rope scaling stretches the context by itself, and a caller may ask for more, as transformers has no limit at all.
+/// RoPE scaling extends the context by itself. A caller may request more: transformers has no limit.
 #[test]
 fn contexts_past_the_files_count_are_those_of_transformers() {
     for (name, asked) in [
@@ -133,13 +133,14 @@ fn contexts_past_the_files_count_are_those_of_transformers() {
     assert!(refused.contains(&format!("at most {most} positions")), "{refused}");
 }
 
-/// Logits that come some rows at a time are those of a sequence passed at once, of positions that all rotate anew, too.
+/// Logits in several parts equal those of one forward pass, even if a re-prefill changes all RoPE
+/// frequencies.
 #[test]
 fn logits_of_all_rows_come_in_parts() {
     for name in ["llama", "gemma2", "gpt2", "phi3_nf4", "llama_dynamic"] {
         let decoder = in_f32(name);
         let (vocab, Golden { prompt, .. }) = (decoder.config().vocab, golden(name));
-        // The last part of the one whose rope stretches passes the length at which it does.
+        // With dynamic scaling, the last part exceeds `max_seq`.
         let long: Vec<u32> = prompt.iter().copied().cycle().take(40).collect();
         let cache = || decoder.cache(1, long.len()).expect("short");
         let [mut whole, mut parts] = [cache(), cache()];
@@ -166,13 +167,13 @@ fn logits_of_all_rows_come_in_parts() {
     }
 }
 
-/// Prompts of different lengths, prefilled one by one and in parts, decode together as alone.
+/// Prompts of different lengths, prefilled one by one and in parts, decode in a batch as they do alone.
 #[test]
 fn batches_and_parts_of_prompts_change_nothing() {
     let floats = ["llama", "mistral", "gemma2", "gemma3", "gpt2", "phi3_nf4"];
     let floats = floats.map(|name| (name, in_f32(name)));
     let bytes = ["llama", "gemma2", "qwen3"].map(|name| (name, with_bytes(name)));
-    // Parts are off by the last bits, which may round one byte of a cache the other way.
+    // Parts differ in the last bits, which may change one byte of an int8 cache.
     let floats = floats.map(|(name, decoder)| (name, decoder, 1e-5));
     let bytes = bytes.map(|(name, decoder)| (name, decoder, 2e-3));
     for (name, decoder, bar) in floats.into_iter().chain(bytes) {
@@ -203,7 +204,7 @@ fn batches_and_parts_of_prompts_change_nothing() {
     }
 }
 
-/// Sequences of one prompt read what they began with where it lies once, and answer as alone.
+/// Sequences of one prompt share its pages, and give the same tokens as alone.
 #[test]
 fn sequences_share_the_pages_of_their_prompt() {
     let floats = ["llama", "mistral", "gemma2", "gpt2", "phi3_nf4"];
@@ -211,7 +212,7 @@ fn sequences_share_the_pages_of_their_prompt() {
     let bytes = ["llama", "gpt2"].map(|name| (name, with_bytes(name)));
     for (name, decoder) in floats.into_iter().chain(bytes) {
         let Golden { prompt, .. } = golden(name);
-        // A prompt of whole pages, one of more, one of less.
+        // Prompts of one full page, more, and less.
         let long: Vec<u32> = prompt.iter().copied().cycle().take(67).collect();
         let (mut caches, mut last, mut alone) = (Vec::new(), Vec::new(), Vec::new());
         for (length, times) in [(64, 2), (67, 3), (3, 1)] {
@@ -234,7 +235,7 @@ fn sequences_share_the_pages_of_their_prompt() {
         assert_eq!(batch.lengths(), [64, 64, 67, 67, 67, 3]);
         assert_eq!(greedy(&decoder, &mut batch, last, 8), alone, "{name}");
 
-        // Some go on without the others, by more tokens than one, and each writes its own.
+        // Some sequences continue without the others, by several tokens, and each writes its own pages.
         let mut two = batch.keep(&[4, 2]);
         let next = [[7; 20], [9; 20]];
         let logits = values(decoder.prefill(&mut two, &next).expect("room"));
@@ -247,7 +248,7 @@ fn sequences_share_the_pages_of_their_prompt() {
     }
 }
 
-/// A prompt that fills all the room that there is leaves nothing to go on in, and is shared all the same.
+/// A prompt that fills the whole capacity leaves no free position, and is shared too.
 #[test]
 fn sequences_share_a_prompt_that_fills_its_pages() {
     let decoder = in_f32("llama");
@@ -262,7 +263,7 @@ fn sequences_share_a_prompt_that_fills_its_pages() {
     assert_eq!((batch.lengths(), batch.bytes()), (vec![64; 3], full(&decoder).bytes()));
 }
 
-/// Keys and values in 8 bits take about a quarter of what f32 does, and logits stay near.
+/// An int8 cache takes about a quarter of f32, and the logits stay close.
 #[test]
 fn keys_and_values_in_8_bits_stand_for_what_they_were() {
     for name in ["llama", "mistral", "gemma2", "gemma3", "gpt2", "qwen2", "qwen3", "phi3_nf4"] {
@@ -275,7 +276,7 @@ fn keys_and_values_in_8_bits_stand_for_what_they_were() {
         let positions = 3 * prompt.len();
         let read = [&float, &bytes].map(|of| of.read_bytes(2, positions));
         assert_eq!(read[1] * 4 * u128::from(head_dim), read[0] * u128::from(head_dim + 4));
-        // A prompt, whose keys are taken out of their bytes first, and steps, which read the bytes.
+        // Prefill dequantises the keys first; decode steps read the bytes.
         let want = each(&float, &mut whole, &prompt);
         let have = each(&bytes, &mut small, &prompt);
         let prompts = distance(&have, &want);
@@ -289,7 +290,7 @@ fn keys_and_values_in_8_bits_stand_for_what_they_were() {
     }
 }
 
-/// A matrix as the reference's 4 bits have it.
+/// Rounds a matrix to the reference's 4 bits.
 fn in_4_bits(linear: &mut Linear, _: usize) {
     let book = FourBit::Nf4;
     let blocks = book.quantize(&linear.weight, 64).expect("finite");
@@ -298,13 +299,13 @@ fn in_4_bits(linear: &mut Linear, _: usize) {
             .expect("of these blocks");
 }
 
-/// A matrix `[n, k]` as the reference's 8 bits have it.
+/// Rounds a matrix `[n, k]` to the reference's 8 bits.
 fn in_8_bits(linear: &mut Linear, k: usize) {
     let rows = int8::quantize(&linear.weight, linear.weight.len() / k, k).expect("finite");
     linear.weight = int8::dequantize(&rows.codes, &rows.scb, k).expect("of these rows");
 }
 
-/// A matrix `[n, k]` as our kernels quantise it, which the suite compares with the reference.
+/// Rounds a matrix `[n, k]` with the kernels, which the suite compares with the reference.
 fn by_kernels(format: WeightFormat) -> impl Fn(&mut Linear, usize) {
     move |linear, k| {
         let (device, ctx) = (Device::cpu(), Ctx::default());
@@ -316,7 +317,7 @@ fn by_kernels(format: WeightFormat) -> impl Fn(&mut Linear, usize) {
     }
 }
 
-/// Compares a model whose layers are quantised at load with the reference, whose matrices `quantize` rounds.
+/// Compares a model that quantises its layers at load with the reference, whose matrices `quantize` rounds.
 fn check_quantised(name: &str, quant: Scheme, quantize: impl Fn(&mut Linear, usize)) {
     let options =
         LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant), ..Default::default() };
@@ -350,7 +351,7 @@ fn weights_quantised_at_load_are_the_references() {
 
 #[test]
 fn every_format_is_loaded() {
-    // Its rows are whole blocks in every format.
+    // The rows of GPT-2 are whole blocks in every format.
     for format in WeightFormat::at_load() {
         check_quantised("gpt2", format.scheme(), by_kernels(format));
     }

@@ -1,4 +1,4 @@
-//! The reference decoder, fed by each family's configuration and names, against transformers.
+//! The reference decoder, with each family's configuration and names, against transformers.
 
 use checkpoint::{Checkpoint, DType};
 use models::{DecoderConfig, GenerationConfig, Weights};
@@ -7,10 +7,10 @@ use reference::Decoder;
 use crate::{FIXTURES, fixture, open};
 use suite::decoder::{decoder, floats};
 
-/// Of the largest logit; transformers, in f32, comes within 1.4e-6 of the reference.
+/// Tolerance, relative to the largest logit; transformers, in f32, is within 1.4e-6 of the reference.
 const BAR: f64 = 1e-5;
 
-/// What transformers made of a fixture.
+/// Results of transformers for a fixture.
 pub(crate) struct Golden {
     pub(crate) prompt: Vec<u32>,
     /// `[24, vocab]`
@@ -31,7 +31,7 @@ pub(crate) fn golden(name: &str) -> Golden {
     Golden { prompt: ids("prompt"), logits, greedy: ids("greedy") }
 }
 
-/// The largest difference, relative to the largest logit.
+/// Returns the largest difference, relative to the largest logit.
 fn distance(decoder: &Decoder, golden: &Golden) -> f64 {
     let logits = decoder.forward(&golden.prompt).expect("a decoder that is whole");
     assert_eq!(logits.len(), golden.logits.len());
@@ -52,7 +52,8 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     }
 }
 
-/// Every part of the description shows in some fixture: without it, the logits or the greedy tokens differ.
+/// Every part of the configuration matters in some fixture: without it, the logits or the greedy tokens
+/// differ.
 #[test]
 fn nothing_in_the_description_is_idle() {
     let changes = |name: &str, change: fn(&mut Decoder)| {

@@ -1,4 +1,4 @@
-//! Adapters: what they change, their gradients, and their files.
+//! Adapters: their effect, their gradients, and their files.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use crate::device::{distance, each, shortened};
 use crate::golden::{Golden, golden};
 use crate::{FIXTURES, fixture, open};
 
-/// Those of which `fixtures/lora.py` made adapters.
+/// Fixtures with adapters from `fixtures/lora.py`.
 const PEFT: [&str; 8] = ["gemma2", "gemma3", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3"];
 
 fn load(name: &str, quant: Option<Scheme>) -> Decoder {
@@ -25,7 +25,7 @@ fn load(name: &str, quant: Option<Scheme>) -> Decoder {
     Decoder::load(&open(name), &Device::cpu(), Ctx::default(), &options, |_| {}).expect("a fixture")
 }
 
-/// One whose B is not zero.
+/// Returns an adapter with nonzero B.
 fn adapter(config: &DecoderConfig, options: LoraOptions) -> Adapter {
     let adapter = Adapter::new(config, options, 1).expect("a rank that fits");
     let noise = fill(7, adapter.values().len(), Distribution::Normal);
@@ -36,7 +36,7 @@ fn small() -> LoraOptions {
     LoraOptions { rank: 4, alpha: 8.0, ..LoraOptions::default() }
 }
 
-/// Sequences of different lengths, one of which is learned in part.
+/// Returns sequences of different lengths; one is only partly learned.
 fn batch(name: &str) -> Vec<Example> {
     let tokens = golden(name).prompt;
     let reversed: Vec<u32> = tokens.iter().rev().take(17).copied().collect();
@@ -47,7 +47,7 @@ fn upload(values: &[f32]) -> Tensor<1> {
     Tensor::from_data(TensorData::new(values.to_vec(), [values.len()]), &Device::cpu())
 }
 
-/// Loss, and gradient of a loss of this weight.
+/// Returns the loss, and its gradient times `weight`.
 fn learned(
     decoder: &Decoder,
     adapter: &Adapter,
@@ -69,7 +69,7 @@ fn on_device_of(weights: &Weights, adapter: Option<&Adapter>, options: &LoadOpti
     models::on_device(weights, adapter, options).expect("a fixture")
 }
 
-/// Σ -ln p of the same tokens, by what generates.
+/// Returns Σ -ln p of the same tokens from prefill logits.
 fn loss_of(decoder: &Decoder, batch: &[Example]) -> f64 {
     let vocab = decoder.config().vocab;
     let mut sum = 0.0;
@@ -90,7 +90,7 @@ fn close(have: f64, want: f64, relative: f64) -> bool {
     (have - want).abs() <= relative * want.abs()
 }
 
-/// An adapter whose B is 0 changes nothing, of any family.
+/// An adapter with B = 0 does not change the model, in any family.
 #[test]
 fn the_loss_begins_as_the_models() {
     for name in FIXTURES {
@@ -103,8 +103,8 @@ fn the_loss_begins_as_the_models() {
     }
 }
 
-/// Sequences longer than `max_position_embeddings`: ropes whose file stretches them, or not at all, and those whose
-/// frequencies depend on the length. The reference's logits and tokens at these lengths are those of transformers.
+/// Sequences longer than `max_position_embeddings`, with and without RoPE scaling, and with frequencies that
+/// depend on the length. At these lengths the reference's logits and tokens equal those of transformers.
 #[test]
 fn losses_past_the_files_count_are_those_of_the_reference() {
     for name in
@@ -134,7 +134,7 @@ fn losses_past_the_files_count_are_those_of_the_reference() {
     }
 }
 
-/// What PEFT and torch make of the same adapters: logits, loss and gradients.
+/// Adapters match PEFT and torch: logits, loss and gradients.
 #[test]
 fn adapters_are_those_of_peft() {
     for name in PEFT {
@@ -164,7 +164,7 @@ fn adapters_are_those_of_peft() {
         let logits = each(&merged, &mut cache, &tokens[..24]);
         let gap = distance(&logits, &numbers("logits"));
         assert!(gap <= 1e-4, "{name}: {gap:e}");
-        // Beside the model.
+        // Unmerged.
         let batch: Vec<Example> = (0..2)
             .map(|row| Example {
                 tokens: tokens[24 * row..24 * row + lengths[row] as usize].to_vec(),
@@ -193,7 +193,7 @@ fn adapters_are_those_of_peft() {
     }
 }
 
-/// Written and read again it is the same, and PEFT's own file comes back byte by byte.
+/// An adapter survives writing and reading, and PEFT's own file is rewritten byte for byte.
 #[test]
 fn files_come_back() {
     for name in PEFT {
@@ -226,7 +226,7 @@ fn files_come_back() {
     }
 }
 
-/// Writes a safetensors file again: the tensors that `keep` takes, and more.
+/// Rewrites a safetensors file with the tensors that `keep` accepts, and with more.
 fn rewritten(
     path: &Path,
     keep: impl Fn(&str) -> bool,
@@ -247,7 +247,7 @@ fn rewritten(
     writer.finish().expect("writable");
 }
 
-/// PEFT saves the embedding and the head with an adapter where a vocabulary might have grown.
+/// PEFT saves embedding and head with an adapter if the vocabulary might have grown.
 #[test]
 fn copies_of_the_embedding_in_an_adapter_are_ignored() {
     let (weights, source) = (open("llama"), fixture("llama").join("lora"));
@@ -266,7 +266,7 @@ fn copies_of_the_embedding_in_an_adapter_are_ignored() {
     let path = folder.path().join("adapter_model.safetensors");
     rewritten(&path, |_| true, &copies);
     assert_eq!(Adapter::open(folder.path(), &weights).expect("copies"), adapter);
-    // Another embedding would be another model.
+    // A different embedding means another model.
     let bytes = copies[0].1.bytes.to_mut();
     bytes[0] ^= 1;
     rewritten(&path, |name| !name.contains("embed_tokens"), &copies[..1]);
@@ -274,7 +274,7 @@ fn copies_of_the_embedding_in_an_adapter_are_ignored() {
     assert!(refused.contains("unused: base_model.model.model.embed_tokens.weight"), "{refused}");
 }
 
-/// PEFT has no bound: a rank past those of the matrices changes as much as one of theirs.
+/// PEFT has no limit: a rank above those of the matrices has full effect.
 #[test]
 fn a_rank_may_be_past_those_of_the_matrices() {
     let weights = open("llama");
@@ -329,20 +329,20 @@ fn adapters_that_are_not_of_a_model_are_refused() {
         std::fs::write(&path, &bytes[..bytes.len() - 1]).expect("it is ours");
     };
     assert!(opened(&cut, &weights).contains("is not a safetensors file"));
-    // Of the layers that its configuration names, one has no factors.
+    // One of the layers that the configuration names has no factors.
     let fewer = |folder: &Path| {
         let only = |name: &str| !name.contains(".layers.1.");
         rewritten(&folder.join("adapter_model.safetensors"), only, &[]);
     };
     assert!(opened(&fewer, &weights).contains("14 missing, 0 unused, 0 wrong"));
-    // Of another model: as wide, and of other names.
+    // Another model of the same width, with other names.
     let other = open("phi3");
     assert!(
         opened(&|_| {}, &other).contains("unused: base_model.model.model.layers.0.mlp.gate_proj")
     );
 }
 
-/// Beside matrices of 4 and 8 bits an adapter is what was trained: the loss of what generates is the one of what learns.
+/// With matrices in 4 and 8 bits, an unmerged adapter gives the loss of training when generating.
 #[test]
 fn adapters_stay_beside_quantised_matrices() {
     let nf4 = Some(Scheme { block: Block::Elements(32), ..WeightFormat::Nf4.scheme() });
@@ -378,7 +378,7 @@ fn adapters_stay_beside_quantised_matrices() {
             assert!(close(have, want, 1e-5), "{name}: {have} for {want}");
             let without = loss_of(&base, &batch);
             assert!(!close(have, without, 1e-3), "{name}: it adds nothing: {have}, {without}");
-            // One token after the other, where fewer rows meet other kernels.
+            // One token at a time: fewer rows use other kernels.
             let tokens = &batch[0].tokens;
             let mut cache = adapted.cache(1, tokens.len()).expect("short");
             let whole = adapted.prefill(&mut cache, &[tokens]).expect("room");
@@ -391,11 +391,11 @@ fn adapters_stay_beside_quantised_matrices() {
             let whole: Vec<f32> = whole.into_data().try_to_vec().expect("f32");
             let gap = distance(&last, &whole);
             assert!(gap <= 1e-4, "{name}: {gap:e}");
-            // It is counted where it will be, and where it is.
+            // The planned bytes cover the loaded ones.
             let planned = on_device_of(&weights, Some(&adapter), &options);
             let (held, plain) = (adapted.precision(), base.precision());
             assert_eq!((planned.matrices, plain.lora_columns), (held.matrices, 0), "{name}");
-            // Gate and up are one product, or two of fewer columns.
+            // Gate and up are one matmul, or two with fewer columns.
             let columns = held.lora_columns;
             assert!((1..=planned.lora_columns).contains(&columns), "{name}: {columns}");
             let more = (adapted.weight_bytes() - base.weight_bytes()) as u128;
@@ -405,7 +405,7 @@ fn adapters_stay_beside_quantised_matrices() {
     }
 }
 
-/// Along random directions, by differences; and the same whether layers are computed again or kept.
+/// Compares gradients with finite differences along random directions, with and without recomputation.
 #[test]
 fn gradients_are_those_of_the_loss() {
     let nf4 = Some(Scheme { block: Block::Elements(32), ..WeightFormat::Nf4.scheme() });
@@ -433,13 +433,13 @@ fn gradients_are_those_of_the_loss() {
         let want = 0.5 * (at(step) - at(-step)) / (2.0 * f64::from(step));
         let have: f64 =
             gradient.iter().zip(&direction).map(|(g, d)| f64::from(*g) * f64::from(*d)).sum();
-        // Along a direction of unit length the slope is |gradient| at most.
+        // Along a unit direction the slope is at most |gradient|.
         let tolerance = 0.01 * want.abs() + 1e-3 * size;
         assert!((have - want).abs() <= tolerance, "{name}: {have} for {want}, of {size}");
     }
 }
 
-/// Only the modules that are named learn, and layers below them are passed without a graph.
+/// Only the named modules are trained; layers below them need no graph.
 #[test]
 fn targets_are_named_by_their_last_names() {
     let decoder = load("llama", None);
@@ -456,7 +456,7 @@ fn targets_are_named_by_their_last_names() {
     assert_eq!(names(&some)[..2], ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"]);
     let batch = batch("llama");
     let (_, gradient) = learned(&decoder, &some, some.values(), &batch, 1.0, Recompute::Layers);
-    // All others at 0 is the same model, and the gradients of those that are named are the same.
+    // With all other factors at 0 the model is the same, and so are the gradients of the named ones.
     let mut values = vec![0.0; all.values().len()];
     let mut places = Vec::new();
     for factor in some.factors() {

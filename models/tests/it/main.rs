@@ -1,4 +1,4 @@
-//! Folders as transformers writes them: what they compute, and what is wrong with them.
+//! Tests on folders in the format of transformers: results, and errors of invalid ones.
 
 mod bad;
 mod device;
@@ -46,7 +46,7 @@ fn open(name: &str) -> Weights {
     Weights::open(fixture(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// Of values from 0 up; NaN where one of them is.
+/// Returns the largest of values from 0 up; NaN if one is NaN.
 fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
     let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
     values.into_iter().fold(0.0, larger)

@@ -1,4 +1,4 @@
-//! The name map: total, and nobody's guess.
+//! The name map: every tensor has one name.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ fn every_family_has_a_fixture() {
     assert!(Family::all().iter().all(|family| Family::named(family.model_type()) == Some(*family)));
 }
 
-/// Rows of fused tensors tile them: each row is one parameter's.
+/// Rows of fused tensors are disjoint and complete: each row belongs to one parameter.
 #[test]
 fn fused_tensors_are_cut_without_gaps() {
     for name in FIXTURES {
@@ -35,7 +35,7 @@ fn fused_tensors_are_cut_without_gaps() {
     }
 }
 
-/// AutoModel saves a decoder without a head, and without what stands before its names.
+/// AutoModel saves a decoder without a head and without the prefix of its names.
 #[test]
 fn names_may_lack_the_prefix() {
     let whole = open("qwen3");
@@ -64,7 +64,7 @@ fn names_may_lack_the_prefix() {
     }
 }
 
-/// A matrix stored [in, out] is turned, rows are cut: against the bytes in the file.
+/// A matrix stored [in, out] is transposed, and its rows are sliced: compared with the bytes in the file.
 #[test]
 fn conv1d_is_turned_and_cut() {
     let weights = open("gpt2");
@@ -85,7 +85,7 @@ fn conv1d_is_turned_and_cut() {
     }
 }
 
-/// Nothing is copied that lies in the file as it is wanted.
+/// Values that the file holds in the requested layout are not copied.
 #[test]
 fn rows_of_a_file_are_borrowed() {
     let weights = open("phi3");
@@ -107,7 +107,7 @@ fn a_tied_head_is_the_embedding() {
     assert!(weights.bias(Slot::FinalNorm).expect("readable").is_none());
 }
 
-/// The tensors tell what is quantised: here all matrices of layers, and not the head.
+/// The tensors decide what is quantised: here all matrices of layers, but not the head.
 #[test]
 fn tensors_tell_what_is_quantised() {
     use Part::{Down, Gate, Key, Out, Query, Up, Value};
@@ -133,7 +133,7 @@ fn tensors_tell_what_is_quantised() {
     }
 }
 
-/// They are the tensors that bitsandbytes quantised, whole, whatever they are cut into here.
+/// `layer_matrices` returns the tensors that bitsandbytes quantised, including fused ones.
 #[test]
 fn layer_matrices_are_what_bitsandbytes_quantises() {
     for name in ["llama_nf4", "llama_int8", "phi3_nf4", "gpt2_nf4"] {

@@ -1,4 +1,4 @@
-//! What a rehearsal collects before anything is loaded, against what the loaded model launches.
+//! Kernels collected by a rehearsal before loading, against the launches of the loaded model.
 
 use std::collections::BTreeSet;
 

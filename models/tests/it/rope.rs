@@ -1,4 +1,4 @@
-//! Ropes against the reference's, which states them by other words of the same papers.
+//! Ropes against the reference, an independent implementation of the same papers.
 
 use models::{Rope, Scaling};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::{FIXTURES, open};
 use suite::decoder::rotary;
 
-/// Ropes of fixtures, in models and in the reference, and how long their frequencies are fixed.
+/// Frequencies of the fixtures' ropes equal the reference's, and are fixed up to `fixed_until`.
 #[test]
 fn a_rope_in_models_turns_as_the_reference_does() {
     for name in FIXTURES {
@@ -27,7 +27,7 @@ fn a_rope_in_models_turns_as_the_reference_does() {
     }
 }
 
-/// The frequencies of a rope, by the turns of the reference's.
+/// Returns cosine and sine of a pair, from the reference's rotation.
 fn turned_frequency(rope: &Rope, pair: usize, position: usize, seq: usize) -> [f64; 2] {
     let mut head = vec![0.0; rope.dim];
     head[..rope.dim / 2].fill(1.0);
@@ -36,7 +36,7 @@ fn turned_frequency(rope: &Rope, pair: usize, position: usize, seq: usize) -> [f
 }
 
 fn scaling() -> impl Strategy<Value = Scaling> {
-    // As many small lengths as large ones, where the bounds of blends meet the ends of a head.
+    // As many short lengths as long ones; at short ones the bounds of blends reach the ends of a head.
     let original = (1.0..12.0f64).prop_map(|bits| bits.exp2() as usize);
     let factor = 1.0..40.0f64;
     let factors = |min| proptest::collection::vec(min..20.0f64, 8);
@@ -69,7 +69,7 @@ fn scaling() -> impl Strategy<Value = Scaling> {
 }
 
 proptest! {
-    /// Two statements of the same papers agree, far from what fixtures ask.
+    /// Both implementations agree far outside the range of the fixtures.
     #[test]
     fn any_rope_turns_as_the_reference_does(
         scaling in scaling(),

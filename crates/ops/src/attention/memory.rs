@@ -3,8 +3,8 @@ use burn::tensor::FloatDType;
 use crate::OpMemory;
 use crate::memory::bytes_of;
 
-/// Bytes of an [`attention`](crate::attention()) of `rows` queries and keys, all heads of a query being `q` wide and those
-/// of a key `kv`. Its gradients read q, k, v, the result and the log-sum-exp.
+/// Returns the bytes of an [`attention`](crate::attention()) of `rows` queries and keys. All heads of a query
+/// have width `q`, those of a key `kv`. The backward pass reads q, k, v, the result and the log-sum-exp.
 pub fn attention_memory(
     rows: u128,
     heads: u128,

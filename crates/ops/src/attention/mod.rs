@@ -1,8 +1,9 @@
-//! `softmax(rules(q·kᵀ))·v` with the arguments of Burn's own attention, and more, and its gradients.
+//! Attention `softmax(scores(q·kᵀ))·v` and its gradients, with the arguments of Burn's own attention and
+//! more.
 //!
-//! One kernel forward, which keeps its log-sum-exp where gradients are wanted; the backward kernels
-//! compute the scores again. Neither stores them: memory grows with the sequence, not with its square.
-//! Only a bias that wants a gradient needs them stored, and goes through ordinary differentiable ops.
+//! One kernel computes the forward pass, and keeps the log-sum-exp if gradients are needed. The backward
+//! kernels recompute the scores. Neither stores them: memory grows linearly with the sequence, not
+//! quadratically. Only the gradient of a bias needs stored scores; it uses ordinary differentiable ops.
 
 mod memory;
 mod stored;
@@ -35,18 +36,21 @@ use crate::{Ctx, OpError};
 
 pub use memory::attention_memory;
 
-/// Scaled dot product attention with `heads / kv_heads` neighbouring heads to one of k and v.
+/// Computes scaled dot-product attention. Groups of `heads / kv_heads` adjacent query heads share a head of k
+/// and v.
 ///
 /// # Shapes
-/// q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_kv, head_dim]`, any strides;
-/// mask (true hides) and bias (added after the soft cap) `[batch, heads, seq_q, seq_kv]`, each axis
-/// possibly 1; the result is as q. A query without visible keys gives zeros.
+/// q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_kv, head_dim]`, any strides. mask
+/// (true hides) and bias (added after the soft cap) `[batch, heads, seq_q, seq_kv]`; each axis may be 1. The
+/// result has the shape of q. A query without visible keys gives zeros.
 ///
-/// Memory grows with the sequence, except for a bias that wants a gradient: its call stores the scores,
-/// `batch·heads·seq_q·seq_kv` of f32.
+/// Memory grows linearly with the sequence. The exception is a bias with a gradient: the call stores the
+/// scores, `batch·heads·seq_q·seq_kv` in f32.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, a device without our kernels, an implementation that cannot serve.
+/// [`OpError::Shape`], [`OpError::DType`], [`OpError::Scores`], [`OpError::Heads`] or [`OpError::Attention`]
+/// for invalid operands; [`OpError::Forced`] for an unsupported implementation; [`OpError::Device`] for a
+/// device without kernels; [`OpError::Tune`].
 pub fn attention(
     ctx: &Ctx,
     q: Tensor<4>,
@@ -59,15 +63,16 @@ pub fn attention(
     Ok(dense(ctx, [q, k, v], mask, bias, options, false)?.0)
 }
 
-/// [`attention`], and the log-sum-exp `ln Σ_j exp(s_j)` over the visible keys of each query, which merges attentions
-/// over parts of the keys: `out = Σ exp(lse_i - lse) · out_i` with `lse = ln Σ exp(lse_i)`.
+/// Computes [`attention`] and also returns the log-sum-exp `ln Σ_j exp(s_j)` over the visible keys of each
+/// query. It merges attentions over parts of the keys: `out = Σ exp(lse_i - lse) · out_i` with `lse = ln Σ
+/// exp(lse_i)`.
 ///
 /// # Shapes
-/// As [`attention`]; the log-sum-exp is `[batch, heads, seq_q]` in f32, -inf where no key is visible, and a constant
-/// for gradients, as FlashAttention's.
+/// As in [`attention`]; the log-sum-exp is `[batch, heads, seq_q]` in f32, -inf for a query without visible
+/// keys. As in FlashAttention, it is a constant for gradients.
 ///
 /// # Errors
-/// As [`attention`].
+/// The errors of [`attention`].
 pub fn attention_with_lse(
     ctx: &Ctx,
     q: Tensor<4>,
@@ -81,15 +86,16 @@ pub fn attention_with_lse(
     Ok((out, lse.expect("asked for")))
 }
 
-/// Gradients of [`attention_with_lse`] by q, k and v: `forward` is its result and log-sum-exp, `dout` the gradient of the
-/// result. The scores are computed again. Unlike a backward pass of Burn's, it returns errors; its results are constants
-/// for further gradients.
+/// Computes the gradients of [`attention_with_lse`] with respect to q, k and v. `forward` is its result and
+/// log-sum-exp, `dout` the gradient of the result. The scores are recomputed. Unlike Burn's backward pass, it
+/// returns errors. Its results are constants for further gradients.
 ///
 /// # Shapes
-/// q, k, v, mask, bias and the log-sum-exp as [`attention_with_lse`]; result and dout as q; gradients as q, k and v.
+/// q, k, v, mask, bias and the log-sum-exp as in [`attention_with_lse`]; result and dout like q; gradients
+/// like q, k and v.
 ///
 /// # Errors
-/// As [`attention`].
+/// The errors of [`attention`].
 pub fn attention_backward(
     ctx: &Ctx,
     [q, k, v]: [Tensor<4>; 3],
@@ -143,16 +149,16 @@ fn dense(
     attend(ctx, [q, k, v], mask, bias, Asked { options, packing: None, lse })
 }
 
-/// [`attention`] of sequences that differ in length, in one launch: they lie one after the other, and none sees another.
-/// Without mask and bias.
+/// Computes [`attention`] of packed sequences of different lengths, in one launch. Sequences are concatenated
+/// and do not attend to each other. There is neither mask nor bias.
 ///
 /// # Shapes
-/// q `[1, heads, queries, head_dim]`, k and v `[1, kv_heads, keys, head_dim]`, any strides, where `packing` says which
-/// queries and which keys are whose; the result is as q. FlashAttention's `[queries, heads, head_dim]` with `cu_seqlens` is
-/// that after `unsqueeze` and `swap_dims(1, 2)`.
+/// q `[1, heads, queries, head_dim]`, k and v `[1, kv_heads, keys, head_dim]`, any strides; `packing` holds
+/// the offsets of the sequences. The result has the shape of q. To pass FlashAttention's `[queries, heads,
+/// head_dim]` with `cu_seqlens`, apply `unsqueeze` and `swap_dims(1, 2)`.
 ///
 /// # Errors
-/// As [`attention`]; [`OpError::Offsets`] for a packing of another number of queries or keys.
+/// The errors of [`attention`]; [`OpError::Offsets`] for a packing with another number of queries or keys.
 pub fn attention_packed(
     ctx: &Ctx,
     q: Tensor<4>,
@@ -164,13 +170,14 @@ pub fn attention_packed(
     Ok(packed(ctx, [q, k, v], packing, options, false)?.0)
 }
 
-/// [`attention_packed`], and the log-sum-exp of each query as of [`attention_with_lse`].
+/// Computes [`attention_packed`] and also returns the log-sum-exp of each query, as [`attention_with_lse`]
+/// does.
 ///
 /// # Shapes
-/// As [`attention_packed`]; the log-sum-exp is `[1, heads, queries]` in f32.
+/// As in [`attention_packed`]; the log-sum-exp is `[1, heads, queries]` in f32.
 ///
 /// # Errors
-/// As [`attention_packed`].
+/// The errors of [`attention_packed`].
 pub fn attention_packed_with_lse(
     ctx: &Ctx,
     q: Tensor<4>,
@@ -205,7 +212,7 @@ fn packed(
     attend(ctx, [q, k, v], None, None, Asked { options, packing: Some(packing.clone()), lse })
 }
 
-/// Where sequences that lie one after the other begin, among queries and among keys.
+/// Offsets of packed sequences among the queries and among the keys.
 ///
 /// ```
 /// use ops::Packing;
@@ -222,8 +229,8 @@ pub struct Packing {
 }
 
 impl Packing {
-    /// Of cumulative offsets, one more than there are sequences: the first is 0, the last how many there are, and none is
-    /// below the one before. A sequence may be empty.
+    /// Creates a packing from cumulative offsets, one more than sequences. They start at 0, end at the number
+    /// of queries or keys, and never decrease. A sequence may be empty.
     ///
     /// # Errors
     /// [`OpError::Offsets`].
@@ -238,7 +245,7 @@ impl Packing {
         Ok(Self { q: q.to_vec(), kv: kv.to_vec() })
     }
 
-    /// How many sequences there are.
+    /// Returns the number of sequences.
     pub fn sequences(&self) -> usize {
         self.q.len() - 1
     }
@@ -254,17 +261,17 @@ impl Packing {
     }
 }
 
-/// The longest of what offsets hold, 1 at least: a problem has no empty axis.
+/// Returns the length of the longest sequence, at least 1: a problem has no empty axis.
 fn longest(offsets: &[u32]) -> u32 {
     offsets.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default().max(1)
 }
 
-/// What a caller wants of a validated attention.
+/// Request for a validated attention.
 #[derive(Debug, Clone)]
 pub(crate) struct Asked {
     options: AttentionOptions,
     packing: Option<Packing>,
-    /// True if the log-sum-exp is given back.
+    /// True if the log-sum-exp is returned.
     lse: bool,
 }
 
@@ -352,7 +359,7 @@ impl<B: Backend> Masking<B> {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
-    /// The same on another back end.
+    /// Returns the same mask on another back end.
     fn map<C: Backend>(self, of: impl Fn(BoolTensor<B>) -> BoolTensor<C>) -> Masking<C> {
         Masking::of(self.into_option().map(of))
     }
@@ -367,8 +374,7 @@ impl<B: Backend> Masking<B> {
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait AttentionOps: Backend {
-    /// The result, and the log-sum-exp where it is asked for. Sizes and dtypes are those of a validated call, and no size
-    /// is 0.
+    /// Returns the result, and the log-sum-exp if requested. The call is validated, and no size is 0.
     fn attend(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -379,7 +385,7 @@ pub(crate) trait AttentionOps: Backend {
         call: Call,
     ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
 
-    /// The gradients by q, k and v.
+    /// Returns the gradients of q, k and v.
     fn gradients(
         #[extension_type] saved: Saved<Self>,
         dout: FloatTensor<Self>,
@@ -388,7 +394,7 @@ pub(crate) trait AttentionOps: Backend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 }
 
-/// Operands and results of a forward pass, from which gradients start.
+/// Operands and results of a forward pass, for the backward pass.
 #[derive(Clone, ExtensionType)]
 pub(crate) struct Saved<B: Backend> {
     q: FloatTensor<B>,
@@ -478,7 +484,7 @@ impl AttentionOps for CubeBackend {
     }
 }
 
-/// A forward pass as the kernel takes it.
+/// A forward pass in the kernel's terms.
 struct Launch {
     problem: AttentionProblem,
     operands: AttentionOperands,
@@ -537,7 +543,7 @@ impl Launch {
     }
 }
 
-/// A log-sum-exp for each row of q, `[batch, heads, seq_q]` in f32.
+/// Allocates a log-sum-exp per row of q, `[batch, heads, seq_q]` in f32.
 pub(crate) fn log_sums_like(q: &CubeTensor) -> CubeTensor {
     let rows = Shape::new([q.meta.shape()[0], q.meta.shape()[1], q.meta.shape()[2]]);
     let float = burn::tensor::DType::F32;
@@ -548,10 +554,10 @@ pub(crate) fn forced(implementation: Implementation, why: &Infeasible) -> OpErro
     OpError::Forced { implementation, why: why.to_string() }
 }
 
-/// The tensor itself, or a copy whose last axis is contiguous.
+/// Returns the tensor, or a copy if its last axis is not contiguous.
 pub(crate) fn along_head_dim(tensor: CubeTensor) -> CubeTensor {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    // The stride of an axis of one element means nothing; positions must not overlap.
+    // The stride of an axis of length 1 is arbitrary; positions must not overlap.
     let contiguous =
         (strides[3] == 1 || shape[3] == 1) && (strides[2] >= shape[3] || shape[2] == 1);
     if contiguous { tensor } else { into_contiguous(tensor) }
@@ -567,7 +573,7 @@ pub(crate) fn head_strides(tensor: &CubeTensor) -> HeadStrides {
     }
 }
 
-/// Steps of a tensor of scores; an axis of one repeats.
+/// Returns the strides of a tensor of scores; an axis of length 1 repeats.
 fn score_strides(tensor: &CubeTensor) -> ScoreStrides {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
     let step = |axis: usize| if shape[axis] == 1 { 0 } else { strides[axis] as u64 };
@@ -578,7 +584,7 @@ fn score_strides(tensor: &CubeTensor) -> ScoreStrides {
 #[derive(Debug)]
 struct Attend;
 
-/// What the gradients need, q, k and v by the nodes that can bring them back.
+/// State that the gradients need. Burn's checkpointing restores q, k and v from their nodes.
 #[derive(Clone)]
 struct State<B: Backend> {
     nodes: [NodeId; 3],
@@ -612,7 +618,7 @@ impl<B: AttentionOps> Backward<B, 3> for Attend {
         let State { mask, bias, out, lse, asked, .. } = state;
         let saved = Saved { q, k, v, mask, bias, out, lse };
         let (dq, dk, dv) = B::gradients(saved, dout, asked, call.clone());
-        // Burn's backward pass has no way to return an error.
+        // Burn's backward pass cannot return an error.
         if let Some(e) = call.failed() {
             panic!("the gradient of an attention failed: {e}");
         }

@@ -1,4 +1,5 @@
-//! Attention by ordinary differentiable ops, which store the scores: the only way to the gradient of a bias.
+//! Attention with ordinary differentiable ops, which store the scores: the only way to the gradient of a
+//! bias.
 
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{Backend, TensorMetadata};
@@ -8,7 +9,8 @@ use kernels::attention::{AttentionOptions, AttentionProblem};
 use crate::OpError;
 use crate::call::float_of;
 
-/// Refuses what the kernels would, and an implementation that is asked for: ordinary ops are none.
+/// Returns the errors that the kernels would return, and an error for a requested implementation, because
+/// ordinary ops are none.
 pub(super) fn check<B: Backend>(
     q: &FloatTensor<B>,
     k: &FloatTensor<B>,
@@ -31,7 +33,7 @@ pub(super) fn check<B: Backend>(
     }
 }
 
-/// Result and log-sum-exp by ordinary ops in f32, which store the scores.
+/// Computes result and log-sum-exp with ordinary ops in f32, which store the scores.
 pub(super) fn attend<B: Backend>(
     operands: [FloatTensor<B>; 3],
     mask: Option<BoolTensor<B>>,
@@ -44,7 +46,7 @@ pub(super) fn attend<B: Backend>(
     let [batch, heads, seq_q, head_dim] = q.shape().dims();
     let [_, kv_heads, seq_kv, _] = k.shape().dims();
     let group = heads / kv_heads;
-    // Each head of k and v once for every head that shares it.
+    // Repeats each head of k and v for every query head that shares it.
     let spread = |t: FloatTensor<B>| {
         let apart = B::float_reshape(t, Shape::new([batch, kv_heads, 1, seq_kv, head_dim]));
         let shape = Shape::new([batch, kv_heads, group, seq_kv, head_dim]);
@@ -65,7 +67,7 @@ pub(super) fn attend<B: Backend>(
     if let Some(bias) = bias {
         scores = B::float_add(scores, bias);
     }
-    // What is hidden is hidden whatever its score and bias are.
+    // Masked scores are -inf for any value and bias.
     if options.causal || options.window.is_some() {
         let data = TensorData::new(hidden_by_order(seq_q, seq_kv, options), [1, 1, seq_q, seq_kv]);
         let bools = burn::backend::get_device_settings::<B>(&device).bool_dtype;
@@ -78,7 +80,7 @@ pub(super) fn attend<B: Backend>(
         let mask = B::bool_expand(mask, shape);
         scores = B::float_mask_fill(scores, mask, f32::NEG_INFINITY.into());
     }
-    // A row without keys: its maximum is -inf, its sum 0.
+    // In a row without keys the maximum is -inf and the sum 0.
     let least = f64::from(f32::MIN_POSITIVE);
     let most = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), (-1e30f64).into());
     let weights = B::float_exp(B::float_sub(scores, most.clone()));
@@ -89,7 +91,7 @@ pub(super) fn attend<B: Backend>(
     (out, B::float_reshape(lse, Shape::new([batch, heads, seq_q])))
 }
 
-/// Which scores causal order and window hide, `[seq_q, seq_kv]`: 1 where they do.
+/// Returns the scores that causal order and window hide, `[seq_q, seq_kv]`: 1 for a hidden one.
 fn hidden_by_order(seq_q: usize, seq_kv: usize, options: &AttentionOptions) -> Vec<f32> {
     let (seq_q, seq_kv) = (seq_q as i64, seq_kv as i64);
     let hides = |i: i64, j: i64| {

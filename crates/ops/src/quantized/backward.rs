@@ -1,7 +1,7 @@
-//! The same kernels under Burn's autodiff.
+//! Quantised matmuls under Burn's autodiff.
 //!
-//! Gradients of a matmul with a frozen weight: by x `[m, k]` and by bias `[n]`. Nothing of the weight's dense shape is kept
-//! for them.
+//! Gradients of a matmul with a frozen weight: of x `[m, k]` and of bias `[n]`. No dense weight is saved for
+//! them.
 
 use arch::DType;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -84,7 +84,8 @@ fn outer_words<B: Backend, C: CheckpointStrategy>(words: Words<B>) -> Words<Auto
     Words { codes, absmax, book, nested_book, scales }
 }
 
-/// The rest of an epilogue, by ordinary ops; `sum` has the columns of both matrices of two.
+/// Applies the rest of an epilogue with ordinary ops; for a gated matmul, `sum` has the columns of both
+/// matrices.
 fn finish_gated<B: Backend>(
     sum: FloatTensor<B>,
     gate: Option<FloatTensor<B>>,
@@ -107,7 +108,7 @@ fn finish_gated<B: Backend>(
     }
 }
 
-/// `x · wᵀ + bias` as a node of the graph.
+/// Computes `x · wᵀ + bias` as a node of the graph.
 fn tracked<B: QuantizedOps + MatmulOps, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     bias: Option<FloatTensor<Autodiff<B, C>>>,
@@ -125,11 +126,11 @@ fn tracked<B: QuantizedOps + MatmulOps, C: CheckpointStrategy>(
     }
 }
 
-/// Parents of a product's node: x, and bias or once more x where there is none.
+/// Parents of a matmul's node: x and bias; x stands in for an absent bias.
 #[derive(Debug)]
 struct Product;
 
-/// What the gradients need.
+/// State that the gradients need.
 #[derive(Clone)]
 struct Saved<B: Backend> {
     words: Words<B>,
@@ -159,7 +160,7 @@ impl<B: QuantizedOps + MatmulOps> Backward<B, 2> for Product {
         if let Some(node) = to_x {
             let call = Call::of(&ctx);
             let dense = B::dequantize_weight(words, weight, dtype, call.clone());
-            // Burn's backward pass has no way to return an error.
+            // Burn's backward pass cannot return an error.
             if let Some(e) = call.failed() {
                 panic!("the gradient of a product failed: {e}");
             }

@@ -1,4 +1,5 @@
-//! The kernels of quantised weights behind Burn's dispatch. Formats are told apart in `kernels::quantized`.
+//! The kernels of quantised weights behind Burn's dispatch. `kernels::quantized` selects the kernel by
+//! format.
 
 use arch::{DType, Device};
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -17,7 +18,7 @@ use crate::norm::{NormOps, normalised};
 use crate::words::words_at;
 use crate::{Ctx, OpError};
 
-/// The buffers of a weight as integer tensors; in place of buffers that its format lacks, the codes again.
+/// Buffers of a weight as integer tensors; the codes stand in for buffers that its format lacks.
 #[derive(Clone, ExtensionType)]
 pub(crate) struct Words<B: Backend> {
     pub(super) codes: IntTensor<B>,
@@ -27,7 +28,7 @@ pub(crate) struct Words<B: Backend> {
     pub(super) scales: IntTensor<B>,
 }
 
-/// A product without its tensors.
+/// Attributes of a matmul apart from its tensors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Spec {
     pub(super) weight: Weight,
@@ -37,7 +38,7 @@ pub(crate) struct Spec {
     pub(super) norm: Option<NormProblem>,
 }
 
-/// A buffer that may lie in several orders.
+/// A buffer with several possible orders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Buffer {
     Codes,
@@ -46,7 +47,7 @@ pub(crate) enum Buffer {
 
 #[backend_extension(Cube, Autodiff)]
 pub(crate) trait QuantizedOps: NormOps {
-    /// x is `[m, k]`, and everything else that of a validated call.
+    /// Runs a validated matmul with x `[m, k]`.
     fn multiply_quantized(
         x: FloatTensor<Self>,
         #[extension_type] words: Words<Self>,
@@ -55,7 +56,7 @@ pub(crate) trait QuantizedOps: NormOps {
         call: Call,
     ) -> FloatTensor<Self>;
 
-    /// The dense weight `[n, k]`.
+    /// Dequantises the weight to `[n, k]`.
     fn dequantize_weight(
         #[extension_type] words: Words<Self>,
         weight: Weight,
@@ -63,10 +64,10 @@ pub(crate) trait QuantizedOps: NormOps {
         call: Call,
     ) -> FloatTensor<Self>;
 
-    /// `values` as `weight`, which lies in rows.
+    /// Quantises `values` to `weight`, in row order.
     fn quantize_weight(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self>;
 
-    /// Two weights as one, the rows of the second last.
+    /// Joins two weights, with the rows of the second last.
     fn join_weights(
         #[extension_type] first: Words<Self>,
         #[extension_type] second: Words<Self>,
@@ -74,7 +75,7 @@ pub(crate) trait QuantizedOps: NormOps {
         call: Call,
     ) -> Words<Self>;
 
-    /// A buffer of the first weight as that of the second, the same weight in another order.
+    /// Reorders a buffer from the order of the first weight to that of the second.
     fn reorder_weight(
         tensor: IntTensor<Self>,
         buffer: Buffer,
@@ -93,7 +94,7 @@ impl<B: Backend> Words<B> {
         Self { codes, absmax, book, nested_book, scales }
     }
 
-    /// The buffers that `weight` has, in order.
+    /// Returns the buffers that `weight` has, in order.
     pub(super) fn buffers(self, weight: &Weight) -> Vec<IntTensor<B>> {
         let Self { codes, absmax, book, nested_book, scales } = self;
         let all = [codes, absmax, book, nested_book, scales];
@@ -106,7 +107,7 @@ impl Words<CubeBackend> {
         self.buffers(weight).into_iter().map(|tensor| into_contiguous(tensor).handle).collect()
     }
 
-    /// The buffers of `weight`, on the device of `like`.
+    /// Wraps the buffers of `weight`, on the device of `like`.
     fn from_handles(handles: Vec<Handle>, weight: &Weight, like: &CubeTensor) -> Self {
         let tensor = |(handle, bytes): (_, u64)| words_at(handle, bytes.div_ceil(4), like);
         Self::new(handles.into_iter().zip(weight.buffer_bytes()).map(tensor).collect())
@@ -204,7 +205,7 @@ impl QuantizedOps for CubeBackend {
             Ok(handles) => Words::from_handles(handles, &weight, &values),
             Err(e) => {
                 call.fail(e);
-                // Never seen: the caller asks for the failure first.
+                // Never used: the caller checks for the failure first.
                 Words::new(vec![empty_like(&values, [0], DType::F32)])
             }
         }

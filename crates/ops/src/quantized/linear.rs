@@ -1,4 +1,4 @@
-//! Matmuls and layers with a quantised weight.
+//! Matmuls and linear layers with a quantised weight.
 
 use burn::backend::Dispatch;
 use burn::module::{Module, Param};
@@ -14,14 +14,16 @@ use crate::matmul::linear_memory;
 use crate::memory::bytes_of;
 use crate::{Ctx, Epilogue, MemoryProfile, OpError, OpMemory};
 
-/// `residual + gate · activation(x · wᵀ + bias)` with a frozen quantised weight.
+/// Computes `residual + gate · activation(x · wᵀ + bias)` with a frozen quantised weight.
 ///
 /// # Shapes
 /// x `[.., k]`, result `[.., n]`; bias `[n]`. Gradients flow to every tensor except the weight.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, another result dtype than that of x, `tf32` or `half_sums`, which the kernels do not
-/// have, a device without our kernels, a policy that forbids the shape.
+/// [`OpError::Depth`], [`OpError::Shape`], [`OpError::DType`] for operands that do not fit, or a result dtype
+/// other than that of x; [`OpError::HalfSums`] and [`OpError::NoTf32`] for options that these kernels lack;
+/// [`OpError::Device`] for a device without kernels; [`OpError::Tune`] if the policy allows no config for the
+/// shape.
 pub fn quantized_linear<const D: usize>(
     ctx: &Ctx,
     x: Tensor<D>,
@@ -31,14 +33,15 @@ pub fn quantized_linear<const D: usize>(
     run(ctx, x, weight, epilogue, false)
 }
 
-/// `residual + gate · activation(x · Gᵀ + bias) · (x · Uᵀ + bias)`: a gated feed-forward's first half in one launch, of a
-/// weight that [`QuantizedWeight::join`] made of G and U.
+/// Computes `residual + gate · activation(x · Gᵀ + bias) · (x · Uᵀ + bias)`: the first half of a gated
+/// feed-forward block, in one launch. The weight joins G and U by [`QuantizedWeight::join`].
 ///
 /// # Shapes
 /// x `[.., k]`, weight `[2n, k]`, bias `[2n]`, result `[.., n]`.
 ///
 /// # Errors
-/// As [`quantized_linear`]; a weight that is not two matrices of one height, or a format without a gated matmul.
+/// The errors of [`quantized_linear`]; [`OpError::Matmul`] for a weight with an odd number of rows, or a
+/// format without a gated matmul.
 pub fn quantized_glu<const D: usize>(
     ctx: &Ctx,
     x: Tensor<D>,
@@ -48,8 +51,8 @@ pub fn quantized_glu<const D: usize>(
     run(ctx, x, weight, epilogue, true)
 }
 
-/// Bytes of [`quantized_linear`] with a weight `[n, k]`: more rows than its codes serve make a dense copy, as any backward
-/// pass does. Gradients read no operand.
+/// Returns the bytes of [`quantized_linear`] with a weight `[n, k]`. More rows than the codes can serve take
+/// a dense copy, as does any backward pass. The gradients read no operand.
 pub fn quantized_linear_memory(
     profile: MemoryProfile,
     rows: u128,
@@ -60,7 +63,8 @@ pub fn quantized_linear_memory(
     OpMemory { dense_weight, saved: 0, ..linear_memory(profile, rows, [n, k], dtype) }
 }
 
-/// Bytes of [`quantized_glu`] with a weight `[2n, k]`: next to a dense copy the matmul that gates has a result of its own.
+/// Returns the bytes of [`quantized_glu`] with a weight `[2n, k]`. With a dense copy, the gate matmul has a
+/// separate result.
 pub fn quantized_glu_memory(
     profile: MemoryProfile,
     rows: u128,
@@ -84,7 +88,7 @@ fn run<const D: usize>(
     on_cubecl(&x.device())?;
     let need = x.dtype();
     let dtype = float_of(need)?;
-    // By ordinary ops too, where a gradient is asked for.
+    // Also checked if the gradient uses ordinary ops.
     weight.weight.check_gated(glu)?;
     let have = x.dims();
     if have[D - 1] != k {
@@ -151,46 +155,49 @@ fn run<const D: usize>(
 /// ```
 #[derive(Module, Debug)]
 pub struct QuantizedLinear {
-    /// `[n, k]`; it does not train.
+    /// Frozen weight `[n, k]`
     pub weight: QuantizedWeight,
-    /// `[n]`; it trains, unless it is told otherwise.
+    /// Bias `[n]`; it is trainable unless frozen.
     pub bias: Option<Param<Tensor<1>>>,
     #[module(skip)]
     ctx: Ctx,
 }
 
 impl QuantizedLinear {
-    /// A layer of a weight, with a bias `[n]` or none.
+    /// Creates a layer from a weight and an optional bias `[n]`.
     pub fn new(ctx: &Ctx, weight: QuantizedWeight, bias: Option<Param<Tensor<1>>>) -> Self {
         Self { weight, bias, ctx: ctx.clone() }
     }
 
-    /// Quantises a layer of Burn's; its bias stays as it is.
+    /// Quantises a Burn layer; the bias stays as it is.
     ///
     /// # Errors
-    /// As [`QuantizedWeight::quantize`].
+    /// The errors of [`QuantizedWeight::quantize`].
     pub fn quantize(ctx: &Ctx, linear: Linear, scheme: impl Into<Scheme>) -> Result<Self, OpError> {
         let Linear { weight, bias } = linear;
         let weight = weight.val().detach().transpose();
         Ok(Self::new(ctx, QuantizedWeight::quantize(ctx, weight, scheme)?, bias))
     }
 
-    /// `x · wᵀ + bias`.
+    /// Computes `x · wᵀ + bias`.
     ///
     /// # Shapes
     /// x `[.., k]`, result `[.., n]`.
     ///
     /// # Errors
-    /// As [`quantized_linear`].
+    /// The errors of [`quantized_linear`].
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, OpError> {
         let bias = self.bias.as_ref().map(Param::val);
         quantized_linear(&self.ctx, x, &self.weight, Epilogue { bias, ..Epilogue::default() })
     }
 
-    /// `activation(x · wᵀ + bias)` in one launch.
+    /// Computes `activation(x · wᵀ + bias)` in one launch.
+    ///
+    /// # Shapes
+    /// x `[.., k]`, result `[.., n]`.
     ///
     /// # Errors
-    /// As [`quantized_linear`].
+    /// The errors of [`quantized_linear`].
     pub fn forward_activated<const D: usize>(
         &self,
         x: Tensor<D>,

@@ -1,11 +1,12 @@
-//! Frozen weights in a quantised format, multiplied with as they are.
+//! Frozen weights in a quantised format, used in matmuls without a dense copy where possible.
 //!
 //! ```text
 //!   y = residual + gate · activation(x · wᵀ + bias)          dx = (dout) · w      w has no gradient
 //! ```
 //!
-//! A backward pass makes one dense weight at a time and keeps none: what is saved for it are the codes. On a device the
-//! codes lie in the order that it multiplies fastest; [`QuantizedWeight::to_host`] returns them in the order of files.
+//! A backward pass dequantises one weight at a time and keeps none: it saves only the codes. On a device the
+//! codes have the order that is fastest there; [`QuantizedWeight::to_host`] returns them in the order of
+//! files.
 
 mod backward;
 mod dispatch;
@@ -34,21 +35,21 @@ use crate::{Ctx, OpError};
 
 /// A quantised weight `[n, k]` on a device. It has no gradient; clones share its memory.
 ///
-/// As a Burn module it has integer parameters alone, which optimisers pass by.
+/// As a Burn module it has only integer parameters, which optimizers ignore.
 #[derive(Module, Debug)]
 pub struct QuantizedWeight {
-    /// Words of codes.
+    /// Codes, as words.
     codes: Param<Tensor<1, Int>>,
-    /// Words of scales, one a block or row.
+    /// Absmax per block or row, as words.
     absmax: Param<Tensor<1, Int>>,
-    /// Words of f32: what the codes mean, where the format has a codebook.
+    /// Codebook in f32, as words, if the format has one.
     book: Option<Param<Tensor<1, Int>>>,
-    /// Words of 256 f32, and of pairs of scale and offset, where absmax is nested.
+    /// Codebook of nested absmax, 256 f32, and pairs of scale and offset, as words, if absmax is nested.
     nested_book: Option<Param<Tensor<1, Int>>>,
     scales: Option<Param<Tensor<1, Int>>>,
     #[module(skip)]
     weight: Weight,
-    /// Type of the values before they were quantised.
+    /// Dtype before quantisation.
     #[module(skip)]
     dtype: DType,
 }
@@ -57,10 +58,11 @@ impl QuantizedWeight {
     /// Quantises `weight` on its device.
     ///
     /// # Shapes
-    /// weight `[n, k]`: transposed from Burn's `Linear`, as checkpoints have it.
+    /// weight `[n, k]`, as in checkpoints: the transpose of Burn's `Linear`.
     ///
     /// # Errors
-    /// A block that the format does not have, infinities or NaN, a device without our kernels.
+    /// [`OpError::Weight`] for a block size that the format lacks; [`OpError::Quantize`] for infinities or
+    /// NaN; [`OpError::Device`] for a device without kernels.
     pub fn quantize(
         ctx: &Ctx,
         weight: Tensor<2>,
@@ -85,15 +87,17 @@ impl QuantizedWeight {
     /// Uploads a weight of a checkpoint.
     ///
     /// # Errors
-    /// A weight that is not a matrix, lengths that do not fit its shape, a device without our kernels.
+    /// [`OpError::NoMatrix`]; [`OpError::Weight`]; [`OpError::Shape`] for buffers whose lengths do not fit
+    /// the shape; [`OpError::Device`] for a device without kernels.
     pub fn from_host(ctx: &Ctx, host: &Encoded<'_>, device: &Device) -> Result<Self, OpError> {
         Self::from_files(ctx, host, device, |_| None::<Vec<u8>>)
     }
 
-    /// The same; buffers that `mapped` finds in a mapped file are read as they are sent, as [`upload`](crate::upload()) does.
+    /// Uploads a weight of a checkpoint. Buffers that `mapped` finds in a mapped file are read as they are
+    /// sent, like [`upload`](crate::upload()).
     ///
     /// # Errors
-    /// As [`QuantizedWeight::from_host`].
+    /// The errors of [`QuantizedWeight::from_host`].
     pub fn from_files<M: AsRef<[u8]> + Send + 'static>(
         ctx: &Ctx,
         host: &Encoded<'_>,
@@ -121,14 +125,15 @@ impl QuantizedWeight {
         Self::from_tensors(ctx, buffers, weight, host.dtype).in_best_order(ctx, device)
     }
 
-    /// A weight without values: products with it launch what those with any weight of this shape and scheme do. `dtype` is
-    /// that of the values before they were quantised.
+    /// Creates a weight without values. Its matmuls launch the same kernels as those of any weight of this
+    /// shape and scheme. `dtype` is the dtype before quantisation.
     ///
     /// # Shapes
     /// `[n, k]`.
     ///
     /// # Errors
-    /// A shape that is no matrix, a block that the format does not have, a device without our kernels.
+    /// [`OpError::NoMatrix`]; [`OpError::Weight`] for a block size that the format lacks; [`OpError::Device`]
+    /// for a device without kernels.
     pub fn outline(
         ctx: &Ctx,
         shape: &[usize],
@@ -144,7 +149,7 @@ impl QuantizedWeight {
         Self::from_tensors(ctx, buffers, weight, dtype).in_best_order(ctx, device)
     }
 
-    /// The weight as files have it, whatever its order on the device.
+    /// Downloads the weight in the order of files, whatever its order on the device.
     ///
     /// # Errors
     /// [`OpError::Device`].
@@ -160,10 +165,10 @@ impl QuantizedWeight {
         Ok(Encoded { scheme, dtype: self.dtype, shape, buffers })
     }
 
-    /// The dense weight `[n, k]`.
+    /// Dequantises the weight to a dense `[n, k]`.
     ///
     /// # Errors
-    /// A dtype that no weight is made of.
+    /// [`OpError::NotFloat`] for a dtype other than f32, f16 or bf16.
     pub fn dequantize(&self, ctx: &Ctx, dtype: FloatDType) -> Result<Tensor<2>, OpError> {
         let (call, out) = (Call::of(ctx), float_of(dtype.into())?);
         let dense = <Dispatch as QuantizedOps>::dequantize_weight(
@@ -175,12 +180,12 @@ impl QuantizedWeight {
         call.failed().map_or_else(|| Ok(Tensor::from_dispatch(dense)), Err)
     }
 
-    /// Weights of one k as one, their rows one after the other: a launch for the projections of queries, keys and values,
-    /// or for [`quantized_glu`]. None where they cannot be one: where formats, blocks or roundings of x differ, or where a
-    /// word, a block or a nested group would hold elements of two.
+    /// Joins weights of the same k into one, with their rows concatenated: one launch for fused QKV, or a
+    /// weight for [`quantized_glu`]. Returns none if they cannot be joined: formats, block sizes or
+    /// activation rounding differ, or a word, a block or a nested group would hold elements of two weights.
     ///
     /// # Errors
-    /// [`OpError::Empty`] of nothing; k that differ; a device that fails.
+    /// [`OpError::Empty`] for no weights; [`OpError::Shape`] for different k; [`OpError::Device`].
     pub fn join(ctx: &Ctx, parts: &[&Self]) -> Result<Option<Self>, OpError> {
         let Some((first, rest)) = parts.split_first() else { return Err(OpError::Empty) };
         let mut joined = (*first).clone();
@@ -206,30 +211,31 @@ impl QuantizedWeight {
         Ok(Some(joined))
     }
 
-    /// The weight whose products round x to a byte an element and a scale a row, except columns with a value of `threshold`
-    /// and above, none of them if it is 0, wherever bytes multiply faster: int8 on CUDA, k a multiple of 16, 128 rows and
-    /// more. Other products and formats multiply x as it is.
+    /// Returns the weight with int8 activations: its matmuls round x to 8 bits, with a scale per row. Outlier
+    /// columns, with a magnitude of `threshold` or above, are not rounded; a threshold of 0 means no
+    /// outliers. This applies if int8 is faster: int8 weights on CUDA, k a multiple of 16, and at least 128
+    /// rows. Other matmuls and formats use x unrounded.
     #[must_use]
     pub fn rounding(self, threshold: f32) -> Self {
         Self { weight: self.weight.rounding(threshold), ..self }
     }
 
-    /// `[n, k]`.
+    /// Returns `[n, k]`.
     pub const fn shape(&self) -> [usize; 2] {
         let [n, k] = self.weight.shape();
         [n as usize, k as usize]
     }
 
-    /// Its format, with its block and its scales.
+    /// Returns the scheme: format, block and scales.
     pub fn scheme(&self) -> Scheme {
         self.weight.scheme()
     }
 
-    /// Whether [`quantized_linear`], or with `glu` [`quantized_glu`], normalises rows `x` in the launch that multiplies
-    /// them. Where it does not, several products of the same rows share one [`norm`](crate::norm()).
+    /// Returns true if [`quantized_linear`], or with `glu` [`quantized_glu`], fuses the norm of rows `x`. If
+    /// not, several matmuls of the same rows can share one [`norm`](crate::norm()).
     ///
     /// # Errors
-    /// Dtypes that are not multiplied, a device without our kernels.
+    /// [`OpError::NotFloat`]; [`OpError::Device`] for a device without kernels.
     pub fn takes_norm(
         &self,
         ctx: &Ctx,
@@ -243,18 +249,18 @@ impl QuantizedWeight {
         Ok(self.weight.takes_norm(device.profile(), &product)?)
     }
 
-    /// Bytes on the device.
+    /// Returns the bytes on the device.
     pub const fn bytes(&self) -> u64 {
         self.weight.bytes()
     }
 
-    /// Its codes, in words, as they lie on the device.
+    /// Returns the codes as words, in the order of the device.
     pub fn codes(&self) -> Tensor<1, Int> {
         self.codes.val()
     }
 
-    /// A weight of its buffers. In a record codes and scales lie as files have them, so that a module whose weights lie
-    /// otherwise can load it.
+    /// Creates a weight from its buffers. A record stores codes and scales in the order of files, so that
+    /// modules with any order can load it.
     fn from_tensors(ctx: &Ctx, buffers: Vec<Tensor<1, Int>>, weight: Weight, dtype: DType) -> Self {
         let frozen = |tensor: Tensor<1, Int>| Param::initialized(ParamId::new(), tensor);
         let ordered = |tensor, buffer: Buffer| {
@@ -289,7 +295,7 @@ impl QuantizedWeight {
         Self::from_tensors(ctx, tensors.collect(), weight, dtype)
     }
 
-    /// Its buffers, in order.
+    /// Returns the buffers, in order.
     fn params(&self) -> Vec<&Param<Tensor<1, Int>>> {
         let rest = [&self.book, &self.nested_book, &self.scales];
         let rest = rest.into_iter().flat_map(Option::as_ref);
@@ -318,10 +324,10 @@ impl QuantizedWeight {
     }
 }
 
-/// Buffers in the order of [`Encoded`], as errors name them.
+/// Names of the buffers in errors, in the order of [`Encoded`].
 const NAMES: [&str; 5] = ["codes", "absmax", "quant_map", "nested_quant_map", "nested_absmax"];
 
-/// Scales with as many words as the weight has of them in any order, so that a record fits a module of each.
+/// Pads scales to the largest number of words in any order, so that a record fits modules of every order.
 fn padded(scales: Tensor<1, Int>, weight: &Weight) -> Tensor<1, Int> {
     let missing = weight.scale_words() as usize - scales.dims()[0];
     if missing == 0 {
@@ -331,7 +337,7 @@ fn padded(scales: Tensor<1, Int>, weight: &Weight) -> Tensor<1, Int> {
     Tensor::cat(vec![scales, zeros], 0)
 }
 
-/// Codes or scales of a weight in another order.
+/// Reorders codes or scales of a weight.
 fn reorder(
     ctx: &Ctx,
     tensor: Tensor<1, Int>,
@@ -347,7 +353,7 @@ fn reorder(
     call.failed().map_or_else(|| Ok(Tensor::from_dispatch(made)), Err)
 }
 
-/// The weight of a shape, its codes row by row.
+/// Returns a weight of a shape, with its codes in row order.
 fn target(shape: &[usize], scheme: Scheme) -> Result<Weight, OpError> {
     let &[n, k] = shape else { return Err(OpError::NoMatrix(shape.to_vec())) };
     Ok(Weight::new([size_of(n)?, size_of(k)?], scheme)?)

@@ -41,7 +41,7 @@ fn cases() -> Vec<AttentionOptions> {
     ]
 }
 
-/// Every second key of every second query is hidden; one query sees nothing.
+/// Hides every second key of every second query, and all keys of one query.
 fn mask() -> Vec<bool> {
     let [seq_q, seq_kv] = SEQS;
     (0..seq_q * seq_kv).map(|at| at / seq_kv == 3 || at % 2 == 1 && at / seq_kv % 2 == 0).collect()
@@ -78,7 +78,7 @@ fn heads_may_lie_beside_each_other() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let [q, k, v] = operands(&device);
     let host = [q.clone(), k.clone(), v.clone()].map(values);
-    // `[batch, seq, heads, head_dim]` in memory, as a projection leaves it.
+    // `[batch, seq, heads, head_dim]` in memory, as a projection writes it.
     let beside = |t: Tensor<4>| {
         Tensor::<4>::from_data(t.swap_dims(1, 2).into_data(), &device).swap_dims(1, 2)
     };
@@ -104,7 +104,7 @@ fn gradients_are_the_differences() {
         Scores { mask: Some(&masks), ..Scores::default() },
         Scores { bias: Some(&biases), ..Scores::default() },
     );
-    // Nothing, a mask, a bias, and a bias whose own gradient takes the way that stores the scores.
+    // None, a mask, a bias, and a bias with a gradient, which stores the scores.
     let kinds = [(None, None), (Some(&hidden), None), (None, Some(false)), (None, Some(true))];
     for (options, (mask, biased)) in
         cases().into_iter().flat_map(|options| kinds.map(|kind| (options, kind)))
@@ -134,7 +134,7 @@ fn gradients_are_the_differences() {
         for (which, operand) in tracked.iter().enumerate() {
             let got = values(operand.grad(&gradients).expect("tracked"));
             let step = 1f32 / 1024.0;
-            // Every third, to keep the test short.
+            // Every third value, to keep the test short.
             let places: Vec<_> = (0..got.len()).step_by(3).collect();
             let differences = places.iter().map(|&i| {
                 let at = |sign: f32| {
@@ -176,8 +176,8 @@ fn gradients_are_the_differences() {
     }
 }
 
-/// Without gradients, with them, and where a bias wants one; a query that sees nothing has -inf. And it merges: attention
-/// over all keys is made of attentions over two halves of them.
+/// The log-sum-exp equals the reference's without gradients, with them, and with a bias gradient. It is -inf
+/// for a query without keys. Attentions over two halves of the keys merge into the attention over all keys.
 #[test]
 fn the_log_sum_exp_is_the_references_and_merges_parts() {
     let ctx = Ctx::default();
@@ -236,7 +236,7 @@ fn the_log_sum_exp_is_the_references_and_merges_parts() {
     close(&values(one * share(a) + two * share(b)), &wide(values(whole)), "merged results");
 }
 
-/// Sequences of different lengths, one of them empty, in one launch: results and gradients are those of each alone.
+/// Packed sequences of different lengths, one empty, give the results and gradients of each sequence alone.
 #[test]
 fn packed_sequences_are_alone() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
@@ -319,7 +319,8 @@ fn offsets_that_mean_nothing_are_refused() {
     );
 }
 
-/// What is refused of a bias without a gradient is refused of one with it, and half precision keeps rows without keys.
+/// A bias with a gradient is rejected by the same rules as one without. Half precision keeps rows without
+/// keys.
 #[test]
 fn a_bias_that_wants_a_gradient_changes_no_rule() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
@@ -355,7 +356,7 @@ fn what_is_hidden_is_hidden_whatever_its_bias_is() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
     let [seq_q, seq_kv] = SEQS;
     let shape = [1, HEADS[0], seq_q, seq_kv];
-    // The last key of every row but the last query's is out of order, and the second is masked.
+    // The last key is out of causal order for every query except the last, and the second is masked.
     let marks = |key: usize| {
         let row: Vec<f32> = (0..seq_kv).map(|at| f32::from(u8::from(at == key))).collect();
         Tensor::<1>::from_floats(row.as_slice(), &device)
@@ -407,7 +408,7 @@ fn explicit_gradients_are_those_of_the_backward_pass() {
             assert_eq!(values(explicit), values(gradient));
         }
     }
-    // Without queries or keys nothing moves the result.
+    // Without queries or keys the gradients are empty or zero.
     let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &Device::cpu());
     let (q, k) = (zeros([1, 4, 2, 8]), zeros([1, 2, 0, 8]));
     let lse = Tensor::<3>::zeros([1, 4, 2], &Device::cpu());

@@ -47,7 +47,7 @@ fn reference(seq_q: usize, options: &DecodeOptions) -> Decode {
     }
 }
 
-/// What the reference has for a cache of these values.
+/// Returns the reference's result for a cache of these values.
 fn want(
     seq_q: usize,
     options: &DecodeOptions,
@@ -76,7 +76,7 @@ fn rules_and_lengths_are_the_references() {
             let out = decode(&ctx, q.clone(), cache(floats(&device)), options).expect("valid");
             close(&values(out), &want, &format!("{options:?}"));
         }
-        // Lengths that the device alone has.
+        // Lengths on the device.
         let data = TensorData::new(LENGTHS.map(u32::cast_signed).to_vec(), [BATCH]);
         let there = Tensor::<1, Int>::from_data(data, &device);
         let lengths = Lengths::Device { lengths: there, longest: CAPACITY as u32 };
@@ -110,7 +110,7 @@ fn a_forced_implementation_runs_or_is_refused_and_gives_its_log_sum_exp() {
     assert!(matches!(refused, OpError::Forced { .. }), "{refused}");
 }
 
-/// The blocks of a cache whose sequences have theirs in turn: block `3·b + i` is the `i`th of `b`.
+/// Pages a cache in order: block `3·b + i` is the `i`th of sequence `b`.
 fn paged(whole: Tensor<4>) -> Tensor<4> {
     let [batch, heads, capacity, dim] = whole.dims();
     let blocks = whole.reshape([batch, heads, capacity / BLOCK, BLOCK * dim]).swap_dims(1, 2);
@@ -127,7 +127,7 @@ fn pages_and_bytes_hold_the_same() {
     let table: Vec<u32> = (0..9).collect();
     let host = floats(&device).map(values);
     let expected = want(2, &options, &host_q, [&host[0], &host[1]], None);
-    // Pages whose positions and heads lie in either order.
+    // Pages with positions and heads in either order.
     for dense in [false, true] {
         let pages = floats(&device).map(paged).map(|pages| match dense {
             true => Tensor::from_data(pages.into_data(), &device),

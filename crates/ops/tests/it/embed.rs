@@ -6,7 +6,7 @@ use crate::{tensor, values};
 
 const VOCAB: usize = 9;
 const MAX_SEQ: usize = 7;
-/// The last token of the second sequence is none, and neither has it a position.
+/// The last token of the second sequence is past the vocabulary and past the positions.
 const TOKENS: [i32; 6] = [3, 0, 8, 3, 1, 9];
 const START: [i32; 2] = [0, 5];
 const POSITIONS: [u32; 6] = [0, 1, 2, 5, 6, 7];

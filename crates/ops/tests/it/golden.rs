@@ -1,6 +1,6 @@
-//! Our kernels on what bitsandbytes wrote: fixtures of `checkpoint`, which hold what a weight was made of and what
-//! bitsandbytes makes of it. What a GPU quantised (`cuda_*`) is ours bit by bit; of the CPU's `reference::nf4` says what
-//! is not.
+//! Kernels on files of bitsandbytes: fixtures of `checkpoint` hold original weights and their values after
+//! bitsandbytes. Weights quantised on a GPU (`cuda_*`) are equal bit for bit; `reference::nf4` lists the
+//! differences of the CPU.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use reference::{Distribution, Matmul, fill, nf4};
 
 use crate::values;
 
-/// Runs `check` on every weight, with the values that it was made of and those that bitsandbytes makes of it.
+/// Runs `check` on every weight, with its original values and those that bitsandbytes decodes.
 fn each(mut check: impl FnMut(&str, Weight<'_>, [&[f32]; 2])) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../checkpoint/fixtures");
     let files = folder.read_dir().expect("there").map(|entry| entry.expect("listed").path());
@@ -33,7 +33,7 @@ fn each(mut check: impl FnMut(&str, Weight<'_>, [&[f32]; 2])) {
     }
 }
 
-/// Runs `check` on every weight of 4 bits, as a matrix.
+/// Runs `check` on every 4-bit weight, as a matrix.
 fn each_four_bit(mut check: impl FnMut(&str, FourBit<'_>, [&[f32]; 2])) {
     let mut count = 0;
     each(|name, weight, beside| {
@@ -50,7 +50,7 @@ fn on_cuda(name: &str) -> bool {
     name.starts_with("cuda_")
 }
 
-/// Fails at the first value that is not theirs to the last bit.
+/// Panics at the first value with different bits.
 fn same(what: &str, ours: &[f32], theirs: &[f32]) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (i, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
@@ -66,13 +66,14 @@ const fn float(dtype: DType) -> (FloatDType, reference::DType) {
     }
 }
 
-/// Values that `dtype` has.
+/// Returns values in `dtype`.
 fn dense(values: &[f32], shape: [usize; 2], dtype: FloatDType) -> Tensor<2> {
     let wide = TensorData::new(values.to_vec(), shape);
     Tensor::<2>::from_data(wide, &Device::cpu()).cast(dtype)
 }
 
-/// Few rows and many by a weight `[n, k]`, and by what bitsandbytes makes of it.
+/// Checks matmuls of few and of many rows with a weight `[n, k]` against those with bitsandbytes' dense
+/// values.
 fn multiplied(
     name: &str,
     [n, k]: [usize; 2],
@@ -103,7 +104,7 @@ fn four_bits_are_decoded_and_multiplied_as_bitsandbytes_does() {
         let encoded = weight.encoded().expect("4 bits");
         let weight = QuantizedWeight::from_host(&ctx, &encoded, &device).expect("a matrix");
         let ours = weight.dequantize(&ctx, float(dtype).0).expect("a float");
-        // Some of bitsandbytes' code decodes FP4's 8 to -0.
+        // Some of bitsandbytes' code decodes FP4's code 8 to -0.
         let plus_zero = |values: &[f32]| values.iter().map(|v| v + 0.0).collect::<Vec<_>>();
         same(name, &plus_zero(&values(ours)), &plus_zero(theirs));
         multiplied(name, weight.shape(), dtype, theirs, |x| {
@@ -130,7 +131,7 @@ fn four_bits_are_quantised_as_bitsandbytes_does() {
         };
         let ours = make(false);
         same(name, &ours.quant_map, &theirs.quant_map);
-        // The CPU gives FP4's two zeros, 0 and 8, the other sign.
+        // The CPU swaps the signs of FP4's two zeros, codes 0 and 8.
         let unsigned = layout.quant_type == WeightFormat::Fp4 && !on_cuda(name);
         let codes = |codes: &[u8]| -> Vec<u8> {
             let halves = codes.iter().flat_map(|byte| [byte >> 4, byte & 15]);
@@ -140,14 +141,14 @@ fn four_bits_are_quantised_as_bitsandbytes_does() {
         let Absmax::Plain(absmax) = &ours.absmax else { panic!("none were nested") };
         match &theirs.absmax {
             Absmax::Plain(theirs) => {
-                // On the CPU a short last block of zeros has 1e-38, which is subnormal.
+                // On the CPU a short last block of zeros has absmax 1e-38, which is subnormal.
                 let theirs = theirs.iter().map(|a| if a.is_subnormal() { 0.0 } else { *a });
                 same(name, absmax, &theirs.collect::<Vec<_>>());
             }
             Absmax::Nested(theirs) => {
                 let codes = nested_as_theirs(name, absmax, [n, k], layout.block_size, theirs);
                 let Absmax::Nested(whole) = make(true).absmax else { panic!("all were nested") };
-                // Torch's mean, of f32, may be the neighbour.
+                // Torch's f32 mean may be the neighbouring value.
                 let off = (whole.offset - theirs.offset).abs();
                 assert!(off <= theirs.offset * f32::EPSILON, "{name}: {off}");
                 if off == 0.0 {
@@ -159,7 +160,7 @@ fn four_bits_are_quantised_as_bitsandbytes_does() {
     });
 }
 
-/// Nests absmax relative to the offset that bitsandbytes had; returns the codes.
+/// Nests absmax relative to bitsandbytes' offset; returns the codes.
 fn nested_as_theirs(
     name: &str,
     absmax: &[f32],
@@ -167,7 +168,7 @@ fn nested_as_theirs(
     block_size: usize,
     theirs: &Nested<'_>,
 ) -> Vec<u8> {
-    // A place of the table in which the CPU finds codes: there a value may be half of one off.
+    // Step of the table in which the CPU looks codes up: a value there may be off by half a step.
     const PLACE: f32 = 2.0 / 65535.0;
     let cpu = arch::Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
     let client = cpu.client();
@@ -196,7 +197,7 @@ fn eight_bits_are_those_of_bitsandbytes() {
     let (device, ctx, mut count) = (Device::cpu(), Ctx::default(), 0);
     each(|name, weight, [original, dequantized]| {
         let Weight::Int8(theirs) = weight else { return };
-        // Their own quantiser rounds to f16 first.
+        // bitsandbytes' quantiser rounds to f16 first.
         let dense = dense(original, theirs.shape, FloatDType::F16);
         let ours = QuantizedWeight::quantize(&ctx, dense, WeightFormat::Int8).expect("finite");
         let ours = Weight::try_from(ours.to_host(&ctx).expect("on the device"));

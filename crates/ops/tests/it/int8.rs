@@ -9,7 +9,7 @@ use reference::{Distribution, fill, int8};
 
 use crate::{tensor, values};
 
-/// A weight as files have it.
+/// Returns a weight in the order of files.
 fn stored(ctx: &Ctx, weight: &QuantizedWeight) -> Int8<'static> {
     let host = weight.to_host(ctx).expect("on the device");
     let Ok(Weight::Int8(stored)) = Weight::try_from(host) else { panic!("int8 is of files") };
@@ -109,7 +109,7 @@ fn a_layer_of_burns_becomes_one_in_8_bits() {
     for (have, want) in values(have).iter().zip(&want) {
         assert!((have - want).abs() < 0.05, "{have} {want}");
     }
-    // Optimisers see the bias alone.
+    // Optimizers see only the bias.
     let mut floats = Floats(0);
     layer.visit(&mut floats);
     assert_eq!(floats.0, 1);

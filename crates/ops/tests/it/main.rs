@@ -1,5 +1,5 @@
-//! Tests of ops on Burn's CPU device against the f64 reference, and of gradients against differences of
-//! it.
+//! Tests of ops on Burn's CPU device against the f64 reference, and of gradients against its finite
+//! differences.
 
 mod attention;
 mod decode;
@@ -25,7 +25,7 @@ fn tensor<const D: usize>(shape: [usize; D], seed: u64, device: &Device) -> Tens
     Tensor::from_data(TensorData::new(values, shape), device)
 }
 
-/// Fails unless `got` is within rounding of f32 sums of `want`.
+/// Panics unless `got` equals `want` within the rounding of f32 sums.
 fn close(got: &[f32], want: &[f64], what: &str) {
     let size = want.iter().fold(1.0f64, |m, v| m.max(v.abs()));
     assert_eq!(got.len(), want.len(), "{what}");

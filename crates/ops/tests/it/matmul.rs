@@ -18,7 +18,7 @@ fn strides_and_repeated_batches_are_read_as_they_are() {
     let (xs, ys) = (values(x.clone()), values(y.clone()));
     let want = dense(&[6], [5, 4, 8]).run(&xs, &ys, reference::Epilogue::NONE).expect("sizes");
     close(&values(run(x.clone(), y.clone())), &want, "dense");
-    // The same values, stored with the last two axes swapped, and with the batch axes swapped.
+    // The same values with the last two axes swapped in memory, and with the batch axes swapped.
     let turned = |t: Tensor<4>| Tensor::from_data(t.swap_dims(2, 3).into_data(), &device);
     close(
         &values(run(turned(x.clone()).swap_dims(2, 3), turned(y.clone()).swap_dims(2, 3))),
@@ -34,13 +34,13 @@ fn strides_and_repeated_batches_are_read_as_they_are() {
     let kept: Vec<f32> = values(wide).into_iter().step_by(2).collect();
     let spaced = dense(&[6], [5, 4, 8]).run(&kept, &ys, reference::Epilogue::NONE);
     close(&values(run(every_second, y.clone())), &spaced.expect("sizes"), "spaced");
-    // One key for three heads, one batch for two.
+    // Three heads share a key, two batches share one.
     let shared = y.clone().narrow(1, 0, 1);
     let mut repeated = dense(&[2, 3], [5, 4, 8]);
     repeated.rhs = Strides { batch: vec![3 * 32, 0], row: 4, col: 1 };
     let want = repeated.run(&xs, &ys, reference::Epilogue::NONE).expect("sizes");
     close(&values(run(x.clone(), shared)), &want, "repeated");
-    // Three axes that step unevenly.
+    // Three axes with uneven strides.
     let odd = matmul::<5>(
         &ctx,
         x.clone().reshape([2, 1, 3, 5, 8]),
@@ -125,7 +125,7 @@ fn mistakes_are_errors() {
     assert!(matches!(depth, OpError::Depth { lhs_k: 3, rhs_k: 4, .. }), "{depth}");
     let batch = fails(t([2, 2, 3]), t([3, 3, 5]), none());
     assert!(matches!(batch, OpError::Broadcast { .. }), "{batch}");
-    // Each axis may be so long, and there are 2^32 matrices.
+    // Each axis is within the limit, but there are 2^32 matrices.
     let many = |t: Tensor<4>| t.expand([65_536, 65_536, 1, 1]);
     let one = || many(Tensor::<4>::zeros([1, 1, 1, 1], &device));
     let batches = matmul(&ctx, one(), one(), Epilogue::default()).expect_err("too many");
@@ -153,7 +153,7 @@ fn mistakes_are_errors() {
     assert!(matches!(unknown, OpError::Tune(tune::TuneError::Frozen { .. })), "{unknown}");
 }
 
-/// Every gradient of `Σ out · weights` against central differences of the reference.
+/// Compares every gradient of `Σ out · weights` with central differences of the reference.
 #[test]
 fn gradients_are_the_differences() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
@@ -163,7 +163,7 @@ fn gradients_are_the_differences() {
         (Some(Activation::Gelu), Some(reference::Activation::Gelu)),
         (Some(Activation::GeluTanh), Some(reference::Activation::GeluTanh)),
     ];
-    // rhs repeats over two batches and is stored by columns.
+    // rhs broadcasts over two batches and is stored by columns.
     let (m, n, k) = (3, 4, 5);
     let problem = {
         let mut p = dense(&[2], [m, n, k]);
@@ -231,7 +231,8 @@ fn gradients_are_the_differences() {
     }
 }
 
-/// Each of 400 batches gives 3 + 3/128, which rounds to 3 + 4/128 in bf16: sums of those would be 1216.
+/// Each of 400 batches gives 3 + 3/128, which rounds to 3 + 4/128 in bf16: sums of rounded values would be
+/// 1216.
 #[test]
 fn the_gradient_of_what_repeats_is_summed_before_it_is_rounded() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
@@ -244,7 +245,7 @@ fn the_gradient_of_what_repeats_is_summed_before_it_is_rounded() {
     assert_eq!(values(gradient), [1208.0; 10]);
 }
 
-/// Sums in f16 are never what nobody asked for, and never something else where a device has them not.
+/// f16 accumulation is used only if requested, and is an error if the device lacks it.
 #[test]
 fn half_sums_are_asked_for() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
@@ -279,7 +280,7 @@ fn what_needs_no_gradient_gets_none_and_stays_fused() {
     let gradients = out.sum().backward();
     assert!(x.grad(&gradients).is_none());
     assert!(tracked.grad(&gradients).is_some());
-    // With nothing tracked an activation is fused and the result is no part of a graph.
+    // Without tracked tensors an activation is fused, and the result is outside the graph.
     let silu = Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() };
     let out = matmul(&ctx, x.clone(), w.clone(), silu).expect("valid");
     let silu = |v: f64| v / (1.0 + (-v).exp());
@@ -288,8 +289,8 @@ fn what_needs_no_gradient_gets_none_and_stays_fused() {
     close(&values(out), &want, "fused");
 }
 
-/// Results and every gradient of groups, one of them empty, are those of each group's own product; with rhs and lhs of
-/// either layout, and all parts of an epilogue.
+/// Results and gradients of groups, one empty, equal those of each group's own matmul. Lhs and rhs have
+/// either layout, with all parts of an epilogue.
 #[test]
 fn groups_are_products_of_their_own() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
@@ -372,7 +373,7 @@ fn groups_that_mean_nothing_are_refused() {
     assert!(fails(4, [2, 3, 5], 10).starts_with("offsets of rows end at 3, and there are 4"));
     assert!(fails(3, [3, 3, 5], 10).starts_with("rhs has shape [3, 3, 5]"));
     assert!(fails(3, [2, 3, 5], 5).starts_with("bias has shape [5]"));
-    // Nothing to sum: the bias of each group alone.
+    // With k = 0 the result is the bias of each group.
     let out = run(3, [2, 0, 2], 4).expect("valid");
     assert_eq!(values(out), [1.0; 6]);
     let norm = RowNorm { weight: Tensor::ones([3], &device), kind: NormKind::Rms, eps: 0.0 };

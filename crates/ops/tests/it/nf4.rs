@@ -20,7 +20,7 @@ fn product(m: usize, n: usize, k: usize) -> Matmul {
     )
 }
 
-/// A weight as files have it.
+/// Returns a weight in the order of files.
 fn stored(ctx: &Ctx, weight: &QuantizedWeight) -> FourBit<'static> {
     let host = weight.to_host(ctx).expect("on the device");
     let Ok(Weight::FourBit(stored)) = Weight::try_from(host) else { panic!("one weight") };
@@ -161,7 +161,7 @@ fn weights_are_joined_and_gate_one_another() {
     let want = product(3, n, k).run(&xs, &gates, theirs).expect("sizes");
     let out = quantized_glu(&ctx, x.clone(), &both, epilogue.clone()).expect("valid");
     close(&values(out), &want, "fused");
-    // By ordinary ops, where a gradient is asked for.
+    // With a gradient, the activation is an ordinary op.
     let tracked = Tensor::<2>::from_data(x.into_data(), &device.clone().autodiff()).require_grad();
     let lifted = |t: Tensor<2>| Tensor::<2>::from_data(t.into_data(), &tracked.device());
     let epilogue = Epilogue {
@@ -227,7 +227,7 @@ fn gradients_are_those_of_a_dense_layer() {
     }
 }
 
-/// The lengths of a module's floating-point parameters.
+/// Lengths of a module's floating-point parameters.
 struct Floats(Vec<usize>);
 
 impl ModuleVisitor for Floats {
@@ -251,8 +251,7 @@ fn a_layer_of_burns_becomes_one_in_4_bits() {
     let want = product(4, 24, 72).run(&values(x.clone()), &values(weight), epilogue);
     let got = values(layer.forward(x.clone()).expect("valid"));
     close(&got, &want.expect("sizes"), "layer");
-    // Four bits of a normal weight in blocks of 64 are off by 9.6% of its size
-    // (root of the mean square), and a product by as much of its own.
+    // Four bits of a normal weight in blocks of 64 have a relative RMS error of 9.6%, and so does a matmul.
     let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>();
     let apart = square(&mut got.iter().zip(&exact).map(|(g, e)| g - e));
     let share = (apart / square(&mut exact.iter().copied())).sqrt();
@@ -260,7 +259,7 @@ fn a_layer_of_burns_becomes_one_in_4_bits() {
     let silu = layer.forward_activated(x, Activation::Silu).expect("valid");
     let silu = values(silu);
     assert!(silu.iter().zip(&got).all(|(s, v)| (s - v / (1.0 + (-v).exp())).abs() < 1e-5));
-    // What trains is the bias alone.
+    // Only the bias is trainable.
     let mut floats = Floats(Vec::new());
     layer.visit(&mut floats);
     assert_eq!(floats.0, [24]);

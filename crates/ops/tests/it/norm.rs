@@ -36,7 +36,7 @@ fn norms_are_the_references() {
             let want = reference.run(&values(x.clone()), operands).expect("lengths agree");
             let out = norm(&ctx, x.clone(), with.clone(), residual.clone(), kind, 1e-3);
             close(&values(out.expect("valid")), &want, &format!("{kind:?} {width}"));
-            // Rows that lie otherwise.
+            // Rows with another layout.
             let turned = Tensor::from_data(x.transpose().into_data(), &device).transpose();
             let out = norm(&ctx, turned, with, residual, kind, 1e-3);
             close(&values(out.expect("valid")), &want, &format!("{kind:?} {width}, transposed"));
@@ -68,7 +68,7 @@ fn halves_are_rounded_once() {
     }
 }
 
-/// By a launch of its own on a CPU, whatever multiplies: what [`norm`] makes of the rows, multiplied.
+/// The CPU never fuses the norm: the result equals [`norm`] followed by a matmul.
 #[test]
 fn products_normalise_their_rows() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
@@ -112,7 +112,7 @@ fn products_normalise_their_rows() {
     }
 }
 
-/// Every gradient of `Σ out · weights` against central differences of the reference.
+/// Compares every gradient of `Σ out · weights` with central differences of the reference.
 #[test]
 fn gradients_are_the_differences() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());
@@ -175,7 +175,7 @@ fn gradients_are_the_differences() {
     }
 }
 
-/// As those of a norm and a product one after the other.
+/// The gradients equal those of a norm followed by a matmul.
 #[test]
 fn norms_in_products_have_gradients_and_fit_their_rows() {
     let (device, ctx) = (Device::cpu().autodiff(), Ctx::default());

@@ -1,4 +1,4 @@
-//! What every weight format has in common.
+//! Properties of every weight format.
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use ops::{
@@ -8,7 +8,7 @@ use ops::{
 
 use crate::{close, tensor, values};
 
-/// A weight and its dense values; none where rows of such a length have no whole blocks.
+/// Returns a weight and its dense values; none if rows of this length have no whole blocks.
 fn quantized(
     ctx: &Ctx,
     weight: Tensor<2>,
@@ -35,7 +35,7 @@ fn codes_stand_for_values_that_are_near() {
         let exact = values(exact.clone());
         let apart = square(&mut dense.iter().zip(&exact).map(|(d, e)| d - e));
         let share = (apart / square(&mut exact.iter().copied())).sqrt();
-        // Root of the mean square: 4 bits of a normal weight are off by 10% of it, 8 bits by 0.7%.
+        // Relative RMS error: 10% for 4 bits of a normal weight, 0.7% for 8 bits.
         let bar = if format.bits() == 4 { 0.15 } else { 0.01 };
         assert!(share < bar, "{format}: {share}");
         let planned = format.scheme().bytes(made.shape());

@@ -9,7 +9,7 @@ const SEQ: usize = 3;
 const HEADS: [usize; 2] = [4, 2];
 const DIM: usize = 16;
 const CAPACITY: usize = 12;
-/// The second sequence's last position has no place.
+/// The second sequence's last position is past the cache.
 const START: [i32; BATCH] = [4, 10];
 
 fn slots(device: &Device) -> KvSlots {
@@ -17,7 +17,7 @@ fn slots(device: &Device) -> KvSlots {
     KvSlots { k: Cached::Float(k), v: Cached::Float(v), start: start(device), pages: None }
 }
 
-/// A cache of bytes, each of which is 7 units of 0.5.
+/// Returns an int8 cache: every value is 7 with scale 0.5.
 fn bytes(device: &Device) -> KvSlots {
     let cells = || Cached::Bytes {
         values: Tensor::full(
@@ -30,7 +30,7 @@ fn bytes(device: &Device) -> KvSlots {
     KvSlots { k: cells(), v: cells(), start: start(device), pages: None }
 }
 
-/// What a cache of floats has.
+/// Returns the values of a float cache.
 fn float(cached: &Cached) -> Tensor<4> {
     match cached {
         Cached::Float(cache) => cache.clone(),
@@ -38,7 +38,7 @@ fn float(cached: &Cached) -> Tensor<4> {
     }
 }
 
-/// What a cache of bytes has, and the scales.
+/// Returns the values and scales of an int8 cache.
 fn parts(cached: &Cached) -> (Vec<f32>, Vec<f32>) {
     match cached {
         Cached::Float(_) => panic!("a cache of floats"),
@@ -48,7 +48,7 @@ fn parts(cached: &Cached) -> (Vec<f32>, Vec<f32>) {
     }
 }
 
-/// The same cache, changed.
+/// Applies a change to keys and values.
 fn changed(slots: KvSlots, change: impl Fn(Tensor<4>) -> Tensor<4>) -> KvSlots {
     let [k, v] = [&slots.k, &slots.v].map(|cached| Cached::Float(change(float(cached))));
     KvSlots { k, v, ..slots }
@@ -77,14 +77,14 @@ fn options(dim: usize, norm: bool, device: &Device) -> RopeOptions {
     }
 }
 
-/// A view of `[batch, capacity, kv_heads, head_dim]`.
+/// Returns a view of `[batch, capacity, kv_heads, head_dim]`.
 fn heads_last(cache: Tensor<4>) -> Tensor<4> {
     let turned = cache.swap_dims(1, 2).into_data();
     let device = Device::cpu();
     Tensor::<4>::from_data(turned, &device).swap_dims(1, 2)
 }
 
-/// A view of `[batch, capacity, 2 · kv_heads, head_dim]`: every other head of twice as many.
+/// Returns a view of `[batch, capacity, 2 · kv_heads, head_dim]`: the first half of its heads.
 fn apart(cache: Tensor<4>) -> Tensor<4> {
     let [batch, heads, capacity, dim] = cache.dims();
     let twice = Tensor::cat(vec![cache.clone(), cache], 1).swap_dims(1, 2).into_data();
@@ -94,7 +94,7 @@ fn apart(cache: Tensor<4>) -> Tensor<4> {
     own
 }
 
-/// Fails unless `q`, and what `slots` holds now, are the reference's for what they held before.
+/// Panics unless `q` and the new contents of `slots` equal the reference's for the old contents.
 fn check(
     q: Tensor<4>,
     qkv: &[f32],
@@ -143,7 +143,7 @@ fn check(
     assert!(verdict.passed, "{dims} {dtype}: {verdict}");
 }
 
-/// The same cache in memory of its own.
+/// Copies a cache to its own memory.
 fn copy(slots: &KvSlots) -> KvSlots {
     let copy = |cached: &Cached| match cached {
         Cached::Float(cache) => Cached::Float(Tensor::from_data(cache.to_data(), &cache.device())),
@@ -165,12 +165,12 @@ fn heads_are_the_references_and_every_clone_of_the_cache_has_them() {
         for norm in [false, true] {
             let (qkv, with, slots) = (qkv(&device), options(dim, norm, &device), slots(&device));
             let before = copy(&slots);
-            // Made before, of the same memory.
+            // A clone made before shares the memory.
             let seen = slots.clone();
             let q = rope(&ctx, qkv.clone(), &slots, with.clone()).expect("valid");
             assert_ne!(values(float(&seen.k)), values(float(&before.k)));
             check(q, &values(qkv.clone()), &before, &seen, &with, DType::F32);
-            // A projection that lies otherwise, and words of another type.
+            // A projection with another layout, and U32 words.
             let again = self::slots(&device);
             let again = KvSlots { start: again.start.cast(IntDType::U32), ..again };
             let turned =
@@ -178,7 +178,7 @@ fn heads_are_the_references_and_every_clone_of_the_cache_has_them() {
             rope(&ctx, turned, &again, with.clone()).expect("valid");
             assert_eq!(values(float(&again.k)), values(float(&slots.k)));
             assert_eq!(values(float(&again.v)), values(float(&slots.v)));
-            // Caches and a table whose rows lie apart, as Burn's own lie on CUDA.
+            // Caches and a table with padded rows, as Burn pads them on CUDA.
             let again = self::slots(&device);
             let (k, v) = (heads_last(float(&again.k)), apart(float(&again.v)));
             let again = KvSlots { k: Cached::Float(k), v: Cached::Float(v), ..again };
@@ -202,7 +202,7 @@ fn bytes_have_the_scale_of_their_head() {
         let before = copy(&slots);
         let q = rope(&ctx, qkv.clone(), &slots, with.clone()).expect("valid");
         check(q, &values(qkv.clone()), &before, &slots, &with, DType::F32);
-        // Scales that lie otherwise, those of a position together.
+        // Scales with another layout: those of a position are adjacent.
         let again = bytes(&device);
         let turned = |cached: &Cached| match cached {
             Cached::Float(_) => panic!("a cache of floats"),
@@ -216,7 +216,7 @@ fn bytes_have_the_scale_of_their_head() {
         let turned = KvSlots { k, v, ..again.clone() };
         rope(&ctx, qkv.clone(), &turned, with.clone()).expect("valid");
         assert_eq!((parts(&turned.k), parts(&turned.v)), (parts(&slots.k), parts(&slots.v)));
-        // Those of one alone are refused, as is one cache of each kind.
+        // Another layout of only one of the two scales is an error, and so are caches of two formats.
         let one = KvSlots { k: turned.k.clone(), ..copy(&before) };
         let refused =
             |slots: &KvSlots| rope(&ctx, qkv.clone(), slots, with.clone()).expect_err("no");
@@ -232,7 +232,7 @@ fn pages_hold_what_runs_do() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let with = options(DIM, true, &device);
     let runs = slots(&device);
-    // Page 6 belongs to nobody.
+    // No sequence uses page 6.
     let pages =
         Tensor::<1, Int>::from_data([2, 5, 0, 4, 1, 3], (&device, burn::tensor::DType::I32));
     let paged = |cache: &Cached| {
