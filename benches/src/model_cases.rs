@@ -52,8 +52,8 @@ const TOLERANCES: [f64; 2] = [1e-4, 0.05];
 const REPETITIONS: [u16; 2] = [5, 20];
 
 impl ModelCase {
-    /// Name of the case: `prompt model=demo tokens=256`, `generate bf16 batch=16 depth=512 model=llama-3-8b quant=nf4
-    /// tokens=128`.
+    /// Name of the case, such as `prompt model=demo tokens=256` or
+    /// `generate bf16 batch=16 depth=512 model=llama-3-8b quant=nf4 tokens=128`.
     pub(crate) fn name(&self) -> String {
         record::case_name(self.op(), &self.params())
     }

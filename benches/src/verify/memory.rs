@@ -1,5 +1,5 @@
-//! Checks a model at its memory limit. A sequence is refused, or the device cannot allocate it. Afterwards the model must
-//! give the same results as before and hold no more memory.
+//! Checks a model at its memory limit. A sequence is refused, or the device cannot allocate it. Afterwards the model
+//! must give the same results as before and hold no more memory.
 
 use std::collections::BTreeMap;
 

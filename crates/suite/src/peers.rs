@@ -180,7 +180,7 @@ pub(crate) fn cubek_matmul(
         launch_ref(&Strategy::Auto, device.client(), lhs, rhs, out, &mut elems.clone())
     };
     Matmul::outputs(p, &sets[0]).iter().for_each(|output| tune::poison(device, output));
-    // It panics if its first choice cannot run.
+    // cubek panics if its first choice cannot run.
     match catch_unwind(AssertUnwindSafe(|| launch(0))) {
         Ok(launched) => launched.map_err(failed)?,
         Err(_) => return Err(failed("it panicked, as said above")),

@@ -166,8 +166,8 @@ impl KernelSuite for Rope {
             add(odd, &[0, 4, 5]);
             add(bytes(odd), &[0, 4, 5]);
         }
-        // Pages in descending order, one size with a padded stride. New positions within one page, across two, and past the
-        // last.
+        // Pages in descending order, one size with a padded stride. New positions within one page, across two, and past
+        // the last.
         for (head_dim, size, step) in [(64, 16, 64), (80, 4, 80), (6, 16, 9)] {
             for start in [[0, 16, 31], [15, 33, 47], [48, 46, u32::MAX]] {
                 let p = whole(3, [4, 2], head_dim);
@@ -466,8 +466,8 @@ fn scales(
     Ok(Some([load(k)?, load(v)?]))
 }
 
-/// Buffer offsets of the elements of a cache `[batch, kv_heads, capacity, width]`, or of a paged cache `[blocks,
-/// block_size, kv_heads, width]`.
+/// Buffer offsets of the elements of a cache `[batch, kv_heads, capacity, width]`, or of a paged cache
+/// `[blocks, block_size, kv_heads, width]`.
 fn places(p: &RopeProblem, strides: CacheStrides, width: u32) -> Vec<usize> {
     let CacheStrides { page, head, seq } = strides;
     let heads = (p.kv_heads, head);

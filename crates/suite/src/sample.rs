@@ -18,7 +18,7 @@ use crate::kernel::{KernelSuite, Params, params};
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: SampleProblem,
-    /// Parameters of every row, except `uniform`. Each row has its own; for a third of the rows it is an end of [0, 1).
+    /// Parameters of every row. `uniform` differs by row; for a third of the rows it is an end of [0, 1).
     pub choice: Choice,
     /// True if some rows have NaN, infinities or no possible token.
     pub odd: bool,

@@ -30,7 +30,7 @@ pub(crate) fn percent(share: f64) -> String {
     if value < 10.0 { format!("{value:.1}%") } else { format!("{value:.0}%") }
 }
 
-/// Formats the error of a result, of which only the order of magnitude matters.
+/// Formats the error of a result with two digits; only its order of magnitude matters.
 pub fn error(value: f64) -> String {
     if value == 0.0 { "0".into() } else { format!("{value:.1e}") }
 }

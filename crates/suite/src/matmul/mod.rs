@@ -483,8 +483,8 @@ const SIZES: [[u32; 3]; 16] = [
     [17, 130, 36],
 ];
 
-/// Views and batches past 2^31 elements. Cards also get 2^32, and a result of that size. wgpu gets none, because its
-/// buffers end at 4 GiB. A CPU gets 16-bit types only, because others take twice the memory.
+/// Views and batches past 2^31 elements. Cards also get operands past 2^32 and a result past 2^31. wgpu gets none,
+/// because its buffers end at 4 GiB. A CPU gets 16-bit types only, because others take twice the memory.
 fn far_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
     let served = match backend {
         Backend::Cuda => true,
